@@ -1,0 +1,5 @@
+"""Runs the command line from a checkout: ``python cli.py plot``."""
+
+from normscope.cli import main
+
+main()

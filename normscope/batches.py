@@ -1,0 +1,118 @@
+"""What goes into a network: one batch of inputs, and for each of its samples where it came from.
+
+The wing that makes batches (models) and the wing that consumes them (pairs) do not know each other; this is the
+one word that they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from normscope.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Identity of one sample: intervals are only honest when samples of one source stay together.
+
+    Attributes:
+        source: what is statistically independent of other sources: a photograph, a speaker, a text. The crops of
+            one photograph are several samples of one source.
+        source_index: number of the source within the data set.
+        index: number of the sample within the data set.
+    """
+
+    source: str
+    source_index: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Arguments of one forward pass, and the samples that they hold along axis 0 of their tensors.
+
+    Attributes:
+        args: positional arguments of ``module.forward``.
+        kwargs: keyword arguments of ``module.forward``.
+        samples: one :class:`Sample` for each entry of axis 0.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    samples: tuple[Sample, ...] = ()
+
+    def first_sample(self) -> Batch:
+        """Return the batch that holds this batch's first sample alone."""
+        import torch
+
+        def first(value: Any) -> Any:
+            whole = isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == len(self.samples)
+            return value[:1] if whole else value
+
+        return Batch(
+            tuple(first(value) for value in self.args),
+            {key: first(value) for key, value in self.kwargs.items()},
+            self.samples[:1],
+        )
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
+        """Move every tensor to ``device``, and the floating-point ones to ``dtype``."""
+        import torch
+
+        def move(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            return value.to(device, dtype if value.is_floating_point() else value.dtype)
+
+        return Batch(
+            tuple(move(value) for value in self.args),
+            {key: move(value) for key, value in self.kwargs.items()},
+            self.samples,
+        )
+
+
+def as_batches(batches: Iterable[Any]) -> Iterator[Batch]:
+    """Yield a :class:`Batch` for each tensor, tuple of arguments, dict of keyword arguments, or Batch.
+
+    The samples of anything but a Batch are numbered through, and each counts as a source of its own.
+
+    Raises:
+        DataError: if an entry is none of these, or holds no tensor with an axis of samples.
+
+    >>> import torch
+    >>> [batch.samples[-1].index for batch in as_batches([torch.zeros(2, 3), (torch.zeros(2, 3),)])]
+    [1, 3]
+    """
+    import torch
+
+    seen = 0
+    for number, entry in enumerate(batches):
+        if isinstance(entry, Batch):
+            yield entry
+            continue
+        args: tuple[Any, ...] = ()
+        kwargs: Mapping[str, Any] = {}
+        match entry:
+            case torch.Tensor():
+                args = (entry,)
+            case tuple() | list():
+                args = tuple(entry)
+            case Mapping():
+                kwargs = entry
+            case _:
+                raise DataError(
+                    f"Batch {number} is a {type(entry).__name__}; a batch is a tensor, a tuple of arguments, "
+                    "or a dict of keyword arguments."
+                )
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.ndim]
+        if not tensors:
+            raise DataError(f"Batch {number} holds no tensor whose axis 0 counts samples.")
+        count = len(tensors[0])
+        samples = tuple(Sample(f"sample {seen + i}", seen + i, seen + i) for i in range(count))
+        seen += count
+        yield Batch(args, kwargs, samples)

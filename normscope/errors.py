@@ -1,0 +1,54 @@
+"""Every mistake that a user can make, each with the exit status that the command line gives it.
+
+Messages are whole sentences: what was wrong, with the value, and what to do about it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class NormscopeError(Exception):
+    """Base of everything that normscope raises on purpose."""
+
+    exit_status = 1
+
+
+class UsageError(NormscopeError):
+    """An argument that cannot be understood: an unknown curve, layer, option value or output path."""
+
+    exit_status = 2
+
+
+class ModelError(NormscopeError):
+    """A model or its weights cannot be had: unknown name, no network, a checkpoint that does not fit."""
+
+    exit_status = 3
+
+
+class DataError(NormscopeError):
+    """Input data or a capture file cannot be read."""
+
+    exit_status = 4
+
+
+class DeviceError(NormscopeError):
+    """The asked-for device is not there."""
+
+    exit_status = 5
+
+
+def unknown(what: str, value: str, choices: Iterable[str]) -> str:
+    """Say that ``value`` is no known ``what``, with the nearest choices.
+
+    >>> unknown("curve", "thanh", ["tanh", "isru"])
+    "There is no curve 'thanh'. Did you mean 'tanh'?"
+    >>> unknown("curve", "spline", ["tanh", "isru"])
+    "There is no curve 'spline'. There are: tanh, isru."
+    """
+    names = list(choices)
+    near = difflib.get_close_matches(value, names, n=3, cutoff=0.6)
+    if near:
+        return f"There is no {what} {value!r}. Did you mean {' or '.join(repr(name) for name in near)}?"
+    return f"There is no {what} {value!r}. There are: {', '.join(names)}."
