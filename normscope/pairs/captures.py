@@ -1,0 +1,70 @@
+"""A capture: the sums of every chosen norm site of one network, and what they were taken from."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+
+from normscope.errors import DataError
+from normscope.pairs.stats import PairStats
+from normscope.pairs.trace import NormSite, SkippedNorm
+
+
+@dataclass
+class Capture:
+    """What the norms of one network did to one set of inputs.
+
+    Attributes:
+        about: ``model``, ``weights`` (the resolved checkpoint and revision) and ``data``, in words.
+        sites: the observed norm sites in the order of their first calls.
+        skipped: norms that were seen and could not be observed, and why.
+        stats: the sums of each site, by its name.
+        n_samples: number of samples that went through the network.
+        seed: of the drawing samples.
+        versions: of Python and the libraries.
+    """
+
+    about: Mapping[str, str]
+    sites: list[NormSite]
+    skipped: list[SkippedNorm]
+    stats: dict[str, PairStats]
+    n_samples: int
+    seed: int
+    versions: Mapping[str, str]
+
+    def merge(self, other: Capture) -> Capture:
+        """Return the capture of both sets of inputs.
+
+        Raises:
+            DataError: if the two are not of the same model, weights and sites.
+        """
+        for key in ("model", "weights"):
+            if self.about[key] != other.about[key]:
+                raise DataError(
+                    f"Cannot merge captures of different {key}: {self.about[key]!r} and {other.about[key]!r}."
+                )
+        if self.sites != other.sites:
+            raise DataError("Cannot merge captures of different norm sites; capture the same layers of both.")
+        data = dict.fromkeys([self.about["data"], other.about["data"]])
+        return Capture(
+            about={**self.about, "data": " + ".join(data)},
+            sites=self.sites,
+            skipped=self.skipped,
+            stats={name: stats.merge(other.stats[name]) for name, stats in self.stats.items()},
+            n_samples=self.n_samples + other.n_samples,
+            seed=self.seed,
+            versions=self.versions,
+        )
+
+
+def versions() -> dict[str, str]:
+    """Name the versions that a file or a figure was made with."""
+    found = {"python": platform.python_version()}
+    for package in ("normscope", "torch", "timm"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found

@@ -1,0 +1,131 @@
+"""capture(): hooks in, every pair of every norm into its sums, hooks out."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from normscope.batches import Batch, Sample, as_batches
+from normscope.errors import DataError
+from normscope.pairs.captures import Capture, versions
+from normscope.pairs.norms import NormKind, eps_of
+from normscope.pairs.selection import Layers, select
+from normscope.pairs.state import left_as_found
+from normscope.pairs.stats import PairStats
+from normscope.pairs.trace import NormSite, find_norms, input_of
+from normscope.pairs.verify import check
+
+Observer = Callable[[NormSite, Tensor, Tensor], None]
+
+
+def capture(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    layers: Layers = "all",
+    about: Mapping[str, str] | None = None,
+    seed: int = 0,
+    verify: bool = False,
+    observe: Observer | None = None,
+) -> Capture:
+    """Run ``model`` over ``batches`` and sum up the input and the output before the affine step of its norms.
+
+    The model is put into eval mode and run without gradients. Its training flags, dtype, device, the grad mode and
+    torch's RNG state are left as found, and no hook stays, also after an exception or Ctrl-C.
+
+    Args:
+        model: any module on any device.
+        batches: tensors, tuples of arguments, dicts of keyword arguments, or :class:`normscope.Batch`; on the model's
+            device and in its dtype, samples along axis 0. Taken one at a time: any iterable, of any length.
+        layers: which norm sites, see :func:`normscope.pairs.selection.select`.
+        about: what the capture says of itself: ``model``, ``weights``, ``data``. Files and figures print it.
+        seed: of the drawing samples.
+        verify: recompute every norm's true output from our y, its weight and its bias, and fail where they differ.
+        observe: called with (site, x rows, y rows), each ``(tokens, d)``, for every call of every site.
+
+    Returns:
+        A :class:`Capture` on the CPU, whose size does not depend on the number of batches.
+
+    Raises:
+        DataError: if there is no batch.
+        ModelError: if the model calls no norm that normscope knows, or if verification fails.
+        UsageError: if ``layers`` names no site.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    >>> seen = capture(model, [torch.randn(16, 4), torch.randn(16, 4)], seed=0)
+    >>> seen.stats["1"].n_pairs
+    256
+    """
+    stream = as_batches(batches)
+    first = next(stream, None)
+    if first is None:
+        raise DataError("There is no batch to run the model on.")
+    report = find_norms(model, first.first_sample())
+    sites = select(report.sites, layers)
+    recorder = _Recorder(seed, verify, observe)
+    with left_as_found(model), recorder.hooked(model, sites, report.kinds):
+        for batch in itertools.chain([first], stream):
+            recorder.start(batch)
+            model(*batch.args, **batch.kwargs)
+    return Capture(
+        about={"model": type(model).__name__, "weights": "not named", "data": "not named", **(about or {})},
+        sites=sites,
+        skipped=report.skipped,
+        stats={name: stats.cpu() for name, stats in recorder.stats.items()},
+        n_samples=recorder.n_samples,
+        seed=seed,
+        versions=versions(),
+    )
+
+
+class _Recorder:
+    """The hooks' side of a capture: which batch is running, and the sums of each site."""
+
+    def __init__(self, seed: int, verify: bool, observe: Observer | None) -> None:
+        self.seed, self.verify, self.observe = seed, verify, observe
+        self.stats: dict[str, PairStats] = {}
+        self.samples: tuple[Sample, ...] = ()
+        self.n_samples = 0
+        self.tokens_so_far: dict[str, int] = {}
+
+    def start(self, batch: Batch) -> None:
+        self.samples = batch.samples
+        self.n_samples += len(batch.samples)
+        self.tokens_so_far = {}
+
+    @contextlib.contextmanager
+    def hooked(self, model: nn.Module, sites: list[NormSite], kinds: Mapping[str, NormKind]) -> Iterator[None]:
+        with contextlib.ExitStack() as hooks:
+            for site in sites:
+                hook = self._hook(site, kinds[site.name])
+                handle = model.get_submodule(site.name).register_forward_hook(hook, with_kwargs=True)
+                hooks.callback(handle.remove)
+            yield
+
+    def _hook(self, site: NormSite, kind: NormKind) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            x = input_of(args, kwargs)
+            if x is None:
+                raise DataError(f"The norm {site.name} was called without a tensor.")
+            if self.verify:
+                check(kind, site.name, module, x, output)
+            rows = kind.rows(module, x.detach())
+            if rows.device.type == "mps":  # which has no float64 to sum in
+                rows = rows.cpu()
+            y, rstd = kind.normalize(rows.float(), eps_of(module, x.dtype))
+            self._record(site, rows, y, rstd)
+
+        return hook
+
+    def _record(self, site: NormSite, x: Tensor, y: Tensor, rstd: Tensor) -> None:
+        if site.name not in self.stats:
+            self.stats[site.name] = PairStats.empty(x.shape[1], self.seed, x.device)
+        first = self.tokens_so_far.get(site.name, 0)
+        self.stats[site.name].update(x, y, rstd, self.samples, first)
+        self.tokens_so_far[site.name] = first + len(x) // max(1, len(self.samples))
+        if self.observe is not None:
+            self.observe(site, x, y)

@@ -1,0 +1,73 @@
+"""Where a norm stands, read from the data flow: on the residual stream, before a branch of it, or on queries and keys.
+
+A pre-norm's input is the residual stream itself, which an addition uses again past the norm. A post-norm's output is
+what a later addition takes. Names and flags say nothing reliable here; additions do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ADDITIONS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
+
+_QUERY_OR_KEY = re.compile(
+    r"(^|[._])((q|k|query|key)_?(layer)?norm|norm_?(added_)?(q|k|query|key)|(q|k)_ln|ln_(q|k))\d*$",
+    re.IGNORECASE,
+)
+
+
+class Ends(NamedTuple):
+    """Input and output of a site's first call, of any shape and still alive, and how many additions came before it."""
+
+    input: Tensor
+    output: Tensor
+    additions_before: int
+
+
+def of_sites(ends: dict[str, Ends], additions: list[tuple[Tensor, ...]]) -> dict[str, str | None]:
+    """Tell the placement of each site.
+
+    Args:
+        ends: for each module path, in the order of first calls, what its first call took and gave.
+        additions: operands of every addition of the forward pass, in order and still alive.
+
+    Returns:
+        ``pre-norm``, ``post-norm``, ``qk``, ``final`` or None (beside the residual stream) for each path. Sites whose
+        paths differ only in their numbers share a placement: nothing is added after the last block of a post-norm
+        network, and its norm is post-norm all the same.
+    """
+    last_added = {_identity(operand): number for number, operands in enumerate(additions) for operand in operands}
+    placements = {name: _of_site(name, end, last_added) for name, end in ends.items()}
+    by_pattern = {_pattern(name): found for name, found in reversed(placements.items()) if found is not None}
+    placements = {name: found or by_pattern.get(_pattern(name)) for name, found in placements.items()}
+    repeated = Counter(_pattern(name) for name in placements)
+    if any(placements.values()):
+        for name in reversed(placements):
+            if placements[name] or repeated[_pattern(name)] > 1:
+                break
+            placements[name] = "final"
+    return placements
+
+
+def _of_site(name: str, end: Ends, last_added: dict[tuple[int, int], int]) -> str | None:
+    def added_later(tensor: Tensor) -> bool:
+        return last_added.get(_identity(tensor), -1) >= end.additions_before
+
+    if _QUERY_OR_KEY.search(name):
+        return "qk"
+    if added_later(end.input):
+        return "pre-norm"
+    return "post-norm" if added_later(end.output) else None
+
+
+def _identity(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.numel()
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\d+", "#", name)

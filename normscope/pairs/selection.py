@@ -1,0 +1,80 @@
+"""Which of a network's norm sites: ``all``, a count, indices, ranges, names and globs."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Sequence
+
+from normscope.errors import UsageError, unknown
+from normscope.pairs.trace import NormSite
+
+Layers = str | int | Sequence[int | str]
+
+
+def select(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:
+    """Pick norm sites.
+
+    Args:
+        sites: what :func:`normscope.pairs.trace.find_norms` found.
+        layers: ``"all"``; a lone number for that many sites evenly over the depth; or indices, ranges (``4-11``, both
+            ends included), module paths and globs, as a list or separated by commas (``"8,"`` is the site 8 alone).
+
+    Returns:
+        The sites in the order of their first calls, each once.
+
+    Raises:
+        UsageError: if a part names no site.
+
+    >>> from normscope.pairs.trace import NormSite
+    >>> sites = [NormSite(i, f"blocks.{i}.norm", "LayerNorm", (8,), -1, 1e-6, True, None, 1, 1, True) for i in range(9)]
+    >>> [site.index for site in select(sites, 3)], [site.index for site in select(sites, "0,6-7,blocks.3.*")]
+    ([0, 4, 8], [0, 3, 6, 7])
+    """
+    if isinstance(layers, int) or (isinstance(layers, str) and re.fullmatch(r"\s*-?\d+\s*", layers)):
+        return _evenly(sites, int(layers))
+    parts = layers.split(",") if isinstance(layers, str) else layers
+    chosen: set[int] = set()
+    for part in parts:
+        text = str(part).strip()
+        if text:
+            chosen.update(_matching(sites, text))
+    if not chosen:
+        raise UsageError(f"The layers {layers!r} name no norm site; for example: all, 4, '0,8,24', '4-11', '*.norm1'.")
+    return [site for site in sites if site.index in chosen]
+
+
+def _evenly(sites: Sequence[NormSite], count: int) -> list[NormSite]:
+    if count < 1:
+        raise UsageError(f"The number of layers must be at least 1, not {count}.")
+    if count >= len(sites):
+        return list(sites)
+    if count == 1:
+        return [sites[len(sites) // 2]]
+    return [sites[round(i * (len(sites) - 1) / (count - 1))] for i in range(count)]
+
+
+def _matching(sites: Sequence[NormSite], text: str) -> list[int]:
+    names = [site.name for site in sites]
+    if text == "all":
+        return list(range(len(sites)))
+    if text in names:
+        return [names.index(text)]
+    if numbers := re.fullmatch(r"(\d+)(?:-(\d+))?", text):
+        first, last = int(numbers[1]), int(numbers[2] or numbers[1])
+        if last >= len(sites) or first > last:
+            raise UsageError(f"There are no layers {text}: the norm sites are numbered 0 to {len(sites) - 1}.")
+        return list(range(first, last + 1))
+    matches = [i for i, name in enumerate(names) if fnmatch.fnmatchcase(name, text)]
+    if not matches:
+        raise UsageError(unknown("norm site", text, names) if len(names) < 60 else _no_match(text, names))
+    return matches
+
+
+def _no_match(text: str, names: Sequence[str]) -> str:
+    said = unknown("norm site", text, names)
+    return (
+        said
+        if "Did you mean" in said
+        else f"There is no norm site {text!r} among {len(names)}; `normscope layers` lists them."
+    )

@@ -1,0 +1,233 @@
+"""PairStats: what is kept of the pairs of one site, of the same size after one batch and after ten thousand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from normscope.batches import Sample
+from normscope.errors import DataError
+from normscope.pairs.binning import (
+    DENSITY_X_GRID,
+    DENSITY_Y_GRID,
+    MOMENTS,
+    PAIR_GRID,
+    TOKEN_GRID,
+    binned_moments,
+    joint_counts,
+)
+from normscope.pairs.folds import FOLDS, SourcesSeen
+from normscope.pairs.sampling import LARGEST_TOKENS, UNIFORM_TOKENS, PairSample, TokenSample, token_keys
+
+_PAIRS_AT_ONCE = 2**20  # bounds the float64 temporaries of one update to about 100 MB
+
+
+@dataclass
+class PairStats:
+    """Sums over all pairs (x, y) of one norm site: exact, mergeable, of constant size.
+
+    Attributes:
+        moments: n, Σx, Σy, Σx², Σxy, Σy² per fold and bin of x: float64 ``(folds, 6, bins)``.
+        density: number of pairs per cell of the two density grids: int64 ``(x bins, y bins)``.
+        channel_sums: Σx and Σx² per channel: float64 ``(2, d)``.
+        channel_extremes: smallest and largest x per channel: float32 ``(2, d)``.
+        token_offsets: number of tokens per bin of mean/σ: int64 ``(token bins,)``.
+        token_scales: number of tokens per bin of σ = 1/rstd: int64 ``(token bins,)``.
+        nonfinite_tokens: number of tokens that hold a NaN or an infinity; they are in no sum.
+        tokens: a uniform sample of whole tokens.
+        largest: the tokens that hold the largest |x|.
+        pairs: single pairs, drawn evenly over the bins.
+        sources: whether the folds are sources or the samples of a single one.
+        seed: of the drawing samples.
+    """
+
+    moments: Tensor
+    density: Tensor
+    channel_sums: Tensor
+    channel_extremes: Tensor
+    token_offsets: Tensor
+    token_scales: Tensor
+    nonfinite_tokens: Tensor
+    tokens: TokenSample
+    largest: TokenSample
+    pairs: PairSample
+    sources: SourcesSeen
+    seed: int
+
+    @classmethod
+    def empty(cls, d: int, seed: int = 0, device: torch.device | None = None) -> PairStats:
+        """Return the sums over no pairs at all, for tokens of ``d`` elements."""
+        on = device or torch.device("cpu")
+        infinity = torch.full((d,), torch.inf, device=on)
+        return cls(
+            moments=torch.zeros(FOLDS, len(MOMENTS), PAIR_GRID.size, dtype=torch.float64, device=on),
+            density=torch.zeros(DENSITY_X_GRID.size, DENSITY_Y_GRID.size, dtype=torch.int64, device=on),
+            channel_sums=torch.zeros(2, d, dtype=torch.float64, device=on),
+            channel_extremes=torch.stack([infinity, -infinity]),
+            token_offsets=torch.zeros(TOKEN_GRID.size, dtype=torch.int64, device=on),
+            token_scales=torch.zeros(TOKEN_GRID.size, dtype=torch.int64, device=on),
+            nonfinite_tokens=torch.zeros((), dtype=torch.int64, device=on),
+            tokens=TokenSample.empty(d, on),
+            largest=TokenSample.empty(d, on),
+            pairs=PairSample.empty(on),
+            sources=SourcesSeen(),
+            seed=seed,
+        )
+
+    @property
+    def d(self) -> int:
+        """Number of elements of one token."""
+        return int(self.channel_sums.shape[1])
+
+    @property
+    def n_pairs(self) -> int:
+        """Number of pairs in the sums."""
+        return int(self.moments[:, 0].sum())
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens in the sums."""
+        return self.n_pairs // self.d
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the sums and samples take at most: a constant of d, whatever has been added."""
+        tensors = [getattr(self, f.name) for f in fields(self)]
+        token_bytes = (UNIFORM_TOKENS + LARGEST_TOKENS) * (8 + 8 + 4 * 2 * self.d + 4)
+        pair_bytes = sum(getattr(self.pairs, f.name).nbytes for f in fields(self.pairs))
+        return sum(t.nbytes for t in tensors if isinstance(t, Tensor)) + token_bytes + pair_bytes
+
+    @property
+    def fold_by(self) -> Literal["source", "sample"] | None:
+        """What the folds are; None where there are fewer than two, so that nothing can be held out."""
+        occupied = int((self.moments[:, 0].sum(1) > 0).sum())
+        if occupied < 2:
+            return None
+        return "sample" if self.sources.number == "one" else "source"
+
+    def update(self, x: Tensor, y: Tensor, rstd: Tensor, samples: Sequence[Sample], first_token: int = 0) -> None:
+        """Add the pairs of some tokens.
+
+        Args:
+            x: input token rows, ``(tokens, d)``, any floating dtype; tokens of one sample lie together, samples in
+                the order of ``samples``.
+            y: their output before the affine step, ``(tokens, d)``, float32.
+            rstd: slope of each token's line, ``(tokens, 1)``.
+            samples: samples of the batch. Where the tokens do not divide evenly among them (tokens that belong to no
+                sample), the site has no folds.
+            first_token: number, within its sample, of each sample's first token here: for norms that are called
+                several times in a forward pass.
+        """
+        per_sample, rest = divmod(len(x), len(samples))
+        if rest or not per_sample:
+            self._collapse_all()
+            samples, per_sample = samples[:1], len(x)
+        self._see(samples)
+        positions = torch.arange(first_token, first_token + per_sample, device=x.device).expand(len(samples), -1)
+        keys = token_keys(samples, positions, self.seed)
+        folds = torch.tensor(self.sources.folds_of(samples), device=x.device).repeat_interleave(per_sample)
+        rows = max(1, _PAIRS_AT_ONCE // self.d)
+        for part in range(0, len(x), rows):
+            some = slice(part, part + rows)
+            self._add(x[some].float(), y[some], rstd[some].flatten(), keys[some], folds[some])
+
+    def merge(self, other: PairStats) -> PairStats:
+        """Return the sums over the pairs of both; in any order and grouping the same, up to float64's rounding.
+
+        Raises:
+            DataError: if the two were taken of tokens of different size, or with different seeds.
+        """
+        if (self.d, self.seed) != (other.d, other.seed):
+            raise DataError(
+                f"Cannot merge sums over tokens of {self.d} elements (seed {self.seed}) with sums over tokens of "
+                f"{other.d} (seed {other.seed}); both must agree."
+            )
+        sources = self.sources.merged(other.sources)
+        low, high = torch.stack([self.channel_extremes, other.channel_extremes]).unbind(1)
+        return PairStats(
+            moments=self._moments_under(sources) + other._moments_under(sources),
+            density=self.density + other.density,
+            channel_sums=self.channel_sums + other.channel_sums,
+            channel_extremes=torch.stack([low.amin(0), high.amax(0)]),
+            token_offsets=self.token_offsets + other.token_offsets,
+            token_scales=self.token_scales + other.token_scales,
+            nonfinite_tokens=self.nonfinite_tokens + other.nonfinite_tokens,
+            tokens=self.tokens.with_more(other.tokens, UNIFORM_TOKENS),
+            largest=self.largest.with_more(other.largest, LARGEST_TOKENS),
+            pairs=self.pairs.merged(other.pairs),
+            sources=sources,
+            seed=self.seed,
+        )
+
+    def cpu(self) -> PairStats:
+        """Return the same sums in the CPU's memory."""
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value.cpu()
+            if isinstance(value, TokenSample | PairSample):
+                return type(value)(*(moved(getattr(value, f.name)) for f in fields(value)))
+            return value
+
+        return PairStats(*(moved(getattr(self, f.name)) for f in fields(self)))
+
+    def _see(self, samples: Sequence[Sample]) -> None:
+        sources = self.sources.with_samples(samples)
+        self.moments = self._moments_under(sources)
+        self.sources = sources
+
+    def _collapse_all(self) -> None:
+        unmapped = SourcesSeen(self.sources.number, self.sources.source, self.sources.source_index, mapped=False)
+        self.moments = self._moments_under(unmapped)
+        self.sources = unmapped
+
+    def _moments_under(self, sources: SourcesSeen) -> Tensor:
+        """Regroup the folds for what has been seen by now: a single source's samples become one fold beside others."""
+        if self.sources.mapped and not sources.mapped:
+            fold = 0
+        elif sources.mapped and (self.sources.number, sources.number) == ("one", "several"):
+            fold = self.sources.source_index % FOLDS
+        else:
+            return self.moments
+        moments = torch.zeros_like(self.moments)
+        moments[fold] = self.moments.sum(0)
+        return moments
+
+    def _add(self, x: Tensor, y: Tensor, rstd: Tensor, keys: Tensor, folds: Tensor) -> None:
+        finite = torch.isfinite(x).all(1) & torch.isfinite(y).all(1)
+        if not bool(finite.all()):
+            self.nonfinite_tokens += (~finite).sum()
+            x, y, rstd, keys, folds = x[finite], y[finite], rstd[finite], keys[finite], folds[finite]
+        bins = PAIR_GRID.index(x)
+        cells = (folds[:, None] * PAIR_GRID.size + bins).flatten()
+        sums = binned_moments(x.flatten(), y.flatten(), cells, FOLDS * PAIR_GRID.size)
+        self.moments += sums.view(len(MOMENTS), FOLDS, -1).transpose(0, 1)
+        self.density += joint_counts(x.flatten(), y.flatten())
+        doubles = x.double()
+        self.channel_sums += torch.stack([doubles.sum(0), doubles.square().sum(0)])
+        if len(x):
+            low, high = self.channel_extremes
+            self.channel_extremes = torch.stack([low.minimum(x.amin(0)), high.maximum(x.amax(0))])
+        self.token_offsets += _token_counts(x.mean(1) * rstd)
+        self.token_scales += _token_counts(1 / rstd)
+        self._sample(x, y, rstd, keys, bins)
+
+    def _sample(self, x: Tensor, y: Tensor, rstd: Tensor, keys: Tensor, bins: Tensor) -> None:
+        self.pairs.add(keys, bins, x, y)
+        uniform = keys.argsort()[:UNIFORM_TOKENS]
+        reach = -x.abs().amax(1).double() if len(x) else keys.double()
+        largest = reach.argsort(stable=True)[:LARGEST_TOKENS]
+        for name, rank, best, capacity in (
+            ("tokens", torch.zeros_like(reach), uniform, UNIFORM_TOKENS),
+            ("largest", reach, largest, LARGEST_TOKENS),
+        ):
+            more = TokenSample(rank[best], keys[best], x[best], y[best], rstd[best])
+            setattr(self, name, getattr(self, name).with_more(more, capacity))
+
+
+def _token_counts(values: Tensor) -> Tensor:
+    return torch.bincount(TOKEN_GRID.index(values), minlength=TOKEN_GRID.size)

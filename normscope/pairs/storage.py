@@ -1,0 +1,182 @@
+"""Captures as files: safetensors with a JSON header, described in docs/file-formats.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from normscope.errors import DataError
+from normscope.files import whole_file
+from normscope.pairs.binning import MOMENTS, PAIR_GRID
+from normscope.pairs.captures import Capture
+from normscope.pairs.folds import FOLDS, SourcesSeen
+from normscope.pairs.sampling import LARGEST_TOKENS, UNIFORM_TOKENS, PairSample, TokenSample
+from normscope.pairs.stats import PairStats
+from normscope.pairs.trace import NormSite, SkippedNorm
+
+FORMAT = "normscope-capture"
+FORMAT_VERSION = 1
+_HEADER = "normscope"
+_DENSE = ("channel_sums", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
+
+
+def save(capture: Capture, path: str | Path) -> Path:
+    """Write a capture as one safetensors file, whole or not at all.
+
+    Bins and cells that no pair fell into take no place in it.
+
+    Raises:
+        UsageError: if it cannot be written there.
+    """
+    header = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "about": dict(capture.about),
+        "n_samples": capture.n_samples,
+        "seed": capture.seed,
+        "versions": dict(capture.versions),
+        "sites": [asdict(site) | {"sources": asdict(capture.stats[site.name].sources)} for site in capture.sites],
+        "skipped": [asdict(norm) for norm in capture.skipped],
+    }
+    tensors = {
+        f"{site.index}.{name}": tensor.contiguous()
+        for site in capture.sites
+        for name, tensor in _packed(capture.stats[site.name]).items()
+    }
+    with whole_file(Path(path)) as partial:
+        save_file(tensors, partial, metadata={_HEADER: json.dumps(header)})
+    return Path(path)
+
+
+def load(path: str | Path) -> Capture:
+    """Read a capture that :func:`save` wrote.
+
+    Raises:
+        DataError: if the file is missing, damaged, of another kind or of a newer format version.
+    """
+    path = Path(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {}).get(_HEADER, "null"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
+        raise DataError(f"Cannot read the capture {path}: {error}.") from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise DataError(f"{path} is a safetensors file, but no capture; `normscope capture MODEL -o FILE` writes one.")
+    if header.get("version") != FORMAT_VERSION:
+        raise DataError(
+            f"{path} has capture format version {header.get('version')!r}; this normscope reads version "
+            f"{FORMAT_VERSION}. Capture it again, or use the normscope that wrote it."
+        )
+    try:
+        return _capture(header, tensors)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        raise DataError(f"The capture {path} is damaged: {type(error).__name__}: {error}.") from error
+
+
+def is_capture(path: str | Path) -> bool:
+    """Whether a path is a file that says of itself that it is a capture."""
+    try:
+        with safe_open(Path(path), framework="pt") as file:
+            return _HEADER in (file.metadata() or {}) and FORMAT in file.metadata()[_HEADER]
+    except (OSError, SafetensorError):
+        return False
+
+
+def _capture(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Capture:
+    sites, stats = [], {}
+    for entry in header["sites"]:
+        site = NormSite(**{f.name: _tuples(entry[f.name]) for f in fields(NormSite)})
+        prefix = f"{site.index}."
+        own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        stats[site.name] = _unpacked(site.d, SourcesSeen(**entry["sources"]), int(header["seed"]), own)
+        sites.append(site)
+    if not sites or len(stats) != len(sites):
+        raise ValueError("it names no norm site, or one twice")
+    about = {key: str(header["about"][key]) for key in ("model", "weights", "data")}
+    return Capture(
+        about={**{key: str(value) for key, value in header["about"].items()}, **about},
+        sites=sites,
+        skipped=[SkippedNorm(**{f.name: str(e[f.name]) for f in fields(SkippedNorm)}) for e in header["skipped"]],
+        stats=stats,
+        n_samples=int(header["n_samples"]),
+        seed=int(header["seed"]),
+        versions={str(key): str(value) for key, value in header["versions"].items()},
+    )
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _packed(stats: PairStats) -> dict[str, Tensor]:
+    bins = stats.moments[:, 0].sum(0).nonzero().squeeze(1)
+    cells = stats.density.flatten().nonzero().squeeze(1)
+    places = stats.pairs.filled.flatten().nonzero().squeeze(1)
+    packed = {name: getattr(stats, name) for name in _DENSE}
+    packed |= {"moments": stats.moments[:, :, bins], "moments.bins": bins.int()}
+    packed |= {"density": stats.density.flatten()[cells], "density.cells": cells.int()}
+    packed |= {f"pairs.{f.name}": getattr(stats.pairs, f.name).flatten()[places] for f in fields(PairSample)}
+    packed["pairs.places"] = places.int()
+    for name in ("tokens", "largest"):
+        packed |= {f"{name}.{f.name}": getattr(getattr(stats, name), f.name) for f in fields(TokenSample)}
+    return packed
+
+
+def _unpacked(d: int, sources: SourcesSeen, seed: int, tensors: Mapping[str, Tensor]) -> PairStats:
+    stats = PairStats.empty(d, seed)
+    for name in _DENSE:
+        getattr(stats, name).copy_(_like(getattr(stats, name), tensors[name], name))
+    bins = tensors["moments.bins"].long()
+    stats.moments[:, :, _within(bins, PAIR_GRID.size)] = _like(
+        torch.empty(FOLDS, len(MOMENTS), len(bins), dtype=torch.float64), tensors["moments"], "moments"
+    )
+    cells = _within(tensors["density.cells"].long(), stats.density.numel())
+    stats.density.view(-1)[cells] = _like(torch.empty(len(cells), dtype=torch.int64), tensors["density"], "density")
+    places = _within(tensors["pairs.places"].long(), stats.pairs.key.numel())
+    for field in fields(PairSample):
+        whole = getattr(stats.pairs, field.name).view(-1)
+        name = f"pairs.{field.name}"
+        whole[places] = _like(whole.new_empty(len(places)), tensors[name], name)
+    for name, capacity in (("tokens", UNIFORM_TOKENS), ("largest", LARGEST_TOKENS)):
+        setattr(stats, name, _token_sample(d, capacity, name, tensors))
+    stats.sources = sources
+    if not bool(torch.isfinite(stats.moments).all()) or bool((stats.moments[:, 0] < 0).any()):
+        raise ValueError("its sums are not finite, or its counts are negative")
+    if not bool((stats.pairs.channel.ge(0) & stats.pairs.channel.lt(d)).all()):
+        raise ValueError("its pairs name channels that do not exist")
+    return stats
+
+
+def _token_sample(d: int, capacity: int, name: str, tensors: Mapping[str, Tensor]) -> TokenSample:
+    count = len(tensors[f"{name}.key"])
+    if count > capacity:
+        raise ValueError(f"{name} holds {count} tokens, more than {capacity}")
+    empty = TokenSample.empty(d, torch.device("cpu"))
+    parts = {}
+    for field in fields(TokenSample):
+        expected = getattr(empty, field.name).new_empty(count, *getattr(empty, field.name).shape[1:])
+        parts[field.name] = _like(expected, tensors[f"{name}.{field.name}"], f"{name}.{field.name}")
+    return TokenSample(**parts)
+
+
+def _like(expected: Tensor, tensor: Tensor, name: str) -> Tensor:
+    if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
+        raise ValueError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {expected.dtype} {tuple(expected.shape)}"
+        )
+    return tensor
+
+
+def _within(indices: Tensor, size: int) -> Tensor:
+    if indices.ndim != 1 or bool(((indices < 0) | (indices >= size)).any()):
+        raise ValueError("it names bins that do not exist")
+    return indices

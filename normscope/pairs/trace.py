@@ -1,0 +1,291 @@
+"""One forward pass that finds the norm sites: what is called, in which order, how often, and where it stands."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from normscope.batches import Batch
+from normscope.errors import ModelError
+from normscope.pairs.norms import NormKind, ancestor_kind, eps_of, kind_of, token_rows
+from normscope.pairs.placement import ADDITIONS, Ends, of_sites
+from normscope.pairs.state import left_as_found
+from normscope.pairs.verify import excess
+
+_NORM_FUNCTIONS = {
+    F.layer_norm,
+    F.rms_norm,
+    F.group_norm,
+    F.batch_norm,
+    F.instance_norm,
+    F.local_response_norm,
+    torch.layer_norm,
+    torch.rms_norm,
+    torch.group_norm,
+    torch.batch_norm,
+    torch.native_layer_norm,
+    torch.native_group_norm,
+}
+
+
+@dataclass(frozen=True)
+class NormSite:
+    """One normalization layer of a network.
+
+    Attributes:
+        index: its number in the order of first calls.
+        name: its module path.
+        kind: its name in the table of norms.
+        normalized_shape: sizes of the axes that share one statistic.
+        channel_axis: that axis, or those axes, of the norm's input.
+        eps: what is added under the root.
+        affine: whether it has a weight or a bias of its own.
+        placement: ``pre-norm``, ``post-norm``, ``qk``, ``final``, or None for a norm beside the residual stream.
+        calls: how often one forward pass calls it.
+        tokens_per_sample: how many vectors it normalizes for one sample, over all calls.
+        centred: whether it takes the token's mean away.
+    """
+
+    index: int
+    name: str
+    kind: str
+    normalized_shape: tuple[int, ...]
+    channel_axis: int | tuple[int, ...]
+    eps: float
+    affine: bool
+    placement: str | None
+    calls: int
+    tokens_per_sample: int
+    centred: bool
+
+    @property
+    def d(self) -> int:
+        """Number of elements of one token."""
+        return torch.Size(self.normalized_shape).numel()
+
+    @property
+    def bound(self) -> float:
+        """Largest possible |y|: √(d−1) with centring, √d without."""
+        return math.sqrt(self.d - self.centred)
+
+
+@dataclass(frozen=True)
+class SkippedNorm:
+    """A normalization that normscope saw and could not observe, and why."""
+
+    name: str
+    kind: str
+    reason: str
+
+
+@dataclass
+class NormReport:
+    """What one forward pass showed: the sites, what was skipped, and how each site's module normalizes."""
+
+    sites: list[NormSite]
+    skipped: list[SkippedNorm]
+    kinds: dict[str, NormKind] = field(repr=False)
+
+
+@dataclass
+class _Call:
+    """First call of a module: kept alive until the pass ends, so that no other tensor takes its place in memory."""
+
+    name: str
+    module: nn.Module
+    input: Tensor
+    output: Tensor
+    additions_before: int
+    calls: int = 1
+
+    @property
+    def ends(self) -> Ends:
+        return Ends(self.input, self.output, self.additions_before)
+
+
+def find_norms(model: nn.Module, batch: Batch) -> NormReport:
+    """Run ``model`` once on ``batch`` and list its norms in the order in which they are first called.
+
+    Args:
+        model: any module; its training flags, grad mode and the RNG state are left as found.
+        batch: one batch of its inputs; the first sample alone is enough.
+
+    Raises:
+        ModelError: if the model has no norm that is called and known.
+
+    >>> from normscope.batches import as_batches
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    >>> report = find_norms(model, next(as_batches([torch.zeros(2, 4)])))
+    >>> [(site.name, site.kind, site.d) for site in report.sites]
+    [('1', 'LayerNorm', 8)]
+    """
+    suspects = {name: module for name, module in model.named_modules() if _is_norm(module)}
+    watch = _FunctionWatch()
+    with left_as_found(model), _calls_of(suspects, watch) as calls, _entered(model, watch), watch:
+        model(*batch.args, **batch.kwargs)
+
+    sites: list[NormSite] = []
+    skipped: list[SkippedNorm] = []
+    kinds: dict[str, NormKind] = {}
+    for call in calls.values():
+        kind, reason = _resolve(call)
+        if kind is None:
+            skipped.append(SkippedNorm(call.name, type(call.module).__name__, reason))
+            continue
+        kinds[call.name] = kind
+        sites.append(_site(len(sites), call, kind))
+    for name, module in suspects.items():
+        if name not in calls:
+            skipped.append(SkippedNorm(name, type(module).__name__, "the forward pass does not call it"))
+    skipped += [
+        SkippedNorm(where or "(model)", function, "called as a function, which hooks on modules do not see")
+        for where, function in watch.functional
+    ]
+    placements = of_sites({site.name: calls[site.name].ends for site in sites}, watch.additions)
+    sites = [replace(site, placement=placements[site.name]) for site in sites]
+    if not sites:
+        raise ModelError(_no_sites(skipped))
+    return NormReport(sites, skipped, kinds)
+
+
+def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the tensor that a norm normalizes: the first among its positional, then its keyword arguments."""
+    values = (*args, *kwargs.values())
+    return next((value for value in values if isinstance(value, Tensor)), None)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether a module normalizes, by the table or by its name; one that only holds a norm does not."""
+    if ancestor_kind(module) is not None:
+        return True
+    named_so = re.search("norm", type(module).__name__, re.IGNORECASE) is not None
+    weight_norm = type(module).__module__.startswith("torch.nn.utils")
+    return named_so and not weight_norm and not any(_is_norm(child) for child in module.children())
+
+
+@contextlib.contextmanager
+def _calls_of(suspects: dict[str, nn.Module], watch: _FunctionWatch) -> Iterator[dict[str, _Call]]:
+    """Note the first call of each module, and tell the watch when one of them is at work."""
+    calls: dict[str, _Call] = {}
+
+    def enter(module: nn.Module, args: Any) -> None:
+        watch.inside_norm += 1
+
+    def leave(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            watch.inside_norm -= 1
+            x = input_of(args, kwargs)
+            if name in calls:
+                calls[name].calls += 1
+            elif x is not None and isinstance(output, Tensor):
+                calls[name] = _Call(name, module, x, output, len(watch.additions))
+
+        return hook
+
+    with contextlib.ExitStack() as hooks:
+        for name, module in suspects.items():
+            hooks.callback(module.register_forward_pre_hook(enter).remove)
+            hooks.callback(module.register_forward_hook(leave(name), with_kwargs=True).remove)
+        yield calls
+
+
+@contextlib.contextmanager
+def _entered(model: nn.Module, watch: _FunctionWatch) -> Iterator[None]:
+    """Tell the watch which module is at work, so that a function can be reported with its place."""
+
+    def enter(name: str) -> Callable[..., None]:
+        return lambda module, args: watch.path.append(name)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        watch.path.pop()
+
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.callback(module.register_forward_pre_hook(enter(name)).remove)
+            hooks.callback(module.register_forward_hook(leave).remove)
+        yield
+
+
+class _FunctionWatch(TorchFunctionMode):
+    """Sees every torch function: norms that are called as functions, and the additions of the residual stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside_norm = 0
+        self.path: list[str] = []
+        self.functional: dict[tuple[str, str], None] = {}
+        self.additions: list[tuple[Tensor, ...]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _NORM_FUNCTIONS and not self.inside_norm:
+            self.functional[(self.path[-1] if self.path else "", func.__name__)] = None
+        elif func in ADDITIONS:
+            self.additions.append(tuple(value for value in args if isinstance(value, Tensor)))
+        return func(*args, **(kwargs or {}))
+
+
+def _resolve(call: _Call) -> tuple[NormKind | None, str]:
+    """Decide how a called module normalizes, or say why that is not known.
+
+    A subclass that has its own ``forward`` is tried over each axis that has the right size, and taken for what it
+    turns out to be.
+    """
+    known = kind_of(call.module)
+    if known is not None:
+        return known, ""
+    ancestor = ancestor_kind(call.module)
+    if ancestor is None:
+        return None, "not in the table of norms; normscope.register_norm adds it"
+    for axes in dict.fromkeys([ancestor.axes(call.module, call.input.ndim), (-1,), (1,), (-2,)]):
+        if _shape_fits(call, axes):
+            tried = replace(ancestor, name=type(call.module).__name__, axes=_fixed(axes))
+            if excess(tried, call.module, call.input, call.output) <= 1:
+                return tried, ""
+    return None, (
+        f"its forward differs from {ancestor.name}'s over every axis; normscope.register_norm says what it does"
+    )
+
+
+def _shape_fits(call: _Call, axes: tuple[int, ...]) -> bool:
+    if call.output.shape != call.input.shape or any(not -call.input.ndim <= a < call.input.ndim for a in axes):
+        return False
+    sizes = tuple(call.input.shape[axis] for axis in axes)
+    shape = getattr(call.module, "normalized_shape", sizes)
+    return sizes == (tuple(shape) if isinstance(shape, (tuple, list)) else (shape,))
+
+
+def _fixed(axes: tuple[int, ...]) -> Callable[[nn.Module, int], tuple[int, ...]]:
+    return lambda module, ndim: axes
+
+
+def _site(index: int, call: _Call, kind: NormKind) -> NormSite:
+    axes = kind.axes(call.module, call.input.ndim)
+    return NormSite(
+        index=index,
+        name=call.name,
+        kind=kind.name,
+        normalized_shape=tuple(call.input.shape[axis] for axis in axes),
+        channel_axis=axes[0] if len(axes) == 1 else axes,
+        eps=eps_of(call.module, call.input.dtype),
+        affine=any(getattr(call.module, name, None) is not None for name in ("weight", "bias")),
+        placement=None,
+        calls=call.calls,
+        tokens_per_sample=len(token_rows(call.input, axes)) * call.calls,
+        centred=kind.centred,
+    )
+
+
+def _no_sites(skipped: list[SkippedNorm]) -> str:
+    if not skipped:
+        return "The model calls no normalization layer, so that there is nothing to observe."
+    seen = "; ".join(f"{norm.name} ({norm.kind}): {norm.reason}" for norm in skipped[:4])
+    return f"The model calls no normalization layer that normscope knows. Skipped: {seen}."

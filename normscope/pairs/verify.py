@@ -1,0 +1,46 @@
+"""The module's true output, recomputed from our y, its weight and its bias."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from normscope.errors import ModelError
+from normscope.pairs.norms import NormKind, eps_of
+
+# A norm rounds x − mean, the variance's root, two products and a sum: about 8 units in the last place of the largest
+# term, in float32; in half precision the output is rounded once more. Four times that.
+_UNITS_IN_LAST_PLACE = 32
+
+
+def excess(kind: NormKind, module: nn.Module, x: Tensor, output: Tensor) -> float:
+    """Return the largest difference between the module's output and ours, as a multiple of what rounding explains.
+
+    Args:
+        kind: how the module is thought to normalize.
+        module: the norm.
+        x: its input.
+        output: its true output, of the same shape.
+    """
+    rows, true = kind.rows(module, x).float(), kind.rows(module, output).float()
+    y, rstd = kind.normalize(rows, eps_of(module, x.dtype))
+    ours = kind.affine(module, y)
+    bias = kind.affine(module, torch.zeros_like(y))
+    weight = kind.affine(module, torch.ones_like(y)) - bias
+    rounded_in_input = rows.mean(-1, keepdim=True).abs() * rstd * torch.finfo(torch.float32).eps
+    rounded_in_output = (weight.abs() * (1 + y.abs()) + bias.abs()) * torch.finfo(output.dtype).eps
+    allowed = _UNITS_IN_LAST_PLACE * (weight.abs() * rounded_in_input + rounded_in_output)
+    ratio = (ours - true).abs() / allowed.clamp_min(torch.finfo(torch.float32).tiny)
+    finite = ratio[torch.isfinite(rows).all(-1)]
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def check(kind: NormKind, name: str, module: nn.Module, x: Tensor, output: Tensor) -> None:
+    """Raise ModelError where the output of the site ``name`` is not what ``kind`` makes of its input."""
+    times = excess(kind, module, x, output)
+    if not times <= 1:
+        raise ModelError(
+            f"Verification failed at {name} ({kind.name}, input {tuple(x.shape)} {x.dtype}): the module's output "
+            f"differs from weight · y + bias by {times:.3g} times what rounding explains. Its axes, eps or affine "
+            "step are not what the table of norms says; normscope.register_norm corrects them."
+        )
