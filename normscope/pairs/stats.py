@@ -99,7 +99,7 @@ class PairStats:
         tensors = [getattr(self, f.name) for f in fields(self)]
         token_bytes = (UNIFORM_TOKENS + LARGEST_TOKENS) * (8 + 8 + 4 * 2 * self.d + 4)
         pair_bytes = sum(getattr(self.pairs, f.name).nbytes for f in fields(self.pairs))
-        return sum(t.nbytes for t in tensors if isinstance(t, Tensor)) + token_bytes + pair_bytes
+        return int(sum(t.nbytes for t in tensors if isinstance(t, Tensor)) + token_bytes + pair_bytes)
 
     @property
     def fold_by(self) -> Literal["source", "sample"] | None:
