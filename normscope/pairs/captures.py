@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 
 from normscope.errors import DataError
+from normscope.pairs.selection import Layers, select
 from normscope.pairs.stats import PairStats
 from normscope.pairs.trace import NormSite, SkippedNorm
 
@@ -33,6 +34,11 @@ class Capture:
     n_samples: int
     seed: int
     versions: Mapping[str, str]
+
+    def only(self, layers: Layers) -> Capture:
+        """Return the capture of some of the sites, see :func:`normscope.pairs.selection.select`."""
+        sites = select(self.sites, layers)
+        return replace(self, sites=sites, stats={site.name: self.stats[site.name] for site in sites})
 
     def merge(self, other: Capture) -> Capture:
         """Return the capture of both sets of inputs.

@@ -42,7 +42,8 @@ def capture(
         batches: tensors, tuples of arguments, dicts of keyword arguments, or :class:`normscope.Batch`; on the model's
             device and in its dtype, samples along axis 0. Taken one at a time: any iterable, of any length.
         layers: which norm sites, see :func:`normscope.pairs.selection.select`.
-        about: what the capture says of itself: ``model``, ``weights``, ``data``. Files and figures print it.
+        about: what the capture says of itself: ``model``, ``weights``, ``data``. Files and figures print it. Batches
+            that have a ``description`` say themselves what they were, once they have all been taken.
         seed: of the drawing samples.
         verify: recompute every norm's true output from our y, its weight and its bias, and fail where they differ.
         observe: called with (site, x rows, y rows), each ``(tokens, d)``, for every call of every site.
@@ -72,7 +73,13 @@ def capture(
             recorder.start(batch)
             model(*batch.args, **batch.kwargs)
     return Capture(
-        about={"model": type(model).__name__, "weights": "not named", "data": "not named", **(about or {})},
+        about={
+            "model": type(model).__name__,
+            "weights": "not named",
+            "data": "not named",
+            **(about or {}),
+            **_described(batches),
+        },
         sites=sites,
         skipped=report.skipped,
         stats={name: stats.cpu() for name, stats in recorder.stats.items()},
@@ -80,6 +87,11 @@ def capture(
         seed=seed,
         versions=versions(),
     )
+
+
+def _described(batches: object) -> dict[str, str]:
+    description = getattr(batches, "description", None)
+    return {} if description is None else {"data": str(description)}
 
 
 class _Recorder:

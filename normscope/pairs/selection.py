@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from normscope.errors import UsageError, unknown
 from normscope.pairs.trace import NormSite
 
+_NAMED_IN_AN_ERROR = 30
+
 Layers = str | int | Sequence[int | str]
 
 
@@ -55,26 +57,28 @@ def _evenly(sites: Sequence[NormSite], count: int) -> list[NormSite]:
 
 
 def _matching(sites: Sequence[NormSite], text: str) -> list[int]:
-    names = [site.name for site in sites]
+    names = {site.name: site.index for site in sites}
+    numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if text == "all":
-        return list(range(len(sites)))
+        return list(names.values())
     if text in names:
-        return [names.index(text)]
-    if numbers := re.fullmatch(r"(\d+)(?:-(\d+))?", text):
-        first, last = int(numbers[1]), int(numbers[2] or numbers[1])
-        if last >= len(sites) or first > last:
-            raise UsageError(f"There are no layers {text}: the norm sites are numbered 0 to {len(sites) - 1}.")
-        return list(range(first, last + 1))
-    matches = [i for i, name in enumerate(names) if fnmatch.fnmatchcase(name, text)]
+        return [names[text]]
+    if numbers:
+        wanted = range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1)
+        if not wanted or not {wanted[0], wanted[-1]} <= set(names.values()):
+            raise UsageError(f"There are no layers {text}: the norm sites are numbered {_numbered(names)}.")
+        return [index for index in names.values() if index in wanted]
+    matches = [index for name, index in names.items() if fnmatch.fnmatchcase(name, text)]
     if not matches:
-        raise UsageError(unknown("norm site", text, names) if len(names) < 60 else _no_match(text, names))
+        said = unknown("norm site", text, names)
+        many = len(names) > _NAMED_IN_AN_ERROR and "Did you mean" not in said
+        raise UsageError(
+            f"There is no norm site {text!r} among {len(names)}; `normscope layers` lists them." if many else said
+        )
     return matches
 
 
-def _no_match(text: str, names: Sequence[str]) -> str:
-    said = unknown("norm site", text, names)
-    return (
-        said
-        if "Did you mean" in said
-        else f"There is no norm site {text!r} among {len(names)}; `normscope layers` lists them."
-    )
+def _numbered(names: dict[str, int]) -> str:
+    indices = list(names.values())
+    dense = indices == list(range(indices[0], indices[-1] + 1))
+    return f"{indices[0]} to {indices[-1]}" if dense else ", ".join(map(str, indices))

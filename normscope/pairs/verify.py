@@ -13,6 +13,7 @@ from normscope.pairs.norms import NormKind, eps_of
 _UNITS_IN_LAST_PLACE = 32
 
 
+@torch.no_grad()
 def excess(kind: NormKind, module: nn.Module, x: Tensor, output: Tensor) -> float:
     """Return the largest difference between the module's output and ours, as a multiple of what rounding explains.
 

@@ -1,0 +1,74 @@
+"""The command line: arguments in, tables and files out. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from normscope.cli import capture, fit, layers, models, plot
+from normscope.cli.output import print_error
+from normscope.errors import NormscopeError
+
+_INTERRUPTED = 130
+
+
+class _Group(TyperGroup):
+    """Turns what normscope raises on purpose into one sentence and an exit status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except NormscopeError as error:
+            print_error(str(error))
+            raise typer.Exit(error.exit_status) from None
+        except KeyboardInterrupt:
+            print_error("Interrupted; no file was left half written.")
+            raise typer.Exit(_INTERRUPTED) from None
+
+
+app = typer.Typer(
+    name="normscope",
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="See what the normalization layers of a pretrained network really do.",
+    epilog="Exit status: 0 done, 2 usage, 3 model or weights, 4 data, 5 device, 130 interrupted.",
+)
+app.command("plot", epilog=plot.EXAMPLES)(plot.plot)
+app.command("fit", epilog=fit.EXAMPLES)(fit.fit)
+app.command("capture", epilog=capture.EXAMPLES)(capture.capture)
+app.command("layers", epilog=layers.EXAMPLES)(layers.layers)
+app.command("models", epilog=models.EXAMPLES)(models.models)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"normscope {version('normscope')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line and exit with its status."""
+    # OpenMP's threads, spinning while they wait, slow a busy machine down 40-fold; torch reads this when imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        app()
+    except KeyboardInterrupt:  # before a command was entered, or while its last output was written
+        sys.exit(_INTERRUPTED)

@@ -1,0 +1,101 @@
+"""``normscope capture``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from normscope.cli.options import (
+    AsJson,
+    BatchSize,
+    Data,
+    Device,
+    Dtype,
+    Layers,
+    Limit,
+    Model,
+    Quiet,
+    Seed,
+    Verify,
+    Weights,
+)
+from normscope.cli.output import Output, skipped_as_json
+from normscope.cli.sources import Run
+
+if TYPE_CHECKING:
+    from normscope.models.base import LoadedModel
+    from normscope.pairs.raw import RawPairs
+
+EXAMPLES = "Examples: normscope capture demo_vit -o seen.safetensors · normscope plot seen.safetensors --layers all"
+
+File = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The capture's file (safetensors).")]
+Raw = Annotated[
+    bool, typer.Option("--raw", help="Also write every pair of the chosen layers, into FILE's -raw folder.")
+]
+
+
+def capture(
+    model: Model,
+    output: File,
+    layers: Layers = "all",
+    raw: Raw = False,
+    weights: Weights = "pretrained",
+    data: Data = None,
+    limit: Limit = None,
+    batch_size: BatchSize = 8,
+    seed: Seed = 0,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    verify: Verify = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run a model and keep what its norms did, in a file that `plot` and `fit` take in place of a model."""
+    say = Output(as_json, quiet)
+    network = Run(weights, data, limit, batch_size, seed, device, dtype, verify).load(model, say)
+    from normscope.pairs.hooks import capture as observe
+    from normscope.pairs.storage import save
+
+    pairs = _raw_pairs(network, output, layers, say) if raw else None
+    try:
+        seen = observe(
+            network.module,
+            say.tracked(network.inputs),
+            layers=layers,
+            about=network.about,
+            seed=seed,
+            verify=verify,
+            observe=pairs.add if pairs else None,
+        )
+        say.account(seen, network.inputs.unreadable)
+        path = save(seen, output)
+        folder = pairs.finish(seen) if pairs else None
+    finally:
+        if pairs:
+            pairs.discard()
+    say.result(str(path))
+    document = {
+        **seen.about,
+        "file": str(path),
+        "raw": str(folder) if folder else None,
+        "n_samples": seen.n_samples,
+        "sites": [{"name": s.name, "n_pairs": seen.stats[s.name].n_pairs} for s in seen.sites],
+        "skipped": skipped_as_json([seen]),
+    }
+    say.document(document)
+
+
+def _raw_pairs(network: LoadedModel, output: Path, layers: str, say: Output) -> RawPairs:
+    """Say how large the raw pairs will be, and make room for them."""
+    from normscope.pairs.raw import RawPairs, raw_bytes
+    from normscope.pairs.selection import select
+    from normscope.pairs.trace import find_norms
+
+    first = next(iter(network.inputs)).first_sample()
+    sites = select(find_norms(network.module, first).sites, layers)
+    size = raw_bytes(sites, network.inputs.n_samples)
+    folder = output.with_name(f"{output.stem}-raw")
+    say.warn(f"the raw pairs of {len(sites)} norm sites will take {size / 1e6:,.1f} MB in {folder}")
+    return RawPairs(folder)

@@ -1,0 +1,58 @@
+"""``normscope fit``."""
+
+from __future__ import annotations
+
+from normscope.cli.options import (
+    AsJson,
+    BatchSize,
+    Data,
+    Device,
+    Dtype,
+    Func,
+    JsonFile,
+    Layers,
+    Limit,
+    Models,
+    Quiet,
+    Seed,
+    Verify,
+    Weights,
+)
+from normscope.cli.output import Output, skipped_as_json
+from normscope.cli.sources import Run, captures
+
+EXAMPLES = "Examples: normscope fit --func isru · normscope fit vit_b16 --weights vit.safetensors --json"
+
+
+def fit(
+    models: Models = None,
+    func: Func = "tanh,isru",
+    layers: Layers = "all",
+    weights: Weights = "pretrained",
+    data: Data = None,
+    limit: Limit = None,
+    batch_size: BatchSize = 8,
+    seed: Seed = 0,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    verify: Verify = False,
+    as_json: AsJson = False,
+    output: JsonFile = None,
+    quiet: Quiet = False,
+) -> None:
+    """Fit y ≈ A·f(αx) to every norm's pairs, by least squares over all of them."""
+    from normscope.figures.tables import fits_table
+    from normscope.fits.curves import curves_named
+    from normscope.fits.fit import fit as fit_curves
+
+    say = Output(as_json, quiet)
+    curves = [curve.name for curve in curves_named(func)]
+    run = Run(weights, data, limit, batch_size, seed, device, dtype, verify)
+    seen, fits = [], []
+    for capture in captures(models, run, layers, say):
+        own = fit_curves(capture, curves)
+        say.result("{model} · {weights} · {data}".format(**capture.about))
+        say.result(fits_table(own))
+        seen.append(capture)
+        fits += own
+    say.document({"fits": [found.as_dict() for found in fits], "skipped": skipped_as_json(seen)}, output)

@@ -1,0 +1,65 @@
+"""``normscope layers``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from normscope.cli.options import AsJson, BatchSize, Data, Device, Dtype, JsonFile, Models, Quiet, Seed, Verify, Weights
+from normscope.cli.output import Output
+from normscope.cli.sources import Run, named_or_embedded
+
+if TYPE_CHECKING:
+    from normscope.pairs.trace import NormReport
+
+EXAMPLES = "Examples: normscope layers vit_b16 --weights random --verify · normscope layers timm:convnext_tiny --json"
+_FIELDS = ("index", "name", "kind", "normalized_shape", "channel_axis", "eps", "affine", "placement", "calls")
+
+
+def layers(
+    models: Models = None,
+    weights: Weights = "pretrained",
+    data: Data = None,
+    verify: Verify = False,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    batch_size: BatchSize = 8,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+    output: JsonFile = None,
+    quiet: Quiet = False,
+) -> None:
+    """List every normalization layer of a model in the order in which it is called, and those that are skipped."""
+    from normscope.figures.tables import layers_table
+
+    say = Output(as_json, quiet)
+    run = Run(weights, data, None, batch_size, seed, device, dtype, verify)
+    documents = []
+    for name in named_or_embedded(models, say):
+        report = _report(name, run, say)
+        say.result(name)
+        say.result(layers_table(report.sites))
+        say.skipped(report.skipped)
+        documents.append(_document(name, report))
+    say.document(documents[0] if len(documents) == 1 else {"models": documents}, output)
+
+
+def _report(name: str, run: Run, say: Output) -> NormReport:
+    network = run.load(name, say)
+    from normscope.pairs.hooks import capture
+    from normscope.pairs.trace import find_norms
+
+    batch = next(iter(network.inputs)).first_sample()
+    report = find_norms(network.module, batch)
+    if run.verify:
+        capture(network.module, [batch], verify=True)
+        say.remark(f"{name}: the true output of all {len(report.sites)} norms was reproduced")
+    return report
+
+
+def _document(name: str, report: NormReport) -> dict[str, Any]:
+    return {
+        "model": name,
+        "sites": [{key: getattr(site, key) for key in _FIELDS} for site in report.sites],
+        "skipped": [asdict(norm) for norm in report.skipped],
+    }

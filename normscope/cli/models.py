@@ -1,0 +1,24 @@
+"""``normscope models``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from normscope.cli.options import AsJson, JsonFile, Quiet
+from normscope.cli.output import Output
+
+EXAMPLES = "Example: normscope models --json"
+
+
+def models(as_json: AsJson = False, output: JsonFile = None, quiet: Quiet = False) -> None:
+    """List the models that can be named."""
+    from normscope.models.registry import list_models
+
+    say = Output(as_json, quiet)
+    entries = list_models()
+    if not as_json:
+        from normscope.figures.tables import models_table
+
+        say.result(models_table(entries))
+    described = [{key: value for key, value in asdict(entry).items() if key != "loader"} for entry in entries]
+    say.document({"models": described}, output)

@@ -1,0 +1,45 @@
+"""The options that commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Models = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[MODEL|FILE]...",
+        help="Models (`normscope models` lists them) or capture files; without any, the embedded models.",
+        show_default=False,
+    ),
+]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model; `normscope models` lists them.")]
+Weights = Annotated[
+    str, typer.Option(metavar="pretrained|random|FILE", help="Pretrained, random, or a safetensors or torch file.")
+]
+Data = Annotated[
+    Path | None,
+    typer.Option(help="An image, or a folder of images; by default the model's own inputs.", show_default=False),
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="Take at most so many samples.", show_default=False)]
+BatchSize = Annotated[int, typer.Option(min=1, help="Samples per forward pass.")]
+Seed = Annotated[int, typer.Option(help="Of random weights, crops and drawing samples.")]
+Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda[:N]|mps", help="Where the network runs.")]
+Dtype = Annotated[str, typer.Option(metavar="float32|bfloat16|float16", help="Of weights and inputs.")]
+Verify = Annotated[
+    bool, typer.Option("--verify", help="Recompute every norm's true output from y, and fail where it differs.")
+]
+Func = Annotated[str, typer.Option(help="Curves, separated by commas: tanh (dyt), isru (dyisru).")]
+Layers = Annotated[
+    str,
+    typer.Option(
+        help="A number of sites evenly over the depth; or indices, ranges, names, globs ('0,4-7,*.norm1'); or all."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write the JSON document to this file.", show_default=False)
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no remarks; warnings stay.")]

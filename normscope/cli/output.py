@@ -1,0 +1,122 @@
+"""What a command says: results on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from normscope.files import whole_file
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from normscope.batches import Batch
+    from normscope.models.base import Inputs, LoadedModel
+    from normscope.pairs.captures import Capture
+    from normscope.pairs.trace import SkippedNorm
+
+_WIDTH_OF_A_PIPE = 1000  # a table that goes to a file or a program is as wide as it needs to be
+
+
+def _console(stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else _WIDTH_OF_A_PIPE, highlight=False)
+
+
+def print_error(sentence: str) -> None:
+    """Print why the command stopped, on stderr."""
+    _console(stderr=True).print(f"[bold red]Error:[/] {escape(sentence)}", soft_wrap=True)
+
+
+class Output:
+    """One command's way of speaking.
+
+    Attributes:
+        as_json: results are one JSON document on stdout, and nothing else is there.
+        quiet: leave out progress and remarks; warnings stay.
+    """
+
+    def __init__(self, as_json: bool, quiet: bool) -> None:
+        self.as_json, self.quiet = as_json, quiet
+        self._results, self._remarks = _console(stderr=False), _console(stderr=True)
+
+    def remark(self, text: str) -> None:
+        """Say something that is no result, unless quiet."""
+        if not self.quiet:
+            self._remarks.print(escape(text), soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """Say something that nobody must miss."""
+        self._remarks.print(f"[yellow]{escape(text)}[/]", soft_wrap=True)
+
+    def result(self, shown: Table | str) -> None:
+        """Show a result to a person; with ``--json`` the document takes its place."""
+        if not self.as_json:
+            self._results.print(
+                shown if not isinstance(shown, str) else escape(shown), soft_wrap=isinstance(shown, str)
+            )
+
+    def document(self, document: dict[str, Any], path: Path | None = None) -> None:
+        """Print the result as JSON if that was asked for, and write it to ``path`` if one was given."""
+        text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
+        if self.as_json:
+            sys.stdout.write(text + "\n")
+        if path is not None:
+            with whole_file(path) as partial:
+                partial.write_text(text + "\n", encoding="utf-8")
+            self.remark(f"wrote {path}")
+
+    def introduce(self, network: LoadedModel) -> None:
+        """Say which network runs, with which weights, where; random weights are said so even when quiet."""
+        parameter = next(network.module.parameters())
+        line = f"{network.name}: {network.provenance.description}, on {parameter.device} in {parameter.dtype}"
+        (self.warn if network.provenance.kind == "random" else self.remark)(line)
+
+    def account(self, capture: Capture, unreadable: Sequence[str] = ()) -> None:
+        """Say what was run, what was left out, and why."""
+        self.remark(f"{capture.about['model']}: {capture.n_samples} samples of {capture.about['data']}")
+        for line in unreadable:
+            self.warn(f"unreadable, left out: {line}")
+        self.skipped(capture.skipped)
+
+    def skipped(self, norms: Iterable[SkippedNorm]) -> None:
+        """Name every norm that was seen and not observed."""
+        for norm in norms:
+            self.warn(f"skipped {norm.name} ({norm.kind}): {norm.reason}")
+
+    def tracked(self, inputs: Inputs) -> Tracked:
+        """Show a progress bar while ``inputs`` are taken, on a terminal and only there."""
+        return Tracked(inputs, self._remarks, hidden=self.quiet or not self._remarks.is_terminal)
+
+
+class Tracked:
+    """Inputs that move a progress bar."""
+
+    def __init__(self, inputs: Inputs, console: Console, hidden: bool) -> None:
+        self._inputs, self._console, self._hidden = inputs, console, hidden
+
+    @property
+    def description(self) -> str:
+        return self._inputs.description
+
+    def __iter__(self) -> Iterator[Batch]:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("samples"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=self._console, disable=self._hidden, transient=True) as progress:
+            task = progress.add_task("", total=self._inputs.n_samples)
+            for batch in self._inputs:
+                yield batch
+                progress.advance(task, len(batch.samples))
+
+
+def skipped_as_json(captures: Iterable[Capture]) -> list[dict[str, str]]:
+    """List the norms that were not observed, with the model that each belongs to."""
+    return [{"model": capture.about["model"], **asdict(norm)} for capture in captures for norm in capture.skipped]

@@ -1,0 +1,116 @@
+"""``normscope plot``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from normscope.cli.options import (
+    AsJson,
+    BatchSize,
+    Data,
+    Device,
+    Dtype,
+    Func,
+    Layers,
+    Limit,
+    Models,
+    Quiet,
+    Seed,
+    Verify,
+    Weights,
+)
+from normscope.cli.output import Output, skipped_as_json
+from normscope.cli.sources import Run, captures
+from normscope.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    from normscope.pairs.captures import Capture
+
+EXAMPLES = "Examples: normscope plot · normscope plot vit_b16 --layers 4 --format pdf · normscope plot seen.safetensors"
+
+_FORMATS = ("png", "svg", "pdf")
+Color = Annotated[str, typer.Option(help="Rows of the figure, separated by commas: density, token, channel.")]
+Format = Annotated[
+    str | None,
+    typer.Option("--format", metavar="png|svg|pdf", help="Of the figure; by default png.", show_default=False),
+]
+Dpi = Annotated[int, typer.Option(min=20, max=1200, help="Dots per inch, also of the points within svg and pdf.")]
+Theme = Annotated[str, typer.Option(metavar="light|dark", help="Of the figure.")]
+Destination = Annotated[Path, typer.Option("--output", "-o", help="A folder; or, for one model, the figure's file.")]
+
+
+def plot(
+    models: Models = None,
+    layers: Layers = "4",
+    func: Func = "tanh,isru",
+    color: Color = "density,token,channel",
+    figure_format: Format = None,
+    dpi: Dpi = 200,
+    style: Theme = "light",
+    weights: Weights = "pretrained",
+    data: Data = None,
+    limit: Limit = None,
+    batch_size: BatchSize = 8,
+    seed: Seed = 0,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    verify: Verify = False,
+    as_json: AsJson = False,
+    output: Destination = Path("outputs"),
+    quiet: Quiet = False,
+) -> None:
+    """Draw the S-curves of a model's norms: all pairs, by token and by channel, under fitted curves."""
+    say = Output(as_json, quiet)
+    suffix = _suffix(output, figure_format, models)
+    from normscope.fits.curves import curves_named
+    from normscope.fits.fit import fit
+
+    curves = [curve.name for curve in curves_named(func)]
+    run = Run(weights, data, limit, batch_size, seed, device, dtype, verify)
+
+    from normscope.figures.scurves import plot as draw
+    from normscope.figures.scurves import rows_named, save
+    from normscope.figures.style import style_named
+
+    rows = rows_named(color)
+    style_named(style)
+    figures: list[dict[str, Any]] = []
+    seen = []
+    for capture in captures(models, run, layers, say):
+        fits = fit(capture, curves)
+        figure = draw(capture, fits, color=rows, style=style)
+        path = save(figure, _path(output, suffix, capture, [entry["file"] for entry in figures]), capture, dpi)
+        say.result(str(path))
+        sites = [site.name for site in capture.sites]
+        fitted = [found.as_dict() for found in fits]
+        figures.append({**capture.about, "file": str(path), "sites": sites, "fits": fitted})
+        seen.append(capture)
+    say.document({"figures": figures, "skipped": skipped_as_json(seen)})
+
+
+def _suffix(output: Path, asked: str | None, models: list[str] | None) -> str:
+    """Decide on the format before anything is run."""
+    if asked is not None and asked not in _FORMATS:
+        raise UsageError(unknown("figure format", asked, _FORMATS))
+    named = output.suffix.lower().removeprefix(".")
+    if named not in _FORMATS:
+        return asked or "png"
+    if asked not in (None, named):
+        raise UsageError(f"--output {output} ends in .{named}, but --format asks for {asked}.")
+    if len(models or []) > 1:
+        raise UsageError(f"--output {output} is one file, but there are {len(models or [])} models. Name a folder.")
+    return named
+
+
+def _path(output: Path, suffix: str, capture: Capture, taken: list[str]) -> Path:
+    """Name the figure's file after its model; two captures of one model do not overwrite each other."""
+    from normscope.files import file_stem
+
+    if output.suffix.lower() == f".{suffix}":
+        return output
+    stem = f"{file_stem(capture.about['model'])}-scurves"
+    names = (output / f"{stem}{number}.{suffix}" for number in ("", *(f"-{n}" for n in range(2, len(taken) + 2))))
+    return next(path for path in names if str(path) not in taken)

@@ -1,0 +1,106 @@
+"""What loading a model takes and what it gives; the words that every family shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    from normscope.batches import Batch
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where the weights of a network come from.
+
+    Attributes:
+        kind: ``pretrained`` from a hub, ``random``, ``file``, or ``embedded`` in this package.
+        description: one line that every table, figure and file prints, with the revision or hash that makes the
+            weights findable again.
+
+    >>> Provenance.random(seed=0)
+    Provenance(kind='random', description='random weights, seed 0')
+    """
+
+    kind: Literal["pretrained", "random", "file", "embedded"]
+    description: str
+
+    @classmethod
+    def random(cls, seed: int) -> Provenance:
+        """Say that the weights are as their initialization under ``seed`` left them."""
+        return cls("random", f"random weights, seed {seed}")
+
+
+class Inputs(Protocol):
+    """Batches to run a network on. Iterating again gives the same batches again.
+
+    Attributes:
+        description: one line that says what was read.
+        unreadable: ``path: reason`` for each input that was left out, filled while iterating.
+    """
+
+    unreadable: list[str]
+
+    @property
+    def description(self) -> str:
+        """One line that says what was read."""
+
+    @property
+    def n_samples(self) -> int:
+        """How many samples there are at most: unreadable ones are still among them."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield batches on the model's device and in its dtype."""
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Everything that :func:`normscope.models.load` was asked for, checked, except which model.
+
+    Attributes:
+        weights: ``pretrained``, ``random``, or the path of a file.
+        data: an image file or a folder; None for the model's own default inputs.
+        limit: the largest number of samples, or None.
+        batch_size: samples per batch.
+        seed: of random weights and of the choice of default inputs.
+    """
+
+    weights: str | Path
+    data: str | None
+    limit: int | None
+    batch_size: int
+    seed: int
+    device: torch.device
+    dtype: torch.dtype
+
+
+@dataclass
+class LoadedModel:
+    """A network that is ready to run, and what to run it on.
+
+    Attributes:
+        name: the name it was loaded by.
+        module: in eval mode, on the asked-for device and in the asked-for dtype.
+        inputs: batches on the same device, floating-point tensors in the same dtype.
+        provenance: where the weights come from.
+    """
+
+    name: str
+    module: nn.Module
+    inputs: Inputs
+    provenance: Provenance
+
+    @property
+    def about(self) -> dict[str, str]:
+        """Return what every output names: the model, its weights, and the data."""
+        return {
+            "model": self.name,
+            "weights": self.provenance.description,
+            "data": self.inputs.description,
+        }

@@ -1,0 +1,79 @@
+"""Every pair of some norm sites, as files: for whoever wants to check the sums, or to do something else with them."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from normscope.errors import UsageError
+from normscope.files import file_stem
+from normscope.pairs.captures import Capture
+from normscope.pairs.trace import NormSite
+
+_BYTES_OF_A_PAIR = 8  # x and y in float32
+
+
+def raw_bytes(sites: Sequence[NormSite], n_samples: int) -> int:
+    """Return how many bytes the raw pairs of some sites will take for that many samples."""
+    return sum(site.tokens_per_sample * site.d * _BYTES_OF_A_PAIR for site in sites) * n_samples
+
+
+class RawPairs:
+    """Collects pairs on disk, a site at a time, and puts them in place once all are there.
+
+    The folder then holds one safetensors file a site, ``INDEX-NAME.safetensors``, with x and y, float32
+    ``(tokens, d)``, tokens in the order in which they came.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Make room beside ``folder``; UsageError if that exists already, or cannot be written."""
+        if folder.exists():
+            raise UsageError(f"The folder {folder} exists already; move it away, or choose another --output.")
+        self.folder = folder
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            self._partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        except OSError as error:
+            raise UsageError(f"Cannot write {folder}: {error.strerror or error}.") from error
+
+    def add(self, site: NormSite, x: Tensor, y: Tensor) -> None:
+        """Append the pairs of some tokens, ``(tokens, d)``."""
+        try:
+            for name, rows in (("x", x), ("y", y)):
+                with (self._partial / f"{site.index}.{name}").open("ab") as file:
+                    file.write(rows.float().cpu().numpy().tobytes())
+        except OSError as error:
+            raise UsageError(f"Cannot write {self.folder}: {error.strerror or error}.") from error
+
+    def finish(self, capture: Capture) -> Path:
+        """Write one file a site and let the folder appear; return it."""
+        try:
+            for site in capture.sites:
+                self._write_site(site, dict(capture.about))
+            self._partial.chmod(0o755)
+            self._partial.rename(self.folder)
+        except OSError as error:
+            raise UsageError(f"Cannot write {self.folder}: {error.strerror or error}.") from error
+        return self.folder
+
+    def discard(self) -> None:
+        """Remove whatever has not been put in place."""
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+    def _write_site(self, site: NormSite, about: dict[str, str]) -> None:
+        parts = {name: self._partial / f"{site.index}.{name}" for name in ("x", "y")}
+        tensors = {
+            name: torch.from_numpy(np.fromfile(part, dtype=np.float32).reshape(-1, site.d))
+            for name, part in parts.items()
+        }
+        name = f"{site.index:03d}-{file_stem(site.name)}.safetensors"
+        save_file(tensors, self._partial / name, metadata={**about, "site": site.name})
+        for part in parts.values():
+            part.unlink()

@@ -1,0 +1,179 @@
+"""Train demo_vit, the tiny vision transformer that ships with normscope, and write it with its held-out digits.
+
+The same seed makes the same bytes again on the same machine and versions: ``python scripts/train_demo_vit.py``.
+"""
+
+import argparse
+import copy
+import json
+import math
+from pathlib import Path
+
+import timm
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from sklearn.datasets import load_digits
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+EMBEDDED = Path(__file__).parents[1] / "normscope" / "models" / "embedded"
+
+CONFIG = {
+    "img_size": 8,
+    "patch_size": 2,
+    "in_chans": 1,
+    "num_classes": 10,
+    "embed_dim": 64,
+    "depth": 8,
+    "num_heads": 4,
+}
+PIXELS_TO_INPUT = {"scale": 0.25, "offset": 0.0}
+RECIPE = {
+    "steps": 2000,
+    "batch_size": 64,
+    "peak_lr": 2e-3,
+    "warmup_steps": 200,
+    "weight_decay": 0.0,
+    "clip": 1.0,
+    "ema_decay": 0.998,
+    "label_smoothing": 0.0,
+}
+HELD_OUT, VALIDATION, SHIPPED = 360, 240, 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=EMBEDDED)
+    parser.add_argument(
+        "--validate", action="store_true", help="leave 240 digits out of training, score them, write nothing"
+    )
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    images, labels = load_pixels_and_labels()
+    train, validation, held_out = split(len(images), args.seed)
+
+    if args.validate:
+        model = rounded_to_fp16(train_vit(images[train], labels[train], args.seed))
+        print(f"validation accuracy {accuracy(model, images[validation], labels[validation]):.4f}")
+        return
+
+    everything_else = torch.cat([train, validation])
+    model = rounded_to_fp16(train_vit(images[everything_else], labels[everything_else], args.seed))
+    score = accuracy(model, images[held_out], labels[held_out])
+    print(f"held-out accuracy {score:.4f} ({round(score * HELD_OUT)}/{HELD_OUT})")
+    save_model(model, args.out / "demo_vit.safetensors", args.seed, score)
+    shipped = held_out[balanced_choice(labels[held_out], args.seed)]
+    save_digits(images[shipped], labels[shipped], args.out / "demo_vit_digits.safetensors")
+
+
+def load_pixels_and_labels() -> tuple[Tensor, Tensor]:
+    digits = load_digits()
+    return torch.tensor(digits.images, dtype=torch.uint8), torch.tensor(digits.target, dtype=torch.int64)
+
+
+def split(count: int, seed: int) -> tuple[Tensor, ...]:
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    return order.split([count - VALIDATION - HELD_OUT, VALIDATION, HELD_OUT])
+
+
+def balanced_choice(labels: Tensor, seed: int) -> Tensor:
+    """Pick SHIPPED indices, one class after the other in a random order, so that no class leads by more than one."""
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    shuffled_labels = labels[order]
+    rank_in_class = (F.one_hot(shuffled_labels).cumsum(0) - 1)[torch.arange(len(order)), shuffled_labels]
+    return order[rank_in_class.argsort(stable=True)[:SHIPPED]]
+
+
+def to_input(pixels: Tensor) -> Tensor:
+    return pixels.float()[:, None] * PIXELS_TO_INPUT["scale"] + PIXELS_TO_INPUT["offset"]  # (n,8,8) -> (n,1,8,8)
+
+
+def augment(pixels: Tensor, generator: torch.Generator) -> Tensor:
+    """Rotate, scale, shear, shift and bend each image, all at random, and change its ink a little."""
+    n = len(pixels)
+
+    def uniform(*shape: int, width: float) -> Tensor:
+        return (torch.rand(*shape, generator=generator) * 2 - 1) * width
+
+    angle, shear = uniform(n, width=0.26), uniform(n, width=0.2)
+    stretch_x, stretch_y = 1 + uniform(n, width=0.15), 1 + uniform(n, width=0.15)
+    cos, sin = angle.cos(), angle.sin()
+    row_x = torch.stack([cos * stretch_x, (shear - sin) * stretch_y, uniform(n, width=0.2)], dim=1)
+    row_y = torch.stack([sin * stretch_x, cos * stretch_y, uniform(n, width=0.2)], dim=1)
+    grid = F.affine_grid(torch.stack([row_x, row_y], dim=1), [n, 1, 8, 8], align_corners=False)
+    bend = F.interpolate(uniform(n, 2, 3, 3, width=0.15), size=(8, 8), mode="bilinear", align_corners=True)
+    grid = grid + bend.permute(0, 2, 3, 1)  # (n,2,8,8) -> (n,8,8,2)
+    moved = F.grid_sample(pixels.float()[:, None], grid, align_corners=False)[:, 0]  # (n,1,8,8) -> (n,8,8)
+    ink = 1 + uniform(n, 1, 1, width=0.2)
+    noise = torch.randn(n, 8, 8, generator=generator) * (moved > 0)
+    return (moved * ink + noise).clamp(0, 16)
+
+
+def train_vit(pixels: Tensor, labels: Tensor, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    model = VisionTransformer(**CONFIG)
+    average = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), RECIPE["peak_lr"], weight_decay=RECIPE["weight_decay"])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine)
+    for step in range(RECIPE["steps"]):
+        batch = torch.randint(len(pixels), (RECIPE["batch_size"],), generator=generator)
+        logits = model(to_input(augment(pixels[batch], generator)))
+        loss = F.cross_entropy(logits, labels[batch], label_smoothing=RECIPE["label_smoothing"])
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), RECIPE["clip"])
+        optimizer.step()
+        schedule.step()
+        update_average(average, model, min(RECIPE["ema_decay"], (1 + step) / (10 + step)))
+        if step % 250 == 0:
+            print(f"step {step:5d}  loss {loss.item():.4f}", flush=True)
+    return average.eval()
+
+
+def warmup_then_cosine(step: int) -> float:
+    warmup, steps = RECIPE["warmup_steps"], RECIPE["steps"]
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+
+
+@torch.no_grad()
+def update_average(average: nn.Module, model: nn.Module, decay: float) -> None:
+    torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - decay)
+
+
+def rounded_to_fp16(model: nn.Module) -> nn.Module:
+    return model.half().float()
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, pixels: Tensor, labels: Tensor) -> float:
+    return (model(to_input(pixels)).argmax(dim=1) == labels).double().mean().item()
+
+
+def save_model(model: nn.Module, path: Path, seed: int, held_out_accuracy: float) -> None:
+    facts = {
+        "model": "demo_vit",
+        "config": CONFIG,
+        "seed": seed,
+        "steps": RECIPE["steps"],
+        "held_out_accuracy": held_out_accuracy,
+        "torch": torch.__version__,
+        "timm": timm.__version__,
+    }
+    weights = {name: tensor.half() for name, tensor in model.state_dict().items()}
+    save_file(weights, path, metadata={"normscope": json.dumps(facts)})
+
+
+def save_digits(pixels: Tensor, labels: Tensor, path: Path) -> None:
+    tensors = {"images": pixels, "labels": labels}
+    save_file(tensors, path, metadata={"normscope": json.dumps(PIXELS_TO_INPUT)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""A model hub on this machine that speaks huggingface_hub's protocol, and weights to put on it."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+from normscope.models.base import LoadOptions
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def options():
+    """Make LoadOptions that differ from the defaults in what is given."""
+
+    def make(**changes):
+        defaults = {
+            "weights": "random",
+            "data": None,
+            "limit": None,
+            "batch_size": 8,
+            "seed": 0,
+            "device": torch.device("cpu"),
+            "dtype": torch.float32,
+        }
+        return LoadOptions(**(defaults | changes))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_vit():
+    """Return the architecture test_vit with weights that no seed of the tests makes."""
+    torch.manual_seed(1234)
+    return timm.create_model("test_vit").eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_vit_file(tiny_vit, tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights") / "model.safetensors"
+    save_file(tiny_vit.state_dict(), path)
+    return path
+
+
+@dataclass
+class Hub:
+    """What the local hub serves, how it answers, and what it was asked."""
+
+    files: dict[str, bytes]
+    status: int = 200
+    commit: str | None = COMMIT
+    requests: list[str] = field(default_factory=list)
+
+
+def _handler(hub):
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self):
+            self._answer(with_body=False)
+
+        def do_GET(self):
+            self._answer(with_body=True)
+
+        def _answer(self, with_body):
+            hub.requests.append(f"{self.command} {self.path}")
+            repo, _, rest = self.path.lstrip("/").partition("/resolve/")
+            body = hub.files.get(f"{repo}/{rest.partition('/')[2]}")
+            status = hub.status if hub.status != 200 or body is not None else 404
+            self.send_response(status)
+            if hub.commit:
+                self.send_header("X-Repo-Commit", hub.commit)
+            if status == 404:
+                known = any(name.startswith(f"{repo}/") for name in hub.files)
+                self.send_header("X-Error-Code", "EntryNotFound" if known else "RepoNotFound")
+            if status == 200:
+                self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+            content = body if status == 200 else b""
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if with_body:
+                self.wfile.write(content)
+
+        def log_message(self, *args):
+            pass
+
+    return Handler
+
+
+@pytest.fixture
+def hub(tiny_vit_file):
+    """Serve test_vit's weights; ``hub.url`` is what HF_ENDPOINT takes."""
+    served = Hub({"timm/test_vit.r160_in1k/model.safetensors": tiny_vit_file.read_bytes()})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(served))
+    threading.Thread(target=server.serve_forever, args=[0.05], daemon=True).start()
+    served.url = f"http://127.0.0.1:{server.server_port}"
+    served.stop = lambda: (server.shutdown(), server.server_close())
+    yield served
+    served.stop()
+
+
+@dataclass
+class Outcome:
+    """What a Python process of its own printed as JSON, or how it ended."""
+
+    result: dict | None
+    stderr: str
+    seconds: float
+
+
+@pytest.fixture
+def python(tmp_path):
+    """Run code in a process of its own: huggingface_hub reads its environment when it is imported."""
+
+    def run(code, **environment):
+        clean = {key: value for key, value in os.environ.items() if not key.upper().startswith(("HF_", "HTTP"))}
+        clean |= {"HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        start = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True, timeout=60
+        )
+        seconds = time.monotonic() - start
+        last_line = done.stdout.strip().rpartition("\n")[2]
+        return Outcome(json.loads(last_line) if last_line else None, done.stderr, seconds)
+
+    return run
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """Make a folder: three images in two folders, one damaged image, and two files that are none."""
+    from PIL import Image
+
+    folder = tmp_path / "pictures"
+    (folder / "b").mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    for name in ("a.png", "b/c.JPG", "b/d.png"):
+        pixels = torch.randint(0, 256, (48, 64, 3), dtype=torch.uint8, generator=generator)
+        Image.fromarray(pixels.numpy()).save(folder / name)
+    (folder / "b" / "broken.png").write_bytes((folder / "a.png").read_bytes()[:500])
+    (folder / "notes.txt").write_text("no image")
+    (folder / "b" / "table.csv").write_text("no,image")
+    return Path(folder)

@@ -1,0 +1,76 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from normscope.errors import DataError, DeviceError, ModelError, UsageError
+from normscope.models.registry import embedded_models, list_models, load
+
+
+def test_listing_models_imports_nothing_heavy():
+    code = (
+        "import sys, normscope.models.registry as registry; registry.list_models(); registry.embedded_models();"
+        "print({'torch', 'timm', 'numpy', 'PIL', 'huggingface_hub'} & set(sys.modules))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "set()"
+
+
+def test_every_embedded_model_is_listed():
+    assert set(embedded_models()) == {entry.name for entry in list_models() if entry.embedded}
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("demo_vti", "There is no model 'demo_vti'. Did you mean 'demo_vit'"),
+        ("vit_b_16", "There is no model 'vit_b_16'. Did you mean 'vit_b16'"),
+        ("vit_tiny_patch16_224", "Did you mean 'timm:vit_tiny_patch16_224'?"),
+        ("timm:vit_tiny_patch16_225", "Did you mean 'timm:vit_tiny_patch16_224'"),
+        ("tim:resnet18", "Did you mean 'timm:resnet18'"),
+        ("timm:", "There is no model 'timm:'"),
+        ("", "There is no model ''. There are: demo_vit, vit_b16, timm:NAME."),
+        ("timm:qqqq", "There is no model 'timm:qqqq'. timm.list_models() names the architectures of timm."),
+        ("timm:test_vit.r160", "Did you mean 'timm:test_vit.r160_in1k'"),
+        ("timm:convnext_tiny_in22ft1k", "timm renamed it to 'convnext_tiny.fb_in22k_ft_in1k': use 'timm:convnext"),
+    ],
+)
+def test_unknown_model(name, sentence):
+    with pytest.raises(ModelError) as caught:
+        load(name, weights="random", device="cpu")
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "sentence"),
+    [
+        ({"limit": 0}, UsageError, "limit is 0; it has to be 1 or more."),
+        ({"batch_size": -1}, UsageError, "batch_size is -1; it has to be 1 or more."),
+        ({"dtype": "float64"}, UsageError, "There is no dtype 'float64'."),
+        ({"device": "tpu"}, UsageError, "There is no device 'tpu'."),
+        ({"device": "cuda:99"}, DeviceError, "There is no device 'cuda:99' on this machine."),
+        ({"data": "/no/such/folder"}, DataError, "There is no file or folder '/no/such/folder'"),
+    ],
+)
+def test_wrong_argument(arguments, kind, sentence):
+    with pytest.raises(kind) as caught:
+        load("demo_vit", **arguments)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_and_inputs_share_the_dtype(dtype):
+    model = load("timm:test_vit", weights="random", dtype=str(dtype).removeprefix("torch."), device="cpu", limit=1)
+    assert {parameter.dtype for parameter in model.module.parameters()} == {dtype}
+    assert {batch.args[0].dtype for batch in model.inputs} == {dtype}
+    assert not model.module.training
+
+
+def test_what_outputs_print():
+    model = load("timm:test_vit", weights="random", seed=7, limit=3, device="cpu")
+    assert model.about == {
+        "model": "timm:test_vit",
+        "weights": "random weights, seed 7",
+        "data": "3 crops of grace_hopper.jpg",
+    }

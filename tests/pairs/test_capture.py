@@ -1,0 +1,238 @@
+"""Captures against raw pairs computed independently, and the network left as it was found."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import normscope
+from normscope.batches import Batch, Sample
+from normscope.errors import DataError, UsageError
+from normscope.pairs.binning import PAIR_GRID
+
+
+class Network(nn.Module):
+    """Two norms of different kind after layers whose tokens differ in scale."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Linear(6, 24)
+        self.first = nn.LayerNorm(24, eps=1e-5)
+        self.second = nn.RMSNorm(24, eps=1e-6)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x) * x.norm(dim=-1, keepdim=True) ** 3
+        x = x + self.first(x)
+        return self.dropout(self.second(x))
+
+
+def inputs(count: int = 3, seed: int = 1) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(4, 10, 6, generator=generator) for _ in range(count)]
+
+
+def raw_pairs(network: nn.Module, batches: list[torch.Tensor]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """x by hooks of our own, y by numpy in float64 from the definition of the norms."""
+    seen: dict[str, list[np.ndarray]] = {"first": [], "second": []}
+    handles = [
+        getattr(network, name).register_forward_pre_hook(
+            lambda module, args, name=name: seen[name].append(args[0].detach().numpy().reshape(-1, 24).copy())
+        )
+        for name in seen
+    ]
+    network.eval()
+    with torch.no_grad():
+        for batch in batches:
+            network(batch)
+    for handle in handles:
+        handle.remove()
+    x = {name: np.concatenate(rows).astype(np.float64) for name, rows in seen.items()}
+    centred = x["first"] - x["first"].mean(1, keepdims=True)
+    first = centred / np.sqrt(x["first"].var(1, keepdims=True) + 1e-5)
+    second = x["second"] / np.sqrt((x["second"] ** 2).mean(1, keepdims=True) + 1e-6)
+    return {"first": (x["first"], first), "second": (x["second"], second)}
+
+
+def test_sums_equal_those_of_the_raw_pairs():
+    network, batches = Network(), inputs()
+    seen = normscope.capture(network, batches)
+    for name, (x, y) in raw_pairs(network, batches).items():
+        stats = seen.stats[name]
+        assert stats.n_pairs == x.size == stats.density.sum()
+        bins = np.searchsorted(PAIR_GRID.edges().numpy(), x.ravel(), side="right") - 1
+        positive = x.ravel() >= 0  # bins of negative numbers hold their upper edge, which no raw x here hits
+        assert positive.any()
+        counts = np.bincount(bins, minlength=PAIR_GRID.size)
+        np.testing.assert_array_equal(stats.moments[:, 0].sum(0).numpy(), counts)
+        ours = stats.moments.sum((0, 2)).numpy()
+        # x is exact; y is computed in float32, whose rounding of 2⁻²⁴ averages out over the sum of a thousand.
+        np.testing.assert_allclose(ours[[0, 1, 3]], [x.size, x.sum(), (x**2).sum()], rtol=1e-9)
+        np.testing.assert_allclose(ours[[4, 5]], [(x * y).sum(), (y**2).sum()], rtol=1e-6)
+        np.testing.assert_allclose(stats.channel_sums.numpy(), [x.sum(0), (x**2).sum(0)], rtol=1e-9)
+        np.testing.assert_array_equal(stats.channel_extremes.numpy(), [x.min(0), x.max(0)])
+
+
+def test_sums_equal_those_of_the_float32_pairs_to_nine_digits():
+    observed: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    seen = normscope.capture(
+        Network(),
+        inputs(),
+        observe=lambda site, x, y: observed.setdefault(site.name, []).append((x.clone(), y.clone())),
+    )
+    for name, pairs in observed.items():
+        x, y = (torch.cat(rows).double().numpy() for rows in zip(*pairs, strict=True))
+        expected = [x.size, x.sum(), y.sum(), (x * x).sum(), (x * y).sum(), (y * y).sum()]
+        scale = [x.size, abs(x).sum(), abs(y).sum(), (x * x).sum(), abs(x * y).sum(), (y * y).sum()]
+        ours = seen.stats[name].moments.sum((0, 2)).numpy()
+        assert (abs(ours - expected) <= 1e-12 * np.array(scale)).all()
+
+
+def test_layer_norms_y_is_the_output_divided_by_weight_where_weight_is_not_zero():
+    network = Network()
+    network.first.weight.data[:] = torch.linspace(0, 2, 24)
+    network.first.bias.data[:] = 0.7
+    outputs = []
+    network.first.register_forward_hook(lambda module, args, output: outputs.append(output.detach().clone()))
+    ys = []
+    normscope.capture(network, inputs(1), layers="first", observe=lambda site, x, y: ys.append(y.clone()))
+    true = ((outputs[-1] - 0.7) / network.first.weight.detach())[..., 1:]
+    assert torch.allclose(ys[0].view(4, 10, 24)[..., 1:], true, rtol=1e-4, atol=1e-4)
+    assert torch.isfinite(ys[0]).all()  # although γ is zero in channel 0
+
+
+def test_batches_and_their_order_do_not_matter():
+    network = Network()
+    whole = torch.cat(inputs())
+    samples = tuple(Sample(f"photo {i}", i, i) for i in range(12))
+
+    def cut(*bounds: int) -> list[Batch]:
+        return [Batch((whole[a:b],), samples=samples[a:b]) for a, b in itertools.pairwise(bounds)]
+
+    one = normscope.capture(network, cut(0, 12)).stats["first"]
+    for other_batches in (cut(0, 5, 6, 12), cut(0, 5, 12)[::-1]):
+        other = normscope.capture(network, other_batches).stats["first"]
+        assert torch.equal(one.moments[:, 0], other.moments[:, 0])
+        # A matrix product over another batch may round differently in the last place, so compare loosely here.
+        assert torch.allclose(one.moments, other.moments, rtol=1e-5, atol=1e-4)
+        assert torch.equal(one.tokens.key, other.tokens.key)
+        assert torch.equal(one.pairs.key, other.pairs.key)
+
+
+def test_size_does_not_grow():
+    network = Network()
+    one = normscope.capture(network, inputs(1)).stats["first"]
+    many = normscope.capture(network, inputs(64)).stats["first"]
+    assert one.nbytes == many.nbytes
+    assert many.n_pairs == 64 * one.n_pairs
+    held = [many.moments, many.density, many.tokens.x, many.tokens.y, many.largest.x, many.pairs.key]
+    assert sum(t.nbytes for t in held) <= many.nbytes
+
+
+@pytest.fixture
+def mixed_network():
+    network = Network()
+    network.train()
+    network.first.eval()
+    return network
+
+
+def state_of(network: nn.Module) -> tuple:
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in network.modules()]
+    flags = [m.training for m in network.modules()]
+    dtypes = [(p.dtype, p.device, p.requires_grad) for p in network.parameters()]
+    return hooks, flags, dtypes, torch.is_grad_enabled(), torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("failure", [None, ValueError("broken"), KeyboardInterrupt()])
+def test_the_network_is_left_as_found(mixed_network, failure):
+    before = state_of(mixed_network)
+
+    def batches():
+        yield inputs(1)[0]
+        torch.rand(3)  # a data set that draws random numbers of its own
+        if failure is not None:
+            raise failure
+
+    if failure is None:
+        normscope.capture(mixed_network, batches())
+    else:
+        with pytest.raises(type(failure)):
+            normscope.capture(mixed_network, batches())
+    assert state_of(mixed_network) == before
+
+
+def test_a_forward_that_fails_leaves_no_hook(mixed_network):
+    good, bad = inputs(1)[0], torch.zeros(4, 10, 5)
+    before = state_of(mixed_network)
+    for batches in ([bad], [good, bad]):
+        with pytest.raises(RuntimeError):
+            normscope.capture(mixed_network, batches)
+    assert state_of(mixed_network) == before
+
+
+def test_nonfinite_tokens_are_counted_apart():
+    batch = inputs(1)[0]
+    clean = normscope.capture(Network(), [batch[:, 2:]]).stats["first"]
+    batch[:, 0], batch[:, 1, 0] = torch.nan, torch.inf
+    stats = normscope.capture(Network(), [batch]).stats["first"]
+    assert int(stats.nonfinite_tokens) == 8
+    assert stats.n_pairs == clean.n_pairs == 4 * 8 * 24
+    assert torch.isfinite(stats.moments).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_input_is_normalized_in_float32(dtype):
+    seen = []
+    model = nn.Sequential(nn.LayerNorm(16)).to(dtype)
+    batch = (torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(0)) * 5).to(dtype)
+    normscope.capture(model, [batch], verify=True, observe=lambda site, x, y: seen.append(y.clone()))
+    exact = nn.functional.layer_norm(batch.double(), (16,))
+    assert torch.allclose(seen[0].view(4, 8, 16).double(), exact, atol=2e-5)
+
+
+def test_a_norm_that_is_called_twice_gives_all_its_pairs():
+    norm = nn.LayerNorm(8)
+    model = nn.Sequential(norm, nn.Linear(8, 8), norm)
+    seen = normscope.capture(model, [torch.randn(2, 5, 8)])
+    assert seen.sites[0].calls == 2
+    assert seen.stats["0"].n_pairs == 2 * 2 * 5 * 8
+    assert len(seen.stats["0"].tokens.key.unique()) == 20
+
+
+def test_tuples_and_keyword_arguments():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, x, scale=1.0):
+            return self.norm(x * scale)
+
+    x = torch.randn(2, 8)
+    sums = [
+        normscope.capture(Named(), [batch]).stats["norm"].moments.sum((0, 2))[3].item()
+        for batch in (x, (x, 2.0), {"x": x, "scale": 3.0})
+    ]
+    assert sums == pytest.approx([sums[0], 4 * sums[0], 9 * sums[0]], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("batches", "error", "sentence"),
+    [
+        ([], DataError, "no batch"),
+        ([3], DataError, "Batch 0 is a int"),
+        ([{"scale": 2.0}], DataError, "holds no tensor"),
+    ],
+)
+def test_batches_that_are_none(batches, error, sentence):
+    with pytest.raises(error, match=sentence):
+        normscope.capture(Network(), batches)
+
+
+def test_unknown_layers_are_named():
+    with pytest.raises(UsageError, match="Did you mean 'first'"):
+        normscope.capture(Network(), inputs(1), layers="frist")

@@ -1,0 +1,194 @@
+"""The table of norms against the modules' own outputs, and the verification against tables that are wrong."""
+
+import math
+
+import pytest
+import timm
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from timm.layers import LayerNorm, LayerNorm2d, RmsNorm
+from torch import nn
+
+from normscope.batches import as_batches
+from normscope.errors import ModelError, UsageError
+from normscope.pairs import norms
+from normscope.pairs.hooks import capture
+from normscope.pairs.norms import kind_of, layer_norm, register_norm, rms_norm
+from normscope.pairs.trace import find_norms
+from normscope.pairs.verify import excess
+
+
+def trained(module: nn.Module, seed: int = 0) -> nn.Module:
+    """Give a norm weights and biases that are neither one nor zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    return module.eval()
+
+
+KNOWN = [
+    (nn.LayerNorm(16), (4, 7, 16)),
+    (nn.LayerNorm(16, elementwise_affine=False), (4, 7, 16)),
+    (nn.LayerNorm(16, bias=False, eps=1e-2), (4, 7, 16)),
+    (nn.LayerNorm((3, 16)), (4, 7, 3, 16)),
+    (nn.RMSNorm(16), (4, 7, 16)),
+    (nn.RMSNorm((3, 16), eps=1e-3), (4, 3, 16)),
+    (nn.RMSNorm(16, elementwise_affine=False), (4, 16)),
+    (LayerNorm(16), (4, 7, 16)),
+    (LayerNorm2d(16), (4, 16, 5, 3)),
+    (RmsNorm(16), (4, 7, 16)),
+]
+
+
+@pytest.mark.parametrize(("module", "shape"), KNOWN, ids=lambda value: str(value))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_known_norms_reproduce_their_true_output(module, shape, dtype):
+    module = trained(module).to(dtype)
+    x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3 + 1).to(dtype)
+    assert excess(kind_of(module), module, x, module(x)) <= 1
+    module.float()
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """A table of norms that a test may change."""
+    monkeypatch.setattr(norms, "_TABLE", dict(norms._TABLE))
+
+
+class Swapped(nn.Module):
+    """Normalizes over axis 1 of a square input, so that no shape tells it from the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.weight, self.bias, self.eps = self.norm.weight, self.norm.bias, self.norm.eps
+
+    def forward(self, x):
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+class UnitOffset(nn.Module):
+    """RMSNorm whose weight is an offset from one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.full((8,), 0.3)), 1e-6
+
+    def forward(self, x):
+        return rms_norm(x.float(), self.eps)[0] * (1 + self.weight)
+
+
+class Damped(nn.LayerNorm):
+    """A LayerNorm whose eps matters: its inputs are small."""
+
+    def forward(self, x):
+        return nn.functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+def without_eps(rows, eps):
+    return layer_norm(rows, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "right", "wrong"),
+    [
+        (Swapped(), (2, 8, 8), {"axes": 1}, {"axes": -1}),
+        (Damped(8), (2, 5, 8), {}, {"normalize": without_eps}),
+        (
+            UnitOffset(),
+            (2, 5, 8),
+            {"normalize": rms_norm, "affine": lambda norm, y: y * (1 + norm.weight)},
+            {"normalize": rms_norm},
+        ),
+    ],
+    ids=["wrong axis", "missing eps", "weight for 1 + weight"],
+)
+def test_verification_passes_the_right_table_and_fails_the_wrong_one(table, module, shape, right, wrong):
+    batches = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02]
+    model = nn.Sequential(module)
+    register_norm(type(module), **right)
+    capture(model, batches, verify=True)
+    register_norm(type(module), **wrong)
+    with pytest.raises(ModelError, match="Verification failed at 0"):
+        capture(model, batches, verify=True)
+    capture(model, batches)  # without verification the table is believed
+
+
+def test_a_subclass_with_its_own_forward_is_taken_for_what_it_does():
+    class ChannelsFirst(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x.transpose(-2, -1)).transpose(-2, -1)
+
+    class Activated(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x).relu()
+
+    model = nn.Sequential(trained(ChannelsFirst(16)), trained(Activated(9)))
+    report = find_norms(model, next(as_batches([torch.randn(2, 16, 9)])))
+    assert [(site.name, site.kind, site.channel_axis) for site in report.sites] == [("0", "ChannelsFirst", 1)]
+    assert [(norm.name, norm.kind) for norm in report.skipped] == [("1", "Activated")]
+    assert "register_norm" in report.skipped[0].reason
+
+
+def test_one_call_extends_the_table(table):
+    class MyNorm(nn.Module):
+        def forward(self, x):
+            return x / x.norm(dim=1, keepdim=True)
+
+    def unit_norm(rows, eps):
+        rstd = 1 / rows.norm(dim=-1, keepdim=True)
+        return rows * rstd, rstd
+
+    model = nn.Sequential(MyNorm())
+    with pytest.raises(ModelError, match=r"Skipped: 0 \(MyNorm\)"):
+        capture(model, [torch.randn(2, 8, 4)])
+    register_norm(MyNorm, axes=1, normalize=unit_norm, centred=False)
+    seen = capture(model, [torch.randn(2, 8, 4)], verify=True)
+    assert (seen.sites[0].kind, seen.sites[0].normalized_shape) == ("MyNorm", (8,))
+    with pytest.raises(UsageError, match="axes=\\(\\) names none"):
+        register_norm(MyNorm, axes=())
+
+
+rows = st.integers(2, 40).flatmap(
+    lambda d: st.lists(st.floats(-1e4, 1e4, width=32), min_size=d, max_size=d).filter(lambda row: np_std(row) > 1e-2)
+)
+
+
+def np_std(row):
+    mean = sum(row) / len(row)
+    return math.sqrt(sum((x - mean) ** 2 for x in row) / len(row))
+
+
+@given(rows)
+def test_layer_norm_keeps_its_bound_and_its_line(row):
+    x = torch.tensor([row], dtype=torch.float32)
+    y, rstd = layer_norm(x, 1e-6)
+    d = len(row)
+    # float32 rounds x − mean to 2⁻²⁴ of the largest |x|, which the division by σ magnifies.
+    slack = 4 * 2.0**-24 * (1 + float(x.abs().max()) * float(rstd))
+    assert float(y.abs().max()) <= math.sqrt(d - 1) * (1 + 1e-5) + slack
+    line = (x.double() - x.double().mean()) * rstd.double()
+    assert torch.allclose(y.double(), line, rtol=1e-4, atol=8 * slack)
+
+
+@given(rows, st.integers(0, 1))
+def test_dyisru_with_the_other_elements_in_its_constant_is_rms_norm(row, i):
+    """arXiv 2503.21708: with C = Σ_{j≠i} x_j² + d·eps, √d·x_i/√(x_i² + C) is RMSNorm in x_i."""
+    eps, d = 1e-6, len(row)
+    x = torch.tensor(row, dtype=torch.float64)
+    constant = x.square().sum() - x[i].square() + d * eps
+    y, _ = rms_norm(x[None], eps)
+    assert torch.allclose(y[0, i], math.sqrt(d) * x[i] / (x[i].square() + constant).sqrt(), rtol=1e-9, atol=1e-12)
+
+
+def test_rms_norm_without_eps_takes_torchs_own():
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        module = nn.RMSNorm(8, elementwise_affine=False).to(dtype)
+        x = (torch.randn(4, 8, generator=torch.Generator().manual_seed(0)) * 1e-3).to(dtype)
+        assert excess(kind_of(module), module, x, module(x)) <= 1
+
+
+def test_timm_models_verify():
+    model = timm.create_model("test_vit").eval()
+    capture(model, [torch.randn(2, 3, 160, 160)], verify=True)

@@ -1,0 +1,142 @@
+"""Merging is addition: associative, commutative, and the same as having seen everything at once."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from normscope.batches import Sample
+from normscope.errors import DataError
+from normscope.pairs.binning import PAIR_GRID
+from normscope.pairs.folds import FOLDS
+from normscope.pairs.norms import layer_norm
+from normscope.pairs.sampling import LARGEST_TOKENS, UNIFORM_TOKENS
+from normscope.pairs.stats import PairStats
+
+D = 6
+TOKENS = 5
+
+
+def rows_of(sample: Sample) -> torch.Tensor:
+    """The tokens of a sample: the same whenever it is seen."""
+    generator = torch.Generator().manual_seed(sample.index)
+    return torch.randn(TOKENS, D, generator=generator) * torch.rand(TOKENS, 1, generator=generator) * 10
+
+
+def stats_of(*samples: Sample, seed: int = 0) -> PairStats:
+    stats = PairStats.empty(D, seed)
+    if samples:
+        x = torch.cat([rows_of(sample) for sample in samples])
+        stats.update(x, *layer_norm(x, 1e-6), samples)
+    return stats
+
+
+def same(a: PairStats, b: PairStats) -> bool:
+    exact = ("density", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
+    return (
+        all(torch.equal(getattr(a, name), getattr(b, name)) for name in exact)
+        and torch.equal(a.moments[:, 0], b.moments[:, 0])
+        # float64 additions in another order: relative 2⁻⁵² each, a few dozen of them.
+        and torch.allclose(a.moments, b.moments, rtol=1e-13, atol=1e-12)
+        and torch.allclose(a.channel_sums, b.channel_sums, rtol=1e-13, atol=1e-12)
+        and all(torch.equal(getattr(a.tokens, n), getattr(b.tokens, n)) for n in ("key", "x", "y", "rstd"))
+        and all(torch.equal(getattr(a.largest, n), getattr(b.largest, n)) for n in ("rank", "key", "x", "y"))
+        and all(torch.equal(getattr(a.pairs, n), getattr(b.pairs, n)) for n in ("key", "x", "y", "channel"))
+        and a.sources.number == b.sources.number
+        and a.fold_by == b.fold_by
+    )
+
+
+parts = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30)), max_size=4).map(
+    lambda pairs: [Sample(f"source {source}", source, 40 * source + index) for source, index in dict.fromkeys(pairs)]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(parts, parts, parts)
+def test_merging_is_associative_and_commutative(one, two, three):
+    a, b, c = stats_of(*one), stats_of(*two), stats_of(*three)
+    assert same(a.merge(b).merge(c), a.merge(b.merge(c)))
+    assert same(a.merge(b), b.merge(a))
+    assert same(a.merge(PairStats.empty(D)), a)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30)), min_size=1, max_size=8, unique=True), st.data())
+def test_merged_parts_are_the_whole(pairs, data):
+    samples = [Sample(f"source {source}", source, 40 * source + index) for source, index in pairs]
+    cut = data.draw(st.integers(0, len(samples)))
+    assert same(stats_of(*samples), stats_of(*samples[:cut]).merge(stats_of(*samples[cut:])))
+
+
+def test_folds_of_one_source_are_its_samples_and_of_several_the_sources():
+    crops = [Sample("photo", 3, index) for index in range(4)]
+    other = Sample("other photo", 9, 17)
+    assert stats_of(crops[0]).fold_by is None
+    by_sample = stats_of(*crops)
+    assert by_sample.fold_by == "sample"
+    assert by_sample.moments[:, 0].sum(1).tolist() == [30.0] * 4 + [0.0] * 4
+    by_source = by_sample.merge(stats_of(other))
+    assert by_source.fold_by == "source"
+    expected = [0.0] * FOLDS
+    expected[3], expected[9 % FOLDS] = 120.0, 30.0
+    assert by_source.moments[:, 0].sum(1).tolist() == expected
+
+
+def test_tokens_that_belong_to_no_sample_have_no_folds():
+    stats = stats_of(Sample("a", 0, 0), Sample("b", 1, 1))
+    x = torch.randn(5, D)
+    stats.update(x, *layer_norm(x, 1e-6), (Sample("c", 2, 2), Sample("d", 3, 3)))  # 5 tokens for 2 samples
+    assert stats.fold_by is None
+    assert stats.n_tokens == 15
+
+
+def test_the_drawing_sample_is_uniform_over_tokens():
+    samples = [Sample(f"s{index}", index, index) for index in range(100)]
+    picked = torch.zeros(100)
+    for seed in range(40):
+        keys = stats_of(*samples, seed=seed).tokens
+        assert len(keys.key) == UNIFORM_TOKENS
+        every = torch.stack([rows_of(sample) for sample in samples])  # (samples, tokens, d)
+        hits = (every[:, :, None] == keys.x).all(-1).any(-1)
+        picked += hits.sum(1)
+    # 40 draws of 64 from 500 tokens: 25.6 hits a sample on average, standard deviation under 4.8.
+    assert picked.mean().item() == pytest.approx(40 * UNIFORM_TOKENS / 100)
+    assert picked.min() > 6 and picked.max() < 46
+
+
+def test_the_largest_tokens_are_the_largest():
+    samples = [Sample(f"s{index}", index, index) for index in range(30)]
+    every = torch.cat([rows_of(sample) for sample in samples])
+    expected = every.abs().amax(1).sort(descending=True).values[:LARGEST_TOKENS]
+    assert torch.equal(stats_of(*samples).largest.x.abs().amax(1), expected)
+
+
+def test_sampled_pairs_are_pairs_of_their_bins():
+    samples = [Sample(f"s{index}", index, index) for index in range(30)]
+    stats = stats_of(*samples)
+    every_x = torch.cat([rows_of(sample) for sample in samples])
+    every_y = layer_norm(every_x, 1e-6)[0]
+    filled = stats.pairs.filled
+    bins = filled.nonzero()[:, 1]
+    assert torch.equal(PAIR_GRID.index(stats.pairs.x[filled]), bins)
+    known = {
+        (x.item(), y.item(), c)
+        for row in zip(every_x, every_y, strict=True)
+        for c, (x, y) in enumerate(zip(*row, strict=True))
+    }
+    drawn = zip(
+        stats.pairs.x[filled].tolist(),
+        stats.pairs.y[filled].tolist(),
+        stats.pairs.channel[filled].tolist(),
+        strict=True,
+    )
+    assert set(drawn) <= known
+    assert bins.unique().tolist() == (stats.moments[:, 0].sum(0) > 0).nonzero().squeeze(1).tolist()
+
+
+def test_sums_that_do_not_belong_together_are_refused():
+    with pytest.raises(DataError, match=r"6 elements .* 7"):
+        PairStats.empty(6).merge(PairStats.empty(7))
+    with pytest.raises(DataError, match="seed 1"):
+        PairStats.empty(6).merge(PairStats.empty(6, seed=1))

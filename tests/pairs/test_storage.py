@@ -1,0 +1,126 @@
+import dataclasses
+import json
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import normscope
+from normscope.errors import DataError, UsageError
+from normscope.pairs.storage import load, save
+
+
+@pytest.fixture(scope="module")
+def seen():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.LayerNorm(8))
+    model.forward = lambda x: model[3](model[2](model[1](model[0](x)).mT).mT)
+    batches = [torch.randn(6, 8, 4), torch.randn(3, 8, 4)]
+    return normscope.capture(model, batches, about={"model": "small", "weights": "ours", "data": "noise"}, seed=5)
+
+
+@pytest.fixture(scope="module")
+def file(seen, tmp_path_factory):
+    return save(seen, tmp_path_factory.mktemp("captures") / "seen.safetensors")
+
+
+def test_what_is_loaded_is_what_was_saved(seen, file):
+    again = load(file)
+    for field in ("about", "sites", "skipped", "n_samples", "seed", "versions"):
+        assert getattr(again, field) == getattr(seen, field)
+    assert [norm.kind for norm in again.skipped] == ["GroupNorm"]
+    for name, stats in seen.stats.items():
+        for field in dataclasses.fields(stats):
+            a, b = getattr(stats, field.name), getattr(again.stats[name], field.name)
+            if dataclasses.is_dataclass(a) and not isinstance(a, type) and field.name != "sources":
+                assert all(torch.equal(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+            else:
+                assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    assert again.stats["1"].nbytes == seen.stats["1"].nbytes
+
+
+def test_the_header_says_what_it_is(file):
+    with safe_open(file, framework="pt") as opened:
+        header = json.loads(opened.metadata()["normscope"])
+    assert (header["format"], header["version"]) == ("normscope-capture", 1)
+    assert header["about"] == {"model": "small", "weights": "ours", "data": "noise"}
+    assert header["seed"] == 5
+    assert header["versions"]["torch"] == torch.__version__.split("+")[0] or header["versions"]["torch"]
+
+
+def test_merging_saved_captures_is_merging_captures(seen, file):
+    double = load(file).merge(seen)
+    assert double.stats["1"].n_pairs == 2 * seen.stats["1"].n_pairs
+    assert double.n_samples == 18
+    other = dataclasses.replace(seen, about={**seen.about, "weights": "others"})
+    with pytest.raises(DataError, match="different weights: 'ours' and 'others'"):
+        seen.merge(other)
+
+
+def rewritten(file, path, change):
+    with safe_open(file, framework="pt") as opened:
+        header = json.loads(opened.metadata()["normscope"])
+    tensors = load_file(file)
+    header, tensors = change(header, tensors)
+    save_file(tensors, path, metadata={"normscope": json.dumps(header)})
+    return path
+
+
+CHANGES = {
+    "newer version": (lambda h, t: (h | {"version": 99}, t), "format version 99"),
+    "other format": (lambda h, t: ({"format": "weights"}, t), "no capture"),
+    "no sites": (lambda h, t: (h | {"sites": []}, t), "damaged"),
+    "a missing tensor": (lambda h, t: (h, {k: v for k, v in t.items() if k != "0.density"}), "damaged"),
+    "a wrong shape": (lambda h, t: (h, t | {"0.channel_sums": torch.zeros(2, 3, dtype=torch.float64)}), "damaged"),
+    "a wrong dtype": (lambda h, t: (h, t | {"0.channel_sums": t["0.channel_sums"].float()}), "damaged"),
+    "bins beyond the grid": (lambda h, t: (h, t | {"0.moments.bins": t["0.moments.bins"] + 5000}), "damaged"),
+    "NaN in a sum": (lambda h, t: (h, t | {"0.moments": t["0.moments"] * torch.nan}), "damaged"),
+    "a channel that is none": (lambda h, t: (h, t | {"0.pairs.channel": t["0.pairs.channel"] + 99}), "damaged"),
+    "a huge d": (
+        lambda h, t: (h | {"sites": [s | {"normalized_shape": [2**40]} for s in h["sites"]]}, t),
+        "damaged",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_files_that_are_not_what_they_say(file, tmp_path, name):
+    change, sentence = CHANGES[name]
+    with pytest.raises(DataError, match=sentence):
+        load(rewritten(file, tmp_path / "changed.safetensors", change))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_mutated_files_are_errors_or_captures(file, tmp_path, data):
+    content = bytearray(file.read_bytes())
+    header_end = 8 + int.from_bytes(content[:8], "little")
+    for _ in range(data.draw(st.integers(1, 4))):
+        where = data.draw(st.integers(0, header_end + 200))
+        content[min(where, len(content) - 1)] = data.draw(st.integers(0, 255))
+    path = tmp_path / "mutated.safetensors"
+    path.write_bytes(content[: data.draw(st.sampled_from([len(content), header_end, 20, 0]))])
+    try:
+        again = load(path)
+    except DataError as error:
+        assert str(error).endswith((".", "one."))
+    else:
+        assert again.sites
+
+
+def test_nothing_half_written(seen, tmp_path, monkeypatch):
+    target = tmp_path / "seen.safetensors"
+    target.write_text("what was there")
+
+    def full_disk(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("normscope.pairs.storage.save_file", full_disk)
+    with pytest.raises(UsageError, match="No space left on device"):
+        save(seen, target)
+    assert target.read_text() == "what was there"
+    assert list(tmp_path.iterdir()) == [target]
