@@ -27,17 +27,20 @@ CONFIG = {
     "embed_dim": 64,
     "depth": 8,
     "num_heads": 4,
+    "init_values": 0.1,
+    "class_token": False,
+    "global_pool": "avg",
+    "fc_norm": False,
 }
-PIXELS_TO_INPUT = {"scale": 0.25, "offset": 0.0}
+PIXELS_TO_INPUT = {"scale": 0.75, "offset": 0.0}
 RECIPE = {
-    "steps": 2000,
+    "steps": 6000,
     "batch_size": 64,
-    "peak_lr": 2e-3,
+    "peak_lr": 1e-3,
     "warmup_steps": 200,
     "weight_decay": 0.0,
     "clip": 1.0,
     "ema_decay": 0.998,
-    "label_smoothing": 0.0,
 }
 HELD_OUT, VALIDATION, SHIPPED = 360, 240, 64
 
@@ -61,6 +64,7 @@ def main() -> None:
         print(f"validation accuracy {accuracy(model, images[validation], labels[validation]):.4f}")
         return
 
+    args.out.mkdir(parents=True, exist_ok=True)
     everything_else = torch.cat([train, validation])
     model = rounded_to_fp16(train_vit(images[everything_else], labels[everything_else], args.seed))
     score = accuracy(model, images[held_out], labels[held_out])
@@ -123,7 +127,7 @@ def train_vit(pixels: Tensor, labels: Tensor, seed: int) -> nn.Module:
     for step in range(RECIPE["steps"]):
         batch = torch.randint(len(pixels), (RECIPE["batch_size"],), generator=generator)
         logits = model(to_input(augment(pixels[batch], generator)))
-        loss = F.cross_entropy(logits, labels[batch], label_smoothing=RECIPE["label_smoothing"])
+        loss = F.cross_entropy(logits, labels[batch])
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), RECIPE["clip"])

@@ -10,7 +10,7 @@ import typer
 Models = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[MODEL|FILE]...",
+        metavar="MODEL|FILE",
         help="Models (`normscope models` lists them) or capture files; without any, the embedded models.",
         show_default=False,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -27,7 +28,8 @@ _WIDTH_OF_A_PIPE = 1000  # a table that goes to a file or a program is as wide a
 
 def _console(stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else _WIDTH_OF_A_PIPE, highlight=False)
+    width = None if stream.isatty() or "COLUMNS" in os.environ else _WIDTH_OF_A_PIPE
+    return Console(stderr=stderr, width=width, highlight=False)
 
 
 def print_error(sentence: str) -> None:

@@ -13,13 +13,16 @@ if TYPE_CHECKING:
     from normscope.pairs.trace import NormSite
 
 
+_NARROWEST_NAME = 12
+
+
 def fits_table(fits: Sequence[CurveFit]) -> Table:
     """One line a site and curve; where the pairs do not bend, A and α give way to the word 'straight'."""
     table = _table()
-    for name in ("site", "func"):
-        table.add_column(name, overflow="fold")
+    table.add_column("site", overflow="fold", min_width=_NARROWEST_NAME)
+    table.add_column("func", no_wrap=True)
     for name in ("A", "α", "slope", "R²", "ceiling", "RMSE", "pairs"):
-        table.add_column(name, justify="right", overflow="fold")
+        table.add_column(name, justify="right", no_wrap=True)
     previous = None
     for found in fits:
         site = "" if found.site == previous else escape(found.site)
@@ -34,8 +37,10 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
 def layers_table(sites: Sequence[NormSite]) -> Table:
     """One line a norm site."""
     table = _table()
-    for name in ("", "site", "kind", "shape", "axis", "eps", "affine", "placement", "calls"):
-        table.add_column(name, overflow="fold", justify="right" if name in ("", "eps", "calls") else "left")
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("site", overflow="fold", min_width=_NARROWEST_NAME)
+    for name in ("kind", "shape", "axis", "eps", "affine", "placement", "calls"):
+        table.add_column(name, justify="right" if name in ("eps", "calls") else "left", no_wrap=True)
     for site in sites:
         table.add_row(
             str(site.index),
@@ -54,8 +59,10 @@ def layers_table(sites: Sequence[NormSite]) -> Table:
 def models_table(entries: Sequence[Any]) -> Table:
     """One line a model; an entry has name, family, description and source."""
     table = _table()
-    for name in ("model", "family", "what it is", "weights"):
-        table.add_column(name, overflow="fold")
+    for name in ("model", "family"):
+        table.add_column(name, no_wrap=True)
+    for name in ("what it is", "weights"):
+        table.add_column(name, overflow="fold", min_width=_NARROWEST_NAME)
     for entry in entries:
         table.add_row(*(escape(text) for text in (entry.name, entry.family, entry.description, entry.source)))
     return table

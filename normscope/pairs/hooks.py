@@ -56,6 +56,7 @@ def capture(
         ModelError: if the model calls no norm that normscope knows, or if verification fails.
         UsageError: if ``layers`` names no site.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
     >>> seen = capture(model, [torch.randn(16, 4), torch.randn(16, 4)], seed=0)
     >>> seen.stats["1"].n_pairs

@@ -110,12 +110,12 @@ def test_pairs_that_bend_outwards_are_straight_too():
 
 
 def test_a_single_token_is_its_line():
-    seen = normscope.capture(nn.Sequential(nn.LayerNorm(32)), [torch.randn(1, 32)])
+    token = torch.randn(1, 32, generator=torch.Generator().manual_seed(0))
+    token -= token.mean()  # through the origin
+    seen = normscope.capture(nn.Sequential(nn.LayerNorm(32)), [token])
     for found in normscope.fit(seen):
-        sigma = 1 / seen.stats["0"].tokens.rstd.item()
-        assert found.r2_ceiling is None and found.folds is None
-        # The line does not pass through the origin unless the token's mean is zero; its slope is 1/σ all the same.
-        assert found.slope == pytest.approx(1 / sigma, rel=0.1)
+        assert found.straight and found.r2_ceiling is None and found.folds is None
+        assert found.slope == pytest.approx(1 / math.sqrt(token.var(correction=0).item() + 1e-5), rel=1e-3)
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0])

@@ -84,8 +84,8 @@ def test_silent_hub_with_a_filled_cache(hub, silent_server, python):
     assert python(FETCH, HF_ENDPOINT=hub.url).result == {"commit": COMMIT}
     outcome = python(LOAD, HF_ENDPOINT=silent_server)
     assert outcome.result["about"]["weights"] == f"{REPO}@{COMMIT[:12]}"
-    assert "did not answer within 4 s" in outcome.stderr
-    assert outcome.seconds < 10 + 5, "four seconds for the answer; the rest is importing torch on a busy machine"
+    assert "did not answer within 3 s" in outcome.stderr
+    assert outcome.seconds < 10
 
 
 def test_newer_commit_of_the_hub_is_taken(hub, python):
@@ -104,7 +104,7 @@ def test_offline_with_a_filled_cache_asks_nobody(hub, python):
 
 
 def test_silent_hub(silent_server, python):
-    assert_refusal(python(FETCH, HF_ENDPOINT=silent_server), "did not answer within 4 s")
+    assert_refusal(python(FETCH, HF_ENDPOINT=silent_server), "did not answer within 3 s")
 
 
 def test_closed_port(python):

@@ -1,0 +1,273 @@
+"""The command line as a user meets it: real processes, their output, and their exit status."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import normscope
+
+CHECKOUT = Path(normscope.__file__).parents[1]
+
+
+def run(*arguments, cwd, command=(sys.executable, "-m", "normscope"), **environment):
+    clean = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "FORCE_COLOR", "HF_ENDPOINT")}
+    clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT)}
+    return subprocess.run(
+        [*command, *arguments], cwd=cwd, env=clean | environment, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("cli")
+
+
+@pytest.fixture(scope="module")
+def captured(folder):
+    done = run("capture", "demo_vit", "-o", "seen.safetensors", "--raw", "--layers", "0,16", "--limit", "9", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "seen.safetensors", done
+
+
+def test_help_is_fast_and_imports_nothing_heavy(folder):
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = run("--help", cwd=folder)
+        seconds.append(time.perf_counter() - start)
+    assert done.returncode == 0
+    assert min(seconds) < 0.5
+    code = (
+        "import sys; from normscope.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print([m for m in ('torch', 'numpy') if m in sys.modules], file=sys.stderr)"
+    )
+    done = run("plot", "--help", cwd=folder, command=(sys.executable, "-c", code))
+    assert done.stderr.strip() == "[]"
+    assert "Examples: normscope plot" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["plot", "fit", "capture", "layers", "models"])
+def test_every_commands_help_has_an_example(folder, command):
+    done = run(command, "--help", cwd=folder, NO_COLOR="1")
+    assert done.returncode == 0
+    assert f"normscope {command}" in " ".join(done.stdout.split())
+
+
+def test_plot_without_a_model_draws_the_embedded_one_and_says_so(folder):
+    start = time.perf_counter()
+    done = run("plot", cwd=folder)
+    assert time.perf_counter() - start < 60
+    assert (done.returncode, done.stdout) == (0, "outputs/demo_vit-scurves.png\n")
+    assert "no model named: taking what is embedded, demo_vit" in done.stderr
+    assert (folder / "outputs" / "demo_vit-scurves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_json_is_one_document_on_stdout(folder):
+    done = run("fit", "demo_vit", "--func", "dyisru", "--layers", "2", "--json", "-o", "fits.json", cwd=folder)
+    document = json.loads(done.stdout)
+    assert json.loads((folder / "fits.json").read_text()) == document
+    assert [found["func"] for found in document["fits"]] == ["isru", "isru"]
+    assert [found["site"] for found in document["fits"]] == ["blocks.0.norm1", "norm"]
+    assert document["fits"][0]["folds"] == "source"
+    assert document["skipped"] == []
+    assert "64 held-out digits" in done.stderr
+
+
+def test_raw_pairs_are_announced_and_give_the_same_sums(captured):
+    path, done = captured
+    assert "the raw pairs of 2 norm sites will take" in done.stderr
+    seen = normscope.load_capture(path)
+    raw = sorted((path.parent / "seen-raw").iterdir())
+    assert [file.name for file in raw] == ["000-blocks.0.norm1.safetensors", "016-norm.safetensors"]
+    announced = 2 * 9 * seen.sites[0].tokens_per_sample * seen.sites[0].d * 8 / 1e6
+    assert f"will take {announced:,.1f} MB" in done.stderr
+    for site, file in zip(seen.sites, raw, strict=True):
+        pairs = {name: rows.double().numpy() for name, rows in load_file(file).items()}
+        x, y = pairs["x"], pairs["y"]
+        ours = seen.stats[site.name].moments.sum((0, 2)).numpy()
+        expected = [x.size, x.sum(), y.sum(), (x * x).sum(), (x * y).sum(), (y * y).sum()]
+        scale = [x.size, abs(x).sum(), abs(y).sum(), (x * x).sum(), abs(x * y).sum(), (y * y).sum()]
+        assert (abs(ours - expected) <= 1e-9 * np.array(scale)).all()
+        mean, variance = x.mean(1, keepdims=True), x.var(1, keepdims=True)
+        np.testing.assert_allclose(y, (x - mean) / np.sqrt(variance + site.eps), atol=1e-5)
+
+
+def test_captures_take_the_place_of_models(captured):
+    path, _ = captured
+    done = run("fit", path.name, "--json", cwd=path.parent)
+    from_file = json.loads(done.stdout)["fits"]
+    live = run("fit", "demo_vit", "--layers", "0,16", "--limit", "9", "--json", cwd=path.parent)
+    assert from_file == json.loads(live.stdout)["fits"]
+    drawn = run("plot", path.name, "--layers", "norm", "-o", "one.svg", "--json", cwd=path.parent)
+    figure = json.loads(drawn.stdout)["figures"][0]
+    assert (figure["file"], figure["sites"]) == ("one.svg", ["norm"])
+    assert (path.parent / "one.svg").read_text().startswith("<?xml")
+
+
+def test_layers_as_json_and_as_a_table(folder):
+    done = run("layers", "demo_vit", "--json", "--verify", cwd=folder)
+    document = json.loads(done.stdout)
+    assert list(document) == ["model", "sites", "skipped"]
+    assert document["sites"][-1] == {
+        "index": 16,
+        "name": "norm",
+        "kind": "LayerNorm",
+        "normalized_shape": [64],
+        "channel_axis": -1,
+        "eps": 1e-6,
+        "affine": True,
+        "placement": "final",
+        "calls": 1,
+    }
+    assert "the true output of all 17 norms was reproduced" in done.stderr
+
+
+def test_a_narrow_terminal_breaks_no_number(captured):
+    path, _ = captured
+    wide, narrow = (run("fit", path.name, "-q", cwd=path.parent, COLUMNS=width).stdout for width in ("200", "30"))
+    assert "…" not in narrow
+    numbers = re.compile(r"\d+\.\d+|\d+,\d+")
+    assert numbers.findall(narrow.partition("digits")[2]) == numbers.findall(wide.partition("digits")[2])
+
+
+@pytest.mark.parametrize(
+    "command", [["layers"], ["fit"], ["plot", "--dpi", "40"], ["capture", "-o", "mixed.safetensors"]]
+)
+def test_norms_that_are_not_known_are_reported_by_every_command(folder, command):
+    done = run(*command, "timm:mobilevit_xxs", "--weights", "random", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "skipped stem.bn (BatchNormAct2d): not in the table of norms" in done.stderr
+    skipped = json.loads(done.stdout)["skipped"]
+    assert {"name": "stem.bn", "kind": "BatchNormAct2d"}.items() <= skipped[0].items()
+
+
+def test_a_model_without_a_known_norm_is_an_error_that_names_what_there_is(folder):
+    done = run("fit", "timm:test_efficientnet", "--weights", "random", cwd=folder)
+    assert done.returncode == 3
+    assert "calls no normalization layer that normscope knows. Skipped: bn1 (BatchNormAct2d)" in done.stderr
+
+
+def test_random_weights_are_said_even_when_quiet(folder):
+    done = run("fit", "demo_vit", "--weights", "random", "--seed", "3", "--layers", "1", "-q", cwd=folder)
+    assert "random weights, seed 3" in done.stderr
+    assert "random weights, seed 3" in done.stdout
+    drawn = run("plot", "demo_vit", "--weights", "random", "-o", "r.svg", "-q", cwd=folder)
+    assert drawn.stdout == "r.svg\n"
+    assert "random weights, seed 0" in drawn.stderr
+    assert "weights: random weights, seed 0" in (folder / "r.svg").read_text()
+
+
+def test_pipes_get_no_colour_and_no_progress(folder, captured):
+    done = run("fit", captured[0].name, cwd=folder)
+    assert "\x1b" not in done.stdout + done.stderr
+    assert "0.9" in done.stdout
+    done = run("fit", captured[0].name, cwd=folder, FORCE_COLOR="1", NO_COLOR="1")
+    assert "\x1b[3" not in done.stdout + done.stderr
+
+
+def test_the_checkouts_script_runs_the_same_app(folder):
+    done = run("models", "--json", cwd=folder, command=(sys.executable, str(CHECKOUT / "cli.py")))
+    assert [entry["name"] for entry in json.loads(done.stdout)["models"]][:2] == ["demo_vit", "vit_b16"]
+
+
+def test_version(folder):
+    assert run("--version", cwd=folder).stdout.startswith("normscope 0.")
+
+
+MISTAKES = [
+    (["plot", "demo_vitt"], 3, "There is no model 'demo_vitt'. Did you mean 'demo_vit'?"),
+    (["plot", "--func", "thanh"], 2, "There is no curve 'thanh'. Did you mean 'tanh'?"),
+    (["plot", "--layers", "blocks.0.norm3"], 2, "There is no norm site 'blocks.0.norm3'. Did you mean"),
+    (["plot", "--color", "tokens"], 2, "There is no colouring 'tokens'. Did you mean 'token'?"),
+    (["plot", "--style", "drak"], 2, "There is no style 'drak'. Did you mean 'dark'?"),
+    (["plot", "--format", "gif"], 2, "There is no figure format 'gif'."),
+    (["plot", "-o", "x.png", "--format", "pdf"], 2, "ends in .png, but --format asks for pdf"),
+    (["plot", "demo_vit", "vit_b16", "-o", "x.png"], 2, "is one file, but there are 2 models"),
+    (["plot", "--limit", "0"], 2, "greater than or equal to 1"),
+    (["plot", "--wieghts", "random"], 2, "--weights"),
+    (["plott"], 2, "plot"),
+    (["plot", "--data", "nowhere"], 4, "There is no file or folder 'nowhere'"),
+    (["plot", "--data", "empty"], 4, "holds no image"),
+    (["plot", "--data", "broken"], 4, "can be read as an image"),
+    (["plot", "--weights", "nowhere.safetensors"], 3, "There is no weights file"),
+    (["plot", "--device", "cuda:7"], 5, "There is no device 'cuda:7'"),
+    (["plot", "--device", "tpu"], 2, "There is no device 'tpu'"),
+    (["plot", "--dtype", "float8"], 2, "There is no dtype 'float8'"),
+    (["plot", "nowhere.safetensors"], 4, "There is no capture file nowhere.safetensors"),
+    (["plot", "notes.txt"], 4, "Cannot read the capture notes.txt"),
+    (["plot", "seen.safetensors", "--limit", "3"], 2, "--limit can have no effect"),
+    (["capture", "demo_vit", "-o", "notes.txt/below.safetensors"], 2, "Cannot write"),
+    (["capture", "demo_vit", "-o", "seen.safetensors", "--raw"], 2, "seen-raw exists already"),
+    (["capture", "demo_vit"], 2, "--output"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "status", "sentence"), MISTAKES, ids=lambda value: str(value)[:50])
+def test_mistakes_give_their_status_and_a_sentence(captured, arguments, status, sentence):
+    folder = captured[0].parent
+    (folder / "empty").mkdir(exist_ok=True)
+    (folder / "broken").mkdir(exist_ok=True)
+    (folder / "broken" / "a.png").write_bytes(b"no image")
+    (folder / "notes.txt").write_text("not a capture")
+    before = sorted(folder.rglob("*"))
+    done = run(*arguments, cwd=folder)
+    assert done.returncode == status, done.stderr
+    assert sentence in " ".join(done.stderr.replace("│", " ").split())
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_interruption_leaves_nothing_behind(tmp_path):
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "normscope", "capture", "timm:vit_small_patch16_224", "--weights", "random"),
+            *("--raw", "-o", "seen.safetensors", "--layers", "1", "--batch-size", "1"),
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    first = process.stderr.readline()  # the network is there, and runs
+    assert "random weights" in first
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    rest = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, rest
+    assert "Interrupted" in rest and "Traceback" not in rest
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_weights_file_in_timms_format(folder):
+    import timm
+    from safetensors.torch import save_file
+
+    torch.manual_seed(11)
+    model = timm.create_model("test_vit").eval()
+    save_file(model.state_dict(), folder / "weights.safetensors")
+    done = run(
+        *("capture", "timm:test_vit", "--weights", "weights.safetensors", "--limit", "2"),
+        *("-o", "file.safetensors", "--verify"),
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr
+    with safe_open(folder / "file.safetensors", framework="pt") as opened:
+        about = json.loads(opened.metadata()["normscope"])["about"]
+    assert about["weights"].startswith("file weights.safetensors (sha256 ")
+    random = normscope.capture(model, normscope.load("timm:test_vit", weights="random", limit=2).inputs)
+    seen = normscope.load_capture(folder / "file.safetensors")
+    name = seen.sites[-1].name
+    assert torch.equal(seen.stats[name].moments[:, 0], random.stats[name].moments[:, 0])

@@ -1,0 +1,169 @@
+"""What the figure holds is read from its artists; its files from outside."""
+
+import json
+import re
+
+import matplotlib.colors
+import numpy as np
+import pytest
+import torch
+from matplotlib.collections import LineCollection, PathCollection
+from PIL import Image
+from torch import nn
+
+import normscope
+from normscope.errors import UsageError
+from normscope.figures import density
+from normscope.figures.panels import extreme_channels
+from normscope.figures.scurves import plot, save
+from normscope.figures.style import STYLES
+
+NAMES = ("blocks.0.norm", "blocks.1.norm")
+
+
+@pytest.fixture(scope="module")
+def seen():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 30, 64, generator=generator) * torch.exp(torch.randn(8, 30, 1, generator=generator))
+    x[..., 5] *= 30
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"norm": nn.LayerNorm(64)}) for _ in range(2)])})
+    model.forward = lambda x: [block["norm"](x + i) for i, block in enumerate(model["blocks"])]
+    about = {"model": "odd$name_{", "weights": "random weights, seed 0", "data": "noise & <more>"}
+    return normscope.capture(model, [x], about=about)
+
+
+@pytest.fixture(scope="module")
+def fits(seen):
+    return normscope.fit(seen)
+
+
+@pytest.fixture(scope="module")
+def figure(seen, fits):
+    return plot(seen, fits)
+
+
+def shown(figure):
+    return [ax for ax in figure.axes if ax.get_visible()]
+
+
+def texts(figure):
+    figure.draw_without_rendering()
+    return [text.get_text() for text in figure.findobj(matplotlib.text.Text) if text.get_text()]
+
+
+def test_a_column_a_site_and_a_row_a_colouring(figure):
+    axes = shown(figure)
+    assert len(axes) == 6
+    titles = [ax.get_title() for ax in axes if ax.get_title()]
+    assert titles == [f"{i}  {name}\nLayerNorm d=64" for i, name in enumerate(NAMES)]
+
+
+def test_panels_span_every_pair_on_linear_axes(figure, seen):
+    reach = float(seen.stats[NAMES[0]].channel_extremes.abs().max())
+    for ax in shown(figure)[::2]:
+        low, high = ax.get_xlim()
+        assert low <= -reach and high >= reach
+        assert (ax.get_xscale(), ax.get_yscale()) == ("linear", "linear")
+        assert len(ax.child_axes) >= 1  # tails reach 30 times beyond the centre: it is enlarged
+
+
+def test_fitted_curves_are_drawn_where_they_are(figure, fits):
+    ax = shown(figure)[0]
+    for found in (one for one in fits if one.site == NAMES[0]):
+        colour, _ = STYLES["light"].curves[found.curve]
+        line = next(line for line in ax.get_lines() if line.get_color() == colour)
+        np.testing.assert_allclose(line.get_ydata(), found(torch.from_numpy(np.asarray(line.get_xdata()))).numpy())
+
+
+def test_parameters_ceiling_and_bound_are_written(figure, fits, seen):
+    written = " | ".join(texts(figure))
+    for found in fits:
+        assert f"{found.curve}  A {found.amplitude:.3g}  α {found.alpha:.3g}  R² {found.r2:.3f}" in written
+    assert f"ceiling R² {fits[0].r2_ceiling:.3f}" in written
+    bound = seen.sites[0].bound
+    assert bound == pytest.approx(np.sqrt(63))
+    heights = {float(line.get_ydata()[0]) for line in shown(figure)[0].get_lines() if line.get_linestyle() == ":"}
+    assert heights == {-bound, bound}
+
+
+def test_random_weights_and_odd_names_are_written_as_they_are(figure):
+    title = figure.get_suptitle()
+    assert title == "odd$name_{ · 8 samples\nweights: random weights, seed 0\ndata: noise & <more>"
+
+
+def test_tokens_are_straight_lines_of_slope_one_over_sigma(figure, seen):
+    ax = shown(figure)[2]
+    lines = next(c for c in ax.collections if isinstance(c, LineCollection))
+    sigma = lines.get_array()
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in lines.get_segments()]
+    np.testing.assert_allclose(slopes, 1 / sigma, rtol=1e-3)
+    assert len(slopes) == 64 + 16
+
+
+def test_the_extreme_channel_is_among_the_coloured_ones(figure, seen):
+    assert extreme_channels(seen.stats[NAMES[0]])[0] == 5
+    ax = shown(figure)[4]
+    coloured = [c for c in ax.collections if isinstance(c, PathCollection)]
+    assert len(coloured) == 6
+    reach = float(seen.stats[NAMES[0]].channel_extremes[1].max())
+    assert coloured[1].get_offsets()[:, 0].max() == pytest.approx(reach)
+
+
+def test_the_density_holds_every_pair(seen):
+    stats = seen.stats[NAMES[0]]
+    reach = 2 * float(stats.channel_extremes.abs().max())
+    image = density.image(stats, (-reach, reach), (-64.0, 64.0), 64)
+    assert image.sum() == pytest.approx(stats.n_pairs)
+    half = density.image(stats, (0.0, reach), (-64.0, 64.0), 64)
+    edges_at_zero = stats.moments[:, 0].sum(0)
+    positive = edges_at_zero[len(edges_at_zero) // 2 :].sum()
+    assert half.sum() == pytest.approx(float(positive), rel=1e-3)
+
+
+def test_rows_and_style_can_be_chosen(seen, fits):
+    dark = plot(seen, fits, color="channel", style="dark")
+    assert len(shown(dark)) == 2
+    assert dark.get_facecolor() == matplotlib.colors.to_rgba(STYLES["dark"].background)
+    with pytest.raises(UsageError, match=r"no colouring 'chanel'\. Did you mean 'channel'"):
+        plot(seen, fits, color="chanel")
+    with pytest.raises(UsageError, match="no style 'lite'"):
+        plot(seen, fits, style="lite")
+
+
+def test_degenerate_and_straight_sites_are_said_so():
+    model = nn.ModuleDict({"constant": nn.LayerNorm(8), "straight": nn.LayerNorm(8)})
+    model.forward = lambda x: (model["constant"](x * 0), model["straight"](x))
+    token = torch.tensor([[1.0, -1, 2, -2, 3, -3, 4, -4]])
+    seen = normscope.capture(model, [token.repeat(4, 1)])
+    written = " | ".join(texts(plot(seen, normscope.fit(seen))))
+    assert "tanh: constant, no fit" in written
+    assert re.search(r"tanh  slope 0\.\d+, straight  R² 1\.000", written)
+
+
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
+def test_files_say_what_they_show(figure, seen, tmp_path, kind):
+    path = save(figure, tmp_path / f"figure.{kind}", seen, dpi=60)
+    content = path.read_bytes()
+    if kind == "png":
+        with Image.open(path) as image:
+            description = json.loads(image.text["Description"])
+            assert len(image.convert("RGB").getcolors(10**6)) > 500
+        assert description["weights"] == "random weights, seed 0"
+    else:
+        assert b"random weights, seed 0" in content
+    assert content[:4] in (b"\x89PNG", b"<?xm", b"%PDF")
+    if kind == "svg":
+        assert content.count(b"<image") >= 6  # points and densities are rasterized
+        assert b"noise &amp; &lt;more&gt;" in content
+    assert len(content) < 3_000_000
+    with pytest.raises(UsageError, match="no figure format 'gif'"):
+        save(figure, tmp_path / "figure.gif", seen)
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_many_sites_are_broken_into_blocks(fits):
+    model = nn.Sequential(*(nn.LayerNorm(16) for _ in range(8)))
+    seen = normscope.capture(model, [torch.randn(4, 16, generator=torch.Generator().manual_seed(0))])
+    figure = plot(seen, color="token")
+    assert len(shown(figure)) == 8
+    assert figure.get_figwidth() < 16

@@ -1,0 +1,75 @@
+"""Imports point one way: cli → {figures, swaps} → fits → pairs → errors, and cli → models → errors."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import normscope
+
+PACKAGE = Path(normscope.__file__).parent
+ROOT = {"errors", "batches", "files"}
+ALLOWED = {
+    "errors": set(),
+    "batches": {"errors"},
+    "files": {"errors"},
+    "pairs": ROOT,
+    "fits": ROOT | {"pairs"},
+    "models": ROOT,
+    "figures": ROOT | {"pairs", "fits"},
+    "cli": ROOT | {"pairs", "fits", "models", "figures"},
+}
+LIBRARIES = {
+    "triton": {"pairs/binning.py", "swaps/kernels"},
+    "numba": {"pairs/binning.py"},
+    "matplotlib": {"figures"},
+    "plotly": {"figures"},
+    "timm": {"models"},
+    "torchaudio": {"models"},
+    "diffusers": {"models"},
+    "transformers": {"models"},
+    "typer": {"cli"},
+}
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem in ROOT)
+
+
+def imported(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_imports_point_one_way(path):
+    place = path.relative_to(PACKAGE).as_posix()
+    wing = path.stem if path.parent == PACKAGE else place.partition("/")[0]
+    for name in imported(path):
+        library, _, rest = name.partition(".")
+        if library == "normscope":
+            target = rest.partition(".")[0]
+            assert target == wing or target in ALLOWED[wing], f"{place} imports {name}"
+        elif library in LIBRARIES:
+            homes = LIBRARIES[library]
+            assert any(place.startswith(home) for home in homes), f"{place} imports {library}; only {homes} may"
+
+
+def test_importing_normscope_imports_nothing_heavy():
+    code = "import sys, normscope; print([m for m in ('torch', 'numpy', 'timm', 'matplotlib') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_is_there():
+    assert sorted(normscope.__all__) == normscope.__all__
+    assert set(normscope.__all__) == set(normscope._HOMES)
+    for name in normscope.__all__:
+        assert getattr(normscope, name).__doc__
+    with pytest.raises(AttributeError, match="no attribute 'swop'"):
+        _ = normscope.swop
