@@ -60,10 +60,15 @@ class Output:
 
     def result(self, shown: Table | str) -> None:
         """Show a result to a person; with ``--json`` the document takes its place."""
-        if not self.as_json:
-            self._results.print(
-                shown if not isinstance(shown, str) else escape(shown), soft_wrap=isinstance(shown, str)
-            )
+        if self.as_json:
+            return
+        if isinstance(shown, str):
+            self._results.print(escape(shown), soft_wrap=True)
+            return
+        # A number broken over two lines reads as two numbers: a table is rather wider than a narrow terminal.
+        unbounded = self._results.options.update(width=_WIDTH_OF_A_PIPE)
+        self._results.width = max(self._results.width, self._results.measure(shown, options=unbounded).minimum)
+        self._results.print(shown)
 
     def document(self, document: dict[str, Any], path: Path | None = None) -> None:
         """Print the result as JSON if that was asked for, and write it to ``path`` if one was given."""
