@@ -172,7 +172,7 @@ def _density_legend(ax: Axes, panel: Panel) -> None:
     lines = []
     for found in panel.fits:
         if found.degenerate:
-            lines.append((f"{found.curve}: constant, no fit", panel.style.faint))
+            lines.append((f"{found.curve}: nothing to fit", panel.style.faint))
             continue
         shape = (
             f"slope {found.slope:.3g}, straight" if found.straight else f"A {found.amplitude:.3g}  α {found.alpha:.3g}"

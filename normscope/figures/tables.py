@@ -74,7 +74,7 @@ def _table() -> Table:
 
 def _numbers(found: CurveFit) -> list[str]:
     if found.degenerate:
-        return ["constant", "", "", "", "", ""]
+        return ["nothing to fit", "", "", "", "", ""]
     shape = ["straight", ""] if found.straight else [f"{found.amplitude:.4g}", f"{found.alpha:.4g}"]
     if not found.converged:
         shape = ["not converged", ""]

@@ -68,7 +68,7 @@ def _joined(moments: Array, least_count: int) -> Array:
     """Join neighbouring bins so that each group holds about ``least_count`` pairs or more: ``(6, groups)``."""
     # Subtracting one fold from the whole leaves rounding, not pairs, in bins that only that fold fills.
     occupied = moments[:, moments[0] > 0.5]
-    before = np.concatenate([[0.0], np.cumsum(occupied[0])[:-1]])
+    before = np.cumsum(occupied[0]) - occupied[0]
     return _grouped(occupied, before // least_count)
 
 

@@ -83,7 +83,7 @@ def photograph_crops(preprocessing: Preprocessing, options: LoadOptions) -> Tens
     return TensorInputs(
         torch.stack([preprocessing.transform(crop) for crop in crops]),
         [Sample(path.name, source_index=0, index=i) for i in range(count)],
-        f"{_count(count, 'crop')} of {path.name}",
+        f"{_count(count, 'crop')} of {path.name} (seed {options.seed})",
         options,
     )
 

@@ -66,28 +66,31 @@ PAIR_GRID = FloatGrid(mantissa_bits=6, low=-27, high=18)
 DENSITY_X_GRID = FloatGrid(mantissa_bits=4, low=-27, high=18)
 DENSITY_Y_GRID = FloatGrid(mantissa_bits=3, low=-6, high=7)
 TOKEN_GRID = FloatGrid(mantissa_bits=3, low=-27, high=18)
+CHANNEL_GRID = FloatGrid(mantissa_bits=2, low=-27, high=18)
 
 MOMENTS = ("n", "x", "y", "xx", "xy", "yy")
 
 
-def binned_moments(x: Tensor, y: Tensor, index: Tensor, bins: int) -> Tensor:
-    """Sum n, x, y, x², xy and y² of the pairs of each bin.
+def binned_moments(x: Tensor, y: Tensor, index: Tensor, bins: int, weight: Tensor | None = None) -> Tensor:
+    """Sum 1, x, y, x², xy and y² over the pairs of each bin, each pair times its weight.
 
     Args:
         x: inputs, shape ``(pairs,)``, float32.
         y: outputs before the affine step, shape ``(pairs,)``, float32.
         index: bin of each pair, shape ``(pairs,)``, int64 in ``[0, bins)``.
         bins: number of bins.
+        weight: of each pair, shape ``(pairs,)``; None for one.
 
     Returns:
         Shape ``(6, bins)``, float64, in the order of :data:`MOMENTS`. Squares are taken in float64: float32 sums put
         the variance within a bin off by a tenth.
     """
     x, y = x.double(), y.double()
+    wx, wy = (x, y) if weight is None else (weight.double() * x, weight.double() * y)
     moments = torch.empty(len(MOMENTS), bins, dtype=torch.float64, device=x.device)
-    moments[0] = torch.bincount(index, minlength=bins)
-    for row, values in enumerate((x, y, x * x, x * y, y * y), start=1):
-        moments[row] = torch.bincount(index, weights=values, minlength=bins)
+    for row, values in enumerate((weight, wx, wy, wx * x, wx * y, wy * y)):
+        # bincount sums in the weights' own dtype
+        moments[row] = torch.bincount(index, None if values is None else values.double(), minlength=bins)
     return moments
 
 

@@ -30,6 +30,8 @@ def capture(
     about: Mapping[str, str] | None = None,
     seed: int = 0,
     verify: bool = False,
+    by_gamma: bool = False,
+    per_channel: bool = False,
     observe: Observer | None = None,
 ) -> Capture:
     """Run ``model`` over ``batches`` and sum up the input and the output before the affine step of its norms.
@@ -46,6 +48,8 @@ def capture(
             that have a ``description`` say themselves what they were, once they have all been taken.
         seed: of the drawing samples.
         verify: recompute every norm's true output from our y, its weight and its bias, and fail where they differ.
+        by_gamma: also keep the sums with every pair weighted by the square of its channel's weight γ.
+        per_channel: also keep the sums of each channel, on a coarser grid; d · 17 kB a site.
         observe: called with (site, x rows, y rows), each ``(tokens, d)``, for every call of every site.
 
     Returns:
@@ -68,7 +72,7 @@ def capture(
         raise DataError("There is no batch to run the model on.")
     report = find_norms(model, first.first_sample())
     sites = select(report.sites, layers)
-    recorder = _Recorder(seed, verify, observe)
+    recorder = _Recorder(seed, verify, by_gamma, per_channel, observe)
     with left_as_found(model), recorder.hooked(model, sites, report.kinds):
         for batch in itertools.chain([first], stream):
             recorder.start(batch)
@@ -98,8 +102,9 @@ def _described(batches: object) -> dict[str, str]:
 class _Recorder:
     """The hooks' side of a capture: which batch is running, and the sums of each site."""
 
-    def __init__(self, seed: int, verify: bool, observe: Observer | None) -> None:
+    def __init__(self, seed: int, verify: bool, by_gamma: bool, per_channel: bool, observe: Observer | None) -> None:
         self.seed, self.verify, self.observe = seed, verify, observe
+        self.by_gamma, self.per_channel = by_gamma, per_channel
         self.stats: dict[str, PairStats] = {}
         self.samples: tuple[Sample, ...] = ()
         self.n_samples = 0
@@ -130,15 +135,17 @@ class _Recorder:
             if rows.device.type == "mps":  # which has no float64 to sum in
                 rows = rows.cpu()
             y, rstd = kind.normalize(rows.float(), eps_of(module, x.dtype))
-            self._record(site, rows, y, rstd)
+            self._record(site, rows, y, rstd, kind.gamma(module, site.d) if self.by_gamma else None)
 
         return hook
 
-    def _record(self, site: NormSite, x: Tensor, y: Tensor, rstd: Tensor) -> None:
+    def _record(self, site: NormSite, x: Tensor, y: Tensor, rstd: Tensor, gamma: Tensor | None) -> None:
         if site.name not in self.stats:
-            self.stats[site.name] = PairStats.empty(x.shape[1], self.seed, x.device)
+            self.stats[site.name] = PairStats.empty(
+                site.d, self.seed, x.device, by_gamma=self.by_gamma, per_channel=self.per_channel
+            )
         first = self.tokens_so_far.get(site.name, 0)
-        self.stats[site.name].update(x, y, rstd, self.samples, first)
+        self.stats[site.name].update(x, y, rstd, self.samples, first, gamma)
         self.tokens_so_far[site.name] = first + len(x) // max(1, len(self.samples))
         if self.observe is not None:
             self.observe(site, x, y)

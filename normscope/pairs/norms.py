@@ -43,6 +43,12 @@ class NormKind:
         """Lay the tokens of ``x`` out as rows ``(tokens, d)``, without changing its dtype."""
         return token_rows(x, self.axes(module, x.ndim))
 
+    def gamma(self, module: nn.Module, d: int) -> Tensor:
+        """Return what the affine step multiplies each channel's y by, ``(d,)``, whatever it makes of the weight."""
+        device = next((parameter.device for parameter in module.parameters()), None)
+        zero, one = torch.zeros(1, d, device=device), torch.ones(1, d, device=device)
+        return (self.affine(module, one) - self.affine(module, zero)).detach().flatten()
+
 
 def token_rows(x: Tensor, axes: tuple[int, ...]) -> Tensor:
     """Move ``axes`` to the end and flatten: ``(tokens, d)``, tokens in the order of the axes that remain.

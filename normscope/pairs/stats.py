@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from normscope.batches import Sample
 from normscope.errors import DataError
 from normscope.pairs.binning import (
+    CHANNEL_GRID,
     DENSITY_X_GRID,
     DENSITY_Y_GRID,
     MOMENTS,
@@ -23,6 +24,7 @@ from normscope.pairs.binning import (
 from normscope.pairs.folds import FOLDS, SourcesSeen
 from normscope.pairs.sampling import LARGEST_TOKENS, UNIFORM_TOKENS, PairSample, TokenSample, token_keys
 
+_OPTIONAL = ("gamma_moments", "channel_moments")
 _PAIRS_AT_ONCE = 2**20  # bounds the float64 temporaries of one update to about 100 MB
 
 
@@ -43,6 +45,10 @@ class PairStats:
         pairs: single pairs, drawn evenly over the bins.
         sources: whether the folds are sources or the samples of a single one.
         seed: of the drawing samples.
+        gamma_moments: where asked for, the moments with every pair weighted by γ², the square of its channel's weight:
+            the error that reaches the next layer is weighted so. Shape and dtype of ``moments``.
+        channel_moments: where asked for, the moments per channel, on a coarser grid and without folds: float64
+            ``(6, d, channel bins)``.
     """
 
     moments: Tensor
@@ -57,14 +63,26 @@ class PairStats:
     pairs: PairSample
     sources: SourcesSeen
     seed: int
+    gamma_moments: Tensor | None = None
+    channel_moments: Tensor | None = None
 
     @classmethod
-    def empty(cls, d: int, seed: int = 0, device: torch.device | None = None) -> PairStats:
+    def empty(
+        cls,
+        d: int,
+        seed: int = 0,
+        device: torch.device | None = None,
+        *,
+        by_gamma: bool = False,
+        per_channel: bool = False,
+    ) -> PairStats:
         """Return the sums over no pairs at all, for tokens of ``d`` elements."""
         on = device or torch.device("cpu")
         infinity = torch.full((d,), torch.inf, device=on)
+        moments = torch.zeros(FOLDS, len(MOMENTS), PAIR_GRID.size, dtype=torch.float64, device=on)
+        channels = (len(MOMENTS), d, CHANNEL_GRID.size) if per_channel else None
         return cls(
-            moments=torch.zeros(FOLDS, len(MOMENTS), PAIR_GRID.size, dtype=torch.float64, device=on),
+            moments=moments,
             density=torch.zeros(DENSITY_X_GRID.size, DENSITY_Y_GRID.size, dtype=torch.int64, device=on),
             channel_sums=torch.zeros(2, d, dtype=torch.float64, device=on),
             channel_extremes=torch.stack([infinity, -infinity]),
@@ -76,6 +94,8 @@ class PairStats:
             pairs=PairSample.empty(on),
             sources=SourcesSeen(),
             seed=seed,
+            gamma_moments=torch.zeros_like(moments) if by_gamma else None,
+            channel_moments=torch.zeros(channels, dtype=torch.float64, device=on) if channels else None,
         )
 
     @property
@@ -109,7 +129,15 @@ class PairStats:
             return None
         return "sample" if self.sources.number == "one" else "source"
 
-    def update(self, x: Tensor, y: Tensor, rstd: Tensor, samples: Sequence[Sample], first_token: int = 0) -> None:
+    def update(
+        self,
+        x: Tensor,
+        y: Tensor,
+        rstd: Tensor,
+        samples: Sequence[Sample],
+        first_token: int = 0,
+        gamma: Tensor | None = None,
+    ) -> None:
         """Add the pairs of some tokens.
 
         Args:
@@ -121,35 +149,40 @@ class PairStats:
                 sample), the site has no folds.
             first_token: number, within its sample, of each sample's first token here: for norms that are called
                 several times in a forward pass.
+            gamma: the norm's weight, ``(d,)``; needed where the sums are weighted by its square.
         """
         per_sample, rest = divmod(len(x), len(samples))
         if rest or not per_sample:
-            self._collapse_all()
+            self._regroup(replace(self.sources, mapped=False))
             samples, per_sample = samples[:1], len(x)
-        self._see(samples)
+        self._regroup(self.sources.with_samples(samples))
         positions = torch.arange(first_token, first_token + per_sample, device=x.device).expand(len(samples), -1)
         keys = token_keys(samples, positions, self.seed)
         folds = torch.tensor(self.sources.folds_of(samples), device=x.device).repeat_interleave(per_sample)
         rows = max(1, _PAIRS_AT_ONCE // self.d)
         for part in range(0, len(x), rows):
             some = slice(part, part + rows)
-            self._add(x[some].float(), y[some], rstd[some].flatten(), keys[some], folds[some])
+            self._add(x[some].float(), y[some], rstd[some].flatten(), keys[some], folds[some], gamma)
 
     def merge(self, other: PairStats) -> PairStats:
         """Return the sums over the pairs of both; in any order and grouping the same, up to float64's rounding.
 
         Raises:
-            DataError: if the two were taken of tokens of different size, or with different seeds.
+            DataError: if the two were taken of tokens of different size, with different seeds, or if one of them
+                lacks sums that the other has.
         """
         if (self.d, self.seed) != (other.d, other.seed):
             raise DataError(
                 f"Cannot merge sums over tokens of {self.d} elements (seed {self.seed}) with sums over tokens of "
                 f"{other.d} (seed {other.seed}); both must agree."
             )
+        for name in _OPTIONAL:
+            if (getattr(self, name) is None) != (getattr(other, name) is None):
+                raise DataError(f"Cannot merge sums with {name} and sums without; capture both alike.")
         sources = self.sources.merged(other.sources)
         low, high = torch.stack([self.channel_extremes, other.channel_extremes]).unbind(1)
         return PairStats(
-            moments=self._moments_under(sources) + other._moments_under(sources),
+            moments=self._regrouped(self.moments, sources) + other._regrouped(other.moments, sources),
             density=self.density + other.density,
             channel_sums=self.channel_sums + other.channel_sums,
             channel_extremes=torch.stack([low.amin(0), high.amax(0)]),
@@ -161,6 +194,12 @@ class PairStats:
             pairs=self.pairs.merged(other.pairs),
             sources=sources,
             seed=self.seed,
+            gamma_moments=None
+            if self.gamma_moments is None or other.gamma_moments is None
+            else self._regrouped(self.gamma_moments, sources) + other._regrouped(other.gamma_moments, sources),
+            channel_moments=None
+            if self.channel_moments is None or other.channel_moments is None
+            else self.channel_moments + other.channel_moments,
         )
 
     def cpu(self) -> PairStats:
@@ -175,37 +214,42 @@ class PairStats:
 
         return PairStats(*(moved(getattr(self, f.name)) for f in fields(self)))
 
-    def _see(self, samples: Sequence[Sample]) -> None:
-        sources = self.sources.with_samples(samples)
-        self.moments = self._moments_under(sources)
+    def _regroup(self, sources: SourcesSeen) -> None:
+        self.moments = self._regrouped(self.moments, sources)
+        if self.gamma_moments is not None:
+            self.gamma_moments = self._regrouped(self.gamma_moments, sources)
         self.sources = sources
 
-    def _collapse_all(self) -> None:
-        unmapped = SourcesSeen(self.sources.number, self.sources.source, self.sources.source_index, mapped=False)
-        self.moments = self._moments_under(unmapped)
-        self.sources = unmapped
-
-    def _moments_under(self, sources: SourcesSeen) -> Tensor:
+    def _regrouped(self, moments: Tensor, sources: SourcesSeen) -> Tensor:
         """Regroup the folds for what has been seen by now: a single source's samples become one fold beside others."""
         if self.sources.mapped and not sources.mapped:
             fold = 0
         elif sources.mapped and (self.sources.number, sources.number) == ("one", "several"):
             fold = self.sources.source_index % FOLDS
         else:
-            return self.moments
-        moments = torch.zeros_like(self.moments)
-        moments[fold] = self.moments.sum(0)
-        return moments
+            return moments
+        regrouped = torch.zeros_like(moments)
+        regrouped[fold] = moments.sum(0)
+        return regrouped
 
-    def _add(self, x: Tensor, y: Tensor, rstd: Tensor, keys: Tensor, folds: Tensor) -> None:
+    def _add(self, x: Tensor, y: Tensor, rstd: Tensor, keys: Tensor, folds: Tensor, gamma: Tensor | None) -> None:
         finite = torch.isfinite(x).all(1) & torch.isfinite(y).all(1)
         if not bool(finite.all()):
             self.nonfinite_tokens += (~finite).sum()
             x, y, rstd, keys, folds = x[finite], y[finite], rstd[finite], keys[finite], folds[finite]
         bins = PAIR_GRID.index(x)
         cells = (folds[:, None] * PAIR_GRID.size + bins).flatten()
-        sums = binned_moments(x.flatten(), y.flatten(), cells, FOLDS * PAIR_GRID.size)
-        self.moments += sums.view(len(MOMENTS), FOLDS, -1).transpose(0, 1)
+        self.moments += _by_fold(binned_moments(x.flatten(), y.flatten(), cells, FOLDS * PAIR_GRID.size))
+        if self.gamma_moments is not None:
+            weight = (torch.ones(self.d) if gamma is None else gamma).double().square().to(x.device)
+            weights = weight.expand(len(x), -1).flatten()
+            weighted = binned_moments(x.flatten(), y.flatten(), cells, FOLDS * PAIR_GRID.size, weights)
+            self.gamma_moments += _by_fold(weighted)
+        if self.channel_moments is not None:
+            channels = torch.arange(self.d, device=x.device) * CHANNEL_GRID.size
+            own = (channels + CHANNEL_GRID.index(x)).flatten()
+            per_channel = binned_moments(x.flatten(), y.flatten(), own, self.d * CHANNEL_GRID.size)
+            self.channel_moments += per_channel.view(len(MOMENTS), self.d, -1)
         self.density += joint_counts(x.flatten(), y.flatten())
         doubles = x.double()
         self.channel_sums += torch.stack([doubles.sum(0), doubles.square().sum(0)])
@@ -227,6 +271,11 @@ class PairStats:
         ):
             more = TokenSample(rank[best], keys[best], x[best], y[best], rstd[best])
             setattr(self, name, getattr(self, name).with_more(more, capacity))
+
+
+def _by_fold(sums: Tensor) -> Tensor:
+    """(6, folds · bins) → (folds, 6, bins)."""
+    return sums.view(len(MOMENTS), FOLDS, -1).transpose(0, 1)
 
 
 def _token_counts(values: Tensor) -> Tensor:

@@ -123,6 +123,12 @@ def _packed(stats: PairStats) -> dict[str, Tensor]:
     places = stats.pairs.filled.flatten().nonzero().squeeze(1)
     packed = {name: getattr(stats, name) for name in _DENSE}
     packed |= {"moments": stats.moments[:, :, bins], "moments.bins": bins.int()}
+    if stats.gamma_moments is not None:
+        packed["gamma_moments"] = stats.gamma_moments[:, :, bins]
+    if stats.channel_moments is not None:
+        own = stats.channel_moments[0].flatten().nonzero().squeeze(1)
+        packed["channel_moments"] = stats.channel_moments.flatten(1)[:, own]
+        packed["channel_moments.cells"] = own.int()
     packed |= {"density": stats.density.flatten()[cells], "density.cells": cells.int()}
     packed |= {f"pairs.{f.name}": getattr(stats.pairs, f.name).flatten()[places] for f in fields(PairSample)}
     packed["pairs.places"] = places.int()
@@ -132,13 +138,18 @@ def _packed(stats: PairStats) -> dict[str, Tensor]:
 
 
 def _unpacked(d: int, sources: SourcesSeen, seed: int, tensors: Mapping[str, Tensor]) -> PairStats:
-    stats = PairStats.empty(d, seed)
+    stats = PairStats.empty(d, seed, by_gamma="gamma_moments" in tensors, per_channel="channel_moments" in tensors)
     for name in _DENSE:
         getattr(stats, name).copy_(_like(getattr(stats, name), tensors[name], name))
-    bins = tensors["moments.bins"].long()
-    stats.moments[:, :, _within(bins, PAIR_GRID.size)] = _like(
-        torch.empty(FOLDS, len(MOMENTS), len(bins), dtype=torch.float64), tensors["moments"], "moments"
-    )
+    bins = _within(tensors["moments.bins"].long(), PAIR_GRID.size)
+    kept = torch.empty(FOLDS, len(MOMENTS), len(bins), dtype=torch.float64)
+    stats.moments[:, :, bins] = _like(kept, tensors["moments"], "moments")
+    if stats.gamma_moments is not None:
+        stats.gamma_moments[:, :, bins] = _like(kept, tensors["gamma_moments"], "gamma_moments")
+    if stats.channel_moments is not None:
+        own = _within(tensors["channel_moments.cells"].long(), stats.channel_moments[0].numel())
+        kept = torch.empty(len(MOMENTS), len(own), dtype=torch.float64)
+        stats.channel_moments.flatten(1)[:, own] = _like(kept, tensors["channel_moments"], "channel_moments")
     cells = _within(tensors["density.cells"].long(), stats.density.numel())
     stats.density.view(-1)[cells] = _like(torch.empty(len(cells), dtype=torch.int64), tensors["density"], "density")
     places = _within(tensors["pairs.places"].long(), stats.pairs.key.numel())

@@ -145,7 +145,8 @@ def find_norms(model: nn.Module, batch: Batch) -> NormReport:
         sites.append(_site(len(sites), call, kind))
     for name, module in suspects.items():
         if name not in calls:
-            skipped.append(SkippedNorm(name, type(module).__name__, "the forward pass does not call it"))
+            reason = "it does not take and return one tensor" if name in watch.tensorless else "not called"
+            skipped.append(SkippedNorm(name, type(module).__name__, reason))
     skipped += [
         SkippedNorm(where or "(model)", function, "called as a function, which hooks on modules do not see")
         for where, function in watch.functional
@@ -188,6 +189,8 @@ def _calls_of(suspects: dict[str, nn.Module], watch: _FunctionWatch) -> Iterator
                 calls[name].calls += 1
             elif x is not None and isinstance(output, Tensor):
                 calls[name] = _Call(name, module, x, output, len(watch.additions))
+            else:
+                watch.tensorless[name] = None
 
         return hook
 
@@ -222,6 +225,7 @@ class _FunctionWatch(TorchFunctionMode):
         super().__init__()
         self.inside_norm = 0
         self.path: list[str] = []
+        self.tensorless: dict[str, None] = {}
         self.functional: dict[tuple[str, str], None] = {}
         self.additions: list[tuple[Tensor, ...]] = []
 

@@ -136,8 +136,15 @@ def test_degenerate_and_straight_sites_are_said_so():
     token = torch.tensor([[1.0, -1, 2, -2, 3, -3, 4, -4]])
     seen = normscope.capture(model, [token.repeat(4, 1)])
     written = " | ".join(texts(plot(seen, normscope.fit(seen))))
-    assert "tanh: constant, no fit" in written
+    assert "tanh: nothing to fit" in written
     assert re.search(r"tanh  slope 0\.\d+, straight  R² 1\.000", written)
+
+
+def test_a_site_without_a_finite_token_is_drawn_empty():
+    seen = normscope.capture(nn.Sequential(nn.LayerNorm(8)), [torch.full((2, 8), torch.nan)])
+    fits = normscope.fit(seen)
+    assert all(found.degenerate and found.n_pairs == 0 and found.r2_ceiling is None for found in fits)
+    assert "tanh: nothing to fit" in texts(plot(seen, fits))
 
 
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])

@@ -142,7 +142,7 @@ def test_crops_are_squares_of_one_source(options):
     assert 0.4 * 512 <= sizes.min() < sizes.max() <= 512
     assert {(sample.source, sample.source_index) for sample in samples(inputs)} == {("grace_hopper.jpg", 0)}
     assert [sample.index for sample in samples(inputs)] == list(range(8))
-    assert inputs.description == "8 crops of grace_hopper.jpg"
+    assert inputs.description == "8 crops of grace_hopper.jpg (seed 0)"
 
 
 def test_crops_follow_the_seed_and_fewer_are_the_first(timm_preprocessing, options):

@@ -91,6 +91,33 @@ def test_sums_equal_those_of_the_float32_pairs_to_nine_digits():
         assert (abs(ours - expected) <= 1e-12 * np.array(scale)).all()
 
 
+def test_sums_by_gamma_and_per_channel_equal_those_of_the_raw_pairs():
+    network, batches = Network(), inputs()
+    network.first.weight.data[:] = torch.linspace(-2, 2, 24)
+    seen = normscope.capture(network, batches, by_gamma=True, per_channel=True)
+    x, y = raw_pairs(network, batches)["first"]
+    stats = seen.stats["first"]
+    weight = network.first.weight.detach().double().numpy() ** 2
+    ours = stats.gamma_moments.sum((0, 2)).numpy()
+    expected = [len(x) * weight.sum(), *((weight * v).sum() for v in (x, y, x * x, x * y, y * y))]
+    np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=1e-3)  # y is float32 here, and Σy nearly cancels
+    assert stats.gamma_moments.shape == stats.moments.shape
+    per_channel = stats.channel_moments.sum(2).numpy()
+    np.testing.assert_array_equal(per_channel[0], np.full(24, len(x)))
+    np.testing.assert_allclose(per_channel[3], (x * x).sum(0), rtol=1e-9)
+    np.testing.assert_allclose(per_channel[4], (x * y).sum(0), rtol=1e-5)
+
+
+def test_gamma_is_what_the_affine_step_makes_of_the_weight():
+    double = seen = None
+    for times in (1, 2):
+        network = Network()
+        network.second.weight.data[:] = float(times)
+        seen = normscope.capture(network, inputs(), layers="second", by_gamma=True).stats["second"]
+        double = double if double is not None else seen
+        assert torch.allclose(seen.gamma_moments, times**2 * double.moments, rtol=1e-12)
+
+
 def test_layer_norms_y_is_the_output_divided_by_weight_where_weight_is_not_zero():
     network = Network()
     network.first.weight.data[:] = torch.linspace(0, 2, 24)

@@ -20,7 +20,14 @@ def seen():
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.LayerNorm(8))
     model.forward = lambda x: model[3](model[2](model[1](model[0](x)).mT).mT)
     batches = [torch.randn(6, 8, 4), torch.randn(3, 8, 4)]
-    return normscope.capture(model, batches, about={"model": "small", "weights": "ours", "data": "noise"}, seed=5)
+    return normscope.capture(
+        model,
+        batches,
+        about={"model": "small", "weights": "ours", "data": "noise"},
+        seed=5,
+        by_gamma=True,
+        per_channel=True,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ def test_sites_come_in_the_order_of_their_first_calls_with_their_counts():
     report = report_of(Twice(), torch.randn(1, 5, 6))
     shown = [(s.index, s.name, s.calls, s.affine, s.eps, s.tokens_per_sample) for s in report.sites]
     assert shown == [(0, "called_first", 2, False, 1e-3, 10), (1, "defined_first", 1, True, 1e-5, 5)]
-    assert [(norm.name, norm.reason) for norm in report.skipped] == [("never", "the forward pass does not call it")]
+    assert [(norm.name, norm.reason) for norm in report.skipped] == [("never", "not called")]
 
 
 def test_unknown_and_functional_norms_are_reported():
