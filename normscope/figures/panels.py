@@ -15,7 +15,7 @@ from matplotlib.patheffects import withStroke
 from numpy.typing import NDArray
 
 from normscope.figures import density
-from normscope.figures.style import CHANNEL_COLOURS, Style
+from normscope.figures.style import Style
 from normscope.fits.fit import CurveFit
 from normscope.fits.goodness import conditional_mean
 from normscope.pairs.stats import PairStats
@@ -24,7 +24,7 @@ from normscope.pairs.trace import NormSite
 Array = NDArray[np.float64]
 _PIXELS = 220
 _LEAST_COUNT = 32  # pairs that a point of the drawn E[y|x] averages at least
-_EXTREME_CHANNELS = len(CHANNEL_COLOURS)
+_EXTREME_CHANNELS = 5
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def draw_channels(ax: Axes, panel: Panel) -> None:
     """The same tokens, and pairs drawn evenly over x, by channel: those of largest |x| in colour, the rest grey."""
     x, y, channel = _drawn_pairs(panel.stats)
     ax.scatter(x, y, color=panel.style.faint, s=1.2, lw=0, alpha=0.35, rasterized=True)
-    for colour, extreme in zip(CHANNEL_COLOURS, extreme_channels(panel.stats), strict=False):
+    for colour, extreme in zip(panel.style.channels, extreme_channels(panel.stats), strict=False):
         own = channel == extreme
         ax.scatter(x[own], y[own], color=colour, s=4, lw=0, rasterized=True, zorder=2)
 

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from normscope.errors import UsageError, unknown
 from normscope.figures.panels import DRAW, Panel, draw_curves, extreme_channels, outline, token_scales
-from normscope.figures.style import CHANNEL_COLOURS, Style, style_named
+from normscope.figures.style import Style, style_named
 from normscope.files import whole_file
 from normscope.fits.fit import CurveFit
 from normscope.fits.goodness import conditional_mean
@@ -75,7 +77,7 @@ def plot(
                     ax.set_xlabel("norm input x", labelpad=1)
                 if place == 0:
                     _title(ax, panel)
-        _caption(figure, capture, fits, theme)
+        _caption(figure, capture, fits, rows, theme)
     return figure
 
 
@@ -117,9 +119,6 @@ def _draw(ax: Axes, panel: Panel, row: str) -> None:
         inset.tick_params(labelsize=4.5, length=1.5, pad=1)
         for spine in inset.spines.values():
             spine.set(visible=True, linewidth=0.5, color=panel.style.faint)
-    if panel.site.bound > y_limits[1]:
-        text = f"bound ±{panel.site.bound:.3g} is off the panel"
-        ax.text(0.99, 0.985, text, color=panel.style.faint, ha="right", va="top", transform=ax.transAxes, fontsize=5.2)
     _LEGENDS[row](ax, panel)
 
 
@@ -163,8 +162,11 @@ def _centre_range(stats: PairStats) -> tuple[tuple[float, float], tuple[float, f
 
 def _title(ax: Axes, panel: Panel) -> None:
     site = panel.site
-    place = f" · {site.placement}" if site.placement else ""
-    ax.set_title(f"{site.index}  {site.name}\n{site.kind} d={site.d}{place}", parse_math=False)
+    kind = " · ".join(part for part in (f"{site.kind} d={site.d}", site.placement) if part)
+    ax.set_title(f"{site.index}  {site.name}\n{kind}\n{panel.stats.n_pairs:,} pairs", parse_math=False)
+    if site.bound > ax.get_ylim()[1]:
+        text = f"bound ±{site.bound:.3g} is off the panel"
+        ax.text(0.99, 0.985, text, color=panel.style.faint, ha="right", va="top", transform=ax.transAxes, fontsize=5.2)
 
 
 def _density_legend(ax: Axes, panel: Panel) -> None:
@@ -179,7 +181,7 @@ def _density_legend(ax: Axes, panel: Panel) -> None:
         )
         lines.append((f"{found.curve}  {shape}  R² {found.r2:.3f}", panel.style.curves[found.curve][0]))
     if panel.fits and panel.fits[0].r2_ceiling is not None:
-        lines.append((f"ceiling R² {panel.fits[0].r2_ceiling:.3f}", panel.style.ink))
+        lines.append((f"ceiling R² {panel.fits[0].r2_ceiling:.3f}, folds by {panel.stats.fold_by}", panel.style.ink))
     _corner_text(ax, panel, lines)
 
 
@@ -194,7 +196,9 @@ def _token_legend(ax: Axes, panel: Panel) -> None:
 
 def _channel_legend(ax: Axes, panel: Panel) -> None:
     extreme = extreme_channels(panel.stats)
-    _corner_text(ax, panel, [(f"channel {c}", colour) for c, colour in zip(extreme, CHANNEL_COLOURS, strict=False)])
+    _corner_text(
+        ax, panel, [(f"channel {c}", colour) for c, colour in zip(extreme, panel.style.channels, strict=False)]
+    )
 
 
 def _corner_text(ax: Axes, panel: Panel, lines: Sequence[tuple[str, str]]) -> None:
@@ -215,11 +219,14 @@ def _corner_text(ax: Axes, panel: Panel, lines: Sequence[tuple[str, str]]) -> No
 _LEGENDS = {"density": _density_legend, "token": _token_legend, "channel": _channel_legend}
 
 
-def _caption(figure: Figure, capture: Capture, fits: Sequence[CurveFit], theme: Style) -> None:
+def _caption(figure: Figure, capture: Capture, fits: Sequence[CurveFit], rows: Sequence[str], theme: Style) -> None:
     about = capture.about
     title = f"{about['model']} · {capture.n_samples} samples\nweights: {about['weights']}\ndata: {about['data']}"
     figure.suptitle(title, fontsize=7.5, parse_math=False)
-    handles = [Line2D([], [], color=theme.ink, lw=1.4, label="E[y|x], the best any function of x can do")]
+    handles: list[Artist] = [Line2D([], [], color=theme.ink, lw=1.4, label="E[y|x], the best any function of x can do")]
+    if "density" in rows:
+        grey = matplotlib.colormaps[theme.density](0.6)
+        handles.insert(0, Patch(facecolor=grey, label="all pairs (logarithmic colour scale)"))
     for curve in dict.fromkeys(found.curve for found in fits):
         colour, dashes = theme.curves[curve]
         handles.append(Line2D([], [], color=colour, ls=dashes, lw=1.1, label=f"A·{curve}(αx), least squares"))

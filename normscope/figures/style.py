@@ -17,7 +17,6 @@ ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE = (
     "#D55E00",
     "#CC79A7",
 )
-CHANNEL_COLOURS = (ORANGE, GREEN, SKY, PURPLE, BLUE)
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,7 @@ class Style:
         curves: colour and line style of each fitted curve, by its name.
         density: matplotlib colour map of numbers of pairs.
         tokens: matplotlib colour map of the tokens' σ.
+        channels: colours of the channels of largest |x|, the largest first.
     """
 
     background: str
@@ -39,6 +39,7 @@ class Style:
     curves: dict[str, tuple[str, Any]]
     density: str
     tokens: str
+    channels: tuple[str, ...]
 
     def rc(self) -> dict[Any, Any]:
         """Return the theme as matplotlib parameters."""
@@ -70,9 +71,23 @@ class Style:
 _DASHED = (0, (4, 1.5))
 STYLES = {
     "light": Style(
-        "#FFFFFF", "#1A1A1A", "#8C8C8C", {"tanh": (VERMILLION, "-"), "isru": (BLUE, _DASHED)}, "Greys", "viridis"
+        background="#FFFFFF",
+        ink="#1A1A1A",
+        faint="#8C8C8C",
+        curves={"tanh": (VERMILLION, "-"), "isru": (BLUE, _DASHED)},
+        density="Greys",
+        tokens="viridis",
+        channels=(ORANGE, GREEN, SKY, PURPLE, BLUE),
     ),
-    "dark": Style("#14171C", "#E8E8E8", "#7A808A", {"tanh": (ORANGE, "-"), "isru": (SKY, _DASHED)}, "bone", "viridis"),
+    "dark": Style(
+        background="#14171C",
+        ink="#E8E8E8",
+        faint="#7A808A",
+        curves={"tanh": (ORANGE, "-"), "isru": (SKY, _DASHED)},
+        density="bone",
+        tokens="viridis",
+        channels=(VERMILLION, GREEN, SKY, PURPLE, YELLOW),
+    ),
 }
 
 

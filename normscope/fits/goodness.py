@@ -33,8 +33,9 @@ def conditional_mean(moments: Tensor, least_count: int = 64, width: float = 0.0)
 def ceiling(moments: Tensor) -> float | None:
     """R² that no function of x alone passes: 1 − E[Var(y|x)] / Var(y), cross-validated over the folds.
 
-    E[y|x] of all folds but one predicts that one, piecewise linear between groups of bins; how many pairs a group must
-    hold is chosen by the same prediction. On the very pairs that made it, E[y|x] would explain every tail bin that
+    E[y|x] of all folds but one predicts that one, piecewise linear between groups of bins, and beyond the outermost
+    of them either flat or along the line of all pairs. Which, and how many pairs a group must hold, is chosen by the
+    same prediction. On the very pairs that made it, E[y|x] would explain every tail bin that
     holds a single pair perfectly, and the ceiling would be too high.
 
     Args:
@@ -51,16 +52,20 @@ def ceiling(moments: Tensor) -> float | None:
     if len(folds) < 2 or not total > 0:
         return None
     unexplained = min(
-        sum(_squared_error(held_out, whole - held_out, count) for held_out in folds) for count in _LEAST_COUNTS
+        sum(_squared_error(held_out, whole - held_out, count, along_line) for held_out in folds)
+        for count in _LEAST_COUNTS
+        for along_line in (False, True)
     )
     return float(1 - unexplained / total)
 
 
-def _squared_error(held_out: Array, others: Array, least_count: int) -> float:
+def _squared_error(held_out: Array, others: Array, least_count: int, along_line: bool) -> float:
     """Σ (y − prediction)² over a fold's pairs, predicted from the others'."""
     n, x, y, _, _, yy = held_out[:, held_out[0] > 0]
+    slope = others[4].sum() / others[3].sum() if along_line else 0.0
     groups = _joined(others, least_count)
-    predicted = np.interp(x / n, groups[1] / groups[0], groups[2] / groups[0])
+    off_line = (groups[2] - slope * groups[1]) / groups[0]
+    predicted = slope * x / n + np.interp(x / n, groups[1] / groups[0], off_line)
     return float((yy - 2 * predicted * y + n * predicted**2).sum())
 
 

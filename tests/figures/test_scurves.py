@@ -55,7 +55,7 @@ def test_a_column_a_site_and_a_row_a_colouring(figure):
     axes = shown(figure)
     assert len(axes) == 6
     titles = [ax.get_title() for ax in axes if ax.get_title()]
-    assert titles == [f"{i}  {name}\nLayerNorm d=64" for i, name in enumerate(NAMES)]
+    assert titles == [f"{i}  {name}\nLayerNorm d=64\n15,360 pairs" for i, name in enumerate(NAMES)]
 
 
 def test_panels_span_every_pair_on_linear_axes(figure, seen):
@@ -79,7 +79,7 @@ def test_parameters_ceiling_and_bound_are_written(figure, fits, seen):
     written = " | ".join(texts(figure))
     for found in fits:
         assert f"{found.curve}  A {found.amplitude:.3g}  α {found.alpha:.3g}  R² {found.r2:.3f}" in written
-    assert f"ceiling R² {fits[0].r2_ceiling:.3f}" in written
+    assert f"ceiling R² {fits[0].r2_ceiling:.3f}, folds by source" in written
     bound = seen.sites[0].bound
     assert bound == pytest.approx(np.sqrt(63))
     heights = {float(line.get_ydata()[0]) for line in shown(figure)[0].get_lines() if line.get_linestyle() == ":"}
