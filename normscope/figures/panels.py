@@ -66,7 +66,8 @@ def draw_tokens(ax: Axes, panel: Panel) -> None:
     if not len(x):
         return
     scale = 1 / rstd
-    norm = LogNorm(scale.min(), scale.max() * (1 + 1e-6))
+    low, high = token_scales(panel.stats)
+    norm = LogNorm(low, high * (1 + 1e-6))
     ends = np.stack([x.argmin(1), x.argmax(1)], axis=1)[:, :, None]
     lines = np.concatenate([np.take_along_axis(v[:, :, None], ends, 1) for v in (x, y)], axis=2)
     ax.add_collection(
@@ -119,7 +120,7 @@ def extreme_channels(stats: PairStats) -> list[int]:
 def token_scales(stats: PairStats) -> tuple[float, float]:
     """Return the smallest and largest σ among the drawn tokens."""
     scale = 1 / _drawn_tokens(stats)[2]
-    return (float(scale.min()), float(scale.max())) if len(scale) else (float("nan"), float("nan"))
+    return (float(np.min(scale)), float(np.max(scale))) if len(scale) else (float("nan"), float("nan"))
 
 
 def _drawn_tokens(stats: PairStats) -> tuple[Array, Array, Array]:
