@@ -82,15 +82,6 @@ def load(path: str | Path) -> Capture:
         raise DataError(f"The capture {path} is damaged: {type(error).__name__}: {error}.") from error
 
 
-def is_capture(path: str | Path) -> bool:
-    """Whether a path is a file that says of itself that it is a capture."""
-    try:
-        with safe_open(Path(path), framework="pt") as file:
-            return _HEADER in (file.metadata() or {}) and FORMAT in file.metadata()[_HEADER]
-    except (OSError, SafetensorError):
-        return False
-
-
 def _capture(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Capture:
     sites, stats = [], {}
     for entry in header["sites"]:
@@ -138,6 +129,8 @@ def _packed(stats: PairStats) -> dict[str, Tensor]:
 
 
 def _unpacked(d: int, sources: SourcesSeen, seed: int, tensors: Mapping[str, Tensor]) -> PairStats:
+    if tensors["channel_sums"].shape != (2, d):  # before anything of a size that only the header names is made
+        raise ValueError(f"channel_sums is {tuple(tensors['channel_sums'].shape)}, not (2, {d})")
     stats = PairStats.empty(d, seed, by_gamma="gamma_moments" in tensors, per_channel="channel_moments" in tensors)
     for name in _DENSE:
         getattr(stats, name).copy_(_like(getattr(stats, name), tensors[name], name))

@@ -128,7 +128,7 @@ def find_norms(model: nn.Module, batch: Batch) -> NormReport:
     >>> [(site.name, site.kind, site.d) for site in report.sites]
     [('1', 'LayerNorm', 8)]
     """
-    suspects = {name: module for name, module in model.named_modules() if _is_norm(module)}
+    suspects = _suspects(model)
     watch = _FunctionWatch()
     with left_as_found(model), _calls_of(suspects, watch) as calls, _entered(model, watch), watch:
         model(*batch.args, **batch.kwargs)
@@ -162,6 +162,16 @@ def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """Return the tensor that a norm normalizes: the first among its positional, then its keyword arguments."""
     values = (*args, *kwargs.values())
     return next((value for value in values if isinstance(value, Tensor)), None)
+
+
+def _suspects(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that may normalize; what a known norm is built of is part of it, and no norm of its own."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        parents = (name[: dot.start()] for dot in re.finditer(r"\.", name))
+        if _is_norm(module) and not any(parent in found and kind_of(found[parent]) for parent in parents):
+            found[name] = module
+    return found
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -172,7 +172,7 @@ def test_random_weights_are_said_even_when_quiet(folder):
 def test_pipes_get_no_colour_and_no_progress(folder, captured):
     done = run("fit", captured[0].name, cwd=folder)
     assert "\x1b" not in done.stdout + done.stderr
-    assert "0.9" in done.stdout
+    assert "blocks.0.norm1  tanh" in done.stdout
     done = run("fit", captured[0].name, cwd=folder, FORCE_COLOR="1", NO_COLOR="1")
     assert "\x1b[3" not in done.stdout + done.stderr
 

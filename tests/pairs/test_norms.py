@@ -108,7 +108,7 @@ def test_verification_passes_the_right_table_and_fails_the_wrong_one(table, modu
     batches = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02]
     model = nn.Sequential(module)
     register_norm(type(module), **right)
-    capture(model, batches, verify=True)
+    assert [site.name for site in capture(model, batches, verify=True).sites] == ["0"]
     register_norm(type(module), **wrong)
     with pytest.raises(ModelError, match="Verification failed at 0"):
         capture(model, batches, verify=True)
