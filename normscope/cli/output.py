@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from normscope.batches import Batch
     from normscope.models.base import Inputs, LoadedModel
     from normscope.pairs.captures import Capture
-    from normscope.pairs.trace import SkippedNorm
+    from normscope.pairs.sites import SkippedNorm
 
 _WIDTH_OF_A_PIPE = 1000  # a table that goes to a file or a program is as wide as it needs to be
 
@@ -88,7 +88,7 @@ class Output:
 
     def account(self, capture: Capture, unreadable: Sequence[str] = ()) -> None:
         """Say what was run, what was left out, and why."""
-        self.remark(f"{capture.about['model']}: {capture.n_samples} samples of {capture.about['data']}")
+        self.remark(f"{capture.about['model']}: {capture.n_samples} samples, {capture.about['data']}")
         for line in unreadable:
             self.warn(f"unreadable, left out: {line}")
         self.skipped(capture.skipped)

@@ -18,8 +18,8 @@ from normscope.figures import density
 from normscope.figures.style import Style
 from normscope.fits.fit import CurveFit
 from normscope.fits.goodness import conditional_mean
+from normscope.pairs.sites import NormSite
 from normscope.pairs.stats import PairStats
-from normscope.pairs.trace import NormSite
 
 Array = NDArray[np.float64]
 _PIXELS = 220

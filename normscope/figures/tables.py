@@ -10,7 +10,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from normscope.fits.fit import CurveFit
-    from normscope.pairs.trace import NormSite
+    from normscope.pairs.sites import NormSite
 
 
 _NARROWEST_NAME = 12

@@ -15,7 +15,7 @@ from normscope.fits.goodness import ceiling
 from normscope.fits.nodes import nodes_of
 from normscope.fits.solve import least_squares
 from normscope.pairs.captures import Capture
-from normscope.pairs.trace import NormSite
+from normscope.pairs.sites import NormSite
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from importlib import metadata
 
 from normscope.errors import DataError
 from normscope.pairs.selection import Layers, select
+from normscope.pairs.sites import NormSite, SkippedNorm
 from normscope.pairs.stats import PairStats
-from normscope.pairs.trace import NormSite, SkippedNorm
 
 
 @dataclass

@@ -14,9 +14,10 @@ from normscope.errors import DataError
 from normscope.pairs.captures import Capture, versions
 from normscope.pairs.norms import NormKind, eps_of
 from normscope.pairs.selection import Layers, select
+from normscope.pairs.sites import NormSite
 from normscope.pairs.state import left_as_found
 from normscope.pairs.stats import PairStats
-from normscope.pairs.trace import NormSite, find_norms, input_of
+from normscope.pairs.trace import find_norms, input_of
 from normscope.pairs.verify import check
 
 Observer = Callable[[NormSite, Tensor, Tensor], None]

@@ -15,7 +15,7 @@ from torch import Tensor
 from normscope.errors import UsageError
 from normscope.files import file_stem
 from normscope.pairs.captures import Capture
-from normscope.pairs.trace import NormSite
+from normscope.pairs.sites import NormSite
 
 _BYTES_OF_A_PAIR = 8  # x and y in float32
 

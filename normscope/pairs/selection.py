@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from normscope.errors import UsageError, unknown
-from normscope.pairs.trace import NormSite
+from normscope.pairs.sites import NormSite
 
 _NAMED_IN_AN_ERROR = 30
 
@@ -28,7 +28,7 @@ def select(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:
     Raises:
         UsageError: if a part names no site.
 
-    >>> from normscope.pairs.trace import NormSite
+    >>> from normscope.pairs.sites import NormSite
     >>> sites = [NormSite(i, f"blocks.{i}.norm", "LayerNorm", (8,), -1, 1e-6, True, None, 1, 1, True) for i in range(9)]
     >>> [site.index for site in select(sites, 3)], [site.index for site in select(sites, "0,6-7,blocks.3.*")]
     ([0, 4, 8], [0, 3, 6, 7])

@@ -19,8 +19,8 @@ from normscope.pairs.binning import MOMENTS, PAIR_GRID
 from normscope.pairs.captures import Capture
 from normscope.pairs.folds import FOLDS, SourcesSeen
 from normscope.pairs.sampling import LARGEST_TOKENS, UNIFORM_TOKENS, PairSample, TokenSample
+from normscope.pairs.sites import NormSite, SkippedNorm
 from normscope.pairs.stats import PairStats
-from normscope.pairs.trace import NormSite, SkippedNorm
 
 FORMAT = "normscope-capture"
 FORMAT_VERSION = 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from normscope.batches import Batch
 from normscope.errors import ModelError
 from normscope.pairs.norms import NormKind, ancestor_kind, eps_of, kind_of, token_rows
 from normscope.pairs.placement import ADDITIONS, Ends, of_sites
+from normscope.pairs.sites import NormSite, SkippedNorm
 from normscope.pairs.state import left_as_found
 from normscope.pairs.verify import excess
 
@@ -37,56 +37,6 @@ _NORM_FUNCTIONS = {
 }
 
 
-@dataclass(frozen=True)
-class NormSite:
-    """One normalization layer of a network.
-
-    Attributes:
-        index: its number in the order of first calls.
-        name: its module path.
-        kind: its name in the table of norms.
-        normalized_shape: sizes of the axes that share one statistic.
-        channel_axis: that axis, or those axes, of the norm's input.
-        eps: what is added under the root.
-        affine: whether it has a weight or a bias of its own.
-        placement: ``pre-norm``, ``post-norm``, ``qk``, ``final``, or None for a norm beside the residual stream.
-        calls: how often one forward pass calls it.
-        tokens_per_sample: how many vectors it normalizes for one sample, over all calls.
-        centred: whether it takes the token's mean away.
-    """
-
-    index: int
-    name: str
-    kind: str
-    normalized_shape: tuple[int, ...]
-    channel_axis: int | tuple[int, ...]
-    eps: float
-    affine: bool
-    placement: str | None
-    calls: int
-    tokens_per_sample: int
-    centred: bool
-
-    @property
-    def d(self) -> int:
-        """Number of elements of one token."""
-        return torch.Size(self.normalized_shape).numel()
-
-    @property
-    def bound(self) -> float:
-        """Largest possible |y|: √(d−1) with centring, √d without."""
-        return math.sqrt(self.d - self.centred)
-
-
-@dataclass(frozen=True)
-class SkippedNorm:
-    """A normalization that normscope saw and could not observe, and why."""
-
-    name: str
-    kind: str
-    reason: str
-
-
 @dataclass
 class NormReport:
     """What one forward pass showed: the sites, what was skipped, and how each site's module normalizes."""
@@ -104,6 +54,8 @@ class _Call:
     module: nn.Module
     input: Tensor
     output: Tensor
+    kind: NormKind | None
+    reason: str
     additions_before: int
     calls: int = 1
 
@@ -137,12 +89,11 @@ def find_norms(model: nn.Module, batch: Batch) -> NormReport:
     skipped: list[SkippedNorm] = []
     kinds: dict[str, NormKind] = {}
     for call in calls.values():
-        kind, reason = _resolve(call)
-        if kind is None:
-            skipped.append(SkippedNorm(call.name, type(call.module).__name__, reason))
-            continue
-        kinds[call.name] = kind
-        sites.append(_site(len(sites), call, kind))
+        if call.kind is None:
+            skipped.append(SkippedNorm(call.name, type(call.module).__name__, call.reason))
+        else:
+            kinds[call.name] = call.kind
+            sites.append(_site(len(sites), call, call.kind))
     for name, module in suspects.items():
         if name not in calls:
             reason = "it does not take and return one tensor" if name in watch.tensorless else "not called"
@@ -193,14 +144,16 @@ def _calls_of(suspects: dict[str, nn.Module], watch: _FunctionWatch) -> Iterator
 
     def leave(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            watch.inside_norm -= 1
             x = input_of(args, kwargs)
             if name in calls:
                 calls[name].calls += 1
             elif x is not None and isinstance(output, Tensor):
-                calls[name] = _Call(name, module, x, output, len(watch.additions))
+                # Now, while the input is what the norm saw: the network may go on to add to it in place.
+                kind, reason = _resolve(module, x, output)
+                calls[name] = _Call(name, module, x, output, kind, reason, len(watch.additions))
             else:
                 watch.tensorless[name] = None
+            watch.inside_norm -= 1
 
         return hook
 
@@ -247,33 +200,33 @@ class _FunctionWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _resolve(call: _Call) -> tuple[NormKind | None, str]:
+def _resolve(module: nn.Module, x: Tensor, output: Tensor) -> tuple[NormKind | None, str]:
     """Decide how a called module normalizes, or say why that is not known.
 
     A subclass that has its own ``forward`` is tried over each axis that has the right size, and taken for what it
     turns out to be.
     """
-    known = kind_of(call.module)
+    known = kind_of(module)
     if known is not None:
         return known, ""
-    ancestor = ancestor_kind(call.module)
+    ancestor = ancestor_kind(module)
     if ancestor is None:
         return None, "not in the table of norms; normscope.register_norm adds it"
-    for axes in dict.fromkeys([ancestor.axes(call.module, call.input.ndim), (-1,), (1,), (-2,)]):
-        if _shape_fits(call, axes):
-            tried = replace(ancestor, name=type(call.module).__name__, axes=_fixed(axes))
-            if excess(tried, call.module, call.input, call.output) <= 1:
+    for axes in dict.fromkeys([ancestor.axes(module, x.ndim), (-1,), (1,), (-2,)]):
+        if output.shape == x.shape and _has_normalized_shape(module, x, axes):
+            tried = replace(ancestor, name=type(module).__name__, axes=_fixed(axes))
+            if excess(tried, module, x, output) <= 1:
                 return tried, ""
     return None, (
         f"its forward differs from {ancestor.name}'s over every axis; normscope.register_norm says what it does"
     )
 
 
-def _shape_fits(call: _Call, axes: tuple[int, ...]) -> bool:
-    if call.output.shape != call.input.shape or any(not -call.input.ndim <= a < call.input.ndim for a in axes):
+def _has_normalized_shape(module: nn.Module, x: Tensor, axes: tuple[int, ...]) -> bool:
+    if any(not -x.ndim <= axis < x.ndim for axis in axes):
         return False
-    sizes = tuple(call.input.shape[axis] for axis in axes)
-    shape = getattr(call.module, "normalized_shape", sizes)
+    sizes = tuple(x.shape[axis] for axis in axes)
+    shape = getattr(module, "normalized_shape", sizes)
     return sizes == (tuple(shape) if isinstance(shape, (tuple, list)) else (shape,))
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from normscope.errors import UsageError
 from normscope.pairs.selection import select
-from normscope.pairs.trace import NormSite
+from normscope.pairs.sites import NormSite
 
 
 def sites(count: int) -> list[NormSite]:

@@ -30,6 +30,25 @@ def test_sites_come_in_the_order_of_their_first_calls_with_their_counts():
     assert [(norm.name, norm.reason) for norm in report.skipped] == [("never", "not called")]
 
 
+def test_additions_in_place_change_nothing():
+    class ChannelsFirst(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x.mT).mT
+
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.branch, self.last = nn.LayerNorm(6), ChannelsFirst(5), nn.LayerNorm(6)
+
+        def forward(self, x):
+            x = x * 2
+            x += self.branch(x)
+            return self.last(x)
+
+    report = report_of(InPlace(), torch.randn(1, 5, 6))
+    assert [(s.name, s.placement) for s in report.sites] == [("branch", "pre-norm"), ("last", "final")]
+
+
 def test_unknown_and_functional_norms_are_reported():
     class Mixed(nn.Module):
         def __init__(self):

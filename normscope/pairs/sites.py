@@ -1,0 +1,58 @@
+"""What is known of a normalization layer: where it stands and over what it normalizes, or why it is skipped."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class NormSite:
+    """One normalization layer of a network.
+
+    Attributes:
+        index: its number in the order of first calls.
+        name: its module path.
+        kind: its name in the table of norms.
+        normalized_shape: sizes of the axes that share one statistic.
+        channel_axis: that axis, or those axes, of the norm's input.
+        eps: what is added under the root.
+        affine: whether it has a weight or a bias of its own.
+        placement: ``pre-norm``, ``post-norm``, ``qk``, ``final``, or None for a norm beside the residual stream.
+        calls: how often one forward pass calls it.
+        tokens_per_sample: how many vectors it normalizes for one sample, over all calls.
+        centred: whether it takes the token's mean away.
+    """
+
+    index: int
+    name: str
+    kind: str
+    normalized_shape: tuple[int, ...]
+    channel_axis: int | tuple[int, ...]
+    eps: float
+    affine: bool
+    placement: str | None
+    calls: int
+    tokens_per_sample: int
+    centred: bool
+
+    @property
+    def d(self) -> int:
+        """Number of elements of one token."""
+        return torch.Size(self.normalized_shape).numel()
+
+    @property
+    def bound(self) -> float:
+        """Largest possible |y|: √(d−1) with centring, √d without."""
+        return math.sqrt(self.d - self.centred)
+
+
+@dataclass(frozen=True)
+class SkippedNorm:
+    """A normalization that normscope saw and could not observe, and why."""
+
+    name: str
+    kind: str
+    reason: str
