@@ -232,6 +232,15 @@ def test_mistakes_give_their_status_and_a_sentence(captured, arguments, status, 
     assert sorted(folder.rglob("*")) == before
 
 
+def test_a_hub_that_does_not_answer_is_said_within_ten_seconds(folder):
+    start = time.perf_counter()
+    done = run("plot", "vit_b16", "--layers", "4", cwd=folder, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(folder))
+    assert time.perf_counter() - start < 10
+    assert (done.returncode, done.stdout) == (3, "")
+    for way in ("--weights FILE", "--weights random", "normscope plot demo_vit"):
+        assert way in done.stderr
+
+
 def test_interruption_leaves_nothing_behind(tmp_path):
     process = subprocess.Popen(
         [
