@@ -6,6 +6,7 @@ one word that they share.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,11 +26,13 @@ class Sample:
             one photograph are several samples of one source.
         source_index: number of the source within the data set.
         index: number of the sample within the data set.
+        data: what tells the data set from others; sources of the same name in two data sets are two sources.
     """
 
     source: str
     source_index: int
     index: int
+    data: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,40 +82,59 @@ class Batch:
 def as_batches(batches: Iterable[Any]) -> Iterator[Batch]:
     """Yield a :class:`Batch` for each tensor, tuple of arguments, dict of keyword arguments, or Batch.
 
-    The samples of anything but a Batch are numbered through, and each counts as a source of its own.
+    The samples of anything but a Batch are numbered through, and each counts as a source of its own. What tells their
+    data set from others is a hash of the first batch.
 
     Raises:
-        DataError: if an entry is none of these, or holds no tensor with an axis of samples.
+        DataError: if an entry is none of these, or holds no tensor with an axis of samples, or no sample.
 
     >>> import torch
     >>> [batch.samples[-1].index for batch in as_batches([torch.zeros(2, 3), (torch.zeros(2, 3),)])]
     [1, 3]
     """
-    import torch
-
-    seen = 0
+    seen, data = 0, ""
     for number, entry in enumerate(batches):
         if isinstance(entry, Batch):
-            yield entry
-            continue
-        args: tuple[Any, ...] = ()
-        kwargs: Mapping[str, Any] = {}
-        match entry:
-            case torch.Tensor():
-                args = (entry,)
-            case tuple() | list():
-                args = tuple(entry)
-            case Mapping():
-                kwargs = entry
-            case _:
-                raise DataError(
-                    f"Batch {number} is a {type(entry).__name__}; a batch is a tensor, a tuple of arguments, "
-                    "or a dict of keyword arguments."
-                )
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.ndim]
-        if not tensors:
-            raise DataError(f"Batch {number} holds no tensor whose axis 0 counts samples.")
-        count = len(tensors[0])
-        samples = tuple(Sample(f"sample {seen + i}", seen + i, seen + i) for i in range(count))
-        seen += count
-        yield Batch(args, kwargs, samples)
+            batch = entry
+        else:
+            args, kwargs, first = _arguments(entry, number)
+            data = data or _digest(first)
+            count = len(first)
+            samples = tuple(Sample(f"sample {seen + i}", seen + i, seen + i, data) for i in range(count))
+            seen += count
+            batch = Batch(args, kwargs, samples)
+        if not batch.samples:
+            raise DataError(f"Batch {number} holds no sample.")
+        yield batch
+
+
+def _arguments(entry: Any, number: int) -> tuple[tuple[Any, ...], Mapping[str, Any], torch.Tensor]:
+    """Tell positional from keyword arguments, and find the tensor whose axis 0 counts samples."""
+    import torch
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+    match entry:
+        case torch.Tensor():
+            args = (entry,)
+        case tuple() | list():
+            args = tuple(entry)
+        case Mapping():
+            kwargs = entry
+        case _:
+            raise DataError(
+                f"Batch {number} is a {type(entry).__name__}; a batch is a tensor, a tuple of arguments, "
+                "or a dict of keyword arguments."
+            )
+    values = (*args, *kwargs.values())
+    first = next((value for value in values if isinstance(value, torch.Tensor) and value.ndim), None)
+    if first is None:
+        raise DataError(f"Batch {number} holds no tensor whose axis 0 counts samples.")
+    return args, kwargs, first
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    import torch
+
+    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()

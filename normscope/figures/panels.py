@@ -24,7 +24,7 @@ from normscope.pairs.stats import PairStats
 Array = NDArray[np.float64]
 _PIXELS = 220
 _LEAST_COUNT = 32  # pairs that a point of the drawn E[y|x] averages at least
-_EXTREME_CHANNELS = 5
+_EXTREME_CHANNELS = 4
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,7 @@ def draw_density(ax: Axes, panel: Panel) -> None:
     """All pairs: how many lie where, on a logarithmic colour scale, and E[y|x] over them."""
     limits = (*ax.get_xlim(), *ax.get_ylim())
     counts = density.image(panel.stats, limits[:2], limits[2:], _PIXELS)
-    # A cell wider than a pixel shares its pairs out; below a tenth of a pair the paper stays white.
-    shown = np.ma.masked_less(counts, 0.1)
+    shown = np.ma.masked_less_equal(counts, 0)
     if shown.count():
         # The palest quarter of the map is left out, so that a single pair in the tails can still be seen.
         colours = ListedColormap(matplotlib.colormaps[panel.style.density](np.linspace(0.25, 1, 256)))

@@ -21,6 +21,7 @@ from normscope.figures.style import Style, style_named
 from normscope.files import whole_file
 from normscope.fits.fit import CurveFit
 from normscope.fits.goodness import conditional_mean
+from normscope.pairs.binning import DENSITY_Y_GRID
 from normscope.pairs.captures import Capture
 from normscope.pairs.stats import PairStats
 
@@ -137,11 +138,12 @@ def _whole_range(panel: Panel) -> tuple[tuple[float, float], tuple[float, float]
     if not stats.n_pairs:
         return (-1.0, 1.0), (-1.0, 1.0)
     reach_x = max(float(stats.channel_extremes.abs().max()), 1e-30)
-    drawn = [stats.tokens.y, stats.largest.y, stats.pairs.y[stats.pairs.filled]]
-    reach_y = max(1e-3, *(float(y.abs().max()) for y in drawn if y.numel()))
+    filled = stats.density.sum(0).nonzero().squeeze(1)
+    edges = DENSITY_Y_GRID.edges()[1:-1].abs()  # of the bin that holds the largest |y|: the panel holds it whole
+    reach_y = float(edges[(filled - 1).clamp(0, len(edges) - 1)].maximum(edges[filled.clamp(max=len(edges) - 1)]).max())
     if panel.site.bound < _BOUND_SHOWN_WITHIN * reach_y:
         reach_y = panel.site.bound
-    return (-1.06 * reach_x, 1.06 * reach_x), (-1.12 * reach_y, 1.12 * reach_y)
+    return (-1.06 * reach_x, 1.06 * reach_x), (-1.04 * reach_y, 1.04 * reach_y)
 
 
 def _centre_range(stats: PairStats) -> tuple[tuple[float, float], tuple[float, float]] | None:
@@ -179,7 +181,8 @@ def _density_legend(ax: Axes, panel: Panel) -> None:
         shape = (
             f"slope {found.slope:.3g}, straight" if found.straight else f"A {found.amplitude:.3g}  α {found.alpha:.3g}"
         )
-        lines.append((f"{found.curve}  {shape}  R² {found.r2:.3f}", panel.style.curves[found.curve][0]))
+        doubt = "" if found.converged else "  not converged"
+        lines.append((f"{found.curve}  {shape}  R² {found.r2:.3f}{doubt}", panel.style.curves[found.curve][0]))
     if panel.fits and panel.fits[0].r2_ceiling is not None:
         lines.append((f"ceiling R² {panel.fits[0].r2_ceiling:.3f}, folds by {panel.stats.fold_by}", panel.style.ink))
     _corner_text(ax, panel, lines)
@@ -191,14 +194,15 @@ def _token_legend(ax: Axes, panel: Panel) -> None:
     bar.imshow(np.linspace(0, 1, 64)[None, :], aspect="auto", cmap=panel.style.tokens)
     bar.set(yticks=[], xticks=[0, 63], xticklabels=[f"{low:.2g}", f"{high:.2g}"])
     bar.tick_params(length=0, pad=1, labelsize=5.4)
-    bar.set_title("token's σ (log)", fontsize=5.6, pad=1.5)
+    drawn = len(panel.stats.tokens.key) + len(panel.stats.largest.key)
+    text = f"σ (log) of {drawn:,} of {panel.stats.n_tokens:,} tokens"
+    ax.text(0.99, 0.16, text, ha="right", fontsize=5.4, transform=ax.transAxes, path_effects=outline(panel.style))
 
 
 def _channel_legend(ax: Axes, panel: Panel) -> None:
     extreme = extreme_channels(panel.stats)
-    _corner_text(
-        ax, panel, [(f"channel {c}", colour) for c, colour in zip(extreme, panel.style.channels, strict=False)]
-    )
+    named = [(f"channel {c}", colour) for c, colour in zip(extreme, panel.style.channels, strict=False)]
+    _corner_text(ax, panel, [("a sample, even over x", panel.style.faint), *named])
 
 
 def _corner_text(ax: Axes, panel: Panel, lines: Sequence[tuple[str, str]]) -> None:
@@ -226,10 +230,11 @@ def _caption(figure: Figure, capture: Capture, fits: Sequence[CurveFit], rows: S
     handles: list[Artist] = [Line2D([], [], color=theme.ink, lw=1.4, label="E[y|x], the best any function of x can do")]
     if "density" in rows:
         grey = matplotlib.colormaps[theme.density](0.6)
-        handles.insert(0, Patch(facecolor=grey, label="all pairs (logarithmic colour scale)"))
+        handles.insert(0, Patch(facecolor=grey, label="all pairs (log scale, each panel its own)"))
     for curve in dict.fromkeys(found.curve for found in fits):
         colour, dashes = theme.curves[curve]
         handles.append(Line2D([], [], color=colour, ls=dashes, lw=1.1, label=f"A·{curve}(αx), least squares"))
-    handles.append(Line2D([], [], color=theme.faint, ls=":", lw=0.9, label="bound: ±√(d−1), without centring ±√d"))
+    if any(site.bound < _whole_range(Panel(site, capture.stats[site.name], (), theme))[1][1] for site in capture.sites):
+        handles.append(Line2D([], [], color=theme.faint, ls=":", lw=0.9, label="bound: ±√(d−1), without centring ±√d"))
     across = min(_COLUMNS, len(capture.sites))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles) if across > 3 else max(1, across - 1))

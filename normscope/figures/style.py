@@ -77,7 +77,7 @@ STYLES = {
         curves={"tanh": (VERMILLION, "-"), "isru": (BLUE, _DASHED)},
         density="Greys",
         tokens="viridis",
-        channels=(ORANGE, GREEN, SKY, PURPLE, BLUE),
+        channels=(ORANGE, GREEN, SKY, PURPLE),
     ),
     "dark": Style(
         background="#14171C",
@@ -86,7 +86,7 @@ STYLES = {
         curves={"tanh": (ORANGE, "-"), "isru": (SKY, _DASHED)},
         density="bone",
         tokens="viridis",
-        channels=(VERMILLION, GREEN, SKY, PURPLE, YELLOW),
+        channels=(VERMILLION, GREEN, YELLOW, PURPLE),
     ),
 }
 

@@ -31,6 +31,8 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
     folds = {found.folds for found in fits}
     over = ", ".join(sorted(fold for fold in folds if fold))
     table.caption = f"y ≈ A·f(αx); ceiling: cross-validated over folds by {over}" if over else "y ≈ A·f(αx); no folds"
+    if any(found.r2_ceiling is not None and found.r2 > found.r2_ceiling for found in fits):
+        table.caption += "; one below R²: too little data to tell"
     return table
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from normscope.fits.curves import CURVES, curves_named
 from normscope.fits.goodness import ceiling
-from normscope.fits.nodes import nodes_of
+from normscope.fits.nodes import nodes_of, unresolved
 from normscope.fits.solve import least_squares
 from normscope.pairs.captures import Capture
 from normscope.pairs.sites import NormSite
@@ -36,8 +36,8 @@ class CurveFit:
         folds: what the ceiling is cross-validated over.
         rmse: root of the mean squared error, in units of y.
         n_pairs: number of pairs.
-        straight: the pairs do not bend: A and α mean nothing by themselves, only ``slope`` does.
-        converged: whether the search for α ended inside its range.
+        straight: the pairs do not bend inwards: A and α mean nothing by themselves, only ``slope`` does.
+        converged: whether the search for α ended inside its range, and the pairs lie within the grid's.
     """
 
     model: str
@@ -128,7 +128,8 @@ def fit(capture: Capture, curves: str | Sequence[str] = ("tanh", "isru")) -> lis
 
 def _fits_of(capture: Capture, site: NormSite, curves: Sequence[str]) -> list[CurveFit]:
     stats = capture.stats[site.name]
-    nodes = nodes_of(stats.moments.sum(0))
+    moments = stats.moments.sum(0)
+    nodes = nodes_of(moments)
     best = ceiling(stats.moments)
     total, n_pairs = nodes.total if stats.n_pairs else 0.0, stats.n_pairs
     fits = []
@@ -150,7 +151,7 @@ def _fits_of(capture: Capture, site: NormSite, curves: Sequence[str]) -> list[Cu
                 rmse=math.sqrt(found.residual / n_pairs) if found else math.nan,
                 n_pairs=n_pairs,
                 straight=bool(found and found.straight),
-                converged=bool(found and found.converged),
+                converged=bool(found and found.converged and not unresolved(moments, found.alpha)),
             )
         )
     return fits

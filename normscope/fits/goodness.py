@@ -16,7 +16,7 @@ def conditional_mean(moments: Tensor, least_count: int = 64, width: float = 0.0)
 
     Args:
         moments: n, Σx, Σy, Σx², Σxy, Σy² per bin in ascending order of x, float64 ``(6, bins)``.
-        least_count: how many pairs a group holds at least (the last may hold fewer).
+        least_count: how many pairs a group holds at least, where there are as many.
         width: bins that lie within one multiple of it are joined, however many pairs they hold.
 
     Returns:
@@ -70,11 +70,14 @@ def _squared_error(held_out: Array, others: Array, least_count: int, along_line:
 
 
 def _joined(moments: Array, least_count: int) -> Array:
-    """Join neighbouring bins so that each group holds about ``least_count`` pairs or more: ``(6, groups)``."""
+    """Join neighbouring bins so that each group holds ``least_count`` pairs, or all there are: ``(6, groups)``."""
     # Subtracting one fold from the whole leaves rounding, not pairs, in bins that only that fold fills.
     occupied = moments[:, moments[0] > 0.5]
     before = np.cumsum(occupied[0]) - occupied[0]
-    return _grouped(occupied, before // least_count)
+    groups = _grouped(occupied, before // least_count)
+    # A group that fell short joins the one before it; at the very beginning, the one behind it.
+    enough = groups[0] >= least_count
+    return _grouped(groups, np.maximum(np.cumsum(enough) - 1, 0))
 
 
 def _grouped(moments: Array, group: Array) -> Array:

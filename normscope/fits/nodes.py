@@ -7,6 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from normscope.pairs.binning import PAIR_GRID
+
+_NEGLIGIBLE = 1e-3  # share of Σy² beyond the grid
+_STRAIGHT_UP_TO = 0.1  # u below which a curve departs from its tangent by less than a thousandth of it
+
 
 @dataclass(frozen=True)
 class Nodes:
@@ -61,3 +66,16 @@ def nodes_of(moments: Tensor) -> Nodes:
         torch.cat([n, n]) / 2,
         float(scatter),
     )
+
+
+def unresolved(moments: Tensor, alpha: float) -> bool:
+    """Whether the grid is too narrow for these pairs: the bend, or much of y, lies in a bin that has no width.
+
+    Args:
+        moments: n, Σx, Σy, Σx², Σxy, Σy² per bin, float64 ``(6, bins)``.
+        alpha: of the fitted curve.
+    """
+    yy = moments[5]
+    beyond = float(yy[0] + yy[-1]) > _NEGLIGIBLE * float(yy.sum())
+    below = alpha * 2.0**PAIR_GRID.low > _STRAIGHT_UP_TO and float(moments[3, PAIR_GRID.centre]) > 0
+    return beyond or below

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,10 +13,12 @@ from normscope.fits.nodes import Nodes
 
 _GRID_POINTS_A_DECADE = 8
 _STRAIGHTEST = 0.02  # α·max|x| at which tanh and isru differ from their tangent by under 2e-4 of it
-_STEEPEST = 1e3  # α times the median |x| at which both are step functions
+_STEEPEST = 1e3  # α times the smallest |x| that counts, at which both are step functions
+_SMALLEST_COUNTS = 1e-3  # of all pairs lie below it
+_FLAT = 1e-9  # of Σy²: where no α explains more than another by that, x has no spread to tell them apart
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _GOLDEN_STEPS = 48  # shrink a bracket of two grid points to the precision that float64 gives a minimum
-_BEND = 1e-3  # a curve that leaves all but a thousandth of the line's squared error has found no bend
+_BEND = 1e-3  # a curve that saves less than a thousandth of the line's squared error has found no bend
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,9 @@ class Solution:
         amplitude: A.
         alpha: α, positive.
         residual: Σ (y − A·f(αx))² over all pairs.
-        straight: the pairs do not bend: A and α mean nothing by themselves, and only their product does.
-        converged: False where α ran into the end of its range, or no number came out.
+        straight: the pairs do not bend inwards: A and α mean nothing by themselves, and only their product, the slope
+            of the line of least squares, does.
+        converged: False where α ran into the upper end of its range, or where no α does better than another.
     """
 
     amplitude: float
@@ -44,19 +47,27 @@ def least_squares(nodes: Nodes, curve: Curve) -> Solution | None:
     if not reach > 0 or not nodes.total > 0:
         return None
     low = math.log(_STRAIGHTEST / reach)
-    high = max(math.log(_STEEPEST / _median_magnitude(nodes)), low + math.log(_STEEPEST))
+    high = max(math.log(_STEEPEST / _smallest_magnitude(nodes)), low + math.log(_STEEPEST))
     points = math.ceil((high - low) / math.log(10) * _GRID_POINTS_A_DECADE) + 1
     grid = torch.linspace(low, high, points, dtype=torch.float64)
-    best = int(_explained(nodes, curve, grid).argmax())
+    explained = _explained(nodes, curve, grid)
+    best = int(explained.argmax())
     bracket = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, points - 1)])
-    alpha = math.exp(_golden_section(nodes, curve, *bracket))
+    found = _at(nodes, curve, math.exp(_golden_section(nodes, curve, *bracket)))
+    line = _at(nodes, curve, math.exp(low))
+    flat = _FLAT * float((nodes.weight * nodes.y.square()).sum())
+    told_apart = float(explained.max() - explained.min()) > flat
+    bends_below_steepest = float(explained.max() - explained[-1]) > flat
+    if line.residual - found.residual < _BEND * line.residual or line.residual < 1e-12 * nodes.total:
+        return replace(line, straight=True, converged=told_apart)
+    return replace(found, converged=told_apart and bends_below_steepest and math.isfinite(found.amplitude))
+
+
+def _at(nodes: Nodes, curve: Curve, alpha: float) -> Solution:
+    """Take the best amplitude for one α."""
     values = curve.function(alpha * nodes.x)
     amplitude = float((nodes.weight * nodes.y * values).sum() / (nodes.weight * values.square()).sum())
-    residual = nodes.residual(amplitude * values)
-    line = _line_residual(nodes)
-    straight = line - residual < _BEND * line or line < 1e-12 * nodes.total
-    converged = math.isfinite(amplitude) and (straight or best < points - 1)
-    return Solution(amplitude, alpha, residual, straight, converged)
+    return Solution(amplitude, alpha, nodes.residual(amplitude * values), straight=False, converged=True)
 
 
 def _explained(nodes: Nodes, curve: Curve, log_alpha: Tensor) -> Tensor:
@@ -85,14 +96,10 @@ def _golden_section(nodes: Nodes, curve: Curve, low: float, high: float) -> floa
     return (low + high) / 2
 
 
-def _line_residual(nodes: Nodes) -> float:
-    slope = (nodes.weight * nodes.x * nodes.y).sum() / (nodes.weight * nodes.x.square()).sum()
-    return nodes.residual(slope * nodes.x)
-
-
-def _median_magnitude(nodes: Nodes) -> float:
+def _smallest_magnitude(nodes: Nodes) -> float:
+    """|x| below which lie so few pairs that they cannot say where the bend is."""
     magnitude, order = nodes.x.abs().sort()
     weight = nodes.weight[order].cumsum(0)
-    at = int(torch.searchsorted(weight, weight[-1:] / 2))
+    at = int(torch.searchsorted(weight, _SMALLEST_COUNTS * weight[-1:]))
     nonzero = magnitude[magnitude > 0]
     return float(max(magnitude[at], nonzero[0]))

@@ -51,13 +51,16 @@ class Capture:
                 raise DataError(
                     f"Cannot merge captures of different {key}: {self.about[key]!r} and {other.about[key]!r}."
                 )
-        if self.sites != other.sites:
+        # Samples may differ in length: how many tokens the first one had says nothing of the network.
+        if [replace(site, tokens_per_sample=0) for site in self.sites] != [
+            replace(site, tokens_per_sample=0) for site in other.sites
+        ]:
             raise DataError("Cannot merge captures of different norm sites; capture the same layers of both.")
         data = dict.fromkeys([self.about["data"], other.about["data"]])
         return Capture(
             about={**self.about, "data": " + ".join(data)},
             sites=self.sites,
-            skipped=self.skipped,
+            skipped=list(dict.fromkeys([*self.skipped, *other.skipped])),
             stats={name: stats.merge(other.stats[name]) for name, stats in self.stats.items()},
             n_samples=self.n_samples + other.n_samples,
             seed=self.seed,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from normscope.batches import Batch, Sample, as_batches
@@ -14,10 +16,10 @@ from normscope.errors import DataError
 from normscope.pairs.captures import Capture, versions
 from normscope.pairs.norms import NormKind, eps_of
 from normscope.pairs.selection import Layers, select
-from normscope.pairs.sites import NormSite
+from normscope.pairs.sites import NormSite, SkippedNorm
 from normscope.pairs.state import left_as_found
 from normscope.pairs.stats import PairStats
-from normscope.pairs.trace import find_norms, input_of
+from normscope.pairs.trace import NOT_CALLED, NormReport, find_norms, input_of
 from normscope.pairs.verify import check
 
 Observer = Callable[[NormSite, Tensor, Tensor], None]
@@ -73,11 +75,18 @@ def capture(
         raise DataError("There is no batch to run the model on.")
     report = find_norms(model, first.first_sample())
     sites = select(report.sites, layers)
+    model = getattr(model, "_orig_mod", model)
     recorder = _Recorder(seed, verify, by_gamma, per_channel, observe)
-    with left_as_found(model), recorder.hooked(model, sites, report.kinds):
+    idle = {norm.name: norm for norm in report.skipped if norm.reason == NOT_CALLED}
+    with left_as_found(model), recorder.hooked(model, sites, report), _watched(model, idle) as late:
         for batch in itertools.chain([first], stream):
             recorder.start(batch)
             model(*batch.args, **batch.kwargs)
+    missed = [site for site in sites if site.name not in recorder.stats]
+    skipped = [late.get(norm.name, norm) for norm in report.skipped]
+    skipped += [
+        SkippedNorm(site.name, site.kind, "called for the first sample alone, and never again") for site in missed
+    ]
     return Capture(
         about={
             "model": type(model).__name__,
@@ -86,13 +95,43 @@ def capture(
             **(about or {}),
             **_described(batches),
         },
-        sites=sites,
-        skipped=report.skipped,
+        sites=[site for site in sites if site not in missed],
+        skipped=skipped,
         stats={name: stats.cpu() for name, stats in recorder.stats.items()},
         n_samples=recorder.n_samples,
         seed=seed,
         versions=versions(),
     )
+
+
+def _batch_axis(of_one_sample: torch.Size, shape: torch.Size, n_samples: int) -> int | None:
+    """Find the axis that grew with the number of samples: not the first one where sequences come first.
+
+    None where there is no such axis, and tokens cannot be told apart by sample: learned queries, for example.
+    """
+    if n_samples == 1:
+        return 0
+    if len(of_one_sample) != len(shape):
+        return None
+    grown = [axis for axis, one in enumerate(of_one_sample) if shape[axis] == one * n_samples]
+    return min(grown, key=lambda axis: of_one_sample[axis], default=None)
+
+
+@contextlib.contextmanager
+def _watched(model: nn.Module, idle: Mapping[str, SkippedNorm]) -> Iterator[dict[str, SkippedNorm]]:
+    """Notice norms that the first sample did not call and a later one does: they are skipped for another reason."""
+    late: dict[str, SkippedNorm] = {}
+
+    def noticed(norm: SkippedNorm) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            late[norm.name] = replace(norm, reason="not called by the first sample, only by later ones")
+
+        return hook
+
+    with contextlib.ExitStack() as hooks:
+        for name, norm in idle.items():
+            hooks.callback(model.get_submodule(name).register_forward_pre_hook(noticed(norm)).remove)
+        yield late
 
 
 def _described(batches: object) -> dict[str, str]:
@@ -117,36 +156,40 @@ class _Recorder:
         self.tokens_so_far = {}
 
     @contextlib.contextmanager
-    def hooked(self, model: nn.Module, sites: list[NormSite], kinds: Mapping[str, NormKind]) -> Iterator[None]:
+    def hooked(self, model: nn.Module, sites: list[NormSite], report: NormReport) -> Iterator[None]:
         with contextlib.ExitStack() as hooks:
             for site in sites:
-                hook = self._hook(site, kinds[site.name])
+                hook = self._hook(site, report.kinds[site.name], report.shapes[site.name])
                 handle = model.get_submodule(site.name).register_forward_hook(hook, with_kwargs=True)
                 hooks.callback(handle.remove)
             yield
 
-    def _hook(self, site: NormSite, kind: NormKind) -> Callable[..., None]:
+    def _hook(self, site: NormSite, kind: NormKind, of_one_sample: torch.Size) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             x = input_of(args, kwargs)
             if x is None:
                 raise DataError(f"The norm {site.name} was called without a tensor.")
             if self.verify:
                 check(kind, site.name, module, x, output)
-            rows = kind.rows(module, x.detach())
+            axis = _batch_axis(of_one_sample, x.shape, len(self.samples))
+            rows = kind.rows(module, x.detach(), axis or 0)
             if rows.device.type == "mps":  # which has no float64 to sum in
                 rows = rows.cpu()
             y, rstd = kind.normalize(rows.float(), eps_of(module, x.dtype))
-            self._record(site, rows, y, rstd, kind.gamma(module, site.d) if self.by_gamma else None)
+            samples = self.samples if axis is not None else ()
+            self._record(site, rows, y, rstd, samples, kind.gamma(module, site.d) if self.by_gamma else None)
 
         return hook
 
-    def _record(self, site: NormSite, x: Tensor, y: Tensor, rstd: Tensor, gamma: Tensor | None) -> None:
+    def _record(
+        self, site: NormSite, x: Tensor, y: Tensor, rstd: Tensor, samples: tuple[Sample, ...], gamma: Tensor | None
+    ) -> None:
         if site.name not in self.stats:
             self.stats[site.name] = PairStats.empty(
                 site.d, self.seed, x.device, by_gamma=self.by_gamma, per_channel=self.per_channel
             )
         first = self.tokens_so_far.get(site.name, 0)
-        self.stats[site.name].update(x, y, rstd, self.samples, first, gamma)
-        self.tokens_so_far[site.name] = first + len(x) // max(1, len(self.samples))
+        self.stats[site.name].update(x, y, rstd, samples, first, gamma)
+        self.tokens_so_far[site.name] = first + len(x) // max(1, len(samples))
         if self.observe is not None:
             self.observe(site, x, y)

@@ -6,6 +6,7 @@ before it is recomputed from the input, in float32, by the row of the table belo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,9 +40,9 @@ class NormKind:
     affine: Affine
     centred: bool
 
-    def rows(self, module: nn.Module, x: Tensor) -> Tensor:
-        """Lay the tokens of ``x`` out as rows ``(tokens, d)``, without changing its dtype."""
-        return token_rows(x, self.axes(module, x.ndim))
+    def rows(self, module: nn.Module, x: Tensor, batch_axis: int = 0) -> Tensor:
+        """Lay the tokens of ``x`` out as rows ``(tokens, d)``, samples one after the other, in ``x``'s dtype."""
+        return token_rows(x, self.axes(module, x.ndim), batch_axis)
 
     def gamma(self, module: nn.Module, d: int) -> Tensor:
         """Return what the affine step multiplies each channel's y by, ``(d,)``, whatever it makes of the weight."""
@@ -50,14 +51,18 @@ class NormKind:
         return (self.affine(module, one) - self.affine(module, zero)).detach().flatten()
 
 
-def token_rows(x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Move ``axes`` to the end and flatten: ``(tokens, d)``, tokens in the order of the axes that remain.
+def token_rows(x: Tensor, axes: tuple[int, ...], batch_axis: int = 0) -> Tensor:
+    """Move ``axes`` to the end and ``batch_axis`` to the front, and flatten to ``(tokens, d)``.
 
     >>> token_rows(torch.zeros(2, 8, 3, 3), axes=(1,)).shape
     torch.Size([18, 8])
     """
-    moved = x.movedim(axes, tuple(range(-len(axes), 0)))
-    return moved.flatten(-len(axes)).flatten(0, -2) if moved.ndim > len(axes) else moved.reshape(1, -1)
+    normalized = {axis % x.ndim for axis in axes}
+    others = [axis for axis in range(x.ndim) if axis not in normalized]
+    if batch_axis in others:
+        others = [batch_axis, *(axis for axis in others if axis != batch_axis)]
+    d = math.prod(x.shape[axis] for axis in normalized)
+    return x.permute(*others, *(axis % x.ndim for axis in axes)).reshape(-1, d)
 
 
 def layer_norm(rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:

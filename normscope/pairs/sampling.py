@@ -37,7 +37,7 @@ def token_keys(samples: Sequence[Sample], positions: Tensor, seed: int) -> Tenso
     Returns:
         Shape ``(samples · tokens of a sample,)``.
     """
-    identities = [f"{seed}\0{sample.source}\0{sample.index}" for sample in samples]
+    identities = [f"{seed}\0{sample.data}\0{sample.source}\0{sample.index}" for sample in samples]
     digests = [hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest() for text in identities]
     starts = torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests])
     return _mix(starts.to(positions.device)[:, None] + positions * _GOLDEN).flatten()

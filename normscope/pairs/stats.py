@@ -24,6 +24,7 @@ from normscope.pairs.binning import (
 from normscope.pairs.folds import FOLDS, SourcesSeen
 from normscope.pairs.sampling import LARGEST_TOKENS, UNIFORM_TOKENS, PairSample, TokenSample, token_keys
 
+_NOBODY = (Sample("tokens of no sample", 0, 0),)
 _OPTIONAL = ("gamma_moments", "channel_moments")
 _PAIRS_AT_ONCE = 2**20  # bounds the float64 temporaries of one update to about 100 MB
 
@@ -145,16 +146,16 @@ class PairStats:
                 the order of ``samples``.
             y: their output before the affine step, ``(tokens, d)``, float32.
             rstd: slope of each token's line, ``(tokens, 1)``.
-            samples: samples of the batch. Where the tokens do not divide evenly among them (tokens that belong to no
-                sample), the site has no folds.
+            samples: samples of the batch. Without any, or where the tokens do not divide evenly among them, the
+                tokens belong to no sample, and the site has no folds.
             first_token: number, within its sample, of each sample's first token here: for norms that are called
                 several times in a forward pass.
             gamma: the norm's weight, ``(d,)``; needed where the sums are weighted by its square.
         """
-        per_sample, rest = divmod(len(x), len(samples))
-        if rest or not per_sample:
+        per_sample, rest = divmod(len(x), len(samples) or 1)
+        if rest or not samples:
             self._regroup(replace(self.sources, mapped=False))
-            samples, per_sample = samples[:1], len(x)
+            samples, per_sample = samples[:1] or _NOBODY, len(x)
         self._regroup(self.sources.with_samples(samples))
         positions = torch.arange(first_token, first_token + per_sample, device=x.device).expand(len(samples), -1)
         keys = token_keys(samples, positions, self.seed)
@@ -225,7 +226,7 @@ class PairStats:
         if self.sources.mapped and not sources.mapped:
             fold = 0
         elif sources.mapped and (self.sources.number, sources.number) == ("one", "several"):
-            fold = self.sources.source_index % FOLDS
+            fold = self.sources.fold
         else:
             return moments
         regrouped = torch.zeros_like(moments)
@@ -262,11 +263,11 @@ class PairStats:
 
     def _sample(self, x: Tensor, y: Tensor, rstd: Tensor, keys: Tensor, bins: Tensor) -> None:
         self.pairs.add(keys, bins, x, y)
-        uniform = keys.argsort()[:UNIFORM_TOKENS]
         reach = -x.abs().amax(1).double() if len(x) else keys.double()
-        largest = reach.argsort(stable=True)[:LARGEST_TOKENS]
+        by_key = keys.argsort()
+        largest = by_key[reach[by_key].argsort(stable=True)][:LARGEST_TOKENS]
         for name, rank, best, capacity in (
-            ("tokens", torch.zeros_like(reach), uniform, UNIFORM_TOKENS),
+            ("tokens", torch.zeros_like(reach), by_key[:UNIFORM_TOKENS], UNIFORM_TOKENS),
             ("largest", reach, largest, LARGEST_TOKENS),
         ):
             more = TokenSample(rank[best], keys[best], x[best], y[best], rstd[best])

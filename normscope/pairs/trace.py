@@ -16,11 +16,12 @@ from torch.overrides import TorchFunctionMode
 from normscope.batches import Batch
 from normscope.errors import ModelError
 from normscope.pairs.norms import NormKind, ancestor_kind, eps_of, kind_of, token_rows
-from normscope.pairs.placement import ADDITIONS, Ends, of_sites
+from normscope.pairs.placement import ADDITIONS, Addition, Ends, of_sites
 from normscope.pairs.sites import NormSite, SkippedNorm
 from normscope.pairs.state import left_as_found
 from normscope.pairs.verify import excess
 
+NOT_CALLED = "not called"
 _NORM_FUNCTIONS = {
     F.layer_norm,
     F.rms_norm,
@@ -39,11 +40,19 @@ _NORM_FUNCTIONS = {
 
 @dataclass
 class NormReport:
-    """What one forward pass showed: the sites, what was skipped, and how each site's module normalizes."""
+    """What one forward pass showed.
+
+    Attributes:
+        sites: the norm sites in the order of their first calls.
+        skipped: norms that cannot be observed, and why.
+        kinds: how each site's module normalizes.
+        shapes: shape of each site's input at its first call.
+    """
 
     sites: list[NormSite]
     skipped: list[SkippedNorm]
     kinds: dict[str, NormKind] = field(repr=False)
+    shapes: dict[str, torch.Size] = field(repr=False)
 
 
 @dataclass
@@ -72,7 +81,7 @@ def find_norms(model: nn.Module, batch: Batch) -> NormReport:
         batch: one batch of its inputs; the first sample alone is enough.
 
     Raises:
-        ModelError: if the model has no norm that is called and known.
+        ModelError: if the model has no norm that is called and known, or if it is TorchScript.
 
     >>> from normscope.batches import as_batches
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
@@ -80,6 +89,11 @@ def find_norms(model: nn.Module, batch: Batch) -> NormReport:
     >>> [(site.name, site.kind, site.d) for site in report.sites]
     [('1', 'LayerNorm', 8)]
     """
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise ModelError(
+            "The model is TorchScript, in whole or in part, which hooks cannot enter; load it as a module."
+        )
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps: compiled code calls no hook of its parts
     suspects = _suspects(model)
     watch = _FunctionWatch()
     with left_as_found(model), _calls_of(suspects, watch) as calls, _entered(model, watch), watch:
@@ -96,7 +110,7 @@ def find_norms(model: nn.Module, batch: Batch) -> NormReport:
             sites.append(_site(len(sites), call, call.kind))
     for name, module in suspects.items():
         if name not in calls:
-            reason = "it does not take and return one tensor" if name in watch.tensorless else "not called"
+            reason = "it does not take and return one tensor" if name in watch.tensorless else NOT_CALLED
             skipped.append(SkippedNorm(name, type(module).__name__, reason))
     skipped += [
         SkippedNorm(where or "(model)", function, "called as a function, which hooks on modules do not see")
@@ -106,7 +120,8 @@ def find_norms(model: nn.Module, batch: Batch) -> NormReport:
     sites = [replace(site, placement=placements[site.name]) for site in sites]
     if not sites:
         raise ModelError(_no_sites(skipped))
-    return NormReport(sites, skipped, kinds)
+    shapes = {site.name: calls[site.name].input.shape for site in sites}
+    return NormReport(sites, skipped, kinds, shapes)
 
 
 def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -130,8 +145,8 @@ def _is_norm(module: nn.Module) -> bool:
     if ancestor_kind(module) is not None:
         return True
     named_so = re.search("norm", type(module).__name__, re.IGNORECASE) is not None
-    weight_norm = type(module).__module__.startswith("torch.nn.utils")
-    return named_so and not weight_norm and not any(_is_norm(child) for child in module.children())
+    none = type(module).__module__.startswith("torch.nn.utils") or "NormFree" in type(module).__name__
+    return named_so and not none and not any(_is_norm(child) for child in module.children())
 
 
 @contextlib.contextmanager
@@ -190,13 +205,16 @@ class _FunctionWatch(TorchFunctionMode):
         self.path: list[str] = []
         self.tensorless: dict[str, None] = {}
         self.functional: dict[tuple[str, str], None] = {}
-        self.additions: list[tuple[Tensor, ...]] = []
+        self.additions: list[Addition] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _NORM_FUNCTIONS and not self.inside_norm:
             self.functional[(self.path[-1] if self.path else "", func.__name__)] = None
         elif func in ADDITIONS:
-            self.additions.append(tuple(value for value in args if isinstance(value, Tensor)))
+            operands = tuple(value for value in args if isinstance(value, Tensor))
+            if not any(isinstance(value, nn.Parameter) for value in operands):  # a bias or an embedding is no branch
+                in_place = func.__name__.endswith("_") and not func.__name__.startswith("__")  # add_, but not __rsub__
+                self.additions.append(Addition(operands, in_place))
         return func(*args, **(kwargs or {}))
 
 

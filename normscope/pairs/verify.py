@@ -8,9 +8,11 @@ from torch import Tensor, nn
 from normscope.errors import ModelError
 from normscope.pairs.norms import NormKind, eps_of
 
-# A norm rounds x − mean, the variance's root, two products and a sum: about 8 units in the last place of the largest
-# term, in float32; in half precision the output is rounded once more. Four times that.
-_UNITS_IN_LAST_PLACE = 32
+# In float32 a norm rounds x − mean, the variance's root, two products and a sum: about 8 units in the last place of
+# the largest term; four times that. In half precision the result, and in some modules what the weight multiplies, is
+# rounded once more: half a unit each, and twice that.
+_FLOAT32_UNITS = 32
+_HALF_UNITS = 2
 
 
 @torch.no_grad()
@@ -28,9 +30,13 @@ def excess(kind: NormKind, module: nn.Module, x: Tensor, output: Tensor) -> floa
     ours = kind.affine(module, y)
     bias = kind.affine(module, torch.zeros_like(y))
     weight = kind.affine(module, torch.ones_like(y)) - bias
-    rounded_in_input = rows.mean(-1, keepdim=True).abs() * rstd * torch.finfo(torch.float32).eps
-    rounded_in_output = (weight.abs() * (1 + y.abs()) + bias.abs()) * torch.finfo(output.dtype).eps
-    allowed = _UNITS_IN_LAST_PLACE * (weight.abs() * rounded_in_input + rounded_in_output)
+    unit, offset = torch.finfo(torch.float32).eps, (rows.mean(-1, keepdim=True) * rstd).abs()
+    # A mean far off zero costs digits of x − mean, and twice as many of a variance that is computed in one pass.
+    allowed = _FLOAT32_UNITS * unit * (weight.abs() * (1 + y.abs() + offset) + bias.abs())
+    allowed += unit * weight.abs() * y.abs() * offset.square()
+    coarsest = max(torch.finfo(dtype).eps for dtype in (x.dtype, output.dtype))
+    if coarsest > unit:
+        allowed += _HALF_UNITS * coarsest * ((weight * y).abs() + bias.abs())
     ratio = (ours - true).abs() / allowed.clamp_min(torch.finfo(torch.float32).tiny)
     finite = ratio[torch.isfinite(rows).all(-1)]
     return float(finite.max()) if finite.numel() else 0.0

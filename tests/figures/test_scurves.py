@@ -60,10 +60,15 @@ def test_a_column_a_site_and_a_row_a_colouring(figure):
 
 def test_panels_span_every_pair_on_linear_axes(figure, seen):
     reach = float(seen.stats[NAMES[0]].channel_extremes.abs().max())
+    largest_y = max(
+        float(part.abs().max()) for s in (seen.stats[NAMES[0]],) for part in (s.tokens.y, s.largest.y, s.pairs.y)
+    )
     for ax in shown(figure)[::2]:
         low, high = ax.get_xlim()
         assert low <= -reach and high >= reach
         assert (ax.get_xscale(), ax.get_yscale()) == ("linear", "linear")
+        low, high = ax.get_ylim()
+        assert low <= -largest_y and high >= largest_y
         assert len(ax.child_axes) >= 1  # tails reach 30 times beyond the centre: it is enlarged
 
 
@@ -104,7 +109,7 @@ def test_the_extreme_channel_is_among_the_coloured_ones(figure, seen):
     assert extreme_channels(seen.stats[NAMES[0]])[0] == 5
     ax = shown(figure)[4]
     coloured = [c for c in ax.collections if isinstance(c, PathCollection)]
-    assert len(coloured) == 6
+    assert len(coloured) == 1 + len(STYLES["light"].channels)
     reach = float(seen.stats[NAMES[0]].channel_extremes[1].max())
     assert coloured[1].get_offsets()[:, 0].max() == pytest.approx(reach)
 
@@ -118,6 +123,22 @@ def test_the_density_holds_every_pair(seen):
     edges_at_zero = stats.moments[:, 0].sum(0)
     positive = edges_at_zero[len(edges_at_zero) // 2 :].sum()
     assert half.sum() == pytest.approx(float(positive), rel=1e-3)
+
+
+def test_the_tallest_pair_is_on_the_panel_although_no_sample_holds_it():
+    x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(0))
+    x[1234] *= 1e-3
+    x[1234, 9] = 0.5  # a small x, and nearly the largest y that is possible
+    seen = normscope.capture(nn.Sequential(nn.LayerNorm(64)), [x])
+    y = nn.functional.layer_norm(x, (64,)).abs().max()
+    stats = seen.stats["0"]
+    assert stats.tokens.y.abs().max() < y
+    assert shown(plot(seen))[0].get_ylim()[1] >= y
+
+
+def test_curves_and_channels_share_no_colour():
+    for style in STYLES.values():
+        assert not {colour for colour, _ in style.curves.values()} & set(style.channels)
 
 
 def test_rows_and_style_can_be_chosen(seen, fits):

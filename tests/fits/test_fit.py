@@ -13,7 +13,7 @@ from torch import nn
 import normscope
 from normscope.fits.curves import CURVES
 from normscope.fits.goodness import ceiling, conditional_mean
-from normscope.fits.nodes import nodes_of
+from normscope.fits.nodes import nodes_of, unresolved
 from normscope.fits.solve import least_squares
 from normscope.pairs.binning import PAIR_GRID, binned_moments
 
@@ -109,6 +109,49 @@ def test_pairs_that_bend_outwards_are_straight_too():
     assert found.straight
 
 
+def solved(x, y, curve="tanh"):
+    return least_squares(nodes_of(moments_of(x, y)), CURVES[curve])
+
+
+def test_a_bend_far_below_the_median_is_found():
+    generator = np.random.default_rng(0)
+    wide = generator.random(20_000) < 0.6
+    x = generator.standard_normal(20_000) * np.where(wide, 1e4, 1e-3)
+    found = solved(x, np.tanh(2000 * x) + 0.01 * generator.standard_normal(x.size))
+    assert found.alpha == pytest.approx(2000, rel=0.02)
+    assert found.converged
+
+
+def test_what_cannot_be_told_is_not_called_converged():
+    generator = np.random.default_rng(0)
+    x, noise = generator.standard_normal((2, 5000))
+    assert not solved(x, np.sign(x)).converged  # a step: any α will do that is large enough
+    assert not solved(np.ones(5000), noise).converged  # x has no spread
+    for scale in (1e6, 1e-9):  # beyond the grid, where bins have no width
+        moments = moments_of(scale * x, np.tanh(x))
+        found = least_squares(nodes_of(moments), CURVES["tanh"])
+        assert unresolved(moments, found.alpha)
+    for scale in (1e4, 1e-6):
+        moments = moments_of(scale * x, np.tanh(x))
+        assert not unresolved(moments, least_squares(nodes_of(moments), CURVES["tanh"]).alpha)
+
+
+@pytest.mark.parametrize(("bend", "straight"), [(0.02, True), (0.5, False)])
+def test_straight_is_a_matter_of_the_bend(bend, straight):
+    """tanh departs from its tangent by u³/3: for u within ±0.08 noise of 1 % hides that, within ±2 it does not."""
+    generator = np.random.default_rng(1)
+    x, noise = generator.standard_normal((2, 20_000))
+    assert solved(x, np.tanh(bend * x) / bend + 0.01 * noise).straight == straight
+
+
+def test_a_straight_fit_has_the_slope_of_the_line():
+    x, noise = np.random.default_rng(2).standard_normal((2, 5000))
+    for y in (0.3 * x + noise, noise, np.sinh(x)):
+        found = solved(x, y)
+        assert found.straight
+        assert found.amplitude * found.alpha == pytest.approx(float(x @ y / (x @ x)), rel=1e-3)
+
+
 def test_a_single_token_is_its_line():
     token = torch.randn(1, 32, generator=torch.Generator().manual_seed(0))
     token -= token.mean()  # through the origin
@@ -174,6 +217,14 @@ def test_no_curve_passes_the_ceiling_by_more_than_noise(observed):
     for found in normscope.fit(observed[0]):
         assert found.r2 <= found.r2_ceiling + 0.01
         assert found.folds == "source"
+
+
+def test_every_group_of_the_conditional_mean_holds_enough_pairs():
+    x = np.concatenate([np.full(1, 1.0), np.full(126, 2.0), np.full(1, 3.0), np.full(200, 4.0)])
+    y = np.where(x == 3, 99.0, x)
+    at, mean, _ = conditional_mean(moments_of(x, y), least_count=64)
+    assert len(at) == 2
+    assert mean.max() < 5  # the lone pair at 3 does not stand by itself
 
 
 def test_conditional_mean_recovers_the_function():

@@ -9,7 +9,7 @@ from torch import nn
 
 import normscope
 from normscope.batches import Batch, Sample
-from normscope.errors import DataError, UsageError
+from normscope.errors import DataError, ModelError, UsageError
 from normscope.pairs.binning import PAIR_GRID
 
 
@@ -230,6 +230,69 @@ def test_a_norm_that_is_called_twice_gives_all_its_pairs():
     assert len(seen.stats["0"].tokens.key.unique()) == 20
 
 
+def test_sequence_first_tokens_belong_to_their_samples():
+    norm = nn.LayerNorm(16)
+    scale = torch.logspace(-2, 2, 8)[:, None, None]
+    x = torch.randn(8, 10, 16, generator=torch.Generator().manual_seed(0)) * scale
+    batch_first, sequence_first = nn.Sequential(norm), nn.Sequential(norm)
+    sequence_first.forward = lambda x: norm(x.transpose(0, 1))
+    one, other = (normscope.capture(m, [x]).stats["0"] for m in (batch_first, sequence_first))
+    assert torch.equal(one.moments[:, 0], other.moments[:, 0])
+    assert torch.equal(one.tokens.key, other.tokens.key)
+    assert torch.equal(one.tokens.x, other.tokens.x)
+
+
+def test_tokens_that_every_sample_shares_have_no_folds():
+    class Queries(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.queries, self.norm = nn.Parameter(torch.randn(1, 8, 16)), nn.LayerNorm(16)
+
+        def forward(self, x):
+            return x + self.norm(self.queries)
+
+    stats = normscope.capture(Queries(), [torch.randn(4, 8, 16)]).stats["norm"]
+    assert stats.fold_by is None
+    assert stats.n_tokens == 8
+
+
+def test_norms_that_are_called_for_some_samples_only():
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.always, self.first, self.later = (nn.LayerNorm(8) for _ in range(3))
+            self.count = 0
+
+        def forward(self, x):
+            self.count += 1
+            return self.always(self.first(x) if self.count == 1 else self.later(x))
+
+    seen = normscope.capture(Sometimes(), [torch.randn(2, 8)])
+    assert [site.name for site in seen.sites] == ["always"]
+    assert [(norm.name, norm.reason) for norm in seen.skipped] == [
+        ("later", "not called by the first sample, only by later ones"),
+        ("first", "called for the first sample alone, and never again"),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_compiled_and_scripted_models():
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    compiled = normscope.capture(torch.compile(model, backend="eager"), [batch])
+    assert not compiled.skipped
+    plain = normscope.capture(model, [batch])
+    assert torch.equal(compiled.stats["1"].moments, plain.stats["1"].moments)
+    with pytest.raises(ModelError, match="is TorchScript"):
+        normscope.capture(torch.jit.trace(model, batch), [batch])
+
+
+def test_samples_of_different_length_merge():
+    model = nn.Sequential(nn.LayerNorm(8))
+    a, b = (normscope.capture(model, [torch.randn(2, length, 8)]) for length in (5, 7))
+    assert a.merge(b).stats["0"].n_tokens == 24
+
+
 def test_tuples_and_keyword_arguments():
     class Named(nn.Module):
         def __init__(self):
@@ -253,6 +316,8 @@ def test_tuples_and_keyword_arguments():
         ([], DataError, "no batch"),
         ([3], DataError, "Batch 0 is a int"),
         ([{"scale": 2.0}], DataError, "holds no tensor"),
+        ([torch.zeros(0, 10, 6)], DataError, "Batch 0 holds no sample"),
+        ([Batch((torch.zeros(2, 10, 6),))], DataError, "Batch 0 holds no sample"),
     ],
 )
 def test_batches_that_are_none(batches, error, sentence):

@@ -1,6 +1,7 @@
 """The table of norms against the modules' own outputs, and the verification against tables that are wrong."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import timm
@@ -187,6 +188,31 @@ def test_rms_norm_without_eps_takes_torchs_own():
         module = nn.RMSNorm(8, elementwise_affine=False).to(dtype)
         x = (torch.randn(4, 8, generator=torch.Generator().manual_seed(0)) * 1e-3).to(dtype)
         assert excess(kind_of(module), module, x, module(x)) <= 1
+
+
+WRONG = {
+    "scaled by 1.03": lambda norm, y: 1.03 * norms.scale_and_shift(norm, y),
+    "weight for 1 + weight": lambda norm, y: y * (norm.weight.float() - 1) + norm.bias.float(),
+    "no bias": lambda norm, y: y * norm.weight.float(),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_verification_sees_wrong_affine_steps_in_every_dtype(name, dtype):
+    module = trained(nn.LayerNorm(64)).to(dtype)
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    right = kind_of(module)
+    assert excess(right, module, x, module(x)) <= 1 < excess(replace(right, affine=WRONG[name]), module, x, module(x))
+
+
+@pytest.mark.parametrize(("mean", "sigma"), [(0.0, 1e-4), (0.0, 1e4), (30.0, 1.0), (1e3, 0.1), (1e5, 1.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_verification_raises_no_false_alarm(mean, sigma, dtype):
+    x = mean + sigma * torch.randn(16, 256, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for module in (trained(nn.LayerNorm(256)), trained(nn.RMSNorm(256))):
+        module.to(dtype)
+        assert excess(kind_of(module), module, x.to(dtype), module(x.to(dtype))) <= 1
 
 
 def test_timm_models_verify():

@@ -104,6 +104,39 @@ def test_norms_of_queries_and_keys_are_told_by_name():
     assert found["blocks.0.norm1"] == "pre-norm"
 
 
+class Block(nn.Module):
+    """A residual block of each kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.mlp = kind, nn.Linear(6, 6)
+        self.norm1, self.norm2 = nn.LayerNorm(6), nn.LayerNorm(6)
+
+    def forward(self, x):
+        match self.kind:
+            case "res-post":
+                return self.norm2(self.mlp(self.norm1(self.mlp(x)))) + x
+            case "sandwich":
+                return x + self.norm2(self.mlp(self.norm1(x)))
+            case "parallel":
+                return x + self.mlp(self.norm1(x)) + self.mlp(self.norm2(x))
+            case "difference":
+                return x - self.mlp(self.norm2(self.mlp(self.norm1(x))))
+
+
+def test_other_kinds_of_blocks():
+    expected = {
+        "res-post": (None, "post-norm"),
+        "sandwich": ("pre-norm", "post-norm"),
+        "parallel": ("pre-norm", "pre-norm"),
+        "difference": ("pre-norm", None),
+    }
+    for kind, (first, second) in expected.items():
+        model = nn.Sequential(Block(kind), Block(kind), nn.LayerNorm(6))
+        found = dict(placements(model, torch.randn(1, 4, 6)))
+        assert (found["0.norm1"], found["1.norm2"], found["2"]) == (first, second, "final"), kind
+
+
 def test_convnext_norms_stand_beside_the_residual_stream():
     found = placements(timm.create_model("test_convnext"), torch.randn(1, 3, 160, 160))
     inside = [placement for name, placement in found if ".blocks." in name]
