@@ -1,5 +1,5 @@
 """Runs the command line from a checkout: ``python cli.py plot``."""
 
-from normscope.cli import main
+from normscope.__main__ import main
 
 main()

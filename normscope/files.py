@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,28 +15,64 @@ from normscope.errors import UsageError
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path`` that takes its place once the block ends without an exception.
+    """Yield a temporary path that takes the place of ``path`` once the block ends without an exception.
+
+    Where ``path`` is a symbolic link, what it points at is replaced, and the link stays.
 
     Raises:
         UsageError: if the file cannot be written there, for whatever reason the system gives.
     """
     partial = None
     try:
-        if path.is_dir():
-            raise UsageError(f"Cannot write {path}: it is a folder. Name a file.")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
+        target = _target(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=target.suffix, dir=target.parent)
         os.close(handle)
         partial = Path(name)
         yield partial
         partial.chmod(0o666 & ~_umask())
-        partial.replace(path)
+        partial.replace(target)
         partial = None
     except OSError as error:
-        raise UsageError(f"Cannot write {path}: {error.strerror or error}.") from error
+        raise _cannot_write(path, error) from error
     finally:
         if partial is not None:
             partial.unlink(missing_ok=True)
+
+
+def check_writable(path: Path) -> None:
+    """Refuse what :func:`whole_file` would refuse, before the work that is to be written; leaves nothing behind.
+
+    Raises:
+        UsageError: if the file cannot be written there, for whatever reason the system gives.
+    """
+    try:
+        target = _target(path)
+        # A folder that is missing is not made: another process that just found it could lose it again.
+        folder = next(folder for folder in target.parents if folder.exists())
+        with tempfile.NamedTemporaryFile(prefix=f".{target.name}.", suffix=target.suffix, dir=folder):
+            pass
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
+def _target(path: Path) -> Path:
+    """Follow symbolic links to the file that is to be replaced, and refuse whatever is none."""
+    target = Path(os.path.realpath(path))  # Path.resolve raises an error of no system's on a loop, in some versions
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        return target
+    if stat.S_ISDIR(mode):
+        raise UsageError(f"Cannot write {path}: it is a folder. Name a file.")
+    if not stat.S_ISREG(mode):
+        # Taking its place would remove a device, a pipe or a socket that somebody else uses.
+        raise UsageError(f"Cannot write {path}: it exists, and is no regular file. Name a file.")
+    return target
+
+
+def _cannot_write(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"Cannot write {path}: {error.strerror or error}.")
 
 
 def file_stem(name: str) -> str:

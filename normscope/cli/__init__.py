@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 from typing import Annotated, Any
 
@@ -11,6 +13,7 @@ from typer.core import TyperGroup
 
 from normscope.cli import capture, fit, layers, models, plot
 from normscope.cli.output import print_error
+from normscope.cli.streams import StreamError, flush_streams, guard_streams
 from normscope.errors import NormscopeError
 
 _INTERRUPTED = 130
@@ -38,7 +41,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="See what the normalization layers of a pretrained network really do.",
-    epilog="Exit status: 0 done, 2 usage, 3 model or weights, 4 data, 5 device, 130 interrupted.",
+    epilog="Exit status: 0 done, 2 usage, 3 model or weights, 4 data, 5 device, 130 interrupted, 141 closed pipe.",
 )
 app.command("plot", epilog=plot.EXAMPLES)(plot.plot)
 app.command("fit", epilog=fit.EXAMPLES)(fit.fit)
@@ -69,6 +72,26 @@ def main() -> None:
     # OpenMP's threads, spinning while they wait, slow a busy machine down 40-fold; torch reads this when imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        app()
+        status = _run()
     except KeyboardInterrupt:  # before a command was entered, or while its last output was written
-        sys.exit(_INTERRUPTED)
+        status = _INTERRUPTED
+    # The interpreter takes a while to exit: an interruption then would take away the status that the command earned.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(status)
+
+
+def _run() -> int | str | None:
+    status: int | str | None = None
+    try:
+        guard_streams()
+        try:
+            app()
+        except SystemExit as done:
+            status = done.code
+        flush_streams()
+    except StreamError as error:
+        status = error.exit_status
+        if error.sentence:
+            with contextlib.suppress(StreamError):  # standard error may be no better
+                print_error(error.sentence)
+    return status

@@ -22,11 +22,14 @@ from normscope.cli.options import (
     Weights,
 )
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.sources import Run
+from normscope.cli.sources import Run, check_models
+from normscope.files import check_writable
 
 if TYPE_CHECKING:
     from normscope.models.base import LoadedModel
     from normscope.pairs.raw import RawPairs
+    from normscope.pairs.sites import NormSite
+    from normscope.pairs.stats import PairStats
 
 EXAMPLES = "Examples: normscope capture demo_vit -o seen.safetensors · normscope plot seen.safetensors --layers all"
 
@@ -54,12 +57,18 @@ def capture(
 ) -> None:
     """Run a model and keep what its norms did, in a file that `plot` and `fit` take in place of a model."""
     say = Output(as_json, quiet)
-    network = Run(weights, data, limit, batch_size, seed, device, dtype, verify).load(model, say)
+    check_models([model])
+    check_writable(output)
+    run = Run(weights, data, limit, batch_size, seed, device, dtype, verify)
     from normscope.pairs.hooks import capture as observe
+    from normscope.pairs.raw import RawPairs
     from normscope.pairs.storage import save
 
-    pairs = _raw_pairs(network, output, layers, say) if raw else None
+    pairs = RawPairs(output.with_name(f"{output.stem}-raw")) if raw else None
     try:
+        network = run.load(model, say)
+        if pairs:
+            _announce(pairs, network, layers, say)
         seen = observe(
             network.module,
             say.tracked(network.inputs),
@@ -81,21 +90,23 @@ def capture(
         "file": str(path),
         "raw": str(folder) if folder else None,
         "n_samples": seen.n_samples,
-        "sites": [{"name": s.name, "n_pairs": seen.stats[s.name].n_pairs} for s in seen.sites],
+        "sites": [_site_as_json(site, seen.stats[site.name]) for site in seen.sites],
         "skipped": skipped_as_json([seen]),
     }
     say.document(document)
 
 
-def _raw_pairs(network: LoadedModel, output: Path, layers: str, say: Output) -> RawPairs:
-    """Say how large the raw pairs will be, and make room for them."""
-    from normscope.pairs.raw import RawPairs, raw_bytes
+def _site_as_json(site: NormSite, stats: PairStats) -> dict[str, str | int]:
+    return {"name": site.name, "n_pairs": stats.n_pairs, "nonfinite_tokens": int(stats.nonfinite_tokens)}
+
+
+def _announce(pairs: RawPairs, network: LoadedModel, layers: str, say: Output) -> None:
+    """Say how large the raw pairs will be."""
+    from normscope.pairs.raw import raw_bytes
     from normscope.pairs.selection import select
     from normscope.pairs.trace import find_norms
 
     first = next(iter(network.inputs)).first_sample()
     sites = select(find_norms(network.module, first).sites, layers)
     size = raw_bytes(sites, network.inputs.n_samples)
-    folder = output.with_name(f"{output.stem}-raw")
-    say.warn(f"the raw pairs of {len(sites)} norm sites will take {size / 1e6:,.1f} MB in {folder}")
-    return RawPairs(folder)
+    say.warn(f"the raw pairs of {len(sites)} norm sites will take {size / 1e6:,.1f} MB in {pairs.folder}")

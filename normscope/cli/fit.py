@@ -19,7 +19,7 @@ from normscope.cli.options import (
     Weights,
 )
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.sources import Run, captures
+from normscope.cli.sources import Run, captures, check_sources, named_or_embedded
 
 EXAMPLES = "Examples: normscope fit --func isru · normscope fit vit_b16 --weights vit.safetensors --json"
 
@@ -41,18 +41,20 @@ def fit(
     quiet: Quiet = False,
 ) -> None:
     """Fit y ≈ A·f(αx) to every norm's pairs, by least squares over all of them."""
+    say = Output(as_json, quiet, output)
     from normscope.figures.tables import fits_table
     from normscope.fits.curves import curves_named
     from normscope.fits.fit import fit as fit_curves
 
-    say = Output(as_json, quiet)
     curves = [curve.name for curve in curves_named(func)]
     run = Run(weights, data, limit, batch_size, seed, device, dtype, verify)
+    names = named_or_embedded(models, say)
+    check_sources(names, run)
     seen, fits = [], []
-    for capture in captures(models, run, layers, say):
+    for capture in captures(names, run, layers, say):
         own = fit_curves(capture, curves)
         say.result("{model} · {weights} · {data}".format(**capture.about))
         say.result(fits_table(own))
         seen.append(capture)
         fits += own
-    say.document({"fits": [found.as_dict() for found in fits], "skipped": skipped_as_json(seen)}, output)
+    say.document({"fits": [found.as_dict() for found in fits], "skipped": skipped_as_json(seen)})

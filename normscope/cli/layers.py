@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from normscope.cli.options import AsJson, BatchSize, Data, Device, Dtype, JsonFile, Models, Quiet, Seed, Verify, Weights
 from normscope.cli.output import Output
-from normscope.cli.sources import Run, named_or_embedded
+from normscope.cli.sources import Run, check_models, named_or_embedded
 
 if TYPE_CHECKING:
     from normscope.pairs.trace import NormReport
@@ -30,18 +30,20 @@ def layers(
     quiet: Quiet = False,
 ) -> None:
     """List every normalization layer of a model in the order in which it is called, and those that are skipped."""
+    say = Output(as_json, quiet, output)
+    run = Run(weights, data, None, batch_size, seed, device, dtype, verify)
+    names = named_or_embedded(models, say)
+    check_models(names)
     from normscope.figures.tables import layers_table
 
-    say = Output(as_json, quiet)
-    run = Run(weights, data, None, batch_size, seed, device, dtype, verify)
     documents = []
-    for name in named_or_embedded(models, say):
+    for name in names:
         report = _report(name, run, say)
         say.result(name)
         say.result(layers_table(report.sites))
         say.skipped(report.skipped)
         documents.append(_document(name, report))
-    say.document(documents[0] if len(documents) == 1 else {"models": documents}, output)
+    say.document(documents[0] if len(documents) == 1 else {"models": documents})
 
 
 def _report(name: str, run: Run, say: Output) -> NormReport:

@@ -14,11 +14,11 @@ def models(as_json: AsJson = False, output: JsonFile = None, quiet: Quiet = Fals
     """List the models that can be named."""
     from normscope.models.registry import list_models
 
-    say = Output(as_json, quiet)
+    say = Output(as_json, quiet, output)
     entries = list_models()
     if not as_json:
         from normscope.figures.tables import models_table
 
         say.result(models_table(entries))
     described = [{key: value for key, value in asdict(entry).items() if key != "loader"} for entry in entries]
-    say.document({"models": described}, output)
+    say.document({"models": described})

@@ -7,6 +7,22 @@ from typing import Annotated
 
 import typer
 
+from normscope.errors import UsageError
+
+
+def _path(given: str) -> Path:
+    if not given:  # which pathlib takes for the current folder
+        raise UsageError("--data is empty; name an image or a folder.")
+    return Path(given)
+
+
+def _of_64_bits(number: int | None) -> int | None:
+    # A callback, since the help would show a maximum of the option's own with all its digits.
+    if number is not None and not -(2**63) <= number < 2**63:
+        raise typer.BadParameter(f"{number} takes more than 64 bits.")
+    return number
+
+
 Models = Annotated[
     list[str] | None,
     typer.Argument(
@@ -21,11 +37,19 @@ Weights = Annotated[
 ]
 Data = Annotated[
     Path | None,
-    typer.Option(help="An image, or a folder of images; by default the model's own inputs.", show_default=False),
+    typer.Option(
+        parser=_path,
+        metavar="PATH",
+        help="An image, or a folder of images; by default the model's own inputs.",
+        show_default=False,
+    ),
 ]
-Limit = Annotated[int | None, typer.Option(min=1, help="Take at most so many samples.", show_default=False)]
-BatchSize = Annotated[int, typer.Option(min=1, help="Samples per forward pass.")]
-Seed = Annotated[int, typer.Option(help="Of random weights, crops and drawing samples.")]
+Limit = Annotated[
+    int | None,
+    typer.Option(min=1, callback=_of_64_bits, help="Take at most so many samples.", show_default=False),
+]
+BatchSize = Annotated[int, typer.Option(min=1, callback=_of_64_bits, help="Samples per forward pass.")]
+Seed = Annotated[int, typer.Option(callback=_of_64_bits, help="Of random weights, crops and drawing samples.")]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda[:N]|mps", help="Where the network runs.")]
 Dtype = Annotated[str, typer.Option(metavar="float32|bfloat16|float16", help="Of weights and inputs.")]
 Verify = Annotated[

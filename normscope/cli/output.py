@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from normscope.files import whole_file
+from normscope.files import check_writable, whole_file
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,10 +43,14 @@ class Output:
     Attributes:
         as_json: results are one JSON document on stdout, and nothing else is there.
         quiet: leave out progress and remarks; warnings stay.
+        file: where the JSON document is written to, if anywhere.
     """
 
-    def __init__(self, as_json: bool, quiet: bool) -> None:
-        self.as_json, self.quiet = as_json, quiet
+    def __init__(self, as_json: bool, quiet: bool, file: Path | None = None) -> None:
+        """Keep how to speak; UsageError if ``file`` cannot be written, before anything is run."""
+        self.as_json, self.quiet, self.file = as_json, quiet, file
+        if file is not None:
+            check_writable(file)
         self._results, self._remarks = _console(stderr=False), _console(stderr=True)
 
     def remark(self, text: str) -> None:
@@ -70,15 +74,15 @@ class Output:
         self._results.width = max(self._results.width, self._results.measure(shown, options=unbounded).minimum)
         self._results.print(shown)
 
-    def document(self, document: dict[str, Any], path: Path | None = None) -> None:
-        """Print the result as JSON if that was asked for, and write it to ``path`` if one was given."""
+    def document(self, document: dict[str, Any]) -> None:
+        """Print the result as JSON if that was asked for, and write it to the file if one was given."""
         text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
         if self.as_json:
             sys.stdout.write(text + "\n")
-        if path is not None:
-            with whole_file(path) as partial:
+        if self.file is not None:
+            with whole_file(self.file) as partial:
                 partial.write_text(text + "\n", encoding="utf-8")
-            self.remark(f"wrote {path}")
+            self.remark(f"wrote {self.file}")
 
     def introduce(self, network: LoadedModel) -> None:
         """Say which network runs, with which weights, where; random weights are said so even when quiet."""
@@ -91,6 +95,11 @@ class Output:
         self.remark(f"{capture.about['model']}: {capture.n_samples} samples, {capture.about['data']}")
         for line in unreadable:
             self.warn(f"unreadable, left out: {line}")
+        for site in capture.sites:
+            stats = capture.stats[site.name]
+            if left_out := int(stats.nonfinite_tokens):
+                tokens = f"{left_out:,} of {stats.n_tokens + left_out:,} tokens"
+                self.warn(f"{site.name}: {tokens} hold a NaN or an infinity, and are in no sum")
         self.skipped(capture.skipped)
 
     def skipped(self, norms: Iterable[SkippedNorm]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -23,11 +23,9 @@ from normscope.cli.options import (
     Weights,
 )
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.sources import Run, captures
+from normscope.cli.sources import Run, captures, check_sources, named_or_embedded
 from normscope.errors import UsageError, unknown
-
-if TYPE_CHECKING:
-    from normscope.pairs.captures import Capture
+from normscope.files import check_writable, file_stem
 
 EXAMPLES = "Examples: normscope plot · normscope plot vit_b16 --layers 4 --format pdf · normscope plot seen.safetensors"
 
@@ -77,12 +75,17 @@ def plot(
 
     rows = rows_named(color)
     style_named(style)
+    names = named_or_embedded(models, say)
+    check_sources(names, run)
+    for name in names:
+        check_writable(_path(output, suffix, name, []))
     figures: list[dict[str, Any]] = []
     seen = []
-    for capture in captures(models, run, layers, say):
+    for capture in captures(names, run, layers, say):
         fits = fit(capture, curves)
         figure = draw(capture, fits, color=rows, style=style)
-        path = save(figure, _path(output, suffix, capture, [entry["file"] for entry in figures]), capture, dpi)
+        taken = [entry["file"] for entry in figures]
+        path = save(figure, _path(output, suffix, capture.about["model"], taken), capture, dpi)
         say.result(str(path))
         sites = [site.name for site in capture.sites]
         fitted = [found.as_dict() for found in fits]
@@ -105,12 +108,10 @@ def _suffix(output: Path, asked: str | None, models: list[str] | None) -> str:
     return named
 
 
-def _path(output: Path, suffix: str, capture: Capture, taken: list[str]) -> Path:
+def _path(output: Path, suffix: str, model: str, taken: list[str]) -> Path:
     """Name the figure's file after its model; two captures of one model do not overwrite each other."""
-    from normscope.files import file_stem
-
     if output.suffix.lower() == f".{suffix}":
         return output
-    stem = f"{file_stem(capture.about['model'])}-scurves"
+    stem = f"{file_stem(model)}-scurves"
     names = (output / f"{stem}{number}.{suffix}" for number in ("", *(f"-{n}" for n in range(2, len(taken) + 2))))
     return next(path for path in names if str(path) not in taken)

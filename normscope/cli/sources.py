@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from normscope.cli.output import Output
-from normscope.errors import DataError, UsageError
+from normscope.errors import DataError, ModelError, UsageError
 
 if TYPE_CHECKING:
     from normscope.models.base import LoadedModel
@@ -61,16 +61,53 @@ def named_or_embedded(names: Sequence[str] | None, output: Output) -> list[str]:
     return embedded
 
 
-def captures(names: Sequence[str] | None, run: Run, layers: str, output: Output) -> Iterator[Capture]:
+def check_models(names: Sequence[str]) -> None:
+    """Refuse what names no model, before the first one is run.
+
+    Raises:
+        ModelError: if there is no such model.
+        UsageError: if it is a file's name instead.
+    """
+    from normscope.models.registry import find
+
+    for name in names:
+        try:
+            find(name)
+        except ModelError:
+            if not _is_file(name):
+                raise
+            raise UsageError(
+                f"{name} names a file, not a model. `normscope plot` and `normscope fit` take capture files; "
+                f"--weights takes a file of weights."
+            ) from None
+
+
+def check_sources(names: Sequence[str], run: Run) -> None:
+    """Refuse what names neither a model nor a capture file, before the first one is run.
+
+    Raises:
+        ModelError: if there is no such model.
+        DataError: if there is no such file.
+        UsageError: if an option that only running a network can follow comes with a capture file.
+    """
+    for name in filter(_is_file, names):
+        if changed := run.changed():
+            options = ", ".join(changed)
+            raise UsageError(f"{name} is a capture file: nothing is run, so that {options} can have no effect.")
+        if not Path(name).is_file():
+            raise DataError(f"There is no capture file {name}; `normscope capture MODEL -o {name}` writes one.")
+    check_models([name for name in names if not _is_file(name)])
+
+
+def captures(names: Sequence[str], run: Run, layers: str, output: Output) -> Iterator[Capture]:
     """Capture each model, or read each capture file.
 
     Raises:
-        UsageError: if an option that only running a network can follow comes with a capture file.
         DataError: if a file is no capture.
     """
-    for name in named_or_embedded(names, output):
+    for name in names:
         if _is_file(name):
-            yield _from_file(name, run, layers, output)
+            yield _from_file(name, layers, output)
         else:
             yield _from_model(name, run, layers, output)
 
@@ -79,13 +116,9 @@ def _is_file(name: str) -> bool:
     return Path(name).is_file() or Path(name).suffix == ".safetensors"
 
 
-def _from_file(name: str, run: Run, layers: str, output: Output) -> Capture:
+def _from_file(name: str, layers: str, output: Output) -> Capture:
     from normscope.pairs.storage import load
 
-    if changed := run.changed():
-        raise UsageError(f"{name} is a capture file: nothing is run, so that {', '.join(changed)} can have no effect.")
-    if not Path(name).is_file():
-        raise DataError(f"There is no capture file {name}; `normscope capture MODEL -o {name}` writes one.")
     capture = load(name).only(layers)
     output.account(capture)
     return capture

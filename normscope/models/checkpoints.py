@@ -34,7 +34,7 @@ def load_file(module: nn.Module, path: Path, name: str) -> Provenance:
     state_dict = _read(path)
     if state_dict.keys() != module.state_dict().keys():
         state_dict = _converted(state_dict, module)
-    misfits = _misshapen(state_dict, module)
+    misfits = _misfits(state_dict, module)
     if not misfits:
         # Not our own comparison of keys: modules may fill in what older versions of them did not save.
         result = module.load_state_dict(state_dict, strict=False)
@@ -88,10 +88,19 @@ def _converted(state_dict: dict[str, Tensor], module: nn.Module) -> dict[str, Te
         return state_dict
 
 
-def _misshapen(state_dict: dict[str, Tensor], module: nn.Module) -> list[str]:
+def _misfits(state_dict: dict[str, Tensor], module: nn.Module) -> list[str]:
+    """Name the tensors that torch would refuse for their shape, or copy though their numbers are of another kind."""
+    found = []
     wanted = module.state_dict()
-    return [
-        f"{key} is {tuple(value.shape)} and should be {tuple(wanted[key].shape)}"
-        for key, value in state_dict.items()
-        if key in wanted and value.shape != wanted[key].shape
-    ]
+    for key, value in state_dict.items():
+        if key not in wanted:
+            continue
+        if value.shape != wanted[key].shape:
+            found.append(f"{key} is {tuple(value.shape)} and should be {tuple(wanted[key].shape)}")
+        elif wanted[key].is_floating_point() and not value.is_floating_point():  # quantized, or a mask
+            found.append(f"{key} is {_dtype(value)} and should be {_dtype(wanted[key])}")
+    return found
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

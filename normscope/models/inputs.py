@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
@@ -18,6 +20,8 @@ from normscope.models.base import Inputs, LoadOptions
 
 CROPS = 8
 SMALLEST_CROP = 0.4  # of the photograph's short edge: a face or a badge, not one button
+
+_WHITE_16 = 2**16 - 1
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ def photograph_crops(preprocessing: Preprocessing, options: LoadOptions) -> Tens
     crops = [photograph.crop(_square_in(photograph.size, generator)) for _ in range(count)]
     return TensorInputs(
         torch.stack([preprocessing.transform(crop) for crop in crops]),
-        [Sample(path.name, source_index=0, index=i) for i in range(count)],
+        [Sample(path.name, source_index=0, index=i, data="matplotlib") for i in range(count)],
         f"{_count(count, 'crop')} of {path.name} (seed {options.seed})",
         options,
     )
@@ -127,6 +131,7 @@ class ImageFiles:
         self.paths = found[: options.limit]
         self.unreadable: list[str] = []
         self._found = len(found)
+        self._data = _listing_digest(root, found)
         self._preprocessing = preprocessing
         self._options = options
 
@@ -163,15 +168,26 @@ class ImageFiles:
             )
 
     def _readable(self) -> Iterator[tuple[Sample, Tensor]]:
-        folder = self.root if self.root.is_dir() else self.root.parent
         for index, path in enumerate(self.paths):
-            name = path.relative_to(folder).as_posix()
+            name = _name_in(self.root, path)
             try:
                 image = _read(path, self._preprocessing.mode)
             except Exception as error:  # Pillow's plugins raise nearly anything on a damaged file
                 self.unreadable.append(f"{name}: {_reason(error)}")
                 continue
-            yield Sample(name, source_index=index, index=index), self._preprocessing.transform(image)
+            yield Sample(name, source_index=index, index=index, data=self._data), self._preprocessing.transform(image)
+
+
+def _name_in(root: Path, path: Path) -> str:
+    return path.relative_to(root if root.is_dir() else root.parent).as_posix()
+
+
+def _listing_digest(root: Path, paths: Iterable[Path]) -> str:
+    """Tell a data set from others by its files' names and sizes, wherever it lies and whatever part is taken."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in paths:
+        digest.update(f"{_name_in(root, path)}\0{path.stat().st_size}\0".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
 
 
 def _find_images(root: Path) -> tuple[list[Path], int]:
@@ -196,7 +212,22 @@ def _formats() -> list[str]:
 
 def _read(path: Path, mode: str) -> Image.Image:
     with Image.open(path, formats=_formats()) as image:
-        return ImageOps.exif_transpose(image).convert(mode)
+        upright = ImageOps.exif_transpose(image)
+    return _in_8_bits(upright).convert(mode)
+
+
+def _in_8_bits(image: Image.Image) -> Image.Image:
+    """Scale 16-bit greyscale to 8 bits; Pillow's own conversion clips it to white.
+
+    Pillow opens 16-bit images as ``I;16`` of some byte order, or, PGM among them, as 32-bit ``I``.
+    """
+    if image.mode not in ("I", "F") and not image.mode.startswith("I;16"):
+        return image
+    pixels = np.asarray(image).astype(np.int64)
+    if image.mode == "F" or pixels.min() < 0 or pixels.max() > _WHITE_16:
+        raise DataError("32-bit pixels have no defined white point")
+    per_step = _WHITE_16 // 255
+    return Image.fromarray(((pixels + per_step // 2) // per_step).astype(np.uint8))
 
 
 def _reason(error: Exception) -> str:

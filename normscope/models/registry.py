@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     Loader = Callable[[str, str, LoadOptions], LoadedModel]
 
+_LARGEST_INT = 2**63 - 1  # of torch and of Python's own sequences
+
 
 @dataclass(frozen=True)
 class ModelEntry:
@@ -115,7 +117,8 @@ def load(
         dtype: ``float32``, ``bfloat16`` or ``float16``, of weights and inputs.
 
     Raises:
-        UsageError: if ``limit``, ``batch_size``, ``device`` or ``dtype`` cannot be understood.
+        UsageError: if ``data`` is empty, or ``limit``, ``batch_size``, ``seed``, ``device`` or ``dtype`` cannot be
+            understood.
         ModelError: if there is no such model, or its weights cannot be had or do not fit.
         DataError: if ``data`` is missing or holds no image.
         DeviceError: if the device is not there.
@@ -126,10 +129,10 @@ def load(
     >>> [batch.args[0].shape for batch in model.inputs]
     [torch.Size([2, 1, 8, 8])]
     """
-    entry = _find(name)
-    for option, value in (("limit", limit), ("batch_size", batch_size)):
-        if value is not None and value < 1:
-            raise UsageError(f"{option} is {value}; it has to be 1 or more.")
+    entry = find(name)
+    _check_numbers(limit, batch_size, seed)
+    if data == "":
+        raise UsageError("data is an empty path. Name an image file or a folder, or leave it out.")
     if data is not None and not Path(data).exists():
         raise DataError(f"There is no file or folder {str(data)!r} to read images from.")
 
@@ -151,7 +154,17 @@ def load(
     return loader(name, architecture, options)
 
 
-def _find(name: str) -> ModelEntry:
+def find(name: str) -> ModelEntry:
+    """Return the entry of a model; one of a library under the name it was asked for, known there or not.
+
+    Raises:
+        ModelError: if there is no such model and no such library.
+
+    >>> find("demo_vit").source
+    'embedded:demo_vit'
+    >>> find("timm:resnet18").name
+    'timm:resnet18'
+    """
     for entry in _NAMED:
         if name == entry.name:
             return entry
@@ -163,3 +176,13 @@ def _find(name: str) -> ModelEntry:
     from normscope.models.vision import names_like
 
     raise ModelError(unknown("model", name, [*(entry.name for entry in list_models()), *names_like(name)]))
+
+
+def _check_numbers(limit: int | None, batch_size: int, seed: int) -> None:
+    for option, value in (("limit", limit), ("batch_size", batch_size)):
+        if value is not None and value < 1:
+            raise UsageError(f"{option} is {value}; it has to be 1 or more.")
+        if value is not None and value > _LARGEST_INT:
+            raise UsageError(f"{option} is {value}; it has to be {_LARGEST_INT} or less.")
+    if not -_LARGEST_INT - 1 <= seed <= _LARGEST_INT:
+        raise UsageError(f"seed is {seed}; it has to be between {-_LARGEST_INT - 1} and {_LARGEST_INT}.")

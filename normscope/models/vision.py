@@ -188,7 +188,7 @@ def _digit_inputs(options: LoadOptions) -> Inputs:
     total = len(digits["images"])
     return TensorInputs(
         images,
-        [Sample(f"digit {i}", source_index=i, index=i) for i in range(len(images))],
+        [Sample(f"digit {i}", source_index=i, index=i, data="demo_vit") for i in range(len(images))],
         f"the first {len(images)} of {total} held-out digits" if len(images) < total else f"{total} held-out digits",
         options,
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,45 @@ FORMAT = "normscope-capture"
 FORMAT_VERSION = 1
 _HEADER = "normscope"
 _DENSE = ("channel_sums", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
+_COUNTS = ("density", "token_offsets", "token_scales", "nonfinite_tokens")
+_MOST = 2**53  # pairs that float64 counts one by one
+_LARGEST_SQUARE = torch.finfo(torch.float32).max ** 2
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int  # a bool is an int to isinstance
+
+
+def _is_count(value: Any) -> bool:
+    return _is_int(value) and 0 <= value < 2**63
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_shape(value: Any) -> bool:
+    positive = isinstance(value, tuple) and value != () and all(_is_count(size) and size > 0 for size in value)
+    return positive and math.prod(value) < 2**63
+
+
+_SITE_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "index": _is_count,
+    "name": _is_text,
+    "kind": _is_text,
+    "normalized_shape": _is_shape,
+    "channel_axis": lambda value: all(map(_is_int, value if isinstance(value, tuple) else (value,))),
+    "eps": lambda value: isinstance(value, float) and math.isfinite(value),
+    "affine": _is_bool,
+    "placement": lambda value: value in (None, "pre-norm", "post-norm", "qk", "final"),
+    "calls": _is_count,
+    "tokens_per_sample": _is_count,
+    "centred": _is_bool,
+}
 
 
 def save(capture: Capture, path: str | Path) -> Path:
@@ -83,14 +123,17 @@ def load(path: str | Path) -> Capture:
 
 
 def _capture(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Capture:
+    json.dumps(header, ensure_ascii=False).encode("utf-8", "surrogateescape")  # fails on what no path or name holds
+    if not _is_count(header["n_samples"]) or not _is_int(header["seed"]):
+        raise ValueError("its number of samples or its seed is none")
     sites, stats = [], {}
     for entry in header["sites"]:
-        site = NormSite(**{f.name: _tuples(entry[f.name]) for f in fields(NormSite)})
+        site = _site(entry)
         prefix = f"{site.index}."
         own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-        stats[site.name] = _unpacked(site.d, SourcesSeen(**entry["sources"]), int(header["seed"]), own)
+        stats[site.name] = _unpacked(site.d, _sources(entry["sources"]), header["seed"], own)
         sites.append(site)
-    if not sites or len(stats) != len(sites):
+    if not sites or not len(sites) == len(stats) == len({site.index for site in sites}):
         raise ValueError("it names no norm site, or one twice")
     about = {key: str(header["about"][key]) for key in ("model", "weights", "data")}
     return Capture(
@@ -98,10 +141,29 @@ def _capture(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Captur
         sites=sites,
         skipped=[SkippedNorm(**{f.name: str(e[f.name]) for f in fields(SkippedNorm)}) for e in header["skipped"]],
         stats=stats,
-        n_samples=int(header["n_samples"]),
-        seed=int(header["seed"]),
+        n_samples=header["n_samples"],
+        seed=header["seed"],
         versions={str(key): str(value) for key, value in header["versions"].items()},
     )
+
+
+def _site(entry: Mapping[str, Any]) -> NormSite:
+    values = {name: _tuples(entry[name]) for name in _SITE_FIELDS}
+    for name, holds in _SITE_FIELDS.items():
+        if not holds(values[name]):
+            raise ValueError(f"the {name} of a norm site is {values[name]!r}")
+    return NormSite(**values)
+
+
+def _sources(entry: Mapping[str, Any]) -> SourcesSeen:
+    sources = SourcesSeen(**entry)
+    for field in fields(sources):
+        value = getattr(sources, field.name)
+        if type(value) is not type(field.default):
+            raise ValueError(f"the {field.name} of the sources is {value!r}")
+    if sources.number not in ("none", "one", "several"):
+        raise ValueError(f"the number of the sources is {sources.number!r}")
+    return sources
 
 
 def _tuples(value: Any) -> Any:
@@ -153,11 +215,31 @@ def _unpacked(d: int, sources: SourcesSeen, seed: int, tensors: Mapping[str, Ten
     for name, capacity in (("tokens", UNIFORM_TOKENS), ("largest", LARGEST_TOKENS)):
         setattr(stats, name, _token_sample(d, capacity, name, tensors))
     stats.sources = sources
-    if not bool(torch.isfinite(stats.moments).all()) or bool((stats.moments[:, 0] < 0).any()):
-        raise ValueError("its sums are not finite, or its counts are negative")
-    if not bool((stats.pairs.channel.ge(0) & stats.pairs.channel.lt(d)).all()):
-        raise ValueError("its pairs name channels that do not exist")
+    _check(stats)
     return stats
+
+
+def _check(stats: PairStats) -> None:
+    """Raise ValueError where there is something that no finite pairs leave, and that a fit or a figure trips over."""
+    n = stats.moments[:, :1]
+    if not bool((n.ge(0) & n.eq(n.floor())).all()) or not float(n.sum()) <= _MOST:
+        raise ValueError("its counts of pairs are no counts")
+    if not bool((stats.moments.abs() <= n * _LARGEST_SQUARE).all()):
+        raise ValueError("its sums are not finite, or larger than those of so many pairs")
+    for name in _COUNTS:
+        if bool((getattr(stats, name) < 0).any()):
+            raise ValueError(f"{name} holds negative counts")
+    if not bool((stats.pairs.channel.ge(0) & stats.pairs.channel.lt(stats.d)).all()):
+        raise ValueError("its pairs name channels that do not exist")
+    drawn = {name: getattr(stats, name) for name in _DENSE}
+    for name in ("pairs", "tokens", "largest"):
+        sample = getattr(stats, name)
+        drawn |= {f"{name}.{f.name}": getattr(sample, f.name) for f in fields(sample)}
+    if not stats.n_pairs:
+        del drawn["channel_extremes"]  # ±∞ until the first token comes
+    for name, values in drawn.items():
+        if not bool(torch.isfinite(values).all()):
+            raise ValueError(f"{name} is not finite")
 
 
 def _token_sample(d: int, capacity: int, name: str, tensors: Mapping[str, Tensor]) -> TokenSample:

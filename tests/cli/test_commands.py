@@ -21,11 +21,17 @@ import normscope
 CHECKOUT = Path(normscope.__file__).parents[1]
 
 
-def run(*arguments, cwd, command=(sys.executable, "-m", "normscope"), **environment):
+def run(*arguments, cwd, command=(sys.executable, "-m", "normscope"), stdout=subprocess.PIPE, before=None, **changes):
     clean = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "FORCE_COLOR", "HF_ENDPOINT")}
-    clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT)}
     return subprocess.run(
-        [*command, *arguments], cwd=cwd, env=clean | environment, capture_output=True, text=True, timeout=120
+        [*command, *arguments],
+        cwd=cwd,
+        env=clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT)} | changes,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        preexec_fn=before,
+        text=True,
+        timeout=120,
     )
 
 
@@ -213,6 +219,18 @@ MISTAKES = [
     (["capture", "demo_vit", "-o", "notes.txt/below.safetensors"], 2, "Cannot write"),
     (["capture", "demo_vit", "-o", "seen.safetensors", "--raw"], 2, "seen-raw exists already"),
     (["capture", "demo_vit"], 2, "--output"),
+    (["fit", "demo_vit", "-o", "notes.txt/below.json"], 2, "Cannot write notes.txt/below.json"),
+    (["plot", "demo_vit", "-o", "fifo.png"], 2, "Cannot write fifo.png: it exists, and is no regular file"),
+    (["plot", "demo_vit", "-o", "notes.txt"], 2, "Cannot write notes.txt/demo_vit-scurves.png: Not a directory"),
+    (["fit", "demo_vit", "demo_vitt"], 3, "There is no model 'demo_vitt'. Did you mean 'demo_vit'?"),
+    (["fit", "demo_vit", "nowhere.safetensors"], 4, "There is no capture file nowhere.safetensors"),
+    (["capture", "seen.safetensors", "-o", "b.safetensors"], 2, "seen.safetensors names a file, not a model."),
+    (["layers", "demo_vit", "notes.txt"], 2, "`normscope plot` and `normscope fit` take capture files"),
+    (["plot", "--seed", str(2**63)], 2, "9223372036854775808 takes more than 64 bits"),
+    (["plot", "--seed", str(-(2**63) - 1)], 2, "'--seed'"),
+    (["plot", "--limit", str(2**64)], 2, "'--limit'"),
+    (["plot", "--batch-size", str(2**63)], 2, "'--batch-size'"),
+    (["plot", "--data", ""], 2, "--data is empty; name an image or a folder."),
 ]
 
 
@@ -223,12 +241,15 @@ def test_mistakes_give_their_status_and_a_sentence(captured, arguments, status, 
     (folder / "broken").mkdir(exist_ok=True)
     (folder / "broken" / "a.png").write_bytes(b"no image")
     (folder / "notes.txt").write_text("not a capture")
+    if not (folder / "fifo.png").exists():
+        os.mkfifo(folder / "fifo.png")
     before = sorted(folder.rglob("*"))
     done = run(*arguments, cwd=folder)
     assert done.returncode == status, done.stderr
     assert sentence in " ".join(done.stderr.replace("│", " ").split())
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+    assert "held-out digits" not in done.stderr, "a network was run for nothing"
     assert sorted(folder.rglob("*")) == before
 
 
@@ -260,6 +281,54 @@ def test_interruption_leaves_nothing_behind(tmp_path):
     assert process.returncode == 130, rest
     assert "Interrupted" in rest and "Traceback" not in rest
     assert list(tmp_path.iterdir()) == []
+
+
+def test_interruption_before_a_command_is_there(folder):
+    (folder / "interrupting").mkdir()
+    (folder / "interrupting" / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    for command in ((sys.executable, "-m", "normscope"), (sys.executable, str(CHECKOUT / "cli.py"))):
+        done = run("models", cwd=folder, command=command, PYTHONPATH=f"{folder / 'interrupting'}:{CHECKOUT}")
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_interruption_after_a_command_leaves_its_status(folder):
+    code = (
+        "import atexit, os, signal\n"
+        "from normscope.__main__ import main\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+        "main()"
+    )
+    for arguments, status in ((["--version"], 0), (["plot", "--limit", "0"], 2)):
+        done = run(*arguments, cwd=folder, command=(sys.executable, "-c", code))
+        assert done.returncode == status
+        assert "Traceback" not in done.stderr and "Interrupt" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["models"], ["models", "--json"]], ids=" ".join)
+def test_a_closed_pipe_ends_quietly(folder, arguments):
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = run(*arguments, cwd=folder, stdout=writing)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_stdout_that_takes_nothing_is_said(folder):
+    shell = ("sh", "-c", f'exec "{sys.executable}" -m normscope "$@" >&-', "sh")
+    done = run("models", cwd=folder, command=shell)
+    assert (done.returncode, done.stderr) == (2, "Error: Standard output is closed; give it a file or a pipe.\n")
+    mute = ("sh", "-c", f'exec "{sys.executable}" -m normscope "$@" 2>&-', "sh")
+    assert "demo_vit" in run("models", cwd=folder, command=mute).stdout
+    for arguments in (["models"], ["models", "--json"], ["--help"]):
+        with (folder / "full.txt").open("w") as full:
+            done = run(*arguments, cwd=folder, stdout=full, before=_leave_no_room)
+        assert (done.returncode, done.stderr) == (2, "Error: Cannot write to standard output: File too large.\n")
+
+
+def _leave_no_room():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
 def test_a_weights_file_in_timms_format(folder):

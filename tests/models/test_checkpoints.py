@@ -71,12 +71,22 @@ def with_another_shape(weights):
     weights["head.bias"] = torch.zeros(10)
 
 
+def with_integers(weights):
+    weights["norm.weight"] = weights["norm.weight"].to(torch.int8)
+
+
+def with_booleans(weights):
+    weights["norm.bias"] = weights["norm.bias"] > 0
+
+
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
         (without_one_key, "does not fit timm:test_vit: norm.weight is missing."),
         (with_a_key_too_many, "does not fit timm:test_vit: head.scale is not in the model."),
         (with_another_shape, "does not fit timm:test_vit: head.bias is (10,) and should be (1000,)."),
+        (with_integers, "does not fit timm:test_vit: norm.weight is int8 and should be float32."),
+        (with_booleans, "does not fit timm:test_vit: norm.bias is bool and should be float32."),
     ],
 )
 def test_weights_that_do_not_fit(tiny_vit, tmp_path, spoil, sentence):
@@ -92,6 +102,15 @@ def test_weights_of_another_architecture(tmp_path):
     save_file(timm.create_model("test_resnet").state_dict(), tmp_path / "resnet.safetensors")
     with pytest.raises(ModelError, match=r"does not fit timm:test_vit: .*, and \d+ more\."):
         load_tiny(tmp_path / "resnet.safetensors")
+
+
+def test_half_precision_and_counts_of_batches_fit(tmp_path):
+    source = timm.create_model("test_resnet")
+    half = {key: value.half() if value.is_floating_point() else value for key, value in source.state_dict().items()}
+    assert any(not value.is_floating_point() for value in half.values())
+    save_file(half, tmp_path / "half.safetensors")
+    loaded = load("timm:test_resnet", weights=str(tmp_path / "half.safetensors"), device="cpu", limit=1)
+    assert_same_weights(loaded.module, source.half().float())
 
 
 class RunsWhenUnpickled:

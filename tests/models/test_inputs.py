@@ -1,5 +1,6 @@
 import sys
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -99,6 +100,42 @@ def test_camera_orientation_is_applied(tmp_path, options):
 def test_every_mode_becomes_rgb(tmp_path, options, mode):
     Image.new(mode, (4, 4)).save(tmp_path / "image.tiff")
     assert tensors(ImageFiles(tmp_path, PLAIN, options())).shape == (1, 3, 4, 4)
+
+
+RAMP = np.arange(2**16).reshape(256, 256)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "suffix", "mode"),
+    [
+        ("<u2", "png", "I;16"),
+        ("<u2", "tiff", "I;16"),
+        (">u2", "tiff", "I;16B"),
+        ("<u2", "pgm", "I"),
+        ("i4", "tiff", "I"),
+    ],
+)
+def test_16_bits_are_scaled_to_8(tmp_path, options, dtype, suffix, mode):
+    path = tmp_path / f"ramp.{suffix}"
+    Image.fromarray(RAMP.astype(dtype)).save(path)
+    with Image.open(path) as image:
+        assert image.mode == mode
+    for target in ("RGB", "L"):
+        seen = tensors(ImageFiles(path, Preprocessing(target, to_pixels), options()))
+        assert torch.equal(seen[0, 0], torch.from_numpy(np.rint(RAMP / 257)).float())
+
+
+@pytest.mark.parametrize(
+    "pixels",
+    [RAMP.astype("i4") * 2, -RAMP.astype("i4"), (RAMP / 65535).astype("f4")],
+    ids=["beyond 16 bits", "negative", "float"],
+)
+def test_32_bits_are_unreadable(pictures, options, pixels):
+    Image.fromarray(pixels).save(pictures / "b" / "deep.tiff")
+    inputs = ImageFiles(pictures, PLAIN, options())
+    assert len(samples(inputs)) == 3
+    assert inputs.unreadable[1] == "b/deep.tiff: 32-bit pixels have no defined white point"
+    assert "2 unreadable" in inputs.description
 
 
 def test_decompression_bomb_is_unreadable(pictures, options, monkeypatch):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from normscope.errors import DataError, DeviceError, ModelError, UsageError
-from normscope.models.registry import embedded_models, list_models, load
+from normscope.models.registry import embedded_models, find, list_models, load
 
 
 def test_listing_models_imports_nothing_heavy():
@@ -50,6 +50,11 @@ def test_unknown_model(name, sentence):
         ({"dtype": "float64"}, UsageError, "There is no dtype 'float64'."),
         ({"device": "tpu"}, UsageError, "There is no device 'tpu'."),
         ({"device": "cuda:99"}, DeviceError, "There is no device 'cuda:99' on this machine."),
+        ({"data": ""}, UsageError, "data is an empty path."),
+        ({"limit": 2**63}, UsageError, "limit is 9223372036854775808; it has to be 9223372036854775807 or less."),
+        ({"batch_size": 2**63}, UsageError, "batch_size is 9223372036854775808; it has to be 9223372036854775807 or"),
+        ({"seed": 2**63}, UsageError, "seed is 9223372036854775808; it has to be between -9223372036854775808 and"),
+        ({"seed": -(2**63) - 1}, UsageError, "seed is -9223372036854775809; it has to be between"),
         ({"data": "/no/such/folder"}, DataError, "There is no file or folder '/no/such/folder'"),
     ],
 )
@@ -57,6 +62,19 @@ def test_wrong_argument(arguments, kind, sentence):
     with pytest.raises(kind) as caught:
         load("demo_vit", **arguments)
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("extreme", [-(2**63), 2**63 - 1])
+def test_largest_arguments(extreme):
+    model = load("demo_vit", weights="random", limit=2**63 - 1, batch_size=2**63 - 1, seed=extreme, device="cpu")
+    assert len(list(model.inputs)) == 1
+
+
+def test_find_looks_names_up_without_running_anything():
+    assert find("vit_b16").name == "vit_b16"
+    assert find("timm:test_vit").source == "timm:test_vit"
+    with pytest.raises(ModelError, match=r"There is no model 'demo_vti'\. Did you mean 'demo_vit'"):
+        find("demo_vti")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

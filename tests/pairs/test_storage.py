@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import json
 
@@ -10,7 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import normscope
-from normscope.errors import DataError, UsageError
+from normscope.errors import DataError, NormscopeError, UsageError
+from normscope.pairs.folds import SourcesSeen
+from normscope.pairs.sites import NormSite
 from normscope.pairs.storage import load, save
 
 
@@ -94,6 +97,101 @@ CHANGES = {
 }
 
 
+SITE_CHANGES = {
+    "index": [-1, 1.0, "0", True, 1],
+    "name": [None, 3, ["1"], "3", "\ud800"],
+    "kind": [None, 3, ["LayerNorm"]],
+    "normalized_shape": [8, [], [8.0], [-8, -1], [True, 8], [[8]], "8", [2**40, 2**40], [8, 0]],
+    "channel_axis": [None, "last", 1.5, True, [[1]], {"axis": 1}],
+    "eps": [None, "1e-5", float("nan"), float("inf"), [1e-5]],
+    "affine": [None, 1, "yes"],
+    "placement": ["", "pre", 0, [], {}],
+    "calls": [None, -1, 1.0, "1", 10**400],
+    "tokens_per_sample": [None, -1, 8.0, "8"],
+    "centred": [None, 1, "yes"],
+    "sources": [None, [], "one", {"unheard": 1}],
+}
+SOURCES_CHANGES = {
+    "number": ["two", None, 1, ["one"]],
+    "data": [None, 3],
+    "source": [None, 3, "\ud800"],
+    "source_index": [None, "0", 0.0, True],
+    "mapped": [None, 1, "yes"],
+}
+HEADER_CHANGES = {
+    "n_samples": [-1, 1.5, "9", None, True],
+    "seed": ["5", 5.0, None, True],
+    "sites": [None, {}, "sites", [[]], 3],
+    "skipped": [None, [3], [{}]],
+    "about": [None, [], {}],
+    "versions": [None, []],
+}
+FLOATS = [
+    "channel_sums",
+    "channel_extremes",
+    "moments",
+    "pairs.x",
+    "pairs.y",
+    *(f"{sample}.{name}" for sample in ("tokens", "largest") for name in ("rank", "x", "y", "rstd")),
+]
+COUNTS = ["density", "token_offsets", "token_scales", "nonfinite_tokens"]
+
+
+def cases(changes):
+    return [(name, value) for name, values in changes.items() for value in values]
+
+
+def is_refused(file, path, change):
+    with pytest.raises(DataError, match="is damaged"):
+        load(rewritten(file, path / "changed.safetensors", change))
+
+
+def test_every_field_of_the_header_is_among_the_changes():
+    assert {field.name for field in dataclasses.fields(NormSite)} | {"sources"} == SITE_CHANGES.keys()
+    assert {field.name for field in dataclasses.fields(SourcesSeen)} == SOURCES_CHANGES.keys()
+
+
+@pytest.mark.parametrize(("name", "value"), cases(SITE_CHANGES))
+def test_site_that_is_none(file, tmp_path, name, value):
+    is_refused(file, tmp_path, lambda h, t: (h | {"sites": [h["sites"][0] | {name: value}, *h["sites"][1:]]}, t))
+
+
+@pytest.mark.parametrize(("name", "value"), cases(SOURCES_CHANGES))
+def test_sources_that_are_none(file, tmp_path, name, value):
+    def change(header, tensors):
+        header["sites"][0]["sources"][name] = value
+        return header, tensors
+
+    is_refused(file, tmp_path, change)
+
+
+@pytest.mark.parametrize(("name", "value"), cases(HEADER_CHANGES))
+def test_header_that_is_none(file, tmp_path, name, value):
+    is_refused(file, tmp_path, lambda h, t: (h | {name: value}, t))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name in FLOATS for value in (torch.nan, torch.inf)]
+    + [(name, -1) for name in COUNTS]
+    + [("moments", value) for value in (0.5, -1.0, 1e300)],
+)
+def test_number_that_no_finite_pairs_leave(file, tmp_path, name, value):
+    def change(header, tensors):
+        tensors[f"0.{name}"].view(-1)[0] = value
+        return header, tensors
+
+    is_refused(file, tmp_path, change)
+
+
+def test_site_that_saw_only_nonfinite_tokens(tmp_path):
+    model = nn.Sequential(nn.LayerNorm(8))
+    seen = normscope.capture(model, [torch.full((2, 8), torch.nan)])
+    again = load(save(seen, tmp_path / "nonfinite.safetensors"))
+    assert (again.stats["0"].n_pairs, int(again.stats["0"].nonfinite_tokens)) == (0, 2)
+    assert torch.equal(again.stats["0"].channel_extremes, seen.stats["0"].channel_extremes)
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_files_that_are_not_what_they_say(file, tmp_path, name):
     change, sentence = CHANGES[name]
@@ -107,7 +205,7 @@ def test_mutated_files_are_errors_or_captures(file, tmp_path, data):
     content = bytearray(file.read_bytes())
     header_end = 8 + int.from_bytes(content[:8], "little")
     for _ in range(data.draw(st.integers(1, 4))):
-        where = data.draw(st.integers(0, header_end + 200))
+        where = data.draw(st.one_of(st.integers(0, header_end + 200), st.integers(0, len(content) - 1)))
         content[min(where, len(content) - 1)] = data.draw(st.integers(0, 255))
     path = tmp_path / "mutated.safetensors"
     path.write_bytes(content[: data.draw(st.sampled_from([len(content), header_end, 20, 0]))])
@@ -115,8 +213,9 @@ def test_mutated_files_are_errors_or_captures(file, tmp_path, data):
         again = load(path)
     except DataError as error:
         assert str(error).endswith((".", "one."))
-    else:
-        assert again.sites
+        return
+    with contextlib.suppress(NormscopeError):
+        assert len(normscope.fit(again)) == 2 * len(again.sites)
 
 
 def test_nothing_half_written(seen, tmp_path, monkeypatch):
