@@ -123,8 +123,11 @@ def token_scales(stats: PairStats) -> tuple[float, float]:
 
 
 def _drawn_tokens(stats: PairStats) -> tuple[Array, Array, Array]:
-    both = (stats.tokens, stats.largest)
-    return tuple(torch.cat([getattr(part, name) for part in both]).double().numpy() for name in ("x", "y", "rstd"))  # type: ignore[return-value]
+    def both(name: str) -> Array:
+        drawn: Array = torch.cat([getattr(stats.tokens, name), getattr(stats.largest, name)]).double().numpy()
+        return drawn
+
+    return both("x"), both("y"), both("rstd")
 
 
 def _drawn_pairs(stats: PairStats) -> tuple[Array, Array, NDArray[np.int64]]:
