@@ -155,7 +155,8 @@ class PairStats:
         per_sample, rest = divmod(len(x), len(samples) or 1)
         if rest or not samples:
             self._regroup(replace(self.sources, mapped=False))
-            samples, per_sample = samples[:1] or _NOBODY, len(x)
+            # Nobody's tokens are numbered through, so that no two of them are one in the drawing sample.
+            samples, per_sample, first_token = _NOBODY, len(x), self.n_tokens + int(self.nonfinite_tokens)
         self._regroup(self.sources.with_samples(samples))
         positions = torch.arange(first_token, first_token + per_sample, device=x.device).expand(len(samples), -1)
         keys = token_keys(samples, positions, self.seed)

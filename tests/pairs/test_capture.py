@@ -251,9 +251,9 @@ def test_tokens_that_every_sample_shares_have_no_folds():
         def forward(self, x):
             return x + self.norm(self.queries)
 
-    stats = normscope.capture(Queries(), [torch.randn(4, 8, 16)]).stats["norm"]
+    stats = normscope.capture(Queries(), [torch.randn(4, 8, 16), torch.randn(4, 8, 16)]).stats["norm"]
     assert stats.fold_by is None
-    assert stats.n_tokens == 8
+    assert stats.n_tokens == len(stats.tokens.key.unique()) == 16
 
 
 def test_norms_that_are_called_for_some_samples_only():
