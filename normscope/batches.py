@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from normscope.errors import DataError
@@ -43,11 +43,15 @@ class Batch:
         args: positional arguments of ``module.forward``.
         kwargs: keyword arguments of ``module.forward``.
         samples: one :class:`Sample` for each entry of axis 0.
+        valid: which positions of each sample are data and not padding: bool ``(samples, positions)``; None for all.
+        part: what a capture keeps apart besides the whole, ``timestep 980`` for example; empty for nothing.
     """
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     samples: tuple[Sample, ...] = ()
+    valid: torch.Tensor | None = None
+    part: str = ""
 
     def first_sample(self) -> Batch:
         """Return the batch that holds this batch's first sample alone."""
@@ -57,10 +61,12 @@ class Batch:
             whole = isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == len(self.samples)
             return value[:1] if whole else value
 
-        return Batch(
-            tuple(first(value) for value in self.args),
-            {key: first(value) for key, value in self.kwargs.items()},
-            self.samples[:1],
+        return replace(
+            self,
+            args=tuple(first(value) for value in self.args),
+            kwargs={key: first(value) for key, value in self.kwargs.items()},
+            samples=self.samples[:1],
+            valid=first(self.valid),
         )
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
@@ -72,18 +78,20 @@ class Batch:
                 return value
             return value.to(device, dtype if value.is_floating_point() else value.dtype)
 
-        return Batch(
-            tuple(move(value) for value in self.args),
-            {key: move(value) for key, value in self.kwargs.items()},
-            self.samples,
+        return replace(
+            self,
+            args=tuple(move(value) for value in self.args),
+            kwargs={key: move(value) for key, value in self.kwargs.items()},
+            valid=move(self.valid),
         )
 
 
 def as_batches(batches: Iterable[Any]) -> Iterator[Batch]:
     """Yield a :class:`Batch` for each tensor, tuple of arguments, dict of keyword arguments, or Batch.
 
-    The samples of anything but a Batch are numbered through, and each counts as a source of its own. What tells their
-    data set from others is a hash of the first batch.
+    An ``attention_mask`` of integers or bools, ``(samples, positions)``, among the keyword arguments says which
+    positions are padding, where the Batch does not say it itself. The samples of anything but a Batch are numbered
+    through, and each counts as a source of its own. What tells their data set from others is a hash of the first batch.
 
     Raises:
         DataError: if an entry is none of these, or holds no tensor with an axis of samples, or no sample.
@@ -105,7 +113,17 @@ def as_batches(batches: Iterable[Any]) -> Iterator[Batch]:
             batch = Batch(args, kwargs, samples)
         if not batch.samples:
             raise DataError(f"Batch {number} holds no sample.")
-        yield batch
+        yield replace(batch, valid=_valid(batch))
+
+
+def _valid(batch: Batch) -> torch.Tensor | None:
+    """Return which positions are data; None where all of them are."""
+    import torch
+
+    valid, mask = batch.valid, batch.kwargs.get("attention_mask")
+    if valid is None and isinstance(mask, torch.Tensor) and mask.ndim == 2 and not mask.is_floating_point():
+        valid = mask != 0
+    return None if valid is None or bool(valid.all()) else valid
 
 
 def _arguments(entry: Any, number: int) -> tuple[tuple[Any, ...], Mapping[str, Any], torch.Tensor]:

@@ -13,11 +13,13 @@ from normscope.cli.options import (
     Data,
     Device,
     Dtype,
+    Guidance,
     Layers,
     Limit,
     Model,
     Quiet,
     Seed,
+    Timesteps,
     Verify,
     Weights,
 )
@@ -51,6 +53,8 @@ def capture(
     seed: Seed = 0,
     device: Device = "auto",
     dtype: Dtype = "float32",
+    guidance: Guidance = None,
+    timesteps: Timesteps = None,
     verify: Verify = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -59,7 +63,7 @@ def capture(
     say = Output(as_json, quiet)
     check_models([model])
     check_writable(output)
-    run = Run(weights, data, limit, batch_size, seed, device, dtype, verify)
+    run = Run(weights, data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps)
     from normscope.pairs.hooks import capture as observe
     from normscope.pairs.raw import RawPairs
     from normscope.pairs.storage import save
@@ -90,6 +94,7 @@ def capture(
         "file": str(path),
         "raw": str(folder) if folder else None,
         "n_samples": seen.n_samples,
+        "parts": list(seen.parts),
         "sites": [_site_as_json(site, seen.stats[site.name]) for site in seen.sites],
         "skipped": skipped_as_json([seen]),
     }

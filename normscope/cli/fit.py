@@ -5,23 +5,29 @@ from __future__ import annotations
 from normscope.cli.options import (
     AsJson,
     BatchSize,
+    By,
     Data,
     Device,
     Dtype,
     Func,
+    Guidance,
     JsonFile,
     Layers,
     Limit,
     Models,
     Quiet,
     Seed,
+    Timesteps,
     Verify,
     Weights,
 )
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.sources import Run, captures, check_sources, named_or_embedded
+from normscope.cli.sources import Run, captures, check_by, check_sources, named_or_embedded
 
-EXAMPLES = "Examples: normscope fit --func isru · normscope fit vit_b16 --weights vit.safetensors --json"
+EXAMPLES = (
+    "Examples: normscope fit --func isru · normscope fit vit_b16 --weights vit.safetensors --json · "
+    "normscope fit demo_dit --by timestep"
+)
 
 
 def fit(
@@ -35,6 +41,9 @@ def fit(
     seed: Seed = 0,
     device: Device = "auto",
     dtype: Dtype = "float32",
+    guidance: Guidance = None,
+    timesteps: Timesteps = None,
+    by: By = None,
     verify: Verify = False,
     as_json: AsJson = False,
     output: JsonFile = None,
@@ -47,11 +56,12 @@ def fit(
     from normscope.fits.fit import fit as fit_curves
 
     curves = [curve.name for curve in curves_named(func)]
-    run = Run(weights, data, limit, batch_size, seed, device, dtype, verify)
+    run = Run(weights, data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps)
+    check_by(by)
     names = named_or_embedded(models, say)
     check_sources(names, run)
     seen, fits = [], []
-    for capture in captures(names, run, layers, say):
+    for capture in captures(names, run, layers, say, by):
         own = fit_curves(capture, curves)
         say.result("{model} · {weights} · {data}".format(**capture.about))
         say.result(fits_table(own))

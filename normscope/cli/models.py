@@ -20,5 +20,4 @@ def models(as_json: AsJson = False, output: JsonFile = None, quiet: Quiet = Fals
         from normscope.figures.tables import models_table
 
         say.result(models_table(entries))
-    described = [{key: value for key, value in asdict(entry).items() if key != "loader"} for entry in entries]
-    say.document({"models": described})
+    say.document({"models": [asdict(entry) | {"embedded": entry.embedded} for entry in entries]})

@@ -12,7 +12,7 @@ from normscope.errors import UsageError
 
 def _path(given: str) -> Path:
     if not given:  # which pathlib takes for the current folder
-        raise UsageError("--data is empty; name an image or a folder.")
+        raise UsageError("--data is empty; name a file or a folder.")
     return Path(given)
 
 
@@ -40,18 +40,41 @@ Data = Annotated[
     typer.Option(
         parser=_path,
         metavar="PATH",
-        help="An image, or a folder of images; by default the model's own inputs.",
+        help="A file or folder of images, audio, text or latents, as the model takes; by default its own inputs.",
         show_default=False,
     ),
 ]
 Limit = Annotated[
     int | None,
-    typer.Option(min=1, callback=_of_64_bits, help="Take at most so many samples.", show_default=False),
+    typer.Option(
+        min=1,
+        callback=_of_64_bits,
+        help="Take at most so many samples; of a diffusion model, trajectories.",
+        show_default=False,
+    ),
 ]
-BatchSize = Annotated[int, typer.Option(min=1, callback=_of_64_bits, help="Samples per forward pass.")]
-Seed = Annotated[int, typer.Option(callback=_of_64_bits, help="Of random weights, crops and drawing samples.")]
+BatchSize = Annotated[int, typer.Option(min=1, callback=_of_64_bits, help="Samples per forward pass, at most.")]
+Seed = Annotated[int, typer.Option(callback=_of_64_bits, help="Of random weights, default inputs and drawing samples.")]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda[:N]|mps", help="Where the network runs.")]
 Dtype = Annotated[str, typer.Option(metavar="float32|bfloat16|float16", help="Of weights and inputs.")]
+Guidance = Annotated[
+    float | None,
+    typer.Option(
+        help="Scale of classifier-free guidance along a diffusion model's trajectory, 1 for none; by default its own.",
+        show_default=False,
+    ),
+]
+Timesteps = Annotated[
+    str | None,
+    typer.Option(
+        help="Of a diffusion model: a number of timesteps evenly along its trajectory, or a list: '980,500,0', '980,'.",
+        show_default=False,
+    ),
+]
+By = Annotated[
+    str | None,
+    typer.Option(metavar="timestep", help="Keep a diffusion model's timesteps apart.", show_default=False),
+]
 Verify = Annotated[
     bool, typer.Option("--verify", help="Recompute every norm's true output from y, and fail where it differs.")
 ]

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from normscope.cli.output import Output
-from normscope.errors import DataError, ModelError, UsageError
+from normscope.errors import DataError, ModelError, UsageError, unknown
 
 if TYPE_CHECKING:
     from normscope.models.base import LoadedModel
     from normscope.pairs.captures import Capture
+
+
+_BY = ("timestep",)
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Run:
     device: str = "auto"
     dtype: str = "float32"
     verify: bool = False
+    guidance: float | None = None
+    timesteps: str | None = None
 
     def load(self, name: str, output: Output) -> LoadedModel:
         """Load a model and say which."""
@@ -41,6 +46,8 @@ class Run:
             seed=self.seed,
             device=self.device,
             dtype=self.dtype,
+            guidance=self.guidance,
+            timesteps=self.timesteps,
         )
         output.introduce(network)
         return network
@@ -99,17 +106,28 @@ def check_sources(names: Sequence[str], run: Run) -> None:
     check_models([name for name in names if not _is_file(name)])
 
 
-def captures(names: Sequence[str], run: Run, layers: str, output: Output) -> Iterator[Capture]:
-    """Capture each model, or read each capture file.
+def check_by(by: str | None) -> None:
+    """Refuse to keep apart what captures do not; UsageError."""
+    if by not in (None, *_BY):
+        raise UsageError(unknown("part", by, _BY))
+
+
+def captures(names: Sequence[str], run: Run, layers: str, output: Output, by: str | None = None) -> Iterator[Capture]:
+    """Capture each model, or read each capture file; give the parts of each in its place where ``by`` names them.
 
     Raises:
         DataError: if a file is no capture.
+        UsageError: if a capture has no such parts.
     """
     for name in names:
-        if _is_file(name):
-            yield _from_file(name, layers, output)
-        else:
-            yield _from_model(name, run, layers, output)
+        seen = _from_file(name, layers, output) if _is_file(name) else _from_model(name, run, layers, output)
+        if by is None:
+            yield seen
+            continue
+        parts = [part for title, part in seen.parts.items() if title.startswith(f"{by} ")]
+        if not parts:
+            raise UsageError(f"{name} has no {by}s to keep apart; diffusion models have.")
+        yield from parts
 
 
 def _is_file(name: str) -> bool:

@@ -20,7 +20,8 @@ class Provenance:
     """Where the weights of a network come from.
 
     Attributes:
-        kind: ``pretrained`` from a hub, ``random``, ``file``, or ``embedded`` in this package.
+        kind: ``pretrained`` from a hub, ``random``, ``file``, ``embedded`` in this package, or ``custom``: as a
+            factory of the user's made them.
         description: one line that every table, figure and file prints, with the revision or hash that makes the
             weights findable again.
 
@@ -28,7 +29,7 @@ class Provenance:
     Provenance(kind='random', description='random weights, seed 0')
     """
 
-    kind: Literal["pretrained", "random", "file", "embedded"]
+    kind: Literal["pretrained", "random", "file", "embedded", "custom"]
     description: str
 
     @classmethod
@@ -65,10 +66,12 @@ class LoadOptions:
 
     Attributes:
         weights: ``pretrained``, ``random``, or the path of a file.
-        data: an image file or a folder; None for the model's own default inputs.
+        data: a file or a folder of what the family takes; None for the model's own default inputs.
         limit: the largest number of samples, or None.
-        batch_size: samples per batch.
+        batch_size: samples per batch, at most.
         seed: of random weights and of the choice of default inputs.
+        guidance: scale of classifier-free guidance along a diffusion model's trajectory; None for the model's own.
+        timesteps: at which timesteps of it, see :func:`normscope.models.load`; None for the default.
     """
 
     weights: str | Path
@@ -78,6 +81,8 @@ class LoadOptions:
     seed: int
     device: torch.device
     dtype: torch.dtype
+    guidance: float | None = None
+    timesteps: str | int | None = None
 
 
 @dataclass

@@ -30,54 +30,86 @@ class ModelEntry:
         name: what the user types; in a name like ``timm:NAME``, NAME stands for whatever the library knows.
         family: what kind of network it is.
         description: one line.
-        source: ``library:architecture`` that the weights belong to.
-        embedded: whether weights and inputs are in this package.
-        loader: ``module:function``, called with the name, the architecture and the options.
+        source: ``library:architecture`` that the weights belong to; the library ``embedded`` is this package.
     """
 
     name: str
     family: str
     description: str
     source: str
-    embedded: bool
-    loader: str
+
+    @property
+    def embedded(self) -> bool:
+        """Whether weights and inputs are in this package."""
+        return self.source.startswith("embedded:")
 
 
 _NAMED = (
-    ModelEntry(
-        "demo_vit",
-        "vision",
-        "a tiny ViT trained on scikit-learn's 8×8 digits",
-        "embedded:demo_vit",
-        True,
-        "normscope.models.vision:load_demo_vit",
-    ),
+    ModelEntry("demo_vit", "vision", "a tiny ViT trained on scikit-learn's 8×8 digits", "embedded:demo_vit"),
+    ModelEntry("demo_wav2vec2", "speech", "a tiny wav2vec 2.0 trained on synthetic words", "embedded:demo_wav2vec2"),
+    ModelEntry("demo_dit", "diffusion", "a tiny DiT trained on scikit-learn's 8×8 digits", "embedded:demo_dit"),
     ModelEntry(
         "vit_b16",
         "vision",
         "ViT-B/16 at 224×224, ImageNet-21k, then ImageNet-1k",
         "timm:vit_base_patch16_224.augreg2_in21k_ft_in1k",
-        False,
-        "normscope.models.vision:load_timm",
     ),
+    ModelEntry(
+        "vit_l16",
+        "vision",
+        "ViT-L/16 at 224×224, ImageNet-21k, then ImageNet-1k",
+        "timm:vit_large_patch16_224.augreg_in21k_ft_in1k",
+    ),
+    ModelEntry("convnext_b", "vision", "ConvNeXt-B at 224×224, ImageNet-1k", "timm:convnext_base.fb_in1k"),
+    ModelEntry("convnext_l", "vision", "ConvNeXt-L at 224×224, ImageNet-1k", "timm:convnext_large.fb_in1k"),
+    ModelEntry("mae_vit_b16", "vision", "ViT-B/16, a masked autoencoder's encoder", "timm:vit_base_patch16_224.mae"),
+    ModelEntry("dino_vit_b16", "vision", "ViT-B/16, DINO", "timm:vit_base_patch16_224.dino"),
+    ModelEntry("wav2vec2_base", "speech", "wav2vec 2.0 Base, LibriSpeech, post-norm", "torchaudio:WAV2VEC2_BASE"),
+    ModelEntry("wav2vec2_large", "speech", "wav2vec 2.0 Large, LibriSpeech, post-norm", "torchaudio:WAV2VEC2_LARGE"),
+    ModelEntry(
+        "wav2vec2_large_lv60k",
+        "speech",
+        "wav2vec 2.0 Large, Libri-Light, pre-norm",
+        "torchaudio:WAV2VEC2_LARGE_LV60K",
+    ),
+    ModelEntry("dit_xl", "diffusion", "DiT-XL/2 at 256×256, ImageNet-1k", "diffusers:facebook/DiT-XL-2-256"),
+    ModelEntry("dit_xl_512", "diffusion", "DiT-XL/2 at 512×512, ImageNet-1k", "diffusers:facebook/DiT-XL-2-512"),
+    ModelEntry("gpt2", "language", "GPT-2 of 124 million weights", "transformers:openai-community/gpt2"),
+    ModelEntry("llama_7b", "language", "LLaMA of 7 billion weights", "transformers:huggyllama/llama-7b"),
 )
 _PREFIXED = (
+    ModelEntry("timm:NAME", "vision", "any architecture of timm, with or without .tag", "timm:NAME"),
+    ModelEntry("torchaudio:BUNDLE", "speech", "a bundle of torchaudio that takes waveforms", "torchaudio:BUNDLE"),
     ModelEntry(
-        "timm:NAME",
-        "vision",
-        "any architecture of timm, with or without .tag",
-        "timm:NAME",
-        False,
-        "normscope.models.vision:load_timm",
+        "diffusers:REPO_OR_DIR", "diffusion", "a pipeline of diffusers with a transformer", "diffusers:REPO_OR_DIR"
+    ),
+    ModelEntry(
+        "transformers:REPO_OR_DIR", "language", "a model of transformers that reads text", "transformers:REPO_OR_DIR"
+    ),
+    ModelEntry(
+        "py:FILE_OR_MODULE:FACTORY",
+        "your own",
+        "your function that returns a module and batches",
+        "py:FILE_OR_MODULE:FACTORY",
     ),
 )
+_LOADERS = {
+    "embedded:demo_vit": "vision:load_demo_vit",
+    "embedded:demo_wav2vec2": "speech:load_demo_wav2vec2",
+    "embedded:demo_dit": "diffusion:load_demo_dit",
+    "timm": "vision:load_timm",
+    "torchaudio": "speech:load_torchaudio",
+    "diffusers": "diffusion:load_diffusers",
+    "transformers": "language:load_transformers",
+    "py": "custom:load_factory",
+}
 
 
 def list_models() -> list[ModelEntry]:
     """Return every named model, then one entry for each library whose models go by ``library:NAME``.
 
-    >>> [entry.name for entry in list_models()]
-    ['demo_vit', 'vit_b16', 'timm:NAME']
+    >>> [entry.name for entry in list_models() if entry.family == "diffusion"]
+    ['demo_dit', 'dit_xl', 'dit_xl_512', 'diffusers:REPO_OR_DIR']
     """
     return [*_NAMED, *_PREFIXED]
 
@@ -86,7 +118,7 @@ def embedded_models() -> list[str]:
     """Return the names of the models whose weights and inputs are in this package.
 
     >>> embedded_models()
-    ['demo_vit']
+    ['demo_vit', 'demo_wav2vec2', 'demo_dit']
     """
     return [entry.name for entry in _NAMED if entry.embedded]
 
@@ -101,26 +133,31 @@ def load(
     seed: int = 0,
     device: str = "auto",
     dtype: str = "float32",
+    guidance: float | None = None,
+    timesteps: str | int | None = None,
 ) -> LoadedModel:
     """Load a network and inputs for it.
 
     Args:
-        name: a name of :func:`list_models`, or ``timm:NAME`` for any architecture of timm.
+        name: a name of :func:`list_models`, where NAME and the like in ``library:NAME`` stand for what the library
+            knows. ``py:FILE_OR_MODULE:FACTORY`` runs code of yours.
         weights: ``pretrained``; ``random`` for freshly initialized ones under ``seed``; or the path of a
             safetensors file or torch checkpoint that fits the model.
-        data: an image file, or a folder that is read recursively; None for the model's own default inputs
-            (held-out digits, or crops of the photograph that matplotlib ships).
-        limit: take at most so many samples.
-        batch_size: samples per batch.
-        seed: of random weights and of the choice of crops. torch's global random state is left as it is.
+        data: a file, or a folder that is read recursively: images, audio, latents or text, as the model takes; None
+            for the model's own default inputs.
+        limit: take at most so many samples; of a diffusion model, so many trajectories.
+        batch_size: samples per batch, at most; waveforms are taken one at a time.
+        seed: of random weights and of the choice of default inputs. torch's global random state is left as it is.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
         dtype: ``float32``, ``bfloat16`` or ``float16``, of weights and inputs.
+        guidance: of a diffusion model: the scale of classifier-free guidance, 1 for none; None for the model's own.
+        timesteps: of a diffusion model: a number of timesteps evenly along its trajectory (``4``), or those named
+            (``"980,500,0"``, ``"980,"``).
 
     Raises:
-        UsageError: if ``data`` is empty, or ``limit``, ``batch_size``, ``seed``, ``device`` or ``dtype`` cannot be
-            understood.
+        UsageError: if ``data`` is empty, or another argument cannot be understood or does not apply to the model.
         ModelError: if there is no such model, or its weights cannot be had or do not fit.
-        DataError: if ``data`` is missing or holds no image.
+        DataError: if ``data`` is missing or holds nothing that the model takes.
         DeviceError: if the device is not there.
 
     >>> model = load("demo_vit", weights="random", limit=2, device="cpu")
@@ -132,9 +169,12 @@ def load(
     entry = find(name)
     _check_numbers(limit, batch_size, seed)
     if data == "":
-        raise UsageError("data is an empty path. Name an image file or a folder, or leave it out.")
+        raise UsageError("data is an empty path. Name a file or a folder, or leave it out.")
     if data is not None and not Path(data).exists():
-        raise DataError(f"There is no file or folder {str(data)!r} to read images from.")
+        raise DataError(f"There is no file or folder {str(data)!r} to read data from.")
+    if entry.family != "diffusion" and (guidance is not None or timesteps is not None):
+        given = "guidance" if guidance is not None else "timesteps"
+        raise UsageError(f"{name} is no diffusion model: {given} can have no effect on it.")
 
     from normscope.models.base import LoadOptions
     from normscope.models.devices import resolve_device, resolve_dtype
@@ -147,10 +187,12 @@ def load(
         seed=seed,
         dtype=resolve_dtype(dtype),
         device=resolve_device(device),
+        guidance=guidance,
+        timesteps=timesteps,
     )
-    module_name, _, function_name = entry.loader.partition(":")
-    loader: Loader = getattr(importlib.import_module(module_name), function_name)
-    _, _, architecture = entry.source.partition(":")
+    library, _, architecture = entry.source.partition(":")
+    module_name, _, function_name = (_LOADERS.get(entry.source) or _LOADERS[library]).partition(":")
+    loader: Loader = getattr(importlib.import_module(f"normscope.models.{module_name}"), function_name)
     return loader(name, architecture, options)
 
 

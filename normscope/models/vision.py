@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
-import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from importlib.resources import as_file, files
-from pathlib import Path
 from typing import Any
 
 import timm
 import timm.models
 import torch
 from PIL import Image
-from safetensors import safe_open
 from timm.data.config import resolve_model_data_config
 from timm.data.transforms_factory import create_transform
 from timm.models.vision_transformer import VisionTransformer
@@ -24,8 +17,9 @@ from torch import Tensor, nn
 from normscope.batches import Sample
 from normscope.errors import ModelError, unknown
 from normscope.models.base import Inputs, LoadedModel, LoadOptions, Provenance
-from normscope.models.checkpoints import load_file
-from normscope.models.inputs import Preprocessing, TensorInputs, image_inputs
+from normscope.models.images import Preprocessing, image_inputs
+from normscope.models.inputs import TensorInputs
+from normscope.models.weights import embedded_module, read_embedded, ready, with_weights
 
 HUB_FILE = "model.safetensors"
 
@@ -43,14 +37,14 @@ def load_timm(name: str, architecture: str, options: LoadOptions) -> LoadedModel
         DataError: if there is no image at ``options.data``.
     """
     config = _pretrained_config(name, architecture)
-    module, provenance = _with_weights(
+    module, provenance = with_weights(
         name,
         options,
         build=lambda: timm.create_model(architecture),
         pretrained=lambda: _pretrained(name, architecture, config),
     )
     inputs = image_inputs(_timm_preprocessing(module), options)
-    return LoadedModel(name, _ready(module, options), inputs, provenance)
+    return LoadedModel(name, ready(module, options), inputs, provenance)
 
 
 def names_like(name: str) -> list[str]:
@@ -77,32 +71,6 @@ def _pretrained_config(name: str, architecture: str) -> Any:
     except RuntimeError as error:
         tags = [f"timm:{known}" for known in (family, *timm.list_pretrained(f"{family}.*"))]
         raise ModelError(unknown("model", name, tags)) from error
-
-
-def _with_weights(
-    name: str,
-    options: LoadOptions,
-    *,
-    build: Callable[[], nn.Module],
-    pretrained: Callable[[], tuple[nn.Module, Provenance]],
-) -> tuple[nn.Module, Provenance]:
-    with _seeded(options.seed):
-        match options.weights:
-            case "pretrained":
-                return pretrained()
-            case "random":
-                return build(), Provenance.random(options.seed)
-            case file:
-                module = build()
-                return module, load_file(module, Path(file), name)
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Initialize parameters, which happens on the CPU, under ``seed``; leave the random state as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the GPUs too
-        yield
 
 
 def _pretrained(name: str, architecture: str, config: Any) -> tuple[nn.Module, Provenance]:
@@ -136,10 +104,6 @@ def _timm_preprocessing(module: nn.Module) -> Preprocessing:
     return Preprocessing("L" if channels == 1 else "RGB", create_transform(**config))
 
 
-def _ready(module: nn.Module, options: LoadOptions) -> nn.Module:
-    return module.eval().to(options.device, options.dtype)
-
-
 def load_demo_vit(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
     """Load the embedded ViT; its default inputs are digits that were held out from its training.
 
@@ -147,32 +111,15 @@ def load_demo_vit(name: str, architecture: str, options: LoadOptions) -> LoadedM
         ModelError: if a weights file does not fit.
         DataError: if there is no image at ``options.data``.
     """
-    weights, facts, digest = _embedded(f"{architecture}.safetensors")
-
-    def build() -> nn.Module:
-        return VisionTransformer(**facts["config"])
-
-    def pretrained() -> tuple[nn.Module, Provenance]:
-        module = build()
-        module.load_state_dict(weights)
-        description = f"embedded {architecture} (trained on scikit-learn's digits, sha256 {digest[:12]})"
-        return module, Provenance("embedded", description)
-
-    module, provenance = _with_weights(name, options, build=build, pretrained=pretrained)
-    return LoadedModel(name, _ready(module, options), _digit_inputs(options), provenance)
-
-
-def _embedded(filename: str) -> tuple[dict[str, Tensor], dict[str, Any], str]:
-    """Return the tensors of an embedded file, the facts in its header, and its SHA-256."""
-    with as_file(files("normscope.models") / "embedded" / filename) as path:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        with safe_open(path, framework="pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
-            return tensors, json.loads(file.metadata()["normscope"]), digest
+    build, pretrained = embedded_module(
+        architecture, "scikit-learn's digits", lambda facts: VisionTransformer(**facts["config"])
+    )
+    module, provenance = with_weights(name, options, build=build, pretrained=pretrained)
+    return LoadedModel(name, ready(module, options), _digit_inputs(options), provenance)
 
 
 def _digit_inputs(options: LoadOptions) -> Inputs:
-    digits, pixels_to_input, _ = _embedded("demo_vit_digits.safetensors")
+    digits, pixels_to_input, _ = read_embedded("demo_vit_digits.safetensors")
     scale, offset = pixels_to_input["scale"], pixels_to_input["offset"]
 
     def transform(image: Image.Image) -> Tensor:
@@ -187,7 +134,7 @@ def _digit_inputs(options: LoadOptions) -> Inputs:
     images = digits["images"].float()[: options.limit, None] * scale + offset  # (n,8,8) -> (n,1,8,8)
     total = len(digits["images"])
     return TensorInputs(
-        images,
+        list(images),
         [Sample(f"digit {i}", source_index=i, index=i, data="demo_vit") for i in range(len(images))],
         f"the first {len(images)} of {total} held-out digits" if len(images) < total else f"{total} held-out digits",
         options,

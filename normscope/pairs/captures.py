@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 
 from normscope.errors import DataError
@@ -25,6 +25,7 @@ class Capture:
         n_samples: number of samples that went through the network.
         seed: of the drawing samples.
         versions: of Python and the libraries.
+        parts: captures of parts of the data, each by its name (``timestep 980``), where batches named theirs.
     """
 
     about: Mapping[str, str]
@@ -34,10 +35,17 @@ class Capture:
     n_samples: int
     seed: int
     versions: Mapping[str, str]
+    parts: Mapping[str, Capture] = field(default_factory=dict)
 
     def only(self, layers: Layers) -> Capture:
         """Return the capture of some of the sites, see :func:`normscope.pairs.selection.select`."""
         sites = select(self.sites, layers)
+        names = {site.name for site in sites}
+        parts = {name: part._limited_to(names) for name, part in self.parts.items()}
+        return replace(self._limited_to(names), parts=parts)
+
+    def _limited_to(self, names: set[str]) -> Capture:
+        sites = [site for site in self.sites if site.name in names]
         return replace(self, sites=sites, stats={site.name: self.stats[site.name] for site in sites})
 
     def merge(self, other: Capture) -> Capture:
@@ -51,10 +59,7 @@ class Capture:
                 raise DataError(
                     f"Cannot merge captures of different {key}: {self.about[key]!r} and {other.about[key]!r}."
                 )
-        # Samples may differ in length: how many tokens the first one had says nothing of the network.
-        if [replace(site, tokens_per_sample=0) for site in self.sites] != [
-            replace(site, tokens_per_sample=0) for site in other.sites
-        ]:
+        if list(map(_of_any_length, self.sites)) != list(map(_of_any_length, other.sites)):
             raise DataError("Cannot merge captures of different norm sites; capture the same layers of both.")
         data = dict.fromkeys([self.about["data"], other.about["data"]])
         return Capture(
@@ -65,13 +70,25 @@ class Capture:
             n_samples=self.n_samples + other.n_samples,
             seed=self.seed,
             versions=self.versions,
+            parts=_merged(self.parts, other.parts),
         )
+
+
+def _merged(mine: Mapping[str, Capture], theirs: Mapping[str, Capture]) -> dict[str, Capture]:
+    both = {name: part.merge(theirs[name]) for name, part in mine.items() if name in theirs}
+    return {**mine, **theirs, **both}
+
+
+def _of_any_length(site: NormSite) -> NormSite:
+    """Forget what depends on how long the first sample was: it says nothing of the network."""
+    shape = site.normalized_shape[:1] if site.grouped else site.normalized_shape
+    return replace(site, tokens_per_sample=0, normalized_shape=shape)
 
 
 def versions() -> dict[str, str]:
     """Name the versions that a file or a figure was made with."""
     found = {"python": platform.python_version()}
-    for package in ("normscope", "torch", "timm"):
+    for package in ("normscope", "torch", "timm", "torchaudio", "diffusers", "transformers"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

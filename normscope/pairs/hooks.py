@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normscope.batches import Batch, Sample, as_batches
+from normscope.batches import Batch, as_batches
 from normscope.errors import DataError
 from normscope.pairs.captures import Capture, versions
-from normscope.pairs.norms import NormKind, eps_of
+from normscope.pairs.kinds import NormKind
+from normscope.pairs.layouts import token_axes
+from normscope.pairs.norms import eps_of
 from normscope.pairs.selection import Layers, select
 from normscope.pairs.sites import NormSite, SkippedNorm
 from normscope.pairs.state import left_as_found
@@ -45,7 +49,9 @@ def capture(
     Args:
         model: any module on any device.
         batches: tensors, tuples of arguments, dicts of keyword arguments, or :class:`normscope.Batch`; on the model's
-            device and in its dtype, samples along axis 0. Taken one at a time: any iterable, of any length.
+            device and in its dtype, samples along axis 0. Taken one at a time: any iterable, of any length; one that
+            runs the model itself, as a sampler does, may do so, and nothing of that is recorded. Positions that a
+            Batch, or an ``attention_mask``, marks as padding are in no sum.
         layers: which norm sites, see :func:`normscope.pairs.selection.select`.
         about: what the capture says of itself: ``model``, ``weights``, ``data``. Files and figures print it. Batches
             that have a ``description`` say themselves what they were, once they have all been taken.
@@ -56,10 +62,11 @@ def capture(
         observe: called with (site, x rows, y rows), each ``(tokens, d)``, for every call of every site.
 
     Returns:
-        A :class:`Capture` on the CPU, whose size does not depend on the number of batches.
+        A :class:`Capture` on the CPU, whose size does not depend on the number of batches. Where batches name the
+        ``part`` that they belong to, each part is also kept by itself, in :attr:`Capture.parts`.
 
     Raises:
-        DataError: if there is no batch.
+        DataError: if there is no batch, or if it cannot be told which tokens of a norm are padding.
         ModelError: if the model calls no norm that normscope knows, or if verification fails.
         UsageError: if ``layers`` names no site.
 
@@ -80,27 +87,18 @@ def capture(
     idle = {norm.name: norm for norm in report.skipped if norm.reason == NOT_CALLED}
     with left_as_found(model), recorder.hooked(model, sites, report), _watched(model, idle) as late:
         for batch in itertools.chain([first], stream):
-            recorder.start(batch)
-            model(*batch.args, **batch.kwargs)
-    missed = [site for site in sites if site.name not in recorder.stats]
-    skipped = [late.get(norm.name, norm) for norm in report.skipped]
-    skipped += [
-        SkippedNorm(site.name, site.kind, "called for the first sample alone, and never again") for site in missed
-    ]
-    return Capture(
-        about={
+            with recorder.recording(batch):
+                model(*batch.args, **batch.kwargs)
+    return recorder.captured(
+        {
             "model": type(model).__name__,
             "weights": "not named",
             "data": "not named",
             **(about or {}),
             **_described(batches),
         },
-        sites=[site for site in sites if site not in missed],
-        skipped=skipped,
-        stats={name: stats.cpu() for name, stats in recorder.stats.items()},
-        n_samples=recorder.n_samples,
-        seed=seed,
-        versions=versions(),
+        sites,
+        [late.get(norm.name, norm) for norm in report.skipped],
     )
 
 
@@ -140,20 +138,24 @@ def _described(batches: object) -> dict[str, str]:
 
 
 class _Recorder:
-    """The hooks' side of a capture: which batch is running, and the sums of each site."""
+    """The hooks' side of a capture: which batch is running, and the sums of each site, for each part of the data."""
 
     def __init__(self, seed: int, verify: bool, by_gamma: bool, per_channel: bool, observe: Observer | None) -> None:
         self.seed, self.verify, self.observe = seed, verify, observe
         self.by_gamma, self.per_channel = by_gamma, per_channel
-        self.stats: dict[str, PairStats] = {}
-        self.samples: tuple[Sample, ...] = ()
-        self.n_samples = 0
+        self.stats: dict[str, dict[str, PairStats]] = {}
+        self.n_samples: Counter[str] = Counter()
+        self.batch: Batch | None = None
         self.tokens_so_far: dict[str, int] = {}
+        self.position_axes: dict[str, int] = {}
 
-    def start(self, batch: Batch) -> None:
-        self.samples = batch.samples
-        self.n_samples += len(batch.samples)
-        self.tokens_so_far = {}
+    @contextlib.contextmanager
+    def recording(self, batch: Batch) -> Iterator[None]:
+        """Take what the norms do meanwhile for the batch's; whatever makes the batches may run the model too."""
+        self.batch, self.tokens_so_far = batch, {}
+        yield
+        self.batch = None
+        self.n_samples[batch.part] += len(batch.samples)
 
     @contextlib.contextmanager
     def hooked(self, model: nn.Module, sites: list[NormSite], report: NormReport) -> Iterator[None]:
@@ -164,32 +166,95 @@ class _Recorder:
                 hooks.callback(handle.remove)
             yield
 
+    def captured(self, about: Mapping[str, str], sites: list[NormSite], skipped: list[SkippedNorm]) -> Capture:
+        """Return everything that was recorded: the whole, and its parts."""
+        called = {name for stats in self.stats.values() for name in stats}
+        missed = [site for site in sites if site.name not in called]
+        skipped = skipped + [
+            SkippedNorm(site.name, site.kind, "called for the first sample alone, and never again") for site in missed
+        ]
+
+        def of(stats: dict[str, PairStats], n_samples: int, data: str) -> Capture:
+            own = [site for site in sites if site.name in stats]
+            return Capture({**about, "data": data}, own, skipped, stats, n_samples, self.seed, versions())
+
+        parts = {part: {name: own.cpu() for name, own in stats.items()} for part, stats in self.stats.items()}
+        of_parts = {site.name: [stats[site.name] for stats in parts.values() if site.name in stats] for site in sites}
+        whole = {name: functools.reduce(PairStats.merge, stats) for name, stats in of_parts.items() if stats}
+        named = {
+            part: of(stats, self.n_samples[part], f"{about['data']} · {part}") for part, stats in parts.items() if part
+        }
+        return replace(of(whole, self.n_samples.total(), about["data"]), parts=named)
+
     def _hook(self, site: NormSite, kind: NormKind, of_one_sample: torch.Size) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            if self.batch is None:
+                return
             x = input_of(args, kwargs)
             if x is None:
                 raise DataError(f"The norm {site.name} was called without a tensor.")
             if self.verify:
                 check(kind, site.name, module, x, output)
-            axis = _batch_axis(of_one_sample, x.shape, len(self.samples))
+            samples = self.batch.samples
+            axis = _batch_axis(of_one_sample, x.shape, len(samples))
+            valid = self._valid_tokens(site, kind, module, x, axis)
             rows = kind.rows(module, x.detach(), axis or 0)
             if rows.device.type == "mps":  # which has no float64 to sum in
                 rows = rows.cpu()
-            y, rstd = kind.normalize(rows.float(), eps_of(module, x.dtype))
-            samples = self.samples if axis is not None else ()
-            self._record(site, rows, y, rstd, samples, kind.gamma(module, site.d) if self.by_gamma else None)
+            y, rstd = kind.normalize(module, rows.float(), eps_of(module, x.dtype))
+            stats, first = self._stats(site, rows.device), self.tokens_so_far.get(site.name, 0)
+            stats.update(
+                rows,
+                y,
+                rstd,
+                samples if axis is not None else (),
+                first,
+                kind.gamma(module, site.channels) if self.by_gamma else None,
+                channel=kind.channel_of(module, rows, site.channels),
+                valid=valid,
+            )
+            self.tokens_so_far[site.name] = first + len(rows) // len(samples)
+            if self.observe is not None:
+                self.observe(site, *((rows, y) if valid is None else (rows[valid], y[valid])))
 
         return hook
 
-    def _record(
-        self, site: NormSite, x: Tensor, y: Tensor, rstd: Tensor, samples: tuple[Sample, ...], gamma: Tensor | None
-    ) -> None:
-        if site.name not in self.stats:
-            self.stats[site.name] = PairStats.empty(
-                site.d, self.seed, x.device, by_gamma=self.by_gamma, per_channel=self.per_channel
+    def _stats(self, site: NormSite, device: torch.device) -> PairStats:
+        part = self.stats.setdefault(self.batch.part if self.batch else "", {})
+        if site.name not in part:
+            part[site.name] = PairStats.empty(
+                site.channels,
+                self.seed,
+                device,
+                grouped=site.grouped,
+                by_gamma=self.by_gamma,
+                per_channel=self.per_channel,
             )
-        first = self.tokens_so_far.get(site.name, 0)
-        self.stats[site.name].update(x, y, rstd, samples, first, gamma)
-        self.tokens_so_far[site.name] = first + len(x) // max(1, len(samples))
-        if self.observe is not None:
-            self.observe(site, x, y)
+        return part[site.name]
+
+    def _valid_tokens(
+        self, site: NormSite, kind: NormKind, module: nn.Module, x: Tensor, batch_axis: int | None
+    ) -> Tensor | None:
+        """Tell which rows are data and not padding: bool ``(tokens,)``, or None for all."""
+        if self.batch is None or self.batch.valid is None:
+            return None
+        valid = self.batch.valid.to(x.device)
+        axes = [] if kind.groups else token_axes(x, kind.axes(module, x.ndim), batch_axis or 0)
+        sizes = [x.shape[axis] for axis in axes]
+        if sizes == [valid.numel()]:  # samples and positions in one axis
+            return valid.flatten()
+        if sizes == [len(valid)]:  # one token a sample, and no position
+            return None
+        along = [axis for axis, size in zip(axes[1:], sizes[1:], strict=True) if size == valid.shape[1]]
+        if len(along) == 1:
+            self.position_axes[site.name] = along[0]
+        if batch_axis is None or self.position_axes.get(site.name) not in along:
+            raise DataError(
+                f"At the norm {site.name} (input {tuple(x.shape)}) it cannot be told which tokens are padding, of "
+                f"{valid.shape[1]} positions. Pass samples of one length, or one at a time."
+            )
+        shape = [
+            size if axis in (batch_axis, self.position_axes[site.name]) else 1
+            for axis, size in zip(axes, sizes, strict=True)
+        ]
+        return valid.view(shape).expand(sizes).flatten()

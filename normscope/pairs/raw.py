@@ -29,7 +29,8 @@ class RawPairs:
     """Collects pairs on disk, a site at a time, and puts them in place once all are there.
 
     The folder then holds one safetensors file a site, ``INDEX-NAME.safetensors``, with x and y, float32
-    ``(tokens, d)``, tokens in the order in which they came.
+    ``(tokens, d)``, tokens in the order in which they came. Where tokens differ in size, x and y are ``(pairs,)``, and
+    ``sizes``, int64 ``(tokens,)``, tells them apart.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -37,6 +38,7 @@ class RawPairs:
         if folder.exists():
             raise UsageError(f"The folder {folder} exists already; move it away, or choose another --output.")
         self.folder = folder
+        self._sizes: dict[str, list[int]] = {}
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             self._partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -45,6 +47,7 @@ class RawPairs:
 
     def add(self, site: NormSite, x: Tensor, y: Tensor) -> None:
         """Append the pairs of some tokens, ``(tokens, d)``."""
+        self._sizes.setdefault(site.name, []).extend([x.shape[1]] * len(x))
         try:
             for name, rows in (("x", x), ("y", y)):
                 with (self._partial / f"{site.index}.{name}").open("ab") as file:
@@ -69,10 +72,12 @@ class RawPairs:
 
     def _write_site(self, site: NormSite, about: dict[str, str]) -> None:
         parts = {name: self._partial / f"{site.index}.{name}" for name in ("x", "y")}
-        tensors = {
-            name: torch.from_numpy(np.fromfile(part, dtype=np.float32).reshape(-1, site.d))
-            for name, part in parts.items()
-        }
+        tensors = {name: torch.from_numpy(np.fromfile(part, dtype=np.float32)) for name, part in parts.items()}
+        sizes = self._sizes[site.name]
+        if len(set(sizes)) == 1:
+            tensors = {name: pairs.view(-1, sizes[0]) for name, pairs in tensors.items()}
+        else:
+            tensors["sizes"] = torch.tensor(sizes)
         name = f"{site.index:03d}-{file_stem(site.name)}.safetensors"
         save_file(tensors, self._partial / name, metadata={**about, "site": site.name})
         for part in parts.values():

@@ -20,6 +20,7 @@ from normscope.pairs.binning import PAIR_GRID
 UNIFORM_TOKENS = 64
 LARGEST_TOKENS = 16
 PAIRS_PER_BIN = 4
+GROUPED_WIDTH = 256  # elements that are drawn of a token that is a group of channels over all positions
 
 _NO_KEY = torch.iinfo(torch.int64).max
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio as int64: splitmix64's increment (Steele et al. 2014)
@@ -54,6 +55,17 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
+def evenly(x: Tensor, y: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Take ``width`` elements of each token, evenly over it, its smallest and its largest x among them.
+
+    >>> evenly(torch.tensor([[3.0, 1.0, 2.0, 9.0, 4.0, 5.0]]), torch.zeros(1, 6), width=4)[0]
+    tensor([[1., 1., 9., 9.]])
+    """
+    places = (torch.arange(width, device=x.device) * x.shape[1] // width).repeat(len(x), 1)
+    places[:, 0], places[:, -1] = x.argmin(1), x.argmax(1)
+    return x.gather(1, places), y.gather(1, places)
+
+
 @dataclass
 class TokenSample:
     """Whole tokens, at most ``capacity`` of them, those of least ``rank`` (ties: of least ``key``).
@@ -61,7 +73,8 @@ class TokenSample:
     Attributes:
         rank: float64 ``(tokens,)``; what the sample is ordered by.
         key: int64 ``(tokens,)``.
-        x: float32 ``(tokens, d)``; every channel, so that each token draws its straight line.
+        x: float32 ``(tokens, d)``; every channel, so that each token draws its straight line. Of tokens that are
+            groups, :data:`GROUPED_WIDTH` elements.
         y: float32 ``(tokens, d)``.
         rstd: float32 ``(tokens,)``; the slope of that line.
     """
@@ -117,7 +130,7 @@ class PairSample:
         """Which places hold a pair: bool ``(PAIRS_PER_BIN, bins)``."""
         return self.key != _NO_KEY
 
-    def add(self, keys: Tensor, bins: Tensor, x: Tensor, y: Tensor) -> None:
+    def add(self, keys: Tensor, bins: Tensor, x: Tensor, y: Tensor, channel: Tensor) -> None:
         """Let the pairs of some tokens compete for the places of their bins.
 
         Args:
@@ -125,16 +138,17 @@ class PairSample:
             bins: bin of each pair, int64 ``(tokens, d)``.
             x: inputs, float32 ``(tokens, d)``.
             y: outputs, float32 ``(tokens, d)``.
+            channel: of each pair, int64 ``(tokens, d)``.
         """
-        channel_keys = _mix((torch.arange(x.shape[1], device=x.device) + 1) * _GOLDEN)
-        pair_keys = (((keys[:, None] ^ channel_keys) * _MIX[0]) & _NO_KEY).flatten()
+        element_keys = _mix((torch.arange(x.shape[1], device=x.device) + 1) * _GOLDEN)
+        pair_keys = (((keys[:, None] ^ element_keys) * _MIX[0]) & _NO_KEY).flatten()
         places = pair_keys.remainder(PAIRS_PER_BIN) * PAIR_GRID.size + bins.flatten()
         key = self.key.view(-1)
         key.scatter_reduce_(0, places, pair_keys, "amin")
         won = (key[places] == pair_keys).nonzero().squeeze(1)
         self.x.view(-1)[places[won]] = x.flatten()[won]
         self.y.view(-1)[places[won]] = y.flatten()[won]
-        self.channel.view(-1)[places[won]] = (won % x.shape[1]).int()
+        self.channel.view(-1)[places[won]] = channel[won // x.shape[1], won % x.shape[1]].int()
 
     def merged(self, other: PairSample) -> PairSample:
         """Return, place by place, the pair of least key."""

@@ -16,14 +16,17 @@ class NormSite:
         index: its number in the order of first calls.
         name: its module path.
         kind: its name in the table of norms.
-        normalized_shape: sizes of the axes that share one statistic.
-        channel_axis: that axis, or those axes, of the norm's input.
+        normalized_shape: sizes of the axes that share one statistic, at the first call.
+        channel_axis: the axis or axes of the norm's input that number the channels.
+        channels: number of channels.
         eps: what is added under the root.
         affine: whether it has a weight or a bias of its own.
         placement: ``pre-norm``, ``post-norm``, ``qk``, ``final``, or None for a norm beside the residual stream.
         calls: how often one forward pass calls it.
         tokens_per_sample: how many vectors it normalizes for one sample, over all calls.
         centred: whether it takes the token's mean away.
+        bounded: whether the statistics are the token's own, so that √d bounds |y|.
+        grouped: whether a token is a group of channels over all positions; its size may differ from input to input.
     """
 
     index: int
@@ -31,22 +34,25 @@ class NormSite:
     kind: str
     normalized_shape: tuple[int, ...]
     channel_axis: int | tuple[int, ...]
+    channels: int
     eps: float
     affine: bool
     placement: str | None
     calls: int
     tokens_per_sample: int
     centred: bool
+    bounded: bool = True
+    grouped: bool = False
 
     @property
     def d(self) -> int:
-        """Number of elements of one token."""
+        """Number of elements of one token; of a grouped norm, at its first call."""
         return torch.Size(self.normalized_shape).numel()
 
     @property
     def bound(self) -> float:
-        """Largest possible |y|: √(d−1) with centring, √d without."""
-        return math.sqrt(self.d - self.centred)
+        """Largest possible |y|: √(d−1) with centring, √d without; infinite where nothing that is known bounds it."""
+        return math.sqrt(self.d - self.centred) if self.bounded else math.inf
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,15 @@ from normscope.pairs.binning import (
     joint_counts,
 )
 from normscope.pairs.folds import FOLDS, SourcesSeen
-from normscope.pairs.sampling import LARGEST_TOKENS, UNIFORM_TOKENS, PairSample, TokenSample, token_keys
+from normscope.pairs.sampling import (
+    GROUPED_WIDTH,
+    LARGEST_TOKENS,
+    UNIFORM_TOKENS,
+    PairSample,
+    TokenSample,
+    evenly,
+    token_keys,
+)
 
 _NOBODY = (Sample("tokens of no sample", 0, 0),)
 _OPTIONAL = ("gamma_moments", "channel_moments")
@@ -46,6 +54,8 @@ class PairStats:
         pairs: single pairs, drawn evenly over the bins.
         sources: whether the folds are sources or the samples of a single one.
         seed: of the drawing samples.
+        grouped: whether a token is a group of channels over all positions. Its size may then differ, and the samples
+            of whole tokens hold :data:`GROUPED_WIDTH` of its elements.
         gamma_moments: where asked for, the moments with every pair weighted by γ², the square of its channel's weight:
             the error that reaches the next layer is weighted so. Shape and dtype of ``moments``.
         channel_moments: where asked for, the moments per channel, on a coarser grid and without folds: float64
@@ -64,44 +74,48 @@ class PairStats:
     pairs: PairSample
     sources: SourcesSeen
     seed: int
+    grouped: bool = False
     gamma_moments: Tensor | None = None
     channel_moments: Tensor | None = None
 
     @classmethod
     def empty(
         cls,
-        d: int,
+        channels: int,
         seed: int = 0,
         device: torch.device | None = None,
         *,
+        grouped: bool = False,
         by_gamma: bool = False,
         per_channel: bool = False,
     ) -> PairStats:
-        """Return the sums over no pairs at all, for tokens of ``d`` elements."""
+        """Return the sums over no pairs at all, for a norm of so many channels."""
         on = device or torch.device("cpu")
-        infinity = torch.full((d,), torch.inf, device=on)
+        infinity = torch.full((channels,), torch.inf, device=on)
+        width = GROUPED_WIDTH if grouped else channels
         moments = torch.zeros(FOLDS, len(MOMENTS), PAIR_GRID.size, dtype=torch.float64, device=on)
-        channels = (len(MOMENTS), d, CHANNEL_GRID.size) if per_channel else None
+        own = (len(MOMENTS), channels, CHANNEL_GRID.size) if per_channel else None
         return cls(
             moments=moments,
             density=torch.zeros(DENSITY_X_GRID.size, DENSITY_Y_GRID.size, dtype=torch.int64, device=on),
-            channel_sums=torch.zeros(2, d, dtype=torch.float64, device=on),
+            channel_sums=torch.zeros(2, channels, dtype=torch.float64, device=on),
             channel_extremes=torch.stack([infinity, -infinity]),
             token_offsets=torch.zeros(TOKEN_GRID.size, dtype=torch.int64, device=on),
             token_scales=torch.zeros(TOKEN_GRID.size, dtype=torch.int64, device=on),
             nonfinite_tokens=torch.zeros((), dtype=torch.int64, device=on),
-            tokens=TokenSample.empty(d, on),
-            largest=TokenSample.empty(d, on),
+            tokens=TokenSample.empty(width, on),
+            largest=TokenSample.empty(width, on),
             pairs=PairSample.empty(on),
             sources=SourcesSeen(),
             seed=seed,
+            grouped=grouped,
             gamma_moments=torch.zeros_like(moments) if by_gamma else None,
-            channel_moments=torch.zeros(channels, dtype=torch.float64, device=on) if channels else None,
+            channel_moments=torch.zeros(own, dtype=torch.float64, device=on) if own else None,
         )
 
     @property
-    def d(self) -> int:
-        """Number of elements of one token."""
+    def channels(self) -> int:
+        """Number of channels: the elements of a token, unless tokens are groups."""
         return int(self.channel_sums.shape[1])
 
     @property
@@ -112,13 +126,13 @@ class PairStats:
     @property
     def n_tokens(self) -> int:
         """Number of tokens in the sums."""
-        return self.n_pairs // self.d
+        return int(self.token_scales.sum())
 
     @property
     def nbytes(self) -> int:
-        """Memory that the sums and samples take at most: a constant of d, whatever has been added."""
+        """Memory that the sums and samples take at most: a constant of the channels, whatever has been added."""
         tensors = [getattr(self, f.name) for f in fields(self)]
-        token_bytes = (UNIFORM_TOKENS + LARGEST_TOKENS) * (8 + 8 + 4 * 2 * self.d + 4)
+        token_bytes = (UNIFORM_TOKENS + LARGEST_TOKENS) * (8 + 8 + 4 * 2 * self.tokens.x.shape[1] + 4)
         pair_bytes = sum(getattr(self.pairs, f.name).nbytes for f in fields(self.pairs))
         return int(sum(t.nbytes for t in tensors if isinstance(t, Tensor)) + token_bytes + pair_bytes)
 
@@ -138,6 +152,9 @@ class PairStats:
         samples: Sequence[Sample],
         first_token: int = 0,
         gamma: Tensor | None = None,
+        *,
+        channel: Tensor | None = None,
+        valid: Tensor | None = None,
     ) -> None:
         """Add the pairs of some tokens.
 
@@ -150,7 +167,9 @@ class PairStats:
                 tokens belong to no sample, and the site has no folds.
             first_token: number, within its sample, of each sample's first token here: for norms that are called
                 several times in a forward pass.
-            gamma: the norm's weight, ``(d,)``; needed where the sums are weighted by its square.
+            gamma: the norm's weight, ``(channels,)``; needed where the sums are weighted by its square.
+            channel: of each element of a grouped norm, int64 ``(tokens, d)``; otherwise its place in the row.
+            valid: which tokens are data and not padding, bool ``(tokens,)``; None for all.
         """
         per_sample, rest = divmod(len(x), len(samples) or 1)
         if rest or not samples:
@@ -161,10 +180,14 @@ class PairStats:
         positions = torch.arange(first_token, first_token + per_sample, device=x.device).expand(len(samples), -1)
         keys = token_keys(samples, positions, self.seed)
         folds = torch.tensor(self.sources.folds_of(samples), device=x.device).repeat_interleave(per_sample)
-        rows = max(1, _PAIRS_AT_ONCE // self.d)
-        for part in range(0, len(x), rows):
-            some = slice(part, part + rows)
-            self._add(x[some].float(), y[some], rstd[some].flatten(), keys[some], folds[some], gamma)
+        if channel is None:
+            channel = torch.arange(self.channels, device=x.device).expand(len(x), -1)
+        taken = [x, y, rstd.flatten(), keys, folds, channel]
+        if valid is not None:
+            taken = [values[valid] for values in taken]
+        rows = max(1, _PAIRS_AT_ONCE // x.shape[1])
+        for parts in zip(*(torch.split(values, rows) for values in taken), strict=True):
+            self._add(*parts, gamma=gamma)
 
     def merge(self, other: PairStats) -> PairStats:
         """Return the sums over the pairs of both; in any order and grouping the same, up to float64's rounding.
@@ -173,10 +196,10 @@ class PairStats:
             DataError: if the two were taken of tokens of different size, with different seeds, or if one of them
                 lacks sums that the other has.
         """
-        if (self.d, self.seed) != (other.d, other.seed):
+        if (self.channels, self.grouped, self.seed) != (other.channels, other.grouped, other.seed):
             raise DataError(
-                f"Cannot merge sums over tokens of {self.d} elements (seed {self.seed}) with sums over tokens of "
-                f"{other.d} (seed {other.seed}); both must agree."
+                f"Cannot merge sums over {self.channels} channels (seed {self.seed}) with sums over {other.channels} "
+                f"(seed {other.seed}); both must agree."
             )
         for name in _OPTIONAL:
             if (getattr(self, name) is None) != (getattr(other, name) is None):
@@ -196,6 +219,7 @@ class PairStats:
             pairs=self.pairs.merged(other.pairs),
             sources=sources,
             seed=self.seed,
+            grouped=self.grouped,
             gamma_moments=None
             if self.gamma_moments is None or other.gamma_moments is None
             else self._regrouped(self.gamma_moments, sources) + other._regrouped(other.gamma_moments, sources),
@@ -234,36 +258,48 @@ class PairStats:
         regrouped[fold] = moments.sum(0)
         return regrouped
 
-    def _add(self, x: Tensor, y: Tensor, rstd: Tensor, keys: Tensor, folds: Tensor, gamma: Tensor | None) -> None:
+    def _add(
+        self, x: Tensor, y: Tensor, rstd: Tensor, keys: Tensor, folds: Tensor, channel: Tensor, *, gamma: Tensor | None
+    ) -> None:
+        x = x.float()
         finite = torch.isfinite(x).all(1) & torch.isfinite(y).all(1)
         if not bool(finite.all()):
             self.nonfinite_tokens += (~finite).sum()
-            x, y, rstd, keys, folds = x[finite], y[finite], rstd[finite], keys[finite], folds[finite]
+            x, y, rstd, keys, folds, channel = (values[finite] for values in (x, y, rstd, keys, folds, channel))
         bins = PAIR_GRID.index(x)
         cells = (folds[:, None] * PAIR_GRID.size + bins).flatten()
         self.moments += _by_fold(binned_moments(x.flatten(), y.flatten(), cells, FOLDS * PAIR_GRID.size))
         if self.gamma_moments is not None:
-            weight = (torch.ones(self.d) if gamma is None else gamma).double().square().to(x.device)
-            weights = weight.expand(len(x), -1).flatten()
+            weight = (torch.ones(self.channels) if gamma is None else gamma).double().square().to(x.device)
+            weights = weight[channel].flatten()
             weighted = binned_moments(x.flatten(), y.flatten(), cells, FOLDS * PAIR_GRID.size, weights)
             self.gamma_moments += _by_fold(weighted)
         if self.channel_moments is not None:
-            channels = torch.arange(self.d, device=x.device) * CHANNEL_GRID.size
-            own = (channels + CHANNEL_GRID.index(x)).flatten()
-            per_channel = binned_moments(x.flatten(), y.flatten(), own, self.d * CHANNEL_GRID.size)
-            self.channel_moments += per_channel.view(len(MOMENTS), self.d, -1)
+            own = (channel * CHANNEL_GRID.size + CHANNEL_GRID.index(x)).flatten()
+            per_channel = binned_moments(x.flatten(), y.flatten(), own, self.channels * CHANNEL_GRID.size)
+            self.channel_moments += per_channel.view(len(MOMENTS), self.channels, -1)
         self.density += joint_counts(x.flatten(), y.flatten())
-        doubles = x.double()
-        self.channel_sums += torch.stack([doubles.sum(0), doubles.square().sum(0)])
-        if len(x):
-            low, high = self.channel_extremes
-            self.channel_extremes = torch.stack([low.minimum(x.amin(0)), high.maximum(x.amax(0))])
+        self._add_channels(x, channel)
         self.token_offsets += _token_counts(x.mean(1) * rstd)
         self.token_scales += _token_counts(1 / rstd)
-        self._sample(x, y, rstd, keys, bins)
+        self._sample(x, y, rstd, keys, bins, channel)
 
-    def _sample(self, x: Tensor, y: Tensor, rstd: Tensor, keys: Tensor, bins: Tensor) -> None:
-        self.pairs.add(keys, bins, x, y)
+    def _add_channels(self, x: Tensor, channel: Tensor) -> None:
+        doubles, (low, high) = x.double(), self.channel_extremes
+        if self.grouped:
+            places = channel.flatten()
+            self.channel_sums.index_add_(1, places, torch.stack([doubles, doubles.square()]).flatten(1))
+            low, high = (
+                extreme.scatter_reduce(0, places, x.flatten(), how) for extreme, how in ((low, "amin"), (high, "amax"))
+            )
+            self.channel_extremes = torch.stack([low, high])
+            return
+        self.channel_sums += torch.stack([doubles.sum(0), doubles.square().sum(0)])
+        if len(x):
+            self.channel_extremes = torch.stack([low.minimum(x.amin(0)), high.maximum(x.amax(0))])
+
+    def _sample(self, x: Tensor, y: Tensor, rstd: Tensor, keys: Tensor, bins: Tensor, channel: Tensor) -> None:
+        self.pairs.add(keys, bins, x, y, channel)
         reach = -x.abs().amax(1).double() if len(x) else keys.double()
         by_key = keys.argsort()
         largest = by_key[reach[by_key].argsort(stable=True)][:LARGEST_TOKENS]
@@ -271,7 +307,8 @@ class PairStats:
             ("tokens", torch.zeros_like(reach), by_key[:UNIFORM_TOKENS], UNIFORM_TOKENS),
             ("largest", reach, largest, LARGEST_TOKENS),
         ):
-            more = TokenSample(rank[best], keys[best], x[best], y[best], rstd[best])
+            drawn = evenly(x[best], y[best], GROUPED_WIDTH) if self.grouped else (x[best], y[best])
+            more = TokenSample(rank[best], keys[best], *drawn, rstd[best])
             setattr(self, name, getattr(self, name).with_more(more, capacity))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from normscope.pairs.sites import NormSite, SkippedNorm
 from normscope.pairs.stats import PairStats
 
 FORMAT = "normscope-capture"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _HEADER = "normscope"
 _DENSE = ("channel_sums", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
 _COUNTS = ("density", "token_offsets", "token_scales", "nonfinite_tokens")
@@ -59,12 +59,15 @@ _SITE_FIELDS: dict[str, Callable[[Any], bool]] = {
     "kind": _is_text,
     "normalized_shape": _is_shape,
     "channel_axis": lambda value: all(map(_is_int, value if isinstance(value, tuple) else (value,))),
+    "channels": lambda value: _is_count(value) and value > 0,
     "eps": lambda value: isinstance(value, float) and math.isfinite(value),
     "affine": _is_bool,
     "placement": lambda value: value in (None, "pre-norm", "post-norm", "qk", "final"),
     "calls": _is_count,
     "tokens_per_sample": _is_count,
     "centred": _is_bool,
+    "bounded": _is_bool,
+    "grouped": _is_bool,
 }
 
 
@@ -79,21 +82,32 @@ def save(capture: Capture, path: str | Path) -> Path:
     header = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
-        "about": dict(capture.about),
-        "n_samples": capture.n_samples,
         "seed": capture.seed,
         "versions": dict(capture.versions),
-        "sites": [asdict(site) | {"sources": asdict(capture.stats[site.name].sources)} for site in capture.sites],
         "skipped": [asdict(norm) for norm in capture.skipped],
+        **_described(capture),
+        "parts": [{"name": name, **_described(part)} for name, part in capture.parts.items()],
     }
-    tensors = {
-        f"{site.index}.{name}": tensor.contiguous()
-        for site in capture.sites
-        for name, tensor in _packed(capture.stats[site.name]).items()
-    }
+    tensors = _tensors(capture, "")
+    for number, part in enumerate(capture.parts.values()):
+        tensors |= _tensors(part, f"{number}/")
     with whole_file(Path(path)) as partial:
         save_file(tensors, partial, metadata={_HEADER: json.dumps(header)})
     return Path(path)
+
+
+def _described(capture: Capture) -> dict[str, Any]:
+    """Return what differs between a capture and its parts."""
+    sites = [asdict(site) | {"sources": asdict(capture.stats[site.name].sources)} for site in capture.sites]
+    return {"about": dict(capture.about), "n_samples": capture.n_samples, "sites": sites}
+
+
+def _tensors(capture: Capture, prefix: str) -> dict[str, Tensor]:
+    return {
+        f"{prefix}{site.index}.{name}": tensor.contiguous()
+        for site in capture.sites
+        for name, tensor in _packed(capture.stats[site.name]).items()
+    }
 
 
 def load(path: str | Path) -> Capture:
@@ -124,14 +138,28 @@ def load(path: str | Path) -> Capture:
 
 def _capture(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Capture:
     json.dumps(header, ensure_ascii=False).encode("utf-8", "surrogateescape")  # fails on what no path or name holds
+    parts = {}
+    for number, entry in enumerate(header["parts"]):
+        if not _is_text(entry["name"]) or not entry["name"] or entry["name"] in parts:
+            raise ValueError(f"the name of a part is {entry['name']!r}")
+        own = {key: entry[key] for key in ("about", "n_samples", "sites")}
+        parts[entry["name"]] = _whole({**header, **own}, tensors, f"{number}/")
+    whole = _whole(header, tensors, "")
+    known = {site.name for site in whole.sites}
+    if any(site.name not in known for part in parts.values() for site in part.sites):
+        raise ValueError("a part has norm sites that the whole has not")
+    return replace(whole, parts=parts)
+
+
+def _whole(header: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str) -> Capture:
     if not _is_count(header["n_samples"]) or not _is_int(header["seed"]):
         raise ValueError("its number of samples or its seed is none")
     sites, stats = [], {}
     for entry in header["sites"]:
         site = _site(entry)
-        prefix = f"{site.index}."
-        own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-        stats[site.name] = _unpacked(site.d, _sources(entry["sources"]), header["seed"], own)
+        start = f"{prefix}{site.index}."
+        own = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
+        stats[site.name] = _unpacked(site, _sources(entry["sources"]), header["seed"], own)
         sites.append(site)
     if not sites or not len(sites) == len(stats) == len({site.index for site in sites}):
         raise ValueError("it names no norm site, or one twice")
@@ -152,7 +180,10 @@ def _site(entry: Mapping[str, Any]) -> NormSite:
     for name, holds in _SITE_FIELDS.items():
         if not holds(values[name]):
             raise ValueError(f"the {name} of a norm site is {values[name]!r}")
-    return NormSite(**values)
+    site = NormSite(**values)
+    if not site.grouped and site.d != site.channels:
+        raise ValueError(f"the tokens of {site.name} have {site.d} elements, but {site.channels} channels")
+    return site
 
 
 def _sources(entry: Mapping[str, Any]) -> SourcesSeen:
@@ -190,10 +221,17 @@ def _packed(stats: PairStats) -> dict[str, Tensor]:
     return packed
 
 
-def _unpacked(d: int, sources: SourcesSeen, seed: int, tensors: Mapping[str, Tensor]) -> PairStats:
-    if tensors["channel_sums"].shape != (2, d):  # before anything of a size that only the header names is made
-        raise ValueError(f"channel_sums is {tuple(tensors['channel_sums'].shape)}, not (2, {d})")
-    stats = PairStats.empty(d, seed, by_gamma="gamma_moments" in tensors, per_channel="channel_moments" in tensors)
+def _unpacked(site: NormSite, sources: SourcesSeen, seed: int, tensors: Mapping[str, Tensor]) -> PairStats:
+    sums = tensors["channel_sums"].shape
+    if sums != (2, site.channels):  # before anything of a size that only the header names is made
+        raise ValueError(f"channel_sums is {tuple(sums)}, not (2, {site.channels})")
+    stats = PairStats.empty(
+        site.channels,
+        seed,
+        grouped=site.grouped,
+        by_gamma="gamma_moments" in tensors,
+        per_channel="channel_moments" in tensors,
+    )
     for name in _DENSE:
         getattr(stats, name).copy_(_like(getattr(stats, name), tensors[name], name))
     bins = _within(tensors["moments.bins"].long(), PAIR_GRID.size)
@@ -213,7 +251,8 @@ def _unpacked(d: int, sources: SourcesSeen, seed: int, tensors: Mapping[str, Ten
         name = f"pairs.{field.name}"
         whole[places] = _like(whole.new_empty(len(places)), tensors[name], name)
     for name, capacity in (("tokens", UNIFORM_TOKENS), ("largest", LARGEST_TOKENS)):
-        setattr(stats, name, _token_sample(d, capacity, name, tensors))
+        width = stats.tokens.x.shape[1]
+        setattr(stats, name, _token_sample(width, capacity, name, tensors))
     stats.sources = sources
     _check(stats)
     return stats
@@ -229,7 +268,7 @@ def _check(stats: PairStats) -> None:
     for name in _COUNTS:
         if bool((getattr(stats, name) < 0).any()):
             raise ValueError(f"{name} holds negative counts")
-    if not bool((stats.pairs.channel.ge(0) & stats.pairs.channel.lt(stats.d)).all()):
+    if not bool((stats.pairs.channel.ge(0) & stats.pairs.channel.lt(stats.channels)).all()):
         raise ValueError("its pairs name channels that do not exist")
     drawn = {name: getattr(stats, name) for name in _DENSE}
     for name in ("pairs", "tokens", "largest"):
@@ -242,11 +281,11 @@ def _check(stats: PairStats) -> None:
             raise ValueError(f"{name} is not finite")
 
 
-def _token_sample(d: int, capacity: int, name: str, tensors: Mapping[str, Tensor]) -> TokenSample:
+def _token_sample(width: int, capacity: int, name: str, tensors: Mapping[str, Tensor]) -> TokenSample:
     count = len(tensors[f"{name}.key"])
     if count > capacity:
         raise ValueError(f"{name} holds {count} tokens, more than {capacity}")
-    empty = TokenSample.empty(d, torch.device("cpu"))
+    empty = TokenSample.empty(width, torch.device("cpu"))
     parts = {}
     for field in fields(TokenSample):
         expected = getattr(empty, field.name).new_empty(count, *getattr(empty, field.name).shape[1:])

@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from normscope.batches import Batch
 from normscope.errors import ModelError
-from normscope.pairs.norms import NormKind, ancestor_kind, eps_of, kind_of, token_rows
+from normscope.pairs.kinds import NormKind
+from normscope.pairs.norms import ancestor_kind, eps_of, kind_of, refusal
 from normscope.pairs.placement import ADDITIONS, Addition, Ends, of_sites
 from normscope.pairs.sites import NormSite, SkippedNorm
 from normscope.pairs.state import left_as_found
@@ -142,7 +143,7 @@ def _suspects(model: nn.Module) -> dict[str, nn.Module]:
 
 def _is_norm(module: nn.Module) -> bool:
     """Whether a module normalizes, by the table or by its name; one that only holds a norm does not."""
-    if ancestor_kind(module) is not None:
+    if ancestor_kind(module) is not None or refusal(module) is not None:
         return True
     named_so = re.search("norm", type(module).__name__, re.IGNORECASE) is not None
     none = type(module).__module__.startswith("torch.nn.utils") or "NormFree" in type(module).__name__
@@ -229,9 +230,9 @@ def _resolve(module: nn.Module, x: Tensor, output: Tensor) -> tuple[NormKind | N
         return known, ""
     ancestor = ancestor_kind(module)
     if ancestor is None:
-        return None, "not in the table of norms; normscope.register_norm adds it"
+        return None, refusal(module) or "not in the table of norms; normscope.register_norm adds it"
     for axes in dict.fromkeys([ancestor.axes(module, x.ndim), (-1,), (1,), (-2,)]):
-        if output.shape == x.shape and _has_normalized_shape(module, x, axes):
+        if output.shape == x.shape and (ancestor.groups or _has_normalized_shape(module, x, axes)):
             tried = replace(ancestor, name=type(module).__name__, axes=_fixed(axes))
             if excess(tried, module, x, output) <= 1:
                 return tried, ""
@@ -253,19 +254,26 @@ def _fixed(axes: tuple[int, ...]) -> Callable[[nn.Module, int], tuple[int, ...]]
 
 
 def _site(index: int, call: _Call, kind: NormKind) -> NormSite:
-    axes = kind.axes(call.module, call.input.ndim)
+    x = call.input
+    axes = kind.axes(call.module, x.ndim)
+    sizes = tuple(x.shape[axis] for axis in axes)
+    if kind.groups is not None:
+        axes, sizes = (1,), (sizes[0] // kind.groups(call.module), *sizes[1:])
     return NormSite(
         index=index,
         name=call.name,
         kind=kind.name,
-        normalized_shape=tuple(call.input.shape[axis] for axis in axes),
+        normalized_shape=sizes,
         channel_axis=axes[0] if len(axes) == 1 else axes,
-        eps=eps_of(call.module, call.input.dtype),
+        channels=kind.channels(call.module, x),
+        eps=eps_of(call.module, x.dtype),
         affine=any(getattr(call.module, name, None) is not None for name in ("weight", "bias")),
         placement=None,
         calls=call.calls,
-        tokens_per_sample=len(token_rows(call.input, axes)) * call.calls,
+        tokens_per_sample=len(kind.rows(call.module, x)) * call.calls,
         centred=kind.centred,
+        bounded=kind.bounded,
+        grouped=kind.groups is not None,
     )
 
 

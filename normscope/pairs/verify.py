@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from normscope.errors import ModelError
-from normscope.pairs.norms import NormKind, eps_of
+from normscope.pairs.kinds import NormKind
+from normscope.pairs.norms import eps_of
 
 # In float32 a norm rounds x − mean, the variance's root, two products and a sum: about 8 units in the last place of
 # the largest term; four times that. In half precision the result, and in some modules what the weight multiplies, is
@@ -26,11 +27,11 @@ def excess(kind: NormKind, module: nn.Module, x: Tensor, output: Tensor) -> floa
         output: its true output, of the same shape.
     """
     rows, true = kind.rows(module, x).float(), kind.rows(module, output).float()
-    y, rstd = kind.normalize(rows, eps_of(module, x.dtype))
-    ours = kind.affine(module, y)
+    y, rstd = kind.normalize(module, rows, eps_of(module, x.dtype))
+    ours = kind.output(module, y)
     bias = kind.affine(module, torch.zeros_like(y))
     weight = kind.affine(module, torch.ones_like(y)) - bias
-    unit, offset = torch.finfo(torch.float32).eps, (rows.mean(-1, keepdim=True) * rstd).abs()
+    unit, offset = torch.finfo(torch.float32).eps, (rows * rstd - y).abs()  # of the mean, in units of σ
     # A mean far off zero costs digits of x − mean, and twice as many of a variance that is computed in one pass.
     allowed = _FLOAT32_UNITS * unit * (weight.abs() * (1 + y.abs() + offset) + bias.abs())
     allowed += unit * weight.abs() * y.abs() * offset.square()

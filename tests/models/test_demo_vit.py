@@ -4,7 +4,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from normscope.models.registry import load
-from normscope.models.vision import _embedded
+from normscope.models.weights import read_embedded
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +14,7 @@ def demo():
 
 @pytest.fixture(scope="module")
 def digits():
-    return _embedded("demo_vit_digits.safetensors")[0]
+    return read_embedded("demo_vit_digits.safetensors")[0]
 
 
 def predictions(model):

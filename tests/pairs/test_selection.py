@@ -7,7 +7,7 @@ from normscope.pairs.sites import NormSite
 
 def sites(count: int) -> list[NormSite]:
     return [
-        NormSite(i, f"blocks.{i // 2}.norm{i % 2 + 1}", "LayerNorm", (8,), -1, 1e-6, True, None, 1, 1, True)
+        NormSite(i, f"blocks.{i // 2}.norm{i % 2 + 1}", "LayerNorm", (8,), -1, 8, 1e-6, True, None, 1, 1, True)
         for i in range(count)
     ]
 

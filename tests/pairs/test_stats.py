@@ -186,7 +186,7 @@ def test_sampled_pairs_are_pairs_of_their_bins():
 
 
 def test_sums_that_do_not_belong_together_are_refused():
-    with pytest.raises(DataError, match=r"6 elements .* 7"):
+    with pytest.raises(DataError, match=r"6 channels .* 7"):
         PairStats.empty(6).merge(PairStats.empty(7))
     with pytest.raises(DataError, match="seed 1"):
         PairStats.empty(6).merge(PairStats.empty(6, seed=1))

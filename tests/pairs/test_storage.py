@@ -20,9 +20,18 @@ from normscope.pairs.storage import load, save
 @pytest.fixture(scope="module")
 def seen():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.LayerNorm(8))
-    model.forward = lambda x: model[3](model[2](model[1](model[0](x)).mT).mT)
-    batches = [torch.randn(6, 8, 4), torch.randn(3, 8, 4)]
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.LocalResponseNorm(2), nn.LayerNorm(8)
+    )
+    model.forward = lambda x: model[4](model[3](model[2](model[1](model[0](x)).mT)).mT)
+    batches = [
+        normscope.Batch(
+            (torch.randn(count, length, 4),),
+            samples=tuple(normscope.Sample(f"sample {i}", i, i) for i in range(first, first + count)),
+            part=part,
+        )
+        for part, first, count, length in (("early", 0, 6, 8), ("late", 6, 3, 5))
+    ]
     return normscope.capture(
         model,
         batches,
@@ -40,9 +49,18 @@ def file(seen, tmp_path_factory):
 
 def test_what_is_loaded_is_what_was_saved(seen, file):
     again = load(file)
+    assert_same(again, seen)
+    assert [norm.kind for norm in again.skipped] == ["LocalResponseNorm"]
+    assert again.stats["1"].nbytes == seen.stats["1"].nbytes
+    assert list(again.parts) == list(seen.parts) == ["early", "late"]
+    for name, part in seen.parts.items():
+        assert_same(again.parts[name], part)
+
+
+def assert_same(again, seen):
     for field in ("about", "sites", "skipped", "n_samples", "seed", "versions"):
         assert getattr(again, field) == getattr(seen, field)
-    assert [norm.kind for norm in again.skipped] == ["GroupNorm"]
+    assert again.stats.keys() == seen.stats.keys()
     for name, stats in seen.stats.items():
         for field in dataclasses.fields(stats):
             a, b = getattr(stats, field.name), getattr(again.stats[name], field.name)
@@ -50,13 +68,12 @@ def test_what_is_loaded_is_what_was_saved(seen, file):
                 assert all(torch.equal(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
             else:
                 assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-    assert again.stats["1"].nbytes == seen.stats["1"].nbytes
 
 
 def test_the_header_says_what_it_is(file):
     with safe_open(file, framework="pt") as opened:
         header = json.loads(opened.metadata()["normscope"])
-    assert (header["format"], header["version"]) == ("normscope-capture", 1)
+    assert (header["format"], header["version"]) == ("normscope-capture", 2)
     assert header["about"] == {"model": "small", "weights": "ours", "data": "noise"}
     assert header["seed"] == 5
     assert header["versions"]["torch"] == torch.__version__.split("+")[0] or header["versions"]["torch"]
@@ -99,16 +116,19 @@ CHANGES = {
 
 SITE_CHANGES = {
     "index": [-1, 1.0, "0", True, 1],
-    "name": [None, 3, ["1"], "3", "\ud800"],
+    "name": [None, 3, ["1"], "4", "\ud800"],
     "kind": [None, 3, ["LayerNorm"]],
     "normalized_shape": [8, [], [8.0], [-8, -1], [True, 8], [[8]], "8", [2**40, 2**40], [8, 0]],
     "channel_axis": [None, "last", 1.5, True, [[1]], {"axis": 1}],
+    "channels": [None, 0, -8, 8.0, "8", True, 7, 2**40],
     "eps": [None, "1e-5", float("nan"), float("inf"), [1e-5]],
     "affine": [None, 1, "yes"],
     "placement": ["", "pre", 0, [], {}],
     "calls": [None, -1, 1.0, "1", 10**400],
     "tokens_per_sample": [None, -1, 8.0, "8"],
     "centred": [None, 1, "yes"],
+    "bounded": [None, 1, "yes"],
+    "grouped": [None, 0, "no", True],
     "sources": [None, [], "one", {"unheard": 1}],
 }
 SOURCES_CHANGES = {
@@ -124,6 +144,7 @@ HEADER_CHANGES = {
     "sites": [None, {}, "sites", [[]], 3],
     "skipped": [None, [3], [{}]],
     "about": [None, [], {}],
+    "parts": [None, 3, [None], [{}], [{"name": "early"}], [{"name": 3}], [{"name": "x", "sites": []}]],
     "versions": [None, []],
 }
 FLOATS = [

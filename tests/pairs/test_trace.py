@@ -53,10 +53,10 @@ def test_unknown_and_functional_norms_are_reported():
     class Mixed(nn.Module):
         def __init__(self):
             super().__init__()
-            self.norm, self.group, self.inner = nn.LayerNorm(6), nn.GroupNorm(2, 6), Functional()
+            self.norm, self.local, self.inner = nn.LayerNorm(6), nn.LocalResponseNorm(2), Functional()
 
         def forward(self, x):
-            return self.inner(self.group(self.norm(x).transpose(1, 2)))
+            return self.inner(self.local(self.norm(x).transpose(1, 2)))
 
     class Functional(nn.Module):
         def forward(self, x):
@@ -64,7 +64,7 @@ def test_unknown_and_functional_norms_are_reported():
 
     report = report_of(Mixed(), torch.randn(1, 4, 6))
     assert [site.name for site in report.sites] == ["norm"]
-    assert [(norm.name, norm.kind) for norm in report.skipped] == [("group", "GroupNorm"), ("inner", "layer_norm")]
+    assert [(norm.name, norm.kind) for norm in report.skipped] == [("local", "LocalResponseNorm"), ("inner", "layer_norm")]
     assert "called as a function" in report.skipped[1].reason
 
 

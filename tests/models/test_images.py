@@ -7,7 +7,7 @@ from PIL import Image
 from timm.data import create_transform, resolve_data_config
 
 from normscope.errors import DataError
-from normscope.models.inputs import ImageFiles, Preprocessing, image_inputs, photograph_crops
+from normscope.models.images import Preprocessing, image_files, image_inputs, photograph_crops
 from normscope.models.registry import load
 from normscope.models.vision import _timm_preprocessing
 
@@ -37,12 +37,12 @@ def samples(inputs):
 def test_preprocessing_is_timms_own(pictures, tiny_vit, timm_preprocessing, options):
     transform = create_transform(**resolve_data_config({}, model=tiny_vit))
     expected = [transform(Image.open(pictures / name).convert("RGB")) for name in ("a.png", "b/c.JPG", "b/d.png")]
-    inputs = ImageFiles(pictures, timm_preprocessing, options())
+    inputs = image_files(pictures, timm_preprocessing, options())
     assert torch.equal(tensors(inputs), torch.stack(expected))
 
 
 def test_a_folder_in_order_with_each_file_a_source(pictures, options):
-    inputs = ImageFiles(pictures, PLAIN, options(batch_size=2))
+    inputs = image_files(pictures, PLAIN, options(batch_size=2))
     assert [len(batch.samples) for batch in inputs] == [2, 1]
     seen = samples(inputs)
     assert [sample.source for sample in seen] == ["a.png", "b/c.JPG", "b/d.png"]
@@ -50,7 +50,7 @@ def test_a_folder_in_order_with_each_file_a_source(pictures, options):
 
 
 def test_unreadable_and_other_files_are_named_and_counted(pictures, options):
-    inputs = ImageFiles(pictures, PLAIN, options())
+    inputs = image_files(pictures, PLAIN, options())
     assert inputs.description == f"{pictures}: 4 images (2 other files left out)"
     for _ in range(2):
         list(inputs)
@@ -60,12 +60,12 @@ def test_unreadable_and_other_files_are_named_and_counted(pictures, options):
 
 
 def test_iterating_again_gives_the_same(pictures, options):
-    inputs = ImageFiles(pictures, PLAIN, options(batch_size=1))
+    inputs = image_files(pictures, PLAIN, options(batch_size=1))
     assert torch.equal(tensors(inputs), tensors(inputs))
 
 
 def test_limit_takes_the_first_files(pictures, options):
-    inputs = ImageFiles(pictures, PLAIN, options(limit=1))
+    inputs = image_files(pictures, PLAIN, options(limit=1))
     assert [sample.source for sample in samples(inputs)] == ["a.png"]
     assert inputs.description == f"{pictures}: the first 1 of 4 images (2 other files left out)"
 
@@ -76,13 +76,13 @@ def test_images_are_opened_batch_by_batch(tmp_path, options, monkeypatch):
     opened = []
     real_open = Image.open
     monkeypatch.setattr(Image, "open", lambda path, **kwargs: opened.append(path) or real_open(path, **kwargs))
-    batches = iter(ImageFiles(tmp_path, PLAIN, options(batch_size=3)))
+    batches = iter(image_files(tmp_path, PLAIN, options(batch_size=3)))
     next(batches)
     assert len(opened) == 3
 
 
 def test_a_single_file(pictures, options):
-    inputs = ImageFiles(pictures / "b" / "d.png", PLAIN, options())
+    inputs = image_files(pictures / "b" / "d.png", PLAIN, options())
     assert [sample.source for sample in samples(inputs)] == ["d.png"]
     assert inputs.description == f"{pictures}/b/d.png: 1 image"
 
@@ -92,14 +92,14 @@ def test_camera_orientation_is_applied(tmp_path, options):
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned: rotate by 90° clockwise to see the scene upright
     Image.fromarray(pixels.numpy()).save(tmp_path / "turned.png", exif=exif)
-    seen = tensors(ImageFiles(tmp_path, PLAIN, options()))
+    seen = tensors(image_files(tmp_path, PLAIN, options()))
     assert torch.equal(seen[0], torch.rot90(pixels.movedim(-1, 0).float(), k=-1, dims=(1, 2)))
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "LA", "1", "I;16"])
 def test_every_mode_becomes_rgb(tmp_path, options, mode):
     Image.new(mode, (4, 4)).save(tmp_path / "image.tiff")
-    assert tensors(ImageFiles(tmp_path, PLAIN, options())).shape == (1, 3, 4, 4)
+    assert tensors(image_files(tmp_path, PLAIN, options())).shape == (1, 3, 4, 4)
 
 
 RAMP = np.arange(2**16).reshape(256, 256)
@@ -121,7 +121,7 @@ def test_16_bits_are_scaled_to_8(tmp_path, options, dtype, suffix, mode):
     with Image.open(path) as image:
         assert image.mode == mode
     for target in ("RGB", "L"):
-        seen = tensors(ImageFiles(path, Preprocessing(target, to_pixels), options()))
+        seen = tensors(image_files(path, Preprocessing(target, to_pixels), options()))
         assert torch.equal(seen[0, 0], torch.from_numpy(np.rint(RAMP / 257)).float())
 
 
@@ -132,7 +132,7 @@ def test_16_bits_are_scaled_to_8(tmp_path, options, dtype, suffix, mode):
 )
 def test_32_bits_are_unreadable(pictures, options, pixels):
     Image.fromarray(pixels).save(pictures / "b" / "deep.tiff")
-    inputs = ImageFiles(pictures, PLAIN, options())
+    inputs = image_files(pictures, PLAIN, options())
     assert len(samples(inputs)) == 3
     assert inputs.unreadable[1] == "b/deep.tiff: 32-bit pixels have no defined white point"
     assert "2 unreadable" in inputs.description
@@ -140,7 +140,7 @@ def test_32_bits_are_unreadable(pictures, options, pixels):
 
 def test_decompression_bomb_is_unreadable(pictures, options, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    inputs = ImageFiles(pictures / "a.png", PLAIN, options())
+    inputs = image_files(pictures / "a.png", PLAIN, options())
     with pytest.raises(DataError, match="decompression bomb"):
         list(inputs)
 
@@ -149,13 +149,13 @@ def test_postscript_is_not_run(tmp_path, options):
     Image.new("RGB", (4, 4)).save(tmp_path / "program.eps")
     (tmp_path / "program.eps").rename(tmp_path / "program.png")
     with pytest.raises(DataError, match=r"program.png: not an image that Pillow can read"):
-        list(ImageFiles(tmp_path, PLAIN, options()))
+        list(image_files(tmp_path, PLAIN, options()))
 
 
 def test_no_readable_file_at_all(tmp_path, options):
     for name in ("a.png", "b.jpg"):
         (tmp_path / name).write_text("no image")
-    inputs = ImageFiles(tmp_path, PLAIN, options())
+    inputs = image_files(tmp_path, PLAIN, options())
     with pytest.raises(DataError, match=r"None of the 2 files tried .* The first is a.png: not an image"):
         list(inputs)
     assert len(inputs.unreadable) == 2
@@ -163,12 +163,12 @@ def test_no_readable_file_at_all(tmp_path, options):
 
 def test_nothing_that_could_be_an_image(tmp_path, options):
     with pytest.raises(DataError, match="holds no image, only 0 other files"):
-        ImageFiles(tmp_path, PLAIN, options())
+        image_files(tmp_path, PLAIN, options())
     (tmp_path / "notes.txt").write_text("no image")
     with pytest.raises(DataError, match="holds no image, only 1 other file"):
-        ImageFiles(tmp_path, PLAIN, options())
+        image_files(tmp_path, PLAIN, options())
     with pytest.raises(DataError, match="There is no file or folder"):
-        ImageFiles(tmp_path / "missing", PLAIN, options())
+        image_files(tmp_path / "missing", PLAIN, options())
 
 
 def test_crops_are_squares_of_one_source(options):

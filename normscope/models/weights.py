@@ -1,0 +1,98 @@
+"""The steps that every family goes through: pretrained weights, random ones, or those of a file; then the device."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from normscope.models.base import LoadOptions, Provenance
+from normscope.models.checkpoints import load_file
+
+
+def with_weights(
+    name: str,
+    options: LoadOptions,
+    *,
+    build: Callable[[], nn.Module],
+    pretrained: Callable[[], tuple[nn.Module, Provenance]],
+    from_file: Callable[[nn.Module, Path, str], Provenance] = load_file,
+) -> tuple[nn.Module, Provenance]:
+    """Make the module with the weights that ``options.weights`` asks for.
+
+    Args:
+        name: what error messages call the model.
+        options: ``weights`` and ``seed`` are read.
+        build: makes the module with fresh weights.
+        pretrained: makes it with the published ones, and says which they are.
+        from_file: loads a file's weights into a fresh module.
+
+    Raises:
+        ModelError: if the weights cannot be had or do not fit.
+    """
+    with seeded(options.seed):
+        match options.weights:
+            case "pretrained":
+                return pretrained()
+            case "random":
+                return build(), Provenance.random(options.seed)
+            case file:
+                module = build()
+                return module, from_file(module, Path(file), name)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Initialize parameters, which happens on the CPU, under ``seed``; leave the random state as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the GPUs too
+        yield
+
+
+def ready(module: nn.Module, options: LoadOptions) -> nn.Module:
+    """Put a module into eval mode, and onto the asked-for device in the asked-for dtype."""
+    return module.eval().to(options.device, options.dtype)
+
+
+def read_embedded(filename: str) -> tuple[dict[str, Tensor], dict[str, Any], str]:
+    """Return the tensors of a safetensors file of this package, the facts in its header, and its SHA-256.
+
+    >>> tensors, facts, digest = read_embedded("demo_vit.safetensors")
+    >>> facts["config"]["depth"]
+    8
+    """
+    with as_file(files("normscope.models") / "embedded" / filename) as path:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        with safe_open(path, framework="pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+            return tensors, json.loads(file.metadata()["normscope"]), digest
+
+
+def embedded_module(
+    architecture: str, trained_on: str, build: Callable[[dict[str, Any]], nn.Module]
+) -> tuple[Callable[[], nn.Module], Callable[[], tuple[nn.Module, Provenance]]]:
+    """Return the two functions that :func:`with_weights` takes, for a network whose weights are in this package.
+
+    Args:
+        architecture: its name; its weights lie in ``ARCHITECTURE.safetensors``, constructor arguments in the header.
+        trained_on: the training data, in words.
+        build: from the facts in the header to the module.
+    """
+    weights, facts, digest = read_embedded(f"{architecture}.safetensors")
+
+    def pretrained() -> tuple[nn.Module, Provenance]:
+        module = build(facts)
+        module.load_state_dict(weights)
+        return module, Provenance(
+            "embedded", f"embedded {architecture} (trained on {trained_on}, sha256 {digest[:12]})"
+        )
+
+    return lambda: build(facts), pretrained
