@@ -29,6 +29,7 @@ from normscope.files import check_writable, file_stem
 
 EXAMPLES = "Examples: normscope plot · normscope plot vit_b16 --layers 4 --format pdf · normscope plot seen.safetensors"
 
+_OVERVIEW = "overview"
 _FORMATS = ("png", "svg", "pdf")
 Color = Annotated[str, typer.Option(help="Rows of the figure, separated by commas: density, token, channel.")]
 Format = Annotated[
@@ -60,41 +61,51 @@ def plot(
     output: Destination = Path("outputs"),
     quiet: Quiet = False,
 ) -> None:
-    """Draw the S-curves of a model's norms: all pairs, by token and by channel, under fitted curves."""
+    """Draw the S-curves of a model's norms: all pairs, by token and by channel, under fitted curves.
+
+    Two or more models also share one figure more: a row a model, and four norms across.
+    """
     say = Output(as_json, quiet)
-    suffix = _suffix(output, figure_format, models)
+    names = named_or_embedded(models, say)
+    suffix = _suffix(output, figure_format, names)
     from normscope.fits.curves import curves_named
     from normscope.fits.fit import fit
 
     curves = [curve.name for curve in curves_named(func)]
     run = Run(weights, data, limit, batch_size, seed, device, dtype, verify)
 
+    from normscope.figures.overview import overview
     from normscope.figures.scurves import plot as draw
     from normscope.figures.scurves import rows_named, save
     from normscope.figures.style import style_named
 
     rows = rows_named(color)
     style_named(style)
-    names = named_or_embedded(models, say)
     check_sources(names, run)
-    for name in names:
+    for name in [*names, *([_OVERVIEW] if len(names) > 1 else [])]:
         check_writable(_path(output, suffix, name, []))
     figures: list[dict[str, Any]] = []
-    seen = []
+    seen, fits = [], []
     for capture in captures(names, run, layers, say):
-        fits = fit(capture, curves)
-        figure = draw(capture, fits, color=rows, style=style)
+        fitted = fit(capture, curves)
+        figure = draw(capture, fitted, color=rows, style=style)
         taken = [entry["file"] for entry in figures]
         path = save(figure, _path(output, suffix, capture.about["model"], taken), capture, dpi)
         say.result(str(path))
         sites = [site.name for site in capture.sites]
-        fitted = [found.as_dict() for found in fits]
-        figures.append({**capture.about, "file": str(path), "sites": sites, "fits": fitted})
+        shown = {"file": str(path), "sites": sites, "fits": [found.as_dict() for found in fitted]}
+        figures.append({**capture.about, **shown})
         seen.append(capture)
-    say.document({"figures": figures, "skipped": skipped_as_json(seen)})
+        fits.append(fitted)
+    together = None
+    if len(seen) > 1:
+        taken = [entry["file"] for entry in figures]
+        together = str(save(overview(seen, fits, style=style), _path(output, suffix, _OVERVIEW, taken), seen, dpi))
+        say.result(together)
+    say.document({"figures": figures, "overview": together, "skipped": skipped_as_json(seen)})
 
 
-def _suffix(output: Path, asked: str | None, models: list[str] | None) -> str:
+def _suffix(output: Path, asked: str | None, names: list[str]) -> str:
     """Decide on the format before anything is run."""
     if asked is not None and asked not in _FORMATS:
         raise UsageError(unknown("figure format", asked, _FORMATS))
@@ -103,8 +114,8 @@ def _suffix(output: Path, asked: str | None, models: list[str] | None) -> str:
         return asked or "png"
     if asked not in (None, named):
         raise UsageError(f"--output {output} ends in .{named}, but --format asks for {asked}.")
-    if len(models or []) > 1:
-        raise UsageError(f"--output {output} is one file, but there are {len(models or [])} models. Name a folder.")
+    if len(names) > 1:
+        raise UsageError(f"--output {output} is one file, but there are {len(names)} models. Name a folder.")
     return named
 
 

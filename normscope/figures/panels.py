@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import matplotlib
 import numpy as np
 import torch
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.colors import ListedColormap, LogNorm
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 from numpy.typing import NDArray
 
@@ -18,6 +22,8 @@ from normscope.figures import density
 from normscope.figures.style import Style
 from normscope.fits.fit import CurveFit
 from normscope.fits.goodness import conditional_mean
+from normscope.pairs.binning import DENSITY_Y_GRID
+from normscope.pairs.captures import Capture
 from normscope.pairs.sites import NormSite
 from normscope.pairs.stats import PairStats
 
@@ -25,6 +31,9 @@ Array = NDArray[np.float64]
 _PIXELS = 220
 _LEAST_COUNT = 32  # pairs that a point of the drawn E[y|x] averages at least
 _EXTREME_CHANNELS = 4
+_CENTRE_SHARE = 0.98  # of all pairs lie in the inset
+_BOUND_SHOWN_WITHIN = 1.6  # times the largest |y|; a bound farther away would flatten the curves, and is written
+_INSET_FROM = 3.0  # times wider must the tails reach than the centre for an inset to show more
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,14 @@ class Panel:
     stats: PairStats
     fits: Sequence[CurveFit]
     style: Style
+
+
+def panels_of(capture: Capture, sites: Sequence[NormSite], fits: Sequence[CurveFit], style: Style) -> list[Panel]:
+    """Bring together what belongs to each of some sites of a capture."""
+    return [
+        Panel(site, capture.stats[site.name], [found for found in fits if found.site == site.name], style)
+        for site in sites
+    ]
 
 
 def draw_density(ax: Axes, panel: Panel) -> None:
@@ -106,8 +123,61 @@ def draw_curves(ax: Axes, panel: Panel) -> None:
             ax.plot(
                 grid, found(grid), color=colour, ls=dashes, lw=1.1, zorder=4, path_effects=outline(panel.style, 0.8)
             )
-    for bound in (-panel.site.bound, panel.site.bound):
-        ax.axhline(bound, color=panel.style.faint, lw=0.7, ls=":", zorder=1)
+    if math.isfinite(panel.site.bound):  # running statistics bound nothing
+        for bound in (-panel.site.bound, panel.site.bound):
+            ax.axhline(bound, color=panel.style.faint, lw=0.7, ls=":", zorder=1)
+
+
+def draw_panel(ax: Axes, panel: Panel, row: str) -> None:
+    """One row of the panels, with its centre enlarged in an inset where the tails reach far beyond it."""
+    x_limits, y_limits = _whole_range(panel)
+    _draw_within(ax, panel, row, x_limits, y_limits)
+    centre = _centre_range(panel.stats)
+    if centre is not None and x_limits[1] - x_limits[0] > _INSET_FROM * (centre[0][1] - centre[0][0]):
+        inset = ax.inset_axes((0.09, 0.58, 0.34, 0.40))
+        _draw_within(inset, panel, row, *centre)
+        inset.tick_params(labelsize=4.5, length=1.5, pad=1)
+        for spine in inset.spines.values():
+            spine.set(visible=True, linewidth=0.5, color=panel.style.faint)
+
+
+def _draw_within(
+    ax: Axes, panel: Panel, row: str, x_limits: tuple[float, float], y_limits: tuple[float, float]
+) -> None:
+    ax.set(xlim=x_limits, ylim=y_limits)
+    DRAW[row](ax, panel)
+    draw_curves(ax, panel)
+    ax.set(xlim=x_limits, ylim=y_limits)
+
+
+def _whole_range(panel: Panel) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Limits that hold every pair, symmetric about the origin, and the bound where the pairs come near it."""
+    stats = panel.stats
+    if not stats.n_pairs:
+        return (-1.0, 1.0), (-1.0, 1.0)
+    reach_x = max(float(stats.channel_extremes.abs().max()), 1e-30)
+    filled = stats.density.sum(0).nonzero().squeeze(1)
+    edges = DENSITY_Y_GRID.edges()[1:-1].abs()  # of the bin that holds the largest |y|: the panel holds it whole
+    reach_y = float(edges[(filled - 1).clamp(0, len(edges) - 1)].maximum(edges[filled.clamp(max=len(edges) - 1)]).max())
+    if 0 < panel.site.bound < _BOUND_SHOWN_WITHIN * reach_y:
+        reach_y = panel.site.bound
+    return (-1.06 * reach_x, 1.06 * reach_x), (-1.04 * reach_y, 1.04 * reach_y)
+
+
+def _centre_range(stats: PairStats) -> tuple[tuple[float, float], tuple[float, float]] | None:
+    """Limits about the origin within which nearly all pairs lie."""
+    x, mean, deviation = conditional_mean(stats.moments.sum(0), max(1, stats.n_pairs // 100))
+    if len(x) < 2:
+        return None
+    n = stats.moments[:, 0].sum(0)
+    centres = (stats.moments[:, 1].sum(0) / n.clamp_min(1)).abs()
+    order = centres.argsort()
+    reach = float(centres[order][int((n[order].cumsum(0) < _CENTRE_SHARE * n.sum()).sum())])
+    inside = np.abs(x) <= reach
+    if reach <= 0 or not inside.any():
+        return None
+    top = float(np.max(np.abs(mean[inside]) + 1.5 * deviation[inside]))
+    return (-reach, reach), (-top, top)
 
 
 def extreme_channels(stats: PairStats) -> list[int]:
@@ -132,13 +202,46 @@ def _drawn_tokens(stats: PairStats) -> tuple[Array, Array, Array]:
 
 def _drawn_pairs(stats: PairStats) -> tuple[Array, Array, NDArray[np.int64]]:
     token_x, token_y, _ = _drawn_tokens(stats)
-    channels = np.broadcast_to(np.arange(stats.d), token_x.shape)
+    if stats.grouped:  # of whose tokens only the single pairs know their channel
+        token_x, token_y = token_x[:0], token_y[:0]
+    channels = np.broadcast_to(np.arange(token_x.shape[1]), token_x.shape)
     filled = stats.pairs.filled
     return (
         np.concatenate([token_x.ravel(), stats.pairs.x[filled].double().numpy()]),
         np.concatenate([token_y.ravel(), stats.pairs.y[filled].double().numpy()]),
         np.concatenate([channels.ravel(), stats.pairs.channel[filled].long().numpy()]),
     )
+
+
+def legend_handles(panels: Sequence[Panel], *, density: bool) -> list[Artist]:
+    """What the greys, lines and dashes of these panels mean; ``density``, whether they show one."""
+    style = panels[0].style
+    handles: list[Artist] = [Line2D([], [], color=style.ink, lw=1.4, label="E[y|x], the best any function of x can do")]
+    if density:
+        grey = matplotlib.colormaps[style.density](0.6)
+        handles.insert(0, Patch(facecolor=grey, label="all pairs (log scale, each panel its own)"))
+    for curve in dict.fromkeys(found.curve for panel in panels for found in panel.fits):
+        colour, dashes = style.curves[curve]
+        handles.append(Line2D([], [], color=colour, ls=dashes, lw=1.1, label=f"A·{curve}(αx), least squares"))
+    if any(panel.site.bound < _whole_range(panel)[1][1] for panel in panels):
+        handles.append(Line2D([], [], color=style.faint, ls=":", lw=0.9, label="bound: ±√(d−1), without centring ±√d"))
+    return handles
+
+
+def corner_text(ax: Axes, style: Style, lines: Sequence[tuple[str, str]], size: float = 5.6) -> None:
+    """Texts, each in its colour, in the corner that an S leaves empty."""
+    for number, (text, colour) in enumerate(reversed(lines)):
+        ax.text(
+            0.99,
+            0.02 + 0.075 * number,
+            text,
+            color=colour,
+            ha="right",
+            fontsize=size,
+            transform=ax.transAxes,
+            path_effects=outline(style),
+            zorder=6,
+        )
 
 
 def outline(style: Style, width: float = 1.2) -> list[withStroke]:

@@ -1,0 +1,179 @@
+"""Several networks in one figure: a row a network, and across it four norm sites from shallow to deep."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.gridspec import GridSpec
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.textpath import TextToPath
+
+from normscope.errors import UsageError
+from normscope.figures.panels import Panel, corner_text, draw_panel, legend_handles, panels_of
+from normscope.figures.style import style_named
+from normscope.fits.fit import CurveFit
+from normscope.pairs.captures import Capture
+from normscope.pairs.selection import select
+
+_ACROSS = 4
+_COLUMN_INCHES = 1.75  # four of them are a page's text width
+_PANEL_INCHES = 1.15
+_AXIS_INCHES = 0.46  # of a panel's titles and ticks
+_GAP_INCHES = 0.1  # above a heading
+_LINE_INCHES = 0.105
+_FOOT_INCHES = 0.2
+_BOLD, _SMALL, _TINY = (
+    FontProperties(size=7.5, weight="bold"),
+    FontProperties(size=6.2),
+    FontProperties(size=5.2),
+)
+_MOST_LINES = 3
+_HINTING = 1.12  # so much wider do letters become where they are fitted to few pixels
+_LETTERS = TextToPath()
+
+
+def overview(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]] = (), *, style: str = "light") -> Figure:
+    """Draw several captures below one another: four norm sites each, evenly over the depth, as wide as a page's text.
+
+    Each panel holds the density of all pairs, E[y|x], the fitted curves, and the bound where the pairs come near it:
+    the arrangement of figure 2 of arXiv 2503.10622, with all pairs in place of some tokens.
+
+    Args:
+        captures: a row each; one of fewer than four sites has as many panels.
+        fits: for each capture, what :func:`normscope.fit` made of it; without any, no curves are drawn.
+        style: ``light`` or ``dark``.
+
+    Returns:
+        A matplotlib figure; :func:`normscope.figures.scurves.save` writes it.
+
+    Raises:
+        UsageError: if there is no capture, if the fits are of another number of captures, or if there is no such style.
+
+    >>> import normscope, torch
+    >>> from torch import nn
+    >>> x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    >>> captures = [normscope.capture(nn.Sequential(norm), [x]) for norm in (nn.LayerNorm(8), nn.RMSNorm(8))]
+    >>> figure = overview(captures, [normscope.fit(capture) for capture in captures])
+    >>> [ax.get_title(loc="left") for ax in figure.axes if ax.images]
+    ['0  0\\nLayerNorm d=8', '0  0\\nRMSNorm d=8']
+    """
+    if not captures:
+        raise UsageError("There is no capture to draw; an overview takes one or more.")
+    if len(fits) not in (0, len(captures)):
+        raise UsageError(f"There are {len(captures)} captures, but the fits of {len(fits)}; give the fits of each.")
+    theme = style_named(style)
+    rows = [
+        panels_of(capture, select(capture.sites, _ACROSS), own, theme)
+        for capture, own in zip(captures, fits or [()] * len(captures), strict=True)
+    ]
+    columns = max(2, *(len(panels) for panels in rows))
+    width = _COLUMN_INCHES * columns
+    headings = [_heading(capture, panels, width - 0.45) for capture, panels in zip(captures, rows, strict=True)]
+    heights = [_GAP_INCHES + _LINE_INCHES * (len(details) + 1) for _, details in headings]
+    handles = legend_handles([panel for panels in rows for panel in panels], density=True)
+    foot = _FOOT_INCHES + _LINE_INCHES * 1.2 * math.ceil(len(handles) / (columns - 1))
+    with matplotlib.rc_context(theme.rc()):
+        figure = Figure(
+            figsize=(width, sum(heights) + (_PANEL_INCHES + _AXIS_INCHES) * len(rows) + foot),
+            layout=ConstrainedLayoutEngine(h_pad=0.03, hspace=0),
+        )
+        ratios = [inches for height in heights for inches in (height, _PANEL_INCHES)]
+        grid = GridSpec(2 * len(rows), columns, figure, height_ratios=ratios)
+        for number, (panels, (name, details)) in enumerate(zip(rows, headings, strict=True)):
+            _write(figure.add_subplot(grid[2 * number, :]), name, details)
+            for column, panel in enumerate(panels):
+                ax = figure.add_subplot(grid[2 * number + 1, column])
+                _draw(ax, panel)
+                if column == 0:
+                    ax.set_ylabel("output before affine, y", fontproperties=_SMALL, labelpad=1)
+                if not any(column < len(below) for below in rows[number + 1 :]):
+                    ax.set_xlabel("norm input x", fontproperties=_SMALL, labelpad=1)
+        figure.legend(handles=handles, loc="outside lower center", ncols=columns - 1, prop=_SMALL)
+    return figure
+
+
+def _heading(capture: Capture, panels: Sequence[Panel], inches: float) -> tuple[str, list[str]]:
+    """What went through which network, and with which weights: the bold line, and those below it."""
+    about = capture.about
+    counts = sorted({panel.stats.n_pairs for panel in panels})
+    pairs = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
+    weights = f"weights: {about['weights']}"
+    data = f"data ({capture.n_samples} samples, {pairs} pairs a panel): {about['data']}"
+    return _tail(about["model"], inches, _BOLD), [*_wrapped(weights, inches, _SMALL), *_wrapped(data, inches, _SMALL)]
+
+
+def _write(ax: Axes, name: str, details: Sequence[str]) -> None:
+    """Write the heading into axes of its own, which the layout keeps free whatever its letters turn out to take."""
+    ax.axis("off")
+    for line, text in enumerate([name, *details]):
+        ax.annotate(
+            text,
+            (0, 0),
+            (0, 2 + 72 * _LINE_INCHES * (len(details) - line)),
+            fontproperties=_SMALL if line else _BOLD,
+            xycoords="axes fraction",
+            textcoords="offset points",
+            parse_math=False,
+            in_layout=False,
+        )
+
+
+def _draw(ax: Axes, panel: Panel) -> None:
+    draw_panel(ax, panel, "density")
+    ax.locator_params(nbins=4)
+    ax.ticklabel_format(scilimits=(-2, 4))  # wider numbers would take the panels' room
+    ax.tick_params(labelsize=_TINY.get_size(), length=2, pad=1.5)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.get_offset_text().set_fontproperties(_TINY)
+    site = panel.site
+    kind = " · ".join(part for part in (f"{site.kind} d={site.d}", site.placement) if part)
+    room = _COLUMN_INCHES - 0.3
+    number = f"{site.index}  "
+    name = number + _tail(site.name, room - _inches(number, _SMALL), _SMALL)
+    ax.set_title(f"{name}\n{_tail(kind, room, _SMALL)}", loc="left", fontproperties=_SMALL, parse_math=False, pad=3)
+    if not panel.stats.n_pairs:
+        ax.text(0, 0, "no finite pair", fontproperties=_SMALL, color=panel.style.faint, ha="center")
+        return
+    lines = [_result(found, panel) for found in panel.fits]
+    if panel.fits and panel.fits[0].r2_ceiling is not None:
+        lines.append((f"ceiling R² {panel.fits[0].r2_ceiling:.3f}", panel.style.ink))
+    corner_text(ax, panel.style, lines, _TINY.get_size())
+
+
+def _result(found: CurveFit, panel: Panel) -> tuple[str, str]:
+    if found.degenerate:
+        return f"{found.curve}: nothing to fit", panel.style.faint
+    doubt = ("  straight" if found.straight else "") if found.converged else "  not converged"
+    return f"{found.curve}  R² {found.r2:.3f}{doubt}", panel.style.curves[found.curve][0]
+
+
+def _inches(text: str, font: FontProperties) -> float:
+    width, _, _ = _LETTERS.get_text_width_height_descent(text, font, ismath=False)
+    return float(width) / 72 * _HINTING
+
+
+def _tail(text: str, inches: float, font: FontProperties) -> str:
+    """Shorten a text from the left, as the end of a module path tells it from the others, to what is so wide."""
+    if _inches(text, font) <= inches:
+        return text
+    dropped = bisect_left(range(len(text)), True, key=lambda n: _inches(f"…{text[n:]}", font) <= inches)
+    return f"…{text[dropped:].lstrip('.')}"
+
+
+def _wrapped(text: str, inches: float, font: FontProperties) -> list[str]:
+    """Break a text into lines of this width, at spaces where it can; what is far too long ends in an ellipsis."""
+    lines: list[str] = []
+    while text:
+        fitting = bisect_left(range(len(text)), True, key=lambda n: _inches(text[: n + 1], font) > inches)
+        cut = fitting if fitting == len(text) else max(text.rfind(" ", 0, fitting + 1), 0) or fitting
+        if len(lines) == _MOST_LINES - 1 and cut < len(text):
+            return [*lines, f"{text[: fitting - 1]}…"]
+        lines.append(text[:cut])
+        text = text[cut:].lstrip()
+    return lines
