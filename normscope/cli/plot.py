@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from normscope.cli.options import (
     AsJson,
     BatchSize,
+    By,
     Data,
     Device,
     Dtype,
     Func,
+    Guidance,
     Layers,
     Limit,
     Models,
     Quiet,
     Seed,
+    Timesteps,
     Verify,
     Weights,
 )
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.sources import Run, captures, check_sources, named_or_embedded
+from normscope.cli.sources import Run, captures, check_by, check_sources, named_or_embedded
 from normscope.errors import UsageError, unknown
 from normscope.files import check_writable, file_stem
+
+if TYPE_CHECKING:
+    from normscope.pairs.captures import Capture
 
 EXAMPLES = "Examples: normscope plot · normscope plot vit_b16 --layers 4 --format pdf · normscope plot seen.safetensors"
 
@@ -56,6 +62,9 @@ def plot(
     seed: Seed = 0,
     device: Device = "auto",
     dtype: Dtype = "float32",
+    guidance: Guidance = None,
+    timesteps: Timesteps = None,
+    by: By = None,
     verify: Verify = False,
     as_json: AsJson = False,
     output: Destination = Path("outputs"),
@@ -67,12 +76,13 @@ def plot(
     """
     say = Output(as_json, quiet)
     names = named_or_embedded(models, say)
-    suffix = _suffix(output, figure_format, names)
+    suffix = _suffix(output, figure_format, names, by)
     from normscope.fits.curves import curves_named
     from normscope.fits.fit import fit
 
     curves = [curve.name for curve in curves_named(func)]
-    run = Run(weights, data, limit, batch_size, seed, device, dtype, verify)
+    run = Run(weights, data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps)
+    check_by(by)
 
     from normscope.figures.overview import overview
     from normscope.figures.scurves import plot as draw
@@ -86,11 +96,11 @@ def plot(
         check_writable(_path(output, suffix, name, []))
     figures: list[dict[str, Any]] = []
     seen, fits = [], []
-    for capture in captures(names, run, layers, say):
+    for capture in captures(names, run, layers, say, by):
         fitted = fit(capture, curves)
         figure = draw(capture, fitted, color=rows, style=style)
         taken = [entry["file"] for entry in figures]
-        path = save(figure, _path(output, suffix, capture.about["model"], taken), capture, dpi)
+        path = save(figure, _path(output, suffix, _title(capture), taken), capture, dpi)
         say.result(str(path))
         sites = [site.name for site in capture.sites]
         shown = {"file": str(path), "sites": sites, "fits": [found.as_dict() for found in fitted]}
@@ -105,7 +115,7 @@ def plot(
     say.document({"figures": figures, "overview": together, "skipped": skipped_as_json(seen)})
 
 
-def _suffix(output: Path, asked: str | None, names: list[str]) -> str:
+def _suffix(output: Path, asked: str | None, names: list[str], by: str | None) -> str:
     """Decide on the format before anything is run."""
     if asked is not None and asked not in _FORMATS:
         raise UsageError(unknown("figure format", asked, _FORMATS))
@@ -116,7 +126,13 @@ def _suffix(output: Path, asked: str | None, names: list[str]) -> str:
         raise UsageError(f"--output {output} ends in .{named}, but --format asks for {asked}.")
     if len(names) > 1:
         raise UsageError(f"--output {output} is one file, but there are {len(names)} models. Name a folder.")
+    if by is not None:
+        raise UsageError(f"--output {output} is one file, but --by {by} draws a figure for each. Name a folder.")
     return named
+
+
+def _title(capture: Capture) -> str:
+    return " ".join(capture.about[key] for key in ("model", "part") if key in capture.about)
 
 
 def _path(output: Path, suffix: str, model: str, taken: list[str]) -> Path:
