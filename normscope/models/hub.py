@@ -8,9 +8,6 @@ is imported.
 from __future__ import annotations
 
 import logging
-import socket
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,9 +15,7 @@ from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, OfflineModeIsEnabled
 
 from normscope.errors import ModelError
-from normscope.models.registry import embedded_models
-
-DEADLINE = 3.0  # seconds for the hub's first answer, which takes less than one where all is well
+from normscope.models import answers
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +29,13 @@ def fetch(repo: str, filename: str) -> str:
         ModelError: if it is neither on the hub nor in the cache.
     """
     cached = try_to_load_from_cache(repo, filename)
-    failure = _ask(repo, filename)
+    failure = _ask_for(repo, filename)
     if failure is None:
         try:
             path = hf_hub_download(repo, filename)
         except Exception as error:  # of huggingface_hub, of its HTTP library, of the disk
             raise ModelError(
-                f"The download of {filename} from {repo} broke off: {_first_line(error)}. {_ways_on()}"
+                f"The download of {filename} from {repo} broke off: {answers.first_line(error)}. {answers.ways_on()}"
             ) from error
     elif isinstance(cached, str):
         path = cached
@@ -48,38 +43,20 @@ def fetch(repo: str, filename: str) -> str:
             logger.warning("%s is taken from the cache: %s.", repo, _reason(failure, filename))
     else:
         raise ModelError(
-            f"The weights of {repo} cannot be had: {_reason(failure, filename)}. {_ways_on()}"
+            f"The weights of {repo} cannot be had: {_reason(failure, filename)}. {answers.ways_on()}"
         ) from failure
     return Path(path).parent.name  # …/snapshots/<commit>/<filename>
 
 
-def _ways_on() -> str:
-    """Say what to do without a hub."""
-    return (
-        "Name a file with --weights FILE, take --weights random, or use an embedded model, which needs no "
-        f"network: normscope plot {embedded_models()[0]}."
-    )
+def _ask_for(repo: str, filename: str) -> Exception | None:
+    """Ask the hub for the file's metadata; return what went wrong."""
 
+    def question() -> None:
+        metadata = get_hf_file_metadata(hf_hub_url(repo, filename), timeout=answers.DEADLINE)
+        if not metadata.commit_hash:
+            raise NotAHubError
 
-def _ask(repo: str, filename: str) -> Exception | None:
-    """Ask the hub for the file's metadata; return what went wrong.
-
-    In a thread, because the timeouts of the HTTP library hold for each address that the host's name has, and do not
-    hold for looking that name up.
-    """
-    outcome: list[Exception | None] = []
-
-    def ask() -> None:
-        try:
-            metadata = get_hf_file_metadata(hf_hub_url(repo, filename), timeout=DEADLINE)
-            outcome.append(None if metadata.commit_hash else NotAHubError())
-        except Exception as error:  # _reason() tells them apart, in the thread that can raise
-            outcome.append(error)
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(DEADLINE)
-    return outcome[0] if outcome else TimeoutError()
+    return answers.ask(question)
 
 
 class NotAHubError(Exception):
@@ -97,31 +74,5 @@ def _reason(error: Exception, filename: str) -> str:
         case EntryNotFoundError():
             return f"there is no {filename} on {host}, and other formats, which can run code, are not fetched"
         case HfHubHTTPError():
-            return _reason_of_status(error.response.status_code, host)
-    causes = list(_causes(error))
-    if any(isinstance(cause, socket.gaierror) for cause in causes):
-        return f"the name of the hub, {host}, cannot be resolved"
-    if any(isinstance(cause, ConnectionRefusedError) for cause in causes):
-        return f"the hub at {host} refuses the connection"
-    if any("Timeout" in type(cause).__name__ for cause in causes):
-        return f"the hub at {host} did not answer within {DEADLINE:g} s"
-    return f"asking the hub at {host} failed with {_first_line(error)}"
-
-
-def _reason_of_status(status: int, host: str) -> str:
-    if status == 404:
-        return f"{host} does not know them (status 404)"
-    if status in (401, 403):
-        return f"{host} does not give them to you (status {status}): they are private, gated, or not there"
-    return f"{host} cannot serve them now (status {status})"
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _first_line(error: Exception) -> str:
-    line = str(error).strip().partition("\n")[0].rstrip(".")
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+            return answers.reason_of_status(error.response.status_code, host)
+    return answers.reason(error, host)

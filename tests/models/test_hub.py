@@ -5,7 +5,7 @@ import socket
 import pytest
 import torch
 
-from normscope.models.inputs import image_inputs
+from normscope.models.images import image_inputs
 from normscope.models.vision import _timm_preprocessing
 
 REPO = "timm/test_vit.r160_in1k"

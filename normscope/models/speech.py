@@ -1,0 +1,92 @@
+"""Speech models: torchaudio's bundles that take waveforms, and the tiny wav2vec 2.0 that is embedded here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+from torchaudio.models import wav2vec2_model
+
+from normscope.batches import Sample
+from normscope.errors import UsageError
+from normscope.models import bundles
+from normscope.models.audio import audio_inputs
+from normscope.models.base import Inputs, LoadedModel, LoadOptions, Provenance
+from normscope.models.inputs import TensorInputs
+from normscope.models.weights import embedded_module, read_embedded, ready, with_weights
+
+EMBEDDED = "demo_wav2vec2"
+
+
+def load_torchaudio(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
+    """Load the network of a torchaudio bundle.
+
+    Args:
+        name: what outputs and errors call it.
+        architecture: torchaudio's name for the bundle: ``WAV2VEC2_LARGE``.
+        options: which weights and inputs, and where to put them.
+
+    Raises:
+        ModelError: if torchaudio does not know it, it takes no waveform, or its weights cannot be had or do not fit.
+        UsageError: if it cannot run in the asked-for dtype.
+        DataError: if there is no recording at ``options.data``.
+    """
+    bundle = bundles.find(name, architecture)
+    if architecture.startswith("HDEMUCS") and options.dtype != torch.float32:
+        raise UsageError(f"{name} runs in float32 only: torch has no Fourier transform in {str(options.dtype)[6:]}.")
+    module, provenance = with_weights(
+        name,
+        options,
+        build=lambda: bundles.build(bundle),
+        pretrained=lambda: bundles.pretrained(architecture, bundle, embedded=EMBEDDED),
+        from_file=partial(bundles.load_weights, unused_rows=getattr(bundle, "_remove_aux_axis", ())),
+    )
+    inputs = audio_inputs(bundles.audio_format(module, bundle.sample_rate), options)
+    return LoadedModel(name, ready(module, options), inputs, provenance)
+
+
+def load_demo_wav2vec2(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
+    """Load the embedded wav2vec 2.0; its default inputs are words of voices that were held out from its training.
+
+    Raises:
+        ModelError: if a weights file does not fit.
+        DataError: if there is no recording at ``options.data``.
+    """
+    _, facts, _ = read_embedded(f"{architecture}.safetensors")
+    build, pretrained = embedded_module(
+        architecture, "synthetic words", lambda facts: wav2vec2_model(**facts["config"])
+    )
+
+    def wrapped(module: nn.Module) -> nn.Module:
+        return bundles.wrap(module, normalize_waveform=facts["normalize_waveform"])
+
+    def wrapped_pretrained() -> tuple[nn.Module, Provenance]:
+        module, provenance = pretrained()
+        return wrapped(module), provenance
+
+    module, provenance = with_weights(
+        name,
+        options,
+        build=lambda: wrapped(build()),
+        pretrained=wrapped_pretrained,
+        from_file=bundles.load_weights,
+    )
+    taken = bundles.audio_format(module, facts["sample_rate"])
+    inputs = _held_out_words(options) if options.data is None else audio_inputs(taken, options)
+    return LoadedModel(name, ready(module, options), inputs, provenance)
+
+
+def _held_out_words(options: LoadOptions) -> Inputs:
+    """Return the embedded words, one a batch; each voice is a source."""
+    clips, facts, _ = read_embedded(f"{EMBEDDED}_words.safetensors")
+    waveforms = (clips["waveforms"].float() * facts["scale"]).split(clips["lengths"].tolist())
+    speakers = clips["speakers"].tolist()[: options.limit]
+    total = f"{len(waveforms)} held-out words of {len(facts['voices'])} synthetic voices"
+    return TensorInputs(
+        waveforms[: options.limit],
+        [Sample(facts["voices"][speaker], speaker, i, data=EMBEDDED) for i, speaker in enumerate(speakers)],
+        f"the first {len(speakers)} of {total}" if len(speakers) < len(waveforms) else total,
+        replace(options, batch_size=1),
+    )
