@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import timm.models
 from torch import Tensor, nn
 
 from normscope.errors import ModelError
@@ -57,6 +56,8 @@ def _read(path: Path) -> dict[str, Tensor]:
         )
     if path.stat().st_size == 0:
         raise ModelError(f"The weights file {str(path)!r} is empty.")
+    import timm.models  # a second or two that only reading a file is worth
+
     try:
         state_dict = timm.models.load_state_dict(str(path), weights_only=True)
     except Exception as error:  # pickle, zipfile, torch and safetensors each have their own
