@@ -52,3 +52,12 @@ def unknown(what: str, value: str, choices: Iterable[str]) -> str:
     if near:
         return f"There is no {what} {value!r}. Did you mean {' or '.join(repr(name) for name in near)}?"
     return f"There is no {what} {value!r}. There are: {', '.join(names)}."
+
+
+def count(number: int, noun: str) -> str:
+    """Say how many there are of something.
+
+    >>> count(1, "image"), count(2000, "image")
+    ('1 image', '2,000 images')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"

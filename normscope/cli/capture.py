@@ -113,5 +113,7 @@ def _announce(pairs: RawPairs, network: LoadedModel, layers: str, say: Output) -
 
     first = next(iter(network.inputs)).first_sample()
     sites = select(find_norms(network.module, first).sites, layers)
-    size = raw_bytes(sites, network.inputs.n_samples)
-    say.warn(f"the raw pairs of {len(sites)} norm sites will take {size / 1e6:,.1f} MB in {pairs.folder}")
+    samples = network.inputs.n_samples
+    size = raw_bytes(sites, samples or 1)
+    each = "" if samples else " for each sample"
+    say.warn(f"the raw pairs of {len(sites)} norm sites will take {size / 1e6:,.1f} MB{each} in {pairs.folder}")

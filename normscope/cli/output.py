@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
+from normscope.errors import count
 from normscope.files import check_writable, whole_file
 
 if TYPE_CHECKING:
@@ -86,13 +88,14 @@ class Output:
 
     def introduce(self, network: LoadedModel) -> None:
         """Say which network runs, with which weights, where; random weights are said so even when quiet."""
-        parameter = next(network.module.parameters())
-        line = f"{network.name}: {network.provenance.description}, on {parameter.device} in {parameter.dtype}"
+        tensors = itertools.chain(network.module.parameters(), network.module.buffers())
+        where = [f", on {tensor.device} in {tensor.dtype}" for tensor in itertools.islice(tensors, 1)]
+        line = f"{network.name}: {network.provenance.description}{''.join(where)}"
         (self.warn if network.provenance.kind == "random" else self.remark)(line)
 
     def account(self, capture: Capture, unreadable: Sequence[str] = ()) -> None:
         """Say what was run, what was left out, and why."""
-        self.remark(f"{capture.about['model']}: {capture.n_samples} samples, {capture.about['data']}")
+        self.remark(f"{capture.about['model']}: {count(capture.n_samples, 'sample')}, {capture.about['data']}")
         for line in unreadable:
             self.warn(f"unreadable, left out: {line}")
         for site in capture.sites:

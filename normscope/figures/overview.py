@@ -14,7 +14,7 @@ from matplotlib.gridspec import GridSpec
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.textpath import TextToPath
 
-from normscope.errors import UsageError
+from normscope.errors import UsageError, count
 from normscope.figures.panels import Panel, corner_text, draw_panel, legend_handles, panels_of
 from normscope.figures.style import style_named
 from normscope.fits.fit import CurveFit
@@ -104,7 +104,7 @@ def _heading(capture: Capture, panels: Sequence[Panel], inches: float) -> tuple[
     counts = sorted({panel.stats.n_pairs for panel in panels})
     pairs = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
     weights = f"weights: {about['weights']}"
-    data = f"data ({capture.n_samples} samples, {pairs} pairs a panel): {about['data']}"
+    data = f"data ({count(capture.n_samples, 'sample')}, {pairs} pairs a panel): {about['data']}"
     return _tail(about["model"], inches, _BOLD), [*_wrapped(weights, inches, _SMALL), *_wrapped(data, inches, _SMALL)]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from normscope.errors import UsageError, unknown
+from normscope.errors import UsageError, count, unknown
 from normscope.figures.panels import (
     DRAW,
     Panel,
@@ -174,7 +174,8 @@ _LEGENDS = {"density": _density_legend, "token": _token_legend, "channel": _chan
 
 def _caption(figure: Figure, capture: Capture, panels: Sequence[Panel], rows: Sequence[str]) -> None:
     about = capture.about
-    title = f"{about['model']} · {capture.n_samples} samples\nweights: {about['weights']}\ndata: {about['data']}"
+    samples = count(capture.n_samples, "sample")
+    title = f"{about['model']} · {samples}\nweights: {about['weights']}\ndata: {about['data']}"
     figure.suptitle(title, fontsize=7.5, parse_math=False)
     handles = legend_handles(panels, density="density" in rows)
     across = min(_COLUMNS, len(panels))

@@ -15,9 +15,9 @@ from torch import Tensor
 from torchaudio.functional import resample
 
 from normscope.batches import Sample
-from normscope.errors import DataError
+from normscope.errors import DataError, count
 from normscope.models.base import Inputs, LoadOptions
-from normscope.models.inputs import FileKind, Files, TensorInputs, count
+from normscope.models.inputs import FileKind, Files, TensorInputs
 
 # What libsndfile opens, and MP4 is not among it. A single file is tried whatever its name.
 SUFFIXES = frozenset(

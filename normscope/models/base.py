@@ -53,8 +53,8 @@ class Inputs(Protocol):
         """One line that says what was read."""
 
     @property
-    def n_samples(self) -> int:
-        """How many samples there are at most: unreadable ones are still among them."""
+    def n_samples(self) -> int | None:
+        """How many samples there are at most, unreadable ones among them; None where only iterating would tell."""
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches on the model's device and in its dtype."""

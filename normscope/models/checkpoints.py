@@ -30,7 +30,7 @@ def load_file(module: nn.Module, path: Path, name: str) -> Provenance:
     Raises:
         ModelError: if the file cannot be read, or does not hold exactly the weights of ``module``.
     """
-    state_dict = _read(path)
+    state_dict = read_state_dict(path)
     if state_dict.keys() != module.state_dict().keys():
         state_dict = _converted(state_dict, module)
     misfits = _misfits(state_dict, module)
@@ -47,7 +47,8 @@ def load_file(module: nn.Module, path: Path, name: str) -> Provenance:
     return Provenance("file", f"file {path.name} (sha256 {digest[:12]})")
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def read_state_dict(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a safetensors file or torch checkpoint, without unpickling code; ModelError if it is none."""
     if path.is_dir():
         raise ModelError(f"The weights {str(path)!r} are a folder. Name the checkpoint file in it.")
     if not path.is_file():

@@ -40,10 +40,10 @@ def fetch(repo: str, filename: str) -> str:
     elif isinstance(cached, str):
         path = cached
         if not isinstance(failure, OfflineModeIsEnabled):
-            logger.warning("%s is taken from the cache: %s.", repo, _reason(failure, filename))
+            logger.warning("%s is taken from the cache: %s.", repo, reason(failure, filename))
     else:
         raise ModelError(
-            f"The weights of {repo} cannot be had: {_reason(failure, filename)}. {answers.ways_on()}"
+            f"The weights of {repo} cannot be had: {reason(failure, filename)}. {answers.ways_on()}"
         ) from failure
     return Path(path).parent.name  # …/snapshots/<commit>/<filename>
 
@@ -63,7 +63,7 @@ class NotAHubError(Exception):
     """The answer is not one of a model hub: a captive portal's page, or a mistyped HF_ENDPOINT."""
 
 
-def _reason(error: Exception, filename: str) -> str:
+def reason(error: Exception, filename: str) -> str:
     """Say in one clause why the hub does not give ``filename``."""
     host = urlsplit(constants.ENDPOINT).netloc or constants.ENDPOINT
     match error:

@@ -13,9 +13,9 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from normscope.batches import Sample
-from normscope.errors import DataError
+from normscope.errors import DataError, count
 from normscope.models.base import Inputs, LoadOptions
-from normscope.models.inputs import FileKind, Files, TensorInputs, count
+from normscope.models.inputs import FileKind, Files, TensorInputs
 
 CROPS = 8
 SMALLEST_CROP = 0.4  # of the photograph's short edge: a face or a badge, not one button

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from normscope.batches import Batch, Sample
-from normscope.errors import DataError
+from normscope.errors import DataError, count
 from normscope.models.base import LoadOptions
 
 
@@ -70,7 +70,7 @@ class Files:
         Raises:
             DataError: if ``root`` is missing, or a folder without a single file of that kind.
         """
-        found, self._left_out = _find(root, kind)
+        found, self._left_out = find_files(root, kind.noun, kind.suffixes)
         self.root, self.kind = root, kind
         self.paths = found[: options.limit]
         self.unreadable: list[str] = []
@@ -113,11 +113,11 @@ class Files:
 
     def _readable(self) -> Iterator[tuple[Sample, Tensor]]:
         for index, path in enumerate(self.paths):
-            name = _name_in(self.root, path)
+            name = name_in(self.root, path)
             try:
                 tensor = self.kind.read(path)
             except Exception as error:  # the libraries raise nearly anything on a damaged file
-                self.unreadable.append(f"{name}: {_reason(error)}")
+                self.unreadable.append(f"{name}: {reason(error)}")
                 continue
             yield Sample(name, source_index=index, index=index, data=self._data), tensor
 
@@ -130,41 +130,38 @@ def batches(samples: Iterable[tuple[Sample, Tensor]], options: LoadOptions) -> I
         yield Batch((torch.stack(tensors),), samples=own).to(options.device, options.dtype)
 
 
-def count(number: int, noun: str) -> str:
-    """Say how many there are of something.
-
-    >>> count(1, "image"), count(2, "image")
-    ('1 image', '2 images')
-    """
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def listing_digest(root: Path, paths: Iterable[Path]) -> str:
     """Tell a data set from others by its files' names and sizes, wherever it lies and whatever part is taken."""
     digest = hashlib.blake2b(digest_size=8)
     for path in paths:
-        digest.update(f"{_name_in(root, path)}\0{path.stat().st_size}\0".encode("utf-8", "surrogateescape"))
+        digest.update(f"{name_in(root, path)}\0{path.stat().st_size}\0".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
 
-def _find(root: Path, kind: FileKind) -> tuple[list[Path], int]:
-    """Return the files of a kind at ``root``, and how many others there are."""
+def find_files(root: Path, noun: str, suffixes: frozenset[str]) -> tuple[list[Path], int]:
+    """Return the files at ``root`` whose names end so, and how many others there are; a single file in any case.
+
+    Raises:
+        DataError: if ``root`` is missing, or a folder without a single such file.
+    """
     if root.is_file():
         return [root], 0
     if not root.is_dir():
-        raise DataError(f"There is no file or folder {str(root)!r} to read {kind.noun}s from.")
+        raise DataError(f"There is no file or folder {str(root)!r} to read {noun}s from.")
     files = sorted((path for path in root.rglob("*") if path.is_file()), key=Path.as_posix)
-    found = [path for path in files if path.suffix.lower() in kind.suffixes]
+    found = [path for path in files if path.suffix.lower() in suffixes]
     if not found:
-        raise DataError(f"The folder {str(root)!r} holds no {kind.noun}, only {count(len(files), 'other file')}.")
+        raise DataError(f"The folder {str(root)!r} holds no {noun}, only {count(len(files), 'other file')}.")
     return found, len(files) - len(found)
 
 
-def _name_in(root: Path, path: Path) -> str:
+def name_in(root: Path, path: Path) -> str:
+    """Name a file within the folder or file that the user named."""
     return path.relative_to(root if root.is_dir() else root.parent).as_posix()
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Say in a few words why a file cannot be read."""
     match error:
         case OSError(strerror=str(reason)):
             return reason

@@ -90,7 +90,8 @@ def save(capture: Capture, path: str | Path) -> Path:
     }
     tensors = _tensors(capture, "")
     for number, part in enumerate(capture.parts.values()):
-        tensors |= _tensors(part, f"{number}/")
+        # Copied: the only part is the whole, and safetensors refuses tensors that share memory.
+        tensors |= {name: tensor.clone() for name, tensor in _tensors(part, f"{number}/").items()}
     with whole_file(Path(path)) as partial:
         save_file(tensors, partial, metadata={_HEADER: json.dumps(header)})
     return Path(path)

@@ -64,7 +64,8 @@ def test_unknown_and_functional_norms_are_reported():
 
     report = report_of(Mixed(), torch.randn(1, 4, 6))
     assert [site.name for site in report.sites] == ["norm"]
-    assert [(norm.name, norm.kind) for norm in report.skipped] == [("local", "LocalResponseNorm"), ("inner", "layer_norm")]
+    skipped = [(norm.name, norm.kind) for norm in report.skipped]
+    assert skipped == [("local", "LocalResponseNorm"), ("inner", "layer_norm")]
     assert "called as a function" in report.skipped[1].reason
 
 

@@ -1,0 +1,269 @@
+"""Language models: whatever transformers loads that reads text, without running code that comes with the weights."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normscope.errors import ModelError
+from normscope.models import answers
+from normscope.models.base import LoadedModel, LoadOptions, Provenance
+from normscope.models.checkpoints import SHOWN, read_state_dict
+from normscope.models.hub_files import HubSilentError, Repository, refuse_code, sha256_of
+from normscope.models.text import text_inputs
+from normscope.models.tokens import load_tokenizer, reading_of
+from normscope.models.weights import with_weights
+
+logger = logging.getLogger(__name__)
+
+_HEADS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM")
+_BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
+    "openai-community/gpt2": ("gpt2", {"architectures": ["GPT2LMHeadModel"]}),
+    "huggyllama/llama-7b": (
+        "llama",
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-6,
+            "pad_token_id": 0,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+
+
+def load_transformers(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
+    """Load a model of transformers that reads text.
+
+    The head is the one that the configuration names, if it is of a causal, masked or sequence-to-sequence language
+    model, and left out otherwise. An encoder–decoder model gets the same text on both sides. Weights are made in
+    the asked-for dtype at once; the few tensors that transformers keeps in float32 in any dtype stay so.
+
+    Args:
+        name: what outputs and errors call it.
+        architecture: a folder, or a repository of the hub.
+        options: which weights and inputs, and where to put them.
+
+    Raises:
+        ModelError: if transformers is not installed or does not know the model, the model takes no text or asks for
+            code of its own, or its weights or tokenizer cannot be had or do not fit.
+        DataError: if there is no text at ``options.data``.
+    """
+    library = _library(name)
+    repository = Repository(str(Path(architecture).expanduser()))
+    with _quiet(library):
+        config = _config(library, name, repository, options)
+        network = _Network(library, name, _kind(library, name, config), config, options.dtype)
+        tokenizer = _tokenizer(library, name, repository, options)
+        if options.weights in ("pretrained", "random"):
+            module, provenance = with_weights(
+                name, options, build=network.fresh, pretrained=lambda: network.of(repository)
+            )
+        else:  # transformers makes the module around the weights: there is no fresh one to fill
+            module, provenance = network.of_file(Path(options.weights))
+    inputs = text_inputs(reading_of(module, config, tokenizer), options)
+    return LoadedModel(name, module.eval().to(options.device), inputs, provenance)
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ModelError(
+            f"{name} is a model of transformers, which cannot be imported ({answers.first_line(error)}). "
+            "Install it: pip install 'normscope[transformers]'."
+        ) from error
+
+
+@contextmanager
+def _quiet(library: Any) -> Iterator[None]:
+    """Keep transformers' own reports and progress bars from the terminal: what matters in them is raised."""
+    says = library.utils.logging
+    verbosity, bars = says.get_verbosity(), says.is_progress_bar_enabled()
+    says.set_verbosity(says.CRITICAL)
+    says.disable_progress_bar()
+    try:
+        yield
+    finally:
+        says.set_verbosity(verbosity)
+        if bars:
+            says.enable_progress_bar()
+
+
+def _config(library: Any, name: str, repository: Repository, options: LoadOptions) -> Any:
+    if _built_in(repository) and options.weights != "pretrained":
+        model_type, facts = _BUILT_IN[repository.name]
+        return library.AutoConfig.for_model(model_type, **facts)
+    try:
+        content = repository.json("config.json")
+    except HubSilentError as error:
+        if options.weights == "pretrained":
+            raise
+        raise ModelError(
+            f"The configuration of {name} cannot be had: {error.reason}. Name a folder that holds config.json and "
+            "tokenizer.json: transformers:DIR."
+        ) from error
+    if content is None:
+        raise ModelError(f"{repository.name!r} holds no config.json, and so no model of transformers.")
+    refuse_code(name, "config.json", content)
+    try:
+        return library.AutoConfig.from_pretrained(repository.name, trust_remote_code=False, **repository.where())
+    except Exception as error:  # of any configuration's checks
+        raise ModelError(
+            f"transformers {library.__version__} cannot make a model of {name}'s config.json: "
+            f"{answers.first_line(error)}."
+        ) from error
+
+
+def _built_in(repository: Repository) -> bool:
+    return repository.name in _BUILT_IN and not repository.is_folder
+
+
+def _tokenizer(library: Any, name: str, repository: Repository, options: LoadOptions) -> Any:
+    """Return the tokenizer; None for bytes where it cannot be had and the weights are random anyway."""
+    try:
+        return load_tokenizer(library, name, repository, str(options.weights))
+    except HubSilentError:
+        if _built_in(repository) and options.weights == "random":
+            return None
+        raise
+
+
+def _kind(library: Any, name: str, config: Any) -> Any:
+    """Choose the class: with the head that the configuration names, or without any."""
+    named = (config.architectures or [""])[0]
+    automatic = library.models.auto.modeling_auto
+    with_head = [getattr(automatic, f"MODEL_FOR_{head}_MAPPING_NAMES").values() for head in _HEADS]
+    if any(named in classes for classes in with_head):
+        kind = getattr(library, named)
+        text_is_enough = True
+    else:
+        try:
+            found = automatic.MODEL_MAPPING[type(config)]
+        except KeyError as error:
+            raise ModelError(f"transformers {library.__version__} has no model for {type(config).__name__}.") from error
+        classes = found if isinstance(found, (tuple, list)) else (found,)
+        kind = next((known for known in classes if known.__name__ == named), classes[0])
+        text_is_enough = kind.input_modalities in ("text", ("text",))
+    if kind.main_input_name != "input_ids" or not text_is_enough:
+        takes = kind.main_input_name if kind.main_input_name != "input_ids" else " and ".join(kind.input_modalities)
+        raise ModelError(
+            f"{name} is a {kind.__name__}, which takes {takes}: text is not enough. Make it and its inputs in a "
+            "function of yours, and name that: py:FILE:FACTORY."
+        )
+    return kind
+
+
+@dataclass(frozen=True)
+class _Network:
+    """A class of transformers and the configuration to make it with."""
+
+    library: Any
+    name: str
+    kind: Any
+    config: Any
+    dtype: torch.dtype
+
+    def fresh(self) -> nn.Module:
+        module: nn.Module = self.kind._from_config(self.config, dtype=self.dtype, **self._without_pooler())
+        return module
+
+    def of(self, repository: Repository) -> tuple[nn.Module, Provenance]:
+        """Load the weights of a folder or a repository: the network's own, unless this class has no place for them."""
+        files = repository.weights()
+        module, report = self._loaded(repository.name, f"The model of {repository.name}", **repository.where())
+        if left_out := sorted(report["unexpected_keys"]):
+            logger.warning("%s: %s has no place for %s.", self.name, self.kind.__name__, _shown(left_out))
+        _check(report | {"unexpected_keys": []}, f"The weights of {repository.name} do not fit {self.kind.__name__}")
+        if repository.is_folder:
+            folder = Path(repository.name).resolve().name
+            return module, Provenance("file", f"folder {folder} (sha256 {sha256_of(files)[:12]})")
+        return module, Provenance("pretrained", f"{repository.name}@{repository.commit[:12]}")
+
+    def of_file(self, path: Path) -> tuple[nn.Module, Provenance]:
+        """Load the weights of a file, which has to hold those of this class and no others, except for a head's."""
+        state_dict = read_state_dict(path)
+        module, report = self._loaded(None, f"The weights file {str(path)!r}", state_dict=dict(state_dict))
+        left_over = _left_over(report["unexpected_keys"], module, self.config)
+        _check(
+            report | {"unexpected_keys": left_over},
+            f"The weights file {str(path)!r} does not fit {self.name}",
+            _not_floating(state_dict, module),
+        )
+        return module, Provenance("file", f"file {path.name} (sha256 {sha256_of([path])[:12]})")
+
+    def _loaded(self, source: str | None, what: str, **arguments: Any) -> tuple[nn.Module, dict[str, Any]]:
+        """Return the module, and transformers' report on what did not fit."""
+        try:
+            module, report = self.kind.from_pretrained(
+                source,
+                config=self.config,
+                dtype=self.dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # the report names them, and they are refused
+                output_loading_info=True,
+                **self._without_pooler(),
+                **arguments,
+            )
+        except Exception as error:  # of safetensors, of torch, of any model's own conversion
+            raise ModelError(
+                f"{what} does not load with transformers {self.library.__version__}: {answers.first_line(error)}."
+            ) from error
+        return module, report
+
+    def _without_pooler(self) -> dict[str, bool]:
+        """Leave the pooling layer out where another class was saved than is loaded: not all of them have one."""
+        takes_it = "add_pooling_layer" in inspect.signature(self.kind.__init__).parameters
+        saved = self.config.architectures or []
+        return {"add_pooling_layer": False} if takes_it and self.kind.__name__ not in saved else {}
+
+
+def _check(report: Mapping[str, Any], misfit: str, wrong: list[str] | None = None) -> None:
+    """Refuse weights of which anything was missing, left over or of another shape, as transformers reports it."""
+    misfits = list(wrong or [])
+    misfits += [f"{key} is missing" for key in sorted(report["missing_keys"])]
+    misfits += [f"{key} is not in the model" for key in sorted(report["unexpected_keys"])]
+    misfits += [
+        f"{key} is {tuple(found)} and should be {tuple(wanted)}"
+        for key, found, wanted in sorted(report["mismatched_keys"])
+    ]
+    if misfits:
+        raise ModelError(f"{misfit}: {_shown(misfits)}.")
+
+
+def _left_over(keys: Iterable[str], module: Any, config: Any) -> list[str]:
+    """Return the keys that belong nowhere; where a head was left out on purpose, those of a head do."""
+    if type(module).__name__ in (config.architectures or []):
+        return list(keys)
+    parts = {name for name, _ in module.named_children()}
+    return [key for key in keys if key.removeprefix(f"{module.base_model_prefix}.").partition(".")[0] in parts]
+
+
+def _shown(items: list[str]) -> str:
+    return ", ".join(items[:SHOWN]) + (f", and {len(items) - SHOWN} more" if len(items) > SHOWN else "")
+
+
+def _not_floating(state_dict: Mapping[str, Tensor], module: nn.Module) -> list[str]:
+    """Name tensors that are whole numbers, quantized for example, where the model's are not."""
+    prefix = f"{getattr(module, 'base_model_prefix', '')}."
+    floating = {key.removeprefix(prefix) for key, value in module.state_dict().items() if value.is_floating_point()}
+    return [
+        f"{key} is {str(value.dtype).removeprefix('torch.')}"
+        for key, value in state_dict.items()
+        if not value.is_floating_point() and key.removeprefix(prefix) in floating
+    ]

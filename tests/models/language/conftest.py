@@ -1,0 +1,77 @@
+"""Folders of tiny networks as transformers saves them, each with a tokenizer, and texts to read."""
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+TEXTS = ["One two three.", "A longer line, of more words than the first.", "Four!", "Ein Käfig, ¿y si no?"]
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+CONFIGS = {
+    "gpt2": ("GPT2LMHeadModel", {"vocab_size": 300, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 30}),
+    "llama": ("LlamaForCausalLM", SMALL),
+    "qwen3": ("Qwen3ForCausalLM", SMALL | {"num_key_value_heads": 1, "head_dim": 8}),
+    "bert": ("BertForMaskedLM", SMALL),
+    "t5": ("T5ForConditionalGeneration", {"vocab_size": 300, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2}),
+    "roberta": ("RobertaForSequenceClassification", SMALL | {"max_position_embeddings": 22}),
+    "longformer": ("LongformerModel", SMALL | {"attention_window": [8, 8], "max_position_embeddings": 600}),
+    "vit": ("ViTModel", {key: SMALL[key] for key in list(SMALL)[1:]}),
+    "clip": ("CLIPModel", {"text_config": SMALL, "vision_config": SMALL}),
+}
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """Make a tokenizer whose tokens are bytes, with an end-of-sequence token behind each text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate(["<pad>", "</s>", *alphabet])}
+    core = Tokenizer(models.BPE(vocabulary, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="</s>")  # noqa: S106
+
+
+@pytest.fixture(scope="session")
+def folders(tokenizer, tmp_path_factory):
+    """Save a tiny network of each kind, with weights that no seed of the tests makes, and its tokenizer."""
+    root = tmp_path_factory.mktemp("transformers")
+    torch.manual_seed(1234)
+    for kind, (name, changes) in CONFIGS.items():
+        network = getattr(transformers, name)
+        config = network.config_class(**changes)
+        network(config).save_pretrained(root / kind)
+        tokenizer.save_pretrained(root / kind)
+    return root
+
+
+@pytest.fixture
+def texts():
+    return list(TEXTS)
+
+
+@pytest.fixture
+def lines(texts, tmp_path):
+    path = tmp_path / "lines.txt"
+    path.write_text("\n".join(texts))
+    return path
+
+
+@pytest.fixture
+def copy(folders, tmp_path):
+    """Copy a tiny network's folder, to spoil it."""
+
+    def make(kind):
+        target = tmp_path / f"{kind}-copy"
+        target.mkdir()
+        for path in (folders / kind).iterdir():
+            (target / path.name).write_bytes(path.read_bytes())
+        return target
+
+    return make

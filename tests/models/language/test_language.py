@@ -1,0 +1,168 @@
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from normscope.errors import ModelError
+from normscope.models.language import _BUILT_IN
+from normscope.models.registry import load
+from normscope.pairs.hooks import capture
+
+
+def class_of(folder):
+    return getattr(transformers, transformers.AutoConfig.from_pretrained(folder).architectures[0])
+
+
+def load_folder(folder, **changes):
+    return load(f"transformers:{folder}", device="cpu", **changes)
+
+
+def outputs(model, batch):
+    with torch.no_grad():
+        return model(*batch.args, **batch.kwargs)[0]
+
+
+def assert_same_weights(module, other):
+    for (name, ours), (other_name, theirs) in zip(module.state_dict().items(), other.state_dict().items(), strict=True):
+        assert name == other_name
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "bert", "t5"])
+def test_outputs_are_those_of_transformers(folders, tokenizer, texts, lines, kind, dtype):
+    model = load_folder(folders / kind, data=lines, dtype=dtype)
+    theirs = class_of(folders / kind).from_pretrained(folders / kind, dtype=getattr(torch, dtype)).eval()
+    assert type(model.module) is type(theirs)
+    assert_same_weights(model.module, theirs)
+    for (_, ours), (_, other) in zip(model.module.named_buffers(), theirs.named_buffers(), strict=True):
+        assert ours.dtype == other.dtype  # rotary frequencies stay in float32: in bfloat16 they are off by radians
+    limit = 30 if kind == "gpt2" else 512
+    inputs = tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
+    inputs.pop("token_type_ids", None)
+    if kind == "t5":
+        inputs |= {"decoder_input_ids": inputs.input_ids, "decoder_attention_mask": inputs.attention_mask}
+    batch = next(iter(model.inputs))
+    assert torch.equal(batch.kwargs["input_ids"], inputs["input_ids"])
+    assert torch.equal(batch.valid, inputs["attention_mask"].bool())
+    with torch.no_grad():
+        assert torch.equal(outputs(model.module, batch), theirs(**inputs)[0])
+
+
+def test_provenance_and_description(folders, lines):
+    model = load_folder(folders / "gpt2", data=lines, limit=3)
+    list(model.inputs)
+    assert model.provenance.kind == "file"
+    assert model.about["weights"].startswith("folder gpt2 (sha256 ")
+    assert model.about["data"] == f"{lines}: the first 3 of 4 texts (1 cut to 30 tokens)"
+    described = load_folder(folders / "t5", data=lines).inputs.description
+    assert described == f"{lines}: 4 texts (the decoder reads the same text)"
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3", "t5", "longformer"])
+def test_padding_enters_no_sum(folders, texts, lines, kind):
+    together = load_folder(folders / kind, data=lines, batch_size=4)
+    alone = load_folder(folders / kind, data=lines, batch_size=1)
+    with_padding, without = (capture(model.module, model.inputs, verify=True) for model in (together, alone))
+    tokens = [len(text.encode()) + 1 for text in texts]
+    total = sum(min(length, 30) if kind == "gpt2" else length for length in tokens)
+    for site in without.sites:
+        found, expected = with_padding.stats[site.name], without.stats[site.name]
+        heads = {"q_norm": 2}.get(site.name.rpartition(".")[2], 1)
+        assert found.n_pairs == expected.n_pairs == total * heads * site.d
+        ours, theirs = (stats.moments.sum((0, 2)) for stats in (found, expected))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * total)
+
+
+def test_head_that_reads_no_language_is_left_out(folders, lines, caplog):
+    model = load_folder(folders / "roberta", data=lines)
+    assert type(model.module).__name__ == "RobertaModel"
+    assert "RobertaModel has no place for classifier.dense.bias" in caplog.text
+    assert outputs(model.module, next(iter(model.inputs))).shape == (4, 20, 16)  # two of 22 positions are no token's
+    file = folders / "roberta" / "model.safetensors"
+    assert_same_weights(load_folder(folders / "roberta", weights=file).module, model.module)
+
+
+def test_random_weights_are_those_of_transformers_under_the_seed(folders):
+    torch.manual_seed(5)
+    expected = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(folders / "llama"))
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    model = load_folder(folders / "llama", weights="random", seed=5)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_same_weights(model.module, expected)
+    assert model.provenance.description == "random weights, seed 5"
+    half = load_folder(folders / "llama", weights="random", seed=5, dtype="bfloat16")
+    assert {parameter.dtype for parameter in half.module.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5"])  # whose heads are tied to the embedding
+@pytest.mark.parametrize("base", [False, True])
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_weights_of_a_file(folders, tmp_path, kind, base, suffix):
+    source = class_of(folders / kind).from_pretrained(folders / kind)
+    weights = (source.base_model if base and kind == "gpt2" else source).state_dict()
+    path = tmp_path / f"weights.{suffix}"
+    if suffix == "bin":
+        torch.save(weights, path)
+    else:
+        save_file({key: value.clone() for key, value in weights.items()}, path)
+    model = load_folder(folders / kind, weights=path)
+    assert_same_weights(model.module, source)
+    assert model.provenance.kind == "file"
+    assert model.provenance.description.startswith(f"file weights.{suffix} (sha256 ")
+
+
+def drop(weights):
+    del weights["model.norm.weight"]
+
+
+def add(weights):
+    weights["model.layers.2.mlp.up_proj.weight"] = torch.ones(32, 16)
+
+
+def reshape(weights):
+    weights["model.norm.weight"] = torch.ones(8)
+
+
+def quantize(weights):
+    weights["model.norm.weight"] = torch.ones(16, dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "misfit"),
+    [
+        (drop, "model.norm.weight is missing."),
+        (add, "model.layers.2.mlp.up_proj.weight is not in the model."),
+        (reshape, "model.norm.weight is (8,) and should be (16,)."),
+        (quantize, "model.norm.weight is int8."),
+    ],
+)
+def test_weights_that_do_not_fit(folders, tmp_path, spoil, misfit):
+    weights = transformers.LlamaForCausalLM.from_pretrained(folders / "llama").state_dict()
+    spoil(weights)
+    save_file(weights, tmp_path / "spoiled.safetensors")
+    with pytest.raises(ModelError) as caught:
+        load_folder(folders / "llama", weights=tmp_path / "spoiled.safetensors")
+    assert str(caught.value).endswith(f"does not fit transformers:{folders / 'llama'}: {misfit}")
+
+
+def test_sharded_weights(folders, copy):
+    folder = copy("llama")
+    (folder / "model.safetensors").unlink()
+    source = transformers.LlamaForCausalLM.from_pretrained(folders / "llama")
+    source.save_pretrained(folder, max_shard_size="20KB")
+    parts = sorted(folder.glob("model-*.safetensors"))
+    assert len(parts) > 1
+    assert_same_weights(load_folder(folder).module, source)
+    parts[0].unlink()
+    with pytest.raises(ModelError, match=f"lacks weights that its model.safetensors.index.json names: {parts[0].name}"):
+        load_folder(folder)
+
+
+def test_llama_7b_is_the_published_one():
+    model_type, facts = _BUILT_IN["huggyllama/llama-7b"]
+    with torch.device("meta"):
+        module = transformers.LlamaForCausalLM(transformers.AutoConfig.for_model(model_type, **facts))
+    # The published files hold 13,476,839,424 bytes: two a weight, and a float32 frequency for each half head, 32 times.
+    assert 2 * sum(p.numel() for p in module.parameters()) + 32 * 64 * 4 == 13_476_839_424

@@ -1,0 +1,120 @@
+"""Repositories of the hub, spoken to by processes of their own; the hub is a server on this machine."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from normscope.errors import ModelError
+
+REPO = "someone/tiny-llama"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+LOAD = """
+import json, sys, torch
+from normscope.errors import NormscopeError
+from normscope.models.registry import load
+results = []
+for arguments in json.loads(sys.argv[1]):
+    try:
+        model = load(device="cpu", **arguments)
+        batch = next(iter(model.inputs))
+        with torch.no_grad():
+            logits = model.module(**batch.kwargs)[0][:, 0, :4].tolist()
+        size = sum(parameter.numel() for parameter in model.module.parameters())
+        ids = batch.kwargs["input_ids"][0].tolist()
+        results.append({"about": model.about, "logits": logits, "ids": ids, "size": size})
+    except NormscopeError as error:
+        results.append({"exit_status": error.exit_status, "sentence": str(error)})
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture
+def load_each(python):
+    """Load several models in one process, for importing the libraries takes longer than the rest."""
+
+    def run(*arguments, **environment):
+        code = LOAD.replace("sys.argv[1]", repr(json.dumps(arguments)))
+        outcome = python(code, **environment)
+        assert outcome.result is not None, outcome.stderr
+        return outcome.result, outcome
+
+    return run
+
+
+@pytest.fixture
+def served(hub, folders, tmp_path):
+    """Put a tiny network whose weights are in several files on the hub; return it as transformers loads it."""
+    network = transformers.LlamaForCausalLM.from_pretrained(folders / "llama").eval()
+    network.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "sharded" / name).write_bytes((folders / "llama" / name).read_bytes())
+    hub.files = {f"{REPO}/{path.name}": path.read_bytes() for path in (tmp_path / "sharded").iterdir()}
+    hub.files[f"{REPO}/pytorch_model.bin"] = b"a pickle"
+    return network
+
+
+def test_hub_and_then_its_cache(hub, served, load_each, tokenizer, texts, lines):
+    tiny = {"name": f"transformers:{REPO}", "data": str(lines)}
+    (first, random), _ = load_each(tiny, tiny | {"weights": "random"}, HF_ENDPOINT=hub.url)
+    assert first["about"]["weights"] == f"{REPO}@{COMMIT[:12]}"
+    assert random["about"]["weights"] == "random weights, seed 0"
+    inputs = tokenizer(texts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        expected = served(inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0, :4]
+    torch.testing.assert_close(torch.tensor(first["logits"]), expected)
+    fetched = {
+        request.rpartition("/")[2] for request in hub.requests if request.startswith("GET") and "/resolve/" in request
+    }
+    assert fetched == {name.rpartition("/")[2] for name in hub.files} - {"pytorch_model.bin", "generation_config.json"}
+    assert not any("pytorch_model" in request for request in hub.requests)
+
+    hub.stop()
+    (second,), outcome = load_each(tiny, HF_ENDPOINT=hub.url)
+    assert second == first
+    assert outcome.stderr.count("is taken from the cache: the hub at 127.0.0.1") == 1
+
+
+def test_repositories_that_cannot_be_loaded(hub, served, load_each):
+    files = hub.files
+    bare = {name: content for name, content in files.items() if "model" not in name}
+    code = bare | {f"{REPO}/config.json": b'{"model_type": "llama", "auto_map": {"AutoModel": "evil.Model"}}'}
+    hub.files = {
+        **{name.replace("tiny-llama", "bare"): content for name, content in bare.items()},
+        **{name.replace("tiny-llama", "code"): content for name, content in code.items()},
+        "someone/empty/README.md": b"",
+        "someone/mute/config.json": files[f"{REPO}/config.json"],
+    }
+    names = ("bare", "code", "empty", "mute", "none")
+    refused, _ = load_each(*({"name": f"transformers:someone/{name}"} for name in names), HF_ENDPOINT=hub.url)
+    assert {result["exit_status"] for result in refused} == {ModelError.exit_status}
+    sentences = [result["sentence"] for result in refused]
+    assert "The repository 'someone/bare' holds neither model.safetensors nor model.safetensors.index" in sentences[0]
+    assert "asks for code that comes with its weights (auto_map in config.json)" in sentences[1]
+    assert "'someone/empty' holds no config.json" in sentences[2]
+    assert "'someone/mute' holds no tokenizer.json" in sentences[3]
+    assert "(status 404)" in sentences[4]
+    assert not any(request.endswith(".py") for request in hub.requests)
+
+
+def test_without_a_hub(hub, load_each, lines, folders):
+    hub.stop()
+    file = str(folders / "gpt2" / "model.safetensors")
+    (random, pretrained, of_file, unknown), _ = load_each(
+        {"name": "gpt2", "weights": "random", "data": str(lines), "limit": 1},
+        {"name": "gpt2"},
+        {"name": "gpt2", "weights": file},
+        {"name": f"transformers:{REPO}", "weights": "random"},
+        HF_ENDPOINT=hub.url,
+    )
+    assert random["size"] == 124_439_808
+    assert bytes(random["ids"]).decode() == lines.read_text().partition("\n")[0]
+    assert random["about"]["data"] == (
+        f"{lines}: the first 1 of 4 texts (UTF-8 bytes as tokens, for want of its tokenizer)"
+    )
+    assert pretrained["sentence"].startswith("The weights of openai-community/gpt2 cannot be had: the hub at 127.0.0.1")
+    assert of_file["sentence"].startswith("The tokenizer of gpt2 cannot be had: the hub at 127.0.0.1")
+    assert unknown["sentence"].startswith(f"The configuration of transformers:{REPO} cannot be had: the hub at 127.0")
+    assert of_file["sentence"].endswith("config.json and tokenizer.json: transformers:DIR.")

@@ -1,0 +1,196 @@
+"""What a folder may lack, what may be wrong with it, and the code in it, which is never run."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+
+from normscope.errors import ModelError
+from normscope.models.registry import load
+
+
+def load_folder(folder, **changes):
+    return load(f"transformers:{folder}", device="cpu", **changes)
+
+
+def change_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_layer_that_the_weights_lack_is_not_made_up(copy):
+    folder = copy("llama")
+    change_json(folder / "config.json", num_hidden_layers=3, layer_types=None)
+    with pytest.raises(ModelError, match=r"do not fit LlamaForCausalLM: model.layers.2.* is missing, .*, and 6 more"):
+        load_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("removed", "sentence"),
+    [
+        ("config.json", "holds no config.json, and so no model of transformers."),
+        ("tokenizer.json", "holds no tokenizer.json, so that no text can be read for "),
+        ("model.safetensors", "holds neither model.safetensors nor model.safetensors.index.json; other formats"),
+    ],
+)
+def test_incomplete_folder(copy, removed, sentence):
+    folder = copy("llama")
+    (folder / removed).unlink()
+    with pytest.raises(ModelError) as caught:
+        load_folder(folder)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("filename", "content", "sentence"),
+    [
+        ("config.json", "{", "The file config.json of "),
+        ("config.json", "[]", "holds no JSON object."),
+        ("config.json", '{"model_type": "of tomorrow"}', "cannot make a model of "),
+        ("config.json", '{"model_type": "llama", "hidden_size": "wide"}', "cannot make a model of "),
+        ("tokenizer.json", "{}", "The tokenizer of "),
+        ("model.safetensors", "no safetensors", "does not load with transformers "),
+    ],
+)
+def test_damaged_folder(copy, filename, content, sentence):
+    folder = copy("llama")
+    (folder / filename).write_text(content)
+    with pytest.raises(ModelError) as caught:
+        load_folder(folder)
+    assert sentence in str(caught.value)
+
+
+def test_tokens_that_the_model_does_not_know(copy, texts, lines):
+    folder = copy("llama")
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    space = vocabulary["Ġ"]  # bytes that are no printable character come last
+    config = transformers.LlamaConfig.from_pretrained(folder, vocab_size=space)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    model = load_folder(folder, data=lines)
+    assert sum(len(batch.samples) for batch in model.inputs) == sum(" " not in text for text in texts) == 1
+    assert len(model.inputs.unreadable) == 3
+    assert model.inputs.unreadable[0] == (
+        f"lines.txt line 1: the tokenizer makes token {space} of it, and the model knows {space}"
+    )
+
+
+def test_padding_token_that_the_model_does_not_know(copy, lines):
+    """Many folders add one to the tokenizer alone."""
+    folder = copy("llama")
+    change_json(folder / "tokenizer_config.json", pad_token="[PAD]")  # noqa: S106
+    added = transformers.AutoTokenizer.from_pretrained(folder).pad_token_id
+    config = transformers.LlamaConfig.from_pretrained(folder, vocab_size=added)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    batch = next(iter(load_folder(folder, data=lines).inputs))
+    assert (batch.kwargs["input_ids"][~batch.valid] == 0).all()
+
+
+class RunsWhenUnpickled:
+    def __init__(self, trace):
+        self.trace = trace
+
+    def __reduce__(self):
+        return os.system, (f"touch '{self.trace}'",)
+
+
+def test_pickles_are_not_executed(copy, tmp_path):
+    folder, trace = copy("llama"), tmp_path / "executed"
+    (folder / "model.safetensors").unlink()
+    path = folder / "pytorch_model.bin"
+    torch.save({"model.norm.weight": RunsWhenUnpickled(trace)}, path)
+    with pytest.raises(ModelError) as caught:
+        load_folder(folder)
+    assert "holds its weights only as pytorch_model.bin, and there is no model.safetensors. " in str(caught.value)
+    assert f"--weights {path}" in str(caught.value)
+    with pytest.raises(ModelError, match="holds Python objects besides tensors"):
+        load_folder(folder, weights=path)
+    assert not trace.exists()
+    torch.load(path, weights_only=False)  # the check can fail: unpickling does leave the trace
+    assert trace.exists()
+
+
+@pytest.fixture
+def evil(copy, tmp_path):
+    """Make a folder with modules that leave a trace when they are imported, and return it with the trace's path."""
+    folder, trace = copy("llama"), tmp_path / "executed"
+    (folder / "custom_generate").mkdir()
+    for name in ("evil.py", "custom_generate/generate.py"):
+        (folder / name).write_text(f"open({str(trace)!r}, 'w').close()\n")
+    return folder, trace
+
+
+@pytest.mark.parametrize("model_type", ["llama", "evil"])
+@pytest.mark.parametrize("weights", ["pretrained", "random"])
+@pytest.mark.parametrize(
+    ("filename", "changes", "named"),
+    [
+        ("config.json", {"auto_map": {"AutoConfig": "evil.Config"}}, "auto_map in config.json"),
+        ("config.json", {"text_config": {"auto_map": {"AutoModel": "evil.Model"}}}, "auto_map in config.json"),
+        ("config.json", {"_attn_implementation": "evil/kernel"}, "_attn_implementation in config.json"),
+        ("config.json", {"experts_implementation": "evil/kernel"}, "experts_implementation in config.json"),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["evil.Slow", "evil.Fast"]}}, "auto_map in tokeni"),
+    ],
+)
+def test_code_of_a_repository_is_not_run(evil, filename, changes, named, weights, model_type):
+    folder, trace = evil
+    change_json(folder / filename, **changes)
+    if filename == "config.json":
+        change_json(folder / filename, model_type=model_type)
+    with pytest.raises(ModelError) as caught:
+        load_folder(folder, weights=weights)
+    assert f"asks for code that comes with its weights ({named}" in str(caught.value)
+    assert not trace.exists()
+
+
+def test_code_to_generate_with_is_not_run(evil):
+    """A network that needs no code of its own may come with some all the same: nothing here generates."""
+    folder, trace = evil
+    load_folder(folder)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("vit", "is a ViTModel, which takes pixel_values: text is not enough."),
+        ("clip", "is a CLIPModel, which takes image and text: text is not enough."),
+    ],
+)
+def test_models_that_take_no_text(folders, kind, sentence):
+    with pytest.raises(ModelError) as caught:
+        load_folder(folders / kind)
+    assert sentence in str(caught.value)
+    assert str(caught.value).endswith("and name that: py:FILE:FACTORY.")
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("/no/such/folder", "There is no folder '/no/such/folder', and no repository of the hub can be called so"),
+        ("two words", "There is no folder 'two words'"),
+    ],
+)
+def test_names_of_nothing(name, sentence):
+    with pytest.raises(ModelError) as caught:
+        load_folder(name)
+    assert sentence in str(caught.value)
+
+
+def test_file_in_place_of_a_folder(folders):
+    with pytest.raises(ModelError, match=r"is a file\. Name the folder that it is in"):
+        load_folder(folders / "llama" / "model.safetensors")
+
+
+def test_without_transformers():
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "from normscope.models.registry import load\n"
+        "try: load('gpt2', weights='random', device='cpu')\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.startswith("ModelError gpt2 is a model of transformers, which cannot be imported")
+    assert said.strip().endswith("Install it: pip install 'normscope[transformers]'.")

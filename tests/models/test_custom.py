@@ -1,0 +1,283 @@
+import hashlib
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from normscope.errors import DataError, ModelError, UsageError
+from normscope.models.registry import load
+from normscope.pairs.hooks import capture
+
+MINE = """
+import torch
+from torch import nn
+import helper
+from normscope import Batch, Sample
+
+print("a print of the user's")
+
+def net():
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+
+def make():
+    return net(), [torch.randn(3, 4) for _ in range(4)]
+
+def once():
+    return net(), (torch.randn(3, 4) for _ in range(4))
+
+def single():
+    return net(), iter([torch.zeros(3, 4)])
+
+class Anew:
+    def __iter__(self):
+        return (torch.randn(3, 4) for _ in range(4))
+
+def anew():
+    return net(), Anew()
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x, ids=None):
+        return self.norm(x)
+
+def kinds():
+    x, ids = torch.ones(2, 4), torch.arange(2)
+    samples = (Sample("a", 0, 0), Sample("a", 0, 1))
+    return Both(), [x, (x, ids), {"x": x, "ids": ids}, Batch((x,), {"ids": ids}, samples)]
+
+class Factories:
+    @staticmethod
+    def make():
+        return make()
+
+def divides():
+    return helper.divide(0)
+
+def leaves():
+    raise SystemExit(3)
+
+def takes(size):
+    return net(), []
+
+def module_alone():
+    return net()
+
+def three():
+    return 1, 2, 3
+
+def no_module():
+    return "net", [torch.zeros(3, 4)]
+
+def no_list():
+    return net(), torch.zeros(3, 4)
+
+def no_batch():
+    return net(), []
+
+def no_tensor():
+    return net(), ["text"]
+
+def breaks():
+    def batches():
+        yield torch.zeros(3, 4)
+        raise OSError("the disk is on fire")
+    return net(), batches()
+
+number = 3
+"""
+
+
+def line_of(statement):
+    return next(number for number, line in enumerate(MINE.splitlines(), start=1) if statement in line)
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """Write a file of the user's with a helper beside it; imports and their search path are as before afterwards."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "helper", raising=False)
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "helper.py").write_text("def divide(x):\n    return 1 / x\n")
+    return f"py:{tmp_path}/mine.py"
+
+
+def load_mine(name, **changes):
+    return load(name, device="cpu", **changes)
+
+
+def values(inputs):
+    return torch.cat([batch.args[0] for batch in inputs])
+
+
+def test_list_of_batches(mine, tmp_path):
+    model = load_mine(f"{mine}:make")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    expected = torch.cat([torch.randn(3, 4) for _ in range(4)])
+    assert torch.equal(model.module[0].weight, net[0].weight)
+    assert torch.equal(values(model.inputs), expected)
+    assert torch.equal(values(model.inputs), expected)
+    assert not model.module.training
+    assert model.inputs.n_samples == 12
+    digest = hashlib.sha256((tmp_path / "mine.py").read_bytes()).hexdigest()[:12]
+    assert model.provenance.kind == "custom"
+    assert model.about == {
+        "model": f"{mine}:make",
+        "weights": f"as {mine}:make made them (sha256 {digest}, seed 0)",
+        "data": f"batches of {mine}:make",
+    }
+    assert capture(model.module, model.inputs).stats["1"].n_pairs == 12 * 8
+
+
+def test_every_kind_of_batch(mine):
+    model = load_mine(f"{mine}:kinds", dtype="bfloat16")
+    batches = list(model.inputs)
+    assert [sample.index for batch in batches for sample in batch.samples] == [0, 1, 2, 3, 4, 5, 0, 1]
+    assert {tuple(batch.args[0].shape) if batch.args else None for batch in batches} == {(2, 4), None}
+    assert batches[1].args[1].dtype == torch.int64
+    assert batches[2].kwargs["x"].dtype == torch.bfloat16 == model.module.norm.weight.dtype
+    with torch.no_grad():
+        assert all(model.module(*batch.args, **batch.kwargs).shape == (2, 4) for batch in batches)
+
+
+def test_limit_cuts_within_a_batch(mine):
+    model = load_mine(f"{mine}:make", limit=5)
+    assert [len(batch.args[0]) for batch in model.inputs] == [len(batch.samples) for batch in model.inputs] == [3, 2]
+    assert model.inputs.n_samples == 5
+    assert model.inputs.description == f"the first 5 samples of the batches of {mine}:make"
+    assert load_mine(f"{mine}:make", limit=12).inputs.description == f"batches of {mine}:make"
+    with_samples = list(load_mine(f"{mine}:kinds", limit=7).inputs)[-1]
+    assert [len(with_samples.args[0]), len(with_samples.kwargs["ids"]), len(with_samples.samples)] == [1, 1, 1]
+
+
+def test_iterator_is_peeked_at_and_then_taken_once(mine):
+    inputs = load_mine(f"{mine}:once").inputs
+    assert inputs.n_samples is None
+    first = next(iter(inputs)).args[0]
+    whole = values(inputs)
+    assert torch.equal(whole[:3], first)
+    assert torch.equal(whole, values(load_mine(f"{mine}:make").inputs))
+    with pytest.raises(DataError, match=r"taken only once, and are asked for again\. Return a list"):
+        values(inputs)
+    assert load_mine(f"{mine}:once", limit=4).inputs.n_samples == 4
+
+
+def test_iterator_of_a_single_batch_can_be_asked_again(mine):
+    inputs = load_mine(f"{mine}:single").inputs
+    assert len(values(inputs)) == len(values(inputs)) == 3
+
+
+def test_batches_made_anew_are_the_same_batches(mine):
+    inputs = load_mine(f"{mine}:anew").inputs
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    first = values(inputs)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(1)
+    assert torch.equal(values(inputs), first)
+    assert not torch.equal(values(load_mine(f"{mine}:anew", seed=1).inputs), first)
+
+
+def test_weights_of_a_file(mine, tmp_path):
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    save_file(net.state_dict(), tmp_path / "net.safetensors")
+    model = load_mine(f"{mine}:make", weights=tmp_path / "net.safetensors")
+    assert torch.equal(model.module[0].weight, net[0].weight)
+    assert model.provenance.kind == "file"
+    save_file({"0.weight": net[0].weight.detach()}, tmp_path / "half.safetensors")
+    with pytest.raises(ModelError, match=r"does not fit py:.*:make: 0.bias is missing, 1.weight is missing"):
+        load_mine(f"{mine}:make", weights=tmp_path / "half.safetensors")
+
+
+def test_module_of_the_current_folder_and_dotted_function(mine, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "package_of_mine").mkdir()
+    (tmp_path / "mine.py").rename(tmp_path / "package_of_mine" / "inner.py")
+    model = load_mine("py:package_of_mine.inner:Factories.make")
+    assert model.provenance.description == "as py:package_of_mine.inner:Factories.make made them (seed 0)"
+    assert model.inputs.n_samples == 12
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "sentence"),
+    [
+        ("mkae", ModelError, "There is no function 'mkae'. Did you mean 'make'?"),
+        ("number", ModelError, "is no function but of type int."),
+        ("Factories.none", ModelError, "There is no function 'none'."),
+        ("divides", ModelError, f"raised ZeroDivisionError: division by zero (FILE, line {line_of('helper.divide')})."),
+        ("leaves", ModelError, f"raised SystemExit: 3 (FILE, line {line_of('SystemExit')})."),
+        ("takes", ModelError, "its signature does not allow that: missing a required argument: 'size'."),
+        ("module_alone", ModelError, "returned a Sequential; it has to return two: a torch.nn.Module and its batches."),
+        ("three", ModelError, "returned 3 values; it has to return two"),
+        ("no_module", ModelError, "returned a str where a torch.nn.Module has to be."),
+        ("no_list", DataError, "returned a Tensor where batches have to be: a list of tensors"),
+        ("no_batch", DataError, "returned no batch to run its module on."),
+        ("no_tensor", DataError, "Batch 0 is a str; a batch is a tensor, a tuple of arguments, or a dict"),
+        ("breaks", DataError, f"py:FILE:breaks raised OSError: the disk is on fire (FILE, line {line_of('OSError')})."),
+    ],
+)
+def test_what_a_function_may_get_wrong(mine, function, kind, sentence):
+    with pytest.raises(kind) as caught:
+        list(load_mine(f"{mine}:{function}").inputs)
+    assert sentence.replace("FILE", mine.removeprefix("py:")) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("py:no_such.py:make", "There is no file 'no_such.py' to take a function from."),
+        ("py:mine.py", "names no function. Write py:FILE.py:FUNCTION or py:MODULE:FUNCTION."),
+        ("py::make", "names no function."),
+        ("py:no_such_module:make", "There is no module 'no_such_module', neither installed nor in "),
+        ("py:json.none:make", "There is no module 'json.none'"),
+        ("py:mine.txt:make", "There is no module 'mine.txt'"),
+        ("py:../mine:make", "'../mine' is neither a file, which ends in .py, nor the name of a module."),
+        ("py:os:getcwd", "py:os:getcwd returned a str; it has to return two"),
+        ("py:syntax.py:make", "syntax.py raised SyntaxError: invalid syntax (syntax.py, line 2)."),
+        (
+            "py:imports.py:make",
+            "imports.py raised ModuleNotFoundError: No module named 'no_such' (imports.py, line 1).",
+        ),
+        ("py:imports:make", "The module imports raised ModuleNotFoundError: No module named 'no_such'"),
+    ],
+)
+def test_where_there_is_no_function(mine, tmp_path, monkeypatch, name, sentence):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "syntax.py").write_text("\ndef make(:\n")
+    (tmp_path / "imports.py").write_text("import no_such\n")
+    with pytest.raises(ModelError) as caught:
+        load_mine(name)
+    assert sentence in str(caught.value)
+    assert "normscope_py_syntax" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"weights": "random"}, "decides on its weights: leave --weights out, or name a file"),
+        ({"data": "."}, "brings its own batches: data can have no effect on it."),
+        ({"batch_size": 4}, "decides how large its batches are: batch_size can have no effect on it."),
+    ],
+)
+def test_options_that_are_the_functions_to_decide(mine, changes, sentence):
+    with pytest.raises(UsageError) as caught:
+        load_mine(f"{mine}:make", **changes)
+    assert sentence in str(caught.value)
+
+
+def test_prints_do_not_mix_with_results(mine):
+    code = (
+        "import json, sys; from normscope.models.registry import load\n"
+        f"model = load({f'{mine}:make'!r}, device='cpu'); print(json.dumps(model.inputs.n_samples))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == 12
+    assert "a print of the user's" in done.stderr
