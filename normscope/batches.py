@@ -58,13 +58,15 @@ class Batch:
         import torch
 
         def first(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {key: first(own) for key, own in value.items()}
             whole = isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == len(self.samples)
             return value[:1] if whole else value
 
         return replace(
             self,
             args=tuple(first(value) for value in self.args),
-            kwargs={key: first(value) for key, value in self.kwargs.items()},
+            kwargs=first(self.kwargs),
             samples=self.samples[:1],
             valid=first(self.valid),
         )
@@ -74,6 +76,8 @@ class Batch:
         import torch
 
         def move(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {key: move(own) for key, own in value.items()}
             if not isinstance(value, torch.Tensor):
                 return value
             return value.to(device, dtype if value.is_floating_point() else value.dtype)
@@ -81,7 +85,7 @@ class Batch:
         return replace(
             self,
             args=tuple(move(value) for value in self.args),
-            kwargs={key: move(value) for key, value in self.kwargs.items()},
+            kwargs=move(self.kwargs),
             valid=move(self.valid),
         )
 

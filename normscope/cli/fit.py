@@ -57,9 +57,9 @@ def fit(
 
     curves = [curve.name for curve in curves_named(func)]
     run = Run(weights, data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps)
-    check_by(by)
     names = named_or_embedded(models, say)
     check_sources(names, run)
+    check_by(by, names)
     seen, fits = [], []
     for capture in captures(names, run, layers, say, by):
         own = fit_curves(capture, curves)

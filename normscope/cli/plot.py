@@ -82,7 +82,6 @@ def plot(
 
     curves = [curve.name for curve in curves_named(func)]
     run = Run(weights, data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps)
-    check_by(by)
 
     from normscope.figures.overview import overview
     from normscope.figures.scurves import plot as draw
@@ -92,6 +91,7 @@ def plot(
     rows = rows_named(color)
     style_named(style)
     check_sources(names, run)
+    check_by(by, names)
     for name in [*names, *([_OVERVIEW] if len(names) > 1 else [])]:
         check_writable(_path(output, suffix, name, []))
     figures: list[dict[str, Any]] = []

@@ -106,10 +106,21 @@ def check_sources(names: Sequence[str], run: Run) -> None:
     check_models([name for name in names if not _is_file(name)])
 
 
-def check_by(by: str | None) -> None:
-    """Refuse to keep apart what captures do not; UsageError."""
-    if by not in (None, *_BY):
+def check_by(by: str | None, names: Sequence[str]) -> None:
+    """Refuse to keep apart what captures of these models do not, before the first one is run; UsageError."""
+    from normscope.models.registry import find
+
+    if by is None:
+        return
+    if by not in _BY:
         raise UsageError(unknown("part", by, _BY))
+    for name in names:
+        if not _is_file(name) and find(name).family not in ("diffusion", "your own"):
+            raise _without_parts(name, by)
+
+
+def _without_parts(name: str, by: str) -> UsageError:
+    return UsageError(f"{name} has no {by}s to keep apart; diffusion models have.")
 
 
 def captures(names: Sequence[str], run: Run, layers: str, output: Output, by: str | None = None) -> Iterator[Capture]:
@@ -126,7 +137,7 @@ def captures(names: Sequence[str], run: Run, layers: str, output: Output, by: st
             continue
         parts = [part for title, part in seen.parts.items() if title.startswith(f"{by} ")]
         if not parts:
-            raise UsageError(f"{name} has no {by}s to keep apart; diffusion models have.")
+            raise _without_parts(name, by)
         yield from parts
 
 

@@ -45,7 +45,7 @@ def fetch(repo: str, filename: str) -> str:
         raise ModelError(
             f"The weights of {repo} cannot be had: {reason(failure, filename)}. {answers.ways_on()}"
         ) from failure
-    return Path(path).parent.name  # …/snapshots/<commit>/<filename>
+    return Path(path).parents[filename.count("/")].name  # …/snapshots/<commit>/<filename>
 
 
 def _ask_for(repo: str, filename: str) -> Exception | None:

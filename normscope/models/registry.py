@@ -81,7 +81,10 @@ _PREFIXED = (
     ModelEntry("timm:NAME", "vision", "any architecture of timm, with or without .tag", "timm:NAME"),
     ModelEntry("torchaudio:BUNDLE", "speech", "a bundle of torchaudio that takes waveforms", "torchaudio:BUNDLE"),
     ModelEntry(
-        "diffusers:REPO_OR_DIR", "diffusion", "a pipeline of diffusers with a transformer", "diffusers:REPO_OR_DIR"
+        "diffusers:REPO_OR_DIR",
+        "diffusion",
+        "a DiT, or a pipeline with a transformer",
+        "diffusers:REPO_OR_DIR",
     ),
     ModelEntry(
         "transformers:REPO_OR_DIR", "language", "a model of transformers that reads text", "transformers:REPO_OR_DIR"

@@ -30,7 +30,8 @@ def select(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:
 
     >>> from normscope.pairs.sites import NormSite
     >>> names = [f"blocks.{i}.norm" for i in range(9)]
-    >>> sites = [NormSite(i, name, "LayerNorm", (8,), -1, 8, 1e-6, True, None, 1, 1, True) for i, name in enumerate(names)]
+    >>> known = ("LayerNorm", (8,), -1, 8, 1e-6, True, None, 1, 1, True)
+    >>> sites = [NormSite(i, name, *known) for i, name in enumerate(names)]
     >>> [site.index for site in select(sites, 3)], [site.index for site in select(sites, "0,6-7,blocks.3.*")]
     ([0, 4, 8], [0, 3, 6, 7])
     """

@@ -73,13 +73,27 @@ def test_every_commands_help_has_an_example(folder, command):
     assert f"normscope {command}" in " ".join(done.stdout.split())
 
 
-def test_plot_without_a_model_draws_the_embedded_one_and_says_so(folder):
+def test_plot_without_a_model_draws_the_embedded_ones_and_says_so(folder):
     start = time.perf_counter()
     done = run("plot", cwd=folder)
     assert time.perf_counter() - start < 60
-    assert (done.returncode, done.stdout) == (0, "outputs/demo_vit-scurves.png\n")
-    assert "no model named: taking what is embedded, demo_vit" in done.stderr
-    assert (folder / "outputs" / "demo_vit-scurves.png").read_bytes()[:4] == b"\x89PNG"
+    drawn = [f"outputs/{name}-scurves.png" for name in ("demo_vit", "demo_wav2vec2", "demo_dit", "overview")]
+    assert (done.returncode, done.stdout.splitlines()) == (0, drawn)
+    assert "no model named: taking what is embedded, demo_vit, demo_wav2vec2, demo_dit" in done.stderr
+    assert all((folder / path).read_bytes()[:4] == b"\x89PNG" for path in drawn)
+
+
+def test_timesteps_are_kept_apart(folder):
+    options = ("--timesteps", "980,20", "--guidance", "1", "--limit", "3", "--layers", "2")
+    done = run("capture", "demo_dit", *options, "--json", "-o", "dit.safetensors", cwd=folder)
+    assert json.loads(done.stdout)["parts"] == ["timestep 980", "timestep 20"]
+    fits = json.loads(run("fit", "dit.safetensors", "--by", "timestep", "--json", cwd=folder).stdout)["fits"]
+    apart = [normscope.load_capture(folder / "dit.safetensors").parts[part] for part in ("timestep 980", "timestep 20")]
+    assert [found["alpha"] for found in fits] == [own.alpha for part in apart for own in normscope.fit(part)]
+    assert fits[0]["data"].endswith("timesteps 980, 20 · timestep 980")
+    drawn = run("plot", "dit.safetensors", "--by", "timestep", "--color", "token", "-o", "dit", cwd=folder)
+    names = ["demo_dit-timestep-980-scurves.png", "demo_dit-timestep-20-scurves.png", "overview-scurves.png"]
+    assert drawn.stdout.splitlines() == [f"dit/{name}" for name in names]
 
 
 def test_json_is_one_document_on_stdout(folder):
@@ -154,17 +168,35 @@ def test_a_narrow_terminal_breaks_no_number(captured):
     "command", [["layers"], ["fit"], ["plot", "--dpi", "40"], ["capture", "-o", "mixed.safetensors"]]
 )
 def test_norms_that_are_not_known_are_reported_by_every_command(folder, command):
-    done = run(*command, "timm:mobilevit_xxs", "--weights", "random", "--json", cwd=folder)
+    (folder / "own.py").write_text(OWN)
+    done = run(*command, "py:own.py:known_and_unknown", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert "skipped stem.bn (BatchNormAct2d): not in the table of norms" in done.stderr
+    assert "skipped 1 (OddNorm): no form that is known reproduces its output" in done.stderr
     skipped = json.loads(done.stdout)["skipped"]
-    assert {"name": "stem.bn", "kind": "BatchNormAct2d"}.items() <= skipped[0].items()
+    assert {"name": "1", "kind": "OddNorm"}.items() <= skipped[0].items()
 
 
 def test_a_model_without_a_known_norm_is_an_error_that_names_what_there_is(folder):
-    done = run("fit", "timm:test_efficientnet", "--weights", "random", cwd=folder)
+    (folder / "own.py").write_text(OWN)
+    done = run("fit", "py:own.py:unknown", cwd=folder)
     assert done.returncode == 3
-    assert "calls no normalization layer that normscope knows. Skipped: bn1 (BatchNormAct2d)" in done.stderr
+    assert "calls no normalization layer that normscope knows. Skipped: 0 (OddNorm)" in done.stderr
+
+
+OWN = """
+import torch
+from torch import nn
+
+class OddNorm(nn.Module):
+    def forward(self, x):
+        return x / x.abs().amax(-1, keepdim=True)
+
+def unknown():
+    return nn.Sequential(OddNorm()), [torch.randn(4, 8)]
+
+def known_and_unknown():
+    return nn.Sequential(nn.LayerNorm(8), OddNorm()), [torch.randn(4, 8)]
+"""
 
 
 def test_random_weights_are_said_even_when_quiet(folder):
@@ -187,7 +219,7 @@ def test_pipes_get_no_colour_and_no_progress(folder, captured):
 
 def test_the_checkouts_script_runs_the_same_app(folder):
     done = run("models", "--json", cwd=folder, command=(sys.executable, str(CHECKOUT / "cli.py")))
-    assert [entry["name"] for entry in json.loads(done.stdout)["models"]][:2] == ["demo_vit", "vit_b16"]
+    assert [entry["name"] for entry in json.loads(done.stdout)["models"]][:3] == ["demo_vit", "demo_wav2vec2", "demo_dit"]
 
 
 def test_version(folder):
@@ -195,7 +227,7 @@ def test_version(folder):
 
 
 MISTAKES = [
-    (["plot", "demo_vitt"], 3, "There is no model 'demo_vitt'. Did you mean 'demo_vit'?"),
+    (["plot", "demo_vitt"], 3, "There is no model 'demo_vitt'. Did you mean 'demo_vit' or 'demo_dit'?"),
     (["plot", "--func", "thanh"], 2, "There is no curve 'thanh'. Did you mean 'tanh'?"),
     (["plot", "--layers", "blocks.0.norm3"], 2, "There is no norm site 'blocks.0.norm3'. Did you mean"),
     (["plot", "--color", "tokens"], 2, "There is no colouring 'tokens'. Did you mean 'token'?"),
@@ -211,6 +243,10 @@ MISTAKES = [
     (["plot", "--data", "broken"], 4, "can be read as an image"),
     (["plot", "--weights", "nowhere.safetensors"], 3, "There is no weights file"),
     (["plot", "--device", "cuda:7"], 5, "There is no device 'cuda:7'"),
+    (["plot", "demo_vit", "--guidance", "4"], 2, "demo_vit is no diffusion model: guidance can have no effect on it."),
+    (["fit", "demo_vit", "--by", "timestep"], 2, "demo_vit has no timesteps to keep apart; diffusion models have."),
+    (["fit", "demo_vit", "--by", "timestp"], 2, "There is no part 'timestp'. Did you mean 'timestep'?"),
+    (["plot", "demo_dit", "--by", "timestep", "-o", "x.png"], 2, "is one file, but --by timestep draws a figure"),
     (["plot", "--device", "tpu"], 2, "There is no device 'tpu'"),
     (["plot", "--dtype", "float8"], 2, "There is no dtype 'float8'"),
     (["plot", "nowhere.safetensors"], 4, "There is no capture file nowhere.safetensors"),
@@ -222,7 +258,7 @@ MISTAKES = [
     (["fit", "demo_vit", "-o", "notes.txt/below.json"], 2, "Cannot write notes.txt/below.json"),
     (["plot", "demo_vit", "-o", "fifo.png"], 2, "Cannot write fifo.png: it exists, and is no regular file"),
     (["plot", "demo_vit", "-o", "notes.txt"], 2, "Cannot write notes.txt/demo_vit-scurves.png: Not a directory"),
-    (["fit", "demo_vit", "demo_vitt"], 3, "There is no model 'demo_vitt'. Did you mean 'demo_vit'?"),
+    (["fit", "demo_vit", "demo_vitt"], 3, "There is no model 'demo_vitt'. Did you mean"),
     (["fit", "demo_vit", "nowhere.safetensors"], 4, "There is no capture file nowhere.safetensors"),
     (["capture", "seen.safetensors", "-o", "b.safetensors"], 2, "seen.safetensors names a file, not a model."),
     (["layers", "demo_vit", "notes.txt"], 2, "`normscope plot` and `normscope fit` take capture files"),
@@ -230,7 +266,7 @@ MISTAKES = [
     (["plot", "--seed", str(-(2**63) - 1)], 2, "'--seed'"),
     (["plot", "--limit", str(2**64)], 2, "'--limit'"),
     (["plot", "--batch-size", str(2**63)], 2, "'--batch-size'"),
-    (["plot", "--data", ""], 2, "--data is empty; name an image or a folder."),
+    (["plot", "--data", ""], 2, "--data is empty; name a file or a folder."),
 ]
 
 

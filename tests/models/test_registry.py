@@ -30,7 +30,7 @@ def test_every_embedded_model_is_listed():
         ("timm:vit_tiny_patch16_225", "Did you mean 'timm:vit_tiny_patch16_224'"),
         ("tim:resnet18", "Did you mean 'timm:resnet18'"),
         ("timm:", "There is no model 'timm:'"),
-        ("", "There is no model ''. There are: demo_vit, vit_b16, timm:NAME."),
+        ("", "There is no model ''. There are: demo_vit, demo_wav2vec2, demo_dit, vit_b16, "),
         ("timm:qqqq", "There is no model 'timm:qqqq'. timm.list_models() names the architectures of timm."),
         ("timm:test_vit.r160", "Did you mean 'timm:test_vit.r160_in1k'"),
         ("timm:convnext_tiny_in22ft1k", "timm renamed it to 'convnext_tiny.fb_in22k_ft_in1k': use 'timm:convnext"),

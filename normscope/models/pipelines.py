@@ -1,0 +1,239 @@
+"""Diffusion transformers that read prompts: what a pipeline of diffusers gives to its own as it samples."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from torch import Tensor, nn
+
+from normscope.batches import Batch, Sample
+from normscope.errors import ModelError, UsageError, count
+from normscope.models import answers
+from normscope.models.base import LoadedModel, LoadOptions, Provenance
+from normscope.models.hub_files import refuse_code, sha256_of
+from normscope.models.trajectories import listed, select_timesteps
+from normscope.models.weights import with_weights
+
+PROMPTS = (
+    "a red bicycle leaning against a stone wall",
+    "two herons in a shallow lake at dawn",
+    "the workbench of a watchmaker, seen from above",
+    "a mountain village under snow at night",
+)
+_FROM_HERE = {"use_safetensors": True, "local_files_only": True, "low_cpu_mem_usage": False}
+OTHERWISE = "Write a function that returns the transformer and batches for it, and name it as py:FILE:FACTORY."
+
+
+class _EnoughError(Exception):
+    """Ends a pipeline's sampling, when all calls have been seen that were to be seen."""
+
+
+@dataclass
+class PipelineCalls:
+    """The calls that a pipeline makes to its transformer, at some timesteps, as it samples for each prompt.
+
+    Everything is as the pipeline has it by default: number of steps, guidance unless given, size. Calls are kept.
+
+    Attributes:
+        pipeline: on the asked-for device, in the asked-for dtype.
+        options: ``limit``, ``seed``, ``guidance`` and ``timesteps`` are read.
+        timesteps: rounded to integers, in the order of sampling.
+        unreadable: empty; nothing is read.
+    """
+
+    pipeline: Any
+    options: LoadOptions
+    timesteps: list[int] = field(init=False)
+    unreadable: list[str] = field(default_factory=list)
+    _visited: list[int] = field(init=False, repr=False)
+    _kept: dict[int, dict[int, list[Batch]]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        """Encode the first prompt, which sets the pipeline's timesteps, and choose among them.
+
+        Raises:
+            UsageError: if guidance or timesteps do not apply.
+            ModelError: if the pipeline does not sample from a prompt alone.
+        """
+        name = type(self.pipeline).__name__
+        if self.options.guidance is not None and not self._takes("guidance_scale"):
+            raise UsageError(f"A {name} takes no guidance. Leave it out.")
+        self.pipeline.set_progress_bar_config(disable=True)
+
+        def stop(position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            raise _EnoughError
+
+        try:
+            self._sample(0, stop)
+            self._visited = [round(float(timestep)) for timestep in self.pipeline.scheduler.timesteps]
+        except Exception as error:  # of any pipeline's checks
+            raise ModelError(
+                f"A {name} does not sample from a prompt alone: {answers.first_line(error)}. {OTHERWISE}"
+            ) from error
+        self.timesteps = select_timesteps(self._visited, self.options.timesteps)
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """What is sampled for."""
+        return PROMPTS[: self.options.limit]
+
+    @property
+    def description(self) -> str:
+        """Say which pipeline sampled for how many prompts, and at which timesteps its calls are taken."""
+        guidance = "its own guidance" if self.options.guidance is None else f"guidance {self.options.guidance:g}"
+        return (
+            f"{type(self.pipeline).__name__} on {count(len(self.prompts), 'prompt')} in "
+            f"{count(len(self._visited), 'step')} (seed {self.options.seed}, {guidance}), {listed(self.timesteps)}"
+        )
+
+    @property
+    def n_samples(self) -> int:
+        """How many samples there are: those of one call at each timestep for each prompt, as the first shows them."""
+        calls = self._calls(0, self.timesteps[0])
+        return sum(len(batch.samples) for batch in calls) * len(self.timesteps) * len(self.prompts)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the calls for one prompt, then those for the next."""
+        for number in range(len(self.prompts)):
+            for timestep in self.timesteps:
+                yield from self._calls(number, timestep)
+
+    def _calls(self, number: int, timestep: int) -> list[Batch]:
+        """Return the calls at a timestep; the first that is asked for takes no step beyond it."""
+        kept = self._kept.setdefault(number, {})
+        if timestep not in kept:
+            kept.update(self._seen(number, until=self.timesteps[-1] if kept else timestep))
+        return kept[timestep]
+
+    def _seen(self, number: int, until: int) -> dict[int, list[Batch]]:
+        wanted = {self._visited.index(timestep): timestep for timestep in self.timesteps if timestep >= until}
+        seen: dict[int, list[Batch]] = {timestep: [] for timestep in wanted.values()}
+
+        def keep(position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if position > max(wanted):
+                raise _EnoughError
+            if position in wanted:
+                calls = seen[wanted[position]]
+                calls.append(self._batch(number, position, len(calls), args, kwargs))
+
+        self._sample(number, keep)
+        return seen
+
+    def _batch(self, number: int, position: int, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+        arguments = _named(self.pipeline.transformer, args, kwargs)
+        latents = arguments["hidden_states"]
+        index = ((number * len(self._visited) + position) * 8 + call) * 8
+        data = f"{type(self.pipeline).__name__} from seed {self.options.seed}"
+        samples = [Sample(f"prompt {number}", number, index + i, data) for i in range(len(latents))]
+        copies = {key: value.clone() if isinstance(value, Tensor) else value for key, value in arguments.items()}
+        return Batch(kwargs=copies, samples=tuple(samples), part=f"timestep {self._visited[position]}")
+
+    def _sample(self, number: int, observe: Callable[[int, tuple[Any, ...], dict[str, Any]], None]) -> None:
+        """Run the pipeline, and tell ``observe`` of each call of its transformer and at which step it is."""
+        transformer: nn.Module = self.pipeline.transformer
+        timesteps: list[float] = []
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            timestep = float(torch.as_tensor(_named(module, args, kwargs)["timestep"]).flatten()[0])
+            if timesteps[-1:] != [timestep]:  # with guidance there may be two calls in a step
+                timesteps.append(timestep)
+            observe(len(timesteps) - 1, args, kwargs)
+
+        chosen: dict[str, Any] = {}
+        if self.options.guidance is not None:
+            chosen["guidance_scale"] = self.options.guidance
+        if self._takes("clean_caption"):
+            chosen["clean_caption"] = False  # our prompts are clean, and cleaning depends on what else is installed
+        handle = transformer.register_forward_pre_hook(before, with_kwargs=True)
+        try:
+            self.pipeline(
+                prompt=self.prompts[number],
+                generator=torch.Generator().manual_seed(self.options.seed + number),
+                output_type="latent",
+                **chosen,
+            )
+        except _EnoughError:
+            pass
+        finally:
+            handle.remove()
+
+    def _takes(self, argument: str) -> bool:
+        return argument in inspect.signature(self.pipeline.__call__).parameters
+
+
+def load_pipeline(name: str, folder: Path, components: Mapping[str, Any], options: LoadOptions) -> LoadedModel:
+    """Load a pipeline from a folder; its transformer is the model, and its own sampling makes the inputs.
+
+    Args:
+        name: what outputs and errors call it.
+        folder: that ``save_pretrained`` of the pipeline wrote.
+        components: what its model_index.json holds.
+        options: which weights the transformer has, and where to put the pipeline.
+
+    Raises:
+        UsageError: if data are given, or guidance or timesteps do not apply.
+        ModelError: if the pipeline asks for code of its own, does not load, or takes other things than a prompt.
+    """
+    if options.data is not None:
+        raise UsageError(f"{name} runs on its own sampling from prompts and reads no data. Leave data out.")
+    refuse_code(name, "model_index.json", dict(components))
+    foreign = [key for key, value in components.items() if isinstance(value, list) and not _known(value)]
+    if foreign or not hasattr(diffusers, str(components.get("_class_name"))):
+        what = foreign[0] if foreign else components.get("_class_name")
+        raise ModelError(f"{name} asks for code that is not diffusers' own ({what}), and none such is run. {OTHERWISE}")
+    kind = getattr(diffusers, components["transformer"][1])  # a name that _known() has seen in diffusers
+    part = folder / "transformer"
+    module, provenance = with_weights(
+        name,
+        options,
+        build=lambda: _built(name, kind, part),
+        pretrained=lambda: _pretrained(name, kind, folder, part),
+    )
+    module.eval()
+    try:
+        pipeline: Any = DiffusionPipeline.from_pretrained(folder, transformer=module, **_FROM_HERE)
+    except Exception as error:  # of any component
+        raise ModelError(f"The pipeline of {name} does not load: {answers.first_line(error)}.") from error
+    for component in pipeline.components.values():
+        if isinstance(component, nn.Module):
+            nn.Module.to(component, options.device, options.dtype)
+    return LoadedModel(name, module, PipelineCalls(pipeline, options), provenance)
+
+
+def _known(component: list[Any]) -> bool:
+    library, kind = component
+    if library == "diffusers":
+        return hasattr(diffusers, str(kind))
+    return library in (None, "transformers") or hasattr(diffusers.pipelines, str(library))
+
+
+def _built(name: str, kind: Any, folder: Path) -> nn.Module:
+    try:
+        module: nn.Module = kind.from_config(kind.load_config(folder))
+    except Exception as error:  # of any configuration's checks
+        raise ModelError(f"The transformer of {name} cannot be made: {answers.first_line(error)}.") from error
+    return module
+
+
+def _pretrained(name: str, kind: Any, folder: Path, part: Path) -> tuple[nn.Module, Provenance]:
+    try:
+        module, report = kind.from_pretrained(part, output_loading_info=True, **_FROM_HERE)
+    except Exception as error:  # of diffusers, of safetensors
+        raise ModelError(f"The transformer's weights of {name} do not load: {answers.first_line(error)}.") from error
+    wrong = [key for keys in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in report[keys]]
+    if wrong:
+        raise ModelError(f"The transformer's weights of {name} do not fit it: {', '.join(map(str, wrong[:3]))}.")
+    digest = sha256_of(sorted(part.glob("*.safetensors")))
+    return module, Provenance("file", f"{folder}: transformer (sha256 {digest[:12]})")
+
+
+def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by the names that the forward method gives them."""
+    return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)

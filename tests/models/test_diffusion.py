@@ -1,0 +1,274 @@
+"""DiT from folders that diffusers' own save_pretrained writes, and from a hub that serves such folders."""
+
+import json
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, DDIMScheduler, DDPMScheduler, DiTPipeline, DiTTransformer2DModel
+from safetensors.torch import load_file, save_file
+
+from normscope.errors import ModelError, UsageError
+from normscope.models.diffusion import _DIT_SCHEDULER, _PUBLISHED, _build
+from normscope.models.registry import load
+
+TINY = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "num_layers": 2,
+    "sample_size": 8,
+    "out_channels": 8,
+    "num_embeds_ada_norm": 5,
+}
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+
+
+def tiny_dit():
+    torch.manual_seed(11)
+    return DiTTransformer2DModel(**TINY).eval()
+
+
+@pytest.fixture(scope="session")
+def saved_pipeline(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pipeline")
+    vae = AutoencoderKL(block_out_channels=(8,), norm_num_groups=1, latent_channels=4)
+    DiTPipeline(tiny_dit(), vae, DDIMScheduler(clip_sample=False, beta_end=0.03)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def pipeline(saved_pipeline, tmp_path):
+    """Copy the pipeline's folder, to be damaged."""
+    for path in saved_pipeline.rglob("*"):
+        if path.is_file():
+            copy = tmp_path / "tiny" / path.relative_to(saved_pipeline)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(path.read_bytes())
+    return tmp_path / "tiny"
+
+
+def loaded(where, **changes):
+    return load(f"diffusers:{where}", **({"device": "cpu", "limit": 2} | changes))
+
+
+def parameters(module):
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+def rewrite(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_pipeline_folder(pipeline):
+    model = loaded(pipeline)
+    assert torch.equal(parameters(model.module), parameters(tiny_dit()))
+    assert not model.module.training
+    assert model.provenance.kind == "file"
+    assert model.provenance.description.startswith(f"{pipeline}: file diffusion_pytorch_model.safetensors (sha256 ")
+    assert model.inputs.description.startswith("2 DDIM trajectories of 50 steps (seed 0, guidance 4), timesteps 980")
+    assert model.inputs.scheduler.config["beta_end"] == 0.03
+
+
+def test_a_folder_of_the_transformer_alone(tmp_path):
+    tiny_dit().save_pretrained(tmp_path)
+    model = loaded(tmp_path)
+    assert torch.equal(parameters(model.module), parameters(tiny_dit()))
+    assert "guidance 4, with the noise schedule of DiT-XL/2)" in model.inputs.description
+    assert {key: model.inputs.scheduler.config[key] for key in _DIT_SCHEDULER} == _DIT_SCHEDULER
+
+
+def test_a_torch_checkpoint_is_read_where_there_is_no_other(pipeline):
+    torch.save(load_file(pipeline / WEIGHTS), pipeline / "transformer" / "diffusion_pytorch_model.bin")
+    (pipeline / WEIGHTS).unlink()
+    assert torch.equal(parameters(loaded(pipeline).module), parameters(tiny_dit()))
+
+
+class Attack:
+    def __reduce__(self):
+        return print, ("attacked",)
+
+
+def test_a_checkpoint_that_runs_code_is_refused(pipeline, capfd):
+    torch.save({"weight": Attack()}, pipeline / "transformer" / "diffusion_pytorch_model.bin")
+    (pipeline / WEIGHTS).unlink()
+    with pytest.raises(ModelError, match="would have to be unpickled, which can run any code"):
+        loaded(pipeline)
+    assert "attacked" not in capfd.readouterr().out
+
+
+def test_random_weights_and_those_of_a_file(pipeline, tmp_path):
+    fresh = loaded(pipeline, weights="random", seed=5)
+    torch.manual_seed(5)
+    assert torch.equal(parameters(fresh.module), parameters(DiTTransformer2DModel(**TINY)))
+    assert fresh.provenance.description == "random weights, seed 5"
+    save_file(fresh.module.state_dict(), tmp_path / "fresh.safetensors")
+    from_file = loaded(pipeline, weights=tmp_path / "fresh.safetensors")
+    assert torch.equal(parameters(from_file.module), parameters(fresh.module))
+    assert from_file.provenance.description.startswith("file fresh.safetensors (sha256 ")
+
+
+def test_weights_that_do_not_fit(pipeline):
+    rewrite(pipeline / "transformer" / "config.json", num_layers=1)
+    with pytest.raises(ModelError, match=r"does not fit diffusers:.*transformer_blocks\.1.* is not in the model"):
+        loaded(pipeline)
+    rewrite(pipeline / "transformer" / "config.json", num_layers=3)
+    with pytest.raises(ModelError, match=r"does not fit diffusers:.*transformer_blocks\.2.* is missing"):
+        loaded(pipeline)
+
+
+def test_the_configuration_that_the_published_models_have(pipeline):
+    rewrite(
+        pipeline / "transformer" / "config.json",
+        _class_name="Transformer2DModel",
+        _diffusers_version="0.12.0.dev0",
+        cross_attention_dim=None,
+        num_vector_embeds=None,
+    )
+    assert torch.equal(parameters(loaded(pipeline).module), parameters(tiny_dit()))
+
+
+def test_another_schedulers_betas_and_predictions_are_kept(pipeline):
+    other = DDPMScheduler(beta_schedule="squaredcos_cap_v2", prediction_type="v_prediction")
+    other.save_pretrained(pipeline / "scheduler")
+    scheduler = loaded(pipeline).inputs.scheduler
+    assert torch.equal(scheduler.alphas_cumprod, other.alphas_cumprod)
+    assert scheduler.config["prediction_type"] == "v_prediction"
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "sentence"),
+    [
+        (
+            "transformer/config.json",
+            {"_class_name": "FluxTransformer2DModel"},
+            "is a FluxTransformer2DModel. Those that are no DiT need the folder of .*py:FILE:FACTORY",
+        ),
+        ("transformer/config.json", {"norm_type": "layer_norm"}, "Those that are no DiT"),
+        ("transformer/config.json", {"num_layers": "many"}, "does not make a DiTTransformer2DModel"),
+        (
+            "scheduler/scheduler_config.json",
+            {"_class_name": "FlowMatchEulerDiscreteScheduler"},
+            "The scheduler of diffusers:.*, FlowMatchEulerDiscreteScheduler with predictions of epsilon, has no DDIM",
+        ),
+        ("scheduler/scheduler_config.json", {"prediction_type": "flow"}, "with predictions of flow, has no DDIM steps"),
+        ("scheduler/scheduler_config.json", {"beta_schedule": "wild"}, "does not make a DDIMScheduler: wild"),
+    ],
+)
+def test_what_is_no_dit(pipeline, file, changes, sentence):
+    rewrite(pipeline / file, **changes)
+    with pytest.raises(ModelError, match=sentence):
+        loaded(pipeline)
+
+
+def test_folders_that_hold_no_transformer(pipeline, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match="holds no transformer in the layout of diffusers"):
+        loaded(tmp_path / "empty")
+    (pipeline / WEIGHTS).unlink()
+    with pytest.raises(ModelError, match=r"has neither .*\.safetensors nor .*\.bin\. Name a file with --weights"):
+        loaded(pipeline)
+    index = json.loads((pipeline / "model_index.json").read_text())
+    del index["transformer"]
+    (pipeline / "model_index.json").write_text(json.dumps(index | {"_class_name": "StableDiffusionPipeline"}))
+    with pytest.raises(ModelError, match="is a StableDiffusionPipeline, which has no transformer"):
+        loaded(pipeline)
+
+
+def test_what_would_fail_later_is_refused_before_weights_are_read(pipeline):
+    (pipeline / WEIGHTS).write_bytes(b"damaged")
+    with pytest.raises(UsageError, match="The guidance is 0"):
+        loaded(pipeline, guidance=0.0)
+    with pytest.raises(UsageError, match="does not visit the timestep 7"):
+        loaded(pipeline, timesteps="7,")
+    with pytest.raises(ModelError, match="cannot be read"):
+        loaded(pipeline)
+
+
+def test_nothing_is_said_by_the_library_on_the_way(pipeline, capfd):
+    list(loaded(pipeline, dtype="bfloat16", timesteps="980,").inputs)
+    assert capfd.readouterr() == ("", "")
+
+
+def numbers(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_dit_xl_is_that_of_its_paper_and_known_without_a_network():
+    module = _build("dit_xl", _PUBLISHED["facebook/DiT-XL-2-256"] | {"num_layers": 1})
+    block = module.transformer_blocks[0]
+    embedders = numbers(block.norm1.emb)  # diffusers has them once a block, the paper's own code once
+    outside = numbers(module) - numbers(block) + module.pos_embed.pos_embed.numel()  # there a frozen parameter
+    assert 28 * (numbers(block) - embedders) + embedders + outside == 675_129_632
+    assert _PUBLISHED["facebook/DiT-XL-2-512"]["sample_size"] == 512 // 8
+
+
+LOAD = """
+import json
+from normscope.models.registry import load
+from normscope.errors import NormscopeError
+
+def outcome(name, weights):
+    try:
+        model = load(name, limit=1, device="cpu", weights=weights)
+    except NormscopeError as error:
+        return {"status": error.exit_status, "sentence": str(error)}
+    total = model.module(**next(iter(model.inputs)).kwargs)[0].sum().item()
+    return {"weights": model.about["weights"], "kind": model.provenance.kind, "total": total}
+
+print(json.dumps([outcome(name, weights) for name, weights in WANTED]))
+"""
+
+
+def load_script(*wanted):
+    return f"WANTED = {list(wanted)}\n{LOAD}"
+
+
+def serve(hub, folder, repo):
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    hub.files |= {f"{repo}/{path.relative_to(folder).as_posix()}": path.read_bytes() for path in paths}
+
+
+def total_of_the_first_batch(model):
+    return model.module(**next(iter(model.inputs)).kwargs)[0].sum().item()
+
+
+def test_repositories_of_the_hub_and_then_of_the_cache(hub, python, pipeline):
+    total = total_of_the_first_batch(loaded(pipeline, limit=1))
+    serve(hub, pipeline, "tiny/dit")
+    torch.save(load_file(pipeline / WEIGHTS), pipeline / "transformer" / "diffusion_pytorch_model.bin")
+    (pipeline / WEIGHTS).unlink()
+    serve(hub, pipeline, "tiny/old")  # as the first that were published: a torch checkpoint alone
+    wanted = [("tiny/dit", "pretrained"), ("tiny/old", "pretrained"), ("tiny/old", "random")]
+    script = load_script(*((f"diffusers:{repo}", weights) for repo, weights in wanted))
+    online = python(script, HF_ENDPOINT=hub.url)
+    assert online.result is not None, online.stderr
+    for (repo, weights), result in zip(wanted, online.result, strict=True):
+        assert result["kind"] == weights
+        if weights == "pretrained":
+            assert result["weights"] == f"{repo}@{hub.commit[:12]}"
+            assert result["total"] == pytest.approx(total, rel=1e-4)
+    assert not any("vae/" in request for request in hub.requests)
+
+    hub.requests.clear()
+    offline = python(script, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="1")
+    assert offline.result == online.result
+    assert hub.requests == []
+
+
+def test_no_hub(python):
+    script = load_script(("diffusers:tiny/dit", "random"), ("dit_xl", "pretrained"))
+    run = python(script, HF_ENDPOINT="http://hub.invalid")
+    assert run.result is not None, run.stderr
+    unknown, known = run.result
+    assert unknown["status"] == known["status"] == 3
+    assert (
+        "The configuration of diffusers:tiny/dit cannot be had: the name of the hub, hub.invalid" in unknown["sentence"]
+    )
+    assert "The weights of facebook/DiT-XL-2-256 cannot be had: the name of the hub, hub.invalid" in known["sentence"]
+
+
+def test_names_that_are_neither_folder_nor_repository(tmp_path):
+    with pytest.raises(ModelError, match="There is no folder"):
+        loaded(tmp_path / "missing")
+    (tmp_path / "file.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError, match="is a file"):
+        loaded(tmp_path / "file.safetensors")

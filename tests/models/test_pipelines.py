@@ -1,0 +1,156 @@
+"""A tiny PixArt pipeline in a folder that diffusers writes: its calls against those that a hook of ours sees."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, DDIMScheduler, DiffusionPipeline, PixArtAlphaPipeline, PixArtTransformer2DModel
+from safetensors.torch import load_file, save_file
+
+import normscope
+from normscope.errors import ModelError, UsageError
+from normscope.models.pipelines import PROMPTS
+from normscope.models.registry import load
+
+transformers = pytest.importorskip("transformers")
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pixart")
+    letters = [
+        ("<pad>", 0.0),
+        ("</s>", 0.0),
+        ("<unk>", 0.0),
+        *((letter, -2.0) for letter in "▁abcdefghijklmnopqrstuvwxyz,"),
+    ]
+    torch.manual_seed(3)
+    text = transformers.T5Config(vocab_size=len(letters), d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    transformer = PixArtTransformer2DModel(
+        sample_size=32,
+        patch_size=4,
+        num_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=3,
+        caption_channels=16,
+        cross_attention_dim=24,
+        in_channels=4,
+        out_channels=8,
+    )
+    vae = AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(4,) * 4,
+        norm_num_groups=1,
+        latent_channels=4,
+    )
+    PixArtAlphaPipeline(
+        transformers.T5Tokenizer(vocab=letters, extra_ids=0),
+        transformers.T5EncoderModel(text),
+        vae,
+        transformer,
+        DDIMScheduler(),
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def pixart(saved, tmp_path):
+    """Copy the folder, to be damaged."""
+    return shutil.copytree(saved, tmp_path / "pixart")
+
+
+def loaded(folder, **changes):
+    return load(f"diffusers:{folder}", **({"device": "cpu", "limit": 1} | changes))
+
+
+@pytest.mark.parametrize("guidance", [None, 1.0])
+def test_batches_are_the_calls_of_the_pipeline_itself(saved, guidance):
+    pipeline = DiffusionPipeline.from_pretrained(saved)
+    seen = []
+    pipeline.transformer.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append((args[0].clone(), kwargs)), with_kwargs=True
+    )
+    chosen = {} if guidance is None else {"guidance_scale": guidance}
+    pipeline(
+        PROMPTS[0], generator=torch.Generator().manual_seed(7), output_type="latent", clean_caption=False, **chosen
+    )
+
+    model = loaded(saved, seed=7, guidance=guidance, timesteps=20)
+    batches = list(model.inputs)
+    assert len(batches) == len(seen) == 20
+    for batch, (latents, kwargs) in zip(batches, seen, strict=True):
+        torch.testing.assert_close(batch.kwargs["hidden_states"], latents)
+        assert batch.part == f"timestep {int(kwargs['timestep'][0])}"
+        for key in ("timestep", "encoder_hidden_states", "encoder_attention_mask"):
+            torch.testing.assert_close(batch.kwargs[key], kwargs[key])
+        assert len(batch.samples) == (2 if guidance is None else 1)
+    assert model.inputs.n_samples == 20 * len(batches[0].samples)
+
+
+def test_each_prompt_is_a_source_and_each_timestep_a_part(saved):
+    model = loaded(saved, limit=2, timesteps="950,0")
+    assert model.about["data"] == (
+        "PixArtAlphaPipeline on 2 prompts in 20 steps (seed 0, its own guidance), timesteps 950, 0"
+    )
+    samples = [sample for batch in model.inputs for sample in batch.samples]
+    assert [sample.source for sample in samples] == ["prompt 0"] * 4 + ["prompt 1"] * 4
+    assert len({sample.index for sample in samples}) == 8
+    seen = normscope.capture(model.module, model.inputs, verify=True)
+    assert list(seen.parts) == ["timestep 950", "timestep 0"]
+    assert seen.stats["norm_out"].n_pairs == 8 * 64 * 24  # samples, patches, channels
+
+
+def test_no_step_is_taken_after_the_last_that_is_asked_for(saved):
+    model = loaded(saved, timesteps="950,700")
+    calls = []
+    model.module.norm_out.register_forward_pre_hook(lambda *_: calls.append(1))
+    next(iter(model.inputs))
+    assert len(calls) == 1
+    assert len(list(model.inputs)) == len(list(model.inputs)) == 2
+    assert len(calls) == 1 + len(range(950, 699, -50)), "what was seen once is kept"
+
+
+def test_weights(pixart):
+    trained, fresh = loaded(pixart), loaded(pixart, weights="random", seed=4)
+    assert trained.provenance.kind == "file"
+    assert trained.about["weights"].startswith(f"{pixart}: transformer (sha256 ")
+    state = trained.module.state_dict()
+    assert all(torch.equal(state[key], value) for key, value in load_file(pixart / WEIGHTS).items())
+    assert fresh.about["weights"] == "random weights, seed 4"
+    assert not torch.equal(fresh.module.proj_out.weight, trained.module.proj_out.weight)
+
+
+def test_weights_that_do_not_fit(pixart):
+    state = load_file(pixart / WEIGHTS)
+    del state["proj_out.bias"]
+    save_file(state, pixart / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"weights of diffusers:.* do not fit it: proj_out\.bias"):
+        loaded(pixart)
+    (pixart / WEIGHTS).unlink()
+    with pytest.raises(ModelError, match=r"weights of diffusers:.* do not load"):
+        loaded(pixart)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"_class_name": ["pipeline", "MyPipeline"]},
+        {"text_encoder": ["my_code", "Encoder"]},
+        {"transformer": ["diffusers", "My"]},
+    ],
+)
+def test_code_that_comes_along_is_not_run(pixart, changes):
+    index = json.loads((pixart / "model_index.json").read_text())
+    (pixart / "model_index.json").write_text(json.dumps(index | changes))
+    with pytest.raises(ModelError, match="asks for code that is not diffusers' own"):
+        loaded(pixart)
+
+
+def test_what_does_not_apply(saved, tmp_path):
+    with pytest.raises(UsageError, match="reads no data"):
+        loaded(saved, data=tmp_path)
+    with pytest.raises(UsageError, match="does not visit the timestep 7"):
+        loaded(saved, timesteps="7,")
