@@ -18,7 +18,6 @@ from normscope.errors import DataError
 from normscope.pairs.captures import Capture, versions
 from normscope.pairs.kinds import NormKind
 from normscope.pairs.layouts import token_axes
-from normscope.pairs.norms import eps_of
 from normscope.pairs.selection import Layers, select
 from normscope.pairs.sites import NormSite, SkippedNorm
 from normscope.pairs.state import left_as_found
@@ -174,17 +173,16 @@ class _Recorder:
             SkippedNorm(site.name, site.kind, "called for the first sample alone, and never again") for site in missed
         ]
 
-        def of(stats: dict[str, PairStats], n_samples: int, data: str) -> Capture:
+        def of(stats: dict[str, PairStats], n_samples: int, part: str = "") -> Capture:
             own = [site for site in sites if site.name in stats]
-            return Capture({**about, "data": data}, own, skipped, stats, n_samples, self.seed, versions())
+            named = {"data": f"{about['data']} · {part}", "part": part} if part else {}
+            return Capture({**about, **named}, own, skipped, stats, n_samples, self.seed, versions())
 
         parts = {part: {name: own.cpu() for name, own in stats.items()} for part, stats in self.stats.items()}
         of_parts = {site.name: [stats[site.name] for stats in parts.values() if site.name in stats] for site in sites}
         whole = {name: functools.reduce(PairStats.merge, stats) for name, stats in of_parts.items() if stats}
-        named = {
-            part: of(stats, self.n_samples[part], f"{about['data']} · {part}") for part, stats in parts.items() if part
-        }
-        return replace(of(whole, self.n_samples.total(), about["data"]), parts=named)
+        named = {part: of(stats, self.n_samples[part], part) for part, stats in parts.items() if part}
+        return replace(of(whole, self.n_samples.total()), parts=named)
 
     def _hook(self, site: NormSite, kind: NormKind, of_one_sample: torch.Size) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
@@ -201,7 +199,7 @@ class _Recorder:
             rows = kind.rows(module, x.detach(), axis or 0)
             if rows.device.type == "mps":  # which has no float64 to sum in
                 rows = rows.cpu()
-            y, rstd = kind.normalize(module, rows.float(), eps_of(module, x.dtype))
+            y, rstd = kind.normalize(module, rows.float(), kind.eps_of(module, x.dtype))
             stats, first = self._stats(site, rows.device), self.tokens_so_far.get(site.name, 0)
             stats.update(
                 rows,

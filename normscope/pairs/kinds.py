@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,12 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normscope.pairs.formulas import gain_and_shift, layer_norm, rms_norm, root_mean_square, scale_and_shift, std_norm
 from normscope.pairs.layouts import by_channel, group_channels, group_rows, token_rows
 
 Axes = Callable[[nn.Module, int], tuple[int, ...]]
 Normalize = Callable[[Tensor, float], tuple[Tensor, Tensor]]
 Groups = Callable[[nn.Module], int]
 OfModule = Callable[[nn.Module, Tensor], Tensor]
+
+_UNCENTRED = (rms_norm, root_mean_square, std_norm)
+_EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "norm_eps")
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,10 @@ class NormKind:
         groups: where a token is a group of channels over all positions, the number of groups of the module.
         activation: what the module does to the result of its affine step, if anything.
         bounded: whether the statistics are the token's own, so that √d bounds |y|.
+        eps: what is added under the root, where the class fixes it; None where the module says it.
+        own_precision: whether the module computes in its input's precision, and not in float32 inside, so that half
+            precision rounds every step.
+        unbatched_axes: the number of axes of an input without an axis of samples, where the class takes such.
     """
 
     name: str
@@ -41,16 +50,26 @@ class NormKind:
     groups: Groups | None = None
     activation: OfModule | None = None
     bounded: bool = True
+    eps: float | None = None
+    own_precision: bool = False
+    unbatched_axes: int | None = None
 
     def rows(self, module: nn.Module, x: Tensor, batch_axis: int = 0) -> Tensor:
         """Lay the tokens of ``x`` out as rows ``(tokens, d)``, samples one after the other, in ``x``'s dtype."""
         if self.groups is not None:
-            return group_rows(x, self.groups(module))
+            return group_rows(self._batched(x), self.groups(module))
         return token_rows(x, self.axes(module, x.ndim), batch_axis)
+
+    def token_shape(self, module: nn.Module, x: Tensor) -> tuple[int, ...]:
+        """Return the sizes of what shares one statistic: of a group, its channels and then its positions."""
+        if self.groups is not None:
+            _, channels, *positions = self._batched(x).shape
+            return (channels // self.groups(module), *positions)
+        return tuple(x.shape[axis] for axis in self.axes(module, x.ndim))
 
     def channels(self, module: nn.Module, x: Tensor) -> int:
         """Return the number of channels: of a token's elements, or the size of axis 1 where tokens are groups."""
-        return x.shape[1] if self.groups is not None else self.rows(module, x).shape[1]
+        return self._batched(x).shape[1] if self.groups is not None else self.rows(module, x).shape[1]
 
     def channel_of(self, module: nn.Module, rows: Tensor, channels: int) -> Tensor | None:
         """Number the channel of each element of ``rows``, ``(tokens, d)``; None where it is its place in the row."""
@@ -58,49 +77,50 @@ class NormKind:
             return None
         return group_channels(rows.shape[0], rows.shape[1], channels, self.groups(module)).to(rows.device)
 
+    def eps_of(self, module: nn.Module, dtype: torch.dtype) -> float:
+        """Return what is added under the root: the class's own, or the module's."""
+        return eps_of(module, dtype) if self.eps is None else self.eps
+
     def output(self, module: nn.Module, y: Tensor) -> Tensor:
         """Return the module's own output ``(tokens, d)``, from y."""
         out = self.affine(module, y)
-        return out if self.activation is None else self.activation(module, out)
+        return out if self.activation is None else self.activation(module, out.clone())  # which may work in place
 
     def gamma(self, module: nn.Module, channels: int) -> Tensor:
         """Return what the affine step multiplies each channel's y by, ``(channels,)``, whatever it does with weight."""
         groups = self.groups(module) if self.groups is not None else 1
-        device = next((parameter.device for parameter in module.parameters()), None)
-        zero = torch.zeros(groups, channels // groups, device=device)
+        own = itertools.chain(module.parameters(), module.buffers())
+        zero = torch.zeros(groups, channels // groups, device=next((tensor.device for tensor in own), None))
         return (self.affine(module, zero + 1) - self.affine(module, zero)).detach().flatten()
 
-
-def layer_norm(rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Y = (x − mean) / √(variance + eps) over each row of float32 ``(tokens, d)``; returns y and rstd."""
-    y, _, rstd = torch.native_layer_norm(rows, [rows.shape[-1]], None, None, eps)
-    return y, rstd
+    def _batched(self, x: Tensor) -> Tensor:
+        return x[None] if x.ndim == self.unbatched_axes else x
 
 
-def rms_norm(rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Y = x / √(mean of x² + eps) over each row of float32 ``(tokens, d)`` (arXiv 1910.07467, eq. 4)."""
-    rstd = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
-    return rows * rstd, rstd
+def eps_of(module: nn.Module, dtype: torch.dtype) -> float:
+    """Return the module's eps; where it is None, as nn.RMSNorm allows, that of the dtype that torch computes in.
+
+    torch computes half precision in float32, and takes eps from there: 1.2e-7, not float16's 9.8e-4.
+    """
+    eps = named_eps(module)
+    computed_in = torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.finfo(computed_in).eps if eps is None else eps
 
 
-def scale_and_shift(module: nn.Module, y: Tensor) -> Tensor:
-    """Weight · y + bias, whichever of the two the module has."""
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if weight is not None:
-        y = y * weight.float().flatten()
-    if bias is not None:
-        y = y + bias.float().flatten()
-    return y
+def named_eps(module: nn.Module) -> float | None:
+    """Return the eps that the module keeps under one of the usual names; None where it keeps none."""
+    values: list[Any] = [getattr(module, name, None) for name in _EPS_NAMES]
+    return next((float(value) for value in values if isinstance(value, (int, float))), None)
 
 
 def scale_and_shift_channels(groups: Groups) -> OfModule:
-    """The same where a token is a group of channels over all positions, and weight and bias are one a channel."""
+    """Weight · y + bias where a token is a group of channels over all positions, and both are one a channel."""
 
     def affine(module: nn.Module, y: Tensor) -> Tensor:
-        weight = getattr(module, "weight", None)
-        if weight is None:
+        gain, _ = gain_and_shift(module)
+        if gain is None:
             return y
-        channels = by_channel(y, weight.numel(), groups(module))
+        channels = by_channel(y, gain.numel(), groups(module))
         return scale_and_shift(module, channels.mT).mT.reshape(y.shape)
 
     return affine
@@ -127,6 +147,9 @@ def token_norm(
     affine: OfModule = scale_and_shift,
     centred: bool | None = None,
     activation: OfModule | None = None,
+    bounded: bool = True,
+    eps: float | None = None,
+    own_precision: bool = False,
 ) -> NormKind:
     """Describe a norm whose tokens are vectors along ``axes``; see :func:`normscope.register_norm`."""
     return NormKind(
@@ -134,8 +157,11 @@ def token_norm(
         axes if callable(axes) else lambda module, ndim: axes,
         lambda module, rows, eps: normalize(rows, eps),
         affine,
-        normalize is not rms_norm if centred is None else centred,
+        normalize not in _UNCENTRED if centred is None else centred,
         activation=activation,
+        bounded=bounded,
+        eps=eps,
+        own_precision=own_precision,
     )
 
 
@@ -153,7 +179,7 @@ def group_norm(name: str, *, groups: Groups = groups_of, activation: OfModule | 
     )
 
 
-def running_norm(name: str, *, activation: OfModule | None = None) -> NormKind:
+def running_norm(name: str, *, activation: OfModule | None = None, own_precision: bool = False) -> NormKind:
     """Describe a norm by running statistics: for each channel one exact line, the same for every input.
 
     An S over all channels of such a norm says how their scales differ, and not that it squashes what is large.
@@ -165,7 +191,8 @@ def running_norm(name: str, *, activation: OfModule | None = None) -> NormKind:
         rstd = torch.rsqrt(variance + eps)[of_row, None]
         return (rows - mean[of_row, None]) * rstd, rstd
 
-    return replace(group_norm(name, groups=_running_channels, activation=activation), normalize=normalize)
+    grouped = group_norm(name, groups=_running_channels, activation=activation)
+    return replace(grouped, normalize=normalize, own_precision=own_precision)
 
 
 def _running_channels(module: nn.Module) -> int:

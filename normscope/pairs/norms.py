@@ -6,26 +6,14 @@ before it is recomputed from the input, in float32, by the row of the table that
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import nn
 
 from normscope.errors import UsageError
-from normscope.pairs.kinds import (
-    Axes,
-    Normalize,
-    NormKind,
-    OfModule,
-    layer_norm,
-    rms_norm,
-    scale_and_shift,
-    token_norm,
-    trailing_axes,
-)
+from normscope.pairs.formulas import layer_norm, rms_norm, scale_and_shift
+from normscope.pairs.kinds import Axes, Normalize, NormKind, OfModule, token_norm, trailing_axes
 from normscope.pairs.library_norms import NORMS, Row
 
-__all__ = ["ancestor_kind", "eps_of", "kind_of", "layer_norm", "refusal", "register_norm", "rms_norm"]
+__all__ = ["ancestor_kind", "kind_of", "layer_norm", "refusal", "register_norm", "rms_norm"]
 
 _TABLE: dict[str, Row] = dict(NORMS)
 
@@ -48,10 +36,11 @@ def register_norm(
         normalize: from float32 rows ``(tokens, d)`` and eps to (y, rstd), of shapes ``(tokens, d)`` and
             ``(tokens, 1)``.
         affine: from (module, y) to the module's output; ``weight · y + bias`` by default.
-        centred: whether the mean is taken away; by default, whether ``normalize`` is not :func:`rms_norm`.
+        centred: whether the mean is taken away; by default, whether ``normalize`` is not :func:`rms_norm` or its like.
 
     ``normscope layers MODEL --verify`` compares what this makes of a module's input with the module's own output.
 
+    >>> import torch
     >>> class GemmaNorm(nn.Module):
     ...     def __init__(self, d):
     ...         super().__init__()
@@ -101,18 +90,6 @@ def _nearest(module: nn.Module) -> NormKind | str | None:
 def _looked_up(module_type: type, module: nn.Module) -> NormKind | str:
     row = _TABLE[_full_name(module_type)]
     return row(module) if callable(row) else row
-
-
-def eps_of(module: nn.Module, dtype: torch.dtype) -> float:
-    """Return the module's eps; where it is None, as nn.RMSNorm allows, that of the dtype that torch computes in.
-
-    torch computes half precision in float32, and takes eps from there: 1.2e-7, not float16's 9.8e-4.
-    """
-    eps: Any = getattr(module, "eps", None)
-    if eps is None:
-        eps = getattr(module, "variance_epsilon", None)
-    computed_in = torch.float64 if dtype == torch.float64 else torch.float32
-    return float(eps) if eps is not None else torch.finfo(computed_in).eps
 
 
 def _full_name(module_type: type) -> str:

@@ -20,8 +20,12 @@ ADDITIONS = {
     *(torch.addcmul, Tensor.addcmul, Tensor.addcmul_, torch.lerp, Tensor.lerp),
 }
 
+# As timm (q_norm), diffusers (norm_q, norm_added_k, q_rms_norm_t) and transformers (q_layernorm, qk_norm,
+# q_layernorm.norms.0 of one head) say; a norm before the projection (pre_norm_q, q_a_layernorm) is none of them.
 _QUERY_OR_KEY = re.compile(
-    r"(^|[._])((q|k|query|key)_?(layer)?norm|norm_?(added_)?(q|k|query|key)|(q|k)_ln|ln_(q|k))\d*$",
+    r"(^|[._])(q|k|qk|query|key)_?((layer|rms|img)_?)?norm\d*(_t|_und_for_gen)?(\.norms\.\d+)?$"
+    r"|(^|\.)norm\d*_?((added|ip)_)?(q|k|query|key)$"
+    r"|(^|\.)\w*att\w*\.((q|k)_ln|ln_(q|k))$",
     re.IGNORECASE,
 )
 

@@ -15,12 +15,13 @@ from torch.overrides import TorchFunctionMode
 
 from normscope.batches import Batch
 from normscope.errors import ModelError
+from normscope.pairs.formulas import gain_and_shift
 from normscope.pairs.kinds import NormKind
-from normscope.pairs.norms import ancestor_kind, eps_of, kind_of, refusal
+from normscope.pairs.norms import ancestor_kind, kind_of, refusal
 from normscope.pairs.placement import ADDITIONS, Addition, Ends, of_sites
 from normscope.pairs.sites import NormSite, SkippedNorm
 from normscope.pairs.state import left_as_found
-from normscope.pairs.verify import excess
+from normscope.pairs.trials import identified
 
 NOT_CALLED = "not called"
 _NORM_FUNCTIONS = {
@@ -64,8 +65,7 @@ class _Call:
     module: nn.Module
     input: Tensor
     output: Tensor
-    kind: NormKind | None
-    reason: str
+    kind: NormKind | str
     additions_before: int
     calls: int = 1
 
@@ -104,8 +104,8 @@ def find_norms(model: nn.Module, batch: Batch) -> NormReport:
     skipped: list[SkippedNorm] = []
     kinds: dict[str, NormKind] = {}
     for call in calls.values():
-        if call.kind is None:
-            skipped.append(SkippedNorm(call.name, type(call.module).__name__, call.reason))
+        if isinstance(call.kind, str):
+            skipped.append(SkippedNorm(call.name, type(call.module).__name__, call.kind))
         else:
             kinds[call.name] = call.kind
             sites.append(_site(len(sites), call, call.kind))
@@ -142,12 +142,20 @@ def _suspects(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether a module normalizes, by the table or by its name; one that only holds a norm does not."""
+    """Whether a module normalizes, by the table or by its name.
+
+    One that only holds a norm does not, nor does one with layers of its own, unless norm is what it is called: a
+    RobertaPreLayerNormOutput is an output, an AdaGroupNorm a norm.
+    """
     if ancestor_kind(module) is not None or refusal(module) is not None:
         return True
-    named_so = re.search("norm", type(module).__name__, re.IGNORECASE) is not None
-    none = type(module).__module__.startswith("torch.nn.utils") or "NormFree" in type(module).__name__
-    return named_so and not none and not any(_is_norm(child) for child in module.children())
+    name = type(module).__name__
+    if not re.search("norm", name, re.IGNORECASE) or type(module).__module__.startswith("torch.nn.utils"):
+        return False
+    if any(_is_norm(child) for child in module.children()):
+        return False
+    layers = any(parameter.ndim > 1 for child in module.children() for parameter in child.parameters())
+    return not layers or re.search("[nN]orm[^A-Z]*D?$", name) is not None
 
 
 @contextlib.contextmanager
@@ -165,8 +173,9 @@ def _calls_of(suspects: dict[str, nn.Module], watch: _FunctionWatch) -> Iterator
                 calls[name].calls += 1
             elif x is not None and isinstance(output, Tensor):
                 # Now, while the input is what the norm saw: the network may go on to add to it in place.
-                kind, reason = _resolve(module, x, output)
-                calls[name] = _Call(name, module, x, output, kind, reason, len(watch.additions))
+                with watch.paused():
+                    kind = _resolve(module, args, kwargs, x, output)
+                calls[name] = _Call(name, module, x, output, kind, len(watch.additions))
             else:
                 watch.tensorless[name] = None
             watch.inside_norm -= 1
@@ -203,15 +212,25 @@ class _FunctionWatch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.inside_norm = 0
+        self.on_pause = False
         self.path: list[str] = []
         self.tensorless: dict[str, None] = {}
         self.functional: dict[tuple[str, str], None] = {}
         self.additions: list[Addition] = []
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Look away from what normscope does itself."""
+        self.on_pause = True
+        yield
+        self.on_pause = False
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.on_pause:
+            return func(*args, **(kwargs or {}))
         if func in _NORM_FUNCTIONS and not self.inside_norm:
             self.functional[(self.path[-1] if self.path else "", func.__name__)] = None
-        elif func in ADDITIONS:
+        elif func in ADDITIONS and not self.inside_norm:  # x − mean within a norm is no branch
             operands = tuple(value for value in args if isinstance(value, Tensor))
             if not any(isinstance(value, nn.Parameter) for value in operands):  # a bias or an embedding is no branch
                 in_place = func.__name__.endswith("_") and not func.__name__.startswith("__")  # add_, but not __rsub__
@@ -219,55 +238,32 @@ class _FunctionWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _resolve(module: nn.Module, x: Tensor, output: Tensor) -> tuple[NormKind | None, str]:
-    """Decide how a called module normalizes, or say why that is not known.
-
-    A subclass that has its own ``forward`` is tried over each axis that has the right size, and taken for what it
-    turns out to be.
-    """
-    known = kind_of(module)
-    if known is not None:
-        return known, ""
-    ancestor = ancestor_kind(module)
-    if ancestor is None:
-        return None, refusal(module) or "not in the table of norms; normscope.register_norm adds it"
-    for axes in dict.fromkeys([ancestor.axes(module, x.ndim), (-1,), (1,), (-2,)]):
-        if output.shape == x.shape and (ancestor.groups or _has_normalized_shape(module, x, axes)):
-            tried = replace(ancestor, name=type(module).__name__, axes=_fixed(axes))
-            if excess(tried, module, x, output) <= 1:
-                return tried, ""
-    return None, (
-        f"its forward differs from {ancestor.name}'s over every axis; normscope.register_norm says what it does"
-    )
-
-
-def _has_normalized_shape(module: nn.Module, x: Tensor, axes: tuple[int, ...]) -> bool:
-    if any(not -x.ndim <= axis < x.ndim for axis in axes):
-        return False
-    sizes = tuple(x.shape[axis] for axis in axes)
-    shape = getattr(module, "normalized_shape", sizes)
-    return sizes == (tuple(shape) if isinstance(shape, (tuple, list)) else (shape,))
-
-
-def _fixed(axes: tuple[int, ...]) -> Callable[[nn.Module, int], tuple[int, ...]]:
-    return lambda module, ndim: axes
+def _resolve(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor, output: Tensor
+) -> NormKind | str:
+    """Decide how a called module normalizes, by the table or by trial, or say why it is no norm site."""
+    known = kind_of(module) or refusal(module)
+    if known is None:
+        return identified(module, (args, kwargs), x, output, ancestor_kind(module))
+    if isinstance(known, NormKind) and known.groups is not None:
+        channels, features = known.channels(module, x), getattr(module, "num_features", None)
+        if features not in (None, channels):  # as InstanceNorm allows where it has no weight
+            return f"it was made for {features} channels and takes {channels}"
+    return known
 
 
 def _site(index: int, call: _Call, kind: NormKind) -> NormSite:
     x = call.input
-    axes = kind.axes(call.module, x.ndim)
-    sizes = tuple(x.shape[axis] for axis in axes)
-    if kind.groups is not None:
-        axes, sizes = (1,), (sizes[0] // kind.groups(call.module), *sizes[1:])
+    axes = (1,) if kind.groups is not None else kind.axes(call.module, x.ndim)
     return NormSite(
         index=index,
         name=call.name,
         kind=kind.name,
-        normalized_shape=sizes,
+        normalized_shape=kind.token_shape(call.module, x),
         channel_axis=axes[0] if len(axes) == 1 else axes,
         channels=kind.channels(call.module, x),
-        eps=eps_of(call.module, x.dtype),
-        affine=any(getattr(call.module, name, None) is not None for name in ("weight", "bias")),
+        eps=kind.eps_of(call.module, x.dtype),
+        affine=any(part is not None for part in gain_and_shift(call.module)),
         placement=None,
         calls=call.calls,
         tokens_per_sample=len(kind.rows(call.module, x)) * call.calls,

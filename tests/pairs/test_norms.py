@@ -135,10 +135,10 @@ def test_a_subclass_with_its_own_forward_is_taken_for_what_it_does():
 def test_one_call_extends_the_table(table):
     class MyNorm(nn.Module):
         def forward(self, x):
-            return x / x.norm(dim=1, keepdim=True)
+            return x / x.abs().sum(dim=1, keepdim=True)
 
     def unit_norm(rows, eps):
-        rstd = 1 / rows.norm(dim=-1, keepdim=True)
+        rstd = 1 / rows.abs().sum(dim=-1, keepdim=True)
         return rows * rstd, rstd
 
     model = nn.Sequential(MyNorm())
@@ -213,6 +213,22 @@ def test_verification_raises_no_false_alarm(mean, sigma, dtype):
     for module in (trained(nn.LayerNorm(256)), trained(nn.RMSNorm(256))):
         module.to(dtype)
         assert excess(kind_of(module), module, x.to(dtype), module(x.to(dtype))) <= 1
+
+
+@torch.no_grad()
+def test_a_weight_near_zero_leaves_float16_no_digits():
+    module = trained(nn.LayerNorm(64))
+    module.bias.data.zero_()
+    module.weight.data *= 1e-5
+    module.half()
+    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(1)).half()
+    assert 0 < float(module(x).abs().median()) < torch.finfo(torch.float16).smallest_normal
+    right = kind_of(module)
+    assert (
+        excess(right, module, x, module(x))
+        <= 1
+        < excess(replace(right, affine=lambda norm, y: y), module, x, module(x))
+    )
 
 
 def test_timm_models_verify():

@@ -1,0 +1,74 @@
+"""What norms compute: y from a token's elements, and the output from y by weight and bias.
+
+Rows are tokens: ``(tokens, d)`` in float32. A normalization returns y and rstd, the slope of each token's line.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+# Names under which modules keep what they multiply y by, and what they add to it.
+_GAINS = ("weight", "gamma", "scale", "g")
+_SHIFTS = ("bias", "beta")
+
+
+def layer_norm(rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Y = (x − mean) / √(variance + eps) over each row of float32 ``(tokens, d)``; returns y and rstd."""
+    y, _, rstd = torch.native_layer_norm(rows, [rows.shape[-1]], None, None, eps)
+    return y, rstd
+
+
+def rms_norm(rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Y = x / √(mean of x² + eps) over each row of float32 ``(tokens, d)`` (arXiv 1910.07467, eq. 4)."""
+    rstd = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
+    return rows * rstd, rstd
+
+
+def root_mean_square(rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Y = √d · x / max(‖x‖, eps): RMSNorm as written with ``F.normalize``, whose eps is no part of the root.
+
+    >>> root_mean_square(torch.tensor([[3.0, 4.0, 0.0, 0.0]]), 1e-12)[0]
+    tensor([[1.2000, 1.6000, 0.0000, 0.0000]])
+    """
+    rstd = math.sqrt(rows.shape[-1]) / rows.norm(dim=-1, keepdim=True).clamp_min(eps)
+    return rows * rstd, rstd
+
+
+def std_norm(rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Y = x / √(variance + eps), the variance over d − 1 and the mean left in x (timm's SimpleNorm).
+
+    >>> std_norm(torch.tensor([[1.0, 3.0]]), 0.0)[0]
+    tensor([[0.7071, 2.1213]])
+    """
+    rstd = torch.rsqrt(rows.var(-1, keepdim=True) + eps)
+    return rows * rstd, rstd
+
+
+def gain_and_shift(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """Return what the module keeps to multiply y by and to add to it, flat and in float32; None where it has none."""
+
+    def first(names: tuple[str, ...]) -> Tensor | None:
+        values = (getattr(module, name, None) for name in names)
+        return next((value.float().flatten() for value in values if isinstance(value, Tensor)), None)
+
+    return first(_GAINS), first(_SHIFTS)
+
+
+def scale_and_shift(module: nn.Module, y: Tensor) -> Tensor:
+    """Weight · y + bias, whichever of the two the module has."""
+    gain, shift = gain_and_shift(module)
+    y = y if gain is None else y * gain
+    return y if shift is None else y + shift
+
+
+def unit_offset(module: nn.Module, y: Tensor) -> Tensor:
+    """(1 + weight) · y + bias: the weight is kept as an offset from one, so that weight decay draws it there."""
+    return scale_and_shift(module, y) + y
+
+
+def unit_length(module: nn.Module, y: Tensor) -> Tensor:
+    """Weight · y/√d + bias: vectors of length one, as ``F.normalize`` leaves them."""
+    return scale_and_shift(module, y / math.sqrt(y.shape[-1]))

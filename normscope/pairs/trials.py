@@ -1,0 +1,164 @@
+"""What a norm of an unknown class turns out to be: the one known form that reproduces its output.
+
+A single output is weak evidence: on an input of mean zero a LayerNorm is an RMSNorm, and an eps of 1e-5 is one of 1e-6
+unless the input is small. So a copy of the module in float32 is also asked for its output on noise made to tell the
+forms apart, and what still fits in more than one way is not taken for either.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normscope.pairs.formulas import (
+    gain_and_shift,
+    layer_norm,
+    rms_norm,
+    root_mean_square,
+    scale_and_shift,
+    std_norm,
+    unit_length,
+    unit_offset,
+)
+from normscope.pairs.kinds import NormKind, group_norm, named_eps, running_norm, token_norm
+from normscope.pairs.verify import excess
+
+_FORMS = (layer_norm, rms_norm, root_mean_square, std_norm)
+_AFFINES = (scale_and_shift, unit_offset, unit_length)
+_USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3)
+_NO_ROOT_EPS = 1e-12  # what F.normalize takes, under no name that the module keeps
+# (mean, σ) of noise: an offset that tells centring, and scales whose squares lie about the usual eps.
+_PROBES = ((0.0, 1.0), (3.0, 1.0), (0.0, 1e-3), (0.0, 1e-5))
+_MOST_TOKENS = 256  # that a trial compares
+_MOST_POSITIONS = 32  # along an axis that no form normalizes over
+_SAME = 1e-4  # how far two forms' y may differ and still be one, where float32 explains 4e-6 of it
+
+_Call = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What a module makes of an input."""
+
+    input: Tensor
+    output: Tensor
+
+
+def identified(module: nn.Module, call: _Call, x: Tensor, output: Tensor, ancestor: NormKind | None) -> NormKind | str:
+    """Find the one form that reproduces what the module does, or say why there is none.
+
+    Args:
+        module: the norm, in eval mode; it is not called, only a copy of it.
+        call: positional and keyword arguments that it was called with.
+        x: the tensor among them that it normalizes.
+        output: what it returned.
+        ancestor: how a class normalizes that the module's class is made from and whose ``forward`` it does not keep.
+    """
+    register = "normscope.register_norm says what it does"
+    if not x.is_floating_point() or output.shape != x.shape:
+        return "it does not take floating-point numbers and return as many"
+    if sum(isinstance(value, Tensor) for value in (*call[0], *call[1].values())) > 1:
+        return f"its output depends on a second tensor that it is called with; {register}"
+    name = type(module).__name__
+    candidates = list(_candidates(name, module, x, ancestor))
+    axes = {axis % x.ndim for kind in candidates for axis in kind.axes(module, x.ndim)}
+    shape = [size if axis in axes else min(size, _MOST_POSITIONS) for axis, size in enumerate(x.shape)]
+    try:
+        shown = _probed(module, call, x, shape)
+    except Exception as error:  # of code that is not ours, on inputs that it was not made for
+        return f"it could not be tried on other inputs ({type(error).__name__}); {register}"
+    fitting = [kind for kind in candidates if all(_fits(kind, module, s) for s in shown)]
+    found = [kind for each in fitting if (kind := _at_precision(each, module, _Shown(x, output)))]
+    gain, _ = gain_and_shift(module)
+    if gain is not None and gain.numel() > 1 and not fitting and gain.numel() not in x.shape:
+        return f"its weight has {gain.numel()} elements, as many as no axis of its input; {register}"
+    if not found:
+        differs = "no form that is known" if ancestor is None else f"neither {ancestor.name}'s nor another known form"
+        return f"{differs} reproduces its output over any axis; {register}"
+    if any(not _same_y(found[0], other, module, s.input) for other in found[1:] for s in (*shown[:2], _Shown(x, x))):
+        return f"its output fits more than one form (weights of zero hide y); {register}"
+    return found[0]
+
+
+def _probed(module: nn.Module, call: _Call, x: Tensor, shape: list[int]) -> list[_Shown]:
+    """Ask a float32 copy for its output on noise; no hook and no state of the module sees it."""
+    twin, shown = copy.deepcopy(module).float(), []
+    twin._forward_hooks.clear()
+    twin._forward_pre_hooks.clear()
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(x.device)
+    for mean, sigma in _PROBES:
+        probe = mean + sigma * noise
+        args = tuple(probe.clone() if value is x else value for value in call[0])
+        kwargs = {key: probe.clone() if value is x else value for key, value in call[1].items()}
+        shown.append(_Shown(probe, twin(*args, **kwargs)))
+    return shown
+
+
+def _candidates(name: str, module: nn.Module, x: Tensor, ancestor: NormKind | None) -> Iterator[NormKind]:
+    if ancestor is not None and ancestor.groups is not None:
+        yield replace(ancestor, name=name)
+        return
+    if hasattr(module, "running_mean") and hasattr(module, "running_var"):
+        yield from _with_eps(module, running_norm(name))
+    elif hasattr(module, "num_groups"):
+        yield from _with_eps(module, group_norm(name))
+    gain, shift = gain_and_shift(module)
+    for axes in _axes_of(module, x, ancestor):
+        d = math.prod(x.shape[axis] for axis in axes)
+        if d < 2 or any(part is not None and part.numel() not in (1, d) for part in (gain, shift)):
+            continue
+        if ancestor is not None:
+            yield replace(ancestor, name=name, axes=_fixed(axes))
+        for normalize in _FORMS:
+            for affine in _AFFINES if gain is not None else (scale_and_shift, unit_length):
+                kind = token_norm(
+                    name, axes=axes, normalize=normalize, affine=affine, bounded=normalize is not std_norm
+                )
+                yield from (
+                    [replace(kind, eps=_NO_ROOT_EPS)] if normalize is root_mean_square else _with_eps(module, kind)
+                )
+
+
+def _with_eps(module: nn.Module, kind: NormKind) -> list[NormKind]:
+    return [kind] if named_eps(module) is not None else [replace(kind, eps=eps) for eps in _USUAL_EPS]
+
+
+def _fits(kind: NormKind, module: nn.Module, shown: _Shown) -> bool:
+    try:
+        return excess(kind, module, shown.input, shown.output, at_most=_MOST_TOKENS) <= 1
+    except (RuntimeError, TypeError):  # channels or statistics of other sizes than the form needs, or none
+        return False
+
+
+def _at_precision(kind: NormKind, module: nn.Module, shown: _Shown) -> NormKind | None:
+    """Return the kind that fits the module's own call, which may round every step to half precision."""
+    tried = (kind, replace(kind, own_precision=True))
+    return next((kind for kind in tried if _fits(kind, module, shown)), None)
+
+
+def _same_y(kind: NormKind, other: NormKind, module: nn.Module, x: Tensor) -> bool:
+    if kind.axes(module, x.ndim) != other.axes(module, x.ndim) or (kind.groups is None) != (other.groups is None):
+        return False
+    y, its = (
+        each.normalize(module, each.rows(module, x).float(), each.eps_of(module, x.dtype))[0] for each in (kind, other)
+    )
+    return bool(((y - its).abs() <= _SAME * (1 + y.abs())).all())
+
+
+def _axes_of(module: nn.Module, x: Tensor, ancestor: NormKind | None) -> list[tuple[int, ...]]:
+    """List the axes that may share a statistic, each once however it is counted; none of them numbers the samples."""
+    counted: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for axes in [*([ancestor.axes(module, x.ndim)] if ancestor else []), (-1,), (1,), (-2,)]:
+        if all(-x.ndim <= axis < x.ndim for axis in axes):
+            counted.setdefault(tuple(axis % x.ndim for axis in axes), axes)
+    return [axes for place, axes in counted.items() if 0 not in place or x.ndim == 1]
+
+
+def _fixed(axes: tuple[int, ...]) -> Any:
+    return lambda module, ndim: axes

@@ -1,0 +1,184 @@
+"""Padding is in no sum, wherever a norm has the axes of samples and positions; and the parts of the data."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import normscope
+from normscope.batches import Batch, Sample
+from normscope.errors import DataError
+
+LENGTHS = (5, 9, 3)
+HEADS, HEAD_DIM = 4, 6
+WIDTH = HEADS * HEAD_DIM
+
+
+class Encoder(nn.Module):
+    """One norm behind a layout, on tokens that do not look at one another."""
+
+    def __init__(self, layout: str, heads: int = HEADS) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layout, self.heads = layout, heads
+        self.norm = nn.LayerNorm(HEAD_DIM if "heads" in layout else WIDTH, eps=1e-3)
+
+    def forward(self, x, attention_mask=None):
+        match self.layout:
+            case "tokens":
+                return self.norm(x)
+            case "flattened":
+                return self.norm(x.flatten(0, 1)).view_as(x)
+            case "sequence first":
+                return self.norm(x.transpose(0, 1)).transpose(0, 1)
+            case "pooled":
+                return self.norm(x[:, 0])
+            case "heads last":
+                return self.norm(x.unflatten(-1, (self.heads, HEAD_DIM)))
+            case "heads first":
+                return self.norm(x.unflatten(-1, (self.heads, HEAD_DIM)).transpose(1, 2))
+
+
+def sequences(width: int = WIDTH) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [3 * torch.randn(1, length, width, generator=generator) + 1 for length in LENGTHS]
+
+
+def padded(width: int = WIDTH) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.full((len(LENGTHS), max(LENGTHS), width), 1e3)
+    valid = torch.zeros(x.shape[:2], dtype=torch.bool)
+    for row, sequence in enumerate(sequences(width)):
+        x[row, : sequence.shape[1]] = sequence[0]
+        valid[row, : sequence.shape[1]] = True
+    return x, valid
+
+
+def samples(*numbers: int) -> tuple[Sample, ...]:
+    return tuple(Sample(f"text {number}", number, number) for number in numbers)
+
+
+def assert_same_sums(one, other) -> None:
+    assert (one.n_pairs, one.n_tokens) == (other.n_pairs, other.n_tokens)
+    for name in ("moments", "density", "channel_sums", "token_offsets", "token_scales"):
+        torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-9, atol=1e-9)
+    assert torch.equal(one.channel_extremes, other.channel_extremes)
+    assert torch.equal(one.largest.x, other.largest.x)
+
+
+LAYOUTS = ["tokens", "flattened", "sequence first", "pooled", "heads last", "heads first"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_padded_batch_has_the_sums_of_its_samples_one_at_a_time(layout):
+    model = Encoder(layout)
+    x, valid = padded()
+    together = normscope.capture(model, [Batch((x,), {}, samples(0, 1, 2), valid=valid)])
+    alone = normscope.capture(model, [Batch((s,), {}, samples(i)) for i, s in enumerate(sequences())])
+    assert_same_sums(together.stats["norm"], alone.stats["norm"])
+    positions = len(LENGTHS) if layout == "pooled" else sum(LENGTHS)
+    assert together.stats["norm"].n_pairs == positions * WIDTH
+    if layout != "pooled":
+        assert float(together.stats["norm"].channel_extremes.abs().max()) < 1e3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_later_batches_of_other_lengths_are_told_too(layout):
+    model = Encoder(layout)
+    x, valid = padded()
+    one = Batch((x,), {}, samples(0, 1, 2), valid=valid)
+    shorter = Batch((x[:, :6],), {}, samples(3, 4, 5), valid=valid[:, :6])
+    both = normscope.capture(model, [one, shorter]).stats["norm"]
+    count = 2 * len(LENGTHS) if layout == "pooled" else int(valid.sum()) + int(valid[:, :6].sum())
+    assert both.n_pairs == count * WIDTH
+
+
+def test_an_attention_mask_among_the_keyword_arguments_is_honoured():
+    x, valid = padded()
+    model = Encoder("tokens")
+    marked = normscope.capture(model, [{"x": x, "attention_mask": valid.long()}]).stats["norm"]
+    told = normscope.capture(model, [Batch((x,), {}, samples(0, 1, 2), valid=valid)]).stats["norm"]
+    assert marked.n_pairs == told.n_pairs == sum(LENGTHS) * WIDTH
+    additive = (
+        1.0 - valid.float()
+    ) * -1e4  # of floating-point numbers: what is added to attention, and no mask of ours
+    whole = normscope.capture(model, [{"x": x, "attention_mask": additive}]).stats["norm"]
+    assert whole.n_pairs == x.numel()
+
+
+@pytest.mark.parametrize("layout", ["heads last", "heads first"])
+def test_as_many_heads_as_positions_cannot_be_told_apart(layout):
+    heads = max(LENGTHS)
+    x, valid = padded(heads * HEAD_DIM)
+    batch = Batch((x,), {}, samples(0, 1, 2), valid=valid)
+    with pytest.raises(DataError, match=r"norm \(input \(3, 9, 9, 6\)\) it cannot be told .* of 9 positions"):
+        normscope.capture(Encoder(layout, heads), [batch])
+    whole = Batch((x,), {}, samples(0, 1, 2))
+    assert normscope.capture(Encoder(layout, heads), [whole]).stats["norm"].n_pairs == x.numel()
+
+
+@pytest.mark.parametrize("layout", ["heads last", "heads first"])
+def test_an_earlier_batch_tells_heads_from_positions(layout):
+    x, valid = padded()
+    batches = [
+        Batch((x,), {}, samples(0, 1, 2), valid=valid),
+        Batch((x[:, :HEADS],), {}, samples(3, 4, 5), valid=valid[:, :HEADS]),
+    ]
+    seen = normscope.capture(Encoder(layout), batches).stats["norm"]
+    assert seen.n_pairs == (sum(LENGTHS) + int(valid[:, :HEADS].sum())) * WIDTH
+    assert float(seen.channel_extremes.abs().max()) < 1e3
+
+
+def test_tokens_that_are_no_positions_of_the_mask_are_an_error():
+    x, valid = padded()
+    batch = Batch((x,), {}, samples(0, 1, 2), valid=torch.cat([valid, valid], 1))
+    with pytest.raises(DataError, match=r"of 18 positions\. Pass samples of one length, or one at a time"):
+        normscope.capture(Encoder("tokens"), [batch])
+
+
+def test_what_the_batches_run_themselves_is_not_recorded():
+    model = Encoder("tokens")
+
+    def sampler():
+        x = sequences()[0]
+        for step in range(3):
+            yield Batch((x,), {}, samples(step))
+            x = x + 0.1 * model(x)  # as a sampler's steps do
+
+    seen = normscope.capture(model, sampler()).stats["norm"]
+    assert seen.n_pairs == 3 * LENGTHS[0] * WIDTH
+
+
+def test_parts_sum_up_to_the_whole_and_survive_files_merges_and_choices(tmp_path):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
+
+        def forward(self, x):
+            return self.second(self.first(x) * 2 + x)
+
+    def batches(*numbers):
+        x = {number: sequences()[number % 3] for number in numbers}
+        return [Batch((x[i],), {}, samples(i), part=f"timestep {i % 2}") for i in numbers]
+
+    model = Two()
+    seen = normscope.capture(model, batches(0, 1, 2, 3), by_gamma=True)
+    assert list(seen.parts) == ["timestep 0", "timestep 1"]
+    assert {part.n_samples for part in seen.parts.values()} == {2} and seen.n_samples == 4
+    for name, stats in seen.stats.items():
+        one, two = (part.stats[name] for part in seen.parts.values())
+        assert_same_sums(one.merge(two), stats)
+        np.testing.assert_allclose(
+            stats.gamma_moments.sum((0, 2)), (one.gamma_moments + two.gamma_moments).sum((0, 2)), rtol=1e-12
+        )
+    read = normscope.load_capture(normscope.save_capture(seen, tmp_path / "seen.safetensors"))
+    assert list(read.parts) == list(seen.parts)
+    for part, own in read.parts.items():
+        assert own.about == seen.parts[part].about and own.sites == seen.parts[part].sites
+        assert_same_sums(own.stats["second"], seen.parts[part].stats["second"])
+    both = read.merge(normscope.capture(model, batches(4, 6), by_gamma=True))
+    assert (both.parts["timestep 0"].n_samples, both.parts["timestep 1"].n_samples) == (4, 2)
+    pairs = {part: own.stats["first"].n_pairs for part, own in both.parts.items()}
+    assert sum(pairs.values()) == both.stats["first"].n_pairs
+    chosen = both.only("second")
+    assert [list(part.stats) for part in chosen.parts.values()] == [["second"], ["second"]]
