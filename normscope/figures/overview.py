@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 
 import matplotlib
@@ -12,9 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.gridspec import GridSpec
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.textpath import TextToPath
 
 from normscope.errors import UsageError, count
+from normscope.figures.lettering import tail, width_of, wrapped
 from normscope.figures.panels import Panel, corner_text, draw_panel, legend_handles, panels_of
 from normscope.figures.style import style_named
 from normscope.fits.fit import CurveFit
@@ -33,9 +32,6 @@ _BOLD, _SMALL, _TINY = (
     FontProperties(size=6.2),
     FontProperties(size=5.2),
 )
-_MOST_LINES = 3
-_HINTING = 1.12  # so much wider do letters become where they are fitted to few pixels
-_LETTERS = TextToPath()
 
 
 def overview(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]] = (), *, style: str = "light") -> Figure:
@@ -105,7 +101,7 @@ def _heading(capture: Capture, panels: Sequence[Panel], inches: float) -> tuple[
     pairs = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
     weights = f"weights: {about['weights']}"
     data = f"data ({count(capture.n_samples, 'sample')}, {pairs} pairs a panel): {about['data']}"
-    return _tail(about["model"], inches, _BOLD), [*_wrapped(weights, inches, _SMALL), *_wrapped(data, inches, _SMALL)]
+    return tail(about["model"], inches, _BOLD), [*wrapped(weights, inches, _SMALL), *wrapped(data, inches, _SMALL)]
 
 
 def _write(ax: Axes, name: str, details: Sequence[str]) -> None:
@@ -135,8 +131,8 @@ def _draw(ax: Axes, panel: Panel) -> None:
     kind = " · ".join(part for part in (f"{site.kind} d={site.d}", site.placement) if part)
     room = _COLUMN_INCHES - 0.3
     number = f"{site.index}  "
-    name = number + _tail(site.name, room - _inches(number, _SMALL), _SMALL)
-    ax.set_title(f"{name}\n{_tail(kind, room, _SMALL)}", loc="left", fontproperties=_SMALL, parse_math=False, pad=3)
+    name = number + tail(site.name, room - width_of(number, _SMALL), _SMALL)
+    ax.set_title(f"{name}\n{tail(kind, room, _SMALL)}", loc="left", fontproperties=_SMALL, parse_math=False, pad=3)
     if not panel.stats.n_pairs:
         ax.text(0, 0, "no finite pair", fontproperties=_SMALL, color=panel.style.faint, ha="center")
         return
@@ -151,29 +147,3 @@ def _result(found: CurveFit, panel: Panel) -> tuple[str, str]:
         return f"{found.curve}: nothing to fit", panel.style.faint
     doubt = ("  straight" if found.straight else "") if found.converged else "  not converged"
     return f"{found.curve}  R² {found.r2:.3f}{doubt}", panel.style.curves[found.curve][0]
-
-
-def _inches(text: str, font: FontProperties) -> float:
-    width, _, _ = _LETTERS.get_text_width_height_descent(text, font, ismath=False)
-    return float(width) / 72 * _HINTING
-
-
-def _tail(text: str, inches: float, font: FontProperties) -> str:
-    """Shorten a text from the left, as the end of a module path tells it from the others, to what is so wide."""
-    if _inches(text, font) <= inches:
-        return text
-    dropped = bisect_left(range(len(text)), True, key=lambda n: _inches(f"…{text[n:]}", font) <= inches)
-    return f"…{text[dropped:].lstrip('.')}"
-
-
-def _wrapped(text: str, inches: float, font: FontProperties) -> list[str]:
-    """Break a text into lines of this width, at spaces where it can; what is far too long ends in an ellipsis."""
-    lines: list[str] = []
-    while text:
-        fitting = bisect_left(range(len(text)), True, key=lambda n: _inches(text[: n + 1], font) > inches)
-        cut = fitting if fitting == len(text) else max(text.rfind(" ", 0, fitting + 1), 0) or fitting
-        if len(lines) == _MOST_LINES - 1 and cut < len(text):
-            return [*lines, f"{text[: fitting - 1]}…"]
-        lines.append(text[:cut])
-        text = text[cut:].lstrip()
-    return lines

@@ -12,8 +12,10 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 
 from normscope.errors import UsageError, count, unknown
+from normscope.figures.lettering import tail, width_of, wrapped
 from normscope.figures.panels import (
     DRAW,
     Panel,
@@ -129,7 +131,9 @@ def _origin(capture: Capture) -> dict[str, Any]:
 def _title(ax: Axes, panel: Panel) -> None:
     site = panel.site
     kind = " · ".join(part for part in (f"{site.kind} d={site.d}", site.placement) if part)
-    ax.set_title(f"{site.index}  {site.name}\n{kind}\n{panel.stats.n_pairs:,} pairs", parse_math=False)
+    font, number = ax.title.get_fontproperties(), f"{site.index}  "
+    name = number + tail(site.name, _PANEL_INCHES[0] - width_of(number, font), font)
+    ax.set_title(f"{name}\n{kind}\n{panel.stats.n_pairs:,} pairs", parse_math=False)
     if ax.get_ylim()[1] < site.bound < math.inf:
         text = f"bound ±{site.bound:.3g} is off the panel"
         ax.text(0.99, 0.985, text, color=panel.style.faint, ha="right", va="top", transform=ax.transAxes, fontsize=5.2)
@@ -175,8 +179,10 @@ _LEGENDS = {"density": _density_legend, "token": _token_legend, "channel": _chan
 def _caption(figure: Figure, capture: Capture, panels: Sequence[Panel], rows: Sequence[str]) -> None:
     about = capture.about
     samples = count(capture.n_samples, "sample")
-    title = f"{about['model']} · {samples}\nweights: {about['weights']}\ndata: {about['data']}"
-    figure.suptitle(title, fontsize=7.5, parse_math=False)
+    font, inches = FontProperties(size=7.5), figure.get_figwidth() - 0.2
+    texts = (f"{about['model']} · {samples}", f"weights: {about['weights']}", f"data: {about['data']}")
+    title = "\n".join(line for text in texts for line in wrapped(text, inches, font))
+    figure.suptitle(title, fontproperties=font, parse_math=False)
     handles = legend_handles(panels, density="density" in rows)
     across = min(_COLUMNS, len(panels))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles) if across > 3 else max(1, across - 1))

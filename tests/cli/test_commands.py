@@ -219,7 +219,8 @@ def test_pipes_get_no_colour_and_no_progress(folder, captured):
 
 def test_the_checkouts_script_runs_the_same_app(folder):
     done = run("models", "--json", cwd=folder, command=(sys.executable, str(CHECKOUT / "cli.py")))
-    assert [entry["name"] for entry in json.loads(done.stdout)["models"]][:3] == ["demo_vit", "demo_wav2vec2", "demo_dit"]
+    names = [entry["name"] for entry in json.loads(done.stdout)["models"]]
+    assert names[:3] == ["demo_vit", "demo_wav2vec2", "demo_dit"]
 
 
 def test_version(folder):
