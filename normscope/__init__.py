@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from normscope.batches import Batch, Sample
     from normscope.errors import NormscopeError
+    from normscope.figures.overview import overview
     from normscope.figures.scurves import plot
     from normscope.fits.fit import CurveFit, fit
     from normscope.models.registry import load
@@ -37,6 +38,7 @@ _HOMES = {
     "fit": "fits.fit.fit",
     "load": "models.registry.load",
     "load_capture": "pairs.storage.load",
+    "overview": "figures.overview.overview",
     "plot": "figures.scurves.plot",
     "register_norm": "pairs.norms.register_norm",
     "save_capture": "pairs.storage.save",
@@ -53,6 +55,7 @@ __all__ = [
     "fit",
     "load",
     "load_capture",
+    "overview",
     "plot",
     "register_norm",
     "save_capture",

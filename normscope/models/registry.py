@@ -146,8 +146,8 @@ def load(
             knows. ``py:FILE_OR_MODULE:FACTORY`` runs code of yours.
         weights: ``pretrained``; ``random`` for freshly initialized ones under ``seed``; or the path of a
             safetensors file or torch checkpoint that fits the model.
-        data: a file, or a folder that is read recursively: images, audio, latents or text, as the model takes; None
-            for the model's own default inputs.
+        data: a file, or a folder that is read recursively: images, recordings or text, as the model takes, or a file
+            of latents; None for the model's own default inputs.
         limit: take at most so many samples; of a diffusion model, so many trajectories.
         batch_size: samples per batch, at most; waveforms are taken one at a time.
         seed: of random weights and of the choice of default inputs. torch's global random state is left as it is.
