@@ -119,6 +119,10 @@ def _config(library: Any, name: str, repository: Repository, options: LoadOption
         ) from error
     if content is None:
         raise ModelError(f"{repository.name!r} holds no config.json, and so no model of transformers.")
+    if "auto_map" in content and content.get("model_type") in library.CONFIG_MAPPING:
+        known = content["model_type"]
+        logger.warning("%s comes with code of its own, which is not run: transformers has %s itself.", name, known)
+        content = {key: value for key, value in content.items() if key != "auto_map"}
     refuse_code(name, "config.json", content)
     try:
         return library.AutoConfig.from_pretrained(repository.name, trust_remote_code=False, **repository.where())

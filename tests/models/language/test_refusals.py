@@ -127,7 +127,6 @@ def evil(copy, tmp_path):
 @pytest.mark.parametrize(
     ("filename", "changes", "named"),
     [
-        ("config.json", {"auto_map": {"AutoConfig": "evil.Config"}}, "auto_map in config.json"),
         ("config.json", {"text_config": {"auto_map": {"AutoModel": "evil.Model"}}}, "auto_map in config.json"),
         ("config.json", {"_attn_implementation": "evil/kernel"}, "_attn_implementation in config.json"),
         ("config.json", {"experts_implementation": "evil/kernel"}, "experts_implementation in config.json"),
@@ -142,6 +141,22 @@ def test_code_of_a_repository_is_not_run(evil, filename, changes, named, weights
     with pytest.raises(ModelError) as caught:
         load_folder(folder, weights=weights)
     assert f"asks for code that comes with its weights ({named}" in str(caught.value)
+    assert not trace.exists()
+
+
+def test_code_for_a_model_that_transformers_does_not_have_is_refused(evil):
+    folder, trace = evil
+    change_json(folder / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.Config"})
+    with pytest.raises(ModelError, match=r"asks for code that comes with its weights \(auto_map in config.json\)"):
+        load_folder(folder)
+    assert not trace.exists()
+
+
+def test_transformers_own_class_is_taken_where_it_has_one(evil, caplog):
+    folder, trace = evil
+    change_json(folder / "config.json", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
+    assert type(load_folder(folder).module).__module__.startswith("transformers.models.llama.")
+    assert "comes with code of its own, which is not run: transformers has llama itself" in caplog.text
     assert not trace.exists()
 
 
