@@ -55,19 +55,23 @@ class Batch:
 
     def first_sample(self) -> Batch:
         """Return the batch that holds this batch's first sample alone."""
+        return self.first(1)
+
+    def first(self, number: int) -> Batch:
+        """Return the batch that holds the first ``number`` of this batch's samples, or all where there are fewer."""
         import torch
 
         def first(value: Any) -> Any:
             if isinstance(value, Mapping):
                 return {key: first(own) for key, own in value.items()}
             whole = isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == len(self.samples)
-            return value[:1] if whole else value
+            return value[:number] if whole else value
 
         return replace(
             self,
             args=tuple(first(value) for value in self.args),
             kwargs=first(self.kwargs),
-            samples=self.samples[:1],
+            samples=self.samples[:number],
             valid=first(self.valid),
         )
 
@@ -93,12 +97,13 @@ class Batch:
 def as_batches(batches: Iterable[Any]) -> Iterator[Batch]:
     """Yield a :class:`Batch` for each tensor, tuple of arguments, dict of keyword arguments, or Batch.
 
-    An ``attention_mask`` of integers or bools, ``(samples, positions)``, among the keyword arguments says which
+    An ``attention_mask`` of zeros and ones, ``(samples, positions)``, among the keyword arguments says which
     positions are padding, where the Batch does not say it itself. The samples of anything but a Batch are numbered
     through, and each counts as a source of its own. What tells their data set from others is a hash of the first batch.
 
     Raises:
-        DataError: if an entry is none of these, or holds no tensor with an axis of samples, or no sample.
+        DataError: if an entry is none of these, holds no tensor with an axis of samples or no sample, or if its tensors
+            disagree on the number of samples.
 
     >>> import torch
     >>> [batch.samples[-1].index for batch in as_batches([torch.zeros(2, 3), (torch.zeros(2, 3),)])]
@@ -121,13 +126,20 @@ def as_batches(batches: Iterable[Any]) -> Iterator[Batch]:
 
 
 def _valid(batch: Batch) -> torch.Tensor | None:
-    """Return which positions are data; None where all of them are."""
+    """Return which positions are data; None where nothing tells."""
     import torch
 
-    valid, mask = batch.valid, batch.kwargs.get("attention_mask")
-    if valid is None and isinstance(mask, torch.Tensor) and mask.ndim == 2 and not mask.is_floating_point():
-        valid = mask != 0
-    return None if valid is None or bool(valid.all()) else valid
+    mask = batch.kwargs.get("attention_mask")
+    if batch.valid is not None or not isinstance(mask, torch.Tensor):
+        return batch.valid
+    if mask.ndim != 2 or len(mask) != len(batch.samples):  # of queries and keys, not of samples and positions
+        return None
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise DataError(
+            "An attention_mask of samples and positions holds other values than 0 and 1, so that it cannot be told "
+            "which positions are padding. Say it in the valid of a normscope.Batch."
+        )
+    return mask != 0
 
 
 def _arguments(entry: Any, number: int) -> tuple[tuple[Any, ...], Mapping[str, Any], torch.Tensor]:
@@ -148,11 +160,19 @@ def _arguments(entry: Any, number: int) -> tuple[tuple[Any, ...], Mapping[str, A
                 f"Batch {number} is a {type(entry).__name__}; a batch is a tensor, a tuple of arguments, "
                 "or a dict of keyword arguments."
             )
-    values = (*args, *kwargs.values())
-    first = next((value for value in values if isinstance(value, torch.Tensor) and value.ndim), None)
-    if first is None:
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.ndim]
+    if not tensors:
         raise DataError(f"Batch {number} holds no tensor whose axis 0 counts samples.")
-    return args, kwargs, first
+    if any(tensor.is_meta for tensor in tensors):
+        raise DataError(f"Batch {number} holds a tensor on the meta device, which has no values to run a model on.")
+    counting = [tensor for tensor in tensors if len(tensor) != 1] or tensors  # an axis of one serves every sample
+    if len({len(tensor) for tensor in counting}) > 1:
+        sizes = " and ".join(str(size) for size in dict.fromkeys(len(tensor) for tensor in counting))
+        raise DataError(
+            f"The tensors of batch {number} have {sizes} entries along axis 0, so that it cannot be told how many "
+            "samples it holds. Pass a normscope.Batch, which names its samples."
+        )
+    return args, kwargs, counting[0]
 
 
 def _digest(tensor: torch.Tensor) -> str:

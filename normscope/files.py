@@ -30,7 +30,7 @@ def whole_file(path: Path) -> Iterator[Path]:
         os.close(handle)
         partial = Path(name)
         yield partial
-        partial.chmod(0o666 & ~_umask())
+        partial.chmod(0o666 & ~umask())
         partial.replace(target)
         partial = None
     except OSError as error:
@@ -85,7 +85,8 @@ def file_stem(name: str) -> str:
     return re.sub(r"^[-.]+|[-.]+$", "", re.sub(r"\.{2,}", "-", stem))[:120] or "unnamed"
 
 
-def _umask() -> int:
+def umask() -> int:
+    """Return what this process takes from the modes of new files, which nothing but setting it tells."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -115,5 +115,9 @@ def _announce(pairs: RawPairs, network: LoadedModel, layers: str, say: Output) -
     sites = select(find_norms(network.module, first).sites, layers)
     samples = network.inputs.n_samples
     size = raw_bytes(sites, samples or 1)
-    each = "" if samples else " for each sample"
-    say.warn(f"the raw pairs of {len(sites)} norm sites will take {size / 1e6:,.1f} MB{each} in {pairs.folder}")
+    each = "in all" if samples else "for each sample"
+    told = f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1e3:,.1f} kB"
+    say.warn(
+        f"the raw pairs of {len(sites)} norm sites will take about {told} {each} in {pairs.folder}, if all samples are "
+        "as long as the first"
+    )

@@ -103,7 +103,12 @@ def check_sources(names: Sequence[str], run: Run) -> None:
             raise UsageError(f"{name} is a capture file: nothing is run, so that {options} can have no effect.")
         if not Path(name).is_file():
             raise DataError(f"There is no capture file {name}; `normscope capture MODEL -o {name}` writes one.")
-    check_models([name for name in names if not _is_file(name)])
+    from normscope.models.registry import check_diffusion, find
+
+    models = [name for name in names if not _is_file(name)]
+    check_models(models)
+    for name in models:
+        check_diffusion(find(name), guidance=run.guidance, timesteps=run.timesteps)
 
 
 def check_by(by: str | None, names: Sequence[str]) -> None:

@@ -112,7 +112,7 @@ class FactoryBatches:
         """
         left = self._options.limit
         for batch in as_batches(self._entries()):
-            taken = batch if left is None else _first_samples(batch, left)
+            taken = batch if left is None else batch.first(left)
             yield taken.to(self._options.device, self._options.dtype)
             if left is not None:
                 left -= len(taken.samples)
@@ -264,28 +264,11 @@ def _pair(name: str, returned: Any) -> tuple[nn.Module, Iterable[Any]]:
     module, batches = returned
     if not isinstance(module, nn.Module):
         raise ModelError(f"{name} returned a {type(module).__name__} where a torch.nn.Module has to be.")
+    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        raise ModelError(f"{name} returned a module on the meta device, which has no weights to run with.")
     if isinstance(batches, (Tensor, Mapping, Batch, str)) or not hasattr(batches, "__iter__"):
         raise DataError(
             f"{name} returned a {type(batches).__name__} where batches have to be: a list of tensors, of tuples of "
             "arguments, or of dicts of keyword arguments."
         )
     return module, batches
-
-
-def _first_samples(batch: Batch, number: int) -> Batch:
-    """Return the batch that holds the first samples of ``batch`` alone."""
-    present = len(batch.samples)
-    if number >= present:
-        return batch
-
-    def first(value: Any) -> Any:
-        whole = isinstance(value, Tensor) and value.ndim > 0 and len(value) == present
-        return value[:number] if whole else value
-
-    return replace(
-        batch,
-        args=tuple(first(value) for value in batch.args),
-        kwargs={key: first(value) for key, value in batch.kwargs.items()},
-        samples=batch.samples[:number],
-        valid=first(batch.valid),
-    )

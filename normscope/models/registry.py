@@ -175,9 +175,7 @@ def load(
         raise UsageError("data is an empty path. Name a file or a folder, or leave it out.")
     if data is not None and not Path(data).exists():
         raise DataError(f"There is no file or folder {str(data)!r} to read data from.")
-    if entry.family != "diffusion" and (guidance is not None or timesteps is not None):
-        given = "guidance" if guidance is not None else "timesteps"
-        raise UsageError(f"{name} is no diffusion model: {given} can have no effect on it.")
+    check_diffusion(entry, guidance=guidance, timesteps=timesteps)
 
     from normscope.models.base import LoadOptions
     from normscope.models.devices import resolve_device, resolve_dtype
@@ -221,6 +219,13 @@ def find(name: str) -> ModelEntry:
     from normscope.models.vision import names_like
 
     raise ModelError(unknown("model", name, [*(entry.name for entry in list_models()), *names_like(name)]))
+
+
+def check_diffusion(entry: ModelEntry, *, guidance: float | None, timesteps: str | int | None) -> None:
+    """Raise UsageError if what only applies to diffusion models is asked of another one."""
+    if entry.family != "diffusion" and (guidance is not None or timesteps is not None):
+        given = "guidance" if guidance is not None else "timesteps"
+        raise UsageError(f"{entry.name} is no diffusion model: {given} can have no effect on it.")
 
 
 def _check_numbers(limit: int | None, batch_size: int, seed: int) -> None:

@@ -196,7 +196,7 @@ def padded(tokens: Sequence[Sequence[int]], reading: Reading) -> Batch:
         ids[row, : len(text)] = torch.tensor(text)
         mask[row, : len(text)] = 1
     valid = mask.bool()
-    return Batch(kwargs=reading.keywords(ids, mask), valid=None if valid.all() else valid)
+    return Batch(kwargs=reading.keywords(ids, mask), valid=valid)
 
 
 def _contents(document: Traversable) -> Iterator[tuple[int, str | Exception]]:

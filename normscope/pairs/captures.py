@@ -62,8 +62,11 @@ class Capture:
         if list(map(_of_any_length, self.sites)) != list(map(_of_any_length, other.sites)):
             raise DataError("Cannot merge captures of different norm sites; capture the same layers of both.")
         data = dict.fromkeys([self.about["data"], other.about["data"]])
+        about = {**self.about, "data": " + ".join(data)}
+        if self.about.get("part") != other.about.get("part"):
+            about.pop("part", None)
         return Capture(
-            about={**self.about, "data": " + ".join(data)},
+            about=about,
             sites=self.sites,
             skipped=list(dict.fromkeys([*self.skipped, *other.skipped])),
             stats={name: stats.merge(other.stats[name]) for name, stats in self.stats.items()},

@@ -20,7 +20,7 @@ from normscope.pairs.kinds import NormKind
 from normscope.pairs.layouts import token_axes
 from normscope.pairs.selection import Layers, select
 from normscope.pairs.sites import NormSite, SkippedNorm
-from normscope.pairs.state import left_as_found
+from normscope.pairs.state import left_as_found, run
 from normscope.pairs.stats import PairStats
 from normscope.pairs.trace import NOT_CALLED, NormReport, find_norms, input_of
 from normscope.pairs.verify import check
@@ -66,7 +66,7 @@ def capture(
 
     Raises:
         DataError: if there is no batch, or if it cannot be told which tokens of a norm are padding.
-        ModelError: if the model calls no norm that normscope knows, or if verification fails.
+        ModelError: if the model raises, if it calls no norm that normscope knows, or if verification fails.
         UsageError: if ``layers`` names no site.
 
     >>> import torch
@@ -87,7 +87,7 @@ def capture(
     with left_as_found(model), recorder.hooked(model, sites, report), _watched(model, idle) as late:
         for batch in itertools.chain([first], stream):
             with recorder.recording(batch):
-                model(*batch.args, **batch.kwargs)
+                run(model, batch)
     return recorder.captured(
         {
             "model": type(model).__name__,
@@ -101,16 +101,18 @@ def capture(
     )
 
 
-def _batch_axis(of_one_sample: torch.Size, shape: torch.Size, n_samples: int) -> int | None:
+def _batch_axis(of_one_sample: torch.Size, shape: torch.Size, n_samples: int, positions: int | None) -> int | None:
     """Find the axis that grew with the number of samples: not the first one where sequences come first.
 
+    It may also count all positions of all samples, and these may be more or fewer than those of the sample known.
     None where there is no such axis, and tokens cannot be told apart by sample: learned queries, for example.
     """
     if n_samples == 1:
         return 0
     if len(of_one_sample) != len(shape):
         return None
-    grown = [axis for axis, one in enumerate(of_one_sample) if shape[axis] == one * n_samples]
+    counts = {n_samples * positions} if positions else set()
+    grown = [axis for axis, one in enumerate(of_one_sample) if shape[axis] in {one * n_samples, *counts}]
     return min(grown, key=lambda axis: of_one_sample[axis], default=None)
 
 
@@ -194,7 +196,8 @@ class _Recorder:
             if self.verify:
                 check(kind, site.name, module, x, output)
             samples = self.batch.samples
-            axis = _batch_axis(of_one_sample, x.shape, len(samples))
+            positions = None if self.batch.valid is None else self.batch.valid.shape[1]
+            axis = _batch_axis(of_one_sample, x.shape, len(samples), positions)
             valid = self._valid_tokens(site, kind, module, x, axis)
             rows = kind.rows(module, x.detach(), axis or 0)
             if rows.device.type == "mps":  # which has no float64 to sum in
@@ -234,7 +237,7 @@ class _Recorder:
         self, site: NormSite, kind: NormKind, module: nn.Module, x: Tensor, batch_axis: int | None
     ) -> Tensor | None:
         """Tell which rows are data and not padding: bool ``(tokens,)``, or None for all."""
-        if self.batch is None or self.batch.valid is None:
+        if self.batch is None or self.batch.valid is None or bool(self.batch.valid.all()):
             return None
         valid = self.batch.valid.to(x.device)
         axes = [] if kind.groups else token_axes(x, kind.axes(module, x.ndim), batch_axis or 0)
@@ -249,7 +252,7 @@ class _Recorder:
         if batch_axis is None or self.position_axes.get(site.name) not in along:
             raise DataError(
                 f"At the norm {site.name} (input {tuple(x.shape)}) it cannot be told which tokens are padding, of "
-                f"{valid.shape[1]} positions. Pass samples of one length, or one at a time."
+                f"{valid.shape[1]} positions. Pass samples of one length, or one at a time (--batch-size 1)."
             )
         shape = [
             size if axis in (batch_axis, self.position_axes[site.name]) else 1

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from normscope.errors import UsageError
-from normscope.files import file_stem
+from normscope.files import file_stem, umask
 from normscope.pairs.captures import Capture
 from normscope.pairs.sites import NormSite
 
@@ -60,7 +60,7 @@ class RawPairs:
         try:
             for site in capture.sites:
                 self._write_site(site, dict(capture.about))
-            self._partial.chmod(0o755)
+            self._partial.chmod(0o777 & ~umask())
             self._partial.rename(self.folder)
         except OSError as error:
             raise UsageError(f"Cannot write {self.folder}: {error.strerror or error}.") from error
@@ -80,5 +80,6 @@ class RawPairs:
             tensors["sizes"] = torch.tensor(sizes)
         name = f"{site.index:03d}-{file_stem(site.name)}.safetensors"
         save_file(tensors, self._partial / name, metadata={**about, "site": site.name})
+        (self._partial / name).chmod(0o666 & ~umask())
         for part in parts.values():
             part.unlink()

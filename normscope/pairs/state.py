@@ -6,7 +6,10 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from normscope.batches import Batch
+from normscope.errors import ModelError, NormscopeError
 
 
 @contextlib.contextmanager
@@ -23,3 +26,22 @@ def left_as_found(model: nn.Module) -> Iterator[None]:
     finally:
         for module, flag in training.items():
             module.training = flag
+
+
+def run(model: nn.Module, batch: Batch) -> None:
+    """Run the model on a batch.
+
+    Raises:
+        ModelError: if the model itself raises.
+    """
+    try:
+        model(*batch.args, **batch.kwargs)
+    except NormscopeError:  # of a hook
+        raise
+    except Exception as error:
+        line = str(error).strip().partition("\n")[0].rstrip(".")
+        shapes = [tuple(value.shape) for value in (*batch.args, *batch.kwargs.values()) if isinstance(value, Tensor)]
+        raise ModelError(
+            f"{type(model).__name__} raised {type(error).__name__} on inputs of the shapes "
+            f"{', '.join(map(str, shapes)) or '(none)'}: {line or 'without saying why'}."
+        ) from error

@@ -20,7 +20,7 @@ from normscope.pairs.kinds import NormKind
 from normscope.pairs.norms import ancestor_kind, kind_of, refusal
 from normscope.pairs.placement import ADDITIONS, Addition, Ends, of_sites
 from normscope.pairs.sites import NormSite, SkippedNorm
-from normscope.pairs.state import left_as_found
+from normscope.pairs.state import left_as_found, run
 from normscope.pairs.trials import identified
 
 NOT_CALLED = "not called"
@@ -98,7 +98,7 @@ def find_norms(model: nn.Module, batch: Batch) -> NormReport:
     suspects = _suspects(model)
     watch = _FunctionWatch()
     with left_as_found(model), _calls_of(suspects, watch) as calls, _entered(model, watch), watch:
-        model(*batch.args, **batch.kwargs)
+        run(model, batch)
 
     sites: list[NormSite] = []
     skipped: list[SkippedNorm] = []

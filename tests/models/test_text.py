@@ -32,7 +32,7 @@ def texts_of(inputs):
     for batch in inputs:
         ids, mask = batch.kwargs["input_ids"], batch.kwargs["attention_mask"].bool()
         assert (ids[~mask] == 7).all()
-        assert batch.valid is None if mask.all() else torch.equal(batch.valid, mask)
+        assert torch.equal(batch.valid, mask)
         texts += [bytes(row[kept].tolist()).decode() for row, kept in zip(ids, mask, strict=True)]
     return texts
 
@@ -128,7 +128,7 @@ def test_padding():
     assert batch.kwargs["input_ids"].tolist() == [[1, 2, 3], [4, 7, 7]]
     assert batch.kwargs["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert batch.valid.tolist() == [[True, True, True], [True, False, False]]
-    assert padded([[1, 2], [3, 4]], READING).valid is None
+    assert bool(padded([[1, 2], [3, 4]], READING).valid.all())
     multiple = padded([[1, 2, 3], [4]], Reading(of_bytes, as_keywords, multiple=4))
     assert multiple.valid.sum(1).tolist() == [3, 1]
     assert multiple.kwargs["input_ids"].shape == (2, 4)

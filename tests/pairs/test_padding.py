@@ -90,6 +90,16 @@ def test_later_batches_of_other_lengths_are_told_too(layout):
     both = normscope.capture(model, [one, shorter]).stats["norm"]
     count = 2 * len(LENGTHS) if layout == "pooled" else int(valid.sum()) + int(valid[:, :6].sum())
     assert both.n_pairs == count * WIDTH
+    assert both.fold_by == "source"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batches_of_other_lengths_without_padding_keep_their_folds(layout):
+    batches = [
+        Batch((sequence.expand(2, -1, -1),), {}, samples(2 * i, 2 * i + 1), valid=torch.ones(2, sequence.shape[1]) > 0)
+        for i, sequence in enumerate(sequences())
+    ]
+    assert normscope.capture(Encoder(layout), batches).stats["norm"].fold_by == "source"
 
 
 def test_an_attention_mask_among_the_keyword_arguments_is_honoured():
@@ -98,11 +108,9 @@ def test_an_attention_mask_among_the_keyword_arguments_is_honoured():
     marked = normscope.capture(model, [{"x": x, "attention_mask": valid.long()}]).stats["norm"]
     told = normscope.capture(model, [Batch((x,), {}, samples(0, 1, 2), valid=valid)]).stats["norm"]
     assert marked.n_pairs == told.n_pairs == sum(LENGTHS) * WIDTH
-    additive = (
-        1.0 - valid.float()
-    ) * -1e4  # of floating-point numbers: what is added to attention, and no mask of ours
-    whole = normscope.capture(model, [{"x": x, "attention_mask": additive}]).stats["norm"]
-    assert whole.n_pairs == x.numel()
+    added_to_attention = (1.0 - valid.float()) * -1e4
+    with pytest.raises(DataError, match="holds other values than 0 and 1"):
+        normscope.capture(model, [{"x": x, "attention_mask": added_to_attention}])
 
 
 @pytest.mark.parametrize("layout", ["heads last", "heads first"])
@@ -180,5 +188,7 @@ def test_parts_sum_up_to_the_whole_and_survive_files_merges_and_choices(tmp_path
     assert (both.parts["timestep 0"].n_samples, both.parts["timestep 1"].n_samples) == (4, 2)
     pairs = {part: own.stats["first"].n_pairs for part, own in both.parts.items()}
     assert sum(pairs.values()) == both.stats["first"].n_pairs
+    early, late = both.parts.values()
+    assert "part" not in early.merge(late).about and early.merge(early).about["part"] == "timestep 0"
     chosen = both.only("second")
     assert [list(part.stats) for part in chosen.parts.values()] == [["second"], ["second"]]

@@ -80,7 +80,7 @@ def test_hub_and_then_its_cache(hub, served, load_each, tokenizer, texts, lines)
 def test_repositories_that_cannot_be_loaded(hub, served, load_each):
     files = hub.files
     bare = {name: content for name, content in files.items() if "model" not in name}
-    code = bare | {f"{REPO}/config.json": b'{"model_type": "llama", "auto_map": {"AutoModel": "evil.Model"}}'}
+    code = bare | {f"{REPO}/config.json": b'{"model_type": "evil", "auto_map": {"AutoModel": "evil.Model"}}'}
     hub.files = {
         **{name.replace("tiny-llama", "bare"): content for name, content in bare.items()},
         **{name.replace("tiny-llama", "code"): content for name, content in code.items()},
