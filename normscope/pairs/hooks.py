@@ -147,6 +147,7 @@ class _Recorder:
         self.stats: dict[str, dict[str, PairStats]] = {}
         self.n_samples: Counter[str] = Counter()
         self.batch: Batch | None = None
+        self.padded = False
         self.tokens_so_far: dict[str, int] = {}
         self.position_axes: dict[str, int] = {}
 
@@ -154,6 +155,7 @@ class _Recorder:
     def recording(self, batch: Batch) -> Iterator[None]:
         """Take what the norms do meanwhile for the batch's; whatever makes the batches may run the model too."""
         self.batch, self.tokens_so_far = batch, {}
+        self.padded = batch.valid is not None and not bool(batch.valid.all())
         yield
         self.batch = None
         self.n_samples[batch.part] += len(batch.samples)
@@ -237,7 +239,7 @@ class _Recorder:
         self, site: NormSite, kind: NormKind, module: nn.Module, x: Tensor, batch_axis: int | None
     ) -> Tensor | None:
         """Tell which rows are data and not padding: bool ``(tokens,)``, or None for all."""
-        if self.batch is None or self.batch.valid is None or bool(self.batch.valid.all()):
+        if not self.padded or self.batch is None or self.batch.valid is None:
             return None
         valid = self.batch.valid.to(x.device)
         axes = [] if kind.groups else token_axes(x, kind.axes(module, x.ndim), batch_axis or 0)
