@@ -115,8 +115,8 @@ def test_raw_pairs_are_announced_and_give_the_same_sums(captured):
     seen = normscope.load_capture(path)
     raw = sorted((path.parent / "seen-raw").iterdir())
     assert [file.name for file in raw] == ["000-blocks.0.norm1.safetensors", "016-norm.safetensors"]
-    announced = 2 * 9 * seen.sites[0].tokens_per_sample * seen.sites[0].d * 8 / 1e6
-    assert f"will take {announced:,.1f} MB" in done.stderr
+    announced = 2 * 9 * seen.sites[0].tokens_per_sample * seen.sites[0].d * 8 / 1e3
+    assert f"will take about {announced:,.1f} kB in all in " in done.stderr
     for site, file in zip(seen.sites, raw, strict=True):
         pairs = {name: rows.double().numpy() for name, rows in load_file(file).items()}
         x, y = pairs["x"], pairs["y"]
