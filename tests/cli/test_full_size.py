@@ -14,8 +14,10 @@ import timm
 import torch
 import torchaudio
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 import normscope
+from normscope.cli import app
 
 CHECKOUT = Path(normscope.__file__).parents[1]
 DIT_XL = {  # DiT-XL/2 at 256×256 of arXiv 2212.09748, table 1 and appendix A, in diffusers' words
@@ -98,16 +100,19 @@ def test_a_network_of_the_papers(name, folder, capfd):
     assert Counter(site["placement"] for site in document["sites"]) == placements
     one_step = ["--timesteps", "980,", "--guidance", "1"] if name == "dit_xl" else []
     normscope_in(folder, capfd, "capture", *run, *one_step, "--limit", "1", "-o", "seen.safetensors")
-    is_drawn_and_fitted(folder, capfd, kinds, f"file {file} (sha256 ")
+    is_drawn_and_fitted(folder, kinds, f"file {file} (sha256 ")
 
 
-def is_drawn_and_fitted(folder, capfd, kinds, weights):
-    fits = json.loads(normscope_in(folder, capfd, "fit", "seen.safetensors", "--json"))["fits"]
+def is_drawn_and_fitted(folder, kinds, weights):
+    """Go on from the capture in this process, which has imported everything already."""
+    seen = str(folder / "seen.safetensors")
+    fits = json.loads(CliRunner().invoke(app, ["fit", seen, "--json"]).stdout)["fits"]
     assert len(fits) == 2 * sum(kinds.values())
     assert all(found["weights"].startswith(weights) and 0 < found["r2"] <= 1 for found in fits)
-    drawn = json.loads(normscope_in(folder, capfd, "plot", "seen.safetensors", "--layers", "4", "--json"))
-    assert len(drawn["figures"][0]["sites"]) == 4
-    assert (folder / drawn["figures"][0]["file"]).stat().st_size > 100_000
+    drawing = ["plot", seen, "--layers", "4", "--json", "-o", str(folder)]
+    (drawn,) = json.loads(CliRunner().invoke(app, drawing).stdout)["figures"]
+    assert len(drawn["sites"]) == 4
+    assert Path(drawn["file"]).stat().st_size > 100_000
 
 
 def test_a_small_llama_from_the_folder_that_transformers_writes(folder, capfd):
@@ -134,7 +139,7 @@ def test_a_small_llama_from_the_folder_that_transformers_writes(folder, capfd):
     assert kinds == {"LlamaRMSNorm": 17}
     assert Counter(site["placement"] for site in document["sites"]) == {"pre-norm": 16, "final": 1}
     normscope_in(folder, capfd, "capture", *run, "--limit", "4", "-o", "seen.safetensors")
-    is_drawn_and_fitted(folder, capfd, kinds, "folder llama")
+    is_drawn_and_fitted(folder, kinds, "folder llama")
 
 
 def test_what_a_checkpoint_file_gives_is_what_the_library_computes(folder, capfd):

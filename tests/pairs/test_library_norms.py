@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from normscope.batches import as_batches
+from normscope.errors import ModelError
 from normscope.pairs import norms, trace
 from normscope.pairs.kinds import NormKind
 from normscope.pairs.library_norms import NORMS
@@ -220,7 +221,7 @@ def kind_by_call(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) 
     x, model = outlying(shape, dtype), nn.Sequential(module, nn.LayerNorm(shape[-1])).to(dtype)
     try:
         kind = find_norms(model, next(as_batches([x]))).kinds.get("0")
-    except RuntimeError:  # EsmFold2LayerNorm takes half precision on a GPU only
+    except ModelError:  # EsmFold2LayerNorm takes half precision on a GPU only
         return kind_by_call(module.float(), shape, torch.float32)
     assert kind is None or excess(kind, module, x, module(x)) <= 1, (type(module), shape, dtype)
     return kind
