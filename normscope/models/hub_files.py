@@ -71,7 +71,7 @@ class Repository:
 
         Raises:
             HubSilentError: if the hub cannot be asked.
-        ModelError: if the hub has come to a new commit since the first file.
+            ModelError: if the hub has come to a new commit since the first file.
         """
         if self.is_folder:
             path = Path(self.name, filename)
