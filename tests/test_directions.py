@@ -22,8 +22,9 @@ ALLOWED = {
     "cli": ROOT | {"pairs", "fits", "models", "figures"},
 }
 LIBRARIES = {
-    "triton": {"pairs/binning.py", "swaps/kernels"},
-    "numba": {"pairs/binning.py"},
+    "triton": {"pairs/binning/cuda.py", "swaps/kernels"},
+    "numba": {"pairs/binning/cpu_loop.py"},
+    "llvmlite": {"pairs/binning/cpu_loop.py"},
     "matplotlib": {"figures"},
     "plotly": {"figures"},
     "timm": {"models"},

@@ -7,6 +7,7 @@ becomes a part of that source's fold. Batches and merges give the same result in
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ class SourcesSeen:
 
     def with_samples(self, samples: Sequence[Sample]) -> SourcesSeen:
         """Return what has been seen once ``samples`` have."""
+        if self.number == "several":
+            return self
         seen = self
         for sample in samples:
             seen = seen.merged(SourcesSeen("one", sample.data, sample.source, sample.source_index, self.mapped))
@@ -60,6 +63,7 @@ class SourcesSeen:
         return [_source_fold(sample.data, sample.source_index) for sample in samples]
 
 
+@functools.lru_cache(maxsize=4096)
 def _source_fold(data: str, source_index: int) -> int:
     """Deal the sources of a data set out evenly; begin elsewhere for another data set, whose numbers are the same."""
     first = hashlib.blake2b(data.encode("utf-8", "surrogateescape"), digest_size=1).digest()[0]

@@ -6,6 +6,8 @@ Rows are tokens: ``(tokens, d)`` in float32. A normalization returns y and rstd,
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +47,48 @@ def std_norm(rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """
     rstd = torch.rsqrt(rows.var(-1, keepdim=True) + eps)
     return rows * rstd, rstd
+
+
+Normalize = Callable[[Tensor, float], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a token's straight line y = (x − shift) · rstd follows from its elements.
+
+    Attributes:
+        centred: whether shift is their mean; otherwise it is zero.
+        about_mean: whether squares are taken about the mean.
+        correction: what their sum is divided by is d less this.
+        clamped: whether eps bounds ‖x‖ from below; otherwise it is added under the root.
+    """
+
+    centred: bool
+    about_mean: bool
+    correction: int = 0
+    clamped: bool = False
+
+    def line(self, rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return shift and rstd, both ``(tokens, 1)``, of rows ``(tokens, d)``, in their dtype.
+
+        >>> FORMS[layer_norm].line(torch.tensor([[1.0, 3.0, 5.0, 3.0]]), 0.0)
+        (tensor([[3.]]), tensor([[0.7071]]))
+        """
+        mean = rows.mean(-1, keepdim=True)
+        squares = (rows - mean if self.about_mean else rows).square().sum(-1, keepdim=True)
+        if self.clamped:
+            rstd = math.sqrt(rows.shape[-1]) / squares.sqrt().clamp_min(eps)
+        else:
+            rstd = torch.rsqrt(squares / (rows.shape[-1] - self.correction) + eps)
+        return mean if self.centred else torch.zeros_like(mean), rstd
+
+
+FORMS: dict[Normalize, Form] = {
+    layer_norm: Form(centred=True, about_mean=True),
+    rms_norm: Form(centred=False, about_mean=False),
+    root_mean_square: Form(centred=False, about_mean=False, clamped=True),
+    std_norm: Form(centred=False, about_mean=True, correction=1),
+}
 
 
 def gain_and_shift(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:

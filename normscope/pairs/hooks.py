@@ -204,20 +204,20 @@ class _Recorder:
             rows = kind.rows(module, x.detach(), axis or 0)
             if rows.device.type == "mps":  # which has no float64 to sum in
                 rows = rows.cpu()
-            y, rstd = kind.normalize(module, rows.float(), kind.eps_of(module, x.dtype))
+            eps = kind.eps_of(module, x.dtype)
             stats, first = self._stats(site, rows.device), self.tokens_so_far.get(site.name, 0)
             stats.update(
                 rows,
-                y,
-                rstd,
+                kind.lines(module, rows, eps),
                 samples if axis is not None else (),
                 first,
                 kind.gamma(module, site.channels) if self.by_gamma else None,
-                channel=kind.channel_of(module, rows, site.channels),
+                groups=None if kind.groups is None else kind.groups(module),
                 valid=valid,
             )
             self.tokens_so_far[site.name] = first + len(rows) // len(samples)
             if self.observe is not None:
+                y, _ = kind.normalize(module, rows.float(), eps)
                 self.observe(site, *((rows, y) if valid is None else (rows[valid], y[valid])))
 
         return hook

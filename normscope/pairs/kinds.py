@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normscope.pairs.formulas import gain_and_shift, layer_norm, rms_norm, root_mean_square, scale_and_shift, std_norm
-from normscope.pairs.layouts import by_channel, group_channels, group_rows, token_rows
+from normscope.pairs.formulas import FORMS, Form, Normalize, gain_and_shift, layer_norm, scale_and_shift
+from normscope.pairs.layouts import by_channel, group_rows, token_rows
+from normscope.pairs.tokens import Lines
 
 Axes = Callable[[nn.Module, int], tuple[int, ...]]
-Normalize = Callable[[Tensor, float], tuple[Tensor, Tensor]]
 Groups = Callable[[nn.Module], int]
 OfModule = Callable[[nn.Module, Tensor], Tensor]
 
-_UNCENTRED = (rms_norm, root_mean_square, std_norm)
 _EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "norm_eps")
 
 
@@ -32,6 +31,7 @@ class NormKind:
         normalize: from the module, token rows ``(tokens, d)`` in float32 and eps to ``(y, rstd)``: y of the same
             shape, and the slope of each token's straight line, ``(tokens, 1)``.
         affine: from the module and y to what its weight and bias make of it, both ``(tokens, d)``.
+        form: what makes ``normalize`` of the token's elements alone; None where it is of another kind.
         centred: whether the token's mean is taken away, so that |y| ≤ √(d−1) and not √d.
         groups: where a token is a group of channels over all positions, the number of groups of the module.
         activation: what the module does to the result of its affine step, if anything.
@@ -47,6 +47,7 @@ class NormKind:
     normalize: Callable[[nn.Module, Tensor, float], tuple[Tensor, Tensor]]
     affine: OfModule
     centred: bool
+    form: Form | None = None
     groups: Groups | None = None
     activation: OfModule | None = None
     bounded: bool = True
@@ -71,11 +72,13 @@ class NormKind:
         """Return the number of channels: of a token's elements, or the size of axis 1 where tokens are groups."""
         return self._batched(x).shape[1] if self.groups is not None else self.rows(module, x).shape[1]
 
-    def channel_of(self, module: nn.Module, rows: Tensor, channels: int) -> Tensor | None:
-        """Number the channel of each element of ``rows``, ``(tokens, d)``; None where it is its place in the row."""
-        if self.groups is None:
-            return None
-        return group_channels(rows.shape[0], rows.shape[1], channels, self.groups(module)).to(rows.device)
+    def lines(self, module: nn.Module, rows: Tensor, eps: float) -> Lines:
+        """Say how the lines of ``rows`` follow from them or, where only ``normalize`` knows, which they are."""
+        if self.form is not None:
+            return Lines(self.form, eps)
+        x = rows.double()
+        y, rstd = self.normalize(module, x, eps)
+        return Lines(shift=(x - y.double() / rstd.double()).mean(1), rstd=rstd.double().flatten())
 
     def eps_of(self, module: nn.Module, dtype: torch.dtype) -> float:
         """Return what is added under the root: the class's own, or the module's."""
@@ -152,12 +155,14 @@ def token_norm(
     own_precision: bool = False,
 ) -> NormKind:
     """Describe a norm whose tokens are vectors along ``axes``; see :func:`normscope.register_norm`."""
+    form = FORMS.get(normalize)
     return NormKind(
         name,
         axes if callable(axes) else lambda module, ndim: axes,
         lambda module, rows, eps: normalize(rows, eps),
         affine,
-        normalize not in _UNCENTRED if centred is None else centred,
+        form is None or form.centred if centred is None else centred,
+        form,
         activation=activation,
         bounded=bounded,
         eps=eps,
@@ -173,6 +178,7 @@ def group_norm(name: str, *, groups: Groups = groups_of, activation: OfModule | 
         lambda module, rows, eps: layer_norm(rows, eps),
         scale_and_shift_channels(groups),
         centred=True,
+        form=FORMS[layer_norm],
         groups=groups,
         activation=activation,
         bounded=False,
@@ -192,7 +198,7 @@ def running_norm(name: str, *, activation: OfModule | None = None, own_precision
         return (rows - mean[of_row, None]) * rstd, rstd
 
     grouped = group_norm(name, groups=_running_channels, activation=activation)
-    return replace(grouped, normalize=normalize, own_precision=own_precision)
+    return replace(grouped, normalize=normalize, form=None, own_precision=own_precision)
 
 
 def _running_channels(module: nn.Module) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from torch import nn
 
 from normscope.errors import UsageError
-from normscope.pairs.formulas import layer_norm, rms_norm, scale_and_shift
-from normscope.pairs.kinds import Axes, Normalize, NormKind, OfModule, token_norm, trailing_axes
+from normscope.pairs.formulas import Normalize, layer_norm, rms_norm, scale_and_shift
+from normscope.pairs.kinds import Axes, NormKind, OfModule, token_norm, trailing_axes
 from normscope.pairs.library_norms import NORMS, Row
 
 __all__ = ["ancestor_kind", "kind_of", "layer_norm", "refusal", "register_norm", "rms_norm"]

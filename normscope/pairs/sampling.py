@@ -7,8 +7,8 @@ merging two samples is taking the least keys of both.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -19,40 +19,55 @@ from normscope.pairs.binning import PAIR_GRID
 
 UNIFORM_TOKENS = 64
 LARGEST_TOKENS = 16
-PAIRS_PER_BIN = 4
+PAIRS_PER_BIN = 4  # a power of two
 GROUPED_WIDTH = 256  # elements that are drawn of a token that is a group of channels over all positions
 
-_NO_KEY = torch.iinfo(torch.int64).max
-_GOLDEN = -7046029254386353131  # 2^64 / golden ratio as int64: splitmix64's increment (Steele et al. 2014)
-_MIX = (-4658895280553007687, -7723592293110705685)
+NO_KEY = torch.iinfo(torch.int64).max
+ONE_ELEMENT_IN = 8  # of a token competes for the places of single pairs; which, its key says
+GOLDEN = -7046029254386353131  # 2^64 / golden ratio as int64: splitmix64's increment (Steele et al. 2014)
+MIX = (-4658895280553007687, -7723592293110705685)
 
 
-def token_keys(samples: Sequence[Sample], positions: Tensor, seed: int) -> Tensor:
-    """Give every token its key: non-negative int64, uniformly distributed.
+@functools.lru_cache(maxsize=4096)
+def sample_key(sample: Sample, seed: int) -> int:
+    """Give a sample a number of 64 bits that depends on nothing but its identity and the seed."""
+    identity = f"{seed}\0{sample.data}\0{sample.source}\0{sample.index}"
+    digest = hashlib.blake2b(identity.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def token_keys(sample_key: int, positions: Tensor) -> Tensor:
+    """Give tokens of one sample their keys: non-negative int64, uniformly distributed.
 
     Args:
-        samples: the samples of a batch.
-        positions: number of each token within its sample, shape ``(samples, tokens of a sample)``, int64.
-        seed: of the drawing sample.
+        sample_key: what :func:`sample_key` gave.
+        positions: number of each token within its sample, int64.
 
     Returns:
-        Shape ``(samples · tokens of a sample,)``.
+        The shape of ``positions``.
     """
-    identities = [f"{seed}\0{sample.data}\0{sample.source}\0{sample.index}" for sample in samples]
-    digests = [hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest() for text in identities]
-    starts = torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests])
-    return _mix(starts.to(positions.device)[:, None] + positions * _GOLDEN).flatten()
+    return _mix(positions * GOLDEN + sample_key)
+
+
+def element_keys(d: int) -> Tensor:
+    """Give every place in a token a number, int64 ``(d,)``, by which the keys of its pairs differ."""
+    return _mix((torch.arange(d) + 1) * GOLDEN)
 
 
 def _mix(z: Tensor) -> Tensor:
     """splitmix64's finalizer, without the sign bit: a bijection of 64 bits that looks random."""
-    z = (z ^ _shift_right(z, 30)) * _MIX[0]
-    z = (z ^ _shift_right(z, 27)) * _MIX[1]
-    return (z ^ _shift_right(z, 31)) & _NO_KEY
+    z = (z ^ _shift_right(z, 30)) * MIX[0]
+    z = (z ^ _shift_right(z, 27)) * MIX[1]
+    return (z ^ _shift_right(z, 31)) & NO_KEY
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _first_element(keys: Tensor) -> Tensor:
+    """Say which of a token's first elements competes; bits of the key that choose no place among a bin's."""
+    return _shift_right(keys, 8) % ONE_ELEMENT_IN
 
 
 def evenly(x: Tensor, y: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -70,6 +85,8 @@ def evenly(x: Tensor, y: Tensor, width: int) -> tuple[Tensor, Tensor]:
 class TokenSample:
     """Whole tokens, at most ``capacity`` of them, those of least ``rank`` (ties: of least ``key``).
 
+    While a capture runs, a sample may hold free places, whose key is the largest int64.
+
     Attributes:
         rank: float64 ``(tokens,)``; what the sample is ordered by.
         key: int64 ``(tokens,)``.
@@ -86,17 +103,25 @@ class TokenSample:
     rstd: Tensor
 
     @classmethod
-    def empty(cls, d: int, device: torch.device) -> TokenSample:
-        shapes = {"rank": (0,), "key": (0,), "x": (0, d), "y": (0, d), "rstd": (0,)}
-        dtypes = {"rank": torch.float64, "key": torch.int64}
-        return cls(**{n: torch.empty(s, dtype=dtypes.get(n, torch.float32), device=device) for n, s in shapes.items()})
+    def empty(cls, d: int, device: torch.device, places: int = 0) -> TokenSample:
+        """Return a sample with so many places, all free: of largest rank and key."""
+        rank = torch.full((places,), torch.inf, dtype=torch.float64, device=device)
+        key = torch.full((places,), NO_KEY, dtype=torch.int64, device=device)
+        x, y = torch.zeros(2, places, d, device=device)
+        return cls(rank, key, x, y, torch.zeros(places, device=device))
 
     def with_more(self, other: TokenSample, capacity: int) -> TokenSample:
-        """Return the ``capacity`` tokens of least rank of both."""
+        """Return the ``capacity`` tokens of least rank of both; free places come last."""
         both = {f.name: torch.cat([getattr(self, f.name), getattr(other, f.name)]) for f in fields(self)}
         by_key = both["key"].argsort()
         order = by_key[both["rank"][by_key].argsort(stable=True)][:capacity]
         return TokenSample(**{name: values[order] for name, values in both.items()})
+
+    def kept(self) -> TokenSample:
+        """Return the tokens without the free places, in order."""
+        ordered = self.with_more(TokenSample.empty(self.x.shape[1], self.x.device), len(self.key))
+        keyed = ordered.key != NO_KEY
+        return TokenSample(**{f.name: getattr(ordered, f.name)[keyed] for f in fields(self)})
 
 
 @dataclass
@@ -119,7 +144,7 @@ class PairSample:
     def empty(cls, device: torch.device) -> PairSample:
         shape = (PAIRS_PER_BIN, PAIR_GRID.size)
         return cls(
-            torch.full(shape, _NO_KEY, dtype=torch.int64, device=device),
+            torch.full(shape, NO_KEY, dtype=torch.int64, device=device),
             torch.zeros(shape, device=device),
             torch.zeros(shape, device=device),
             torch.zeros(shape, dtype=torch.int32, device=device),
@@ -128,27 +153,30 @@ class PairSample:
     @property
     def filled(self) -> Tensor:
         """Which places hold a pair: bool ``(PAIRS_PER_BIN, bins)``."""
-        return self.key != _NO_KEY
+        return self.key != NO_KEY
 
     def add(self, keys: Tensor, bins: Tensor, x: Tensor, y: Tensor, channel: Tensor) -> None:
-        """Let the pairs of some tokens compete for the places of their bins.
+        """Let one in :data:`ONE_ELEMENT_IN` pairs of some tokens compete for the places of their bins.
 
         Args:
-            keys: key of each token, int64 ``(tokens,)``.
+            keys: key of each token, int64 ``(tokens,)``; pairs of those without one do not compete.
             bins: bin of each pair, int64 ``(tokens, d)``.
             x: inputs, float32 ``(tokens, d)``.
             y: outputs, float32 ``(tokens, d)``.
             channel: of each pair, int64 ``(tokens, d)``.
         """
-        element_keys = _mix((torch.arange(x.shape[1], device=x.device) + 1) * _GOLDEN)
-        pair_keys = (((keys[:, None] ^ element_keys) * _MIX[0]) & _NO_KEY).flatten()
-        places = pair_keys.remainder(PAIRS_PER_BIN) * PAIR_GRID.size + bins.flatten()
-        key = self.key.view(-1)
-        key.scatter_reduce_(0, places, pair_keys, "amin")
-        won = (key[places] == pair_keys).nonzero().squeeze(1)
-        self.x.view(-1)[places[won]] = x.flatten()[won]
-        self.y.view(-1)[places[won]] = y.flatten()[won]
-        self.channel.view(-1)[places[won]] = channel[won // x.shape[1], won % x.shape[1]].int()
+        place = torch.arange(x.shape[1], device=x.device)
+        competes = (place % ONE_ELEMENT_IN == _first_element(keys)[:, None]) & (keys != NO_KEY)[:, None]
+        pair_keys = ((keys[:, None] ^ element_keys(x.shape[1]).to(x.device)) * MIX[0]) & NO_KEY
+        places = pair_keys.remainder(PAIRS_PER_BIN) * PAIR_GRID.size + bins
+        self.key.view(-1).scatter_reduce_(0, places.flatten(), pair_keys.where(competes, NO_KEY).flatten(), "amin")
+        won = competes & (self.key.view(-1)[places] == pair_keys)
+        # Pairs that lost write to a place that is thrown away: picking the winners would have to wait for a GPU.
+        target = places.where(won, self.key.numel()).flatten()
+        for name, values in (("x", x), ("y", y), ("channel", channel.int())):
+            own = getattr(self, name).view(-1)
+            longer = torch.cat([own, own[:1]]).scatter_(0, target, values.flatten())
+            setattr(self, name, longer[:-1].view(self.key.shape))
 
     def merged(self, other: PairSample) -> PairSample:
         """Return, place by place, the pair of least key."""

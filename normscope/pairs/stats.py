@@ -18,8 +18,7 @@ from normscope.pairs.binning import (
     MOMENTS,
     PAIR_GRID,
     TOKEN_GRID,
-    binned_moments,
-    joint_counts,
+    loops,
 )
 from normscope.pairs.folds import FOLDS, SourcesSeen
 from normscope.pairs.sampling import (
@@ -29,12 +28,12 @@ from normscope.pairs.sampling import (
     PairSample,
     TokenSample,
     evenly,
-    token_keys,
+    sample_key,
 )
+from normscope.pairs.tokens import Lines, Run, Tokens
 
 _NOBODY = (Sample("tokens of no sample", 0, 0),)
 _OPTIONAL = ("gamma_moments", "channel_moments")
-_PAIRS_AT_ONCE = 2**20  # bounds the float64 temporaries of one update to about 100 MB
 
 
 @dataclass
@@ -42,7 +41,8 @@ class PairStats:
     """Sums over all pairs (x, y) of one norm site: exact, mergeable, of constant size.
 
     Attributes:
-        moments: n, Σx, Σy, Σx², Σxy, Σy² per fold and bin of x: float64 ``(folds, 6, bins)``.
+        moments: n, Σx, Σy, Σx², Σxy, Σy² per fold and bin of x: float64 ``(folds, 6, bins)``. In memory the six of a
+            bin lie together.
         density: number of pairs per cell of the two density grids: int64 ``(x bins, y bins)``.
         channel_sums: Σx and Σx² per channel: float64 ``(2, d)``.
         channel_extremes: smallest and largest x per channel: float32 ``(2, d)``.
@@ -93,7 +93,7 @@ class PairStats:
         on = device or torch.device("cpu")
         infinity = torch.full((channels,), torch.inf, device=on)
         width = GROUPED_WIDTH if grouped else channels
-        moments = torch.zeros(FOLDS, len(MOMENTS), PAIR_GRID.size, dtype=torch.float64, device=on)
+        moments = torch.zeros(FOLDS, PAIR_GRID.size, len(MOMENTS), dtype=torch.float64, device=on).mT
         own = (len(MOMENTS), channels, CHANNEL_GRID.size) if per_channel else None
         return cls(
             moments=moments,
@@ -103,8 +103,8 @@ class PairStats:
             token_offsets=torch.zeros(TOKEN_GRID.size, dtype=torch.int64, device=on),
             token_scales=torch.zeros(TOKEN_GRID.size, dtype=torch.int64, device=on),
             nonfinite_tokens=torch.zeros((), dtype=torch.int64, device=on),
-            tokens=TokenSample.empty(width, on),
-            largest=TokenSample.empty(width, on),
+            tokens=TokenSample.empty(width, on, UNIFORM_TOKENS),
+            largest=TokenSample.empty(width, on, LARGEST_TOKENS),
             pairs=PairSample.empty(on),
             sources=SourcesSeen(),
             seed=seed,
@@ -146,48 +146,61 @@ class PairStats:
 
     def update(
         self,
-        x: Tensor,
-        y: Tensor,
-        rstd: Tensor,
+        rows: Tensor,
+        lines: Lines,
         samples: Sequence[Sample],
         first_token: int = 0,
         gamma: Tensor | None = None,
         *,
-        channel: Tensor | None = None,
+        groups: int | None = None,
         valid: Tensor | None = None,
     ) -> None:
         """Add the pairs of some tokens.
 
         Args:
-            x: input token rows, ``(tokens, d)``, any floating dtype; tokens of one sample lie together, samples in
+            rows: input token rows, ``(tokens, d)``, any floating dtype; tokens of one sample lie together, samples in
                 the order of ``samples``.
-            y: their output before the affine step, ``(tokens, d)``, float32.
-            rstd: slope of each token's line, ``(tokens, 1)``.
+            lines: how each token is normalized.
             samples: samples of the batch. Without any, or where the tokens do not divide evenly among them, the
                 tokens belong to no sample, and the site has no folds.
             first_token: number, within its sample, of each sample's first token here: for norms that are called
                 several times in a forward pass.
             gamma: the norm's weight, ``(channels,)``; needed where the sums are weighted by its square.
-            channel: of each element of a grouped norm, int64 ``(tokens, d)``; otherwise its place in the row.
+            groups: number of groups of a grouped norm, whose tokens come group by group.
             valid: which tokens are data and not padding, bool ``(tokens,)``; None for all.
         """
-        per_sample, rest = divmod(len(x), len(samples) or 1)
+        per_sample, rest = divmod(len(rows), len(samples) or 1)
         if rest or not samples:
             self._regroup(replace(self.sources, mapped=False))
             # Nobody's tokens are numbered through, so that no two of them are one in the drawing sample.
-            samples, per_sample, first_token = _NOBODY, len(x), self.n_tokens + int(self.nonfinite_tokens)
+            samples, per_sample, first_token = _NOBODY, len(rows), self.n_tokens + int(self.nonfinite_tokens)
         self._regroup(self.sources.with_samples(samples))
-        positions = torch.arange(first_token, first_token + per_sample, device=x.device).expand(len(samples), -1)
-        keys = token_keys(samples, positions, self.seed)
-        folds = torch.tensor(self.sources.folds_of(samples), device=x.device).repeat_interleave(per_sample)
-        if channel is None:
-            channel = torch.arange(self.channels, device=x.device).expand(len(x), -1)
-        taken = [x, y, rstd.flatten(), keys, folds, channel]
-        if valid is not None:
-            taken = [values[valid] for values in taken]
-        rows = max(1, _PAIRS_AT_ONCE // x.shape[1])
-        for parts in zip(*(torch.split(values, rows) for values in taken), strict=True):
-            self._add(*parts, gamma=gamma)
+        runs = [
+            Run(number * per_sample, (number + 1) * per_sample, fold, sample_key(sample, self.seed), first_token)
+            for number, (sample, fold) in enumerate(zip(samples, self.sources.folds_of(samples), strict=True))
+        ]
+        loops.add(self, Tokens(rows, lines, runs, self.channels, groups, valid, gamma))
+
+    def draw(self, x: Tensor, y: Tensor, rstd: Tensor, keys: Tensor, reach: Tensor) -> None:
+        """Let whole tokens compete for their places in the drawing samples.
+
+        Args:
+            x: their elements, ``(tokens, d)``, float32.
+            y: likewise.
+            rstd: ``(tokens,)``, float32.
+            keys: int64 ``(tokens,)``; the largest int64 for those that must not be drawn.
+            reach: max |x| of each, float64 ``(tokens,)``; negative for those that must not be drawn.
+        """
+        by_key = keys.argsort()
+        by_reach = by_key[reach[by_key].neg().argsort(stable=True)]
+        for name, rank, order, capacity in (
+            ("tokens", torch.zeros_like(reach), by_key, UNIFORM_TOKENS),
+            ("largest", -reach, by_reach, LARGEST_TOKENS),
+        ):
+            best = order[:capacity]
+            drawn = evenly(x[best], y[best], GROUPED_WIDTH) if self.grouped else (x[best], y[best])
+            more = TokenSample(rank[best], keys[best], *drawn, rstd[best])
+            setattr(self, name, getattr(self, name).with_more(more, capacity))
 
     def merge(self, other: PairStats) -> PairStats:
         """Return the sums over the pairs of both; in any order and grouping the same, up to float64's rounding.
@@ -234,8 +247,10 @@ class PairStats:
         def moved(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return value.cpu()
-            if isinstance(value, TokenSample | PairSample):
-                return type(value)(*(moved(getattr(value, f.name)) for f in fields(value)))
+            if isinstance(value, PairSample):
+                return PairSample(*(moved(getattr(value, f.name)) for f in fields(value)))
+            if isinstance(value, TokenSample):
+                return TokenSample(*(moved(getattr(value, f.name)) for f in fields(value))).kept()
             return value
 
         return PairStats(*(moved(getattr(self, f.name)) for f in fields(self)))
@@ -257,65 +272,3 @@ class PairStats:
         regrouped = torch.zeros_like(moments)
         regrouped[fold] = moments.sum(0)
         return regrouped
-
-    def _add(
-        self, x: Tensor, y: Tensor, rstd: Tensor, keys: Tensor, folds: Tensor, channel: Tensor, *, gamma: Tensor | None
-    ) -> None:
-        x = x.float()
-        finite = torch.isfinite(x).all(1) & torch.isfinite(y).all(1)
-        if not bool(finite.all()):
-            self.nonfinite_tokens += (~finite).sum()
-            x, y, rstd, keys, folds, channel = (values[finite] for values in (x, y, rstd, keys, folds, channel))
-        bins = PAIR_GRID.index(x)
-        cells = (folds[:, None] * PAIR_GRID.size + bins).flatten()
-        self.moments += _by_fold(binned_moments(x.flatten(), y.flatten(), cells, FOLDS * PAIR_GRID.size))
-        if self.gamma_moments is not None:
-            weight = (torch.ones(self.channels) if gamma is None else gamma).double().square().to(x.device)
-            weights = weight[channel].flatten()
-            weighted = binned_moments(x.flatten(), y.flatten(), cells, FOLDS * PAIR_GRID.size, weights)
-            self.gamma_moments += _by_fold(weighted)
-        if self.channel_moments is not None:
-            own = (channel * CHANNEL_GRID.size + CHANNEL_GRID.index(x)).flatten()
-            per_channel = binned_moments(x.flatten(), y.flatten(), own, self.channels * CHANNEL_GRID.size)
-            self.channel_moments += per_channel.view(len(MOMENTS), self.channels, -1)
-        self.density += joint_counts(x.flatten(), y.flatten())
-        self._add_channels(x, channel)
-        self.token_offsets += _token_counts(x.mean(1) * rstd)
-        self.token_scales += _token_counts(1 / rstd)
-        self._sample(x, y, rstd, keys, bins, channel)
-
-    def _add_channels(self, x: Tensor, channel: Tensor) -> None:
-        doubles, (low, high) = x.double(), self.channel_extremes
-        if self.grouped:
-            places = channel.flatten()
-            self.channel_sums.index_add_(1, places, torch.stack([doubles, doubles.square()]).flatten(1))
-            low, high = (
-                extreme.scatter_reduce(0, places, x.flatten(), how) for extreme, how in ((low, "amin"), (high, "amax"))
-            )
-            self.channel_extremes = torch.stack([low, high])
-            return
-        self.channel_sums += torch.stack([doubles.sum(0), doubles.square().sum(0)])
-        if len(x):
-            self.channel_extremes = torch.stack([low.minimum(x.amin(0)), high.maximum(x.amax(0))])
-
-    def _sample(self, x: Tensor, y: Tensor, rstd: Tensor, keys: Tensor, bins: Tensor, channel: Tensor) -> None:
-        self.pairs.add(keys, bins, x, y, channel)
-        reach = -x.abs().amax(1).double() if len(x) else keys.double()
-        by_key = keys.argsort()
-        largest = by_key[reach[by_key].argsort(stable=True)][:LARGEST_TOKENS]
-        for name, rank, best, capacity in (
-            ("tokens", torch.zeros_like(reach), by_key[:UNIFORM_TOKENS], UNIFORM_TOKENS),
-            ("largest", reach, largest, LARGEST_TOKENS),
-        ):
-            drawn = evenly(x[best], y[best], GROUPED_WIDTH) if self.grouped else (x[best], y[best])
-            more = TokenSample(rank[best], keys[best], *drawn, rstd[best])
-            setattr(self, name, getattr(self, name).with_more(more, capacity))
-
-
-def _by_fold(sums: Tensor) -> Tensor:
-    """(6, folds · bins) → (folds, 6, bins)."""
-    return sums.view(len(MOMENTS), FOLDS, -1).transpose(0, 1)
-
-
-def _token_counts(values: Tensor) -> Tensor:
-    return torch.bincount(TOKEN_GRID.index(values), minlength=TOKEN_GRID.size)

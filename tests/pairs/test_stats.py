@@ -10,11 +10,13 @@ from normscope.batches import Sample
 from normscope.errors import DataError
 from normscope.pairs.binning import PAIR_GRID, TOKEN_GRID
 from normscope.pairs.folds import FOLDS
-from normscope.pairs.norms import layer_norm
-from normscope.pairs.sampling import LARGEST_TOKENS, UNIFORM_TOKENS
+from normscope.pairs.formulas import FORMS, layer_norm
+from normscope.pairs.sampling import LARGEST_TOKENS, PAIRS_PER_BIN, UNIFORM_TOKENS
 from normscope.pairs.stats import PairStats
+from normscope.pairs.tokens import Lines
 
 D = 6
+LAYER_NORM = Lines(FORMS[layer_norm], 1e-6)
 TOKENS = 5
 
 
@@ -31,8 +33,8 @@ def stats_of(*samples: Sample, seed: int = 0) -> PairStats:
     stats = PairStats.empty(D, seed, by_gamma=True, per_channel=True)
     if samples:
         x = torch.cat([rows_of(sample) for sample in samples])
-        stats.update(x, *layer_norm(x, 1e-6), samples, gamma=GAMMA)
-    return stats
+        stats.update(x, LAYER_NORM, samples, gamma=GAMMA)
+    return stats.cpu()
 
 
 def same(a: PairStats, b: PairStats) -> bool:
@@ -100,7 +102,7 @@ def test_equal_names_in_two_data_sets_are_two_sources():
 def test_merging_with_a_site_that_has_no_folds_leaves_none():
     unmapped = PairStats.empty(D, by_gamma=True, per_channel=True)
     x = torch.randn(5, D, generator=torch.Generator().manual_seed(0))
-    unmapped.update(x, *layer_norm(x, 1e-6), (Sample("c", 2, 2), Sample("d", 3, 3)), gamma=GAMMA)
+    unmapped.update(x, LAYER_NORM, (Sample("c", 2, 2), Sample("d", 3, 3)), gamma=GAMMA)
     mapped = stats_of(Sample("a", 0, 0), Sample("b", 1, 1))
     for merged in (mapped.merge(unmapped), unmapped.merge(mapped)):
         assert merged.fold_by is None
@@ -114,8 +116,8 @@ def test_the_largest_tokens_do_not_depend_on_order_where_they_tie():
     def seen(order):
         stats = PairStats.empty(D)
         for i in order:
-            stats.update(x[i], *layer_norm(x[i], 1e-6), (samples[i],))
-        return stats.largest.key
+            stats.update(x[i], LAYER_NORM, (samples[i],))
+        return stats.cpu().largest.key
 
     assert torch.equal(seen(range(8)), seen(reversed(range(8))))
 
@@ -136,7 +138,7 @@ def test_token_histograms_count_sigma_and_mean_over_sigma():
 def test_tokens_that_belong_to_no_sample_have_no_folds():
     stats = stats_of(Sample("a", 0, 0), Sample("b", 1, 1))
     x = torch.randn(5, D)
-    stats.update(x, *layer_norm(x, 1e-6), (Sample("c", 2, 2), Sample("d", 3, 3)))  # 5 tokens for 2 samples
+    stats.update(x, LAYER_NORM, (Sample("c", 2, 2), Sample("d", 3, 3)))  # 5 tokens for 2 samples
     assert stats.fold_by is None
     assert stats.n_tokens == 15
 
@@ -166,7 +168,7 @@ def test_sampled_pairs_are_pairs_of_their_bins():
     samples = [Sample(f"s{index}", index, index) for index in range(30)]
     stats = stats_of(*samples)
     every_x = torch.cat([rows_of(sample) for sample in samples])
-    every_y = layer_norm(every_x, 1e-6)[0]
+    every_y = layer_norm(every_x.double(), 1e-6)[0].float()
     filled = stats.pairs.filled
     bins = filled.nonzero()[:, 1]
     assert torch.equal(PAIR_GRID.index(stats.pairs.x[filled]), bins)
@@ -182,7 +184,22 @@ def test_sampled_pairs_are_pairs_of_their_bins():
         strict=True,
     )
     assert set(drawn) <= known
-    assert bins.unique().tolist() == (stats.moments[:, 0].sum(0) > 0).nonzero().squeeze(1).tolist()
+    assert set(bins.tolist()) <= set(stats.moments[:, 0].sum(0).nonzero().squeeze(1).tolist())
+
+
+def test_single_pairs_are_drawn_evenly_over_bins_and_elements():
+    d, tokens = 20, 6000
+    stats = PairStats.empty(d)
+    x = torch.rand(tokens, d, generator=torch.Generator().manual_seed(0)) + 1  # 64 bins of about 1,900 pairs
+    x[:5] *= 1000
+    samples = [Sample(f"s{index}", index, index) for index in range(tokens)]
+    stats.update(x, LAYER_NORM, samples)
+    per_bin, filled = stats.moments[:, 0].sum(0), stats.pairs.filled.sum(0)
+    # An eighth of the pairs compete for four places each: one stays empty of 1,000 pairs once in e³¹ bins.
+    assert (filled[per_bin > 1000] == PAIRS_PER_BIN).all() and (per_bin > 1000).sum() == 64
+    assert 0 < filled[per_bin < 100].sum() < per_bin[per_bin < 100].sum() / 3
+    drawn = torch.bincount(stats.pairs.channel[stats.pairs.filled].long(), minlength=d)
+    assert drawn.min() > 0 and drawn.max() < 6 * drawn.double().mean()
 
 
 def test_sums_that_do_not_belong_together_are_refused():

@@ -69,33 +69,3 @@ TOKEN_GRID = FloatGrid(mantissa_bits=3, low=-27, high=18)
 CHANNEL_GRID = FloatGrid(mantissa_bits=2, low=-27, high=18)
 
 MOMENTS = ("n", "x", "y", "xx", "xy", "yy")
-
-
-def binned_moments(x: Tensor, y: Tensor, index: Tensor, bins: int, weight: Tensor | None = None) -> Tensor:
-    """Sum 1, x, y, x², xy and y² over the pairs of each bin, each pair times its weight.
-
-    Args:
-        x: inputs, shape ``(pairs,)``, float32.
-        y: outputs before the affine step, shape ``(pairs,)``, float32.
-        index: bin of each pair, shape ``(pairs,)``, int64 in ``[0, bins)``.
-        bins: number of bins.
-        weight: of each pair, shape ``(pairs,)``; None for one.
-
-    Returns:
-        Shape ``(6, bins)``, float64, in the order of :data:`MOMENTS`. Squares are taken in float64: float32 sums put
-        the variance within a bin off by a tenth.
-    """
-    x, y = x.double(), y.double()
-    wx, wy = (x, y) if weight is None else (weight.double() * x, weight.double() * y)
-    moments = torch.empty(len(MOMENTS), bins, dtype=torch.float64, device=x.device)
-    for row, values in enumerate((weight, wx, wy, wx * x, wx * y, wy * y)):
-        # bincount sums in the weights' own dtype
-        moments[row] = torch.bincount(index, None if values is None else values.double(), minlength=bins)
-    return moments
-
-
-def joint_counts(x: Tensor, y: Tensor) -> Tensor:
-    """Count the pairs (float32, shape ``(pairs,)``) per cell of the density grids: int64 ``(size of x, size of y)``."""
-    cells = DENSITY_X_GRID.index(x) * DENSITY_Y_GRID.size + DENSITY_Y_GRID.index(y)
-    counts = torch.bincount(cells, minlength=DENSITY_X_GRID.size * DENSITY_Y_GRID.size)
-    return counts.view(DENSITY_X_GRID.size, DENSITY_Y_GRID.size)
