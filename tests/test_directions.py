@@ -22,7 +22,7 @@ ALLOWED = {
     "cli": ROOT | {"pairs", "fits", "models", "figures"},
 }
 LIBRARIES = {
-    "triton": {"pairs/binning/cuda.py", "swaps/kernels"},
+    "triton": {"pairs/binning/cuda", "swaps/kernels"},
     "numba": {"pairs/binning/cpu_loop.py"},
     "llvmlite": {"pairs/binning/cpu_loop.py"},
     "matplotlib": {"figures"},

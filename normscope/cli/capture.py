@@ -18,6 +18,7 @@ from normscope.cli.options import (
     Limit,
     Model,
     Quiet,
+    Sample,
     Seed,
     Timesteps,
     Verify,
@@ -50,6 +51,7 @@ def capture(
     data: Data = None,
     limit: Limit = None,
     batch_size: BatchSize = 8,
+    sample: Sample = None,
     seed: Seed = 0,
     device: Device = "auto",
     dtype: Dtype = "float32",
@@ -63,7 +65,7 @@ def capture(
     say = Output(as_json, quiet)
     check_models([model])
     check_writable(output)
-    run = Run(weights, data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps)
+    run = Run(weights, data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps, sample)
     from normscope.pairs.hooks import capture as observe
     from normscope.pairs.raw import RawPairs
     from normscope.pairs.storage import save
@@ -72,13 +74,14 @@ def capture(
     try:
         network = run.load(model, say)
         if pairs:
-            _announce(pairs, network, layers, say)
+            _announce(pairs, network, layers, sample, say)
         seen = observe(
             network.module,
             say.tracked(network.inputs),
             layers=layers,
             about=network.about,
             seed=seed,
+            sample=sample,
             verify=verify,
             observe=pairs.add if pairs else None,
         )
@@ -105,7 +108,7 @@ def _site_as_json(site: NormSite, stats: PairStats) -> dict[str, str | int]:
     return {"name": site.name, "n_pairs": stats.n_pairs, "nonfinite_tokens": int(stats.nonfinite_tokens)}
 
 
-def _announce(pairs: RawPairs, network: LoadedModel, layers: str, say: Output) -> None:
+def _announce(pairs: RawPairs, network: LoadedModel, layers: str, sample: int | None, say: Output) -> None:
     """Say how large the raw pairs will be."""
     from normscope.pairs.raw import raw_bytes
     from normscope.pairs.selection import select
@@ -114,7 +117,7 @@ def _announce(pairs: RawPairs, network: LoadedModel, layers: str, say: Output) -
     first = next(iter(network.inputs)).first_sample()
     sites = select(find_norms(network.module, first).sites, layers)
     samples = network.inputs.n_samples
-    size = raw_bytes(sites, samples or 1)
+    size = raw_bytes(sites, samples or 1, sample)
     each = "in all" if samples else "for each sample"
     told = f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1e3:,.1f} kB"
     say.warn(

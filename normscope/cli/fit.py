@@ -16,6 +16,7 @@ from normscope.cli.options import (
     Limit,
     Models,
     Quiet,
+    Sample,
     Seed,
     Timesteps,
     Verify,
@@ -38,6 +39,7 @@ def fit(
     data: Data = None,
     limit: Limit = None,
     batch_size: BatchSize = 8,
+    sample: Sample = None,
     seed: Seed = 0,
     device: Device = "auto",
     dtype: Dtype = "float32",
@@ -56,7 +58,7 @@ def fit(
     from normscope.fits.fit import fit as fit_curves
 
     curves = [curve.name for curve in curves_named(func)]
-    run = Run(weights, data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps)
+    run = Run(weights, data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps, sample)
     names = named_or_embedded(models, say)
     check_sources(names, run)
     check_by(by, names)

@@ -20,6 +20,7 @@ from normscope.cli.options import (
     Limit,
     Models,
     Quiet,
+    Sample,
     Seed,
     Timesteps,
     Verify,
@@ -59,6 +60,7 @@ def plot(
     data: Data = None,
     limit: Limit = None,
     batch_size: BatchSize = 8,
+    sample: Sample = None,
     seed: Seed = 0,
     device: Device = "auto",
     dtype: Dtype = "float32",
@@ -81,7 +83,7 @@ def plot(
     from normscope.fits.fit import fit
 
     curves = [curve.name for curve in curves_named(func)]
-    run = Run(weights, data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps)
+    run = Run(weights, data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps, sample)
 
     from normscope.figures.overview import overview
     from normscope.figures.scurves import plot as draw

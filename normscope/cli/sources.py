@@ -32,6 +32,7 @@ class Run:
     verify: bool = False
     guidance: float | None = None
     timesteps: str | None = None
+    sample: int | None = None
 
     def load(self, name: str, output: Output) -> LoadedModel:
         """Load a model and say which."""
@@ -168,6 +169,7 @@ def _from_model(name: str, run: Run, layers: str, output: Output) -> Capture:
         layers=layers,
         about=network.about,
         seed=run.seed,
+        sample=run.sample,
         verify=run.verify,
     )
     output.account(seen, network.inputs.unreadable)

@@ -18,7 +18,8 @@ class Capture:
     """What the norms of one network did to one set of inputs.
 
     Attributes:
-        about: ``model``, ``weights`` (the resolved checkpoint and revision) and ``data``, in words.
+        about: ``model``, ``weights`` (the resolved checkpoint and revision) and ``data``, in words; and ``sample``
+            where only a sample of the tokens was taken.
         sites: the observed norm sites in the order of their first calls.
         skipped: norms that were seen and could not be observed, and why.
         stats: the sums of each site, by its name.
@@ -52,13 +53,16 @@ class Capture:
         """Return the capture of both sets of inputs.
 
         Raises:
-            DataError: if the two are not of the same model, weights and sites.
+            DataError: if the two are not of the same model, weights and sites, or not the same sample of the tokens.
         """
         for key in ("model", "weights"):
             if self.about[key] != other.about[key]:
                 raise DataError(
                     f"Cannot merge captures of different {key}: {self.about[key]!r} and {other.about[key]!r}."
                 )
+        samples = [about.get("sample", "all tokens") for about in (self.about, other.about)]
+        if samples[0] != samples[1]:
+            raise DataError(f"Cannot merge a capture of {samples[0]} with one of {samples[1]}; take the same of both.")
         if list(map(_of_any_length, self.sites)) != list(map(_of_any_length, other.sites)):
             raise DataError("Cannot merge captures of different norm sites; capture the same layers of both.")
         data = dict.fromkeys([self.about["data"], other.about["data"]])
@@ -91,7 +95,7 @@ def _of_any_length(site: NormSite) -> NormSite:
 def versions() -> dict[str, str]:
     """Name the versions that a file or a figure was made with."""
     found = {"python": platform.python_version()}
-    for package in ("normscope", "torch", "timm", "torchaudio", "diffusers", "transformers"):
+    for package in ("normscope", "torch", "numba", "timm", "torchaudio", "diffusers", "transformers"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

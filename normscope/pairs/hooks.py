@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from normscope.batches import Batch, as_batches
-from normscope.errors import DataError
+from normscope.errors import DataError, UsageError, count
 from normscope.pairs.captures import Capture, versions
 from normscope.pairs.kinds import NormKind
 from normscope.pairs.layouts import token_axes
@@ -35,6 +35,7 @@ def capture(
     layers: Layers = "all",
     about: Mapping[str, str] | None = None,
     seed: int = 0,
+    sample: int | None = None,
     verify: bool = False,
     by_gamma: bool = False,
     per_channel: bool = False,
@@ -55,6 +56,8 @@ def capture(
         about: what the capture says of itself: ``model``, ``weights``, ``data``. Files and figures print it. Batches
             that have a ``description`` say themselves what they were, once they have all been taken.
         seed: of the drawing samples.
+        sample: at each call of a norm take only so many tokens of each sample, drawn uniformly, for the impatient;
+            None for all. The capture's ``data`` says so.
         verify: recompute every norm's true output from our y, its weight and its bias, and fail where they differ.
         by_gamma: also keep the sums with every pair weighted by the square of its channel's weight γ.
         per_channel: also keep the sums of each channel, on a coarser grid; d · 17 kB a site.
@@ -67,7 +70,7 @@ def capture(
     Raises:
         DataError: if there is no batch, or if it cannot be told which tokens of a norm are padding.
         ModelError: if the model raises, if it calls no norm that normscope knows, or if verification fails.
-        UsageError: if ``layers`` names no site.
+        UsageError: if ``layers`` names no site, or ``sample`` no token.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
@@ -75,6 +78,8 @@ def capture(
     >>> seen.stats["1"].n_pairs
     256
     """
+    if sample is not None and sample < 1:
+        raise UsageError(f"sample is {sample}: it is a number of tokens, at least 1; without it, all are taken.")
     stream = as_batches(batches)
     first = next(stream, None)
     if first is None:
@@ -82,7 +87,7 @@ def capture(
     report = find_norms(model, first.first_sample())
     sites = select(report.sites, layers)
     model = getattr(model, "_orig_mod", model)
-    recorder = _Recorder(seed, verify, by_gamma, per_channel, observe)
+    recorder = _Recorder(seed, sample, verify, by_gamma, per_channel, observe)
     idle = {norm.name: norm for norm in report.skipped if norm.reason == NOT_CALLED}
     with left_as_found(model), recorder.hooked(model, sites, report), _watched(model, idle) as late:
         for batch in itertools.chain([first], stream):
@@ -141,8 +146,16 @@ def _described(batches: object) -> dict[str, str]:
 class _Recorder:
     """The hooks' side of a capture: which batch is running, and the sums of each site, for each part of the data."""
 
-    def __init__(self, seed: int, verify: bool, by_gamma: bool, per_channel: bool, observe: Observer | None) -> None:
-        self.seed, self.verify, self.observe = seed, verify, observe
+    def __init__(
+        self,
+        seed: int,
+        sample: int | None,
+        verify: bool,
+        by_gamma: bool,
+        per_channel: bool,
+        observe: Observer | None,
+    ) -> None:
+        self.seed, self.sample, self.verify, self.observe = seed, sample, verify, observe
         self.by_gamma, self.per_channel = by_gamma, per_channel
         self.stats: dict[str, dict[str, PairStats]] = {}
         self.n_samples: Counter[str] = Counter()
@@ -171,6 +184,9 @@ class _Recorder:
 
     def captured(self, about: Mapping[str, str], sites: list[NormSite], skipped: list[SkippedNorm]) -> Capture:
         """Return everything that was recorded: the whole, and its parts."""
+        if self.sample is not None:
+            sample = f"a sample of {count(self.sample, 'token')} of each"
+            about = {**about, "data": f"{about['data']} · {sample}", "sample": sample}
         called = {name for stats in self.stats.values() for name in stats}
         missed = [site for site in sites if site.name not in called]
         skipped = skipped + [
@@ -203,10 +219,10 @@ class _Recorder:
             valid = self._valid_tokens(site, kind, module, x, axis)
             rows = kind.rows(module, x.detach(), axis or 0)
             if rows.device.type == "mps":  # which has no float64 to sum in
-                rows = rows.cpu()
+                rows, valid = rows.cpu(), None if valid is None else valid.cpu()
             eps = kind.eps_of(module, x.dtype)
             stats, first = self._stats(site, rows.device), self.tokens_so_far.get(site.name, 0)
-            stats.update(
+            taken = stats.update(
                 rows,
                 kind.lines(module, rows, eps),
                 samples if axis is not None else (),
@@ -214,11 +230,12 @@ class _Recorder:
                 kind.gamma(module, site.channels) if self.by_gamma else None,
                 groups=None if kind.groups is None else kind.groups(module),
                 valid=valid,
+                sample=self.sample,
             )
             self.tokens_so_far[site.name] = first + len(rows) // len(samples)
             if self.observe is not None:
                 y, _ = kind.normalize(module, rows.float(), eps)
-                self.observe(site, *((rows, y) if valid is None else (rows[valid], y[valid])))
+                self.observe(site, *((rows, y) if taken is None else (rows[taken], y[taken])))
 
         return hook
 

@@ -20,9 +20,10 @@ from normscope.pairs.sites import NormSite
 _BYTES_OF_A_PAIR = 8  # x and y in float32
 
 
-def raw_bytes(sites: Sequence[NormSite], n_samples: int) -> int:
-    """Return how many bytes the raw pairs of some sites will take for that many samples."""
-    return sum(site.tokens_per_sample * site.d * _BYTES_OF_A_PAIR for site in sites) * n_samples
+def raw_bytes(sites: Sequence[NormSite], n_samples: int, sample: int | None = None) -> int:
+    """Return how many bytes the raw pairs of some sites will take, of all tokens or ``sample`` of each sample."""
+    tokens = [min(site.tokens_per_sample, sample or site.tokens_per_sample) for site in sites]
+    return n_samples * sum(n * site.d * _BYTES_OF_A_PAIR for n, site in zip(tokens, sites, strict=True))
 
 
 class RawPairs:

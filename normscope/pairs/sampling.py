@@ -36,17 +36,17 @@ def sample_key(sample: Sample, seed: int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def token_keys(sample_key: int, positions: Tensor) -> Tensor:
-    """Give tokens of one sample their keys: non-negative int64, uniformly distributed.
+def token_keys(sample_keys: Tensor, positions: Tensor) -> Tensor:
+    """Give tokens their keys: non-negative int64, uniformly distributed.
 
     Args:
-        sample_key: what :func:`sample_key` gave.
-        positions: number of each token within its sample, int64.
+        sample_keys: what :func:`sample_key` gave for each token's sample, int64.
+        positions: number of each token within its sample, of the same shape.
 
     Returns:
         The shape of ``positions``.
     """
-    return _mix(positions * GOLDEN + sample_key)
+    return _mix(positions * GOLDEN + sample_keys)
 
 
 def element_keys(d: int) -> Tensor:

@@ -154,8 +154,9 @@ class PairStats:
         *,
         groups: int | None = None,
         valid: Tensor | None = None,
-    ) -> None:
-        """Add the pairs of some tokens.
+        sample: int | None = None,
+    ) -> Tensor | None:
+        """Add the pairs of some tokens, and return which of them were data: bool ``(tokens,)``, or None for all.
 
         Args:
             rows: input token rows, ``(tokens, d)``, any floating dtype; tokens of one sample lie together, samples in
@@ -168,6 +169,7 @@ class PairStats:
             gamma: the norm's weight, ``(channels,)``; needed where the sums are weighted by its square.
             groups: number of groups of a grouped norm, whose tokens come group by group.
             valid: which tokens are data and not padding, bool ``(tokens,)``; None for all.
+            sample: how many tokens of each sample to take, drawn uniformly; None for all.
         """
         per_sample, rest = divmod(len(rows), len(samples) or 1)
         if rest or not samples:
@@ -179,7 +181,11 @@ class PairStats:
             Run(number * per_sample, (number + 1) * per_sample, fold, sample_key(sample, self.seed), first_token)
             for number, (sample, fold) in enumerate(zip(samples, self.sources.folds_of(samples), strict=True))
         ]
-        loops.add(self, Tokens(rows, lines, runs, self.channels, groups, valid, gamma))
+        tokens = Tokens(rows, lines, runs, self.channels, groups, valid, gamma)
+        if sample is not None:
+            tokens = tokens.sampled(sample)
+        loops.add(self, tokens)
+        return tokens.valid
 
     def draw(self, x: Tensor, y: Tensor, rstd: Tensor, keys: Tensor, reach: Tensor) -> None:
         """Let whole tokens compete for their places in the drawing samples.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -93,10 +93,26 @@ class Tokens:
 
     def folds(self) -> Tensor:
         """Return the fold of every token: int64 ``(tokens,)``."""
-        return torch.cat([torch.full((run.stop - run.start,), run.fold) for run in self.runs]).to(self.rows.device)
+        return self._of_runs([run.fold for run in self.runs]).to(self.rows.device)
 
     def keys(self) -> Tensor:
         """Return the key of every token: int64 ``(tokens,)``; the largest int64 for padding, which draws nothing."""
-        keys = torch.cat([token_keys(run.key, torch.arange(run.stop - run.start) + run.position) for run in self.runs])
+        first = self._of_runs([run.position - run.start for run in self.runs])
+        keys = token_keys(self._of_runs([run.key for run in self.runs]), torch.arange(len(self.rows)) + first)
         keys = keys.to(self.rows.device)
         return keys if self.valid is None else keys.where(self.valid, NO_KEY)
+
+    def sampled(self, count: int) -> Tokens:
+        """Return the same tokens, of which only ``count`` of each run are data: those of least key, of the valid."""
+        keys = self.keys()
+        least = [
+            run.start
+            + keys[run.start : run.stop].topk(min(count, run.stop - run.start), largest=False, sorted=False).indices
+            for run in self.runs
+        ]
+        taken = torch.zeros(len(keys), dtype=torch.bool, device=keys.device).index_fill_(0, torch.cat(least), True)
+        return replace(self, valid=taken if self.valid is None else taken & self.valid)
+
+    def _of_runs(self, values: Sequence[int]) -> Tensor:
+        lengths = torch.tensor([run.stop - run.start for run in self.runs])
+        return torch.tensor(values).repeat_interleave(lengths, output_size=len(self.rows))
