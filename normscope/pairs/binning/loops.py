@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from normscope.pairs.binning import reference
@@ -13,20 +14,24 @@ from normscope.pairs.tokens import Tokens
 if TYPE_CHECKING:
     from normscope.pairs.stats import PairStats
 
+_COMPILED = {"cpu": "numba", "cuda": "triton"}
+
 
 def add(stats: PairStats, tokens: Tokens) -> None:
     """Add the pairs of ``tokens`` to everything that ``stats``, on the same device, keeps."""
-    (_on_the_cpu() if tokens.rows.device.type == "cpu" else reference.add)(stats, tokens)
+    _loop_of(tokens.rows.device.type)(stats, tokens)
 
 
 @functools.cache
-def _on_the_cpu() -> Callable[[PairStats, Tokens], None]:
+def _loop_of(device: str) -> Callable[[PairStats, Tokens], None]:
+    if device not in _COMPILED:
+        return reference.add
     try:
-        from normscope.pairs.binning import cpu
+        loop: Callable[[PairStats, Tokens], None] = import_module(f"normscope.pairs.binning.{device}").add
     except ImportError as error:
         warnings.warn(
-            f"numba does not work here ({error}): the same sums are taken in plain torch, many times slower.",
+            f"{_COMPILED[device]} does not work here ({error}): the same sums are taken in plain torch, and slowly.",
             stacklevel=2,
         )
         return reference.add
-    return cpu.add
+    return loop
