@@ -23,18 +23,18 @@ def image(stats: PairStats, x_range: tuple[float, float], y_range: tuple[float, 
     Returns:
         Number of pairs per pixel, float64 ``(pixels, pixels)``, rows in ascending order of y.
     """
-    columns = _shares(DENSITY_X_GRID, x_range, pixels)
-    rows = _shares(DENSITY_Y_GRID, y_range, pixels)
-    gathered: Array = rows @ stats.density.numpy().T.astype(np.float64) @ columns.T
-    return gathered
+    counts = stats.density.numpy().astype(np.float64)
+    by_column = _gathered(counts, DENSITY_X_GRID, np.linspace(*x_range, pixels + 1))
+    return _gathered(by_column.T, DENSITY_Y_GRID, np.linspace(*y_range, pixels + 1))
 
 
-def _shares(grid: FloatGrid, limits: tuple[float, float], pixels: int) -> Array:
-    """Which share of each bin lies in each pixel: ``(pixels, bins)``."""
+def _gathered(counts: Array, grid: FloatGrid, at: Array) -> Array:
+    """Gather counts ``(bins, n)`` between neighbouring places in x: ``(places - 1, n)``."""
     edges = grid.edges().numpy()
     edges[0], edges[-1] = 2 * edges[1], 2 * edges[-2]
-    at = np.linspace(*limits, pixels + 1)
-    low = np.clip(at[:-1, None], edges[:-1], edges[1:])
-    high = np.clip(at[1:, None], edges[:-1], edges[1:])
-    shares: Array = (high - low) / np.diff(edges)
-    return shares
+    below = np.concatenate([np.zeros((1, counts.shape[1])), counts.cumsum(0)])
+    bins = np.clip(np.searchsorted(edges, at, side="right") - 1, 0, grid.size - 1)
+    share = np.clip((at - edges[bins]) / (edges[bins + 1] - edges[bins]), 0, 1)
+    reached = below[bins] + share[:, None] * (below[bins + 1] - below[bins])
+    gathered: Array = np.diff(reached, axis=0)
+    return gathered

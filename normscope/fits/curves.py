@@ -45,7 +45,7 @@ def isru(u: Tensor) -> Tensor:
 
 
 def _isru_derivative(u: Tensor) -> Tensor:
-    return torch.hypot(u, torch.ones_like(u)).pow(-3)
+    return torch.hypot(u, torch.ones_like(u)).reciprocal().pow(3)
 
 
 def _tanh_derivative(u: Tensor) -> Tensor:

@@ -128,10 +128,10 @@ def fit(capture: Capture, curves: str | Sequence[str] = ("tanh", "isru")) -> lis
 
 def _fits_of(capture: Capture, site: NormSite, curves: Sequence[str]) -> list[CurveFit]:
     stats = capture.stats[site.name]
-    moments = stats.moments.sum(0)
+    moments = torch.from_numpy(stats.moments.numpy().sum(0))
     nodes = nodes_of(moments)
-    best = ceiling(stats.moments)
-    total, n_pairs = nodes.total if stats.n_pairs else 0.0, stats.n_pairs
+    best, folds = ceiling(stats.moments), stats.fold_by
+    n_pairs = int(moments[0].sum())
     fits = []
     for curve in curves:
         found = least_squares(nodes, CURVES[curve])
@@ -145,9 +145,9 @@ def _fits_of(capture: Capture, site: NormSite, curves: Sequence[str]) -> list[Cu
                 amplitude=found.amplitude if found else math.nan,
                 alpha=found.alpha if found else math.nan,
                 shift=0.0,
-                r2=1 - found.residual / total if found else math.nan,
+                r2=1 - found.residual / nodes.total if found else math.nan,
                 r2_ceiling=best,
-                folds=stats.fold_by,
+                folds=folds,
                 rmse=math.sqrt(found.residual / n_pairs) if found else math.nan,
                 n_pairs=n_pairs,
                 straight=bool(found and found.straight),

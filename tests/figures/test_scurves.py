@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.collections import LineCollection, PathCollection
+from matplotlib.image import AxesImage
+from matplotlib.lines import Line2D
 from PIL import Image
 from torch import nn
 
@@ -103,6 +105,46 @@ def test_tokens_are_straight_lines_of_slope_one_over_sigma(figure, seen):
     slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in lines.get_segments()]
     np.testing.assert_allclose(slopes, 1 / sigma, rtol=1e-3)
     assert len(slopes) == 64 + 16
+
+
+def test_tokens_points_are_theirs_in_their_lines_colour(figure, seen):
+    ax = shown(figure)[2]
+    (lines,) = (c for c in ax.collections if isinstance(c, LineCollection))
+    colours = lines.to_rgba(lines.get_array())
+    points = [line for line in ax.lines if line.get_marker() == "o"]
+    stats = seen.stats[NAMES[0]]
+    tokens = [torch.stack([sample.x, sample.y], 2) for sample in (stats.tokens, stats.largest)]
+    for own, token, colour in zip(points, torch.cat(tokens), colours, strict=True):
+        np.testing.assert_array_equal(own.get_xydata(), token)
+        assert matplotlib.colors.same_color(own.get_color(), colour)
+
+
+def test_what_is_drawn_does_not_grow_with_the_pairs():
+    few, many = (plot(capture, normscope.fit(capture)) for capture in map(steps, (250, 8000)))
+    for kind, number in drawn(many).items():
+        assert 0 < number < 1.02 * drawn(few)[kind], kind
+    for artist in few.findobj(lambda one: isinstance(one, PathCollection | LineCollection)):
+        assert artist.get_rasterized()
+    vectors = [line for line in few.findobj(Line2D) if not line.get_rasterized()]
+    assert max(len(line.get_xdata()) for line in vectors) <= 600  # a curve
+
+
+def steps(n_tokens):
+    """A capture of tokens whose elements are of few values, so that a few tokens fill every bin of it."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.linspace(-3, 3, 14).sinh()
+    x = values[torch.randint(len(values), (n_tokens, 32), generator=generator)]
+    return normscope.capture(nn.Sequential(nn.LayerNorm(32)), x.split(50))
+
+
+def drawn(figure):
+    """How many points each kind of artist holds."""
+    return {
+        "lines": sum(len(line.get_xdata()) for line in figure.findobj(Line2D)),
+        "points": sum(len(points.get_offsets()) for points in figure.findobj(PathCollection)),
+        "tokens": sum(len(lines.get_segments()) for lines in figure.findobj(LineCollection)),
+        "pixels": sum(image.get_array().size for image in figure.findobj(AxesImage)),
+    }
 
 
 def test_the_extreme_channel_is_among_the_coloured_ones(figure, seen):

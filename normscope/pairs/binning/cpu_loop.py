@@ -242,10 +242,9 @@ def _index(row: Any, shift: float, rstd: float, constants: Any, tile: Any) -> No
 def _add_pairs(row: Any, shift: float, rstd: float, tile: Any, moments: Any, density: Any) -> None:
     address = _u8(moments.ctypes.data)
     for j in range(row.size):
+        density[_u8(tile.cells[j])] += 1
         x = np.float64(row[j])
         _add_pair(address + _u8(tile.bins[j]) * _u8(_BYTES_OF_A_BIN), x, (x - shift) * rstd)  # type: ignore[call-arg]
-    for j in range(row.size):
-        density[_u8(tile.cells[j])] += 1
 
 
 @_exact
