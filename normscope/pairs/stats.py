@@ -36,7 +36,7 @@ _NOBODY = (Sample("tokens of no sample", 0, 0),)
 _OPTIONAL = ("gamma_moments", "channel_moments")
 
 
-@dataclass
+@dataclass(eq=False)
 class PairStats:
     """Sums over all pairs (x, y) of one norm site: exact, mergeable, of constant size.
 

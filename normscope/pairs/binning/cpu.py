@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from normscope.pairs.binning import reference
 from normscope.pairs.binning.cpu_loop import CONSTANTS, Rows, Sample, Sums, draw, fill, join, join_pairs
-from normscope.pairs.sampling import NO_KEY, TokenSample, element_keys
+from normscope.pairs.sampling import TokenSample, element_keys
 from normscope.pairs.tokens import Run, Tokens
 
 if TYPE_CHECKING:
@@ -37,8 +37,9 @@ def add(stats: PairStats, tokens: Tokens) -> None:
     """Add the pairs of ``tokens``, in the CPU's memory, to everything that ``stats`` keeps."""
     rows = _rows(tokens)
     threads = max(1, min(torch.get_num_threads(), rows.rows.size // _PAIRS_A_THREAD, len(rows.rows)))
-    first, *shares = _shared_out(tokens.runs, threads)
-    own = _sums_of(stats)
+    first, *shares = _shared_out(tuple(tokens.runs), threads)
+    views = _views_of(stats)
+    own = views.sums
     others = [_sums_apart(own) for _ in shares]
     waiting = [
         _threads().submit(fill, CONSTANTS, rows, share.runs, other) for share, other in zip(shares, others, strict=True)
@@ -48,8 +49,8 @@ def add(stats: PairStats, tokens: Tokens) -> None:
         done.result()
         _join(own, other, share.shared_fold)
     reference.add_optional(stats, tokens)
-    draw(rows, False, stats.grouped, _sample_of(stats.tokens))
-    draw(rows, True, stats.grouped, _sample_of(stats.largest))
+    for sample, by_reach in zip(views.samples, (False, True), strict=True):
+        draw(rows, by_reach, stats.grouped, sample)
 
 
 def _rows(tokens: Tokens) -> Rows:
@@ -58,16 +59,16 @@ def _rows(tokens: Tokens) -> Rows:
     lines, form = tokens.lines, tokens.lines.form
     return Rows(
         rows=rows,
-        valid=np.ones(n, bool) if tokens.valid is None else tokens.valid.numpy(),
+        valid=_all_valid(n) if tokens.valid is None else tokens.valid.numpy(),
         form=(form.centred, form.about_mean, form.correction, form.clamped) if form else (False, False, 0, False),
         eps=lines.eps,
         given=form is None,
         groups=tokens.groups or 1,
         positions=tokens.positions,
         element_keys=_element_keys(d),
-        keys=np.full(n, NO_KEY),
-        shift=np.zeros(n) if lines.shift is None else lines.shift.numpy(),
-        rstd=np.zeros(n) if lines.rstd is None else lines.rstd.numpy(),
+        keys=np.empty(n, np.int64),
+        shift=np.empty(n) if lines.shift is None else lines.shift.numpy(),
+        rstd=np.empty(n) if lines.rstd is None else lines.rstd.numpy(),
         reach=np.empty(n, np.float32),
     )
 
@@ -80,7 +81,8 @@ class _Share:
     shared_fold: int | None
 
 
-def _shared_out(runs: Sequence[Run], threads: int) -> list[_Share]:
+@functools.lru_cache(maxsize=16)  # the norms of a forward mostly share their runs
+def _shared_out(runs: tuple[Run, ...], threads: int) -> list[_Share]:
     """Share tokens out evenly, fold after fold, so that each thread has at most one that another has begun."""
     total = sum(run.stop - run.start for run in runs)
     shares: list[list[tuple[int, ...]]] = [[] for _ in range(threads)]
@@ -102,10 +104,31 @@ def _shared_out(runs: Sequence[Run], threads: int) -> list[_Share]:
     ]
 
 
+@dataclass(frozen=True)
+class _Views:
+    """What a PairStats keeps, as arrays; and the tensors themselves, since it may come to keep others."""
+
+    of: tuple[object, ...]
+    sums: Sums
+    samples: tuple[Sample, Sample]
+
+
+_views: WeakKeyDictionary[PairStats, _Views] = WeakKeyDictionary()
+
+
+def _views_of(stats: PairStats) -> _Views:
+    """Return the same views as at the last call: making them anew takes as long as a hundredth of the loop."""
+    kept = (stats.moments, stats.tokens, stats.largest, stats.pairs.x)
+    views = _views.get(stats)
+    if views is None or any(one is not other for one, other in zip(kept, views.of, strict=True)):
+        if not stats.moments.mT.is_contiguous():
+            stats.moments = stats.moments.mT.contiguous().mT
+        samples = (_sample_of(stats.tokens), _sample_of(stats.largest))
+        views = _views[stats] = _Views((stats.moments, *kept[1:]), _sums_of(stats), samples)
+    return views
+
+
 def _sums_of(stats: PairStats) -> Sums:
-    """Return what ``stats`` itself keeps."""
-    if not stats.moments.mT.is_contiguous():
-        stats.moments = stats.moments.mT.contiguous().mT
     moments, pairs = stats.moments.mT.numpy(), stats.pairs
     return Sums(
         moments=moments,
@@ -163,6 +186,11 @@ def _threads() -> ThreadPoolExecutor:
 
 
 os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not survive in the child
+
+
+@functools.lru_cache(maxsize=16)
+def _all_valid(n: int) -> Array:
+    return np.ones(n, bool)
 
 
 @functools.lru_cache(maxsize=16)

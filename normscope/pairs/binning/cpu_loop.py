@@ -244,7 +244,8 @@ def _add_pairs(row: Any, shift: float, rstd: float, tile: Any, moments: Any, den
     for j in range(row.size):
         density[_u8(tile.cells[j])] += 1
         x = np.float64(row[j])
-        _add_pair(address + _u8(tile.bins[j]) * _u8(_BYTES_OF_A_BIN), x, (x - shift) * rstd)  # type: ignore[call-arg]
+        row_of_bin = address + _u8(tile.bins[j]) * _u8(_BYTES_OF_A_BIN)
+        _add_pair(row_of_bin, x, (x - shift) * rstd)  # type: ignore[call-arg]
 
 
 @_exact
@@ -253,8 +254,8 @@ def _draw_pairs(
 ) -> None:
     """Let some pairs of a tile compete for the places of their bins, as :meth:`PairSample.add` says.
 
-    ``line`` is the token's shift and rstd; ``channels`` says how the tile's elements are numbered: the token's first channel, the tile's first element, and
-    how many neighbouring elements are of one channel.
+    ``line`` is the token's shift and rstd. ``channels`` says how the tile's elements are numbered: the token's first
+    channel, the tile's first element, and how many neighbouring elements are of one channel.
     """
     step, last_place = constants.one_element_in, _u8(constants.pairs_per_bin - 1)
     bins_in_all = _u8(2 * constants.pair[2] + 1)
