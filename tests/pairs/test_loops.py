@@ -183,16 +183,24 @@ def test_nothing_waits_for_a_gpu():
             assert stats.tokens.x.shape[0] == 64
 
 
-def test_without_numba_the_sums_are_torchs_and_a_warning_says_so():
-    code = """
-import sys, warnings, torch
-sys.modules["numba"] = None
-import normscope
+CAPTURED = """
+import warnings, normscope, torch
 from torch import nn
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     seen = normscope.capture(nn.Sequential(nn.LayerNorm(8)), [torch.randn(4, 8)])
 print(seen.stats["0"].n_pairs, [str(w.message) for w in said if "numba" in str(w.message)])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("32 ['numba does not work here")
+
+
+@pytest.mark.parametrize(
+    ("before", "printed"),
+    [
+        ("import sys; sys.modules['numba'] = None", "32 ['numba does not work here"),
+        ("from numba.core.caching import CacheImpl; CacheImpl._locator_classes = []", "32 []"),
+    ],
+    ids=["no numba", "no folder to keep what is compiled"],
+)
+def test_where_numba_cannot_do_all_the_sums_are_taken_all_the_same(before, printed):
+    done = subprocess.run([sys.executable, "-c", before + CAPTURED], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(printed)

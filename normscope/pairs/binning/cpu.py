@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from normscope.pairs.binning import reference
-from normscope.pairs.binning.cpu_loop import CONSTANTS, Rows, Sample, Sums, draw, fill, join, join_pairs
+from normscope.pairs.binning.cpu_arrays import CONSTANTS, Rows, Sample, Sums
+from normscope.pairs.binning.cpu_loop import draw, fill, join, join_pairs
 from normscope.pairs.sampling import TokenSample, element_keys
 from normscope.pairs.tokens import Run, Tokens
 

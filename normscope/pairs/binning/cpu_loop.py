@@ -1,11 +1,12 @@
 """The loop itself, as numba compiles it. Every step is one plain loop over neighbouring numbers, so that it vectorizes.
 
-Integers are cast to 32 bits at every step, since numba would go on in 64, at half the speed.
+Integers are cast to 32 bits at every step, since numba would go on in 64, at half the speed. Everything compiled stands
+in this file: numba keeps what it compiled until the file of the function that is called changes, and sees no other.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -13,8 +14,8 @@ from numba import njit, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from normscope.pairs.binning.grids import DENSITY_X_GRID, DENSITY_Y_GRID, PAIR_GRID, TOKEN_GRID, FloatGrid
-from normscope.pairs.sampling import GOLDEN, MIX, NO_KEY, ONE_ELEMENT_IN, PAIRS_PER_BIN
+from normscope.pairs.binning.cpu_arrays import Tile
+from normscope.pairs.sampling import GOLDEN, MIX, NO_KEY
 
 Array = NDArray[Any]
 
@@ -28,10 +29,22 @@ _u8 = np.uint64
 _GOLDEN, _MIX_1, _MIX_2 = (_u8(number % 2**64) for number in (GOLDEN, *MIX))
 _NO_KEY = _u8(NO_KEY)
 
+
+def _compiled(fastmath: set[str] | bool = False) -> Any:
+    def decorate(function: Any) -> Any:
+        options = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
+        try:
+            return njit(cache=True, **options)(function)
+        except RuntimeError:  # there is no folder to keep it in: it is compiled anew by every process
+            return njit(**options)(function)
+
+    return decorate
+
+
+_exact = _compiled()
 # Sums may be added up in any order, as vector instructions do; a NaN or an infinity stays what it is.
-_any_order = njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
-_exact = njit(cache=True, nogil=True, error_model="numpy")
-_finite = njit(cache=True, nogil=True, error_model="numpy", fastmath={"nnan", "nsz", "reassoc"})
+_any_order = _compiled(fastmath={"reassoc", "contract"})
+_finite = _compiled(fastmath={"nnan", "nsz", "reassoc"})
 
 
 @intrinsic
@@ -57,102 +70,6 @@ def _add_pair(typing_context: Any, row: Any, x: Any, y: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.uint64, types.float64, types.float64), generate
-
-
-class Constants(NamedTuple):
-    """What the grids and the drawing samples are; passed, since numba keeps what it compiled when other files change.
-
-    Of each grid, what :func:`_bin` takes.
-    """
-
-    pair: tuple[Any, Any, Any]
-    density_x: tuple[Any, Any, Any]
-    density_y: tuple[Any, Any, Any]
-    token: tuple[Any, Any, Any]
-    one_element_in: int
-    pairs_per_bin: int
-
-
-class Rows(NamedTuple):
-    """Tokens as :func:`fill` takes them, and room for what it says of each.
-
-    Attributes:
-        rows: float32 ``(tokens, d)``.
-        valid: which of them are data, bool ``(tokens,)``.
-        form: centred, about_mean, correction and clamped of :class:`Form`.
-        eps: of that form.
-        given: whether shift and rstd are there already, in place of a form.
-        groups: number of groups of channels; 1 where a token holds all channels.
-        positions: number of neighbouring elements of a token that are of one channel.
-        element_keys: number of each place in a token, uint64 ``(d,)``.
-        keys: takes the key of each token that counts, int64 ``(tokens,)``.
-        shift: takes its shift, float64 ``(tokens,)``.
-        rstd: takes its slope, float64 ``(tokens,)``.
-        reach: takes its max |x|, float32 ``(tokens,)``; −1 for a token that does not count.
-    """
-
-    rows: Any
-    valid: Any
-    form: tuple[bool, bool, int, bool]
-    eps: float
-    given: bool
-    groups: int
-    positions: int
-    element_keys: Any
-    keys: Any
-    shift: Any
-    rstd: Any
-    reach: Any
-
-
-class Sums(NamedTuple):
-    """What one thread fills: as :class:`PairStats` keeps them, but for the moments and the pairs.
-
-    Attributes:
-        moments: of every fold, float64 ``(folds, bins, 6)``, the same array for all threads.
-        shared: of a fold that another thread has begun, float64 ``(bins, 6)``.
-        pair_key: flat, as are the others of the drawn pairs.
-    """
-
-    moments: Any
-    shared: Any
-    density: Any
-    channel_sums: Any
-    channel_extremes: Any
-    token_offsets: Any
-    token_scales: Any
-    nonfinite_tokens: Any
-    pair_key: Any
-    pair_x: Any
-    pair_y: Any
-    pair_channel: Any
-
-
-class Sample(NamedTuple):
-    """A :class:`TokenSample` with all its places: those that are free have the largest rank and key."""
-
-    rank: Any
-    key: Any
-    x: Any
-    y: Any
-    rstd: Any
-
-
-class Tile(NamedTuple):
-    """What is computed of a tile's elements."""
-
-    y: Any
-    bins: Any
-    cells: Any
-
-
-def _of(grid: FloatGrid) -> tuple[Any, Any, Any]:
-    return _i4(23 - grid.mantissa_bits), _i4(((grid.low + 127) << grid.mantissa_bits) - 1), _i4(grid.centre)
-
-
-CONSTANTS = Constants(
-    _of(PAIR_GRID), _of(DENSITY_X_GRID), _of(DENSITY_Y_GRID), _of(TOKEN_GRID), ONE_ELEMENT_IN, PAIRS_PER_BIN
-)
 
 
 @_exact
