@@ -72,7 +72,8 @@ def overview(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]] = (
     width = _COLUMN_INCHES * columns
     headings = [_heading(capture, panels, width - 0.45) for capture, panels in zip(captures, rows, strict=True)]
     heights = [_GAP_INCHES + _LINE_INCHES * (len(details) + 1) for _, details in headings]
-    handles = legend_handles([panel for panels in rows for panel in panels], density=True)
+    every = [panel for panels in rows for panel in panels]
+    handles = legend_handles(every, density=True, sampled=any("sample" in capture.about for capture in captures))
     foot = _FOOT_INCHES + _LINE_INCHES * 1.2 * math.ceil(len(handles) / (columns - 1))
     with matplotlib.rc_context(theme.rc()):
         figure = Figure(

@@ -215,13 +215,17 @@ def _drawn_pairs(stats: PairStats) -> tuple[Array, Array, NDArray[np.int64]]:
     )
 
 
-def legend_handles(panels: Sequence[Panel], *, density: bool) -> list[Artist]:
-    """What the greys, lines and dashes of these panels mean; ``density``, whether they show one."""
+def legend_handles(panels: Sequence[Panel], *, density: bool, sampled: bool) -> list[Artist]:
+    """What the greys, lines and dashes of these panels mean.
+
+    ``density`` is whether they show one, and ``sampled`` whether of a sample of the tokens alone.
+    """
     style = panels[0].style
     handles: list[Artist] = []
     if density:
         grey = matplotlib.colormaps[style.density](0.6)
-        handles.append(Patch(facecolor=grey, label="all pairs (log scale, each panel its own)"))
+        pairs = "pairs of the sampled tokens" if sampled else "all pairs"
+        handles.append(Patch(facecolor=grey, label=f"{pairs} (log scale, each panel its own)"))
         handles.append(Line2D([], [], color=style.ink, lw=1.4, label="E[y|x], the best any function of x can do"))
     for curve in dict.fromkeys(found.curve for panel in panels for found in panel.fits):
         colour, dashes = style.curves[curve]

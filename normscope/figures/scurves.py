@@ -183,6 +183,6 @@ def _caption(figure: Figure, capture: Capture, panels: Sequence[Panel], rows: Se
     texts = (f"{about['model']} · {samples}", f"weights: {about['weights']}", f"data: {about['data']}")
     title = "\n".join(line for text in texts for line in wrapped(text, inches, font))
     figure.suptitle(title, fontproperties=font, parse_math=False)
-    handles = legend_handles(panels, density="density" in rows)
+    handles = legend_handles(panels, density="density" in rows, sampled="sample" in about)
     across = min(_COLUMNS, len(panels))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles) if across > 3 else max(1, across - 1))

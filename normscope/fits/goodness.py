@@ -55,7 +55,9 @@ def ceiling(moments: Tensor) -> float | None:
     folds, bins = np.flatnonzero(occupied.any(1)), np.flatnonzero(occupied.any(0))
     if len(folds) < 2:
         return None
-    sums = np.ascontiguousarray(sums[:, :, bins])[:, folds]
+    if len(folds) < len(occupied):
+        sums = sums[:, folds]
+    sums = np.ascontiguousarray(sums[:, :, bins])
     whole = sums.sum(1, keepdims=True)
     pairs, _, sum_y, *_, squares = whole.sum(2)[:, 0]
     total = squares - sum_y**2 / pairs
@@ -90,8 +92,8 @@ def _least_error(n: Array, x: Array, y: Array, others: Array, slope: Array) -> f
     both = sum_x + 1j * sum_y  # as one array, whose groups are summed in one go
     off, errors = np.empty_like(x), []
     for bounds in _groups(count, first, _LEAST_COUNTS):
-        mean = np.add.reduceat(both, bounds[:-1]) / np.diff(before[bounds])
-        at, predicted = mean.real.copy(), mean.imag.copy()
+        sums, pairs = np.add.reduceat(both, bounds[:-1]), np.diff(before.take(bounds))
+        at, predicted = sums.real / pairs, sums.imag / pairs
         group = np.searchsorted(bounds, first)
         for fold, (start, end) in enumerate(pairwise(group)):
             off[fold] = np.interp(x[fold], at[start:end], predicted[start:end])
@@ -127,7 +129,9 @@ def _groups(n: Array, first: Places, least_counts: Sequence[int]) -> Iterator[Pl
         passed = np.floor(in_fold / least_count)
         cut = opens_fold.copy()
         cut[1:] |= passed[1:] != passed[:-1]
-        place, before, in_fold, opens_fold = place[cut], before[cut], in_fold[cut], opens_fold[cut]
+        cuts = np.flatnonzero(cut)
+        if len(cuts) < len(place):
+            place, before, in_fold, opens_fold = (along.take(cuts) for along in (place, before, in_fold, opens_fold))
         enough = opens_fold.copy()
-        enough[:-1] |= np.diff(before) >= least_count
-        yield place[enough]
+        enough[:-1] |= before[1:] - before[:-1] >= least_count
+        yield place.take(np.flatnonzero(enough))

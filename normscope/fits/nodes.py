@@ -14,7 +14,6 @@ from normscope.pairs.binning import PAIR_GRID
 Array = NDArray[np.float64]
 
 _MIRRORED = np.array([[1.0], [-1.0], [-1.0], [1.0], [1.0], [1.0]])  # signs of n, Σx, Σy, Σx², Σxy, Σy² of (−x, −y)
-_FEW = 128  # bins: a look at them all costs little
 _NEGLIGIBLE = 1e-3  # share of Σy² beyond the grid
 _STRAIGHT_UP_TO = 0.1  # u below which a curve departs from its tangent by less than a thousandth of it
 
@@ -29,7 +28,7 @@ class Nodes:
         weight: number of pairs that each stands for, float64 ``(nodes,)``.
         scatter: Σ (y − its node's y)² over all pairs: what is left of Σy² at the nodes, and what no fit changes.
         total: Σ (y − ȳ)² over all pairs.
-        coarse: far fewer nodes for the same pairs, on which a first look costs little; None where there are few.
+        coarse: far fewer nodes for the same pairs, on which a first look costs little; None for those themselves.
     """
 
     x: Tensor
@@ -63,8 +62,6 @@ def nodes_of(moments: Tensor) -> Nodes:
     magnitudes = bins[:, centre:].copy()
     magnitudes[:, 1:] += _MIRRORED * bins[:, :centre][:, ::-1]
     magnitudes = _filled(magnitudes)
-    if magnitudes.shape[1] < _FEW:
-        return _at_two_points(magnitudes, total)
     mantissa, exponent = np.frexp(magnitudes[1] / magnitudes[0])
     half_octave = 4 * exponent + np.trunc(4 * mantissa)
     starts = np.flatnonzero(np.diff(half_octave, prepend=-np.inf))

@@ -36,6 +36,9 @@ def test_a_figure_and_its_document_say_so(run, tmp_path):
     (figure,) = json.loads(run("plot", *RUN, "--json", "--dpi", "40").stdout)["figures"]
     assert figure["sample"] == SAID
     assert SAID in json.loads(Image.open(tmp_path / figure["file"]).text["Description"])["data"]
+    (drawn,) = json.loads(run("plot", *RUN, "--json", "--format", "svg").stdout)["figures"]
+    lettering = (tmp_path / drawn["file"]).read_text()
+    assert "pairs of the sampled tokens" in lettering and "all pairs" not in lettering
 
 
 def test_a_capture_its_raw_pairs_and_what_is_made_of_it_say_so(run, tmp_path):

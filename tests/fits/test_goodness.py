@@ -1,0 +1,154 @@
+"""The ceiling and E[y|x] against loops that do the same, one bin at a time."""
+
+import bisect
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from normscope.fits.goodness import ceiling, conditional_mean
+from normscope.pairs.binning import PAIR_GRID
+
+
+def moments_of(x, y):
+    x, y = np.asarray(x, np.float32), np.asarray(y, np.float32).astype(float)
+    bins = PAIR_GRID.index(torch.from_numpy(x)).numpy()
+    x = x.astype(float)
+    weights = (None, x, y, x * x, x * y, y * y)
+    return torch.stack([torch.from_numpy(np.bincount(bins, w, PAIR_GRID.size)).double() for w in weights])
+
+
+def groups_of(bins, least_count):
+    """Bins (lists n, Σx, Σy) in groups of at least as many pairs, one bin and then one group at a time."""
+    groups, before, last = [], 0, None
+    for n, x, y in bins:
+        if before // least_count == last:
+            groups[-1] = [a + b for a, b in zip(groups[-1], (n, x, y), strict=True)]
+        else:
+            groups.append([n, x, y])
+        last, before = before // least_count, before + n
+    joined = groups[:1]
+    for group in groups[1:]:
+        # One that fell short joins the one before it; at the very beginning, the one behind it.
+        if group[0] < least_count or joined[-1][0] < least_count:
+            joined[-1] = [a + b for a, b in zip(joined[-1], group, strict=True)]
+        else:
+            joined.append(group)
+    return joined
+
+
+def predicted(x, places, means, slope):
+    right = bisect.bisect_right(places, x)
+    if right in (0, len(places)):
+        end = min(right, len(places) - 1)
+        return means[end] + slope * (x - places[end])
+    share = (x - places[right - 1]) / (places[right] - places[right - 1])
+    return means[right - 1] + share * (means[right] - means[right - 1])
+
+
+def squared_error(held_out, others, least_count, along_line):
+    slope = others[4].sum() / others[3].sum() if along_line and others[3].any() else 0.0
+    groups = groups_of([column[:3].tolist() for column in others.T if column[0] > 0.5], least_count)
+    places, means = [x / n for n, x, _ in groups], [y / n for n, _, y in groups]
+    error = 0.0
+    for n, x, y, _, _, yy in (column for column in held_out.T if column[0]):
+        mean = predicted(x / n, places, means, slope)
+        error += yy - 2 * mean * y + n * mean**2
+    return error
+
+
+def plain_ceiling(moments):
+    folds = moments.numpy()
+    folds = folds[:, :, folds[:, 0].sum(0) > 0]
+    whole = folds.sum(0)
+    errors = [
+        sum(squared_error(fold, whole - fold, 4**power, along_line) for fold in folds)
+        for power in range(8)
+        for along_line in (False, True)
+    ]
+    y = whole[2].sum()
+    return 1 - min(errors) / (whole[5].sum() - y**2 / whole[0].sum())
+
+
+KINDS = {
+    "heavy tails": lambda x: np.exp(1.5 * np.abs(x)) * x,
+    "few values": lambda x: np.round(x),
+    "one bin": lambda x: 1 + 1e-3 * np.abs(np.tanh(x)),
+    "two scales": lambda x: np.where(x > 0.5, 1e4, 1e-3) * x,
+    "beyond the grid": lambda x: 1e6 * x,
+}
+FOLDS = {
+    "even": lambda x, generator: generator.integers(0, 8, x.size),
+    "some empty": lambda x, generator: generator.choice([1, 4, 5], x.size),
+    "uneven": lambda x, generator: np.minimum(generator.geometric(0.6, x.size) - 1, 7),
+    "tails by themselves": lambda x, generator: np.where(np.abs(x) > np.quantile(np.abs(x), 0.9), 7, 0),
+    "one side each": lambda x, generator: np.where(x > np.median(x), 2, 3),
+}
+
+
+@example("two scales", "even", 2, 0.01, 2019)  # the others' Σx² is lost in the whole's
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(sorted(KINDS)),
+    st.sampled_from(sorted(FOLDS)),
+    st.integers(2, 900),
+    st.sampled_from([0.01, 0.3, 3.0]),
+    st.integers(0, 10**6),
+)
+def test_the_ceiling_is_that_of_plain_loops(kind, folds, pairs, noise, seed):
+    generator = np.random.default_rng(seed)
+    x = KINDS[kind](generator.standard_normal(pairs))
+    y = np.tanh(x) + noise * generator.standard_normal(pairs)
+    fold = FOLDS[folds](x, generator)
+    moments = torch.stack([moments_of(x[fold == k], y[fold == k]) for k in range(8)])
+    if len(np.unique(fold)) < 2:
+        assert ceiling(moments) is None
+        return
+    found = ceiling(moments)
+    # Where y hardly varies about its mean, the share of variance has the rounding of Σy².
+    rounding = 1e-12 * float(moments[:, 5].sum()) / (y.var() * y.size)
+    assert found == pytest.approx(plain_ceiling(moments), rel=1e-12, abs=rounding)
+    # The same sums may lie in memory in any order.
+    assert ceiling(moments.mT.contiguous().mT) == found
+    assert ceiling(moments.transpose(0, 1).contiguous().transpose(0, 1)) == found
+
+
+def test_the_ceiling_of_many_pairs_is_that_of_plain_loops():
+    """As many as it takes for groups of the largest count."""
+    generator = np.random.default_rng(0)
+    x = np.exp(0.8 * generator.standard_normal(40_000)) * generator.standard_normal(40_000)
+    y = np.tanh(x) + 0.3 * generator.standard_normal(x.size)
+    moments = torch.stack([moments_of(x[k::4], y[k::4]) for k in range(4)])
+    assert ceiling(moments) == pytest.approx(plain_ceiling(moments), rel=1e-12)
+
+
+def test_there_is_no_ceiling_without_two_folds_or_without_variance():
+    x = np.linspace(-2, 2, 100)
+    one = moments_of(x, x)
+    nothing = torch.zeros_like(one)
+    assert ceiling(torch.stack([nothing, one, nothing])) is None
+    assert ceiling(torch.stack([nothing, nothing])) is None
+    constant = moments_of(x, np.ones_like(x))
+    assert ceiling(torch.stack([constant, constant])) is None
+
+
+def test_where_x_is_zero_there_is_no_line_to_follow():
+    y = np.random.default_rng(0).standard_normal(400)
+    moments = torch.stack([moments_of(np.zeros(200), half) for half in (y[:200], y[200:])])
+    assert ceiling(moments) == pytest.approx(0, abs=0.05)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(KINDS)), st.integers(0, 500), st.integers(1, 80), st.integers(0, 10**6))
+def test_groups_are_those_of_plain_loops(kind, pairs, least_count, seed):
+    generator = np.random.default_rng(seed)
+    x = KINDS[kind](generator.standard_normal(pairs))
+    moments = moments_of(x, generator.standard_normal(pairs))
+    groups = np.array(groups_of([column[:3].tolist() for column in moments.numpy().T if column[0]], least_count))
+    at, mean, _ = conditional_mean(moments, least_count)
+    assert len(at) == len(groups)
+    if pairs:
+        np.testing.assert_allclose(at, groups[:, 1] / groups[:, 0], rtol=1e-12, atol=1e-300)
+        np.testing.assert_allclose(mean, groups[:, 2] / groups[:, 0], rtol=1e-11, atol=1e-12)
