@@ -168,7 +168,8 @@ class _Recorder:
     def recording(self, batch: Batch) -> Iterator[None]:
         """Take what the norms do meanwhile for the batch's; whatever makes the batches may run the model too."""
         self.batch, self.tokens_so_far = batch, {}
-        self.padded = batch.valid is not None and not bool(batch.valid.all())
+        # Whether all of a mask on a GPU is valid would have to be waited for.
+        self.padded = batch.valid is not None and (batch.valid.is_cuda or not bool(batch.valid.all()))
         yield
         self.batch = None
         self.n_samples[batch.part] += len(batch.samples)

@@ -117,6 +117,12 @@ class TokenSample:
         order = by_key[both["rank"][by_key].argsort(stable=True)][:capacity]
         return TokenSample(**{name: values[order] for name, values in both.items()})
 
+    def with_room(self, places: int) -> TokenSample:
+        """Return the sample with so many places, of which some may be free."""
+        if len(self.key) == places:
+            return self
+        return self.with_more(TokenSample.empty(self.x.shape[1], self.x.device, places), places)
+
     def kept(self) -> TokenSample:
         """Return the tokens without the free places, in order."""
         ordered = self.with_more(TokenSample.empty(self.x.shape[1], self.x.device), len(self.key))

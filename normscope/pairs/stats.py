@@ -171,6 +171,7 @@ class PairStats:
             valid: which tokens are data and not padding, bool ``(tokens,)``; None for all.
             sample: how many tokens of each sample to take, drawn uniformly; None for all.
         """
+        self.tokens, self.largest = self.tokens.with_room(UNIFORM_TOKENS), self.largest.with_room(LARGEST_TOKENS)
         per_sample, rest = divmod(len(rows), len(samples) or 1)
         if rest or not samples:
             self._regroup(replace(self.sources, mapped=False))

@@ -164,6 +164,13 @@ def test_the_largest_tokens_are_the_largest():
     assert torch.equal(stats_of(*samples).largest.x.abs().amax(1), expected)
 
 
+def test_sums_that_were_moved_or_merged_take_more_tokens():
+    samples = [Sample(f"s{index}", index, index) for index in range(30)]
+    begun = stats_of(samples[0]).merge(stats_of(samples[1]))
+    begun.update(torch.cat([rows_of(sample) for sample in samples[2:]]), LAYER_NORM, samples[2:], gamma=GAMMA)
+    assert same(begun.cpu(), stats_of(*samples))
+
+
 def test_sampled_pairs_are_pairs_of_their_bins():
     samples = [Sample(f"s{index}", index, index) for index in range(30)]
     stats = stats_of(*samples)

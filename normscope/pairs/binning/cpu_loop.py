@@ -32,7 +32,7 @@ _NO_KEY = _u8(NO_KEY)
 
 def _compiled(fastmath: set[str] | bool = False) -> Any:
     def decorate(function: Any) -> Any:
-        options = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
+        options: Any = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
         try:
             return njit(cache=True, **options)(function)
         except RuntimeError:  # there is no folder to keep it in: it is compiled anew by every process
