@@ -20,7 +20,7 @@ _FLAT = 1e-9  # of Σy²: where no α explains more than another by that, x has 
 _RIVAL = 0.99  # of the highest maximum on the coarse nodes: one as high as that may be the highest on all nodes
 _ROUNDING = 1e-12  # of what is explained: lesser ups and downs are no maxima
 _STRIDE = 0.03  # in log α: about as much as a parabola through three grid points misses a maximum by
-_CLOSE = 1e-5  # in log α: where the secant moves by less, it ends about 1e-9 from the maximum
+_CLOSE = 1e-5  # in log α: where the secant moves by less, it ends within 1e-8 of the maximum
 _STEPS = 60  # more than bisection needs
 _BEND = 1e-3  # a curve that saves less than a thousandth of the line's squared error has found no bend
 
