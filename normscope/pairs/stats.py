@@ -263,19 +263,28 @@ class PairStats:
         return PairStats(*(moved(getattr(self, f.name)) for f in fields(self)))
 
     def _regroup(self, sources: SourcesSeen) -> None:
-        self.moments = self._regrouped(self.moments, sources)
-        if self.gamma_moments is not None:
-            self.gamma_moments = self._regrouped(self.gamma_moments, sources)
+        """Regroup the folds in place: new memory for a moment would raise the peak for good."""
+        fold = self._joined_fold(sources)
+        for moments in (self.moments, self.gamma_moments):
+            if moments is not None and fold is not None:
+                total = moments.sum(0)
+                moments.zero_()
+                moments[fold] = total
         self.sources = sources
 
     def _regrouped(self, moments: Tensor, sources: SourcesSeen) -> Tensor:
-        """Regroup the folds for what has been seen by now: a single source's samples become one fold beside others."""
-        if self.sources.mapped and not sources.mapped:
-            fold = 0
-        elif sources.mapped and (self.sources.number, sources.number) == ("one", "several"):
-            fold = self.sources.fold
-        else:
+        """Return the moments with their folds regrouped for what has been seen by now."""
+        fold = self._joined_fold(sources)
+        if fold is None:
             return moments
         regrouped = torch.zeros_like(moments)
         regrouped[fold] = moments.sum(0)
         return regrouped
+
+    def _joined_fold(self, sources: SourcesSeen) -> int | None:
+        """Which fold all pairs become one of: a single source's samples do, beside others. None where they stay."""
+        if self.sources.mapped and not sources.mapped:
+            return 0
+        if sources.mapped and (self.sources.number, sources.number) == ("one", "several"):
+            return self.sources.fold
+        return None
