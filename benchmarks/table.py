@@ -1,0 +1,78 @@
+"""Write docs/benchmarks.md, all of it, from benchmarks/results/*.json: ``python benchmarks/table.py``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, tables_of
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+ORDER = ("capture", "fit", "figure", "startup")
+TITLES = {
+    "capture": "What a capture costs",
+    "fit": "What a fit costs",
+    "figure": "What a figure costs",
+    "startup": "How long it takes to start",
+}
+INTRODUCTION = """# Benchmarks
+
+Each number is a median, with the smallest and the largest of its samples behind it. Whatever is compared ran in turn on
+the same machine within one command. Ratios carry over to other machines better than times do. The raw samples are in
+[benchmarks/results](../benchmarks/results). To repeat all of it:
+
+```bash
+pip install -e '.[bench]'
+{commands}
+python benchmarks/table.py
+```
+
+This page is written by the last of these commands; a change to it by hand would be lost.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files (%(default)s)")
+    parser.add_argument("--page", type=Path, default=PAGE, help="to write (%(default)s)")
+    args = parser.parse_args()
+    paths = sorted(args.results.glob("*.json"))
+    if not paths:
+        parser.error(f"there is no result in {args.results}; run python benchmarks/fit.py, for example")
+    args.page.write_text(page([json.loads(path.read_text(encoding="utf-8")) for path in paths]), encoding="utf-8")
+    print(args.page)
+
+
+def page(records: Sequence[Mapping[str, Any]]) -> str:
+    """Write the whole page, a section a benchmark, and in it a part for each machine."""
+    parts = [INTRODUCTION.format(commands="\n".join(f"python benchmarks/{name}.py" for name in ORDER))]
+    for name in ORDER:
+        own = [record for record in records if record["benchmark"] == name]
+        parts += [f"## {TITLES[name]}\n"] if own else []
+        for record in own:
+            parts += [record["about"] + "\n", *(markdown(*table) for table in tables_of(record)), origin(record)]
+    return "\n".join(parts)
+
+
+def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Write a table."""
+    rules = [":--" if number < 2 else "--:" for number in range(len(headings))]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (headings, rules, *rows))
+
+
+def origin(record: Mapping[str, Any]) -> str:
+    """Say which machine, versions and command the numbers come from."""
+    machine, versions = record["machine"], record["versions"]
+    hardware = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']:g} GB, {machine['os']}"
+    threads = f" · threads: {', '.join(map(str, record['threads']))}" if record["threads"] else ""
+    left_out = f" · left out: {', '.join(record['left_out'])}" if record["left_out"] else ""
+    libraries = ", ".join(f"{name} {version}" for name, version in versions.items())
+    commit = f" · commit {record['commit']}" if record["commit"] else ""
+    return f"`{record['command']}` · {record['date'][:10]}{commit}{threads}{left_out}\n\n{hardware} · {libraries}\n"
+
+
+if __name__ == "__main__":
+    main()
