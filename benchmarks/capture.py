@@ -25,13 +25,13 @@ from normscope.models.registry import find
 MODELS = ("vit_b16", "wav2vec2_large", "dit_xl")
 ABOUT = """
 What it costs to see what every norm of a network does while it runs. Weights are random: the time does not depend on
-them. Waiting threads of OpenMP sleep, as the command line has it (OMP_WAIT_POLICY=PASSIVE). normscope sums up every pair, with all its folds, statistics and samples, and its number of pairs was found equal
-to the number of elements that the norms took; naive hooks keep x and y before the affine step; nnsight saves the inputs
-and outputs of the norms; torchlens, by record(), the outputs of layer_norm and group_norm alone. In the hooks: the time
-within the hooks over that of the rest of the same pass. Pass: a pass with it over a bare one, which differs from run to
-run by some percent. Kept: by how much the peak of the process's memory rises with each further batch. First capture:
-how much longer one takes than the next in a process, on a machine that has never captured anything (compiling) and
-later. {networks}
+them. Waiting threads of OpenMP sleep, as the command line has it (OMP_WAIT_POLICY=PASSIVE). normscope sums up every
+pair, with all its folds, statistics and samples, and its number of pairs was found equal to the number of elements that
+the norms took; naive hooks keep x and y before the affine step; nnsight saves the inputs and outputs of the norms;
+torchlens, by record(), the outputs of layer_norm and group_norm alone. In the hooks: the time within the hooks over
+that of the rest of the same pass. Pass: a pass with it over a bare one, which differs from run to run by some percent.
+Kept: by how much the peak of the process's memory rises with each further batch. First capture: how much longer one
+takes than the next in a process, on a machine that has never captured anything (compiling) and later. {networks}
 """
 
 

@@ -231,6 +231,23 @@ def test_a_norm_that_is_called_twice_gives_all_its_pairs():
     assert len(seen.stats["0"].tokens.key.unique()) == 20
 
 
+def test_a_norm_that_gets_no_token_adds_nothing():
+    class Routed(nn.Module):
+        """An expert of a mixture, to which only positive inputs are sent."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(x[x[:, 0] > 0])
+
+    ones = torch.ones(2, 4) + torch.arange(4)
+    for sample in (None, 3):
+        stats = normscope.capture(Routed(), [ones, -ones, ones], sample=sample).stats["norm"]
+        assert stats.n_tokens == 4
+
+
 def test_sequence_first_tokens_belong_to_their_samples():
     norm = nn.LayerNorm(16)
     scale = torch.logspace(-2, 2, 8)[:, None, None]

@@ -19,7 +19,8 @@ _COMPILED = {"cpu": "numba", "cuda": "triton"}
 
 def add(stats: PairStats, tokens: Tokens) -> None:
     """Add the pairs of ``tokens`` to everything that ``stats``, on the same device, keeps."""
-    _loop_of(tokens.rows.device.type)(stats, tokens)
+    if tokens.rows.numel():
+        _loop_of(tokens.rows.device.type)(stats, tokens)
 
 
 @functools.cache
