@@ -121,8 +121,9 @@ def test_raw_pairs_are_announced_and_give_the_same_sums(captured):
         ours = seen.stats[site.name].moments.sum((0, 2)).numpy()
         expected = [x.size, x.sum(), y.sum(), (x * x).sum(), (x * y).sum(), (y * y).sum()]
         scale = [x.size, abs(x).sum(), abs(y).sum(), (x * x).sum(), abs(x * y).sum(), (y * y).sum()]
-        # y is rounded to float32 in the file, by 2⁻²⁴ at most, which largely cancels in a sum.
-        assert (abs(ours - expected) <= 1e-8 * np.array(scale)).all()
+        # In the file y is computed in float32, with a handful of roundings by 2⁻²⁴.
+        assert (abs(ours - expected) <= 5 * 2**-24 * np.array(scale)).all()
+        assert (abs(ours - expected)[[0, 1, 3]] <= 1e-12 * np.array(scale)[[0, 1, 3]]).all()
         mean, variance = x.mean(1, keepdims=True), x.var(1, keepdims=True)
         np.testing.assert_allclose(y, (x - mean) / np.sqrt(variance + site.eps), atol=1e-5)
 
