@@ -70,7 +70,7 @@ def ceiling(moments: Tensor) -> float | None:
     y = np.divide(sum_y, n, out=np.zeros_like(n), where=n > 0)
     xx, xy = others[3:].sum(2)
     slope = np.divide(xy, xx, out=np.zeros_like(xx), where=xx > 0)
-    within_bins = squares - np.vdot(n * y, y)
+    within_bins = squares - (n * y * y).sum()
     return float(1 - (within_bins + _least_error(n, x, y, others[:3], slope)) / total)
 
 
@@ -99,10 +99,10 @@ def _least_error(n: Array, x: Array, y: Array, others: Array, slope: Array) -> f
             off[fold] = np.interp(x[fold], at[start:end], predicted[start:end])
         off -= y
         weighted = n * off
-        flat = np.vdot(weighted, off)
+        flat = (weighted * off).sum()
         beyond = x - np.minimum(np.maximum(x, at[group[:-1], None]), at[group[1:] - 1, None])
         beyond *= slope[:, None]
-        along_line = flat + 2 * np.vdot(weighted, beyond) + np.vdot(n * beyond, beyond)
+        along_line = flat + ((2 * weighted + n * beyond) * beyond).sum()
         errors += [flat, along_line]
     return float(min(errors))
 
