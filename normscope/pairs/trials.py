@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from normscope.pairs.formulas import (
+    FORMS,
     gain_and_shift,
-    layer_norm,
-    rms_norm,
     root_mean_square,
     scale_and_shift,
     std_norm,
@@ -29,7 +28,6 @@ from normscope.pairs.formulas import (
 from normscope.pairs.kinds import NormKind, group_norm, named_eps, running_norm, token_norm
 from normscope.pairs.verify import excess
 
-_FORMS = (layer_norm, rms_norm, root_mean_square, std_norm)
 _AFFINES = (scale_and_shift, unit_offset, unit_length)
 _USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3)
 _NO_ROOT_EPS = 1e-12  # what F.normalize takes, under no name that the module keeps
@@ -115,7 +113,7 @@ def _candidates(name: str, module: nn.Module, x: Tensor, ancestor: NormKind | No
             continue
         if ancestor is not None:
             yield replace(ancestor, name=name, axes=_fixed(axes))
-        for normalize in _FORMS:
+        for normalize in FORMS:
             for affine in _AFFINES if gain is not None else (scale_and_shift, unit_length):
                 kind = token_norm(
                     name, axes=axes, normalize=normalize, affine=affine, bounded=normalize is not std_norm
