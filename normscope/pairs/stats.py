@@ -27,7 +27,6 @@ from normscope.pairs.sampling import (
     UNIFORM_TOKENS,
     PairSample,
     TokenSample,
-    evenly,
     sample_key,
 )
 from normscope.pairs.tokens import Lines, Run, Tokens
@@ -188,27 +187,6 @@ class PairStats:
         loops.add(self, tokens)
         return tokens.valid
 
-    def draw(self, x: Tensor, y: Tensor, rstd: Tensor, keys: Tensor, reach: Tensor) -> None:
-        """Let whole tokens compete for their places in the drawing samples.
-
-        Args:
-            x: their elements, ``(tokens, d)``, float32.
-            y: likewise.
-            rstd: ``(tokens,)``, float32.
-            keys: int64 ``(tokens,)``; the largest int64 for those that must not be drawn.
-            reach: max |x| of each, float64 ``(tokens,)``; negative for those that must not be drawn.
-        """
-        by_key = keys.argsort()
-        by_reach = by_key[reach[by_key].neg().argsort(stable=True)]
-        for name, rank, order, capacity in (
-            ("tokens", torch.zeros_like(reach), by_key, UNIFORM_TOKENS),
-            ("largest", -reach, by_reach, LARGEST_TOKENS),
-        ):
-            best = order[:capacity]
-            drawn = evenly(x[best], y[best], GROUPED_WIDTH) if self.grouped else (x[best], y[best])
-            more = TokenSample(rank[best], keys[best], *drawn, rstd[best])
-            setattr(self, name, getattr(self, name).with_more(more, capacity))
-
     def merge(self, other: PairStats) -> PairStats:
         """Return the sums over the pairs of both; in any order and grouping the same, up to float64's rounding.
 
@@ -267,19 +245,13 @@ class PairStats:
         fold = self._joined_fold(sources)
         for moments in (self.moments, self.gamma_moments):
             if moments is not None and fold is not None:
-                total = moments.sum(0)
-                moments.zero_()
-                moments[fold] = total
+                _join_folds(moments, fold)
         self.sources = sources
 
     def _regrouped(self, moments: Tensor, sources: SourcesSeen) -> Tensor:
         """Return the moments with their folds regrouped for what has been seen by now."""
         fold = self._joined_fold(sources)
-        if fold is None:
-            return moments
-        regrouped = torch.zeros_like(moments)
-        regrouped[fold] = moments.sum(0)
-        return regrouped
+        return moments if fold is None else _join_folds(moments.clone(), fold)
 
     def _joined_fold(self, sources: SourcesSeen) -> int | None:
         """Which fold all pairs become one of: a single source's samples do, beside others. None where they stay."""
@@ -288,3 +260,10 @@ class PairStats:
         if sources.mapped and (self.sources.number, sources.number) == ("one", "several"):
             return self.sources.fold
         return None
+
+
+def _join_folds(moments: Tensor, into: int) -> Tensor:
+    total = moments.sum(0)
+    moments.zero_()
+    moments[into] = total
+    return moments

@@ -21,7 +21,7 @@ from normscope.pairs.binning.grids import (
     PAIR_GRID,
     TOKEN_GRID,
 )
-from normscope.pairs.sampling import NO_KEY
+from normscope.pairs.sampling import GROUPED_WIDTH, LARGEST_TOKENS, NO_KEY, UNIFORM_TOKENS, TokenSample, evenly
 from normscope.pairs.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -146,7 +146,22 @@ def _count(counts: Tensor, values: Tensor, counted: Tensor) -> None:
 
 
 def _draw(stats: PairStats, pairs: _Pairs, keys: Tensor) -> None:
+    """Let single pairs and whole tokens compete for their places in the drawing samples."""
     counted = pairs.counted[:, 0]
     x, y, keys = pairs.x.float(), pairs.y.float(), keys.where(counted, NO_KEY)
     stats.pairs.add(keys, pairs.bins, x, y, pairs.channel)
-    stats.draw(x, y, pairs.rstd.flatten().float(), keys, pairs.x.abs().amax(1).where(counted, -1))
+    # Least of all rank those of the largest reach; a token that does not count ranks behind all that do.
+    rank = -pairs.x.abs().amax(1).where(counted, -1)
+    by_key = keys.argsort()
+    by_reach = by_key[rank[by_key].argsort(stable=True)]
+    of_uniform, of_largest = by_key[:UNIFORM_TOKENS], by_reach[:LARGEST_TOKENS]
+    stats.tokens = stats.tokens.with_more(
+        _tokens(stats, pairs, keys, torch.zeros_like(rank), of_uniform), UNIFORM_TOKENS
+    )
+    stats.largest = stats.largest.with_more(_tokens(stats, pairs, keys, rank, of_largest), LARGEST_TOKENS)
+
+
+def _tokens(stats: PairStats, pairs: _Pairs, keys: Tensor, rank: Tensor, which: Tensor) -> TokenSample:
+    x, y = pairs.x[which].float(), pairs.y[which].float()
+    drawn = evenly(x, y, GROUPED_WIDTH) if stats.grouped else (x, y)
+    return TokenSample(rank[which], keys[which], *drawn, pairs.rstd[which, 0].float())
