@@ -67,7 +67,8 @@ def test_figure(results):
 def test_startup(results):
     heavy = "torch,timm,torchaudio,diffusers,transformers,matplotlib"
     samples = measured("startup", results, "--without", heavy)
-    assert samples["", "import normscope", "of python alone"][0] > 0
+    python, imported = (samples["", way, "from start to exit"][0] for way in ("python", "import normscope"))
+    assert samples["", "import normscope", "of python alone"] == [pytest.approx(imported / python)]
     assert not any("torch" in way for _, way, _ in samples)
 
 
