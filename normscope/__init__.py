@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from normscope.errors import NormscopeError
     from normscope.figures.overview import overview
     from normscope.figures.scurves import plot
-    from normscope.fits.fit import CurveFit, fit
+    from normscope.fits.curve_fit import CurveFit
+    from normscope.fits.fit import fit
     from normscope.models.registry import load
     from normscope.pairs.captures import Capture
     from normscope.pairs.hooks import capture
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Batch": "batches.Batch",
     "Capture": "pairs.captures.Capture",
-    "CurveFit": "fits.fit.CurveFit",
+    "CurveFit": "fits.curve_fit.CurveFit",
     "NormscopeError": "errors.NormscopeError",
     "PairStats": "pairs.stats.PairStats",
     "Sample": "batches.Sample",

@@ -16,7 +16,7 @@ from normscope.errors import UsageError, count
 from normscope.figures.lettering import tail, width_of, wrapped
 from normscope.figures.panels import Panel, corner_text, draw_panel, legend_handles, panels_of
 from normscope.figures.style import style_named
-from normscope.fits.fit import CurveFit
+from normscope.fits.curve_fit import CurveFit
 from normscope.pairs.captures import Capture
 from normscope.pairs.selection import select
 

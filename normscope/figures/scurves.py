@@ -29,7 +29,7 @@ from normscope.figures.panels import (
 )
 from normscope.figures.style import style_named
 from normscope.files import whole_file
-from normscope.fits.fit import CurveFit
+from normscope.fits.curve_fit import CurveFit
 from normscope.pairs.captures import Capture
 
 FORMATS = ("png", "svg", "pdf")

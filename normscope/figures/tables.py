@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from normscope.fits.fit import CurveFit
+    from normscope.fits.curve_fit import CurveFit
     from normscope.pairs.sites import NormSite
 
 

@@ -33,6 +33,15 @@ class Curve:
     function: Callable[[Tensor], Tensor]
     derivative: Callable[[Tensor], Tensor]
     source: str
+    limit: float | None = 1.0
+    zero_centred: bool = True
+    centre_sensitive: bool = True
+    monotone: bool = True
+    peak: float = 1.0
+    linear_at_origin: bool = True
+    smooth: bool = True
+    shifted: bool = False
+    amplitude_is_inverse_scale: bool = False
 
 
 def isru(u: Tensor) -> Tensor:
@@ -51,6 +60,9 @@ def _isru_derivative(u: Tensor) -> Tensor:
 def _tanh_derivative(u: Tensor) -> Tensor:
     return 1 / torch.cosh(u.clamp(-350, 350)).square()
 
+
+FREE = "free"
+BEST = "best"
 
 CURVES = {
     curve.name: curve
@@ -79,3 +91,7 @@ def curves_named(names: str | Sequence[str]) -> list[Curve]:
             raise UsageError(unknown("curve", part, by_name))
         found[curve.name] = curve
     return list(found.values())
+
+
+def split_names(names):
+    return names.split(",")

@@ -4,154 +4,113 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import replace
 
-import torch
-from torch import Tensor
-
-from normscope.fits.curves import CURVES, curves_named
-from normscope.fits.goodness import ceiling
-from normscope.fits.nodes import nodes_of, unresolved
-from normscope.fits.solve import least_squares
+from normscope.errors import UsageError
+from normscope.fits.ceiling import ceiling
+from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curves import BEST, CURVES, FREE, Curve, curves_named, split_names
+from normscope.fits.forms import Form
+from normscope.fits.levels import Level, levels_of
+from normscope.fits.problems import Problems, batches
+from normscope.fits.rows import Describe, columns
+from normscope.fits.search import fitted
 from normscope.pairs.captures import Capture
-from normscope.pairs.sites import NormSite
 
 
-@dataclass(frozen=True)
-class CurveFit:
-    """y ≈ A·f(αx + shift) at one norm site, by least squares over all of its pairs.
-
-    Attributes:
-        model: the network.
-        weights: its resolved checkpoint and revision.
-        data: what went through it.
-        site: module path of the norm.
-        curve: name of f.
-        amplitude: A. NaN, with all other numbers, where the site is degenerate (constant input or output).
-        alpha: α, in units of 1/x.
-        shift: s; this form of the fit keeps it at zero.
-        r2: R² about the mean of y.
-        r2_ceiling: R² that no function of x alone passes there, cross-validated; None without folds.
-        folds: what the ceiling is cross-validated over.
-        rmse: root of the mean squared error, in units of y.
-        n_pairs: number of pairs.
-        straight: the pairs do not bend inwards: A and α mean nothing by themselves, only ``slope`` does.
-        converged: whether the search for α ended inside its range, and the pairs lie within the grid's.
-    """
-
-    model: str
-    weights: str
-    data: str
-    site: str
-    curve: str
-    amplitude: float
-    alpha: float
-    shift: float
-    r2: float
-    r2_ceiling: float | None
-    folds: Literal["source", "sample"] | None
-    rmse: float
-    n_pairs: int
-    straight: bool
-    converged: bool
-
-    @property
-    def slope(self) -> float:
-        """Slope at the origin: A·α·f′(shift)."""
-        at = torch.tensor(self.shift, dtype=torch.float64)
-        return self.amplitude * self.alpha * float(CURVES[self.curve].derivative(at))
-
-    @property
-    def C(self) -> float:  # noqa: N802 - the paper's own sign
-        """DyISRU's constant, 1/α² (arXiv 2503.21708)."""
-        return 1 / self.alpha**2
-
-    @property
-    def degenerate(self) -> bool:
-        """Whether there was nothing to fit: the site's input or output is constant."""
-        return math.isnan(self.alpha)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Evaluate the fitted curve at x, of any shape, in float64."""
-        return self.amplitude * CURVES[self.curve].function(self.alpha * x.double() + self.shift)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return what ``normscope fit --json`` prints; a number that is none becomes None."""
-        numbers = {
-            "A": self.amplitude,
-            "alpha": self.alpha,
-            "shift": self.shift,
-            "C": self.C,
-            "slope": self.slope,
-            "r2": self.r2,
-            "r2_ceiling": self.r2_ceiling,
-            "rmse": self.rmse,
-        }
-        return {
-            "model": self.model,
-            "weights": self.weights,
-            "data": self.data,
-            "site": self.site,
-            "func": self.curve,
-            **{key: None if value is None or not math.isfinite(value) else value for key, value in numbers.items()},
-            "n_pairs": self.n_pairs,
-            "converged": self.converged,
-            "straight": self.straight,
-            "folds": self.folds,
-        }
-
-
-def fit(capture: Capture, curves: str | Sequence[str] = ("tanh", "isru")) -> list[CurveFit]:
+def fit(
+    capture: Capture,
+    curves: str | Sequence[str | Curve] = ("tanh", "isru"),
+    *,
+    per: str = "site",
+    pool: str | None = None,
+    amplitude: str = "free",
+    theory: bool = False,
+    alpha: float | None = None,
+    shift: bool | None = None,
+    weights_by: str = "pairs",
+) -> list[CurveFit]:
     """Fit curves to every site of a capture, from its binned sums: the cost does not depend on the number of pairs.
 
     Args:
         capture: what :func:`normscope.capture` returned.
-        curves: names of curves; ``dyt`` is tanh and ``dyisru`` is isru.
+        curves: names of curves (``dyt`` is tanh, ``dyisru`` is isru, ``derf`` is erf with shift), formulas
+            (``mine=x/(1+abs(x))``), or :class:`normscope.Curve`; ``all`` for every curve that is known, ``free`` for E[y|x]
+            itself, and ``best`` for the one of all of least held-out error.
+        per: ``site``; or ``channel``, of a capture that was taken ``per_channel``.
+        pool: fit sites together: those of one ``placement``, of one ``kind`` (paths that differ in numbers alone), or
+            ``all``.
+        amplitude: ``free``; or ``theory``, where A·f tends to √d, or √(d−1) with centring.
+        theory: fit nothing: A as above, and the slope at the origin that of the token of mean ρ.
+        alpha: fix α; 1 is the ablation without α.
+        shift: fit s too; by default of the curves whose own layer learns it, Derf's erf alone.
+        weights_by: ``pairs`` alike; by ``gamma``², the error that reaches the next layer, of a capture that was taken
+            ``by_gamma``; or evenly over ``x``, so that the tails count as much as the centre.
 
     Returns:
-        One :class:`CurveFit` for each site and curve, sites first.
+        One :class:`CurveFit` for each site (or channel, or pool) and curve, sites first.
 
     Raises:
-        UsageError: if there is no such curve.
+        UsageError: if there is no such curve, level or form, or if they contradict one another.
+        DataError: if the capture lacks the sums that they need.
 
-    >>> import normscope
+    >>> import normscope, torch
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
     >>> seen = normscope.capture(model, [torch.randn(64, 4, generator=torch.Generator().manual_seed(0))])
     >>> [found.curve for found in fit(seen, "dyt")]
     ['tanh']
     """
-    found = curves_named(curves)
-    return [one for site in capture.sites for one in _fits_of(capture, site, [curve.name for curve in found])]
+    form = Form(amplitude, theory, alpha, shift)
+    wanted = _wanted(curves)
+    for curve in wanted:
+        if isinstance(curve, Curve) and (refusal := form.refusal(curve)):
+            raise UsageError(refusal)
+    levels = levels_of(capture, per=per, pool=pool, weights_by=weights_by)
+    if form.needs_bound:
+        levels = [level if math.isfinite(level.bound) else _unbounded(level) for level in levels]
+    describe = Describe(capture, form, weights_by)
+    rows: dict[int, list[CurveFit]] = {}
+    for numbers, problems in batches(levels):
+        rows |= dict(zip(numbers, _rows_of(problems, wanted, describe), strict=True))
+    return [
+        found
+        for number, level in enumerate(levels)
+        for found in rows.get(number) or [describe.empty(level, curve) for curve in wanted]
+    ]
 
 
-def _fits_of(capture: Capture, site: NormSite, curves: Sequence[str]) -> list[CurveFit]:
-    stats = capture.stats[site.name]
-    moments = torch.from_numpy(stats.moments.numpy().sum(0))
-    nodes = nodes_of(moments)
-    best, folds = ceiling(stats.moments), stats.fold_by
-    n_pairs = int(moments[0].sum())
-    fits = []
-    for curve in curves:
-        found = least_squares(nodes, CURVES[curve])
-        fits.append(
-            CurveFit(
-                model=capture.about["model"],
-                weights=capture.about["weights"],
-                data=capture.about["data"],
-                site=site.name,
-                curve=curve,
-                amplitude=found.amplitude if found else math.nan,
-                alpha=found.alpha if found else math.nan,
-                shift=0.0,
-                r2=1 - found.residual / nodes.total if found else math.nan,
-                r2_ceiling=best,
-                folds=folds,
-                rmse=math.sqrt(found.residual / n_pairs) if found else math.nan,
-                n_pairs=n_pairs,
-                straight=bool(found and found.straight),
-                converged=bool(found and found.converged and not unresolved(moments, found.alpha)),
-            )
-        )
-    return fits
+def _wanted(curves: str | Sequence[str | Curve]) -> list[str | Curve]:
+    """Look the curves up; ``free`` and ``best``, which are none before the data is seen, stay words."""
+    wanted: dict[str, str | Curve] = {}
+    for name in split_names(curves) if isinstance(curves, str) else curves:
+        word = name.strip().lower() if isinstance(name, str) else ""
+        wanted |= {word: word} if word in (FREE, BEST) else {curve.name: curve for curve in curves_named([name])}
+    return list(wanted.values())
+
+
+def _unbounded(level: Level) -> Level:
+    return replace(level, nothing=level.nothing or "no bound on y")
+
+
+def _rows_of(problems: Problems, wanted: Sequence[str | Curve], describe: Describe) -> list[list[CurveFit]]:
+    """Fit every curve to a batch, and return the records of each level."""
+    curves = {curve.name: curve for curve in wanted if isinstance(curve, Curve)}
+    if BEST in wanted:
+        curves = {**{name: curve for name, curve in CURVES.items() if not describe.form.refusal(curve)}, **curves}
+    numbers = columns(problems, [fitted(problems, curve, describe.form) for curve in curves.values()])
+    of_levels = []
+    for number, level in enumerate(problems.levels):
+        made = ceiling(level.moments, level.counts) if level.fold_by else None
+        rows = {
+            name: describe.row(level, curve, made, **own[number])
+            for (name, curve), own in zip(curves.items(), numbers, strict=True)
+        }
+        if BEST in wanted:
+            best = min(rows.values(), key=lambda row: row.rank or math.inf)
+            rows[best.curve] = rows[BEST] = replace(best, best=True)
+        if FREE in wanted:
+            rows[FREE] = describe.free(level, made)
+        chosen = [rows[curve.name if isinstance(curve, Curve) else curve] for curve in wanted]
+        of_levels.append(list({row.curve: row for row in chosen}.values()))
+    return of_levels

@@ -1,112 +1,126 @@
-"""Binned sums as the few weighted points on which every fit is evaluated."""
+"""Binned sums as the few weighted points on which every fit is evaluated, for many problems at once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from normscope.pairs.binning import PAIR_GRID
-
-Array = NDArray[np.float64]
-
-_MIRRORED = np.array([[1.0], [-1.0], [-1.0], [1.0], [1.0], [1.0]])  # signs of n, Σx, Σy, Σx², Σxy, Σy² of (−x, −y)
-_NEGLIGIBLE = 1e-3  # share of Σy² beyond the grid
-_STRAIGHT_UP_TO = 0.1  # u below which a curve departs from its tangent by less than a thousandth of it
+_MIRRORED = (1.0, -1.0, -1.0, 1.0, 1.0, 1.0)  # signs of n, Σx, Σy, Σx², Σxy, Σy² of (−x, −y)
+_ROUNDING = 1e-7  # of |x|: below it, what is left of the difference of two squares is no spread
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Weighted points (x, y) that stand for all pairs of a site in a least-squares fit of an odd curve.
+    """Weighted points (x, y) that stand for all pairs of several least-squares problems, a row each.
+
+    Rows are padded with points of weight zero.
 
     Attributes:
-        x: float64 ``(nodes,)``.
-        y: float64 ``(nodes,)``.
-        weight: number of pairs that each stands for, float64 ``(nodes,)``.
-        scatter: Σ (y − its node's y)² over all pairs: what is left of Σy² at the nodes, and what no fit changes.
-        total: Σ (y − ȳ)² over all pairs.
-        coarse: far fewer nodes for the same pairs, on which a first look costs little; None for those themselves.
+        x: float64 ``(problems, nodes)``.
+        y: likewise.
+        weight: of the pairs that each stands for; without weights their number, likewise.
+        scatter: Σ w (y − its node's y)² over those pairs: what no fit changes, likewise.
+        total: Σ w (y − ȳ)² over all pairs, float64 ``(problems,)``.
     """
 
     x: Tensor
     y: Tensor
     weight: Tensor
-    scatter: float
-    total: float
-    coarse: Nodes | None = None
+    scatter: Tensor
+    total: Tensor
 
-    def residual(self, predicted: Tensor) -> float:
-        """Σ (y − prediction)² over all pairs, for a prediction at the nodes."""
+    def __len__(self) -> int:
+        """Return the number of problems."""
+        return len(self.x)
+
+    def residual(self, predicted: Tensor) -> Tensor:
+        """Σ w (y − prediction)² over all pairs, ``(problems,)``, for predictions ``(problems, nodes)``."""
         off = self.y - predicted
-        return float(torch.dot(self.weight * off, off)) + self.scatter
+        return torch.linalg.vecdot(self.weight * off, off) + self.scatter.sum(-1)
+
+    def of(self, problems: Tensor) -> Nodes:
+        """Return some of the problems, by their numbers, as often as they are named."""
+        return Nodes(**{f.name: getattr(self, f.name).index_select(0, problems) for f in fields(self)})
 
 
-def nodes_of(moments: Tensor) -> Nodes:
+def joined(moments: Tensor, width: int) -> Tensor:
+    """Join so many neighbouring bins of a :class:`FloatGrid` to one, none of which holds pairs of both signs but zero's.
+
+    Args:
+        moments: sums per bin, ``(…, bins)``.
+        width: a power of two that divides the number of bins an octave.
+
+    Returns:
+        The sums per wider bin, in ascending order of x, ``(…, wider bins)``.
+
+    >>> joined(torch.tensor([9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9]), 2).tolist()
+    [9, 3, 7, 5, 13, 17, 9]
+    """
+    if width == 1:
+        return moments
+    centre = moments.shape[-1] // 2
+    sides = (moments[..., 1:centre], moments[..., centre + 1 : -1])
+    negative, positive = (side.unflatten(-1, (-1, width)).sum(-1) for side in sides)
+    return torch.cat([moments[..., :1], negative, moments[..., centre, None], positive, moments[..., -1:]], -1)
+
+
+def mirrored(moments: Tensor) -> Tensor:
+    """Add the bins of negative x to those of positive x, as an odd curve errs by the same at (−x, −y) as at (x, y).
+
+    Args:
+        moments: n, Σx, Σy, Σx², Σxy, Σy² per bin of a grid that is symmetric about zero, ``(…, 6, bins)``.
+    """
+    centre = moments.shape[-1] // 2
+    signs = torch.tensor(_MIRRORED, dtype=moments.dtype)[:, None]
+    both = moments[..., centre:].clone()
+    both[..., 1:] += signs * moments[..., :centre].flip(-1)
+    return both
+
+
+def nodes_of(moments: Tensor, *, odd: bool = False) -> Nodes:
     """Put each bin's pairs at two points, one standard deviation of its x to either side of its mean.
 
     The two, with y on the bin's own regression line, have the bin's n, Σx, Σx², Σy and Σxy, so that Σf(x)² and
     Σf(x)y are right to second order in the bin's width for any smooth f, without a derivative of it. With bins of
-    1/64 octave that leaves relative errors near 1e-8, and near 1e-4 with the half octaves of the coarse nodes.
-
-    An odd curve errs by the same at (−x, −y) as at (x, y): the bins of either sign are added up.
+    1/16 octave that leaves relative errors near 1e-7, and near 1e-4 with half octaves.
 
     Args:
-        moments: n, Σx, Σy, Σx², Σxy, Σy² per bin, float64 ``(6, bins)``, on a grid that is symmetric about zero.
+        moments: n, Σx, Σy, Σx², Σxy, Σy² per bin, float64 ``(problems, 6, bins)``, on a grid that is symmetric about
+            zero.
+        odd: the curve will be odd: let one point stand for pairs of either sign.
     """
-    bins = moments.numpy()
-    centre = bins.shape[1] // 2
-    total = _total(_filled(bins))
-    magnitudes = bins[:, centre:].copy()
-    magnitudes[:, 1:] += _MIRRORED * bins[:, :centre][:, ::-1]
-    magnitudes = _filled(magnitudes)
-    mantissa, exponent = np.frexp(magnitudes[1] / magnitudes[0])
-    half_octave = 4 * exponent + np.trunc(4 * mantissa)
-    starts = np.flatnonzero(np.diff(half_octave, prepend=-np.inf))
-    coarse = _at_two_points(np.add.reduceat(magnitudes, starts, axis=1), total)
-    return _at_two_points(magnitudes, total, coarse)
-
-
-def unresolved(moments: Tensor, alpha: float) -> bool:
-    """Whether the grid is too narrow for these pairs: the bend, or much of y, lies in a bin that has no width.
-
-    Args:
-        moments: n, Σx, Σy, Σx², Σxy, Σy² per bin, float64 ``(6, bins)``.
-        alpha: of the fitted curve.
-    """
-    yy = moments[5]
-    beyond = float(yy[0] + yy[-1]) > _NEGLIGIBLE * float(yy.sum())
-    below = alpha * 2.0**PAIR_GRID.low > _STRAIGHT_UP_TO and float(moments[3, PAIR_GRID.centre]) > 0
-    return beyond or below
-
-
-def _filled(bins: Array) -> Array:
-    return bins.take(np.flatnonzero(bins[0] > 0), axis=1)
-
-
-def _total(bins: Array) -> float:
-    n, _, y, _, _, yy = bins
-    mean = y.sum() / max(n.sum(), 1)
-    return float(np.maximum(yy - y**2 / n, 0).sum() + n @ (y / n - mean) ** 2)
-
-
-def _at_two_points(bins: Array, total: float, coarse: Nodes | None = None) -> Nodes:
-    n, x, y, xx, xy, yy = bins
-    mean_x, mean_y = x / n, y / n
-    spread_x = np.sqrt(np.maximum(xx / n - mean_x**2, 0))
-    # Below this, what is left of the difference of the two squares is rounding.
-    spread_x *= spread_x > 1e-7 * np.abs(mean_x)
-    variance_y = np.maximum(yy / n - mean_y**2, 0)
-    limit = np.sqrt(variance_y)
-    spread_y = np.divide(xy / n - mean_x * mean_y, spread_x, out=np.zeros_like(x), where=spread_x > 0)
-    spread_y = np.minimum(np.maximum(spread_y, -limit), limit)
+    total = _total(moments)
+    if odd:
+        moments = mirrored(moments)
+    moments = moments[..., (moments[:, 0] > 0).any(0)]
+    n, x, y, xx, xy, yy = moments.unbind(1)
+    n = n.clamp_min(0)
+    filled = n > 0
+    one = torch.where(filled, n, 1.0)
+    mean_x, mean_y = x / one, y / one
+    spread_x = (xx / one - mean_x.square()).clamp_min(0).sqrt()
+    spread_x = torch.where(filled & (spread_x > _ROUNDING * mean_x.abs()), spread_x, 0.0)
+    variance_y = torch.where(filled, (yy / one - mean_y.square()).clamp_min(0), 0.0)
+    limit = variance_y.sqrt()
+    spread_y = (xy / one - mean_x * mean_y) / torch.where(spread_x > 0, spread_x, torch.inf)
+    spread_y = spread_y.clamp(-limit, limit)
+    scatter = n * (variance_y - spread_y.square())
     return Nodes(
-        torch.from_numpy(np.concatenate([mean_x - spread_x, mean_x + spread_x])),
-        torch.from_numpy(np.concatenate([mean_y - spread_y, mean_y + spread_y])),
-        torch.from_numpy(np.concatenate([n, n]) / 2),
-        float(n @ (variance_y - spread_y**2)),
+        torch.cat([mean_x - spread_x, mean_x + spread_x], -1),
+        torch.cat([mean_y - spread_y, mean_y + spread_y], -1),
+        torch.cat([n, n], -1) / 2,
+        torch.cat([scatter, scatter], -1) / 2,
         total,
-        coarse,
     )
+
+
+def _total(moments: Tensor) -> Tensor:
+    """Σ (y − ȳ)² of each problem, bin by bin, so that large means cancel nothing."""
+    n, _, y, _, _, yy = moments.unbind(1)
+    one = torch.where(n > 0, n, 1.0)
+    pairs = n.sum(-1, keepdim=True)
+    mean = y.sum(-1, keepdim=True) / torch.where(pairs > 0, pairs, 1.0)
+    within = (yy - y.square() / one).clamp_min(0)
+    return torch.where(n > 0, within + n * (y / one - mean).square(), 0.0).sum(-1)

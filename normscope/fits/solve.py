@@ -1,138 +1,362 @@
-"""Least squares of y ≈ A·f(αx) by variable projection: given α, A is linear; α alone is searched."""
+"""Least squares of y ≈ A·f(αx + s) by variable projection: given α and s, A is linear; log α and s are searched.
+
+Many problems are solved at once, each from several starts on a grid, by Newton's method within a trust region.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from normscope.fits.curves import Curve
-from normscope.fits.nodes import Array, Nodes
+from normscope.fits.nodes import Nodes
 
 _GRID_POINTS_A_DECADE = 8
-_STRAIGHTEST = 0.02  # α·max|x| at which tanh and isru differ from their tangent by under 2e-4 of it
-_STEEPEST = 1e3  # α times the smallest |x| that counts, at which both are step functions
+_STRAIGHT = 2e-4  # share by which a curve departs from its tangent at the smallest α that is tried
+_STEEPEST = 1e3  # α times the smallest |x| that counts, at which curves are step functions
 _SMALLEST_COUNTS = 1e-3  # of all pairs lie below it
 _FLAT = 1e-9  # of Σy²: where no α explains more than another by that, x has no spread to tell them apart
 _RIVAL = 0.99  # of the highest maximum on the coarse nodes: one as high as that may be the highest on all nodes
-_ROUNDING = 1e-12  # of what is explained: lesser ups and downs are no maxima
-_STRIDE = 0.03  # in log α: about as much as a parabola through three grid points misses a maximum by
-_CLOSE = 1e-5  # in log α: where the secant moves by less, it ends within 1e-8 of the maximum
-_STEPS = 60  # more than bisection needs
+_RIVALS = 3
 _BEND = 1e-3  # a curve that saves less than a thousandth of the line's squared error has found no bend
+_EXACT = 1e-12  # of Σ(y − ȳ)²: a line that leaves less than that is the curve
+_CENTRES = (0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98)  # quantiles of x at which a shifted curve may have its centre
+_VALUES_AT_ONCE = 2**22
+_DIFFERENCE = 1e-4  # in log α or s, of the gradients that give its derivative
+_DIFFERENCE_AT_KINKS = 1e-2  # wide enough to pass several nodes, so that a curve's kinks are felt
+_RADIUS = 0.3  # about a step of the grid
+_CLOSE = 1e-7  # in log α and s: a step after which nothing is left to gain
+_STEPS = 80
+_LARGEST_SLOPE = 1e12  # in place of the infinite slope that some curves have at their origin
 
 
 @dataclass(frozen=True)
-class Solution:
-    """Amplitude and scale of least squared error.
+class Constraints:
+    """What of A, α and s is not searched.
+
+    Attributes:
+        amplitude: A of each problem, float64 ``(problems,)``; None where it is free.
+        alpha: α of all; None where it is free.
+        shifted: whether s is free; otherwise it is zero.
+    """
+
+    amplitude: Tensor | None = None
+    alpha: float | None = None
+    shifted: bool = False
+
+    def of(self, problems: Tensor) -> Constraints:
+        """Return those of some of the problems, by their numbers."""
+        amplitude = None if self.amplitude is None else self.amplitude.index_select(0, problems)
+        return Constraints(amplitude, self.alpha, self.shifted)
+
+
+@dataclass(frozen=True)
+class Solutions:
+    """A, α and s of least squared error, each ``(problems,)``.
 
     Attributes:
         amplitude: A.
         alpha: α, positive.
-        residual: Σ (y − A·f(αx))² over all pairs.
-        straight: the pairs do not bend inwards: A and α mean nothing by themselves, and only their product, the slope
-            of the line of least squares, does.
-        converged: False where α ran into the upper end of its range, or where no α does better than another.
+        shift: s.
+        residual: Σ w (y − A·f(αx + s))² over all pairs.
+        straight: the pairs do not bend inwards: A and α mean nothing by themselves, and only the line of least squares
+            that they make does.
+        converged: False where α ran into an end of its range, or where no α does better than another.
     """
 
-    amplitude: float
-    alpha: float
-    residual: float
-    straight: bool
-    converged: bool
+    amplitude: Tensor
+    alpha: Tensor
+    shift: Tensor
+    residual: Tensor
+    straight: Tensor
+    converged: Tensor
+
+    def of(self, problems: Tensor) -> Solutions:
+        """Return some of them, by their numbers, as often as they are named."""
+        return Solutions(**{f.name: getattr(self, f.name).index_select(0, problems) for f in fields(self)})
+
+    def predicted(self, curve: Curve, x: Tensor) -> Tensor:
+        """A·f(αx + s) at x, ``(problems, nodes)``."""
+        return self.amplitude[:, None] * curve.function(self.alpha[:, None] * x + self.shift[:, None])
 
 
-def least_squares(nodes: Nodes, curve: Curve) -> Solution | None:
-    """Fit one curve; None where the pairs have no spread in x or y, so that there is nothing to fit."""
-    reach = float(nodes.x.abs().max()) if len(nodes.x) else 0.0
-    if not reach > 0 or not nodes.total > 0:
-        return None
-    coarse = nodes.coarse or nodes
-    low = math.log(_STRAIGHTEST / reach)
-    high = max(math.log(_STEEPEST / _smallest_magnitude(coarse)), low + math.log(_STEEPEST))
-    grid = np.linspace(low, high, math.ceil((high - low) / math.log(10) * _GRID_POINTS_A_DECADE) + 1)
-    explained = _explained(coarse, curve, grid)
-    maxima = [_climb(nodes, curve, start, low, high) for start in _maxima(grid, explained)]
-    found = min((_at(nodes, curve, math.exp(maximum)) for maximum in maxima), key=lambda solution: solution.residual)
-    line, step = _at(nodes, curve, math.exp(low)), _at(nodes, curve, math.exp(high))
-    flat = _FLAT * float(torch.dot(nodes.weight, nodes.y.square()))
-    told_apart = max(line.residual, step.residual) - found.residual > flat
-    bends_below_steepest = step.residual - found.residual > flat
-    if line.residual - found.residual < _BEND * line.residual or line.residual < 1e-12 * nodes.total:
-        return replace(line, straight=True, converged=told_apart)
-    return replace(found, converged=told_apart and bends_below_steepest and math.isfinite(found.amplitude))
+def least_squares(nodes: Nodes, coarse: Nodes, curve: Curve, constraints: Constraints | None = None) -> Solutions:
+    """Fit one curve to several problems, whatever the scales of their x and y.
+
+    Args:
+        nodes: the problems; x and y of each have some spread.
+        coarse: far fewer nodes for the same pairs, on which a first look costs little.
+        curve: f.
+        constraints: by default A and α are free, and s where the curve's own layer learns it.
+    """
+    objective = _Objective(nodes, curve, constraints or Constraints(shifted=curve.shifted))
+    low, high = _range(coarse, objective)
+    problem, starts = _starts(_Objective(coarse, curve, objective.constraints), low, high)
+    ended = _descended(objective.of(problem), starts, low[problem], high[problem])
+    residual = objective.of(problem).at(ended).residual.nan_to_num(torch.inf)
+    order = residual.argsort(descending=True)
+    best = torch.empty_like(low, dtype=torch.long).scatter_(0, problem[order], order)  # the last, and least, remains
+    return _told(objective, ended[best], low, high)
 
 
-def _at(nodes: Nodes, curve: Curve, alpha: float) -> Solution:
-    """Take the best amplitude for one α."""
-    values = curve.function(alpha * nodes.x)
-    weighted = nodes.weight * values
-    amplitude = float(torch.dot(weighted, nodes.y) / torch.dot(weighted, values))
-    return Solution(amplitude, alpha, nodes.residual(amplitude * values), straight=False, converged=True)
+def refined(nodes: Nodes, curve: Curve, constraints: Constraints, near: Solutions) -> Solutions:
+    """Fit one curve to problems of nearly the same pairs as others, from whose solutions the search begins."""
+    objective = _Objective(nodes, curve, constraints)
+    start = torch.stack([near.alpha.log(), near.shift], -1)
+    width = math.log(_STEEPEST)
+    ended = _descended(objective, start, start[:, 0] - width, start[:, 0] + width)
+    # What was straight stays a line, of another slope.
+    found = objective.at(torch.where(near.straight[:, None], start, ended))
+    return found.solutions(near.straight, near.converged)
 
 
-def _explained(nodes: Nodes, curve: Curve, log_alpha: Array) -> Array:
-    """Σy² that the best amplitude explains at each α, (Σyf)² / Σf²: ``(alphas,)``."""
-    values = curve.function(torch.from_numpy(np.exp(log_alpha))[:, None] * nodes.x)
-    return ((values @ (nodes.weight * nodes.y)).square() / (values.square() @ nodes.weight)).numpy()
+@dataclass(frozen=True)
+class _Point:
+    """What an objective is at log α and s, ``(problems, 2)``, with the best amplitude there."""
+
+    theta: Tensor
+    amplitude: Tensor
+    residual: Tensor
+    gradient: Tensor
+
+    def solutions(self, straight: Tensor, converged: Tensor) -> Solutions:
+        alpha, shift = self.theta[:, 0].exp(), self.theta[:, 1]
+        return Solutions(self.amplitude, alpha, shift, self.residual, straight, converged)
 
 
-def _slope(nodes: Nodes, curve: Curve, log_alpha: float) -> float:
-    """Half the derivative of log explained by log α: Σyg / Σyf − Σfg / Σf², where u = αx, f = f(u) and g = u·f′(u)."""
-    u = math.exp(log_alpha) * nodes.x
-    f, g = curve.function(u), curve.derivative(u) * u
-    y, weighted = nodes.weight * nodes.y, nodes.weight * f
-    return float(torch.dot(y, g) / torch.dot(y, f) - torch.dot(weighted, g) / torch.dot(weighted, f))
+@dataclass(frozen=True)
+class _Objective:
+    """Squared error of one curve at several problems, as a function of log α and s."""
+
+    nodes: Nodes
+    curve: Curve
+    constraints: Constraints
+
+    @functools.cached_property
+    def alpha(self) -> float | None:
+        """α where it is not searched: given, or without any effect."""
+        return 1.0 if straight_until(self.curve) == math.inf else self.constraints.alpha
+
+    @property
+    def free(self) -> list[int]:
+        """Which columns of theta are searched."""
+        return [column for column, is_free in enumerate((self.alpha is None, self.constraints.shifted)) if is_free]
+
+    @property
+    def may_be_straight(self) -> bool:
+        """Whether the curve is a straight line in the limit α → 0."""
+        free = self.constraints.amplitude is None and self.constraints.alpha is None
+        return (
+            free
+            and self.curve.linear_at_origin
+            and self.curve.zero_centred
+            and not self.curve.amplitude_is_inverse_scale
+        )
+
+    @functools.cached_property
+    def explainable(self) -> Tensor:
+        """Σ w y² at the nodes, ``(problems,)``."""
+        return torch.linalg.vecdot(self.nodes.weight * self.nodes.y, self.nodes.y)
+
+    def of(self, problems: Tensor) -> _Objective:
+        return _Objective(self.nodes.of(problems), self.curve, self.constraints.of(problems))
+
+    def amplitude(self, weighted: Tensor, values: Tensor, y: Tensor, alpha: Tensor) -> Tensor:
+        """A: given, bound to α, or the best, of ``values`` f, ``weighted`` w·f and y, ``(problems, …, nodes)``."""
+        if self.curve.amplitude_is_inverse_scale:
+            return 1 / alpha
+        if self.constraints.amplitude is not None:
+            given = self.constraints.amplitude
+            return given.reshape(-1, *[1] * (alpha.ndim - 1)).expand(alpha.shape)
+        squares = torch.linalg.vecdot(weighted, values)
+        return torch.linalg.vecdot(weighted, y) / torch.where(squares > 0, squares, torch.inf)
+
+    def errors(self, theta: Tensor) -> Tensor:
+        """Squared error at the nodes for many theta a problem, ``(problems, thetas, 2)``: ``(problems, thetas)``."""
+        alpha = theta[..., 0].exp()
+        values = self.curve.function(alpha[..., None] * self.nodes.x[:, None] + theta[..., 1:])
+        weighted = self.nodes.weight[:, None] * values
+        y = self.nodes.y[:, None].expand_as(values)
+        amplitude = self.amplitude(weighted, values, y, alpha)
+        both = 2 * torch.linalg.vecdot(weighted, y) - amplitude * torch.linalg.vecdot(weighted, values)
+        return self.explainable[:, None] - amplitude * both
+
+    def at(self, theta: Tensor) -> _Point:
+        alpha, x, y = theta[:, 0].exp(), self.nodes.x, self.nodes.y
+        scaled = alpha[:, None] * x
+        u = scaled + theta[:, 1:]
+        values = self.curve.function(u)
+        amplitude = self.amplitude(self.nodes.weight * values, values, y, alpha)
+        off = y - amplitude[:, None] * values
+        weighted = self.nodes.weight * off
+        residual = torch.linalg.vecdot(weighted, off) + self.nodes.scatter.sum(-1)
+        # Where A is the best one, the error does not change with it: α and s move f alone.
+        moved = weighted * self.curve.derivative(u).clamp(-_LARGEST_SLOPE, _LARGEST_SLOPE)
+        gradient = -2 * amplitude[:, None] * torch.stack([torch.linalg.vecdot(moved, scaled), moved.sum(-1)], -1)
+        if self.curve.amplitude_is_inverse_scale:
+            gradient[:, 0] += 2 * amplitude * torch.linalg.vecdot(weighted, values)
+        return _Point(theta, amplitude, residual, gradient)
 
 
-def _maxima(grid: Array, explained: Array) -> list[float]:
-    """Where what is explained is highest, and where else nearly so, to the precision of the grid."""
-    highest = int(explained.argmax())
-    before, here, after = explained[:-2], explained[1:-1], explained[2:]
-    rises = here > (1 + _ROUNDING) * before
-    rivals = 1 + np.flatnonzero(rises & (here >= after) & (here > _RIVAL * explained[highest]))
-    return [_top(grid, explained, at) for at in sorted({highest, *rivals.tolist()})]
+@functools.lru_cache
+def straight_until(curve: Curve) -> float:
+    """Return u up to which a curve is its tangent at the origin, but for 2e-4 of it; infinite for the line itself.
+
+    For a curve without one it is where nothing but its power law is left.
+    """
+    if not curve.linear_at_origin:
+        return _STRAIGHT
+    u = torch.logspace(-8, 2, 401, dtype=torch.float64)
+    origin = torch.zeros(1, dtype=torch.float64)
+    tangent = curve.derivative(origin) * u
+    departs = (curve.function(u) - curve.function(origin) - tangent).abs() > _STRAIGHT * tangent.abs()
+    return float(u[departs.nonzero()[0, 0] - 1]) if departs.any() else math.inf
 
 
-def _top(grid: Array, explained: Array, at: int) -> float:
-    """Top of the parabola through a maximum of the grid and the two points beside it."""
-    if at in (0, len(grid) - 1):
-        return float(grid[at])
-    rise, fall = explained[at] - explained[at - 1], explained[at] - explained[at + 1]
-    return float(grid[at] + (grid[1] - grid[0]) / 2 * (rise - fall) / (rise + fall))
+def _range(coarse: Nodes, objective: _Objective) -> tuple[Tensor, Tensor]:
+    """Bounds of log α, ``(problems,)``: where the curve is straight over all x, and where it is a step at most of them."""
+    if objective.alpha is not None:
+        only = torch.full((len(coarse),), math.log(objective.alpha), dtype=torch.float64)
+        return only, only
+    counts = coarse.weight > 0
+    middle = _quantiles(coarse, coarse.x, (0.5,)) if objective.constraints.shifted else 0
+    magnitude = (coarse.x - middle).abs()
+    reach = torch.where(counts, magnitude, 0.0).amax(-1)
+    smallest = _quantiles(coarse, magnitude, (_SMALLEST_COUNTS,))[:, 0]
+    least = torch.where(counts & (magnitude > 0), magnitude, torch.inf).amin(-1)
+    low = (straight_until(objective.curve) / reach).log()
+    high = (_STEEPEST / torch.maximum(smallest, least)).log()
+    return low, torch.maximum(high, low + math.log(_STEEPEST))
 
 
-def _climb(nodes: Nodes, curve: Curve, start: float, low: float, high: float) -> float:
-    """Follow what is explained uphill from ``start`` to a maximum over log α in [low, high]: a root of its slope."""
-    slope = functools.cache(lambda log_alpha: _slope(nodes, curve, log_alpha))
-    stride, left, right = _STRIDE, max(start - _STRIDE, low), min(start + _STRIDE, high)
-    while slope(left) < 0 and left > low:
-        stride *= 2
-        left, right = max(left - stride, low), left
-    while slope(right) > 0 and right < high:
-        stride *= 2
-        left, right = right, min(right + stride, high)
-    if not slope(left) > 0 > slope(right):
-        return left if slope(left) <= 0 else right
-    before, at = left, right
+def _quantiles(nodes: Nodes, values: Tensor, shares: tuple[float, ...]) -> Tensor:
+    """Weighted quantiles of values at the nodes: ``(problems, shares)``."""
+    ordered, order = values.sort(-1)
+    weight = nodes.weight.gather(-1, order).cumsum(-1)
+    wanted = torch.tensor(shares, dtype=torch.float64) * weight[:, -1:]
+    at = torch.searchsorted(weight, wanted).clamp_max(values.shape[-1] - 1)
+    return ordered.gather(-1, at)
+
+
+def _starts(coarse: _Objective, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Look at a grid of α and centres, and return where the error is least, and where else nearly so.
+
+    Returns:
+        The numbers of the problems, ``(starts,)``, and theta of each start, ``(starts, 2)``.
+    """
+    points = 1
+    if coarse.alpha is None:
+        points += math.ceil(float((high - low).max()) / math.log(10) * _GRID_POINTS_A_DECADE)
+    along = torch.linspace(0, 1, points, dtype=torch.float64)
+    log_alpha = low[:, None] + along * (high - low)[:, None]
+    centres = torch.zeros(len(low), 1, dtype=torch.float64)
+    if coarse.constraints.shifted:
+        centres = torch.cat([centres, _quantiles(coarse.nodes, coarse.nodes.x, _CENTRES)], -1)
+    shift = 0.0 - log_alpha[:, None].exp() * centres[..., None]  # and not −0, which reads as a shift
+    theta = torch.stack([log_alpha[:, None].expand_as(shift), shift], -1).flatten(1, 2)
+    at_once = max(1, _VALUES_AT_ONCE // (theta.shape[1] * coarse.nodes.x.shape[1]))
+    parts = torch.arange(len(low)).split(at_once)
+    errors = torch.cat([coarse.of(part).errors(theta[part]) for part in parts]).view(shift.shape)
+    edge = torch.full_like(errors[..., :1], torch.inf)
+    beside = torch.cat([edge, errors, edge], -1)
+    lowest = (errors < beside[..., :-2]) & (errors <= beside[..., 2:])
+    errors, lowest = errors.flatten(1), lowest.flatten(1)
+    least, where = errors.min(-1, keepdim=True)
+    lowest.scatter_(1, where, True)
+    lowest &= errors <= least + (1 - _RIVAL) * (coarse.explainable[:, None] - least).abs()
+    chosen = torch.where(lowest, errors, torch.inf).topk(min(_RIVALS, errors.shape[1]), largest=False)
+    problem, rank = (chosen.values < torch.inf).nonzero().unbind(-1)
+    return problem, theta[problem, chosen.indices[problem, rank]]
+
+
+def _descended(objective: _Objective, start: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Follow the squared error downhill from ``start`` to a minimum, with log α in [low, high]: theta of each."""
+    free = objective.free
+    theta = start.clone()
+    if not free:
+        return theta
+    h = _DIFFERENCE if objective.curve.smooth else _DIFFERENCE_AT_KINKS
+    todo = torch.arange(len(start))
+    own, here, radius = objective, objective.at(start), torch.full_like(low, _RADIUS)
     for _ in range(_STEPS):
-        # The secant's root; where that lies outside of what is known to hold the maximum, its middle.
-        bend = (slope(at) - slope(before)) / (at - before)
-        to = at - slope(at) / bend if bend else math.inf
-        before, at = at, to if left <= to <= right else (left + right) / 2
-        if abs(at - before) < _CLOSE:
+        step = _newton(own, here, free, h)
+        length = step.norm(dim=-1)
+        step = step * (radius / length.clamp_min(radius))[:, None]
+        step[:, 0] = (here.theta[:, 0] + step[:, 0]).clamp(low[todo], high[todo]) - here.theta[:, 0]
+        there = own.at(here.theta + step)
+        better = there.residual < here.residual
+        taken = step.norm(dim=-1)
+        radius = torch.where(better, torch.maximum(radius, 2 * taken), taken / 4)
+        here = _Point(
+            *(
+                torch.where(better.view(-1, *[1] * (new.ndim - 1)), new, old)
+                for new, old in zip(vars(there).values(), vars(here).values(), strict=True)
+            )
+        )
+        theta[todo] = here.theta
+        going = taken > _CLOSE
+        if not going.any():
             break
-        left, right = (at, right) if slope(at) > 0 else (left, at)
-    return at
+        if not going.all():
+            kept = going.nonzero()[:, 0]
+            todo, radius, own = todo[kept], radius[kept], own.of(kept)
+            here = _Point(*(values[kept] for values in vars(here).values()))
+    return theta
 
 
-def _smallest_magnitude(nodes: Nodes) -> float:
-    """|x| below which lie so few pairs that they cannot say where the bend is."""
-    magnitude = np.abs(nodes.x.numpy())
-    order = np.argsort(magnitude)
-    weight = np.cumsum(nodes.weight.numpy()[order])
-    at = np.searchsorted(weight, _SMALLEST_COUNTS * weight[-1])
-    return float(max(magnitude[order[at]], magnitude[magnitude > 0].min()))
+def _newton(objective: _Objective, here: _Point, free: list[int], h: float) -> Tensor:
+    """Return Newton's step, downhill wherever the error bends: ``(problems, 2)``."""
+    step = torch.zeros_like(here.theta)
+    beside = [objective.at(here.theta + h * torch.eye(2, dtype=torch.float64)[column]).gradient for column in free]
+    bend = torch.stack([(gradient - here.gradient)[:, free] / h for gradient in beside], -1)
+    slope = here.gradient[:, free]
+    values, vectors = torch.linalg.eigh(torch.nan_to_num((bend + bend.mT) / 2))
+    values = values.abs().clamp_min(1e-300)
+    along = (vectors.mT @ torch.nan_to_num(slope)[..., None])[..., 0] / values
+    step[:, free] = -(vectors @ along[..., None])[..., 0]
+    return torch.nan_to_num(step)
+
+
+def _told(objective: _Objective, theta: Tensor, low: Tensor, high: Tensor) -> Solutions:
+    """Say whether the problems bend, and whether one α does better than others."""
+    found = objective.at(theta)
+    never = torch.zeros_like(low, dtype=torch.bool)
+    finite = found.amplitude.isfinite() & found.residual.isfinite()
+    if objective.alpha is not None:
+        return found.solutions(never | (objective.constraints.alpha is None), finite)
+    ends = [_with_centre_of(theta, end) for end in (low, high)]
+    line = objective.at(_line(objective, low) if objective.may_be_straight else ends[0])
+    step = objective.at(ends[1]).residual - found.residual
+    flat = _FLAT * objective.explainable
+    told_apart = torch.maximum(line.residual - found.residual, step) > flat
+    bends = (step > flat) & finite
+    if not objective.may_be_straight:
+        return found.solutions(never, told_apart & bends & (theta[:, 0] > low + _CLOSE))
+    straight = line.residual - found.residual < _BEND * line.residual
+    straight |= line.residual < _EXACT * objective.nodes.total
+    chosen = objective.at(torch.where(straight[:, None], line.theta, theta))
+    return chosen.solutions(straight, told_apart & (bends | straight))
+
+
+def _with_centre_of(theta: Tensor, log_alpha: Tensor) -> Tensor:
+    """Another α, with u = 0 at the same x."""
+    return torch.stack([log_alpha, theta[:, 1] * (log_alpha - theta[:, 0]).exp()], -1)
+
+
+def _line(objective: _Objective, low: Tensor) -> Tensor:
+    """Theta at which the curve is the line of least squares."""
+    if not objective.constraints.shifted:
+        return torch.stack([low, torch.zeros_like(low)], -1)
+    nodes = objective.nodes
+    total = nodes.weight.sum(-1)
+    mean_x, mean_y = (torch.linalg.vecdot(nodes.weight, values) / total for values in (nodes.x, nodes.y))
+    x = nodes.x - mean_x[:, None]
+    slope = torch.linalg.vecdot(nodes.weight * x, nodes.y) / torch.linalg.vecdot(nodes.weight * x, x)
+    zero = torch.nan_to_num(mean_x - mean_y / slope, posinf=0.0, neginf=0.0)
+    farthest = torch.maximum((-low).exp() * straight_until(objective.curve), zero.abs())
+    alpha = straight_until(objective.curve) / farthest / 2
+    return torch.stack([alpha.log(), -alpha * zero], -1)

@@ -1,0 +1,161 @@
+"""CurveFit: one curve at one norm site, with everything that a paper says of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from normscope.fits.curves import FREE, Curve
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class CurveFit:
+    """y ≈ A·f(αx + s) at one norm site, or one of its channels, by least squares over all of its pairs.
+
+    Numbers are NaN where there was nothing to fit.
+
+    Attributes:
+        model: the network.
+        weights: its resolved checkpoint and revision.
+        data: what went through it.
+        site: module path of the norm; of pooled sites, what they have in common.
+        curve: name of f.
+        amplitude: A.
+        alpha: α, in units of 1/x.
+        shift: s; zero where it was not fitted.
+        r2: R² about the mean of y.
+        r2_ceiling: R² that no function of x alone passes there, cross-validated; None without folds.
+        folds: what intervals and cross-validation hold out, one at a time.
+        rmse: root of the mean squared error, in units of y.
+        n_pairs: number of pairs.
+        straight: the pairs do not bend inwards: A and α mean nothing by themselves, only the line that they make does.
+        converged: whether the search for α ended inside its range, and the pairs lie within the grid's.
+        function: f itself.
+        form: what was fitted, in words: ``A, α`` for the default.
+        weights_by: how pairs were weighted: ``pairs`` alike, by ``gamma``², or evenly over ``x``.
+        channel: number of the channel; None for all.
+        sites: module paths of pooled sites.
+        r2_cv: R² of held-out folds; None without folds.
+        tail_rmse: RMSE of the pairs with |x| beyond the 99th percentile.
+        centre_rmse: RMSE of the others.
+        largest_error: largest distance between the curve and the mean y of neighbouring pairs.
+        largest_error_at: their x.
+        saturated: share of the pairs at which |f′| is under 5 % of its largest value.
+        reach: α·max|x|.
+        intervals: of A, α, shift, C, slope and r2 by those names: 95 %, by a jackknife over the folds.
+        rank: place among the curves fitted at that site, by held-out error; without folds, by error.
+        in_noise: whether the first of them is better by less than the folds differ; None without folds.
+        best: whether this is the curve that ``best`` stands for.
+        nothing: why there was nothing to fit, in words; None where there was.
+    """
+
+    model: str
+    weights: str
+    data: str
+    site: str
+    curve: str
+    amplitude: float
+    alpha: float
+    shift: float
+    r2: float
+    r2_ceiling: float | None
+    folds: Literal["source", "sample"] | None
+    rmse: float
+    n_pairs: int
+    straight: bool
+    converged: bool
+    function: Curve = field(repr=False, compare=False)
+    form: str = "A, α"
+    weights_by: str = "pairs"
+    channel: int | None = None
+    sites: tuple[str, ...] = ()
+    r2_cv: float | None = None
+    tail_rmse: float = math.nan
+    centre_rmse: float = math.nan
+    largest_error: float = math.nan
+    largest_error_at: float = math.nan
+    saturated: float = math.nan
+    reach: float = math.nan
+    intervals: Mapping[str, Interval] = field(default_factory=dict)
+    rank: int | None = None
+    in_noise: bool | None = None
+    best: bool = False
+    nothing: str | None = None
+
+    @property
+    def slope(self) -> float:
+        """Slope at the origin: A·α·f′(s)."""
+        return float(self.derivative(torch.zeros(1))) if not self.degenerate else math.nan
+
+    @property
+    def C(self) -> float:  # noqa: N802 - the paper's own sign
+        """DyISRU's constant, 1/α² (arXiv 2503.21708)."""
+        return 1 / self.alpha**2
+
+    @property
+    def of_ceiling(self) -> float | None:
+        """R² over the ceiling; above 1 where there is too little data to tell."""
+        return self.r2 / self.r2_ceiling if self.r2_ceiling else None
+
+    @property
+    def degenerate(self) -> bool:
+        """Whether there was nothing to fit."""
+        return self.nothing is not None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Evaluate the fitted curve at x, of any shape, in float64."""
+        return self.amplitude * self.function.function(self.alpha * x.double() + self.shift)
+
+    def derivative(self, x: Tensor) -> Tensor:
+        """Evaluate the derivative by x of the fitted curve, A·α·f′(αx + s), likewise."""
+        return self.amplitude * self.alpha * self.function.derivative(self.alpha * x.double() + self.shift)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what ``normscope fit --json`` prints; a number that is none becomes None."""
+        has_parameters = self.curve != FREE
+        row = {
+            "model": self.model,
+            "weights": self.weights,
+            "data": self.data,
+            "site": self.site,
+            "func": self.curve,
+            "A": self.amplitude if has_parameters else None,
+            "alpha": self.alpha if has_parameters else None,
+            "shift": self.shift if has_parameters else None,
+            "C": self.C if has_parameters else None,
+            "slope": self.slope,
+            "r2": self.r2,
+            "r2_ceiling": self.r2_ceiling,
+            "rmse": self.rmse,
+            "n_pairs": self.n_pairs,
+            "converged": self.converged,
+            "straight": self.straight,
+            "folds": self.folds,
+            "channel": self.channel,
+            "sites": list(self.sites),
+            "form": self.form,
+            "weights_by": self.weights_by,
+            "r2_cv": self.r2_cv,
+            "of_ceiling": self.of_ceiling,
+            "tail_rmse": self.tail_rmse,
+            "centre_rmse": self.centre_rmse,
+            "largest_error": self.largest_error,
+            "largest_error_at": self.largest_error_at,
+            "saturated": self.saturated,
+            "reach": self.reach,
+            "rank": self.rank,
+            "in_noise": self.in_noise,
+            "best": self.best,
+            "nothing": self.nothing,
+            "intervals": {name: list(bounds) for name, bounds in self.intervals.items()},
+        }
+        return {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+        }

@@ -1,0 +1,105 @@
+"""Several levels as one batch of least-squares problems: with all pairs, without a fold, and of that fold alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from normscope.fits.levels import Level
+from normscope.fits.nodes import Nodes, joined, nodes_of
+
+_BINS_AN_OCTAVE = 16
+_FEW_BINS = 512  # so many need not be joined: x that lies within a few octaves is resolved as finely as it was binned
+_COARSER = 8  # times fewer bins, for the first look
+_NEGLIGIBLE = 1e-3  # share of Σy² beyond the grid
+_STRAIGHT_UP_TO = 0.1  # u below which curves depart little from their tangent
+_SUMS_AT_ONCE = 512  # folds of levels
+
+
+class Problems:
+    """Levels on one grid of bins.
+
+    Attributes:
+        levels: in the order of the problems.
+        folds: number of folds of each, whether they hold pairs or not.
+    """
+
+    def __init__(self, levels: Sequence[Level], bins_an_octave: int) -> None:
+        """Bring the sums of all levels together, on bins of so many an octave."""
+        self.levels, self.folds = levels, len(levels[0].moments)
+        self._made: dict[tuple[str, bool], Nodes] = {}
+        grid = levels[0].grid
+        self._bins_an_octave = bins_an_octave
+        width = 2**grid.mantissa_bits // bins_an_octave
+        self._moments = torch.stack([joined(level.moments, width) for level in levels])
+        self._counts = torch.stack([joined(level.counts, width) for level in levels])
+
+    def __len__(self) -> int:
+        """Return the number of problems."""
+        return len(self.levels)
+
+    @functools.cached_property
+    def n_pairs(self) -> Tensor:
+        """Number of pairs in each fold, float64 ``(problems, folds)``."""
+        return self._counts.sum(-1)
+
+    @functools.cached_property
+    def occupied(self) -> Tensor:
+        """Which folds hold pairs, of levels that have folds: bool ``(problems, folds)``."""
+        has_folds = torch.tensor([level.fold_by is not None for level in self.levels])
+        return (self.n_pairs > 0) & has_folds[:, None]
+
+    def unresolved(self, alpha: Tensor) -> Tensor:
+        """Say whether the grid is too narrow: the bend, or much of y, lies in a bin without width: bool ``(problems,)``."""
+        moments = self._moments.sum(1)
+        ends, centre = moments[:, 5, [0, -1]].sum(-1), moments.shape[-1] // 2
+        beyond = ends > _NEGLIGIBLE * moments[:, 5].sum(-1)
+        below = alpha * 2.0 ** self.levels[0].grid.low > _STRAIGHT_UP_TO
+        return beyond | (below & (moments[:, 3, centre] > 0))
+
+    def nodes(self, *, odd: bool = False) -> Nodes:
+        """All pairs of each problem."""
+        return self._once("all", odd, lambda: self._moments.sum(1))
+
+    def coarse(self, *, odd: bool = False) -> Nodes:
+        """All pairs of each problem, on far fewer nodes."""
+        return self._once("coarse", odd, lambda: joined(self._moments.sum(1), min(_COARSER, self._bins_an_octave)))
+
+    def without_folds(self, *, odd: bool = False) -> Nodes:
+        """All pairs but those of one fold: ``problems · folds`` problems, the folds of one problem side by side."""
+
+        def moments() -> Tensor:
+            # Subtracting one fold from the whole leaves rounding, not pairs, in bins that only that fold fills.
+            held = self._counts.sum(1, keepdim=True) - self._counts > 0.5
+            others = self._moments.sum(1, keepdim=True) - self._moments
+            return others.where(held[:, :, None], 0.0).flatten(0, 1)
+
+        return self._once("without", odd, moments)
+
+    def of_folds(self, *, odd: bool = False) -> Nodes:
+        """The pairs of one fold each: ``problems · folds`` problems, likewise."""
+        return self._once("folds", odd, lambda: self._moments.flatten(0, 1))
+
+    def _once(self, name: str, odd: bool, moments: Callable[[], Tensor]) -> Nodes:
+        """Make nodes when they are first needed: all curves of a kind share them."""
+        if (name, odd) not in self._made:
+            self._made[name, odd] = nodes_of(moments(), odd=odd)
+        return self._made[name, odd]
+
+
+def batches(levels: Sequence[Level]) -> Iterator[tuple[list[int], Problems]]:
+    """Put levels that have something to fit into batches; yield their numbers among ``levels`` with each."""
+    alike: dict[tuple[int, int], list[int]] = {}
+    for number, level in enumerate(levels):
+        if level.nothing is None:
+            octave = 2**level.grid.mantissa_bits
+            few = int((level.counts > 0).any(0).sum()) <= _FEW_BINS
+            alike.setdefault((octave, octave if few else min(octave, _BINS_AN_OCTAVE)), []).append(number)
+    for (_, bins_an_octave), numbers in alike.items():
+        at_once = _SUMS_AT_ONCE // len(levels[numbers[0]].moments)
+        for start in range(0, len(numbers), at_once):
+            part = numbers[start : start + at_once]
+            yield part, Problems([levels[number] for number in part], bins_an_octave)

@@ -1,0 +1,131 @@
+"""From solved batches to records: one CurveFit a level and curve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from normscope.fits.ceiling import Ceiling, free
+from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curves import CURVES, Curve
+from normscope.fits.forms import Form
+from normscope.fits.goodness import goodness
+from normscope.fits.jackknife import inside_noise
+from normscope.fits.levels import Level
+from normscope.fits.nodes import nodes_of
+from normscope.fits.problems import Problems
+from normscope.fits.search import Fitted
+from normscope.pairs.captures import Capture
+
+Columns = dict[str, Any]
+_NUMBERS = ("amplitude", "alpha", "shift", "r2", "rmse")
+
+
+@dataclass(frozen=True)
+class Describe:
+    """What all records of one call of ``fit`` share."""
+
+    capture: Capture
+    form: Form
+    weights_by: str
+
+    def row(self, level: Level, curve: Curve, made: Ceiling | None, **columns: Any) -> CurveFit:
+        """Make the record of one curve at one level."""
+        about = self.capture.about
+        return CurveFit(
+            model=about["model"],
+            weights=about["weights"],
+            data=about["data"],
+            site=level.site,
+            sites=level.sites,
+            channel=level.channel,
+            curve=curve.name,
+            function=curve,
+            form=self.form.words(curve),
+            weights_by=self.weights_by,
+            folds=level.fold_by,
+            n_pairs=int(level.counts.sum()),
+            r2_ceiling=made.r2 if made else None,
+            **columns,
+        )
+
+    def empty(self, level: Level, curve: Curve | str) -> CurveFit:
+        """Make the record of a level with nothing to fit."""
+        known = curve if isinstance(curve, Curve) else replace(CURVES["linear"], name=curve)
+        nothing = {"nothing": level.nothing, "straight": False, "converged": False}
+        return self.row(level, known, None, **dict.fromkeys(_NUMBERS, math.nan), **nothing)
+
+    def free(self, level: Level, made: Ceiling | None) -> CurveFit:
+        """Make the record of E[y|x] itself."""
+        moments = level.moments.sum(0)
+        curve = free(moments, level.counts.sum(0), made)
+        nodes = nodes_of(moments[None])
+        found = goodness(nodes, curve.function(nodes.x), curve.derivative(nodes.x).abs() / curve.peak).numbers(0)
+        parameters = {"amplitude": 1.0, "alpha": 1.0, "shift": 0.0, "straight": False, "converged": True}
+        row = self.row(level, curve, made, r2_cv=made.r2 if made else None, **parameters, **found)
+        return replace(row, form="free")
+
+
+def columns(problems: Problems, found: Sequence[Fitted]) -> list[list[Columns]]:
+    """Return the numbers of each curve, and of each problem, by the names of CurveFit's fields."""
+    ranks = _ranks(problems, found)
+    return [
+        [{**own, **rank} for own, rank in zip(_columns(problems, one), more, strict=True)]
+        for one, more in zip(found, ranks, strict=True)
+    ]
+
+
+def _columns(problems: Problems, one: Fitted) -> list[Columns]:
+    reach = torch.tensor([level.reach for level in problems.levels], dtype=torch.float64)
+    numbers = {
+        "amplitude": one.solutions.amplitude,
+        "alpha": one.solutions.alpha,
+        "shift": one.solutions.shift,
+        "straight": one.solutions.straight,
+        "converged": one.solutions.converged,
+        "r2_cv": one.r2_cv,
+        "reach": one.solutions.alpha * reach,
+        **vars(one.goodness),
+    }
+    rows = [dict(zip(numbers, row, strict=True)) for row in zip(*(v.tolist() for v in numbers.values()), strict=True)]
+    bounds = {name: list(zip(low.tolist(), high.tolist(), strict=True)) for name, (low, high) in one.intervals.items()}
+    for number, row in enumerate(rows):
+        row["r2_cv"] = None if math.isnan(row["r2_cv"]) else row["r2_cv"]
+        own = {name: pairs[number] for name, pairs in bounds.items()}
+        row["intervals"] = {name: pair for name, pair in own.items() if all(map(math.isfinite, pair))}
+    return rows
+
+
+def _ranks(problems: Problems, found: Sequence[Fitted]) -> list[list[Columns]]:
+    """Rank the curves of each problem by what they leave of held-out folds, or of all pairs where there are none."""
+    if not found:
+        return []
+    has_folds = problems.occupied.sum(-1) > 1
+    held = [None if one.held_out is None else one.held_out.where(problems.occupied, 0.0) for one in found]
+    errors = torch.stack(
+        [
+            torch.where(has_folds, own.sum(-1) if own is not None else 0.0, 1 - one.goodness.r2)
+            for own, one in zip(held, found, strict=True)
+        ]
+    ).nan_to_num(torch.inf)
+    places = errors.argsort(dim=0, stable=True).argsort(dim=0) + 1
+    best = errors.argmin(0)
+    rows = []
+    for own, place in zip(held, places, strict=True):
+        if own is None:
+            rows.append([{"rank": rank} for rank in place.tolist()])
+            continue
+        leading = torch.stack([other for other in held if other is not None])[best, torch.arange(len(problems))]
+        noise = inside_noise(own, leading, problems.occupied).tolist()
+        told = has_folds.tolist()
+        rows.append(
+            [
+                {"rank": rank, "in_noise": bool(near) if tells else None}
+                for rank, near, tells in zip(place.tolist(), noise, told, strict=True)
+            ]
+        )
+    return rows
