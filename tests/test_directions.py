@@ -31,6 +31,7 @@ LIBRARIES = {
     "torchaudio": {"models"},
     "diffusers": {"models"},
     "transformers": {"models"},
+    "pyarrow": {"cli/records.py"},
     "typer": {"cli"},
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem in ROOT)

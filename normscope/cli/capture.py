@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normscope.cli.options import (
+    AsCsv,
     AsJson,
     BatchSize,
     Data,
@@ -59,10 +60,11 @@ def capture(
     timesteps: Timesteps = None,
     verify: Verify = False,
     as_json: AsJson = False,
+    as_csv: AsCsv = False,
     quiet: Quiet = False,
 ) -> None:
     """Run a model and keep what its norms did, in a file that `plot` and `fit` take in place of a model."""
-    say = Output(as_json, quiet)
+    say = Output(as_json, quiet, as_csv=as_csv)
     check_models([model])
     check_writable(output)
     run = Run(weights, data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps, sample)
@@ -92,16 +94,17 @@ def capture(
         if pairs:
             pairs.discard()
     say.result(str(path))
+    sites = [_site_as_json(site, seen.stats[site.name]) for site in seen.sites]
     document = {
         **seen.about,
         "file": str(path),
         "raw": str(folder) if folder else None,
         "n_samples": seen.n_samples,
         "parts": list(seen.parts),
-        "sites": [_site_as_json(site, seen.stats[site.name]) for site in seen.sites],
+        "sites": sites,
         "skipped": skipped_as_json([seen]),
     }
-    say.document(document)
+    say.document(document, [{**seen.about, "file": str(path), **site} for site in sites])
 
 
 def _site_as_json(site: NormSite, stats: PairStats) -> dict[str, str | int]:

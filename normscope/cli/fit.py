@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from normscope.cli.options import (
+    AsCsv,
     AsJson,
     BatchSize,
     By,
@@ -48,11 +49,12 @@ def fit(
     by: By = None,
     verify: Verify = False,
     as_json: AsJson = False,
+    as_csv: AsCsv = False,
     output: JsonFile = None,
     quiet: Quiet = False,
 ) -> None:
     """Fit y ≈ A·f(αx) to every norm's pairs, by least squares over all of them."""
-    say = Output(as_json, quiet, output)
+    say = Output(as_json, quiet, output, as_csv=as_csv)
     from normscope.figures.tables import fits_table
     from normscope.fits.curves import curves_named
     from normscope.fits.fit import fit as fit_curves
@@ -69,4 +71,5 @@ def fit(
         say.result(fits_table(own))
         seen.append(capture)
         fits += own
-    say.document({"fits": [found.as_dict() for found in fits], "skipped": skipped_as_json(seen)})
+    rows = [found.as_dict() for found in fits]
+    say.document({"fits": rows, "skipped": skipped_as_json(seen)}, rows)

@@ -5,7 +5,20 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from normscope.cli.options import AsJson, BatchSize, Data, Device, Dtype, JsonFile, Models, Quiet, Seed, Verify, Weights
+from normscope.cli.options import (
+    AsCsv,
+    AsJson,
+    BatchSize,
+    Data,
+    Device,
+    Dtype,
+    JsonFile,
+    Models,
+    Quiet,
+    Seed,
+    Verify,
+    Weights,
+)
 from normscope.cli.output import Output
 from normscope.cli.sources import Run, check_models, named_or_embedded
 
@@ -26,11 +39,12 @@ def layers(
     batch_size: BatchSize = 8,
     seed: Seed = 0,
     as_json: AsJson = False,
+    as_csv: AsCsv = False,
     output: JsonFile = None,
     quiet: Quiet = False,
 ) -> None:
     """List every normalization layer of a model in the order in which it is called, and those that are skipped."""
-    say = Output(as_json, quiet, output)
+    say = Output(as_json, quiet, output, as_csv=as_csv)
     run = Run(weights, data, None, batch_size, seed, device, dtype, verify)
     names = named_or_embedded(models, say)
     check_models(names)
@@ -43,7 +57,8 @@ def layers(
         say.result(layers_table(report.sites))
         say.skipped(report.skipped)
         documents.append(_document(name, report))
-    say.document(documents[0] if len(documents) == 1 else {"models": documents})
+    rows = [{"model": one["model"], **site} for one in documents for site in one["sites"]]
+    say.document(documents[0] if len(documents) == 1 else {"models": documents}, rows)
 
 
 def _report(name: str, run: Run, say: Output) -> NormReport:

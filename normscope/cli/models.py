@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from normscope.cli.options import AsJson, JsonFile, Quiet
+from normscope.cli.options import AsCsv, AsJson, JsonFile, Quiet
 from normscope.cli.output import Output
 
 EXAMPLES = "Example: normscope models --json"
 
 
-def models(as_json: AsJson = False, output: JsonFile = None, quiet: Quiet = False) -> None:
+def models(as_json: AsJson = False, as_csv: AsCsv = False, output: JsonFile = None, quiet: Quiet = False) -> None:
     """List the models that can be named."""
     from normscope.models.registry import list_models
 
-    say = Output(as_json, quiet, output)
+    say = Output(as_json, quiet, output, as_csv=as_csv)
     entries = list_models()
-    if not as_json:
+    if not say.for_programs:
         from normscope.figures.tables import models_table
 
         say.result(models_table(entries))
-    say.document({"models": [asdict(entry) | {"embedded": entry.embedded} for entry in entries]})
+    rows = [asdict(entry) | {"embedded": entry.embedded} for entry in entries]
+    say.document({"models": rows}, rows)

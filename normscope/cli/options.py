@@ -95,7 +95,15 @@ Layers = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")]
+AsCsv = Annotated[bool, typer.Option("--csv", help="Print the table's rows as CSV on stdout, and nothing else there.")]
 JsonFile = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Write the JSON document to this file.", show_default=False)
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="Write the result to this file: rows as .csv or .parquet, else one JSON document.",
+        show_default=False,
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no remarks; warnings stay.")]

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from normscope.errors import count
+from normscope.cli.records import CSV, PARQUET, Row, as_csv, check_parquet, write_parquet
+from normscope.errors import UsageError, count
 from normscope.files import check_writable, whole_file
 
 if TYPE_CHECKING:
@@ -45,15 +46,25 @@ class Output:
     Attributes:
         as_json: results are one JSON document on stdout, and nothing else is there.
         quiet: leave out progress and remarks; warnings stay.
-        file: where the JSON document is written to, if anywhere.
+        file: where the result is written to, if anywhere: its rows if it ends in .csv or .parquet, else as JSON.
+        as_csv: results are rows on stdout, and nothing else is there.
     """
 
-    def __init__(self, as_json: bool, quiet: bool, file: Path | None = None) -> None:
+    def __init__(self, as_json: bool, quiet: bool, file: Path | None = None, *, as_csv: bool = False) -> None:
         """Keep how to speak; UsageError if ``file`` cannot be written, before anything is run."""
-        self.as_json, self.quiet, self.file = as_json, quiet, file
+        if as_json and as_csv:
+            raise UsageError("--json and --csv both take all of stdout. Give one; --output writes another.")
+        self.as_json, self.quiet, self.file, self.as_csv = as_json, quiet, file, as_csv
         if file is not None:
             check_writable(file)
+            if file.suffix.lower() == PARQUET:
+                check_parquet(file)
         self._results, self._remarks = _console(stderr=False), _console(stderr=True)
+
+    @property
+    def for_programs(self) -> bool:
+        """Whether stdout holds what a program reads, and nothing that a person would."""
+        return self.as_json or self.as_csv
 
     def remark(self, text: str) -> None:
         """Say something that is no result, unless quiet."""
@@ -65,8 +76,8 @@ class Output:
         self._remarks.print(f"[yellow]{escape(text)}[/]", soft_wrap=True)
 
     def result(self, shown: Table | str) -> None:
-        """Show a result to a person; with ``--json`` the document takes its place."""
-        if self.as_json:
+        """Show a result to a person; with ``--json`` the document takes its place, with ``--csv`` its rows."""
+        if self.for_programs:
             return
         if isinstance(shown, str):
             self._results.print(escape(shown), soft_wrap=True)
@@ -76,15 +87,29 @@ class Output:
         self._results.width = max(self._results.width, self._results.measure(shown, options=unbounded).minimum)
         self._results.print(shown)
 
-    def document(self, document: dict[str, Any]) -> None:
-        """Print the result as JSON if that was asked for, and write it to the file if one was given."""
-        text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
+    def document(self, document: dict[str, Any], rows: Sequence[Row] | None = None) -> None:
+        """Print the result in the form that was asked for, and write it to the file if one was given.
+
+        Args:
+            document: all of it, as JSON takes it.
+            rows: what of it is a table. Without any, a file of any suffix gets the document.
+        """
+        text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         if self.as_json:
-            sys.stdout.write(text + "\n")
-        if self.file is not None:
+            sys.stdout.write(text)
+        if self.as_csv:
+            sys.stdout.write(as_csv(rows or ()))
+        if self.file is None:
+            return
+        suffix = self.file.suffix.lower()
+        if suffix == PARQUET and rows is not None:
+            write_parquet(rows, self.file)
+        else:
+            if suffix == CSV and rows is not None:
+                text = as_csv(rows)
             with whole_file(self.file) as partial:
-                partial.write_text(text + "\n", encoding="utf-8")
-            self.remark(f"wrote {self.file}")
+                partial.write_text(text, encoding="utf-8", newline="")
+        self.remark(f"wrote {self.file}")
 
     def introduce(self, network: LoadedModel) -> None:
         """Say which network runs, with which weights, where; random weights are said so even when quiet."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from normscope.cli.options import (
+    AsCsv,
     AsJson,
     BatchSize,
     By,
@@ -69,6 +70,7 @@ def plot(
     by: By = None,
     verify: Verify = False,
     as_json: AsJson = False,
+    as_csv: AsCsv = False,
     output: Destination = Path("outputs"),
     quiet: Quiet = False,
 ) -> None:
@@ -76,7 +78,7 @@ def plot(
 
     Two or more models also share one figure more: a row a model, and four norms across.
     """
-    say = Output(as_json, quiet)
+    say = Output(as_json, quiet, as_csv=as_csv)
     names = named_or_embedded(models, say)
     suffix = _suffix(output, figure_format, names, by)
     from normscope.fits.curves import curves_named
@@ -114,7 +116,8 @@ def plot(
         taken = [entry["file"] for entry in figures]
         together = str(save(overview(seen, fits, style=style), _path(output, suffix, _OVERVIEW, taken), seen, dpi))
         say.result(together)
-    say.document({"figures": figures, "overview": together, "skipped": skipped_as_json(seen)})
+    drawn = [{"file": figure["file"], **found} for figure in figures for found in figure["fits"]]
+    say.document({"figures": figures, "overview": together, "skipped": skipped_as_json(seen)}, drawn)
 
 
 def _suffix(output: Path, asked: str | None, names: list[str], by: str | None) -> str:
