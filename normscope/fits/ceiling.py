@@ -131,10 +131,9 @@ def free(moments: Tensor, counts: Tensor, made: Ceiling | None) -> Curve:
         source="the pairs themselves",
         limit=None,
         zero_centred=False,
-        centre_sensitive=True,
         monotone=False,
+        slope_at_origin=float(derivative(torch.zeros(()))),
         peak=float(np.abs(slopes).max()),
-        linear_at_origin=False,
         smooth=False,
     )
 
