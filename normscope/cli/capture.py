@@ -11,6 +11,7 @@ from normscope.cli.options import (
     AsCsv,
     AsJson,
     BatchSize,
+    ByGamma,
     Data,
     Device,
     Dtype,
@@ -18,6 +19,7 @@ from normscope.cli.options import (
     Layers,
     Limit,
     Model,
+    PerChannel,
     Quiet,
     Sample,
     Seed,
@@ -59,6 +61,8 @@ def capture(
     guidance: Guidance = None,
     timesteps: Timesteps = None,
     verify: Verify = False,
+    by_gamma: ByGamma = False,
+    per_channel: PerChannel = False,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
     quiet: Quiet = False,
@@ -85,6 +89,8 @@ def capture(
             seed=seed,
             sample=sample,
             verify=verify,
+            by_gamma=by_gamma,
+            per_channel=per_channel,
             observe=pairs.add if pairs else None,
         )
         say.account(seen, network.inputs.unreadable)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
 from normscope.cli.options import (
     AsCsv,
     AsJson,
@@ -26,15 +30,51 @@ from normscope.cli.options import (
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.sources import Run, captures, check_by, check_sources, named_or_embedded
 
+if TYPE_CHECKING:
+    from normscope.fits.fit import Plan
+    from normscope.pairs.captures import Capture
+
 EXAMPLES = (
-    "Examples: normscope fit --func isru · normscope fit vit_b16 --weights vit.safetensors --json · "
-    "normscope fit demo_dit --by timestep"
+    "Examples: normscope fit --func isru · normscope fit vit_b16 --func all --csv · normscope fit demo_dit --by timestep · "
+    "normscope fit demo_vit --per channel --json · normscope fit seen.safetensors --pool kind --func best"
 )
+
+Per = Annotated[
+    str, typer.Option(metavar="site|channel|token", help="One fit a site, a channel, or a token: its line, exactly.")
+]
+Pool = Annotated[
+    str | None,
+    typer.Option(metavar="placement|kind|all", help="Fit sites together; a kind: blocks.*.norm1.", show_default=False),
+]
+Amplitude = Annotated[
+    str, typer.Option(metavar="free|theory", help="A is fitted, or such that the curve tends to √d or √(d−1).")
+]
+Theory = Annotated[
+    bool, typer.Option("--theory", help="Fit nothing: A as in theory, α from the mean slope of the tokens' lines.")
+]
+Alpha = Annotated[
+    float | None, typer.Option(help="Fix α; 1 is the ablation without α.", show_default=False)
+]
+Shift = Annotated[
+    bool | None,
+    typer.Option("--shift/--no-shift", help="Fit s in f(αx + s), or not; by default for derf alone.", show_default=False),
+]
+WeightsBy = Annotated[
+    str,
+    typer.Option(metavar="pairs|gamma|x", help="Pairs count alike, by γ² (what the next layer sees), or evenly over x."),
+]
 
 
 def fit(
     models: Models = None,
     func: Func = "tanh,isru",
+    per: Per = "site",
+    pool: Pool = None,
+    amplitude: Amplitude = "free",
+    theory: Theory = False,
+    alpha: Alpha = None,
+    shift: Shift = None,
+    weights_by: WeightsBy = "pairs",
     layers: Layers = "all",
     weights: Weights = "pretrained",
     data: Data = None,
@@ -53,23 +93,50 @@ def fit(
     output: JsonFile = None,
     quiet: Quiet = False,
 ) -> None:
-    """Fit y ≈ A·f(αx) to every norm's pairs, by least squares over all of them."""
+    """Fit y ≈ A·f(αx + s) to every norm's pairs, by least squares over all of them, with honest intervals."""
     say = Output(as_json, quiet, output, as_csv=as_csv)
-    from normscope.figures.tables import fits_table
-    from normscope.fits.curves import curves_named
-    from normscope.fits.fit import fit as fit_curves
+    from normscope.fits.fit import planned
+    from normscope.fits.forms import Form
 
-    curves = [curve.name for curve in curves_named(func)]
+    of_tokens = per == "token"
+    form = Form(amplitude, theory, alpha, shift)
+    plan = planned(func, "site" if of_tokens else per, pool, form, weights_by)
     run = Run(weights, data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps, sample)
     names = named_or_embedded(models, say)
     check_sources(names, run)
     check_by(by, names)
-    seen, fits = [], []
-    for capture in captures(names, run, layers, say, by):
-        own = fit_curves(capture, curves)
+    seen, rows, summaries = [], [], []
+    for capture in captures(names, run, layers, say, by, by_gamma=weights_by == "gamma", per_channel=per == "channel"):
         say.result("{model} · {weights} · {data}".format(**capture.about))
-        say.result(fits_table(own))
         seen.append(capture)
-        fits += own
-    rows = [found.as_dict() for found in fits]
-    say.document({"fits": rows, "skipped": skipped_as_json(seen)}, rows)
+        if of_tokens:
+            rows += _slopes(capture, say)
+            continue
+        own, summary = _fits(capture, plan, say)
+        rows += own
+        summaries += summary
+    document = {"slopes": rows} if of_tokens else {"fits": rows, "layerwise": summaries}
+    say.document({**document, "skipped": skipped_as_json(seen)}, rows)
+
+
+def _fits(capture: Capture, plan: Plan, say: Output) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    from normscope.figures.fit_tables import channels_table, fits_table, layerwise_line
+    from normscope.fits.fit import carried_out
+    from normscope.fits.layerwise import layerwise
+
+    fits = carried_out(plan, capture)
+    say.result(channels_table(fits) if plan.per == "channel" else fits_table(fits))
+    found = layerwise(fits)
+    if found is None:
+        return [one.as_dict() for one in fits], []
+    say.result(layerwise_line(found))
+    return [one.as_dict() for one in fits], [{"model": capture.about["model"], **found.as_dict()}]
+
+
+def _slopes(capture: Capture, say: Output) -> list[dict[str, Any]]:
+    from normscope.figures.fit_tables import slopes_table
+    from normscope.fits.tokens import token_slopes
+
+    slopes = token_slopes(capture)
+    say.result(slopes_table(slopes))
+    return [one.as_dict() for one in slopes]

@@ -87,7 +87,17 @@ By = Annotated[
 Verify = Annotated[
     bool, typer.Option("--verify", help="Recompute every norm's true output from y, and fail where it differs.")
 ]
-Func = Annotated[str, typer.Option(help="Curves, separated by commas: tanh (dyt), isru (dyisru).")]
+Func = Annotated[
+    str,
+    typer.Option(
+        help="Curves, separated by commas: tanh (dyt), isru (dyisru), derf, …; all; free, E\\[y|x] itself; best, of all; or "
+        "your own formula of x, 'mine=x/(1+abs(x))'."
+    ),
+]
+ByGamma = Annotated[
+    bool, typer.Option("--by-gamma", help="Also keep sums weighted by γ², for `fit --weights-by gamma`.")
+]
+PerChannel = Annotated[bool, typer.Option("--per-channel", help="Also keep sums per channel, for `fit --per channel`.")]
 Layers = Annotated[
     str,
     typer.Option(

@@ -129,15 +129,29 @@ def _without_parts(name: str, by: str) -> UsageError:
     return UsageError(f"{name} has no {by}s to keep apart; diffusion models have.")
 
 
-def captures(names: Sequence[str], run: Run, layers: str, output: Output, by: str | None = None) -> Iterator[Capture]:
+def captures(
+    names: Sequence[str],
+    run: Run,
+    layers: str,
+    output: Output,
+    by: str | None = None,
+    *,
+    by_gamma: bool = False,
+    per_channel: bool = False,
+) -> Iterator[Capture]:
     """Capture each model, or read each capture file; give the parts of each in its place where ``by`` names them.
+
+    Models are captured with the sums weighted by γ², or per channel, that are asked for; a file has what it has.
 
     Raises:
         DataError: if a file is no capture.
         UsageError: if a capture has no such parts.
     """
     for name in names:
-        seen = _from_file(name, layers, output) if _is_file(name) else _from_model(name, run, layers, output)
+        if _is_file(name):
+            seen = _from_file(name, layers, output)
+        else:
+            seen = _from_model(name, run, layers, output, by_gamma=by_gamma, per_channel=per_channel)
         if by is None:
             yield seen
             continue
@@ -159,7 +173,9 @@ def _from_file(name: str, layers: str, output: Output) -> Capture:
     return capture
 
 
-def _from_model(name: str, run: Run, layers: str, output: Output) -> Capture:
+def _from_model(
+    name: str, run: Run, layers: str, output: Output, *, by_gamma: bool, per_channel: bool
+) -> Capture:
     network = run.load(name, output)
     from normscope.pairs.hooks import capture
 
@@ -171,6 +187,8 @@ def _from_model(name: str, run: Run, layers: str, output: Output) -> Capture:
         seed=run.seed,
         sample=run.sample,
         verify=run.verify,
+        by_gamma=by_gamma,
+        per_channel=per_channel,
     )
     output.account(seen, network.inputs.unreadable)
     return seen

@@ -120,7 +120,7 @@ def free(moments: Tensor, counts: Tensor, made: Ceiling | None) -> Curve:
         return torch.from_numpy(np.asarray(np.interp(given, at, mean) + beyond * outside))
 
     def derivative(u: Tensor) -> Tensor:
-        return torch.from_numpy(slopes[np.searchsorted(at, u.detach().double().numpy())])
+        return torch.from_numpy(np.asarray(slopes[np.searchsorted(at, u.detach().double().numpy())]))
 
     return Curve(
         name=FREE,

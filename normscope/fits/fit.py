@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from normscope.errors import UsageError
 from normscope.fits.ceiling import ceiling
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves import BEST, CURVES, FREE, Curve, curves_named, split_names
 from normscope.fits.forms import Form
-from normscope.fits.levels import Level, levels_of
+from normscope.fits.levels import Level, check_levels, levels_of
 from normscope.fits.problems import Problems, batches
 from normscope.fits.rows import Describe, columns
 from normscope.fits.search import fitted
@@ -61,32 +61,48 @@ def fit(
     >>> [found.curve for found in fit(seen, "dyt")]
     ['tanh']
     """
-    form = Form(amplitude, theory, alpha, shift)
-    wanted = _wanted(curves)
-    for curve in wanted:
-        if isinstance(curve, Curve) and (refusal := form.refusal(curve)):
+    plan = planned(curves, per, pool, Form(amplitude, theory, alpha, shift), weights_by)
+    return carried_out(plan, capture)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A call of :func:`fit` that was understood, before there is a capture."""
+
+    wanted: Sequence[str | Curve]
+    per: str
+    pool: str | None
+    form: Form
+    weights_by: str
+
+
+def planned(curves: str | Sequence[str | Curve], per: str, pool: str | None, form: Form, weights_by: str) -> Plan:
+    """Look the curves up, and refuse what cannot be fitted whatever the data is; UsageError."""
+    parts = split_names(curves) if isinstance(curves, str) else curves
+    words = {part: part.strip().lower() for part in parts if isinstance(part, str)}
+    known = curves_named([part for part in parts if words.get(part) not in (FREE, BEST)])
+    for curve in known:
+        if refusal := form.refusal(curve):
             raise UsageError(refusal)
-    levels = levels_of(capture, per=per, pool=pool, weights_by=weights_by)
-    if form.needs_bound:
+    check_levels(per, pool, weights_by)
+    named = [words[part] for part in words if words[part] in (FREE, BEST)]
+    return Plan([*known, *dict.fromkeys(named)], per, pool, form, weights_by)
+
+
+def carried_out(plan: Plan, capture: Capture) -> list[CurveFit]:
+    """Fit what was planned to one capture, as :func:`fit` does."""
+    levels = levels_of(capture, per=plan.per, pool=plan.pool, weights_by=plan.weights_by)
+    if plan.form.needs_bound:
         levels = [level if math.isfinite(level.bound) else _unbounded(level) for level in levels]
-    describe = Describe(capture, form, weights_by)
+    describe = Describe(capture, plan.form, plan.weights_by)
     rows: dict[int, list[CurveFit]] = {}
     for numbers, problems in batches(levels):
-        rows |= dict(zip(numbers, _rows_of(problems, wanted, describe), strict=True))
+        rows |= dict(zip(numbers, _rows_of(problems, plan.wanted, describe), strict=True))
     return [
         found
         for number, level in enumerate(levels)
-        for found in rows.get(number) or [describe.empty(level, curve) for curve in wanted]
+        for found in rows.get(number) or [describe.empty(level, curve) for curve in plan.wanted]
     ]
-
-
-def _wanted(curves: str | Sequence[str | Curve]) -> list[str | Curve]:
-    """Look the curves up; ``free`` and ``best``, which are none before the data is seen, stay words."""
-    wanted: dict[str, str | Curve] = {}
-    for name in split_names(curves) if isinstance(curves, str) else curves:
-        word = name.strip().lower() if isinstance(name, str) else ""
-        wanted |= {word: word} if word in (FREE, BEST) else {curve.name: curve for curve in curves_named([name])}
-    return list(wanted.values())
 
 
 def _unbounded(level: Level) -> Level:

@@ -26,7 +26,7 @@ class Goodness:
         centre_rmse: of the others.
         largest_error: largest distance between the curve and the mean y of neighbouring pairs.
         largest_error_at: their x.
-        saturated: share of the pairs at which |f′| is under 5 % of its largest value.
+        saturated: share of the pairs at which |f′| is under 5 % of its largest value; NaN where it has none.
     """
 
     r2: Tensor
@@ -48,7 +48,7 @@ def goodness(nodes: Nodes, predicted: Tensor, steepness: Tensor) -> Goodness:
     Args:
         nodes: the problems, with both signs of x.
         predicted: A·f(αx + s) at the nodes, ``(problems, nodes)``.
-        steepness: |f′| there over its largest value, likewise.
+        steepness: |f′| there over its largest value, likewise; NaN for a curve that has none.
     """
     off = nodes.y - predicted
     squares = nodes.weight * off.square() + nodes.scatter
@@ -65,7 +65,7 @@ def goodness(nodes: Nodes, predicted: Tensor, steepness: Tensor) -> Goodness:
         centre_rmse=((residual - tail).clamp_min(0) / (weight - tail_weight)).sqrt(),
         largest_error=largest[:, 0],
         largest_error_at=nodes.x.gather(-1, at)[:, 0],
-        saturated=(nodes.weight * flat).sum(-1) / weight,
+        saturated=torch.where(steepness.isnan().any(-1), torch.nan, (nodes.weight * flat).sum(-1) / weight),
     )
 
 

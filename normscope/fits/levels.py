@@ -72,13 +72,7 @@ def levels_of(
         UsageError: if there is no such level, pool or weighting, or if they exclude one another.
         DataError: if the capture lacks the sums that they need.
     """
-    for what, value, known in (("level", per, PER), ("pool", pool, POOLS), ("weighting", weights_by, WEIGHTS)):
-        if value is not None and value not in known:
-            raise UsageError(unknown(what, value, known))
-    if per == "channel" and (pool or weights_by == "gamma"):
-        raise UsageError(
-            "Channels are fitted site by site, and γ² is one number in each; leave pool and weights by gamma out."
-        )
+    check_levels(per, pool, weights_by)
     if per == "channel":
         levels = [level for site in capture.sites for level in _channels(site, capture.stats[site.name])]
     else:
@@ -89,6 +83,17 @@ def levels_of(
             groups.setdefault(_shared(site, pool), []).append(level)
         levels = [_pooled(name, members) for name, members in groups.items()]
     return [_even_over_x(level) for level in levels] if weights_by == "x" else levels
+
+
+def check_levels(per: str, pool: str | None, weights_by: str) -> None:
+    """Refuse what :func:`levels_of` would, before there is a capture; UsageError."""
+    for what, value, known in (("level", per, PER), ("pool", pool, POOLS), ("weighting", weights_by, WEIGHTS)):
+        if value is not None and value not in known:
+            raise UsageError(unknown(what, value, known))
+    if per == "channel" and (pool or weights_by == "gamma"):
+        raise UsageError(
+            "Channels are fitted site by site, and γ² is one number in each; leave pool and weights by gamma out."
+        )
 
 
 def kind_of_site(name: str) -> str:

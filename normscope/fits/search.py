@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,7 +48,7 @@ def fitted(problems: Problems, curve: Curve, form: Form) -> Fitted:
         solutions = least_squares(problems.nodes(odd=odd), problems.coarse(odd=odd), curve, constraints)
     solutions = replace(solutions, converged=solutions.converged & ~problems.unresolved(solutions.alpha))
     u = solutions.alpha[:, None] * nodes.x + solutions.shift[:, None]
-    found = goodness(nodes, solutions.amplitude[:, None] * curve.function(u), curve.derivative(u).abs() / curve.peak)
+    found = goodness(nodes, solutions.amplitude[:, None] * curve.function(u), _steepness(curve, u))
     if not problems.occupied.any():
         return Fitted(curve, solutions, found, None, torch.full_like(solutions.alpha, torch.nan), {})
     folds, without = problems.folds, problems.without_folds(odd=odd)
@@ -67,6 +68,12 @@ def fitted(problems: Problems, curve: Curve, form: Form) -> Fitted:
         1 - torch.where(problems.occupied, held_out, 0.0).sum(-1) / nodes.total,
         _intervals(problems, form, curve, solutions, *estimates),
     )
+
+
+def _steepness(curve: Curve, u: Tensor) -> Tensor:
+    """|f′| over its largest value; NaN where that is infinite."""
+    slope = curve.derivative(u).abs()
+    return slope / curve.peak if math.isfinite(curve.peak) else torch.full_like(slope, torch.nan)
 
 
 def _estimates(curve: Curve, solutions: Solutions, r2: Tensor) -> dict[str, Tensor]:
