@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from normscope.errors import NormscopeError
     from normscope.figures.overview import overview
     from normscope.figures.scurves import plot
+    from normscope.fits.card import NormCard, norm_cards
     from normscope.fits.fit import CurveFit, fit
     from normscope.models.registry import load
     from normscope.pairs.captures import Capture
@@ -31,6 +32,7 @@ _HOMES = {
     "Batch": "batches.Batch",
     "Capture": "pairs.captures.Capture",
     "CurveFit": "fits.fit.CurveFit",
+    "NormCard": "fits.card.NormCard",
     "NormscopeError": "errors.NormscopeError",
     "PairStats": "pairs.stats.PairStats",
     "Sample": "batches.Sample",
@@ -38,6 +40,7 @@ _HOMES = {
     "fit": "fits.fit.fit",
     "load": "models.registry.load",
     "load_capture": "pairs.storage.load",
+    "norm_cards": "fits.card.norm_cards",
     "overview": "figures.overview.overview",
     "plot": "figures.scurves.plot",
     "register_norm": "pairs.norms.register_norm",
@@ -48,6 +51,7 @@ __all__ = [
     "Batch",
     "Capture",
     "CurveFit",
+    "NormCard",
     "NormscopeError",
     "PairStats",
     "Sample",
@@ -55,6 +59,7 @@ __all__ = [
     "fit",
     "load",
     "load_capture",
+    "norm_cards",
     "overview",
     "plot",
     "register_norm",

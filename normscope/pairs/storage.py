@@ -19,6 +19,7 @@ from normscope.files import whole_file
 from normscope.pairs.binning import MOMENTS, PAIR_GRID
 from normscope.pairs.captures import Capture
 from normscope.pairs.folds import FOLDS, SourcesSeen
+from normscope.pairs.formulas import FORMS, form_name
 from normscope.pairs.sampling import LARGEST_TOKENS, UNIFORM_TOKENS, PairSample, TokenSample
 from normscope.pairs.sites import NormSite, SkippedNorm
 from normscope.pairs.stats import PairStats
@@ -68,6 +69,7 @@ _SITE_FIELDS: dict[str, Callable[[Any], bool]] = {
     "centred": _is_bool,
     "bounded": _is_bool,
     "grouped": _is_bool,
+    "form": lambda value: value is None or value in [form_name(form) for form in FORMS.values()],
 }
 
 

@@ -236,7 +236,8 @@ POINTERS = {
     "valid": "*i1", "runs": "*i64", "keys": "*i64", "folds": "*i32", "shift": "*fp64", "rstd": "*fp64",
     "reach": "*fp32", "competing": "*i32", "token_offsets": "*i64", "token_scales": "*i64", "nonfinite_tokens": "*i64",
     "moments": "*fp64", "density": "*i64", "channel_sums": "*fp64", "channel_extremes": "*fp32",
-    "numbers": "*i64", "samples": "*i64", "pair_keys": "*i64", "pair_x": "*fp32", "pair_y": "*fp32", "pair_channel": "*i32",
+    "pair_keys": "*i64", "pair_x": "*fp32", "pair_y": "*fp32", "pair_channel": "*i32",
+    "numbers": "*i64", "samples": "*i64",
 }  # fmt: skip
 OF_TOKENS = {
     "rank": "*fp64",

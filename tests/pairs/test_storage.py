@@ -131,6 +131,7 @@ SITE_CHANGES = {
     "centred": [None, 1, "yes"],
     "bounded": [None, 1, "yes"],
     "grouped": [None, 0, "no", True],
+    "form": [0, "", "LayerNorm", ["layer_norm"], {}],
     "sources": [None, [], "one", {"unheard": 1}],
 }
 SOURCES_CHANGES = {

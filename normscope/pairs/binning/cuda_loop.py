@@ -128,10 +128,10 @@ def describe(
     """Say of each token what its line, its key and its reach are; each program of ``at_once`` of them.
 
     ``rows`` are ``(n, d)``; ``runs``, int64 ``(5, n_runs)``, the start, fold, key, position and sample of each, and
-    ``half`` is the largest power of two below their number. Given to the next kernels, ``(n,)`` each: ``keys``, int64, the largest
-    where a token does not count; ``folds``, int32; ``shift`` and ``rstd``, float64, unless they are ``given``;
-    ``reach``, float32, max |x|, or −1; ``competing``, int32, zero; ``numbers``, within its sample, and ``samples``,
-    int64. The form's five numbers follow :class:`Form`.
+    ``half`` is the largest power of two below their number. Given to the next kernels, ``(n,)`` each: ``keys``, int64,
+    the largest where a token does not count; ``folds``, int32; ``shift`` and ``rstd``, float64, unless they are
+    ``given``; ``reach``, float32, max |x|, or −1; ``competing``, int32, zero; ``numbers``, within its sample, and
+    ``samples``, int64. The form's five numbers follow :class:`Form`.
     """
     token = tl.program_id(0) * at_once + tl.arange(0, at_once)
     exists = token < n
