@@ -31,9 +31,9 @@ def scale_table(cards: Sequence[NormCard]) -> Table:
         table.add_row(escape(card.site), *_centring(card), *_scale(card), _linear(card))
     table.caption = (
         "|μ|/σ: median and 95th percentile over tokens · mean's share: of a token's x² · without centring: "
-        "Σ(y − RMSNorm(x))²/Σy² · σ: percentiles over tokens, and how many times the 5th the 95th is · eps: share of tokens whose y "
-        "it lowers by 1 % · holds to: the c down to which y(c·x) = y(x), to 1 % for 99 % of the tokens · linear: share "
-        "of pairs where the tanh fitted is within 5 % of its tangent"
+        "Σ(y − RMSNorm(x))²/Σy² · σ: percentiles over tokens, and how many times the 5th the 95th is · eps: share of "
+        "tokens whose y it lowers by 1 % · holds to: the c down to which y(c·x) = y(x), to 1 % for 99 % of the tokens "
+        "· linear: share of pairs where the tanh fitted is within 5 % of its tangent"
     )
     return _unbroken(table)
 
