@@ -18,8 +18,12 @@ if TYPE_CHECKING:
     from normscope.errors import NormscopeError
     from normscope.figures.overview import overview
     from normscope.figures.scurves import plot
+    from normscope.fits.card import NormCard, norm_cards
     from normscope.fits.curve_fit import CurveFit
+    from normscope.fits.curves import Curve, curve_of
     from normscope.fits.fit import fit
+    from normscope.fits.layerwise import Layerwise, layerwise
+    from normscope.fits.tokens import TokenSlopes, token_slopes
     from normscope.models.registry import load
     from normscope.pairs.captures import Capture
     from normscope.pairs.hooks import capture
@@ -31,35 +35,51 @@ if TYPE_CHECKING:
 _HOMES = {
     "Batch": "batches.Batch",
     "Capture": "pairs.captures.Capture",
+    "Curve": "fits.curves.Curve",
     "CurveFit": "fits.curve_fit.CurveFit",
+    "Layerwise": "fits.layerwise.Layerwise",
+    "NormCard": "fits.card.NormCard",
     "NormscopeError": "errors.NormscopeError",
     "PairStats": "pairs.stats.PairStats",
     "Sample": "batches.Sample",
+    "TokenSlopes": "fits.tokens.TokenSlopes",
     "capture": "pairs.hooks.capture",
+    "curve_of": "fits.curves.curve_of",
     "fit": "fits.fit.fit",
+    "layerwise": "fits.layerwise.layerwise",
     "load": "models.registry.load",
     "load_capture": "pairs.storage.load",
+    "norm_cards": "fits.card.norm_cards",
     "overview": "figures.overview.overview",
     "plot": "figures.scurves.plot",
     "register_norm": "pairs.norms.register_norm",
     "save_capture": "pairs.storage.save",
+    "token_slopes": "fits.tokens.token_slopes",
 }
 
 __all__ = [
     "Batch",
     "Capture",
+    "Curve",
     "CurveFit",
+    "Layerwise",
+    "NormCard",
     "NormscopeError",
     "PairStats",
     "Sample",
+    "TokenSlopes",
     "capture",
+    "curve_of",
     "fit",
+    "layerwise",
     "load",
     "load_capture",
+    "norm_cards",
     "overview",
     "plot",
     "register_norm",
     "save_capture",
+    "token_slopes",
 ]
 
 

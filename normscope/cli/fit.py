@@ -52,16 +52,18 @@ Amplitude = Annotated[
 Theory = Annotated[
     bool, typer.Option("--theory", help="Fit nothing: A as in theory, α from the mean slope of the tokens' lines.")
 ]
-Alpha = Annotated[
-    float | None, typer.Option(help="Fix α; 1 is the ablation without α.", show_default=False)
-]
+Alpha = Annotated[float | None, typer.Option(help="Fix α; 1 is the ablation without α.", show_default=False)]
 Shift = Annotated[
     bool | None,
-    typer.Option("--shift/--no-shift", help="Fit s in f(αx + s), or not; by default for derf alone.", show_default=False),
+    typer.Option(
+        "--shift/--no-shift", help="Fit s in f(αx + s), or not; by default for derf alone.", show_default=False
+    ),
 ]
 WeightsBy = Annotated[
     str,
-    typer.Option(metavar="pairs|gamma|x", help="Pairs count alike, by γ² (what the next layer sees), or evenly over x."),
+    typer.Option(
+        metavar="pairs|gamma|x", help="Pairs count alike, by γ² (what the next layer sees), or evenly over x."
+    ),
 ]
 
 

@@ -173,9 +173,7 @@ def _from_file(name: str, layers: str, output: Output) -> Capture:
     return capture
 
 
-def _from_model(
-    name: str, run: Run, layers: str, output: Output, *, by_gamma: bool, per_channel: bool
-) -> Capture:
+def _from_model(name: str, run: Run, layers: str, output: Output, *, by_gamma: bool, per_channel: bool) -> Capture:
     network = run.load(name, output)
     from normscope.pairs.hooks import capture
 

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from normscope.figures import density
 from normscope.figures.style import Style
-from normscope.fits.curve_fit import CurveFit
 from normscope.fits.ceiling import conditional_mean
+from normscope.fits.curve_fit import CurveFit
 from normscope.pairs.binning import DENSITY_Y_GRID
 from normscope.pairs.captures import Capture
 from normscope.pairs.sites import NormSite

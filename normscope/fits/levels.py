@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from normscope.errors import DataError, UsageError, unknown
-from normscope.pairs.binning import CHANNEL_GRID, PAIR_GRID, TOKEN_GRID, FloatGrid
+from normscope.fits.magnitudes import of_tokens
+from normscope.pairs.binning import CHANNEL_GRID, PAIR_GRID, FloatGrid
 from normscope.pairs.captures import Capture
 from normscope.pairs.sites import NormSite
 from normscope.pairs.stats import PairStats
@@ -163,11 +165,8 @@ def _slope(site: NormSite, stats: PairStats) -> float:
     n, _, _, _, xy, _ = stats.moments.sum((0, 2)).tolist()
     if not n:
         return math.nan
-    edges = TOKEN_GRID.edges()
-    middle = (edges[:-1] + edges[1:]) / 2
-    inner = (stats.token_scales > 0) & (middle > 0) & middle.isfinite()
-    counts = stats.token_scales[inner].double()
-    of_eps = site.eps * float((counts / middle[inner]).sum() / counts.sum().clamp_min(1))
+    scales = of_tokens(stats.token_scales)
+    of_eps = scales.mean(lambda scale: site.eps / np.maximum(scale, 1e-300)) if site.eps else 0.0
     scale = xy / n + of_eps
     return (1 - 1 / site.d if site.centred else 1.0) / scale if scale > 0 else math.nan
 

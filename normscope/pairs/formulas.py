@@ -91,6 +91,11 @@ FORMS: dict[Normalize, Form] = {
 }
 
 
+def form_name(form: Form) -> str:
+    """Name a form of :data:`FORMS` by its function."""
+    return next(normalize.__name__ for normalize, own in FORMS.items() if own is form)
+
+
 def gain_and_shift(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     """Return what the module keeps to multiply y by and to add to it, flat and in float32; None where it has none."""
 

@@ -94,6 +94,9 @@ class TokenSample:
             groups, :data:`GROUPED_WIDTH` elements.
         y: float32 ``(tokens, d)``.
         rstd: float32 ``(tokens,)``; the slope of that line.
+        position: int64 ``(tokens,)``; number of the token among those that the norm takes of its sample, padding
+            counted.
+        sample: int64 ``(tokens,)``; number of that sample within its data set; −1 where it is not known.
     """
 
     rank: Tensor
@@ -101,6 +104,8 @@ class TokenSample:
     x: Tensor
     y: Tensor
     rstd: Tensor
+    position: Tensor
+    sample: Tensor
 
     @classmethod
     def empty(cls, d: int, device: torch.device, places: int = 0) -> TokenSample:
@@ -108,7 +113,8 @@ class TokenSample:
         rank = torch.full((places,), torch.inf, dtype=torch.float64, device=device)
         key = torch.full((places,), NO_KEY, dtype=torch.int64, device=device)
         x, y = torch.zeros(2, places, d, device=device)
-        return cls(rank, key, x, y, torch.zeros(places, device=device))
+        position, sample = torch.zeros(2, places, dtype=torch.int64, device=device)
+        return cls(rank, key, x, y, torch.zeros(places, device=device), position, sample)
 
     def with_more(self, other: TokenSample, capacity: int) -> TokenSample:
         """Return the ``capacity`` tokens of least rank of both; free places come last."""

@@ -27,6 +27,9 @@ class NormSite:
         centred: whether it takes the token's mean away.
         bounded: whether the statistics are the token's own, so that √d bounds |y|.
         grouped: whether a token is a group of channels over all positions; its size may differ from input to input.
+        form: name of the form by which a token's line follows from its elements, see
+            :data:`normscope.pairs.formulas.FORMS`; None where it follows from something else: running statistics, or a
+            formula that the user registered.
     """
 
     index: int
@@ -43,6 +46,7 @@ class NormSite:
     centred: bool
     bounded: bool = True
     grouped: bool = False
+    form: str | None = None
 
     @property
     def d(self) -> int:

@@ -31,7 +31,7 @@ from normscope.pairs.sampling import (
 )
 from normscope.pairs.tokens import Lines, Run, Tokens
 
-_NOBODY = (Sample("tokens of no sample", 0, 0),)
+_NOBODY = (Sample("tokens of no sample", 0, -1),)
 _OPTIONAL = ("gamma_moments", "channel_moments")
 
 
@@ -131,7 +131,7 @@ class PairStats:
     def nbytes(self) -> int:
         """Memory that the sums and samples take at most: a constant of the channels, whatever has been added."""
         tensors = [getattr(self, f.name) for f in fields(self)]
-        token_bytes = (UNIFORM_TOKENS + LARGEST_TOKENS) * (8 + 8 + 4 * 2 * self.tokens.x.shape[1] + 4)
+        token_bytes = (UNIFORM_TOKENS + LARGEST_TOKENS) * (4 * 8 + 4 * 2 * self.tokens.x.shape[1] + 4)
         pair_bytes = sum(getattr(self.pairs, f.name).nbytes for f in fields(self.pairs))
         return int(sum(t.nbytes for t in tensors if isinstance(t, Tensor)) + token_bytes + pair_bytes)
 
@@ -178,8 +178,10 @@ class PairStats:
             samples, per_sample, first_token = _NOBODY, len(rows), self.n_tokens + int(self.nonfinite_tokens)
         self._regroup(self.sources.with_samples(samples))
         runs = [
-            Run(number * per_sample, (number + 1) * per_sample, fold, sample_key(sample, self.seed), first_token)
-            for number, (sample, fold) in enumerate(zip(samples, self.sources.folds_of(samples), strict=True))
+            Run(
+                number * per_sample, (number + 1) * per_sample, fold, sample_key(own, self.seed), first_token, own.index
+            )
+            for number, (own, fold) in enumerate(zip(samples, self.sources.folds_of(samples), strict=True))
         ]
         tokens = Tokens(rows, lines, runs, self.channels, groups, valid, gamma)
         if sample is not None:

@@ -19,12 +19,13 @@ from normscope.files import whole_file
 from normscope.pairs.binning import MOMENTS, PAIR_GRID
 from normscope.pairs.captures import Capture
 from normscope.pairs.folds import FOLDS, SourcesSeen
+from normscope.pairs.formulas import FORMS, form_name
 from normscope.pairs.sampling import LARGEST_TOKENS, UNIFORM_TOKENS, PairSample, TokenSample
 from normscope.pairs.sites import NormSite, SkippedNorm
 from normscope.pairs.stats import PairStats
 
 FORMAT = "normscope-capture"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _HEADER = "normscope"
 _DENSE = ("channel_sums", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
 _COUNTS = ("density", "token_offsets", "token_scales", "nonfinite_tokens")
@@ -68,6 +69,7 @@ _SITE_FIELDS: dict[str, Callable[[Any], bool]] = {
     "centred": _is_bool,
     "bounded": _is_bool,
     "grouped": _is_bool,
+    "form": lambda value: value is None or value in [form_name(form) for form in FORMS.values()],
 }
 
 
@@ -271,6 +273,8 @@ def _check(stats: PairStats) -> None:
             raise ValueError(f"{name} holds negative counts")
     if not bool((stats.pairs.channel.ge(0) & stats.pairs.channel.lt(stats.channels)).all()):
         raise ValueError("its pairs name channels that do not exist")
+    if any(bool((own.position < 0).any()) for own in (stats.tokens, stats.largest)):
+        raise ValueError("its tokens name places that do not exist")
     drawn = {name: getattr(stats, name) for name in _DENSE}
     for name in ("pairs", "tokens", "largest"):
         sample = getattr(stats, name)

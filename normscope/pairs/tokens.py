@@ -47,6 +47,7 @@ class Run:
         fold: that they belong to.
         key: of the sample, from which the tokens' own keys follow.
         position: number of the first within its sample.
+        sample: number of the sample within its data set; −1 where it is not known.
     """
 
     start: int
@@ -54,6 +55,7 @@ class Run:
     fold: int
     key: int
     position: int
+    sample: int
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,13 @@ class Tokens:
 
     def keys(self) -> Tensor:
         """Return the key of every token: int64 ``(tokens,)``; the largest int64 for padding, which draws nothing."""
-        first = self._of_runs([run.position - run.start for run in self.runs])
-        keys = token_keys(self._of_runs([run.key for run in self.runs]), torch.arange(len(self.rows)) + first)
-        keys = keys.to(self.rows.device)
+        keys = token_keys(self._of_runs([run.key for run in self.runs]), self._positions()).to(self.rows.device)
         return keys if self.valid is None else keys.where(self.valid, NO_KEY)
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Return of every token its number within its sample, and that sample's number: two int64 ``(tokens,)``."""
+        samples = self._of_runs([run.sample for run in self.runs])
+        return self._positions().to(self.rows.device), samples.to(self.rows.device)
 
     def sampled(self, count: int) -> Tokens:
         """Return the same tokens, of which only ``count`` of each run are data: those of least key, of the valid."""
@@ -112,6 +117,9 @@ class Tokens:
         ]
         taken = torch.zeros(len(keys), dtype=torch.bool, device=keys.device).index_fill_(0, torch.cat(least), True)
         return replace(self, valid=taken if self.valid is None else taken & self.valid)
+
+    def _positions(self) -> Tensor:
+        return torch.arange(len(self.rows)) + self._of_runs([run.position - run.start for run in self.runs])
 
     def _of_runs(self, values: Sequence[int]) -> Tensor:
         lengths = torch.tensor([run.stop - run.start for run in self.runs])

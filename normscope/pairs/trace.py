@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from normscope.batches import Batch
 from normscope.errors import ModelError
-from normscope.pairs.formulas import gain_and_shift
+from normscope.pairs.formulas import form_name, gain_and_shift
 from normscope.pairs.kinds import NormKind
 from normscope.pairs.norms import ancestor_kind, kind_of, refusal
 from normscope.pairs.placement import ADDITIONS, Addition, Ends, of_sites
@@ -270,6 +270,7 @@ def _site(index: int, call: _Call, kind: NormKind) -> NormSite:
         centred=kind.centred,
         bounded=kind.bounded,
         grouped=kind.groups is not None,
+        form=None if kind.form is None else form_name(kind.form),
     )
 
 

@@ -66,7 +66,7 @@ def test_help_is_fast_and_imports_nothing_heavy(folder):
     assert "Examples: normscope plot" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["plot", "fit", "capture", "layers", "models"])
+@pytest.mark.parametrize("command", ["plot", "fit", "stats", "capture", "layers", "models"])
 def test_every_commands_help_has_an_example(folder, command):
     done = run(command, "--help", cwd=folder, NO_COLOR="1")
     assert done.returncode == 0
@@ -165,7 +165,7 @@ def test_a_narrow_terminal_breaks_no_number(captured):
 
 
 @pytest.mark.parametrize(
-    "command", [["layers"], ["fit"], ["plot", "--dpi", "40"], ["capture", "-o", "mixed.safetensors"]]
+    "command", [["layers"], ["fit"], ["stats"], ["plot", "--dpi", "40"], ["capture", "-o", "mixed.safetensors"]]
 )
 def test_norms_that_are_not_known_are_reported_by_every_command(folder, command):
     (folder / "own.py").write_text(OWN)

@@ -43,9 +43,9 @@ def tokens_of(rows: torch.Tensor, lines: Lines = LAYER_NORM, first: int = 0, **m
     n = len(rows)
     bounds = [0, n // 5, n // 5, n // 2, n - 1, n]
     runs = [
-        Run(start, stop, fold, key, first)
-        for start, stop, fold, key in zip(
-            bounds, bounds[1:], [5, 1, 0, 5, 7], [-(2**63), 3, 2**63 - 1, 977, -11], strict=False
+        Run(start, stop, fold, key, first, sample)
+        for start, stop, fold, key, sample in zip(
+            bounds, bounds[1:], [5, 1, 0, 5, 7], [-(2**63), 3, 2**63 - 1, 977, -11], [4, 0, -1, 2**40, 9], strict=False
         )
     ]
     return Tokens(rows, lines, runs, more.pop("channels", rows.shape[1]), **more)
@@ -83,7 +83,7 @@ def cases() -> dict[str, list[Tokens]]:
         "every kind of number": [tokens_of(of_many_kinds(30, 9, -46))],
         "every kind of number, no eps": [tokens_of(of_many_kinds(20, 9, -30), Lines(FORMS[std_norm], 0.0))],
         "given lines": [tokens_of(of_many_kinds(10, 12, -3), given(10))],
-        "one token of one channel": [Tokens(torch.tensor([[3.0]]), given(1), [Run(0, 1, 3, 5, 0)], 1)],
+        "one token of one channel": [Tokens(torch.tensor([[3.0]]), given(1), [Run(0, 1, 3, 5, 0, 0)], 1)],
         "rows in strides": [tokens_of(rows_of(17, 10).T)],
         "all the sums": [tokens_of(rows_of(8, 6), gamma=torch.linspace(-1, 2, 6))],
         "groups": [grouped(2, 6, 7), grouped(2, 6, 37, samples=2, first=6)],
@@ -220,7 +220,7 @@ def test_a_call_is_three_kernels_and_nothing_waits_for_them(monkeypatch, groups)
         on = torch.device("cuda")
         stats = PairStats.empty(8, device=on, grouped=groups is not None)
         rows, valid = torch.randn(30, 8 if groups is None else 20, device=on), torch.ones(30, device=on).bool()
-        tokens = Tokens(rows, LAYER_NORM, [Run(0, 12, 0, 1, 0), Run(12, 30, 1, 2, 0)], 8, groups, valid)
+        tokens = Tokens(rows, LAYER_NORM, [Run(0, 12, 0, 1, 0, 0), Run(12, 30, 1, 2, 0, 1)], 8, groups, valid)
         with waits:
             cuda.add(stats, tokens)
             first = list(waits.names)
@@ -237,8 +237,17 @@ POINTERS = {
     "reach": "*fp32", "competing": "*i32", "token_offsets": "*i64", "token_scales": "*i64", "nonfinite_tokens": "*i64",
     "moments": "*fp64", "density": "*i64", "channel_sums": "*fp64", "channel_extremes": "*fp32",
     "pair_keys": "*i64", "pair_x": "*fp32", "pair_y": "*fp32", "pair_channel": "*i32",
+    "numbers": "*i64", "samples": "*i64",
 }  # fmt: skip
-OF_TOKENS = {"rank": "*fp64", "key": "*i64", "x": "*fp32", "y": "*fp32", "rstd": "*fp32"}
+OF_TOKENS = {
+    "rank": "*fp64",
+    "key": "*i64",
+    "x": "*fp32",
+    "y": "*fp32",
+    "rstd": "*fp32",
+    "position": "*i64",
+    "sample": "*i64",
+}
 POINTERS |= {f"{sample}_{name}": kind for sample in ("token", "largest") for name, kind in OF_TOKENS.items()}
 FORM = {"eps": 1e-6, "centred": True, "about_mean": True, "correction": 0, "clamped": False, "given": False}
 WARPS = cuda._WARPS_TO_DRAW

@@ -33,7 +33,7 @@ def tokens_of(rows: torch.Tensor, lines: Lines, n_samples: int = 3, first: int =
     bounds = torch.linspace(0, len(rows), n_samples + 1).long().tolist()
     folds = [5, 0, 5, 2]
     runs = [
-        Run(start, stop, folds[number % 4], 977 * number - 10, first)
+        Run(start, stop, folds[number % 4], 977 * number - 10, first, 3 * number - 1)
         for number, (start, stop) in enumerate(itertools.pairwise(bounds))
     ]
     return Tokens(rows, lines, runs, more.pop("channels", rows.shape[1]), **more)
@@ -178,7 +178,7 @@ def test_nothing_waits_for_a_gpu():
         for groups, d in ((None, 8), (2, 40)):
             stats = PairStats.empty(8, grouped=groups is not None, by_gamma=True, per_channel=True)
             lines = Lines(FORMS[layer_norm], 1e-6)
-            tokens = Tokens(torch.randn(12, d), lines, [Run(0, 6, 0, 1, 0), Run(6, 12, 1, 2, 0)], 8, groups)
+            tokens = Tokens(torch.randn(12, d), lines, [Run(0, 6, 0, 1, 0, 0), Run(6, 12, 1, 2, 0, 1)], 8, groups)
             reference.add(stats, tokens)
             assert stats.tokens.x.shape[0] == 64
 

@@ -18,6 +18,7 @@ from normscope.pairs.tokens import Lines
 D = 6
 LAYER_NORM = Lines(FORMS[layer_norm], 1e-6)
 TOKENS = 5
+PLACE = ("position", "sample")
 
 
 def rows_of(sample: Sample) -> torch.Tensor:
@@ -47,8 +48,8 @@ def same(a: PairStats, b: PairStats) -> bool:
             torch.allclose(getattr(a, name), getattr(b, name), rtol=1e-13, atol=1e-11)
             for name in ("moments", "gamma_moments", "channel_moments", "channel_sums")
         )
-        and all(torch.equal(getattr(a.tokens, n), getattr(b.tokens, n)) for n in ("key", "x", "y", "rstd"))
-        and all(torch.equal(getattr(a.largest, n), getattr(b.largest, n)) for n in ("rank", "key", "x", "y"))
+        and all(torch.equal(getattr(a.tokens, n), getattr(b.tokens, n)) for n in ("key", "x", "y", "rstd", *PLACE))
+        and all(torch.equal(getattr(a.largest, n), getattr(b.largest, n)) for n in ("rank", "key", "x", "y", *PLACE))
         and all(torch.equal(getattr(a.pairs, n), getattr(b.pairs, n)) for n in ("key", "x", "y", "channel"))
         and a.sources.number == b.sources.number
         and a.fold_by == b.fold_by

@@ -73,7 +73,7 @@ def assert_same(again, seen):
 def test_the_header_says_what_it_is(file):
     with safe_open(file, framework="pt") as opened:
         header = json.loads(opened.metadata()["normscope"])
-    assert (header["format"], header["version"]) == ("normscope-capture", 2)
+    assert (header["format"], header["version"]) == ("normscope-capture", 3)
     assert header["about"] == {"model": "small", "weights": "ours", "data": "noise"}
     assert header["seed"] == 5
     assert header["versions"]["torch"] == torch.__version__.split("+")[0] or header["versions"]["torch"]
@@ -98,6 +98,7 @@ def rewritten(file, path, change):
 
 
 CHANGES = {
+    "older version": (lambda h, t: (h | {"version": 2}, t), "format version 2; this normscope reads version 3"),
     "newer version": (lambda h, t: (h | {"version": 99}, t), "format version 99"),
     "other format": (lambda h, t: ({"format": "weights"}, t), "no capture"),
     "no sites": (lambda h, t: (h | {"sites": []}, t), "damaged"),
@@ -107,6 +108,7 @@ CHANGES = {
     "bins beyond the grid": (lambda h, t: (h, t | {"0.moments.bins": t["0.moments.bins"] + 5000}), "damaged"),
     "NaN in a sum": (lambda h, t: (h, t | {"0.moments": t["0.moments"] * torch.nan}), "damaged"),
     "a channel that is none": (lambda h, t: (h, t | {"0.pairs.channel": t["0.pairs.channel"] + 99}), "damaged"),
+    "a place that is none": (lambda h, t: (h, t | {"0.largest.position": -t["0.largest.position"] - 1}), "damaged"),
     "a huge d": (
         lambda h, t: (h | {"sites": [s | {"normalized_shape": [2**40]} for s in h["sites"]]}, t),
         "damaged",
@@ -129,6 +131,7 @@ SITE_CHANGES = {
     "centred": [None, 1, "yes"],
     "bounded": [None, 1, "yes"],
     "grouped": [None, 0, "no", True],
+    "form": [0, "", "LayerNorm", ["layer_norm"], {}],
     "sources": [None, [], "one", {"unheard": 1}],
 }
 SOURCES_CHANGES = {

@@ -71,6 +71,8 @@ def _rows(tokens: Tokens) -> Rows:
         shift=np.empty(n) if lines.shift is None else lines.shift.numpy(),
         rstd=np.empty(n) if lines.rstd is None else lines.rstd.numpy(),
         reach=np.empty(n, np.float32),
+        position=np.empty(n, np.int64),
+        sample=np.empty(n, np.int64),
     )
 
 
@@ -93,7 +95,7 @@ def _shared_out(runs: tuple[Run, ...], threads: int) -> list[_Share]:
         while start < run.stop:
             number = done * threads // total
             stop = min(run.stop, start - done - (-(number + 1) * total // threads))
-            shares[number].append((start, stop, run.fold, run.key, run.position + start - run.start))
+            shares[number].append((start, stop, run.fold, run.key, run.position + start - run.start, run.sample))
             done, start = done + stop - start, stop
     last_folds = [None, *(share[-1][2] for share in shares[:-1] if share)]
     return [

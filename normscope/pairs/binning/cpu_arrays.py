@@ -40,6 +40,8 @@ class Rows(NamedTuple):
         shift: takes its shift, float64 ``(tokens,)``.
         rstd: takes its slope, float64 ``(tokens,)``.
         reach: takes its max |x|, float32 ``(tokens,)``; −1 for a token that does not count.
+        position: takes its number within its sample, int64 ``(tokens,)``.
+        sample: takes that sample's number, int64 ``(tokens,)``.
     """
 
     rows: Any
@@ -54,6 +56,8 @@ class Rows(NamedTuple):
     shift: Any
     rstd: Any
     reach: Any
+    position: Any
+    sample: Any
 
 
 class Sums(NamedTuple):
@@ -87,6 +91,8 @@ class Sample(NamedTuple):
     x: Any
     y: Any
     rstd: Any
+    position: Any
+    sample: Any
 
 
 class Tile(NamedTuple):

@@ -257,7 +257,8 @@ def fill(constants: Any, tokens: Any, runs: Any, sums: Any) -> None:
     Args:
         constants: :data:`CONSTANTS`.
         tokens: a :class:`Rows`.
-        runs: start, stop, fold, key and position of each, int64 ``(runs, 5)``; the fold is negative for ``shared``.
+        runs: start, stop, fold, key, position and sample of each, int64 ``(runs, 6)``; the fold is negative for
+            ``shared``.
         sums: a :class:`Sums`.
     """
     magnitude_bits = np.empty(1, np.int32)
@@ -265,7 +266,7 @@ def fill(constants: Any, tokens: Any, runs: Any, sums: Any) -> None:
     tile = Tile(np.empty(_TILE, np.float32), np.empty(_TILE, np.int32), np.empty(_TILE, np.int32))
     waiting, n_waiting = np.empty(_TOGETHER, np.int64), 0
     for run in range(runs.shape[0]):
-        start, stop, fold, sample_key, position = runs[run]
+        start, stop, fold, sample_key, position, sample = runs[run]
         moments = sums.shared if fold < 0 else sums.moments[fold]
         for t in range(start, stop):
             tokens.reach[t] = _UNCOUNTED
@@ -279,6 +280,7 @@ def fill(constants: Any, tokens: Any, runs: Any, sums: Any) -> None:
                 continue
             key = _mixed(_u8(sample_key) + _u8(position + t - start) * _GOLDEN)
             tokens.keys[t], tokens.reach[t] = np.int64(key), magnitude[0]
+            tokens.position[t], tokens.sample[t] = position + t - start, sample
             _add_token(tokens, t, key, constants, moments, sums, tile)
             if tokens.positions > 1 or tokens.groups > 1:
                 _add_token_to_channels(tokens, t, sums)
@@ -309,6 +311,7 @@ def draw(tokens: Any, by_reach: bool, grouped: bool, sample: Any) -> None:
         if tokens.reach[t] < 0 or (rank, key) >= (sample.rank[last], sample.key[last]):
             continue
         sample.rank[last], sample.key[last], sample.rstd[last] = rank, key, tokens.rstd[t]
+        sample.position[last], sample.sample[last] = tokens.position[t], tokens.sample[t]
         row, width = tokens.rows[t], sample.x.shape[1]
         for i in range(width):
             sample.x[last, i] = row[i * row.size // width]

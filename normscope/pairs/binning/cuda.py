@@ -49,6 +49,8 @@ class _Described:
     rstd: Tensor
     reach: Tensor
     competing: Tensor
+    position: Tensor
+    sample: Tensor
 
     @classmethod
     def room(cls, tokens: Tokens) -> _Described:
@@ -65,6 +67,8 @@ class _Described:
             rstd=given(tokens.lines.rstd),
             reach=empty(torch.float32),
             competing=empty(torch.int32),
+            position=empty(torch.int64),
+            sample=empty(torch.int64),
         )
 
 
@@ -139,6 +143,8 @@ def _draw(stats: PairStats, tokens: Tokens, rows: Tensor, described: _Described)
         described.rstd,
         described.reach,
         described.competing,
+        described.position,
+        described.sample,
         *vars(stats.tokens).values(),
         *vars(stats.largest).values(),
         *vars(stats.pairs).values(),
@@ -164,5 +170,5 @@ def _stream(device: torch.device) -> int:
 @functools.lru_cache(maxsize=16)
 def _runs(runs: tuple[Run, ...], device: torch.device, stream: int) -> Tensor:
     """Send what :func:`describe` takes of runs: once for all norms of a forward, but again for another stream."""
-    table = torch.tensor([(run.start, run.fold, run.key, run.position) for run in runs]).T.contiguous()
+    table = torch.tensor([(run.start, run.fold, run.key, run.position, run.sample) for run in runs]).T.contiguous()
     return (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)

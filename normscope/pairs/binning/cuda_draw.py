@@ -78,7 +78,9 @@ def _write_grouped_token(
 @triton.jit
 def _draw_tokens(
     rows: tl.tensor, keys: tl.tensor, shift: tl.tensor, rstd: tl.tensor, reach: tl.tensor,
+    numbers: tl.tensor, samples: tl.tensor,
     own_rank: tl.tensor, own_key: tl.tensor, own_x: tl.tensor, own_y: tl.tensor, own_rstd: tl.tensor,
+    own_position: tl.tensor, own_sample: tl.tensor,
     n: tl.tensor, d: tl.tensor,
     places: tl.constexpr, by_reach: tl.constexpr, grouped_width: tl.constexpr, tile: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -104,6 +106,8 @@ def _draw_tokens(
             else:
                 _write_token(row, d, own_shift, slope, own_x, own_y, slot, tile)
             tl.store(own_rstd + slot, slope.to(tl.float32))
+            tl.store(own_position + slot, tl.load(numbers + best))
+            tl.store(own_sample + slot, tl.load(samples + best))
             ranks = tl.where(slots == slot, best_rank, ranks)
             taken = tl.where(slots == slot, best_key, taken)
             last_rank, last_key, slot = _last(ranks, taken, slots)
@@ -134,9 +138,11 @@ def _draw_pairs(
 @triton.jit(do_not_specialize=["n", "groups", "per_token"])
 def draw(
     rows: tl.tensor, keys: tl.tensor, shift: tl.tensor, rstd: tl.tensor, reach: tl.tensor, competing: tl.tensor,
+    numbers: tl.tensor, samples: tl.tensor,
     token_rank: tl.tensor, token_key: tl.tensor, token_x: tl.tensor, token_y: tl.tensor, token_rstd: tl.tensor,
+    token_position: tl.tensor, token_sample: tl.tensor,
     largest_rank: tl.tensor, largest_key: tl.tensor, largest_x: tl.tensor, largest_y: tl.tensor,
-    largest_rstd: tl.tensor,
+    largest_rstd: tl.tensor, largest_position: tl.tensor, largest_sample: tl.tensor,
     pair_keys: tl.tensor, pair_x: tl.tensor, pair_y: tl.tensor, pair_channel: tl.tensor,
     n: tl.tensor, d: tl.tensor, groups: tl.tensor, per_token: tl.tensor, positions: tl.tensor,
     uniform: tl.constexpr, largest: tl.constexpr, grouped_width: tl.constexpr, at_once: tl.constexpr,
@@ -152,12 +158,14 @@ def draw(
     program = tl.program_id(0)
     if program == 0:
         _draw_tokens(
-            rows, keys, shift, rstd, reach, token_rank, token_key, token_x, token_y, token_rstd, n, d,
+            rows, keys, shift, rstd, reach, numbers, samples,
+            token_rank, token_key, token_x, token_y, token_rstd, token_position, token_sample, n, d,
             uniform, False, grouped_width, tile,
         )  # fmt: skip
     elif program == 1:
         _draw_tokens(
-            rows, keys, shift, rstd, reach, largest_rank, largest_key, largest_x, largest_y, largest_rstd, n, d,
+            rows, keys, shift, rstd, reach, numbers, samples,
+            largest_rank, largest_key, largest_x, largest_y, largest_rstd, largest_position, largest_sample, n, d,
             largest, True, grouped_width, tile,
         )  # fmt: skip
     else:

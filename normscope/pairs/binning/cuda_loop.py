@@ -119,6 +119,7 @@ def _slope(
 def describe(
     rows: tl.tensor, valid: tl.tensor, runs: tl.tensor,
     keys: tl.tensor, folds: tl.tensor, shift: tl.tensor, rstd: tl.tensor, reach: tl.tensor, competing: tl.tensor,
+    numbers: tl.tensor, samples: tl.tensor,
     token_offsets: tl.tensor, token_scales: tl.tensor, nonfinite_tokens: tl.tensor,
     n: tl.tensor, d: tl.tensor, n_runs: tl.tensor, half: tl.tensor,
     eps: tl.constexpr, centred: tl.constexpr, about_mean: tl.constexpr, correction: tl.constexpr, clamped: tl.constexpr,
@@ -126,10 +127,11 @@ def describe(
 ) -> None:  # fmt: skip
     """Say of each token what its line, its key and its reach are; each program of ``at_once`` of them.
 
-    ``rows`` are ``(n, d)``; ``runs``, int64 ``(4, n_runs)``, the start, fold, key and position of each, and ``half`` is
-    the largest power of two below their number. Given to the next kernels, ``(n,)`` each: ``keys``, int64, the largest
-    where a token does not count; ``folds``, int32; ``shift`` and ``rstd``, float64, unless they are ``given``;
-    ``reach``, float32, max |x|, or −1; ``competing``, int32, zero. The form's five numbers follow :class:`Form`.
+    ``rows`` are ``(n, d)``; ``runs``, int64 ``(5, n_runs)``, the start, fold, key, position and sample of each, and
+    ``half`` is the largest power of two below their number. Given to the next kernels, ``(n,)`` each: ``keys``, int64,
+    the largest where a token does not count; ``folds``, int32; ``shift`` and ``rstd``, float64, unless they are
+    ``given``; ``reach``, float32, max |x|, or −1; ``competing``, int32, zero; ``numbers``, within its sample, and
+    ``samples``, int64. The form's five numbers follow :class:`Form`.
     """
     token = tl.program_id(0) * at_once + tl.arange(0, at_once)
     exists = token < n
@@ -158,6 +160,8 @@ def describe(
     tl.store(folds + token, tl.load(runs + n_runs + run).to(tl.int32), mask=exists)
     tl.store(reach + token, tl.where(counted, largest.to(tl.float32, bitcast=True), _UNCOUNTED), mask=exists)
     tl.store(competing + token, tl.zeros((at_once,), tl.int32), mask=exists)
+    tl.store(numbers + token, position, mask=exists)
+    tl.store(samples + token, tl.load(runs + 4 * n_runs + run), mask=exists)
 
 
 @triton.jit

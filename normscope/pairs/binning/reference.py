@@ -47,7 +47,7 @@ class _Pairs:
 
 def add(stats: PairStats, tokens: Tokens) -> None:
     """Add the pairs of ``tokens`` to everything that ``stats`` keeps."""
-    keys = tokens.keys()
+    keys, places = tokens.keys(), tokens.places()
     for rows, pairs in _in_steps(stats, tokens):
         _add_moments(stats.moments, pairs)
         _add_optional(stats, tokens, pairs)
@@ -56,7 +56,7 @@ def add(stats: PairStats, tokens: Tokens) -> None:
         _add_channels(stats, pairs)
         _count(stats.token_offsets, pairs.x.mean(1, keepdim=True) * pairs.rstd, pairs.counted)
         _count(stats.token_scales, 1 / pairs.rstd, pairs.counted)
-        _draw(stats, pairs, keys[rows])
+        _draw(stats, pairs, keys[rows], (places[0][rows], places[1][rows]))
 
 
 def add_optional(stats: PairStats, tokens: Tokens) -> None:
@@ -145,7 +145,7 @@ def _count(counts: Tensor, values: Tensor, counted: Tensor) -> None:
     counts.index_add_(0, bins.flatten(), counted.flatten().long())
 
 
-def _draw(stats: PairStats, pairs: _Pairs, keys: Tensor) -> None:
+def _draw(stats: PairStats, pairs: _Pairs, keys: Tensor, places: tuple[Tensor, Tensor]) -> None:
     """Let single pairs and whole tokens compete for their places in the drawing samples."""
     counted = pairs.counted[:, 0]
     x, y, keys = pairs.x.float(), pairs.y.float(), keys.where(counted, NO_KEY)
@@ -155,13 +155,14 @@ def _draw(stats: PairStats, pairs: _Pairs, keys: Tensor) -> None:
     by_key = keys.argsort()
     by_reach = by_key[rank[by_key].argsort(stable=True)]
     of_uniform, of_largest = by_key[:UNIFORM_TOKENS], by_reach[:LARGEST_TOKENS]
-    stats.tokens = stats.tokens.with_more(
-        _tokens(stats, pairs, keys, torch.zeros_like(rank), of_uniform), UNIFORM_TOKENS
-    )
-    stats.largest = stats.largest.with_more(_tokens(stats, pairs, keys, rank, of_largest), LARGEST_TOKENS)
 
+    def taken(which: Tensor, rank: Tensor) -> TokenSample:
+        x, y = pairs.x[which].float(), pairs.y[which].float()
+        drawn = evenly(x, y, GROUPED_WIDTH) if stats.grouped else (x, y)
+        position, sample = places
+        return TokenSample(
+            rank[which], keys[which], *drawn, pairs.rstd[which, 0].float(), position[which], sample[which]
+        )
 
-def _tokens(stats: PairStats, pairs: _Pairs, keys: Tensor, rank: Tensor, which: Tensor) -> TokenSample:
-    x, y = pairs.x[which].float(), pairs.y[which].float()
-    drawn = evenly(x, y, GROUPED_WIDTH) if stats.grouped else (x, y)
-    return TokenSample(rank[which], keys[which], *drawn, pairs.rstd[which, 0].float())
+    stats.tokens = stats.tokens.with_more(taken(of_uniform, torch.zeros_like(rank)), UNIFORM_TOKENS)
+    stats.largest = stats.largest.with_more(taken(of_largest, rank), LARGEST_TOKENS)

@@ -1,0 +1,69 @@
+"""``normscope stats``."""
+
+from __future__ import annotations
+
+from normscope.cli.options import (
+    AsJson,
+    BatchSize,
+    By,
+    Data,
+    Device,
+    Dtype,
+    Guidance,
+    JsonFile,
+    Layers,
+    Limit,
+    Models,
+    Quiet,
+    Sample,
+    Seed,
+    Timesteps,
+    Verify,
+    Weights,
+)
+from normscope.cli.output import Output, skipped_as_json
+from normscope.cli.sources import Run, captures, check_by, check_sources, named_or_embedded
+
+EXAMPLES = (
+    "Examples: normscope stats vit_b16 · normscope stats demo_vit --layers 8, · "
+    "normscope stats capture.safetensors --json -o cards.json"
+)
+
+
+def stats(
+    models: Models = None,
+    layers: Layers = "all",
+    weights: Weights = "pretrained",
+    data: Data = None,
+    limit: Limit = None,
+    batch_size: BatchSize = 8,
+    sample: Sample = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    guidance: Guidance = None,
+    timesteps: Timesteps = None,
+    by: By = None,
+    verify: Verify = False,
+    as_json: AsJson = False,
+    output: JsonFile = None,
+    quiet: Quiet = False,
+) -> None:
+    """Say what centring and scaling do at every norm, and which channels and tokens make its tails: the norm card."""
+    say = Output(as_json, quiet, output)
+    from normscope.figures.cards import card_table, scale_table, tails_table
+    from normscope.fits.card import norm_cards
+
+    run = Run(weights, data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps, sample)
+    names = named_or_embedded(models, say)
+    check_sources(names, run)
+    check_by(by, names)
+    seen, cards = [], []
+    for capture in captures(names, run, layers, say, by):
+        own = norm_cards(capture)
+        say.result("{model} · {weights} · {data}".format(**capture.about))
+        for table in [card_table(own[0])] if len(own) == 1 else [scale_table(own), tails_table(own)]:
+            say.result(table)
+        seen.append(capture)
+        cards += own
+    say.document({"sites": [card.as_dict() for card in cards], "skipped": skipped_as_json(seen)})

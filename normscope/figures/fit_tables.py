@@ -1,0 +1,185 @@
+"""Fits as tables for a terminal: a row a site and curve, or what the channels and tokens of a site have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.markup import escape
+from rich.table import Table
+
+from normscope.figures.tables import NARROWEST_NAME, new_table
+
+if TYPE_CHECKING:
+    from normscope.fits.curve_fit import CurveFit
+    from normscope.fits.layerwise import Layerwise
+    from normscope.fits.tokens import TokenSlopes
+
+_NONE = "–"
+_SIGMOID = "sigmoid has no offset here; with one it would be tanh, as 1/(1 + e^−u) = (1 + tanh(u/2))/2"
+
+
+def fits_table(fits: Sequence[CurveFit]) -> Table:
+    """One line a site and curve; where the pairs do not bend, A and α give way to the word 'straight'."""
+    shifted = any(found.shift for found in fits if not found.degenerate)
+    table = _by_site(
+        "A", "α", *(["s"] if shifted else []), "slope", "R²", "ceiling", "of it", "RMSE", "tail", "sat.", "rank"
+    )
+    previous = None
+    for found in fits:
+        site = "" if found.site == previous else escape(found.site)
+        previous = found.site
+        if found.nothing is not None:
+            table.add_row(site, escape(found.curve), found.nothing)
+            continue
+        shape = [_shape(found), _alpha(found), *([f"{found.shift:.3g}"] if shifted else [])]
+        table.add_row(
+            site,
+            escape(found.curve) + (" *" if found.best else ""),
+            *shape,
+            f"{found.slope:.4g}",
+            _with_interval(found, "r2", "{:.4f}"),
+            _or_none(found.r2_ceiling, "{:.4f}"),
+            _or_none(found.of_ceiling, "{:.3f}"),
+            f"{found.rmse:.4g}",
+            f"{found.tail_rmse:.4g}",
+            _or_none(found.saturated, "{:.1%}"),
+            _rank(found),
+        )
+    table.caption = " · ".join(_explained(fits))
+    return table
+
+
+def channels_table(fits: Sequence[CurveFit]) -> Table:
+    """One line a site and curve: quantiles over the channels, whose fits are in the JSON document and the rows."""
+    table = _by_site("channels", "bend", "nothing", "A", "α 5 %", "α", "α 95 %", "R² 5 %", "R²", "R² 95 %")
+    previous = None
+    for (site, curve), own in _grouped(fits, lambda found: (found.site, found.curve)):
+        fitted = [found for found in own if not found.degenerate]
+        bend = [found for found in fitted if found.converged and not found.straight]
+        table.add_row(
+            "" if site == previous else escape(site),
+            escape(curve),
+            str(len(own)),
+            str(len(bend)),
+            str(len(own) - len(fitted)),
+            _quantile([found.amplitude for found in bend], 0.5),
+            *(_quantile([found.alpha for found in bend], share) for share in (0.05, 0.5, 0.95)),
+            *(_quantile([found.r2 for found in fitted], share) for share in (0.05, 0.5, 0.95)),
+        )
+        previous = site
+    table.caption = (
+        f"y ≈ {_formula(fits)} in each channel, without folds; medians, 5th and 95th percentiles over the channels: "
+        "A and α of those that bend, R² of all that have something to fit. --json, --csv and -o hold every channel."
+    )
+    return table
+
+
+def slopes_table(slopes: Sequence[TokenSlopes]) -> Table:
+    """One line a site: how the slopes of its tokens' lines are distributed."""
+    table = new_table()
+    table.add_column("site", overflow="fold", min_width=NARROWEST_NAME)
+    shares = list(slopes[0].slopes) if slopes else []
+    for name in ("tokens", *(f"{share:.0%}" for share in shares), "95:5", "error"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for own in slopes:
+        numbers = [*own.slopes.values(), own.ratio]
+        cells = [f"{number:.4g}" if math.isfinite(number) else _NONE for number in numbers]
+        error = f"{own.largest_error:.1g}" if own.drawn else _NONE
+        table.add_row(escape(own.site), f"{own.n_tokens:,}", *cells, error)
+    drawn = sum(own.drawn for own in slopes)
+    table.caption = (
+        "Each token is a line, exactly: its slope is 1/σ (1/ρ without centring). Percentiles over all tokens, and how "
+        f"many times the 5th the 95th is; error: largest |y − line| among the elements of {drawn:,} drawn tokens."
+    )
+    return table
+
+
+def layerwise_line(found: Layerwise) -> str:
+    """The two figures of arXiv 2605.14047, in words."""
+    return (
+        f"mean R² over {found.sites} sites: {found.r2:.3f} with {found.func} everywhere, {found.r2_best:.3f} with the best "
+        "curve at each"
+    )
+
+
+def _by_site(*names: str) -> Table:
+    table = new_table()
+    table.add_column("site", overflow="fold", min_width=NARROWEST_NAME)
+    table.add_column("func", no_wrap=True)
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _shape(found: CurveFit) -> str:
+    if found.curve == "free":
+        return _NONE
+    if not found.converged:
+        return "not converged"
+    return "straight" if found.straight else f"{found.amplitude:.4g}"
+
+
+def _alpha(found: CurveFit) -> str:
+    if found.curve == "free":
+        return _NONE
+    return "" if found.straight or not found.converged else _with_interval(found, "alpha", "{:.4g}")
+
+
+def _with_interval(found: CurveFit, name: str, form: str) -> str:
+    """A number, and half of its interval's width to two digits."""
+    value = found.r2 if name == "r2" else found.alpha
+    if name not in found.intervals:
+        return form.format(value)
+    low, high = found.intervals[name]
+    return f"{form.format(value)} ±{(high - low) / 2:.2g}"
+
+
+def _rank(found: CurveFit) -> str:
+    if found.rank is None:
+        return _NONE
+    return f"{found.rank}{'≈' if found.in_noise and found.rank > 1 else ''}"
+
+
+def _or_none(value: float | None, form: str) -> str:
+    return _NONE if value is None or not math.isfinite(value) else form.format(value)
+
+
+def _explained(fits: Sequence[CurveFit]) -> Iterable[str]:
+    """What the columns mean, as far as there is something in them."""
+    weighted = {"gamma": ", pairs weighted by γ²", "x": ", pairs weighted evenly over x"}
+    forms = ", ".join(dict.fromkeys(found.form for found in fits if found.curve != "free"))
+    yield f"y ≈ {_formula(fits)}{weighted.get(fits[0].weights_by, '') if fits else ''}; fitted: {forms}"
+    over = ", ".join(sorted({found.folds for found in fits if found.folds}))
+    if over:
+        yield f"±: half of the 95 % interval, a jackknife over folds by {over}; ceiling: cross-validated over them"
+    else:
+        yield "no folds, and so no intervals and no ceiling"
+    if any(found.r2_ceiling is not None and found.r2 > found.r2_ceiling for found in fits):
+        yield "a ceiling below R²: too little data to tell"
+    yield "tail: RMSE beyond the 99th percentile of |x|; sat.: pairs where |f′| is under 5 % of its peak"
+    if any(found.in_noise and found.rank and found.rank > 1 for found in fits):
+        yield "≈: no worse than the first but for noise"
+    if any(found.best for found in fits):
+        yield "*: the best"
+    if any(found.curve == "sigmoid" for found in fits):
+        yield _SIGMOID
+
+
+def _formula(fits: Sequence[CurveFit]) -> str:
+    return "A·f(αx + s)" if any(found.shift for found in fits if not found.degenerate) else "A·f(αx)"
+
+
+def _quantile(values: Sequence[float], share: float) -> str:
+    return f"{np.quantile(values, share):.4g}" if values else _NONE
+
+
+def _grouped(
+    fits: Sequence[CurveFit], key: Callable[[CurveFit], tuple[str, str]]
+) -> Iterable[tuple[tuple[str, str], list[CurveFit]]]:
+    order = {name: number for number, name in enumerate(dict.fromkeys(map(key, fits)))}
+    ordered = sorted(fits, key=lambda found: order[key(found)])
+    return ((name, list(own)) for name, own in groupby(ordered, key))

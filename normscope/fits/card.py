@@ -1,0 +1,236 @@
+"""The norm card: what centring and scaling do at each norm site, and what makes its tails."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from normscope.fits.fit import fit
+from normscope.fits.magnitudes import Array, Magnitudes, of_pairs, of_tokens
+from normscope.fits.tails import Tails, tails_of
+from normscope.pairs.captures import Capture
+from normscope.pairs.sites import NormSite
+from normscope.pairs.stats import PairStats
+
+NOTICED = 0.01  # a change of y by that share counts as one
+LINEAR_UP_TO = 0.3994581122927263  # the u at which tanh u is 0.95 u
+
+
+@dataclass(frozen=True)
+class Centring:
+    """What taking the mean away does, over all tokens.
+
+    Attributes:
+        offset_p50: median of the tokens' |μ|/σ, with σ as the norm has it, eps included.
+        offset_p95: its 95th percentile.
+        mean_share: of a token's x², the share that its mean makes, t/(1 + t) with t = (μ/σ)²; averaged over tokens.
+            What centring takes away; where a norm does not centre, as large a share of y² is one common offset.
+        change_without: Σ(y − y′)²/Σy² within a token, where y′ is what RMSNorm makes of it, 2 − 2/√(1 + t); averaged
+            over tokens. As large as 2 where means are all there is; None where the norm does not centre.
+    """
+
+    offset_p50: float
+    offset_p95: float
+    mean_share: float
+    change_without: float | None
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What tokens are divided by, and how far eps lets y be the same for c·x as for x; over all tokens.
+
+    Attributes:
+        sigma_p5: 5th percentile of σ = 1/rstd, in units of x; without its mean where the norm leaves that out.
+        sigma_p50: median.
+        sigma_p95: 95th percentile.
+        touched: share of tokens whose y eps makes smaller by more than 1 %. None, with the other two, where y does
+            not follow from the token alone.
+        holds_to: the c at which y(c·x) is smaller than y(x) by 1 % for one token in a hundred,
+            and by less for the others.
+        holds_to_p50: the c at which it is for half of the tokens.
+    """
+
+    sigma_p5: float
+    sigma_p50: float
+    sigma_p95: float
+    touched: float | None
+    holds_to: float | None
+    holds_to_p50: float | None
+
+    @property
+    def spread(self) -> float:
+        """How many times the 95th percentile of σ is the 5th."""
+        return self.sigma_p95 / self.sigma_p5 if self.sigma_p5 > 0 else math.inf
+
+
+@dataclass(frozen=True)
+class NormCard:
+    """What one norm does to its tokens, at a glance.
+
+    Attributes:
+        model: the network.
+        weights: its resolved checkpoint and revision.
+        data: what went through it.
+        site: module path of the norm.
+        kind: of norm.
+        placement: as of :class:`normscope.pairs.sites.NormSite`.
+        eps: what is added under the root, or bounds it.
+        n_pairs: number of pairs.
+        n_tokens: number of tokens.
+        degenerate: why there is nothing to say, in words; None where there is.
+        centring: None where that is so, or where the norm's line does not follow from the token.
+        scale: None where that is so.
+        linear: share of pairs at which the site's own tanh is within 5 % of its tangent; 1 where the pairs do not
+            bend, None where no tanh is found.
+        straight: whether the pairs do not bend.
+        tails: None where there is nothing to say.
+    """
+
+    model: str
+    weights: str
+    data: str
+    site: str
+    kind: str
+    placement: str | None
+    eps: float
+    n_pairs: int
+    n_tokens: int
+    degenerate: str | None
+    centring: Centring | None = None
+    scale: Scale | None = None
+    linear: float | None = None
+    straight: bool = False
+    tails: Tails | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what ``normscope stats --json`` prints; a number that is none becomes None."""
+        whole = asdict(self)
+        if self.scale is not None:
+            whole["scale"]["spread"] = self.scale.spread
+        if self.tails is not None:
+            whole["tails"]["ratio"] = self.tails.ratio
+        found: dict[str, Any] = _plain(whole)
+        return found
+
+
+def norm_cards(capture: Capture) -> list[NormCard]:
+    """Say of every site of a capture what centring and scaling do there, and what makes its tails.
+
+    Everything is of all tokens and pairs, from their sums; only the tokens that are named are drawn ones.
+    Percentiles of tokens are right to an eighth of an octave at worst, those of pairs to 1/64; see docs/card.md.
+
+    Args:
+        capture: what :func:`normscope.capture` returned.
+
+    Returns:
+        One :class:`NormCard` for each site.
+
+    >>> import normscope
+    >>> from torch import nn
+    >>> x = 5 + torch.randn(64, 100, generator=torch.Generator().manual_seed(0))
+    >>> (card,) = norm_cards(normscope.capture(nn.Sequential(nn.LayerNorm(100)), [x]))
+    >>> round(card.centring.offset_p50, 1), round(card.centring.mean_share, 2), card.scale.touched
+    (5.0, 0.96, 0.0)
+    """
+    return [_card(capture, site) for site in capture.sites]
+
+
+def _card(capture: Capture, site: NormSite) -> NormCard:
+    stats = capture.stats[site.name]
+    nothing = _degenerate(stats)
+    card = NormCard(
+        model=capture.about["model"],
+        weights=capture.about["weights"],
+        data=capture.about["data"],
+        site=site.name,
+        kind=site.kind,
+        placement=site.placement,
+        eps=site.eps,
+        n_pairs=stats.n_pairs,
+        n_tokens=stats.n_tokens,
+        degenerate=nothing,
+    )
+    if nothing:
+        return card
+    moments = torch.from_numpy(stats.moments.numpy().sum(0))
+    magnitudes = of_pairs(moments)
+    (bend,) = fit(capture.only([site.name]), "tanh")
+    linear = magnitudes.below(LINEAR_UP_TO / bend.alpha) / magnitudes.count if bend.converged else None
+    return replace(
+        card,
+        centring=_centring(site, of_tokens(stats.token_offsets)),
+        scale=_scale(site, of_tokens(stats.token_scales)),
+        linear=1.0 if bend.straight else linear,
+        straight=bend.straight,
+        tails=tails_of(stats, moments, magnitudes),
+    )
+
+
+def _degenerate(stats: PairStats) -> str | None:
+    if not stats.n_pairs:
+        return "no finite pair"
+    if stats.n_tokens == 1:
+        return "one token"
+    low, high = stats.channel_extremes
+    return "constant input" if float(low.min()) == float(high.max()) else None
+
+
+def _centring(site: NormSite, offsets: Magnitudes) -> Centring | None:
+    if site.form is None:
+        return None
+
+    def squared(offset: Array) -> Array:
+        """(μ/σ)² with σ about the mean, of what is counted: of forms that are not about it, μ/√(mean of x²)."""
+        about_mean = site.form in ("layer_norm", "std_norm")
+        return offset**2 / (1 if about_mean else np.maximum(1 - offset**2, np.finfo(float).tiny))
+
+    p50, p95 = (float(np.sqrt(squared(np.array(offsets.quantile(share))))) for share in (0.5, 0.95))
+    return Centring(
+        offset_p50=p50,
+        offset_p95=p95,
+        mean_share=offsets.mean(lambda offset: 1 - 1 / (1 + squared(offset))),
+        change_without=offsets.mean(lambda offset: 2 - 2 / np.sqrt(1 + squared(offset))) if site.centred else None,
+    )
+
+
+def _scale(site: NormSite, sigmas: Magnitudes) -> Scale:
+    p5, p50, p95 = (sigmas.quantile(share) for share in (0.05, 0.5, 0.95))
+    if site.form is None:
+        return Scale(p5, p50, p95, None, None, None)
+    holds_to = [_holds_to(site, sigmas.quantile(share)) for share in (0.01, 0.5)]
+    return Scale(p5, p50, p95, _touched(site, sigmas), *holds_to)
+
+
+def _touched(site: NormSite, sigmas: Magnitudes) -> float:
+    if site.form == "root_mean_square":  # all tokens that eps bounds have the same σ, within one bin
+        return float(sigmas.n[sigmas.low <= _bound(site)].sum()) / sigmas.count
+    return sigmas.below(math.sqrt(site.eps / (1 - (1 - NOTICED) ** 2))) / sigmas.count
+
+
+def _holds_to(site: NormSite, sigma: float) -> float:
+    """Return the c at which a token's y(c·x) is 0.99 y(x), from its σ² = v + eps.
+
+    Where eps is added, y(c·x)² : y(x)² is (v + eps) : (v + eps/c²). Where it bounds σ, y falls as c does below that.
+    """
+    if site.form == "root_mean_square":
+        return (1 - NOTICED) * min(_bound(site) / sigma, 1) if sigma > 0 else 1 - NOTICED
+    excess = sigma**2 * ((1 - NOTICED) ** -2 - 1)
+    return math.sqrt(site.eps / (site.eps + excess)) if site.eps > 0 else 0.0
+
+
+def _bound(site: NormSite) -> float:
+    """Return the σ that eps, a bound of ‖x‖, stands for."""
+    return site.eps / math.sqrt(site.d)
+
+
+def _plain(value: Any) -> Any:
+    """Replace numbers that are none by None, and tuples by lists, all the way down."""
+    if isinstance(value, dict):
+        return {key: _plain(own) for key, own in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(own) for own in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
