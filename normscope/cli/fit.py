@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from normscope.pairs.captures import Capture
 
 EXAMPLES = (
-    "Examples: normscope fit --func isru · normscope fit vit_b16 --func all --csv · normscope fit demo_dit --by timestep · "
-    "normscope fit demo_vit --per channel --json · normscope fit seen.safetensors --pool kind --func best"
+    "Examples: normscope fit --func isru · normscope fit vit_b16 --func all --csv · "
+    "normscope fit demo_dit --by timestep · normscope fit demo_vit --per channel --json · "
+    "normscope fit seen.safetensors --pool kind --func best"
 )
 
 Per = Annotated[
@@ -128,7 +129,7 @@ def _fits(capture: Capture, plan: Plan, say: Output) -> tuple[list[dict[str, Any
 
     fits = carried_out(plan, capture)
     say.result(channels_table(fits) if plan.per == "channel" else fits_table(fits))
-    found = layerwise(fits)
+    found = layerwise(fits) if plan.per == "site" and plan.pool is None else None
     if found is None:
         return [one.as_dict() for one in fits], []
     say.result(layerwise_line(found))

@@ -26,7 +26,7 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
     """One line a site and curve; where the pairs do not bend, A and α give way to the word 'straight'."""
     shifted = any(found.shift for found in fits if not found.degenerate)
     table = _by_site(
-        "A", "α", *(["s"] if shifted else []), "slope", "R²", "ceiling", "of it", "RMSE", "tail", "sat.", "rank"
+        "A", "α", *(["s"] if shifted else []), "slope", "R²", "ceiling", "R²/ceil.", "RMSE", "tail", "sat.", "rank"
     )
     previous = None
     for found in fits:
@@ -35,12 +35,16 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
         if found.nothing is not None:
             table.add_row(site, escape(found.curve), found.nothing)
             continue
-        shape = [_shape(found), _alpha(found), *([f"{found.shift:.3g}"] if shifted else [])]
+        shape = [
+            _shape(found),
+            _alpha(found),
+            *([_NONE if found.curve == "free" else f"{found.shift:.3g}"] if shifted else []),
+        ]
         table.add_row(
             site,
             escape(found.curve) + (" *" if found.best else ""),
             *shape,
-            f"{found.slope:.4g}",
+            _or_none(found.slope, "{:.4g}"),
             _with_interval(found, "r2", "{:.4f}"),
             _or_none(found.r2_ceiling, "{:.4f}"),
             _or_none(found.of_ceiling, "{:.3f}"),
@@ -101,8 +105,8 @@ def slopes_table(slopes: Sequence[TokenSlopes]) -> Table:
 def layerwise_line(found: Layerwise) -> str:
     """The two figures of arXiv 2605.14047, in words."""
     return (
-        f"mean R² over {found.sites} sites: {found.r2:.3f} with {found.func} everywhere, {found.r2_best:.3f} with the best "
-        "curve at each"
+        f"mean R² over {found.sites} sites: {found.r2:.3f} with {found.func} everywhere, {found.r2_best:.3f} with the "
+        "best curve at each"
     )
 
 

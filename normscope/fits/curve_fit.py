@@ -92,7 +92,9 @@ class CurveFit:
     @property
     def slope(self) -> float:
         """Slope at the origin: A·α·f′(s)."""
-        return float(self.derivative(torch.zeros(1))) if not self.degenerate else math.nan
+        if self.degenerate or self.curve == FREE:  # whose slope at one point is noise
+            return math.nan
+        return float(self.derivative(torch.zeros(1)))
 
     @property
     def C(self) -> float:  # noqa: N802 - the paper's own sign

@@ -38,19 +38,25 @@ class Nodes:
     def residual(self, predicted: Tensor) -> Tensor:
         """Σ w (y − prediction)² over all pairs, ``(problems,)``, for predictions ``(problems, nodes)``."""
         off = self.y - predicted
-        return torch.linalg.vecdot(self.weight * off, off) + self.scatter.sum(-1)
+        return dot(self.weight * off, off) + self.scatter.sum(-1)
 
     def of(self, problems: Tensor) -> Nodes:
         """Return some of the problems, by their numbers, as often as they are named."""
         return Nodes(**{f.name: getattr(self, f.name).index_select(0, problems) for f in fields(self)})
 
 
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Σ a·b over the last axis."""
+    summed: Tensor = torch.linalg.vecdot(a, b)
+    return summed
+
+
 def joined(moments: Tensor, width: int) -> Tensor:
-    """Join so many neighbouring bins of a :class:`FloatGrid` to one, none of which holds pairs of both signs but zero's.
+    """Join neighbouring bins of a :class:`FloatGrid`; none but zero's then holds pairs of both signs.
 
     Args:
         moments: sums per bin, ``(…, bins)``.
-        width: a power of two that divides the number of bins an octave.
+        width: how many become one; a power of two that divides the number of bins an octave.
 
     Returns:
         The sums per wider bin, in ascending order of x, ``(…, wider bins)``.
@@ -62,7 +68,7 @@ def joined(moments: Tensor, width: int) -> Tensor:
         return moments
     centre = moments.shape[-1] // 2
     sides = (moments[..., 1:centre], moments[..., centre + 1 : -1])
-    negative, positive = (side.unflatten(-1, (-1, width)).sum(-1) for side in sides)
+    negative, positive = (side.reshape(*side.shape[:-1], -1, width).sum(-1) for side in sides)
     return torch.cat([moments[..., :1], negative, moments[..., centre, None], positive, moments[..., -1:]], -1)
 
 

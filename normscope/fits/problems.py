@@ -53,7 +53,7 @@ class Problems:
         return (self.n_pairs > 0) & has_folds[:, None]
 
     def unresolved(self, alpha: Tensor) -> Tensor:
-        """Say whether the grid is too narrow: the bend, or much of y, lies in a bin without width: bool ``(problems,)``."""
+        """Say where the grid is too narrow: the bend, or much of y, lies in a bin without width; ``(problems,)``."""
         moments = self._moments.sum(1)
         ends, centre = moments[:, 5, [0, -1]].sum(-1), moments.shape[-1] // 2
         beyond = ends > _NEGLIGIBLE * moments[:, 5].sum(-1)

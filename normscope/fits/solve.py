@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from normscope.fits.curves import Curve
-from normscope.fits.nodes import Nodes
+from normscope.fits.nodes import Nodes, dot
 
 _GRID_POINTS_A_DECADE = 8
 _STRAIGHT = 2e-4  # share by which a curve departs from its tangent at the smallest α that is tried
@@ -160,7 +160,7 @@ class _Objective:
     @functools.cached_property
     def explainable(self) -> Tensor:
         """Σ w y² at the nodes, ``(problems,)``."""
-        return torch.linalg.vecdot(self.nodes.weight * self.nodes.y, self.nodes.y)
+        return dot(self.nodes.weight * self.nodes.y, self.nodes.y)
 
     def of(self, problems: Tensor) -> _Objective:
         return _Objective(self.nodes.of(problems), self.curve, self.constraints.of(problems))
@@ -172,8 +172,8 @@ class _Objective:
         if self.constraints.amplitude is not None:
             given = self.constraints.amplitude
             return given.reshape(-1, *[1] * (alpha.ndim - 1)).expand(alpha.shape)
-        squares = torch.linalg.vecdot(weighted, values)
-        return torch.linalg.vecdot(weighted, y) / torch.where(squares > 0, squares, torch.inf)
+        squares = dot(weighted, values)
+        return dot(weighted, y) / torch.where(squares > 0, squares, torch.inf)
 
     def errors(self, theta: Tensor) -> Tensor:
         """Squared error at the nodes for many theta a problem, ``(problems, thetas, 2)``: ``(problems, thetas)``."""
@@ -182,7 +182,7 @@ class _Objective:
         weighted = self.nodes.weight[:, None] * values
         y = self.nodes.y[:, None].expand_as(values)
         amplitude = self.amplitude(weighted, values, y, alpha)
-        both = 2 * torch.linalg.vecdot(weighted, y) - amplitude * torch.linalg.vecdot(weighted, values)
+        both = 2 * dot(weighted, y) - amplitude * dot(weighted, values)
         return self.explainable[:, None] - amplitude * both
 
     def at(self, theta: Tensor) -> _Point:
@@ -193,12 +193,12 @@ class _Objective:
         amplitude = self.amplitude(self.nodes.weight * values, values, y, alpha)
         off = y - amplitude[:, None] * values
         weighted = self.nodes.weight * off
-        residual = torch.linalg.vecdot(weighted, off) + self.nodes.scatter.sum(-1)
+        residual = dot(weighted, off) + self.nodes.scatter.sum(-1)
         # Where A is the best one, the error does not change with it: α and s move f alone.
         moved = weighted * self.curve.derivative(u).clamp(-_LARGEST_SLOPE, _LARGEST_SLOPE)
-        gradient = -2 * amplitude[:, None] * torch.stack([torch.linalg.vecdot(moved, scaled), moved.sum(-1)], -1)
+        gradient = -2 * amplitude[:, None] * torch.stack([dot(moved, scaled), moved.sum(-1)], -1)
         if self.curve.amplitude_is_inverse_scale:
-            gradient[:, 0] += 2 * amplitude * torch.linalg.vecdot(weighted, values)
+            gradient[:, 0] += 2 * amplitude * dot(weighted, values)
         return _Point(theta, amplitude, residual, gradient)
 
 
@@ -218,7 +218,7 @@ def straight_until(curve: Curve) -> float:
 
 
 def _range(coarse: Nodes, objective: _Objective) -> tuple[Tensor, Tensor]:
-    """Bounds of log α, ``(problems,)``: where the curve is straight over all x, and where it is a step at most of them."""
+    """Bounds of log α, ``(problems,)``: where the curve is straight over all x, and where it is a step at most."""
     if objective.alpha is not None:
         only = torch.full((len(coarse),), math.log(objective.alpha), dtype=torch.float64)
         return only, only
@@ -259,7 +259,7 @@ def _starts(coarse: _Objective, low: Tensor, high: Tensor) -> tuple[Tensor, Tens
     shift = 0.0 - log_alpha[:, None].exp() * centres[..., None]  # and not −0, which reads as a shift
     theta = torch.stack([log_alpha[:, None].expand_as(shift), shift], -1).flatten(1, 2)
     at_once = max(1, _VALUES_AT_ONCE // (theta.shape[1] * coarse.nodes.x.shape[1]))
-    parts = torch.arange(len(low)).split(at_once)
+    parts = [torch.arange(first, min(first + at_once, len(low))) for first in range(0, len(low), at_once)]
     errors = torch.cat([coarse.of(part).errors(theta[part]) for part in parts]).view(shift.shape)
     edge = torch.full_like(errors[..., :1], torch.inf)
     beside = torch.cat([edge, errors, edge], -1)
@@ -353,9 +353,9 @@ def _line(objective: _Objective, low: Tensor) -> Tensor:
         return torch.stack([low, torch.zeros_like(low)], -1)
     nodes = objective.nodes
     total = nodes.weight.sum(-1)
-    mean_x, mean_y = (torch.linalg.vecdot(nodes.weight, values) / total for values in (nodes.x, nodes.y))
+    mean_x, mean_y = (dot(nodes.weight, values) / total for values in (nodes.x, nodes.y))
     x = nodes.x - mean_x[:, None]
-    slope = torch.linalg.vecdot(nodes.weight * x, nodes.y) / torch.linalg.vecdot(nodes.weight * x, x)
+    slope = dot(nodes.weight * x, nodes.y) / dot(nodes.weight * x, x)
     zero = torch.nan_to_num(mean_x - mean_y / slope, posinf=0.0, neginf=0.0)
     farthest = torch.maximum((-low).exp() * straight_until(objective.curve), zero.abs())
     alpha = straight_until(objective.curve) / farthest / 2
