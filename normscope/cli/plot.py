@@ -39,7 +39,12 @@ EXAMPLES = "Examples: normscope plot · normscope plot vit_b16 --layers 4 --form
 
 _OVERVIEW = "overview"
 _FORMATS = ("png", "svg", "pdf")
-Color = Annotated[str, typer.Option(help="Rows of the figure, separated by commas: density, token, channel.")]
+Color = Annotated[
+    str,
+    typer.Option(
+        help="Rows of the figure, separated by commas: density, token, channel; residual: E\\[y|x] less a fit."
+    ),
+]
 Format = Annotated[
     str | None,
     typer.Option("--format", metavar="png|svg|pdf", help="Of the figure; by default png.", show_default=False),

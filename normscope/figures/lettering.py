@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
+import numpy as np
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextToPath
+
+from normscope.figures.style import HANDLE_LENGTH
 
 _MOST_LINES = 3
 _HINTING = 1.12  # so much wider do letters become where they are fitted to few pixels
@@ -37,3 +41,15 @@ def wrapped(text: str, inches: float, font: FontProperties) -> list[str]:
         lines.append(text[:cut])
         text = text[cut:].lstrip()
     return lines
+
+
+def legend_columns(labels: Sequence[str], inches: float, font: FontProperties) -> int:
+    """Return how many columns of a legend lie within so many inches, filled and spaced as matplotlib does."""
+    widths, em = [width_of(label, font) for label in labels], font.get_size_in_points() / 72
+
+    def width(columns: int) -> float:
+        # To each label its handle and a gap of 0.8; 2 between columns, 0.4 at either side.
+        texts = sum(max(column) for column in np.array_split(widths, columns))
+        return float(texts) + ((HANDLE_LENGTH + 2.8) * columns - 1.2) * em
+
+    return next((columns for columns in range(len(labels), 1, -1) if width(columns) <= inches), 1)

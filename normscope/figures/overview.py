@@ -13,8 +13,8 @@ from matplotlib.gridspec import GridSpec
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from normscope.errors import UsageError, count
-from normscope.figures.lettering import tail, width_of, wrapped
-from normscope.figures.panels import Panel, corner_text, draw_panel, legend_handles, panels_of
+from normscope.figures.lettering import legend_columns, tail, width_of, wrapped
+from normscope.figures.panels import Panel, corner_lines, corner_text, draw_panel, legend_handles, panels_of
 from normscope.figures.style import style_named
 from normscope.fits.curve_fit import CurveFit
 from normscope.pairs.captures import Capture
@@ -64,8 +64,9 @@ def overview(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]] = (
     if len(fits) not in (0, len(captures)):
         raise UsageError(f"There are {len(captures)} captures, but the fits of {len(fits)}; give the fits of each.")
     theme = style_named(style)
+    looks = theme.looks(found.curve for own in fits for found in own)
     rows = [
-        panels_of(capture, select(capture.sites, _ACROSS), own, theme)
+        panels_of(capture, select(capture.sites, _ACROSS), own, theme, looks)
         for capture, own in zip(captures, fits or [()] * len(captures), strict=True)
     ]
     columns = max(2, *(len(panels) for panels in rows))
@@ -74,7 +75,8 @@ def overview(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]] = (
     heights = [_GAP_INCHES + _LINE_INCHES * (len(details) + 1) for _, details in headings]
     every = [panel for panels in rows for panel in panels]
     handles = legend_handles(every, density=True, sampled=any("sample" in capture.about for capture in captures))
-    foot = _FOOT_INCHES + _LINE_INCHES * 1.2 * math.ceil(len(handles) / (columns - 1))
+    legend_across = legend_columns([str(handle.get_label()) for handle in handles], width, _SMALL)
+    foot = _FOOT_INCHES + _LINE_INCHES * 1.2 * math.ceil(len(handles) / legend_across)
     with matplotlib.rc_context(theme.rc()):
         figure = Figure(
             figsize=(width, sum(heights) + (_PANEL_INCHES + _AXIS_INCHES) * len(rows) + foot),
@@ -91,7 +93,7 @@ def overview(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]] = (
                     ax.set_ylabel("output before affine, y", fontproperties=_SMALL, labelpad=1)
                 if not any(column < len(below) for below in rows[number + 1 :]):
                     ax.set_xlabel("norm input x", fontproperties=_SMALL, labelpad=1)
-        figure.legend(handles=handles, loc="outside lower center", ncols=columns - 1, prop=_SMALL)
+        figure.legend(handles=handles, loc="outside lower center", ncols=legend_across, prop=_SMALL)
     return figure
 
 
@@ -137,14 +139,12 @@ def _draw(ax: Axes, panel: Panel) -> None:
     if not panel.stats.n_pairs:
         ax.text(0, 0, "no finite pair", fontproperties=_SMALL, color=panel.style.faint, ha="center")
         return
-    lines = [_result(found, panel) for found in panel.fits]
+    lines = corner_lines(panel, _result)
     if panel.fits and panel.fits[0].r2_ceiling is not None:
         lines.append((f"ceiling R² {panel.fits[0].r2_ceiling:.3f}", panel.style.ink))
     corner_text(ax, panel.style, lines, _TINY.get_size())
 
 
-def _result(found: CurveFit, panel: Panel) -> tuple[str, str]:
-    if found.degenerate:
-        return f"{found.curve}: nothing to fit", panel.style.faint
+def _result(found: CurveFit) -> str:
     doubt = ("  straight" if found.straight else "") if found.converged else "  not converged"
-    return f"{found.curve}  R² {found.r2:.3f}{doubt}", panel.style.curves[found.curve][0]
+    return f"R² {found.r2:.3f}{doubt}"

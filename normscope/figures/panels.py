@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import matplotlib
 import numpy as np
@@ -19,7 +20,7 @@ from matplotlib.patheffects import withStroke
 from numpy.typing import NDArray
 
 from normscope.figures import density
-from normscope.figures.style import Style
+from normscope.figures.style import Look, Style
 from normscope.fits.ceiling import conditional_mean
 from normscope.fits.curve_fit import CurveFit
 from normscope.pairs.binning import DENSITY_Y_GRID
@@ -28,12 +29,16 @@ from normscope.pairs.sites import NormSite
 from normscope.pairs.stats import PairStats
 
 Array = NDArray[np.float64]
+Limits: TypeAlias = tuple[float, float]
+LINE_SHARE = 0.075  # of a panel's height that a line of a corner's text takes
 _PIXELS = 220
 _TOKEN_POINT = 1.26  # points across
 _LEAST_COUNT = 32  # pairs that a point of the drawn E[y|x] averages at least
 _EXTREME_CHANNELS = 4
 _CENTRE_SHARE = 0.98  # of all pairs lie in the inset
 _BOUND_SHOWN_WITHIN = 1.6  # times the largest |y|; a bound farther away would flatten the curves, and is written
+_NAMED = 4  # fits at most in a corner
+_NAME_LETTERS = 13  # of a curve's name there: as many as a built-in one has at most
 _INSET_FROM = 3.0  # times wider must the tails reach than the centre for an inset to show more
 
 
@@ -45,12 +50,27 @@ class Panel:
     stats: PairStats
     fits: Sequence[CurveFit]
     style: Style
+    looks: Mapping[str, Look]
+
+    @property
+    def named(self) -> list[CurveFit]:
+        """The fits that a corner has room for: all, or those of the largest R²."""
+        if len(self.fits) <= _NAMED:
+            return list(self.fits)
+        return sorted(self.fits, key=lambda found: math.inf if found.degenerate else -found.r2)[:_NAMED]
 
 
-def panels_of(capture: Capture, sites: Sequence[NormSite], fits: Sequence[CurveFit], style: Style) -> list[Panel]:
-    """Bring together what belongs to each of some sites of a capture."""
+def panels_of(
+    capture: Capture,
+    sites: Sequence[NormSite],
+    fits: Sequence[CurveFit],
+    style: Style,
+    looks: Mapping[str, Look] | None = None,
+) -> list[Panel]:
+    """Bring together what belongs to each of some sites of a capture; ``looks`` are by default of these fits."""
+    own = style.looks(found.curve for found in fits) if looks is None else looks
     return [
-        Panel(site, capture.stats[site.name], [found for found in fits if found.site == site.name], style)
+        Panel(site, capture.stats[site.name], [found for found in fits if found.site == site.name], style, own)
         for site in sites
     ]
 
@@ -120,7 +140,7 @@ def draw_curves(ax: Axes, panel: Panel) -> None:
     grid = torch.linspace(*ax.get_xlim(), 600, dtype=torch.float64)
     for found in panel.fits:
         if not found.degenerate:
-            colour, dashes = panel.style.curves[found.curve]
+            colour, dashes = panel.looks[found.curve]
             ax.plot(
                 grid, found(grid), color=colour, ls=dashes, lw=1.1, zorder=4, path_effects=outline(panel.style, 0.8)
             )
@@ -131,28 +151,30 @@ def draw_curves(ax: Axes, panel: Panel) -> None:
 
 def draw_panel(ax: Axes, panel: Panel, row: str) -> None:
     """One row of the panels, with its centre enlarged in an inset where the tails reach far beyond it."""
-    x_limits, y_limits = _whole_range(panel)
-    _draw_within(ax, panel, row, x_limits, y_limits)
-    centre = _centre_range(panel.stats)
-    if centre is not None and x_limits[1] - x_limits[0] > _INSET_FROM * (centre[0][1] - centre[0][0]):
-        inset = ax.inset_axes((0.09, 0.58, 0.34, 0.40))
-        inset.set_in_layout(False)  # its labels reach no farther than the panel's
-        _draw_within(inset, panel, row, *centre)
-        inset.tick_params(labelsize=4.5, length=1.5, pad=1)
-        for spine in inset.spines.values():
-            spine.set(visible=True, linewidth=0.5, color=panel.style.faint)
+    _draw_within(ax, panel, row, *whole_range(panel))
+    centre = enlarged_range(panel)
+    if centre is not None:
+        _draw_within(inset_of(ax, panel.style), panel, row, *centre)
 
 
-def _draw_within(
-    ax: Axes, panel: Panel, row: str, x_limits: tuple[float, float], y_limits: tuple[float, float]
-) -> None:
+def inset_of(ax: Axes, style: Style) -> Axes:
+    """Make axes for the enlarged centre, in the corner that an S leaves empty."""
+    inset: Axes = ax.inset_axes((0.09, 0.58, 0.34, 0.40))
+    inset.set_in_layout(False)  # its labels reach no farther than the panel's
+    inset.tick_params(labelsize=4.5, length=1.5, pad=1)
+    for spine in inset.spines.values():
+        spine.set(visible=True, linewidth=0.5, color=style.faint)
+    return inset
+
+
+def _draw_within(ax: Axes, panel: Panel, row: str, x_limits: Limits, y_limits: Limits) -> None:
     ax.set(xlim=x_limits, ylim=y_limits)
     DRAW[row](ax, panel)
     draw_curves(ax, panel)
     ax.set(xlim=x_limits, ylim=y_limits)
 
 
-def _whole_range(panel: Panel) -> tuple[tuple[float, float], tuple[float, float]]:
+def whole_range(panel: Panel) -> tuple[Limits, Limits]:
     """Limits that hold every pair, symmetric about the origin, and the bound where the pairs come near it."""
     stats = panel.stats
     if not stats.n_pairs:
@@ -166,8 +188,14 @@ def _whole_range(panel: Panel) -> tuple[tuple[float, float], tuple[float, float]
     return (-1.06 * reach_x, 1.06 * reach_x), (-1.04 * reach_y, 1.04 * reach_y)
 
 
-def _centre_range(stats: PairStats) -> tuple[tuple[float, float], tuple[float, float]] | None:
-    """Limits about the origin within which nearly all pairs lie."""
+def enlarged_range(panel: Panel) -> tuple[Limits, Limits] | None:
+    """Limits about the origin within which nearly all pairs lie, where the tails reach far beyond them."""
+    (left, right), _ = whole_range(panel)
+    centre = _centre_range(panel.stats)
+    return centre if centre is not None and right - left > _INSET_FROM * (centre[0][1] - centre[0][0]) else None
+
+
+def _centre_range(stats: PairStats) -> tuple[Limits, Limits] | None:
     x, mean, deviation = conditional_mean(stats.moments.sum(0), max(1, stats.n_pairs // 100))
     if len(x) < 2:
         return None
@@ -215,10 +243,11 @@ def _drawn_pairs(stats: PairStats) -> tuple[Array, Array, NDArray[np.int64]]:
     )
 
 
-def legend_handles(panels: Sequence[Panel], *, density: bool, sampled: bool) -> list[Artist]:
+def legend_handles(panels: Sequence[Panel], *, density: bool, sampled: bool, bounds: bool = True) -> list[Artist]:
     """What the greys, lines and dashes of these panels mean.
 
-    ``density`` is whether they show one, and ``sampled`` whether of a sample of the tokens alone.
+    ``density`` is whether they show one, ``sampled`` whether of a sample of the tokens alone, and ``bounds`` whether
+    they show y itself, which the norm bounds.
     """
     style = panels[0].style
     handles: list[Artist] = []
@@ -227,20 +256,41 @@ def legend_handles(panels: Sequence[Panel], *, density: bool, sampled: bool) -> 
         pairs = "pairs of the sampled tokens" if sampled else "all pairs"
         handles.append(Patch(facecolor=grey, label=f"{pairs} (log scale, each panel its own)"))
         handles.append(Line2D([], [], color=style.ink, lw=1.4, label="E[y|x], the best any function of x can do"))
-    for curve in dict.fromkeys(found.curve for panel in panels for found in panel.fits):
-        colour, dashes = style.curves[curve]
-        handles.append(Line2D([], [], color=colour, ls=dashes, lw=1.1, label=f"A·{curve}(αx), least squares"))
-    if any(panel.site.bound < _whole_range(panel)[1][1] for panel in panels):
+    fits = [found for panel in panels for found in panel.fits]
+    shifted = {found.curve for found in fits if found.shift != 0}
+    for curve in dict.fromkeys(found.curve for found in fits):
+        colour, dashes = panels[0].looks[curve]
+        label = f"A·{curve}(αx{'+s' if curve in shifted else ''}), least squares"
+        handles.append(Line2D([], [], color=colour, ls=dashes, lw=1.1, label=label))
+    if bounds and any(panel.site.bound < whole_range(panel)[1][1] for panel in panels):
         handles.append(Line2D([], [], color=style.faint, ls=":", lw=0.9, label="bound: ±√(d−1), without centring ±√d"))
     return handles
 
 
-def corner_text(ax: Axes, style: Style, lines: Sequence[tuple[str, str]], size: float = 5.6) -> None:
-    """Texts, each in its colour, in the corner that an S leaves empty."""
+def corner_lines(panel: Panel, result: Callable[[CurveFit], str]) -> list[tuple[str, str]]:
+    """Texts for a corner, each with its colour: the results of the fits that are named, and how many others are."""
+    lines = [
+        (f"{found.curve}: nothing to fit", panel.style.faint)
+        if found.degenerate
+        else (f"{_short(found.curve)}  {result(found)}", panel.looks[found.curve][0])
+        for found in panel.named
+    ]
+    more = len(panel.fits) - len(panel.named)
+    return [*lines, (f"+ {more} more of smaller R²", panel.style.faint)] if more else lines
+
+
+def _short(curve: str) -> str:
+    return curve if len(curve) <= _NAME_LETTERS else f"{curve[: _NAME_LETTERS - 1]}…"
+
+
+def corner_text(
+    ax: Axes, style: Style, lines: Sequence[tuple[str, str]], size: float = 5.6, lowest: float = 0.02
+) -> None:
+    """Texts, each in its colour, at the right: by default in the corner that an S leaves empty."""
     for number, (text, colour) in enumerate(reversed(lines)):
         ax.text(
             0.99,
-            0.02 + 0.075 * number,
+            lowest + LINE_SHARE * number,
             text,
             color=colour,
             ha="right",

@@ -1,4 +1,4 @@
-"""The S-curves of a network: a column a norm site, and a row each for density, tokens and channels."""
+"""The S-curves of a network: a column a norm site, and a row each for density, tokens, channels and residuals."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 
 from normscope.errors import UsageError, count, unknown
-from normscope.figures.lettering import tail, width_of, wrapped
+from normscope.figures.lettering import legend_columns, tail, width_of, wrapped
 from normscope.figures.panels import (
     DRAW,
     Panel,
+    corner_lines,
     corner_text,
     draw_panel,
     extreme_channels,
@@ -27,6 +29,7 @@ from normscope.figures.panels import (
     panels_of,
     token_scales,
 )
+from normscope.figures.residuals import draw_residuals, residual_handles
 from normscope.figures.style import style_named
 from normscope.files import whole_file
 from normscope.fits.curve_fit import CurveFit
@@ -34,8 +37,13 @@ from normscope.pairs.captures import Capture
 
 FORMATS = ("png", "svg", "pdf")
 ROWS = tuple(DRAW)
+_RESIDUAL = "residual"
+_ROW_NAMES = (*ROWS, _RESIDUAL)
 _COLUMNS = 6
 _PANEL_INCHES = (2.35, 2.05)
+_LEGEND_FONT = FontProperties(size=6.5)
+_LEGEND_LINE_INCHES = 0.13
+_LEGEND_LINES_FREE = 2  # of a figure without more
 
 
 def plot(
@@ -50,7 +58,8 @@ def plot(
     Args:
         capture: what :func:`normscope.capture` returned.
         fits: what :func:`normscope.fit` made of it; drawn over every panel.
-        color: which rows: ``density``, ``token``, ``channel``, as a list or separated by commas.
+        color: which rows: ``density``, ``token``, ``channel``, ``residual`` (what the curves leave of E[y|x]), as a
+            list or separated by commas.
         style: ``light`` or ``dark``.
 
     Returns:
@@ -60,30 +69,36 @@ def plot(
         UsageError: if there is no such row or style.
     """
     rows = rows_named(color)
+    bounded = [row for row in rows if row != _RESIDUAL]
     theme = style_named(style)
     columns = min(_COLUMNS, len(capture.sites))
     blocks = math.ceil(len(capture.sites) / columns)
+    panels = panels_of(capture, capture.sites, fits, theme)
     with matplotlib.rc_context(theme.rc()):
-        width, height = _PANEL_INCHES
-        figure = Figure(figsize=(0.5 + width * columns, 0.95 + height * len(rows) * blocks), layout="constrained")
+        width, height = 0.5 + _PANEL_INCHES[0] * columns, 0.95 + _PANEL_INCHES[1] * len(rows) * blocks
+        handles = _handles(capture, panels, rows)
+        across = legend_columns([str(handle.get_label()) for handle in handles], width, _LEGEND_FONT)
+        height += _LEGEND_LINE_INCHES * max(0, math.ceil(len(handles) / across) - _LEGEND_LINES_FREE)
+        figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots(len(rows) * blocks, columns, squeeze=False)
         for ax in axes.flat:
             ax.set_visible(False)
-        panels = panels_of(capture, capture.sites, fits, theme)
         for number, panel in enumerate(panels):
             block, column = divmod(number, columns)
             for place, row in enumerate(rows):
                 ax = axes[block * len(rows) + place, column]
                 ax.set_visible(True)
-                draw_panel(ax, panel, row)
-                _LEGENDS[row](ax, panel)
+                _draw(ax, panel, row)
+                if row in bounded[:1]:
+                    _say_where_the_bound_is(ax, panel)
                 if column == 0:
-                    ax.set_ylabel("output before affine, y", labelpad=1)
+                    ax.set_ylabel("E[y|x] − fit" if row == _RESIDUAL else "output before affine, y", labelpad=1)
                 if place == len(rows) - 1:
                     ax.set_xlabel("norm input x", labelpad=1)
                 if place == 0:
                     _title(ax, panel)
-        _caption(figure, capture, panels, rows)
+        _caption(figure, capture)
+        figure.legend(handles=handles, loc="outside lower center", ncols=across, prop=_LEGEND_FONT)
     return figure
 
 
@@ -119,8 +134,8 @@ def rows_named(color: str | Sequence[str]) -> list[str]:
     """Look the rows of a figure up; UsageError where there is none of that name."""
     names = [name.strip() for name in (color.split(",") if isinstance(color, str) else color)]
     for name in names:
-        if name not in DRAW:
-            raise UsageError(unknown("colouring", name, DRAW))
+        if name not in _ROW_NAMES:
+            raise UsageError(unknown("colouring", name, _ROW_NAMES))
     return list(dict.fromkeys(names))
 
 
@@ -134,26 +149,33 @@ def _title(ax: Axes, panel: Panel) -> None:
     font, number = ax.title.get_fontproperties(), f"{site.index}  "
     name = number + tail(site.name, _PANEL_INCHES[0] - width_of(number, font), font)
     ax.set_title(f"{name}\n{kind}\n{panel.stats.n_pairs:,} pairs", parse_math=False)
-    if ax.get_ylim()[1] < site.bound < math.inf:
-        text = f"bound ±{site.bound:.3g} is off the panel"
+
+
+def _say_where_the_bound_is(ax: Axes, panel: Panel) -> None:
+    if ax.get_ylim()[1] < panel.site.bound < math.inf:
+        text = f"bound ±{panel.site.bound:.3g} is off the panel"
         ax.text(0.99, 0.985, text, color=panel.style.faint, ha="right", va="top", transform=ax.transAxes, fontsize=5.2)
+
+
+def _draw(ax: Axes, panel: Panel, row: str) -> None:
+    if row == _RESIDUAL:
+        draw_residuals(ax, panel)
+        return
+    draw_panel(ax, panel, row)
+    _LEGENDS[row](ax, panel)
 
 
 def _density_legend(ax: Axes, panel: Panel) -> None:
     """The parameters and R² of each curve, in the corner that an S leaves empty."""
-    lines = []
-    for found in panel.fits:
-        if found.degenerate:
-            lines.append((f"{found.curve}: nothing to fit", panel.style.faint))
-            continue
-        shape = (
-            f"slope {found.slope:.3g}, straight" if found.straight else f"A {found.amplitude:.3g}  α {found.alpha:.3g}"
-        )
-        doubt = "" if found.converged else "  not converged"
-        lines.append((f"{found.curve}  {shape}  R² {found.r2:.3f}{doubt}", panel.style.curves[found.curve][0]))
+    lines = corner_lines(panel, _result)
     if panel.fits and panel.fits[0].r2_ceiling is not None:
         lines.append((f"ceiling R² {panel.fits[0].r2_ceiling:.3f}, folds by {panel.stats.fold_by}", panel.style.ink))
     corner_text(ax, panel.style, lines)
+
+
+def _result(found: CurveFit) -> str:
+    shape = f"slope {found.slope:.3g}, straight" if found.straight else f"A {found.amplitude:.3g}  α {found.alpha:.3g}"
+    return f"{shape}  R² {found.r2:.3f}{'' if found.converged else '  not converged'}"
 
 
 def _token_legend(ax: Axes, panel: Panel) -> None:
@@ -176,13 +198,17 @@ def _channel_legend(ax: Axes, panel: Panel) -> None:
 _LEGENDS = {"density": _density_legend, "token": _token_legend, "channel": _channel_legend}
 
 
-def _caption(figure: Figure, capture: Capture, panels: Sequence[Panel], rows: Sequence[str]) -> None:
+def _handles(capture: Capture, panels: Sequence[Panel], rows: Sequence[str]) -> list[Artist]:
+    shown = legend_handles(
+        panels, density="density" in rows, sampled="sample" in capture.about, bounds=set(rows) != {_RESIDUAL}
+    )
+    return [*shown, *(residual_handles(panels) if _RESIDUAL in rows else [])]
+
+
+def _caption(figure: Figure, capture: Capture) -> None:
     about = capture.about
     samples = count(capture.n_samples, "sample")
     font, inches = FontProperties(size=7.5), figure.get_figwidth() - 0.2
     texts = (f"{about['model']} · {samples}", f"weights: {about['weights']}", f"data: {about['data']}")
     title = "\n".join(line for text in texts for line in wrapped(text, inches, font))
     figure.suptitle(title, fontproperties=font, parse_math=False)
-    handles = legend_handles(panels, density="density" in rows, sampled="sample" in about)
-    across = min(_COLUMNS, len(panels))
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles) if across > 3 else max(1, across - 1))

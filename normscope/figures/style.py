@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from normscope.errors import UsageError, unknown
+from normscope.fits.curves import CURVES
+
+Look: TypeAlias = tuple[str, Any]  # colour and line style, as matplotlib takes them
 
 # Okabe and Ito, "Color Universal Design" (2008): distinguishable with protanopia, deuteranopia and tritanopia.
 ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE = (
@@ -27,7 +31,7 @@ class Style:
         background: of figure and panels.
         ink: text, axes and E[y|x].
         faint: bounds, grids and whatever stands back.
-        curves: colour and line style of each fitted curve, by its name.
+        curves: colours of the fitted curves.
         density: matplotlib colour map of numbers of pairs.
         tokens: matplotlib colour map of the tokens' σ.
         channels: colours of the channels of largest |x|, the largest first.
@@ -36,10 +40,30 @@ class Style:
     background: str
     ink: str
     faint: str
-    curves: dict[str, tuple[str, Any]]
+    curves: tuple[str, ...]
     density: str
     tokens: str
     channels: tuple[str, ...]
+
+    def looks(self, curves: Iterable[str] = ()) -> dict[str, Look]:
+        """Return a colour and a line style for every built-in curve and for each of ``curves``.
+
+        A built-in curve has the same in every figure; others take what is left, in the order in which they come. No
+        two look alike up to a number of 30, and those of the same colour differ in their dashes.
+
+        >>> looks = STYLES["light"].looks(["tanh", "my_curve"])
+        >>> looks["tanh"]
+        ('#D55E00', '-')
+        >>> looks["my_curve"] in [look for name, look in looks.items() if name != "my_curve"]
+        False
+        """
+        places = {name: place for place, name in enumerate(CURVES)}
+        for name in curves:
+            places.setdefault(name, len(places))
+        return {
+            name: (self.curves[place % len(self.curves)], _DASHES[place % len(_DASHES)])
+            for name, place in places.items()
+        }
 
     def rc(self) -> dict[Any, Any]:
         """Return the theme as matplotlib parameters."""
@@ -60,6 +84,7 @@ class Style:
             "ytick.labelsize": 6,
             "legend.fontsize": 6.5,
             "legend.frameon": False,
+            "legend.handlelength": HANDLE_LENGTH,
             "axes.spines.top": False,
             "axes.spines.right": False,
             "svg.fonttype": "none",
@@ -68,13 +93,25 @@ class Style:
         }
 
 
-_DASHED = (0, (4, 1.5))
+HANDLE_LENGTH = 3.2  # of a legend's lines, in letter sizes: two periods of the longest dashes
+# As many as have no divisor in common with the number of colours: neighbours then differ in both.
+_DASHES = (
+    "-",
+    (0, (4, 1.5)),
+    (0, (1, 1.2)),
+    (0, (5, 1.3, 1, 1.3)),
+    (0, (5, 1.2, 1, 1.2, 1, 1.2)),
+    (0, (7, 1.5, 3, 1.5)),
+)
+# Besides Okabe's and Ito's: far from one another and from the channels with any colour vision, by Machado, Oliveira
+# and Fernandes, "A Physiologically-based Model for Simulation of Color Vision Deficiency" (2009).
+VIOLET, BROWN, NAVY, LILAC, OLIVE, MINT = "#9911FF", "#774433", "#112266", "#AA55FF", "#AA9955", "#BBFFBB"
 STYLES = {
     "light": Style(
         background="#FFFFFF",
         ink="#1A1A1A",
         faint="#8C8C8C",
-        curves={"tanh": (VERMILLION, "-"), "isru": (BLUE, _DASHED)},
+        curves=(VERMILLION, BLUE, VIOLET, BROWN, NAVY),
         density="Greys",
         tokens="viridis",
         channels=(ORANGE, GREEN, SKY, PURPLE),
@@ -83,7 +120,7 @@ STYLES = {
         background="#14171C",
         ink="#E8E8E8",
         faint="#7A808A",
-        curves={"tanh": (ORANGE, "-"), "isru": (SKY, _DASHED)},
+        curves=(ORANGE, SKY, LILAC, OLIVE, MINT),
         density="bone",
         tokens="viridis",
         channels=(VERMILLION, GREEN, YELLOW, PURPLE),

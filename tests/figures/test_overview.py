@@ -118,7 +118,7 @@ def test_each_panel_shows_its_own_pairs_and_curves(figure, seen, fits):
             np.testing.assert_allclose(ax.get_xlim(), (-1.06 * reach, 1.06 * reach))
             assert ax.images[0].get_array().sum() == pytest.approx(capture.stats[site.name].n_pairs, rel=1e-6)
             for found in (one for one in own if one.site == site.name):
-                colour, _ = STYLES["light"].curves[found.curve]
+                colour, _ = STYLES["light"].looks()[found.curve]
                 line = next(line for line in ax.get_lines() if line.get_color() == colour)
                 np.testing.assert_allclose(line.get_ydata(), found(torch.from_numpy(np.asarray(line.get_xdata()))))
                 assert f"{found.curve}  R² {found.r2:.3f}" in [text.get_text() for text in ax.texts]

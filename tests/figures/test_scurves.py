@@ -77,7 +77,7 @@ def test_panels_span_every_pair_on_linear_axes(figure, seen):
 def test_fitted_curves_are_drawn_where_they_are(figure, fits):
     ax = shown(figure)[0]
     for found in (one for one in fits if one.site == NAMES[0]):
-        colour, _ = STYLES["light"].curves[found.curve]
+        colour, _ = STYLES["light"].looks()[found.curve]
         line = next(line for line in ax.get_lines() if line.get_color() == colour)
         np.testing.assert_allclose(line.get_ydata(), found(torch.from_numpy(np.asarray(line.get_xdata()))).numpy())
 
@@ -180,7 +180,7 @@ def test_the_tallest_pair_is_on_the_panel_although_no_sample_holds_it():
 
 def test_curves_and_channels_share_no_colour():
     for style in STYLES.values():
-        assert not {colour for colour, _ in style.curves.values()} & set(style.channels)
+        assert not set(style.curves) & {*style.channels, style.ink, style.faint}
 
 
 def test_rows_and_style_can_be_chosen(seen, fits):
