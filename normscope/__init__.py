@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from normscope.batches import Batch, Sample
     from normscope.errors import NormscopeError
+    from normscope.figures.gradient import plot_gradient
     from normscope.figures.overview import overview
     from normscope.figures.scurves import plot
     from normscope.fits.fit import CurveFit, fit
+    from normscope.fits.gradient import GradientView, gradient
     from normscope.models.registry import load
     from normscope.pairs.captures import Capture
     from normscope.pairs.hooks import capture
@@ -31,15 +33,18 @@ _HOMES = {
     "Batch": "batches.Batch",
     "Capture": "pairs.captures.Capture",
     "CurveFit": "fits.fit.CurveFit",
+    "GradientView": "fits.gradient.GradientView",
     "NormscopeError": "errors.NormscopeError",
     "PairStats": "pairs.stats.PairStats",
     "Sample": "batches.Sample",
     "capture": "pairs.hooks.capture",
     "fit": "fits.fit.fit",
+    "gradient": "fits.gradient.gradient",
     "load": "models.registry.load",
     "load_capture": "pairs.storage.load",
     "overview": "figures.overview.overview",
     "plot": "figures.scurves.plot",
+    "plot_gradient": "figures.gradient.plot_gradient",
     "register_norm": "pairs.norms.register_norm",
     "save_capture": "pairs.storage.save",
 }
@@ -48,15 +53,18 @@ __all__ = [
     "Batch",
     "Capture",
     "CurveFit",
+    "GradientView",
     "NormscopeError",
     "PairStats",
     "Sample",
     "capture",
     "fit",
+    "gradient",
     "load",
     "load_capture",
     "overview",
     "plot",
+    "plot_gradient",
     "register_norm",
     "save_capture",
 ]

@@ -12,10 +12,8 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
 
-from normscope.errors import UsageError, count, unknown
-from normscope.figures.lettering import tail, width_of, wrapped
+from normscope.errors import UsageError, unknown
 from normscope.figures.panels import (
     DRAW,
     Panel,
@@ -28,6 +26,7 @@ from normscope.figures.panels import (
     token_scales,
 )
 from normscope.figures.style import style_named
+from normscope.figures.titles import head_figure, head_panel
 from normscope.files import whole_file
 from normscope.fits.fit import CurveFit
 from normscope.pairs.captures import Capture
@@ -130,10 +129,7 @@ def _origin(capture: Capture) -> dict[str, Any]:
 
 def _title(ax: Axes, panel: Panel) -> None:
     site = panel.site
-    kind = " · ".join(part for part in (f"{site.kind} d={site.d}", site.placement) if part)
-    font, number = ax.title.get_fontproperties(), f"{site.index}  "
-    name = number + tail(site.name, _PANEL_INCHES[0] - width_of(number, font), font)
-    ax.set_title(f"{name}\n{kind}\n{panel.stats.n_pairs:,} pairs", parse_math=False)
+    head_panel(ax, site, f"{panel.stats.n_pairs:,} pairs", _PANEL_INCHES[0])
     if ax.get_ylim()[1] < site.bound < math.inf:
         text = f"bound ±{site.bound:.3g} is off the panel"
         ax.text(0.99, 0.985, text, color=panel.style.faint, ha="right", va="top", transform=ax.transAxes, fontsize=5.2)
@@ -177,12 +173,7 @@ _LEGENDS = {"density": _density_legend, "token": _token_legend, "channel": _chan
 
 
 def _caption(figure: Figure, capture: Capture, panels: Sequence[Panel], rows: Sequence[str]) -> None:
-    about = capture.about
-    samples = count(capture.n_samples, "sample")
-    font, inches = FontProperties(size=7.5), figure.get_figwidth() - 0.2
-    texts = (f"{about['model']} · {samples}", f"weights: {about['weights']}", f"data: {about['data']}")
-    title = "\n".join(line for text in texts for line in wrapped(text, inches, font))
-    figure.suptitle(title, fontproperties=font, parse_math=False)
-    handles = legend_handles(panels, density="density" in rows, sampled="sample" in about)
+    head_figure(figure, capture)
+    handles = legend_handles(panels, density="density" in rows, sampled="sample" in capture.about)
     across = min(_COLUMNS, len(panels))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles) if across > 3 else max(1, across - 1))
