@@ -122,8 +122,8 @@ def _draw_diagonal(ax: Axes, column: _Column) -> None:
         (drawn.largest_x, drawn.largest.diagonal, marked),
     ):
         ax.scatter(*_thinned(x, diagonal), color=colour, s=1.6, lw=0, alpha=0.35, rasterized=True)
-    reach = max(float(part.abs().max()) for part in (drawn.x, drawn.largest_x) if part.numel())
-    linear = max(float(drawn.x.abs().median()), 1e-3 * reach, 1e-30)
+    reach = max(1e-30, *(float(part.abs().max()) for part in (drawn.x, drawn.largest_x) if part.numel()))
+    linear = max(float(drawn.x.abs().median()), 1e-3 * reach)
     ax.set_xscale("asinh", linear_width=linear)
     ax.set_xlim(-1.15 * reach, 1.15 * reach)
     ax.xaxis.set_major_locator(FixedLocator(_ticks(linear, reach)))

@@ -19,8 +19,9 @@ class Jacobians:
         rows: sum of the squares of each row's entries, Σ_j (∂y_i/∂x_j)², ``(tokens, d)``. The sum of these is the
             squared Frobenius norm.
         scale: 1/rstd: ρ of an RMSNorm, σ of a LayerNorm, eps in it, ``(tokens,)``.
-        others: the scale that the token's other elements alone make, ``(tokens, d)``: what stays as it is while x_i
-            moves. DyISRU's constant C is d·others² for an RMSNorm and d²/(d − 1)·others² for a LayerNorm.
+        others: the scale that the token would have with x_i at the mean of its other elements, or at zero where
+            squares are taken about zero, ``(tokens, d)``: what stays as it is while x_i moves. DyISRU's constant C is
+            d·others² for an RMSNorm and d²/(d − 1)·others² for a LayerNorm (docs/theory.md, 27 and 28).
     """
 
     diagonal: Tensor
