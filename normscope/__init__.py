@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from normscope.batches import Batch, Sample
     from normscope.errors import NormscopeError
+    from normscope.figures.gradient import plot_gradient
     from normscope.figures.overview import overview
     from normscope.figures.scurves import plot
     from normscope.fits.card import NormCard, norm_cards
     from normscope.fits.curve_fit import CurveFit
     from normscope.fits.curves import Curve, curve_of
     from normscope.fits.fit import fit
+    from normscope.fits.gradient import GradientView, gradient
     from normscope.fits.layerwise import Layerwise, layerwise
     from normscope.fits.tokens import TokenSlopes, token_slopes
     from normscope.models.registry import load
@@ -37,6 +39,7 @@ _HOMES = {
     "Capture": "pairs.captures.Capture",
     "Curve": "fits.curves.Curve",
     "CurveFit": "fits.curve_fit.CurveFit",
+    "GradientView": "fits.gradient.GradientView",
     "Layerwise": "fits.layerwise.Layerwise",
     "NormCard": "fits.card.NormCard",
     "NormscopeError": "errors.NormscopeError",
@@ -46,12 +49,14 @@ _HOMES = {
     "capture": "pairs.hooks.capture",
     "curve_of": "fits.curves.curve_of",
     "fit": "fits.fit.fit",
+    "gradient": "fits.gradient.gradient",
     "layerwise": "fits.layerwise.layerwise",
     "load": "models.registry.load",
     "load_capture": "pairs.storage.load",
     "norm_cards": "fits.card.norm_cards",
     "overview": "figures.overview.overview",
     "plot": "figures.scurves.plot",
+    "plot_gradient": "figures.gradient.plot_gradient",
     "register_norm": "pairs.norms.register_norm",
     "save_capture": "pairs.storage.save",
     "token_slopes": "fits.tokens.token_slopes",
@@ -62,6 +67,7 @@ __all__ = [
     "Capture",
     "Curve",
     "CurveFit",
+    "GradientView",
     "Layerwise",
     "NormCard",
     "NormscopeError",
@@ -71,12 +77,14 @@ __all__ = [
     "capture",
     "curve_of",
     "fit",
+    "gradient",
     "layerwise",
     "load",
     "load_capture",
     "norm_cards",
     "overview",
     "plot",
+    "plot_gradient",
     "register_norm",
     "save_capture",
     "token_slopes",

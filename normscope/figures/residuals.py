@@ -24,7 +24,7 @@ from normscope.figures.panels import (
     outline,
     whole_range,
 )
-from normscope.fits.fit import CurveFit
+from normscope.fits.curve_fit import CurveFit
 
 Array = NDArray[np.float64]
 _GROUPS = 120  # across a panel at most

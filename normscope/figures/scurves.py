@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 
-from normscope.errors import UsageError, count, unknown
-from normscope.figures.lettering import legend_columns, tail, width_of, wrapped
+from normscope.errors import UsageError, unknown
+from normscope.figures.lettering import legend_columns
 from normscope.figures.panels import (
     DRAW,
     Panel,
@@ -31,6 +31,7 @@ from normscope.figures.panels import (
 )
 from normscope.figures.residuals import draw_residuals, residual_handles
 from normscope.figures.style import style_named
+from normscope.figures.titles import head_figure, head_panel
 from normscope.files import whole_file
 from normscope.fits.curve_fit import CurveFit
 from normscope.pairs.captures import Capture
@@ -97,7 +98,7 @@ def plot(
                     ax.set_xlabel("norm input x", labelpad=1)
                 if place == 0:
                     _title(ax, panel)
-        _caption(figure, capture)
+        head_figure(figure, capture)
         figure.legend(handles=handles, loc="outside lower center", ncols=across, prop=_LEGEND_FONT)
     return figure
 
@@ -145,10 +146,7 @@ def _origin(capture: Capture) -> dict[str, Any]:
 
 def _title(ax: Axes, panel: Panel) -> None:
     site = panel.site
-    kind = " · ".join(part for part in (f"{site.kind} d={site.d}", site.placement) if part)
-    font, number = ax.title.get_fontproperties(), f"{site.index}  "
-    name = number + tail(site.name, _PANEL_INCHES[0] - width_of(number, font), font)
-    ax.set_title(f"{name}\n{kind}\n{panel.stats.n_pairs:,} pairs", parse_math=False)
+    head_panel(ax, site, f"{panel.stats.n_pairs:,} pairs", _PANEL_INCHES[0])
 
 
 def _say_where_the_bound_is(ax: Axes, panel: Panel) -> None:
@@ -203,12 +201,3 @@ def _handles(capture: Capture, panels: Sequence[Panel], rows: Sequence[str]) -> 
         panels, density="density" in rows, sampled="sample" in capture.about, bounds=set(rows) != {_RESIDUAL}
     )
     return [*shown, *(residual_handles(panels) if _RESIDUAL in rows else [])]
-
-
-def _caption(figure: Figure, capture: Capture) -> None:
-    about = capture.about
-    samples = count(capture.n_samples, "sample")
-    font, inches = FontProperties(size=7.5), figure.get_figwidth() - 0.2
-    texts = (f"{about['model']} · {samples}", f"weights: {about['weights']}", f"data: {about['data']}")
-    title = "\n".join(line for text in texts for line in wrapped(text, inches, font))
-    figure.suptitle(title, fontproperties=font, parse_math=False)

@@ -17,7 +17,7 @@ from normscope.figures.panels import corner_lines, panels_of
 from normscope.figures.residuals import residuals
 from normscope.figures.scurves import plot
 from normscope.figures.style import STYLES
-from normscope.fits.fit import CurveFit
+from normscope.fits.curve_fit import CurveFit
 
 N_SOURCES, N_TOKENS, D = 8, 50, 32
 

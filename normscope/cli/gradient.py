@@ -1,0 +1,97 @@
+"""``normscope gradient``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from normscope.cli.figure_files import Destination, Dpi, Format, Theme, figure_path, figure_suffix, figure_title
+from normscope.cli.options import (
+    AsJson,
+    BatchSize,
+    By,
+    Data,
+    Device,
+    Dtype,
+    Func,
+    Guidance,
+    Layers,
+    Limit,
+    Models,
+    Quiet,
+    Sample,
+    Seed,
+    Timesteps,
+    Verify,
+    Weights,
+)
+from normscope.cli.output import Output, skipped_as_json
+from normscope.cli.sources import Run, captures, check_by, check_sources, named_or_embedded
+from normscope.files import check_writable
+
+EXAMPLES = (
+    "Examples: normscope gradient demo_vit · normscope gradient vit_b16 --layers all --json · "
+    "normscope gradient seen.safetensors -o gradient.pdf"
+)
+
+_VIEW = "gradient"
+
+
+def gradient(
+    models: Models = None,
+    layers: Layers = "4",
+    func: Func = "tanh,isru",
+    figure_format: Format = None,
+    dpi: Dpi = 200,
+    style: Theme = "light",
+    weights: Weights = "pretrained",
+    data: Data = None,
+    limit: Limit = None,
+    batch_size: BatchSize = 8,
+    sample: Sample = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    guidance: Guidance = None,
+    timesteps: Timesteps = None,
+    by: By = None,
+    verify: Verify = False,
+    as_json: AsJson = False,
+    output: Destination = Path("outputs"),
+    quiet: Quiet = False,
+) -> None:
+    """Set each norm's Jacobian beside its fitted curves' derivatives, and say how constant what they hold so is."""
+    say = Output(as_json, quiet)
+    names = named_or_embedded(models, say)
+    suffix = figure_suffix(output, figure_format, names, by)
+    from normscope.figures.gradient import plot_gradient
+    from normscope.figures.gradient_tables import constants_table, jacobians_table
+    from normscope.figures.scurves import save
+    from normscope.figures.style import style_named
+    from normscope.fits.curves import curves_named
+    from normscope.fits.fit import fit
+    from normscope.fits.gradient import gradient as views_of
+
+    curves = [curve.name for curve in curves_named(func)]
+    style_named(style)
+    run = Run(weights, data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps, sample)
+    check_sources(names, run)
+    check_by(by, names)
+    for name in names:
+        check_writable(figure_path(output, suffix, name, _VIEW, []))
+    seen, views = [], []
+    figures: list[dict[str, Any]] = []
+    for capture in captures(names, run, layers, say, by):
+        fits = fit(capture, curves)
+        own = views_of(capture, fits)
+        say.result("{model} · {weights} · {data}".format(**capture.about))
+        say.result(jacobians_table(own))
+        say.result(constants_table(own))
+        path = figure_path(output, suffix, figure_title(capture), _VIEW, [entry["file"] for entry in figures])
+        save(plot_gradient(capture, fits, style=style), path, capture, dpi)
+        say.result(str(path))
+        figures.append({**capture.about, "file": str(path), "sites": [site.name for site in capture.sites]})
+        seen.append(capture)
+        views += own
+    document = {"gradient": [view.as_dict() for view in views], "figures": figures}
+    say.document({**document, "skipped": skipped_as_json(seen)})

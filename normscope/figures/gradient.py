@@ -1,0 +1,267 @@
+"""The gradient view: a column a norm site; its Jacobian's diagonal against x, and what each curve holds constant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import matplotlib
+import numpy as np
+import torch
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
+from numpy.typing import NDArray
+from torch import Tensor
+
+from normscope.figures.lettering import wrapped
+from normscope.figures.panels import outline
+from normscope.figures.style import Style, style_named
+from normscope.figures.titles import head_figure, head_panel
+from normscope.fits.curve_fit import CurveFit
+from normscope.fits.gradient import (
+    DrawnJacobians,
+    GradientView,
+    derivative,
+    drawn_jacobians,
+    gradient,
+    mean_diagonal,
+)
+from normscope.pairs.captures import Capture
+from normscope.pairs.sampling import LARGEST_TOKENS
+
+Array = NDArray[np.float64]
+_COLUMNS = 6
+_PANEL_INCHES = (2.35, 2.05)
+_MOST_POINTS = 20_000
+_LEAST_COUNT = 32  # pairs that a point of a drawn mean or median takes at least
+_GROUPS_AN_OCTAVE = 2
+_HELD = {"scale": "tanh", "others": "isru"}  # which curve's derivation holds it constant
+
+
+@dataclass(frozen=True)
+class _Column:
+    """Everything that the panels of one site are drawn from."""
+
+    view: GradientView
+    drawn: DrawnJacobians
+    fits: Sequence[CurveFit]
+    style: Style
+
+
+def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), *, style: str = "light") -> Figure:
+    """Draw every site's Jacobian over its drawn tokens.
+
+    Above, the diagonal ∂y_i/∂x_i against x, E[∂y_i/∂x_i | x] and the derivative of each fitted curve, on an axis that
+    is linear about zero and logarithmic beyond. Below, what DyT and DyISRU hold constant against |x|, in one unit:
+    medians, and the range from quantile 0.16 to 0.84; the assumption holds where a line is flat and its range narrow.
+
+    Args:
+        capture: what :func:`normscope.capture` returned.
+        fits: what :func:`normscope.fit` made of it.
+        style: ``light`` or ``dark``.
+
+    Returns:
+        A matplotlib figure; :func:`normscope.figures.scurves.save` writes it.
+
+    Raises:
+        UsageError: if there is no such style.
+    """
+    theme = style_named(style)
+    across = min(_COLUMNS, len(capture.sites))
+    blocks = math.ceil(len(capture.sites) / across)
+    with matplotlib.rc_context(theme.rc()):
+        width, height = _PANEL_INCHES
+        figure = Figure(figsize=(0.5 + width * across, 0.95 + height * 2 * blocks), layout="constrained")
+        axes = figure.subplots(2 * blocks, across, squeeze=False)
+        for ax in axes.flat:
+            ax.set_visible(False)
+        for number, (site, view) in enumerate(zip(capture.sites, gradient(capture, fits), strict=True)):
+            block, place = divmod(number, across)
+            above, below = axes[2 * block : 2 * block + 2, place]
+            above.set_visible(True)
+            drawn = drawn_jacobians(site, capture.stats[site.name])
+            if isinstance(drawn, DrawnJacobians):
+                below.set_visible(True)
+                own = [found for found in fits if found.site == site.name]
+                _draw(above, below, _Column(view, drawn, own, theme))
+                head_panel(above, site, f"{view.n_tokens} of {view.of_tokens:,} tokens", width - 0.1)
+            else:
+                _decline(above, drawn, theme)
+                head_panel(above, site, f"{view.of_tokens:,} tokens", width - 0.1)
+            if place == 0:
+                above.set_ylabel("diagonal of the Jacobian", labelpad=1)
+                below.set_ylabel("1/rstd and √C, in units of x", labelpad=1)
+        head_figure(figure, capture)
+        handles = _handles(fits, theme)
+        figure.legend(handles=handles, loc="outside lower center", ncols=4 if across > 3 else max(1, across))
+    return figure
+
+
+def _draw(above: Axes, below: Axes, column: _Column) -> None:
+    _draw_diagonal(above, column)
+    _draw_constants(below, column)
+
+
+def _decline(ax: Axes, reason: str, style: Style) -> None:
+    ax.axis("off")
+    font = ax.xaxis.label.get_fontproperties()
+    text = "\n".join(wrapped(f"No closed form: {reason}.", _PANEL_INCHES[0] * 0.8, font))
+    ax.text(0.5, 0.5, text, ha="center", va="center", color=style.faint, transform=ax.transAxes)
+
+
+def _draw_diagonal(ax: Axes, column: _Column) -> None:
+    drawn, style = column.drawn, column.style
+    grey, marked = style.faint, style.channels[0]
+    for x, diagonal, colour in (
+        (drawn.x, drawn.uniform.diagonal, grey),
+        (drawn.largest_x, drawn.largest.diagonal, marked),
+    ):
+        ax.scatter(*_thinned(x, diagonal), color=colour, s=1.6, lw=0, alpha=0.35, rasterized=True)
+    reach = max(1e-30, *(float(part.abs().max()) for part in (drawn.x, drawn.largest_x) if part.numel()))
+    linear = max(float(drawn.x.abs().median()), 1e-3 * reach)
+    ax.set_xscale("asinh", linear_width=linear)
+    ax.set_xlim(-1.15 * reach, 1.15 * reach)
+    ax.xaxis.set_major_locator(FixedLocator(_ticks(linear, reach)))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter("{x:g}")
+    least_count = max(_LEAST_COUNT, drawn.x.numel() // 100)
+    ax.plot(*mean_diagonal(drawn, least_count), color=style.ink, lw=1.4, zorder=3, path_effects=outline(style))
+    steps = math.asinh(1.15 * reach / linear)
+    grid = linear * torch.linspace(-steps, steps, 601, dtype=torch.float64).sinh()
+    for found in column.fits:
+        if not found.degenerate:
+            colour, dashes = style.curves[found.curve]
+            ax.plot(
+                grid,
+                derivative(found, grid),
+                color=colour,
+                ls=dashes,
+                lw=1.1,
+                zorder=4,
+                path_effects=outline(style, 0.8),
+            )
+    ax.set_ylim(0, 1.5 * ax.get_ylim()[1])  # room for the notes
+    ax.set_xlabel("norm input x (asinh axis)", labelpad=1)
+    view = column.view
+    lines = [(f"the diagonal holds {100 * view.share:.1f} % of ‖J‖²", style.ink)]
+    lines.append((f"of a row in the tail {100 * view.tail_share:.1f} %", style.ink))
+    lines.append((f"R² of E[·|x] {view.r2_of_x:.2f}", style.ink))
+    for found in column.fits:
+        text = "nothing to fit" if found.degenerate else f"derivative's R² {view.r2[found.curve]:.2f}"
+        lines.append((f"{found.curve}  {text}", style.curves[found.curve][0]))
+    _notes(ax, style, lines)
+
+
+def _draw_constants(ax: Axes, column: _Column) -> None:
+    drawn, style = column.drawn, column.style
+    x, largest = drawn.x.abs().flatten(), drawn.largest_x.abs().flatten()
+    for name, curve in _HELD.items():
+        colour, dashes = style.curves[curve]
+        values = _of_pairs(getattr(drawn.uniform, name), drawn.x)
+        at, quantiles = _grouped(x, values)
+        ax.fill_between(at, quantiles[0], quantiles[2], color=colour, alpha=0.18, lw=0)
+        ax.plot(at, quantiles[::2].T, color=colour, ls=dashes, lw=0.5)
+        ax.plot(at, quantiles[1], color=colour, ls=dashes, lw=1.2, zorder=3, path_effects=outline(style, 0.8))
+        far = largest > drawn.tail
+        own = _of_pairs(getattr(drawn.largest, name), drawn.largest_x)
+        marker = "o" if name == "scale" else "x"
+        ax.scatter(
+            *_thinned(largest[far], own[far]), color=colour, marker=marker, s=4, lw=0.5, alpha=0.6, rasterized=True
+        )
+    ax.set(xscale="log", yscale="log")
+    low, high = ax.get_ylim()
+    ax.set_ylim(low, high * (high / low) ** 0.18)  # room for the notes
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    ax.yaxis.set_minor_locator(NullLocator())
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter("{x:g}")
+    ax.axvline(drawn.tail, color=style.faint, lw=0.7, ls=":", zorder=1)
+    ax.set_xlabel("|x|", labelpad=1)
+    sign = "σ" if column.view.centred else "ρ"
+    lines = []
+    for part in ("centre", "tail"):
+        found = column.view.constants[part]
+        ratios = f"{sign} {found.scale.ratio:.3g}   √C {found.others.ratio:.3g}"
+        lines.append((f"p84/p16 in the {part}: {ratios}", style.ink))
+    _notes(ax, style, lines)
+
+
+def _of_pairs(values: Tensor, x: Tensor) -> Tensor:
+    """Give every pair its value, or that of its token where there is one a token: flat ``(tokens · d,)``."""
+    return (values if values.ndim == 2 else values[:, None].expand_as(x)).flatten()
+
+
+def _ticks(least: float, most: float) -> list[float]:
+    """Zero and, to either side of it, up to three round numbers between two, the largest of them first.
+
+    >>> _ticks(0.3, 15.0)
+    [0.0, -10.0, -2.0, -0.5, 10.0, 2.0, 0.5]
+    """
+    powers = range(math.floor(math.log10(least)), math.floor(math.log10(most)) + 1)
+    round_numbers = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+    far = [number for number in round_numbers if least <= number <= most][::-2][:3]
+    return [0.0, *(sign * number for sign in (-1, 1) for number in far)]
+
+
+def _grouped(x: Tensor, values: Tensor) -> tuple[Array, Array]:
+    """Median x, and quantiles 0.16, 0.50 and 0.84 of the values, in groups of half an octave of x, all positive.
+
+    Groups of fewer than 32 pairs are left out. Returns ``(groups,)`` and ``(3, groups)``.
+    """
+    at, quantiles = [], []
+    octaves = (x.log2() * _GROUPS_AN_OCTAVE).floor()
+    for octave in np.unique(octaves[octaves.isfinite()].numpy()):
+        inside = octaves == octave
+        if int(inside.sum()) >= _LEAST_COUNT:
+            at.append(float(x[inside].median()))
+            quantiles.append(np.quantile(values[inside].numpy(), (0.16, 0.5, 0.84)))
+    return np.array(at), np.array(quantiles).reshape(-1, 3).T
+
+
+def _thinned(x: Tensor, y: Tensor) -> tuple[Array, Array]:
+    step = max(1, -(-x.numel() // _MOST_POINTS))
+    return x.flatten()[::step].numpy(), y.flatten()[::step].numpy()
+
+
+def _notes(ax: Axes, style: Style, lines: Sequence[tuple[str, str]]) -> None:
+    """Texts, each in its colour, below one another in the upper right corner."""
+    for number, (text, colour) in enumerate(lines):
+        ax.text(
+            0.99,
+            0.985 - 0.062 * number,
+            text,
+            color=colour,
+            ha="right",
+            va="top",
+            fontsize=5.4,
+            transform=ax.transAxes,
+            path_effects=outline(style),
+            zorder=6,
+        )
+
+
+def _handles(fits: Sequence[CurveFit], style: Style) -> list[Artist]:
+    """What the points, lines, dashes and bands mean."""
+    handles: list[Artist] = [
+        _dot(style.faint, "pairs of the tokens drawn uniformly"),
+        _dot(style.channels[0], f"pairs of the {LARGEST_TOKENS} tokens of largest |x|"),
+        Line2D([], [], color=style.ink, lw=1.4, label="E[∂y$_i$/∂x$_i$ | x]"),
+    ]
+    for curve in dict.fromkeys(found.curve for found in fits):
+        colour, dashes = style.curves[curve]
+        handles.append(Line2D([], [], color=colour, ls=dashes, lw=1.1, label=f"derivative of the fitted {curve}"))
+    labels = {"scale": "1/rstd (σ or ρ), which DyT holds constant", "others": "√C in its unit, which DyISRU does"}
+    for name, curve in _HELD.items():
+        colour, dashes = style.curves[curve]
+        handles.append(Patch(facecolor=colour, alpha=0.4, label=f"{labels[name]}: median, 16–84 %"))
+    handles.append(Line2D([], [], color=style.faint, ls=":", lw=0.9, label="where the tail begins: 1 % of the pairs"))
+    return handles
+
+
+def _dot(colour: str, label: str) -> Line2D:
+    return Line2D([], [], color=colour, ls="", marker="o", ms=3, mew=0, label=label)

@@ -1,0 +1,324 @@
+"""The gradient view: a norm's Jacobian beside the curves' derivatives, and how constant what each curve holds is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from normscope.fits.ceiling import conditional_mean
+from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curves import CURVES
+from normscope.fits.jacobians import Jacobians, jacobians
+from normscope.pairs.binning import PAIR_GRID
+from normscope.pairs.captures import Capture
+from normscope.pairs.formulas import FORMS, Form
+from normscope.pairs.sampling import TokenSample
+from normscope.pairs.sites import NormSite
+from normscope.pairs.stats import PairStats
+
+Array = NDArray[np.float64]
+TAIL_FROM = 0.99  # of the drawn tokens' |x| lie below the tail
+PARTS = ("all", "centre", "tail")
+_SAME_LINE = 1e-4  # how far a drawn token's rstd, of float32, may lie off the formula's
+_ALIKE = 0.05  # two spreads that differ by less are called alike: they are over a few dozen tokens
+_LEAST_COUNT = 64  # pairs that a group holds from which the diagonal of other tokens is predicted
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Where two thirds of some positive numbers lie: their quantiles 0.16, 0.50 and 0.84; NaN of no numbers."""
+
+    p16: float
+    p50: float
+    p84: float
+
+    @property
+    def ratio(self) -> float:
+        """p84/p16: 1 of a constant."""
+        return self.p84 / self.p16 if self.p16 > 0 else math.nan
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Return what ``--json`` prints; a number that is none becomes None."""
+        values = {"p16": self.p16, "p50": self.p50, "p84": self.p84, "ratio": self.ratio}
+        return {name: _finite(value) for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What the curves' derivations hold constant, over some of the pairs of the uniformly drawn tokens.
+
+    Attributes:
+        n_pairs: number of pairs.
+        scale: 1/rstd, which DyT holds constant: ρ of an RMSNorm, σ of a LayerNorm. A token counts once a pair.
+        others: √C, which DyISRU holds constant, in the same unit: the scale that the token's other elements make.
+        C: x²(d/y² − 1), in units of x². For an RMSNorm it is d·others². A LayerNorm's takes x as it is, with the
+            token's mean in it, and means nothing where y passes through zero.
+    """
+
+    n_pairs: int
+    scale: Spread
+    others: Spread
+    C: Spread
+
+    @property
+    def steadier(self) -> Literal["scale", "others"] | None:
+        """Which of ``scale`` and ``others`` has the smaller ratio; None where they differ by less than 5 %."""
+        scale, others = self.scale.ratio, self.others.ratio
+        if not abs(math.log(scale / others)) > _ALIKE:
+            return None
+        return "scale" if scale < others else "others"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        spreads = {"scale": self.scale.as_dict(), "others": self.others.as_dict(), "C": self.C.as_dict()}
+        return {"n_pairs": self.n_pairs, **spreads, "steadier": self.steadier}
+
+
+@dataclass(frozen=True)
+class GradientView:
+    """The Jacobian ∂y_i/∂x_j of one norm site, over the drawn tokens of a capture.
+
+    Attributes:
+        model: the network.
+        weights: its resolved checkpoint and revision.
+        data: what went through it.
+        site: module path of the norm.
+        kind: its name in the table of norms.
+        d: number of elements of a token.
+        centred: whether the norm takes the token's mean away.
+        reason: why there is no closed form here; all numbers are then NaN. None where there is one.
+        n_tokens: number of uniformly drawn tokens, which every mean, spread and R² is over.
+        n_largest: number of tokens of largest |x|, which the smallest shares take too.
+        of_tokens: number of tokens that both were drawn from.
+        share: mean over tokens of the part of the Jacobian's squared Frobenius norm that its diagonal holds.
+        least_share: the smallest such part; never less than 1 − 1/d for an RMSNorm, 1 − 2/d for a LayerNorm.
+        tail_share: mean over the pairs of the tail of the part of row i's squares that ∂y_i/∂x_i holds.
+        least_row_share: the smallest such part among all drawn pairs.
+        r2_of_x: R² of E[∂y_i/∂x_i | x], learnt from one half of the tokens and tried on the other: what a function of
+            x alone can say of the diagonal. NaN with fewer than two tokens.
+        r2: R² of each fitted curve's derivative as a prediction of ∂y_i/∂x_i, by the curve's name; NaN where there is
+            nothing to fit.
+        constants: for ``all`` pairs, for the ``centre`` and for the ``tail``, the hundredth of largest |x|.
+    """
+
+    model: str
+    weights: str
+    data: str
+    site: str
+    kind: str
+    d: int
+    centred: bool
+    reason: str | None
+    n_tokens: int
+    n_largest: int
+    of_tokens: int
+    share: float = math.nan
+    least_share: float = math.nan
+    tail_share: float = math.nan
+    least_row_share: float = math.nan
+    r2_of_x: float = math.nan
+    r2: dict[str, float] = field(default_factory=dict)
+    constants: dict[str, Constants] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what ``normscope gradient --json`` prints; a number that is none becomes None."""
+        origin = (
+            "model",
+            "weights",
+            "data",
+            "site",
+            "kind",
+            "d",
+            "centred",
+            "reason",
+            "n_tokens",
+            "n_largest",
+            "of_tokens",
+        )
+        return {
+            **{name: getattr(self, name) for name in origin},
+            **{
+                name: _finite(getattr(self, name))
+                for name in ("share", "least_share", "tail_share", "least_row_share", "r2_of_x")
+            },
+            "r2": {curve: _finite(value) for curve, value in self.r2.items()},
+            "constants": {part: found.as_dict() for part, found in self.constants.items()},
+        }
+
+
+@dataclass(frozen=True)
+class DrawnJacobians:
+    """The Jacobians of the drawn tokens of one site.
+
+    Attributes:
+        x: of the uniformly drawn tokens, float64 ``(tokens, d)``.
+        y: likewise.
+        uniform: their Jacobians.
+        largest_x: of the tokens of largest |x|, float64 ``(tokens, d)``.
+        largest: their Jacobians.
+        tail: |x| from which on a pair lies in the tail.
+    """
+
+    x: Tensor
+    y: Tensor
+    uniform: Jacobians
+    largest_x: Tensor
+    largest: Jacobians
+    tail: float
+
+
+def gradient(capture: Capture, fits: Sequence[CurveFit] = ()) -> list[GradientView]:
+    """Set every site's Jacobian beside its fitted curves' derivatives, from the drawing sample of a capture.
+
+    Args:
+        capture: what :func:`normscope.capture` returned, or was read from a file.
+        fits: what :func:`normscope.fit` made of it.
+
+    Returns:
+        One :class:`GradientView` a site; its ``reason`` says where there is no closed form.
+
+    >>> import normscope
+    >>> from torch import nn
+    >>> x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    >>> seen = normscope.capture(nn.Sequential(nn.LayerNorm(8)), [x])
+    >>> [found] = gradient(seen, normscope.fit(seen))
+    >>> found.n_tokens, round(found.share, 2), list(found.r2)  # never less than 1 − 2/d
+    (64, 0.78, ['tanh', 'isru'])
+    """
+    return [_view(capture, site, [found for found in fits if found.site == site.name]) for site in capture.sites]
+
+
+def drawn_jacobians(site: NormSite, stats: PairStats) -> DrawnJacobians | str:
+    """Return the Jacobians of a site's drawn tokens, or why there are none, as a clause without a full stop."""
+    if site.grouped:
+        return (
+            "a token is a group over all positions, of which a capture keeps a part, and it may be normalized by "
+            "running statistics"
+        )
+    if site.d < 2:
+        return "a token has one element, and its Jacobian nothing off the diagonal"
+    uniform, largest = stats.tokens.kept(), stats.largest.kept()
+    if not len(uniform.key):
+        return "no finite token went through it"
+    form = _form_of(site, uniform)
+    if form is None:
+        return "it is of no form whose Jacobian is known: its tokens' slopes are those of none"
+    x = uniform.x.double()
+    tail = float(np.quantile(x.abs().numpy(), TAIL_FROM, method="inverted_cdf"))
+    return DrawnJacobians(
+        x=x,
+        y=uniform.y.double(),
+        uniform=jacobians(form, uniform.x, site.eps),
+        largest_x=largest.x.double(),
+        largest=jacobians(form, largest.x, site.eps),
+        tail=tail,
+    )
+
+
+def derivative(found: CurveFit, x: Tensor) -> Tensor:
+    """Evaluate A·α·f′(αx + s) at x, of any shape, in float64."""
+    at = found.alpha * x.double() + found.shift
+    return found.amplitude * found.alpha * CURVES[found.curve].derivative(at)
+
+
+def mean_diagonal(drawn: DrawnJacobians, least_count: int) -> tuple[Array, Array]:
+    """E[∂y_i/∂x_i | x] over the uniformly drawn tokens, in groups of neighbouring x; two arrays ``(groups,)``."""
+    x, mean, _ = conditional_mean(_moments(drawn.x, drawn.uniform.diagonal), least_count)
+    return x, mean
+
+
+def _form_of(site: NormSite, tokens: TokenSample) -> Form | None:
+    """Find the form whose slopes the tokens have: the site tells a mean that is taken away, and not all else."""
+
+    def off(form: Form) -> float:
+        _, rstd = form.line(tokens.x.double(), site.eps)
+        return float((tokens.rstd.double() / rstd[:, 0] - 1).abs().amax())
+
+    forms = [form for form in FORMS.values() if form.centred == site.centred]
+    nearest = min(forms, key=off)
+    return nearest if off(nearest) <= _SAME_LINE else None
+
+
+def _view(capture: Capture, site: NormSite, fits: Sequence[CurveFit]) -> GradientView:
+    stats = capture.stats[site.name]
+    drawn = drawn_jacobians(site, stats)
+    about: dict[str, Any] = {
+        **{key: capture.about[key] for key in ("model", "weights", "data")},
+        **{"site": site.name, "kind": site.kind, "d": site.d, "centred": site.centred, "of_tokens": stats.n_tokens},
+    }
+    if not isinstance(drawn, DrawnJacobians):
+        return GradientView(**about, reason=drawn, n_tokens=0, n_largest=0)
+    in_tail = drawn.x.abs() > drawn.tail
+    both = (drawn.uniform, drawn.largest)
+    return GradientView(
+        **about,
+        reason=None,
+        n_tokens=len(drawn.x),
+        n_largest=len(drawn.largest_x),
+        share=float(drawn.uniform.share.mean()),
+        least_share=float(torch.cat([one.share for one in both]).amin()),
+        tail_share=float(drawn.uniform.row_share[in_tail].mean()),
+        least_row_share=float(torch.cat([one.row_share for one in both]).amin()),
+        r2_of_x=_r2_of_x(drawn.x, drawn.uniform.diagonal),
+        r2={found.curve: _r2_of_curve(found, drawn) for found in fits},
+        constants=_constants(drawn),
+    )
+
+
+def _constants(drawn: DrawnJacobians) -> dict[str, Constants]:
+    x, y, d = drawn.x, drawn.y, drawn.x.shape[1]
+    tail = x.abs() > drawn.tail
+    scale = drawn.uniform.scale[:, None].expand_as(x)
+    # Where x and y both are zero the pair says nothing; what is left of x²·d/y² is then the token's own.
+    ratio = torch.where((x == 0) & (y == 0), scale, x / y)
+    values = (scale, drawn.uniform.others, d * ratio.square() - x.square())
+    parts = dict(zip(PARTS, (torch.ones_like(tail), ~tail, tail), strict=True))
+    return {
+        part: Constants(int(inside.sum()), *(_spread(value[inside]) for value in values))
+        for part, inside in parts.items()
+    }
+
+
+def _spread(values: Tensor) -> Spread:
+    if not len(values):
+        return Spread(math.nan, math.nan, math.nan)
+    # Quantiles that are values themselves: between two infinite ones there is nothing to interpolate.
+    return Spread(*np.quantile(values.numpy(), (0.16, 0.5, 0.84), method="inverted_cdf").tolist())
+
+
+def _r2_of_curve(found: CurveFit, drawn: DrawnJacobians) -> float:
+    return math.nan if found.degenerate else _r2(drawn.uniform.diagonal, derivative(found, drawn.x))
+
+
+def _r2_of_x(x: Tensor, diagonal: Tensor) -> float:
+    if len(x) < 2:
+        return math.nan
+    predicted = torch.empty_like(diagonal)
+    for half in (0, 1):
+        at, mean, _ = conditional_mean(_moments(x[half::2], diagonal[half::2]), _LEAST_COUNT)
+        predicted[1 - half :: 2] = torch.from_numpy(np.interp(x[1 - half :: 2].numpy(), at, mean))
+    return _r2(diagonal, predicted)
+
+
+def _r2(truth: Tensor, predicted: Tensor) -> float:
+    total = (truth - truth.mean()).square().sum()
+    return float(1 - (truth - predicted).square().sum() / total) if total > 0 else math.nan
+
+
+def _moments(x: Tensor, y: Tensor) -> Tensor:
+    """N, Σx, Σy, Σx², Σxy, Σy² per bin of x, as a capture keeps them: float64 ``(6, bins)``."""
+    x, y = x.flatten(), y.flatten()
+    bins = PAIR_GRID.index(x.float())
+    sums = torch.zeros(6, PAIR_GRID.size, dtype=torch.float64)
+    return sums.index_add_(1, bins, torch.stack([torch.ones_like(x), x, y, x * x, x * y, y * y]))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

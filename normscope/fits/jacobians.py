@@ -1,0 +1,83 @@
+"""The Jacobian of a norm on one token, ∂y_i/∂x_j, in closed form: eps and all, without ever making the matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from normscope.pairs.formulas import Form
+
+
+@dataclass(frozen=True)
+class Jacobians:
+    """What the Jacobians of some tokens hold, in float64.
+
+    Attributes:
+        diagonal: ∂y_i/∂x_i, ``(tokens, d)``.
+        rows: sum of the squares of each row's entries, Σ_j (∂y_i/∂x_j)², ``(tokens, d)``. The sum of these is the
+            squared Frobenius norm.
+        scale: 1/rstd: ρ of an RMSNorm, σ of a LayerNorm, eps in it, ``(tokens,)``.
+        others: the scale that the token would have with x_i at the mean of its other elements, or at zero where
+            squares are taken about zero, ``(tokens, d)``: what stays as it is while x_i moves. DyISRU's constant C is
+            d·others² for an RMSNorm and d²/(d − 1)·others² for a LayerNorm (docs/theory.md, 27 and 28).
+    """
+
+    diagonal: Tensor
+    rows: Tensor
+    scale: Tensor
+    others: Tensor
+
+    @property
+    def share(self) -> Tensor:
+        """The part of the squared Frobenius norm that the diagonal holds, ``(tokens,)``."""
+        return self.diagonal.square().sum(1) / self.rows.sum(1)
+
+    @property
+    def row_share(self) -> Tensor:
+        """The part of each row's squares that the diagonal holds, ``(tokens, d)``; 1 of a row of zeros."""
+        return torch.where(self.rows > 0, self.diagonal.square() / self.rows, 1.0)
+
+
+def jacobians(form: Form, rows: Tensor, eps: float) -> Jacobians:
+    """Take the Jacobian of each token: rstd·(δ_ij − c/d − y_i·z_j/n), with c = 1 where the mean is taken away.
+
+    The squares under the root are of z/rstd, x or x less its mean, and their sum is divided by n. For a LayerNorm z
+    is y, n is d and c is 1; for an RMSNorm z is y, n is d and c is 0. A clamped norm whose eps holds is linear.
+
+    Args:
+        form: of the norm.
+        rows: tokens, ``(tokens, d)``, of any floating dtype.
+        eps: of the norm.
+
+    Returns:
+        Their diagonals and norms.
+
+    >>> from normscope.pairs.formulas import FORMS, rms_norm
+    >>> found = jacobians(FORMS[rms_norm], torch.tensor([[3.0, 4.0, 0.0, 0.0]]), 0.0)
+    >>> [round(float(slope), 3) for slope in found.diagonal[0]]  # (1 − y²/d)/ρ, with ρ = 2.5
+    [0.256, 0.144, 0.4, 0.4]
+    """
+    x = rows.double()
+    d = x.shape[1]
+    n = d - form.correction
+    shift, rstd = form.line(x, eps)
+    y = (x - shift) * rstd
+    about = x - x.mean(1, keepdim=True) if form.about_mean else x
+    z = about * rstd
+    bends = torch.ones_like(rstd)
+    if form.clamped:
+        bends = (about.norm(dim=1, keepdim=True) > eps).double()
+    c, pull = float(form.centred), bends * y / n
+    diagonal = rstd * (1 - c / d - pull * z)
+    crossed = c / d * z.sum(1, keepdim=True) - z
+    within = 1 - c / d + 2 * pull * crossed + pull.square() * z.square().sum(1, keepdim=True)
+    scale = 1 / rstd
+    own = about.square() * (d / (d - 1) if form.about_mean else 1)
+    return Jacobians(
+        diagonal=diagonal,
+        rows=within.clamp_min(0) * rstd.square(),
+        scale=scale[:, 0],
+        others=(scale.square() - own / n).clamp_min(0).sqrt(),
+    )
