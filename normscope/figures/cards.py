@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -167,6 +168,8 @@ def _place(token: TailToken) -> str:
 
 
 def _number(number: float) -> str:
+    if math.isinf(number):
+        return "∞"
     return f"{number:.3g}" if abs(number) < 1000 else f"{number:,.0f}"
 
 

@@ -158,7 +158,7 @@ def _card(capture: Capture, site: NormSite) -> NormCard:
         return card
     moments = torch.from_numpy(stats.moments.numpy().sum(0))
     magnitudes = of_pairs(moments)
-    (bend,) = fit(capture.only([site.name]), "tanh")
+    (bend,) = fit(replace(capture, sites=[site]), "tanh")
     linear = magnitudes.below(LINEAR_UP_TO / bend.alpha) / magnitudes.count if bend.converged else None
     return replace(
         card,
@@ -185,8 +185,10 @@ def _centring(site: NormSite, offsets: Magnitudes) -> Centring | None:
 
     def squared(offset: Array) -> Array:
         """(μ/σ)² with σ about the mean, of what is counted: of forms that are not about it, μ/√(mean of x²)."""
-        about_mean = site.form in ("layer_norm", "std_norm")
-        return offset**2 / (1 if about_mean else np.maximum(1 - offset**2, np.finfo(float).tiny))
+        if site.form in ("layer_norm", "std_norm"):
+            return offset**2
+        spread = np.maximum(1 - offset**2, 0)
+        return np.divide(offset**2, spread, out=np.full_like(offset, np.inf), where=spread > 0)
 
     p50, p95 = (float(np.sqrt(squared(np.array(offsets.quantile(share))))) for share in (0.5, 0.95))
     return Centring(

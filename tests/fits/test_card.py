@@ -332,6 +332,14 @@ def test_sites_with_nothing_to_say_say_so(x, why):
     assert [card.as_dict()[name] for name in ("centring", "scale", "linear", "tails")] == [None] * 4
 
 
+def test_tokens_that_are_all_mean():
+    x = torch.arange(1.0, 31).repeat_interleave(D).view(30, D)
+    cards, _ = cards_of(nn.RMSNorm(D, eps=0.0), [x])
+    (card,) = cards.values()
+    assert card.centring.mean_share == pytest.approx(1, rel=0.07)  # μ/√(mean of x²) is counted in bins
+    assert card.as_dict()["centring"]["offset_p50"] is None or card.centring.offset_p50 > 2.6
+
+
 def test_the_record_is_json_of_plain_numbers():
     x = torch.randn(40, D)
     x[0] = 0  # σ = 0 without eps
