@@ -26,7 +26,6 @@ from normscope.fits.curve_fit import CurveFit
 from normscope.fits.gradient import (
     DrawnJacobians,
     GradientView,
-    derivative,
     drawn_jacobians,
     gradient,
     mean_diagonal,
@@ -133,12 +132,13 @@ def _draw_diagonal(ax: Axes, column: _Column) -> None:
     ax.plot(*mean_diagonal(drawn, least_count), color=style.ink, lw=1.4, zorder=3, path_effects=outline(style))
     steps = math.asinh(1.15 * reach / linear)
     grid = linear * torch.linspace(-steps, steps, 601, dtype=torch.float64).sinh()
+    looks = style.looks(found.curve for found in column.fits)
     for found in column.fits:
         if not found.degenerate:
-            colour, dashes = style.curves[found.curve]
+            colour, dashes = looks[found.curve]
             ax.plot(
                 grid,
-                derivative(found, grid),
+                found.derivative(grid),
                 color=colour,
                 ls=dashes,
                 lw=1.1,
@@ -153,7 +153,7 @@ def _draw_diagonal(ax: Axes, column: _Column) -> None:
     lines.append((f"R² of E[·|x] {view.r2_of_x:.2f}", style.ink))
     for found in column.fits:
         text = "nothing to fit" if found.degenerate else f"derivative's R² {view.r2[found.curve]:.2f}"
-        lines.append((f"{found.curve}  {text}", style.curves[found.curve][0]))
+        lines.append((f"{found.curve}  {text}", looks[found.curve][0]))
     _notes(ax, style, lines)
 
 
@@ -161,7 +161,7 @@ def _draw_constants(ax: Axes, column: _Column) -> None:
     drawn, style = column.drawn, column.style
     x, largest = drawn.x.abs().flatten(), drawn.largest_x.abs().flatten()
     for name, curve in _HELD.items():
-        colour, dashes = style.curves[curve]
+        colour, dashes = style.looks()[curve]
         values = _of_pairs(getattr(drawn.uniform, name), drawn.x)
         at, quantiles = _grouped(x, values)
         ax.fill_between(at, quantiles[0], quantiles[2], color=colour, alpha=0.18, lw=0)
@@ -252,12 +252,13 @@ def _handles(fits: Sequence[CurveFit], style: Style) -> list[Artist]:
         _dot(style.channels[0], f"pairs of the {LARGEST_TOKENS} tokens of largest |x|"),
         Line2D([], [], color=style.ink, lw=1.4, label="E[∂y$_i$/∂x$_i$ | x]"),
     ]
+    looks = style.looks(found.curve for found in fits)
     for curve in dict.fromkeys(found.curve for found in fits):
-        colour, dashes = style.curves[curve]
+        colour, dashes = looks[curve]
         handles.append(Line2D([], [], color=colour, ls=dashes, lw=1.1, label=f"derivative of the fitted {curve}"))
     labels = {"scale": "1/rstd (σ or ρ), which DyT holds constant", "others": "√C in its unit, which DyISRU does"}
     for name, curve in _HELD.items():
-        colour, dashes = style.curves[curve]
+        colour, dashes = style.looks()[curve]
         handles.append(Patch(facecolor=colour, alpha=0.4, label=f"{labels[name]}: median, 16–84 %"))
     handles.append(Line2D([], [], color=style.faint, ls=":", lw=0.9, label="where the tail begins: 1 % of the pairs"))
     return handles

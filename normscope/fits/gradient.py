@@ -14,7 +14,6 @@ from torch import Tensor
 
 from normscope.fits.ceiling import conditional_mean
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.curves import CURVES
 from normscope.fits.jacobians import Jacobians, jacobians
 from normscope.pairs.binning import PAIR_GRID
 from normscope.pairs.captures import Capture
@@ -222,12 +221,6 @@ def drawn_jacobians(site: NormSite, stats: PairStats) -> DrawnJacobians | str:
     )
 
 
-def derivative(found: CurveFit, x: Tensor) -> Tensor:
-    """Evaluate A·α·f′(αx + s) at x, of any shape, in float64."""
-    at = found.alpha * x.double() + found.shift
-    return found.amplitude * found.alpha * CURVES[found.curve].derivative(at)
-
-
 def mean_diagonal(drawn: DrawnJacobians, least_count: int) -> tuple[Array, Array]:
     """E[∂y_i/∂x_i | x] over the uniformly drawn tokens, in groups of neighbouring x; two arrays ``(groups,)``."""
     x, mean, _ = conditional_mean(_moments(drawn.x, drawn.uniform.diagonal), least_count)
@@ -294,7 +287,7 @@ def _spread(values: Tensor) -> Spread:
 
 
 def _r2_of_curve(found: CurveFit, drawn: DrawnJacobians) -> float:
-    return math.nan if found.degenerate else _r2(drawn.uniform.diagonal, derivative(found, drawn.x))
+    return math.nan if found.degenerate else _r2(drawn.uniform.diagonal, found.derivative(drawn.x))
 
 
 def _r2_of_x(x: Tensor, diagonal: Tensor) -> float:
