@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from normscope.errors import NormscopeError
     from normscope.figures.overview import overview
     from normscope.figures.scurves import plot
+    from normscope.fits.curves import Curve, curve_of
     from normscope.fits.fit import CurveFit, fit
     from normscope.models.registry import load
     from normscope.pairs.captures import Capture
@@ -30,11 +31,13 @@ if TYPE_CHECKING:
 _HOMES = {
     "Batch": "batches.Batch",
     "Capture": "pairs.captures.Capture",
+    "Curve": "fits.curves.Curve",
     "CurveFit": "fits.fit.CurveFit",
     "NormscopeError": "errors.NormscopeError",
     "PairStats": "pairs.stats.PairStats",
     "Sample": "batches.Sample",
     "capture": "pairs.hooks.capture",
+    "curve_of": "fits.curves.curve_of",
     "fit": "fits.fit.fit",
     "load": "models.registry.load",
     "load_capture": "pairs.storage.load",
@@ -47,11 +50,13 @@ _HOMES = {
 __all__ = [
     "Batch",
     "Capture",
+    "Curve",
     "CurveFit",
     "NormscopeError",
     "PairStats",
     "Sample",
     "capture",
+    "curve_of",
     "fit",
     "load",
     "load_capture",
