@@ -60,7 +60,7 @@ def token_slopes(capture: Capture) -> list[TokenSlopes]:
 
     A fit per token needs no search: a norm is linear on each token, and R² is 1.
 
-    >>> import normscope
+    >>> import normscope, torch
     >>> model = torch.nn.Sequential(torch.nn.LayerNorm(8))
     >>> seen = normscope.capture(model, [torch.randn(64, 8, generator=torch.Generator().manual_seed(0))])
     >>> token_slopes(seen)[0].n_tokens
