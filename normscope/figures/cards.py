@@ -91,7 +91,8 @@ def card_table(card: NormCard) -> Table:
         table.add_row("eps", f"lowers y by 1 % or more for {touched} of the tokens")
         half = _number(card.scale.holds_to_p50)
         table.add_row("y(c·x) = y(x)", f"to 1 % down to c = {holds_to} for 99 % of the tokens, {half} for half")
-    table.add_row("linear range", f"{_linear(card)} of the pairs" if card.linear is not None else "no tanh was found")
+    linear = "no tanh was found" if card.linear is None else f"{_share(card.linear)} of the pairs"
+    table.add_row("linear range", "all pairs: they do not bend" if card.straight else linear)
     _add_tails(table, card.tails)
     return table
 
@@ -157,6 +158,8 @@ def _positions(tails: Tails, most: int) -> str:
     found = tails.positions
     if len(found) == 1:
         return f"all are token {found[0][0]}"
+    if found[0][1] == 1 and len(found) > most:
+        return f"{len(found)} different ones"
     named = ", ".join(f"{position} ({count})" for position, count in found[:most])
     return named if len(found) <= most else f"{named}, …"
 
