@@ -20,6 +20,7 @@ from matplotlib.patheffects import withStroke
 from numpy.typing import NDArray
 
 from normscope.figures import density
+from normscope.figures.samples import drawn_pairs, drawn_tokens, extreme_channels, token_scales
 from normscope.figures.style import Look, Style
 from normscope.fits.ceiling import conditional_mean
 from normscope.fits.curve_fit import CurveFit
@@ -34,7 +35,6 @@ LINE_SHARE = 0.075  # of a panel's height that a line of a corner's text takes
 _PIXELS = 220
 _TOKEN_POINT = 1.26  # points across
 _LEAST_COUNT = 32  # pairs that a point of the drawn E[y|x] averages at least
-_EXTREME_CHANNELS = 4
 _CENTRE_SHARE = 0.98  # of all pairs lie in the inset
 _BOUND_SHOWN_WITHIN = 1.6  # times the largest |y|; a bound farther away would flatten the curves, and is written
 _NAMED = 4  # fits at most in a corner
@@ -99,7 +99,7 @@ def draw_density(ax: Axes, panel: Panel) -> None:
 
 def draw_tokens(ax: Axes, panel: Panel) -> None:
     """Whole tokens, each its straight line of slope 1/σ, coloured by σ."""
-    x, y, rstd = _drawn_tokens(panel.stats)
+    x, y, rstd = drawn_tokens(panel.stats)
     if not len(x):
         return
     scale = 1 / rstd
@@ -121,7 +121,7 @@ def draw_tokens(ax: Axes, panel: Panel) -> None:
 
 def draw_channels(ax: Axes, panel: Panel) -> None:
     """The same tokens, and pairs drawn evenly over x, by channel: those of largest |x| in colour, the rest grey."""
-    x, y, channel = _drawn_pairs(panel.stats)
+    x, y, channel = drawn_pairs(panel.stats)
     ax.scatter(x, y, color=panel.style.faint, s=1.2, lw=0, alpha=0.35, rasterized=True)
     for colour, extreme in zip(panel.style.channels, extreme_channels(panel.stats), strict=False):
         own = channel == extreme
@@ -208,39 +208,6 @@ def _centre_range(stats: PairStats) -> tuple[Limits, Limits] | None:
         return None
     top = float(np.max(np.abs(mean[inside]) + 1.5 * deviation[inside]))
     return (-reach, reach), (-top, top)
-
-
-def extreme_channels(stats: PairStats) -> list[int]:
-    """Return the channels that reach the largest |x|, the largest first."""
-    reach = stats.channel_extremes.abs().amax(0)
-    return [int(i) for i in reach.argsort(descending=True)[:_EXTREME_CHANNELS]]
-
-
-def token_scales(stats: PairStats) -> tuple[float, float]:
-    """Return the smallest and largest σ among the drawn tokens."""
-    scale = 1 / _drawn_tokens(stats)[2]
-    return (float(np.min(scale)), float(np.max(scale))) if len(scale) else (float("nan"), float("nan"))
-
-
-def _drawn_tokens(stats: PairStats) -> tuple[Array, Array, Array]:
-    def both(name: str) -> Array:
-        drawn: Array = torch.cat([getattr(stats.tokens, name), getattr(stats.largest, name)]).double().numpy()
-        return drawn
-
-    return both("x"), both("y"), both("rstd")
-
-
-def _drawn_pairs(stats: PairStats) -> tuple[Array, Array, NDArray[np.int64]]:
-    token_x, token_y, _ = _drawn_tokens(stats)
-    if stats.grouped:  # of whose tokens only the single pairs know their channel
-        token_x, token_y = token_x[:0], token_y[:0]
-    channels = np.broadcast_to(np.arange(token_x.shape[1]), token_x.shape)
-    filled = stats.pairs.filled
-    return (
-        np.concatenate([token_x.ravel(), stats.pairs.x[filled].double().numpy()]),
-        np.concatenate([token_y.ravel(), stats.pairs.y[filled].double().numpy()]),
-        np.concatenate([channels.ravel(), stats.pairs.channel[filled].long().numpy()]),
-    )
 
 
 def legend_handles(panels: Sequence[Panel], *, density: bool, sampled: bool, bounds: bool = True) -> list[Artist]:

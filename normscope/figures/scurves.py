@@ -23,13 +23,12 @@ from normscope.figures.panels import (
     corner_lines,
     corner_text,
     draw_panel,
-    extreme_channels,
     legend_handles,
     outline,
     panels_of,
-    token_scales,
 )
 from normscope.figures.residuals import draw_residuals, residual_handles
+from normscope.figures.samples import extreme_channels, token_scales
 from normscope.figures.style import style_named
 from normscope.figures.titles import head_figure, head_panel
 from normscope.files import whole_file

@@ -16,7 +16,7 @@ from torch import nn
 import normscope
 from normscope.errors import UsageError
 from normscope.figures import density
-from normscope.figures.panels import extreme_channels
+from normscope.figures.samples import extreme_channels
 from normscope.figures.scurves import plot, save
 from normscope.figures.style import STYLES
 
