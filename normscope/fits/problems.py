@@ -14,7 +14,7 @@ from normscope.fits.nodes import Nodes, joined, nodes_of
 _BINS_AN_OCTAVE = 16
 _FEW_BINS = 512  # so many need not be joined: x that lies within a few octaves is resolved as finely as it was binned
 _COARSER = 8  # times fewer bins, for the first look
-_NEGLIGIBLE = 1e-3  # share of Σy² beyond the grid
+_NEGLIGIBLE = 1e-3  # share of Σy² beyond the grid, or of Σx² below it
 _STRAIGHT_UP_TO = 0.1  # u below which curves depart little from their tangent
 _SUMS_AT_ONCE = 512  # folds of levels
 
@@ -55,10 +55,11 @@ class Problems:
     def unresolved(self, alpha: Tensor) -> Tensor:
         """Say where the grid is too narrow: the bend, or much of y, lies in a bin without width; ``(problems,)``."""
         moments = self._moments.sum(1)
-        ends, centre = moments[:, 5, [0, -1]].sum(-1), moments.shape[-1] // 2
-        beyond = ends > _NEGLIGIBLE * moments[:, 5].sum(-1)
-        below = alpha * 2.0 ** self.levels[0].grid.low > _STRAIGHT_UP_TO
-        return beyond | (below & (moments[:, 3, centre] > 0))
+        centre = moments.shape[-1] // 2
+        xx, yy = moments[:, 3], moments[:, 5]
+        beyond = yy[:, [0, -1]].sum(-1) > _NEGLIGIBLE * yy.sum(-1)
+        bend_below = (alpha * 2.0 ** self.levels[0].grid.low > _STRAIGHT_UP_TO) & (xx[:, centre] > 0)
+        return beyond | bend_below | (xx[:, centre] > _NEGLIGIBLE * xx.sum(-1))
 
     def nodes(self, *, odd: bool = False) -> Nodes:
         """All pairs of each problem."""

@@ -204,7 +204,7 @@ class _Objective:
 
 @functools.lru_cache
 def straight_until(curve: Curve) -> float:
-    """Return u up to which a curve is its tangent at the origin, but for 2e-4 of it; infinite for the line itself.
+    """Return u up to which a curve is its tangent at the origin, to 2e-4 of it; infinite for the line itself.
 
     For a curve without one it is where nothing but its power law is left.
     """
@@ -214,7 +214,8 @@ def straight_until(curve: Curve) -> float:
     origin = torch.zeros(1, dtype=torch.float64)
     tangent = curve.derivative(origin) * u
     departs = (curve.function(u) - curve.function(origin) - tangent).abs() > _STRAIGHT * tangent.abs()
-    return float(u[departs.nonzero()[0, 0] - 1]) if departs.any() else math.inf
+    # Half of it, as the nodes that stand for the farthest pairs may lie beyond them.
+    return float(u[departs.nonzero()[0, 0] - 1]) / 2 if departs.any() else math.inf
 
 
 def _range(coarse: Nodes, objective: _Objective) -> tuple[Tensor, Tensor]:

@@ -65,7 +65,11 @@ def fits(folder):
 def columns_of(found):
     """What a fit of the JSON document is as a row: bounds of intervals, and lists as text."""
     row = {name: value for name, value in found.items() if name not in ("sites", "intervals")}
-    bounds = {f"{name}_{end}": at for name, ends in found["intervals"].items() for end, at in zip(("low", "high"), ends, strict=True)}
+    bounds = {
+        f"{name}_{end}": at
+        for name, ends in found["intervals"].items()
+        for end, at in zip(("low", "high"), ends, strict=True)
+    }
     place = list(found).index("sites")
     items = list(row.items())
     return dict([*items[:place], ("sites", ";".join(found["sites"])), *items[place:]]) | bounds
