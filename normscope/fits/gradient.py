@@ -198,10 +198,7 @@ def gradient(capture: Capture, fits: Sequence[CurveFit] = ()) -> list[GradientVi
 def drawn_jacobians(site: NormSite, stats: PairStats) -> DrawnJacobians | str:
     """Return the Jacobians of a site's drawn tokens, or why there are none, as a clause without a full stop."""
     if site.grouped:
-        return (
-            "a token is a group over all positions, of which a capture keeps a part, and it may be normalized by "
-            "running statistics"
-        )
+        return "a token is a group, of which a capture keeps a part, and may be normalized by running statistics"
     if site.d < 2:
         return "a token has one element, and its Jacobian nothing off the diagonal"
     uniform, largest = stats.tokens.kept(), stats.largest.kept()

@@ -189,7 +189,7 @@ class ByLargest(nn.Module):
 @pytest.mark.parametrize(
     ("module", "x", "reason"),
     [
-        (nn.GroupNorm(2, 8), noise(4, 8 * 9).view(4, 8, 9), "a group over all positions"),
+        (nn.GroupNorm(2, 8), noise(4, 8 * 9).view(4, 8, 9), "a token is a group"),
         (nn.BatchNorm1d(8).eval(), noise(4, 8 * 9).view(4, 8, 9), "running statistics"),
         (nn.LayerNorm(1), noise(9, 1), "one element"),
         (nn.LayerNorm(8), torch.full((9, 8), torch.nan), "no finite token"),
