@@ -275,6 +275,8 @@ def _handles(fits: Sequence[CurveFit], style: Style) -> list[Artist]:
     for name, curve in _HELD.items():
         colour, dashes = style.curves[curve]
         handles.append(Patch(facecolor=colour, alpha=0.4, label=f"{labels[name]}: median, 16–84 %"))
+    marks = f"o and x: both, in the tail of the {LARGEST_TOKENS} tokens of largest |x|"
+    handles.append(Line2D([], [], color=style.ink, ls="", marker="x", ms=3, mew=0.6, label=marks))
     handles.append(Line2D([], [], color=style.faint, ls=":", lw=0.9, label="where the tail begins: 1 % of the pairs"))
     return handles
 

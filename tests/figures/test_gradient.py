@@ -127,7 +127,7 @@ def test_the_figure_says_what_it_shows(figure, seen, tmp_path):
     heading = figure.get_suptitle()
     assert "odd$name_{" in heading and "random weights, seed 0" in heading and "noise & <more>" in heading
     [legend] = figure.legends
-    assert len(legend.get_texts()) == 8
+    assert len(legend.get_texts()) == 9
     path = save(figure, tmp_path / "a.png", seen, 40)
     with Image.open(path) as image:
         assert json.loads(image.text["Description"])["model"] == "odd$name_{"
