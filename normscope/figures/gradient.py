@@ -38,6 +38,9 @@ Array = NDArray[np.float64]
 _COLUMNS = 6
 _PANEL_INCHES = (2.35, 2.05)
 _LETTERS_ACROSS = 36
+_ENTRY_INCHES = 3.1  # of the legend
+_LINE_INCHES = 0.135
+_NOTE_POINTS = 7.0  # from one note to the next
 _MOST_POINTS = 20_000
 _LEAST_COUNT = 32  # pairs that a point of a drawn mean or median takes at least
 _GROUPS_AN_OCTAVE = 2
@@ -77,7 +80,11 @@ def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), *, style: str
     blocks = math.ceil(len(capture.sites) / across)
     with matplotlib.rc_context(theme.rc()):
         width, height = _PANEL_INCHES
-        figure = Figure(figsize=(0.5 + width * across, 0.95 + height * 2 * blocks), layout="constrained")
+        handles = _handles(fits, theme)
+        inches = max(0.5 + width * across, _ENTRY_INCHES + 0.4)
+        abreast = int(inches / _ENTRY_INCHES)
+        foot = _LINE_INCHES * math.ceil(len(handles) / abreast)
+        figure = Figure(figsize=(inches, 0.75 + height * 2 * blocks + foot), layout="constrained")
         axes = figure.subplots(2 * blocks, across, squeeze=False)
         for ax in axes.flat:
             ax.set_visible(False)
@@ -98,8 +105,7 @@ def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), *, style: str
                 above.set_ylabel("diagonal of the Jacobian", labelpad=1)
                 below.set_ylabel("1/rstd and √C, in units of x", labelpad=1)
         head_figure(figure, capture)
-        handles = _handles(fits, theme)
-        figure.legend(handles=handles, loc="outside lower center", ncols=4 if across > 3 else max(1, across))
+        figure.legend(handles=handles, loc="outside lower center", ncols=abreast)
     return figure
 
 
@@ -247,15 +253,16 @@ def _written(number: float, form: str) -> str:
 def _notes(ax: Axes, style: Style, lines: Sequence[tuple[str, str]]) -> None:
     """Texts, each in its colour, below one another in the upper right corner."""
     for number, (text, colour) in enumerate(lines):
-        ax.text(
-            0.99,
-            0.985 - 0.062 * number,
+        ax.annotate(
             text,
+            (0.99, 0.99),
+            (0, -_NOTE_POINTS * number),
+            xycoords="axes fraction",
+            textcoords="offset points",
             color=colour,
             ha="right",
             va="top",
             fontsize=5.4,
-            transform=ax.transAxes,
             path_effects=outline(style),
             zorder=6,
         )

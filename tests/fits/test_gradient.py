@@ -158,6 +158,23 @@ def test_where_x_determines_the_diagonal_its_mean_predicts_it_and_only_there():
     assert gradient(seen, fits)[0].r2_of_x < 0.1
 
 
+def test_the_mean_of_the_diagonal_is_tried_on_other_tokens():
+    """Every token lies about a mean of its own: on the very tokens, x tells which it is, and so all of its slope."""
+    x = noise(64, 64) * torch.exp(noise(64, 1, 4)) * 1e-3 + torch.randperm(64)[:, None] + 1
+    seen, fits, _ = observed(nn.LayerNorm(64), x)
+    assert gradient(seen, fits)[0].r2_of_x < 0.1
+
+
+def test_tokens_without_a_mean_do_not_make_an_rmsnorm_a_layernorm():
+    """The slopes of both are then the same, and their Jacobians are not."""
+    x = noise(20)
+    seen, fits, (x, _) = observed(nn.RMSNorm(D), x - x.mean(1, keepdim=True))
+    truth = jacobian(lambda x: nn.functional.rms_norm(x, (D,), eps=torch.finfo(torch.float32).eps).sum(0), x)
+    matrices = truth.transpose(0, 1)
+    shares = matrices.diagonal(dim1=1, dim2=2).square().sum(1) / matrices.square().sum((1, 2))
+    assert gradient(seen, fits)[0].share == pytest.approx(float(shares.mean()), rel=1e-9)
+
+
 def test_a_norm_by_deviation_is_told_from_an_rmsnorm_by_its_slopes():
     class ByDeviation(nn.Module):
         eps = 1e-5
