@@ -60,7 +60,7 @@ def gradient(
     output: Destination = Path("outputs"),
     quiet: Quiet = False,
 ) -> None:
-    """Set each norm's Jacobian beside its fitted curves' derivatives, and say how constant what they hold so is."""
+    """Set each norm's Jacobian beside its curves' derivatives, and show whether what DyT and DyISRU assume holds."""
     say = Output(as_json, quiet)
     names = named_or_embedded(models, say)
     suffix = figure_suffix(output, figure_format, names, by)
