@@ -7,6 +7,7 @@ from typing import Any
 
 from normscope.cli.figure_files import Destination, Dpi, Format, Theme, figure_path, figure_suffix, figure_title
 from normscope.cli.options import (
+    AsCsv,
     AsJson,
     BatchSize,
     By,
@@ -57,22 +58,22 @@ def gradient(
     by: By = None,
     verify: Verify = False,
     as_json: AsJson = False,
+    as_csv: AsCsv = False,
     output: Destination = Path("outputs"),
     quiet: Quiet = False,
 ) -> None:
-    """Set each norm's Jacobian beside its fitted curves' derivatives, and say how constant what they hold so is."""
-    say = Output(as_json, quiet)
+    """Set each norm's Jacobian beside its curves' derivatives, and show whether what DyT and DyISRU assume holds."""
+    say = Output(as_json, quiet, as_csv=as_csv)
     names = named_or_embedded(models, say)
     suffix = figure_suffix(output, figure_format, names, by)
     from normscope.figures.gradient import plot_gradient
     from normscope.figures.gradient_tables import constants_table, jacobians_table
     from normscope.figures.scurves import save
     from normscope.figures.style import style_named
-    from normscope.fits.curves import curves_named
-    from normscope.fits.fit import fit
+    from normscope.fits.fit import carried_out, planned
     from normscope.fits.gradient import gradient as views_of
 
-    curves = [curve.name for curve in curves_named(func)]
+    plan = planned(func)
     style_named(style)
     run = Run(weights, data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps, sample)
     check_sources(names, run)
@@ -82,7 +83,7 @@ def gradient(
     seen, views = [], []
     figures: list[dict[str, Any]] = []
     for capture in captures(names, run, layers, say, by):
-        fits = fit(capture, curves)
+        fits = carried_out(plan, capture)
         own = views_of(capture, fits)
         say.result("{model} · {weights} · {data}".format(**capture.about))
         say.result(jacobians_table(own))
@@ -93,5 +94,5 @@ def gradient(
         figures.append({**capture.about, "file": str(path), "sites": [site.name for site in capture.sites]})
         seen.append(capture)
         views += own
-    document = {"gradient": [view.as_dict() for view in views], "figures": figures}
-    say.document({**document, "skipped": skipped_as_json(seen)})
+    rows = [view.as_dict() for view in views]
+    say.document({"gradient": rows, "figures": figures, "skipped": skipped_as_json(seen)}, rows)

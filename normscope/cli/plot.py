@@ -76,10 +76,9 @@ def plot(
     say = Output(as_json, quiet, as_csv=as_csv)
     names = named_or_embedded(models, say)
     suffix = figure_suffix(output, figure_format, names, by)
-    from normscope.fits.curves import curves_named
-    from normscope.fits.fit import fit
+    from normscope.fits.fit import carried_out, planned
 
-    curves = [curve.name for curve in curves_named(func)]
+    plan = planned(func)
     run = Run(weights, data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps, sample)
 
     from normscope.figures.overview import overview
@@ -96,7 +95,7 @@ def plot(
     figures: list[dict[str, Any]] = []
     seen, fits = [], []
     for capture in captures(names, run, layers, say, by):
-        fitted = fit(capture, curves)
+        fitted = carried_out(plan, capture)
         figure = draw(capture, fitted, color=rows, style=style)
         taken = [entry["file"] for entry in figures]
         path = save(figure, figure_path(output, suffix, figure_title(capture), _VIEW, taken), capture, dpi)

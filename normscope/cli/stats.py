@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from normscope.cli.options import (
+    AsCsv,
     AsJson,
     BatchSize,
     By,
@@ -46,11 +47,12 @@ def stats(
     by: By = None,
     verify: Verify = False,
     as_json: AsJson = False,
+    as_csv: AsCsv = False,
     output: JsonFile = None,
     quiet: Quiet = False,
 ) -> None:
     """Say what centring and scaling do at every norm, and which channels and tokens make its tails: the norm card."""
-    say = Output(as_json, quiet, output)
+    say = Output(as_json, quiet, output, as_csv=as_csv)
     from normscope.figures.cards import card_table, scale_table, tails_table
     from normscope.fits.card import norm_cards
 
@@ -66,4 +68,5 @@ def stats(
             say.result(table)
         seen.append(capture)
         cards += own
-    say.document({"sites": [card.as_dict() for card in cards], "skipped": skipped_as_json(seen)})
+    rows = [card.as_dict() for card in cards]
+    say.document({"sites": rows, "skipped": skipped_as_json(seen)}, rows)

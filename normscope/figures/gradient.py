@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,6 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from normscope.figures.lettering import wrapped
 from normscope.figures.panels import outline
 from normscope.figures.style import Style, style_named
 from normscope.figures.titles import head_figure, head_panel
@@ -36,6 +36,10 @@ from normscope.pairs.sampling import LARGEST_TOKENS
 Array = NDArray[np.float64]
 _COLUMNS = 6
 _PANEL_INCHES = (2.35, 2.05)
+_LETTERS_ACROSS = 36
+_ENTRY_INCHES = 3.1  # of the legend
+_LINE_INCHES = 0.135
+_NOTE_POINTS = 7.0  # from one note to the next
 _MOST_POINTS = 20_000
 _LEAST_COUNT = 32  # pairs that a point of a drawn mean or median takes at least
 _GROUPS_AN_OCTAVE = 2
@@ -75,7 +79,11 @@ def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), *, style: str
     blocks = math.ceil(len(capture.sites) / across)
     with matplotlib.rc_context(theme.rc()):
         width, height = _PANEL_INCHES
-        figure = Figure(figsize=(0.5 + width * across, 0.95 + height * 2 * blocks), layout="constrained")
+        handles = _handles(fits, theme)
+        inches = max(0.5 + width * across, _ENTRY_INCHES + 0.4)
+        abreast = int(inches / _ENTRY_INCHES)
+        foot = _LINE_INCHES * math.ceil(len(handles) / abreast)
+        figure = Figure(figsize=(inches, 0.75 + height * 2 * blocks + foot), layout="constrained")
         axes = figure.subplots(2 * blocks, across, squeeze=False)
         for ax in axes.flat:
             ax.set_visible(False)
@@ -90,14 +98,13 @@ def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), *, style: str
                 _draw(above, below, _Column(view, drawn, own, theme))
                 head_panel(above, site, f"{view.n_tokens} of {view.of_tokens:,} tokens", width - 0.1)
             else:
-                _decline(above, drawn, theme)
+                _decline(above, f"No closed form: {drawn}.", theme)
                 head_panel(above, site, f"{view.of_tokens:,} tokens", width - 0.1)
             if place == 0:
                 above.set_ylabel("diagonal of the Jacobian", labelpad=1)
                 below.set_ylabel("1/rstd and √C, in units of x", labelpad=1)
         head_figure(figure, capture)
-        handles = _handles(fits, theme)
-        figure.legend(handles=handles, loc="outside lower center", ncols=4 if across > 3 else max(1, across))
+        figure.legend(handles=handles, loc="outside lower center", ncols=abreast)
     return figure
 
 
@@ -108,9 +115,15 @@ def _draw(above: Axes, below: Axes, column: _Column) -> None:
 
 def _decline(ax: Axes, reason: str, style: Style) -> None:
     ax.axis("off")
-    font = ax.xaxis.label.get_fontproperties()
-    text = "\n".join(wrapped(f"No closed form: {reason}.", _PANEL_INCHES[0] * 0.8, font))
-    ax.text(0.5, 0.5, text, ha="center", va="center", color=style.faint, transform=ax.transAxes)
+    ax.text(
+        0.5,
+        0.5,
+        textwrap.fill(reason, _LETTERS_ACROSS),
+        ha="center",
+        va="center",
+        color=style.faint,
+        transform=ax.transAxes,
+    )
 
 
 def _draw_diagonal(ax: Axes, column: _Column) -> None:
@@ -121,7 +134,7 @@ def _draw_diagonal(ax: Axes, column: _Column) -> None:
         (drawn.largest_x, drawn.largest.diagonal, marked),
     ):
         ax.scatter(*_thinned(x, diagonal), color=colour, s=1.6, lw=0, alpha=0.35, rasterized=True)
-    reach = max(1e-30, *(float(part.abs().max()) for part in (drawn.x, drawn.largest_x) if part.numel()))
+    reach = max(float(part.abs().max()) for part in (drawn.x, drawn.largest_x) if part.numel()) or 1.0
     linear = max(float(drawn.x.abs().median()), 1e-3 * reach)
     ax.set_xscale("asinh", linear_width=linear)
     ax.set_xlim(-1.15 * reach, 1.15 * reach)
@@ -148,11 +161,12 @@ def _draw_diagonal(ax: Axes, column: _Column) -> None:
     ax.set_ylim(0, 1.5 * ax.get_ylim()[1])  # room for the notes
     ax.set_xlabel("norm input x (asinh axis)", labelpad=1)
     view = column.view
-    lines = [(f"the diagonal holds {100 * view.share:.1f} % of ‖J‖²", style.ink)]
-    lines.append((f"of a row in the tail {100 * view.tail_share:.1f} %", style.ink))
-    lines.append((f"R² of E[·|x] {view.r2_of_x:.2f}", style.ink))
+    lines = [(f"the diagonal holds {_written(100 * view.share, '.1f')} % of ‖J‖²", style.ink)]
+    lines.append((f"of a row in the tail {_written(100 * view.tail_share, '.1f')} %", style.ink))
+    lines.append((f"R² of E[·|x] {_written(view.r2_of_x, '.2f')}", style.ink))
     for found in column.fits:
-        text = "nothing to fit" if found.degenerate else f"derivative's R² {view.r2[found.curve]:.2f}"
+        r2 = _written(view.r2[found.curve], ".2f")
+        text = "nothing to fit" if found.degenerate else f"derivative's R² {r2}"
         lines.append((f"{found.curve}  {text}", looks[found.curve][0]))
     _notes(ax, style, lines)
 
@@ -160,10 +174,13 @@ def _draw_diagonal(ax: Axes, column: _Column) -> None:
 def _draw_constants(ax: Axes, column: _Column) -> None:
     drawn, style = column.drawn, column.style
     x, largest = drawn.x.abs().flatten(), drawn.largest_x.abs().flatten()
+    grouped = {name: _grouped(x, _of_pairs(getattr(drawn.uniform, name), drawn.x)) for name in _HELD}
+    if not len(grouped["scale"][0]):
+        _decline(ax, f"No {_LEAST_COUNT} pairs of one size of x, other than zero.", style)
+        return
     for name, curve in _HELD.items():
         colour, dashes = style.looks()[curve]
-        values = _of_pairs(getattr(drawn.uniform, name), drawn.x)
-        at, quantiles = _grouped(x, values)
+        at, quantiles = grouped[name]
         ax.fill_between(at, quantiles[0], quantiles[2], color=colour, alpha=0.18, lw=0)
         ax.plot(at, quantiles[::2].T, color=colour, ls=dashes, lw=0.5)
         ax.plot(at, quantiles[1], color=colour, ls=dashes, lw=1.2, zorder=3, path_effects=outline(style, 0.8))
@@ -186,7 +203,7 @@ def _draw_constants(ax: Axes, column: _Column) -> None:
     lines = []
     for part in ("centre", "tail"):
         found = column.view.constants[part]
-        ratios = f"{sign} {found.scale.ratio:.3g}   √C {found.others.ratio:.3g}"
+        ratios = f"{sign} {_written(found.scale.ratio, '.3g')}   √C {_written(found.others.ratio, '.3g')}"
         lines.append((f"p84/p16 in the {part}: {ratios}", style.ink))
     _notes(ax, style, lines)
 
@@ -199,12 +216,13 @@ def _of_pairs(values: Tensor, x: Tensor) -> Tensor:
 def _ticks(least: float, most: float) -> list[float]:
     """Zero and, to either side of it, up to three round numbers between two, the largest of them first.
 
-    >>> _ticks(0.3, 15.0)
-    [0.0, -10.0, -2.0, -0.5, 10.0, 2.0, 0.5]
+    >>> _ticks(0.3, 15.0), _ticks(0.3, 300.0)
+    ([0.0, -10.0, -2.0, -0.5, 10.0, 2.0, 0.5], [0.0, -200.0, -20.0, -2.0, 200.0, 20.0, 2.0])
     """
     powers = range(math.floor(math.log10(least)), math.floor(math.log10(most)) + 1)
     round_numbers = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
-    far = [number for number in round_numbers if least <= number <= most][::-2][:3]
+    apart = 2 if most < 100 * least else 3
+    far = [number for number in round_numbers if least <= number <= most][::-apart][:3]
     return [0.0, *(sign * number for sign in (-1, 1) for number in far)]
 
 
@@ -228,18 +246,23 @@ def _thinned(x: Tensor, y: Tensor) -> tuple[Array, Array]:
     return x.flatten()[::step].numpy(), y.flatten()[::step].numpy()
 
 
+def _written(number: float, form: str) -> str:
+    return format(number, form).replace("-", "−") if math.isfinite(number) else "–"
+
+
 def _notes(ax: Axes, style: Style, lines: Sequence[tuple[str, str]]) -> None:
     """Texts, each in its colour, below one another in the upper right corner."""
     for number, (text, colour) in enumerate(lines):
-        ax.text(
-            0.99,
-            0.985 - 0.062 * number,
+        ax.annotate(
             text,
+            (0.99, 0.99),
+            (0, -_NOTE_POINTS * number),
+            xycoords="axes fraction",
+            textcoords="offset points",
             color=colour,
             ha="right",
             va="top",
             fontsize=5.4,
-            transform=ax.transAxes,
             path_effects=outline(style),
             zorder=6,
         )
@@ -260,6 +283,8 @@ def _handles(fits: Sequence[CurveFit], style: Style) -> list[Artist]:
     for name, curve in _HELD.items():
         colour, dashes = style.looks()[curve]
         handles.append(Patch(facecolor=colour, alpha=0.4, label=f"{labels[name]}: median, 16–84 %"))
+    marks = f"o and x: both, in the tail of the {LARGEST_TOKENS} tokens of largest |x|"
+    handles.append(Line2D([], [], color=style.ink, ls="", marker="x", ms=3, mew=0.6, label=marks))
     handles.append(Line2D([], [], color=style.faint, ls=":", lw=0.9, label="where the tail begins: 1 % of the pairs"))
     return handles
 

@@ -10,7 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from normscope.fits.gradient import Constants, GradientView, Spread
+    from normscope.fits.constants import Constants, Spread
+    from normscope.fits.gradient import GradientView
 
 _NARROWEST_NAME = 12
 _HOLDS = {"scale": "DyT", "others": "DyISRU", None: "alike"}

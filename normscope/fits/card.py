@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from normscope.fits.curve_fit import CurveFit
 from normscope.fits.fit import fit
+from normscope.fits.levels import CONSTANT_OUTPUT
 from normscope.fits.magnitudes import Array, Magnitudes, of_pairs, of_tokens
 from normscope.fits.tails import Tails, tails_of
 from normscope.pairs.captures import Capture
 from normscope.pairs.sites import NormSite
-from normscope.pairs.stats import PairStats
 
 NOTICED = 0.01  # a change of y by that share counts as one
 LINEAR_UP_TO = 0.3994581122927263  # the u at which tanh u is 0.95 u
@@ -136,12 +137,12 @@ def norm_cards(capture: Capture) -> list[NormCard]:
     >>> round(card.centring.offset_p50, 1), round(card.centring.mean_share, 2), card.scale.touched
     (5.0, 0.96, 0.0)
     """
-    return [_card(capture, site) for site in capture.sites]
+    bends = {found.site: found for found in fit(capture, "tanh")}
+    return [_card(capture, site, bends[site.name]) for site in capture.sites]
 
 
-def _card(capture: Capture, site: NormSite) -> NormCard:
+def _card(capture: Capture, site: NormSite, bend: CurveFit) -> NormCard:
     stats = capture.stats[site.name]
-    nothing = _degenerate(stats)
     card = NormCard(
         model=capture.about["model"],
         weights=capture.about["weights"],
@@ -152,13 +153,13 @@ def _card(capture: Capture, site: NormSite) -> NormCard:
         eps=site.eps,
         n_pairs=stats.n_pairs,
         n_tokens=stats.n_tokens,
-        degenerate=nothing,
+        # Tokens that are all mean have no y, and yet much to tell.
+        degenerate=None if bend.nothing == CONSTANT_OUTPUT else bend.nothing,
     )
-    if nothing:
+    if card.degenerate:
         return card
     moments = torch.from_numpy(stats.moments.numpy().sum(0))
     magnitudes = of_pairs(moments)
-    (bend,) = fit(replace(capture, sites=[site]), "tanh")
     linear = magnitudes.below(LINEAR_UP_TO / bend.alpha) / magnitudes.count if bend.converged else None
     return replace(
         card,
@@ -168,15 +169,6 @@ def _card(capture: Capture, site: NormSite) -> NormCard:
         straight=bend.straight,
         tails=tails_of(stats, moments, magnitudes),
     )
-
-
-def _degenerate(stats: PairStats) -> str | None:
-    if not stats.n_pairs:
-        return "no finite pair"
-    if stats.n_tokens == 1:
-        return "one token"
-    low, high = stats.channel_extremes
-    return "constant input" if float(low.min()) == float(high.max()) else None
 
 
 def _centring(site: NormSite, offsets: Magnitudes) -> Centring | None:

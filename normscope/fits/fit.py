@@ -10,7 +10,7 @@ from normscope.errors import UsageError
 from normscope.fits.ceiling import ceiling
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves import BEST, CURVES, FREE, Curve, curves_named, split_names
-from normscope.fits.forms import Form
+from normscope.fits.forms import FITTED, Form
 from normscope.fits.levels import Level, check_levels, levels_of
 from normscope.fits.problems import Problems, batches
 from normscope.fits.rows import Describe, columns
@@ -76,7 +76,13 @@ class Plan:
     weights_by: str
 
 
-def planned(curves: str | Sequence[str | Curve], per: str, pool: str | None, form: Form, weights_by: str) -> Plan:
+def planned(
+    curves: str | Sequence[str | Curve],
+    per: str = "site",
+    pool: str | None = None,
+    form: Form = FITTED,
+    weights_by: str = "pairs",
+) -> Plan:
     """Look the curves up, and refuse what cannot be fitted whatever the data is; UsageError."""
     parts = split_names(curves) if isinstance(curves, str) else curves
     words = [part.strip().lower() for part in parts if isinstance(part, str)]

@@ -94,3 +94,6 @@ class Form:
             *([f"α = {self.alpha:g}"] if self.alpha is not None else []),
         ]
         return "; ".join(part for part in (", ".join(free), *given) if part)
+
+
+FITTED = Form()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,71 +13,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from normscope.fits.ceiling import conditional_mean
+from normscope.fits.constants import Constants, constants_by_part, finite_or_none
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.jacobians import Jacobians, jacobians
 from normscope.pairs.binning import PAIR_GRID
 from normscope.pairs.captures import Capture
-from normscope.pairs.formulas import FORMS, Form
-from normscope.pairs.sampling import TokenSample
+from normscope.pairs.formulas import FORMS, form_name
 from normscope.pairs.sites import NormSite
 from normscope.pairs.stats import PairStats
 
 Array = NDArray[np.float64]
 TAIL_FROM = 0.99  # of the drawn tokens' |x| lie below the tail
-PARTS = ("all", "centre", "tail")
-_SAME_LINE = 1e-4  # how far a drawn token's rstd, of float32, may lie off the formula's
-_ALIKE = 0.05  # two spreads that differ by less are called alike: they are over a few dozen tokens
+_FORMS = {form_name(form): form for form in FORMS.values()}
 _LEAST_COUNT = 64  # pairs that a group holds from which the diagonal of other tokens is predicted
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Where two thirds of some positive numbers lie: their quantiles 0.16, 0.50 and 0.84; NaN of no numbers."""
-
-    p16: float
-    p50: float
-    p84: float
-
-    @property
-    def ratio(self) -> float:
-        """p84/p16: 1 of a constant."""
-        return self.p84 / self.p16 if self.p16 > 0 else math.nan
-
-    def as_dict(self) -> dict[str, float | None]:
-        """Return what ``--json`` prints; a number that is none becomes None."""
-        values = {"p16": self.p16, "p50": self.p50, "p84": self.p84, "ratio": self.ratio}
-        return {name: _finite(value) for name, value in values.items()}
-
-
-@dataclass(frozen=True)
-class Constants:
-    """What the curves' derivations hold constant, over some of the pairs of the uniformly drawn tokens.
-
-    Attributes:
-        n_pairs: number of pairs.
-        scale: 1/rstd, which DyT holds constant: ρ of an RMSNorm, σ of a LayerNorm. A token counts once a pair.
-        others: √C, which DyISRU holds constant, in the same unit: the scale that the token's other elements make.
-        C: x²(d/y² − 1), in units of x². For an RMSNorm it is d·others². A LayerNorm's takes x as it is, with the
-            token's mean in it, and means nothing where y passes through zero.
-    """
-
-    n_pairs: int
-    scale: Spread
-    others: Spread
-    C: Spread
-
-    @property
-    def steadier(self) -> Literal["scale", "others"] | None:
-        """Which of ``scale`` and ``others`` has the smaller ratio; None where they differ by less than 5 %."""
-        scale, others = self.scale.ratio, self.others.ratio
-        if not abs(math.log(scale / others)) > _ALIKE:
-            return None
-        return "scale" if scale < others else "others"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
-        spreads = {"scale": self.scale.as_dict(), "others": self.others.as_dict(), "C": self.C.as_dict()}
-        return {"n_pairs": self.n_pairs, **spreads, "steadier": self.steadier}
 
 
 @dataclass(frozen=True)
@@ -144,10 +92,10 @@ class GradientView:
         return {
             **{name: getattr(self, name) for name in origin},
             **{
-                name: _finite(getattr(self, name))
+                name: finite_or_none(getattr(self, name))
                 for name in ("share", "least_share", "tail_share", "least_row_share", "r2_of_x")
             },
-            "r2": {curve: _finite(value) for curve, value in self.r2.items()},
+            "r2": {curve: finite_or_none(value) for curve, value in self.r2.items()},
             "constants": {part: found.as_dict() for part, found in self.constants.items()},
         }
 
@@ -197,18 +145,15 @@ def gradient(capture: Capture, fits: Sequence[CurveFit] = ()) -> list[GradientVi
 def drawn_jacobians(site: NormSite, stats: PairStats) -> DrawnJacobians | str:
     """Return the Jacobians of a site's drawn tokens, or why there are none, as a clause without a full stop."""
     if site.grouped:
-        return (
-            "a token is a group over all positions, of which a capture keeps a part, and it may be normalized by "
-            "running statistics"
-        )
+        return "a token is a group, of which a capture keeps a part, and may be normalized by running statistics"
     if site.d < 2:
         return "a token has one element, and its Jacobian nothing off the diagonal"
     uniform, largest = stats.tokens.kept(), stats.largest.kept()
     if not len(uniform.key):
         return "no finite token went through it"
-    form = _form_of(site, uniform)
+    form = _FORMS.get(site.form or "")
     if form is None:
-        return "it is of no form whose Jacobian is known: its tokens' slopes are those of none"
+        return "it is of no form whose Jacobian is known"
     x = uniform.x.double()
     tail = float(np.quantile(x.abs().numpy(), TAIL_FROM, method="inverted_cdf"))
     return DrawnJacobians(
@@ -225,18 +170,6 @@ def mean_diagonal(drawn: DrawnJacobians, least_count: int) -> tuple[Array, Array
     """E[∂y_i/∂x_i | x] over the uniformly drawn tokens, in groups of neighbouring x; two arrays ``(groups,)``."""
     x, mean, _ = conditional_mean(_moments(drawn.x, drawn.uniform.diagonal), least_count)
     return x, mean
-
-
-def _form_of(site: NormSite, tokens: TokenSample) -> Form | None:
-    """Find the form whose slopes the tokens have: the site tells a mean that is taken away, and not all else."""
-
-    def off(form: Form) -> float:
-        _, rstd = form.line(tokens.x.double(), site.eps)
-        return float((tokens.rstd.double() / rstd[:, 0] - 1).abs().amax())
-
-    forms = [form for form in FORMS.values() if form.centred == site.centred]
-    nearest = min(forms, key=off)
-    return nearest if off(nearest) <= _SAME_LINE else None
 
 
 def _view(capture: Capture, site: NormSite, fits: Sequence[CurveFit]) -> GradientView:
@@ -261,29 +194,8 @@ def _view(capture: Capture, site: NormSite, fits: Sequence[CurveFit]) -> Gradien
         least_row_share=float(torch.cat([one.row_share for one in both]).amin()),
         r2_of_x=_r2_of_x(drawn.x, drawn.uniform.diagonal),
         r2={found.curve: _r2_of_curve(found, drawn) for found in fits},
-        constants=_constants(drawn),
+        constants=constants_by_part(drawn.x, drawn.y, drawn.uniform, drawn.tail),
     )
-
-
-def _constants(drawn: DrawnJacobians) -> dict[str, Constants]:
-    x, y, d = drawn.x, drawn.y, drawn.x.shape[1]
-    tail = x.abs() > drawn.tail
-    scale = drawn.uniform.scale[:, None].expand_as(x)
-    # Where x and y both are zero the pair says nothing; what is left of x²·d/y² is then the token's own.
-    ratio = torch.where((x == 0) & (y == 0), scale, x / y)
-    values = (scale, drawn.uniform.others, d * ratio.square() - x.square())
-    parts = dict(zip(PARTS, (torch.ones_like(tail), ~tail, tail), strict=True))
-    return {
-        part: Constants(int(inside.sum()), *(_spread(value[inside]) for value in values))
-        for part, inside in parts.items()
-    }
-
-
-def _spread(values: Tensor) -> Spread:
-    if not len(values):
-        return Spread(math.nan, math.nan, math.nan)
-    # Quantiles that are values themselves: between two infinite ones there is nothing to interpolate.
-    return Spread(*np.quantile(values.numpy(), (0.16, 0.5, 0.84), method="inverted_cdf").tolist())
 
 
 def _r2_of_curve(found: CurveFit, drawn: DrawnJacobians) -> float:
@@ -311,7 +223,3 @@ def _moments(x: Tensor, y: Tensor) -> Tensor:
     bins = PAIR_GRID.index(x.float())
     sums = torch.zeros(6, PAIR_GRID.size, dtype=torch.float64)
     return sums.index_add_(1, bins, torch.stack([torch.ones_like(x), x, y, x * x, x * y, y * y]))
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -66,18 +67,16 @@ def jacobians(form: Form, rows: Tensor, eps: float) -> Jacobians:
     y = (x - shift) * rstd
     about = x - x.mean(1, keepdim=True) if form.about_mean else x
     z = about * rstd
-    bends = torch.ones_like(rstd)
-    if form.clamped:
-        bends = (about.norm(dim=1, keepdim=True) > eps).double()
-    c, pull = float(form.centred), bends * y / n
+    clamped = form.clamped & (about.norm(dim=1, keepdim=True) <= eps)
+    c, pull = float(form.centred), torch.where(clamped, 0.0, y / n)
     diagonal = rstd * (1 - c / d - pull * z)
     crossed = c / d * z.sum(1, keepdim=True) - z
     within = 1 - c / d + 2 * pull * crossed + pull.square() * z.square().sum(1, keepdim=True)
-    scale = 1 / rstd
     own = about.square() * (d / (d - 1) if form.about_mean else 1)
+    rest = (about.square().sum(1, keepdim=True) - own).clamp_min(0)
     return Jacobians(
         diagonal=diagonal,
         rows=within.clamp_min(0) * rstd.square(),
-        scale=scale[:, 0],
-        others=(scale.square() - own / n).clamp_min(0).sqrt(),
+        scale=1 / rstd[:, 0],
+        others=rest.sqrt().clamp_min(eps) / math.sqrt(d) if form.clamped else (rest / n + eps).sqrt(),
     )

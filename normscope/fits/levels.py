@@ -23,6 +23,7 @@ PER = ("site", "channel")
 POOLS = ("placement", "kind", "all")
 WEIGHTS = ("pairs", "gamma", "x")
 
+CONSTANT_OUTPUT = "constant output"
 _NO_SPREAD = 1e-14  # of the mean square: below it, what is left of the difference of two squares is rounding
 
 
@@ -133,7 +134,7 @@ def _of_site(site: NormSite, stats: PairStats, weights_by: str) -> Level:
         reach=float(stats.channel_extremes.abs().max()) if stats.n_pairs else math.nan,
         bound=site.bound,
         slope=_slope(site, stats),
-        nothing=_nothing(stats, moments),
+        nothing=nothing_at(stats, moments),
     )
 
 
@@ -145,8 +146,8 @@ def _even_over_x(level: Level) -> Level:
     return replace(level, moments=level.moments * share)
 
 
-def _nothing(stats: PairStats, moments: Tensor) -> str | None:
-    """Say why there is nothing to fit at a site, if so."""
+def nothing_at(stats: PairStats, moments: Tensor) -> str | None:
+    """Say why there is nothing to fit at a site, if so, from its (weighted) moments ``(folds, 6, bins)``."""
     low, high = stats.channel_extremes
     if not stats.n_pairs:
         return "no finite pair"
@@ -157,7 +158,7 @@ def _nothing(stats: PairStats, moments: Tensor) -> str | None:
     n, _, y, _, _, yy = moments.sum((0, 2)).tolist()
     if not n > 0:
         return "γ is zero"
-    return "constant output" if yy - y * y / n <= _NO_SPREAD * yy else None
+    return CONSTANT_OUTPUT if yy - y * y / n <= _NO_SPREAD * yy else None
 
 
 def _slope(site: NormSite, stats: PairStats) -> float:
@@ -186,7 +187,7 @@ def _channels(site: NormSite, stats: PairStats) -> list[Level]:
         "no finite pair" if not has
         else ("constant input" if least else "all zero") if least == most
         else "one token" if stats.n_tokens == 1
-        else "constant output" if level
+        else CONSTANT_OUTPUT if level
         else None
         for has, least, most, level in zip(n.tolist(), low.tolist(), high.tolist(), flat.tolist(), strict=True)
     ]  # fmt: skip

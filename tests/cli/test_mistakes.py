@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 MISTAKES = [
     (["plot", "demo_vitt"], 3, "There is no model 'demo_vitt'. Did you mean 'demo_vit' or 'demo_dit'?"),
-    (["plot", "--func", "thanh"], 2, "There is no curve 'thanh'. Did you mean 'tanh'?"),
+    (["plot", "--func", "thanh"], 2, "There is no curve 'thanh'. Did you mean 'tanh'"),
     (["plot", "--layers", "blocks.0.norm3"], 2, "There is no norm site 'blocks.0.norm3'. Did you mean"),
     (["plot", "--color", "tokens"], 2, "There is no colouring 'tokens'. Did you mean 'token'?"),
     (["plot", "--style", "drak"], 2, "There is no style 'drak'. Did you mean 'dark'?"),

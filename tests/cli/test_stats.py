@@ -44,7 +44,7 @@ def test_the_tables_say_what_was_planted(file):
     assert re.search(r" 20 +20 +3: ", line(out, "ln", 1))  # pairs beyond 100 times the median, and massive ones
     assert re.search(r" 20 +0 +3: ", line(out, "rms", 1))  # the largest is 30: not beyond 100
     assert line(out, "rms", 0).count("–") == 1  # what leaving out the centring would do, where there is none
-    assert "constant input" in line(out, "off", 0) and "constant input" in line(out, "off", 1)
+    assert "all zero" in line(out, "off", 0) and "constant input" in line(out, "off", 1)
 
 
 def test_no_number_is_cut_off_on_a_narrow_terminal(file):
@@ -63,7 +63,7 @@ def test_one_site_gets_its_whole_card(file):
     assert "sample 19, token 0, channel 3: x = 3,000" in out
     assert "20 (beyond 100 and beyond 1000 times the median)" in out
     assert "it does not centre" in run(file, "-q", "--layers", "rms").stdout
-    assert re.search("nothing to say +constant input", run(file, "-q", "--layers", "off").stdout)
+    assert re.search("nothing to say +all zero", run(file, "-q", "--layers", "off").stdout)
 
 
 def test_json_is_what_python_gives(file, tmp_path):
@@ -77,7 +77,7 @@ def test_json_is_what_python_gives(file, tmp_path):
     ln, _, off = document["sites"]
     assert {token["position"] for token in ln["tails"]["tokens"]} == {0}
     assert [token["sample"] for token in ln["tails"]["tokens"]] == list(range(19, 3, -1))
-    assert (off["degenerate"], off["tails"]) == ("constant input", None)
+    assert (off["degenerate"], off["tails"]) == ("all zero", None)
 
 
 def test_the_embedded_models_and_their_parts():

@@ -8,7 +8,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from normscope.fits.goodness import ceiling, conditional_mean
+from normscope.fits import ceiling as made
+from normscope.fits.ceiling import conditional_mean, free
 from normscope.pairs.binning import PAIR_GRID
 
 
@@ -18,6 +19,11 @@ def moments_of(x, y):
     x = x.astype(float)
     weights = (None, x, y, x * x, x * y, y * y)
     return torch.stack([torch.from_numpy(np.bincount(bins, w, PAIR_GRID.size)).double() for w in weights])
+
+
+def ceiling(moments, counts=None):
+    found = made.ceiling(moments, moments[:, 0] if counts is None else counts)
+    return None if found is None else found.r2
 
 
 def groups_of(bins, least_count):
@@ -152,3 +158,67 @@ def test_groups_are_those_of_plain_loops(kind, pairs, least_count, seed):
     if pairs:
         np.testing.assert_allclose(at, groups[:, 1] / groups[:, 0], rtol=1e-12, atol=1e-300)
         np.testing.assert_allclose(mean, groups[:, 2] / groups[:, 0], rtol=1e-11, atol=1e-12)
+
+
+def test_weights_weigh_errors_and_means_alike_and_do_not_make_groups():
+    """Pairs of weight two are as good as two pairs, but for how many a group holds."""
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal(20_000)
+    y = np.tanh(x) + 0.3 * generator.standard_normal(x.size)
+    moments = torch.stack([moments_of(x[k::4], y[k::4]) for k in range(4)])
+    plain = ceiling(moments)
+    assert ceiling(2 * moments, moments[:, 0]) == pytest.approx(plain, rel=1e-12)
+    heavy = torch.where(torch.arange(PAIR_GRID.size) > PAIR_GRID.centre, 9.0, 1.0)
+    weighted = ceiling(moments * heavy, moments[:, 0])
+    weight = np.where(x > 0, 9.0, 1.0)
+    truth = 1 - 0.3**2 / np.cov(y, aweights=weight, ddof=0)
+    # As well as the held-out error of so many pairs is known.
+    assert weighted == pytest.approx(truth, abs=0.01) and weighted != pytest.approx(plain, abs=1e-4)
+
+
+def test_free_is_the_mean_of_y_at_x_and_its_slope():
+    generator = np.random.default_rng(0)
+    x = generator.uniform(-3, 3, 100_000)
+    y = np.tanh(x) + 0.1 * generator.standard_normal(x.size)
+    moments = torch.stack([moments_of(x[k::4], y[k::4]) for k in range(4)])
+    counts = moments[:, 0]
+    curve = free(moments.sum(0), counts.sum(0), made.ceiling(moments, counts))
+    at = torch.linspace(-2.8, 2.8, 57, dtype=torch.float64)
+    np.testing.assert_allclose(curve.function(at), np.tanh(at.numpy()), atol=0.04)  # four groups' noise
+    step = 1e-7
+    slopes = (curve.function(at + step) - curve.function(at - step)) / (2 * step)
+    torch.testing.assert_close(curve.derivative(at), slopes, rtol=1e-5, atol=1e-5)
+    assert curve.function(torch.zeros(2, 3)).shape == (2, 3)
+
+
+def test_the_ceiling_of_pure_noise_is_zero_although_tail_bins_hold_single_pairs():
+    generator = np.random.default_rng(0)
+    x = generator.standard_cauchy(3000)
+    y = generator.standard_normal(3000)
+    folds = np.arange(3000) % 8
+    moments = torch.stack([moments_of(x[folds == k], y[folds == k]) for k in range(8)])
+    n, total, squares = (moments.sum(0)[row].numpy() for row in (0, 2, 5))
+    occupied = n > 0
+    naive = 1 - (squares - total**2 / np.maximum(n, 1))[occupied].sum() / (squares.sum() - total.sum() ** 2 / 3000)
+    assert naive > 0.3
+    assert ceiling(moments) == pytest.approx(0, abs=0.01)
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.5, 2.0])
+def test_the_ceiling_is_the_share_of_variance_that_is_no_noise(noise):
+    generator = np.random.default_rng(3)
+    x = generator.standard_normal(60_000) * np.exp(generator.standard_normal(60_000))
+    signal = np.sign(x) * np.abs(x) ** 0.3  # bends as few curves do
+    y = signal + noise * generator.standard_normal(x.size)
+    top = ceiling(torch.stack([moments_of(x[k::8], y[k::8]) for k in range(8)]))
+    truth = 1 - noise**2 / np.var(y)
+    # The held-out error of 60,000 pairs is known to 2/√60000 ≈ 1 % of the noise's share.
+    assert top == pytest.approx(truth, abs=0.015 * (1 - truth) + 0.003)
+
+
+def test_every_group_of_the_conditional_mean_holds_enough_pairs():
+    x = np.concatenate([np.full(1, 1.0), np.full(126, 2.0), np.full(1, 3.0), np.full(200, 4.0)])
+    y = np.where(x == 3, 99.0, x)
+    at, mean, _ = conditional_mean(moments_of(x, y), least_count=64)
+    assert len(at) == 2
+    assert mean.max() < 5  # the lone pair at 3 does not stand by itself

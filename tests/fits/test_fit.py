@@ -75,7 +75,7 @@ def test_fits_agree_with_scipy_on_all_raw_pairs(observed):
         residual = y - amplitude * f(alpha * x)
         r2 = 1 - residual @ residual / ((y - y.mean()) @ (y - y.mean()))
         assert found.alpha == pytest.approx(alpha, rel=2e-5)
-        assert found.C == pytest.approx(alpha**-2, rel=4e-5)
+        assert pytest.approx(alpha**-2, rel=4e-5) == found.C
         assert found.amplitude == pytest.approx(amplitude, rel=2e-5)
         assert found.r2 == pytest.approx(r2, abs=1e-5)
         assert found.rmse == pytest.approx(np.sqrt(np.mean(residual**2)), rel=1e-5)
@@ -190,10 +190,10 @@ def test_in_theory_tanh_and_isru_are_the_papers_solutions(observed):
     assert tanh.amplitude == pytest.approx(math.sqrt(d - 1), rel=1e-12)
     assert tanh.alpha == pytest.approx(math.sqrt(d - 1) / (d * sigma), rel=1e-6)
     assert isru.amplitude == pytest.approx(math.sqrt(d - 1), rel=1e-12)
-    assert isru.C == pytest.approx(d**2 * sigma**2 / (d - 1), rel=1e-6)
+    assert pytest.approx(d**2 * sigma**2 / (d - 1), rel=1e-6) == isru.C
     rho = np.sqrt((1e-6 * raw["norms.rms"][0] ** 2 / 1e-6).mean(-1) + 1e-6).mean()
     assert found["norms.rms", "tanh"].alpha == pytest.approx(1 / (rho * math.sqrt(d)), rel=1e-3)
-    assert found["norms.rms", "isru"].C == pytest.approx(d * rho**2, rel=2e-3)
+    assert pytest.approx(d * rho**2, rel=2e-3) == found["norms.rms", "isru"].C
     y = raw["norms.ln"][1].ravel()
     off = y - tanh.amplitude * np.tanh(tanh.alpha * x.ravel())
     assert tanh.r2 == pytest.approx(1 - off @ off / ((y - y.mean()) @ (y - y.mean())), abs=1e-5)

@@ -1,0 +1,89 @@
+"""``normscope gradient``, end to end on networks that come with it."""
+
+import json
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+import normscope
+from normscope.cli import app
+
+QUICK = ("--limit", "4", "--device", "cpu", "--dpi", "40")
+
+
+def gradient(*arguments):
+    return CliRunner().invoke(app, ["gradient", *map(str, arguments)])
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "60")
+    return tmp_path
+
+
+def test_tables_and_a_figure(here):
+    done = gradient("demo_vit", *QUICK)
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("demo_vit · embedded demo_vit")
+    assert lines[-1] == "outputs/demo_vit-gradient.png"
+    heads = [line.split() for line in lines if line.startswith("site")]
+    assert heads[0][-4:] == ["R²", "tanh′", "R²", "isru′"]  # although the terminal is too narrow for it
+    assert heads[1][-2:] == ["steadier", "for"]
+    tails = [cells for line in lines if (cells := line.split())[1:2] == ["tail"]]
+    assert len(tails) == 4 and all(tail[-1] in ("alike", "DyT", "DyISRU") for tail in tails)
+    with Image.open("outputs/demo_vit-gradient.png") as image:
+        assert json.loads(image.text["Description"])["model"] == "demo_vit"
+
+
+def test_a_capture_file_gives_what_its_network_gave(here):
+    made = CliRunner().invoke(app, ["capture", "demo_vit", "-o", "seen.safetensors", "--layers", "all", *QUICK[:4]])
+    assert made.exit_code == 0, made.output
+    options = ("--layers", "0,16", "--func", "isru", "--json", "--dpi", "40")
+    documents = [
+        json.loads(done.stdout)
+        for done in (
+            gradient("demo_vit", *QUICK[:4], *options, "-o", "a.svg"),
+            gradient("seen.safetensors", *options, "-o", "b.svg"),
+        )
+    ]
+    assert documents[0]["gradient"] == documents[1]["gradient"]
+    views = documents[0]["gradient"]
+    assert [view["site"] for view in views] == ["blocks.0.norm1", "norm"]
+    assert [figure["file"] for document in documents for figure in document["figures"]] == ["a.svg", "b.svg"]
+    # The same from Python.
+    seen = normscope.load_capture("seen.safetensors").only("0,16")
+    assert [view.as_dict() for view in normscope.gradient(seen, normscope.fit(seen, "isru"))] == views
+
+
+def test_the_timesteps_of_a_diffusion_model_are_kept_apart(here):
+    arguments = ("demo_dit", "--limit", "2", "--device", "cpu", "--timesteps", "900,0", "--by", "timestep")
+    done = gradient(*arguments, "--layers", "2", "--json", "--dpi", "40", "-o", "out")
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    assert [view["n_tokens"] for view in document["gradient"]] == [32] * 4
+    names = [f"out/demo_dit-timestep-{step}-gradient.png" for step in (900, 0)]
+    assert [figure["file"] for figure in document["figures"]] == names
+    assert [figure["part"] for figure in document["figures"]] == ["timestep 900", "timestep 0"]
+    assert all((here / name).is_file() for name in names)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "sentence"),
+    [
+        (("demo_vit", "--style", "dusk"), 2, "There is no style 'dusk'"),
+        (("demo_vit", "--func", "thanh"), 2, "Did you mean 'tanh'"),
+        (("demo_vit", "demo_dit", "-o", "a.png"), 2, "Name a folder"),
+        (("demo_vit", "--format", "gif"), 2, "There is no figure format 'gif'"),
+        (("demo_vat",), 3, "demo_vit"),
+        (("missing.safetensors",), 4, "There is no capture file missing.safetensors"),
+        (("demo_vit", "--by", "timestep"), 2, "has no timesteps"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(here, arguments, status, sentence):
+    done = gradient(*arguments)
+    assert done.exit_code == status
+    assert sentence in " ".join(done.stderr.split())
+    assert not list(here.iterdir())
