@@ -24,6 +24,7 @@ from normscope.figures.samples import drawn_pairs, drawn_tokens, extreme_channel
 from normscope.figures.style import Look, Style
 from normscope.fits.ceiling import conditional_mean
 from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curves import FREE
 from normscope.pairs.binning import DENSITY_Y_GRID
 from normscope.pairs.captures import Capture
 from normscope.pairs.sites import NormSite
@@ -224,10 +225,11 @@ def legend_handles(panels: Sequence[Panel], *, density: bool, sampled: bool, bou
         handles.append(Patch(facecolor=grey, label=f"{pairs} (log scale, each panel its own)"))
         handles.append(Line2D([], [], color=style.ink, lw=1.4, label="E[y|x], the best any function of x can do"))
     fits = [found for panel in panels for found in panel.fits]
-    shifted = {found.curve for found in fits if found.shift != 0}
+    shifted = {found.curve for found in fits if not found.degenerate and found.shift}
     for curve in dict.fromkeys(found.curve for found in fits):
         colour, dashes = panels[0].looks[curve]
         label = f"A·{curve}(αx{'+s' if curve in shifted else ''}), least squares"
+        label = "free: E[y|x] in groups of bins" if curve == FREE else label
         handles.append(Line2D([], [], color=colour, ls=dashes, lw=1.1, label=label))
     if bounds and any(panel.site.bound < whole_range(panel)[1][1] for panel in panels):
         handles.append(Line2D([], [], color=style.faint, ls=":", lw=0.9, label="bound: ±√(d−1), without centring ±√d"))

@@ -33,6 +33,7 @@ from normscope.figures.style import style_named
 from normscope.figures.titles import head_figure, head_panel
 from normscope.files import whole_file
 from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curves import FREE
 from normscope.pairs.captures import Capture
 
 FORMATS = ("png", "svg", "pdf")
@@ -171,6 +172,8 @@ def _density_legend(ax: Axes, panel: Panel) -> None:
 
 
 def _result(found: CurveFit) -> str:
+    if found.curve == FREE:
+        return f"R² {found.r2:.3f}"
     shape = f"slope {found.slope:.3g}, straight" if found.straight else f"A {found.amplitude:.3g}  α {found.alpha:.3g}"
     return f"{shape}  R² {found.r2:.3f}{'' if found.converged else '  not converged'}"
 
