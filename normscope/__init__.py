@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from normscope.batches import Batch, Sample
     from normscope.errors import NormscopeError
+    from normscope.figures.comparison import plot_comparison
     from normscope.figures.overview import overview
     from normscope.figures.scurves import plot
+    from normscope.fits.comparison import Compared, compare
     from normscope.fits.curve_fit import CurveFit
     from normscope.fits.fit import fit
     from normscope.models.registry import load
@@ -31,16 +33,19 @@ if TYPE_CHECKING:
 _HOMES = {
     "Batch": "batches.Batch",
     "Capture": "pairs.captures.Capture",
+    "Compared": "fits.comparison.Compared",
     "CurveFit": "fits.curve_fit.CurveFit",
     "NormscopeError": "errors.NormscopeError",
     "PairStats": "pairs.stats.PairStats",
     "Sample": "batches.Sample",
     "capture": "pairs.hooks.capture",
+    "compare": "fits.comparison.compare",
     "fit": "fits.fit.fit",
     "load": "models.registry.load",
     "load_capture": "pairs.storage.load",
     "overview": "figures.overview.overview",
     "plot": "figures.scurves.plot",
+    "plot_comparison": "figures.comparison.plot_comparison",
     "register_norm": "pairs.norms.register_norm",
     "save_capture": "pairs.storage.save",
 }
@@ -48,16 +53,19 @@ _HOMES = {
 __all__ = [
     "Batch",
     "Capture",
+    "Compared",
     "CurveFit",
     "NormscopeError",
     "PairStats",
     "Sample",
     "capture",
+    "compare",
     "fit",
     "load",
     "load_capture",
     "overview",
     "plot",
+    "plot_comparison",
     "register_norm",
     "save_capture",
 ]

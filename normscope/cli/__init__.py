@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from normscope.cli import capture, fit, layers, models, plot
+from normscope.cli import capture, compare, fit, layers, models, plot
 from normscope.cli.output import print_error
 from normscope.cli.streams import StreamError, flush_streams, guard_streams
 from normscope.errors import NormscopeError
@@ -45,6 +45,7 @@ app = typer.Typer(
 )
 app.command("plot", epilog=plot.EXAMPLES)(plot.plot)
 app.command("fit", epilog=fit.EXAMPLES)(fit.fit)
+app.command("compare", epilog=compare.EXAMPLES)(compare.compare)
 app.command("capture", epilog=capture.EXAMPLES)(capture.capture)
 app.command("layers", epilog=layers.EXAMPLES)(layers.layers)
 app.command("models", epilog=models.EXAMPLES)(models.models)
