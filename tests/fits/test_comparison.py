@@ -124,6 +124,18 @@ def test_of_the_same_inputs_each_fold_is_left_out_of_both():
         assert np.log(found.interval) == pytest.approx((centre - width, centre + width), abs=1e-3 * width)
 
 
+def test_each_site_is_paired_with_itself_alone():
+    def seen(shape):
+        model = network("a", "b")
+        model.forward = lambda x: [model.a(shape(x)), model.b(2.0**14 * shape(x))]
+        return normscope.capture(model, [noise(2)], about=ABOUT)
+
+    a, b = compare([seen(lambda x: x), seen(lambda x: x * torch.exp(0.3 * x[..., :1].tanh()))], "tanh")[1::2]
+    # A power of two changes no mantissa, and so no bin; 1e-6: how near log α is searched.
+    assert b.alpha.interval == pytest.approx(a.alpha.interval, rel=1e-6)
+    assert b.fit.alpha == pytest.approx(a.fit.alpha * 2.0**-14, rel=1e-6)
+
+
 def other_samples(x):
     return captured(noise(3))
 
