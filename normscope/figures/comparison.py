@@ -183,7 +183,7 @@ def _draw_alpha(ax: Axes, line: _Line, fits: Sequence[CurveFit]) -> None:
 
 
 def _draw_slope(ax: Axes, line: _Line, fits: Sequence[CurveFit]) -> None:
-    _draw(ax, line, fits, "slope", lambda found: found.slope)
+    _draw(ax, line, fits, "slope", lambda found: math.nan if found.curve == FREE else found.slope)
 
 
 def _draw_r2(ax: Axes, line: _Line, fits: Sequence[CurveFit]) -> None:
@@ -205,10 +205,11 @@ def _finish(axes: Any, curves: Sequence[str], by_name: bool, theme: Style) -> No
                 ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
                 ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
                 ax.yaxis.set_minor_formatter(NullFormatter())
-    for ax, curve in zip(axes[0], curves, strict=True):
-        if not any(math.isfinite(y) for drawn in ax.lines for y in drawn.get_ydata()):
-            text = "E[y|x] has no α" if curve == FREE else "no fit that bends"
-            ax.text(0.5, 0.5, text, color=theme.faint, ha="center", va="center", transform=ax.transAxes)
+    for name, row in zip(("α", "slope"), axes, strict=False):
+        for ax, curve in zip(row, curves, strict=True):
+            if not any(math.isfinite(y) for drawn in ax.lines for y in drawn.get_ydata()):
+                text = f"E[y|x] has no {name}" if curve == FREE else f"no fit with {name}"
+                ax.text(0.5, 0.5, text, color=theme.faint, ha="center", va="center", transform=ax.transAxes)
     for ax in axes[-1]:
         ax.set_xlabel("norm site, in the order of calls" if by_name else "relative depth of the norm site")
         if by_name:

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from normscope.errors import count
+from normscope.fits.curves import FREE
 
 if TYPE_CHECKING:
     from normscope.fits.comparison import Compared, Comparison
@@ -81,6 +82,8 @@ def _numbers(found: CurveFit) -> list[str]:
     if found.degenerate:
         return [f"nothing to fit: {found.nothing}", "", "", "", ""]
     top = "–" if found.r2_ceiling is None else f"{found.r2_ceiling:.4f}"
+    if found.curve == FREE:
+        return ["–", "–", "–", f"{found.r2:.4f}", top]
     doubt = "not converged" if not found.converged else "straight" if found.straight else None
     shape = (
         [doubt, ""] if doubt else [f"{found.amplitude:.4g}", _with(f"{found.alpha:.4g}", found.intervals.get("alpha"))]

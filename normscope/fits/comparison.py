@@ -211,7 +211,7 @@ def _against(
         matched=by,
         fit=own,
         alpha=ratio("alpha", base, own, jackknives) if _bends(base) and _bends(own) else None,
-        slope=ratio("slope", base, own, jackknives),
+        slope=ratio("slope", base, own, jackknives) if curve != FREE else None,
         r2_of_first=_transferred(base, there),
     )
 

@@ -132,9 +132,11 @@ def test_other_networks_share_their_relative_depth():
 def test_nothing_to_draw_is_said():
     captures = [captured(spread=0), captured(spread=0, scale=2)]
     _, figure = drawn(captures)
-    assert "no fit that bends" in [text.get_text() for text in figure.axes[0].texts]
+    assert "no fit with α" in [text.get_text() for text in figure.axes[0].texts]
     _, figure = drawn([captured(), captured(scale=2)], "free")
-    assert "E[y|x] has no α" in [text.get_text() for text in figure.axes[0].texts]
+    assert [[text.get_text() for text in ax.texts] for ax in figure.axes] == [
+        ["E[y|x] has no α"], ["E[y|x] has no slope"], []
+    ]  # fmt: skip
 
 
 def test_one_site_each_is_enough(tmp_path):
