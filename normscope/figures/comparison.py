@@ -51,13 +51,19 @@ def labels(captures: Sequence[Capture]) -> list[str]:
     >>> labels([Seen(about=about, n_samples=8), Seen(about={**about, "weights": "step 2"}, n_samples=8)])
     ['1  step 1', '2  step 2']
     """
-    abouts = [capture.about for capture in captures]
+    abouts = [_about(capture) for capture in captures]
     differing = [key for key in _TOLD if len({about.get(key) for about in abouts}) > 1]
     told = [" · ".join(about[key] for key in differing if about.get(key)) for about in abouts]
     samples = [count(capture.n_samples, "sample") for capture in captures]
     if len(set(samples)) > 1 or not differing:
         told = [" · ".join(part for part in (text, number) if part) for text, number in zip(told, samples, strict=True)]
     return [f"{number}  {text}" for number, text in enumerate(told, 1)]
+
+
+def _about(capture: Capture) -> dict[str, str]:
+    """What a capture is of; of a part, the data without the name of the part, which is told by itself."""
+    about = dict(capture.about)
+    return {**about, "data": about["data"].removesuffix(f" · {about.get('part')}")}
 
 
 def plot_comparison(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], *, style: str = "light") -> Figure:
@@ -129,9 +135,8 @@ def _lines(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], them
 
 def _heading(captures: Sequence[Capture], by_name: bool, inches: float) -> list[str]:
     """What all captures have in common; the legend says the rest."""
-    about = captures[0].about
-    shared = {key: about[key] for key in _TOLD if all(key in one.about for one in captures)}
-    shared = {key: value for key, value in shared.items() if all(one.about[key] == value for one in captures)}
+    about, *others = (_about(capture) for capture in captures)
+    shared = {key: about[key] for key in _TOLD if key in about and all(one.get(key) == about[key] for one in others)}
     model = shared.pop("model", "")
     how = "sites matched by name" if by_name else "sites matched by placement and relative depth"
     texts = [f"{model} · {how}" if model else how, *(f"{key}: {value}" for key, value in shared.items())]

@@ -59,7 +59,7 @@ def matching_lines(comparison: Comparison) -> list[str]:
     """Say, capture by capture, what it is and how its sites were put beside those of the first."""
     titles = []
     for number, capture in enumerate(comparison.captures, 1):
-        known = [capture.about[key] for key in ("model", "part", "weights", "data") if key in capture.about]
+        known = [capture.about[key] for key in ("model", "weights", "data")]
         titles.append(f"{number}  {' · '.join(known)} ({count(capture.n_samples, 'sample')})")
     lines = titles[:1]
     for number, (title, one) in enumerate(zip(titles[1:], comparison.matches, strict=True), 2):
