@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from normscope.batches import Batch, Sample
     from normscope.errors import NormscopeError
+    from normscope.figures.comparison import plot_comparison
     from normscope.figures.gradient import plot_gradient
     from normscope.figures.overview import overview
     from normscope.figures.scurves import plot
     from normscope.fits.card import NormCard, norm_cards
+    from normscope.fits.comparison import Compared, compare
     from normscope.fits.curve_fit import CurveFit
     from normscope.fits.curves import Curve, curve_of
     from normscope.fits.fit import fit
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Batch": "batches.Batch",
     "Capture": "pairs.captures.Capture",
+    "Compared": "fits.comparison.Compared",
     "Curve": "fits.curves.Curve",
     "CurveFit": "fits.curve_fit.CurveFit",
     "GradientView": "fits.gradient.GradientView",
@@ -47,6 +50,7 @@ _HOMES = {
     "Sample": "batches.Sample",
     "TokenSlopes": "fits.tokens.TokenSlopes",
     "capture": "pairs.hooks.capture",
+    "compare": "fits.comparison.compare",
     "curve_of": "fits.curves.curve_of",
     "fit": "fits.fit.fit",
     "gradient": "fits.gradient.gradient",
@@ -56,6 +60,7 @@ _HOMES = {
     "norm_cards": "fits.card.norm_cards",
     "overview": "figures.overview.overview",
     "plot": "figures.scurves.plot",
+    "plot_comparison": "figures.comparison.plot_comparison",
     "plot_gradient": "figures.gradient.plot_gradient",
     "register_norm": "pairs.norms.register_norm",
     "save_capture": "pairs.storage.save",
@@ -65,6 +70,7 @@ _HOMES = {
 __all__ = [
     "Batch",
     "Capture",
+    "Compared",
     "Curve",
     "CurveFit",
     "GradientView",
@@ -75,6 +81,7 @@ __all__ = [
     "Sample",
     "TokenSlopes",
     "capture",
+    "compare",
     "curve_of",
     "fit",
     "gradient",
@@ -84,6 +91,7 @@ __all__ = [
     "norm_cards",
     "overview",
     "plot",
+    "plot_comparison",
     "plot_gradient",
     "register_norm",
     "save_capture",

@@ -1,0 +1,146 @@
+"""``normscope compare``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from normscope.cli.options import (
+    AsJson,
+    BatchSize,
+    By,
+    Data,
+    Device,
+    Dtype,
+    Func,
+    Guidance,
+    Layers,
+    Limit,
+    Models,
+    Quiet,
+    Sample,
+    Seed,
+    Timesteps,
+    Verify,
+)
+from normscope.cli.output import Output, skipped_as_json
+from normscope.cli.plot import Dpi, Format, Theme
+from normscope.cli.sources import Run, captures, check_by, check_sources, named_or_embedded
+from normscope.errors import UsageError, unknown
+from normscope.files import check_writable
+
+if TYPE_CHECKING:
+    from normscope.fits.comparison import Comparison
+    from normscope.pairs.captures import Capture
+
+EXAMPLES = (
+    "Examples: normscope compare monday.safetensors tuesday.safetensors · normscope compare demo_vit demo_wav2vec2 · "
+    "normscope compare vit_b16 --weights step100.pt --weights step200.pt"
+)
+
+_FORMATS = ("png", "svg", "pdf")
+_FIGURE = "comparison"
+Checkpoints = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--weights",
+        metavar="pretrained|random|FILE",
+        help="Pretrained, random, or a safetensors or torch file; give it again for every checkpoint to compare.",
+        show_default="pretrained",
+    ),
+]
+Destination = Annotated[Path, typer.Option("--output", "-o", help="A folder, or the figure's file.")]
+
+
+def compare(
+    models: Models = None,
+    func: Func = "tanh,isru",
+    layers: Layers = "all",
+    weights: Checkpoints = None,
+    data: Data = None,
+    limit: Limit = None,
+    batch_size: BatchSize = 8,
+    sample: Sample = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    guidance: Guidance = None,
+    timesteps: Timesteps = None,
+    by: By = None,
+    verify: Verify = False,
+    figure_format: Format = None,
+    dpi: Dpi = 200,
+    style: Theme = "light",
+    as_json: AsJson = False,
+    output: Destination = Path("outputs"),
+    quiet: Quiet = False,
+) -> None:
+    """Compare models, captures, or the checkpoints of a training with the first of them: site by site, in one figure.
+
+    Sites are matched by name, or, where the networks are built differently, by placement and relative depth.
+    """
+    say = Output(as_json, quiet)
+    names = named_or_embedded(models, say)
+    path = _path(output, figure_format)
+    from normscope.fits.comparison import check_curves, check_number, compared
+    from normscope.fits.fit import fit
+
+    curves = check_curves(func)
+    run = Run("pretrained", data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps, sample)
+    sources = [(name, replace(run, weights=own)) for name in names for own in weights or ["pretrained"]]
+
+    from normscope.figures.comparison import plot_comparison
+    from normscope.figures.comparison_table import comparison_table, matching_lines
+    from normscope.figures.scurves import save
+    from normscope.figures.style import style_named
+
+    style_named(style)
+    for name, own in sources:
+        check_sources([name], own)
+    check_by(by, names)
+    if by is None:
+        check_number(len(sources))
+    check_writable(path)
+    seen = list(_seen(sources, layers, say, by))
+    found = compared(seen, [fit(capture, curves) for capture in seen])
+    for line in matching_lines(found):
+        say.result(line)
+    say.result(comparison_table(found.rows))
+    figure = save(plot_comparison(seen, found.fits, style=style), path, seen, dpi)
+    say.result(str(figure))
+    say.document(_document(found, figure))
+
+
+def _path(output: Path, asked: str | None) -> Path:
+    """Decide on the figure's file before anything is run."""
+    if asked is not None and asked not in _FORMATS:
+        raise UsageError(unknown("figure format", asked, _FORMATS))
+    named = output.suffix.lower().removeprefix(".")
+    if named not in _FORMATS:
+        return output / f"{_FIGURE}.{asked or 'png'}"
+    if asked not in (None, named):
+        raise UsageError(f"--output {output} ends in .{named}, but --format asks for {asked}.")
+    return output
+
+
+def _seen(sources: Sequence[tuple[str, Run]], layers: str, say: Output, by: str | None) -> Iterator[Capture]:
+    for name, run in sources:
+        yield from captures([name], run, layers, say, by)
+
+
+def _document(found: Comparison, figure: Path) -> dict[str, Any]:
+    of_each = [
+        {"capture": number, **capture.about, "samples": capture.n_samples, "seed": capture.seed}
+        for number, capture in enumerate(found.captures, 1)
+    ]
+    return {
+        "figure": str(figure),
+        "compared": of_each,
+        "sites": [row.as_dict() for row in found.rows],
+        "unmatched": found.unmatched(),
+        "skipped": skipped_as_json(found.captures),
+    }

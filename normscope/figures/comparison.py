@@ -1,0 +1,223 @@
+"""Several captures beside one another: α, slope and R² over the depth of the network, a line a capture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from normscope.errors import UsageError, count
+from normscope.figures.lettering import wrapped
+from normscope.figures.style import Style, style_named
+from normscope.fits.comparison import check_number
+from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curves import FREE
+from normscope.fits.matching import match
+from normscope.pairs.captures import Capture
+
+_COLUMN_INCHES, _ROW_INCHES = 2.9, 1.3
+_LEAST_INCHES = 4.6
+_MARKERS = "osD^vP*X"
+_DODGE = 0.09  # of the distance of two sites, so that one capture's interval does not hide another's
+_SMALL = FontProperties(size=6.2)
+_TITLE = FontProperties(size=7.5)
+_TOLD = ("model", "weights", "data", "part", "sample")
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One capture's line in every panel."""
+
+    label: str
+    colour: Any
+    marker: str
+    places: dict[str, float]
+    fits: Sequence[CurveFit]
+
+
+def labels(captures: Sequence[Capture]) -> list[str]:
+    """Name each capture by its number and whatever tells it from the others.
+
+    >>> from types import SimpleNamespace as Seen
+    >>> about = {"model": "net", "weights": "step 1", "data": "noise"}
+    >>> labels([Seen(about=about, n_samples=8), Seen(about={**about, "weights": "step 2"}, n_samples=8)])
+    ['1  step 1', '2  step 2']
+    """
+    abouts = [_about(capture) for capture in captures]
+    differing = [key for key in _TOLD if len({about.get(key) for about in abouts}) > 1]
+    told = [" · ".join(about[key] for key in differing if about.get(key)) for about in abouts]
+    samples = [count(capture.n_samples, "sample") for capture in captures]
+    if len(set(samples)) > 1 or not differing:
+        told = [" · ".join(part for part in (text, number) if part) for text, number in zip(told, samples, strict=True)]
+    return [f"{number}  {text}" for number, text in enumerate(told, 1)]
+
+
+def _about(capture: Capture) -> dict[str, str]:
+    """What a capture is of; of a part, the data without the name of the part, which is told by itself."""
+    about = dict(capture.about)
+    return {**about, "data": about["data"].removesuffix(f" · {about.get('part')}")}
+
+
+def plot_comparison(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], *, style: str = "light") -> Figure:
+    """Draw α, slope at the origin and R² of several captures over the depth: a column a curve, a line a capture.
+
+    Bars are 95 % intervals of a jackknife over the folds. An open marker is a fit that did not bend or not converge:
+    its α means nothing, and is left out. The dotted lines are the ceilings of R². Where sites are not matched by name,
+    depth runs from 0, the first norm of each network, to 1, its last.
+
+    Args:
+        captures: two or more; more are a training's course.
+        fits: for each, what :func:`normscope.fit` made of it, of the same curves.
+        style: ``light`` or ``dark``.
+
+    Returns:
+        A matplotlib figure; :func:`normscope.figures.scurves.save` writes it.
+
+    Raises:
+        UsageError: if there are fewer than two captures, if the fits are of another number of them, or if there is no
+            such style.
+    """
+    check_number(len(captures))
+    if len(fits) != len(captures):
+        raise UsageError(f"There are {len(captures)} captures, but the fits of {len(fits)}; give the fits of each.")
+    theme = style_named(style)
+    by_name = all(match(captures[0].sites, other.sites).by == "name" for other in captures[1:])
+    lines = _lines(captures, fits, theme, by_name)
+    curves = list(dict.fromkeys(found.curve for own in fits for found in own))
+    width = max(_LEAST_INCHES, 0.5 + _COLUMN_INCHES * len(curves))
+    heading = _heading(captures, by_name, width - 0.3)
+    handles = _handles(lines, fits, theme, width - 0.9)
+    with matplotlib.rc_context(theme.rc()):
+        below = sum(1 + str(handle.get_label()).count("\n") for handle in handles)
+        height = 0.5 + _ROW_INCHES * len(_NUMBERS) + 0.13 * (len(heading) + below)
+        figure = Figure(figsize=(width, height), layout="constrained")
+        axes = figure.subplots(len(_NUMBERS), len(curves), squeeze=False, sharex=True, sharey="row")
+        for row, (label, draw) in enumerate(_NUMBERS.items()):
+            for column, curve in enumerate(curves):
+                ax = axes[row, column]
+                for line in lines:
+                    draw(ax, line, [found for found in line.fits if found.curve == curve])
+                if row == 0:
+                    ax.set_title(curve, parse_math=False)
+                if column == 0:
+                    ax.set_ylabel(label)
+        _finish(axes, curves, by_name, theme)
+        figure.suptitle("\n".join(heading), fontproperties=_TITLE, parse_math=False)
+        figure.legend(handles=handles, loc="outside lower left", ncols=1, prop=_SMALL)
+        figure.align_ylabels()
+    return figure
+
+
+def _lines(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], theme: Style, by_name: bool) -> list[_Line]:
+    number = len(captures)
+    colours: Sequence[Any] = theme.channels
+    if number > len(colours):
+        # The end of the map that is near the background is left out.
+        low, high = (0.25, 1.0) if theme.background < theme.ink else (0.0, 0.85)
+        shades = matplotlib.colormaps[theme.tokens]
+        colours = [shades(low + (high - low) * place / (number - 1)) for place in range(number)]
+    lines = []
+    for place, (capture, own, label) in enumerate(zip(captures, fits, labels(captures), strict=True)):
+        last = 1 if by_name else max(1, *(site.index for site in capture.sites), 1)
+        offset = _DODGE * (place - (number - 1) / 2)
+        places = {site.name: (site.index + offset) / last for site in capture.sites}
+        lines.append(_Line(label, colours[place], _MARKERS[place % len(_MARKERS)], places, own))
+    return lines
+
+
+def _heading(captures: Sequence[Capture], by_name: bool, inches: float) -> list[str]:
+    """What all captures have in common; the legend says the rest."""
+    about, *others = (_about(capture) for capture in captures)
+    shared = {key: about[key] for key in _TOLD if key in about and all(one.get(key) == about[key] for one in others)}
+    model = shared.pop("model", "")
+    how = "sites matched by name" if by_name else "sites matched by placement and relative depth"
+    texts = [f"{model} · {how}" if model else how, *(f"{key}: {value}" for key, value in shared.items())]
+    return [line for text in texts for line in wrapped(text, inches, _TITLE)]
+
+
+def _handles(lines: Sequence[_Line], fits: Sequence[Sequence[CurveFit]], theme: Style, inches: float) -> list[Line2D]:
+    handles = [
+        Line2D([], [], color=line.colour, marker=line.marker, ms=3.2, lw=1, label=_label(line.label, inches))
+        for line in lines
+    ]
+    every = [found for own in fits for found in own]
+    if any(_doubtful(found) for found in every):
+        text = "open: straight or not converged, α means nothing"
+        handles.append(_point(theme, text))
+    if any(found.r2_ceiling is not None for found in every):
+        handles.append(Line2D([], [], color=theme.faint, ls=":", lw=0.9, label="ceiling of R²"))
+    if any(found.intervals for found in every):
+        handles.append(Line2D([], [], color=theme.faint, marker="|", ms=6, ls="", label="95 %, by folds"))
+    return handles
+
+
+def _label(text: str, inches: float) -> str:
+    return "\n".join(wrapped(text, inches, _SMALL)).replace("$", r"\$")
+
+
+def _point(theme: Style, text: str) -> Line2D:
+    return Line2D([], [], color=theme.faint, marker="o", mfc=theme.background, ms=3.2, lw=0, label=text)
+
+
+def _doubtful(found: CurveFit) -> bool:
+    return not found.degenerate and (found.straight or not found.converged)
+
+
+def _draw(ax: Axes, line: _Line, fits: Sequence[CurveFit], name: str, value: Callable[[CurveFit], float]) -> None:
+    fits = [found for found in fits if found.site in line.places]
+    x = [line.places[found.site] for found in fits]
+    y = [value(found) for found in fits]
+    ax.plot(x, y, color=line.colour, lw=0.9, zorder=2)
+    for at, height, found in zip(x, y, fits, strict=True):
+        face = ax.get_facecolor() if _doubtful(found) else line.colour
+        ax.plot([at], [height], marker=line.marker, ms=3, mfc=face, color=line.colour, mew=0.8, ls="", zorder=3)
+        if name in found.intervals and math.isfinite(height):
+            ax.plot([at, at], found.intervals[name], color=line.colour, lw=0.7, zorder=1)
+
+
+def _draw_alpha(ax: Axes, line: _Line, fits: Sequence[CurveFit]) -> None:
+    _draw(ax, line, fits, "alpha", lambda f: math.nan if _doubtful(f) or f.curve == FREE else f.alpha)
+
+
+def _draw_slope(ax: Axes, line: _Line, fits: Sequence[CurveFit]) -> None:
+    _draw(ax, line, fits, "slope", lambda found: math.nan if found.curve == FREE else found.slope)
+
+
+def _draw_r2(ax: Axes, line: _Line, fits: Sequence[CurveFit]) -> None:
+    _draw(ax, line, fits, "r2", lambda found: found.r2)
+    x = [line.places[found.site] for found in fits if found.r2_ceiling is not None]
+    ceilings = [found.r2_ceiling for found in fits if found.r2_ceiling is not None]
+    ax.plot(x, ceilings, color=line.colour, ls=":", lw=0.9, zorder=1)
+
+
+_NUMBERS = {"α": _draw_alpha, "slope at 0": _draw_slope, "R²": _draw_r2}
+
+
+def _finish(axes: Any, curves: Sequence[str], by_name: bool, theme: Style) -> None:
+    for row in axes[:2]:
+        heights = [y for ax in row for drawn in ax.lines for y in drawn.get_ydata() if math.isfinite(y)]
+        if heights and min(heights) > 0 and max(heights) > 4 * min(heights):
+            for ax in row:
+                ax.set_yscale("log")
+                ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+                ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+                ax.yaxis.set_minor_formatter(NullFormatter())
+    for name, row in zip(("α", "slope"), axes, strict=False):
+        for ax, curve in zip(row, curves, strict=True):
+            if not any(math.isfinite(y) for drawn in ax.lines for y in drawn.get_ydata()):
+                text = f"E[y|x] has no {name}" if curve == FREE else f"no fit with {name}"
+                ax.text(0.5, 0.5, text, color=theme.faint, ha="center", va="center", transform=ax.transAxes)
+    for ax in axes[-1]:
+        ax.set_xlabel("norm site, in the order of calls" if by_name else "relative depth of the norm site")
+        if by_name:
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for ax in axes.flat:
+        ax.grid(axis="y", color=theme.faint, alpha=0.25, lw=0.5)

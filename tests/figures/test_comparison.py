@@ -1,0 +1,166 @@
+"""What the figure of a comparison holds is read from its artists; its file from outside."""
+
+import html
+import json
+import math
+
+import matplotlib.colors
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import normscope
+from normscope.errors import UsageError
+from normscope.figures.comparison import labels, plot_comparison
+from normscope.figures.scurves import save
+
+ABOUT = {"model": "net$x_{", "weights": "random", "data": "noise"}
+NAMES = ["n0", "n1", "n2", "n3"]
+
+
+def captured(names=NAMES, scale=1.0, spread=0.7, **about):
+    """Norm by norm the input grows, so that α falls; without spread the norms are straight."""
+    model = nn.Sequential()
+    for name in names:
+        model.add_module(name, nn.LayerNorm(8))
+    model.forward = lambda x: [norm(x * scale * (i + 1)) for i, norm in enumerate(model.children())]
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(24, 6, 8, generator=draw)
+    if not spread:
+        x = x - x.mean(-1, keepdim=True)
+        x = x / x.std(-1, keepdim=True)
+    return normscope.capture(
+        model, [x * torch.exp(spread * torch.randn(24, 6, 1, generator=draw))], about={**ABOUT, **about}
+    )
+
+
+def drawn(captures, curves="tanh", **options):
+    fits = [normscope.fit(capture, curves) for capture in captures]
+    return fits, plot_comparison(captures, fits, **options)
+
+
+def lines(ax, width=0.9):
+    """The lines of the captures, but not the ceilings."""
+    return [line for line in ax.lines if line.get_linewidth() == width and line.get_linestyle() == "-"]
+
+
+def markers(ax):
+    return [line for line in ax.lines if line.get_marker() not in ("", "None", None)]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    captures = [captured(weights="step 1"), captured(scale=3, weights="step 2")]
+    return captures, *drawn(captures, "tanh,isru")
+
+
+def test_each_curve_has_a_column_and_each_number_a_row(pair):
+    _, fits, figure = pair
+    assert len(figure.axes) == 6
+    values = (lambda f: f.alpha, lambda f: f.slope, lambda f: f.r2)
+    for number, ax in enumerate(figure.axes):
+        row, column = divmod(number, 2)
+        curve = ("tanh", "isru")[column]
+        for line, own in zip(lines(ax), fits, strict=True):
+            assert list(line.get_ydata()) == [values[row](found) for found in own if found.curve == curve]
+            assert np.allclose(np.round(line.get_xdata()), [0, 1, 2, 3])
+    assert [ax.get_title() for ax in figure.axes[:2]] == ["tanh", "isru"]
+    assert [figure.axes[n].get_ylabel() for n in (0, 2, 4)] == ["α", "slope at 0", "R²"]
+
+
+def test_intervals_stand_at_their_markers(pair):
+    _, fits, figure = pair
+    upright = [line for line in figure.axes[0].lines if line.get_linewidth() == 0.7]
+    wanted = [tuple(found.intervals["alpha"]) for own in fits for found in own if found.curve == "tanh"]
+    assert [tuple(line.get_ydata()) for line in upright] == wanted
+    assert len({round(float(line.get_xdata()[0]), 3) for line in upright}) == len(upright)  # none hides another
+
+
+def test_the_ceilings_are_dotted(pair):
+    _, fits, figure = pair
+    dotted = [line for line in figure.axes[4].lines if line.get_linestyle() == ":"]
+    assert [list(line.get_ydata()) for line in dotted] == [
+        [found.r2_ceiling for found in own if found.curve == "tanh"] for own in fits
+    ]
+
+
+def test_the_legend_says_what_differs_and_the_heading_what_does_not(pair):
+    _, _, figure = pair
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert texts == ["1  step 1", "2  step 2", "ceiling of R²", "95 %, by folds"]
+    assert figure.get_suptitle() == "net$x_{ · sites matched by name\ndata: noise"
+    parts = [captured(data=f"noise · timestep {n}", part=f"timestep {n}") for n in (980, 0)]
+    assert labels(parts) == ["1  timestep 980", "2  timestep 0"]
+    assert "data: noise\n" in f"{drawn(parts)[1].get_suptitle()}\n"
+    assert labels([captured(), captured()]) == ["1  24 samples", "2  24 samples"]
+
+
+@pytest.mark.parametrize("style", ["light", "dark"])
+@pytest.mark.parametrize("number", [2, 4, 7])
+def test_captures_are_told_apart_from_one_another_and_the_background(style, number):
+    captures = [captured(["n0", "n1"], scale=n + 1, weights=f"step {n}") for n in range(number)]
+    _, figure = drawn(captures, style=style)
+    colours = [matplotlib.colors.to_rgb(line.get_color()) for line in lines(figure.axes[0])]
+    shapes = [{m.get_marker() for m in markers(figure.axes[0]) if m.get_color() == line.get_color()}
+              for line in lines(figure.axes[0])]  # fmt: skip
+    background = matplotlib.colors.to_rgb(figure.get_facecolor())
+    assert len(set(colours)) == number
+    assert [len(shape) for shape in shapes] == [1] * number and len(set.union(*shapes)) == number
+    assert all(math.dist(colour, background) > 0.3 for colour in colours)
+
+
+def test_a_straight_fit_is_open_and_has_no_alpha():
+    captures = [captured(), captured(spread=0, data="a sphere")]
+    fits, figure = drawn(captures)
+    assert all(found.straight for found in fits[1])
+    bent, straight = lines(figure.axes[0])
+    assert np.isfinite(bent.get_ydata()).all() and np.isnan(straight.get_ydata()).all()
+    slopes = [m for m in markers(figure.axes[1]) if m.get_color() == straight.get_color()]
+    assert len(slopes) == 4
+    assert {matplotlib.colors.to_hex(m.get_markerfacecolor()) for m in slopes} == {"#ffffff"}
+    assert any("straight" in text.get_text() for text in figure.legends[0].get_texts())
+
+
+def test_other_networks_share_their_relative_depth():
+    captures = [captured(), captured([f"layer{n}" for n in range(7)], model="other", data="noise")]
+    _, figure = drawn(captures)
+    short, long = (line.get_xdata() for line in lines(figure.axes[0]))
+    # The lines are moved aside by less than a tenth of the distance of two sites.
+    assert np.allclose(short, [0, 1 / 3, 2 / 3, 1], atol=0.1 / 3) and np.allclose(long, np.arange(7) / 6, atol=0.1 / 6)
+    assert figure.axes[-1].get_xlabel() == "relative depth of the norm site"
+    assert "placement and relative depth" in figure.get_suptitle()
+
+
+def test_nothing_to_draw_is_said():
+    captures = [captured(spread=0), captured(spread=0, scale=2)]
+    _, figure = drawn(captures)
+    assert "no fit with α" in [text.get_text() for text in figure.axes[0].texts]
+    _, figure = drawn([captured(), captured(scale=2)], "free")
+    assert [[text.get_text() for text in ax.texts] for ax in figure.axes] == [
+        ["E[y|x] has no α"], ["E[y|x] has no slope"], []
+    ]  # fmt: skip
+
+
+def test_one_site_each_is_enough(tmp_path):
+    captures = [captured(["n0"]), captured(["n0"], scale=2, weights="w" * 400)]
+    _, figure = drawn(captures)
+    assert save(figure, tmp_path / "one.png", captures, 40).stat().st_size > 1000
+
+
+def test_the_file_says_what_it_shows(pair, tmp_path):
+    captures, _, figure = pair
+    content = save(figure, tmp_path / "c.svg", captures).read_text()
+    assert "net$x_{" in content and "step 2" in content
+    description = content.split("<dc:description>")[1].split("</dc:description>")[0]
+    assert [about["weights"] for about in json.loads(html.unescape(description))] == ["step 1", "step 2"]
+
+
+def test_mistakes_are_said(pair):
+    captures, fits, _ = pair
+    with pytest.raises(UsageError, match="two or more captures"):
+        plot_comparison(captures[:1], fits[:1])
+    with pytest.raises(UsageError, match="the fits of 1"):
+        plot_comparison(captures, fits[:1])
+    with pytest.raises(UsageError, match="no style 'drak'"):
+        plot_comparison(captures, fits, style="drak")
