@@ -28,7 +28,8 @@ from normscope.cli.options import (
     Weights,
 )
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.sources import Run, captures, check_by, check_sources, named_or_embedded
+from normscope.cli.sources import Run, captures, check_by, check_sources, family_of, named_or_embedded
+from normscope.errors import UsageError
 
 if TYPE_CHECKING:
     from normscope.fits.fit import Plan
@@ -66,6 +67,10 @@ WeightsBy = Annotated[
         metavar="pairs|gamma|x", help="Pairs count alike, by γ² (what the next layer sees), or evenly over x."
     ),
 ]
+Advise = Annotated[
+    bool,
+    typer.Option("--advise", help="Say where to start a norm-free training, kind by kind of site (-o advice.yaml)."),
+]
 
 
 def fit(
@@ -78,6 +83,7 @@ def fit(
     alpha: Alpha = None,
     shift: Shift = None,
     weights_by: WeightsBy = "pairs",
+    advise: Advise = False,
     layers: Layers = "all",
     weights: Weights = "pretrained",
     data: Data = None,
@@ -102,6 +108,8 @@ def fit(
     from normscope.fits.forms import Form
 
     of_tokens = per == "token"
+    if advise and (per != "site" or pool):
+        raise UsageError("--advise takes the fits of each site by itself; leave --per and --pool out.")
     form = Form(amplitude, theory, alpha, shift)
     plan = planned(func, "site" if of_tokens else per, pool, form, weights_by)
     run = Run(weights, data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps, sample)
@@ -114,11 +122,18 @@ def fit(
         seen.append(capture)
         if of_tokens:
             rows += _slopes(capture, say)
-            continue
-        own, summary = _fits(capture, plan, say)
-        rows += own
-        summaries += summary
-    document = {"slopes": rows} if of_tokens else {"fits": rows, "layerwise": summaries}
+        elif advise:
+            rows += _advice(capture, plan, say)
+        else:
+            own, summary = _fits(capture, plan, say)
+            rows += own
+            summaries += summary
+    if advise:
+        from normscope.fits.advice import NOTE
+
+        document: dict[str, Any] = {"note": NOTE, "advice": rows}
+    else:
+        document = {"slopes": rows} if of_tokens else {"fits": rows, "layerwise": summaries}
     say.document({**document, "skipped": skipped_as_json(seen)}, rows)
 
 
@@ -134,6 +149,16 @@ def _fits(capture: Capture, plan: Plan, say: Output) -> tuple[list[dict[str, Any
         return [one.as_dict() for one in fits], []
     say.result(layerwise_line(found))
     return [one.as_dict() for one in fits], [{"model": capture.about["model"], **found.as_dict()}]
+
+
+def _advice(capture: Capture, plan: Plan, say: Output) -> list[dict[str, Any]]:
+    from normscope.figures.advice import advice_table
+    from normscope.fits.advice import advise
+    from normscope.fits.fit import carried_out
+
+    found = advise(carried_out(plan, capture), capture.sites, family=family_of(capture))
+    say.result(advice_table(found))
+    return [one.as_dict() for one in found]
 
 
 def _slopes(capture: Capture, say: Output) -> list[dict[str, Any]]:

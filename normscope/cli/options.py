@@ -112,7 +112,7 @@ JsonFile = Annotated[
         "--output",
         "-o",
         metavar="FILE",
-        help="Write the result to this file: rows as .csv or .parquet, else one JSON document.",
+        help="Write the result to this file: rows as .csv or .parquet, all of it as .yaml, else as JSON.",
         show_default=False,
     ),
 ]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from normscope.cli.records import CSV, PARQUET, Row, as_csv, check_parquet, write_parquet
+from normscope.cli.records import CSV, PARQUET, YAML, Row, as_csv, as_yaml, check_parquet, write_parquet
 from normscope.errors import UsageError, count
 from normscope.files import check_writable, whole_file
 
@@ -46,7 +46,8 @@ class Output:
     Attributes:
         as_json: results are one JSON document on stdout, and nothing else is there.
         quiet: leave out progress and remarks; warnings stay.
-        file: where the result is written to, if anywhere: its rows if it ends in .csv or .parquet, else as JSON.
+        file: where the result is written to, if anywhere: its rows if it ends in .csv or .parquet, else the whole
+            document, as YAML if it ends in .yaml or .yml and as JSON otherwise.
         as_csv: results are rows on stdout, and nothing else is there.
     """
 
@@ -107,6 +108,8 @@ class Output:
         else:
             if suffix == CSV and rows is not None:
                 text = as_csv(rows)
+            elif suffix in YAML:
+                text = as_yaml(document)
             with whole_file(self.file) as partial:
                 partial.write_text(text, encoding="utf-8", newline="")
         self.remark(f"wrote {self.file}")

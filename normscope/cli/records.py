@@ -1,4 +1,4 @@
-"""Rows of a table as CSV and Parquet: what the JSON document holds for each, in flat columns."""
+"""Rows of a table as CSV and Parquet: what the JSON document holds for each, in flat columns. Documents as YAML."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from normscope.errors import UsageError
 from normscope.files import whole_file
 
 Row: TypeAlias = Mapping[str, Any]
-CSV, PARQUET = ".csv", ".parquet"
+CSV, PARQUET, YAML = ".csv", ".parquet", (".yaml", ".yml")
 _INTERVALS = "intervals"
 
 
@@ -54,6 +54,19 @@ def as_csv(rows: Sequence[Row]) -> str:
     names = _columns(table)
     lines = [names, *([_cell(row.get(name)) for name in names] for row in table)] if names else []
     return "".join(map(_line, lines))
+
+
+def as_yaml(document: Mapping[str, Any]) -> str:
+    """Write a document of JSON's types as YAML, in its own order.
+
+    >>> print(as_yaml({"α": 0.5, "kinds": ["blocks.*.norm1"]}), end="")
+    α: 0.5
+    kinds:
+    - blocks.*.norm1
+    """
+    import yaml
+
+    return str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100))
 
 
 def check_parquet(path: Path) -> None:

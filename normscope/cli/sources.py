@@ -161,6 +161,16 @@ def captures(
         yield from parts
 
 
+def family_of(capture: Capture) -> str | None:
+    """Return the family of a captured model; None of one that only its user knows."""
+    from normscope.models.registry import find
+
+    try:
+        return find(capture.about["model"]).family
+    except ModelError:
+        return None
+
+
 def _is_file(name: str) -> bool:
     return Path(name).is_file() or Path(name).suffix == ".safetensors"
 
