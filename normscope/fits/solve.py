@@ -97,10 +97,9 @@ def least_squares(nodes: Nodes, coarse: Nodes, curve: Curve, constraints: Constr
     low, high = _range(coarse, objective)
     problem, starts = _starts(_Objective(coarse, curve, objective.constraints), low, high)
     ended = _descended(objective.of(problem), starts, low[problem], high[problem])
-    residual = objective.of(problem).at(ended).residual.nan_to_num(torch.inf)
-    order = residual.argsort(descending=True)
+    order = ended.residual.nan_to_num(torch.inf).argsort(descending=True)
     best = torch.empty_like(low, dtype=torch.long).scatter_(0, problem[order], order)  # the last, and least, remains
-    return _told(objective, ended[best], low, high)
+    return _told(objective, ended.of(best), low, high)
 
 
 def refined(nodes: Nodes, curve: Curve, constraints: Constraints, near: Solutions) -> Solutions:
@@ -110,7 +109,7 @@ def refined(nodes: Nodes, curve: Curve, constraints: Constraints, near: Solution
     width = math.log(_STEEPEST)
     ended = _descended(objective, start, start[:, 0] - width, start[:, 0] + width)
     # What was straight stays a line, of another slope.
-    found = objective.at(torch.where(near.straight[:, None], start, ended))
+    found = objective.at(start).where(near.straight, ended) if near.straight.any() else ended
     return found.solutions(near.straight, near.converged)
 
 
@@ -122,6 +121,19 @@ class _Point:
     amplitude: Tensor
     residual: Tensor
     gradient: Tensor
+
+    def of(self, problems: Tensor) -> _Point:
+        return _Point(*(values[problems] for values in vars(self).values()))
+
+    def where(self, here: Tensor, other: _Point) -> _Point:
+        """Take this point for some of the problems, bool ``(problems,)``, and another for the rest."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return _Point(*(torch.where(here.view(-1, *[1] * (own.ndim - 1)), own, its) for own, its in pairs))
+
+    def put(self, problems: Tensor, other: _Point) -> None:
+        """Replace this point by another at some of the problems, by their numbers."""
+        for own, its in zip(vars(self).values(), vars(other).values(), strict=True):
+            own[problems] = its
 
     def solutions(self, straight: Tensor, converged: Tensor) -> Solutions:
         alpha, shift = self.theta[:, 0].exp(), self.theta[:, 1]
@@ -165,32 +177,31 @@ class _Objective:
     def of(self, problems: Tensor) -> _Objective:
         return _Objective(self.nodes.of(problems), self.curve, self.constraints.of(problems))
 
-    def amplitude(self, weighted: Tensor, values: Tensor, y: Tensor, alpha: Tensor) -> Tensor:
-        """A: given, bound to α, or the best, of ``values`` f, ``weighted`` w·f and y, ``(problems, …, nodes)``."""
+    def amplitude(self, products: Tensor, squares: Tensor, alpha: Tensor) -> Tensor:
+        """A: given, bound to α, or the best one, of Σ w·f·y, Σ w·f² and α, each ``(problems, …)``."""
         if self.curve.amplitude_is_inverse_scale:
             return 1 / alpha
         if self.constraints.amplitude is not None:
             given = self.constraints.amplitude
             return given.reshape(-1, *[1] * (alpha.ndim - 1)).expand(alpha.shape)
-        squares = dot(weighted, values)
-        return dot(weighted, y) / torch.where(squares > 0, squares, torch.inf)
+        return products / torch.where(squares > 0, squares, torch.inf)
 
     def errors(self, theta: Tensor) -> Tensor:
         """Squared error at the nodes for many theta a problem, ``(problems, thetas, 2)``: ``(problems, thetas)``."""
         alpha = theta[..., 0].exp()
         values = self.curve.function(alpha[..., None] * self.nodes.x[:, None] + theta[..., 1:])
-        weighted = self.nodes.weight[:, None] * values
-        y = self.nodes.y[:, None].expand_as(values)
-        amplitude = self.amplitude(weighted, values, y, alpha)
-        both = 2 * dot(weighted, y) - amplitude * dot(weighted, values)
-        return self.explainable[:, None] - amplitude * both
+        products = (values @ (self.nodes.weight * self.nodes.y)[..., None])[..., 0]
+        squares = (values.square() @ self.nodes.weight[..., None])[..., 0]
+        amplitude = self.amplitude(products, squares, alpha)
+        return self.explainable[:, None] - amplitude * (2 * products - amplitude * squares)
 
     def at(self, theta: Tensor) -> _Point:
         alpha, x, y = theta[:, 0].exp(), self.nodes.x, self.nodes.y
         scaled = alpha[:, None] * x
         u = scaled + theta[:, 1:]
         values = self.curve.function(u)
-        amplitude = self.amplitude(self.nodes.weight * values, values, y, alpha)
+        weighted = self.nodes.weight * values
+        amplitude = self.amplitude(dot(weighted, y), dot(weighted, values), alpha)
         off = y - amplitude[:, None] * values
         weighted = self.nodes.weight * off
         residual = dot(weighted, off) + self.nodes.scatter.sum(-1)
@@ -274,15 +285,14 @@ def _starts(coarse: _Objective, low: Tensor, high: Tensor) -> tuple[Tensor, Tens
     return problem, theta[problem, chosen.indices[problem, rank]]
 
 
-def _descended(objective: _Objective, start: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Follow the squared error downhill from ``start`` to a minimum, with log α in [low, high]: theta of each."""
-    free = objective.free
-    theta = start.clone()
+def _descended(objective: _Objective, start: Tensor, low: Tensor, high: Tensor) -> _Point:
+    """Follow the squared error downhill from ``start`` to a minimum, with log α in [low, high]."""
+    free, ended = objective.free, objective.at(start.clone())
     if not free:
-        return theta
+        return ended
     h = _DIFFERENCE if objective.curve.smooth else _DIFFERENCE_AT_KINKS
     todo = torch.arange(len(start))
-    own, here, radius = objective, objective.at(start), torch.full_like(low, _RADIUS)
+    own, here, radius = objective, ended, torch.full_like(low, _RADIUS)
     for _ in range(_STEPS):
         step = _newton(own, here, free, h)
         length = step.norm(dim=-1)
@@ -292,21 +302,16 @@ def _descended(objective: _Objective, start: Tensor, low: Tensor, high: Tensor) 
         better = there.residual < here.residual
         taken = step.norm(dim=-1)
         radius = torch.where(better, torch.maximum(radius, 2 * taken), taken / 4)
-        here = _Point(
-            *(
-                torch.where(better.view(-1, *[1] * (new.ndim - 1)), new, old)
-                for new, old in zip(vars(there).values(), vars(here).values(), strict=True)
-            )
-        )
-        theta[todo] = here.theta
+        here = there.where(better, here)
+        ended.put(todo, here)
         going = taken > _CLOSE
         if not going.any():
             break
         if not going.all():
             kept = going.nonzero()[:, 0]
             todo, radius, own = todo[kept], radius[kept], own.of(kept)
-            here = _Point(*(values[kept] for values in vars(here).values()))
-    return theta
+            here = here.of(kept)
+    return ended
 
 
 def _newton(objective: _Objective, here: _Point, free: list[int], h: float) -> Tensor:
@@ -322,25 +327,23 @@ def _newton(objective: _Objective, here: _Point, free: list[int], h: float) -> T
     return torch.nan_to_num(step)
 
 
-def _told(objective: _Objective, theta: Tensor, low: Tensor, high: Tensor) -> Solutions:
+def _told(objective: _Objective, found: _Point, low: Tensor, high: Tensor) -> Solutions:
     """Say whether the problems bend, and whether one α does better than others."""
-    found = objective.at(theta)
     never = torch.zeros_like(low, dtype=torch.bool)
     finite = found.amplitude.isfinite() & found.residual.isfinite()
     if objective.alpha is not None:
         return found.solutions(never | (objective.constraints.alpha is None), finite)
-    ends = [_with_centre_of(theta, end) for end in (low, high)]
+    ends = [_with_centre_of(found.theta, end) for end in (low, high)]
     line = objective.at(_line(objective, low) if objective.may_be_straight else ends[0])
     step = objective.at(ends[1]).residual - found.residual
     flat = _FLAT * objective.explainable
     told_apart = torch.maximum(line.residual - found.residual, step) > flat
     bends = (step > flat) & finite
     if not objective.may_be_straight:
-        return found.solutions(never, told_apart & bends & (theta[:, 0] > low + _CLOSE))
+        return found.solutions(never, told_apart & bends & (found.theta[:, 0] > low + _CLOSE))
     straight = line.residual - found.residual < _BEND * line.residual
     straight |= line.residual < _EXACT * objective.nodes.total
-    chosen = objective.at(torch.where(straight[:, None], line.theta, theta))
-    return chosen.solutions(straight, told_apart & (bends | straight))
+    return line.where(straight, found).solutions(straight, told_apart & (bends | straight))
 
 
 def _with_centre_of(theta: Tensor, log_alpha: Tensor) -> Tensor:

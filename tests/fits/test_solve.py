@@ -152,7 +152,7 @@ def test_the_descent_ends_at_the_minimum_from_however_far_off_it_starts(moments_
     objective = _Objective(nodes.of(every), CURVES[name], Constraints())
     wide = torch.full((33,), 9.0, dtype=torch.float64)
     ended = _descended(objective, torch.stack([starts, torch.zeros(33)], -1), minimum - wide, minimum + wide)
-    torch.testing.assert_close(ended[:, 0], minimum.expand(33), rtol=0, atol=1e-6)
+    torch.testing.assert_close(ended.theta[:, 0], minimum.expand(33), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", sorted(NUMPY))
