@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from normscope.figures.comparison import plot_comparison
     from normscope.figures.overview import overview
     from normscope.figures.scurves import plot
+    from normscope.fits.advice import Advice, advise
     from normscope.fits.comparison import Compared, compare
     from normscope.fits.curve_fit import CurveFit
     from normscope.fits.fit import fit
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from normscope.pairs.storage import save as save_capture
 
 _HOMES = {
+    "Advice": "fits.advice.Advice",
     "Batch": "batches.Batch",
     "Capture": "pairs.captures.Capture",
     "Compared": "fits.comparison.Compared",
@@ -38,6 +40,7 @@ _HOMES = {
     "NormscopeError": "errors.NormscopeError",
     "PairStats": "pairs.stats.PairStats",
     "Sample": "batches.Sample",
+    "advise": "fits.advice.advise",
     "capture": "pairs.hooks.capture",
     "compare": "fits.comparison.compare",
     "fit": "fits.fit.fit",
@@ -51,6 +54,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Advice",
     "Batch",
     "Capture",
     "Compared",
@@ -58,6 +62,7 @@ __all__ = [
     "NormscopeError",
     "PairStats",
     "Sample",
+    "advise",
     "capture",
     "compare",
     "fit",
