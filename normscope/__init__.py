@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from normscope.figures.gradient import plot_gradient
     from normscope.figures.overview import overview
     from normscope.figures.scurves import plot
+    from normscope.fits.advice import Advice, advise
     from normscope.fits.card import NormCard, norm_cards
     from normscope.fits.comparison import Compared, compare
     from normscope.fits.curve_fit import CurveFit
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from normscope.pairs.storage import save as save_capture
 
 _HOMES = {
+    "Advice": "fits.advice.Advice",
     "Batch": "batches.Batch",
     "Capture": "pairs.captures.Capture",
     "Compared": "fits.comparison.Compared",
@@ -49,6 +51,7 @@ _HOMES = {
     "PairStats": "pairs.stats.PairStats",
     "Sample": "batches.Sample",
     "TokenSlopes": "fits.tokens.TokenSlopes",
+    "advise": "fits.advice.advise",
     "capture": "pairs.hooks.capture",
     "compare": "fits.comparison.compare",
     "curve_of": "fits.curves.curve_of",
@@ -68,6 +71,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Advice",
     "Batch",
     "Capture",
     "Compared",
@@ -80,6 +84,7 @@ __all__ = [
     "PairStats",
     "Sample",
     "TokenSlopes",
+    "advise",
     "capture",
     "compare",
     "curve_of",

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from normscope.cli.figure_files import Dpi, Format, Theme, figure_suffix
 from normscope.cli.options import (
+    AsCsv,
     AsJson,
     BatchSize,
     By,
@@ -28,9 +30,7 @@ from normscope.cli.options import (
     Verify,
 )
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.plot import Dpi, Format, Theme
 from normscope.cli.sources import Run, captures, check_by, check_sources, named_or_embedded
-from normscope.errors import UsageError, unknown
 from normscope.files import check_writable
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ EXAMPLES = (
     "normscope compare vit_b16 --weights step100.pt --weights step200.pt"
 )
 
-_FORMATS = ("png", "svg", "pdf")
 _FIGURE = "comparison"
 Checkpoints = Annotated[
     list[str] | None,
@@ -76,6 +75,7 @@ def compare(
     dpi: Dpi = 200,
     style: Theme = "light",
     as_json: AsJson = False,
+    as_csv: AsCsv = False,
     output: Destination = Path("outputs"),
     quiet: Quiet = False,
 ) -> None:
@@ -83,7 +83,7 @@ def compare(
 
     Sites are matched by name, or, where the networks are built differently, by placement and relative depth.
     """
-    say = Output(as_json, quiet)
+    say = Output(as_json, quiet, as_csv=as_csv)
     names = named_or_embedded(models, say)
     path = _path(output, figure_format)
     from normscope.fits.comparison import check_curves, check_number, compared
@@ -112,19 +112,14 @@ def compare(
     say.result(comparison_table(found.rows))
     figure = save(plot_comparison(seen, found.fits, style=style), path, seen, dpi)
     say.result(str(figure))
-    say.document(_document(found, figure))
+    rows = [row.as_dict() for row in found.rows]
+    say.document(_document(found, figure, rows), rows)
 
 
 def _path(output: Path, asked: str | None) -> Path:
     """Decide on the figure's file before anything is run."""
-    if asked is not None and asked not in _FORMATS:
-        raise UsageError(unknown("figure format", asked, _FORMATS))
-    named = output.suffix.lower().removeprefix(".")
-    if named not in _FORMATS:
-        return output / f"{_FIGURE}.{asked or 'png'}"
-    if asked not in (None, named):
-        raise UsageError(f"--output {output} ends in .{named}, but --format asks for {asked}.")
-    return output
+    suffix = figure_suffix(output, asked, [], None)
+    return output if output.suffix.lower() == f".{suffix}" else output / f"{_FIGURE}.{suffix}"
 
 
 def _seen(sources: Sequence[tuple[str, Run]], layers: str, say: Output, by: str | None) -> Iterator[Capture]:
@@ -132,7 +127,7 @@ def _seen(sources: Sequence[tuple[str, Run]], layers: str, say: Output, by: str 
         yield from captures([name], run, layers, say, by)
 
 
-def _document(found: Comparison, figure: Path) -> dict[str, Any]:
+def _document(found: Comparison, figure: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
     of_each = [
         {"capture": number, **capture.about, "samples": capture.n_samples, "seed": capture.seed}
         for number, capture in enumerate(found.captures, 1)
@@ -140,7 +135,7 @@ def _document(found: Comparison, figure: Path) -> dict[str, Any]:
     return {
         "figure": str(figure),
         "compared": of_each,
-        "sites": [row.as_dict() for row in found.rows],
+        "sites": rows,
         "unmatched": found.unmatched(),
         "skipped": skipped_as_json(found.captures),
     }

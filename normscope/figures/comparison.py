@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
@@ -25,6 +26,8 @@ from normscope.pairs.captures import Capture
 
 _COLUMN_INCHES, _ROW_INCHES = 2.9, 1.3
 _LEAST_INCHES = 4.6
+_COLUMNS = 4
+_MANY_TIMES = 4
 _MARKERS = "osD^vP*X"
 _DODGE = 0.09  # of the distance of two sites, so that one capture's interval does not hide another's
 _SMALL = FontProperties(size=6.2)
@@ -92,24 +95,32 @@ def plot_comparison(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFi
     by_name = all(match(captures[0].sites, other.sites).by == "name" for other in captures[1:])
     lines = _lines(captures, fits, theme, by_name)
     curves = list(dict.fromkeys(found.curve for own in fits for found in own))
-    width = max(_LEAST_INCHES, 0.5 + _COLUMN_INCHES * len(curves))
+    columns = min(_COLUMNS, len(curves))
+    blocks = math.ceil(len(curves) / columns)
+    width = max(_LEAST_INCHES, 0.5 + _COLUMN_INCHES * columns)
     heading = _heading(captures, by_name, width - 0.3)
     handles = _handles(lines, fits, theme, width - 0.9)
     with matplotlib.rc_context(theme.rc()):
         below = sum(1 + str(handle.get_label()).count("\n") for handle in handles)
-        height = 0.5 + _ROW_INCHES * len(_NUMBERS) + 0.13 * (len(heading) + below)
+        height = 0.2 + (0.3 + _ROW_INCHES * len(_NUMBERS)) * blocks + 0.13 * (len(heading) + below)
         figure = Figure(figsize=(width, height), layout="constrained")
-        axes = figure.subplots(len(_NUMBERS), len(curves), squeeze=False, sharex=True, sharey="row")
+        axes = figure.subplots(len(_NUMBERS) * blocks, columns, squeeze=False, sharex=True)
+        for place in range(len(curves), blocks * columns):
+            for ax in axes[-len(_NUMBERS) :, place % columns]:
+                ax.set_visible(False)
         for row, (label, draw) in enumerate(_NUMBERS.items()):
-            for column, curve in enumerate(curves):
-                ax = axes[row, column]
+            panels = [axes[n // columns * len(_NUMBERS) + row, n % columns] for n in range(len(curves))]
+            for number, (ax, curve) in enumerate(zip(panels, curves, strict=True)):
                 for line in lines:
                     draw(ax, line, [found for found in line.fits if found.curve == curve])
                 if row == 0:
                     ax.set_title(curve, parse_math=False)
-                if column == 0:
+                if number % columns == 0:
                     ax.set_ylabel(label)
-        _finish(axes, curves, by_name, theme)
+                if row == len(_NUMBERS) - 1:
+                    _name_depth(ax, by_name)
+            _share_heights(panels, columns)
+            _say_what_is_missing(panels, curves, label, theme)
         figure.suptitle("\n".join(heading), fontproperties=_TITLE, parse_math=False)
         figure.legend(handles=handles, loc="outside lower left", ncols=1, prop=_SMALL)
         figure.align_ylabels()
@@ -201,23 +212,39 @@ def _draw_r2(ax: Axes, line: _Line, fits: Sequence[CurveFit]) -> None:
 _NUMBERS = {"α": _draw_alpha, "slope at 0": _draw_slope, "R²": _draw_r2}
 
 
-def _finish(axes: Any, curves: Sequence[str], by_name: bool, theme: Style) -> None:
-    for row in axes[:2]:
-        heights = [y for ax in row for drawn in ax.lines for y in drawn.get_ydata() if math.isfinite(y)]
-        if heights and min(heights) > 0 and max(heights) > 4 * min(heights):
-            for ax in row:
-                ax.set_yscale("log")
-                ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-                ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-                ax.yaxis.set_minor_formatter(NullFormatter())
-    for name, row in zip(("α", "slope"), axes, strict=False):
-        for ax, curve in zip(row, curves, strict=True):
-            if not any(math.isfinite(y) for drawn in ax.lines for y in drawn.get_ydata()):
-                text = f"E[y|x] has no {name}" if curve == FREE else f"no fit with {name}"
-                ax.text(0.5, 0.5, text, color=theme.faint, ha="center", va="center", transform=ax.transAxes)
-    for ax in axes[-1]:
-        ax.set_xlabel("norm site, in the order of calls" if by_name else "relative depth of the norm site")
-        if by_name:
-            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for ax in axes.flat:
+def _heights(ax: Axes) -> list[float]:
+    """Return every finite y that a panel shows."""
+    drawn = [np.asarray(line.get_ydata(), dtype=np.float64) for line in ax.lines]
+    return [float(y) for own in drawn for y in own if math.isfinite(y)]
+
+
+def _share_heights(panels: Sequence[Axes], columns: int) -> None:
+    """Give one number the same axis in all columns, logarithmic where its values are many times one another."""
+    heights = [y for ax in panels for y in _heights(ax)]
+    logarithmic = heights and min(heights) > 0 and max(heights) > _MANY_TIMES * min(heights)
+    for number, ax in enumerate(panels):
+        if number:
+            ax.sharey(panels[0])
+        if number % columns:
+            ax.tick_params(labelleft=False)
+        if logarithmic:
+            ax.set_yscale("log")
+            ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+            ax.yaxis.set_minor_formatter(NullFormatter())
+    panels[0].autoscale(axis="y")
+
+
+def _say_what_is_missing(panels: Sequence[Axes], curves: Sequence[str], label: str, theme: Style) -> None:
+    for ax, curve in zip(panels, curves, strict=True):
         ax.grid(axis="y", color=theme.faint, alpha=0.25, lw=0.5)
+        if not _heights(ax):
+            text = f"E[y|x] has no {label}" if curve == FREE else f"no fit with {label}"
+            ax.text(0.5, 0.5, text, color=theme.faint, ha="center", va="center", transform=ax.transAxes)
+
+
+def _name_depth(ax: Axes, by_name: bool) -> None:
+    ax.set_xlabel("norm site, in the order of calls" if by_name else "relative depth of the norm site")
+    ax.tick_params(labelbottom=True)
+    if by_name:
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -192,24 +192,6 @@ def _start(numbers: Sequence[float], *, logarithmic: bool = False) -> Start | No
     return Start(middle, min(numbers), max(numbers))
 
 
-def advice_document(advice: Sequence[Advice]) -> dict[str, Any]:
-    """Return what ``--json`` prints and YAML holds: what the numbers mean, and a row a kind of site and curve."""
-    return {"note": NOTE, "advice": [found.as_dict() for found in advice]}
-
-
-def as_yaml(document: dict[str, Any]) -> str:
-    """Write a document of JSON's types as YAML, in its own order.
-
-    >>> print(as_yaml({"α": 0.5, "kinds": ["blocks.*.norm1"]}), end="")
-    α: 0.5
-    kinds:
-    - blocks.*.norm1
-    """
-    import yaml
-
-    return str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100))
-
-
 def feeds_of(kind: str, placements: set[str | None]) -> Feeds | None:
     """Tell what a kind of norm feeds by the last part of its name, where it is a pre-norm; a ``final`` norm, other.
 

@@ -3,6 +3,7 @@
 import html
 import json
 import math
+from dataclasses import replace
 
 import matplotlib.colors
 import numpy as np
@@ -138,8 +139,26 @@ def test_nothing_to_draw_is_said():
     assert "no fit with α" in [text.get_text() for text in figure.axes[0].texts]
     _, figure = drawn([captured(), captured(scale=2)], "free")
     assert [[text.get_text() for text in ax.texts] for ax in figure.axes] == [
-        ["E[y|x] has no α"], ["E[y|x] has no slope"], []
+        ["E[y|x] has no α"], ["E[y|x] has no slope at 0"], []
     ]  # fmt: skip
+
+
+def test_many_curves_go_into_rows_of_four(tmp_path):
+    captures = [captured(["n0", "n1"]), captured(["n0", "n1"], scale=2)]
+    fits = [
+        [replace(found, curve=f"curve {n}", alpha=found.alpha * (n + 1)) for n in range(6) for found in own]
+        for own in (normscope.fit(capture, "tanh") for capture in captures)
+    ]
+    figure = plot_comparison(captures, fits)
+    shown = [ax for ax in figure.axes if ax.get_visible()]
+    assert len(shown) == 18
+    titled = {ax.get_title(): ax for ax in shown if ax.get_title()}
+    assert list(titled) == [f"curve {n}" for n in range(6)]
+    assert [ax.get_subplotspec().rowspan.start for ax in titled.values()] == [0] * 4 + [3] * 2
+    assert len({ax.get_ylim() for ax in titled.values()}) == 1  # on one scale, which holds them all
+    drawn_alphas = [y for ax in titled.values() for line in lines(ax) for y in line.get_ydata()]
+    low, high = shown[0].get_ylim()
+    assert low < min(drawn_alphas) and max(drawn_alphas) < high
 
 
 def test_one_site_each_is_enough(tmp_path):
