@@ -183,15 +183,16 @@ def _channels(site: NormSite, stats: PairStats) -> list[Level]:
     n, _, y, _, _, yy = own.sum(-1).unbind(-1)
     flat = yy - y * y / n.clamp_min(1) <= _NO_SPREAD * yy
     low, high = stats.channel_extremes
+    one_token = stats.n_tokens == 1
     reasons = [
         "no finite pair" if not has
         else ("constant input" if least else "all zero") if least == most
-        else "one token" if stats.n_tokens == 1
+        else "one token" if one_token
         else CONSTANT_OUTPUT if level
         else None
         for has, least, most, level in zip(n.tolist(), low.tolist(), high.tolist(), flat.tolist(), strict=True)
     ]  # fmt: skip
-    reach = torch.maximum(low.abs(), high.abs()).tolist()
+    reach, bound = torch.maximum(low.abs(), high.abs()).tolist(), site.bound
     return [
         Level(
             site=site.name,
@@ -202,7 +203,7 @@ def _channels(site: NormSite, stats: PairStats) -> list[Level]:
             grid=CHANNEL_GRID,
             fold_by=None,
             reach=reach[channel],
-            bound=site.bound,
+            bound=bound,
             slope=slope,
             nothing=nothing,
         )

@@ -47,6 +47,11 @@ class Problems:
         return self._counts.sum(-1)
 
     @functools.cached_property
+    def _whole(self) -> Tensor:
+        """Moments of all pairs, float64 ``(problems, 6, bins)``."""
+        return self._moments.sum(1) if self.folds > 1 else self._moments[:, 0]
+
+    @functools.cached_property
     def occupied(self) -> Tensor:
         """Which folds hold pairs, of levels that have folds: bool ``(problems, folds)``."""
         has_folds = torch.tensor([level.fold_by is not None for level in self.levels])
@@ -54,20 +59,19 @@ class Problems:
 
     def unresolved(self, alpha: Tensor) -> Tensor:
         """Say where the grid is too narrow: the bend, or much of y, lies in a bin without width; ``(problems,)``."""
-        moments = self._moments.sum(1)
-        centre = moments.shape[-1] // 2
-        xx, yy = moments[:, 3], moments[:, 5]
+        centre = self._whole.shape[-1] // 2
+        xx, yy = self._whole[:, 3], self._whole[:, 5]
         beyond = yy[:, [0, -1]].sum(-1) > _NEGLIGIBLE * yy.sum(-1)
         bend_below = (alpha * 2.0 ** self.levels[0].grid.low > _STRAIGHT_UP_TO) & (xx[:, centre] > 0)
         return beyond | bend_below | (xx[:, centre] > _NEGLIGIBLE * xx.sum(-1))
 
     def nodes(self, *, odd: bool = False) -> Nodes:
         """All pairs of each problem."""
-        return self._once("all", odd, lambda: self._moments.sum(1))
+        return self._once("all", odd, lambda: self._whole)
 
     def coarse(self, *, odd: bool = False) -> Nodes:
         """All pairs of each problem, on far fewer nodes."""
-        return self._once("coarse", odd, lambda: joined(self._moments.sum(1), min(_COARSER, self._bins_an_octave)))
+        return self._once("coarse", odd, lambda: joined(self._whole, min(_COARSER, self._bins_an_octave)))
 
     def without_folds(self, *, odd: bool = False) -> Nodes:
         """All pairs but those of one fold: ``problems · folds`` problems, the folds of one problem side by side."""
@@ -75,7 +79,7 @@ class Problems:
         def moments() -> Tensor:
             # Subtracting one fold from the whole leaves rounding, not pairs, in bins that only that fold fills.
             held = self._counts.sum(1, keepdim=True) - self._counts > 0.5
-            others = self._moments.sum(1, keepdim=True) - self._moments
+            others = self._whole[:, None] - self._moments
             return others.where(held[:, :, None], 0.0).flatten(0, 1)
 
         return self._once("without", odd, moments)
@@ -97,8 +101,8 @@ def batches(levels: Sequence[Level]) -> Iterator[tuple[list[int], Problems]]:
     for number, level in enumerate(levels):
         if level.nothing is None:
             octave = 2**level.grid.mantissa_bits
-            few = int((level.counts > 0).any(0).sum()) <= _FEW_BINS
-            alike.setdefault((octave, octave if few else min(octave, _BINS_AN_OCTAVE)), []).append(number)
+            few = octave <= _BINS_AN_OCTAVE or int((level.counts > 0).any(0).sum()) <= _FEW_BINS
+            alike.setdefault((octave, octave if few else _BINS_AN_OCTAVE), []).append(number)
     for (_, bins_an_octave), numbers in alike.items():
         at_once = _SUMS_AT_ONCE // len(levels[numbers[0]].moments)
         for start in range(0, len(numbers), at_once):

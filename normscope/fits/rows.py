@@ -48,7 +48,6 @@ class Describe:
             form=self.form.words(curve),
             weights_by=self.weights_by,
             folds=level.fold_by,
-            n_pairs=int(level.counts.sum()),
             r2_ceiling=made.r2 if made else None,
             **columns,
         )
@@ -57,7 +56,8 @@ class Describe:
         """Make the record of a level with nothing to fit."""
         known = curve if isinstance(curve, Curve) else replace(CURVES["linear"], name=curve)
         nothing = {"nothing": level.nothing, "straight": False, "converged": False}
-        return self.row(level, known, None, **dict.fromkeys(_NUMBERS, math.nan), **nothing)
+        numbers = {"n_pairs": int(level.counts.sum()), **dict.fromkeys(_NUMBERS, math.nan)}
+        return self.row(level, known, None, **numbers, **nothing)
 
     def free(self, level: Level, made: Ceiling | None) -> CurveFit:
         """Make the record of E[y|x] itself."""
@@ -65,9 +65,9 @@ class Describe:
         curve = free(moments, level.counts.sum(0), made)
         nodes = nodes_of(moments[None])
         found = goodness(nodes, curve.function(nodes.x), curve.derivative(nodes.x).abs() / curve.peak).numbers(0)
-        parameters = {"amplitude": 1.0, "alpha": 1.0, "shift": 0.0, "straight": False, "converged": True}
-        row = self.row(level, curve, made, r2_cv=made.r2 if made else None, **parameters, **found)
-        return replace(row, form="free")
+        own = {"amplitude": 1.0, "alpha": 1.0, "shift": 0.0, "straight": False, "converged": True}
+        numbers = {"n_pairs": int(level.counts.sum()), "r2_cv": made.r2 if made else None, **found}
+        return replace(self.row(level, curve, made, **own, **numbers), form="free")
 
 
 def columns(problems: Problems, found: Sequence[Fitted]) -> list[list[Columns]]:
@@ -89,6 +89,7 @@ def _columns(problems: Problems, one: Fitted) -> list[Columns]:
         "converged": one.solutions.converged,
         "r2_cv": one.r2_cv,
         "reach": one.solutions.alpha * reach,
+        "n_pairs": problems.n_pairs.sum(-1).long(),
         **vars(one.goodness),
     }
     rows = [dict(zip(numbers, row, strict=True)) for row in zip(*(v.tolist() for v in numbers.values()), strict=True)]
