@@ -38,6 +38,7 @@ class Measurement:
         unit: of the samples; × and % are ratios of other samples of the same run.
         samples: one for each repeat.
         shown: whether it stands in the table; every measurement is in the file.
+        error: standard error of a share that was counted, in its unit; None of what was measured.
     """
 
     case: str
@@ -46,6 +47,7 @@ class Measurement:
     unit: str
     samples: Sequence[float]
     shown: bool = True
+    error: float | None = None
 
 
 def options(description: str, *, repeats: int, peers: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -182,7 +184,7 @@ def tables_of(record: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]
     by_place: dict[tuple[str, str], dict[str, str]] = {}
     for one in (Measurement(**entry) for entry in record["measurements"]):
         if one.shown:
-            by_place.setdefault((one.case, one.way), {})[f"{one.quantity}, {one.unit}"] = cell(one.samples)
+            by_place.setdefault((one.case, one.way), {})[f"{one.quantity}, {one.unit}"] = cell(one.samples, one.error)
     tables: list[tuple[dict[str, None], list[tuple[str, str]]]] = []
     for place, cells in by_place.items():
         columns, places = next((table for table in tables if table[0].keys() & cells), ({}, []))
@@ -196,13 +198,15 @@ def tables_of(record: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]
     ]
 
 
-def cell(samples: Sequence[float]) -> str:
-    """Write a median, and its range.
+def cell(samples: Sequence[float], error: float | None = None) -> str:
+    """Write a median, and its range or its standard error.
 
-    >>> cell([1.0, 3.0, 2.0]), cell([0.25]), cell([12_345.6, 12_345.6])
-    ('2 (1–3)', '0.25', '12,346')
+    >>> cell([1.0, 3.0, 2.0]), cell([0.25]), cell([12_345.6, 12_345.6]), cell([94.5], 1.14)
+    ('2 (1–3)', '0.25', '12,346', '94.5 ± 1.1')
     """
     middle, low, high = (number(value) for value in (statistics.median(samples), min(samples), max(samples)))
+    if error is not None:
+        return f"{middle} ± {error:.2g}"
     return middle if low == high else f"{middle} ({low}–{high})"
 
 

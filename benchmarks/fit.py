@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from common import Measurement, finish, in_turn, options, peers_left, ratios
 from numpy.typing import NDArray
-from tails import heavy_tailed
-from torch import nn
+from tails import HeavyTailed
+from torch import Tensor
 
 import normscope
 from normscope.fits.curves import CURVES as FITTED
-from normscope.fits.nodes import nodes_of
-from normscope.fits.solve import least_squares
+from normscope.fits.levels import levels_of
+from normscope.fits.nodes import Nodes
+from normscope.fits.problems import batches
+from normscope.fits.solve import Solutions, least_squares
 
 PEERS = ("scipy", "lmfit")
 CURVES = {"tanh": np.tanh, "isru": lambda x: x / np.sqrt(1 + x * x)}
@@ -24,91 +28,184 @@ CHANNELS = 800
 SAMPLED = 65_536
 IN_A_ROW = 20
 ABOUT = """
-How long it takes to fit one curve to one norm site of {pairs:,} pairs. normscope.fit: all of it, R² and the
-cross-validated ceiling among it, which is taken once a site, however many curves; least squares: A and α alone. A
-network's sites are fitted one after the other, and so normscope's times are of {in_a_row} fits in a row, divided by as
-many. The peers fit A and α to the raw pairs in float64, from the same start: scipy.optimize.curve_fit, lmfit, and
-curve_fit on {drawn:,} pairs drawn uniformly. Beside it how far α lies from that of curve_fit on all pairs. The pairs
-are those of a LayerNorm of {channels} channels over heavy-tailed tokens: lognormal σ, and two channels 30 and 20 times
-larger. Reading the pairs is in none of the times: normscope did that as they passed.
+How long it takes to fit one curve to one norm site of {pairs:,} pairs. normscope fits all sites of a network at once,
+here {sites} of as many pairs each, and its times are divided by their number. Search: A and α alone; nodes and search:
+with the making of the weighted points that stand for the pairs, from the capture's sums, which all odd curves share;
+normscope.fit: all of it, goodness, tails, the cross-validated ceiling, held-out folds and intervals among it, for one
+curve a call. Of one site: {in_a_row} calls in a row, divided by as many. The peers fit A and α to the raw pairs of the
+first site in float64, one after the other, from the same start: scipy.optimize.curve_fit, lmfit, and curve_fit on
+{drawn:,} pairs drawn uniformly. Off by: how far α, DyISRU's C = 1/α², and the RMSE of A and α over all raw pairs, in
+float64, lie from those of curve_fit on all pairs, of the first site, or the median of all and the range; RMSE as told:
+the one that normscope gives without the pairs. Sites are LayerNorms of {channels} channels over heavy-tailed tokens:
+lognormal σ, and two channels 30 and 20 times larger; each site's tokens are its own, and a tenth larger than the last
+one's. Everything ran on one thread. Reading the pairs is in none of the times: normscope did that as they passed.
 """
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one way found at one site; the RMSE where it tells one."""
+
+    amplitude: float
+    alpha: float
+    rmse: float | None = None
+
+
+@dataclass(frozen=True)
+class Way:
+    """Fits a curve, by its name, to so many of the sites; so often in a row where that takes no time."""
+
+    fit: Callable[[str], list[Found]]
+    sites: int = 1
+    in_a_row: int = 1
+
+
+@dataclass(frozen=True)
+class Raw:
+    """All pairs of one site in float64, and where the peers begin: half the largest |y|, with the slope of a line."""
+
+    x: NDArray[np.float64]
+    y: NDArray[np.float64]
+    start: tuple[float, float]
+
+    def rmse(self, curve: str, found: Found) -> float:
+        """Root of the mean squared error of what was found."""
+        return math.sqrt(np.square(self.y - found.amplitude * CURVES[curve](found.alpha * self.x)).mean())
 
 
 def main() -> None:
     parser = options(__doc__, repeats=7, peers=PEERS)
-    parser.add_argument("--pairs", type=int, default=1_000_000, help="of the site (%(default)s)")
+    parser.add_argument("--pairs", type=int, default=1_000_000, help="of a site (%(default)s)")
+    parser.add_argument("--sites", type=int, default=25, help="of the network (%(default)s)")
     args = parser.parse_args()
     peers = peers_left(parser, args, PEERS)
 
-    rows = heavy_tailed(args.pairs // CHANNELS, CHANNELS)
-    norm = nn.LayerNorm(CHANNELS, elementwise_affine=False)
-    seen = normscope.capture(nn.Sequential(norm), [rows])
-    x, y = (values.double().flatten().numpy() for values in (rows, norm(rows)))
-    drawn = np.random.default_rng(0).choice(len(x), min(SAMPLED, len(x)), replace=False)
-    ways = {"normscope.fit": (by_normscope, seen), "normscope, least squares": (by_least_squares, seen)}
+    torch.set_num_threads(1)  # as many as the peers have
+    network, tokens = HeavyTailed(args.sites, CHANNELS), args.pairs // CHANNELS
+    seen = normscope.capture(network, [torch.zeros(tokens, 1)])
+    first = raw_pairs(network, 0, tokens)
+    drawn = np.random.default_rng(0).choice(len(first.x), min(SAMPLED, len(first.x)), replace=False)
+    ways = ways_of_normscope(seen)
     if "scipy" in peers:
-        ways |= {REFERENCE: (by_scipy, x, y), f"{REFERENCE}, drawn": (by_scipy, x[drawn], y[drawn])}
+        ways[REFERENCE] = Way(functools.partial(by_scipy, pairs=first))
+        ways[f"{REFERENCE}, drawn"] = Way(
+            functools.partial(by_scipy, pairs=Raw(first.x[drawn], first.y[drawn], first.start))
+        )
     if "lmfit" in peers:
-        ways["lmfit"] = (by_lmfit, x, y)
-    measurements = [one for curve in CURVES for one in measured(curve, ways, args.repeats)]
-    about = ABOUT.format(pairs=len(x), drawn=len(drawn), channels=CHANNELS, in_a_row=IN_A_ROW)
-    finish("fit", about, measurements, args, threads=[torch.get_num_threads()], libraries=PEERS)
+        ways["lmfit"] = Way(functools.partial(by_lmfit, pairs=first))
+    found: dict[tuple[str, str], list[Found]] = {}
+    measurements = [one for curve in CURVES for one in timed(curve, ways, found, args.repeats)]
+    if "scipy" in peers:
+        measurements += compared(network, tokens, found)
+    about = ABOUT.format(pairs=len(first.x), sites=args.sites, drawn=len(drawn), channels=CHANNELS, in_a_row=IN_A_ROW)
+    finish("fit", about, measurements, args, threads=[1], libraries=PEERS)
 
 
-def measured(curve: str, ways: dict[str, tuple[Any, ...]], repeats: int) -> list[Measurement]:
-    """Time every way on one curve, and compare what they found."""
-    alphas: dict[str, float] = {}
+def raw_pairs(network: HeavyTailed, site: int, tokens: int) -> Raw:
+    """Make the pairs of a site once more."""
+    rows = network.rows(site, tokens)
+    return raw_of(rows, network.norms[site](rows))
+
+
+def raw_of(x: Tensor, y: Tensor) -> Raw:
+    """Bring pairs into the form in which the peers take them."""
+    flat_x, flat_y = (values.double().flatten().numpy() for values in (x, y))
+    amplitude = float(np.abs(flat_y).max()) / 2
+    return Raw(flat_x, flat_y, (amplitude, float(flat_x @ flat_y / (flat_x @ flat_x)) / amplitude))
+
+
+def ways_of_normscope(seen: normscope.Capture) -> dict[str, Way]:
+    """List normscope's ways, from the innermost to the whole."""
+    one, sites = seen.only(seen.sites[0].name), len(seen.sites)
+    made = nodes_of_sites(seen)
+    return {
+        f"normscope, search of {sites} sites": Way(functools.partial(by_search, made=lambda: made), sites),
+        f"normscope, nodes and search of {sites} sites": Way(
+            functools.partial(by_search, made=functools.partial(nodes_of_sites, seen)), sites
+        ),
+        f"normscope.fit of {sites} sites": Way(functools.partial(by_normscope, seen=seen), sites),
+        "normscope.fit of one site": Way(functools.partial(by_normscope, seen=one), in_a_row=IN_A_ROW),
+    }
+
+
+def nodes_of_sites(seen: normscope.Capture) -> list[tuple[list[int], Nodes, Nodes]]:
+    """Make what the search needs of each batch of sites: their numbers, all nodes, and the coarse ones."""
+    return [
+        (numbers, problems.nodes(odd=True), problems.coarse(odd=True)) for numbers, problems in batches(levels_of(seen))
+    ]
+
+
+def by_search(curve: str, made: Callable[[], list[tuple[list[int], Nodes, Nodes]]]) -> list[Found]:
+    found: dict[int, Found] = {}
+    for numbers, nodes, coarse in made():
+        solutions: Solutions = least_squares(nodes, coarse, FITTED[curve])
+        rows = zip(solutions.amplitude.tolist(), solutions.alpha.tolist(), strict=True)
+        found |= dict(zip(numbers, (Found(*row) for row in rows), strict=True))
+    return [found[number] for number in sorted(found)]
+
+
+def by_normscope(curve: str, seen: normscope.Capture) -> list[Found]:
+    return [Found(one.amplitude, one.alpha, one.rmse) for one in normscope.fit(seen, curve)]
+
+
+def by_scipy(curve: str, pairs: Raw) -> list[Found]:
+    from scipy.optimize import curve_fit
+
+    parameters, _ = curve_fit(lambda x, a, alpha: a * CURVES[curve](alpha * x), pairs.x, pairs.y, p0=pairs.start)
+    return [Found(*parameters.tolist())]
+
+
+def by_lmfit(curve: str, pairs: Raw) -> list[Found]:
+    from lmfit import Model
+
+    a, alpha = pairs.start
+    model = Model(lambda x, a, alpha: a * CURVES[curve](alpha * x), independent_vars=["x"])
+    best = model.fit(pairs.y, x=pairs.x, a=a, alpha=alpha).params
+    return [Found(float(best["a"].value), float(best["alpha"].value))]
+
+
+def timed(
+    curve: str, ways: dict[str, Way], found: dict[tuple[str, str], list[Found]], repeats: int
+) -> list[Measurement]:
+    """Time every way on one curve, and note what each found."""
 
     def run(name: str) -> None:
-        way, *arguments = ways[name]
-        for _ in range(in_a_row(name)):
-            alphas[name] = way(curve, *arguments)
+        for _ in range(ways[name].in_a_row):
+            found[curve, name] = ways[name].fit(curve)
 
     runs = in_turn({name: functools.partial(run, name) for name in ways}, repeats)
-    seconds = {name: [whole / in_a_row(name) for whole in own] for name, own in runs.items()}
+    seconds = {name: [whole / way.in_a_row / way.sites for whole in runs[name]] for name, way in ways.items()}
     measurements = []
     for name, own in seconds.items():
-        measurements.append(Measurement(curve, name, "a fit", "ms", [1000 * one for one in own]))
+        measurements.append(Measurement(curve, name, "a site", "ms", [1000 * one for one in own]))
         if REFERENCE in ways:
-            apart = abs(alphas[name] / alphas[REFERENCE] - 1)
             measurements.append(Measurement(curve, name, "curve_fit takes", "times", ratios(seconds[REFERENCE], own)))
-            measurements.append(Measurement(curve, name, "α off by", "relative", [apart]))
-        measurements.append(Measurement(curve, name, "α", "1", [alphas[name]], shown=False))
     return measurements
 
 
-def in_a_row(name: str) -> int:
-    return IN_A_ROW if name.startswith("normscope") else 1
+def compared(network: HeavyTailed, tokens: int, found: dict[tuple[str, str], list[Found]]) -> list[Measurement]:
+    """Hold what was found against curve_fit on all raw pairs, site by site."""
+    off: dict[tuple[str, str, str], list[float]] = {}
+    for site in range(len(network.norms)):
+        pairs = raw_pairs(network, site, tokens)
+        references = {curve: by_scipy(curve, pairs)[0] for curve in CURVES}
+        for (curve, name), own in found.items():
+            if site < len(own):
+                for quantity, apart in differences(curve, own[site], pairs, references[curve]).items():
+                    off.setdefault((curve, name, quantity), []).append(apart)
+    return [Measurement(*place, "relative", samples) for place, samples in off.items()]
 
 
-def by_normscope(curve: str, seen: normscope.Capture) -> float:
-    return normscope.fit(seen, curve)[0].alpha
-
-
-def by_least_squares(curve: str, seen: normscope.Capture) -> float:
-    (stats,) = seen.stats.values()
-    return least_squares(nodes_of(stats.moments.sum(0)), FITTED[curve]).alpha
-
-
-def by_scipy(curve: str, x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
-    from scipy.optimize import curve_fit
-
-    (_, alpha), _ = curve_fit(lambda x, a, alpha: a * CURVES[curve](alpha * x), x, y, p0=start(x, y))
-    return float(alpha)
-
-
-def by_lmfit(curve: str, x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
-    from lmfit import Model
-
-    a, alpha = start(x, y)
-    model = Model(lambda x, a, alpha: a * CURVES[curve](alpha * x), independent_vars=["x"])
-    return float(model.fit(y, x=x, a=a, alpha=alpha).params["alpha"].value)
-
-
-def start(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]:
-    """Begin at half the largest |y|, with the slope of a line through all pairs."""
-    amplitude = float(np.abs(y).max()) / 2
-    return amplitude, float(x @ y / (x @ x)) / amplitude
+def differences(curve: str, found: Found, pairs: Raw, reference: Found) -> dict[str, float]:
+    """Return how far one fit lies from another."""
+    least = pairs.rmse(curve, reference)
+    apart = {"α off by": abs(found.alpha / reference.alpha - 1)}
+    if curve == "isru":
+        apart["C off by"] = abs((reference.alpha / found.alpha) ** 2 - 1)
+    apart["RMSE off by"] = abs(pairs.rmse(curve, found) / least - 1)
+    if found.rmse is not None:
+        apart["RMSE as told off by"] = abs(found.rmse / least - 1)
+    return apart
 
 
 if __name__ == "__main__":

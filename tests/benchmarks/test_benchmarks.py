@@ -49,11 +49,47 @@ def test_capture(results):
 
 
 def test_fit(results):
-    samples = measured("fit", results, "--pairs", "40000", "--without", "lmfit")
+    samples = measured("fit", results, "--pairs", "40000", "--sites", "2", "--without", "lmfit")
     for curve in ("tanh", "isru"):
-        assert samples[curve, "normscope.fit", "α off by"][0] < 1e-3
         assert samples[curve, "scipy curve_fit", "curve_fit takes"] == [1.0]
+        for way, sites in (("search of 2 sites", 2), (".fit of 2 sites", 2), (".fit of one site", 1)):
+            way = f"normscope{'' if way.startswith('.') else ', '}{way}"
+            assert len(samples[curve, way, "a site"]) == 1
+            for quantity in ("α off by", "RMSE off by"):
+                off = samples[curve, way, quantity]
+                assert len(off) == sites and max(off) < 1e-3
+        assert max(samples[curve, "normscope.fit of 2 sites", "RMSE as told off by"]) < 1e-4
+    own, peer = (samples["isru", way, "a site"] for way in ("normscope.fit of one site", "scipy curve_fit"))
+    assert samples["isru", "normscope.fit of one site", "curve_fit takes"] == [pytest.approx(peer[0] / own[0])]
+    assert len(samples["isru", "normscope.fit of 2 sites", "C off by"]) == 2
+    assert ("tanh", "normscope.fit of 2 sites", "C off by") not in samples
     assert not any(way == "lmfit" for _, way, _ in samples)
+
+
+def test_channels(results):
+    sizes = ("--sites", "2", "--channels", "96", "--tokens", "400", "--threads", "1")
+    samples = measured("channels", results, *sizes)
+    case = "2 sites, 1 thread"
+    for way in ("normscope.fit", "scipy curve_fit"):
+        (whole,) = samples[case, way, "all"]
+        assert samples[case, way, "a site and curve"] == [pytest.approx(1000 * whole / 4)]
+    for curve in ("tanh", "isru"):
+        off = samples[f"{curve}, 16 channels", "normscope.fit", "RMSE off by"]
+        assert len(off) == 16 and max(off) < 1e-3
+
+
+def test_intervals(results):
+    sizes = ("--sources", "16", "--truth", "2000", "--repeats", "10")
+    samples = measured("intervals", results, *sizes)
+    for curve in ("tanh", "isru"):
+        case = f"{curve}, spread 0.7, 16 sources"
+        for way in ("normscope", "scipy curve_fit"):
+            assert samples[case, way, "α tried"] == [10.0]
+            (hits,) = samples[case, way, "α held"]
+            assert samples[case, way, "α"] == [pytest.approx(10 * hits)]
+        assert samples[case, "normscope", "α held"][0] > samples[case, "scipy curve_fit", "α held"][0]
+        assert 0 < samples[case, "normscope", "R² true"][0] < 1
+        assert (case, "scipy curve_fit", "R²") not in samples
 
 
 def test_figure(results):
@@ -81,6 +117,7 @@ def test_the_page_is_written_from_the_files_alone(tmp_path):
         "samples": [2.0, 1.0, 4.0],
         "shown": True,
     }
+    share = {"case": "a case", "way": "a way", "quantity": "share", "unit": "%", "samples": [95.0], "error": 1.09}
     record = {
         "benchmark": "fit",
         "about": "What was measured.",
@@ -91,7 +128,7 @@ def test_the_page_is_written_from_the_files_alone(tmp_path):
         "threads": [2],
         "versions": {"python": "3.14", "torch": "9.9"},
         "left_out": ["a peer"],
-        "measurements": [taken],
+        "measurements": [taken, share],
     }
     (tmp_path / "fit-a-machine.json").write_text(json.dumps(record), encoding="utf-8")
     run("table", "--results", tmp_path, "--page", tmp_path / "page.md")
@@ -101,9 +138,9 @@ def test_the_page_is_written_from_the_files_alone(tmp_path):
         "",
         "What was measured.",
         "",
-        "|  |  | time, s |",
-        "| :-- | :-- | --: |",
-        "| a case | a way | 2 (1–4) |",
+        "|  |  | time, s | share, % |",
+        "| :-- | :-- | --: | --: |",
+        "| a case | a way | 2 (1–4) | 95 ± 1.1 |",
         "",
         "`python benchmarks/fit.py --repeats 3` · 2031-01-02 · commit 0123abc · threads: 2 · left out: a peer",
         "",
