@@ -35,10 +35,11 @@ class Layerwise:
 
 
 def layerwise(fits: Sequence[CurveFit]) -> Layerwise | None:
-    """Compare one curve everywhere with the best at each site; None with fewer than two curves or no site that bends.
+    """Compare one curve everywhere with the best at each site; None with fewer than two curves.
 
     Args:
-        fits: of several curves at several sites, by :func:`normscope.fit`; only sites that all curves have count.
+        fits: of several curves at several sites, by :func:`normscope.fit`. One that not all sites have, as ``best`` may
+            be, counts for the best at each alone.
 
     >>> import normscope, torch
     >>> model = torch.nn.Sequential(torch.nn.LayerNorm(8))
@@ -50,10 +51,10 @@ def layerwise(fits: Sequence[CurveFit]) -> Layerwise | None:
     for found in fits:
         if found.curve != FREE and math.isfinite(found.r2):
             by_site.setdefault((found.site, found.channel), {})[found.curve] = found.r2
-    curves = dict.fromkeys(found.curve for found in fits if found.curve != FREE)
-    whole = [own for own in by_site.values() if len(own) == len(curves)]
-    if len(curves) < 2 or not whole:
+    sites = list(by_site.values())
+    everywhere = [curve for curve in (sites[0] if sites else ()) if all(curve in own for own in sites)]
+    if not everywhere or len({curve for own in sites for curve in own}) < 2:
         return None
-    means = {curve: sum(own[curve] for own in whole) / len(whole) for curve in curves}
+    means = {curve: sum(own[curve] for own in sites) / len(sites) for curve in everywhere}
     func = max(means, key=lambda curve: means[curve])
-    return Layerwise(func, means[func], sum(max(own.values()) for own in whole) / len(whole), len(whole))
+    return Layerwise(func, means[func], sum(max(own.values()) for own in sites) / len(sites), len(sites))

@@ -15,7 +15,7 @@ from torch import Tensor
 from normscope.fits.curves import Curve
 from normscope.fits.nodes import Nodes, dot
 
-_GRID_POINTS_A_DECADE = 8
+_GRID_POINTS_A_DECADE = 6
 _STRAIGHT = 2e-4  # share by which a curve departs from its tangent at the smallest α that is tried
 _STEEPEST = 1e3  # α times the smallest |x| that counts, at which curves are step functions
 _SMALLEST_COUNTS = 1e-3  # of all pairs lie below it
@@ -30,6 +30,7 @@ _DIFFERENCE = 1e-4  # in log α or s, of the gradients that give its derivative
 _DIFFERENCE_AT_KINKS = 1e-2  # wide enough to pass several nodes, so that a curve's kinks are felt
 _RADIUS = 0.3  # about a step of the grid
 _CLOSE = 1e-7  # in log α and s: a step after which nothing is left to gain
+_ROUNDING = 1e-15  # of Σ w y²: the error near a minimum, where only its slope tells which way is down
 _STEPS = 80
 _LARGEST_SLOPE = 1e12  # in place of the infinite slope that some curves have at their origin
 
@@ -276,13 +277,19 @@ def _starts(coarse: _Objective, low: Tensor, high: Tensor) -> tuple[Tensor, Tens
     edge = torch.full_like(errors[..., :1], torch.inf)
     beside = torch.cat([edge, errors, edge], -1)
     lowest = (errors < beside[..., :-2]) & (errors <= beside[..., 2:])
+    before, after = beside[..., :-2] - errors, beside[..., 2:] - errors
+    lowest_between = torch.nan_to_num((before - after) / (2 * (before + after))).clamp(-0.5, 0.5).flatten(1)
     errors, lowest = errors.flatten(1), lowest.flatten(1)
     least, where = errors.min(-1, keepdim=True)
     lowest.scatter_(1, where, True)
     lowest &= errors <= least + (1 - _RIVAL) * (coarse.explainable[:, None] - least).abs()
     chosen = torch.where(lowest, errors, torch.inf).topk(min(_RIVALS, errors.shape[1]), largest=False)
     problem, rank = (chosen.values < torch.inf).nonzero().unbind(-1)
-    return problem, theta[problem, chosen.indices[problem, rank]]
+    at = chosen.indices[problem, rank]
+    # To the lowest point of the parabola through a minimum and the two points beside it.
+    step = lowest_between[problem, at] * ((high - low) / max(points - 1, 1))[problem]
+    start = theta[problem, at]
+    return problem, _with_centre_of(start, start[:, 0] + step)
 
 
 def _descended(objective: _Objective, start: Tensor, low: Tensor, high: Tensor) -> _Point:
@@ -299,7 +306,7 @@ def _descended(objective: _Objective, start: Tensor, low: Tensor, high: Tensor) 
         step = step * (radius / length.clamp_min(radius))[:, None]
         step[:, 0] = (here.theta[:, 0] + step[:, 0]).clamp(low[todo], high[todo]) - here.theta[:, 0]
         there = own.at(here.theta + step)
-        better = there.residual < here.residual
+        better = there.residual <= here.residual + _ROUNDING * own.explainable
         taken = step.norm(dim=-1)
         radius = torch.where(better, torch.maximum(radius, 2 * taken), taken / 4)
         here = there.where(better, here)

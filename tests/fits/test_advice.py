@@ -12,8 +12,9 @@ from rich.console import Console
 from torch import nn
 
 import normscope
+from normscope.cli.records import as_yaml
 from normscope.figures.advice import advice_table
-from normscope.fits.advice import BY_WIDTH, Start, advice_document, advise, as_yaml, feeds_of, published
+from normscope.fits.advice import BY_WIDTH, NOTE, Start, advise, feeds_of, published
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves import CURVES
 from normscope.pairs.sites import NormSite
@@ -160,7 +161,8 @@ def test_only_dyt_has_published_starts_here():
 
 def test_yaml_reads_back_as_the_document():
     fits = [made("blocks.0.norm1", 1e-7), made("blocks.1.norm1", 123456789.0), made("norm", 1e-6, straight=True)]
-    document = advice_document(advise(fits, [site("norm", "final")], family="vision"))
+    rows = [found.as_dict() for found in advise(fits, [site("norm", "final")], family="vision")]
+    document = {"note": NOTE, "advice": rows}
     text = as_yaml(document)
     assert yaml.safe_load(text) == document == json.loads(json.dumps(document, allow_nan=False))
     assert "γ" in text and "kind: blocks.*.norm1" in text
