@@ -29,7 +29,7 @@ from normscope.cli.options import (
 )
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.sources import Run, captures, check_by, check_sources, family_of, named_or_embedded
-from normscope.errors import UsageError
+from normscope.errors import UsageError, unknown
 
 if TYPE_CHECKING:
     from normscope.fits.fit import Plan
@@ -40,6 +40,9 @@ EXAMPLES = (
     "normscope fit demo_dit --by timestep · normscope fit demo_vit --per channel --json · "
     "normscope fit seen.safetensors --pool kind --func best"
 )
+
+LEVELS = ("site", "channel", "token")
+CURVES = "tanh,isru"
 
 Per = Annotated[
     str, typer.Option(metavar="site|channel|token", help="One fit a site, a channel, or a token: its line, exactly.")
@@ -75,7 +78,7 @@ Advise = Annotated[
 
 def fit(
     models: Models = None,
-    func: Func = "tanh,isru",
+    func: Func = CURVES,
     per: Per = "site",
     pool: Pool = None,
     amplitude: Amplitude = "free",
@@ -105,12 +108,19 @@ def fit(
     """Fit y ≈ A·f(αx + s) to every norm's pairs, by least squares over all of them, with honest intervals."""
     say = Output(as_json, quiet, output, as_csv=as_csv)
     from normscope.fits.fit import planned
-    from normscope.fits.forms import Form
+    from normscope.fits.forms import FITTED, Form
 
+    if per not in LEVELS:
+        raise UsageError(unknown("level", per, LEVELS))
     of_tokens = per == "token"
     if advise and (per != "site" or pool):
         raise UsageError("--advise takes the fits of each site by itself; leave --per and --pool out.")
     form = Form(amplitude, theory, alpha, shift)
+    if of_tokens and (func, pool, weights_by, form) != (CURVES, None, "pairs", FITTED):
+        raise UsageError(
+            "--per token fits no curve, as each token is a line, exactly; leave out --func, --pool, --weights-by, "
+            "--amplitude, --theory, --alpha and --shift."
+        )
     plan = planned(func, "site" if of_tokens else per, pool, form, weights_by)
     run = Run(weights, data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps, sample)
     names = named_or_embedded(models, say)

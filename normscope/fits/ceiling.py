@@ -106,7 +106,7 @@ def free(moments: Tensor, counts: Tensor, made: Ceiling | None) -> Curve:
         counts: number of pairs, float64 ``(bins,)``.
         made: what :func:`ceiling` chose; without folds, groups hold 64 pairs and what lies beyond is constant.
     """
-    filled = counts > 0
+    filled = (counts > 0) & (moments[0] > 0)  # pairs without weight have no mean
     bins, number = moments[:, filled].numpy(), counts[filled].numpy()
     (bounds,) = _groups(number, np.array([0, len(number)]), [made.least_count if made else _LEAST_COUNT])
     weight, x, y, xx, xy, _ = np.add.reduceat(bins, bounds[:-1], axis=1)

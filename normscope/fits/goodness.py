@@ -42,17 +42,17 @@ class Goodness:
         return {f.name: float(getattr(self, f.name)[problem]) for f in fields(self)}
 
 
-def goodness(nodes: Nodes, predicted: Tensor, steepness: Tensor) -> Goodness:
+def goodness(nodes: Nodes, in_tail: Tensor, predicted: Tensor, steepness: Tensor) -> Goodness:
     """Compare predictions with all pairs.
 
     Args:
         nodes: the problems, with both signs of x.
+        in_tail: which of them lie in the tails, by :func:`tails`.
         predicted: A·f(αx + s) at the nodes, ``(problems, nodes)``.
         steepness: |f′| there over its largest value, likewise; NaN for a curve that has none.
     """
     off = nodes.y - predicted
     squares = nodes.weight * off.square() + nodes.scatter
-    in_tail = _tails(nodes)
     weight, residual = nodes.weight.sum(-1), squares.sum(-1)
     tail_weight, tail = (nodes.weight * in_tail).sum(-1), (squares * in_tail).sum(-1)
     errors = torch.where(nodes.weight > 0, off.abs(), -1.0)
@@ -69,7 +69,7 @@ def goodness(nodes: Nodes, predicted: Tensor, steepness: Tensor) -> Goodness:
     )
 
 
-def _tails(nodes: Nodes) -> Tensor:
+def tails(nodes: Nodes) -> Tensor:
     """Tell the nodes whose |x| lies beyond the 99th percentile: bool ``(problems, nodes)``; at least the farthest."""
     order = nodes.x.abs().argsort(-1)
     below = nodes.weight.gather(-1, order).cumsum(-1)

@@ -143,7 +143,8 @@ def _even_over_x(level: Level) -> Level:
     width = level.grid.edges().diff()
     # Nothing is known of how far pairs lie apart beyond the grid.
     share = width.where(width.isfinite(), 0.0) / level.counts.sum(0).clamp_min(1)
-    return replace(level, moments=level.moments * share)
+    moments = level.moments * share
+    return replace(level, moments=moments, nothing=level.nothing or _nothing_in(moments, "x beyond the grid"))
 
 
 def nothing_at(stats: PairStats, moments: Tensor) -> str | None:
@@ -155,9 +156,13 @@ def nothing_at(stats: PairStats, moments: Tensor) -> str | None:
         return "all zero" if not float(low.min()) else "constant input"
     if stats.n_tokens == 1:
         return "one token"
+    return _nothing_in(moments, "γ is zero")
+
+
+def _nothing_in(moments: Tensor, no_weight: str) -> str | None:
     n, _, y, _, _, yy = moments.sum((0, 2)).tolist()
     if not n > 0:
-        return "γ is zero"
+        return no_weight
     return CONSTANT_OUTPUT if yy - y * y / n <= _NO_SPREAD * yy else None
 
 

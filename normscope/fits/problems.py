@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from normscope.fits.goodness import tails
 from normscope.fits.levels import Level
 from normscope.fits.nodes import Nodes, joined, nodes_of
 
@@ -68,6 +69,11 @@ class Problems:
     def nodes(self, *, odd: bool = False) -> Nodes:
         """All pairs of each problem."""
         return self._once("all", odd, lambda: self._whole)
+
+    @functools.cached_property
+    def tails(self) -> Tensor:
+        """Which nodes lie in the tails, bool ``(problems, nodes)``."""
+        return tails(self.nodes())
 
     def coarse(self, *, odd: bool = False) -> Nodes:
         """All pairs of each problem, on far fewer nodes."""

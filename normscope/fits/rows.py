@@ -13,7 +13,7 @@ from normscope.fits.ceiling import Ceiling, free
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves import CURVES, Curve
 from normscope.fits.forms import Form
-from normscope.fits.goodness import goodness
+from normscope.fits.goodness import goodness, tails
 from normscope.fits.jackknife import inside_noise
 from normscope.fits.levels import Level
 from normscope.fits.nodes import nodes_of
@@ -64,7 +64,9 @@ class Describe:
         moments = level.moments.sum(0)
         curve = free(moments, level.counts.sum(0), made)
         nodes = nodes_of(moments[None])
-        found = goodness(nodes, curve.function(nodes.x), curve.derivative(nodes.x).abs() / curve.peak).numbers(0)
+        found = goodness(
+            nodes, tails(nodes), curve.function(nodes.x), curve.derivative(nodes.x).abs() / curve.peak
+        ).numbers(0)
         own = {"amplitude": 1.0, "alpha": 1.0, "shift": 0.0, "straight": False, "converged": True}
         numbers = {"n_pairs": int(level.counts.sum()), "r2_cv": made.r2 if made else None, **found}
         return replace(self.row(level, curve, made, **own, **numbers), form="free")

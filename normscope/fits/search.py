@@ -48,7 +48,7 @@ def fitted(problems: Problems, curve: Curve, form: Form) -> Fitted:
         solutions = least_squares(problems.nodes(odd=odd), problems.coarse(odd=odd), curve, constraints)
     solutions = replace(solutions, converged=solutions.converged & ~problems.unresolved(solutions.alpha))
     u = solutions.alpha[:, None] * nodes.x + solutions.shift[:, None]
-    found = goodness(nodes, solutions.amplitude[:, None] * curve.function(u), _steepness(curve, u))
+    found = goodness(nodes, problems.tails, solutions.amplitude[:, None] * curve.function(u), _steepness(curve, u))
     if not problems.occupied.any():
         return Fitted(curve, solutions, found, None, torch.full_like(solutions.alpha, torch.nan), {})
     folds, without = problems.folds, problems.without_folds(odd=odd)

@@ -31,6 +31,19 @@ MISTAKES = [
     (["plot", "demo_vit", "vit_b16", "-o", "x.png"], 2, "is one file, but there are 2 models"),
     (["plot", "--limit", "0"], 2, "greater than or equal to 1"),
     (["plot", "--wieghts", "random"], 2, "--weights"),
+    (["fit", "--per", "tokens"], 2, "There is no level 'tokens'. Did you mean 'token'?"),
+    *[
+        (["fit", "--per", "token", *option], 2, "--per token fits no curve")
+        for option in (
+            ["--func", "isru"],
+            ["--pool", "all"],
+            ["--weights-by", "x"],
+            ["--amplitude", "theory"],
+            ["--theory"],
+            ["--alpha", "1"],
+            ["--no-shift"],
+        )
+    ],
     (["plott"], 2, "plot"),
     (["plot", "--data", "nowhere"], 4, "There is no file or folder 'nowhere'"),
     (["plot", "--data", "empty"], 4, "holds no image"),

@@ -191,6 +191,17 @@ def test_free_is_the_mean_of_y_at_x_and_its_slope():
     assert curve.function(torch.zeros(2, 3)).shape == (2, 3)
 
 
+def test_pairs_without_weight_do_not_count_in_free():
+    """As under γ² where a channel's γ is zero, in bins that it alone fills and in bins that it shares."""
+    x, noise = np.random.default_rng(0).standard_normal((2, 4000))
+    y, counted = np.tanh(x) + 0.1 * noise, np.abs(x) < 1.5
+    weighted = moments_of(x[counted], y[counted])
+    curve = free(weighted, moments_of(x, y)[0], None)
+    assert free(weighted, weighted[0], None).function(torch.zeros(1)) == curve.function(torch.zeros(1))
+    far = curve.function(torch.tensor([-9.0, 9.0], dtype=torch.float64))
+    np.testing.assert_allclose(far, np.tanh([-1.45, 1.45]), atol=0.05)  # of the outermost groups, flat beyond
+
+
 def test_the_ceiling_of_pure_noise_is_zero_although_tail_bins_hold_single_pairs():
     generator = np.random.default_rng(0)
     x = generator.standard_cauchy(3000)

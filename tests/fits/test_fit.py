@@ -296,6 +296,16 @@ def test_degenerate_sites_are_named_and_not_numbered():
         assert nothing_of(norm, torch.zeros(4, 8), word) == "all zero"
 
 
+def test_pairs_beyond_the_grid_have_no_weight_by_x():
+    """And do not keep other sites from being fitted."""
+    model, generator = Two(), torch.Generator().manual_seed(0)
+    model.forward = lambda x: (model.norms["ln"](1e9 * (x + x.sign())), model.norms["rms"](x))
+    seen = normscope.capture(model, [torch.randn(64, 128, generator=generator)])
+    beyond, within = normscope.fit(seen, "tanh", weights_by="x")
+    assert beyond.nothing == "x beyond the grid" and within.nothing is None
+    assert [one.nothing for one in normscope.fit(seen, "tanh")] == [None, None]
+
+
 def test_norms_whose_output_nothing_bounds_have_no_amplitude_of_theory():
     norm = nn.Sequential(nn.BatchNorm1d(8))
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
