@@ -155,7 +155,7 @@ def _fits(capture: Capture, plan: Plan, say: Output) -> tuple[list[dict[str, Any
     fits = carried_out(plan, capture)
     say.result(channels_table(fits) if plan.per == "channel" else fits_table(fits))
     found = layerwise(fits) if plan.per == "site" and plan.pool is None else None
-    if found is None:
+    if found is None or found.sites < 2:
         return [one.as_dict() for one in fits], []
     say.result(layerwise_line(found))
     return [one.as_dict() for one in fits], [{"model": capture.about["model"], **found.as_dict()}]

@@ -8,25 +8,25 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
+from normscope.figures.tables import NARROWEST_NAME, new_table, unbroken
+
 if TYPE_CHECKING:
     from normscope.fits.advice import Advice, Start
-
-_NARROWEST_NAME = 12
 
 
 def advice_table(advice: Sequence[Advice]) -> Table:
     """One line a kind of site and curve: where its point-wise functions start, and what was published for such."""
     from normscope.fits.advice import NOTE
 
-    table = Table(box=None, pad_edge=False, caption_justify="left")
-    table.add_column("kind of site", overflow="fold", min_width=_NARROWEST_NAME)
+    table = new_table()
+    table.add_column("kind of site", overflow="fold", min_width=NARROWEST_NAME)
     for name in ("func", "feeds"):
         table.add_column(name, no_wrap=True)
     shifted = any(found.shift and (found.shift.least or found.shift.most) for found in advice)
     for name in ("α", "C", *(["s"] if shifted else []), "A", "sites"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("left out", overflow="fold", min_width=8)
-    table.add_column("published α₀", overflow="fold", min_width=_NARROWEST_NAME)
+    table.add_column("published α₀", overflow="fold", min_width=NARROWEST_NAME)
     kind = None
     for found in advice:
         table.add_row(
@@ -43,7 +43,7 @@ def advice_table(advice: Sequence[Advice]) -> Table:
         )
         kind = found.kind
     table.caption = f"Medians of the sites of a kind that bend; in brackets, their range. {NOTE}"
-    return table
+    return unbroken(table)
 
 
 def _start(start: Start | None) -> str:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
+from normscope.figures.tables import NARROWEST_NAME, table_by_site, unbroken
+
 if TYPE_CHECKING:
     from normscope.fits.card import NormCard
     from normscope.fits.tails import Tails, TailToken
 
-_NARROWEST_NAME = 12
 _NAMED = 3  # of a kind, on a whole card
 _NAMED_IN_A_LINE = 2
 _SMALLEST_SHARE = 0.0005  # less is rounded to 0.0 %
@@ -22,7 +23,7 @@ _NONE = "–"
 
 def scale_table(cards: Sequence[NormCard]) -> Table:
     """One line a site: what centring and scaling do to its tokens."""
-    table = _table(
+    table = table_by_site(
         "|μ|/σ", "95 %", "mean's share", "without", "σ 5 %", "50 %", "95 %", "95:5", "eps", "holds to", "linear"
     )
     for card in cards:
@@ -36,12 +37,12 @@ def scale_table(cards: Sequence[NormCard]) -> Table:
         "tokens whose y it lowers by 1 % · holds to: the c down to which y(c·x) = y(x), to 1 % for 99 % of the tokens "
         "· linear: share of pairs where the tanh fitted is within 5 % of its tangent"
     )
-    return _unbroken(table)
+    return unbroken(table)
 
 
 def tails_table(cards: Sequence[NormCard]) -> Table:
     """One line a site: what is large, and where it is."""
-    table = _table("kurtosis", "median", "max |x|", "ratio", ">100×", "massive")
+    table = table_by_site("kurtosis", "median", "max |x|", "ratio", ">100×", "massive")
     table.add_column("channels: of Σx²", no_wrap=True)
     table.add_column("tokens", no_wrap=True)
     for card in cards:
@@ -64,14 +65,14 @@ def tails_table(cards: Sequence[NormCard]) -> Table:
         "times the median · massive: pairs beyond 100 and beyond 1000 times the median (arXiv 2402.17762) · tokens: "
         "numbers, within their samples, of the 16 tokens of largest |x|, and how many have each"
     )
-    return _unbroken(table)
+    return unbroken(table)
 
 
 def card_table(card: NormCard) -> Table:
     """All of one site's card, a line a question."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True, style="dim")
-    table.add_column(overflow="fold", min_width=2 * _NARROWEST_NAME)
+    table.add_column(overflow="fold", min_width=2 * NARROWEST_NAME)
     kind = f"{card.kind}, {card.placement}" if card.placement else card.kind
     table.add_row("site", escape(f"{card.site} ({kind}, eps {card.eps:g})"))
     table.add_row("seen", f"{card.n_pairs:,} pairs of {card.n_tokens:,} tokens")
@@ -113,14 +114,6 @@ def _add_tails(table: Table, tails: Tails) -> None:
         table.add_row("", _place(token))
 
 
-def _table(*numbers: str) -> Table:
-    table = Table(box=None, pad_edge=False, caption_justify="left")
-    table.add_column("site", overflow="fold", min_width=_NARROWEST_NAME)
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
 def _centring(card: NormCard) -> list[str]:
     if card.centring is None:
         return [_NONE] * 4
@@ -143,14 +136,6 @@ def _linear(card: NormCard) -> str:
     if card.straight:
         return "straight"
     return _NONE if card.linear is None else _share(card.linear)
-
-
-def _unbroken(table: Table) -> Table:
-    """Give every column of numbers the width of its widest cell: a number that is cut off is another number."""
-    for column in table.columns:
-        if column.no_wrap:
-            column.min_width = max(len(str(cell)) for cell in (column.header, *column.cells))
-    return table
 
 
 def _positions(tails: Tails, most: int) -> str:

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from normscope.errors import count
+from normscope.figures.tables import table_by_site, unbroken
 from normscope.fits.curves import FREE
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from normscope.fits.curve_fit import CurveFit, Interval
     from normscope.fits.ratios import Ratio
 
-_NARROWEST_NAME = 12
 _RATIOS = "Ratios are to capture 1. R² of 1: of capture 1's curve on these pairs."
 _INTERVALS = "In brackets: 95 %, by folds; * beyond the noise: a ratio's 95 % do not hold 1."
 _PAIRED = "Of the same inputs, each fold is left out of both captures together."
@@ -25,23 +25,24 @@ _INDEPENDENT = "Of different inputs, captures count as independent."
 
 def comparison_table(rows: Sequence[Compared]) -> Table:
     """One line a site, curve and capture; those of one site and curve follow one another."""
-    table = Table(box=None, pad_edge=False, caption_justify="left", caption=_caption(rows))
-    table.add_column("site", overflow="fold", min_width=_NARROWEST_NAME)
-    table.add_column("func", no_wrap=True)
     several = len({row.d for row in rows}) > 1
-    for name in (
-        "",
-        *(["d"] if several else []),
-        "A",
-        "α",
-        "slope",
-        "R²",
-        "ceiling",
-        "α ratio",
-        "slope ratio",
-        "R² of 1",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = table_by_site(
+        *(
+            "func",
+            "",
+            *(["d"] if several else []),
+            "A",
+            "α",
+            "slope",
+            "R²",
+            "ceiling",
+            "α ratio",
+            "slope ratio",
+            "R² of 1",
+        )
+    )
+    table.columns[1].justify = "left"
+    table.caption = _caption(rows)
     place = None
     for row in rows:
         found = row.fit
@@ -52,7 +53,7 @@ def comparison_table(rows: Sequence[Compared]) -> Table:
             escape(site), found.curve if new else "", str(row.number), *d, *_numbers(found), *_against_first(row)
         )
         place = (row.counterpart, found.curve)
-    return table
+    return unbroken(table)
 
 
 def matching_lines(comparison: Comparison) -> list[str]:

@@ -11,7 +11,7 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
-from normscope.figures.tables import NARROWEST_NAME, new_table
+from normscope.figures.tables import table_by_site, unbroken
 
 if TYPE_CHECKING:
     from normscope.fits.curve_fit import CurveFit
@@ -54,7 +54,7 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
             _rank(found),
         )
     table.caption = " · ".join(_explained(fits))
-    return table
+    return unbroken(table)
 
 
 def channels_table(fits: Sequence[CurveFit]) -> Table:
@@ -79,16 +79,13 @@ def channels_table(fits: Sequence[CurveFit]) -> Table:
         f"y ≈ {_formula(fits)} in each channel, without folds; medians, 5th and 95th percentiles over the channels: "
         "A and α of those that bend, R² of all that have something to fit. --json, --csv and -o hold every channel."
     )
-    return table
+    return unbroken(table)
 
 
 def slopes_table(slopes: Sequence[TokenSlopes]) -> Table:
     """One line a site: how the slopes of its tokens' lines are distributed."""
-    table = new_table()
-    table.add_column("site", overflow="fold", min_width=NARROWEST_NAME)
     shares = list(slopes[0].slopes) if slopes else []
-    for name in ("tokens", *(f"{share:.0%}" for share in shares), "95:5", "error"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = table_by_site("tokens", *(f"{share:.0%}" for share in shares), "95:5", "error")
     for own in slopes:
         numbers = [*own.slopes.values(), own.ratio]
         cells = [f"{number:.4g}" if math.isfinite(number) else _NONE for number in numbers]
@@ -99,7 +96,7 @@ def slopes_table(slopes: Sequence[TokenSlopes]) -> Table:
         "Each token is a line, exactly: its slope is 1/σ (1/ρ without centring). Percentiles over all tokens, and how "
         f"many times the 5th the 95th is; error: largest |y − line| among the elements of {drawn:,} drawn tokens."
     )
-    return table
+    return unbroken(table)
 
 
 def layerwise_line(found: Layerwise) -> str:
@@ -111,11 +108,8 @@ def layerwise_line(found: Layerwise) -> str:
 
 
 def _by_site(*names: str) -> Table:
-    table = new_table()
-    table.add_column("site", overflow="fold", min_width=NARROWEST_NAME)
-    table.add_column("func", no_wrap=True)
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = table_by_site("func", *names)
+    table.columns[1].justify = "left"
     return table
 
 
@@ -155,8 +149,7 @@ def _or_none(value: float | None, form: str) -> str:
 def _explained(fits: Sequence[CurveFit]) -> Iterable[str]:
     """What the columns mean, as far as there is something in them."""
     weighted = {"gamma": ", pairs weighted by γ²", "x": ", pairs weighted evenly over x"}
-    forms = ", ".join(dict.fromkeys(found.form for found in fits if found.curve != "free"))
-    yield f"y ≈ {_formula(fits)}{weighted.get(fits[0].weights_by, '') if fits else ''}; fitted: {forms}"
+    yield f"y ≈ {_formula(fits)}{weighted.get(fits[0].weights_by, '') if fits else ''}; fitted: {_forms(fits)}"
     over = ", ".join(sorted({found.folds for found in fits if found.folds}))
     if over:
         yield f"±: half of the 95 % interval, a jackknife over folds by {over}; ceiling: cross-validated over them"
@@ -171,6 +164,13 @@ def _explained(fits: Sequence[CurveFit]) -> Iterable[str]:
         yield "*: the best"
     if any(found.curve == "sigmoid" for found in fits):
         yield _SIGMOID
+
+
+def _forms(fits: Sequence[CurveFit]) -> str:
+    """What was fitted of most curves, and of each that differs."""
+    forms = {found.curve: found.form for found in fits if found.curve != "free"}
+    usual = max(forms.values(), key=list(forms.values()).count, default="E[y|x]")
+    return "; ".join([usual, *(f"{curve}: {form}" for curve, form in forms.items() if form != usual)])
 
 
 def _formula(fits: Sequence[CurveFit]) -> str:

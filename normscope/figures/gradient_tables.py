@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
+from normscope.figures.tables import NARROWEST_NAME, new_table, unbroken
+
 if TYPE_CHECKING:
     from normscope.fits.constants import Constants, Spread
     from normscope.fits.gradient import GradientView
 
-_NARROWEST_NAME = 12
 _HOLDS = {"scale": "DyT", "others": "DyISRU", None: "alike"}
 
 
@@ -78,17 +79,15 @@ def _number(value: float, form: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A column each, wide enough for its numbers; words stand left, as does what has no number in it."""
-    table = Table(box=None, pad_edge=False, caption_justify="left")
+    """A column each; words stand left, as does what has no number in it."""
+    table = new_table()
     for place, name in enumerate(head):
         cells = [row[place] for row in rows if place < len(row)]
         left = not any(character.isdigit() for cell in cells for character in cell)
         if place == 0:
-            table.add_column(name, overflow="fold", min_width=_NARROWEST_NAME)
+            table.add_column(name, overflow="fold", min_width=NARROWEST_NAME)
         else:
-            # rich takes the longest word for the least width, and would cut the numbers off beside it.
-            width = max(len(text) for text in (name, *cells))
-            table.add_column(name, justify="left" if left else "right", min_width=width, no_wrap=True)
+            table.add_column(name, justify="left" if left else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(escape, row))
-    return table
+    return unbroken(table)

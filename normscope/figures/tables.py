@@ -52,3 +52,23 @@ def models_table(entries: Sequence[Any]) -> Table:
 def new_table() -> Table:
     """Make a table as all of them look."""
     return Table(box=None, pad_edge=False, caption_justify="left")
+
+
+def table_by_site(*names: str) -> Table:
+    """Make a table of a column of sites, whose long names fold, and of columns of numbers, which do not."""
+    table = new_table()
+    table.add_column("site", overflow="fold", min_width=NARROWEST_NAME)
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def unbroken(table: Table) -> Table:
+    """Give every column that may not wrap the width of its widest cell.
+
+    rich takes the longest word for the least width, and a number that is cut off is another number.
+    """
+    for column in table.columns:
+        if column.no_wrap:
+            column.min_width = max(len(str(cell)) for cell in (column.header, *column.cells))
+    return table

@@ -11,7 +11,7 @@ import torch
 from normscope.errors import UsageError, unknown
 from normscope.fits.curves import Curve
 from normscope.fits.levels import Level
-from normscope.fits.solve import Constraints, Solutions
+from normscope.fits.solve import Constraints, Solutions, straight_until
 
 AMPLITUDES = ("free", "theory")
 
@@ -86,7 +86,7 @@ class Form:
         """
         free = [
             *(["A"] if not self.needs_bound and not curve.amplitude_is_inverse_scale else []),
-            *(["α"] if not self.theory and self.alpha is None else []),
+            *(["α"] if not self.theory and self.alpha is None and straight_until(curve) < math.inf else []),
             *(["s"] if self.shifted(curve) else []),
         ]
         given = [
