@@ -1,6 +1,7 @@
 """Fits of captures, against scipy and numpy on all raw pairs, and what is said where there is nothing to fit."""
 
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -355,6 +356,15 @@ def test_json_says_what_the_fit_is(observed):
     step = 1e-6
     slope = (found(x + step) - found(x - step)) / ((x + step).double() - (x - step).double())
     torch.testing.assert_close(found.derivative(x), slope, rtol=1e-5, atol=0)
+
+
+def test_fits_can_be_pickled_and_be_members_of_a_set(observed):
+    fits = normscope.fit(observed[0], "tanh,derf,free")
+    assert len({*fits, *fits}) == len(fits)
+    for found in fits:
+        copy = pickle.loads(pickle.dumps(found))  # noqa: S301 - our own
+        assert copy.as_dict() == found.as_dict()
+        assert torch.equal(copy(torch.linspace(-9, 9, 7)), found(torch.linspace(-9, 9, 7)))
 
 
 def test_no_curve_passes_the_ceiling_by_more_than_noise(observed):
