@@ -38,7 +38,8 @@ def layerwise(fits: Sequence[CurveFit]) -> Layerwise | None:
     """Compare one curve everywhere with the best at each site; None with fewer than two curves or no site that bends.
 
     Args:
-        fits: of several curves at several sites, by :func:`normscope.fit`; only sites that all curves have count.
+        fits: of several curves at several sites, by :func:`normscope.fit`; only curves that all sites have count, and
+            not what ``best`` stands for here or there.
 
     >>> import normscope, torch
     >>> model = torch.nn.Sequential(torch.nn.LayerNorm(8))
@@ -50,10 +51,11 @@ def layerwise(fits: Sequence[CurveFit]) -> Layerwise | None:
     for found in fits:
         if found.curve != FREE and math.isfinite(found.r2):
             by_site.setdefault((found.site, found.channel), {})[found.curve] = found.r2
-    curves = dict.fromkeys(found.curve for found in fits if found.curve != FREE)
-    whole = [own for own in by_site.values() if len(own) == len(curves)]
-    if len(curves) < 2 or not whole:
+    sites = list(by_site.values())
+    curves = [curve for curve in dict.fromkeys(found.curve for found in fits) if all(curve in own for own in sites)]
+    if len(curves) < 2 or not sites:
         return None
-    means = {curve: sum(own[curve] for own in whole) / len(whole) for curve in curves}
+    means = {curve: sum(own[curve] for own in sites) / len(sites) for curve in curves}
     func = max(means, key=lambda curve: means[curve])
-    return Layerwise(func, means[func], sum(max(own.values()) for own in whole) / len(whole), len(whole))
+    best = sum(max(own[curve] for curve in curves) for own in sites) / len(sites)
+    return Layerwise(func, means[func], best, len(sites))
