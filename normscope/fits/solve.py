@@ -140,7 +140,8 @@ class _Objective:
     @functools.cached_property
     def alpha(self) -> float | None:
         """α where it is not searched: given, or without any effect."""
-        return 1.0 if straight_until(self.curve) == math.inf else self.constraints.alpha
+        given = self.constraints.alpha
+        return 1.0 if given is None and straight_until(self.curve) == math.inf else given
 
     @property
     def free(self) -> list[int]:

@@ -288,6 +288,8 @@ def test_the_identity_is_the_line(solved):
     found = solved(x, y, "linear")
     assert found.straight and found.converged and found.alpha == 1
     assert found.amplitude == pytest.approx(float(x @ y / (x @ x)), rel=1e-6)
+    given = solved(x, y, "linear", Form(alpha=2.0))
+    assert given.alpha == 2 and 2 * given.amplitude == pytest.approx(found.amplitude, rel=1e-12)
 
 
 def test_softcap_is_tanh_whose_amplitude_is_the_inverse_scale(solved):
