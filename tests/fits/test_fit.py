@@ -201,6 +201,14 @@ def test_in_theory_tanh_and_isru_are_the_papers_solutions(observed):
     assert tanh.form == "A, α from theory" and tanh.intervals.keys() == {"r2"}
 
 
+def test_all_are_those_that_have_the_form(observed):
+    seen = observed[0]
+    bounded = {name for name, curve in CURVES.items() if curve.bounded and name != "softcap"}
+    assert {one.curve for one in normscope.fit(seen, "all", amplitude="theory")} == bounded
+    with pytest.raises(UsageError, match="linear is not bounded"):
+        normscope.fit(seen, "all,linear", amplitude="theory")
+
+
 def test_free_is_the_mean_of_y_at_x_and_no_curve_beats_it(observed):
     seen, raw, _ = observed
     fits = {(one.site, one.curve): one for one in normscope.fit(seen, "all,free")}
