@@ -155,7 +155,7 @@ def _or_none(value: float | None, form: str) -> str:
 def _explained(fits: Sequence[CurveFit]) -> Iterable[str]:
     """What the columns mean, as far as there is something in them."""
     weighted = {"gamma": ", pairs weighted by γ²", "x": ", pairs weighted evenly over x"}
-    forms = ", ".join(dict.fromkeys(found.form for found in fits if found.curve != "free"))
+    forms = " or ".join(dict.fromkeys(found.form for found in fits if found.curve != "free"))
     yield f"y ≈ {_formula(fits)}{weighted.get(fits[0].weights_by, '') if fits else ''}; fitted: {forms}"
     over = ", ".join(sorted({found.folds for found in fits if found.folds}))
     if over:
