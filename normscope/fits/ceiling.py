@@ -110,32 +110,45 @@ def free(moments: Tensor, counts: Tensor, made: Ceiling | None) -> Curve:
     bins, number = moments[:, filled].numpy(), counts[filled].numpy()
     (bounds,) = _groups(number, np.array([0, len(number)]), [made.least_count if made else _LEAST_COUNT])
     weight, x, y, xx, xy, _ = np.add.reduceat(bins, bounds[:-1], axis=1)
-    at, mean = x / weight, y / weight
     beyond = float(xy.sum() / xx.sum()) if made and made.along_line and xx.sum() > 0 else 0.0
-    slopes = np.concatenate([[beyond], np.diff(mean) / np.maximum(np.diff(at), 1e-300), [beyond]])
-
-    def function(u: Tensor) -> Tensor:
-        given = u.detach().double().numpy()
-        outside = given - np.clip(given, at[0], at[-1])
-        return torch.from_numpy(np.asarray(np.interp(given, at, mean) + beyond * outside))
-
-    def derivative(u: Tensor) -> Tensor:
-        return torch.from_numpy(np.asarray(slopes[np.searchsorted(at, u.detach().double().numpy())]))
-
+    line = _Piecewise(x / weight, y / weight, beyond)
     return Curve(
         name=FREE,
         aliases=(),
         formula="E[y|x]",
-        function=function,
-        derivative=derivative,
+        function=line.value,
+        derivative=line.slope,
         source="the pairs themselves",
         limit=None,
         zero_centred=False,
         monotone=False,
-        slope_at_origin=float(derivative(torch.zeros(()))),
-        peak=float(np.abs(slopes).max()),
+        slope_at_origin=float(line.slope(torch.zeros(()))),
+        peak=float(np.abs(line.slopes).max()),
         smooth=False,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Piecewise:
+    """Lines between points of ascending x, ``at``, and ``mean`` there; beyond them all, of slope ``beyond``."""
+
+    at: Array
+    mean: Array
+    beyond: float
+
+    @property
+    def slopes(self) -> Array:
+        """Of each piece, those beyond included."""
+        between = np.diff(self.mean) / np.maximum(np.diff(self.at), 1e-300)
+        return np.concatenate([[self.beyond], between, [self.beyond]])
+
+    def value(self, u: Tensor) -> Tensor:
+        given = u.detach().double().numpy()
+        outside = given - np.clip(given, self.at[0], self.at[-1])
+        return torch.from_numpy(np.asarray(np.interp(given, self.at, self.mean) + self.beyond * outside))
+
+    def slope(self, u: Tensor) -> Tensor:
+        return torch.from_numpy(np.asarray(self.slopes[np.searchsorted(self.at, u.detach().double().numpy())]))
 
 
 @dataclass(frozen=True)

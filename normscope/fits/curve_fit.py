@@ -83,7 +83,7 @@ class CurveFit:
     largest_error_at: float = math.nan
     saturated: float = math.nan
     reach: float = math.nan
-    intervals: Mapping[str, Interval] = field(default_factory=dict)
+    intervals: Mapping[str, Interval] = field(default_factory=dict, hash=False)
     rank: int | None = None
     in_noise: bool | None = None
     best: bool = False

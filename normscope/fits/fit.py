@@ -35,8 +35,8 @@ def fit(
     Args:
         capture: what :func:`normscope.capture` returned.
         curves: names of curves (``dyt`` is tanh, ``dyisru`` is isru, ``derf`` is erf with shift), formulas
-            (``mine=x/(1+abs(x))``), or :class:`normscope.Curve`; ``all`` for every curve that is known, ``free`` for
-            E[y|x] itself, and ``best`` for the one of all of least held-out error.
+            (``mine=x/(1+abs(x))``), or :class:`normscope.Curve`; ``all`` for every curve that is known and has the form,
+            ``free`` for E[y|x] itself, and ``best`` for the one of all of least held-out error.
         per: ``site``; or ``channel``, of a capture that was taken ``per_channel``.
         pool: fit sites together: those of one ``placement``, of one ``kind`` (paths that differ in numbers alone), or
             ``all``.
@@ -86,12 +86,11 @@ def planned(
     """Look the curves up, and refuse what cannot be fitted whatever the data is; UsageError."""
     parts = split_names(curves) if isinstance(curves, str) else curves
     words = [part.strip().lower() for part in parts if isinstance(part, str)]
-    known = curves_named(
-        [part for part in parts if isinstance(part, Curve) or part.strip().lower() not in (FREE, BEST)]
-    )
-    for curve in known:
+    names = [part for part in parts if isinstance(part, Curve) or part.strip().lower() not in (FREE, BEST)]
+    for curve in curves_named([name for name in names if isinstance(name, Curve) or name.strip().lower() != "all"]):
         if refusal := form.refusal(curve):
             raise UsageError(refusal)
+    known = [curve for curve in curves_named(names) if not form.refusal(curve)]
     check_levels(per, pool, weights_by)
     return Plan([*known, *(word for word in (FREE, BEST) if word in words)], per, pool, form, weights_by)
 

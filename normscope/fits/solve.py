@@ -16,6 +16,7 @@ from normscope.fits.curves import Curve
 from normscope.fits.nodes import Nodes, dot
 
 _GRID_POINTS_A_DECADE = 6
+_GRID_POINTS_AT_KINKS = 32  # a kink that has just passed the farthest pairs is a minimum far narrower than a bend's
 _STRAIGHT = 2e-4  # share by which a curve departs from its tangent at the smallest α that is tried
 _STEEPEST = 1e3  # α times the smallest |x| that counts, at which curves are step functions
 _SMALLEST_COUNTS = 1e-3  # of all pairs lie below it
@@ -152,7 +153,8 @@ class _Objective:
     @functools.cached_property
     def alpha(self) -> float | None:
         """α where it is not searched: given, or without any effect."""
-        return 1.0 if straight_until(self.curve) == math.inf else self.constraints.alpha
+        given = self.constraints.alpha
+        return 1.0 if given is None and straight_until(self.curve) == math.inf else given
 
     @property
     def free(self) -> list[int]:
@@ -263,7 +265,8 @@ def _starts(coarse: _Objective, low: Tensor, high: Tensor) -> tuple[Tensor, Tens
     """
     points = 1
     if coarse.alpha is None:
-        points += math.ceil(float((high - low).max()) / math.log(10) * _GRID_POINTS_A_DECADE)
+        a_decade = _GRID_POINTS_A_DECADE if coarse.curve.smooth else _GRID_POINTS_AT_KINKS
+        points += math.ceil(float((high - low).max()) / math.log(10) * a_decade)
     along = torch.linspace(0, 1, points, dtype=torch.float64)
     log_alpha = low[:, None] + along * (high - low)[:, None]
     centres = torch.zeros(len(low), 1, dtype=torch.float64)

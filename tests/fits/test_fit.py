@@ -1,6 +1,7 @@
 """Fits of captures, against scipy and numpy on all raw pairs, and what is said where there is nothing to fit."""
 
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -200,6 +201,14 @@ def test_in_theory_tanh_and_isru_are_the_papers_solutions(observed):
     assert tanh.form == "A, α from theory" and tanh.intervals.keys() == {"r2"}
 
 
+def test_all_are_those_that_have_the_form(observed):
+    seen = observed[0]
+    bounded = {name for name, curve in CURVES.items() if curve.bounded and name != "softcap"}
+    assert {one.curve for one in normscope.fit(seen, "all", amplitude="theory")} == bounded
+    with pytest.raises(UsageError, match="linear is not bounded"):
+        normscope.fit(seen, "all,linear", amplitude="theory")
+
+
 def test_free_is_the_mean_of_y_at_x_and_no_curve_beats_it(observed):
     seen, raw, _ = observed
     fits = {(one.site, one.curve): one for one in normscope.fit(seen, "all,free")}
@@ -355,6 +364,15 @@ def test_json_says_what_the_fit_is(observed):
     step = 1e-6
     slope = (found(x + step) - found(x - step)) / ((x + step).double() - (x - step).double())
     torch.testing.assert_close(found.derivative(x), slope, rtol=1e-5, atol=0)
+
+
+def test_fits_can_be_pickled_and_be_members_of_a_set(observed):
+    fits = normscope.fit(observed[0], "tanh,derf,free")
+    assert len({*fits, *fits}) == len(fits)
+    for found in fits:
+        copy = pickle.loads(pickle.dumps(found))  # noqa: S301 - our own
+        assert copy.as_dict() == found.as_dict()
+        assert torch.equal(copy(torch.linspace(-9, 9, 7)), found(torch.linspace(-9, 9, 7)))
 
 
 def test_no_curve_passes_the_ceiling_by_more_than_noise(observed):

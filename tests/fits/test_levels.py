@@ -61,6 +61,17 @@ def test_one_curve_everywhere_is_no_better_than_the_best_at_each_site():
     assert layerwise([one for one in fits if one.curve == "tanh"]) is None
 
 
+def test_what_best_stands_for_here_or_there_is_no_curve_everywhere():
+    model = nn.ModuleDict({"one": nn.LayerNorm(64), "two": nn.LayerNorm(64)})
+    model.forward = lambda x: (model["one"](x), model["two"](torch.sinh(x)))
+    seen = normscope.capture(model, [tokens()])
+    best = [one.curve for one in normscope.fit(seen, "best")]
+    assert best[0] != best[1]
+    # One site would have both, and the other one of them.
+    assert layerwise(normscope.fit(seen, f"{best[0]},best")) is None
+    assert layerwise(normscope.fit(seen, "tanh,isru,best")) == layerwise(normscope.fit(seen, "tanh,isru"))
+
+
 def test_joined_bins_hold_what_their_bins_did():
     generator = torch.Generator().manual_seed(0)
     moments = torch.rand(2, 6, PAIR_GRID.size, generator=generator, dtype=torch.float64)

@@ -84,6 +84,16 @@ def test_curves_with_kinks_leave_no_more_than_the_best_of_a_fine_search(solved, 
     assert found.residual == pytest.approx(residual_of(curve, x, y, found.alpha), rel=1e-4)
 
 
+def test_a_kink_among_the_outermost_pairs_is_found(solved):
+    """With a gain for α in a narrow range only, between where all pairs lie on the line and where too few do."""
+    generator = np.random.default_rng(0)
+    x = generator.uniform(-1, 1, 3000).astype(np.float32).astype(float)
+    y = np.clip(1.1 * x, -1, 1) + 0.01 * generator.standard_normal(x.size)
+    found = solved(x, y, "hardtanh")
+    assert not found.straight
+    assert found.alpha == pytest.approx(1.1, rel=5e-3)
+
+
 def lowest(name, x, y, between):
     """Least error of all raw pairs for α between two bounds, and where it is."""
     found = minimize_scalar(
@@ -278,6 +288,8 @@ def test_the_identity_is_the_line(solved):
     found = solved(x, y, "linear")
     assert found.straight and found.converged and found.alpha == 1
     assert found.amplitude == pytest.approx(float(x @ y / (x @ x)), rel=1e-6)
+    given = solved(x, y, "linear", Form(alpha=2.0))
+    assert given.alpha == 2 and 2 * given.amplitude == pytest.approx(found.amplitude, rel=1e-12)
 
 
 def test_softcap_is_tanh_whose_amplitude_is_the_inverse_scale(solved):
