@@ -61,15 +61,18 @@ def test_one_curve_everywhere_is_no_better_than_the_best_at_each_site():
     assert layerwise([one for one in fits if one.curve == "tanh"]) is None
 
 
-def test_what_best_stands_for_here_or_there_is_no_curve_everywhere():
+def test_what_best_stands_for_counts_at_its_site_alone():
     model = nn.ModuleDict({"one": nn.LayerNorm(64), "two": nn.LayerNorm(64)})
     model.forward = lambda x: (model["one"](x), model["two"](torch.sinh(x)))
     seen = normscope.capture(model, [tokens()])
-    best = [one.curve for one in normscope.fit(seen, "best")]
-    assert best[0] != best[1]
-    # One site would have both, and the other one of them.
-    assert layerwise(normscope.fit(seen, f"{best[0]},best")) is None
-    assert layerwise(normscope.fit(seen, "tanh,isru,best")) == layerwise(normscope.fit(seen, "tanh,isru"))
+    best = normscope.fit(seen, "best")
+    assert best[0].curve != best[1].curve
+    assert layerwise(best) is None  # no curve was fitted everywhere
+    tanh = normscope.fit(seen, "tanh")
+    found = layerwise(normscope.fit(seen, "tanh,best"))
+    assert (found.func, found.sites) == ("tanh", 2)
+    assert found.r2 == pytest.approx(np.mean([one.r2 for one in tanh]), rel=1e-12)
+    assert found.r2_best == pytest.approx(np.mean([one.r2 for one in best]), rel=1e-12)
 
 
 def test_joined_bins_hold_what_their_bins_did():
