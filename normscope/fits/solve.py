@@ -99,8 +99,9 @@ def least_squares(nodes: Nodes, coarse: Nodes, curve: Curve, constraints: Constr
     low, high = _range(coarse, objective)
     problem, starts = _starts(_Objective(coarse, curve, objective.constraints), low, high)
     ended = _descended(objective.of(problem), starts, low[problem], high[problem])
-    order = ended.residual.nan_to_num(torch.inf).argsort(descending=True)
-    best = torch.empty_like(low, dtype=torch.long).scatter_(0, problem[order], order)  # the last, and least, remains
+    order = ended.residual.nan_to_num(torch.inf).argsort(stable=True)
+    order = order[problem[order].argsort(stable=True)]  # problem by problem, the least residual first
+    best = order[torch.searchsorted(problem[order], torch.arange(len(low)))]
     return _told(objective, ended.of(best), low, high)
 
 

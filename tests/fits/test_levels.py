@@ -72,7 +72,9 @@ def test_what_best_stands_for_counts_at_its_site_alone():
     found = layerwise(normscope.fit(seen, "tanh,best"))
     assert (found.func, found.sites) == ("tanh", 2)
     assert found.r2 == pytest.approx(np.mean([one.r2 for one in tanh]), rel=1e-12)
-    assert found.r2_best == pytest.approx(np.mean([one.r2 for one in best]), rel=1e-12)
+    # What predicts held-out folds best need not have the largest R² on the pairs that it was fitted to.
+    largest = [max(one.r2, own.r2) for one, own in zip(tanh, best, strict=True)]
+    assert found.r2_best == pytest.approx(np.mean(largest), rel=1e-12)
 
 
 def test_joined_bins_hold_what_their_bins_did():
