@@ -35,8 +35,8 @@ def fit(
     Args:
         capture: what :func:`normscope.capture` returned.
         curves: names of curves (``dyt`` is tanh, ``dyisru`` is isru, ``derf`` is erf with shift), formulas
-            (``mine=x/(1+abs(x))``), or :class:`normscope.Curve`; ``all`` for every curve that is known and has the form,
-            ``free`` for E[y|x] itself, and ``best`` for the one of all of least held-out error.
+            (``mine=x/(1+abs(x))``), or :class:`normscope.Curve`; ``all`` for every curve that is known and has the
+            form, ``free`` for E[y|x] itself, and ``best`` for the one of all of least held-out error.
         per: ``site``; or ``channel``, of a capture that was taken ``per_channel``.
         pool: fit sites together: those of one ``placement``, of one ``kind`` (paths that differ in numbers alone), or
             ``all``.
