@@ -45,17 +45,16 @@ def interval(whole: Tensor, without: Tensor, pairs: Tensor) -> tuple[Tensor, Ten
     return whole - width, whole + width
 
 
-def inside_noise(errors: Tensor, best: Tensor, counts: Tensor) -> Tensor:
+def inside_noise(errors: Tensor, best: Tensor, pairs: Tensor) -> Tensor:
     """Say whether the held-out error of one curve passes another's by less than their folds differ.
 
     Args:
         errors: of each held-out fold, ``(problems, folds)``.
         best: of another curve, likewise.
-        counts: which folds count, bool, likewise.
+        pairs: number of pairs of each fold, likewise; zero for a fold that does not count.
     """
-    folds = counts.sum(-1)
-    difference = torch.where(counts, errors - best, 0.0)
-    mean = difference.sum(-1) / folds
-    squares = torch.where(counts, (difference - mean[:, None]).square(), 0.0).sum(-1)
-    standard_error = (squares / (folds * (folds - 1))).sqrt()
-    return ~(mean > student(folds) * standard_error)
+    difference = torch.where(pairs > 0, errors - best, 0.0)
+    total, number = difference.sum(-1, keepdim=True), pairs.sum(-1, keepdim=True)
+    # A pair's difference, as a fold of many pairs would pass for noise by its size alone.
+    low, _ = interval((total / number)[:, 0], (total - difference) / (number - pairs), pairs)
+    return ~(low > 0)

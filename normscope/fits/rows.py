@@ -123,7 +123,7 @@ def _ranks(problems: Problems, found: Sequence[Fitted]) -> list[list[Columns]]:
             rows.append([{"rank": rank} for rank in place.tolist()])
             continue
         leading = torch.stack([other for other in held if other is not None])[best, torch.arange(len(problems))]
-        noise = inside_noise(own, leading, problems.occupied).tolist()
+        noise = inside_noise(own, leading, problems.n_pairs.where(problems.occupied, 0.0)).tolist()
         told = has_folds.tolist()
         rows.append(
             [

@@ -56,13 +56,16 @@ def test_empty_folds_do_not_count_and_one_is_none():
     assert torch.isnan(low[1]) and torch.isnan(high[1])
 
 
-def test_a_difference_inside_the_folds_noise_is_told_from_one_outside():
+@pytest.mark.parametrize("pairs", [[1] * 8, [20, 1, 1, 1, 1, 1, 1, 1], [10, 10, 1, 1, 1, 1, 1, 1]], ids=str)
+def test_a_difference_inside_the_folds_noise_is_told_from_one_outside(pairs):
     generator = np.random.default_rng(2)
+    pairs = np.array(pairs, float)
     rates = {}
     for lead in (0.0, 3.0):
-        best = torch.from_numpy(generator.standard_normal((4000, 8)) + 50)
-        errors = best + lead / math.sqrt(8) + torch.from_numpy(generator.standard_normal((4000, 8)))
-        rates[lead] = float(inside_noise(errors, best, torch.ones(4000, 8, dtype=torch.bool)).double().mean())
+        best = generator.standard_normal((4000, 8)) + 50
+        errors = best + lead * pairs / math.sqrt(pairs.sum()) + np.sqrt(pairs) * generator.standard_normal((4000, 8))
+        given = (torch.from_numpy(values) for values in (errors, best, np.broadcast_to(pairs, best.shape).copy()))
+        rates[lead] = float(inside_noise(*given).double().mean())
     assert rates[0.0] == pytest.approx(0.975, abs=0.01)  # one side of Student's 95 %
     power = 1 - stats.nct.sf(stats.t.ppf(0.975, 7), 7, 3.0)
     assert rates[3.0] == pytest.approx(power, abs=0.03)
