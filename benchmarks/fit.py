@@ -18,8 +18,9 @@ import normscope
 from normscope.fits.curves import CURVES as FITTED
 from normscope.fits.levels import levels_of
 from normscope.fits.nodes import Nodes
+from normscope.fits.objective import Solutions
 from normscope.fits.problems import batches
-from normscope.fits.solve import Solutions, least_squares
+from normscope.fits.solve import least_squares
 
 PEERS = ("scipy", "lmfit")
 CURVES = {"tanh": np.tanh, "isru": lambda x: x / np.sqrt(1 + x * x)}

@@ -11,7 +11,7 @@ import torch
 from normscope.errors import UsageError, unknown
 from normscope.fits.curves import Curve
 from normscope.fits.levels import Level
-from normscope.fits.solve import Constraints, Solutions, straight_until
+from normscope.fits.objective import Constraints, Solutions, straight_until
 
 AMPLITUDES = ("free", "theory")
 

@@ -12,8 +12,9 @@ from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves import FREE
 from normscope.fits.forms import Form
 from normscope.fits.levels import Level
+from normscope.fits.objective import Solutions
 from normscope.fits.problems import Problems, batches
-from normscope.fits.solve import Solutions, refined
+from normscope.fits.solve import refined
 
 _FORM = Form()
 

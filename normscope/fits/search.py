@@ -12,8 +12,9 @@ from normscope.fits.curves import Curve
 from normscope.fits.forms import Form
 from normscope.fits.goodness import Goodness, goodness
 from normscope.fits.jackknife import interval
+from normscope.fits.objective import Solutions
 from normscope.fits.problems import Problems
-from normscope.fits.solve import Solutions, least_squares, refined
+from normscope.fits.solve import least_squares, refined
 
 
 @dataclass(frozen=True)

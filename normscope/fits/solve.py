@@ -5,19 +5,17 @@ Many problems are solved at once, each from several starts on a grid, by Newton'
 
 from __future__ import annotations
 
-import functools
 import math
-from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from normscope.fits.curves import Curve
 from normscope.fits.nodes import Nodes, dot
+from normscope.fits.objective import Constraints, Objective, Point, Solutions, straight_until
 
 _GRID_POINTS_A_DECADE = 6
 _GRID_POINTS_AT_KINKS = 32  # a kink that has just passed the farthest pairs is a minimum far narrower than a bend's
-_STRAIGHT = 2e-4  # share by which a curve departs from its tangent at the smallest α that is tried
 _STEEPEST = 1e3  # α times the smallest |x| that counts, at which curves are step functions
 _SMALLEST_COUNTS = 1e-3  # of all pairs lie below it
 _FLAT = 1e-9  # of Σy²: where no α explains more than another by that, x has no spread to tell them apart
@@ -33,57 +31,6 @@ _RADIUS = 0.3  # about a step of the grid
 _CLOSE = 1e-7  # in log α and s: a step after which nothing is left to gain
 _ROUNDING = 1e-15  # of Σ w y²: the error near a minimum, where only its slope tells which way is down
 _STEPS = 80
-_LARGEST_SLOPE = 1e12  # in place of the infinite slope that some curves have at their origin
-
-
-@dataclass(frozen=True)
-class Constraints:
-    """What of A, α and s is not searched.
-
-    Attributes:
-        amplitude: A of each problem, float64 ``(problems,)``; None where it is free.
-        alpha: α of all; None where it is free.
-        shifted: whether s is free; otherwise it is zero.
-    """
-
-    amplitude: Tensor | None = None
-    alpha: float | None = None
-    shifted: bool = False
-
-    def of(self, problems: Tensor) -> Constraints:
-        """Return those of some of the problems, by their numbers."""
-        amplitude = None if self.amplitude is None else self.amplitude.index_select(0, problems)
-        return Constraints(amplitude, self.alpha, self.shifted)
-
-
-@dataclass(frozen=True)
-class Solutions:
-    """A, α and s of least squared error, each ``(problems,)``.
-
-    Attributes:
-        amplitude: A.
-        alpha: α, positive.
-        shift: s.
-        residual: Σ w (y − A·f(αx + s))² over all pairs.
-        straight: the pairs do not bend inwards: A and α mean nothing by themselves, and only the line of least squares
-            that they make does.
-        converged: False where α ran into an end of its range, or where no α does better than another.
-    """
-
-    amplitude: Tensor
-    alpha: Tensor
-    shift: Tensor
-    residual: Tensor
-    straight: Tensor
-    converged: Tensor
-
-    def of(self, problems: Tensor) -> Solutions:
-        """Return some of them, by their numbers, as often as they are named."""
-        return Solutions(**{f.name: getattr(self, f.name).index_select(0, problems) for f in fields(self)})
-
-    def predicted(self, curve: Curve, x: Tensor) -> Tensor:
-        """A·f(αx + s) at x, ``(problems, nodes)``."""
-        return self.amplitude[:, None] * curve.function(self.alpha[:, None] * x + self.shift[:, None])
 
 
 def least_squares(nodes: Nodes, coarse: Nodes, curve: Curve, constraints: Constraints | None = None) -> Solutions:
@@ -95,9 +42,9 @@ def least_squares(nodes: Nodes, coarse: Nodes, curve: Curve, constraints: Constr
         curve: f.
         constraints: by default A and α are free, and s where the curve's own layer learns it.
     """
-    objective = _Objective(nodes, curve, constraints or Constraints(shifted=curve.shifted))
+    objective = Objective(nodes, curve, constraints or Constraints(shifted=curve.shifted))
     low, high = _range(coarse, objective)
-    problem, starts = _starts(_Objective(coarse, curve, objective.constraints), low, high)
+    problem, starts = _starts(Objective(coarse, curve, objective.constraints), low, high)
     ended = _descended(objective.of(problem), starts, low[problem], high[problem])
     order = ended.residual.nan_to_num(torch.inf).argsort(stable=True)
     order = order[problem[order].argsort(stable=True)]  # problem by problem, the least residual first
@@ -107,7 +54,7 @@ def least_squares(nodes: Nodes, coarse: Nodes, curve: Curve, constraints: Constr
 
 def refined(nodes: Nodes, curve: Curve, constraints: Constraints, near: Solutions) -> Solutions:
     """Fit one curve to problems of nearly the same pairs as others, from whose solutions the search begins."""
-    objective = _Objective(nodes, curve, constraints)
+    objective = Objective(nodes, curve, constraints)
     start = torch.stack([near.alpha.log(), near.shift], -1)
     width = math.log(_STEEPEST)
     ended = _descended(objective, start, start[:, 0] - width, start[:, 0] + width)
@@ -116,124 +63,7 @@ def refined(nodes: Nodes, curve: Curve, constraints: Constraints, near: Solution
     return found.solutions(near.straight, near.converged)
 
 
-@dataclass(frozen=True)
-class _Point:
-    """What an objective is at log α and s, ``(problems, 2)``, with the best amplitude there."""
-
-    theta: Tensor
-    amplitude: Tensor
-    residual: Tensor
-    gradient: Tensor
-
-    def of(self, problems: Tensor) -> _Point:
-        return _Point(*(values[problems] for values in vars(self).values()))
-
-    def where(self, here: Tensor, other: _Point) -> _Point:
-        """Take this point for some of the problems, bool ``(problems,)``, and another for the rest."""
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return _Point(*(torch.where(here.view(-1, *[1] * (own.ndim - 1)), own, its) for own, its in pairs))
-
-    def put(self, problems: Tensor, other: _Point) -> None:
-        """Replace this point by another at some of the problems, by their numbers."""
-        for own, its in zip(vars(self).values(), vars(other).values(), strict=True):
-            own[problems] = its
-
-    def solutions(self, straight: Tensor, converged: Tensor) -> Solutions:
-        alpha, shift = self.theta[:, 0].exp(), self.theta[:, 1]
-        return Solutions(self.amplitude, alpha, shift, self.residual, straight, converged)
-
-
-@dataclass(frozen=True)
-class _Objective:
-    """Squared error of one curve at several problems, as a function of log α and s."""
-
-    nodes: Nodes
-    curve: Curve
-    constraints: Constraints
-
-    @functools.cached_property
-    def alpha(self) -> float | None:
-        """α where it is not searched: given, or without any effect."""
-        given = self.constraints.alpha
-        return 1.0 if given is None and straight_until(self.curve) == math.inf else given
-
-    @property
-    def free(self) -> list[int]:
-        """Which columns of theta are searched."""
-        return [column for column, is_free in enumerate((self.alpha is None, self.constraints.shifted)) if is_free]
-
-    @property
-    def may_be_straight(self) -> bool:
-        """Whether the curve is a straight line in the limit α → 0."""
-        free = self.constraints.amplitude is None and self.constraints.alpha is None
-        return (
-            free
-            and self.curve.linear_at_origin
-            and self.curve.zero_centred
-            and not self.curve.amplitude_is_inverse_scale
-        )
-
-    @functools.cached_property
-    def explainable(self) -> Tensor:
-        """Σ w y² at the nodes, ``(problems,)``."""
-        return dot(self.nodes.weight * self.nodes.y, self.nodes.y)
-
-    def of(self, problems: Tensor) -> _Objective:
-        return _Objective(self.nodes.of(problems), self.curve, self.constraints.of(problems))
-
-    def amplitude(self, products: Tensor, squares: Tensor, alpha: Tensor) -> Tensor:
-        """A: given, bound to α, or the best one, of Σ w·f·y, Σ w·f² and α, each ``(problems, …)``."""
-        if self.curve.amplitude_is_inverse_scale:
-            return 1 / alpha
-        if self.constraints.amplitude is not None:
-            given = self.constraints.amplitude
-            return given.reshape(-1, *[1] * (alpha.ndim - 1)).expand(alpha.shape)
-        return products / torch.where(squares > 0, squares, torch.inf)
-
-    def errors(self, theta: Tensor) -> Tensor:
-        """Squared error at the nodes for many theta a problem, ``(problems, thetas, 2)``: ``(problems, thetas)``."""
-        alpha = theta[..., 0].exp()
-        values = self.curve.function(alpha[..., None] * self.nodes.x[:, None] + theta[..., 1:])
-        products = (values @ (self.nodes.weight * self.nodes.y)[..., None])[..., 0]
-        squares = (values.square() @ self.nodes.weight[..., None])[..., 0]
-        amplitude = self.amplitude(products, squares, alpha)
-        return self.explainable[:, None] - amplitude * (2 * products - amplitude * squares)
-
-    def at(self, theta: Tensor) -> _Point:
-        alpha, x, y = theta[:, 0].exp(), self.nodes.x, self.nodes.y
-        scaled = alpha[:, None] * x
-        u = scaled + theta[:, 1:]
-        values = self.curve.function(u)
-        weighted = self.nodes.weight * values
-        amplitude = self.amplitude(dot(weighted, y), dot(weighted, values), alpha)
-        off = y - amplitude[:, None] * values
-        weighted = self.nodes.weight * off
-        residual = dot(weighted, off) + self.nodes.scatter.sum(-1)
-        # Where A is the best one, the error does not change with it: α and s move f alone.
-        moved = weighted * self.curve.derivative(u).clamp(-_LARGEST_SLOPE, _LARGEST_SLOPE)
-        gradient = -2 * amplitude[:, None] * torch.stack([dot(moved, scaled), moved.sum(-1)], -1)
-        if self.curve.amplitude_is_inverse_scale:
-            gradient[:, 0] += 2 * amplitude * dot(weighted, values)
-        return _Point(theta, amplitude, residual, gradient)
-
-
-@functools.lru_cache
-def straight_until(curve: Curve) -> float:
-    """Return u up to which a curve is its tangent at the origin, to 2e-4 of it; infinite for the line itself.
-
-    For a curve without one it is where nothing but its power law is left.
-    """
-    if not curve.linear_at_origin:
-        return _STRAIGHT
-    u = torch.logspace(-8, 2, 401, dtype=torch.float64)
-    origin = torch.zeros(1, dtype=torch.float64)
-    tangent = curve.derivative(origin) * u
-    departs = (curve.function(u) - curve.function(origin) - tangent).abs() > _STRAIGHT * tangent.abs()
-    # Half of it, as the nodes that stand for the farthest pairs may lie beyond them.
-    return float(u[departs.nonzero()[0, 0] - 1]) / 2 if departs.any() else math.inf
-
-
-def _range(coarse: Nodes, objective: _Objective) -> tuple[Tensor, Tensor]:
+def _range(coarse: Nodes, objective: Objective) -> tuple[Tensor, Tensor]:
     """Bounds of log α, ``(problems,)``: where the curve is straight over all x, and where it is a step at most."""
     if objective.alpha is not None:
         only = torch.full((len(coarse),), math.log(objective.alpha), dtype=torch.float64)
@@ -258,7 +88,7 @@ def _quantiles(nodes: Nodes, values: Tensor, shares: tuple[float, ...]) -> Tenso
     return ordered.gather(-1, at)
 
 
-def _starts(coarse: _Objective, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+def _starts(coarse: Objective, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     """Look at a grid of α and centres, and return where the error is least, and where else nearly so.
 
     Returns:
@@ -296,7 +126,7 @@ def _starts(coarse: _Objective, low: Tensor, high: Tensor) -> tuple[Tensor, Tens
     return problem, _with_centre_of(start, start[:, 0] + step)
 
 
-def _descended(objective: _Objective, start: Tensor, low: Tensor, high: Tensor) -> _Point:
+def _descended(objective: Objective, start: Tensor, low: Tensor, high: Tensor) -> Point:
     """Follow the squared error downhill from ``start`` to a minimum, with log α in [low, high]."""
     free, ended = objective.free, objective.at(start.clone())
     if not free:
@@ -325,7 +155,7 @@ def _descended(objective: _Objective, start: Tensor, low: Tensor, high: Tensor) 
     return ended
 
 
-def _newton(objective: _Objective, here: _Point, free: list[int], h: float) -> Tensor:
+def _newton(objective: Objective, here: Point, free: list[int], h: float) -> Tensor:
     """Return Newton's step, downhill wherever the error bends: ``(problems, 2)``."""
     step = torch.zeros_like(here.theta)
     beside = [objective.at(here.theta + h * torch.eye(2, dtype=torch.float64)[column]).gradient for column in free]
@@ -338,7 +168,7 @@ def _newton(objective: _Objective, here: _Point, free: list[int], h: float) -> T
     return torch.nan_to_num(step)
 
 
-def _told(objective: _Objective, found: _Point, low: Tensor, high: Tensor) -> Solutions:
+def _told(objective: Objective, found: Point, low: Tensor, high: Tensor) -> Solutions:
     """Say whether the problems bend, and whether one α does better than others."""
     never = torch.zeros_like(low, dtype=torch.bool)
     finite = found.amplitude.isfinite() & found.residual.isfinite()
@@ -351,7 +181,8 @@ def _told(objective: _Objective, found: _Point, low: Tensor, high: Tensor) -> So
     told_apart = torch.maximum(line.residual - found.residual, step) > flat
     bends = (step > flat) & finite
     if not objective.may_be_straight:
-        return found.solutions(never, told_apart & bends & (found.theta[:, 0] > low + _CLOSE))
+        above = (found.theta[:, 0] > low + _CLOSE) & (found.residual <= line.residual)
+        return found.solutions(never, told_apart & bends & above)
     straight = line.residual - found.residual < _BEND * line.residual
     straight |= line.residual < _EXACT * objective.nodes.total
     return line.where(straight, found).solutions(straight, told_apart & (bends | straight))
@@ -362,7 +193,7 @@ def _with_centre_of(theta: Tensor, log_alpha: Tensor) -> Tensor:
     return torch.stack([log_alpha, theta[:, 1] * (log_alpha - theta[:, 0]).exp()], -1)
 
 
-def _line(objective: _Objective, low: Tensor) -> Tensor:
+def _line(objective: Objective, low: Tensor) -> Tensor:
     """Theta at which the curve is the line of least squares."""
     if not objective.constraints.shifted:
         return torch.stack([low, torch.zeros_like(low)], -1)

@@ -13,7 +13,8 @@ from scipy.optimize import brentq, curve_fit, minimize_scalar
 from normscope.fits.curves import CURVES
 from normscope.fits.forms import Form
 from normscope.fits.nodes import joined, nodes_of
-from normscope.fits.solve import Constraints, _descended, _Objective, least_squares
+from normscope.fits.objective import Constraints, Objective
+from normscope.fits.solve import _descended, least_squares
 
 NUMPY = {"tanh": np.tanh, "isru": lambda u: u / np.hypot(1, u)}
 SLOPE = {"tanh": lambda u: np.cosh(np.minimum(np.abs(u), 300)) ** -2.0, "isru": lambda u: np.hypot(1, u) ** -3.0}
@@ -159,7 +160,7 @@ def test_the_descent_ends_at_the_minimum_from_however_far_off_it_starts(moments_
     # Far below, every curve is a line, and far above a step: downhill leads back from as far as it can be felt.
     starts = minimum + torch.linspace(-4, 4, 33, dtype=torch.float64)
     every = torch.zeros(33, dtype=torch.long)
-    objective = _Objective(nodes.of(every), CURVES[name], Constraints())
+    objective = Objective(nodes.of(every), CURVES[name], Constraints())
     wide = torch.full((33,), 9.0, dtype=torch.float64)
     ended = _descended(objective, torch.stack([starts, torch.zeros(33)], -1), minimum - wide, minimum + wide)
     torch.testing.assert_close(ended.theta[:, 0], minimum.expand(33), rtol=0, atol=1e-6)
