@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from normscope.figures.tables import table_by_site, unbroken
+from normscope.fits.curves import FREE
 
 if TYPE_CHECKING:
     from normscope.fits.curve_fit import CurveFit
@@ -38,7 +39,7 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
         shape = [
             _shape(found),
             _alpha(found),
-            *([_NONE if found.curve == "free" else f"{found.shift:.3g}"] if shifted else []),
+            *([_NONE if found.curve == FREE else f"{found.shift:.3g}"] if shifted else []),
         ]
         table.add_row(
             site,
@@ -114,7 +115,7 @@ def _by_site(*names: str) -> Table:
 
 
 def _shape(found: CurveFit) -> str:
-    if found.curve == "free":
+    if found.curve == FREE:
         return _NONE
     if not found.converged:
         return "not converged"
@@ -122,7 +123,7 @@ def _shape(found: CurveFit) -> str:
 
 
 def _alpha(found: CurveFit) -> str:
-    if found.curve == "free":
+    if found.curve == FREE:
         return _NONE
     return "" if found.straight or not found.converged else _with_interval(found, "alpha", "{:.4g}")
 
@@ -168,7 +169,7 @@ def _explained(fits: Sequence[CurveFit]) -> Iterable[str]:
 
 def _forms(fits: Sequence[CurveFit]) -> str:
     """What was fitted of most curves, and of each that differs."""
-    forms = {found.curve: found.form for found in fits if found.curve != "free"}
+    forms = {found.curve: found.form for found in fits if found.curve != FREE}
     usual = max(forms.values(), key=list(forms.values()).count, default="E[y|x]")
     return "; ".join([usual, *(f"{curve}: {form}" for curve, form in forms.items() if form != usual)])
 

@@ -120,7 +120,7 @@ def _rows_of(problems: Problems, wanted: Sequence[str | Curve], describe: Descri
     curves = {curve.name: curve for curve in wanted if isinstance(curve, Curve)}
     if BEST in wanted:
         curves = {**{name: curve for name, curve in CURVES.items() if not describe.form.refusal(curve)}, **curves}
-    numbers = columns(problems, [fitted(problems, curve, describe.form) for curve in curves.values()])
+    numbers = columns(problems, describe.form, [fitted(problems, curve, describe.form) for curve in curves.values()])
     of_levels = []
     for number, level in enumerate(problems.levels):
         made = ceiling(level.moments, level.counts) if level.fold_by else None

@@ -27,7 +27,7 @@ CONSTANT_OUTPUT = "constant output"
 _NO_SPREAD = 1e-14  # of the mean square: below it, what is left of the difference of two squares is rounding
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Level:
     """All pairs that one fit explains.
 

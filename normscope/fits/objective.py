@@ -68,7 +68,14 @@ class Solutions:
 
 @dataclass(frozen=True)
 class Point:
-    """What an objective is at log α and s, ``(problems, 2)``, with the best amplitude there."""
+    """What an objective is at one theta a problem.
+
+    Attributes:
+        theta: log α and s, ``(problems, 2)``.
+        amplitude: the best A there, ``(problems,)``.
+        residual: Σ w (y − A·f(αx + s))² over all pairs, likewise.
+        gradient: of that by theta, ``(problems, 2)``.
+    """
 
     theta: Tensor
     amplitude: Tensor
@@ -95,7 +102,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Objective:
-    """Squared error of one curve at several problems, as a function of log α and s."""
+    """Squared error of one curve at several problems, as a function of theta: log α and s, ``(problems, 2)``.
+
+    Attributes:
+        nodes: the problems.
+        curve: f.
+        constraints: what is not searched.
+    """
 
     nodes: Nodes
     curve: Curve
@@ -150,6 +163,7 @@ class Objective:
         return self.explainable[:, None] - amplitude * (2 * products - amplitude * squares)
 
     def at(self, theta: Tensor) -> Point:
+        """Squared error over all pairs, and its gradient, at one theta a problem, ``(problems, 2)``."""
         alpha, x, y = theta[:, 0].exp(), self.nodes.x, self.nodes.y
         scaled = alpha[:, None] * x
         u = scaled + theta[:, 1:]
@@ -179,5 +193,8 @@ def straight_until(curve: Curve) -> float:
     origin = torch.zeros(1, dtype=torch.float64)
     tangent = curve.derivative(origin) * u
     departs = (curve.function(u) - curve.function(origin) - tangent).abs() > _STRAIGHT * tangent.abs()
+    if not departs.any():
+        return math.inf
+    first = int(departs.nonzero()[0, 0])
     # Half of it, as the nodes that stand for the farthest pairs may lie beyond them.
-    return float(u[departs.nonzero()[0, 0] - 1]) / 2 if departs.any() else math.inf
+    return float(u[max(first - 1, 0)]) / 2

@@ -17,7 +17,7 @@ _FEW_BINS = 512  # so many need not be joined: x that lies within a few octaves 
 _COARSER = 8  # times fewer bins, for the first look
 _NEGLIGIBLE = 1e-3  # share of Σy² beyond the grid, or of Σx² below it
 _STRAIGHT_UP_TO = 0.1  # u below which curves depart little from their tangent
-_SUMS_AT_ONCE = 512  # folds of levels
+_BINS_AT_ONCE = 2**20  # of all folds and levels: some tens of megabytes
 
 
 class Problems:
@@ -35,8 +35,8 @@ class Problems:
         grid = levels[0].grid
         self._bins_an_octave = bins_an_octave
         width = 2**grid.mantissa_bits // bins_an_octave
-        self._moments = torch.stack([joined(level.moments, width) for level in levels])
-        self._counts = torch.stack([joined(level.counts, width) for level in levels])
+        self._moments = _stacked([level.moments for level in levels], width)
+        self._counts = _stacked([level.counts for level in levels], width)
 
     def __len__(self) -> int:
         """Return the number of problems."""
@@ -101,6 +101,11 @@ class Problems:
         return self._made[name, odd]
 
 
+def _stacked(sums: Sequence[Tensor], width: int) -> Tensor:
+    """Join so many neighbouring bins of each, and bring all together, ``(levels, …, bins)``."""
+    return torch.stack([joined(one, width) for one in sums] if width > 1 else list(sums))
+
+
 def batches(levels: Sequence[Level]) -> Iterator[tuple[list[int], Problems]]:
     """Put levels that have something to fit into batches; yield their numbers among ``levels`` with each."""
     alike: dict[tuple[int, int], list[int]] = {}
@@ -110,7 +115,9 @@ def batches(levels: Sequence[Level]) -> Iterator[tuple[list[int], Problems]]:
             few = octave <= _BINS_AN_OCTAVE or int((level.counts > 0).any(0).sum()) <= _FEW_BINS
             alike.setdefault((octave, octave if few else _BINS_AN_OCTAVE), []).append(number)
     for (_, bins_an_octave), numbers in alike.items():
-        at_once = _SUMS_AT_ONCE // len(levels[numbers[0]].moments)
+        first = levels[numbers[0]]
+        bins = first.counts.numel() * bins_an_octave // 2**first.grid.mantissa_bits
+        at_once = max(1, _BINS_AT_ONCE // bins)
         for start in range(0, len(numbers), at_once):
             part = numbers[start : start + at_once]
             yield part, Problems([levels[number] for number in part], bins_an_octave)

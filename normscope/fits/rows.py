@@ -11,7 +11,7 @@ import torch
 
 from normscope.fits.ceiling import Ceiling, free
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.curves import CURVES, Curve
+from normscope.fits.curves import CURVES, FREE, Curve
 from normscope.fits.forms import Form
 from normscope.fits.goodness import goodness, tails
 from normscope.fits.jackknife import inside_noise
@@ -45,7 +45,6 @@ class Describe:
             channel=level.channel,
             curve=curve.name,
             function=curve,
-            form=self.form.words(curve),
             weights_by=self.weights_by,
             folds=level.fold_by,
             r2_ceiling=made.r2 if made else None,
@@ -55,7 +54,7 @@ class Describe:
     def empty(self, level: Level, curve: Curve | str) -> CurveFit:
         """Make the record of a level with nothing to fit."""
         known = curve if isinstance(curve, Curve) else replace(CURVES["linear"], name=curve)
-        nothing = {"nothing": level.nothing, "straight": False, "converged": False}
+        nothing = {"nothing": level.nothing, "straight": False, "converged": False, "form": self.form.words(known)}
         numbers = {"n_pairs": int(level.counts.sum()), **dict.fromkeys(_NUMBERS, math.nan)}
         return self.row(level, known, None, **numbers, **nothing)
 
@@ -69,15 +68,15 @@ class Describe:
         ).numbers(0)
         own = {"amplitude": 1.0, "alpha": 1.0, "shift": 0.0, "straight": False, "converged": True}
         numbers = {"n_pairs": int(level.counts.sum()), "r2_cv": made.r2 if made else None, **found}
-        return replace(self.row(level, curve, made, **own, **numbers), form="free")
+        return self.row(level, curve, made, form=FREE, **own, **numbers)
 
 
-def columns(problems: Problems, found: Sequence[Fitted]) -> list[list[Columns]]:
-    """Return the numbers of each curve, and of each problem, by the names of CurveFit's fields."""
+def columns(problems: Problems, form: Form, found: Sequence[Fitted]) -> list[list[Columns]]:
+    """Return what is known of each curve, and of each problem, by the names of CurveFit's fields."""
     ranks = _ranks(problems, found)
     return [
-        [{**own, **rank} for own, rank in zip(_columns(problems, one), more, strict=True)]
-        for one, more in zip(found, ranks, strict=True)
+        [{"form": words, **own, **rank} for own, rank in zip(_columns(problems, one), more, strict=True)]
+        for one, more, words in zip(found, ranks, (form.words(one.curve) for one in found), strict=True)
     ]
 
 

@@ -14,7 +14,7 @@ from normscope.fits.curves import Curve
 from normscope.fits.nodes import Nodes, dot
 from normscope.fits.objective import Constraints, Objective, Point, Solutions, straight_until
 
-_GRID_POINTS_A_DECADE = 6
+_GRID_POINTS_A_DECADE = 5
 _GRID_POINTS_AT_KINKS = 32  # a kink that has just passed the farthest pairs is a minimum far narrower than a bend's
 _STEEPEST = 1e3  # α times the smallest |x| that counts, at which curves are step functions
 _SMALLEST_COUNTS = 1e-3  # of all pairs lie below it

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import normscope
 from normscope.cli import app
+from normscope.fits.curves import CURVES
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak memory is read from /proc")
 CHECKOUT = Path(normscope.__file__).parents[1]
@@ -114,14 +115,25 @@ def test_a_network_of_the_papers(name, folder, capfd):
 
 def is_drawn_and_fitted(folder, kinds, weights):
     """Go on from the capture in this process, which has imported everything already."""
-    seen = str(folder / "seen.safetensors")
-    fits = json.loads(CliRunner().invoke(app, ["fit", seen, "--json"]).stdout)["fits"]
-    assert len(fits) == 2 * sum(kinds.values())
-    assert all(found["weights"].startswith(weights) and 0 < found["r2"] <= 1 for found in fits)
-    drawing = ["plot", seen, "--layers", "4", "--json", "-o", str(folder)]
-    (drawn,) = json.loads(CliRunner().invoke(app, drawing).stdout)["figures"]
+    seen, sites = str(folder / "seen.safetensors"), sum(kinds.values())
+
+    def document(*arguments):
+        return json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+
+    fits = document("fit", seen, "--func", "all")["fits"]
+    assert len(fits) == len(CURVES) * sites
+    assert all(found["weights"].startswith(weights) for found in fits)
+    assert all(0 < found["r2"] <= 1 for found in fits if found["func"] in ("tanh", "isru", "erf"))
+    assert len(document("stats", seen)["sites"]) == sites
+    drawing = ("--layers", "4", "-o", str(folder))
+    (drawn,) = document("plot", seen, *drawing)["figures"]
     assert len(drawn["sites"]) == 4
-    assert Path(drawn["file"]).stat().st_size > 100_000
+    (view,) = document("gradient", seen, *drawing)["figures"]
+    both = document("compare", seen, seen, *drawing)
+    assert all(
+        row["r2"] == fits[0]["r2"] for row in both["sites"] if row["site"] == fits[0]["site"] and row["func"] == "tanh"
+    )
+    assert all(Path(file).stat().st_size > 50_000 for file in (drawn["file"], view["file"], both["figure"]))
 
 
 def test_a_small_llama_from_the_folder_that_transformers_writes(folder, capfd):
