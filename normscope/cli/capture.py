@@ -67,7 +67,7 @@ def capture(
     as_csv: AsCsv = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run a model and keep what its norms did, in a file that `plot` and `fit` take in place of a model."""
+    """Run a model and keep what its norms did, in a file that other commands take in place of a model."""
     say = Output(as_json, quiet, as_csv=as_csv)
     check_models([model])
     check_writable(output)

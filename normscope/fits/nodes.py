@@ -67,8 +67,11 @@ def joined(moments: Tensor, width: int) -> Tensor:
     if width == 1:
         return moments
     centre = moments.shape[-1] // 2
-    sides = (moments[..., 1:centre], moments[..., centre + 1 : -1])
-    negative, positive = (side.reshape(*side.shape[:-1], -1, width).sum(-1) for side in sides)
+    # Slices added up: a sum over an axis of a few bins takes five times as long.
+    negative, positive = (
+        sum((side[..., place::width] for place in range(1, width)), side[..., ::width])
+        for side in (moments[..., 1:centre], moments[..., centre + 1 : -1])
+    )
     return torch.cat([moments[..., :1], negative, moments[..., centre, None], positive, moments[..., -1:]], -1)
 
 
