@@ -85,7 +85,7 @@ def check_models(names: Sequence[str]) -> None:
             if not _is_file(name):
                 raise
             raise UsageError(
-                f"{name} names a file, not a model. `plot`, `fit`, `stats`, `gradient` and `compare` take capture files; "
+                f"{name} names a file, not a model. `plot`, `fit`, `stats`, `gradient` and `compare` take captures; "
                 f"--weights takes a file of weights."
             ) from None
 

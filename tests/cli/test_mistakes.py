@@ -74,7 +74,7 @@ MISTAKES = [
     (["fit", "demo_vit", "demo_vitt"], 3, "There is no model 'demo_vitt'. Did you mean"),
     (["fit", "demo_vit", "nowhere.safetensors"], 4, "There is no capture file nowhere.safetensors"),
     (["capture", "seen.safetensors", "-o", "b.safetensors"], 2, "seen.safetensors names a file, not a model."),
-    (["layers", "demo_vit", "notes.txt"], 2, "`gradient` and `compare` take capture files"),
+    (["layers", "demo_vit", "notes.txt"], 2, "`gradient` and `compare` take captures"),
     (["plot", "--seed", str(2**63)], 2, "9223372036854775808 takes more than 64 bits"),
     (["plot", "--seed", str(-(2**63) - 1)], 2, "'--seed'"),
     (["plot", "--limit", str(2**64)], 2, "'--limit'"),
