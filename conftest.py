@@ -1,5 +1,9 @@
 """Doctests are looked for in every module; those that import Triton can only be where it is."""
 
+import os
 from importlib.util import find_spec
+
+# As the command line does before torch is imported: threads that spin while they wait take the suite minutes.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 collect_ignore_glob = [] if find_spec("triton") else ["normscope/pairs/binning/cuda*.py"]
