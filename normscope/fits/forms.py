@@ -55,6 +55,8 @@ class Form:
             return (
                 f"{curve.name} is not bounded by an amplitude of its own, so that none follows from the bound of |y|."
             )
+        if self.needs_bound and not curve.zero_centred:
+            return f"{curve.name} is not centred at zero, so that the bounds ±A of y are not those of its values."
         if self.theory and not curve.linear_at_origin:
             return f"{curve.name} has no slope at the origin, so that no α follows from the norm's."
         return None

@@ -203,7 +203,7 @@ def test_in_theory_tanh_and_isru_are_the_papers_solutions(observed):
 
 def test_all_are_those_that_have_the_form(observed):
     seen = observed[0]
-    bounded = {name for name, curve in CURVES.items() if curve.bounded and name != "softcap"}
+    bounded = {name for name, curve in CURVES.items() if curve.bounded} - {"softcap", "sigmoid"}
     assert {one.curve for one in normscope.fit(seen, "all", amplitude="theory")} == bounded
     with pytest.raises(UsageError, match="linear is not bounded"):
         normscope.fit(seen, "all,linear", amplitude="theory")
@@ -336,6 +336,8 @@ def test_what_contradicts_itself_is_refused(observed):
         ({"theory": True, "alpha": 1.0}, UsageError, "follows from theory"),
         ({"theory": True, "curves": "cubsign"}, UsageError, "cubsign has no slope at the origin"),
         ({"amplitude": "theory", "curves": "linear"}, UsageError, "linear is not bounded"),
+        ({"amplitude": "theory", "curves": "sigmoid"}, UsageError, "sigmoid is not centred at zero"),
+        ({"theory": True, "curves": "sigmoid"}, UsageError, "sigmoid is not centred at zero"),
         ({"per": "channel", "pool": "all"}, UsageError, "site by site"),
         ({"per": "channel", "weights_by": "gamma"}, UsageError, "site by site"),
     ):
