@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from normscope.pairs.stats import PairStats
     from normscope.pairs.storage import load as load_capture
     from normscope.pairs.storage import save as save_capture
+    from normscope.swaps.pointwise import Derf, DyISRU, DyT, PointwiseFunction
+    from normscope.swaps.replace import Swap, swap
 
 _HOMES = {
     "Advice": "fits.advice.Advice",
@@ -44,12 +46,17 @@ _HOMES = {
     "Compared": "fits.comparison.Compared",
     "Curve": "fits.curves.Curve",
     "CurveFit": "fits.curve_fit.CurveFit",
+    "Derf": "swaps.pointwise.Derf",
+    "DyISRU": "swaps.pointwise.DyISRU",
+    "DyT": "swaps.pointwise.DyT",
     "GradientView": "fits.gradient.GradientView",
     "Layerwise": "fits.layerwise.Layerwise",
     "NormCard": "fits.card.NormCard",
     "NormscopeError": "errors.NormscopeError",
     "PairStats": "pairs.stats.PairStats",
+    "PointwiseFunction": "swaps.pointwise.PointwiseFunction",
     "Sample": "batches.Sample",
+    "Swap": "swaps.replace.Swap",
     "TokenSlopes": "fits.tokens.TokenSlopes",
     "advise": "fits.advice.advise",
     "capture": "pairs.hooks.capture",
@@ -67,6 +74,7 @@ _HOMES = {
     "plot_gradient": "figures.gradient.plot_gradient",
     "register_norm": "pairs.norms.register_norm",
     "save_capture": "pairs.storage.save",
+    "swap": "swaps.replace.swap",
     "token_slopes": "fits.tokens.token_slopes",
 }
 
@@ -77,12 +85,17 @@ __all__ = [
     "Compared",
     "Curve",
     "CurveFit",
+    "Derf",
+    "DyISRU",
+    "DyT",
     "GradientView",
     "Layerwise",
     "NormCard",
     "NormscopeError",
     "PairStats",
+    "PointwiseFunction",
     "Sample",
+    "Swap",
     "TokenSlopes",
     "advise",
     "capture",
@@ -100,6 +113,7 @@ __all__ = [
     "plot_gradient",
     "register_norm",
     "save_capture",
+    "swap",
     "token_slopes",
 ]
 

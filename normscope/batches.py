@@ -7,7 +7,7 @@ one word that they share.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -59,20 +59,28 @@ class Batch:
 
     def first(self, number: int) -> Batch:
         """Return the batch that holds the first ``number`` of this batch's samples, or all where there are fewer."""
+        return self._of(slice(number))
+
+    def take(self, numbers: Sequence[int]) -> Batch:
+        """Return the batch that holds some of this batch's samples, by their numbers within it."""
+        return self._of(list(numbers))
+
+    def _of(self, which: slice | list[int]) -> Batch:
         import torch
 
-        def first(value: Any) -> Any:
+        def part(value: Any) -> Any:
             if isinstance(value, Mapping):
-                return {key: first(own) for key, own in value.items()}
+                return {key: part(own) for key, own in value.items()}
             whole = isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == len(self.samples)
-            return value[:number] if whole else value
+            return value[which] if whole else value
 
+        samples = self.samples[which] if isinstance(which, slice) else tuple(self.samples[i] for i in which)
         return replace(
             self,
-            args=tuple(first(value) for value in self.args),
-            kwargs=first(self.kwargs),
-            samples=self.samples[:number],
-            valid=first(self.valid),
+            args=tuple(part(value) for value in self.args),
+            kwargs=part(self.kwargs),
+            samples=samples,
+            valid=part(self.valid),
         )
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:

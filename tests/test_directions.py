@@ -10,16 +10,19 @@ import pytest
 import normscope
 
 PACKAGE = Path(normscope.__file__).parent
-ROOT = {"errors", "batches", "files"}
+ROOT = {"errors", "batches", "files", "outputs", "splits"}
 ALLOWED = {
     "errors": set(),
     "batches": {"errors"},
+    "outputs": {"errors", "batches"},
+    "splits": {"errors", "batches"},
     "files": {"errors"},
     "pairs": ROOT,
     "fits": ROOT | {"pairs"},
     "models": ROOT,
+    "swaps": ROOT | {"pairs", "fits"},
     "figures": ROOT | {"pairs", "fits"},
-    "cli": ROOT | {"pairs", "fits", "models", "figures"},
+    "cli": ROOT | {"pairs", "fits", "models", "figures", "swaps"},
 }
 LIBRARIES = {
     "triton": {"pairs/binning/cuda", "swaps/kernels"},

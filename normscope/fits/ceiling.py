@@ -111,12 +111,12 @@ def free(moments: Tensor, counts: Tensor, made: Ceiling | None) -> Curve:
     (bounds,) = _groups(number, np.array([0, len(number)]), [made.least_count if made else _LEAST_COUNT])
     weight, x, y, xx, xy, _ = np.add.reduceat(bins, bounds[:-1], axis=1)
     beyond = float(xy.sum() / xx.sum()) if made and made.along_line and xx.sum() > 0 else 0.0
-    line = _Piecewise(x / weight, y / weight, beyond)
+    line = Piecewise(x / weight, y / weight, beyond)
     return Curve(
         name=FREE,
         aliases=(),
         formula="E[y|x]",
-        function=line.value,
+        function=line,
         derivative=line.slope,
         source="the pairs themselves",
         limit=None,
@@ -129,7 +129,7 @@ def free(moments: Tensor, counts: Tensor, made: Ceiling | None) -> Curve:
 
 
 @dataclass(frozen=True, eq=False)
-class _Piecewise:
+class Piecewise:
     """Lines between points of ascending x, ``at``, and ``mean`` there; beyond them all, of slope ``beyond``."""
 
     at: Array
@@ -142,7 +142,7 @@ class _Piecewise:
         between = np.diff(self.mean) / np.maximum(np.diff(self.at), 1e-300)
         return np.concatenate([[self.beyond], between, [self.beyond]])
 
-    def value(self, u: Tensor) -> Tensor:
+    def __call__(self, u: Tensor) -> Tensor:
         given = u.detach().double().numpy()
         outside = given - np.clip(given, self.at[0], self.at[-1])
         return torch.from_numpy(np.asarray(np.interp(given, self.at, self.mean) + self.beyond * outside))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from normscope.fits.curves import FREE, Curve
+from normscope.pairs.sites import NormSite
 
 Interval = tuple[float, float]
 
@@ -54,6 +55,7 @@ class CurveFit:
         in_noise: whether the first of them is better by less than the folds differ; None without folds.
         best: whether this is the curve that ``best`` stands for.
         nothing: why there was nothing to fit, in words; None where there was.
+        norm: what is known of the norm, for whatever takes its place; None of pooled sites.
     """
 
     model: str
@@ -88,6 +90,7 @@ class CurveFit:
     in_noise: bool | None = None
     best: bool = False
     nothing: str | None = None
+    norm: NormSite | None = field(default=None, repr=False, compare=False)
 
     @property
     def slope(self) -> float:

@@ -48,6 +48,7 @@ class Describe:
             weights_by=self.weights_by,
             folds=level.fold_by,
             r2_ceiling=made.r2 if made else None,
+            norm=next((site for site in self.capture.sites if site.name == level.site), None),
             **columns,
         )
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
+
+from normscope.outputs import Outputs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,12 +96,17 @@ class LoadedModel:
         module: in eval mode, on the asked-for device and in the asked-for dtype.
         inputs: batches on the same device, floating-point tensors in the same dtype.
         provenance: where the weights come from.
+        outputs: how to read what the module returns.
+        calibration: inputs to learn from, apart from ``inputs``: what a swap's start values are fitted to, and what it
+            is healed on; None where there are none but ``inputs``.
     """
 
     name: str
     module: nn.Module
     inputs: Inputs
     provenance: Provenance
+    outputs: Outputs = field(default_factory=Outputs)
+    calibration: Inputs | None = None
 
     @property
     def about(self) -> dict[str, str]:

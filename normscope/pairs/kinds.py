@@ -91,10 +91,15 @@ class NormKind:
 
     def gamma(self, module: nn.Module, channels: int) -> Tensor:
         """Return what the affine step multiplies each channel's y by, ``(channels,)``, whatever it does with weight."""
+        return self.gain_and_offset(module, channels)[0]
+
+    def gain_and_offset(self, module: nn.Module, channels: int) -> tuple[Tensor, Tensor]:
+        """Return what the affine step makes of y, gain · y + offset, each float32 ``(channels,)``."""
         groups = self.groups(module) if self.groups is not None else 1
         own = itertools.chain(module.parameters(), module.buffers())
         zero = torch.zeros(groups, channels // groups, device=next((tensor.device for tensor in own), None))
-        return (self.affine(module, zero + 1) - self.affine(module, zero)).detach().flatten()
+        offset = self.affine(module, zero)
+        return (self.affine(module, zero + 1) - offset).detach().flatten(), offset.detach().flatten()
 
     def _batched(self, x: Tensor) -> Tensor:
         return x[None] if x.ndim == self.unbatched_axes else x

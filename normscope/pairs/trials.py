@@ -8,6 +8,7 @@ forms apart, and what still fits in more than one way is not taken for either.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ from normscope.pairs.formulas import (
     unit_offset,
 )
 from normscope.pairs.kinds import NormKind, group_norm, named_eps, running_norm, token_norm
+from normscope.pairs.norms import ancestor_kind, kind_of, refusal
+from normscope.pairs.sites import NormSite
 from normscope.pairs.verify import excess
 
 _AFFINES = (scale_and_shift, unit_offset, unit_length)
@@ -82,6 +85,29 @@ def identified(module: nn.Module, call: _Call, x: Tensor, output: Tensor, ancest
     if any(not _same_y(found[0], other, module, s.input) for other in found[1:] for s in (*shown[:2], _Shown(x, x))):
         return f"its output fits more than one form (weights of zero hide y); {register}"
     return found[0]
+
+
+@torch.no_grad()
+def kind_at(module: nn.Module, site: NormSite) -> NormKind | str:
+    """Say how a module normalizes that was found at a site before, without running the network; or why it is no norm.
+
+    Args:
+        module: in eval mode; where its class is in no table it is called, on noise.
+        site: as it was found.
+    """
+    known = kind_of(module) or refusal(module)
+    if known is not None:
+        return known
+    own = next(itertools.chain(module.parameters(), module.buffers()), torch.zeros(()))
+    axes = (site.channel_axis,) if isinstance(site.channel_axis, int) else site.channel_axis
+    behind = max((-axis for axis in axes if axis < 0), default=1)
+    ndim = 3 if len(axes) == 1 else max(behind, len(axes)) + 2
+    shape = [3] * ndim
+    for axis, size in zip(axes, site.normalized_shape, strict=True):
+        shape[axis] = size
+    shape[0] = 2
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(own.device, own.dtype)
+    return identified(module, ((x,), {}), x, copy.deepcopy(module)(x), ancestor_kind(module))
 
 
 def _probed(module: nn.Module, call: _Call, x: Tensor, shape: list[int]) -> list[_Shown]:

@@ -1,0 +1,232 @@
+"""Point-wise functions: what takes a norm's place, weight · f(αx + s) + bias with one curve f for each module.
+
+DyT is f = tanh (arXiv 2503.10622, eq. 3), DyISRU f(u) = u / √(1 + u²) (arXiv 2503.21708), Derf f = erf with a shift
+(arXiv 2512.10938). A fitted amplitude A is part of the weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from normscope.errors import UsageError
+from normscope.fits.ceiling import Piecewise
+from normscope.fits.curves import CURVES, Curve, curves_named
+
+
+class PointwiseFunction(nn.Module):
+    """weight · f(αx + s) + bias, elementwise: no element of the output hangs on another of the input.
+
+    Computed in float32 at least and returned in the input's dtype, as norms do.
+
+    Args:
+        curve: f, or its name: ``tanh`` (``dyt``), ``isru`` (``dyisru``), ``erf`` (``derf``), …, or a formula of x.
+        normalized_shape: sizes of the axes that number the channels, as of the norm whose place it takes.
+        channel_axis: the axis of its input that numbers the channels, where ``normalized_shape`` is one number;
+            several numbers are those of the last axes.
+        alpha: α to begin with: a number, or one for each channel, ``(channels,)``.
+        shift: s to begin with, likewise; None for a function without one.
+        elementwise_affine: whether weight and bias are one a channel. Without, the weight is the amplitude alone,
+            ``(1,)``, and there is no bias.
+        bias: whether there is a bias.
+
+    Attributes:
+        alpha: ``(1,)`` or, per channel, ``(channels,)``.
+        shift: likewise, or None.
+        weight: ``normalized_shape``, or ``(1,)``.
+        bias: ``normalized_shape``, or None.
+
+    Shape: any input with the channels at their axis; the output has its shape and dtype. The names of the parameters
+    are those of the published DyT and Derf layers.
+
+    Raises:
+        UsageError: if there is no such curve, or if there are not as many α or s as channels.
+
+    >>> layer = PointwiseFunction("tanh", 4, alpha=0.5)
+    >>> layer(torch.tensor([[0.0, 1.0, 2.0, 100.0]]))
+    tensor([[0.0000, 0.4621, 0.7616, 1.0000]], grad_fn=<...>)
+    >>> sorted(layer.state_dict())
+    ['alpha', 'bias', 'weight']
+    """
+
+    # No norm's: of two NaN, none is the other's equal, and so nn.TransformerEncoderLayer keeps from its fused path,
+    # which would take this weight and bias for those of a LayerNorm.
+    eps = math.nan
+
+    alpha: nn.Parameter
+    shift: nn.Parameter | None
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        curve: str | Curve,
+        normalized_shape: int | Sequence[int],
+        *,
+        channel_axis: int = -1,
+        alpha: float | Tensor = 0.5,
+        shift: float | Tensor | None = None,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.curve = curve if isinstance(curve, Curve) else _curve_named(curve)
+        self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        self.channel_axis = channel_axis if len(self.normalized_shape) == 1 else -1
+        self.table = Table(self.curve.function) if isinstance(self.curve.function, Piecewise) else None
+        self.activation: Callable[[nn.Module, Tensor], Tensor] | None = None
+        self.alpha = nn.Parameter(self._one_or_each("alpha", alpha))
+        self.shift = None if shift is None else nn.Parameter(self._one_or_each("shift", shift))
+        affine = self.normalized_shape if elementwise_affine else (1,)
+        self.weight = nn.Parameter(torch.ones(affine))
+        self.bias = nn.Parameter(torch.zeros(affine)) if bias and elementwise_affine else None
+
+    @property
+    def per_channel(self) -> bool:
+        """Whether each channel has an α of its own."""
+        return self.alpha.numel() > 1
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply it to every element."""
+        function = self.curve.function if self.table is None else self.table
+        alpha, shift, weight, bias = (self._along(input, part) for part in self._parts())
+        assert alpha is not None and weight is not None  # noqa: S101 - only a shift and a bias may be missing
+        output = pointwise(input, function, alpha, shift, weight, bias)
+        return output if self.activation is None else self.activation(self, output)
+
+    def extra_repr(self) -> str:
+        """Say which function, over how many channels, and where they are."""
+        shape = ", ".join(map(str, self.normalized_shape))
+        axis = "" if self.channel_axis == -1 else f", channel_axis={self.channel_axis}"
+        return f"{self.curve.name}, {shape}{axis}"
+
+    def _parts(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        return self.alpha, self.shift, self.weight, self.bias
+
+    def _along(self, input: Tensor, part: Tensor | None) -> Tensor | None:
+        """View one number a channel such that it meets its channel of the input."""
+        if part is None or part.numel() == 1 or self.channel_axis == -1:
+            return part
+        behind = (-self.channel_axis if self.channel_axis < 0 else input.ndim - self.channel_axis) - 1
+        return part.view(-1, *[1] * behind)
+
+    def _one_or_each(self, name: str, value: float | Tensor) -> Tensor:
+        given = torch.as_tensor(value, dtype=torch.float32).detach().clone()
+        if given.numel() == 1:
+            return given.reshape(1)
+        if given.numel() != math.prod(self.normalized_shape):
+            raise UsageError(
+                f"{name} has {given.numel()} numbers; it takes one, or one for each of the "
+                f"{math.prod(self.normalized_shape)} channels."
+            )
+        return given.reshape(self.normalized_shape)
+
+
+def pointwise(
+    x: Tensor,
+    function: Callable[[Tensor], Tensor],
+    alpha: Tensor,
+    shift: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    """Weight · f(αx + s) + bias in plain torch, in float32 at least: what fused kernels are held to.
+
+    Args:
+        x: of any shape.
+        function: f, elementwise.
+        alpha: broadcast over x, as are the others.
+        shift: None for none.
+        weight: holds the amplitude.
+        bias: None for none.
+
+    Returns:
+        A tensor of x's shape and dtype.
+    """
+    inside = torch.promote_types(x.dtype, torch.float32)
+    u = alpha.to(inside) * x.to(inside)
+    if shift is not None:
+        u = u + shift.to(inside)
+    y = weight.to(inside) * function(u)
+    if bias is not None:
+        y = y + bias.to(inside)
+    return y.to(x.dtype)
+
+
+class Table(nn.Module):
+    """A function as lines between its points: how E[y|x] itself, which has no formula, is evaluated.
+
+    >>> import numpy as np
+    >>> Table(Piecewise(np.array([0.0, 1.0]), np.array([0.0, 3.0]), beyond=0.0))(torch.tensor([-2.0, 0.5, 9.0]))
+    tensor([0.0000, 1.5000, 3.0000])
+    """
+
+    at: Tensor
+    mean: Tensor
+    slopes: Tensor
+
+    def __init__(self, lines: Piecewise) -> None:
+        super().__init__()
+        for name in ("at", "mean", "slopes"):
+            self.register_buffer(name, torch.from_numpy(getattr(lines, name)).float())
+
+    def forward(self, u: Tensor) -> Tensor:
+        """Evaluate at u, of any shape, float32 or float64."""
+        at, mean, slopes = (table.to(u.dtype) for table in (self.at, self.mean, self.slopes))
+        piece = torch.searchsorted(at, u.detach().contiguous())
+        known = (piece - 1).clamp_min(0)
+        return mean[known] + slopes[piece] * (u - at[known])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Table:
+        """Go to another device, but never to half precision: neighbouring points would fall into one."""
+        for name, table in self.named_buffers():
+            setattr(self, name, table.to(fn(table).device))
+        return self
+
+
+def DyT(  # noqa: N802 - the paper's own name
+    normalized_shape: int | Sequence[int], *, alpha: float = 0.5, channel_axis: int = -1
+) -> PointwiseFunction:
+    """Dynamic Tanh: weight · tanh(αx) + bias, α one number, 0.5 to begin with (arXiv 2503.10622, eq. 3).
+
+    >>> DyT(768)
+    PointwiseFunction(tanh, 768)
+    """
+    return PointwiseFunction("tanh", normalized_shape, alpha=alpha, channel_axis=channel_axis)
+
+
+def DyISRU(  # noqa: N802 - the paper's own name
+    normalized_shape: int | Sequence[int],
+    *,
+    C: float = 4.0,  # noqa: N803 - the paper's own sign
+    channel_axis: int = -1,
+) -> PointwiseFunction:
+    """Dynamic inverse square root unit: weight · x / √(x² + C) + bias, which is isru with α = 1/√C (arXiv 2503.21708).
+
+    >>> DyISRU(768, C=4.0).alpha.item()
+    0.5
+    """
+    if not 0 < C < math.inf:
+        raise UsageError(f"C is {C}; it is a positive number, in units of x².")
+    return PointwiseFunction("isru", normalized_shape, alpha=1 / math.sqrt(C), channel_axis=channel_axis)
+
+
+def Derf(  # noqa: N802 - the paper's own name
+    normalized_shape: int | Sequence[int], *, alpha: float = 0.5, shift: float = 0.0, channel_axis: int = -1
+) -> PointwiseFunction:
+    """Dynamic erf: weight · erf(αx + s) + bias, α 0.5 and s 0 to begin with (arXiv 2512.10938).
+
+    >>> sorted(Derf(768).state_dict())
+    ['alpha', 'bias', 'shift', 'weight']
+    """
+    return PointwiseFunction("erf", normalized_shape, alpha=alpha, shift=shift, channel_axis=channel_axis)
+
+
+def _curve_named(name: str) -> Curve:
+    found = curves_named(name)
+    if len(found) != 1:
+        raise UsageError(f"{name!r} names {len(found)} curves; a point-wise function has one of {', '.join(CURVES)}.")
+    return found[0]

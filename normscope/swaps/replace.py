@@ -1,0 +1,247 @@
+"""Put point-wise functions in the place of a network's norms, and take them out again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from normscope.errors import ModelError, UsageError
+from normscope.fits.curves import Curve
+from normscope.pairs.formulas import gain_and_shift
+from normscope.pairs.kinds import NormKind
+from normscope.pairs.selection import Layers, select
+from normscope.pairs.sites import NormSite
+from normscope.pairs.trials import kind_at
+from normscope.swaps.pointwise import PointwiseFunction
+from normscope.swaps.rms_norm import RMSNorm
+from normscope.swaps.start import Fits, Start, starts
+
+PLACEMENTS = ("pre-norm", "post-norm", "qk", "final")
+
+
+class Swap:
+    """Other modules in the place of some of a network's; a context manager that takes them out again.
+
+    The network is changed at once; without ``with`` or :meth:`undo` it stays so. Its own modules are kept aside as
+    they are, and come back as the same objects: ``state_dict`` and outputs are then what they were, to the bit.
+
+    Attributes:
+        model: the network.
+        modules: what was put where, by module path.
+
+    Raises:
+        ModelError: if the network has no such module.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    >>> with Swap(model, {"1": PointwiseFunction("tanh", 8)}):
+    ...     print(model[1])
+    PointwiseFunction(tanh, 8)
+    >>> model[1]
+    LayerNorm((8,), eps=1e-05, elementwise_affine=True)
+    """
+
+    def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+        self.model, self.modules = model, dict(modules)
+        inner = uncompiled(model)
+        own = {path: module_at(inner, path) for path in self.modules}
+        self._places: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
+        replaced = {id(norm): self.modules[path] for path, norm in own.items()}
+        # A module that several parents hold is replaced in each.
+        for parent in inner.modules():
+            for name, child in parent.named_children():
+                if id(child) in replaced:
+                    self._places.append((parent, name, child, replaced[id(child)]))
+        for parent, name, norm, module in self._places:
+            module.train(norm.training)
+            setattr(parent, name, module)
+
+    def undo(self) -> None:
+        """Put the network's own modules back; once is enough.
+
+        Raises:
+            ModelError: if something else has taken a place in the meantime; nothing is put back then.
+        """
+        for parent, name, _, module in self._places:
+            if getattr(parent, name) is not module:
+                raise ModelError(f"{name!r} is no longer what was swapped in: take out first what came last.")
+        for parent, name, norm, _ in self._places:
+            setattr(parent, name, norm)
+        self._places = []
+
+    def __enter__(self) -> Swap:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.undo()
+
+
+def swap(
+    model: nn.Module,
+    curve: str | Curve,
+    fits: Fits,
+    *,
+    sites: Layers = "all",
+    init: str = "fit",
+) -> Swap:
+    """Put one point-wise function in the place of each norm of a network, in place; nothing else is touched.
+
+    The trained weight and bias of each norm are kept: the function's weight is γ·A and its bias β.
+
+    Args:
+        model: the network that was captured, on any device.
+        curve: ``dyt`` (tanh), ``dyisru`` (isru), ``derf`` (erf with shift), any other curve; ``free`` for E[y|x]
+            itself, ``best`` for each site's best curve, ``identity`` (linear) for a straight line, or ``rmsnorm`` for
+            the norm without centring.
+        fits: what :func:`normscope.fit` made of the network's capture, one a site or one a channel; the capture itself,
+            which is then fitted with s, and with the weights γ² where it was taken ``by_gamma``; or norm sites alone
+            for ``paper`` and ``rmsnorm``, which need no fit.
+        sites: which of them: as ``layers`` of :func:`normscope.capture`, and placements (``"pre-norm"``, ``"final"``).
+        init: ``fit``; ``theory``: A and α as they follow from the norm, of a capture; ``paper``: A = 1, α = 0.5, s = 0,
+            which the papers begin training with.
+
+    Returns:
+        A :class:`Swap`: use it in a ``with`` statement to have the network back afterwards.
+
+    Raises:
+        UsageError: if there is no such curve, site, init or fit.
+        ModelError: if the network does not have the sites, or a norm cannot be replaced.
+
+    >>> import normscope
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    >>> seen = normscope.capture(model, [torch.randn(64, 4, generator=torch.Generator().manual_seed(0))])
+    >>> with swap(model, "dyt", seen):
+    ...     print(model[1])
+    PointwiseFunction(tanh, 8)
+    """
+    return Swap(model, replacements(model, curve, fits, sites=sites, init=init))
+
+
+def replacements(
+    model: nn.Module,
+    curve: str | Curve,
+    fits: Fits,
+    *,
+    sites: Layers = "all",
+    init: str = "fit",
+) -> dict[str, nn.Module]:
+    """Make what :func:`swap` puts in, by module path, and put nothing in.
+
+    Arguments and errors are those of :func:`swap`.
+    """
+    known = {start.norm.name: start for start in starts(curve, fits, init)}
+    wanted = {site.name for site in chosen([start.norm for start in known.values()], sites)}
+    inner = uncompiled(model)
+    where = next(itertools.chain(model.parameters(), model.buffers()), torch.zeros(()))
+    return {name: replacement(module_at(inner, name), start, where) for name, start in known.items() if name in wanted}
+
+
+def chosen(sites: Sequence[NormSite], wanted: Layers) -> list[NormSite]:
+    """Pick norm sites by placement, or as :func:`normscope.pairs.selection.select` does.
+
+    Raises:
+        UsageError: if a part names no site.
+    """
+    if isinstance(wanted, int):
+        return select(sites, wanted)
+    parts = [part.strip() for part in (wanted.split(",") if isinstance(wanted, str) else map(str, wanted))]
+    placements = {part for part in parts if part in PLACEMENTS}
+    there = {site.placement for site in sites}
+    if missing := sorted(placements - there):
+        raise UsageError(
+            f"No norm here is {missing[0]}; there are {', '.join(sorted(place for place in there if place))}."
+        )
+    others = [part for part in parts if part not in PLACEMENTS]
+    names = {site.name for site in sites if site.placement in placements}
+    if not placements or any(others):
+        names |= {site.name for site in select(sites, wanted if not placements else others)}
+    return [site for site in sites if site.name in names]
+
+
+def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
+    """Make the module that takes a norm's place, with the norm's own weight and bias in it.
+
+    Args:
+        norm: the norm; it stays as it is.
+        start: what to put there.
+        where: a tensor whose device and dtype the module gets where the norm has no weight of its own.
+
+    Raises:
+        ModelError: if the norm cannot be replaced.
+    """
+    site = start.norm
+    kind = kind_at(norm, site)
+    if isinstance(kind, str):
+        raise ModelError(f"The norm {site.name} ({type(norm).__name__}) cannot be replaced: {kind}.")
+    gain, offset = kind.gain_and_offset(norm, site.channels)
+    own_gain, own_shift = gain_and_shift(norm)
+    own = next(itertools.chain(norm.parameters(), norm.buffers()), where)
+    own = own if own.is_floating_point() else where
+    shape, axis = _channels_of(site, kind)
+    elementwise = own_gain is not None or own_shift is not None
+    if start.curve is None:
+        if kind.groups is not None or kind.activation is not None or not kind.bounded:
+            raise ModelError(f"An RMSNorm cannot take the place of {site.name}: it is a {site.kind}.")
+        module: nn.Module = RMSNorm(
+            shape, channel_axis=axis, eps=site.eps, elementwise_affine=elementwise, bias=own_shift is not None
+        )
+    else:
+        module = function = PointwiseFunction(
+            start.curve,
+            shape,
+            channel_axis=axis,
+            alpha=start.alpha,
+            shift=start.shift,
+            elementwise_affine=elementwise or start.amplitude.numel() > 1,
+            bias=own_shift is not None,
+        )
+        _also_activate(function, norm, kind)
+    module = module.to(own.device, own.dtype)
+    weight = gain.cpu().double() * start.amplitude
+    with torch.no_grad():
+        for name, values in (("weight", weight), ("bias", offset)):
+            part = getattr(module, name)
+            if part is not None:
+                part.copy_((values if part.numel() > 1 else values[:1]).reshape(part.shape))
+    if not all(bool(part.isfinite().all()) for part in module.parameters()):
+        raise ModelError(f"The start values of {site.name} do not fit into {own.dtype}: {start.amplitude.max():.3g}.")
+    return module
+
+
+def module_at(model: nn.Module, path: str) -> nn.Module:
+    """Return a module by its path.
+
+    Raises:
+        ModelError: if there is none.
+    """
+    try:
+        return model.get_submodule(path)
+    except AttributeError as error:
+        raise ModelError(
+            f"The {type(model).__name__} has no module {path!r}; were the fits made of another network?"
+        ) from error
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return what torch.compile wraps: module paths are those of the network itself."""
+    inner = getattr(model, "_orig_mod", model)
+    assert isinstance(inner, nn.Module)  # noqa: S101 - as torch.compile made it
+    return inner
+
+
+def _channels_of(site: NormSite, kind: NormKind) -> tuple[tuple[int, ...], int]:
+    """Return the sizes of what numbers the channels, and its axis."""
+    if kind.groups is not None:
+        return (site.channels,), -kind.unbatched_axes if kind.unbatched_axes else 1
+    return site.normalized_shape, site.channel_axis if isinstance(site.channel_axis, int) else -1
+
+
+def _also_activate(module: PointwiseFunction, norm: nn.Module, kind: NormKind) -> None:
+    """Let the module do to its output what the norm does to it: timm's NormAct classes activate."""
+    if kind.activation is None:
+        return
+    for name, child in norm.named_children():
+        module.add_module(name, child)
+    module.activation = kind.activation

@@ -1,0 +1,52 @@
+"""RMSNorm in a LayerNorm's place, with its weight and bias: what taking the mean away was worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """weight · x / √(mean of x² + eps) + bias over the channels (arXiv 1910.07467, eq. 4, with a bias besides).
+
+    Args:
+        normalized_shape: sizes of the axes that share one statistic.
+        channel_axis: the axis that numbers the channels, where ``normalized_shape`` is one number; several numbers are
+            those of the last axes.
+        eps: what is added under the root.
+        elementwise_affine: whether there are weight and bias, ``normalized_shape``.
+        bias: whether there is a bias.
+
+    >>> RMSNorm(2, eps=0.0)(torch.tensor([[3.0, 4.0]])).detach()
+    tensor([[0.8485, 1.1314]])
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        *,
+        channel_axis: int = -1,
+        eps: float = 1e-6,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        self.channel_axis = channel_axis if len(self.normalized_shape) == 1 else -1
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(self.normalized_shape)) if elementwise_affine else None
+        self.bias = nn.Parameter(torch.zeros(self.normalized_shape)) if bias and elementwise_affine else None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize; in float32 at least, and returned in the input's dtype."""
+        x = input if self.channel_axis == -1 else input.movedim(self.channel_axis, -1)
+        y = nn.functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        if self.bias is not None:
+            y = (y + self.bias).to(input.dtype)
+        return y if self.channel_axis == -1 else y.movedim(-1, self.channel_axis)
+
+    def extra_repr(self) -> str:
+        """Say over how many channels."""
+        return f"{', '.join(map(str, self.normalized_shape))}, eps={self.eps:g}"

@@ -1,0 +1,152 @@
+"""Start values: which curve takes a norm's place, and with which A, α and s it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from normscope.errors import UsageError, unknown
+from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curves import BEST, FREE, Curve, curves_named
+from normscope.fits.fit import fit
+from normscope.pairs.captures import Capture
+from normscope.pairs.sites import NormSite
+
+INITS = ("fit", "theory", "paper")
+PAPER_ALPHA = 0.5  # arXiv 2503.10622, section 5, of all but language models; Derf's too (arXiv 2512.10938)
+RMS_NORM = "rmsnorm"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What takes the place of one norm.
+
+    Attributes:
+        norm: the site.
+        curve: f; None where an RMSNorm takes the norm's place.
+        amplitude: A: float64, one number ``()`` or one a channel ``(channels,)``.
+        alpha: α, likewise.
+        shift: s, likewise; None for a function without one.
+    """
+
+    norm: NormSite
+    curve: Curve | None
+    amplitude: Tensor
+    alpha: Tensor
+    shift: Tensor | None
+
+
+Fits = Capture | Sequence[CurveFit] | Sequence[NormSite]
+
+
+def starts(curve: str | Curve, fits: Fits, init: str = "fit") -> list[Start]:
+    """Take start values from a network's own fits, from theory, or as the papers do for training from scratch.
+
+    Args:
+        curve: a curve or its name; ``free`` for E[y|x] itself, ``best`` for each site's own best; ``rmsnorm`` for no
+            curve but the norm without centring.
+        fits: a capture, which is fitted here, with s and with the weights γ² where it has those sums; or fits of it,
+            one a site or one a channel, of which those of this curve are taken; or norm sites alone, where nothing
+            is to be fitted (``paper``, ``rmsnorm``).
+        init: ``fit``; ``theory``: A and α as they follow from the norm, of a capture; ``paper``: A = 1, α = 0.5, s = 0.
+
+    Returns:
+        One for each site that the fits are of.
+
+    Raises:
+        UsageError: if there is no such curve or init, if there is no fit of this curve, or there was nothing to fit.
+    """
+    if init not in INITS:
+        raise UsageError(unknown("init", init, INITS))
+    name = curve.strip().lower() if isinstance(curve, str) else curve.name
+    if name == RMS_NORM:
+        return [_alike(norm, None) for norm in _norms(fits)]
+    if name in (FREE, BEST) and init != "fit":
+        raise UsageError(f"{name} is what was fitted: there is no {init} start of it.")
+    known = None if name in (FREE, BEST) else _one_curve(curve)
+    if init == "paper":
+        return [_alike(norm, known) for norm in _norms(fits)]
+    if isinstance(fits, Capture):
+        fits = fitted(fits, name if known is None else known, init)
+    elif init == "theory":
+        raise UsageError("Start values from theory are made of a capture, not of fits; pass the capture.")
+    made = [one for one in fits if isinstance(one, CurveFit)]
+    wanted = [one for one in made if (one.best if name == BEST else one.curve == (known.name if known else name))]
+    if not wanted:
+        raise UsageError(f"None of the fits is of {name}. Fit it first: normscope.fit(capture, {name!r}).")
+    sites: dict[str, list[CurveFit]] = {}
+    for one in wanted:
+        sites.setdefault(one.site, []).append(one)
+    return [_of_fits(own) for own in sites.values()]
+
+
+def fitted(
+    capture: Capture, curve: str | Curve, init: str = "fit", *, per: str = "site", shift: bool | None = True
+) -> list[CurveFit]:
+    """Fit a curve the way a swap takes it: with s, and by what reaches the next layer where the capture knows it.
+
+    Trained norms see tokens whose mean is not zero; without s a curve through the origin puts all of it into an error.
+
+    Args:
+        capture: with ``by_gamma``, for weights γ².
+        curve: a curve, ``free`` or ``best``.
+        init: ``fit`` or ``theory``, which fits nothing.
+        per: ``site`` or ``channel``, see :func:`normscope.fit`.
+        shift: whether s is fitted; None for what the curve's own layer does.
+    """
+    if init == "theory":
+        return fit(capture, [curve], theory=True)
+    by_gamma = per == "site" and all(stats.gamma_moments is not None for stats in capture.stats.values())
+    own_shift = shift if isinstance(curve, Curve) and not curve.amplitude_is_inverse_scale else None
+    return fit(capture, [curve], per=per, shift=own_shift, weights_by="gamma" if by_gamma else "pairs")
+
+
+def _one_curve(curve: str | Curve) -> Curve:
+    found = curves_named([curve])
+    if len(found) != 1:
+        raise UsageError(f"A swap puts one curve everywhere, or each site's best; {curve!r} names {len(found)}.")
+    return found[0]
+
+
+def _norms(fits: Fits) -> list[NormSite]:
+    if isinstance(fits, Capture):
+        return list(fits.sites)
+    norms = (one if isinstance(one, NormSite) else one.norm for one in fits)
+    return list({norm.name: norm for norm in norms if norm is not None}.values())
+
+
+def _alike(norm: NormSite, curve: Curve | None) -> Start:
+    one = torch.ones((), dtype=torch.float64)
+    return Start(norm, curve, one, PAPER_ALPHA * one, 0 * one if curve and curve.shifted else None)
+
+
+def _of_fits(fits: Sequence[CurveFit]) -> Start:
+    first = fits[0]
+    if first.norm is None:
+        raise UsageError(f"The fit of {first.site} pools several sites; a swap takes one fit a site, or one a channel.")
+    if first.channel is None:
+        if len(fits) > 1:
+            raise UsageError(f"There are {len(fits)} fits of {first.curve} at {first.site}; a swap takes one.")
+        if first.degenerate:
+            raise UsageError(
+                f"There was nothing to fit at {first.site} ({first.nothing}), so that nothing can take its place; "
+                "leave it out with sites."
+            )
+        amplitude, alpha, shift = (_numbers([first], name)[0] for name in ("amplitude", "alpha", "shift"))
+    else:
+        ordered = sorted(fits, key=lambda one: one.channel or 0)
+        if [one.channel for one in ordered] != list(range(first.norm.channels)):
+            raise UsageError(f"The fits of {first.site} are not one for each of its {first.norm.channels} channels.")
+        # A channel that is constant in these data has no slope; it gives its offset alone.
+        idle = torch.tensor([one.degenerate for one in ordered])
+        amplitude = _numbers(ordered, "amplitude").masked_fill(idle, 0.0)
+        alpha = _numbers(ordered, "alpha").masked_fill(idle, 1.0)
+        shift = _numbers(ordered, "shift").masked_fill(idle, 0.0)
+    return Start(first.norm, first.function, amplitude, alpha, shift if bool((shift != 0).any()) else None)
+
+
+def _numbers(fits: Sequence[CurveFit], name: str) -> Tensor:
+    return torch.tensor([getattr(one, name) for one in fits], dtype=torch.float64)
