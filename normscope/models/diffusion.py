@@ -20,6 +20,7 @@ from normscope.models.hub_files import HubSilentError, Repository
 from normscope.models.latents import read_latents
 from normscope.models.trajectories import LatentSpace, from_noise
 from normscope.models.weights import embedded_module, read_embedded, with_weights
+from normscope.outputs import Outputs, without_variances
 
 GUIDANCE = 4.0  # DiTPipeline's default, and the largest that the paper shows samples for
 TRAJECTORIES, DEMO_TRAJECTORIES = 4, 64
@@ -133,7 +134,7 @@ def _loaded(
 ) -> LoadedModel:
     # Not diffusers' own to(), which warns of an empty list of modules that should stay in float32.
     nn.Module.to(module.eval(), options.device, options.dtype)
-    return LoadedModel(name, module, inputs(module), provenance)
+    return LoadedModel(name, module, inputs(module), provenance, Outputs("prediction", without_variances))
 
 
 def _inputs(

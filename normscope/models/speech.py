@@ -44,7 +44,7 @@ def load_torchaudio(name: str, architecture: str, options: LoadOptions) -> Loade
         from_file=partial(bundles.load_weights, unused_rows=getattr(bundle, "_remove_aux_axis", ())),
     )
     inputs = audio_inputs(bundles.audio_format(module, bundle.sample_rate), options)
-    return LoadedModel(name, ready(module, options), inputs, provenance)
+    return LoadedModel(name, ready(module, options), inputs, provenance, bundles.outputs_of(module))
 
 
 def load_demo_wav2vec2(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
@@ -75,7 +75,7 @@ def load_demo_wav2vec2(name: str, architecture: str, options: LoadOptions) -> Lo
     )
     taken = bundles.audio_format(module, facts["sample_rate"])
     inputs = _held_out_words(options) if options.data is None else audio_inputs(taken, options)
-    return LoadedModel(name, ready(module, options), inputs, provenance)
+    return LoadedModel(name, ready(module, options), inputs, provenance, bundles.outputs_of(module))
 
 
 def _held_out_words(options: LoadOptions) -> Inputs:

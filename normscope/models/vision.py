@@ -20,6 +20,7 @@ from normscope.models.base import Inputs, LoadedModel, LoadOptions, Provenance
 from normscope.models.images import Preprocessing, image_inputs
 from normscope.models.inputs import TensorInputs
 from normscope.models.weights import embedded_module, read_embedded, ready, with_weights
+from normscope.outputs import Outputs
 
 HUB_FILE = "model.safetensors"
 
@@ -44,7 +45,7 @@ def load_timm(name: str, architecture: str, options: LoadOptions) -> LoadedModel
         pretrained=lambda: _pretrained(name, architecture, config),
     )
     inputs = image_inputs(_timm_preprocessing(module), options)
-    return LoadedModel(name, ready(module, options), inputs, provenance)
+    return LoadedModel(name, ready(module, options), inputs, provenance, _timm_outputs(module))
 
 
 def names_like(name: str) -> list[str]:
@@ -104,6 +105,15 @@ def _timm_preprocessing(module: nn.Module) -> Preprocessing:
     return Preprocessing("L" if channels == 1 else "RGB", create_transform(**config))
 
 
+def _timm_outputs(module: Any) -> Outputs:
+    """Say whether a network classifies.
+
+    Feature extractors have no classes. An image tower of CLIP has a projection, whose width timm counts as classes:
+    a multiple of 64, as no number of classes of timm's weights is.
+    """
+    return Outputs("classes" if module.num_classes % 64 else "tensor")
+
+
 def load_demo_vit(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
     """Load the embedded ViT; its default inputs are digits that were held out from its training.
 
@@ -115,7 +125,7 @@ def load_demo_vit(name: str, architecture: str, options: LoadOptions) -> LoadedM
         architecture, "scikit-learn's digits", lambda facts: VisionTransformer(**facts["config"])
     )
     module, provenance = with_weights(name, options, build=build, pretrained=pretrained)
-    return LoadedModel(name, ready(module, options), _digit_inputs(options), provenance)
+    return LoadedModel(name, ready(module, options), _digit_inputs(options), provenance, Outputs("classes"))
 
 
 def _digit_inputs(options: LoadOptions) -> Inputs:
