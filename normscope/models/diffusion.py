@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from normscope.outputs import Outputs, without_variances
 
 GUIDANCE = 4.0  # DiTPipeline's default, and the largest that the paper shows samples for
 TRAJECTORIES, DEMO_TRAJECTORIES = 4, 64
+CALIBRATION_TIMESTEPS = 10  # unless they are named
 
 WEIGHTS = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # the latter without unpickling code
 
@@ -115,6 +116,8 @@ def load_diffusers(name: str, architecture: str, options: LoadOptions) -> Loaded
 def load_demo_dit(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
     """Load the embedded DiT, which makes digits of 8×8 pixels without an autoencoder.
 
+    To learn from there are its trajectories from the next seed, at more timesteps.
+
     Raises:
         UsageError: if guidance or timesteps cannot be understood.
         ModelError: if a weights file does not fit.
@@ -126,7 +129,13 @@ def load_demo_dit(name: str, architecture: str, options: LoadOptions) -> LoadedM
     _, facts, _ = read_embedded(f"{architecture}.safetensors")
     inputs = _inputs(facts["config"], _scheduler(name, facts["scheduler"]), options, 1.0, DEMO_TRAJECTORIES)
     module, provenance = with_weights(name, options, build=build, pretrained=pretrained)
-    return _loaded(name, module, inputs, provenance, options)
+    loaded = _loaded(name, module, inputs, provenance, options)
+    if options.data is None:
+        timesteps = CALIBRATION_TIMESTEPS if options.timesteps is None else options.timesteps
+        others = replace(options, seed=options.seed + 1, timesteps=timesteps)
+        scheduler = _scheduler(name, facts["scheduler"])
+        loaded.calibration = _inputs(facts["config"], scheduler, others, 1.0, DEMO_TRAJECTORIES)(module)
+    return loaded
 
 
 def _loaded(
