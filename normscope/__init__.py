@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from normscope.batches import Batch, Sample
+    from normscope.drifts import Drift, DriftReport
     from normscope.errors import NormscopeError
     from normscope.figures.comparison import plot_comparison
+    from normscope.figures.drift import plot_drift
     from normscope.figures.gradient import plot_gradient
     from normscope.figures.overview import overview
     from normscope.figures.scurves import plot
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from normscope.pairs.stats import PairStats
     from normscope.pairs.storage import load as load_capture
     from normscope.pairs.storage import save as save_capture
+    from normscope.swaps.drift import drift
     from normscope.swaps.pointwise import Derf, DyISRU, DyT, PointwiseFunction
     from normscope.swaps.replace import Swap, swap
 
@@ -47,6 +50,8 @@ _HOMES = {
     "Curve": "fits.curves.Curve",
     "CurveFit": "fits.curve_fit.CurveFit",
     "Derf": "swaps.pointwise.Derf",
+    "Drift": "drifts.Drift",
+    "DriftReport": "drifts.DriftReport",
     "DyISRU": "swaps.pointwise.DyISRU",
     "DyT": "swaps.pointwise.DyT",
     "GradientView": "fits.gradient.GradientView",
@@ -62,6 +67,7 @@ _HOMES = {
     "capture": "pairs.hooks.capture",
     "compare": "fits.comparison.compare",
     "curve_of": "fits.curves.curve_of",
+    "drift": "swaps.drift.drift",
     "fit": "fits.fit.fit",
     "gradient": "fits.gradient.gradient",
     "layerwise": "fits.layerwise.layerwise",
@@ -71,6 +77,7 @@ _HOMES = {
     "overview": "figures.overview.overview",
     "plot": "figures.scurves.plot",
     "plot_comparison": "figures.comparison.plot_comparison",
+    "plot_drift": "figures.drift.plot_drift",
     "plot_gradient": "figures.gradient.plot_gradient",
     "register_norm": "pairs.norms.register_norm",
     "save_capture": "pairs.storage.save",
@@ -86,6 +93,8 @@ __all__ = [
     "Curve",
     "CurveFit",
     "Derf",
+    "Drift",
+    "DriftReport",
     "DyISRU",
     "DyT",
     "GradientView",
@@ -101,6 +110,7 @@ __all__ = [
     "capture",
     "compare",
     "curve_of",
+    "drift",
     "fit",
     "gradient",
     "layerwise",
@@ -110,6 +120,7 @@ __all__ = [
     "overview",
     "plot",
     "plot_comparison",
+    "plot_drift",
     "plot_gradient",
     "register_norm",
     "save_capture",

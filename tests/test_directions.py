@@ -10,12 +10,13 @@ import pytest
 import normscope
 
 PACKAGE = Path(normscope.__file__).parent
-ROOT = {"errors", "batches", "files", "outputs", "splits"}
+ROOT = {"errors", "batches", "drifts", "files", "outputs", "splits"}
 ALLOWED = {
     "errors": set(),
     "batches": {"errors"},
     "outputs": {"errors", "batches"},
     "splits": {"errors", "batches"},
+    "drifts": {"errors"},
     "files": {"errors"},
     "pairs": ROOT,
     "fits": ROOT | {"pairs"},

@@ -17,7 +17,7 @@ from normscope.batches import Batch, as_batches
 from normscope.errors import DataError, UsageError, count
 from normscope.pairs.captures import Capture, versions
 from normscope.pairs.kinds import NormKind
-from normscope.pairs.layouts import token_axes
+from normscope.pairs.layouts import batch_axis, token_axes
 from normscope.pairs.selection import Layers, select
 from normscope.pairs.sites import NormSite, SkippedNorm
 from normscope.pairs.state import left_as_found, run
@@ -104,21 +104,6 @@ def capture(
         sites,
         [late.get(norm.name, norm) for norm in report.skipped],
     )
-
-
-def _batch_axis(of_one_sample: torch.Size, shape: torch.Size, n_samples: int, positions: int | None) -> int | None:
-    """Find the axis that grew with the number of samples: not the first one where sequences come first.
-
-    It may also count all positions of all samples, and these may be more or fewer than those of the sample known.
-    None where there is no such axis, and tokens cannot be told apart by sample: learned queries, for example.
-    """
-    if n_samples == 1:
-        return 0
-    if len(of_one_sample) != len(shape):
-        return None
-    counts = {n_samples * positions} if positions else set()
-    grown = [axis for axis, one in enumerate(of_one_sample) if shape[axis] in {one * n_samples, *counts}]
-    return min(grown, key=lambda axis: of_one_sample[axis], default=None)
 
 
 @contextlib.contextmanager
@@ -216,7 +201,7 @@ class _Recorder:
                 check(kind, site.name, module, x, output)
             samples = self.batch.samples
             positions = None if self.batch.valid is None else self.batch.valid.shape[1]
-            axis = _batch_axis(of_one_sample, x.shape, len(samples), positions)
+            axis = batch_axis(of_one_sample, x.shape, len(samples), positions)
             valid = self._valid_tokens(site, kind, module, x, axis)
             rows = kind.rows(module, x.detach(), axis or 0)
             if rows.device.type == "mps":  # which has no float64 to sum in

@@ -61,3 +61,18 @@ def group_channels(n_tokens: int, d: int, channels: int, groups: int) -> Tensor:
 def by_channel(rows: Tensor, channels: int, groups: int) -> Tensor:
     """View :func:`group_rows` as ``(samples, channels, positions)``, where a weight per channel is easily applied."""
     return rows.reshape(len(rows) // groups, channels, -1)
+
+
+def batch_axis(of_one_sample: torch.Size, shape: torch.Size, n_samples: int, positions: int | None) -> int | None:
+    """Find the axis that grew with the number of samples: not the first one where sequences come first.
+
+    It may also count all positions of all samples, and these may be more or fewer than those of the sample known.
+    None where there is no such axis, and tokens cannot be told apart by sample: learned queries, for example.
+    """
+    if n_samples == 1:
+        return 0
+    if len(of_one_sample) != len(shape):
+        return None
+    counts = {n_samples * positions} if positions else set()
+    grown = [axis for axis, one in enumerate(of_one_sample) if shape[axis] in {one * n_samples, *counts}]
+    return min(grown, key=lambda axis: of_one_sample[axis], default=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +29,14 @@ def left_as_found(model: nn.Module) -> Iterator[None]:
             module.training = flag
 
 
-def run(model: nn.Module, batch: Batch) -> None:
-    """Run the model on a batch.
+def run(model: nn.Module, batch: Batch) -> Any:
+    """Run the model on a batch, and return what it gives.
 
     Raises:
         ModelError: if the model itself raises.
     """
     try:
-        model(*batch.args, **batch.kwargs)
+        return model(*batch.args, **batch.kwargs)
     except NormscopeError:  # of a hook
         raise
     except Exception as error:
