@@ -97,9 +97,12 @@ class NormKind:
         """Return what the affine step makes of y, gain · y + offset, each float32 ``(channels,)``."""
         groups = self.groups(module) if self.groups is not None else 1
         own = itertools.chain(module.parameters(), module.buffers())
-        zero = torch.zeros(groups, channels // groups, device=next((tensor.device for tensor in own), None))
+        device = next((tensor.device for tensor in own), None)
+        # In float64, so that taking the offset away again leaves the gain as it was, to the bit.
+        zero = torch.zeros(groups, channels // groups, dtype=torch.float64, device=device)
         offset = self.affine(module, zero)
-        return (self.affine(module, zero + 1) - offset).detach().flatten(), offset.detach().flatten()
+        gain = self.affine(module, zero + 1) - offset
+        return gain.detach().flatten().float(), offset.detach().flatten().float()
 
     def _batched(self, x: Tensor) -> Tensor:
         return x[None] if x.ndim == self.unbatched_axes else x
@@ -118,7 +121,8 @@ def eps_of(module: nn.Module, dtype: torch.dtype) -> float:
 def named_eps(module: nn.Module) -> float | None:
     """Return the eps that the module keeps under one of the usual names; None where it keeps none."""
     values: list[Any] = [getattr(module, name, None) for name in _EPS_NAMES]
-    return next((float(value) for value in values if isinstance(value, (int, float))), None)
+    # A NaN is none: it is there to be unequal to others'.
+    return next((float(value) for value in values if isinstance(value, (int, float)) and value == value), None)
 
 
 def scale_and_shift_channels(groups: Groups) -> OfModule:

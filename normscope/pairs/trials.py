@@ -92,29 +92,50 @@ def kind_at(module: nn.Module, site: NormSite) -> NormKind | str:
     """Say how a module normalizes that was found at a site before, without running the network; or why it is no norm.
 
     Args:
-        module: in eval mode; where its class is in no table it is called, on noise.
+        module: it is not called; where its class is in no table a copy of it is, in eval mode and on noise.
         site: as it was found.
     """
     known = kind_of(module) or refusal(module)
     if known is not None:
         return known
-    own = next(itertools.chain(module.parameters(), module.buffers()), torch.zeros(()))
+    own = (tensor for tensor in itertools.chain(module.parameters(), module.buffers()) if tensor.is_floating_point())
+    like, twin = next(own, torch.zeros(())), _twin(module).eval()
+    for shape in _shapes_at(site):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
+        try:
+            output = twin(x.clone())
+        except Exception:  # noqa: S112 - code that is not ours may take inputs of one number of axes alone
+            continue
+        return identified(twin, ((x,), {}), x, output, ancestor_kind(module))
+    return "it could not be tried on noise; normscope.register_norm says what it does"
+
+
+def _shapes_at(site: NormSite) -> Iterator[list[int]]:
+    """List what inputs may look like that have the site's channels at their place."""
+    if site.grouped:
+        yield [2, site.channels, *site.normalized_shape[1:]]
+        return
     axes = (site.channel_axis,) if isinstance(site.channel_axis, int) else site.channel_axis
-    behind = max((-axis for axis in axes if axis < 0), default=1)
-    ndim = 3 if len(axes) == 1 else max(behind, len(axes)) + 2
-    shape = [3] * ndim
-    for axis, size in zip(axes, site.normalized_shape, strict=True):
-        shape[axis] = size
-    shape[0] = 2
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(own.device, own.dtype)
-    return identified(module, ((x,), {}), x, copy.deepcopy(module)(x), ancestor_kind(module))
+    for others in (2, 3, 1):
+        shape = [3] * (len(axes) + others)
+        if all(-len(shape) < axis < len(shape) for axis in axes):
+            shape[0] = 2
+            for axis, size in zip(axes, site.normalized_shape, strict=True):
+                shape[axis] = size
+            yield shape
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """Return a copy to be called, of which no hook hears."""
+    twin = copy.deepcopy(module)
+    twin._forward_hooks.clear()
+    twin._forward_pre_hooks.clear()
+    return twin
 
 
 def _probed(module: nn.Module, call: _Call, x: Tensor, shape: list[int]) -> list[_Shown]:
     """Ask a float32 copy for its output on noise; no hook and no state of the module sees it."""
-    twin, shown = copy.deepcopy(module).float(), []
-    twin._forward_hooks.clear()
-    twin._forward_pre_hooks.clear()
+    twin, shown = _twin(module).float(), []
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(x.device)
     for mean, sigma in _PROBES:
         probe = mean + sigma * noise

@@ -77,7 +77,7 @@ class PointwiseFunction(nn.Module):
         self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         self.channel_axis = channel_axis if len(self.normalized_shape) == 1 else -1
         self.table = Table(self.curve.function) if isinstance(self.curve.function, Piecewise) else None
-        self.activation: Callable[[nn.Module, Tensor], Tensor] | None = None
+        self._activate: Callable[[nn.Module, Tensor], Tensor] | None = None
         self.alpha = nn.Parameter(self._one_or_each("alpha", alpha))
         self.shift = None if shift is None else nn.Parameter(self._one_or_each("shift", shift))
         affine = self.normalized_shape if elementwise_affine else (1,)
@@ -89,13 +89,29 @@ class PointwiseFunction(nn.Module):
         """Whether each channel has an α of its own."""
         return self.alpha.numel() > 1
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Apply it to every element."""
+    def forward(self, input: Tensor | None = None, **named: Tensor) -> Tensor:
+        """Apply it to every element of the input, under whatever name the norm was given its own."""
+        if input is None:
+            (input,) = named.values()
+        if input.is_nested:
+            return of_each(self, input)
         function = self.curve.function if self.table is None else self.table
-        alpha, shift, weight, bias = (self._along(input, part) for part in self._parts())
-        assert alpha is not None and weight is not None  # noqa: S101 - only a shift and a bias may be missing
+        alpha, weight = self._along(input, self.alpha), self._along(input, self.weight)
+        shift = None if self.shift is None else self._along(input, self.shift)
+        bias = None if self.bias is None else self._along(input, self.bias)
         output = pointwise(input, function, alpha, shift, weight, bias)
-        return output if self.activation is None else self.activation(self, output)
+        return output if self._activate is None else self._activate(self, output)
+
+    def also_activate(self, norm: nn.Module, activation: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        """Do to the output what a norm does to its own, as timm's NormAct classes do.
+
+        Args:
+            norm: its children are taken over, for the activation to call.
+            activation: from this module and its output to what takes the output's place.
+        """
+        for name, child in norm.named_children():
+            self.add_module(name, child)
+        self._activate = activation
 
     def extra_repr(self) -> str:
         """Say which function, over how many channels, and where they are."""
@@ -103,12 +119,9 @@ class PointwiseFunction(nn.Module):
         axis = "" if self.channel_axis == -1 else f", channel_axis={self.channel_axis}"
         return f"{self.curve.name}, {shape}{axis}"
 
-    def _parts(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        return self.alpha, self.shift, self.weight, self.bias
-
-    def _along(self, input: Tensor, part: Tensor | None) -> Tensor | None:
+    def _along(self, input: Tensor, part: Tensor) -> Tensor:
         """View one number a channel such that it meets its channel of the input."""
-        if part is None or part.numel() == 1 or self.channel_axis == -1:
+        if part.numel() == 1 or self.channel_axis == -1:
             return part
         behind = (-self.channel_axis if self.channel_axis < 0 else input.ndim - self.channel_axis) - 1
         return part.view(-1, *[1] * behind)
@@ -154,6 +167,11 @@ def pointwise(
     if bias is not None:
         y = y + bias.to(inside)
     return y.to(x.dtype)
+
+
+def of_each(module: nn.Module, nested: Tensor) -> Tensor:
+    """Apply a module to each part of a nested tensor, which nn.TransformerEncoder makes of a padded batch."""
+    return torch.nested.as_nested_tensor([module(part) for part in nested.unbind()])
 
 
 class Table(nn.Module):

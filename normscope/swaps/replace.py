@@ -17,7 +17,7 @@ from normscope.pairs.sites import NormSite
 from normscope.pairs.trials import kind_at
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.rms_norm import RMSNorm
-from normscope.swaps.start import Fits, Start, starts
+from normscope.swaps.start import Fits, Start, norms_of, only, starts
 
 PLACEMENTS = ("pre-norm", "post-norm", "qk", "final")
 
@@ -33,7 +33,7 @@ class Swap:
         modules: what was put where, by module path.
 
     Raises:
-        ModelError: if the network has no such module.
+        ModelError: if the network has no such module, or is itself the norm.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
     >>> with Swap(model, {"1": PointwiseFunction("tanh", 8)}):
@@ -46,17 +46,19 @@ class Swap:
     def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
         self.model, self.modules = model, dict(modules)
         inner = uncompiled(model)
+        if "" in self.modules:
+            raise ModelError(f"The {type(inner).__name__} is itself the norm; put it into an nn.Sequential to swap it.")
         own = {path: module_at(inner, path) for path in self.modules}
         self._places: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
         replaced = {id(norm): self.modules[path] for path, norm in own.items()}
         # A module that several parents hold is replaced in each.
         for parent in inner.modules():
-            for name, child in parent.named_children():
-                if id(child) in replaced:
+            for name, child in parent._modules.items():  # named_children() names a child only once
+                if child is not None and id(child) in replaced:
                     self._places.append((parent, name, child, replaced[id(child)]))
         for parent, name, norm, module in self._places:
             module.train(norm.training)
-            setattr(parent, name, module)
+            parent._modules[name] = module
 
     def undo(self) -> None:
         """Put the network's own modules back; once is enough.
@@ -65,10 +67,10 @@ class Swap:
             ModelError: if something else has taken a place in the meantime; nothing is put back then.
         """
         for parent, name, _, module in self._places:
-            if getattr(parent, name) is not module:
+            if parent._modules.get(name) is not module:
                 raise ModelError(f"{name!r} is no longer what was swapped in: take out first what came last.")
         for parent, name, norm, _ in self._places:
-            setattr(parent, name, norm)
+            parent._modules[name] = norm
         self._places = []
 
     def __enter__(self) -> Swap:
@@ -131,11 +133,11 @@ def replacements(
 
     Arguments and errors are those of :func:`swap`.
     """
-    known = {start.norm.name: start for start in starts(curve, fits, init)}
-    wanted = {site.name for site in chosen([start.norm for start in known.values()], sites)}
-    inner = uncompiled(model)
+    inner, wanted = uncompiled(model), chosen(norms_of(fits), sites)
+    norms = {norm.name: module_at(inner, norm.name) for norm in wanted}
     where = next(itertools.chain(model.parameters(), model.buffers()), torch.zeros(()))
-    return {name: replacement(module_at(inner, name), start, where) for name, start in known.items() if name in wanted}
+    made = starts(curve, only(fits, wanted), init)
+    return {start.norm.name: replacement(norms[start.norm.name], start, where) for start in made}
 
 
 def chosen(sites: Sequence[NormSite], wanted: Layers) -> list[NormSite]:
@@ -148,10 +150,10 @@ def chosen(sites: Sequence[NormSite], wanted: Layers) -> list[NormSite]:
         return select(sites, wanted)
     parts = [part.strip() for part in (wanted.split(",") if isinstance(wanted, str) else map(str, wanted))]
     placements = {part for part in parts if part in PLACEMENTS}
-    there = {site.placement for site in sites}
+    there = {site.placement for site in sites if site.placement}
     if missing := sorted(placements - there):
         raise UsageError(
-            f"No norm here is {missing[0]}; there are {', '.join(sorted(place for place in there if place))}."
+            f"No norm here is {missing[0]}; there are {', '.join(sorted(there)) or 'none with a placement'}."
         )
     others = [part for part in parts if part not in PLACEMENTS]
     names = {site.name for site in sites if site.placement in placements}
@@ -172,6 +174,8 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
         ModelError: if the norm cannot be replaced.
     """
     site = start.norm
+    if isinstance(norm, PointwiseFunction):
+        raise ModelError(f"{site.name} is a point-wise function already; take it out first.")
     kind = kind_at(norm, site)
     if isinstance(kind, str):
         raise ModelError(f"The norm {site.name} ({type(norm).__name__}) cannot be replaced: {kind}.")
@@ -180,24 +184,24 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
     own = next(itertools.chain(norm.parameters(), norm.buffers()), where)
     own = own if own.is_floating_point() else where
     shape, axis = _channels_of(site, kind)
-    elementwise = own_gain is not None or own_shift is not None
+    bias = own_shift is not None or bool(offset.any())
+    elementwise = own_gain is not None or bias or bool((gain != gain[0]).any())
     if start.curve is None:
         if kind.groups is not None or kind.activation is not None or not kind.bounded:
             raise ModelError(f"An RMSNorm cannot take the place of {site.name}: it is a {site.kind}.")
         module: nn.Module = RMSNorm(
-            shape, channel_axis=axis, eps=site.eps, elementwise_affine=elementwise, bias=own_shift is not None
+            shape, channel_axis=axis, eps=site.eps, elementwise_affine=elementwise or bool(gain[0] != 1), bias=bias
         )
     else:
-        module = function = PointwiseFunction(
+        module = PointwiseFunction(
             start.curve,
             shape,
             channel_axis=axis,
             alpha=start.alpha,
             shift=start.shift,
             elementwise_affine=elementwise or start.amplitude.numel() > 1,
-            bias=own_shift is not None,
+            bias=bias,
         )
-        _also_activate(function, norm, kind)
     module = module.to(own.device, own.dtype)
     weight = gain.cpu().double() * start.amplitude
     with torch.no_grad():
@@ -206,7 +210,10 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
             if part is not None:
                 part.copy_((values if part.numel() > 1 else values[:1]).reshape(part.shape))
     if not all(bool(part.isfinite().all()) for part in module.parameters()):
-        raise ModelError(f"The start values of {site.name} do not fit into {own.dtype}: {start.amplitude.max():.3g}.")
+        largest = f"weight {weight.abs().max():.3g}, α {start.alpha.abs().max():.3g}"
+        raise ModelError(f"The start values of {site.name} ({largest}) do not fit into {own.dtype}.")
+    if isinstance(module, PointwiseFunction) and kind.activation is not None:
+        module.also_activate(norm, kind.activation)
     return module
 
 
@@ -235,13 +242,8 @@ def _channels_of(site: NormSite, kind: NormKind) -> tuple[tuple[int, ...], int]:
     """Return the sizes of what numbers the channels, and its axis."""
     if kind.groups is not None:
         return (site.channels,), -kind.unbatched_axes if kind.unbatched_axes else 1
-    return site.normalized_shape, site.channel_axis if isinstance(site.channel_axis, int) else -1
-
-
-def _also_activate(module: PointwiseFunction, norm: nn.Module, kind: NormKind) -> None:
-    """Let the module do to its output what the norm does to it: timm's NormAct classes activate."""
-    if kind.activation is None:
-        return
-    for name, child in norm.named_children():
-        module.add_module(name, child)
-    module.activation = kind.activation
+    if isinstance(site.channel_axis, int):
+        return site.normalized_shape, site.channel_axis
+    if site.channel_axis != tuple(range(-len(site.channel_axis), 0)):
+        raise ModelError(f"The norm {site.name} cannot be replaced: its axes {site.channel_axis} are not the last.")
+    return site.normalized_shape, -1

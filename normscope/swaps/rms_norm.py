@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+
+from normscope.swaps.pointwise import of_each
 
 
 class RMSNorm(nn.Module):
@@ -19,9 +22,16 @@ class RMSNorm(nn.Module):
         elementwise_affine: whether there are weight and bias, ``normalized_shape``.
         bias: whether there is a bias.
 
+    Attributes:
+        weight: ``normalized_shape``, or None.
+        bias: likewise.
+        variance_epsilon: ``eps``; of that name there is a NaN instead.
+
     >>> RMSNorm(2, eps=0.0)(torch.tensor([[3.0, 4.0]])).detach()
     tensor([[0.8485, 1.1314]])
     """
+
+    eps = math.nan  # keeps nn.TransformerEncoderLayer from its fused path, which would make a LayerNorm of this
 
     def __init__(
         self,
@@ -35,18 +45,26 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         self.channel_axis = channel_axis if len(self.normalized_shape) == 1 else -1
-        self.eps = eps
+        self.variance_epsilon = eps
         self.weight = nn.Parameter(torch.ones(self.normalized_shape)) if elementwise_affine else None
         self.bias = nn.Parameter(torch.zeros(self.normalized_shape)) if bias and elementwise_affine else None
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalize; in float32 at least, and returned in the input's dtype."""
-        x = input if self.channel_axis == -1 else input.movedim(self.channel_axis, -1)
-        y = nn.functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+    def forward(self, input: Tensor | None = None, **named: Tensor) -> Tensor:
+        """Normalize the input, under whatever name it comes; in float32 at least, and returned in its dtype."""
+        if input is None:
+            (input,) = named.values()
+        if input.is_nested:
+            return of_each(self, input)
+        inside = torch.promote_types(input.dtype, torch.float32)
+        x = input.to(inside) if self.channel_axis == -1 else input.to(inside).movedim(self.channel_axis, -1)
+        y = nn.functional.rms_norm(x, self.normalized_shape, None, self.variance_epsilon)
+        if self.weight is not None:
+            y = y * self.weight.to(inside)
         if self.bias is not None:
-            y = (y + self.bias).to(input.dtype)
+            y = y + self.bias.to(inside)
+        y = y.to(input.dtype)
         return y if self.channel_axis == -1 else y.movedim(-1, self.channel_axis)
 
     def extra_repr(self) -> str:
         """Say over how many channels."""
-        return f"{', '.join(map(str, self.normalized_shape))}, eps={self.eps:g}"
+        return f"{', '.join(map(str, self.normalized_shape))}, eps={self.variance_epsilon:g}"

@@ -39,7 +39,7 @@ class Start:
     shift: Tensor | None
 
 
-Fits = Capture | Sequence[CurveFit] | Sequence[NormSite]
+Fits = Capture | Sequence[CurveFit | NormSite]
 
 
 def starts(curve: str | Curve, fits: Fits, init: str = "fit") -> list[Start]:
@@ -63,12 +63,12 @@ def starts(curve: str | Curve, fits: Fits, init: str = "fit") -> list[Start]:
         raise UsageError(unknown("init", init, INITS))
     name = curve.strip().lower() if isinstance(curve, str) else curve.name
     if name == RMS_NORM:
-        return [_alike(norm, None) for norm in _norms(fits)]
+        return [_alike(norm, None) for norm in norms_of(fits)]
     if name in (FREE, BEST) and init != "fit":
         raise UsageError(f"{name} is what was fitted: there is no {init} start of it.")
     known = None if name in (FREE, BEST) else _one_curve(curve)
     if init == "paper":
-        return [_alike(norm, known) for norm in _norms(fits)]
+        return [_alike(norm, known) for norm in norms_of(fits)]
     if isinstance(fits, Capture):
         fits = fitted(fits, name if known is None else known, init)
     elif init == "theory":
@@ -92,16 +92,35 @@ def fitted(
 
     Args:
         capture: with ``by_gamma``, for weights γ².
-        curve: a curve, ``free`` or ``best``.
+        curve: a curve or its name, ``free`` or ``best``.
         init: ``fit`` or ``theory``, which fits nothing.
         per: ``site`` or ``channel``, see :func:`normscope.fit`.
-        shift: whether s is fitted; None for what the curve's own layer does.
+        shift: whether s is fitted; None for what the curve's own layer does. Of softcap, whose A is 1/α, s is not.
     """
+    curve = curve if curve in (FREE, BEST) else _one_curve(curve)
     if init == "theory":
         return fit(capture, [curve], theory=True)
     by_gamma = per == "site" and all(stats.gamma_moments is not None for stats in capture.stats.values())
-    own_shift = shift if isinstance(curve, Curve) and not curve.amplitude_is_inverse_scale else None
+    own_shift = None if isinstance(curve, Curve) and curve.amplitude_is_inverse_scale else shift
     return fit(capture, [curve], per=per, shift=own_shift, weights_by="gamma" if by_gamma else "pairs")
+
+
+def norms_of(fits: Fits) -> list[NormSite]:
+    """List the norm sites that fits are of, each once, in the order of the network.
+
+    Raises:
+        UsageError: if there is none, or if a fit pools several.
+    """
+    norms = [_norm_of(one) for one in (fits.sites if isinstance(fits, Capture) else fits)]
+    if not norms:
+        raise UsageError("There is no norm site to swap: pass a capture, fits of one, or norm sites.")
+    return sorted({norm.name: norm for norm in norms}.values(), key=lambda norm: norm.index)
+
+
+def only(fits: Fits, norms: Sequence[NormSite]) -> Fits:
+    """Return what there is of some norm sites."""
+    names = [norm.name for norm in norms]
+    return fits.only(names) if isinstance(fits, Capture) else [one for one in fits if _norm_of(one).name in names]
 
 
 def _one_curve(curve: str | Curve) -> Curve:
@@ -111,11 +130,12 @@ def _one_curve(curve: str | Curve) -> Curve:
     return found[0]
 
 
-def _norms(fits: Fits) -> list[NormSite]:
-    if isinstance(fits, Capture):
-        return list(fits.sites)
-    norms = (one if isinstance(one, NormSite) else one.norm for one in fits)
-    return list({norm.name: norm for norm in norms if norm is not None}.values())
+def _norm_of(one: CurveFit | NormSite) -> NormSite:
+    if isinstance(one, NormSite):
+        return one
+    if one.norm is None:
+        raise UsageError(f"The fit of {one.site} pools several sites; a swap takes one fit a site, or one a channel.")
+    return one.norm
 
 
 def _alike(norm: NormSite, curve: Curve | None) -> Start:
@@ -124,9 +144,7 @@ def _alike(norm: NormSite, curve: Curve | None) -> Start:
 
 
 def _of_fits(fits: Sequence[CurveFit]) -> Start:
-    first = fits[0]
-    if first.norm is None:
-        raise UsageError(f"The fit of {first.site} pools several sites; a swap takes one fit a site, or one a channel.")
+    first, norm = fits[0], _norm_of(fits[0])
     if first.channel is None:
         if len(fits) > 1:
             raise UsageError(f"There are {len(fits)} fits of {first.curve} at {first.site}; a swap takes one.")
@@ -138,14 +156,14 @@ def _of_fits(fits: Sequence[CurveFit]) -> Start:
         amplitude, alpha, shift = (_numbers([first], name)[0] for name in ("amplitude", "alpha", "shift"))
     else:
         ordered = sorted(fits, key=lambda one: one.channel or 0)
-        if [one.channel for one in ordered] != list(range(first.norm.channels)):
-            raise UsageError(f"The fits of {first.site} are not one for each of its {first.norm.channels} channels.")
+        if [one.channel for one in ordered] != list(range(norm.channels)):
+            raise UsageError(f"The fits of {first.site} are not one for each of its {norm.channels} channels.")
         # A channel that is constant in these data has no slope; it gives its offset alone.
         idle = torch.tensor([one.degenerate for one in ordered])
         amplitude = _numbers(ordered, "amplitude").masked_fill(idle, 0.0)
         alpha = _numbers(ordered, "alpha").masked_fill(idle, 1.0)
         shift = _numbers(ordered, "shift").masked_fill(idle, 0.0)
-    return Start(first.norm, first.function, amplitude, alpha, shift if bool((shift != 0).any()) else None)
+    return Start(norm, first.function, amplitude, alpha, shift if bool((shift != 0).any()) else None)
 
 
 def _numbers(fits: Sequence[CurveFit], name: str) -> Tensor:

@@ -1,0 +1,383 @@
+"""Point-wise functions against NumPy and SciPy in float64, and in everything that a network does with its modules."""
+
+import copy
+import math
+import pickle
+
+import numpy as np
+import pytest
+import scipy.special
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from normscope.errors import UsageError
+from normscope.fits.ceiling import Piecewise
+from normscope.fits.curves import CURVES, Curve, curve_of
+from normscope.fits.expressions import curve_from
+from normscope.swaps.pointwise import Derf, DyISRU, DyT, PointwiseFunction
+
+# The papers' formulas in NumPy, by other routes than normscope's own wherever there is another.
+TRUTH = {
+    "tanh": np.tanh,
+    "isru": lambda u: u / np.hypot(u, 1),
+    "erf": scipy.special.erf,
+    "hardtanh": lambda u: np.minimum(np.maximum(u, -1), 1),
+    "linear": lambda u: u,
+    "softcap": np.tanh,
+    "sigmoid": scipy.special.expit,
+    "arctan": lambda u: np.arctan2(u, 1) * 2 / np.pi,
+    "satursin": lambda u: np.where(np.abs(u) < np.pi / 2, np.sin(u), np.sign(u)),
+    "expsign": lambda u: -np.sign(u) * np.expm1(-np.abs(u)),
+    "softsign": lambda u: 1 / (np.sign(u) + 1 / u),
+    "relsign": lambda u: np.tan(np.arctan(u) / 2),
+    "cubsign": lambda u: np.sign(u) * (1 - 1 / (1 + np.abs(u) ** 3)),
+    "exproot": lambda u: np.sign(u) * (1 - np.exp(-np.sqrt(np.abs(u)))),
+    "saturlog": lambda u: np.sign(u) * (1 - 1 / (1 + np.log(1 + np.abs(u)))),
+    "logquad_clip": lambda u: np.sign(u) * np.minimum(np.log(1 + u**2), 1),
+    "logsign_clip": lambda u: np.sign(u) * np.minimum(np.log(1 + np.abs(u)), 1),
+    "power23_clip": lambda u: np.sign(u) * np.minimum(np.cbrt(u**2), 1),
+}
+LINES = Piecewise(np.array([-1.0, 0.0, 2.0]), np.array([-2.0, 0.5, 1.5]), beyond=0.0)
+WIDTH = 6
+
+
+def piecewise_curve() -> Curve:
+    return Curve("free", (), "E[y|x]", LINES, LINES.slope, "", None, False, False, 0.5, 2.5, False)
+
+
+OTHERS = {
+    "formula": (
+        curve_from("mine=clip(x/(1+abs(x)**3)**(1/3), -0.9, pi)"),
+        lambda u: np.maximum(u / np.cbrt(1 + np.abs(u) ** 3), -0.9),
+    ),
+    "function": (curve_of(F.silu, "swish"), lambda u: u * scipy.special.expit(u)),
+    "free": (piecewise_curve(), lambda u: np.interp(u, LINES.at, LINES.mean)),
+}
+FUNCTIONS = {**{name: (CURVES[name], truth) for name, truth in TRUTH.items()}, **OTHERS}
+everywhere = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+def trained(curve, dtype=torch.float64, **changes) -> PointwiseFunction:
+    """Make one whose parameters are all of them numbers that training might leave."""
+    layer = PointwiseFunction(curve, WIDTH, **{"shift": 0.0, **changes})
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, part in layer.named_parameters():
+            part.copy_((0.8 if name in ("alpha", "weight") else 0) + 0.3 * torch.randn(part.shape, generator=generator))
+    return layer.to(dtype)
+
+
+def in_float64(layer: PointwiseFunction, truth, x: torch.Tensor, axis: int = -1) -> np.ndarray:
+    """weight · f(αx + s) + bias in NumPy, of what the parameters hold."""
+    shape = [1] * x.ndim
+    shape[axis] = -1
+    alpha, shift, weight, bias = (
+        None if part is None else part.detach().double().numpy().reshape(shape)
+        for part in (layer.alpha, layer.shift, layer.weight, layer.bias)
+    )
+    u = alpha * x.detach().double().numpy() + (0 if shift is None else shift)
+    return weight * truth(u) + (0 if bias is None else bias)
+
+
+def inputs(dtype=torch.float64, shape=(50, WIDTH)) -> torch.Tensor:
+    return (3 * torch.randn(shape, generator=torch.Generator().manual_seed(1))).to(dtype)
+
+
+def test_every_curve_is_here():
+    assert set(TRUTH) == set(CURVES)
+
+
+@everywhere
+def test_forward_in_float64(name):
+    curve, truth = FUNCTIONS[name]
+    layer, x = trained(curve), inputs()
+    # A table is held in float32: its numbers here are exact there, and so is what follows.
+    np.testing.assert_allclose(layer(x).detach().numpy(), in_float64(layer, truth, x), rtol=1e-13, atol=1e-14)
+
+
+@everywhere
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_gradients_of_everything(name, per_channel):
+    curve, _ = FUNCTIONS[name]
+    each = torch.linspace(0.5, 1.5, WIDTH) if per_channel else 0.7
+    layer = trained(curve, alpha=each, shift=each)
+    x = inputs(shape=(5, WIDTH)).requires_grad_()
+    names = [key for key, _ in layer.named_parameters()]
+    assert torch.autograd.gradcheck(
+        lambda x, *parts: torch.func.functional_call(layer, dict(zip(names, parts, strict=True)), (x,)),
+        (x, *layer.parameters()),
+    )
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_once(name, dtype):
+    curve, truth = FUNCTIONS[name]
+    layer, x = trained(curve, dtype), inputs(dtype)
+    output = layer(x)
+    assert output.dtype == dtype
+    expected = torch.from_numpy(in_float64(layer, truth, x))
+    # Inside, five operations of float32, of terms no larger than |weight|·6 + |bias| here, and f as steep as 1/√|u|
+    # at zero, which the rounding of αx + s is multiplied by; then half a unit in the last place of the result.
+    steep = 400 if math.isinf(curve.peak) else 1
+    inside = (
+        8 * torch.finfo(torch.float32).eps * (1 + expected.abs()) * max(1, *([curve.peak] if steep == 1 else [steep]))
+    )
+    once = 0 if dtype == torch.float32 else torch.finfo(dtype).eps / 2 * expected.abs() + 2.0**-24
+    assert bool(((output.double() - expected).abs() <= inside + once).all())
+
+
+@pytest.mark.parametrize("name", ["tanh", "isru", "erf", "softsign", "arctan", "relsign", "expsign"])
+def test_no_digit_is_lost_over_all_of_float32(name):
+    curve, truth = FUNCTIONS[name]
+    size = torch.logspace(-37, 38.5, 3001, dtype=torch.float64).float()
+    x = torch.cat([-size, size])
+    layer = PointwiseFunction(curve, 1, alpha=1.0, bias=False)
+    expected = truth(x.double().numpy())
+    # Six units in the last place: of sums and roots that are rounded one after the other.
+    np.testing.assert_allclose(layer(x[:, None])[:, 0].detach().numpy(), expected, rtol=6 * 2.0**-24, atol=1e-44)
+
+
+@settings(max_examples=60, deadline=None)
+@given(x=st.floats(-(2.0**127), 2.0**127, width=32), alpha=st.floats(2.0**-10, 1024, width=32))
+def test_isru_reaches_its_amplitude_and_never_nan(x, alpha):
+    layer = DyISRU(1, C=1 / alpha**2)
+    y = layer(torch.tensor([x])).item()
+    exact = float(layer.alpha) * x
+    assert y == pytest.approx(exact / math.hypot(exact, 1), rel=6 * 2.0**-24, abs=1e-44)
+    layer(torch.tensor([x])).sum().backward()
+    assert layer.alpha.grad.isfinite().all()
+
+
+def test_huge_inputs_of_each_paper_give_the_amplitude():
+    x = torch.tensor([[1e30, -1e30, 3e38, -math.inf]])
+    for layer in (DyT(4), DyISRU(4), Derf(4)):
+        nn.init.constant_(layer.weight, 2.5)
+        assert layer(x).tolist() == [[2.5, -2.5, 2.5, -2.5]]
+
+
+@pytest.mark.parametrize("axis", [1, -3, 2, -1])
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_channels_lie_where_the_norm_had_them(axis, per_channel):
+    shape = [2, 3, 4, 5]
+    shape[axis] = WIDTH
+    each = torch.linspace(0.5, 1.5, WIDTH) if per_channel else 0.7
+    layer = trained("tanh", channel_axis=axis, alpha=each, shift=each)
+    x = inputs(shape=shape)
+    np.testing.assert_allclose(layer(x).detach().numpy(), in_float64(layer, np.tanh, x, axis), rtol=1e-13, atol=1e-14)
+
+
+def test_several_axes_number_the_channels():
+    layer = PointwiseFunction("tanh", (2, 3), alpha=torch.arange(1.0, 7).reshape(2, 3), shift=0.5)
+    with torch.no_grad():
+        layer.weight.copy_(torch.arange(6.0).reshape(2, 3))
+    x = torch.randn(4, 2, 3)
+    expected = np.arange(6.0).reshape(2, 3) * np.tanh(np.arange(1.0, 7).reshape(2, 3) * x.double().numpy() + 0.5)
+    np.testing.assert_allclose(layer(x).detach().numpy(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_without_affine_the_weight_is_the_amplitude_alone():
+    layer = PointwiseFunction("tanh", WIDTH, elementwise_affine=False)
+    assert {name: tuple(part.shape) for name, part in layer.state_dict().items()} == {"alpha": (1,), "weight": (1,)}
+    nn.init.constant_(layer.weight, 3.0)
+    x = inputs(torch.float32)
+    np.testing.assert_allclose(layer(x).detach().numpy(), 3 * np.tanh(0.5 * x.double().numpy()), rtol=1e-6, atol=1e-7)
+
+
+def test_odd_inputs():
+    layer = trained("isru", torch.float32)
+    assert layer(torch.zeros(0, WIDTH)).shape == (0, WIDTH)
+    assert layer(torch.zeros(WIDTH)).shape == (WIDTH,)
+    x = inputs(torch.float32, (WIDTH, 50))
+    assert torch.equal(layer(x.T), layer(x.T.contiguous()))
+    assert torch.equal(layer(x=x.T), layer(hidden_states=x.T))  # under the name that the norm's own input had
+    one = trained(piecewise_curve(), torch.float32)
+    assert torch.equal(one(x.T), one(x.T.contiguous()))
+    single = PointwiseFunction("tanh", 1, channel_axis=1, alpha=torch.tensor([2.0]))
+    assert torch.equal(single(torch.ones(2, 1, 3)), torch.tanh(torch.tensor(2.0)).expand(2, 1, 3))
+
+
+def test_wrong_arguments_are_explained():
+    with pytest.raises(UsageError, match=r"alpha has 3 numbers; it takes one, or one for each of the 4 channels\."):
+        PointwiseFunction("tanh", 4, alpha=torch.ones(3))
+    with pytest.raises(UsageError, match="'tanh,isru' names 2 curves"):
+        PointwiseFunction("tanh,isru", 4)
+    with pytest.raises(UsageError, match="tahn"):
+        PointwiseFunction("tahn", 4)
+    with pytest.raises(UsageError, match="C is -1"):
+        DyISRU(4, C=-1)
+
+
+class AuthorsDyT(nn.Module):
+    """Equation 3 of arXiv 2503.10622, with its appendix's names."""
+
+    def __init__(self, width, channels_last=True):
+        super().__init__()
+        self.channels_last = channels_last
+        self.alpha = nn.Parameter(torch.ones(1) * 0.5)
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x):
+        x = torch.tanh(self.alpha * x)
+        if self.channels_last:
+            return x * self.weight + self.bias
+        return x * self.weight[:, None, None] + self.bias[:, None, None]
+
+
+class AuthorsDerf(AuthorsDyT):
+    """erf(αx + s), arXiv 2512.10938."""
+
+    def __init__(self, width, channels_last=True):
+        super().__init__(width, channels_last)
+        self.shift = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        x = torch.erf(self.alpha * x + self.shift)
+        if self.channels_last:
+            return x * self.weight + self.bias
+        return x * self.weight[:, None, None] + self.bias[:, None, None]
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize(("theirs", "ours"), [(AuthorsDyT, DyT), (AuthorsDerf, Derf)])
+def test_published_layers_load(theirs, ours, channels_last):
+    published, layer = theirs(WIDTH, channels_last), ours(WIDTH, channel_axis=-1 if channels_last else 1)
+    assert sorted(published.state_dict()) == sorted(layer.state_dict())
+    torch.manual_seed(0)
+    for part in published.parameters():
+        nn.init.normal_(part)
+    layer.load_state_dict(published.state_dict(), strict=True)
+    x = inputs(torch.float32, (2, 3, 4, WIDTH) if channels_last else (2, WIDTH, 3, 4))
+    torch.testing.assert_close(layer(x), published(x), rtol=1e-6, atol=1e-6)  # the order of two roundings
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    x=st.lists(st.floats(-50, 50, width=32), min_size=2, max_size=24),
+    eps=st.sampled_from([1e-6, 1e-5, 1e-2]),
+)
+def test_on_one_token_it_is_rms_norm(x, eps):
+    """DyISRU's own derivation (arXiv 2503.21708): C = Σ_{j≠i} x_j² + d·eps is RMSNorm exactly in x_i."""
+    token = torch.tensor(x, dtype=torch.float64)
+    d = len(x)
+    others = torch.stack([torch.cat([token[:i], token[i + 1 :]]).square().sum() for i in range(d)])
+    layer = PointwiseFunction("isru", d, alpha=(others + d * eps).rsqrt(), bias=False)
+    nn.init.constant_(layer.weight, math.sqrt(d))
+    expected = F.rms_norm(token, (d,), eps=eps).float()
+    torch.testing.assert_close(layer(token.float()), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["tanh", "isru", "erf", "formula", "free", "function"])
+def test_copies_and_half_precision_and_back(name):
+    layer, x = trained(FUNCTIONS[name][0], torch.float32), inputs(torch.float32)
+    twin = copy.deepcopy(layer)
+    assert torch.equal(twin(x), layer(x))
+    assert twin.alpha is not layer.alpha
+    for half in (torch.float16, torch.bfloat16):
+        there = copy.deepcopy(layer).to(half)
+        assert all(part.dtype == half for part in there.parameters())
+        expected = copy.deepcopy(layer)
+        with torch.no_grad():
+            for part in expected.parameters():
+                part.copy_(part.to(half).float())
+        assert torch.equal(there.float()(x), expected(x))  # a table stays in float32 all the while
+    again = trained(FUNCTIONS[name][0], torch.float32, alpha=2.0)
+    again.load_state_dict(pickle.loads(pickle.dumps(layer.state_dict())))  # noqa: S301 - of our own
+    assert torch.equal(again(x), layer(x))
+
+
+@pytest.mark.parametrize("name", [*CURVES, "free"])
+def test_pickled_whole(name):
+    layer, x = trained(FUNCTIONS[name][0], torch.float32), inputs(torch.float32)
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(x), layer(x))  # noqa: S301 - of our own
+
+
+@pytest.mark.parametrize("inside", [torch.bfloat16, torch.float16])
+def test_autocast_leaves_it_in_float32(inside):
+    layer, x = trained("isru", torch.float32), inputs(inside)
+    expected = layer(x)
+    with torch.autocast("cpu", dtype=inside):
+        linear = nn.Linear(WIDTH, WIDTH)
+        assert linear(x).dtype == inside
+        output = layer(x)
+        assert output.dtype == inside
+        assert torch.equal(output, expected)
+        assert layer(linear(x)).dtype == inside
+
+
+@everywhere
+def test_compiles_into_one_graph(name):
+    torch._dynamo.reset()
+    layer, x = trained(FUNCTIONS[name][0], torch.float32), inputs(torch.float32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    output, expected = compiled(mine), layer(theirs)
+    torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-6)
+    (given_,) = torch.autograd.grad(output.square().sum(), mine)
+    (wanted,) = torch.autograd.grad(expected.square().sum(), theirs)
+    torch.testing.assert_close(given_, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["isru", "free"])
+def test_inductor_compiles_it(name):
+    torch._dynamo.reset()
+    layer, x = trained(FUNCTIONS[name][0], torch.float32, channel_axis=1), inputs(torch.float32, (4, WIDTH, 7))
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), layer(x), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["tanh", "isru", "erf", "formula", "free"])
+def test_exports_with_any_number_of_tokens(name):
+    layer, x = trained(FUNCTIONS[name][0], torch.float32), inputs(torch.float32)
+    program = torch.export.export(layer, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    more = inputs(torch.float32, (9, WIDTH))
+    torch.testing.assert_close(program.module()(more), layer(more), rtol=1e-6, atol=1e-6)
+
+
+def test_ddp_trains_every_parameter(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        layer = trained(piecewise_curve(), torch.float32)
+        ddp, x = nn.parallel.DistributedDataParallel(layer), inputs(torch.float32)
+        ddp(x).square().sum().backward()
+        found = {name: part.grad.clone() for name, part in layer.named_parameters()}
+        layer.zero_grad()
+        layer(x).square().sum().backward()
+        for name, part in layer.named_parameters():
+            assert part.grad.abs().sum() > 0
+            torch.testing.assert_close(found[name], part.grad)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("make", [lambda width: trained("tanh", torch.float32), None], ids=["pointwise", "rmsnorm"])
+def test_torchs_fused_encoder_does_not_take_it_for_a_layer_norm(make):
+    from normscope.swaps.rms_norm import RMSNorm
+
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, batch_first=True)
+    native = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).eval()
+    x, padding = torch.randn(3, 5, WIDTH), torch.zeros(3, 5, dtype=torch.bool)
+    padding[1, 3:] = True
+    swapped = copy.deepcopy(native)
+    for own in swapped.layers:
+        own.norm1, own.norm2 = (make(WIDTH) if make else RMSNorm(WIDTH) for _ in range(2))
+    for model, is_fused in ((native, True), (swapped, False)):
+        ours = [
+            module
+            for module in model.modules()
+            if module.__class__.__name__ in ("LayerNorm", "PointwiseFunction", "RMSNorm")
+        ]
+        called = []
+        for module in ours:
+            whole = module.forward
+            module.forward = lambda x, whole=whole: (called.append(1), whole(x))[1]
+        with torch.no_grad():
+            output = model(x)
+            assert (not called) == is_fused
+            masked = model(x, src_key_padding_mask=padding)
+        slow = model(x)  # with gradients there is no fused path
+        torch.testing.assert_close(output, slow.detach(), rtol=1e-4, atol=1e-5)  # another order of sums
+        torch.testing.assert_close(masked[0], output[0], rtol=1e-4, atol=1e-5)
