@@ -94,8 +94,8 @@ def _held_out_words(options: LoadOptions) -> Inputs:
 def _training_words(options: LoadOptions) -> TensorInputs:
     clips, facts, _ = read_embedded(f"{EMBEDDED}_calibration.safetensors")
     loudest_is_one, _ = soundfile.read(io.BytesIO(clips["flac"].numpy().tobytes()), dtype="float32")
-    in_a_row = torch.from_numpy(loudest_is_one).split(clips["lengths"].tolist())
-    waveforms = [word * peak for word, peak in zip(in_a_row, clips["peaks"], strict=True)]
+    words = torch.split(torch.from_numpy(loudest_is_one), clips["lengths"].tolist())
+    waveforms = [word * peak for word, peak in zip(words, clips["peaks"], strict=True)]
     total = f"{len(waveforms)} words of {len(facts['voices'])} synthetic voices of {EMBEDDED}'s training"
     return _words(waveforms, clips["speakers"], facts["voices"], total, f"{EMBEDDED} training", options)
 

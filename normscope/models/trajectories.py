@@ -100,11 +100,8 @@ class Trajectories:
     def ends(self) -> Iterator[tuple[tuple[Sample, ...], Tensor]]:
         """Walk each trajectory from its noise to its end, with the module as it is now: nothing is taken, nothing kept.
 
-        Those of a network whose norms were swapped are so apart from the original's, whose latents the batches hold.
-
         Yields:
-            some trajectories, a sample for each, and their clean latents: float32
-            ``(trajectories, channels, height, width)``, on the CPU.
+            samples, one a trajectory; clean latents: float32 ``(trajectories, channels, height, width)``, on the CPU.
         """
         visited: list[int] = self.scheduler.timesteps.tolist()
         for chunk in self._chunks():
@@ -114,7 +111,6 @@ class Trajectories:
             yield tuple(self._sample(trajectory, visited[-1], half=0) for trajectory in chunk), latents
 
     def _chunks(self) -> Iterator[range]:
-        """Number the trajectories that run at once."""
         at_once = max(1, self.options.batch_size // self._runs)
         for first in range(0, len(self.noise), at_once):
             yield range(first, min(first + at_once, len(self.noise)))
