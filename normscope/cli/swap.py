@@ -181,7 +181,7 @@ def _fits(
     seen = capture(
         network.module,
         say.tracked(learned),
-        layers=[norm.index for norm in norms],
+        layers=[norm.name for norm in norms],
         about=network.about,
         seed=seed,
         by_gamma=how.per == "site",
