@@ -38,6 +38,7 @@ class PointwiseFunction(nn.Module):
         shift: likewise, or None.
         weight: ``normalized_shape``, or ``(1,)``.
         bias: ``normalized_shape``, or None.
+        in_place_of: full name of the class of the norm whose place it took; empty where it took none.
 
     Shape: any input with the channels at their axis; the output has its shape and dtype. The names of the parameters
     are those of the published DyT and Derf layers.
@@ -56,6 +57,7 @@ class PointwiseFunction(nn.Module):
     # which would take this weight and bias for those of a LayerNorm.
     eps = math.nan
 
+    in_place_of: str = ""
     alpha: nn.Parameter
     shift: nn.Parameter | None
     weight: nn.Parameter
@@ -101,6 +103,11 @@ class PointwiseFunction(nn.Module):
         bias = None if self.bias is None else self._along(input, self.bias)
         output = pointwise(input, function, alpha, shift, weight, bias)
         return output if self._activate is None else self._activate(self, output)
+
+    @property
+    def activated(self) -> bool:
+        """Whether the output is activated, as timm's NormAct classes do."""
+        return self._activate is not None
 
     def also_activate(self, norm: nn.Module, activation: Callable[[nn.Module, Tensor], Tensor]) -> None:
         """Do to the output what a norm does to its own, as timm's NormAct classes do.

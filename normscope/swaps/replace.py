@@ -58,6 +58,8 @@ class Swap:
                     self._places.append((parent, name, child, replaced[id(child)]))
         for parent, name, norm, module in self._places:
             module.train(norm.training)
+            if isinstance(module, (PointwiseFunction, RMSNorm)):
+                module.in_place_of = _full_name(norm)
             parent._modules[name] = module
 
     def undo(self) -> None:
@@ -135,7 +137,7 @@ def replacements(
     """
     inner, wanted = uncompiled(model), chosen(norms_of(fits), sites)
     norms = {norm.name: module_at(inner, norm.name) for norm in wanted}
-    where = next(itertools.chain(model.parameters(), model.buffers()), torch.zeros(()))
+    where = model_tensor(model)
     made = starts(curve, only(fits, wanted), init)
     return {start.norm.name: replacement(norms[start.norm.name], start, where) for start in made}
 
@@ -181,8 +183,7 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
         raise ModelError(f"The norm {site.name} ({type(norm).__name__}) cannot be replaced: {kind}.")
     gain, offset = kind.gain_and_offset(norm, site.channels)
     own_gain, own_shift = gain_and_shift(norm)
-    own = next(itertools.chain(norm.parameters(), norm.buffers()), where)
-    own = own if own.is_floating_point() else where
+    own = model_tensor(norm, where)
     shape, axis = _channels_of(site, kind)
     bias = own_shift is not None or bool(offset.any())
     elementwise = own_gain is not None or bias or bool((gain != gain[0]).any())
@@ -231,6 +232,13 @@ def module_at(model: nn.Module, path: str) -> nn.Module:
         ) from error
 
 
+def model_tensor(module: nn.Module, otherwise: Tensor | None = None) -> Tensor:
+    """Return a tensor whose device and dtype a module that takes the place of ``module`` gets."""
+    own = itertools.chain(module.parameters(), module.buffers())
+    floating = (tensor for tensor in own if tensor.is_floating_point())
+    return next(floating, torch.zeros(()) if otherwise is None else otherwise)
+
+
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return what torch.compile wraps: module paths are those of the network itself."""
     inner = getattr(model, "_orig_mod", model)
@@ -247,3 +255,8 @@ def _channels_of(site: NormSite, kind: NormKind) -> tuple[tuple[int, ...], int]:
     if site.channel_axis != tuple(range(-len(site.channel_axis), 0)):
         raise ModelError(f"The norm {site.name} cannot be replaced: its axes {site.channel_axis} are not the last.")
     return site.normalized_shape, -1
+
+
+def _full_name(norm: nn.Module) -> str:
+    """Name the class of a norm; of what took a norm's place before, that norm's."""
+    return getattr(norm, "in_place_of", "") or f"{type(norm).__module__}.{type(norm).__qualname__}"

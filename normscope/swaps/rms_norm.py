@@ -26,12 +26,14 @@ class RMSNorm(nn.Module):
         weight: ``normalized_shape``, or None.
         bias: likewise.
         variance_epsilon: ``eps``; of that name there is a NaN instead.
+        in_place_of: full name of the class of the norm whose place it took; empty where it took none.
 
     >>> RMSNorm(2, eps=0.0)(torch.tensor([[3.0, 4.0]])).detach()
     tensor([[0.8485, 1.1314]])
     """
 
     eps = math.nan  # keeps nn.TransformerEncoderLayer from its fused path, which would make a LayerNorm of this
+    in_place_of: str = ""
 
     def __init__(
         self,
