@@ -1,0 +1,178 @@
+"""One norm alone against what could take its place, on random values of the norm's real shape."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from normscope.errors import ModelError
+from normscope.pairs.trace import NormReport
+from normscope.swaps.cuda_timing import cache_of, flushed, replayed, sets_beyond_cache
+from normscope.swaps.replace import module_at
+from normscope.swaps.speed import COPY, NATIVE, PASSES, WAYS, Case, Measured, Passes, Way, bytes_moved
+from normscope.swaps.timing import Sampler, blocks, in_turns, once
+from normscope.swaps.variants import Variant, fused, require_gradients
+
+AT_LEAST, AT_MOST = 4, 10
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The norm that is timed: the commonest class and shape of a network.
+
+    Attributes:
+        name: module path of the first of them.
+        kind: its class in the table of norms.
+        shape: of its input.
+        sites: how many norms of the network have this class and shape.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    sites: int
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What one call takes: the norm's input, and the gradient of its output; of the input's shape both."""
+
+    x: Tensor
+    dy: Tensor
+
+
+Call = Callable[[Buffers], object]
+
+
+def commonest(report: NormReport) -> Norm:
+    """Return the class and shape that most norms of a network have; of several as common, the first called."""
+    counted = Counter((site.kind, tuple(report.shapes[site.name])) for site in report.sites)
+    (kind, shape), number = counted.most_common(1)[0]
+    first = next(site for site in report.sites if (site.kind, tuple(report.shapes[site.name])) == (kind, shape))
+    return Norm(first.name, kind, shape, number)
+
+
+@dataclass(frozen=True)
+class NormBench:
+    """The modules that are timed, and the buffers that they are timed on.
+
+    Attributes:
+        norm: which.
+        modules: the native norm's copy and its replacements, by variant, all with gradients required.
+        missing: why a variant has no module here.
+        buffers: one set, or on CUDA as many as are larger together than four times the L2 cache.
+    """
+
+    norm: Norm
+    modules: dict[str, nn.Module]
+    missing: dict[str, str]
+    buffers: list[Buffers]
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """The ways that exist."""
+        return WAYS if self._of("fused") else WAYS[:2]
+
+    def measured(self, way: Way, passes: Passes, until: float) -> list[Measured]:
+        """Time every variant in turns.
+
+        Args:
+            way: ``eager``, ``compile`` or ``fused``.
+            passes: which.
+            until: as of :func:`normscope.swaps.timing.in_turns`.
+        """
+        modules = self._of(way)
+        rows = [self._not_run(name, way, passes, why) for name, why in self.missing.items() if way != "fused"]
+        ready: dict[str, tuple[Call, float | None]] = {}
+        for name, module in modules.items():
+            try:
+                ready[name] = self._prepared(module, way, passes)
+            except Exception as error:  # of a compiler, or of a norm in a dtype that it does not take
+                rows.append(self._not_run(name, way, passes, first_line(error)))
+        if (way, passes) == (WAYS[0], PASSES[0]):
+            ready[COPY] = (lambda buffers: buffers.x.clone()), None
+        samplers = {(name, timer): one for name, (run, _) in ready.items() for timer, one in self._timers(run)}
+        samples = in_turns(samplers, at_least=AT_LEAST, at_most=AT_MOST, until=until)
+        for (name, timer), own in samples.items():
+            rows.append(Measured(self._case(name, way, passes, timer), own, ready[name][1]))
+        return rows
+
+    def _of(self, way: Way) -> dict[str, nn.Module]:
+        if way != "fused":
+            return self.modules
+        return {called: made for name, own in self.modules.items() for called, made in fused(name, own).items()}
+
+    def _prepared(self, module: nn.Module, way: Way, passes: Passes) -> tuple[Call, float | None]:
+        """Return what is timed after a first call, and, of what is compiled, the seconds of that."""
+        called = torch.compile(module, fullgraph=True, dynamic=False) if way == "compile" else module
+        run = _step(called, require_gradients(module), passes)
+        [first] = once(lambda: run(self.buffers[0]))
+        return run, first if way == "compile" else None
+
+    def _timers(self, run: Call) -> list[tuple[str, Sampler]]:
+        if self.buffers[0].x.is_cuda:
+            return [
+                ("do_bench", lambda: flushed(lambda: run(self.buffers[0]))),
+                ("graph", lambda: replayed(run, self.buffers)),
+            ]
+        return [("blocks", lambda: blocks(lambda: run(self.buffers[0])))]
+
+    def _not_run(self, variant: str, way: Way, passes: Passes, why: str) -> Measured:
+        return Measured(self._case(variant, way, passes, ""), note=why)
+
+    def _case(self, variant: str, way: Way, passes: Passes, timer: str) -> Case:
+        x = self.buffers[0].x
+        nbytes = bytes_moved(passes, x.numel(), x.element_size())
+        dtype = str(x.dtype).removeprefix("torch.")
+        return Case(variant, way, "norm", passes, dtype, timer, self.norm.shape, self.norm.sites, nbytes)
+
+
+def norm_bench(model: nn.Module, made: Sequence[Variant], norm: Norm, where: Tensor) -> NormBench:
+    """Copy the norm and its replacements, and fill the buffers with random values.
+
+    Args:
+        model: the network, in the dtype that is timed; it is left as it is.
+        made: what :func:`normscope.swaps.variants.variants` made of it.
+        norm: which one.
+        where: a tensor whose device and dtype the buffers get.
+    """
+    native = module_at(model, norm.name)
+    modules = {one.name: one.modules.get(norm.name) for one in made}
+    modules[NATIVE] = native
+    there = {name: copy.deepcopy(module) for name, module in modules.items() if module is not None}
+    notes = {one.name: one.note for one in made}
+    missing = {name: notes[name] for name, module in modules.items() if module is None}
+    generator = torch.Generator(where.device).manual_seed(_SEED)
+
+    def noise() -> Tensor:
+        return torch.randn(norm.shape, generator=generator, device=where.device, dtype=torch.float32).to(where.dtype)
+
+    number, nbytes = 1, bytes_moved("forward", math.prod(norm.shape), where.element_size())
+    if where.is_cuda:
+        number = sets_beyond_cache(nbytes, cache_of(where.device))
+    return NormBench(norm, there, missing, [Buffers(noise().requires_grad_(), noise()) for _ in range(number)])
+
+
+def first_line(error: Exception) -> str:
+    """Name an error and say the first line of its message."""
+    line = str(error).strip().partition("\n")[0]
+    return line if isinstance(error, ModelError) else f"{type(error).__name__}: {line}"
+
+
+def _step(module: Callable[..., Tensor], parameters: Sequence[Tensor], passes: Passes) -> Call:
+    if passes == "forward":
+        return lambda buffers: module(buffers.x)
+
+    def both(buffers: Buffers) -> object:
+        with torch.enable_grad():
+            y = module(buffers.x)
+            return torch.autograd.grad(y, [buffers.x, *parameters], buffers.dy, allow_unused=True)
+
+    return both

@@ -1,0 +1,85 @@
+"""What a benchmark puts in the place of a network's norms: start values do not change speed, so there are no fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+from torch import nn
+
+from normscope.errors import ModelError
+from normscope.fits.curves import split_names
+from normscope.pairs.sites import NormSite
+from normscope.swaps.pointwise import PointwiseFunction
+from normscope.swaps.replace import replacements
+from normscope.swaps.speed import NATIVE
+from normscope.swaps.start import RMS_NORM
+
+IDENTITY = "identity"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One thing that takes the norms' places.
+
+    Attributes:
+        name: ``native`` for the norms themselves, ``rmsnorm``, ``identity``, or a curve as it was asked for.
+        modules: what goes where, by module path; none for ``native``.
+        note: which norms it cannot replace, and why.
+    """
+
+    name: str
+    modules: dict[str, nn.Module]
+    note: str = ""
+
+
+def variants(model: nn.Module, sites: Sequence[NormSite], curves: str | Sequence[str]) -> list[Variant]:
+    """Make the norms' replacements, on the norms' device and in their dtype: native, rmsnorm, identity, the curves.
+
+    Args:
+        model: the network; nothing is put in.
+        sites: its norm sites.
+        curves: names, or names separated by commas.
+
+    Raises:
+        UsageError: if there is no such curve, or if it is one that has to be fitted (``free``, ``best``).
+    """
+    asked = split_names(curves) if isinstance(curves, str) else curves
+    names = dict.fromkeys((RMS_NORM, IDENTITY, *(name.strip().lower() for name in asked)))
+    names.pop(NATIVE, None)
+    return [Variant(NATIVE, {}), *(_variant(model, sites, name) for name in names)]
+
+
+def fused(name: str, module: nn.Module) -> dict[str, nn.Module]:
+    """Return modules that do in one kernel what a replacement does, by what they are called; only ways that exist.
+
+    Liger's DyT (github.com/linkedin/Liger-Kernel) on CUDA, where it is installed.
+    """
+    if not (isinstance(module, PointwiseFunction) and module.curve.name == "tanh" and find_spec("liger_kernel")):
+        return {}
+    if not module.weight.is_cuda or module.channel_axis != -1 or module.weight.ndim != 1 or module.shift is not None:
+        return {}
+    made: nn.Module = import_module("liger_kernel.transformers.dyt").LigerDyT(
+        module.weight.numel(), beta=module.bias is not None, init_alpha=float(module.alpha)
+    )
+    return {f"{name}, Liger": made.to(module.weight.device, module.weight.dtype)}
+
+
+def _variant(model: nn.Module, sites: Sequence[NormSite], name: str) -> Variant:
+    modules: dict[str, nn.Module] = {}
+    reasons: list[str] = []
+    for site in sites:
+        try:
+            modules |= replacements(model, name, [site], init="paper")
+        except ModelError as error:
+            reasons.append(str(error))
+    note = f"{len(reasons)} of {len(sites)} norms left as they are: {reasons[0]}" if reasons else ""
+    return Variant(name, modules, note)
+
+
+def require_gradients(module: nn.Module) -> list[torch.Tensor]:
+    """Let every parameter require gradients, and return them."""
+    return [parameter.requires_grad_() for parameter in module.parameters() if parameter.is_floating_point()]
