@@ -44,6 +44,22 @@ def first_tensor(result: Any, batch: Batch) -> Tensor:
     raise ModelError(f"The model returned a {type(result).__name__} that holds no floating-point tensor to compare.")
 
 
+def without_variances(result: Any, batch: Batch) -> Tensor:
+    """Return what a diffusion transformer predicts, without the variances that some learn behind those channels.
+
+    Args:
+        result: its ``sample``, by itself or in a tuple or record: ``(samples, channels, …)``, at least the channels of
+            the latents.
+        batch: whose keyword ``hidden_states`` are the latents: ``(samples, channels, …)``.
+
+    >>> import torch
+    >>> from normscope.batches import Batch
+    >>> without_variances((torch.zeros(2, 8, 4, 4),), Batch(kwargs={"hidden_states": torch.zeros(2, 4, 4, 4)})).shape
+    torch.Size([2, 4, 4, 4])
+    """
+    return first_tensor(result, batch)[:, : batch.kwargs["hidden_states"].shape[1]]
+
+
 @dataclass(frozen=True)
 class Outputs:
     """How to read what a forward pass returned.

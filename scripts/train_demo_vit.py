@@ -1,6 +1,7 @@
-"""Train demo_vit, the tiny vision transformer that ships with normscope, and write it with its held-out digits.
+"""Train demo_vit, the tiny vision transformer that ships with normscope, and write it with its digits.
 
 The same seed makes the same bytes again on the same machine and versions: ``python scripts/train_demo_vit.py``.
+``--only calibration`` writes the digits to learn from, and trains nothing.
 """
 
 import argparse
@@ -52,6 +53,7 @@ def main() -> None:
     parser.add_argument(
         "--validate", action="store_true", help="leave 240 digits out of training, score them, write nothing"
     )
+    parser.add_argument("--only", choices=["calibration"], help="write the digits to learn from, and nothing else")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -66,6 +68,10 @@ def main() -> None:
 
     args.out.mkdir(parents=True, exist_ok=True)
     everything_else = torch.cat([train, validation])
+    save_digits(images[everything_else], labels[everything_else], args.out / "demo_vit_calibration.safetensors")
+    if args.only:
+        return
+
     model = rounded_to_fp16(train_vit(images[everything_else], labels[everything_else], args.seed))
     score = accuracy(model, images[held_out], labels[held_out])
     print(f"held-out accuracy {score:.4f} ({round(score * HELD_OUT)}/{HELD_OUT})")

@@ -1,10 +1,12 @@
-"""Train demo_wav2vec2, the tiny speech recognizer that ships with normscope; write it with words of held-out voices.
+"""Train demo_wav2vec2, the tiny speech recognizer that ships with normscope; write it with words to run it on.
 
 It needs espeak-ng (``apt-get install espeak-ng``). The same seed makes the same bytes again on the same machine and
-versions: ``python scripts/train_demo_wav2vec2.py``.
+versions: ``python scripts/train_demo_wav2vec2.py``. ``--only calibration`` writes the words to learn from, and trains
+nothing.
 """
 
 import argparse
+import io
 import json
 import math
 import random
@@ -13,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+import soundfile
 import torch
 import torch.nn.functional as F
 import torchaudio
@@ -53,6 +56,7 @@ SORTED_AT_ONCE = 256
 ACCENT = "en-us"
 PITCHES, SPEEDS = (25, 75), (130, 210)
 TRAIN_WORDS, HELD_OUT_VOICES, WORDS_A_VOICE, SHIPPED_A_VOICE = 4000, 12, 50, 5
+CALIBRATION_WORDS = 460  # of those to train on
 
 # Variants of espeak-ng 1.51 that are never held out: their log-mel spectra lie close to those of another variant, or
 # they belong to a series of effects. klatt and klatt6 are missing because they say the same as caleb, to the bit.
@@ -90,12 +94,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=EMBEDDED)
+    parser.add_argument("--only", choices=["calibration"], help="write the words to learn from, and nothing else")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     refuse_unknown_variants(VARIANTS_WITH_A_TWIN + VARIANTS_APART)
+    args.out.mkdir(parents=True, exist_ok=True)
+    calibration_path = args.out / "demo_wav2vec2_calibration.safetensors"
+    if args.only:
+        save_compact(speak_words(args.seed, only=CALIBRATION_WORDS)[0], calibration_path)
+        return
+
     train, held_out = speak_words(args.seed)
+    save_compact(train[:CALIBRATION_WORDS], calibration_path)
     print(f"{len(train)} words to train on, {len(held_out)} held out", flush=True)
 
     model = rounded_to_fp16(train_wav2vec2(train, args.seed))
@@ -106,18 +118,22 @@ def main() -> None:
     for start in range(0, len(held_out), WORDS_A_VOICE):
         of_voice = held_out[start:][:WORDS_A_VOICE]
         print(f"  {of_voice[0].variant:<12} {accuracy(model, of_voice):.2f}")
-    args.out.mkdir(parents=True, exist_ok=True)
     save_model(model, args.out / "demo_wav2vec2.safetensors", args.seed, score)
     save_clips(shipped, args.out / "demo_wav2vec2_words.safetensors")
 
 
-def speak_words(seed: int) -> tuple[list[Clip], list[Clip]]:
-    """Return clips to train on, and clips of voices that are held out, WORDS_A_VOICE of each voice in a row."""
+def speak_words(seed: int, only: int | None = None) -> tuple[list[Clip], list[Clip]]:
+    """Return clips to train on, and clips of voices that are held out, WORDS_A_VOICE of each voice in a row.
+
+    Or ``only`` the first so many to train on, and no others.
+    """
     rng = random.Random(seed)  # noqa: S311
     held_out_variants = rng.sample(VARIANTS_APART, HELD_OUT_VOICES)
     train_variants = [v for v in VARIANTS_WITH_A_TWIN + VARIANTS_APART if v not in held_out_variants]
     train = rng.sample([(word, variant) for word in WORDS for variant in train_variants], TRAIN_WORDS)
     held_out = [(word, variant) for variant in held_out_variants for word in rng.sample(WORDS, WORDS_A_VOICE)]
+    if only is not None:
+        train, held_out = train[:only], []
     return [spoken(*pair, rng) for pair in train], [spoken(*pair, rng) for pair in held_out]
 
 
@@ -222,6 +238,29 @@ def save_clips(clips: Sequence[Clip], path: Path) -> None:
         "voices": voices,
         "sample_rate": SAMPLE_RATE,
         "scale": INT16_TO_FLOAT,
+        "normalize_waveform": True,
+    }
+    save_file(tensors, path, metadata={"normscope": json.dumps(facts)})
+
+
+def save_compact(clips: Sequence[Clip], path: Path) -> None:
+    """Write words with 8 bits a sample, each scaled to its own peak, one after the other in one FLAC stream."""
+    voices = sorted({clip.variant for clip in clips})
+    peaks = [int(clip.waveform.int().abs().max()) for clip in clips]
+    coded = torch.cat([(clip.waveform.float() * 127 / peak).round() for clip, peak in zip(clips, peaks, strict=True)])
+    stream = io.BytesIO()
+    whole = coded.to(torch.int16) * 256  # soundfile takes the upper 8 bits
+    soundfile.write(stream, whole.numpy(), SAMPLE_RATE, format="FLAC", subtype="PCM_S8", compression_level=1.0)
+    tensors = {
+        "flac": torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8),
+        "lengths": torch.tensor([len(clip.waveform) for clip in clips]),
+        "speakers": torch.tensor([voices.index(clip.variant) for clip in clips]),
+        "peaks": torch.tensor(peaks) * (INT16_TO_FLOAT * 128 / 127),  # of what soundfile reads as floats, 127/128
+    }
+    facts = {
+        "words": [clip.word for clip in clips],
+        "voices": voices,
+        "sample_rate": SAMPLE_RATE,
         "normalize_waveform": True,
     }
     save_file(tensors, path, metadata={"normscope": json.dumps(facts)})

@@ -10,10 +10,11 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import torch
 import torchaudio
 from torch import Tensor, nn
 from torchaudio import pipelines
-from torchaudio.models import ConvTasNet, HDemucs, SquimObjective, squim_objective_base
+from torchaudio.models import ConvTasNet, HDemucs, SquimObjective, Wav2Vec2Model, squim_objective_base
 from torchaudio.pipelines._wav2vec2 import utils
 
 from normscope.errors import ModelError, unknown
@@ -21,6 +22,7 @@ from normscope.models import torch_hub
 from normscope.models.audio import AudioFormat
 from normscope.models.base import Provenance
 from normscope.models.checkpoints import load_file
+from normscope.outputs import Outputs
 
 _SERVER = "https://download.pytorch.org/torchaudio"
 _TAKEN = (pipelines.Wav2Vec2Bundle, pipelines.SourceSeparationBundle, pipelines.SquimObjectiveBundle)
@@ -164,6 +166,21 @@ def _load_published(network: Any, path: Path, name: str, unused_rows: tuple[int,
 def unwrapped(module: nn.Module) -> Any:
     """Return torchaudio's own network within the wrapper that normalizes its waveform, where there is one."""
     return module.model if isinstance(module, utils._Wav2Vec2Model) else module
+
+
+def outputs_of(module: nn.Module) -> Outputs:
+    """Say what a network of torchaudio returns.
+
+    Features, logits or log-probabilities of ``frames`` of a wav2vec 2.0 and its like; three scores ``(samples, 3)`` of
+    one that judges speech; waveforms ``(samples, sources, channels, time)`` of one that separates them.
+    """
+    match unwrapped(module):
+        case Wav2Vec2Model():
+            return Outputs("frames")
+        case SquimObjective():
+            return Outputs("tensor", lambda scores, batch: torch.stack(scores, dim=-1))
+        case _:
+            return Outputs("tensor")
 
 
 def audio_format(module: nn.Module, sample_rate: float) -> AudioFormat:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from normscope.models.hub_files import HubSilentError, Repository
 from normscope.models.latents import read_latents
 from normscope.models.trajectories import LatentSpace, from_noise
 from normscope.models.weights import embedded_module, read_embedded, with_weights
+from normscope.outputs import Outputs, without_variances
 
 GUIDANCE = 4.0  # DiTPipeline's default, and the largest that the paper shows samples for
 TRAJECTORIES, DEMO_TRAJECTORIES = 4, 64
+CALIBRATION_TIMESTEPS = 10  # unless they are named
 
 WEIGHTS = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # the latter without unpickling code
 
@@ -114,6 +116,8 @@ def load_diffusers(name: str, architecture: str, options: LoadOptions) -> Loaded
 def load_demo_dit(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
     """Load the embedded DiT, which makes digits of 8×8 pixels without an autoencoder.
 
+    To learn from there are its trajectories from the next seed, at more timesteps.
+
     Raises:
         UsageError: if guidance or timesteps cannot be understood.
         ModelError: if a weights file does not fit.
@@ -125,7 +129,13 @@ def load_demo_dit(name: str, architecture: str, options: LoadOptions) -> LoadedM
     _, facts, _ = read_embedded(f"{architecture}.safetensors")
     inputs = _inputs(facts["config"], _scheduler(name, facts["scheduler"]), options, 1.0, DEMO_TRAJECTORIES)
     module, provenance = with_weights(name, options, build=build, pretrained=pretrained)
-    return _loaded(name, module, inputs, provenance, options)
+    loaded = _loaded(name, module, inputs, provenance, options)
+    if options.data is None:
+        timesteps = CALIBRATION_TIMESTEPS if options.timesteps is None else options.timesteps
+        others = replace(options, seed=options.seed + 1, timesteps=timesteps)
+        scheduler = _scheduler(name, facts["scheduler"])
+        loaded.calibration = _inputs(facts["config"], scheduler, others, 1.0, DEMO_TRAJECTORIES)(module)
+    return loaded
 
 
 def _loaded(
@@ -133,7 +143,7 @@ def _loaded(
 ) -> LoadedModel:
     # Not diffusers' own to(), which warns of an empty list of modules that should stay in float32.
     nn.Module.to(module.eval(), options.device, options.dtype)
-    return LoadedModel(name, module, inputs(module), provenance)
+    return LoadedModel(name, module, inputs(module), provenance, Outputs("prediction", without_variances))
 
 
 def _inputs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -39,6 +40,31 @@ class TensorInputs:
 
     def __iter__(self) -> Iterator[Batch]:
         return batches(zip(self.samples, self.tensors, strict=True), self.options)
+
+
+class LazyInputs:
+    """Inputs that are read when something is first asked of them, and not when the model is loaded.
+
+    Attributes:
+        unreadable: empty; they lie in this package.
+    """
+
+    def __init__(self, read: Callable[[], TensorInputs]) -> None:
+        self._read = cache(read)
+        self.unreadable: list[str] = []
+
+    @property
+    def description(self) -> str:
+        """Say what was read."""
+        return self._read().description
+
+    @property
+    def n_samples(self) -> int:
+        """How many samples there are."""
+        return self._read().n_samples
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._read())
 
 
 @dataclass(frozen=True)

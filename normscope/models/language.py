@@ -22,6 +22,7 @@ from normscope.models.hub_files import HubSilentError, Repository, refuse_code, 
 from normscope.models.text import text_inputs
 from normscope.models.tokens import load_tokenizer, reading_of
 from normscope.models.weights import with_weights
+from normscope.outputs import Outputs
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,8 @@ def load_transformers(name: str, architecture: str, options: LoadOptions) -> Loa
         else:  # transformers makes the module around the weights: there is no fresh one to fill
             module, provenance = network.of_file(Path(options.weights))
     inputs = text_inputs(reading_of(module, config, tokenizer), options)
-    return LoadedModel(name, module.eval().to(options.device), inputs, provenance)
+    outputs = Outputs("tokens" if _has_head(library, type(module).__name__) else "tensor")
+    return LoadedModel(name, module.eval().to(options.device), inputs, provenance, outputs)
 
 
 def _library(name: str) -> Any:
@@ -151,8 +153,7 @@ def _kind(library: Any, name: str, config: Any) -> Any:
     """Choose the class: with the head that the configuration names, or without any."""
     named = (config.architectures or [""])[0]
     automatic = library.models.auto.modeling_auto
-    with_head = [getattr(automatic, f"MODEL_FOR_{head}_MAPPING_NAMES").values() for head in _HEADS]
-    if any(named in classes for classes in with_head):
+    if _has_head(library, named):
         kind = getattr(library, named)
         text_is_enough = True
     else:
@@ -170,6 +171,12 @@ def _kind(library: Any, name: str, config: Any) -> Any:
             "function of yours, and name that: py:FILE:FACTORY."
         )
     return kind
+
+
+def _has_head(library: Any, kind: str) -> bool:
+    """Return whether a class of transformers ends in a causal, masked or sequence-to-sequence language model's head."""
+    automatic = library.models.auto.modeling_auto
+    return any(kind in getattr(automatic, f"MODEL_FOR_{head}_MAPPING_NAMES").values() for head in _HEADS)
 
 
 @dataclass(frozen=True)

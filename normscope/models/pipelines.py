@@ -20,6 +20,7 @@ from normscope.models.base import LoadedModel, LoadOptions, Provenance
 from normscope.models.hub_files import refuse_code, sha256_of
 from normscope.models.trajectories import listed, select_timesteps
 from normscope.models.weights import with_weights
+from normscope.outputs import Outputs, without_variances
 
 PROMPTS = (
     "a red bicycle leaning against a stone wall",
@@ -204,7 +205,8 @@ def load_pipeline(name: str, folder: Path, components: Mapping[str, Any], option
     for component in pipeline.components.values():
         if isinstance(component, nn.Module):
             nn.Module.to(component, options.device, options.dtype)
-    return LoadedModel(name, module, PipelineCalls(pipeline, options), provenance)
+    inputs = PipelineCalls(pipeline, options)
+    return LoadedModel(name, module, inputs, provenance, Outputs("prediction", without_variances))
 
 
 def _known(component: list[Any]) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import soundfile
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchaudio.models import wav2vec2_model
 
 from normscope.batches import Sample
@@ -14,7 +17,7 @@ from normscope.errors import UsageError
 from normscope.models import bundles
 from normscope.models.audio import audio_inputs
 from normscope.models.base import Inputs, LoadedModel, LoadOptions, Provenance
-from normscope.models.inputs import TensorInputs
+from normscope.models.inputs import LazyInputs, TensorInputs
 from normscope.models.weights import embedded_module, read_embedded, ready, with_weights
 
 EMBEDDED = "demo_wav2vec2"
@@ -44,11 +47,13 @@ def load_torchaudio(name: str, architecture: str, options: LoadOptions) -> Loade
         from_file=partial(bundles.load_weights, unused_rows=getattr(bundle, "_remove_aux_axis", ())),
     )
     inputs = audio_inputs(bundles.audio_format(module, bundle.sample_rate), options)
-    return LoadedModel(name, ready(module, options), inputs, provenance)
+    return LoadedModel(name, ready(module, options), inputs, provenance, bundles.outputs_of(module))
 
 
 def load_demo_wav2vec2(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
     """Load the embedded wav2vec 2.0; its default inputs are words of voices that were held out from its training.
+
+    To learn from there are words of its training.
 
     Raises:
         ModelError: if a weights file does not fit.
@@ -75,18 +80,34 @@ def load_demo_wav2vec2(name: str, architecture: str, options: LoadOptions) -> Lo
     )
     taken = bundles.audio_format(module, facts["sample_rate"])
     inputs = _held_out_words(options) if options.data is None else audio_inputs(taken, options)
-    return LoadedModel(name, ready(module, options), inputs, provenance)
+    calibration = LazyInputs(partial(_training_words, options)) if options.data is None else None
+    return LoadedModel(name, ready(module, options), inputs, provenance, bundles.outputs_of(module), calibration)
 
 
 def _held_out_words(options: LoadOptions) -> Inputs:
-    """Return the embedded words, one a batch; each voice is a source."""
     clips, facts, _ = read_embedded(f"{EMBEDDED}_words.safetensors")
     waveforms = (clips["waveforms"].float() * facts["scale"]).split(clips["lengths"].tolist())
-    speakers = clips["speakers"].tolist()[: options.limit]
     total = f"{len(waveforms)} held-out words of {len(facts['voices'])} synthetic voices"
+    return _words(waveforms, clips["speakers"], facts["voices"], total, EMBEDDED, options)
+
+
+def _training_words(options: LoadOptions) -> TensorInputs:
+    clips, facts, _ = read_embedded(f"{EMBEDDED}_calibration.safetensors")
+    loudest_is_one, _ = soundfile.read(io.BytesIO(clips["flac"].numpy().tobytes()), dtype="float32")
+    in_a_row = torch.from_numpy(loudest_is_one).split(clips["lengths"].tolist())
+    waveforms = [word * peak for word, peak in zip(in_a_row, clips["peaks"], strict=True)]
+    total = f"{len(waveforms)} words of {len(facts['voices'])} synthetic voices of {EMBEDDED}'s training"
+    return _words(waveforms, clips["speakers"], facts["voices"], total, f"{EMBEDDED} training", options)
+
+
+def _words(
+    waveforms: Sequence[Tensor], speakers: Tensor, voices: Sequence[str], total: str, data: str, options: LoadOptions
+) -> TensorInputs:
+    """Return spoken words, one a batch; each voice is a source."""
+    speakers = speakers[: options.limit]
     return TensorInputs(
         waveforms[: options.limit],
-        [Sample(facts["voices"][speaker], speaker, i, data=EMBEDDED) for i, speaker in enumerate(speakers)],
+        [Sample(voices[speaker], speaker, i, data=data) for i, speaker in enumerate(speakers.tolist())],
         f"the first {len(speakers)} of {total}" if len(speakers) < len(waveforms) else total,
         replace(options, batch_size=1),
     )

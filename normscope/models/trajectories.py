@@ -93,11 +93,31 @@ class Trajectories:
 
         A latent that runs twice counts as two samples of a batch; both are in one, also where ``batch_size`` is 1.
         """
-        at_once = max(1, self.options.batch_size // self._runs)
-        for first in range(0, len(self.noise), at_once):
-            chunk = range(first, min(first + at_once, len(self.noise)))
+        for chunk in self._chunks():
             for timestep in self.timesteps:
                 yield self._batch(chunk, timestep, self.latents_at(timestep, chunk))
+
+    def ends(self) -> Iterator[tuple[tuple[Sample, ...], Tensor]]:
+        """Walk each trajectory from its noise to its end, with the module as it is now: nothing is taken, nothing kept.
+
+        Those of a network whose norms were swapped are so apart from the original's, whose latents the batches hold.
+
+        Yields:
+            some trajectories, a sample for each, and their clean latents: float32
+            ``(trajectories, channels, height, width)``, on the CPU.
+        """
+        visited: list[int] = self.scheduler.timesteps.tolist()
+        for chunk in self._chunks():
+            latents = self.noise[chunk.start : chunk.stop]
+            for timestep in visited:
+                latents = self._denoised(latents, timestep, chunk)
+            yield tuple(self._sample(trajectory, visited[-1], half=0) for trajectory in chunk), latents
+
+    def _chunks(self) -> Iterator[range]:
+        """Number the trajectories that run at once."""
+        at_once = max(1, self.options.batch_size // self._runs)
+        for first in range(0, len(self.noise), at_once):
+            yield range(first, min(first + at_once, len(self.noise)))
 
     def latents_at(self, timestep: int, chunk: range) -> Tensor:
         """Return what the step at ``timestep`` starts from, for the trajectories of ``chunk``.

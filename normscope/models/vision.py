@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import timm
@@ -18,8 +20,9 @@ from normscope.batches import Sample
 from normscope.errors import ModelError, unknown
 from normscope.models.base import Inputs, LoadedModel, LoadOptions, Provenance
 from normscope.models.images import Preprocessing, image_inputs
-from normscope.models.inputs import TensorInputs
+from normscope.models.inputs import LazyInputs, TensorInputs
 from normscope.models.weights import embedded_module, read_embedded, ready, with_weights
+from normscope.outputs import Outputs
 
 HUB_FILE = "model.safetensors"
 
@@ -44,7 +47,7 @@ def load_timm(name: str, architecture: str, options: LoadOptions) -> LoadedModel
         pretrained=lambda: _pretrained(name, architecture, config),
     )
     inputs = image_inputs(_timm_preprocessing(module), options)
-    return LoadedModel(name, ready(module, options), inputs, provenance)
+    return LoadedModel(name, ready(module, options), inputs, provenance, _timm_outputs(module))
 
 
 def names_like(name: str) -> list[str]:
@@ -104,8 +107,19 @@ def _timm_preprocessing(module: nn.Module) -> Preprocessing:
     return Preprocessing("L" if channels == 1 else "RGB", create_transform(**config))
 
 
+def _timm_outputs(module: Any) -> Outputs:
+    """Say whether a network classifies.
+
+    Feature extractors have no classes. An image tower of CLIP has a projection, whose width timm counts as classes:
+    a multiple of 64, as no number of classes of timm's weights is.
+    """
+    return Outputs("classes" if module.num_classes % 64 else "tensor")
+
+
 def load_demo_vit(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
     """Load the embedded ViT; its default inputs are digits that were held out from its training.
+
+    To learn from there are the digits of its training.
 
     Raises:
         ModelError: if a weights file does not fit.
@@ -115,7 +129,9 @@ def load_demo_vit(name: str, architecture: str, options: LoadOptions) -> LoadedM
         architecture, "scikit-learn's digits", lambda facts: VisionTransformer(**facts["config"])
     )
     module, provenance = with_weights(name, options, build=build, pretrained=pretrained)
-    return LoadedModel(name, ready(module, options), _digit_inputs(options), provenance)
+    inputs = _digit_inputs(options)
+    calibration = LazyInputs(partial(_training_digits, options)) if options.data is None else None
+    return LoadedModel(name, ready(module, options), inputs, provenance, Outputs("classes"), calibration)
 
 
 def _digit_inputs(options: LoadOptions) -> Inputs:
@@ -131,11 +147,23 @@ def _digit_inputs(options: LoadOptions) -> Inputs:
 
     if options.data is not None:
         return image_inputs(Preprocessing("L", transform), options)
-    images = digits["images"].float()[: options.limit, None] * scale + offset  # (n,8,8) -> (n,1,8,8)
-    total = len(digits["images"])
+    total = f"{len(digits['images'])} held-out digits"
+    return _digits(digits["images"], pixels_to_input, total, "demo_vit", options)
+
+
+def _training_digits(options: LoadOptions) -> TensorInputs:
+    digits, pixels_to_input, _ = read_embedded("demo_vit_calibration.safetensors")
+    total = f"{len(digits['images']):,} digits of demo_vit's training"
+    return _digits(digits["images"], pixels_to_input, total, "demo_vit training", options)
+
+
+def _digits(
+    pixels: Tensor, pixels_to_input: Mapping[str, float], total: str, data: str, options: LoadOptions
+) -> TensorInputs:
+    images = pixels[: options.limit, None].float() * pixels_to_input["scale"] + pixels_to_input["offset"]  # (n,1,8,8)
     return TensorInputs(
         list(images),
-        [Sample(f"digit {i}", source_index=i, index=i, data="demo_vit") for i in range(len(images))],
-        f"the first {len(images)} of {total} held-out digits" if len(images) < total else f"{total} held-out digits",
+        [Sample(f"digit {i}", source_index=i, index=i, data=data) for i in range(len(images))],
+        f"the first {len(images)} of {total}" if len(images) < len(pixels) else total,
         options,
     )

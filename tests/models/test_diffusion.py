@@ -272,3 +272,15 @@ def test_names_that_are_neither_folder_nor_repository(tmp_path):
     (tmp_path / "file.safetensors").write_bytes(b"")
     with pytest.raises(ModelError, match="is a file"):
         loaded(tmp_path / "file.safetensors")
+
+
+def test_its_output_is_read_without_the_variances(saved_pipeline):
+    model = loaded(saved_pipeline, weights="random", timesteps="980,")
+    (batch,) = model.inputs
+    with torch.no_grad():
+        predicted, variances = model.module(**batch.kwargs)[0].chunk(2, dim=1)
+    assert model.outputs.kind == "prediction"
+    read = model.outputs.read(model.module(**batch.kwargs), batch)
+    assert torch.equal(read, predicted)
+    assert read.shape == batch.kwargs["hidden_states"].shape
+    assert not torch.equal(predicted, variances)

@@ -154,3 +154,15 @@ def test_what_does_not_apply(saved, tmp_path):
         loaded(saved, data=tmp_path)
     with pytest.raises(UsageError, match="does not visit the timestep 7"):
         loaded(saved, timesteps="7,")
+
+
+def test_its_output_is_read_without_the_variances(saved):
+    model = loaded(saved, timesteps="950,")
+    (batch,) = model.inputs
+    with torch.no_grad():
+        record = model.module(**batch.kwargs | {"return_dict": True})
+        read = model.outputs.read(model.module(**batch.kwargs), batch)
+    assert model.outputs.kind == "prediction"
+    assert record.sample.shape[1] == 8
+    assert torch.equal(read, record.sample.chunk(2, dim=1)[0])  # as PixArtAlphaPipeline takes them apart
+    assert torch.equal(model.outputs.read(record, batch), read)

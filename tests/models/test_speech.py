@@ -13,6 +13,7 @@ from torchaudio import pipelines
 from torchaudio.models import squim_objective_base, wav2vec2_model
 from torchaudio.pipelines._wav2vec2.utils import _remove_aux_axes
 
+from normscope.batches import Batch
 from normscope.errors import ModelError, UsageError
 from normscope.models import bundles
 from normscope.models.registry import load
@@ -289,3 +290,40 @@ def test_weights_that_cannot_be_had(download_server, tmp_path):
         "random, or use an embedded model, which needs no network: normscope plot demo_wav2vec2."
     )
     assert not (tmp_path / "torch").exists()
+
+
+@pytest.mark.parametrize("name", ["demo_wav2vec2", "wav2vec2_base", RECOGNIZER, "torchaudio:MMS_FA"])
+def test_wav2vec2_returns_frames(tiny_bundle, name):
+    for architecture in ("WAV2VEC2_BASE", "WAV2VEC2_ASR_LARGE_LV60K_960H", "MMS_FA"):
+        tiny_bundle(architecture)
+    model = load(name, weights="random", device="cpu", limit=1)
+    (batch,) = model.inputs
+    with torch.no_grad():
+        features, lengths = model.module(*batch.args)
+        padded = model.module(*batch.args, torch.tensor([batch.args[0].shape[1]]))
+    assert lengths is None
+    assert model.outputs.kind == "frames"
+    assert torch.equal(model.outputs.read((features, lengths), batch), features)
+    assert torch.equal(model.outputs.read(padded, batch), padded[0])
+    assert features.ndim == 3
+
+
+def test_three_scores_are_read_as_one_tensor():
+    model = load("torchaudio:SQUIM_OBJECTIVE", weights="random", device="cpu", limit=1)
+    (batch,) = model.inputs
+    with torch.no_grad():
+        scores = model.module(*batch.args)
+    read = model.outputs.read(scores, batch)
+    assert model.outputs.kind == "tensor"
+    assert read.shape == (1, 3)
+    assert read[0].tolist() == [float(score) for score in scores]
+
+
+@pytest.mark.parametrize("architecture", ["CONVTASNET_BASE_LIBRI2MIX", "HDEMUCS_HIGH_MUSDB"])
+def test_separated_waveforms_are_a_tensor(architecture):
+    bundle = bundles.find(architecture, architecture)
+    with torch.device("meta"):
+        outputs_of_it = bundles.outputs_of(bundles.build(bundle))
+    waveforms = torch.randn(1, 4, 2, 100)
+    assert outputs_of_it.kind == "tensor"
+    assert outputs_of_it.read(waveforms, Batch()) is waveforms

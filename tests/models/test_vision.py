@@ -4,6 +4,7 @@ import torch
 
 from normscope.errors import ModelError
 from normscope.models.registry import load
+from normscope.models.vision import _timm_outputs
 
 
 def parameters(module):
@@ -43,3 +44,37 @@ def test_vit_b16_at_full_size():
         logits = model.module(next(iter(model.inputs)).args[0])
     assert logits.shape == (2, 1000)
     assert sum(parameter.numel() for parameter in model.module.parameters()) == 86_567_656
+
+
+@pytest.mark.parametrize("name", ["demo_vit", "timm:test_vit", "timm:test_convnext", "timm:test_resnet"])
+def test_classifiers_say_that_they_return_logits(name):
+    model = load(name, weights="random", device="cpu", limit=2)
+    (batch,) = model.inputs
+    with torch.no_grad():
+        result = model.module(*batch.args)
+    assert model.outputs.kind == "classes"
+    assert torch.equal(model.outputs.read(result, batch), result)
+    assert result.shape == (2, model.module.num_classes)
+
+
+def test_what_is_no_classifier_says_so(options):
+    kinds = {
+        name: _timm_outputs(timm.create_model(f"vit_base_patch16_{name}", depth=1)).kind
+        for name in ("224.mae", "224.dino", "clip_224.openai", "clip_224.laion2b_ft_in1k", "224.augreg2_in21k_ft_in1k")
+    }
+    assert kinds == {
+        "224.mae": "tensor",
+        "224.dino": "tensor",
+        "clip_224.openai": "tensor",
+        "clip_224.laion2b_ft_in1k": "classes",
+        "224.augreg2_in21k_ft_in1k": "classes",
+    }
+
+
+def test_only_projections_are_as_wide_as_a_multiple_of_64():
+    counts = {name: timm.get_pretrained_cfg(name).num_classes for name in timm.list_pretrained()}
+    projections = {name for name, number in counts.items() if number and number % 64 == 0}
+    assert len(projections) > 50
+    assert all("clip" in name or "pe_core" in name for name in projections)
+    of_clip = {name for name in counts if "clip" in name and not any(part in name for part in ("_ft_", "siglip"))}
+    assert {name for name in of_clip if counts[name] % 64} <= {"none"}

@@ -166,3 +166,24 @@ def test_llama_7b_is_the_published_one():
         module = transformers.LlamaForCausalLM(transformers.AutoConfig.for_model(model_type, **facts))
     # The published files hold 13,476,839,424 bytes: two a weight, and a float32 frequency for each half head, 32 times.
     assert 2 * sum(p.numel() for p in module.parameters()) + 32 * 64 * 4 == 13_476_839_424
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "t5"])
+def test_a_head_of_a_language_model_gives_logits_of_tokens(folders, lines, kind):
+    model = load_folder(folders / kind, data=lines)
+    batch = next(iter(model.inputs))
+    with torch.no_grad():
+        result = model.module(**batch.kwargs)
+    assert model.outputs.kind == "tokens"
+    assert torch.equal(model.outputs.read(result, batch), result.logits)
+    assert result.logits.shape == (*batch.kwargs["input_ids"].shape, 300)
+
+
+@pytest.mark.parametrize("kind", ["roberta", "longformer"])
+def test_without_a_head_there_are_features(folders, lines, kind):
+    model = load_folder(folders / kind, data=lines)
+    batch = next(iter(model.inputs))
+    with torch.no_grad():
+        result = model.module(**batch.kwargs)
+    assert model.outputs.kind == "tensor"
+    assert torch.equal(model.outputs.read(result, batch), result.last_hidden_state)
