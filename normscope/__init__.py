@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from normscope.fits.gradient import GradientView, gradient
     from normscope.fits.layerwise import Layerwise, layerwise
     from normscope.fits.tokens import TokenSlopes, token_slopes
-    from normscope.models.registry import load
+    from normscope.loading import load, load_swapped
     from normscope.pairs.captures import Capture
     from normscope.pairs.hooks import capture
     from normscope.pairs.norms import register_norm
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from normscope.pairs.storage import save as save_capture
     from normscope.swaps.pointwise import Derf, DyISRU, DyT, PointwiseFunction
     from normscope.swaps.replace import Swap, swap
+    from normscope.swaps.store import save_swapped
 
 _HOMES = {
     "Advice": "fits.advice.Advice",
@@ -65,8 +66,9 @@ _HOMES = {
     "fit": "fits.fit.fit",
     "gradient": "fits.gradient.gradient",
     "layerwise": "fits.layerwise.layerwise",
-    "load": "models.registry.load",
+    "load": "loading.load",
     "load_capture": "pairs.storage.load",
+    "load_swapped": "loading.load_swapped",
     "norm_cards": "fits.card.norm_cards",
     "overview": "figures.overview.overview",
     "plot": "figures.scurves.plot",
@@ -74,6 +76,7 @@ _HOMES = {
     "plot_gradient": "figures.gradient.plot_gradient",
     "register_norm": "pairs.norms.register_norm",
     "save_capture": "pairs.storage.save",
+    "save_swapped": "swaps.store.save_swapped",
     "swap": "swaps.replace.swap",
     "token_slopes": "fits.tokens.token_slopes",
 }
@@ -106,6 +109,7 @@ __all__ = [
     "layerwise",
     "load",
     "load_capture",
+    "load_swapped",
     "norm_cards",
     "overview",
     "plot",
@@ -113,6 +117,7 @@ __all__ = [
     "plot_gradient",
     "register_norm",
     "save_capture",
+    "save_swapped",
     "swap",
     "token_slopes",
 ]

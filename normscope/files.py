@@ -1,13 +1,14 @@
-"""Files that appear whole or not at all, under names that hold nothing dangerous."""
+"""Files and folders that appear whole or not at all, under names that hold nothing dangerous."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from normscope.errors import UsageError
@@ -54,6 +55,88 @@ def check_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise _cannot_write(path, error) from error
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path, files: Collection[str]) -> Iterator[Path]:
+    """Yield a temporary folder that takes the place of ``path`` once the block ends without an exception.
+
+    What stood there is removed only where it held nothing but such files; a symbolic link stays, and what it points at
+    is replaced.
+
+    Args:
+        path: the folder.
+        files: names of the files that the block writes.
+
+    Raises:
+        UsageError: if it cannot be written there, or if something else would have to go.
+    """
+    partial = None
+    try:
+        target = _target_folder(path, files)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        yield partial
+        partial.chmod(0o777 & ~umask())
+        for file in partial.iterdir():
+            file.chmod(0o666 & ~umask())
+        _put_in_place(partial, target)
+        partial = None
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    finally:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_folder_writable(path: Path, files: Collection[str]) -> None:
+    """Refuse what :func:`whole_folder` would refuse, before the work that is to be written; leaves nothing behind.
+
+    Raises:
+        UsageError: if it cannot be written there, or if something else would have to go.
+    """
+    try:
+        target = _target_folder(path, files)
+        above = next(folder for folder in target.parents if folder.exists())
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=above):
+            pass
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
+def _target_folder(path: Path, files: Collection[str]) -> Path:
+    """Follow symbolic links to the folder that is to be replaced, and refuse one that holds anything else."""
+    target = Path(os.path.realpath(path))
+    try:
+        others = sorted(entry.name for entry in target.iterdir() if entry.name not in files or entry.is_dir())
+    except FileNotFoundError:
+        return target
+    except NotADirectoryError:
+        raise UsageError(f"Cannot write {path}: it is a file. Name a folder.") from None
+    if target == Path.cwd() or target == target.parent:
+        raise UsageError(f"Cannot write {path}: it is the folder that this runs in. Name a new one in it.")
+    if others:
+        raise UsageError(
+            f"Cannot write {path}: the folder exists, and {others[0]} in it would be lost. Move it away, or name "
+            "another folder."
+        )
+    return target
+
+
+def _put_in_place(partial: Path, target: Path) -> None:
+    """Rename a folder to where another may be, which comes back if that fails."""
+    if not target.exists():
+        partial.rename(target)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    old = target.rename(aside / "old")
+    try:
+        partial.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _target(path: Path) -> Path:

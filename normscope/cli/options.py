@@ -33,7 +33,11 @@ Models = Annotated[
 ]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model; `normscope models` lists them.")]
 Weights = Annotated[
-    str, typer.Option(metavar="pretrained|random|FILE", help="Pretrained, random, or a safetensors or torch file.")
+    str,
+    typer.Option(
+        metavar="pretrained|random|FILE|DIR",
+        help="Pretrained, random, a safetensors or torch file, or a folder that `normscope swap` wrote.",
+    ),
 ]
 Data = Annotated[
     Path | None,

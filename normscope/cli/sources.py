@@ -36,7 +36,7 @@ class Run:
 
     def load(self, name: str, output: Output) -> LoadedModel:
         """Load a model and say which."""
-        from normscope.models.registry import load
+        from normscope.loading import load
 
         network = load(
             name,

@@ -111,7 +111,11 @@ def free(moments: Tensor, counts: Tensor, made: Ceiling | None) -> Curve:
     (bounds,) = _groups(number, np.array([0, len(number)]), [made.least_count if made else _LEAST_COUNT])
     weight, x, y, xx, xy, _ = np.add.reduceat(bins, bounds[:-1], axis=1)
     beyond = float(xy.sum() / xx.sum()) if made and made.along_line and xx.sum() > 0 else 0.0
-    line = Piecewise(x / weight, y / weight, beyond)
+    return curve_along(Piecewise(x / weight, y / weight, beyond))
+
+
+def curve_along(line: Piecewise) -> Curve:
+    """Make the curve called free of lines between points."""
     return Curve(
         name=FREE,
         aliases=(),

@@ -139,35 +139,10 @@ def load(
     guidance: float | None = None,
     timesteps: str | int | None = None,
 ) -> LoadedModel:
-    """Load a network and inputs for it.
+    """Load a network and inputs for it, as :func:`normscope.load` does, which also takes folders of swaps as weights.
 
-    Args:
-        name: a name of :func:`list_models`, where NAME and the like in ``library:NAME`` stand for what the library
-            knows. ``py:FILE_OR_MODULE:FACTORY`` runs code of yours.
-        weights: ``pretrained``; ``random`` for freshly initialized ones under ``seed``; or the path of a
-            safetensors file or torch checkpoint that fits the model.
-        data: a file, or a folder that is read recursively: images, recordings or text, as the model takes, or a file
-            of latents; None for the model's own default inputs.
-        limit: take at most so many samples; of a diffusion model, so many trajectories.
-        batch_size: samples per batch, at most; waveforms are taken one at a time.
-        seed: of random weights and of the choice of default inputs. torch's global random state is left as it is.
-        device: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
-        dtype: ``float32``, ``bfloat16`` or ``float16``, of weights and inputs.
-        guidance: of a diffusion model: the scale of classifier-free guidance, 1 for none; None for the model's own.
-        timesteps: of a diffusion model: a number of timesteps evenly along its trajectory (``4``), or those named
-            (``"980,500,0"``, ``"980,"``).
-
-    Raises:
-        UsageError: if ``data`` is empty, or another argument cannot be understood or does not apply to the model.
-        ModelError: if there is no such model, or its weights cannot be had or do not fit.
-        DataError: if ``data`` is missing or holds nothing that the model takes.
-        DeviceError: if the device is not there.
-
-    >>> model = load("demo_vit", weights="random", limit=2, device="cpu")
-    >>> model.about["weights"]
-    'random weights, seed 0'
-    >>> [batch.args[0].shape for batch in model.inputs]
-    [torch.Size([2, 1, 8, 8])]
+    >>> load("demo_vit", limit=2, device="cpu").inputs.n_samples
+    2
     """
     entry = find(name)
     _check_numbers(limit, batch_size, seed)

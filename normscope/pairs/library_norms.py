@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from normscope.pairs.formulas import rms_norm, root_mean_square, std_norm, unit_length, unit_offset
-from normscope.pairs.kinds import NormKind, OfModule, group_norm, running_norm, token_norm
+from normscope.pairs.kinds import NormKind, OfModule, group_norm, running_norm, token_norm, trailing_axes
 
 Row = NormKind | str | Callable[[nn.Module], NormKind | str]
 
@@ -27,6 +27,7 @@ _FILTER_RESPONSE = (
 )
 _GLOBAL_RESPONSE = "it scales whole channels by their share in the norm of all, and adds its input"
 _LOCAL_RESPONSE = "it divides by the energy of neighbouring channels to a power, and has no statistic of a token"
+POINTWISE = "a point-wise function"
 _SECOND_INPUT = "its scale and shift are made from a second tensor that it is called with"
 
 
@@ -83,6 +84,15 @@ def _channel_first(name: str) -> Callable[[Any], NormKind]:
 def _along(name: str, axis_name: str) -> Callable[[Any], NormKind]:
     """Describe an RMSNorm along the axis that the module keeps under that name."""
     return lambda module: token_norm(name, axes=(getattr(module, axis_name),), normalize=rms_norm, own_precision=True)
+
+
+def _in_a_norms_place(module: Any) -> NormKind:
+    axes = (module.channel_axis,) if len(module.normalized_shape) == 1 else trailing_axes
+    return token_norm("RMSNorm", axes=axes, normalize=rms_norm)
+
+
+def _pointwise(module: Any) -> str:
+    return f"{POINTWISE} ({module.curve.name}), no norm"
 
 
 def _in(package: str, rows: dict[str, Row]) -> dict[str, Row]:
@@ -180,6 +190,7 @@ _UNIT_OFFSET = ("gemma", "gemma2", "gemma3", "qwen3_next:Qwen3Next")
 _PLAIN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "phi3", "olmo2", "deepseek_v3:DeepseekV3", "gpt_oss:GptOss")
 
 NORMS: dict[str, Row] = {
+    **_in("normscope.swaps", {"rms_norm.RMSNorm": _in_a_norms_place, "pointwise.PointwiseFunction": _pointwise}),
     **_in("torch.nn.modules", _TORCH),
     **_in("timm.layers", _TIMM),
     **_in("diffusers", _DIFFUSERS),

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from normscope.batches import Batch
-from normscope.errors import ModelError
+from normscope.errors import ModelError, count
 from normscope.pairs.formulas import form_name, gain_and_shift
 from normscope.pairs.kinds import NormKind
+from normscope.pairs.library_norms import POINTWISE
 from normscope.pairs.norms import ancestor_kind, kind_of, refusal
 from normscope.pairs.placement import ADDITIONS, Addition, Ends, of_sites
 from normscope.pairs.sites import NormSite, SkippedNorm
@@ -120,7 +121,7 @@ def find_norms(model: nn.Module, batch: Batch) -> NormReport:
     placements = of_sites({site.name: calls[site.name].ends for site in sites}, watch.additions)
     sites = [replace(site, placement=placements[site.name]) for site in sites]
     if not sites:
-        raise ModelError(_no_sites(skipped))
+        raise ModelError(_no_sites(type(model).__name__, skipped))
     shapes = {site.name: calls[site.name].input.shape for site in sites}
     return NormReport(sites, skipped, kinds, shapes)
 
@@ -274,7 +275,14 @@ def _site(index: int, call: _Call, kind: NormKind) -> NormSite:
     )
 
 
-def _no_sites(skipped: list[SkippedNorm]) -> str:
+def _no_sites(network: str, skipped: list[SkippedNorm]) -> str:
+    replaced = [norm.reason for norm in skipped if norm.reason.startswith(POINTWISE)]
+    if replaced:
+        curves = ", ".join(dict.fromkeys(reason[reason.find("(") + 1 : reason.rfind(")")] for reason in replaced))
+        return (
+            f"All {count(len(replaced), 'norm')} of this {network} were replaced ({curves}), and none is left to "
+            "observe. `normscope swap-bench` and `normscope heal` take it."
+        )
     if not skipped:
         return "The model calls no normalization layer, so that there is nothing to observe."
     seen = "; ".join(f"{norm.name} ({norm.kind}): {norm.reason}" for norm in skipped[:4])

@@ -38,6 +38,7 @@ class PointwiseFunction(nn.Module):
         shift: likewise, or None.
         weight: ``normalized_shape``, or ``(1,)``.
         bias: ``normalized_shape``, or None.
+        in_place_of: full name of the class of the norm whose place it took; empty where it took none.
 
     Shape: any input with the channels at their axis; the output has its shape and dtype. The names of the parameters
     are those of the published DyT and Derf layers.
@@ -56,6 +57,7 @@ class PointwiseFunction(nn.Module):
     # which would take this weight and bias for those of a LayerNorm.
     eps = math.nan
 
+    in_place_of: str = ""
     alpha: nn.Parameter
     shift: nn.Parameter | None
     weight: nn.Parameter

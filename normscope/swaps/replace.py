@@ -56,6 +56,8 @@ class Swap:
                     self._places.append((parent, name, child, replaced[id(child)]))
         for parent, name, norm, module in self._places:
             module.train(norm.training)
+            if isinstance(module, (PointwiseFunction, RMSNorm)):
+                module.in_place_of = _full_name(norm)
             setattr(parent, name, module)
 
     def undo(self) -> None:
@@ -134,7 +136,7 @@ def replacements(
     known = {start.norm.name: start for start in starts(curve, fits, init)}
     wanted = {site.name for site in chosen([start.norm for start in known.values()], sites)}
     inner = uncompiled(model)
-    where = next(itertools.chain(model.parameters(), model.buffers()), torch.zeros(()))
+    where = model_tensor(model)
     return {name: replacement(module_at(inner, name), start, where) for name, start in known.items() if name in wanted}
 
 
@@ -177,8 +179,7 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
         raise ModelError(f"The norm {site.name} ({type(norm).__name__}) cannot be replaced: {kind}.")
     gain, offset = kind.gain_and_offset(norm, site.channels)
     own_gain, own_shift = gain_and_shift(norm)
-    own = next(itertools.chain(norm.parameters(), norm.buffers()), where)
-    own = own if own.is_floating_point() else where
+    own = model_tensor(norm, where)
     shape, axis = _channels_of(site, kind)
     elementwise = own_gain is not None or own_shift is not None
     if start.curve is None:
@@ -197,7 +198,7 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
             elementwise_affine=elementwise or start.amplitude.numel() > 1,
             bias=own_shift is not None,
         )
-        _also_activate(function, norm, kind)
+        also_activate(function, norm, kind)
     module = module.to(own.device, own.dtype)
     weight = gain.cpu().double() * start.amplitude
     with torch.no_grad():
@@ -224,6 +225,13 @@ def module_at(model: nn.Module, path: str) -> nn.Module:
         ) from error
 
 
+def model_tensor(module: nn.Module, otherwise: Tensor | None = None) -> Tensor:
+    """Return a tensor whose device and dtype a module that takes the place of ``module`` gets."""
+    own = itertools.chain(module.parameters(), module.buffers())
+    floating = (tensor for tensor in own if tensor.is_floating_point())
+    return next(floating, torch.zeros(()) if otherwise is None else otherwise)
+
+
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return what torch.compile wraps: module paths are those of the network itself."""
     inner = getattr(model, "_orig_mod", model)
@@ -238,10 +246,21 @@ def _channels_of(site: NormSite, kind: NormKind) -> tuple[tuple[int, ...], int]:
     return site.normalized_shape, site.channel_axis if isinstance(site.channel_axis, int) else -1
 
 
-def _also_activate(module: PointwiseFunction, norm: nn.Module, kind: NormKind) -> None:
-    """Let the module do to its output what the norm does to it: timm's NormAct classes activate."""
+def also_activate(module: PointwiseFunction, norm: nn.Module, kind: NormKind) -> None:
+    """Let the module do to its output what the norm does to it: timm's NormAct classes activate.
+
+    Args:
+        module: it takes the norm's own children, which activate.
+        norm: it stays as it is.
+        kind: how the norm normalizes.
+    """
     if kind.activation is None:
         return
     for name, child in norm.named_children():
         module.add_module(name, child)
     module.activation = kind.activation
+
+
+def _full_name(norm: nn.Module) -> str:
+    """Name the class of a norm; of what took a norm's place before, that norm's."""
+    return getattr(norm, "in_place_of", "") or f"{type(norm).__module__}.{type(norm).__qualname__}"

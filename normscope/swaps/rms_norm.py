@@ -19,9 +19,14 @@ class RMSNorm(nn.Module):
         elementwise_affine: whether there are weight and bias, ``normalized_shape``.
         bias: whether there is a bias.
 
+    Attributes:
+        in_place_of: full name of the class of the norm whose place it took; empty where it took none.
+
     >>> RMSNorm(2, eps=0.0)(torch.tensor([[3.0, 4.0]])).detach()
     tensor([[0.8485, 1.1314]])
     """
+
+    in_place_of: str = ""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ WIDTHS = {
     *("hidden_size", "dim", "num_channels", "num_features", "channels", "normalized_shape", "normalization_shape"),
     *("embedding_dim", "in_channels", "c_in", "feat_size", "n", "width", "size"),
 }
-OTHERS = {"num_groups": 4, "group_size": WIDTH, "num_heads": 4, "eps": 1e-6, "channel_dim": 1}
+OTHERS = {"num_groups": 4, "group_size": WIDTH, "num_heads": 4, "eps": 1e-6, "channel_dim": 1, "curve": "tanh"}
 CONFIG = SimpleNamespace(num_groups=4, hidden_act="silu", hidden_size=WIDTH, eps=1e-6, d_model=WIDTH, norm_eps=1e-5)
 WHERE = {
     "torch": "nn/modules/*.py",

@@ -1,0 +1,147 @@
+"""From a name to a network and its inputs, as it was published or with point-wise functions swapped in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from normscope.errors import ModelError
+from normscope.models import registry
+from normscope.models.base import LoadedModel, Provenance
+
+if TYPE_CHECKING:
+    from normscope.swaps.record import SwapRecord
+
+_CODE = "py"
+
+
+def load(
+    name: str,
+    *,
+    weights: str | Path = "pretrained",
+    data: str | Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+    device: str = "auto",
+    dtype: str = "float32",
+    guidance: float | None = None,
+    timesteps: str | int | None = None,
+) -> LoadedModel:
+    """Load a network and inputs for it.
+
+    Args:
+        name: a name of ``normscope models``, where NAME and the like in ``library:NAME`` stand for what the library
+            knows. ``py:FILE_OR_MODULE:FACTORY`` runs code of yours.
+        weights: ``pretrained``; ``random`` for freshly initialized ones under ``seed``; the path of a safetensors
+            file or torch checkpoint that fits the model; or a folder that :func:`normscope.save_swapped` or
+            ``normscope swap`` wrote: the network has in its norms' places what was put there.
+        data: a file, or a folder that is read recursively: images, recordings or text, as the model takes, or a file
+            of latents; None for the model's own default inputs.
+        limit: take at most so many samples; of a diffusion model, so many trajectories.
+        batch_size: samples per batch, at most; waveforms are taken one at a time.
+        seed: of random weights and of the choice of default inputs. torch's global random state is left as it is.
+        device: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
+        dtype: ``float32``, ``bfloat16`` or ``float16``, of weights and inputs.
+        guidance: of a diffusion model: the scale of classifier-free guidance, 1 for none; None for the model's own.
+        timesteps: of a diffusion model: a number of timesteps evenly along its trajectory (``4``), or those named
+            (``"980,500,0"``, ``"980,"``).
+
+    Raises:
+        UsageError: if ``data`` is empty, or another argument cannot be understood or does not apply to the model.
+        ModelError: if there is no such model, or its weights cannot be had or do not fit.
+        DataError: if ``data`` is missing or holds nothing that the model takes.
+        DeviceError: if the device is not there.
+
+    >>> model = load("demo_vit", weights="random", limit=2, device="cpu")
+    >>> model.about["weights"]
+    'random weights, seed 0'
+    >>> [batch.args[0].shape for batch in model.inputs]
+    [torch.Size([2, 1, 8, 8])]
+    """
+    record = _swap_in(weights)
+    if record is not None:
+        _check_model(name, record, Path(weights))
+    network = registry.load(
+        name,
+        weights=weights if record is None else _architecture_of(name),
+        data=data,
+        limit=limit,
+        batch_size=batch_size,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        guidance=guidance,
+        timesteps=timesteps,
+    )
+    return network if record is None else _restored(network, Path(weights))
+
+
+def load_swapped(folder: str | Path, **options: Any) -> LoadedModel:
+    """Load a network that :func:`normscope.save_swapped` or ``normscope swap`` wrote, and inputs for it.
+
+    No code of the folder is run, and none that it names: a network of your own is loaded by its own name,
+    ``normscope.load("py:FILE:FACTORY", weights=folder)``.
+
+    Args:
+        folder: what was written.
+        **options: those of :func:`normscope.load`, less ``weights``: ``data``, ``limit``, ``device``, …; ``dtype`` is
+            what the network gets, whatever it was saved in.
+
+    Raises:
+        ModelError: if there is no swap there, it is damaged, or it is of a network of your own; and whatever
+            :func:`normscope.load` raises.
+
+    >>> import normscope, tempfile
+    >>> network = normscope.load("demo_vit", limit=8, device="cpu")
+    >>> seen = normscope.capture(network.module, network.inputs, layers=1)
+    >>> _ = normscope.swap(network.module, "dyt", seen)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = normscope.save_swapped(network.module, folder, network.about)
+    ...     load_swapped(folder, device="cpu").name
+    'demo_vit'
+    """
+    from normscope.swaps.record import read_record
+
+    name = read_record(folder).model
+    if name.partition(":")[0] == _CODE:
+        raise ModelError(
+            f"The swap in {folder} is of {name}, whose code runs only where you name it: "
+            f"normscope.load({name!r}, weights={str(folder)!r})."
+        )
+    return load(name, weights=folder, **options)
+
+
+def _swap_in(weights: str | Path) -> SwapRecord | None:
+    """Read what a folder of a swap says of itself; None where the weights are none."""
+    if weights in ("pretrained", "random") or not Path(weights).is_dir():
+        return None
+    from normscope.swaps.record import RECORD, read_record  # imports torch, which a mistyped name need not wait for
+
+    return read_record(weights) if (Path(weights) / RECORD).exists() else None
+
+
+def _architecture_of(name: str) -> str:
+    """Return the weights that cost nothing; a factory's own, which alone knows how to make its network."""
+    return "pretrained" if name.partition(":")[0] == _CODE else "random"
+
+
+def _check_model(name: str, record: SwapRecord, folder: Path) -> None:
+    """Refuse a swap of another model; a file or a folder may have moved."""
+    mine = registry.find(name).source
+    try:
+        theirs = registry.find(record.model).source
+    except ModelError:
+        theirs = record.model
+    same = mine.partition(":")[0] == theirs.partition(":")[0] and Path(mine).name == Path(theirs).name
+    if mine != theirs and not (same and (Path(mine.partition(":")[2]).exists() or mine.startswith(f"{_CODE}:"))):
+        raise ModelError(f"The swap in {folder} is of {record.model}, not of {name}.")
+
+
+def _restored(network: LoadedModel, folder: Path) -> LoadedModel:
+    from normscope.swaps.store import restored
+
+    record = restored(network.module, folder)
+    provenance = Provenance("file", f"swap {folder.resolve().name} ({record.description})")
+    return replace(network, provenance=provenance)

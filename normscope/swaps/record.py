@@ -1,0 +1,223 @@
+"""What a saved swap says of itself: swap.json, read with every value checked."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from normscope.errors import ModelError, UsageError, count, unknown
+from normscope.fits.curves import CURVES, FREE, Curve
+from normscope.fits.expressions import curve_from
+from normscope.swaps.start import RMS_NORM
+
+FORMAT = "normscope-swap"
+FORMAT_VERSION = 1
+RECORD, TENSORS = "swap.json", "model.safetensors"
+FILES = (RECORD, TENSORS)
+_MOST_AXES = 8
+
+
+@dataclass(frozen=True)
+class SwappedSite:
+    """What stands in the place of one norm.
+
+    Attributes:
+        name: module path.
+        norm: full name of the class of the norm that stood there.
+        curve: name of f; ``NAME=FORMULA`` of one that a formula made; ``free``, whose table is among the tensors; or
+            ``rmsnorm``.
+        normalized_shape: sizes of the axes that number the channels.
+        channel_axis: the axis that numbers them.
+        per_channel: whether each channel has an α of its own.
+        shift: whether there is an s.
+        elementwise_affine: whether the weight is one a channel.
+        bias: whether there is one.
+        activated: whether it goes on as the norm's class does, which activates.
+        eps: of ``rmsnorm``; None of any other.
+    """
+
+    name: str
+    norm: str
+    curve: str
+    normalized_shape: tuple[int, ...]
+    channel_axis: int
+    per_channel: bool
+    shift: bool
+    elementwise_affine: bool
+    bias: bool
+    activated: bool
+    eps: float | None
+
+
+@dataclass(frozen=True)
+class SwapRecord:
+    """What was put where, in which network, and what it was learned from.
+
+    Attributes:
+        model: the name that :func:`normscope.load` takes.
+        weights: the resolved checkpoint and revision of the network before the swap.
+        data: what the start values were learned from.
+        func: what was asked for: a curve, ``free``, ``best``, ``rmsnorm``.
+        init: where the start values are from, None where it was not said.
+        healed: number of steps it was healed by; None for none.
+        sha256: of the file of tensors.
+        versions: of Python and the libraries.
+        tied: tensors that are others under another name, and so not written twice.
+        sites: what stands where.
+    """
+
+    model: str
+    weights: str
+    data: str
+    func: str
+    init: str | None
+    healed: int | None
+    sha256: str
+    versions: Mapping[str, str]
+    tied: Mapping[str, str]
+    sites: tuple[SwappedSite, ...]
+
+    @property
+    def description(self) -> str:
+        """Say in a few words what it is."""
+        healed = f", healed in {count(self.healed, 'step')}" if self.healed else ""
+        place = f"{self.func} in place of {count(len(self.sites), 'norm')}"
+        return f"{place}{healed}, of {self.weights}, sha256 {self.sha256[:12]}"
+
+    def as_json(self) -> str:
+        """Write it as swap.json has it."""
+        document = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(self)}
+        return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int and abs(value) < 2**63  # a bool is an int to isinstance
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and "\0" not in value
+
+
+def _is_shape(value: Any) -> bool:
+    positive = isinstance(value, tuple) and all(_is_int(size) and size > 0 for size in value)
+    return positive and 0 < len(value) <= _MOST_AXES and math.prod(value) < 2**63
+
+
+def _is_eps(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and 0 <= value < math.inf)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_text, value.values()))
+
+
+_SITE: dict[str, Callable[[Any], bool]] = {
+    "name": _is_name,
+    "norm": _is_name,
+    "curve": _is_name,
+    "normalized_shape": _is_shape,
+    "channel_axis": lambda value: _is_int(value) and -_MOST_AXES <= value < _MOST_AXES,
+    **dict.fromkeys(("per_channel", "shift", "elementwise_affine", "bias", "activated"), _is_bool),
+    "eps": _is_eps,
+}
+_SWAP: dict[str, Callable[[Any], bool]] = {
+    "model": _is_name,
+    **dict.fromkeys(("weights", "data", "func", "sha256"), _is_text),
+    "init": lambda value: value is None or _is_text(value),
+    "healed": lambda value: value is None or (_is_int(value) and value >= 0),
+    **dict.fromkeys(("versions", "tied"), _are_texts),
+    "sites": lambda value: isinstance(value, list) and value != [],
+}
+
+
+def read_record(folder: str | Path) -> SwapRecord:
+    """Read what a saved swap says of itself; its tensors are not looked at.
+
+    Raises:
+        ModelError: if there is none, or it is damaged, of another kind or of another format version.
+    """
+    folder = Path(folder)
+    try:
+        document = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        json.dumps(document, ensure_ascii=False).encode("utf-8", "surrogateescape")  # fails on what no name holds
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ModelError(
+            f"There is no swap in {folder}: no {RECORD}. `normscope swap MODEL -o DIR` writes one."
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"Cannot read {folder / RECORD}: {error}.") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ModelError(f"{folder / RECORD} is no swap's; `normscope swap MODEL -o DIR` writes one.")
+    if document.get("version") != FORMAT_VERSION:
+        raise ModelError(
+            f"{folder} has swap format version {document.get('version')!r}; this normscope reads version "
+            f"{FORMAT_VERSION}. Swap again, or use the normscope that wrote it."
+        )
+    try:
+        return _record(document)
+    except ValueError as error:
+        raise damaged(folder, str(error)) from error
+
+
+def damaged(folder: Path, why: str) -> ModelError:
+    """Make the error that says what of a saved swap is wrong."""
+    return ModelError(f"The swap in {folder} is damaged: {why}.")
+
+
+def curve_named(text: str) -> Curve:
+    """Return the curve that :func:`written` wrote; none that has a table, nor ``rmsnorm``.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if "=" in text:
+        try:
+            return curve_from(text)
+        except UsageError as error:
+            raise ValueError(str(error).rstrip(".")) from error
+    if text not in CURVES:
+        raise ValueError(unknown("curve", text, [*CURVES, FREE, RMS_NORM]).rstrip(".?"))
+    return CURVES[text]
+
+
+def _record(document: Mapping[str, Any]) -> SwapRecord:
+    values = _checked(document, _SWAP, "swap")
+    sites = tuple(_site(entry) for entry in values.pop("sites"))
+    if len({site.name for site in sites}) != len(sites):
+        raise ValueError("it names a site twice")
+    return SwapRecord(**values, sites=sites)
+
+
+def _site(entry: Any) -> SwappedSite:
+    if not isinstance(entry, dict):
+        raise ValueError(f"one of its sites is {entry!r:.60}")
+    shape = entry.get("normalized_shape")
+    site = SwappedSite(
+        **_checked({**entry, "normalized_shape": tuple(shape) if isinstance(shape, list) else shape}, _SITE, "site")
+    )
+    if (site.eps is not None) != (site.curve == RMS_NORM):
+        raise ValueError(f"the eps of {site.name} is {site.eps!r}, with {site.curve} there")
+    if site.curve not in (FREE, RMS_NORM):
+        curve_named(site.curve)
+    return site
+
+
+def _checked(entry: Mapping[str, Any], holds: Mapping[str, Callable[[Any], bool]], what: str) -> dict[str, Any]:
+    for name, right in holds.items():
+        if name not in entry:
+            raise ValueError(f"the {name} of a {what} is missing")
+        if not right(entry[name]):
+            raise ValueError(f"the {name} of a {what} is {entry[name]!r:.60}")
+    return {name: entry[name] for name in holds}

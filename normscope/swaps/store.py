@@ -1,0 +1,299 @@
+"""Swapped networks as folders: a safetensors file of all tensors and swap.json, which says what was put where."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from normscope.errors import ModelError, UsageError
+from normscope.files import whole_folder
+from normscope.fits.ceiling import Piecewise, curve_along
+from normscope.fits.curves import CURVES, FREE, Curve
+from normscope.fits.expressions import curve_from
+from normscope.pairs.captures import versions
+from normscope.pairs.norms import ancestor_kind, kind_of
+from normscope.swaps.pointwise import PointwiseFunction
+from normscope.swaps.record import FILES, RECORD, TENSORS, SwappedSite, SwapRecord, curve_named, damaged, read_record
+from normscope.swaps.replace import Swap, also_activate, model_tensor, module_at, uncompiled
+from normscope.swaps.rms_norm import RMSNorm
+from normscope.swaps.start import RMS_NORM
+
+_SHOWN = 3  # of the tensors that do not fit
+
+
+def save_swapped(
+    model: nn.Module,
+    folder: str | Path,
+    about: Mapping[str, str] | None = None,
+    *,
+    func: str | None = None,
+    init: str | None = None,
+    healed: int | None = None,
+) -> Path:
+    """Write a network with all that was swapped in, so that :func:`normscope.load_swapped` gives it back.
+
+    The folder, ``model.safetensors`` and ``swap.json``, appears whole or not at all. A swap that was there before is
+    replaced; a folder that holds anything else is not.
+
+    Args:
+        model: the network with point-wise functions in the place of norms, see :func:`normscope.swap`.
+        folder: where to.
+        about: ``model``, the name that :func:`normscope.load` took; ``weights``, the checkpoint before the swap; and
+            ``data``, which the start values were learned from. :attr:`LoadedModel.about` has all three.
+        func: what was swapped in; by default, the curves that are there.
+        init: where the start values are from: ``fit``, ``theory``, ``paper``.
+        healed: number of steps that the network was healed by.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ModelError: if nothing was swapped, or the network holds something besides tensors with values.
+        UsageError: if a curve is a Python function of yours, which no file holds, or it cannot be written there.
+
+    >>> import tempfile
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    >>> _ = Swap(model, {"1": PointwiseFunction("tanh", 8)})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     sorted(path.name for path in save_swapped(model, folder).iterdir())
+    ['model.safetensors', 'swap.json']
+    """
+    model = uncompiled(model)
+    named = {"model": type(model).__name__, "weights": "not named", "data": "not named", **(about or {})}
+    sites = tuple(_site(path, module) for path, module in model.named_modules() if _was_put(module))
+    if not sites:
+        raise ModelError(
+            f"Nothing was swapped in this {type(model).__name__}, so that there is no swap to write. "
+            "normscope.swap(model, curve, fits) puts point-wise functions in, and they have to be in it now."
+        )
+    tensors, tied = _tensors(model)
+    with whole_folder(Path(folder), FILES) as partial:
+        try:
+            save_file(tensors, partial / TENSORS, metadata={"format": "pt"})
+        except (SafetensorError, ValueError) as error:
+            raise UsageError(f"Cannot write {folder}: {error}.") from error
+        record = SwapRecord(
+            **{key: named[key] for key in ("model", "weights", "data")},
+            func=func or ", ".join(dict.fromkeys(site.curve for site in sites)),
+            init=init,
+            healed=healed,
+            sha256=_sha256(partial / TENSORS),
+            versions=versions(),
+            tied=tied,
+            sites=sites,
+        )
+        (partial / RECORD).write_text(record.as_json(), encoding="utf-8")
+    return Path(folder)
+
+
+def restored(model: nn.Module, folder: str | Path) -> SwapRecord:
+    """Put into a fresh network what :func:`save_swapped` wrote, in place: modules and all tensors.
+
+    Nothing of the folder is run or unpickled, and every value in it is checked.
+
+    Args:
+        model: of the same architecture, its norms in their places; its weights do not matter. It stays on its device
+            and in its dtype, and as it was if an error is raised.
+        folder: what was written.
+
+    Returns:
+        What the folder says of itself.
+
+    Raises:
+        ModelError: if there is no swap, it is damaged or of another format version, or it does not fit the network.
+    """
+    folder = Path(folder)
+    record = read_record(folder)
+    tensors = _read(folder, record)
+    model = uncompiled(model)
+    where = model_tensor(model)
+    swap = Swap(model, {site.name: _module(model, site, tensors, where, folder) for site in record.sites})
+    try:
+        _load(model, tensors, folder)
+    except BaseException:
+        swap.undo()
+        raise
+    return record
+
+
+def _was_put(module: nn.Module) -> bool:
+    return bool(isinstance(module, (PointwiseFunction, RMSNorm)) and module.in_place_of)
+
+
+def _site(path: str, module: nn.Module) -> SwappedSite:
+    """Describe what was put in."""
+    assert isinstance(module, (PointwiseFunction, RMSNorm))  # noqa: S101 - as _was_put has found
+    is_function = isinstance(module, PointwiseFunction)
+    return SwappedSite(
+        name=path,
+        norm=module.in_place_of,
+        curve=_written(module.curve, path) if isinstance(module, PointwiseFunction) else RMS_NORM,
+        normalized_shape=module.normalized_shape,
+        channel_axis=module.channel_axis,
+        per_channel=isinstance(module, PointwiseFunction) and module.per_channel,
+        shift=isinstance(module, PointwiseFunction) and module.shift is not None,
+        elementwise_affine=module.weight is not None and (not is_function or module.weight.numel() > 1),
+        bias=module.bias is not None,
+        activated=isinstance(module, PointwiseFunction) and module.activation is not None,
+        eps=module.eps if isinstance(module, RMSNorm) else None,
+    )
+
+
+def _written(curve: Curve, path: str) -> str:
+    """Write a curve such that it can be made again: by its name, or by its formula if that is what it computes."""
+    if isinstance(curve.function, Piecewise):
+        return FREE
+    if CURVES.get(curve.name) == curve:
+        return curve.name
+    text = f"{curve.name}={curve.formula}"
+    tried = torch.cat([torch.linspace(-20, 20, 401), torch.logspace(-6, 3, 46), -torch.logspace(-6, 3, 46)])
+    try:
+        again = curve_from(text)
+    except UsageError:
+        again = None
+    for u in (tried, tried.double()):
+        if again is None or not torch.equal(again.function(u), curve.function(u)):
+            raise UsageError(
+                f"The curve {curve.name!r} at {path} is a Python function, which no file holds. Swap by its formula in "
+                f"x instead, such as 'mine=x/(1+abs(x))'."
+            )
+    return text
+
+
+def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the state dict as safetensors takes it, each tensor once, and under which other names there are any."""
+    kept: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    names: dict[object, str] = {}
+    storages: set[int] = set()
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor) or value.is_meta:
+            what = "on the meta device, without values" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise ModelError(f"The network's {name} is {what}; only tensors with values can be written.")
+        storage = value.untyped_storage().data_ptr()
+        view = (storage, value.storage_offset(), value.shape, value.stride(), value.dtype)
+        if value.numel() and view in names:
+            tied[name] = names[view]
+            continue
+        names[view] = name
+        own = value.detach().cpu().contiguous()
+        kept[name] = own.clone() if storage in storages else own  # another part of it may have been kept already
+        storages.add(storage)
+    return kept, tied
+
+
+def _read(folder: Path, record: SwapRecord) -> dict[str, Tensor]:
+    path = folder / TENSORS
+    if not path.is_file():
+        raise ModelError(f"The swap in {folder} has no {TENSORS} beside its {RECORD}; swap again.")
+    try:
+        if _sha256(path) != record.sha256:
+            raise damaged(folder, f"{TENSORS} is not the file that {RECORD} was written with (another sha256)")
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except (OSError, SafetensorError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+        raise ModelError(f"Cannot read {path}: {error}.") from error
+    for name, kept in record.tied.items():
+        if name in tensors or kept not in tensors:
+            raise damaged(folder, f"{name} cannot be {kept} under another name")
+    return tensors | {name: tensors[kept] for name, kept in record.tied.items()}
+
+
+def _module(
+    model: nn.Module, site: SwappedSite, tensors: Mapping[str, Tensor], where: Tensor, folder: Path
+) -> nn.Module:
+    """Make what stands at a site; the file's tensors are not in it yet."""
+    try:
+        norm = module_at(model, site.name)
+    except ModelError as error:
+        raise ModelError(
+            f"The swap in {folder} has something at {site.name}, where this {type(model).__name__} has no module."
+        ) from error
+    was, there = site.norm.rpartition(".")[2], type(norm).__name__  # libraries move classes from file to file
+    if was != there:
+        raise ModelError(f"The swap in {folder} replaced a {was} at {site.name}, where this network has a {there}.")
+    _check_shapes(site, tensors, folder)
+    shape, axis = site.normalized_shape, site.channel_axis
+    affine, bias = site.elementwise_affine, site.bias
+    if site.eps is not None:
+        module: nn.Module = RMSNorm(shape, channel_axis=axis, eps=site.eps, elementwise_affine=affine, bias=bias)
+    else:
+        start = torch.ones(shape if site.per_channel else 1)
+        module = function = PointwiseFunction(
+            _table(site, tensors, folder) if site.curve == FREE else curve_named(site.curve),
+            shape,
+            channel_axis=axis,
+            alpha=start,
+            shift=start if site.shift else None,
+            elementwise_affine=affine,
+            bias=bias,
+        )
+        if site.activated:
+            kind = kind_of(norm) or ancestor_kind(norm)
+            if kind is None or kind.activation is None:
+                raise ModelError(f"The swap in {folder} activates at {site.name}, where a {there} does not.")
+            also_activate(function, norm, kind)
+    own = model_tensor(norm, where)
+    return module.to(own.device, own.dtype)
+
+
+def _check_shapes(site: SwappedSite, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Compare what swap.json says with the tensors, before anything of a size that only it names is made."""
+    shape = site.normalized_shape
+    alpha = shape if site.per_channel else (1,)
+    wanted: dict[str, tuple[int, ...]] = {}
+    if site.curve != RMS_NORM:
+        wanted = {"alpha": alpha, "weight": shape if site.elementwise_affine else (1,)}
+    elif site.elementwise_affine:
+        wanted = {"weight": shape}
+    wanted |= {"shift": alpha} if site.shift else {}
+    wanted |= {"bias": shape} if site.bias else {}
+    for name, sizes in wanted.items():
+        found = tensors.get(f"{site.name}.{name}")
+        if found is None or found.shape != sizes:
+            what = "missing" if found is None else f"{tuple(found.shape)}, not {sizes}"
+            raise damaged(folder, f"{site.name}.{name} is {what}")
+
+
+def _table(site: SwappedSite, tensors: Mapping[str, Tensor], folder: Path) -> Curve:
+    parts = [tensors.get(f"{site.name}.table.{name}") for name in ("at", "mean", "slopes")]
+    at, mean, slopes = (torch.zeros(0) if part is None else part for part in parts)
+    sizes = at.ndim == 1 and len(at) > 0 and mean.shape == at.shape and slopes.shape == (len(at) + 1,)
+    numbers = all(part.is_floating_point() and bool(part.isfinite().all()) for part in (at, mean, slopes))
+    if not sizes or not numbers or not bool((at.diff() > 0).all()):
+        raise damaged(folder, f"the table of {site.name} is no function: points of ascending x, and slopes")
+    return curve_along(Piecewise(at.double().numpy(), mean.double().numpy(), float(slopes[0])))
+
+
+def _load(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Copy all tensors into the network, or none."""
+    wanted = model.state_dict()
+    misfits = [f"{name} is missing" for name in wanted if name not in tensors]
+    misfits += [f"{name} is not in the network" for name in tensors if name not in wanted]
+    for name in wanted.keys() & tensors.keys():
+        mine, theirs = wanted[name], tensors[name]
+        if mine.shape != theirs.shape:
+            misfits.append(f"{name} is {tuple(theirs.shape)} and should be {tuple(mine.shape)}")
+        elif mine.is_floating_point() != theirs.is_floating_point():
+            misfits.append(f"{name} is {theirs.dtype} and should be {mine.dtype}")
+    if misfits:
+        more = f", and {len(misfits) - _SHOWN} more" if len(misfits) > _SHOWN else ""
+        raise ModelError(
+            f"The swap in {folder} does not fit this {type(model).__name__}: {', '.join(sorted(misfits)[:_SHOWN])}"
+            f"{more}."
+        )
+    try:
+        model.load_state_dict(dict(tensors))
+    except RuntimeError as error:
+        raise ModelError(f"The swap in {folder} does not fit this {type(model).__name__}: {error}.") from error
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
