@@ -10,13 +10,14 @@ import pytest
 import normscope
 
 PACKAGE = Path(normscope.__file__).parent
-ROOT = {"errors", "batches", "files", "outputs", "splits"}
+ROOT = {"errors", "batches", "files", "healings", "outputs", "splits"}
 ALLOWED = {
     "errors": set(),
     "batches": {"errors"},
     "outputs": {"errors", "batches"},
     "splits": {"errors", "batches"},
     "files": {"errors"},
+    "healings": set(),
     "pairs": ROOT,
     "fits": ROOT | {"pairs"},
     "models": ROOT,

@@ -51,15 +51,11 @@ def norm_pairs(
             return hook
 
         for name in functions:
-            hooks.callback(
-                original.get_submodule(name).register_forward_hook(hook_of(name), with_kwargs=True).remove
-            )
+            hooks.callback(original.get_submodule(name).register_forward_hook(hook_of(name), with_kwargs=True).remove)
         for batch in batches:
             current[:] = [batch]
             original(*batch.args, **batch.kwargs)
-    return {
-        name: (torch.cat([x for x, _ in own]), torch.cat([y for _, y in own])) for name, own in seen.items() if own
-    }
+    return {name: (torch.cat([x for x, _ in own]), torch.cat([y for _, y in own])) for name, own in seen.items() if own}
 
 
 def least_squares(function: PointwiseFunction, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -98,8 +94,8 @@ def least_squares(function: PointwiseFunction, x: Tensor, y: Tensor) -> dict[str
 def blocks_of(sites: Iterable[str], model: nn.Module) -> list[str]:
     """Return the paths of the blocks that hold the sites: elements of the innermost list of modules around each.
 
-    >>> layer = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    >>> blocks_of(["0.1", "1.1"], nn.Sequential(layer, nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), nn.Linear(4, 2)))
+    >>> layers = [nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2)]
+    >>> blocks_of(["0.1", "1.1"], nn.Sequential(*layers, nn.Linear(4, 2)))
     ['0', '1']
     """
     return list(dict.fromkeys(path for site in sites for path in _innermost(site, model)))

@@ -15,7 +15,6 @@ from normscope.errors import DataError, UsageError
 from normscope.files import whole_file
 from normscope.swaps.course import Course, restore
 
-NAME = "healing.safetensors"
 _FORMAT = "normscope-healing"
 _VERSION = 1
 _HEADER = "normscope"
@@ -81,8 +80,8 @@ def check_settings(path: Path, found: Any, settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
         if known.get(name) != value:
             raise UsageError(
-                f"{path} is of another healing: its {name} is {known.get(name)}, not {value}. Name another folder, or "
-                "remove the checkpoint to begin anew."
+                f"{path} is of another healing: its {name} is {known.get(name)}, not {value}. Remove it to begin anew, "
+                "or name another."
             )
 
 

@@ -10,32 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normscope.healings import Point
+
 _INTERVALS = 16  # of a stage
 _WARM_UP = 0.08  # of a stage's steps
 _CLIP = 1.0
+_SLOWER = 0.7  # is the learning rate after steps that were taken back
 _LEAST_RATE = 2.0**-6  # of the learning rate, after which a stage ends
 
 Saved = Callable[["Course"], None]
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class Point:
-    """One interval of a training.
-
-    Attributes:
-        stage: ``sites``, ``blocks`` or ``whole``.
-        step: steps of the stage by its end; of ``sites`` the number of sites tried.
-        loss: mean training loss over its steps; of ``sites`` None.
-        drift: median relative L2 at the output by its end, on the inputs that decide; None where it was not finite.
-        kept: whether the drift fell, so that the steps were kept.
-    """
-
-    stage: str
-    step: int
-    loss: float | None
-    drift: float | None
-    kept: bool
 
 
 @dataclass
@@ -110,7 +94,7 @@ def train(stage: Stage, course: Course, drift: Callable[[], float], saved: Saved
     """Go through a stage, from where the course stands; what remains is the best that was.
 
     Adam with a warm-up and a cosine to zero, gradients clipped. After each interval the drift decides: where it did
-    not fall, parameters and moments are what they were before, and the learning rate is halved.
+    not fall, parameters and moments are what they were before, and the learning rate is lowered.
 
     Args:
         stage: what to do.
@@ -139,7 +123,7 @@ def train(stage: Stage, course: Course, drift: Callable[[], float], saved: Saved
         if course.judge(drift(), sum(losses) / len(losses)):
             course.moments = _moments(optimizer, stage.parameters)
         else:
-            course.rate /= 2
+            course.rate *= _SLOWER
             restore(stage.parameters, before)
             _put(optimizer, stage.parameters, course.moments)
         saved(course)
@@ -166,7 +150,9 @@ def _moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Param
 
 
 def _put(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], moments: Mapping[str, Mapping[str, Tensor]]
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    moments: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
     optimizer.state.clear()
     for name, own in moments.items():

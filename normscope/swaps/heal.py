@@ -6,7 +6,6 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,12 @@ from torch import Tensor, nn
 
 from normscope.batches import Batch, as_batches
 from normscope.errors import DataError, ModelError, UsageError
+from normscope.healings import BLOCKS, SITES, START, WHOLE, HealReport
 from normscope.outputs import Outputs
 from normscope.pairs.state import left_as_found
 from normscope.swaps.alone import blocks_of, least_squares, norm_pairs
-from normscope.swaps.checkpoints import NAME, load_checkpoint, save_checkpoint
-from normscope.swaps.course import Course, Point, Progress, Stage, restore, train
+from normscope.swaps.checkpoints import load_checkpoint, save_checkpoint
+from normscope.swaps.course import Course, Progress, Stage, restore, train
 from normscope.swaps.matching import output_errors
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.pool import Pool, tensor_bytes
@@ -27,48 +27,9 @@ from normscope.swaps.replace import uncompiled
 from normscope.swaps.teaching import Lesson, repeatable
 
 STEPS = 600
-SITES, BLOCKS, WHOLE = "sites", "blocks", "whole"
 _BLOCKS_ONE_IN = 6  # steps
 _RATES = {BLOCKS: 1e-3, WHOLE: 1e-3}
-_SHARES = (0.1, 0.5, 0.9)
-
-
-@dataclass(frozen=True)
-class HealReport:
-    """What a healing did: relative L2 at the output against the original, in quantiles over samples.
-
-    Attributes:
-        before: on the held-out inputs, with the start values: ``p10``, ``median``, ``p90``; ∞ where not finite.
-        after: the same, with what the network was left with.
-        stages: the same after each stage, in order: ``sites``, ``blocks``, ``whole``.
-        restored: whether the network was left with its start values, as training had not lowered the held-out median.
-        points: the course: every interval of steps, and whether it was kept.
-        steps: the steps asked for.
-        n_learned, n_judged, n_held_out: samples that were learned from, that decided which steps are kept, and that
-            nothing has seen.
-        left_out: samples to learn from that did not fit into memory.
-    """
-
-    before: dict[str, float]
-    after: dict[str, float]
-    stages: dict[str, dict[str, float]]
-    restored: bool
-    points: Sequence[Point]
-    steps: int
-    n_learned: int
-    n_judged: int
-    n_held_out: int
-    left_out: int
-
-    @property
-    def closed(self) -> float:
-        """Share of the median drift that is gone."""
-        return 1 - self.after["median"] / self.before["median"] if self.before["median"] else 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON takes it."""
-        own = {name: value for name, value in vars(self).items() if name != "points"}
-        return {**own, "closed": self.closed, "points": [asdict(point) for point in self.points]}
+_SHARES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
 
 
 def heal(
@@ -80,7 +41,7 @@ def heal(
     outputs: Outputs | None = None,
     steps: int = STEPS,
     seed: int = 0,
-    folder: str | Path | None = None,
+    checkpoint: str | Path | None = None,
     progress: Progress | None = None,
 ) -> HealReport:
     """Train a swapped network, in place, until it gives what the original gives.
@@ -100,7 +61,8 @@ def heal(
         outputs: how to read what the networks return; by default the first tensor.
         steps: of the blocks, a sixth of them, and end to end. Each takes four batches.
         seed: of which batches each takes.
-        folder: where to keep ``healing.safetensors``, a checkpoint that the same call goes on from; None for none.
+        checkpoint: a safetensors file that is written after every interval, and that the same call goes on from; None
+            for none.
         progress: called with the stage, what was done of it, and all of it.
 
     Returns:
@@ -108,7 +70,8 @@ def heal(
         number of threads, the same call gives the same bits, interrupted or not.
 
     Raises:
-        UsageError: if nothing was swapped, if the network is in half precision, or ``folder`` holds another healing.
+        UsageError: if nothing was swapped, if the network is in half precision, or if the checkpoint is of another
+            healing.
         DataError: if there are too few inputs, or the checkpoint is damaged.
 
     >>> import copy, normscope
@@ -130,7 +93,7 @@ def heal(
             raise DataError("There is no held-out batch to report the drift of.")
         parameters = dict(student.named_parameters())
         start = {name: value.detach().clone() for name, value in parameters.items()}
-        path = None if folder is None else Path(folder) / NAME
+        path = None if checkpoint is None else Path(checkpoint)
         settings = {
             "model": type(teacher).__name__,
             "sites": {name: repr(student.get_submodule(name)) for name in sites},
@@ -143,7 +106,7 @@ def heal(
         course = load_checkpoint(path, settings, parameters) if path else None
         told = functools.partial(_quantiles, teacher, student, reported, outputs)
         if course is None:
-            course = Course(_median(teacher, student, pool.judged, outputs), drifts={"start": told()})
+            course = Course(_median(teacher, student, pool.judged, outputs), drifts={START: told()})
 
         def saved(course: Course) -> None:
             if path is not None:
@@ -152,24 +115,15 @@ def heal(
         if not course.done:
             with _trainable(student):
                 _stages(teacher, student, sites, pool, outputs, steps, seed, course, told, saved, progress)
-        before = course.drifts["start"]
         after = list(course.drifts.values())[-1]
-        restored = not after["median"] < before["median"]
+        restored = not after["median"] < course.drifts[START]["median"]
         if restored:
             restore(parameters, start)
         if not course.done:
-            course.done = True
+            course.done, course.moments = True, {}
             saved(course)
-    return HealReport(
-        before,
-        before if restored else after,
-        {name: own for name, own in course.drifts.items() if name != "start"},
-        restored,
-        course.points,
-        steps,
-        *(sum(len(batch.samples) for batch in part) for part in (pool.learned, pool.judged, reported)),
-        pool.left_out,
-    )
+    sizes = (sum(len(batch.samples) for batch in part) for part in (pool.learned, pool.judged, reported))
+    return HealReport(course.drifts, restored, course.points, steps, *sizes, pool.left_out)
 
 
 def swapped_sites(original: nn.Module, swapped: nn.Module) -> list[str]:
@@ -207,15 +161,11 @@ def _stages(
     parameters = dict(student.named_parameters())
     blocks = repeatable(teacher, blocks_of(sites, teacher), pool.learned[0])
     lesson = Lesson(teacher, student, outputs, blocks)
-    within = {
-        name: own for name, own in parameters.items() if any(name.startswith(f"{block}.") for block in blocks)
-    }
+    within = {name: own for name, own in parameters.items() if any(name.startswith(f"{block}.") for block in blocks)}
     for_blocks = steps // _BLOCKS_ONE_IN if blocks else 0
     trained = [
         Stage(BLOCKS, for_blocks, _RATES[BLOCKS], within, lambda n: lesson.by_blocks(pool.drawn(seed, BLOCKS, n))),
-        Stage(
-            WHOLE, steps - for_blocks, _RATES[WHOLE], parameters, lambda n: lesson.whole(pool.drawn(seed, WHOLE, n))
-        ),
+        Stage(WHOLE, steps - for_blocks, _RATES[WHOLE], parameters, lambda n: lesson.whole(pool.drawn(seed, WHOLE, n))),
     ]
     if SITES not in course.drifts:
         _each_alone(teacher, student, sites, pool, course, drift, progress)
@@ -257,13 +207,14 @@ def _each_alone(
 
 
 def _median(teacher: nn.Module, student: nn.Module, batches: Sequence[Batch], outputs: Outputs) -> float:
-    return float(output_errors(teacher, student, batches, outputs).quantile(0.5))
+    return _quantiles(teacher, student, batches, outputs)["median"]
 
 
 def _quantiles(teacher: nn.Module, student: nn.Module, batches: Sequence[Batch], outputs: Outputs) -> dict[str, float]:
     errors = output_errors(teacher, student, batches, outputs)
-    names = ("p10", "median", "p90")
-    return {name: float(errors.quantile(share)) for name, share in zip(names, _SHARES, strict=True)}
+    # Between two samples there may be ∞ on one side, of which a line has no middle.
+    at = "linear" if bool(errors.isfinite().all()) else "higher"
+    return {name: float(errors.quantile(share, interpolation=at)) for name, share in _SHARES.items()}
 
 
 @contextlib.contextmanager
