@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from normscope.models.base import Inputs, LoadedModel
     from normscope.pairs.captures import Capture
     from normscope.pairs.sites import SkippedNorm
+    from normscope.splits import Part
 
 _WIDTH_OF_A_PIPE = 1000  # a table that goes to a file or a program is as wide as it needs to be
 
@@ -138,7 +139,7 @@ class Output:
         for norm in norms:
             self.warn(f"skipped {norm.name} ({norm.kind}): {norm.reason}")
 
-    def tracked(self, inputs: Inputs) -> Tracked:
+    def tracked(self, inputs: Inputs | Part) -> Tracked:
         """Show a progress bar while ``inputs`` are taken, on a terminal and only there."""
         return Tracked(inputs, self._remarks, hidden=self.quiet or not self._remarks.is_terminal)
 
@@ -146,7 +147,7 @@ class Output:
 class Tracked:
     """Inputs that move a progress bar."""
 
-    def __init__(self, inputs: Inputs, console: Console, hidden: bool) -> None:
+    def __init__(self, inputs: Inputs | Part, console: Console, hidden: bool) -> None:
         self._inputs, self._console, self._hidden = inputs, console, hidden
 
     @property

@@ -190,7 +190,6 @@ _UNIT_OFFSET = ("gemma", "gemma2", "gemma3", "qwen3_next:Qwen3Next")
 _PLAIN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "phi3", "olmo2", "deepseek_v3:DeepseekV3", "gpt_oss:GptOss")
 
 NORMS: dict[str, Row] = {
-    **_in("normscope.swaps", {"rms_norm.RMSNorm": _in_a_norms_place, "pointwise.PointwiseFunction": _pointwise}),
     **_in("torch.nn.modules", _TORCH),
     **_in("timm.layers", _TIMM),
     **_in("diffusers", _DIFFUSERS),
@@ -210,4 +209,6 @@ NORMS: dict[str, Row] = {
     "torchvision.ops.misc.FrozenBatchNorm2d": _batch_norm("FrozenBatchNorm2d", own_precision=True),
     "torchvision.transforms.transforms.Normalize": _NO_STATISTIC,
     "torchvision.transforms.v2._misc.Normalize": _NO_STATISTIC,
+    "normscope.swaps.rms_norm.RMSNorm": _in_a_norms_place,
+    "normscope.swaps.pointwise.PointwiseFunction": _pointwise,
 }

@@ -59,28 +59,39 @@ def starts(curve: str | Curve, fits: Fits, init: str = "fit") -> list[Start]:
     Raises:
         UsageError: if there is no such curve or init, if there is no fit of this curve, or there was nothing to fit.
     """
-    if init not in INITS:
-        raise UsageError(unknown("init", init, INITS))
-    name = curve.strip().lower() if isinstance(curve, str) else curve.name
-    if name == RMS_NORM:
-        return [_alike(norm, None) for norm in _norms(fits)]
-    if name in (FREE, BEST) and init != "fit":
-        raise UsageError(f"{name} is what was fitted: there is no {init} start of it.")
-    known = None if name in (FREE, BEST) else _one_curve(curve)
-    if init == "paper":
+    asked = asked_for(curve, init)
+    known, name = (asked, asked.name) if isinstance(asked, Curve) else (None, asked)
+    if init == "paper" or name == RMS_NORM:
         return [_alike(norm, known) for norm in _norms(fits)]
     if isinstance(fits, Capture):
-        fits = fitted(fits, name if known is None else known, init)
+        fits = fitted(fits, asked, init)
     elif init == "theory":
         raise UsageError("Start values from theory are made of a capture, not of fits; pass the capture.")
     made = [one for one in fits if isinstance(one, CurveFit)]
-    wanted = [one for one in made if (one.best if name == BEST else one.curve == (known.name if known else name))]
+    wanted = [one for one in made if (one.best if name == BEST else one.curve == name)]
     if not wanted:
         raise UsageError(f"None of the fits is of {name}. Fit it first: normscope.fit(capture, {name!r}).")
     sites: dict[str, list[CurveFit]] = {}
     for one in wanted:
         sites.setdefault(one.site, []).append(one)
     return [_of_fits(own) for own in sites.values()]
+
+
+def asked_for(curve: str | Curve, init: str = "fit") -> Curve | str:
+    """Look up what is to be swapped in: a curve, or ``free``, ``best`` or ``rmsnorm``, which are none.
+
+    Raises:
+        UsageError: if there is no such curve or init, or if these do not go together.
+
+    >>> asked_for("DyISRU").name, asked_for("best")
+    ('isru', 'best')
+    """
+    if init not in INITS:
+        raise UsageError(unknown("init", init, INITS))
+    name = curve.strip().lower() if isinstance(curve, str) else curve.name
+    if name in (FREE, BEST) and init != "fit":
+        raise UsageError(f"{name} is what was fitted: there is no {init} start of it.")
+    return name if name in (FREE, BEST, RMS_NORM) else _one_curve(curve)
 
 
 def fitted(
