@@ -10,7 +10,7 @@ import pytest
 import normscope
 
 PACKAGE = Path(normscope.__file__).parent
-ROOT = {"errors", "batches", "drifts", "files", "outputs", "splits"}
+ROOT = {"errors", "batches", "drifts", "files", "healings", "outputs", "splits"}
 ALLOWED = {
     "errors": set(),
     "batches": {"errors"},
@@ -18,6 +18,7 @@ ALLOWED = {
     "splits": {"errors", "batches"},
     "drifts": {"errors"},
     "files": {"errors"},
+    "healings": set(),
     "pairs": ROOT,
     "fits": ROOT | {"pairs"},
     "models": ROOT,

@@ -1,0 +1,153 @@
+"""``normscope heal``."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from normscope.cli.options import (
+    AsCsv,
+    AsJson,
+    BatchSize,
+    Data,
+    Device,
+    Guidance,
+    Limit,
+    Model,
+    Quiet,
+    Seed,
+    Timesteps,
+    Weights,
+)
+from normscope.cli.output import Output
+from normscope.cli.sources import Run, check_models
+from normscope.cli.swap import Folder, Func, How, Init, Per, Shift, Sites, norms_to_swap, start_values
+from normscope.errors import count
+from normscope.files import check_folder_writable, check_writable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from normscope.healings import HealReport
+    from normscope.models.base import LoadedModel
+
+EXAMPLES = (
+    "Examples: normscope heal demo_vit --func dyisru -o healed · "
+    "normscope heal demo_dit --func dyt --steps 200 -o healed --json"
+)
+
+Steps = Annotated[
+    int,
+    typer.Option(min=1, help="In all: a sixth of the blocks by themselves, the others end to end; four batches each."),
+]
+
+
+def heal(
+    model: Model,
+    output: Folder,
+    func: Func = "dyisru",
+    steps: Steps = 600,
+    init: Init = "fit",
+    sites: Sites = "all",
+    per: Per = "site",
+    shift: Shift = None,
+    weights: Weights = "pretrained",
+    data: Data = None,
+    limit: Limit = None,
+    batch_size: BatchSize = 16,
+    seed: Seed = 0,
+    device: Device = "auto",
+    guidance: Guidance = None,
+    timesteps: Timesteps = None,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    quiet: Quiet = False,
+) -> None:
+    """Swap a model's norms, and train it back to what it gave: sites alone, then blocks, then end to end."""
+    say = Output(as_json, quiet, as_csv=as_csv)
+    check_models([model])
+    from normscope.swaps.heal import heal as train
+    from normscope.swaps.record import FILES
+    from normscope.swaps.replace import Swap, replacements
+    from normscope.swaps.start import asked_for
+    from normscope.swaps.store import save_swapped
+
+    asked = asked_for(func, init)
+    how = How(asked, init, per, shift)
+    check_folder_writable(output, FILES)
+    checkpoint, drawn = (output.with_name(output.name + end) for end in (".healing.safetensors", "-healing.png"))
+    for path in (checkpoint, drawn):
+        check_writable(path)
+    run = Run(weights, data, limit, batch_size, seed, device, guidance=guidance, timesteps=timesteps)
+    network = run.load(model, say)
+    learn, held_out = _learned_and_held_out(network)
+    norms, skipped = norms_to_swap(network, learn, sites)
+    say.skipped(skipped)
+    fits, about = start_values(network, learn, norms, how, seed, say)
+    swapped = copy.deepcopy(network.module)
+    Swap(swapped, replacements(swapped, asked, fits, init="fit" if how.fits else init))
+    if checkpoint.exists():
+        say.remark(f"going on from {checkpoint}")
+    try:
+        with say.steps() as progress:
+            report = train(
+                network.module,
+                swapped,
+                learn,
+                held_out,
+                outputs=network.outputs,
+                steps=steps,
+                seed=seed,
+                checkpoint=checkpoint,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        if checkpoint.exists():
+            say.warn(f"the same command goes on from {checkpoint}, which holds what was done until its last interval")
+        raise
+    title = " · ".join([network.name, func, network.provenance.description])
+    folder = save_swapped(swapped, output, about, func=func, init=init, healed=0 if report.restored else steps)
+    _draw(report, title, drawn)
+    checkpoint.unlink(missing_ok=True)
+    _tell(report, say)
+    say.result(str(folder))
+    say.result(str(drawn))
+    say.remark(f"--weights {folder} takes it in every command; in Python, normscope.load_swapped({str(folder)!r})")
+    whole = {**about, "held_out": held_out.description, "func": func, "init": init, "per": per, "sites": len(norms)}
+    files = {"folder": str(folder), "figure": str(drawn)}
+    document = {**whole, **files, **report.as_dict()}
+    say.document(document, [{**whole, **row} for row in _rows(report)])
+
+
+def _learned_and_held_out(network: LoadedModel) -> tuple[Any, Any]:
+    """Return what to learn from, and what reports the drift."""
+    from normscope.splits import learned_and_held_out
+
+    if network.calibration is not None:
+        return network.calibration, network.inputs
+    return learned_and_held_out(network.inputs)
+
+
+def _tell(report: HealReport, say: Output) -> None:
+    from normscope.figures.healing_tables import healing_table
+
+    say.result(healing_table(report))
+    if report.left_out:
+        say.warn(f"{count(report.left_out, 'sample')} did not fit into the gibibyte of inputs that is kept in memory")
+    if report.restored:
+        say.warn("the drift on the held-out inputs did not fall: what was written has the start values")
+
+
+def _rows(report: HealReport) -> Iterable[dict[str, Any]]:
+    for stage, own in report.drifts.items():
+        yield {"stage": stage, **own, "closed": report.closed_after(stage)}
+
+
+def _draw(report: HealReport, title: str, path: Path) -> None:
+    from normscope.figures.healing import plot_healing
+    from normscope.figures.scurves import save
+
+    save(plot_healing(report, title), path)

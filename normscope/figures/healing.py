@@ -1,0 +1,155 @@
+"""A healing as a figure: its loss and what was kept of it, and the drift before and after."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.ticker import MaxNLocator
+
+from normscope.figures.lettering import wrapped
+from normscope.figures.style import Style, style_named
+from normscope.healings import BLOCKS, SITES, START, WHOLE, HealReport, Point
+
+_INCHES = (6.4, 2.5)
+_SITES_SHARE = 0.12  # of the width that the steps take: sites take none of them
+_STAGES = (SITES, BLOCKS, WHOLE)
+_NAMES = {START: "start\nvalues", SITES: "each site\nalone", BLOCKS: "blocks", WHOLE: "end\nto end"}
+_TITLE = FontProperties(size=7.5)
+_HEALED = 0.2  # of the start's drift
+
+
+def plot_healing(report: HealReport, title: str = "", *, style: str = "light") -> Figure:
+    """Draw the course of a healing, and the drift on inputs that nothing of it has seen, before and after each stage.
+
+    To the left the training loss, a step wide for each interval, and the median drift on the inputs that decide: a
+    filled marker where it fell and the interval was kept, an open one where the steps were taken back. To the right
+    medians on the held-out inputs, and bars from the 10th to the 90th percentile.
+
+    Args:
+        report: what :func:`normscope.heal` returned.
+        title: which network, and which curve.
+        style: ``light`` or ``dark``.
+
+    Returns:
+        A matplotlib figure.
+
+    Raises:
+        UsageError: if there is no such style.
+    """
+    theme = style_named(style)
+    with matplotlib.rc_context(theme.rc()):
+        figure = Figure(figsize=_INCHES, layout="constrained")
+        course, drifts = figure.subplots(1, 2, width_ratios=(1.9, 1))
+        _draw_course(course, report.points, theme)
+        _draw_drifts(drifts, report, theme)
+        if title:
+            lines = wrapped(title, _INCHES[0] - 0.3, _TITLE)
+            figure.suptitle("\n".join(lines), fontproperties=_TITLE, parse_math=False)
+    return figure
+
+
+def _draw_course(ax: Axes, points: Sequence[Point], style: Style) -> None:
+    places, edges = _places(points)
+    loss, judged = style.curves[1], style.curves[0]
+    for stage in (BLOCKS, WHOLE):
+        own = [(place, point) for place, point in zip(places, points, strict=True) if point.stage == stage]
+        lines = [(place, point.loss) for place, point in own if point.loss is not None]
+        ax.plot(*zip(*lines, strict=True) if lines else ((), ()), color=loss, lw=1.1, ds="steps-pre")
+    shown = [(place, point) for place, point in zip(places, points, strict=True) if point.drift is not None]
+    for kept in (True, False):
+        some = [(place, point.drift) for place, point in shown if point.kept == kept]
+        ax.plot(
+            *zip(*some, strict=True) if some else ((), ()),
+            ls="",
+            marker="o",
+            ms=2.8,
+            mew=0.7,
+            color=judged,
+            mfc=judged if kept else style.background,
+        )
+    if any(value > 0 for value in (*(p.drift or 0 for p in points), *(p.loss or 0 for p in points))):
+        ax.set_yscale("log")
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter("{x:g}")
+        ax.tick_params(axis="y", which="minor", labelsize=5)
+    for stage, (low, high) in edges.items():
+        if low > 0:
+            ax.axvline(low, color=style.faint, lw=0.6, ls=":")
+        ax.annotate(
+            _NAMES[stage].replace("\n", " ") if stage != SITES else "sites",
+            ((low + high) / 2, 1.0),
+            (0, 2),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=6,
+            color=style.faint,
+        )
+    _name_steps(ax, edges)
+    ax.set_ylabel("relative L2")
+    ax.plot([], [], color=loss, lw=1.1, label="training loss")
+    ax.plot([], [], ls="", marker="o", ms=2.8, color=judged, label="median drift, kept")
+    ax.plot([], [], ls="", marker="o", ms=2.8, mfc=style.background, color=judged, label="taken back")
+    ax.legend(loc="upper right", fontsize=5.8)
+
+
+def _places(points: Sequence[Point]) -> tuple[list[float], dict[str, tuple[float, float]]]:
+    """Where each point is drawn, and where each stage begins and ends; steps count through, and sites stand before."""
+    last = {stage: max((point.step for point in points if point.stage == stage), default=0) for stage in _STAGES}
+    width = {SITES: _SITES_SHARE * max(1, last[BLOCKS] + last[WHOLE])}
+    edges, end = {}, -width[SITES]
+    for stage in _STAGES:
+        if last[stage]:
+            edges[stage] = (end, end + width.get(stage, last[stage]))
+        end = 0.0 if stage == SITES else end + last[stage]
+    places = [
+        edges[point.stage][0] + (edges[point.stage][1] - edges[point.stage][0]) * point.step / last[point.stage]
+        for point in points
+    ]
+    return places, edges
+
+
+def _name_steps(ax: Axes, edges: Mapping[str, tuple[float, float]]) -> None:
+    end = max((high for _, high in edges.values()), default=1.0)
+    ticks = [tick for tick in MaxNLocator(6, integer=True).tick_values(0, end) if 0 <= tick <= end]
+    ax.set_xticks(ticks)
+    ax.set_xlabel("steps")
+
+
+def _draw_drifts(ax: Axes, report: HealReport, style: Style) -> None:
+    stages = list(report.drifts)
+    colour = style.curves[0]
+    for place, stage in enumerate(stages):
+        own = report.drifts[stage]
+        if not all(math.isfinite(value) for value in own.values()):
+            ax.annotate("not finite", (place, 0.02), xycoords=("data", "axes fraction"), ha="center", fontsize=5.8)
+            continue
+        ax.plot([place, place], [own["p10"], own["p90"]], color=colour, lw=1.4, solid_capstyle="butt")
+        ax.plot([place], [own["median"]], marker="o", ms=4, mew=0, color=colour)
+        ax.annotate(
+            f"{own['median']:.3f}", (place, own["median"]), (4, 0), textcoords="offset points", va="center", fontsize=6
+        )
+    ax.set_xlim(-0.5, len(stages) - 0.2)
+    ax.set_ylim(bottom=0)
+    start = report.before["median"]
+    if math.isfinite(start):
+        ax.axhline(_HEALED * start, color=style.faint, lw=0.8, ls="--", zorder=0)
+        ax.annotate(
+            f"{1 - _HEALED:.0%} closed",
+            (0.0, _HEALED * start),
+            (2, 2),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            fontsize=5.8,
+            color=style.faint,
+        )
+    ax.set_xticks(range(len(stages)), [_NAMES[stage] for stage in stages])
+    ax.set_ylabel(f"drift on {report.n_held_out} held-out samples")
+    ending = "start values kept" if report.restored else f"{report.closed:.0%} of the median closed"
+    ax.set_title(ending)

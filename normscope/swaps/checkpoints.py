@@ -1,0 +1,96 @@
+"""Trainings as files: what they go on from, safetensors with a JSON header."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from normscope.errors import DataError, UsageError
+from normscope.files import whole_file
+from normscope.swaps.course import Course, restore
+
+_FORMAT = "normscope-healing"
+_VERSION = 1
+_HEADER = "normscope"
+
+
+def save_checkpoint(
+    path: Path, settings: Mapping[str, Any], course: Course, parameters: Mapping[str, nn.Parameter]
+) -> None:
+    """Write where a training stands, whole or not at all.
+
+    Args:
+        path: of the file.
+        settings: what was asked for, of what; only the same goes on from it.
+        course: where it stands.
+        parameters: of the network, by name.
+
+    Raises:
+        UsageError: if it cannot be written there.
+    """
+    tensors = {f"parameter/{name}": value.detach().cpu().contiguous().clone() for name, value in parameters.items()}
+    for name, own in course.moments.items():
+        tensors |= {f"moment/{key}/{name}": value.cpu().contiguous().clone() for key, value in own.items()}
+    header = {"format": _FORMAT, "version": _VERSION, "settings": dict(settings), "course": course.as_dict()}
+    with whole_file(path) as partial:
+        save_file(tensors, partial, metadata={_HEADER: json.dumps(header)})
+
+
+def load_checkpoint(path: Path, settings: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> Course | None:
+    """Put a network where a training left it, and return the course that goes on; None where there is no file.
+
+    Raises:
+        UsageError: if the checkpoint is of another training.
+        DataError: if the file is damaged, or of another kind or version.
+    """
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {}).get(_HEADER, "null"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
+        raise DataError(f"Cannot read the checkpoint {path}: {error}. Remove it to begin anew.") from error
+    if not isinstance(header, dict) or (header.get("format"), header.get("version")) != (_FORMAT, _VERSION):
+        raise DataError(f"{path} is no checkpoint that this normscope can go on from. Remove it to begin anew.")
+    check_settings(path, header.get("settings"), settings)
+    try:
+        course = Course.of(header["course"], _moments(tensors, parameters))
+        values = {name: tensors[f"parameter/{name}"] for name in parameters}
+        for name, value in values.items():
+            if value.shape != parameters[name].shape or value.dtype != parameters[name].dtype:
+                raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)}")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"The checkpoint {path} is damaged: {type(error).__name__}: {error}. Remove it to begin anew."
+        ) from error
+    restore(parameters, values)
+    return course
+
+
+def check_settings(path: Path, found: Any, settings: Mapping[str, Any]) -> None:
+    """Refuse to go on from what was begun otherwise; UsageError that names the first thing that differs."""
+    known = found if isinstance(found, dict) else {}
+    for name, value in settings.items():
+        if known.get(name) != value:
+            raise UsageError(
+                f"{path} is of another healing: its {name} is {known.get(name)}, not {value}. Remove it to begin anew, "
+                "or name another."
+            )
+
+
+def _moments(tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:
+    moments: dict[str, dict[str, Tensor]] = {}
+    for full, value in tensors.items():
+        kind, _, rest = full.partition("/")
+        if kind == "moment":
+            key, _, name = rest.partition("/")
+            where = value.device if key == "step" else parameters[name].device
+            moments.setdefault(name, {})[key] = value.to(where)
+    return moments
