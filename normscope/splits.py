@@ -5,16 +5,34 @@ Whatever is fitted or trained is judged on other inputs; crops of one photograph
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from normscope.batches import Batch, Sample, as_batches
 from normscope.errors import DataError, count
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _ONE_IN = 4  # sources is held out
 
 _Key = tuple[str, str | int]
+
+
+class Inputs(Protocol):
+    """Batches that can be iterated again and again, and say what they are."""
+
+    @property
+    def description(self) -> str:
+        """One line that says what was read."""
+
+    @property
+    def n_samples(self) -> int | None:
+        """How many samples there are at most; None where only iterating would tell."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield batches."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +57,31 @@ class Part:
             own = [i for i, sample in enumerate(batch.samples) if _key(sample, self.by) in self._keys]
             if own:
                 yield batch if len(own) == len(batch.samples) else batch.take(own)
+
+    @property
+    def ends(self) -> Callable[[], Iterator[tuple[Sequence[Sample], Tensor]]] | None:
+        """What walks this part's trajectories to their ends; None where the inputs are none, or are a single one's."""
+        walk = getattr(self.inputs, "ends", None)
+        return None if walk is None or self.by != "source" else lambda: self._own(walk())
+
+    def _own(self, ends: Iterable[tuple[Sequence[Sample], Tensor]]) -> Iterator[tuple[Sequence[Sample], Tensor]]:
+        for samples, latents in ends:
+            own = [i for i, sample in enumerate(samples) if _key(sample, self.by) in self._keys]
+            if own:
+                yield [samples[i] for i in own], latents[own]
+
+
+def divided(inputs: Inputs, calibration: Inputs | None = None) -> tuple[Inputs | Part, Inputs | Part]:
+    """Return what to learn from, and what to judge by: calibration and inputs, or two parts of the inputs.
+
+    Args:
+        inputs: of a :class:`normscope.models.base.LoadedModel`.
+        calibration: likewise.
+
+    Raises:
+        DataError: see :func:`learned_and_held_out`.
+    """
+    return learned_and_held_out(inputs) if calibration is None else (calibration, inputs)
 
 
 def learned_and_held_out(inputs: Iterable[Any]) -> tuple[Part, Part]:
