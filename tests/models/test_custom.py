@@ -134,6 +134,7 @@ def test_list_of_batches(mine, tmp_path):
         "data": f"batches of {mine}:make",
     }
     assert capture(model.module, model.inputs).stats["1"].n_pairs == 12 * 8
+    assert (model.outputs.kind, model.calibration) == ("tensor", None)
 
 
 def test_every_kind_of_batch(mine):
