@@ -111,7 +111,7 @@ def learned_and_held_out(inputs: Iterable[Any]) -> tuple[Part, Part]:
     keys = list(dict.fromkeys(_key(sample, by) for sample in samples))
     if len(keys) < 2:
         raise DataError(
-            f"There is {count(len(keys), 'sample')} to learn from and to hold out; it takes two, better a dozen."
+            f"The inputs hold {count(len(keys), 'sample')}; to learn from some and hold others out takes two at least."
         )
     held = frozenset(keys[_ONE_IN - 1 :: _ONE_IN] or keys[-1:])
     return (

@@ -59,9 +59,8 @@ class RMSNorm(nn.Module):
             return of_each(self, input)
         inside = torch.promote_types(input.dtype, torch.float32)
         x = input.to(inside) if self.channel_axis == -1 else input.to(inside).movedim(self.channel_axis, -1)
-        y = nn.functional.rms_norm(x, self.normalized_shape, None, self.variance_epsilon)
-        if self.weight is not None:
-            y = y * self.weight.to(inside)
+        weight = None if self.weight is None else self.weight.to(inside)
+        y = nn.functional.rms_norm(x, self.normalized_shape, weight, self.variance_epsilon)
         if self.bias is not None:
             y = y + self.bias.to(inside)
         y = y.to(input.dtype)

@@ -135,7 +135,7 @@ def only(fits: Fits, norms: Sequence[NormSite]) -> Fits:
 
 
 def _one_curve(curve: str | Curve) -> Curve:
-    found = curves_named([curve])
+    found = curves_named(curve if isinstance(curve, str) else [curve])
     if len(found) != 1:
         raise UsageError(f"A swap puts one curve everywhere, or each site's best; {curve!r} names {len(found)}.")
     return found[0]

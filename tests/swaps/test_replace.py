@@ -1,0 +1,455 @@
+"""What is swapped in does what the norm's place asks for, and what is taken out leaves no trace."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+import transformers
+from timm.layers import BatchNormAct2d, GroupNormAct, LayerNorm2d, LayerNormAct
+from torch import nn
+from torchaudio.models.wav2vec2.components import LayerNorm as TransposedLayerNorm
+from transformers.models.bit.modeling_bit import BitConfig, BitGroupNormActivation
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+import normscope
+from normscope.errors import ModelError, UsageError
+from normscope.pairs.sites import NormSite
+from normscope.swaps.pointwise import PointwiseFunction
+from normscope.swaps.replace import Swap, chosen, replacements, swap
+from normscope.swaps.rms_norm import RMSNorm
+
+WIDTH = 16
+DEMOS = ("demo_vit", "demo_wav2vec2", "demo_dit")
+
+
+@pytest.fixture(scope="module")
+def demos():
+    """Each embedded model, its capture, and its first batch."""
+    made = {}
+    for name in DEMOS:
+        network = normscope.load(name)
+        batch = next(iter(network.inputs)).first(2)
+        made[name] = (network.module.eval(), normscope.capture(network.module, [batch], about=network.about), batch)
+    return made
+
+
+@torch.no_grad()
+def output_of(model, batch):
+    result = model(*batch.args, **batch.kwargs)
+    return (
+        next(iter(result.values())) if isinstance(result, dict) else result[0] if isinstance(result, tuple) else result
+    )
+
+
+class State:
+    """Everything of a network that a swap must leave: objects, values, order, flags and hooks."""
+
+    def __init__(self, model):
+        self.modules = [(name, module, module.training) for name, module in model.named_modules()]
+        self.tensors = dict(model.state_dict(keep_vars=True))
+        self.values = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
+        self.flags = [parameter.requires_grad for parameter in model.parameters()]
+        self.hooks = [dict(module._forward_hooks) for module in model.modules()]
+
+    def assert_same(self, model):
+        other = State(model)
+        assert [(n, id(m), t) for n, m, t in self.modules] == [(n, id(m), t) for n, m, t in other.modules]
+        assert list(self.tensors) == list(other.tensors)
+        assert all(tensor is other.tensors[name] for name, tensor in self.tensors.items())
+        assert all(torch.equal(values, other.values[name]) for name, values in self.values.items())
+        assert (self.flags, self.hooks) == (other.flags, other.hooks)
+
+
+def net(seed=0, **changes):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, WIDTH), trained(nn.LayerNorm(WIDTH, **changes)), nn.Linear(WIDTH, 3)).eval()
+
+
+def trained(module):
+    """Give a norm weights, biases and running statistics as training leaves them."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, part in [*module.named_parameters(), *module.named_buffers()]:
+            if part.is_floating_point():
+                part.copy_(("bias" not in name) + 0.3 * torch.randn(part.shape, generator=generator))
+            if "running_var" in name:
+                part.abs_()
+    return module.eval()
+
+
+def seen_by(model, *shape):
+    return normscope.capture(model, [2 * torch.randn(shape, generator=torch.Generator().manual_seed(1))])
+
+
+@pytest.mark.parametrize("curve", ["tanh", "rmsnorm"])
+@pytest.mark.parametrize("name", DEMOS)
+def test_undone_leaves_the_network_as_it_was(demos, name, curve):
+    model, seen, batch = demos[name]
+    before, expected = State(model), output_of(model, batch)
+    sites = [site for site in seen.sites if not site.grouped]
+    with swap(model, curve, sites, init="paper") as swapped:
+        assert set(swapped.modules) == {site.name for site in sites}
+        changed = output_of(model, batch)
+        assert not torch.equal(changed, expected)
+    before.assert_same(model)
+    assert torch.equal(output_of(model, batch), expected)
+    with pytest.raises(ZeroDivisionError), swap(model, curve, sites, init="paper"):
+        assert torch.equal(output_of(model, batch), changed)
+        _ = 1 / 0
+    before.assert_same(model)
+    lasting = swap(model, curve, sites, init="paper")
+    assert torch.equal(output_of(model, batch), changed)
+    lasting.undo()
+    lasting.undo()
+    before.assert_same(model)
+    assert torch.equal(output_of(model, batch), expected)
+
+
+@pytest.mark.parametrize("name", DEMOS[:2])
+def test_fitted_functions_move_the_outputs_less_than_the_papers(demos, name):
+    model, seen, batch = demos[name]
+    expected = output_of(model, batch)
+
+    def moved(init):
+        with swap(model, "tanh", seen, sites=[site.name for site in seen.sites if site.bounded], init=init):
+            return float((output_of(model, batch) - expected).norm() / expected.norm())
+
+    # A least-squares fit on these very inputs is nearer than α = 0.5, which knows nothing of them; by how much differs.
+    assert moved("fit") < moved("paper")
+
+
+def test_the_rest_of_the_network_is_untouched():
+    model = net()
+    model[0].weight.requires_grad_(False)
+    heard = []
+    model[1].register_forward_hook(lambda *call: heard.append(1))
+    model.register_buffer("mine", torch.ones(2))
+    model.train()
+    before = State(model)
+    with swap(model, "tanh", seen_by(model, 8, 4)) as swapped:
+        heard.clear()
+        assert swapped.modules["1"].training
+        model(torch.randn(2, 4))
+        assert not heard  # the norm's own hook waits with it
+        assert not model[0].weight.requires_grad
+        assert list(model.state_dict()) == [
+            *("mine", "0.weight", "0.bias", "1.alpha", "1.shift", "1.weight", "1.bias", "2.weight", "2.bias")
+        ]
+    before.assert_same(model)
+    model(torch.randn(2, 4))
+    assert heard
+
+
+def test_weight_and_bias_are_the_norms_own():
+    model = net()
+    norm = model[1]
+    nn.init.normal_(norm.bias, std=100.0)  # beside which the weight would lose its digits
+    function = replacements(model, "tanh", seen_by(model, 8, 4), init="paper")["1"]
+    assert torch.equal(function.weight, norm.weight)
+    assert torch.equal(function.bias, norm.bias)
+    assert (function.alpha.item(), function.shift) == (0.5, None)
+    assert function.weight.data_ptr() != norm.weight.data_ptr()
+    seen = seen_by(model, 64, 4)
+    fit = normscope.fit(seen, "isru", shift=True)[0]
+    function = replacements(model, "isru", [fit])["1"]
+    torch.testing.assert_close(function.weight, (norm.weight.double() * fit.amplitude).float(), rtol=0, atol=0)
+    assert (function.alpha.item(), function.shift.item()) == pytest.approx((fit.alpha, fit.shift), rel=6e-8)
+
+
+def test_one_norm_in_two_places():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = self.second = trained(nn.LayerNorm(WIDTH))
+            self.inner = nn.ModuleDict({"again": self.first})
+
+        def forward(self, x):
+            return self.inner["again"](self.second(self.first(x) + x) + x)
+
+    model = nn.Sequential(nn.Identity(), Shared()).eval()
+    before = State(model)
+    with swap(model, "tanh", seen_by(model, 8, WIDTH), init="paper"):
+        own = model[1]
+        assert own.first is own.second is own.inner["again"]
+        assert isinstance(own.first, PointwiseFunction)
+    before.assert_same(model)
+
+
+def test_swaps_within_swaps_come_out_in_turn():
+    model = net()
+    seen, before = seen_by(model, 8, 4), State(model)
+    outer = Swap(model, {"1": PointwiseFunction("tanh", WIDTH)})
+    with pytest.raises(ModelError, match=r"^1 is a point-wise function already; take it out first\.$"):
+        swap(model, "isru", seen)
+    inner = Swap(model, {"1": PointwiseFunction("isru", WIDTH)})
+    with pytest.raises(ModelError, match="'1' is no longer what was swapped in: take out first what came last"):
+        outer.undo()
+    inner.undo()
+    outer.undo()
+    before.assert_same(model)
+
+
+@pytest.mark.parametrize("first", ["compiled", "swapped"])
+def test_a_compiled_network(first):
+    torch._dynamo.reset()
+    model, x = net(), torch.randn(5, 4)
+    seen, before, expected = seen_by(model, 8, 4), State(model), model(x)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    if first == "compiled":
+        torch.testing.assert_close(compiled(x), expected)
+    with swap(compiled, "tanh", seen) as swapped:
+        assert list(swapped.modules) == ["1"]
+        assert isinstance(model[1], PointwiseFunction)
+        torch.testing.assert_close(compiled(x), model(x))
+        assert not torch.allclose(compiled(x), expected)
+    before.assert_same(model)
+    torch.testing.assert_close(compiled(x), expected)
+
+
+class Normalized(nn.Module):
+    """RMSNorm as written with F.normalize."""
+
+    def __init__(self):
+        super().__init__()
+        self.g = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return F.normalize(x, dim=-1) * math.sqrt(WIDTH) * self.g
+
+
+class OwnGroupNorm(nn.GroupNorm):
+    """A subclass in no table, with a forward of its own."""
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) * 1.0
+
+
+class OwnLayerNorm2d(nn.Module):
+    """One in no table that takes pictures alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias, self.eps = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH)), 1e-6
+
+    def forward(self, x):
+        _, channels, _, _ = x.shape  # four axes and no others
+        return F.layer_norm(x.permute(0, 2, 3, 1), (channels,), self.weight, self.bias, self.eps).permute(0, 3, 1, 2)
+
+
+def affine(gain, offset=None, ndim=None, then=None):
+    """gain · tanh(x/2) + offset, along the last axis, or axis 1 of ``ndim``."""
+
+    def expected(x):
+        shape = [-1] + [1] * (0 if ndim is None else ndim - 2)
+        y = torch.tanh(x.double() / 2) * gain.double().view(shape)
+        y = y if offset is None else y + offset.double().view(shape)
+        return (y if then is None else then(y)).float()
+
+    return expected
+
+
+def of(module, ndim=None, then=None, unit=0):
+    return affine(unit + module.weight, getattr(module, "bias", None), ndim, then)
+
+
+PICTURE = (2, WIDTH, 5, 3)
+ONES = torch.ones(WIDTH)
+NORMS = {
+    "LayerNorm": (lambda: nn.LayerNorm(WIDTH), (2, 5, WIDTH), of),
+    "LayerNorm without bias": (lambda: nn.LayerNorm(WIDTH, bias=False), (2, 5, WIDTH), of),
+    "LayerNorm of DiT": (lambda: nn.LayerNorm(WIDTH, elementwise_affine=False), (2, 5, WIDTH), lambda m: affine(ONES)),
+    "RMSNorm": (lambda: nn.RMSNorm(WIDTH), (2, 5, WIDTH), of),
+    "GemmaRMSNorm": (lambda: GemmaRMSNorm(WIDTH), (2, 5, WIDTH), lambda m: of(m, unit=1)),
+    "LlamaRMSNorm": (lambda: LlamaRMSNorm(WIDTH), (2, 5, WIDTH), of),
+    "T5LayerNorm": (lambda: T5LayerNorm(WIDTH), (2, 5, WIDTH), of),
+    "F.normalize": (Normalized, (2, 5, WIDTH), lambda m: affine(m.g)),
+    "TransposedLayerNorm": (lambda: TransposedLayerNorm(WIDTH), (2, WIDTH, 7), lambda m: of(m, 3)),
+    "LayerNorm2d": (lambda: LayerNorm2d(WIDTH), PICTURE, lambda m: of(m, 4)),
+    "OwnLayerNorm2d": (OwnLayerNorm2d, PICTURE, lambda m: of(m, 4)),
+    "LayerNormAct": (lambda: LayerNormAct(WIDTH), (2, 5, WIDTH), lambda m: of(m, then=torch.relu)),
+    "GroupNorm": (lambda: nn.GroupNorm(4, WIDTH), PICTURE, lambda m: of(m, 4)),
+    "OwnGroupNorm": (lambda: OwnGroupNorm(4, WIDTH), PICTURE, lambda m: of(m, 4)),
+    "GroupNormAct": (lambda: GroupNormAct(WIDTH, 4), PICTURE, lambda m: of(m, 4, torch.relu)),
+    "BitGroupNormActivation": (
+        *(lambda: BitGroupNormActivation(BitConfig(num_groups=4), WIDTH), PICTURE, lambda m: of(m, 4, torch.relu)),
+    ),
+    "InstanceNorm1d": (lambda: nn.InstanceNorm1d(WIDTH, affine=True), (2, WIDTH, 7), lambda m: of(m, 3)),
+    "BatchNorm1d": (lambda: nn.BatchNorm1d(WIDTH), (9, WIDTH), of),
+    "BatchNorm2d": (lambda: nn.BatchNorm2d(WIDTH), PICTURE, lambda m: of(m, 4)),
+    "BatchNormAct2d": (lambda: BatchNormAct2d(WIDTH), PICTURE, lambda m: of(m, 4, torch.relu)),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_every_kind_of_norm_in_its_place(name):
+    make, shape, truth = NORMS[name]
+    norm = trained(make())
+    model = nn.Sequential(nn.Identity(), norm)
+    seen = seen_by(model, *shape)
+    x = torch.randn(shape)
+    with swap(model, "tanh", seen, init="paper"):
+        assert isinstance(model[1], PointwiseFunction)
+        output = model(x)
+    # Float32's rounding of four operations, of numbers around one.
+    torch.testing.assert_close(output, truth(norm)(x), rtol=1e-6, atol=1e-6)
+    assert output.is_contiguous()
+
+
+def test_an_input_without_an_axis_of_samples():
+    model = nn.Sequential(nn.Identity(), trained(nn.InstanceNorm1d(WIDTH, affine=True)))
+    x = torch.randn(WIDTH, 7)
+    with swap(model, "tanh", seen_by(model, 2, WIDTH, 7), init="paper"):
+        torch.testing.assert_close(model(x), of(model[1])(x.T).T, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["RMSNorm", "LlamaRMSNorm", "T5LayerNorm", "GemmaRMSNorm", "F.normalize"])
+def test_rmsnorm_in_the_place_of_one_is_the_same(name):
+    make, shape, _ = NORMS[name]
+    norm = trained(make())
+    model, x = nn.Sequential(norm), torch.randn(shape)
+    expected = norm(x)
+    with swap(model, "rmsnorm", seen_by(model, *shape)):
+        assert isinstance(model[0], RMSNorm)
+        torch.testing.assert_close(model(x), expected, rtol=1e-6, atol=1e-6)
+        assert torch.equal(model[0](hidden_states=x), model[0](x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 5, WIDTH), PICTURE])
+def test_rmsnorm_is_a_layer_norm_of_tokens_without_a_mean(shape, dtype):
+    """With the mean taken away before, nothing is lost: LayerNorm and RMSNorm are one (arXiv 1910.07467)."""
+    axis = 1 if shape == PICTURE else -1
+    norm = trained(LayerNorm2d(WIDTH) if axis == 1 else nn.LayerNorm(WIDTH)).to(dtype)
+    model = nn.Sequential(norm)
+    x = torch.randn(shape)
+    x = (x - x.mean(axis, keepdim=True)).to(dtype)
+    expected = norm(x)
+    with swap(model, "rmsnorm", normscope.capture(model, [x])):
+        output = model(x)
+        assert output.dtype == dtype
+        # The mean that bfloat16's rounding leaves is a unit in its last place.
+        unit = 1e-6 if dtype == torch.float32 else 2**-7
+        torch.testing.assert_close(output, expected, rtol=2 * unit, atol=2 * unit)
+
+
+def test_rmsnorm_swapped_in_is_a_norm_again():
+    model = net()
+    seen = seen_by(model, 8, 4)
+    swap(model, "rmsnorm", seen)
+    (site,) = seen_by(model, 8, 4).sites
+    assert (site.kind, site.centred, site.eps) == ("RMSNorm", False, 1e-5)
+
+
+SMALL = {
+    **{"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32},
+    **{"num_hidden_layers": 2, "num_attention_heads": 2},
+}
+TOKENS = torch.randint(0, 300, (2, 9), generator=torch.Generator().manual_seed(0))
+NETWORKS = {
+    "convnext_atto": lambda: (timm.create_model("convnext_atto"), (torch.randn(2, 3, 32, 32),)),
+    "resnet10t": lambda: (timm.create_model("resnet10t"), (torch.randn(2, 3, 32, 32),)),
+    "test_vit": lambda: (timm.create_model("test_vit"), (torch.randn(2, 3, 160, 160),)),
+    "gpt2": lambda: (
+        transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=300, n_embd=16, n_layer=2, n_head=2)),
+        {"input_ids": TOKENS},
+    ),
+    "llama": lambda: (transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)), {"input_ids": TOKENS}),
+    "t5": lambda: (
+        transformers.T5ForConditionalGeneration(
+            transformers.T5Config(vocab_size=300, d_model=16, d_kv=8, d_ff=32, num_heads=2, num_layers=2)
+        ),
+        {"input_ids": TOKENS, "decoder_input_ids": TOKENS},
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_whole_networks(name, dtype):
+    torch.manual_seed(0)
+    model, call = NETWORKS[name]()
+    model = model.to(dtype).eval()
+    call = tuple(x.to(dtype) for x in call) if isinstance(call, tuple) else call
+    seen = normscope.capture(model, [call])
+    assert not seen.skipped
+
+    @torch.no_grad()
+    def run():
+        return model(*call) if isinstance(call, tuple) else model(**call).logits
+
+    before, expected = State(model), run()
+    with swap(model, "dyisru", seen) as swapped:
+        assert len(swapped.modules) == len(seen.sites) > 4
+        output = run()
+        assert output.isfinite().all()
+        assert output.dtype == expected.dtype
+        assert not torch.equal(output, expected)
+    before.assert_same(model)
+    assert torch.equal(run(), expected)
+
+
+def test_what_cannot_be_is_explained():
+    model = net()
+    seen = seen_by(model, 64, 4)
+    fits = normscope.fit(seen, "tanh")
+    with pytest.raises(ModelError, match=r"has no module '1'; were the fits made of another network\?"):
+        swap(nn.Sequential(nn.Linear(4, 4)), "tanh", seen)
+    with pytest.raises(ModelError, match="The LayerNorm is itself the norm"):
+        Swap(nn.LayerNorm(4), {"": PointwiseFunction("tanh", 4)})
+    with pytest.raises(ModelError, match=r"The norm 1 \(Linear\) cannot be replaced"):
+        swap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, WIDTH)), "tanh", seen)
+    grouped = nn.Sequential(nn.GroupNorm(4, WIDTH), LayerNormAct(WIDTH)).eval()
+    with pytest.raises(ModelError, match="An RMSNorm cannot take the place of 0: it is a GroupNorm"):
+        swap(grouped, "rmsnorm", seen_by(grouped, 2, WIDTH, WIDTH))
+    large = [replace(fits[0], amplitude=1e6)]
+    with pytest.raises(
+        ModelError, match=r"The start values of 1 \(weight .*e\+06, α .*\) do not fit into torch.float16"
+    ):
+        swap(net().half(), "tanh", large)
+    with pytest.raises(ModelError, match=r"its axes \(1, 2\) are not the last"):
+        swap(model, "tanh", [replace(seen.sites[0], channel_axis=(1, 2))], init="paper")
+    with pytest.raises(UsageError, match="'tanh,isru' names 2"):
+        swap(model, "tanh,isru", fits)
+    assert isinstance(model[1], nn.LayerNorm)
+
+
+def sites(*placements):
+    known = ("LayerNorm", (8,), -1, 8, 1e-6, True)
+    return [NormSite(i, f"blocks.{i}.norm", *known, place, 1, 1, True) for i, place in enumerate(placements)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "numbers"),
+    [
+        ("all", [0, 1, 2, 3, 4]),
+        ("pre-norm", [0, 2]),
+        ("final,qk", [1, 4]),
+        (["qk", 0], [0, 1]),
+        ("qk, 2-3", [1, 2, 3]),
+        ("blocks.[34].*,pre-norm", [0, 2, 3, 4]),
+        (2, [0, 4]),
+        ("3", [0, 2, 4]),
+        ([3], [3]),
+        (["blocks.3.norm"], [3]),
+        (["pre-norm", "all"], [0, 1, 2, 3, 4]),
+    ],
+)
+def test_sites_are_chosen_by_placement_name_and_number(wanted, numbers):
+    known = sites("pre-norm", "qk", "pre-norm", None, "final")
+    assert [site.index for site in chosen(known, wanted)] == numbers
+
+
+def test_sites_that_are_not_there():
+    with pytest.raises(UsageError, match=r"No norm here is post-norm; there are final, pre-norm\."):
+        chosen(sites("pre-norm", "final"), "post-norm")
+    with pytest.raises(UsageError, match=r"No norm here is qk; there are none with a placement\."):
+        chosen(sites(None), "qk")
+    with pytest.raises(UsageError, match="norm site 'norm1'"):
+        chosen(sites("pre-norm"), "pre-norm,norm1")
+    with pytest.raises(UsageError, match="name no norm site"):
+        chosen(sites("pre-norm"), [])

@@ -1,0 +1,153 @@
+"""Start values are the fits' own numbers, the theory's, or the papers'; what is no start is explained."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import normscope
+from normscope.errors import UsageError
+from normscope.fits.curves import CURVES
+from normscope.swaps.replace import replacements
+from normscope.swaps.start import fitted, norms_of, only, starts
+
+WIDTH = 12
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """Two norms: of tokens whose mean is far from zero, and of ones about zero, with sums per channel and by γ²."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)).eval()
+    nn.init.uniform_(model[0].weight, 0.1, 5)
+    x = torch.randn(400, WIDTH) * torch.linspace(0.2, 4, WIDTH) + 2
+    return normscope.capture(model, [x], per_channel=True, by_gamma=True)
+
+
+@pytest.fixture(scope="module")
+def plain(seen):
+    return replace(seen, stats={name: replace(stats, gamma_moments=None) for name, stats in seen.stats.items()})
+
+
+def numbers(start):
+    return float(start.amplitude), float(start.alpha), None if start.shift is None else float(start.shift)
+
+
+@pytest.mark.parametrize("name", ["dyt", "isru", "derf", "identity", "mine=x/(1+abs(x))"])
+def test_a_capture_is_fitted_with_shift_and_by_what_reaches_the_next_layer(seen, plain, name):
+    for capture, by in ((seen, "gamma"), (plain, "pairs")):
+        expected = normscope.fit(capture, [name], shift=True, weights_by=by)
+        for start, fit in zip(starts(name, capture), expected, strict=True):
+            assert numbers(start) == (fit.amplitude, fit.alpha, fit.shift or None)
+            assert start.curve.name == fit.curve
+            assert start.norm.name == fit.site
+    assert fitted(seen, name) != fitted(plain, name)
+
+
+def test_softcap_stays_what_it_is(seen):
+    for start in starts("softcap", seen):
+        assert float(start.amplitude * start.alpha) == pytest.approx(1, rel=1e-12)
+        assert start.shift is None
+
+
+def test_fits_are_taken_as_they_are(seen):
+    fits = normscope.fit(seen, "tanh,isru,free,best")
+    for name in ("tanh", "isru"):
+        found = starts(name, fits)
+        expected = [fit for fit in fits if fit.curve == name]
+        assert [numbers(start)[:2] for start in found] == [(fit.amplitude, fit.alpha) for fit in expected]
+    assert [start.curve.name for start in starts("best", fits)] == [fit.curve for fit in fits if fit.best]
+    assert [start.curve.name for start in starts("free", fits)] == ["free", "free"]
+
+
+def test_best_is_the_best_of_curves_with_shift(seen):
+    best = starts("best", seen)
+    expected = [fit for fit in normscope.fit(seen, "best", shift=True, weights_by="gamma") if fit.best]
+    assert [start.curve.name for start in best] == [fit.curve for fit in expected]
+    errors = normscope.fit(seen, ["tanh", *CURVES.values()], shift=True, weights_by="gamma")
+    for start, fit in zip(best, expected, strict=True):
+        assert numbers(start)[:2] == (fit.amplitude, fit.alpha)
+        of_site = [other for other in errors if other.site == fit.site]
+        assert fit.r2_cv is None or fit.r2_cv >= max(other.r2_cv for other in of_site) - 1e-9
+
+
+def test_theory_is_the_norms_own_slope_and_bound(plain):
+    """√(d−1)·tanh(x√(d−1)/(dσ)), as DyT is derived, at the slope of the token of mean σ."""
+    for start in starts("tanh", plain, "theory"):
+        amplitude, alpha, shift = numbers(start)
+        assert amplitude == pytest.approx(math.sqrt(WIDTH - 1), rel=1e-12)
+        (fit,) = (fit for fit in normscope.fit(plain, "tanh", theory=True) if fit.site == start.norm.name)
+        assert (alpha, shift) == (fit.alpha, None)
+
+
+def test_paper_needs_no_fit(seen):
+    for given in (seen, seen.sites, normscope.fit(seen, "isru")):
+        assert [numbers(start) for start in starts("dyt", given, "paper")] == [(1, 0.5, None)] * 2
+        assert [numbers(start) for start in starts("derf", given, "paper")] == [(1, 0.5, 0)] * 2
+        assert [start.curve for start in starts("rmsnorm", given)] == [None, None]
+
+
+def test_fits_of_channels(seen):
+    fits = normscope.fit(seen, "tanh", per="channel")
+    start = next(start for start in starts("tanh", fits[::-1]) if start.norm.name == "0")
+    own = [fit for fit in fits if fit.site == "0"]
+    assert start.amplitude.tolist() == [fit.amplitude for fit in own]
+    assert start.alpha.tolist() == [fit.alpha for fit in own]
+    idle = [replace(own[0], nothing="a single value", amplitude=math.nan, alpha=math.nan), *own[1:]]
+    (start,) = starts("tanh", idle)
+    assert (start.amplitude[0], start.alpha[0]) == (0, 1)
+    assert start.alpha[1:].tolist() == [fit.alpha for fit in own[1:]]
+    with pytest.raises(UsageError, match="The fits of 0 are not one for each of its 12 channels"):
+        starts("tanh", own[:-1])
+    with pytest.raises(UsageError, match="The fits of 0 are not one for each of its 12 channels"):
+        starts("tanh", [*own[:-1], own[0]])
+    model = nn.Sequential(nn.LayerNorm(WIDTH)).eval()
+    layer = replacements(model, "tanh", own)["0"]
+    x = torch.randn(5, WIDTH)
+    expected = torch.stack([fit(x[:, fit.channel]) for fit in own], 1).float()
+    torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_part_of_what_there_is(seen):
+    last = seen.sites[1:]
+    assert norms_of(only(seen, last)) == norms_of(only(seen.sites, last)) == last
+    assert norms_of(only(normscope.fit(seen, "tanh,isru"), last)) == last
+    backwards = normscope.fit(seen, "tanh")[::-1]
+    assert norms_of(backwards) == seen.sites
+
+
+def test_a_site_without_a_fit_can_be_left_out(seen):
+    fits = normscope.fit(seen, "tanh")
+    fits[0] = replace(fits[0], nothing="all pairs alike")
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)).eval()
+    with pytest.raises(UsageError, match=r"nothing to fit at 0 \(all pairs alike\).* leave it out with sites"):
+        replacements(model, "tanh", fits)
+    assert list(replacements(model, "tanh", fits, sites=["2"])) == ["2"]
+
+
+def test_what_is_no_start_is_explained(seen):
+    fits = normscope.fit(seen, "tanh")
+    with pytest.raises(UsageError, match="init 'theroy'"):
+        starts("tanh", seen, "theroy")
+    with pytest.raises(UsageError, match="curve 'tahn'"):
+        starts("tahn", seen)
+    with pytest.raises(UsageError, match=r"names 2\.$"):
+        starts("tanh,isru", seen)
+    with pytest.raises(UsageError, match="free is what was fitted: there is no paper start of it"):
+        starts("free", seen, "paper")
+    with pytest.raises(UsageError, match=r"None of the fits is of isru\. Fit it first"):
+        starts("isru", fits)
+    with pytest.raises(UsageError, match="None of the fits is of best"):
+        starts("best", fits)
+    with pytest.raises(UsageError, match="made of a capture, not of fits"):
+        starts("tanh", fits, "theory")
+    with pytest.raises(UsageError, match="There are 2 fits of tanh at 0; a swap takes one"):
+        starts("tanh", [*fits, replace(fits[0], form="A")])
+    with pytest.raises(UsageError, match="There is no norm site to swap"):
+        starts("rmsnorm", [])
+    pooled = normscope.fit(seen, "tanh", pool="all")
+    for init in ("fit", "paper"):
+        with pytest.raises(UsageError, match="pools several sites; a swap takes one fit a site"):
+            starts("tanh", pooled, init)
