@@ -10,6 +10,9 @@ import pytest
 import torch
 
 import normscope
+from normscope.cli.layers import layers
+from normscope.cli.swap import swap
+from normscope.errors import NormscopeError
 from normscope.splits import learned_and_held_out
 from normscope.swaps.start import asked_for, fitted
 
@@ -60,47 +63,51 @@ def test_it_writes_what_the_python_interface_makes(swapped):
     assert "--weights dyt takes it in every command; in Python, normscope.load_swapped('dyt')" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["plot", "layers"])
-def test_nothing_is_left_to_observe_in_it(command, folder, swapped):
-    done = run(command, "demo_vit", "--weights", "dyt", cwd=folder)
+def test_nothing_is_left_to_observe_in_it(folder, swapped):
+    done = run("plot", "demo_vit", "--weights", "dyt", cwd=folder)
     assert done.returncode == 3
     assert "demo_vit: swap dyt (dyt in place of 17 norms, of embedded demo_vit" in done.stderr
     assert "Error: All 17 norms of this VisionTransformer were replaced (tanh), and none is left" in done.stderr
     assert "random" not in done.stderr
 
 
-def test_some_sites_and_the_rest_is_seen_as_before(folder):
-    done = run("swap", "demo_vit", "--func", "rmsnorm", "--sites", "final", "-o", "last", "--json", "-q", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
+def test_some_sites_and_the_rest_is_seen_as_before(tmp_path, capsys):
+    path = tmp_path / "last"
+    swap("demo_vit", path, func="rmsnorm", sites="final", as_json=True, quiet=True)
+    document = json.loads(capsys.readouterr().out)
     assert [(site["site"], site["func"], site["r2"]) for site in document["sites"]] == [("norm", "rmsnorm", None)]
-    assert (document["folder"], document["skipped"]) == ("last", [])
-    arguments = ("--func", "free", "--sites", "blocks.0.*", "--weights", "last", "-o", "last")
-    assert run("swap", "demo_vit", *arguments, cwd=folder).returncode == 0
-    done = run("layers", "demo_vit", "--weights", "last", "--verify", "--json", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    layers = json.loads(done.stdout)
-    assert [site["name"] for site in layers["sites"]][::14] == ["blocks.1.norm1", "norm"]
-    assert layers["sites"][-1]["kind"] == "RMSNorm"
-    assert {norm["reason"] for norm in layers["skipped"]} == {"a point-wise function (free), no norm"}
+    assert (document["folder"], document["skipped"]) == (str(path), [])
+    swap("demo_vit", path, func="free", sites="blocks.0.*", weights=str(path), limit=8)
+    capsys.readouterr()
+    layers(["demo_vit"], weights=str(path), verify=True, as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert [site["name"] for site in document["sites"]][::14] == ["blocks.1.norm1", "norm"]
+    assert document["sites"][-1]["kind"] == "RMSNorm"
+    assert [norm["reason"] for norm in document["skipped"]] == ["a point-wise function (free), no norm"] * 2
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "said"),
+    ("options", "status", "said"),
     [
-        (("--func", "dytt"), 2, "There is no curve 'dytt'. Did you mean 'dyt'"),
-        (("--func", "free", "--init", "paper"), 2, "free is what was fitted: there is no paper start of it"),
-        (("--func", "best", "--per", "channel"), 2, "--per channel fits one curve in each channel"),
-        (("-o", "full"), 2, "Cannot write full: the folder exists, and mine in it would be lost"),
-        (("--device", "cuda:99"), 5, "cuda:99"),
-        (("--weights", "full"), 3, "'full' are a folder"),
+        ({"func": "dytt"}, 2, "There is no curve 'dytt'. Did you mean 'dyt'"),
+        ({"func": "free", "init": "paper"}, 2, "free is what was fitted: there is no paper start of it"),
+        ({"func": "best", "per": "channel"}, 2, "--per channel fits one curve in each channel"),
+        ({"shift": True, "init": "theory"}, 2, "leave --shift and --no-shift out"),
+        ({"per": "token"}, 2, "There is no level 'token'"),
+        ({"output": "full"}, 2, "the folder exists, and mine in it would be lost"),
+        ({"sites": "qk"}, 2, "No norm here is qk; there are final, pre-norm"),
+        ({"device": "cuda:99"}, 5, "There is no device 'cuda:99'"),
+        ({"weights": "full"}, 3, "'full' are a folder"),
+        ({"model": "demo_vit.safetensors"}, 2, "names a file, not a model"),
     ],
 )
-def test_mistakes_are_said_before_anything_is_run(arguments, status, said, folder):
-    (folder / "full").mkdir(exist_ok=True)
-    (folder / "full" / "mine").touch()
-    done = run("swap", "demo_vit", "-o", "new", *arguments, cwd=folder)
-    assert (done.returncode, done.stdout) == (status, "")
-    assert said in done.stderr
-    assert "samples" not in done.stderr
-    assert not (folder / "new").exists()
+def test_mistakes_are_said_before_anything_is_fitted(options, status, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("full").mkdir()
+    Path("full/mine").touch()
+    arguments = {"model": "demo_vit", "output": "new"} | options
+    with pytest.raises(NormscopeError, match=said) as refused:
+        swap(**arguments | {"output": Path(arguments["output"])})
+    assert refused.value.exit_status == status
+    assert "samples" not in "".join(capsys.readouterr())
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
