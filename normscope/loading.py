@@ -134,8 +134,10 @@ def _check_model(name: str, record: SwapRecord, folder: Path) -> None:
         theirs = registry.find(record.model).source
     except ModelError:
         theirs = record.model
-    same = mine.partition(":")[0] == theirs.partition(":")[0] and Path(mine).name == Path(theirs).name
-    if mine != theirs and not (same and (Path(mine.partition(":")[2]).exists() or mine.startswith(f"{_CODE}:"))):
+    library, _, place = mine.partition(":")
+    their_library, _, their_place = theirs.partition(":")
+    moved = library == their_library and Path(place).name == Path(their_place).name
+    if mine != theirs and not (moved and (library == _CODE or Path(place).exists())):
         raise ModelError(f"The swap in {folder} is of {record.model}, not of {name}.")
 
 

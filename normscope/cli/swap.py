@@ -27,7 +27,7 @@ from normscope.cli.options import (
 )
 from normscope.cli.output import Output
 from normscope.cli.sources import Run, check_models
-from normscope.errors import UsageError, count, unknown
+from normscope.errors import UsageError, unknown
 from normscope.files import check_folder_writable
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def swap(
     check_models([model])
     from normscope.swaps.record import FILES
     from normscope.swaps.replace import Swap, replacements
-    from normscope.swaps.start import asked_for, starts
+    from normscope.swaps.start import RMS_NORM, asked_for, starts
     from normscope.swaps.store import save_swapped
 
     asked = asked_for(func, init)
@@ -108,13 +108,13 @@ def swap(
     network = run.load(model, say)
     learned = _to_learn_from(network)
     norms, skipped = _norms(network, learned, sites)
-    say.skipped(skipped)
-    fits, about = _fits(network, learned, norms, how, seed, say) if how.fits else (norms, _unfitted(network))
+    fits, about = (
+        _fits(network, learned, norms, how, seed, say) if how.fits else _unfitted(network, norms, skipped, say)
+    )
     begin = "fit" if how.fits else init  # fits of theory's A and α are made already
-    begun = starts(asked, fits, begin)
+    rows = [_row(start, fits) for start in starts(asked, fits, begin)]
     Swap(network.module, replacements(network.module, asked, fits, init=begin))
-    folder = save_swapped(network.module, output, about, func=func, init=init if how.fits or init == "paper" else None)
-    rows = [_row(start, fits) for start in begun]
+    folder = save_swapped(network.module, output, about, func=func, init=None if asked == RMS_NORM else init)
     from normscope.figures.swap_tables import swapped_table
 
     say.result("{model} · {weights} · {data}".format(**about))
@@ -187,12 +187,15 @@ def _fits(
         by_gamma=how.per == "site",
         per_channel=how.per == "channel",
     )
-    say.remark(f"{network.name}: learned from {count(seen.n_samples, 'sample')}, {seen.about['data']}")
+    say.account(seen, (network.calibration or network.inputs).unreadable)
     return fitted(seen, how.asked, how.init, per=how.per, shift=how.shift is not False), dict(seen.about)
 
 
-def _unfitted(network: LoadedModel) -> dict[str, str]:
-    return {**network.about, "data": "no data, as nothing was fitted"}
+def _unfitted(
+    network: LoadedModel, norms: list[NormSite], skipped: Sequence[SkippedNorm], say: Output
+) -> tuple[list[NormSite], dict[str, str]]:
+    say.skipped(skipped)
+    return norms, {**network.about, "data": "no data, as nothing was fitted"}
 
 
 def _row(start: Start, fits: Sequence[CurveFit] | Sequence[NormSite]) -> dict[str, Any]:
