@@ -17,16 +17,19 @@ from normscope.errors import ModelError, NormscopeError
 def left_as_found(model: nn.Module) -> Iterator[None]:
     """Run the block in eval mode without gradients; put training flags, grad mode and RNG states back afterwards."""
     training = {module: module.training for module in model.modules()}
-    cuda = sorted(
-        {p.device.index for p in model.parameters() if p.device.type == "cuda" and p.device.index is not None}
-    )
     try:
         model.eval()
-        with torch.random.fork_rng(devices=cuda), torch.no_grad():
+        with torch.random.fork_rng(cuda_devices(model)), torch.no_grad():
             yield
     finally:
         for module, flag in training.items():
             module.training = flag
+
+
+def cuda_devices(model: nn.Module) -> list[int]:
+    """Number the CUDA devices that a network is on."""
+    devices = {parameter.device for parameter in model.parameters()}
+    return sorted(device.index for device in devices if device.type == "cuda" and device.index is not None)
 
 
 def run(model: nn.Module, batch: Batch) -> Any:

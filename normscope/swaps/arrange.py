@@ -34,7 +34,12 @@ def output_by_sample(output: Tensor, batch: Batch, kind: Kind) -> Arranged:
 
 
 class SiteLayout:
-    """How the output of one norm site lies; it remembers where positions were found when it could be told."""
+    """How the output of one norm site lies; it remembers where positions were found when it could be told.
+
+    Args:
+        path: of the site.
+        of_one_sample: shape of its output of one sample; None where that is not known, and samples come first.
+    """
 
     def __init__(self, path: str, of_one_sample: torch.Size | None) -> None:
         self.path, self.of_one_sample = path, of_one_sample
@@ -50,9 +55,10 @@ class SiteLayout:
         """
         samples, valid = len(batch.samples), batch.valid
         positions = None if valid is None else valid.shape[1]
-        one = output.shape if self.of_one_sample is None else self.of_one_sample
-        axis = batch_axis(one, output.shape, samples, positions)
-        if axis is None:
+        axis: int | None = 0
+        if self.of_one_sample is not None:
+            axis = batch_axis(self.of_one_sample, output.shape, samples, positions)
+        if axis is None or output.shape[axis] % samples:
             return output.reshape(1, 1, -1).expand(samples, -1, -1), None
         first = output.movedim(axis, 0)
         if len(first) != samples:  # several rows a sample: its windows, its heads or its positions

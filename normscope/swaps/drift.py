@@ -16,7 +16,7 @@ from normscope.batches import Batch, Sample, as_batches
 from normscope.drifts import END, OUTPUT, Drift, DriftReport
 from normscope.errors import DataError, ModelError, UsageError
 from normscope.outputs import Outputs
-from normscope.pairs.state import left_as_found, run
+from normscope.pairs.state import cuda_devices, left_as_found, run
 from normscope.swaps.arrange import SiteLayout, output_by_sample
 from normscope.swaps.distances import Distances, distances
 from normscope.swaps.replace import Swap, module_at, uncompiled
@@ -152,7 +152,7 @@ class _Passes:
         progress: Progress | None,
     ) -> None:
         self.model, self.batches, self.modules = model, batches, modules
-        self.outputs, self.progress = outputs, progress
+        self.outputs, self.progress, self.devices = outputs, progress, cuda_devices(model)
         self.layouts: dict[tuple[str, int], SiteLayout] = {}
 
     def compared(self, wanted: Sequence[Configuration]) -> dict[Configuration, dict[_Place, Tally]]:
@@ -205,7 +205,7 @@ class _Passes:
         """Run one batch, of which the network may change a copy, and watch the modules at some paths."""
         lent = replace(batch, args=copy.deepcopy(batch.args), kwargs=copy.deepcopy(batch.kwargs))
         given: dict[str, list[Tensor]] = {path: [] for path in paths}
-        with contextlib.ExitStack() as hooks, left_as_found(self.model):
+        with contextlib.ExitStack() as hooks, torch.random.fork_rng(self.devices):
             for path, kept in given.items():
                 handle = module_at(self.model, path).register_forward_hook(_keeping(kept))
                 hooks.callback(handle.remove)

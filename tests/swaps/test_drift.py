@@ -197,6 +197,23 @@ def test_padding_is_in_no_distance():
         assert one.kl is None or one.kl.max == pytest.approx(other.kl.max, rel=1e-5)
 
 
+def test_frames_are_kept_where_all_sites_are_swapped():
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8))
+    x = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(0))
+    valid = torch.arange(6) < torch.tensor([[6], [2], [4]])
+    samples = tuple(Sample(f"s{n}", n, n) for n in range(3))
+    batches = [Batch((x,), samples=samples, valid=valid)]
+    functions = {path: DyT(8) for path in ("0", "2")}
+    report = drift(model, batches, functions, outputs=Outputs("frames"))
+    with torch.no_grad():
+        original = model(x)[valid].double()
+        swapped = functions["2"](model[1](functions["0"](x)))[valid].double()
+    single = (swapped - original).norm(dim=-1) / original.norm(dim=-1)
+    assert report.all.frames.n == 12
+    assert report.all.frames.p50 == pytest.approx(np.median(single), rel=1e-5)  # float32 in the network
+    assert [row.frames for row in report.rows if row is not report.all] == [None] * (len(report.rows) - 1)
+
+
 def test_sequences_first_are_told_apart_by_sample():
     class Sequences(nn.Module):
         def __init__(self):
@@ -228,8 +245,9 @@ def test_what_the_network_changes_in_place_is_a_copy():
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8), nn.LayerNorm(8))
     x = inputs(1)
     before = x[0].clone()
-    drift(model, x, {"2": DyT(8)})
-    assert torch.equal(x[0], before)
+    positional = drift(model, x, {"2": DyT(8)})
+    named = drift(model, [{"input": x[0]}], {"2": DyT(8)})
+    assert torch.equal(x[0], before) and named.rows == positional.rows
 
 
 def test_randomness_is_the_same_in_every_pass():
@@ -328,3 +346,8 @@ def test_a_diffusion_models_batches_are_the_originals():
     assert report.rows == known.rows
     assert [row.part for row in report.by_part] == ["timestep 980", "timestep 500", "timestep 0"]
     assert report.all.inputs == 3 * report.by_part[0].inputs > 0
+
+
+def test_a_compiled_network_runs_uncompiled():
+    model, modules = Stack(), dyts(Stack())
+    assert drift(torch.compile(model), inputs(), modules).rows == drift(model, inputs(), modules).rows

@@ -1,0 +1,303 @@
+"""Drift: what each site does alone, how far each is moved, and how the output goes as more and more are swapped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from normscope.drifts import Drift, DriftReport, Quantiles
+from normscope.errors import UsageError, count
+from normscope.figures.lettering import legend_columns, tail, width_of, wrapped
+from normscope.figures.style import Style, style_named
+from normscope.fits.curves import curves_named
+from normscope.pairs.sites import NormSite
+
+_WIDTH, _WIDEST = 6.6, 24.0
+_SITE_INCHES, _PANEL_INCHES, _LINE_INCHES = 0.2, 1.5, 0.125
+_NAME_INCHES = 1.45  # of a site, which stands upright
+_MANY_TIMES = 4
+_DODGE = 0.62  # of the distance of two sites, over which the swaps are spread
+_SMALL, _TINY, _TITLE = FontProperties(size=6.2), FontProperties(size=5.4), FontProperties(size=7.5)
+_INITS = {"fit": ("o", "-"), "theory": ("D", (0, (4, 1.5))), "paper": ("s", (0, (1, 1.2)))}
+_PLACEMENTS = {"pre-norm": "^", "post-norm": "v", "qk": "d", "final": "s", None: "x"}
+_TOLD = ("model", "weights", "data")
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One swap in every panel."""
+
+    report: DriftReport
+    label: str
+    colour: Any
+    marker: str
+    dashes: Any
+    thickness: float
+    offset: float
+
+
+def plot_drift(reports: Sequence[DriftReport], sites: Sequence[NormSite] = (), *, style: str = "light") -> Figure:
+    """Draw how far a network's output moves: medians over inputs, and from the 10th to the 90th percentile.
+
+    Above, the output with each site swapped alone, and each site's own output with all swapped; below, the output
+    against the number of sites swapped, the least harmful first, and for each part of the data with all swapped. A
+    relative L2 of 1, the dotted line, is as far as zero is from the original. A panel of which nothing was measured
+    is left out; what is not finite stands as a cross at its upper edge.
+
+    Args:
+        reports: of one network; a colour a function, a marker and dashes an init.
+        sites: its norm sites: their order, and their placements as signs above the panels.
+        style: ``light`` or ``dark``.
+
+    Returns:
+        A matplotlib figure; :func:`normscope.figures.scurves.save` writes it.
+
+    Raises:
+        UsageError: if there is no report, if they are of several networks or inputs, or if there is no such style.
+    """
+    theme = style_named(style)
+    if not reports:
+        raise UsageError("There is no drift to draw; measure some first.")
+    if len({tuple(report.about.get(key) for key in _TOLD) for report in reports}) > 1:
+        raise UsageError("The drifts are of several networks or inputs; a figure takes those of one.")
+    lines = _lines(reports, theme)
+    paths = _paths(reports, sites)
+    width = min(max(_WIDTH, 0.8 + _SITE_INCHES * len(paths)), _WIDEST)
+    heading = _heading(reports, width - 0.3)
+    handles = _handles(lines, sites, paths, theme)
+    abreast = legend_columns([str(handle.get_label()) for handle in handles], width, _SMALL)
+    wide = [draw for draw, rows in ((_draw_alone, "by_site"), (_draw_at_sites, "at_sites")) if _any(reports, rows)]
+    narrow = [
+        draw for draw, rows in ((_draw_cumulative, "cumulative"), (_draw_parts, "by_part")) if _any(reports, rows)
+    ]
+    names = [tail(path, _NAME_INCHES, _TINY) for path in paths]
+    foot = max(width_of(name, _TINY) for name in names) if wide else 0.0
+    rows = len(wide) + bool(narrow)
+    extra = foot + _LINE_INCHES * (len(heading) + math.ceil(len(handles) / abreast)) + 0.5
+    with matplotlib.rc_context(theme.rc()):
+        figure = Figure(figsize=(width, _PANEL_INCHES * rows + 0.35 * rows + extra), layout="constrained")
+        grid = figure.add_gridspec(rows, max(1, len(narrow)))
+        upper = [figure.add_subplot(grid[row, :]) for row in range(len(wide))]
+        lower = [figure.add_subplot(grid[-1, column]) for column in range(len(narrow))]
+        for ax, draw in zip([*upper, *lower], [*wide, *narrow], strict=True):
+            draw(ax, lines, paths, theme)
+            _finish(ax, theme)
+        for ax in upper:
+            _name_sites(ax, names if ax is upper[-1] else [])
+        if upper:
+            _sign_placements(upper[0], sites, paths, theme)
+        figure.suptitle("\n".join(heading), fontproperties=_TITLE, parse_math=False)
+        figure.legend(handles=handles, loc="outside lower center", ncols=abreast, prop=_SMALL)
+        figure.align_ylabels()
+    return figure
+
+
+def _any(reports: Sequence[DriftReport], rows: str) -> bool:
+    return any(getattr(report, rows) for report in reports)
+
+
+def _lines(reports: Sequence[DriftReport], theme: Style) -> list[_Line]:
+    colours = _colours(dict.fromkeys(report.func for report in reports), theme)
+    lines = []
+    for number, report in enumerate(reports):
+        marker, dashes = _INITS.get(report.init, ("o", "-"))
+        offset = _DODGE * ((number + 0.5) / len(reports) - 0.5)
+        label = " · ".join(part for part in (report.func, report.init) if part)
+        # Curves of one shape drift alike, and one line would hide another of its thickness.
+        thickness = 0.9 + 0.7 * min(3, sum(later.init == report.init for later in reports[number + 1 :]))
+        lines.append(_Line(report, label, colours[report.func], marker, dashes, thickness, offset))
+    return lines
+
+
+def _colours(funcs: Sequence[str] | dict[str, None], theme: Style) -> dict[str, Any]:
+    """A curve's own colour where it has one and no other function of this figure took it; RMSNorm is no curve."""
+    looks, colours = theme.looks(funcs), dict[str, Any]()
+    for func in funcs:
+        own = theme.ink if func == "rmsnorm" else looks[_curve(func)][0]
+        free = [colour for colour in (own, *theme.curves, *theme.channels) if colour not in colours.values()]
+        colours[func] = free[0] if free else own
+    return colours
+
+
+def _curve(func: str) -> str:
+    try:
+        return curves_named(func)[0].name
+    except UsageError:  # free, best and others that are no single curve
+        return func
+
+
+def _paths(reports: Sequence[DriftReport], sites: Sequence[NormSite]) -> list[str]:
+    swapped = dict.fromkeys(path for report in reports for path in report.sites)
+    known = [site.name for site in sites if site.name in swapped]
+    return [*known, *(path for path in swapped if path not in known)]
+
+
+def _heading(reports: Sequence[DriftReport], inches: float) -> list[str]:
+    about = reports[0].about
+    inputs = sorted({report.all.inputs for report in reports})
+    number = count(inputs[-1], "input")
+    model = about.get("model")
+    texts = [f"{model} · {number}" if model else number, *(f"{key}: {about[key]}" for key in _TOLD[1:] if key in about)]
+    return [line for text in texts for line in wrapped(text, inches, _TITLE)]
+
+
+def _handles(lines: Sequence[_Line], sites: Sequence[NormSite], paths: Sequence[str], theme: Style) -> list[Artist]:
+    handles: list[Artist] = [
+        Line2D(
+            [],
+            [],
+            color=line.colour,
+            marker=line.marker,
+            ms=3,
+            lw=line.thickness,
+            ls=line.dashes,
+            label=_plain(line.label),
+        )
+        for line in lines
+    ]
+    handles.append(Line2D([], [], color=theme.faint, marker="|", ms=6, ls="", label="10th to 90th percentile"))
+    if any(_infinite(row.relative_l2) for line in lines for row in line.report.rows):
+        handles.append(Line2D([], [], color=theme.ink, marker="X", ms=4, ls="", label="not finite"))
+    for placement in dict.fromkeys(site.placement for site in sites if site.name in paths):
+        label = placement or "beside the residual stream"
+        handles.append(Line2D([], [], color=theme.faint, marker=_PLACEMENTS[placement], ms=3.2, ls="", label=label))
+    return handles
+
+
+def _plain(text: str) -> str:
+    return text.replace("$", r"\$")
+
+
+def _infinite(found: Quantiles) -> bool:
+    return math.isinf(found.p50) or math.isinf(found.p90)
+
+
+def _draw_alone(ax: Axes, lines: Sequence[_Line], paths: Sequence[str], theme: Style) -> None:
+    for line in lines:
+        rows = {row.site: row for row in line.report.by_site}
+        _draw_dots(ax, line, [(number, rows[path]) for number, path in enumerate(paths) if path in rows], line.offset)
+    ax.set_title("the network's output, each site swapped alone", loc="left", pad=9)
+
+
+def _draw_at_sites(ax: Axes, lines: Sequence[_Line], paths: Sequence[str], theme: Style) -> None:
+    for line in lines:
+        rows = {row.at: row for row in line.report.at_sites}
+        _draw_dots(ax, line, [(number, rows[path]) for number, path in enumerate(paths) if path in rows], line.offset)
+    ax.set_title("each site's own output, all sites swapped", loc="left")
+
+
+def _draw_cumulative(ax: Axes, lines: Sequence[_Line], paths: Sequence[str], theme: Style) -> None:
+    for line in lines:
+        points = [(row.sites_swapped, row.relative_l2) for row in line.report.cumulative]
+        known = [(x, q) for x, q in points if math.isfinite(q.p50)]
+        x, medians = [x for x, _ in known], [q.p50 for _, q in known]
+        ax.plot(x, medians, color=line.colour, ls=line.dashes, lw=line.thickness, zorder=3)
+        ax.plot(x, medians, color=line.colour, ls="", marker=line.marker, ms=1.2 + line.thickness, mew=0, zorder=3)
+        upper = [q.p90 if math.isfinite(q.p90) else math.nan for _, q in known]
+        ax.fill_between(x, [q.p10 for _, q in known], upper, color=line.colour, alpha=0.1, lw=0, zorder=1)
+        _cross_out(ax, [(x, q) for x, q in points if _infinite(q)], line)
+    ax.set_title("the output, one site more at a time", loc="left")
+    ax.set_xlabel("number of sites swapped, the least harmful first")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _draw_parts(ax: Axes, lines: Sequence[_Line], paths: Sequence[str], theme: Style) -> None:
+    parts = list(dict.fromkeys(row.part for line in lines for row in line.report.by_part))
+    for line in lines:
+        rows = [(parts.index(row.part), row) for row in line.report.by_part]
+        _draw_dots(ax, line, rows, 0.6 * line.offset, joined=True)
+    words = {part.rpartition(" ")[0] for part in parts}
+    shared = words.pop() if len(words) == 1 else ""
+    names = [_plain(part.removeprefix(f"{shared} ")) for part in parts]
+    every = max(1, math.ceil(len(parts) / 12))
+    ax.set_xticks(range(0, len(parts), every), names[::every])
+    ax.set_xlabel(_plain(shared) or "part of the data")
+    ax.set_title(f"the output by {_plain(shared) or 'part of the data'}, all sites swapped", loc="left")
+
+
+def _draw_dots(
+    ax: Axes, line: _Line, rows: Sequence[tuple[int, Drift]], offset: float, *, joined: bool = False
+) -> None:
+    """A dot and a bar for each row, set aside so that one swap does not hide another."""
+    points = [(x + offset, row.relative_l2) for x, row in rows]
+    known = [(x, found) for x, found in points if math.isfinite(found.p50)]
+    medians = [found.p50 for _, found in known]
+    dashes = line.dashes if joined else ""
+    ax.plot([x for x, _ in known], medians, marker=line.marker, ms=2.3, mew=0, color=line.colour, ls=dashes, lw=0.7)
+    whole = [(x, found) for x, found in known if math.isfinite(found.p90)]
+    ax.vlines(
+        [x for x, _ in whole],
+        [found.p10 for _, found in whole],
+        [found.p90 for _, found in whole],
+        color=line.colour,
+        lw=0.7,
+        alpha=0.8,
+    )
+    _cross_out(ax, [(x, found) for x, found in points if _infinite(found)], line)
+
+
+def _cross_out(ax: Axes, points: Sequence[tuple[float, Quantiles]], line: _Line) -> None:
+    """Mark at the upper edge where the 90th percentile is not finite."""
+    if not points:
+        return
+    ax.plot(
+        [x for x, _ in points],
+        [1.0] * len(points),
+        transform=ax.get_xaxis_transform(),
+        marker="X",
+        ms=3.6,
+        mew=0,
+        ls="",
+        color=line.colour,
+        clip_on=False,
+        in_layout=False,
+        zorder=5,
+    )
+
+
+def _finish(ax: Axes, theme: Style) -> None:
+    """Choose the axis, logarithmic where values are many times one another, and show 1 where it is near."""
+    low, high = ax.dataLim.y0, ax.dataLim.y1
+    if low > 0 and _MANY_TIMES * low < high < math.inf:
+        ax.set_yscale("log")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        ax.yaxis.set_minor_formatter(NullFormatter())
+    elif 0 <= high < math.inf:
+        ax.set_ylim(bottom=0)
+    bottom, top = ax.get_ylim()
+    if bottom < 1 < 1.5 * top:
+        ax.axhline(1, color=theme.faint, ls=":", lw=0.9, zorder=0)
+    ax.set_ylabel("relative L2")
+    ax.grid(axis="y", color=theme.faint, alpha=0.25, lw=0.5)
+
+
+def _name_sites(ax: Axes, names: Sequence[str]) -> None:
+    ax.set_xticks(range(len(names)), [_plain(name) for name in names], rotation=90, fontproperties=_TINY)
+    ax.margins(x=0.01)
+
+
+def _sign_placements(ax: Axes, sites: Sequence[NormSite], paths: Sequence[str], theme: Style) -> None:
+    placements = {site.name: site.placement for site in sites}
+    for number, path in enumerate(paths):
+        if path in placements:
+            ax.plot(
+                [number],
+                [1.04],
+                transform=ax.get_xaxis_transform(),
+                marker=_PLACEMENTS[placements[path]],
+                ms=2.6,
+                color=theme.faint,
+                clip_on=False,
+                in_layout=False,
+            )

@@ -1,0 +1,228 @@
+"""What the figure of drift holds is read from its artists, and the tables from their cells."""
+
+import io
+import math
+import re
+from dataclasses import replace
+
+import matplotlib.colors
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+import normscope
+from normscope.batches import Batch, Sample
+from normscope.errors import UsageError
+from normscope.figures.drift import plot_drift
+from normscope.figures.drift_tables import drift_table, parts_table, sites_table
+from normscope.figures.scurves import save
+from normscope.outputs import Outputs
+from normscope.pairs.trace import find_norms
+from normscope.swaps.drift import drift
+from normscope.swaps.replace import replacements
+
+ABOUT = {"model": "net$x_{", "weights": "random", "data": "noise"}
+DRAW = torch.Generator().manual_seed(0)
+
+
+class Net(torch.nn.Module):
+    def __init__(self, depth=3):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(8) for _ in range(depth))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(depth))
+
+    def forward(self, x):
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x)).relu()
+        return x
+
+
+def measured(func="dyt", init="paper", kind="classes", parts=("timestep 980", "timestep 0"), **options):
+    model = Net()
+    samples = tuple(Sample(f"s{n}", n, n) for n in range(6))
+    draw = torch.Generator().manual_seed(0)
+    batches = [Batch((torch.randn(6, 8, generator=draw),), samples=samples, part=part) for part in parts]
+    sites = find_norms(model, batches[0].first_sample()).sites
+    modules = replacements(model, func, sites, init=init)
+    report = drift(model, batches, modules, outputs=Outputs(kind), func=func, init=init, about=ABOUT, **options)
+    return report, sites
+
+
+@pytest.fixture(scope="module")
+def reports():
+    return [measured()[0], measured("derf")[0], measured("rmsnorm", "fit")[0]], measured()[1]
+
+
+def spoilt(report):
+    """The same with a NaN at every site's p90 and two of twelve inputs that are not finite."""
+
+    def row(one):
+        worse = replace(one.relative_l2, p90=math.inf, max=math.inf)
+        return replace(one, relative_l2=worse, cosine=replace(one.cosine, p10=-math.inf), nonfinite=2)
+
+    return replace(report, rows=[row(one) for one in report.rows])
+
+
+def titled(figure):
+    return {ax.get_title(loc="left"): ax for ax in figure.axes}
+
+
+def text_of(table, width=200):
+    console = Console(width=width, file=io.StringIO())
+    console.print(table)
+    return console.file.getvalue()
+
+
+def cells(table):
+    return list(zip(*(column.cells for column in table.columns), strict=True))
+
+
+def test_each_panel_draws_the_medians(reports):
+    measured, sites = reports
+    alone, at, cumulative, parts = plot_drift(measured, sites).axes
+    drawn = [line.get_ydata() for line in alone.lines if line.get_marker() in "os" and len(line.get_ydata()) == 3]
+    assert [list(own) for own in drawn] == [[row.relative_l2.p50 for row in one.by_site] for one in measured]
+    drawn = [line.get_ydata() for line in at.lines if line.get_marker() in "os" and len(line.get_ydata()) == 3]
+    assert [list(own) for own in drawn] == [[row.relative_l2.p50 for row in one.at_sites] for one in measured]
+    lines = [line for line in cumulative.lines if len(line.get_xdata()) == 3 and line.get_marker() == "None"]
+    for line, one in zip(lines, measured, strict=True):
+        assert list(line.get_xdata()) == [1, 2, 3]
+        assert list(line.get_ydata()) == [row.relative_l2.p50 for row in one.cumulative]
+    for band, one in zip(cumulative.collections, measured, strict=True):
+        heights = band.get_paths()[0].vertices[:, 1]
+        wanted = [q for row in one.cumulative for q in (row.relative_l2.p10, row.relative_l2.p90)]
+        assert set(np.round(wanted, 12)) <= set(np.round(heights, 12))
+    assert [tick.get_text() for tick in parts.get_xticklabels()] == ["980", "0"] and parts.get_xlabel() == "timestep"
+    drawn = [line.get_ydata() for line in parts.lines if len(line.get_ydata()) == 2 and line.get_marker() in "os"]
+    assert [list(own) for own in drawn] == [[row.relative_l2.p50 for row in one.by_part] for one in measured]
+
+
+def test_bars_go_from_the_10th_to_the_90th_percentile(reports):
+    measured, sites = reports
+    alone = plot_drift(measured, sites).axes[0]
+    for bars, one in zip(alone.collections, measured, strict=True):
+        assert [(low, high) for (_, low), (_, high) in bars.get_segments()] == [
+            (row.relative_l2.p10, row.relative_l2.p90) for row in one.by_site
+        ]
+
+
+def test_sites_stand_in_order_with_their_placements(reports):
+    measured, sites = reports
+    figure = plot_drift(measured[:1], sites[::-1])
+    alone, at, *_ = figure.axes
+    names = [tick.get_text() for tick in at.get_xticklabels()]
+    assert names == ["norms.2", "norms.1", "norms.0"] and not any(t.get_text() for t in alone.get_xticklabels())
+    signs = [line.get_marker() for line in alone.lines if list(line.get_ydata()) == [1.04]]
+    assert signs == ["^"] * 3
+    assert "pre-norm" in [text.get_text() for text in figure.legends[0].get_texts()]
+    bare = plot_drift(measured[:1])
+    assert "pre-norm" not in [text.get_text() for text in bare.legends[0].get_texts()]
+
+
+@pytest.mark.parametrize("style", ["light", "dark"])
+def test_functions_are_told_apart_by_colour(reports, style):
+    figure = plot_drift(reports[0], style=style)
+    handles = figure.legends[0].legend_handles[:3]
+    colours = {matplotlib.colors.to_hex(handle.get_color()) for handle in handles}
+    assert len(colours) == 3 and matplotlib.colors.to_hex(figure.get_facecolor()) not in colours
+    theme = normscope.figures.style.STYLES[style]
+    assert handles[0].get_color() == theme.looks()["tanh"][0]  # as in every other figure
+    assert [text.get_text() for text in figure.legends[0].get_texts()][:2] == ["dyt · paper", "derf · paper"]
+
+
+def test_panels_without_anything_are_left_out():
+    report, _ = measured(parts=("",), one_at_a_time=False, cumulative=False)
+    assert list(titled(plot_drift([report]))) == ["each site's own output, all sites swapped"]
+    report, _ = measured(parts=("",))
+    assert len(plot_drift([report]).axes) == 3
+
+
+def test_what_is_not_finite_is_a_cross_and_no_line(reports, tmp_path):
+    worse = spoilt(reports[0][0])
+    rows = [
+        replace(row, relative_l2=replace(row.relative_l2, p50=math.inf)) if row.site == "norms.1" else row
+        for row in worse.rows
+    ]
+    worse = replace(worse, rows=rows)
+    figure = plot_drift([worse], reports[1])
+    alone = figure.axes[0]
+    crosses = [line for line in alone.lines if line.get_marker() == "X"]
+    assert [len(line.get_xdata()) for line in crosses] == [3]
+    assert "not finite" in [text.get_text() for text in figure.legends[0].get_texts()]
+    assert all(np.isfinite(line.get_ydata()).all() for line in alone.lines)
+    assert save(figure, tmp_path / "worse.png", [], 60).stat().st_size > 1000
+
+
+def test_identical_norms_are_drawn_on_a_linear_axis(tmp_path):
+    model = Net()
+    x = [torch.randn(6, 8, generator=DRAW)]
+    report = drift(model, x, {"norms.1": torch.nn.LayerNorm(8)}, func="same", about=ABOUT)
+    figure = plot_drift([report])
+    assert {ax.get_yscale() for ax in figure.axes} == {"linear"}
+    assert save(figure, tmp_path / "same.svg", [], 60).stat().st_size > 1000
+    assert figure.get_suptitle().startswith("net$x_{ · 6 inputs")
+
+
+def test_mistakes_are_said(reports):
+    measured, _ = reports
+    with pytest.raises(UsageError, match="no drift to draw"):
+        plot_drift([])
+    with pytest.raises(UsageError, match="several networks"):
+        plot_drift([measured[0], replace(measured[1], about={**ABOUT, "data": "other"})])
+    with pytest.raises(UsageError, match="no style 'drak'"):
+        plot_drift(measured, style="drak")
+
+
+def test_the_headline_is_a_row_a_swap(reports):
+    measured, _ = reports
+    table = drift_table(measured)
+    assert [column.header for column in table.columns] == [
+        *("func", "init", "sites", "inputs", "L2", "p90", "cosine", "p10", "KL", "p90", "top-1", "top-5", "of 5")
+    ]
+    for row, one in zip(cells(table), measured, strict=True):
+        assert row[:4] == (one.func, one.init, "3", "12")
+        assert float(row[4]) == pytest.approx(one.all.relative_l2.p50, rel=5e-3)  # three digits
+        assert float(row[6]) == pytest.approx(one.all.cosine.p50, abs=5e-5)
+        assert float(row[8]) == pytest.approx(one.all.kl.p50, rel=5e-3)
+        assert row[10] == f"{100 * one.all.top1:.1f}%"
+
+
+def test_what_is_not_finite_is_said_in_the_table(reports):
+    table = drift_table([spoilt(reports[0][0]), reports[0][1]])
+    assert [row[-1] for row in cells(table)] == ["2 of 12", ""]
+    assert cells(table)[0][5] == "∞" and cells(table)[0][7] == "NaN"
+    assert "infinitely far" in table.caption and "infinitely far" not in drift_table(reports[0]).caption
+
+
+def test_parts_and_sites_have_rows_of_their_own(reports):
+    measured, _ = reports
+    rows = cells(parts_table(measured))
+    assert [row[2] for row in rows] == ["timestep 980", "timestep 0"] * 3
+    assert [row[0] for row in rows] == ["dyt", "", "derf", "", "rmsnorm", ""]
+    rows = cells(sites_table(measured))
+    assert [row[0] for row in rows] == ["norms.0", "", "", "norms.1", "", "", "norms.2", "", ""]
+    one = measured[1]
+    assert float(rows[4][3]) == pytest.approx(one.by_site[1].relative_l2.p50, rel=5e-3)
+    assert rows[4][5] == str(one.least_harmful(3).index("norms.1") + 1)
+    assert float(rows[4][8]) == pytest.approx(one.at_sites[1].relative_l2.p50, rel=5e-3)
+
+
+@pytest.mark.parametrize("make", [drift_table, parts_table, sites_table])
+def test_numbers_never_break(reports, make):
+    def numbers(text):
+        return re.findall(r"\d+\.\d+", text.partition("All sites")[0].partition("relative L2")[0])
+
+    # As the commands print: as wide as the numbers need, on however narrow a terminal.
+    table = make(reports[0])
+    least = Console(width=10_000).measure(table).minimum
+    assert numbers(text_of(table, least)) == numbers(text_of(table)) != []
+
+
+def test_ends_and_frames_have_columns_where_they_were_measured(reports):
+    report = reports[0][0]
+    row = replace(report.all, kl=None, top5=None, frames=report.all.relative_l2)
+    framed = replace(report, rows=[row, replace(row, at="end of trajectory")])
+    headers = [column.header for column in drift_table([framed]).columns]
+    assert headers[-5:] == ["frame L2", "p90", "end L2", "p90", "cosine"] and "KL" not in headers
