@@ -14,7 +14,8 @@ from matplotlib.ticker import MaxNLocator
 from normscope.errors import NormscopeError, UsageError
 from normscope.figures.lettering import width_of, wrapped
 from normscope.figures.panels import outline
-from normscope.figures.speed_tables import SCOPES, SpeedReport, SpeedRow, duration
+from normscope.figures.speed_rows import SpeedReport, SpeedRow
+from normscope.figures.speed_tables import SCOPES, duration
 from normscope.figures.style import Style, style_named
 from normscope.fits.curves import curves_named
 
@@ -128,12 +129,12 @@ def _bar(ax: Axes, row: SpeedRow, y: float, scale: float, right: float, style: S
     face = "none" if hatch else colour
     ax.barh(y, row.median / scale, height=0.72, color=face, edgecolor=colour, hatch=hatch, lw=0.6, zorder=2)
     low, high = row.p20 / scale, row.p80 / scale
-    ax.plot([low, high], [y, y], color=style.ink, lw=0.8, zorder=5, path_effects=outline(style))
     text = duration(row.median) if row.ratio is None else f"×{row.ratio:.2f}"
     font = FontProperties(size=5.8, weight="bold" if row.verdict == "faster" else "normal")
     room = width_of(text, font) / _BARS_INCHES * right
     behind = {"facecolor": style.background, "edgecolor": "none", "pad": 0.5}
     place = min(max(row.median / scale, high) + 0.02 * right, right - room)
+    ax.plot([low, max(low, min(high, place))], [y, y], color=style.ink, lw=0.8, zorder=5, path_effects=outline(style))
     ax.text(place, y, text, va="center", fontproperties=font, color=style.ink, bbox=behind, zorder=6)
 
 

@@ -3,112 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from rich.markup import escape
 from rich.table import Table
 
 from normscope.errors import count
+from normscope.figures.speed_rows import SpeedReport, SpeedRow
 from normscope.figures.tables import new_table
 
 SCOPES = {"norm": "the norm alone", "model": "the whole network"}
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-
-
-class SpeedRow(Protocol):
-    """One timing, as :class:`normscope.Timing` holds it."""
-
-    @property
-    def variant(self) -> str:
-        """What was timed."""
-
-    @property
-    def way(self) -> str:
-        """``eager``, ``compile`` or ``fused``."""
-
-    @property
-    def scope(self) -> str:
-        """``norm`` or ``model``."""
-
-    @property
-    def passes(self) -> str:
-        """``forward`` or ``forward + backward``."""
-
-    @property
-    def dtype(self) -> str:
-        """Of what was timed."""
-
-    @property
-    def timer(self) -> str:
-        """How it was timed."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the input."""
-
-    @property
-    def sites(self) -> int:
-        """How many norms it stands for."""
-
-    @property
-    def samples(self) -> tuple[float, ...]:
-        """Seconds."""
-
-    @property
-    def median(self) -> float | None:
-        """Of them; None where it did not run."""
-
-    @property
-    def p20(self) -> float | None:
-        """Quantile 0.2."""
-
-    @property
-    def p80(self) -> float | None:
-        """Quantile 0.8."""
-
-    @property
-    def gb_per_s(self) -> float | None:
-        """Of a norm alone."""
-
-    @property
-    def share_of_copy(self) -> float | None:
-        """Of a same-size copy's."""
-
-    @property
-    def ratio(self) -> float | None:
-        """To the native norm's time."""
-
-    @property
-    def verdict(self) -> str:
-        """What may be claimed."""
-
-    @property
-    def compile_seconds(self) -> float | None:
-        """Of what is compiled."""
-
-    @property
-    def note(self) -> str:
-        """What else is to be known."""
-
-
-class SpeedReport(Protocol):
-    """What :func:`normscope.bench` returned."""
-
-    @property
-    def about(self) -> dict[str, str]:
-        """Model, weights and data."""
-
-    @property
-    def device(self) -> str:
-        """In words."""
-
-    @property
-    def rows(self) -> Sequence[SpeedRow]:
-        """Every timing."""
-
-    @property
-    def left_out(self) -> Sequence[str]:
-        """Sentences."""
 
 
 def speed_tables(report: SpeedReport) -> list[Table]:
@@ -185,7 +89,7 @@ def _caption(rows: Sequence[SpeedRow], scope: str) -> str:
     if scope == "norm":
         lines = [
             f"One norm on random values of its real shape, {shape}, which {count(first.sites, 'norm')} of the network "
-            "have. GB/s count x and y forward; x, y, dy and dx forward + backward; copy: the share of what copying it gives"
+            "have. GB/s count x and y forward; x, y, dy and dx forward + backward; copy: the share of what a copy gives"
         ]
     else:
         fewest = min((len(row.samples) for row in rows if row.samples), default=0)
@@ -200,3 +104,7 @@ def _caption(rows: Sequence[SpeedRow], scope: str) -> str:
             f"Compiled in {duration(min(compiled))} to {duration(max(compiled))} each, which is in no time above."
         )
     return "\n".join([*lines, *dict.fromkeys(f"{row.variant}, {row.way}: {row.note}" for row in rows if row.note)])
+
+
+def _range(seconds: Sequence[float]) -> str:
+    return f"{duration(min(seconds))} to {duration(max(seconds))}"
