@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from normscope.figures.gradient import plot_gradient
     from normscope.figures.overview import overview
     from normscope.figures.scurves import plot
+    from normscope.figures.speed import plot_speed
     from normscope.fits.advice import Advice, advise
     from normscope.fits.card import NormCard, norm_cards
     from normscope.fits.comparison import Compared, compare
@@ -38,14 +39,17 @@ if TYPE_CHECKING:
     from normscope.pairs.stats import PairStats
     from normscope.pairs.storage import load as load_capture
     from normscope.pairs.storage import save as save_capture
+    from normscope.swaps.bench import bench
     from normscope.swaps.drift import drift
     from normscope.swaps.pointwise import Derf, DyISRU, DyT, PointwiseFunction
     from normscope.swaps.replace import Swap, swap
+    from normscope.swaps.speed import BenchReport, Timing
     from normscope.swaps.store import save_swapped
 
 _HOMES = {
     "Advice": "fits.advice.Advice",
     "Batch": "batches.Batch",
+    "BenchReport": "swaps.speed.BenchReport",
     "Capture": "pairs.captures.Capture",
     "Compared": "fits.comparison.Compared",
     "Curve": "fits.curves.Curve",
@@ -63,8 +67,10 @@ _HOMES = {
     "PointwiseFunction": "swaps.pointwise.PointwiseFunction",
     "Sample": "batches.Sample",
     "Swap": "swaps.replace.Swap",
+    "Timing": "swaps.speed.Timing",
     "TokenSlopes": "fits.tokens.TokenSlopes",
     "advise": "fits.advice.advise",
+    "bench": "swaps.bench.bench",
     "capture": "pairs.hooks.capture",
     "compare": "fits.comparison.compare",
     "curve_of": "fits.curves.curve_of",
@@ -81,6 +87,7 @@ _HOMES = {
     "plot_comparison": "figures.comparison.plot_comparison",
     "plot_drift": "figures.drift.plot_drift",
     "plot_gradient": "figures.gradient.plot_gradient",
+    "plot_speed": "figures.speed.plot_speed",
     "register_norm": "pairs.norms.register_norm",
     "save_capture": "pairs.storage.save",
     "save_swapped": "swaps.store.save_swapped",
@@ -91,6 +98,7 @@ _HOMES = {
 __all__ = [
     "Advice",
     "Batch",
+    "BenchReport",
     "Capture",
     "Compared",
     "Curve",
@@ -108,8 +116,10 @@ __all__ = [
     "PointwiseFunction",
     "Sample",
     "Swap",
+    "Timing",
     "TokenSlopes",
     "advise",
+    "bench",
     "capture",
     "compare",
     "curve_of",
@@ -126,6 +136,7 @@ __all__ = [
     "plot_comparison",
     "plot_drift",
     "plot_gradient",
+    "plot_speed",
     "register_norm",
     "save_capture",
     "save_swapped",

@@ -28,7 +28,7 @@ ALLOWED = {
     "cli": ROOT | {"pairs", "fits", "models", "loading", "figures", "swaps"},
 }
 LIBRARIES = {
-    "triton": {"pairs/binning/cuda", "swaps/kernels"},
+    "triton": {"pairs/binning/cuda", "swaps/kernels", "swaps/cuda_timing.py"},
     "numba": {"pairs/binning/cpu_loop.py"},
     "llvmlite": {"pairs/binning/cpu_loop.py"},
     "matplotlib": {"figures"},

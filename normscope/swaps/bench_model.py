@@ -15,7 +15,7 @@ from normscope.outputs import Outputs
 from normscope.swaps.bench_norm import first_line
 from normscope.swaps.replace import Swap
 from normscope.swaps.speed import NATIVE, Case, Measured, Passes, Way
-from normscope.swaps.timing import Run, Sampler, in_turns, once
+from normscope.swaps.timing import Run, Sampler, in_turns, once, repeated
 from normscope.swaps.variants import Variant, require_gradients
 
 AT_LEAST, AT_MOST = 2, 10
@@ -62,6 +62,12 @@ class ModelBench:
         samples = in_turns(samplers, at_least=AT_LEAST, at_most=AT_MOST, until=until)
         timed = [one for one in there if one.name in samples]
         return rows + [Measured(self._case(one, way, passes), samples[one.name], note=one.note) for one in timed]
+
+    def seconds(self, one: Variant, passes: Passes, number: int) -> float:
+        """Time so many passes with one variant together, after one that is not timed."""
+        with self._placed(one, self.model, passes) as run:
+            run()
+            return repeated(run, number)
 
     def _sampler(self, one: Variant, passes: Passes) -> Sampler:
         def sample() -> list[float]:

@@ -16,7 +16,7 @@ from normscope.pairs.trace import NormReport
 from normscope.swaps.cuda_timing import cache_of, flushed, replayed, sets_beyond_cache
 from normscope.swaps.replace import module_at
 from normscope.swaps.speed import COPY, NATIVE, PASSES, WAYS, Case, Measured, Passes, Way, bytes_moved
-from normscope.swaps.timing import Sampler, blocks, in_turns, once
+from normscope.swaps.timing import Sampler, blocks, in_turns, once, repeated
 from normscope.swaps.variants import Variant, fused, require_gradients
 
 AT_LEAST, AT_MOST = 4, 10
@@ -103,6 +103,11 @@ class NormBench:
         for (name, timer), own in samples.items():
             rows.append(Measured(self._case(name, way, passes, timer), own, ready[name][1]))
         return rows
+
+    def seconds(self, variant: str, way: Way, passes: Passes, number: int) -> float:
+        """Time so many calls of one variant together, after one that is not timed."""
+        run, _ = self._prepared(self.modules[variant], way, passes)
+        return repeated(lambda: run(self.buffers[0]), number)
 
     def _of(self, way: Way) -> dict[str, nn.Module]:
         if way != "fused":

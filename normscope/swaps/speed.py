@@ -163,14 +163,15 @@ def _timing(row: Measured) -> Timing:
 
 
 def _beside(row: Timing, native: Timing | None, copies: dict[tuple[str, str], float | None]) -> Timing:
-    if row.median is None:
+    median = row.median
+    if median is None:
         return row
     rate, copy = row.gb_per_s, copies.get((row.dtype, row.timer))
     if rate is not None and copy is not None:
         row = dataclasses.replace(row, share_of_copy=rate / copy)
     if row.variant in (NATIVE, COPY) or native is None or native.median is None:
         return row
-    return dataclasses.replace(row, ratio=row.median / native.median, verdict=_verdict(row, native))
+    return dataclasses.replace(row, ratio=median / native.median, verdict=_verdict(row, native))
 
 
 def _verdict(row: Timing, native: Timing) -> str:

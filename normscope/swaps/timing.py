@@ -57,9 +57,19 @@ def once(run: Run, clock: Callable[[], float] = clock) -> list[float]:
     >>> once(lambda: None, iter([3.0, 5.0]).__next__)
     [2.0]
     """
+    return [repeated(run, 1, clock)]
+
+
+def repeated(run: Run, number: int, clock: Callable[[], float] = clock) -> float:
+    """Time so many calls together: the seconds of all of them.
+
+    >>> repeated(lambda: None, 3, iter([3.0, 5.0]).__next__)
+    2.0
+    """
     begun = clock()
-    run()
-    return [clock() - begun]
+    for _ in range(number):
+        run()
+    return clock() - begun
 
 
 def in_turns(

@@ -1,0 +1,90 @@
+"""Our times beside the published ones, as a table for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from rich.markup import escape
+from rich.table import Table
+
+from normscope.errors import count
+from normscope.figures.tables import new_table
+
+
+class PublishedRow(Protocol):
+    """One line of the published table, or of ours."""
+
+    @property
+    def variant(self) -> str:
+        """What stands in the norms' places."""
+
+    @property
+    def norms(self) -> str:
+        """``eager`` or ``compile``."""
+
+    @property
+    def passes(self) -> str:
+        """``forward`` or ``forward + backward``."""
+
+
+class PublishedSpeed(Protocol):
+    """What :func:`normscope.swaps.published.published` returned."""
+
+    @property
+    def device(self) -> str:
+        """In words."""
+
+    @property
+    def rows(self) -> Sequence[PublishedRow]:
+        """Ours."""
+
+    @property
+    def published(self) -> Sequence[PublishedRow]:
+        """Theirs."""
+
+    @property
+    def source(self) -> str:
+        """Of theirs."""
+
+    @property
+    def tokens(self) -> int:
+        """Of ours."""
+
+    @property
+    def n_passes(self) -> int:
+        """Of ours."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What differs."""
+
+
+def published_table(report: PublishedSpeed) -> Table:
+    """Our seconds beside the published ones, a line a variant, norms and passes; they were not taken on one device."""
+    table = new_table()
+    table.add_column("norms", no_wrap=True)
+    for name in ("", ""):
+        table.add_column(name)
+    for name in ("layer", "model", "layer, published", "model, published"):
+        table.add_column(name, justify="right")
+    theirs = {(row.variant, row.norms, row.passes): row for row in report.published}
+    ours = {(row.variant, row.norms, row.passes): row for row in report.rows}
+    for key in dict.fromkeys((*ours, *theirs)):
+        numbers = [
+            text
+            for row in (ours.get(key), theirs.get(key))
+            for text in (_seconds(row, "layer"), _seconds(row, "model"))
+        ]
+        table.add_row(escape(key[0]), key[1], key[2], *numbers)
+    table.caption = escape(
+        f"Seconds of all passes; layer: of all norms. Ours: {report.device}, {count(report.tokens, 'token')}, "
+        f"{report.n_passes} passes. Published: {report.source}, 4,096 tokens, 100 passes, bfloat16."
+    )
+    if report.notes:
+        table.caption += "\n" + escape("\n".join(report.notes))
+    return table
+
+
+def _seconds(row: PublishedRow | None, which: str) -> str:
+    return "–" if row is None else f"{getattr(row, which):.3g}"

@@ -1,0 +1,155 @@
+"""Times as bars: a panel for the norm alone and for the whole network, forward and forward + backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.ticker import MaxNLocator
+
+from normscope.errors import NormscopeError, UsageError
+from normscope.figures.lettering import width_of, wrapped
+from normscope.figures.panels import outline
+from normscope.figures.speed_rows import SpeedReport, SpeedRow
+from normscope.figures.speed_tables import SCOPES, duration
+from normscope.figures.style import Style, style_named
+from normscope.fits.curves import curves_named
+
+_PANEL_INCHES, _BAR_INCHES, _GAP = 2.6, 0.155, 0.9
+_BARS_INCHES = 1.9  # of a panel, beside the names of the bars
+_NATIVE, _COPY = "native", "copy"
+_MOST_MEDIANS = 1.3  # of the longest bar, to which an axis goes; whiskers may leave the panel
+_UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+_TITLE, _SMALL = FontProperties(size=7.5), FontProperties(size=5.8)
+
+
+def plot_speed(report: SpeedReport, *, style: str = "light") -> Figure:
+    """Draw how long every variant takes, grouped by way: medians as bars, whiskers from p20 to p80.
+
+    A dotted line through each group is the native norm's median: a bar that ends before it is faster by the median, and
+    its number is printed in bold only where the timing says ``faster``. What did not run has no bar and says so.
+
+    Args:
+        report: what :func:`normscope.bench` returned.
+        style: ``light`` or ``dark``.
+
+    Returns:
+        A matplotlib figure: a column for each of norm alone and whole network, forward and forward + backward; a row
+        for each dtype and timer.
+
+    Raises:
+        UsageError: if there is no such style, or nothing was timed.
+    """
+    theme = style_named(style)
+    columns = list(dict.fromkeys((row.scope, row.passes) for row in report.rows))
+    panels = [_rows_of(report.rows, scope, passes) for scope, passes in columns]
+    if not columns:
+        raise UsageError("Nothing was timed, so that there is nothing to draw.")
+    down = max(len(own) for own in panels)
+    heights = [max(_height(own[place]) for own in panels if place < len(own)) for place in range(down)]
+    with matplotlib.rc_context(theme.rc()):
+        inches = max(4.6, 0.3 + _PANEL_INCHES * len(columns))
+        lines = _head(report, inches - 0.2)
+        size = (inches, 0.2 + 0.13 * len(lines) + sum(0.62 + _BAR_INCHES * height for height in heights))
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(
+            down, len(columns), squeeze=False, height_ratios=[0.4 / _BAR_INCHES + h for h in heights]
+        )
+        for number, own in enumerate(panels):
+            for place, ax in enumerate(axes[:, number]):
+                if place < len(own):
+                    _draw(ax, own[place], heights[place], theme)
+                else:
+                    ax.set_visible(False)
+        figure.suptitle("\n".join(lines), fontproperties=_TITLE, parse_math=False)
+    return figure
+
+
+def _rows_of(rows: Sequence[SpeedRow], scope: str, passes: str) -> list[list[SpeedRow]]:
+    """The timings of a column, a list for each dtype and timer; what did not run is with the first of its dtype."""
+    own = [row for row in rows if (row.scope, row.passes) == (scope, passes)]
+    parts = list(dict.fromkeys((row.dtype, row.timer) for row in own if row.timer or row.median is not None))
+    parts = parts or [(own[0].dtype, "")]
+    first = dict(reversed(parts))
+    return [
+        [row for row in own if row.dtype == dtype and (row.timer or first[dtype]) == timer] for dtype, timer in parts
+    ]
+
+
+def _groups(rows: Sequence[SpeedRow]) -> list[tuple[str, list[SpeedRow]]]:
+    return [(way, [row for row in rows if row.way == way]) for way in dict.fromkeys(row.way for row in rows)]
+
+
+def _height(rows: Sequence[SpeedRow]) -> float:
+    """How many bars the panel is high, a heading and a gap for each group."""
+    return len(rows) + (_GAP + 1) * len(_groups(rows)) - _GAP
+
+
+def _draw(ax: Axes, rows: Sequence[SpeedRow], height: float, style: Style) -> None:
+    medians = [row.median for row in rows if row.median is not None]
+    unit = duration(max(medians, default=1.0)).split()[1]
+    scale = _UNITS[unit]
+    right = _MOST_MEDIANS * max(medians, default=1.0) / scale
+    labels: list[tuple[float, str]] = []
+    y = 0.0
+    for way, own in _groups(rows):
+        ax.text(0, y, way, ha="left", va="center", fontproperties=_TITLE, color=style.ink)
+        native = next((row.median for row in own if row.variant == _NATIVE), None)
+        if native is not None:
+            ends = [y + 0.5, y + len(own) + 0.5]
+            ax.plot([native / scale] * 2, ends, color=style.ink, ls=":", lw=0.9, zorder=4)
+        for row in own:
+            y += 1
+            labels.append((y, row.variant))
+            _bar(ax, row, y, scale, right, style)
+        y += _GAP + 1
+    ax.set_xlim(0, right)
+    ax.set_ylim(height - 0.3, -0.6)
+    ax.set_yticks([place for place, _ in labels], [name for _, name in labels], parse_math=False)
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+    ax.xaxis.set_major_locator(MaxNLocator(4))
+    first = rows[0]
+    ax.set_xlabel(unit, labelpad=1)
+    told = " · ".join(part for part in (first.dtype, next((row.timer for row in rows if row.timer), "")) if part)
+    shape = "×".join(map(str, first.shape))
+    ax.set_title(f"{SCOPES[first.scope]}, {first.passes}\n{shape} · {told}", parse_math=False)
+
+
+def _bar(ax: Axes, row: SpeedRow, y: float, scale: float, right: float, style: Style) -> None:
+    if row.median is None or row.p20 is None or row.p80 is None:
+        ax.text(0.01 * right, y, "not run", color=style.faint, va="center", fontproperties=_SMALL)
+        return
+    hatch = "////" if row.variant == _COPY else None
+    colour = _colour(row.variant, style)
+    face = "none" if hatch else colour
+    ax.barh(y, row.median / scale, height=0.72, color=face, edgecolor=colour, hatch=hatch, lw=0.6, zorder=2)
+    low, high = row.p20 / scale, row.p80 / scale
+    text = duration(row.median) if row.ratio is None else f"×{row.ratio:.2f}"
+    font = FontProperties(size=5.8, weight="bold" if row.verdict == "faster" else "normal")
+    room = width_of(text, font) / _BARS_INCHES * right
+    behind = {"facecolor": style.background, "edgecolor": "none", "pad": 0.5}
+    place = min(max(row.median / scale, high) + 0.02 * right, right - room)
+    ax.plot([low, max(low, min(high, place))], [y, y], color=style.ink, lw=0.8, zorder=5, path_effects=outline(style))
+    ax.text(place, y, text, va="center", fontproperties=font, color=style.ink, bbox=behind, zorder=6)
+
+
+def _colour(variant: str, style: Style) -> Any:
+    """A curve has its colour of every other figure; what is no curve stands back."""
+    if variant == _NATIVE:
+        return style.ink
+    try:
+        [curve] = curves_named(variant.partition(",")[0])
+    except (NormscopeError, ValueError):
+        return style.faint
+    return style.looks([curve.name])[curve.name][0]
+
+
+def _head(report: SpeedReport, inches: float) -> list[str]:
+    known = [report.about[key] for key in ("model", "weights", "data") if key in report.about]
+    texts = [" · ".join(known), f"{report.device} · bars: median; whiskers: p20 to p80; dotted: native"]
+    return [line for text in texts if text for line in wrapped(text, inches, _TITLE)]

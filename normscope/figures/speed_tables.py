@@ -1,0 +1,110 @@
+"""How fast swapped networks are, as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.markup import escape
+from rich.table import Table
+
+from normscope.errors import count
+from normscope.figures.speed_rows import SpeedReport, SpeedRow
+from normscope.figures.tables import new_table
+
+SCOPES = {"norm": "the norm alone", "model": "the whole network"}
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
+
+def speed_tables(report: SpeedReport) -> list[Table]:
+    """One table a way, number of passes and dtype, a line a timing; what it means under the last of its scope."""
+    widest = max((len(row.variant) for row in report.rows), default=0)
+    tables: list[Table] = []
+    for scope in SCOPES:
+        rows = [row for row in report.rows if row.scope == scope]
+        groups = dict.fromkeys(_title(row) for row in rows)
+        tables += [_table(title, [row for row in rows if _title(row) == title], widest) for title in groups]
+        if rows:
+            tables[-1].caption = escape(_caption(rows, scope))
+    if tables and report.left_out:
+        tables[-1].caption = "\n".join([str(tables[-1].caption), *map(escape, report.left_out)])
+    return tables
+
+
+def duration(seconds: float) -> str:
+    """Say a time in three digits and the unit that suits it.
+
+    >>> duration(0.0000632), duration(0.918835), duration(3.1)
+    ('63.2 µs', '919 ms', '3.10 s')
+    """
+    size, unit = _unit(seconds)
+    return f"{_digits(seconds / size)} {unit}"
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    return next((size, unit) for size, unit in _UNITS if seconds >= 0.9995 * size or unit == "µs")
+
+
+def _digits(value: float) -> str:
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
+
+
+def _title(row: SpeedRow) -> str:
+    return " · ".join(part for part in (SCOPES[row.scope], row.way, row.passes, row.dtype, row.timer) if part)
+
+
+def _table(title: str, rows: Sequence[SpeedRow], widest: int) -> Table:
+    alone = rows[0].scope == "norm"
+    table = new_table()
+    table.title, table.title_justify, table.title_style = escape(title), "left", ""
+    table.add_column("", no_wrap=True, min_width=widest)
+    for name in ("time", "p20–p80", "ratio", *(("GB/s", "copy") if alone else ())):
+        table.add_column(name, justify="right")
+    table.add_column("", overflow="fold", min_width=8)
+    for row in rows:
+        table.add_row(escape(row.variant), *_numbers(row, alone), row.verdict)
+    for column in table.columns[1:-1]:
+        column.min_width = max(len(str(cell)) for cell in column.cells)
+    return table
+
+
+def _numbers(row: SpeedRow, alone: bool) -> list[str]:
+    if row.median is None or row.p20 is None or row.p80 is None:
+        return ["–"] * (5 if alone else 3)
+    cells = [duration(row.median), _interval(row), "" if row.ratio is None else f"{row.ratio:.2f}"]
+    if alone:
+        cells.append("–" if row.gb_per_s is None else f"{row.gb_per_s:.3g}")
+        cells.append("–" if row.share_of_copy is None else f"{row.share_of_copy:.0%}")
+    return cells
+
+
+def _interval(row: SpeedRow) -> str:
+    """Say both ends in the median's unit."""
+    size, _ = _unit(row.median or 0)
+    return "–".join(_digits((end or 0) / size) for end in (row.p20, row.p80))
+
+
+def _caption(rows: Sequence[SpeedRow], scope: str) -> str:
+    first, passes = rows[0], dict.fromkeys(row.passes for row in rows)
+    shape = "×".join(map(str, first.shape))
+    if scope == "norm":
+        lines = [
+            f"One norm on random values of its real shape, {shape}, which {count(first.sites, 'norm')} of the network "
+            "have. GB/s count x and y forward; x, y, dy and dx forward + backward; copy: the share of what a copy gives"
+        ]
+    else:
+        fewest = min((len(row.samples) for row in rows if row.samples), default=0)
+        lines = [f"{count(first.sites, 'norm')}; input {shape}; at least {count(fewest, 'sample')} of each"]
+        lines[0] += "; backward: to the gradients of all parameters" * (len(passes) > 1)
+    lines[0] += (
+        ". ratio: to the native norm's time; no speed-up: p20–p80 is not all below the native norm's of the same way."
+    )
+    compiled = [row.compile_seconds for row in rows if row.compile_seconds is not None]
+    if compiled:
+        lines.append(
+            f"Compiled in {duration(min(compiled))} to {duration(max(compiled))} each, which is in no time above."
+        )
+    return "\n".join([*lines, *dict.fromkeys(f"{row.variant}, {row.way}: {row.note}" for row in rows if row.note)])
+
+
+def _range(seconds: Sequence[float]) -> str:
+    return f"{duration(min(seconds))} to {duration(max(seconds))}"
