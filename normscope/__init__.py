@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from normscope.errors import NormscopeError
     from normscope.figures.comparison import plot_comparison
     from normscope.figures.gradient import plot_gradient
+    from normscope.figures.healing import plot_healing
     from normscope.figures.overview import overview
     from normscope.figures.scurves import plot
     from normscope.fits.advice import Advice, advise
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from normscope.pairs.stats import PairStats
     from normscope.pairs.storage import load as load_capture
     from normscope.pairs.storage import save as save_capture
+    from normscope.swaps.heal import heal
     from normscope.swaps.pointwise import Derf, DyISRU, DyT, PointwiseFunction
     from normscope.swaps.replace import Swap, swap
     from normscope.swaps.store import save_swapped
@@ -51,6 +53,7 @@ _HOMES = {
     "DyISRU": "swaps.pointwise.DyISRU",
     "DyT": "swaps.pointwise.DyT",
     "GradientView": "fits.gradient.GradientView",
+    "HealReport": "healings.HealReport",
     "Layerwise": "fits.layerwise.Layerwise",
     "NormCard": "fits.card.NormCard",
     "NormscopeError": "errors.NormscopeError",
@@ -65,6 +68,7 @@ _HOMES = {
     "curve_of": "fits.curves.curve_of",
     "fit": "fits.fit.fit",
     "gradient": "fits.gradient.gradient",
+    "heal": "swaps.heal.heal",
     "layerwise": "fits.layerwise.layerwise",
     "load": "loading.load",
     "load_capture": "pairs.storage.load",
@@ -74,6 +78,7 @@ _HOMES = {
     "plot": "figures.scurves.plot",
     "plot_comparison": "figures.comparison.plot_comparison",
     "plot_gradient": "figures.gradient.plot_gradient",
+    "plot_healing": "figures.healing.plot_healing",
     "register_norm": "pairs.norms.register_norm",
     "save_capture": "pairs.storage.save",
     "save_swapped": "swaps.store.save_swapped",
@@ -92,6 +97,7 @@ __all__ = [
     "DyISRU",
     "DyT",
     "GradientView",
+    "HealReport",
     "Layerwise",
     "NormCard",
     "NormscopeError",
@@ -106,6 +112,7 @@ __all__ = [
     "curve_of",
     "fit",
     "gradient",
+    "heal",
     "layerwise",
     "load",
     "load_capture",
@@ -115,6 +122,7 @@ __all__ = [
     "plot",
     "plot_comparison",
     "plot_gradient",
+    "plot_healing",
     "register_norm",
     "save_capture",
     "save_swapped",

@@ -29,7 +29,7 @@ from normscope.errors import count
 from normscope.files import check_folder_writable, check_writable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from normscope.healings import HealReport
     from normscope.models.base import LoadedModel
@@ -109,14 +109,15 @@ def heal(
             say.warn(f"the same command goes on from {checkpoint}, which holds what was done until its last interval")
         raise
     title = " · ".join([network.name, func, network.provenance.description])
+    say.result("{model} · {weights} · {data}".format(**about))
     folder = save_swapped(swapped, output, about, func=func, init=init, healed=0 if report.restored else steps)
-    _draw(report, title, drawn)
+    whole = {**about, "held_out": held_out.description, "func": func, "init": init, "per": per, "sites": len(norms)}
+    _draw(report, title, whole, drawn)
     checkpoint.unlink(missing_ok=True)
     _tell(report, say)
     say.result(str(folder))
     say.result(str(drawn))
     say.remark(f"--weights {folder} takes it in every command; in Python, normscope.load_swapped({str(folder)!r})")
-    whole = {**about, "held_out": held_out.description, "func": func, "init": init, "per": per, "sites": len(norms)}
     files = {"folder": str(folder), "figure": str(drawn)}
     document = {**whole, **files, **report.as_dict()}
     say.document(document, [{**whole, **row} for row in _rows(report)])
@@ -143,11 +144,11 @@ def _tell(report: HealReport, say: Output) -> None:
 
 def _rows(report: HealReport) -> Iterable[dict[str, Any]]:
     for stage, own in report.drifts.items():
-        yield {"stage": stage, **own, "closed": report.closed_after(stage)}
+        yield {"stage": stage, **own, "closed": report.closed_after(stage), "restored": report.restored}
 
 
-def _draw(report: HealReport, title: str, path: Path) -> None:
+def _draw(report: HealReport, title: str, origin: Mapping[str, Any], path: Path) -> None:
     from normscope.figures.healing import plot_healing
-    from normscope.figures.scurves import save
+    from normscope.figures.scurves import save_described
 
-    save(plot_healing(report, title), path)
+    save_described(plot_healing(report, title), path, origin)

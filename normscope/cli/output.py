@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from normscope.errors import UsageError, count
 from normscope.files import check_writable, whole_file
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
     from rich.table import Table
 
     from normscope.batches import Batch
@@ -142,6 +144,23 @@ class Output:
     def tracked(self, inputs: Inputs | Part) -> Tracked:
         """Show a progress bar while ``inputs`` are taken, on a terminal and only there."""
         return Tracked(inputs, self._remarks, hidden=self.quiet or not self._remarks.is_terminal)
+
+    @contextlib.contextmanager
+    def steps(self) -> Iterator[Callable[[str, int, int], None]]:
+        """Show a bar for each of several stages, on a terminal and only there; what is called says how far each is."""
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        hidden = self.quiet or not self._remarks.is_terminal
+        with Progress(*columns, console=self._remarks, disable=hidden, transient=True) as progress:
+            tasks: dict[str, TaskID] = {}
+
+            def advanced(stage: str, done: int, of: int) -> None:
+                if stage not in tasks:
+                    tasks[stage] = progress.add_task(stage, total=of)
+                progress.update(tasks[stage], completed=done)
+
+            yield advanced
 
 
 class Tracked:

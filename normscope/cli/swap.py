@@ -102,14 +102,14 @@ def swap(
     from normscope.swaps.store import save_swapped
 
     asked = asked_for(func, init)
-    how = _How(asked, init, per, shift)
+    how = How(asked, init, per, shift)
     check_folder_writable(output, FILES)
     run = Run(weights, data, limit, batch_size, seed, device, dtype, guidance=guidance, timesteps=timesteps)
     network = run.load(model, say)
     learned = _to_learn_from(network)
-    norms, skipped = _norms(network, learned, sites)
+    norms, skipped = norms_to_swap(network, learned, sites)
     say.skipped(skipped)
-    fits, about = _fits(network, learned, norms, how, seed, say) if how.fits else (norms, _unfitted(network))
+    fits, about = start_values(network, learned, norms, how, seed, say)
     begin = "fit" if how.fits else init  # fits of theory's A and α are made already
     begun = starts(asked, fits, begin)
     Swap(network.module, replacements(network.module, asked, fits, init=begin))
@@ -127,7 +127,7 @@ def swap(
 
 
 @dataclass(frozen=True)
-class _How:
+class How:
     """How start values are found; UsageError where options do not go together."""
 
     asked: Curve | str
@@ -163,7 +163,8 @@ def _to_learn_from(network: LoadedModel) -> Inputs | Part:
     return network.calibration or learned_and_held_out(network.inputs)[0]
 
 
-def _norms(network: LoadedModel, learned: Inputs | Part, sites: str) -> tuple[list[NormSite], list[SkippedNorm]]:
+def norms_to_swap(network: LoadedModel, learned: Inputs | Part, sites: str) -> tuple[list[NormSite], list[SkippedNorm]]:
+    """Find the norms that are to be replaced, and those that cannot be."""
     from normscope.pairs.trace import find_norms
     from normscope.swaps.replace import chosen
 
@@ -171,10 +172,12 @@ def _norms(network: LoadedModel, learned: Inputs | Part, sites: str) -> tuple[li
     return chosen(report.sites, sites), report.skipped
 
 
-def _fits(
-    network: LoadedModel, learned: Inputs | Part, norms: Sequence[NormSite], how: _How, seed: int, say: Output
-) -> tuple[list[CurveFit], dict[str, str]]:
-    """Fit what takes the norms' places, and say to what."""
+def start_values(
+    network: LoadedModel, learned: Inputs | Part, norms: Sequence[NormSite], how: How, seed: int, say: Output
+) -> tuple[Sequence[CurveFit] | Sequence[NormSite], dict[str, str]]:
+    """Fit what takes the norms' places, and say to what; where nothing is fitted, the norms are all that it takes."""
+    if not how.fits:
+        return norms, {**network.about, "data": "no data, as nothing was fitted"}
     from normscope.pairs.hooks import capture
     from normscope.swaps.start import fitted
 
@@ -189,10 +192,6 @@ def _fits(
     )
     say.remark(f"{network.name}: learned from {count(seen.n_samples, 'sample')}, {seen.about['data']}")
     return fitted(seen, how.asked, how.init, per=how.per, shift=how.shift is not False), dict(seen.about)
-
-
-def _unfitted(network: LoadedModel) -> dict[str, str]:
-    return {**network.about, "data": "no data, as nothing was fitted"}
 
 
 def _row(start: Start, fits: Sequence[CurveFit] | Sequence[NormSite]) -> dict[str, Any]:

@@ -122,8 +122,10 @@ def heal(
         if not course.done:
             course.done, course.moments = True, {}
             saved(course)
-    sizes = (sum(len(batch.samples) for batch in part) for part in (pool.learned, pool.judged, reported))
-    return HealReport(course.drifts, restored, course.points, steps, *sizes, pool.left_out)
+    n_learned, n_judged, n_held_out = (
+        sum(len(batch.samples) for batch in part) for part in (pool.learned, pool.judged, reported)
+    )
+    return HealReport(course.drifts, restored, course.points, steps, n_learned, n_judged, n_held_out, pool.left_out)
 
 
 def swapped_sites(original: nn.Module, swapped: nn.Module) -> list[str]:
