@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from normscope.figures.comparison import plot_comparison
     from normscope.figures.drift import plot_drift
     from normscope.figures.gradient import plot_gradient
+    from normscope.figures.healing import plot_healing
     from normscope.figures.overview import overview
     from normscope.figures.scurves import plot
     from normscope.figures.speed import plot_speed
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from normscope.pairs.storage import save as save_capture
     from normscope.swaps.bench import bench
     from normscope.swaps.drift import drift
+    from normscope.swaps.heal import heal
     from normscope.swaps.pointwise import Derf, DyISRU, DyT, PointwiseFunction
     from normscope.swaps.replace import Swap, swap
     from normscope.swaps.speed import BenchReport, Timing
@@ -60,6 +62,7 @@ _HOMES = {
     "DyISRU": "swaps.pointwise.DyISRU",
     "DyT": "swaps.pointwise.DyT",
     "GradientView": "fits.gradient.GradientView",
+    "HealReport": "healings.HealReport",
     "Layerwise": "fits.layerwise.Layerwise",
     "NormCard": "fits.card.NormCard",
     "NormscopeError": "errors.NormscopeError",
@@ -77,6 +80,7 @@ _HOMES = {
     "drift": "swaps.drift.drift",
     "fit": "fits.fit.fit",
     "gradient": "fits.gradient.gradient",
+    "heal": "swaps.heal.heal",
     "layerwise": "fits.layerwise.layerwise",
     "load": "loading.load",
     "load_capture": "pairs.storage.load",
@@ -87,6 +91,7 @@ _HOMES = {
     "plot_comparison": "figures.comparison.plot_comparison",
     "plot_drift": "figures.drift.plot_drift",
     "plot_gradient": "figures.gradient.plot_gradient",
+    "plot_healing": "figures.healing.plot_healing",
     "plot_speed": "figures.speed.plot_speed",
     "register_norm": "pairs.norms.register_norm",
     "save_capture": "pairs.storage.save",
@@ -109,6 +114,7 @@ __all__ = [
     "DyISRU",
     "DyT",
     "GradientView",
+    "HealReport",
     "Layerwise",
     "NormCard",
     "NormscopeError",
@@ -126,6 +132,7 @@ __all__ = [
     "drift",
     "fit",
     "gradient",
+    "heal",
     "layerwise",
     "load",
     "load_capture",
@@ -136,6 +143,7 @@ __all__ = [
     "plot_comparison",
     "plot_drift",
     "plot_gradient",
+    "plot_healing",
     "plot_speed",
     "register_norm",
     "save_capture",

@@ -24,15 +24,15 @@ from normscope.cli.options import (
 )
 from normscope.cli.output import Output
 from normscope.cli.sources import Run, check_models
-from normscope.cli.swap import Folder, Func, How, Init, Per, Shift, Sites, norms_to_swap, start_values
+from normscope.cli.starting import How, Init, Learner, OneFunc, Per, Shift, Sites
+from normscope.cli.swap import Folder
 from normscope.errors import count
 from normscope.files import check_folder_writable, check_writable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from normscope.healings import HealReport
-    from normscope.models.base import LoadedModel
 
 EXAMPLES = (
     "Examples: normscope heal demo_vit --func dyisru -o healed · "
@@ -48,7 +48,7 @@ Steps = Annotated[
 def heal(
     model: Model,
     output: Folder,
-    func: Func = "dyisru",
+    func: OneFunc = "dyisru",
     steps: Steps = 600,
     init: Init = "fit",
     sites: Sites = "all",
@@ -71,24 +71,20 @@ def heal(
     check_models([model])
     from normscope.swaps.heal import heal as train
     from normscope.swaps.record import FILES
-    from normscope.swaps.replace import Swap, replacements
-    from normscope.swaps.start import asked_for
+    from normscope.swaps.replace import Swap
     from normscope.swaps.store import save_swapped
 
-    asked = asked_for(func, init)
-    how = How(asked, init, per, shift)
+    how = How.of(func, init, per, shift)
     check_folder_writable(output, FILES)
     checkpoint, drawn = (output.with_name(output.name + end) for end in (".healing.safetensors", "-healing.png"))
     for path in (checkpoint, drawn):
         check_writable(path)
     run = Run(weights, data, limit, batch_size, seed, device, guidance=guidance, timesteps=timesteps)
     network = run.load(model, say)
-    learn, held_out = _learned_and_held_out(network)
-    norms, skipped = norms_to_swap(network, learn, sites)
-    say.skipped(skipped)
-    fits, about = start_values(network, learn, norms, how, seed, say)
+    learner = Learner.of(network, sites, seed, say)
+    fits = learner.fits(how, say)
     swapped = copy.deepcopy(network.module)
-    Swap(swapped, replacements(swapped, asked, fits, init="fit" if how.fits else init))
+    Swap(swapped, learner.replacements(how, fits))
     if checkpoint.exists():
         say.remark(f"going on from {checkpoint}")
     try:
@@ -96,8 +92,8 @@ def heal(
             report = train(
                 network.module,
                 swapped,
-                learn,
-                held_out,
+                learner.learned,
+                learner.held_out,
                 outputs=network.outputs,
                 steps=steps,
                 seed=seed,
@@ -109,26 +105,19 @@ def heal(
             say.warn(f"the same command goes on from {checkpoint}, which holds what was done until its last interval")
         raise
     title = " · ".join([network.name, func, network.provenance.description])
-    folder = save_swapped(swapped, output, about, func=func, init=init, healed=0 if report.restored else steps)
-    _draw(report, title, drawn)
+    say.result("{model} · {weights} · {data}".format(**learner.about))
+    folder = save_swapped(swapped, output, learner.about, func=func, init=init, healed=0 if report.restored else steps)
+    asked = {"func": func, "init": init, "per": per, "sites": len(learner.norms)}
+    whole = {**learner.about, "held_out": learner.held_out.description, **asked}
+    _draw(report, title, whole, drawn)
     checkpoint.unlink(missing_ok=True)
     _tell(report, say)
     say.result(str(folder))
     say.result(str(drawn))
     say.remark(f"--weights {folder} takes it in every command; in Python, normscope.load_swapped({str(folder)!r})")
-    whole = {**about, "held_out": held_out.description, "func": func, "init": init, "per": per, "sites": len(norms)}
     files = {"folder": str(folder), "figure": str(drawn)}
     document = {**whole, **files, **report.as_dict()}
     say.document(document, [{**whole, **row} for row in _rows(report)])
-
-
-def _learned_and_held_out(network: LoadedModel) -> tuple[Any, Any]:
-    """Return what to learn from, and what reports the drift."""
-    from normscope.splits import learned_and_held_out
-
-    if network.calibration is not None:
-        return network.calibration, network.inputs
-    return learned_and_held_out(network.inputs)
 
 
 def _tell(report: HealReport, say: Output) -> None:
@@ -143,11 +132,11 @@ def _tell(report: HealReport, say: Output) -> None:
 
 def _rows(report: HealReport) -> Iterable[dict[str, Any]]:
     for stage, own in report.drifts.items():
-        yield {"stage": stage, **own, "closed": report.closed_after(stage)}
+        yield {"stage": stage, **own, "closed": report.closed_after(stage), "restored": report.restored}
 
 
-def _draw(report: HealReport, title: str, path: Path) -> None:
+def _draw(report: HealReport, title: str, origin: Mapping[str, Any], path: Path) -> None:
     from normscope.figures.healing import plot_healing
-    from normscope.figures.scurves import save
+    from normscope.figures.scurves import save_described
 
-    save(plot_healing(report, title), path)
+    save_described(plot_healing(report, title), path, origin)

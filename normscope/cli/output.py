@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,13 +20,14 @@ from normscope.errors import UsageError, count
 from normscope.files import check_writable, whole_file
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
     from rich.table import Table
 
     from normscope.batches import Batch
-    from normscope.models.base import Inputs, LoadedModel
+    from normscope.models.base import LoadedModel
     from normscope.pairs.captures import Capture
     from normscope.pairs.sites import SkippedNorm
-    from normscope.splits import Part
+    from normscope.splits import Inputs, Part
 
 _WIDTH_OF_A_PIPE = 1000  # a table that goes to a file or a program is as wide as it needs to be
 
@@ -124,6 +126,11 @@ class Output:
 
     def account(self, capture: Capture, unreadable: Sequence[str] = ()) -> None:
         """Say what was run, what was left out, and why."""
+        self.observed(capture, unreadable)
+        self.skipped(capture.skipped)
+
+    def observed(self, capture: Capture, unreadable: Sequence[str] = ()) -> None:
+        """Say what was run, and which inputs and tokens were left out."""
         self.remark(f"{capture.about['model']}: {count(capture.n_samples, 'sample')}, {capture.about['data']}")
         for line in unreadable:
             self.warn(f"unreadable, left out: {line}")
@@ -132,7 +139,6 @@ class Output:
             if left_out := int(stats.nonfinite_tokens):
                 tokens = f"{left_out:,} of {stats.n_tokens + left_out:,} tokens"
                 self.warn(f"{site.name}: {tokens} hold a NaN or an infinity, and are in no sum")
-        self.skipped(capture.skipped)
 
     def skipped(self, norms: Iterable[SkippedNorm]) -> None:
         """Name every norm that was seen and not observed."""
@@ -142,6 +148,23 @@ class Output:
     def tracked(self, inputs: Inputs | Part) -> Tracked:
         """Show a progress bar while ``inputs`` are taken, on a terminal and only there."""
         return Tracked(inputs, self._remarks, hidden=self.quiet or not self._remarks.is_terminal)
+
+    @contextlib.contextmanager
+    def steps(self) -> Iterator[Callable[[str, int, int], None]]:
+        """Show a bar for each of several stages, on a terminal and only there; what is called says how far each is."""
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        hidden = self.quiet or not self._remarks.is_terminal
+        with Progress(*columns, console=self._remarks, disable=hidden, transient=True) as progress:
+            tasks: dict[str, TaskID] = {}
+
+            def advanced(stage: str, done: int, of: int) -> None:
+                if stage not in tasks:
+                    tasks[stage] = progress.add_task(stage, total=of)
+                progress.update(tasks[stage], completed=done)
+
+            yield advanced
 
 
 class Tracked:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,55 +27,25 @@ from normscope.cli.options import (
 )
 from normscope.cli.output import Output
 from normscope.cli.sources import Run, check_models
-from normscope.errors import UsageError, unknown
+from normscope.cli.starting import How, Init, Learner, OneFunc, Per, Shift, Sites
 from normscope.files import check_folder_writable
 
 if TYPE_CHECKING:
     from normscope.fits.curve_fit import CurveFit
-    from normscope.fits.curves import Curve
-    from normscope.models.base import Inputs, LoadedModel
-    from normscope.pairs.sites import NormSite, SkippedNorm
-    from normscope.splits import Part
+    from normscope.pairs.sites import NormSite
     from normscope.swaps.start import Start
 
 EXAMPLES = (
     "Examples: normscope swap demo_vit --func dyt -o demo_vit-dyt · "
     "normscope swap vit_b16 --func dyisru --sites final,pre-norm -o safe · normscope swap demo_dit --func best -o best"
 )
-LEVELS = ("site", "channel")
-
-Func = Annotated[
-    str,
-    typer.Option(
-        help="One curve: dyt (tanh), dyisru (isru), derf, identity, …; free, E\\[y|x] itself; best, each site's own; "
-        "rmsnorm, the norm without centring; or your own formula of x, 'mine=x/(1+abs(x))'."
-    ),
-]
 Folder = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The folder to write; --weights takes it.")]
-Init = Annotated[
-    str,
-    typer.Option(
-        metavar="fit|theory|paper",
-        help="Where to start: this network's own fits; A and α in theory; or A = 1, α = 0.5, as the papers do.",
-    ),
-]
-Sites = Annotated[
-    str,
-    typer.Option(
-        help="Which norms: all; pre-norm, post-norm, qk, final; or indices, ranges, names, globs; or a number."
-    ),
-]
-Per = Annotated[str, typer.Option(metavar="site|channel", help="One A and α a site, or one for each channel.")]
-Shift = Annotated[
-    bool | None,
-    typer.Option("--shift/--no-shift", help="Fit s in f(αx + s), or not; by default it is.", show_default=False),
-]
 
 
 def swap(
     model: Model,
     output: Folder,
-    func: Func = "dyt",
+    func: OneFunc = "dyt",
     init: Init = "fit",
     sites: Sites = "all",
     per: Per = "site",
@@ -97,24 +67,20 @@ def swap(
     say = Output(as_json, quiet, as_csv=as_csv)
     check_models([model])
     from normscope.swaps.record import FILES
-    from normscope.swaps.replace import Swap, replacements
-    from normscope.swaps.start import RMS_NORM, asked_for, starts
+    from normscope.swaps.replace import Swap
+    from normscope.swaps.start import RMS_NORM, starts
     from normscope.swaps.store import save_swapped
 
-    asked = asked_for(func, init)
-    how = _How(asked, init, per, shift)
+    how = How.of(func, init, per, shift)
     check_folder_writable(output, FILES)
     run = Run(weights, data, limit, batch_size, seed, device, dtype, guidance=guidance, timesteps=timesteps)
     network = run.load(model, say)
-    learned = _to_learn_from(network)
-    norms, skipped = _norms(network, learned, sites)
-    fits, about = (
-        _fits(network, learned, norms, how, seed, say) if how.fits else _unfitted(network, norms, skipped, say)
-    )
-    begin = "fit" if how.fits else init  # fits of theory's A and α are made already
-    rows = [_row(start, fits) for start in starts(asked, fits, begin)]
-    Swap(network.module, replacements(network.module, asked, fits, init=begin))
-    folder = save_swapped(network.module, output, about, func=func, init=None if asked == RMS_NORM else init)
+    learner = Learner.of(network, sites, seed, say)
+    fits = learner.fits(how, say)
+    rows = [_row(start, fits) for start in starts(how.asked, fits, how.begin)]
+    Swap(network.module, learner.replacements(how, fits))
+    about = learner.about
+    folder = save_swapped(network.module, output, about, func=func, init=None if how.asked == RMS_NORM else init)
     from normscope.figures.swap_tables import swapped_table
 
     say.result("{model} · {weights} · {data}".format(**about))
@@ -122,80 +88,8 @@ def swap(
     say.result(str(folder))
     say.remark(f"--weights {folder} takes it in every command; in Python, normscope.load_swapped({str(folder)!r})")
     whole = {**about, "folder": str(folder), "func": func, "init": init, "per": per}
-    left_out = [{"model": model, **asdict(norm)} for norm in skipped]
+    left_out = [{"model": model, **asdict(norm)} for norm in learner.skipped]
     say.document({**whole, "sites": rows, "skipped": left_out}, [{**whole, **row} for row in rows])
-
-
-@dataclass(frozen=True)
-class _How:
-    """How start values are found; UsageError where options do not go together."""
-
-    asked: Curve | str
-    init: str
-    per: str
-    shift: bool | None
-
-    def __post_init__(self) -> None:
-        from normscope.fits.curves import Curve
-
-        if self.per not in LEVELS:
-            raise UsageError(unknown("level", self.per, LEVELS))
-        if isinstance(self.asked, Curve) and self.init == "fit":
-            return
-        what = f"--init {self.init}" if self.init != "fit" else f"--func {self.asked}"
-        if self.per != "site":
-            raise UsageError(f"--per channel fits one curve in each channel: it can have no effect with {what}.")
-        if self.shift is not None:
-            raise UsageError(f"Nothing is fitted with an s of its own with {what}; leave --shift and --no-shift out.")
-
-    @property
-    def fits(self) -> bool:
-        """Whether they are made of pairs."""
-        from normscope.swaps.start import RMS_NORM
-
-        return self.init != "paper" and self.asked != RMS_NORM
-
-
-def _to_learn_from(network: LoadedModel) -> Inputs | Part:
-    """Return the inputs that nothing is judged by afterwards."""
-    from normscope.splits import learned_and_held_out
-
-    return network.calibration or learned_and_held_out(network.inputs)[0]
-
-
-def _norms(network: LoadedModel, learned: Inputs | Part, sites: str) -> tuple[list[NormSite], list[SkippedNorm]]:
-    from normscope.pairs.trace import find_norms
-    from normscope.swaps.replace import chosen
-
-    report = find_norms(network.module, next(iter(learned)).first_sample())
-    return chosen(report.sites, sites), report.skipped
-
-
-def _fits(
-    network: LoadedModel, learned: Inputs | Part, norms: Sequence[NormSite], how: _How, seed: int, say: Output
-) -> tuple[list[CurveFit], dict[str, str]]:
-    """Fit what takes the norms' places, and say to what."""
-    from normscope.pairs.hooks import capture
-    from normscope.swaps.start import fitted
-
-    seen = capture(
-        network.module,
-        say.tracked(learned),
-        layers=[norm.name for norm in norms],
-        about=network.about,
-        seed=seed,
-        by_gamma=how.per == "site",
-        per_channel=how.per == "channel",
-    )
-    say.account(seen, (network.calibration or network.inputs).unreadable)
-    return fitted(seen, how.asked, how.init, per=how.per, shift=how.shift is not False), dict(seen.about)
-
-
-def _unfitted(
-    network: LoadedModel, norms: list[NormSite], skipped: Sequence[SkippedNorm], say: Output
-) -> tuple[list[NormSite], dict[str, str]]:
-    say.skipped(skipped)
-    return norms, {**network.about, "data": "no data, as nothing was fitted"}
 
 
 def _row(start: Start, fits: Sequence[CurveFit] | Sequence[NormSite]) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,22 +29,27 @@ from normscope.cli.options import (
 )
 from normscope.cli.output import Output
 from normscope.cli.sources import Run, check_models, named_or_embedded
-from normscope.cli.swap import How, Per, Shift, norms_to_swap, start_values
+from normscope.cli.starting import How, Learner, Per, Shift
 from normscope.errors import UsageError
 from normscope.files import check_writable
 
 if TYPE_CHECKING:
+    import torch
+    from matplotlib.figure import Figure
+
     from normscope.drifts import DriftReport
     from normscope.models.base import LoadedModel
     from normscope.pairs.sites import NormSite
-    from normscope.speeds import SpeedReport
+    from normscope.swaps.published import PublishedReport
+    from normscope.swaps.speed import BenchReport
 
 EXAMPLES = (
     "Examples: normscope swap-bench · normscope swap-bench demo_dit --func dyt,free,rmsnorm --init fit,paper · "
     "normscope swap-bench vit_b16 --sites least:8 · normscope swap-bench llama_7b --device cuda"
 )
+_VIEWS = ("drift", "speed")
+_PUBLISHED = "llama_7b"
 _LEAST = re.compile(r"least:(\d{1,6})")
-_SECONDS = 35.0  # for a model's speed: three of them, and building them, take about two minutes
 
 Funcs = Annotated[
     str,
@@ -70,7 +77,7 @@ Full = Annotated[
 ]
 Seconds = Annotated[
     float | None,
-    typer.Option(min=0, help="For each model's speed; by default 35, and of --full no limit.", show_default=False),
+    typer.Option(min=0, help="For each model's speed; by default 25, and of --full no limit.", show_default=False),
 ]
 
 
@@ -101,59 +108,71 @@ def swap_bench(
 ) -> None:
     """Replace norms by point-wise functions: how far the outputs move on held-out inputs, and how fast it is."""
     say = Output(as_json, quiet)
+    from normscope.figures.scurves import save_described
     from normscope.figures.style import style_named
     from normscope.models.devices import resolve_device
     from normscope.swaps.bench import in_words
 
     there = resolve_device(device)
-    remark = "" if there.type == "cuda" else ": there is no CUDA here, or it was not asked for"
-    say.result(f"on {in_words(there)}{remark}")
+    where = in_words(there)
+    say.result(f"on {where}" if there.type == "cuda" else f"on {where}; no number here is of a GPU")
     names = named_or_embedded(models, say)
     check_models(names)
-    style_named(style)
+    _check_published(names, there)
     wanted = Wanted.of(func, init, sites, per, shift)
-    suffix = figure_suffix(output, figure_format, [*names, "speed"], None)
-    for name in names:
-        check_writable(figure_path(output, suffix, name, "drift", []))
+    suffix = figure_suffix(output, figure_format, [*names, *_VIEWS], None)
+    style_named(style)
+    for name, view in itertools.product(names, _VIEWS):
+        check_writable(figure_path(output, suffix, name, view, []))
     run = Run(weights, data, limit, batch_size, seed, device, dtype, guidance=guidance, timesteps=timesteps)
-    drifts: list[dict[str, Any]] = []
-    speeds: list[dict[str, Any]] = []
+    drifts, speeds, tables = [], [], []
     figures: list[dict[str, str]] = []
     for name in names:
         network = run.load(name, say)
-        reports, norms = _drift(network, wanted, seed, say)
-        drifts += [report.as_dict() for report in reports]
+        learner = Learner.of(network, wanted.sites, seed, say)
+        moved = _drift(learner, wanted, say)
         speed = _speed(network, wanted, run, full, seconds, say)
-        speeds.append(speed.as_dict())
-        for view, figure in _drawn(reports, norms, speed, style):
+        if name == _PUBLISHED:
+            tables.append(_published(network, wanted, say).as_dict())
+        for view, figure in zip(_VIEWS, _drawn(moved, learner.norms, speed, style), strict=True):
             path = figure_path(output, suffix, name, view, [entry["file"] for entry in figures])
-            _save(figure, path, dpi)
+            save_described(figure, path, moved[0].about, dpi)
             say.result(str(path))
             figures.append({"model": name, "view": view, "file": str(path)})
-    say.document({"device": in_words(there), "drift": drifts, "speed": speeds, "figures": figures})
+        drifts += [report.as_dict() for report in moved]
+        speeds.append(speed.as_dict())
+    document = {"device": where, "drift": drifts, "speed": speeds, "figures": figures}
+    say.document({**document, "published": tables} if tables else document)
+
+
+def _check_published(names: Sequence[str], there: torch.device) -> None:
+    """Refuse what cannot be repeated here, before seven billion weights are made."""
+    from normscope.errors import DeviceError
+    from normscope.swaps.published import why_not
+
+    if _PUBLISHED in names and (reason := why_not(there)):
+        raise DeviceError(reason)
 
 
 @dataclass(frozen=True)
 class Wanted:
     """What is to be swapped in, how it starts, and where; UsageError where options do not go together."""
 
-    ways: Sequence[tuple[str, str, How]]
+    ways: Sequence[How]
     sites: str
     least: int | None
 
     @classmethod
     def of(cls, func: str, init: str, sites: str, per: str, shift: bool | None) -> Wanted:
         from normscope.fits.curves import split_names
-        from normscope.swaps.start import RMS_NORM, asked_for
+        from normscope.swaps.start import RMS_NORM
 
         inits = [part.strip() for part in init.split(",")]
         ways = []
         for name in dict.fromkeys(part.lower() if "=" not in part else part for part in split_names(func)):
             for own in dict.fromkeys(inits):
-                asked = asked_for(name, own)
-                if asked == RMS_NORM and own != inits[0]:  # it has no start values
-                    continue
-                ways.append((name, own, How(asked, own, per, shift)))
+                if name != RMS_NORM or own == inits[0]:  # which has no start values
+                    ways.append(How.of(name, own, per, shift))
         least = _LEAST.fullmatch(sites.strip())
         if sites.strip().startswith("least") and not least:
             raise UsageError(f"--sites {sites} is not understood; least:8 takes the eight least harmful.")
@@ -162,30 +181,97 @@ class Wanted:
     @property
     def curves(self) -> list[str]:
         """Names of what can be timed without a fit."""
-        return list(dict.fromkeys(name for name, _, _ in self.ways if name not in ("free", "best")))
+        return list(dict.fromkeys(how.func for how in self.ways if how.func not in ("free", "best")))
 
 
-def _drift(
-    network: LoadedModel, wanted: Wanted, seed: int, say: Output
-) -> tuple[list[DriftReport], list[NormSite]]:
+def _drift(learner: Learner, wanted: Wanted, say: Output) -> list[DriftReport]:
     """Measure drift for each function and start, on inputs that nothing was fitted to."""
-    from normscope.splits import divided
-    from normscope.swaps.drift import drift, passes
-    from normscope.swaps.replace import replacements
+    from normscope.figures.drift_tables import drift_table, parts_table, sites_table
 
-    learned, held_out = divided(network)
-    norms, skipped = norms_to_swap(network, learned, wanted.sites)
-    say.skipped(skipped)
-    about = {**network.about, "data": held_out.description}
-    reports = []
-    for name, init, how in wanted.ways:
-        fits = start_values(network, learned, norms, how, seed, say)[0] if how.fits else norms
-        modules = replacements(network.module, how.asked, fits, init="fit" if how.fits else init)
-        done = {"outputs": network.outputs, "ends": getattr(held_out, "ends", None), "func": name, "init": init}
-        if wanted.least is not None:
-            alone = drift(network.module, held_out, modules, **done, cumulative=False, about=about)
-            modules = {path: modules[path] for path in modules if path in alone.least_harmful(wanted.least)}
-        samples = (held_out.n_samples or 0) * passes(len(modules))
-        with say.counted(samples, f"{network.name}, {name}, {init}") as advance:
-            reports.append(drift(network.module, held_out, modules, **done, about=about, progress=advance))
-    return reports, norms
+    reports = [_drift_of(learner, how, wanted.least, say) for how in wanted.ways]
+    say.result("{model} · {weights} · {data}".format(**reports[0].about))
+    say.result(drift_table(reports))
+    if any(report.by_part for report in reports):
+        say.result(parts_table(reports))
+    say.result(sites_table(reports))
+    return reports
+
+
+def _drift_of(learner: Learner, how: How, least: int | None, say: Output) -> DriftReport:
+    from normscope.swaps.drift import drift, passes
+
+    network, held_out = learner.network, learner.held_out
+    modules = learner.replacements(how, learner.fits(how, say))
+    measured = partial(
+        drift,
+        network.module,
+        held_out,
+        outputs=network.outputs,
+        ends=getattr(held_out, "ends", None),
+        func=how.func,
+        init=how.init,
+        about={**network.about, "data": held_out.description},
+    )
+    if least is not None:
+        alone = measured(modules, cumulative=False)
+        modules = {path: modules[path] for path in alone.least_harmful(least)}
+    stage, samples = f"{network.name}, {how.func}, {how.init}", (held_out.n_samples or 0) * passes(len(modules))
+    done = 0
+
+    def advanced(number: int) -> None:
+        nonlocal done
+        done += number
+        progress(stage, done, samples)
+
+    with say.steps() as progress:
+        return measured(modules, progress=advanced)
+
+
+def _speed(
+    network: LoadedModel, wanted: Wanted, run: Run, full: bool, seconds: float | None, say: Output
+) -> BenchReport:
+    """Time the network; in the place of an embedded one, which is tiny, its full-size sibling with random weights."""
+    from normscope.figures.speed_tables import speed_tables
+    from normscope.models.registry import find
+    from normscope.swaps.bench import bench
+
+    if sibling := find(network.name).sibling:
+        say.remark(f"{network.name} is tiny: speed is that of {sibling}, of the same norms, with random weights")
+        network = replace(run, weights="random", data=None, limit=run.batch_size).load(sibling, say)
+    with say.steps() as progress:
+        report = bench(
+            network.module,
+            next(iter(network.inputs)),
+            wanted.curves,
+            dtypes=None if full else [run.dtype],
+            full=full,
+            budget=seconds,
+            outputs=network.outputs,
+            about=network.about,
+            progress=lambda step: progress(step, 0, 1),
+        )
+    say.result("{model} · {weights} · {data}".format(**report.about))
+    for table in speed_tables(report):
+        say.result(table)
+    return report
+
+
+def _published(network: LoadedModel, wanted: Wanted, say: Output) -> PublishedReport:
+    from normscope.figures.published_table import published_table
+    from normscope.swaps.published import published
+
+    with say.steps() as progress:
+        report = published(
+            network.module, wanted.curves, outputs=network.outputs, progress=lambda step: progress(step, 0, 1)
+        )
+    say.result(published_table(report))
+    return report
+
+
+def _drawn(
+    moved: Sequence[DriftReport], norms: Sequence[NormSite], speed: BenchReport, style: str
+) -> tuple[Figure, Figure]:
+    from normscope.figures.drift import plot_drift
+    from normscope.figures.speed import plot_speed
+
+    return plot_drift(moved, norms, style=style), plot_speed(speed, style=style)

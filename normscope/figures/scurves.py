@@ -119,11 +119,17 @@ def save(figure: Figure, path: str | Path, capture: Capture | Sequence[Capture],
     Raises:
         UsageError: if the suffix is not one of png, svg and pdf, or if it cannot be written there.
     """
+    origin = _origin(capture) if isinstance(capture, Capture) else [_origin(one) for one in capture]
+    return save_described(figure, path, origin, dpi)
+
+
+def save_described(figure: Figure, path: str | Path, origin: Any, dpi: int = 200) -> Path:
+    """Write a figure as :func:`save` does, of something else than captures: what it shows is ``origin``, as JSON."""
     path = Path(path)
     kind = path.suffix.lower().removeprefix(".")
     if kind not in FORMATS:
         raise UsageError(unknown("figure format", kind, FORMATS))
-    text = json.dumps(_origin(capture) if isinstance(capture, Capture) else [_origin(one) for one in capture])
+    text = json.dumps(origin)
     key = "Subject" if kind == "pdf" else "Description"
     dates = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
     with whole_file(path) as partial, matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "normscope"}):

@@ -28,7 +28,7 @@ from normscope.swaps.teaching import Lesson, repeatable
 
 STEPS = 600
 _BLOCKS_ONE_IN = 6  # steps
-_RATES = {BLOCKS: 1e-3, WHOLE: 1e-3}
+RATES = {BLOCKS: 1e-3, WHOLE: 1e-3}
 _SHARES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
 
 
@@ -122,8 +122,10 @@ def heal(
         if not course.done:
             course.done, course.moments = True, {}
             saved(course)
-    sizes = (sum(len(batch.samples) for batch in part) for part in (pool.learned, pool.judged, reported))
-    return HealReport(course.drifts, restored, course.points, steps, *sizes, pool.left_out)
+    n_learned, n_judged, n_held_out = (
+        sum(len(batch.samples) for batch in part) for part in (pool.learned, pool.judged, reported)
+    )
+    return HealReport(course.drifts, restored, course.points, steps, n_learned, n_judged, n_held_out, pool.left_out)
 
 
 def swapped_sites(original: nn.Module, swapped: nn.Module) -> list[str]:
@@ -164,8 +166,8 @@ def _stages(
     within = {name: own for name, own in parameters.items() if any(name.startswith(f"{block}.") for block in blocks)}
     for_blocks = steps // _BLOCKS_ONE_IN if blocks else 0
     trained = [
-        Stage(BLOCKS, for_blocks, _RATES[BLOCKS], within, lambda n: lesson.by_blocks(pool.drawn(seed, BLOCKS, n))),
-        Stage(WHOLE, steps - for_blocks, _RATES[WHOLE], parameters, lambda n: lesson.whole(pool.drawn(seed, WHOLE, n))),
+        Stage(BLOCKS, for_blocks, RATES[BLOCKS], within, lambda n: lesson.by_blocks(pool.drawn(seed, BLOCKS, n))),
+        Stage(WHOLE, steps - for_blocks, RATES[WHOLE], parameters, lambda n: lesson.whole(pool.drawn(seed, WHOLE, n))),
     ]
     if SITES not in course.drifts:
         _each_alone(teacher, student, sites, pool, course, drift, progress)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 
 from normscope.batches import Batch
 from normscope.outputs import Outputs
@@ -35,9 +36,9 @@ def relative_errors(found: Tensor, wanted: Tensor, valid: Tensor | None = None, 
     if valid is not None and found.shape[:2] == valid.shape:
         kept = valid.to(found.device).view(*valid.shape, *[1] * (found.ndim - 2))
         found, wanted = found * kept, wanted * kept
-    norms = wanted.flatten(1).norm(dim=1)
+    norms = vector_norm(wanted.flatten(1), dim=1)
     floor = least * norms.square().mean().sqrt() + torch.finfo(inside).tiny
-    return (found - wanted).flatten(1).norm(dim=1) / norms.clamp_min(floor)
+    return vector_norm((found - wanted).flatten(1), dim=1) / norms.clamp_min(floor)
 
 
 def training_loss(found: Tensor, wanted: Tensor, valid: Tensor | None) -> Tensor:
@@ -50,7 +51,7 @@ def pooled_loss(found: Tensor, wanted: Tensor, valid: Tensor | None) -> Tensor:
     if valid is not None and found.shape[:2] == valid.shape:
         kept = valid.to(found.device).view(*valid.shape, *[1] * (found.ndim - 2))
         found, wanted = found * kept, wanted * kept
-    return (found - wanted).norm() / wanted.norm().clamp_min(torch.finfo(torch.float32).tiny)
+    return vector_norm(found - wanted) / vector_norm(wanted).clamp_min(torch.finfo(torch.float32).tiny)
 
 
 @torch.no_grad()

@@ -40,7 +40,8 @@ class Pool:
         Raises:
             DataError: if there are fewer than two samples.
         """
-        taken, size, left_out = [], 0, 0
+        taken: list[Batch] = []
+        size = left_out = 0
         for batch in as_batches(inputs):
             size += sum(tensor.nbytes for tensor in _tensors(batch))
             if taken and size > MOST_BYTES:

@@ -1,0 +1,172 @@
+"""What the commands that swap norms share: what is asked for, and the start values that follow from a network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from normscope.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from normscope.cli.output import Output
+    from normscope.fits.curve_fit import CurveFit
+    from normscope.fits.curves import Curve
+    from normscope.models.base import LoadedModel
+    from normscope.pairs.captures import Capture
+    from normscope.pairs.sites import NormSite, SkippedNorm
+    from normscope.splits import Inputs, Part
+
+_LEVELS = ("site", "channel")
+
+OneFunc = Annotated[
+    str,
+    typer.Option(
+        "--func",
+        help="One curve: dyt (tanh), dyisru (isru), derf, identity, …; free, E\\[y|x] itself; best, each site's own; "
+        "rmsnorm, the norm without centring; or your own formula of x, 'mine=x/(1+abs(x))'.",
+    ),
+]
+Init = Annotated[
+    str,
+    typer.Option(
+        metavar="fit|theory|paper",
+        help="Where to start: this network's own fits; A and α in theory; or A = 1, α = 0.5, as the papers do.",
+    ),
+]
+Sites = Annotated[
+    str,
+    typer.Option(
+        help="Which norms: all; pre-norm, post-norm, qk, final; or indices, ranges, names, globs; or a number."
+    ),
+]
+Per = Annotated[str, typer.Option(metavar="site|channel", help="One A and α a site, or one for each channel.")]
+Shift = Annotated[
+    bool | None,
+    typer.Option("--shift/--no-shift", help="Fit s in f(αx + s), or not; by default it is.", show_default=False),
+]
+
+
+@dataclass(frozen=True)
+class How:
+    """What takes the norms' place, and how its start values are found; UsageError where options contradict.
+
+    Attributes:
+        func: as it was asked for.
+        asked: the curve; or ``free``, ``best`` or ``rmsnorm``, which are none.
+        init: ``fit``, ``theory`` or ``paper``.
+        per: ``site`` or ``channel``.
+        shift: whether s is fitted; None for the default.
+    """
+
+    func: str
+    asked: Curve | str
+    init: str
+    per: str
+    shift: bool | None
+
+    @classmethod
+    def of(cls, func: str, init: str, per: str, shift: bool | None) -> How:
+        """Look up what was asked for."""
+        from normscope.fits.curves import Curve
+        from normscope.swaps.start import asked_for
+
+        asked = asked_for(func, init)
+        if per not in _LEVELS:
+            raise UsageError(unknown("level", per, _LEVELS))
+        if not isinstance(asked, Curve) or init != "fit":
+            what = f"--init {init}" if init != "fit" else f"--func {asked}"
+            if per != "site":
+                raise UsageError(f"--per channel fits one curve in each channel: it can have no effect with {what}.")
+            if shift is not None:
+                raise UsageError(
+                    f"Nothing is fitted with an s of its own with {what}; leave --shift and --no-shift out."
+                )
+        return cls(func, asked, init, per, shift)
+
+    @property
+    def needs_pairs(self) -> bool:
+        """Whether start values are made of what the norms did."""
+        from normscope.swaps.start import RMS_NORM
+
+        return self.init != "paper" and self.asked != RMS_NORM
+
+    @property
+    def begin(self) -> str:
+        """What the fits are taken as: those of theory hold A and α already."""
+        return "fit" if self.needs_pairs else self.init
+
+
+@dataclass
+class Learner:
+    """A network, which of its norms are to be swapped, and the inputs that start values are made from.
+
+    Attributes:
+        network: as it was loaded.
+        norms: the sites.
+        skipped: norms that cannot be swapped, as they cannot be observed.
+        learned: inputs to fit to, which nothing is judged by.
+        held_out: inputs to judge by, which nothing was fitted to.
+        seed: of the captures.
+    """
+
+    network: LoadedModel
+    norms: list[NormSite]
+    skipped: Sequence[SkippedNorm]
+    learned: Inputs | Part
+    held_out: Inputs | Part
+    seed: int
+    _seen: dict[str, Capture] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, network: LoadedModel, sites: str, seed: int, say: Output) -> Learner:
+        """Divide the network's inputs, and choose the sites; UsageError if there are none."""
+        from normscope.pairs.trace import find_norms
+        from normscope.splits import divided
+        from normscope.swaps.replace import chosen
+
+        learned, held_out = divided(network.inputs, network.calibration)
+        report = find_norms(network.module, next(iter(learned)).first_sample())
+        say.skipped(report.skipped)
+        return cls(network, chosen(report.sites, sites), report.skipped, learned, held_out, seed)
+
+    @property
+    def about(self) -> dict[str, str]:
+        """Name the network, and what start values were fitted to."""
+        seen = next(iter(self._seen.values()), None)
+        return {**self.network.about, "data": seen.about["data"] if seen else "no data, as nothing was fitted"}
+
+    def fits(self, how: How, say: Output) -> list[CurveFit] | list[NormSite]:
+        """Return the fits that start values are taken from; the sites alone where nothing is fitted."""
+        from normscope.swaps.start import fitted
+
+        if not how.needs_pairs:
+            return self.norms
+        return fitted(self._capture(how.per, say), how.asked, how.init, per=how.per, shift=how.shift is not False)
+
+    def replacements(self, how: How, fits: list[CurveFit] | list[NormSite]) -> dict[str, nn.Module]:
+        """Make what takes each norm's place, by module path."""
+        from normscope.swaps.replace import replacements
+
+        return replacements(self.network.module, how.asked, fits, init=how.begin)
+
+    def _capture(self, per: str, say: Output) -> Capture:
+        from normscope.pairs.hooks import capture
+
+        if per not in self._seen:
+            self._seen[per] = capture(
+                self.network.module,
+                say.tracked(self.learned),
+                layers=[norm.name for norm in self.norms],
+                about=self.network.about,
+                seed=self.seed,
+                by_gamma=per == "site",
+                per_channel=per == "channel",
+            )
+            inputs = self.network.calibration or self.network.inputs
+            say.observed(self._seen[per], inputs.unreadable)
+        return self._seen[per]

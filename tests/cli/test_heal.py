@@ -1,0 +1,91 @@
+"""``normscope heal``, end to end on a network that comes with it."""
+
+import json
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+import normscope
+from normscope.cli import app
+from normscope.swaps import heal as healing
+
+QUICK = ("demo_vit", "--steps", "16", "--device", "cpu", "--sites", "blocks.0.*,norm")
+
+
+def heal(*arguments):
+    return CliRunner().invoke(app, ["heal", *map(str, arguments)])
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "60")
+    return tmp_path
+
+
+def test_a_network_is_healed_and_written(here):
+    done = heal(*QUICK, "-o", "healed", "--json")
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    assert document["after"]["median"] < document["before"]["median"]
+    assert document["closed"] == pytest.approx(1 - document["after"]["median"] / document["before"]["median"])
+    assert list(document["stages"]) == ["sites", "blocks", "whole"]
+    assert (document["model"], document["func"], document["steps"], document["sites"]) == ("demo_vit", "dyisru", 16, 3)
+    assert sorted(path.name for path in here.iterdir()) == ["healed", "healed-healing.png"]
+    with Image.open("healed-healing.png") as image:
+        assert json.loads(image.text["Description"])["model"] == "demo_vit"
+    # What was written has the drift that was told.
+    network = normscope.load("demo_vit", device="cpu")
+    swapped = normscope.load_swapped("healed", device="cpu")
+    errors = healing.output_errors(network.module, swapped.module, list(network.inputs), network.outputs)
+    # Batches of another size sum in another order, in float32.
+    assert float(errors.quantile(0.5)) == pytest.approx(document["after"]["median"], rel=1e-4)
+
+
+def test_a_table_for_people_and_what_was_interrupted(here, monkeypatch):
+    judge, intervals = healing.Course.judge, []
+
+    def interrupted(course, drift, loss):
+        intervals.append(course.stage)
+        if intervals.count("whole") == 3:
+            raise KeyboardInterrupt
+        return judge(course, drift, loss)
+
+    monkeypatch.setattr(healing.Course, "judge", interrupted)
+    stopped = heal(*QUICK, "-o", "out/healed")
+    assert stopped.exit_code == 130
+    assert "the same command goes on from out/healed.healing.safetensors" in " ".join(stopped.stderr.split())
+    assert [path.name for path in (here / "out").iterdir()] == ["healed.healing.safetensors"]
+    monkeypatch.setattr(healing.Course, "judge", judge)
+    done = heal(*QUICK, "-o", "out/healed")
+    assert done.exit_code == 0, done.output
+    assert "going on from out/healed.healing.safetensors" in done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("demo_vit · embedded demo_vit")
+    rows = [line for line in lines if line.startswith(("start values", "each site alone", "blocks", "end to end"))]
+    assert len(rows) == 4 and rows[-1].endswith("%")
+    assert lines[-2:] == ["out/healed", "out/healed-healing.png"]
+    assert sorted(path.name for path in (here / "out").iterdir()) == ["healed", "healed-healing.png"]
+    # The same as without an interruption.
+    whole = heal(*QUICK, "-o", "whole")
+    assert [line for line in whole.stdout.splitlines() if line in rows] == rows
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "sentence"),
+    [
+        (("demo_vit", "-o", "a", "--func", "thanh"), 2, "Did you mean 'tanh'"),
+        (("demo_vit", "-o", "a", "--steps", "0"), 2, "steps"),
+        (("demo_vit", "-o", "a", "--init", "papers"), 2, "Did you mean 'paper'"),
+        (("demo_vit", "-o", "a", "--sites", "qk"), 2, "No norm here is qk"),
+        (("demo_vat", "-o", "a"), 3, "demo_vit"),
+        (("demo_vit", "-o", "a", "--data", "missing"), 4, "missing"),
+        (("demo_vit", "-o", "."), 2, "the folder that this runs in"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(here, arguments, status, sentence):
+    done = heal(*arguments)
+    assert done.exit_code == status
+    assert sentence in " ".join(done.output.split())
+    assert not list(here.iterdir())
