@@ -30,6 +30,7 @@ _DODGE = 0.62  # of the distance of two sites, over which the swaps are spread
 _SMALL, _TINY, _TITLE = FontProperties(size=6.2), FontProperties(size=5.4), FontProperties(size=7.5)
 _INITS = {"fit": ("o", "-"), "theory": ("D", (0, (4, 1.5))), "paper": ("s", (0, (1, 1.2)))}
 _PLACEMENTS = {"pre-norm": "^", "post-norm": "v", "qk": "d", "final": "s", None: "x"}
+_OUTSIDE: dict[str, Any] = {"ls": "", "clip_on": False, "in_layout": False}
 _TOLD = ("model", "weights", "data")
 
 
@@ -186,7 +187,7 @@ def _draw_alone(ax: Axes, lines: Sequence[_Line], paths: Sequence[str], theme: S
     for line in lines:
         rows = {row.site: row for row in line.report.by_site}
         _draw_dots(ax, line, [(number, rows[path]) for number, path in enumerate(paths) if path in rows], line.offset)
-    ax.set_title("the network's output, each site swapped alone", loc="left", pad=9)
+    ax.set_title("the network's output, each site swapped alone", loc="left", pad=13)
 
 
 def _draw_at_sites(ax: Axes, lines: Sequence[_Line], paths: Sequence[str], theme: Style) -> None:
@@ -250,19 +251,8 @@ def _cross_out(ax: Axes, points: Sequence[tuple[float, Quantiles]], line: _Line)
     """Mark at the upper edge where the 90th percentile is not finite."""
     if not points:
         return
-    ax.plot(
-        [x for x, _ in points],
-        [1.0] * len(points),
-        transform=ax.get_xaxis_transform(),
-        marker="X",
-        ms=3.6,
-        mew=0,
-        ls="",
-        color=line.colour,
-        clip_on=False,
-        in_layout=False,
-        zorder=5,
-    )
+    x, edge = [x for x, _ in points], ax.get_xaxis_transform()
+    ax.plot(x, [1.0] * len(x), transform=edge, marker="X", ms=3.6, mew=0, color=line.colour, zorder=5, **_OUTSIDE)
 
 
 def _finish(ax: Axes, theme: Style) -> None:
@@ -273,8 +263,8 @@ def _finish(ax: Axes, theme: Style) -> None:
         ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
         ax.yaxis.set_minor_formatter(NullFormatter())
-    elif 0 <= high < math.inf:
-        ax.set_ylim(bottom=0)
+    else:
+        ax.set_ylim(0, None if 0 < high < math.inf else 1.1)
     bottom, top = ax.get_ylim()
     if bottom < 1 < 1.5 * top:
         ax.axhline(1, color=theme.faint, ls=":", lw=0.9, zorder=0)
@@ -288,16 +278,7 @@ def _name_sites(ax: Axes, names: Sequence[str]) -> None:
 
 
 def _sign_placements(ax: Axes, sites: Sequence[NormSite], paths: Sequence[str], theme: Style) -> None:
-    placements = {site.name: site.placement for site in sites}
-    for number, path in enumerate(paths):
-        if path in placements:
-            ax.plot(
-                [number],
-                [1.04],
-                transform=ax.get_xaxis_transform(),
-                marker=_PLACEMENTS[placements[path]],
-                ms=2.6,
-                color=theme.faint,
-                clip_on=False,
-                in_layout=False,
-            )
+    placements, edge = {site.name: site.placement for site in sites}, ax.get_xaxis_transform()
+    for placement, marker in _PLACEMENTS.items():
+        x = [number for number, path in enumerate(paths) if path in placements and placements[path] == placement]
+        ax.plot(x, [1.06] * len(x), transform=edge, marker=marker, ms=2.6, color=theme.faint, **_OUTSIDE)

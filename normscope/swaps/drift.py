@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -181,10 +181,13 @@ class _Passes:
     def compared_ends(self, ends: Ends) -> Tally:
         """Compare the ends of trajectories, some at a time: each comes while the network is as it has to be."""
         tally = Tally()
-        with left_as_found(self.model):
+        with left_as_found(self.model), contextlib.ExitStack() as closing:
             original = iter(ends())
             with self._swapped(tuple(self.modules)):
                 swapped = iter(ends())
+            for running in (original, swapped):
+                if isinstance(running, Generator):  # what it holds, a grad mode perhaps, must not outlive this
+                    closing.callback(running.close)
             for samples, latents in original:
                 with self._swapped(tuple(self.modules)):
                     _, other = next(swapped)
