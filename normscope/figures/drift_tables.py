@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from normscope.drifts import Drift, DriftReport, Quantiles
 
 _NONE = "–"
+_NEAR = 0.1  # of the output's length
 _L2 = "relative L2: ‖swapped − original‖ / ‖original‖, median and 90th percentile over inputs"
 
 
@@ -26,9 +28,10 @@ def drift_table(reports: Sequence[DriftReport]) -> Table:
         any(row.frames is not None for row in rows),
         any(report.end is not None for report in reports),
     )
-    top5 = any(row.top5 is not None for row in rows)
+    top5, orders = any(row.top5 is not None for row in rows), any(report.cumulative for report in reports)
     table = _by_swap(
         *("sites", "inputs", "L2", "p90", "cosine", "p10"),
+        *([f"≤ {_NEAR}"] if orders else []),
         *(["KL", "p90", "top-1"] if logits else []),
         *(["top-5", "of 5"] if top5 else []),
         *(["frame L2", "p90"] if frames else []),
@@ -44,13 +47,14 @@ def drift_table(reports: Sequence[DriftReport]) -> Table:
             str(row.inputs),
             *_l2(row),
             *_lower(row.cosine),
+            *([_near(report)] if orders else []),
             *([*_upper(row.kl), _share(row.top1)] if logits else []),
             *answers,
             *(_upper(row.frames) if frames else []),
             *([*_l2(end), _lower(end.cosine if end else None)[0]] if ends else []),
             *_spoilt(row, rows),
         )
-    table.caption = " · ".join(_explained(rows, logits=logits, top5=top5, frames=frames, ends=ends))
+    table.caption = " · ".join(_explained(rows, orders=orders, logits=logits, top5=top5, frames=frames, ends=ends))
     return unbroken(table)
 
 
@@ -75,36 +79,29 @@ def parts_table(reports: Sequence[DriftReport]) -> Table:
 
 
 def sites_table(reports: Sequence[DriftReport]) -> Table:
-    """One line a site and swap: what the site does to the output alone, and how far it has moved with all swapped."""
-    rows = [row for report in reports for row in (*report.by_site, *report.cumulative, *report.at_sites)]
-    numbers = ("alone", "p90", "no.", "so far", "p90", "at site", "p90")
-    table = table_by_site("func", "init", *numbers, *_spoilt_column(rows))
-    for column in table.columns[1:3]:
-        column.justify = "left"
+    """One line a site, a column a swap: how far the network's output moved with this site alone swapped."""
+    inits = {report.init for report in reports}
+    names = [report.func if len(inits) == 1 else f"{report.func} {report.init}".strip() for report in reports]
+    table = table_by_site(*map(escape, names))
     for path in dict.fromkeys(path for report in reports for path in report.sites):
-        shown = escape(path)
-        for report in reports:
-            if path not in report.sites:
-                continue
-            alone, added = _of(report.by_site, path), _of(report.cumulative, path)
-            here = next((row for row in report.at_sites if row.at == path), None)
-            known = [row for row in (alone, added, here) if row is not None]
-            table.add_row(
-                shown,
-                *_names(report),
-                *_l2(alone),
-                _NONE if added is None else str(added.sites_swapped),
-                *_l2(added),
-                *_l2(here),
-                *_spoilt(max(known, key=lambda row: row.nonfinite), rows),
-            )
-            shown = ""
+        table.add_row(escape(path), *(_alone(_of(report.by_site, path)) for report in reports))
     table.caption = (
-        f"{_L2}. alone: of the network's output with this site alone swapped; no.: its place when sites are swapped "
-        "one after the other, the least harmful first, and so far: of the output with these swapped; at site: of the "
-        "site's own output with all swapped"
+        "One site alone swapped: median over inputs of the relative L2 at the network's output; "
+        "!: of some inputs not finite"
     )
     return unbroken(table)
+
+
+def _near(report: DriftReport) -> str:
+    """Say how many sites can be swapped, one after the other, before the median passes what is still near."""
+    if not report.cumulative:
+        return _NONE
+    near = itertools.takewhile(lambda row: row.relative_l2.p50 <= _NEAR, report.cumulative)
+    return str(sum(1 for _ in near))
+
+
+def _alone(row: Drift | None) -> str:
+    return _NONE if row is None else _number(row.relative_l2.p50) + ("!" if row.nonfinite else "")
 
 
 def _by_swap(*names: str) -> Table:
@@ -163,9 +160,13 @@ def _spoilt(row: Drift, rows: Iterable[Drift]) -> list[str]:
     return [f"{row.nonfinite} of {row.inputs}" if row.nonfinite else ""] if _spoilt_column(rows) else []
 
 
-def _explained(rows: Sequence[Drift], *, logits: bool, top5: bool, frames: bool, ends: bool) -> Iterable[str]:
+def _explained(
+    rows: Sequence[Drift], *, orders: bool, logits: bool, top5: bool, frames: bool, ends: bool
+) -> Iterable[str]:
     """What the columns mean, as far as there is something in them."""
     yield f"All sites swapped. {_L2}; cosine: median and 10th percentile"
+    if orders:
+        yield f"≤ {_NEAR}: how many sites, the least harmful first, leave a median L2 up to that"
     if logits:
         answers = max(row.answers or 0 for row in rows)
         yield f"KL(original ‖ swapped) in nats; top-1: same first answer, of {answers:,}"
