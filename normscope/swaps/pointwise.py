@@ -40,8 +40,8 @@ class PointwiseFunction(nn.Module):
         bias: ``normalized_shape``, or None.
         in_place_of: full name of the class of the norm whose place it took; empty where it took none.
 
-    Shape: any input with the channels at their axis; the output has its shape and dtype. The names of the parameters
-    are those of the published DyT and Derf layers.
+    Shape: any input with the channels at their axis; the output has its shape and dtype (:func:`dtype_after`). The
+    names of the parameters are those of the published DyT and Derf layers.
 
     Raises:
         UsageError: if there is no such curve, or if there are not as many α or s as channels.
@@ -101,7 +101,7 @@ class PointwiseFunction(nn.Module):
         alpha, weight = self._along(input, self.alpha), self._along(input, self.weight)
         shift = None if self.shift is None else self._along(input, self.shift)
         bias = None if self.bias is None else self._along(input, self.bias)
-        output = pointwise(input, function, alpha, shift, weight, bias)
+        output = pointwise(input, function, alpha, shift, weight, bias).to(dtype_after(input, weight))
         return output if self._activate is None else self._activate(self, output)
 
     @property
@@ -174,6 +174,16 @@ def pointwise(
     if bias is not None:
         y = y + bias.to(inside)
     return y.to(x.dtype)
+
+
+def dtype_after(input: Tensor, weight: Tensor | None) -> torch.dtype:
+    """Return the dtype of a norm's result: its input's; but of a float32 input, the weight's where that is a half one.
+
+    T5 in float16 keeps some layers in float32, and leaves it to its norms to come back.
+    """
+    if weight is None or weight.dtype not in (torch.float16, torch.bfloat16) or input.dtype != torch.float32:
+        return input.dtype
+    return weight.dtype
 
 
 def of_each(module: nn.Module, nested: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ class Swap:
     """Other modules in the place of some of a network's; a context manager that takes them out again.
 
     The network is changed at once; without ``with`` or :meth:`undo` it stays so. Its own modules are kept aside as
-    they are, and come back as the same objects: ``state_dict`` and outputs are then what they were, to the bit.
+    they are, and come back as the same objects: ``state_dict`` and outputs are then what they were, to the bit. A norm
+    that the network calls past its module tree, from a plain list for example, goes on being called there.
 
     Attributes:
         model: the network.

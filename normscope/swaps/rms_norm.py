@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from normscope.swaps.pointwise import of_each
+from normscope.swaps.pointwise import dtype_after, of_each
 
 
 class RMSNorm(nn.Module):
@@ -52,7 +52,7 @@ class RMSNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(self.normalized_shape)) if bias and elementwise_affine else None
 
     def forward(self, input: Tensor | None = None, **named: Tensor) -> Tensor:
-        """Normalize the input, under whatever name it comes; in float32 at least, and returned in its dtype."""
+        """Normalize the input, under whatever name it comes; in float32 at least."""
         if input is None:
             (input,) = named.values()
         if input.is_nested:
@@ -63,7 +63,7 @@ class RMSNorm(nn.Module):
         y = nn.functional.rms_norm(x, self.normalized_shape, weight, self.variance_epsilon)
         if self.bias is not None:
             y = y + self.bias.to(inside)
-        y = y.to(input.dtype)
+        y = y.to(dtype_after(input, self.weight))
         return y if self.channel_axis == -1 else y.movedim(-1, self.channel_axis)
 
     def extra_repr(self) -> str:

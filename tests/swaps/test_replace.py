@@ -94,6 +94,7 @@ def test_undone_leaves_the_network_as_it_was(demos, name, curve):
     sites = [site for site in seen.sites if not site.grouped]
     with swap(model, curve, sites, init="paper") as swapped:
         assert set(swapped.modules) == {site.name for site in sites}
+        assert not any(module.training for module in model.modules())
         changed = output_of(model, batch)
         assert not torch.equal(changed, expected)
     before.assert_same(model)
@@ -222,6 +223,13 @@ class Normalized(nn.Module):
         return F.normalize(x, dim=-1) * math.sqrt(WIDTH) * self.g
 
 
+class UnitNorm(nn.Module):
+    """y/√d and no weight."""
+
+    def forward(self, x):
+        return F.normalize(x, dim=-1)
+
+
 class OwnGroupNorm(nn.GroupNorm):
     """A subclass in no table, with a forward of its own."""
 
@@ -268,6 +276,7 @@ NORMS = {
     "LlamaRMSNorm": (lambda: LlamaRMSNorm(WIDTH), (2, 5, WIDTH), of),
     "T5LayerNorm": (lambda: T5LayerNorm(WIDTH), (2, 5, WIDTH), of),
     "F.normalize": (Normalized, (2, 5, WIDTH), lambda m: affine(m.g)),
+    "UnitNorm": (UnitNorm, (2, 5, WIDTH), lambda m: affine(ONES / math.sqrt(WIDTH))),
     "TransposedLayerNorm": (lambda: TransposedLayerNorm(WIDTH), (2, WIDTH, 7), lambda m: of(m, 3)),
     "LayerNorm2d": (lambda: LayerNorm2d(WIDTH), PICTURE, lambda m: of(m, 4)),
     "OwnLayerNorm2d": (OwnLayerNorm2d, PICTURE, lambda m: of(m, 4)),
@@ -307,7 +316,7 @@ def test_an_input_without_an_axis_of_samples():
         torch.testing.assert_close(model(x), of(model[1])(x.T).T, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["RMSNorm", "LlamaRMSNorm", "T5LayerNorm", "GemmaRMSNorm", "F.normalize"])
+@pytest.mark.parametrize("name", ["RMSNorm", "LlamaRMSNorm", "T5LayerNorm", "GemmaRMSNorm", "F.normalize", "UnitNorm"])
 def test_rmsnorm_in_the_place_of_one_is_the_same(name):
     make, shape, _ = NORMS[name]
     norm = trained(make())
@@ -391,6 +400,20 @@ def test_whole_networks(name, dtype):
         assert not torch.equal(output, expected)
     before.assert_same(model)
     assert torch.equal(run(), expected)
+
+
+@pytest.mark.parametrize("curve", ["tanh", "rmsnorm"])
+def test_t5_in_float16_comes_back_from_its_layers_in_float32(curve):
+    torch.manual_seed(0)
+    model, call = NETWORKS["t5"]()
+    model = model.half().eval()
+    for name, module in model.named_modules():
+        if name.endswith(".wo"):
+            module.float()
+    with swap(model, curve, normscope.capture(model, [call]), init="paper"), torch.no_grad():
+        output = model(**call).logits
+    assert output.dtype == torch.float16
+    assert output.isfinite().all()
 
 
 def test_what_cannot_be_is_explained():
