@@ -120,7 +120,7 @@ def swap(
     say.result("{model} · {weights} · {data}".format(**about))
     say.result(swapped_table(rows))
     say.result(str(folder))
-    say.remark(f"--weights {folder} takes it in every command; in Python, normscope.load_swapped({str(folder)!r})")
+    say.remark(f"--weights {folder} takes it in every command; in Python, {_call(model, str(folder))}")
     whole = {**about, "folder": str(folder), "func": func, "init": init, "per": per}
     left_out = [{"model": model, **asdict(norm)} for norm in skipped]
     say.document({**whole, "sites": rows, "skipped": left_out}, [{**whole, **row} for row in rows])
@@ -196,6 +196,12 @@ def _unfitted(
 ) -> tuple[list[NormSite], dict[str, str]]:
     say.skipped(skipped)
     return norms, {**network.about, "data": "no data, as nothing was fitted"}
+
+
+def _call(model: str, folder: str) -> str:
+    """Write the call that loads it; a network of the user's own is loaded by its name."""
+    own = model.startswith("py:")
+    return f"normscope.load({model!r}, weights={folder!r})" if own else f"normscope.load_swapped({folder!r})"
 
 
 def _row(start: Start, fits: Sequence[CurveFit] | Sequence[NormSite]) -> dict[str, Any]:
