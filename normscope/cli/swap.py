@@ -106,7 +106,7 @@ def swap(
     check_folder_writable(output, FILES)
     run = Run(weights, data, limit, batch_size, seed, device, dtype, guidance=guidance, timesteps=timesteps)
     network = run.load(model, say)
-    learned = _to_learn_from(network)
+    learned = _to_learn_from(network) if how.fits else network.inputs
     norms, skipped = _norms(network, learned, sites)
     fits, about = (
         _fits(network, learned, norms, how, seed, say) if how.fits else _unfitted(network, norms, skipped, say)
