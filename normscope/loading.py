@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from normscope.errors import ModelError
 from normscope.models import registry
@@ -145,5 +145,6 @@ def _restored(network: LoadedModel, folder: Path) -> LoadedModel:
     from normscope.swaps.store import restored
 
     record = restored(network.module, folder)
-    provenance = Provenance("file", f"swap {folder.resolve().name} ({record.description})")
-    return replace(network, provenance=provenance)
+    # What was random before a swap still is, and has to be said so.
+    kind: Literal["random", "file"] = "random" if "random weights" in record.weights else "file"
+    return replace(network, provenance=Provenance(kind, f"swap {folder.resolve().name} ({record.description})"))

@@ -25,7 +25,7 @@ from normscope.cli.options import (
 from normscope.cli.output import Output
 from normscope.cli.sources import Run, check_models
 from normscope.cli.starting import How, Init, Learner, OneFunc, Per, Shift, Sites
-from normscope.cli.swap import Folder
+from normscope.cli.swap import Folder, call_that_loads
 from normscope.errors import count
 from normscope.files import check_folder_writable, check_writable
 
@@ -114,7 +114,7 @@ def heal(
     _tell(report, say)
     say.result(str(folder))
     say.result(str(drawn))
-    say.remark(f"--weights {folder} takes it in every command; in Python, normscope.load_swapped({str(folder)!r})")
+    say.remark(f"--weights {folder} takes it in every command; in Python, {call_that_loads(model, str(folder))}")
     files = {"folder": str(folder), "figure": str(drawn)}
     document = {**whole, **files, **report.as_dict()}
     say.document(document, [{**whole, **row} for row in _rows(report)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -109,30 +110,40 @@ class Learner:
         network: as it was loaded.
         norms: the sites.
         skipped: norms that cannot be swapped, as they cannot be observed.
-        learned: inputs to fit to, which nothing is judged by.
-        held_out: inputs to judge by, which nothing was fitted to.
         seed: of the captures.
     """
 
     network: LoadedModel
     norms: list[NormSite]
     skipped: Sequence[SkippedNorm]
-    learned: Inputs | Part
-    held_out: Inputs | Part
     seed: int
     _seen: dict[str, Capture] = field(default_factory=dict)
 
     @classmethod
     def of(cls, network: LoadedModel, sites: str, seed: int, say: Output) -> Learner:
-        """Divide the network's inputs, and choose the sites; UsageError if there are none."""
+        """Find the norms, and choose the sites; UsageError if there are none."""
         from normscope.pairs.trace import find_norms
-        from normscope.splits import divided
         from normscope.swaps.replace import chosen
 
-        learned, held_out = divided(network.inputs, network.calibration)
-        report = find_norms(network.module, next(iter(learned)).first_sample())
+        report = find_norms(network.module, next(iter(network.inputs)).first_sample())
         say.skipped(report.skipped)
-        return cls(network, chosen(report.sites, sites), report.skipped, learned, held_out, seed)
+        return cls(network, chosen(report.sites, sites), report.skipped, seed)
+
+    @property
+    def learned(self) -> Inputs | Part:
+        """Inputs to fit to, which nothing is judged by."""
+        return self._divided[0]
+
+    @property
+    def held_out(self) -> Inputs | Part:
+        """Inputs to judge by, which nothing was fitted to."""
+        return self._divided[1]
+
+    @cached_property
+    def _divided(self) -> tuple[Inputs | Part, Inputs | Part]:
+        from normscope.splits import divided
+
+        return divided(self.network.inputs, self.network.calibration)
 
     @property
     def about(self) -> dict[str, str]:

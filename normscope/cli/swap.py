@@ -86,10 +86,16 @@ def swap(
     say.result("{model} · {weights} · {data}".format(**about))
     say.result(swapped_table(rows))
     say.result(str(folder))
-    say.remark(f"--weights {folder} takes it in every command; in Python, normscope.load_swapped({str(folder)!r})")
+    say.remark(f"--weights {folder} takes it in every command; in Python, {call_that_loads(model, str(folder))}")
     whole = {**about, "folder": str(folder), "func": func, "init": init, "per": per}
     left_out = [{"model": model, **asdict(norm)} for norm in learner.skipped]
     say.document({**whole, "sites": rows, "skipped": left_out}, [{**whole, **row} for row in rows])
+
+
+def call_that_loads(model: str, folder: str) -> str:
+    """Write the call that loads it; a network of the user's own is loaded by its name."""
+    own = model.startswith("py:")
+    return f"normscope.load({model!r}, weights={folder!r})" if own else f"normscope.load_swapped({folder!r})"
 
 
 def _row(start: Start, fits: Sequence[CurveFit] | Sequence[NormSite]) -> dict[str, Any]:

@@ -179,7 +179,22 @@ def test_the_headline_is_a_row_a_swap(reports):
     measured, _ = reports
     table = drift_table(measured)
     assert [column.header for column in table.columns] == [
-        *("func", "init", "sites", "inputs", "L2", "p90", "cosine", "p10", "≤ 0.1", "KL", "p90", "top-1", "top-5", "of 5")
+        *(
+            "func",
+            "init",
+            "sites",
+            "inputs",
+            "L2",
+            "p90",
+            "cosine",
+            "p10",
+            "≤ 0.1",
+            "KL",
+            "p90",
+            "top-1",
+            "top-5",
+            "of 5",
+        )
     ]
     for row, one in zip(cells(table), measured, strict=True):
         assert row[:4] == (one.func, one.init, "3", "12")

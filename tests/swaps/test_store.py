@@ -138,6 +138,13 @@ def test_a_swap_of_a_swap_still_names_the_norm(folder):
     ] * 2
 
 
+def test_a_compiled_network_is_written_and_restored_as_the_network_itself(tmp_path):
+    model, fresh = put_in(trained(tokens), data(tokens), "dyt"), trained(tokens, seed=1)
+    save_swapped(torch.compile(model), tmp_path / "swap")
+    restored(torch.compile(fresh), tmp_path / "swap")
+    assert torch.equal(fresh(data(tokens)), model(data(tokens)))
+
+
 def test_what_cannot_be_written(tmp_path):
     model = trained(tokens)
     with pytest.raises(ModelError, match="Nothing was swapped in this Sequential"):
