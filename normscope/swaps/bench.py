@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 
 from normscope.batches import Batch
@@ -122,10 +123,12 @@ def in_words(device: torch.device) -> str:
 def compilations() -> Iterator[None]:
     """Let one code object be compiled for every curve, dtype and pass, and forget all of it afterwards.
 
-    Beyond torch's own limit of 8 it would run uncompiled, without a word.
+    Beyond torch's own limit of 8 it would run uncompiled, without a word. The processor's flags say which instructions
+    it has; inductor would compile a program for each and start it, which takes 10 seconds and more.
     """
+    dynamo = {"recompile_limit": _COMPILATIONS, "accumulated_recompile_limit": _COMPILATIONS}
     try:
-        with torch._dynamo.config.patch(recompile_limit=_COMPILATIONS, accumulated_recompile_limit=_COMPILATIONS):
+        with torch._dynamo.config.patch(dynamo), torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
             yield
     finally:
         torch._dynamo.reset()

@@ -65,7 +65,8 @@ class Timing(Case):
         verdict: ``faster`` only where the whole interval from p20 to p80 lies below the native norm's and there are
             three samples of each; ``no speed-up``; ``too few passes to tell``; ``not run``; or nothing, of the native
             norm and the copy themselves.
-        compile_seconds: of the first call of what is compiled; in no sample.
+        compile_seconds: of the first call of what is compiled, the first of all with the start of the compiler; less
+            where torch's cache on disk has it. In no sample.
         note: what else is to be known: why it did not run, which sites were left as they are.
     """
 

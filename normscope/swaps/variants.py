@@ -63,7 +63,7 @@ def fused(name: str, module: nn.Module) -> dict[str, nn.Module]:
     if not module.weight.is_cuda or module.channel_axis != -1 or module.weight.ndim != 1 or module.shift is not None:
         return {}
     made: nn.Module = import_module("liger_kernel.transformers.dyt").LigerDyT(
-        module.weight.numel(), beta=module.bias is not None, init_alpha=float(module.alpha)
+        module.weight.numel(), beta=module.bias is not None, init_alpha=module.alpha.detach().item()
     )
     return {f"{name}, Liger": made.to(module.weight.device, module.weight.dtype)}
 

@@ -1,0 +1,192 @@
+"""What figures and tables of speed hold is read from their artists and cells, of times that are given."""
+
+from types import SimpleNamespace as Record
+
+import matplotlib.colors
+import pytest
+from rich.console import Console
+
+from normscope.errors import UsageError
+from normscope.figures.published_table import published_table
+from normscope.figures.speed import plot_speed
+from normscope.figures.speed_tables import duration, speed_tables
+from normscope.figures.style import STYLES
+
+FORWARD, BOTH = "forward", "forward + backward"
+
+
+def row(variant, median=1e-3, way="eager", scope="norm", passes=FORWARD, **other):
+    given = {
+        "variant": variant,
+        "way": way,
+        "scope": scope,
+        "passes": passes,
+        "dtype": "float32",
+        "timer": "" if median is None else "blocks",
+        "shape": (2, 197, 768),
+        "sites": 25,
+        "samples": () if median is None else (median,) * 5,
+        "median": median,
+        "p20": None if median is None else 0.9 * median,
+        "p80": None if median is None else 1.2 * median,
+        "gb_per_s": None,
+        "share_of_copy": None,
+        "ratio": None,
+        "verdict": "",
+        "compile_seconds": None,
+        "note": "",
+    }
+    return Record(**given | other)
+
+
+@pytest.fixture
+def report():
+    rows = [
+        row("native", 2e-3, gb_per_s=4.5, share_of_copy=0.5),
+        row("dyt", 1e-3, ratio=0.5, verdict="faster", gb_per_s=9.0, share_of_copy=1.0),
+        row("dyisru", 4e-3, ratio=2.0, verdict="no speed-up", p80=900.0),
+        row("copy", 5e-4),
+        row("native", 3e-3, way="compile", compile_seconds=1.5),
+        row("dyt", None, way="compile", verdict="not run", note="RuntimeError: no [compiler] here"),
+        row("native", 0.5, scope="model", shape=(2, 3, 224, 224)),
+        row("mine", 0.6, scope="model", ratio=1.2, verdict="no speed-up", shape=(2, 3, 224, 224)),
+        row("native", 7.0, scope="model", passes=BOTH, dtype="bfloat16"),
+    ]
+    about = {"model": "odd$net_{", "weights": "random [weights]", "data": "noise & more"}
+    return Record(about=about, device="cpu, 2 threads", rows=rows, left_out=("Left to --full: [much].",))
+
+
+def shown(figure):
+    return [ax for ax in figure.axes if ax.get_visible()]
+
+
+def text_of(tables, width):
+    console = Console(width=width, highlight=False, color_system=None)
+    with console.capture() as capture:
+        for table in tables:
+            console.print(table)
+    return capture.get()
+
+
+def test_a_bar_is_as_long_as_its_median(report):
+    axes = shown(plot_speed(report))
+    assert [ax.get_title() for ax in axes] == [
+        "the norm alone, forward\n2×197×768 · float32 · blocks",
+        "the whole network, forward\n2×3×224×224 · float32 · blocks",
+        "the whole network, forward + backward\n2×197×768 · bfloat16 · blocks",
+    ]
+    norm, model, both = axes
+    assert [bar.get_width() for bar in norm.patches] == pytest.approx([2.0, 1.0, 4.0, 0.5, 3.0])
+    assert [label.get_text() for label in norm.get_yticklabels()] == [
+        "native",
+        "dyt",
+        "dyisru",
+        "copy",
+        "native",
+        "dyt",
+    ]
+    assert [ax.get_xlabel() for ax in axes] == ["ms", "ms", "s"]
+    assert [bar.get_width() for bar in model.patches] == pytest.approx([500.0, 600.0])
+    assert [bar.get_width() for bar in both.patches] == pytest.approx([7.0])
+    assert norm.get_xlim()[0] == 0
+
+
+def test_whiskers_and_the_native_line(report):
+    norm = shown(plot_speed(report))[0]
+    dotted = [line for line in norm.lines if line.get_linestyle() == ":"]
+    assert [list(line.get_xdata()) for line in dotted] == [[2.0, 2.0], [3.0, 3.0]]
+    whiskers = [list(line.get_xdata()) for line in norm.lines if line not in dotted]
+    assert whiskers[0] == pytest.approx([1.8, 2.4])
+    assert whiskers[2][0] == pytest.approx(3.6)
+    assert 4.0 < whiskers[2][1] < norm.get_xlim()[1] < 10  # of 900 s: it leaves the panel, and does not widen it
+
+
+def test_only_what_is_faster_is_bold_and_what_did_not_run_says_so(report):
+    norm = shown(plot_speed(report))[0]
+    bold = [text.get_text() for text in norm.texts if text.get_fontproperties().get_weight() == "bold"]
+    assert bold == ["×0.50"]
+    assert [text.get_text() for text in norm.texts].count("not run") == 1
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_curve_has_its_colour(report, style):
+    norm = shown(plot_speed(report, style=style))[0]
+    theme = STYLES[style]
+    colours = [theme.ink, theme.looks()["tanh"][0], theme.looks()["isru"][0]]
+    assert all(
+        matplotlib.colors.same_color(bar.get_facecolor(), colour)
+        for bar, colour in zip(norm.patches, colours, strict=False)
+    )
+
+
+def test_texts_lie_within_the_figure(report, tmp_path):
+    figure = plot_speed(report)
+    figure.savefig(tmp_path / "speed.png", dpi=100)
+    box = figure.get_window_extent()
+    for ax in shown(figure):
+        for text in ax.texts:
+            found = text.get_window_extent()
+            assert box.x0 <= found.x0 and found.x1 <= box.x1, text.get_text()
+
+
+def test_mistakes(report):
+    with pytest.raises(UsageError, match="There is no style 'loud'"):
+        plot_speed(report, style="loud")
+    with pytest.raises(UsageError, match="Nothing was timed"):
+        plot_speed(Record(about={}, device="cpu", rows=[], left_out=()))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (9.9949e-6, "9.99 µs"),
+        (9.996e-6, "10.0 µs"),
+        (0.9996e-3, "1.00 ms"),
+        (0.9994e-3, "999 µs"),
+        (59.96, "60.0 s"),
+        (1e-9, "0.00 µs"),
+    ],
+)
+def test_durations_in_three_digits(seconds, said):
+    assert duration(seconds) == said
+
+
+def test_tables_say_what_may_be_claimed(report):
+    tables = speed_tables(report)
+    assert [table.title for table in tables] == [
+        "the norm alone · eager · forward · float32 · blocks",
+        "the norm alone · compile · forward · float32 · blocks",
+        "the norm alone · compile · forward · float32",
+        "the whole network · eager · forward · float32 · blocks",
+        "the whole network · eager · forward + backward · bfloat16 · blocks",
+    ]
+    said = text_of(tables, 100)
+    cells = [line.split() for line in said.splitlines()]
+    assert ["dyt", "1.00", "ms", "0.90–1.20", "0.50", "9", "100%", "faster"] in cells
+    assert ["dyt", "–", "–", "–", "–", "–", "not", "run"] in cells
+    assert "no [compiler] here" in said and "[much]" in said
+    assert "Compiled in 1.50 s to 1.50 s each" in said
+
+
+def test_tables_lose_no_number_at_sixty_columns(report):
+    said = text_of(speed_tables(report), 60)
+    assert all(number in said for number in ("2.00 ms", "0.90–1.20", "4.5", "50%", "600 ms", "7.00 s"))
+    assert said.count("speed-up") >= 2 and max(map(len, said.splitlines())) <= 60
+
+
+def test_the_published_numbers_stand_beside_ours():
+    theirs = [Record(variant="native", norms="eager", passes=FORWARD, layer=2.1, model=14.1)]
+    ours = [Record(variant="native", norms="eager", passes=FORWARD, layer=0.75, model=3.5)]
+    report = Record(
+        device="cuda:0, H",
+        rows=ours,
+        published=theirs,
+        source="arXiv 1",
+        tokens=4096,
+        n_passes=100,
+        notes=("It [ran].",),
+    )
+    said = text_of([published_table(report)], 120)
+    [line] = [line for line in said.splitlines() if line.startswith("native")]
+    assert line.split() == ["native", "eager", "forward", "0.75", "3.5", "2.1", "14.1"]
+    assert "Published: arXiv 1" in said and "It [ran]." in said
