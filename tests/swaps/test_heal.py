@@ -73,7 +73,9 @@ def same(one, other):
 def drift(original, swapped, inputs=HELD_OUT):
     """Median relative L2, sample by sample in numpy."""
     with torch.no_grad():
-        pairs = [(original(*b.args)[i].numpy(), swapped(*b.args)[i].numpy()) for b in inputs for i in range(len(b.samples))]
+        pairs = [
+            (original(*b.args)[i].numpy(), swapped(*b.args)[i].numpy()) for b in inputs for i in range(len(b.samples))
+        ]
     errors = sorted(float((((z - y) ** 2).sum() / (y**2).sum()) ** 0.5) for y, z in pairs)
     return (errors[len(errors) // 2 - 1] + errors[len(errors) // 2]) / 2
 
@@ -217,7 +219,7 @@ def test_padding_is_no_data(networks):
     torch.testing.assert_close(*errors)
 
 
-class _Stopped(Exception):
+class _StopError(Exception):
     pass
 
 
@@ -229,10 +231,10 @@ def test_it_goes_on_where_it_stopped_to_the_bit(networks, tmp_path, stage):
 
     def stopping(at, done, of):
         if at == stage and done == (of if stage == "sites" else of // 2 + 1):
-            raise _Stopped
+            raise _StopError
 
     again = copy.deepcopy(other)
-    with pytest.raises(_Stopped):
+    with pytest.raises(_StopError):
         normscope.heal(original, again, LEARN, HELD_OUT, steps=24, checkpoint=path, progress=stopping)
     assert path.exists() == (stage != "sites")
     asked = []
