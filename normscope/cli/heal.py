@@ -49,7 +49,7 @@ def heal(
     model: Model,
     output: Folder,
     func: OneFunc = "dyisru",
-    steps: Steps = 600,
+    steps: Steps = 900,
     init: Init = "fit",
     sites: Sites = "all",
     per: Per = "site",

@@ -59,6 +59,7 @@ def _draw_course(ax: Axes, points: Sequence[Point], style: Style) -> None:
     for stage in (BLOCKS, WHOLE):
         own = [(place, point) for place, point in zip(places, points, strict=True) if point.stage == stage]
         lines = [(place, point.loss) for place, point in own if point.loss is not None]
+        lines = [(edges[stage][0], lines[0][1]), *lines] if lines else []  # each is of the steps before it
         ax.plot(*zip(*lines, strict=True) if lines else ((), ()), color=loss, lw=1.1, ds="steps-pre")
     shown = [(place, point) for place, point in zip(places, points, strict=True) if point.drift is not None]
     for kept in (True, False):
@@ -78,7 +79,7 @@ def _draw_course(ax: Axes, points: Sequence[Point], style: Style) -> None:
         ax.yaxis.set_minor_formatter("{x:g}")
         ax.tick_params(axis="y", which="minor", labelsize=5)
     for stage, (low, high) in edges.items():
-        if low > 0:
+        if stage != SITES:
             ax.axvline(low, color=style.faint, lw=0.6, ls=":")
         ax.annotate(
             _NAMES[stage].replace("\n", " ") if stage != SITES else "sites",

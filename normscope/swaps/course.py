@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from normscope.healings import Point
 
-_INTERVALS = 16  # of a stage
+_INTERVALS = 12  # of a stage
 _WARM_UP = 0.08  # of a stage's steps
 _CLIP = 1.0
 _SLOWER = 0.7  # is the learning rate after steps that were taken back

@@ -26,9 +26,9 @@ from normscope.swaps.pool import Pool, tensor_bytes
 from normscope.swaps.replace import uncompiled
 from normscope.swaps.teaching import Lesson, repeatable
 
-STEPS = 600
+STEPS = 900
 _BLOCKS_ONE_IN = 6  # steps
-RATES = {BLOCKS: 1e-3, WHOLE: 1e-3}
+RATES = {BLOCKS: 1e-3, WHOLE: 1.5e-3}
 _SHARES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
 
 

@@ -14,6 +14,8 @@ from normscope.batches import Batch
 from normscope.outputs import Outputs
 from normscope.swaps.matching import pooled_loss, relative_errors, tensors_in, training_loss
 
+_OF_BLOCKS = 1.0  # the weight of what blocks give beside what the network gives
+
 
 @dataclass(frozen=True)
 class Call:
@@ -48,7 +50,7 @@ class Lesson:
     blocks: Sequence[str]
 
     def whole(self, batches: Sequence[Batch]) -> float:
-        """Add the gradients of the loss at the output and, as much again in all, at the blocks; return the former.
+        """Add the gradients of the loss at the output, and of that at the blocks; return the former.
 
         The blocks' own outputs say more about an input than the few numbers at the end, so that fewer inputs do.
         """
@@ -66,7 +68,7 @@ class Lesson:
                     for mine, theirs in zip(learned.calls[path], calls, strict=True)
                 ]
                 if hidden:
-                    loss = loss + torch.stack(hidden).mean()
+                    loss = loss + _OF_BLOCKS * torch.stack(hidden).mean()
                 (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
         return total
 

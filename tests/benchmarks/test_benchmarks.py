@@ -182,3 +182,9 @@ def test_rows_without_a_quantity_in_common_stand_apart(monkeypatch):
         (["", "", "time, s", "loss, %"], [["a", "fast", "2 (1–3)", ""], ["a", "slow", "10", "0.25"]]),
         (["", "", "memory, MB"], [["b", "", "1,234"]]),
     ]
+
+
+def test_healing(results):
+    samples = measured("healing", results, "--models", "demo_vit", "--curves", "dyt", "--steps", "6")
+    before, after, closed = (samples["demo_vit", "dyt", name][0] for name in ("drift before", "after all", "closed"))
+    assert closed == pytest.approx(100 * (1 - after / before)) and after <= before

@@ -219,7 +219,7 @@ def test_padding_is_no_data(networks):
     torch.testing.assert_close(*errors)
 
 
-class _Stopped(Exception):
+class _StopError(Exception):
     pass
 
 
@@ -231,10 +231,10 @@ def test_it_goes_on_where_it_stopped_to_the_bit(networks, tmp_path, stage):
 
     def stopping(at, done, of):
         if at == stage and done == (of if stage == "sites" else of // 2 + 1):
-            raise _Stopped
+            raise _StopError
 
     again = copy.deepcopy(other)
-    with pytest.raises(_Stopped):
+    with pytest.raises(_StopError):
         normscope.heal(original, again, LEARN, HELD_OUT, steps=24, checkpoint=path, progress=stopping)
     assert path.exists() == (stage != "sites")
     asked = []
