@@ -261,6 +261,20 @@ def test_a_network_that_does_not_compile_is_a_row_that_says_why(net, batch, monk
     assert {row.scope for row in rows} == {"norm", "model"}
 
 
+def test_a_network_that_does_not_run_in_a_dtype_is_a_row_that_says_why(net, batch, monkeypatch, quick):
+    def refusing(self, x):
+        if x.dtype == torch.float16:
+            raise TypeError("no float16 here")
+        return Net_forward(self, x)
+
+    monkeypatch.setattr(Net, "forward", refusing)
+    report = bench(net, batch, ["dyt"], dtypes=["float16"], budget=0)
+    rows = [row for row in report.rows if row.scope == "model"]
+    assert [(row.verdict, row.note) for row in rows if row.variant != "rmsnorm"] == [
+        (NOT_RUN, "TypeError: no float16 here")
+    ] * 3
+
+
 def test_compiled_for_real(net, batch):
     found = find_norms(net, batch)
     timed = norm_bench(net, variants(net, found.sites, "dyt")[::3], commonest(found), torch.zeros(0))
