@@ -33,6 +33,7 @@ class Course:
         rate: what the learning rate is multiplied by.
         points: what was, in order.
         drifts: quantiles of the drift on the held-out inputs, before the first stage and after each.
+        n_held_out: number of the held-out samples.
         done: whether all is done.
         moments: of the optimizer, by parameter name and its own name for them.
     """
@@ -43,6 +44,7 @@ class Course:
     rate: float = 1.0
     points: list[Point] = field(default_factory=list)
     drifts: dict[str, dict[str, float]] = field(default_factory=dict)
+    n_held_out: int = 0
     done: bool = False
     moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from normscope.pairs.state import left_as_found
 from normscope.swaps.alone import blocks_of, least_squares, norm_pairs
 from normscope.swaps.checkpoints import load_checkpoint, save_checkpoint
 from normscope.swaps.course import Course, Progress, Stage, restore, train
-from normscope.swaps.matching import output_errors
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.pool import Pool, tensor_bytes
 from normscope.swaps.replace import uncompiled
@@ -83,17 +83,16 @@ def heal(
     >>> report.after["median"] <= report.before["median"]
     True
     """
-    outputs = outputs or Outputs()
     teacher, student = uncompiled(original), uncompiled(swapped)
     sites = swapped_sites(teacher, student)
     _check(student, steps)
-    with left_as_found(teacher), left_as_found(student):
-        pool, reported = Pool.of(learn), list(as_batches(held_out))
-        if not reported:
-            raise DataError("There is no held-out batch to report the drift of.")
-        parameters = dict(student.named_parameters())
+    reported = list(held_out) if iter(held_out) is held_out else held_out
+    path = None if checkpoint is None else Path(checkpoint)
+    with left_as_found(teacher), left_as_found(student), _trainable(student) as parameters:
+        pool = Pool.of(learn)
+        blocks = repeatable(teacher, blocks_of(sites, teacher), pool.learned[0])
+        lesson = Lesson(teacher, student, outputs or Outputs(), blocks)
         start = {name: value.detach().clone() for name, value in parameters.items()}
-        path = None if checkpoint is None else Path(checkpoint)
         settings = {
             "model": type(teacher).__name__,
             "sites": {name: repr(student.get_submodule(name)) for name in sites},
@@ -103,29 +102,26 @@ def heal(
             "start values": _digest(student.state_dict()),
             "inputs": pool.digest,
         }
-        course = load_checkpoint(path, settings, parameters) if path else None
-        told = functools.partial(_quantiles, teacher, student, reported, outputs)
-        if course is None:
-            course = Course(_median(teacher, student, pool.judged, outputs), drifts={START: told()})
 
         def saved(course: Course) -> None:
             if path is not None:
                 save_checkpoint(path, settings, course, parameters)
 
+        course = load_checkpoint(path, settings, parameters) if path else None
+        if course is None:
+            course = _begun(lesson, pool, reported)
         if not course.done:
-            with _trainable(student):
-                _stages(teacher, student, sites, pool, outputs, steps, seed, course, told, saved, progress)
-        after = list(course.drifts.values())[-1]
-        restored = not after["median"] < course.drifts[START]["median"]
+            _stages(lesson, sites, pool, reported, Plan(steps, seed), course, saved, progress or _nobody)
+        restored = not list(course.drifts.values())[-1]["median"] < course.drifts[START]["median"]
         if restored:
             restore(parameters, start)
         if not course.done:
             course.done, course.moments = True, {}
             saved(course)
-    n_learned, n_judged, n_held_out = (
-        sum(len(batch.samples) for batch in part) for part in (pool.learned, pool.judged, reported)
+    n_learned, n_judged = (sum(len(batch.samples) for batch in part) for part in (pool.learned, pool.judged))
+    return HealReport(
+        course.drifts, restored, course.points, steps, n_learned, n_judged, course.n_held_out, pool.left_out
     )
-    return HealReport(course.drifts, restored, course.points, steps, n_learned, n_judged, n_held_out, pool.left_out)
 
 
 def swapped_sites(original: nn.Module, swapped: nn.Module) -> list[str]:
@@ -145,44 +141,57 @@ def swapped_sites(original: nn.Module, swapped: nn.Module) -> list[str]:
     return sites
 
 
+@dataclass(frozen=True)
+class Plan:
+    """How many steps there are, and by which seed batches are drawn."""
+
+    steps: int
+    seed: int
+
+
+def _begun(lesson: Lesson, pool: Pool, reported: Iterable[Any]) -> Course:
+    errors = lesson.errors(as_batches(reported))
+    if not len(errors):
+        raise DataError("There is no held-out batch to report the drift of.")
+    return Course(_median(lesson, pool.judged), n_held_out=len(errors), drifts={START: _quantiles(errors)})
+
+
 def _stages(
-    teacher: nn.Module,
-    student: nn.Module,
+    lesson: Lesson,
     sites: Sequence[str],
     pool: Pool,
-    outputs: Outputs,
-    steps: int,
-    seed: int,
+    reported: Iterable[Any],
+    plan: Plan,
     course: Course,
-    told: Callable[[], dict[str, float]],
     saved: Callable[[Course], None],
-    progress: Progress | None,
+    progress: Progress,
 ) -> None:
-    progress = progress or (lambda *_: None)
-    drift = functools.partial(_median, teacher, student, pool.judged, outputs)
-    parameters = dict(student.named_parameters())
-    blocks = repeatable(teacher, blocks_of(sites, teacher), pool.learned[0])
-    lesson = Lesson(teacher, student, outputs, blocks)
-    within = {name: own for name, own in parameters.items() if any(name.startswith(f"{block}.") for block in blocks)}
-    for_blocks = steps // _BLOCKS_ONE_IN if blocks else 0
-    trained = [
-        Stage(BLOCKS, for_blocks, RATES[BLOCKS], within, lambda n: lesson.by_blocks(pool.drawn(seed, BLOCKS, n))),
-        Stage(WHOLE, steps - for_blocks, RATES[WHOLE], parameters, lambda n: lesson.whole(pool.drawn(seed, WHOLE, n))),
-    ]
-    if SITES not in course.drifts:
-        _each_alone(teacher, student, sites, pool, course, drift, progress)
-        course.drifts[SITES] = told()
-        saved(course)
-    for stage in trained:
-        if stage.name not in course.drifts and stage.steps:
-            train(stage, course, drift, saved, progress)
-            course.drifts[stage.name] = told()
+    """Go through the stages that are not done yet, and note after each what the held-out drift is."""
+    parameters = dict(lesson.swapped.named_parameters())
+    within = {name: own for name, own in parameters.items() if name.startswith(tuple(f"{b}." for b in lesson.blocks))}
+    for_blocks = plan.steps // _BLOCKS_ONE_IN if within else 0
+
+    def taught(stage: str, lessons: Callable[[list[Batch]], float]) -> Callable[[int], float]:
+        return lambda step: lessons(pool.drawn(plan.seed, stage, step))
+
+    by_blocks, whole = taught(BLOCKS, lesson.by_blocks), taught(WHOLE, lesson.whole)
+    drift = functools.partial(_median, lesson, pool.judged)
+    stages: dict[str, Callable[[], None]] = {SITES: lambda: _each_alone(lesson, sites, pool, course, drift, progress)}
+    for stage in (
+        Stage(BLOCKS, for_blocks, RATES[BLOCKS], within, by_blocks),
+        Stage(WHOLE, plan.steps - for_blocks, RATES[WHOLE], parameters, whole),
+    ):
+        if stage.steps:
+            stages[stage.name] = functools.partial(train, stage, course, drift, saved, progress)
+    for name, run in stages.items():
+        if name not in course.drifts:
+            run()
+            course.drifts[name] = _quantiles(lesson.errors(as_batches(reported)))
             saved(course)
 
 
 def _each_alone(
-    teacher: nn.Module,
-    student: nn.Module,
+    lesson: Lesson,
     sites: Sequence[str],
     pool: Pool,
     course: Course,
@@ -191,13 +200,13 @@ def _each_alone(
 ) -> None:
     """Give one site after the other what fits its norm best, and keep it where the drift at the output fell."""
     course.enter(SITES)
-    modules = {name: student.get_submodule(name) for name in sites}
+    modules = {name: lesson.swapped.get_submodule(name) for name in sites}
     functions = {
         name: module
         for name, module in modules.items()
         if isinstance(module, PointwiseFunction) and module.activation is None
     }
-    pairs = norm_pairs(teacher, functions, pool.learned)
+    pairs = norm_pairs(lesson.original, functions, pool.learned)
     for number, (name, (x, y)) in enumerate(pairs.items(), 1):
         own = dict(functions[name].named_parameters())
         before = {key: value.detach().clone() for key, value in own.items()}
@@ -208,23 +217,27 @@ def _each_alone(
         progress(SITES, number, len(pairs))
 
 
-def _median(teacher: nn.Module, student: nn.Module, batches: Sequence[Batch], outputs: Outputs) -> float:
-    return _quantiles(teacher, student, batches, outputs)["median"]
+def _median(lesson: Lesson, batches: Sequence[Batch]) -> float:
+    return _quantiles(lesson.errors(batches))["median"]
 
 
-def _quantiles(teacher: nn.Module, student: nn.Module, batches: Sequence[Batch], outputs: Outputs) -> dict[str, float]:
-    errors = output_errors(teacher, student, batches, outputs)
+def _quantiles(errors: Tensor) -> dict[str, float]:
     # Between two samples there may be ∞ on one side, of which a line has no middle.
     at = "linear" if bool(errors.isfinite().all()) else "higher"
     return {name: float(errors.quantile(share, interpolation=at)) for name, share in _SHARES.items()}
 
 
+def _nobody(stage: str, done: int, of: int) -> None:
+    """Nobody is told of the progress."""
+
+
 @contextlib.contextmanager
-def _trainable(model: nn.Module) -> Iterator[None]:
+def _trainable(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+    """Yield all parameters, to be trained; which of them were to be is put back afterwards."""
     wanted = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:
         model.requires_grad_(True)
-        yield
+        yield dict(model.named_parameters())
     finally:
         for parameter, flag in wanted.items():
             parameter.requires_grad_(flag)

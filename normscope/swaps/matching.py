@@ -57,12 +57,12 @@ def pooled_loss(found: Tensor, wanted: Tensor, valid: Tensor | None) -> Tensor:
 @torch.no_grad()
 def output_errors(original: nn.Module, swapped: nn.Module, batches: Iterable[Batch], outputs: Outputs) -> Tensor:
     """Return the relative L2 at the output of every sample: float64 ``(samples,)`` on the CPU, ∞ where not finite."""
-    errors = []
+    errors: list[Tensor] = []
     for batch in batches:
         wanted = outputs.read(original(*batch.args, **batch.kwargs), batch)
         found = outputs.read(swapped(*batch.args, **batch.kwargs), batch)
         errors.append(relative_errors(found, wanted, batch.valid).double().cpu())
-    return torch.cat(errors).nan_to_num(nan=torch.inf)
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *errors]).nan_to_num(nan=torch.inf)
 
 
 def tensors_in(result: Any) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from normscope.batches import Batch
 from normscope.outputs import Outputs
-from normscope.swaps.matching import pooled_loss, relative_errors, tensors_in, training_loss
+from normscope.swaps.matching import output_errors, pooled_loss, relative_errors, tensors_in, training_loss
 
 _OF_BLOCKS = 1.0  # the weight of what blocks give beside what the network gives
 
@@ -48,6 +48,10 @@ class Lesson:
     swapped: nn.Module
     outputs: Outputs
     blocks: Sequence[str]
+
+    def errors(self, batches: Iterable[Batch]) -> Tensor:
+        """Return how far the outputs lie apart, sample by sample, see :func:`output_errors`."""
+        return output_errors(self.original, self.swapped, batches, self.outputs)
 
     def whole(self, batches: Sequence[Batch]) -> float:
         """Add the gradients of the loss at the output, and of that at the blocks; return the former.

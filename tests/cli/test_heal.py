@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 import normscope
 from normscope.cli import app
 from normscope.swaps import heal as healing
+from normscope.swaps.matching import output_errors
 
 QUICK = ("demo_vit", "--steps", "16", "--device", "cpu", "--sites", "blocks.0.*,norm")
 
@@ -38,7 +39,7 @@ def test_a_network_is_healed_and_written(here):
     # What was written has the drift that was told.
     network = normscope.load("demo_vit", device="cpu")
     swapped = normscope.load_swapped("healed", device="cpu")
-    errors = healing.output_errors(network.module, swapped.module, list(network.inputs), network.outputs)
+    errors = output_errors(network.module, swapped.module, list(network.inputs), network.outputs)
     # Batches of another size sum in another order, in float32.
     assert float(errors.quantile(0.5)) == pytest.approx(document["after"]["median"], rel=1e-4)
 
