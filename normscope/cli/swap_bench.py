@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,6 @@ from normscope.files import check_writable
 
 if TYPE_CHECKING:
     import torch
-    from matplotlib.figure import Figure
 
     from normscope.drifts import DriftReport
     from normscope.models.base import LoadedModel
@@ -108,7 +107,6 @@ def swap_bench(
 ) -> None:
     """Replace norms by point-wise functions: how far the outputs move on held-out inputs, and how fast it is."""
     say = Output(as_json, quiet)
-    from normscope.figures.scurves import save_described
     from normscope.figures.style import style_named
     from normscope.models.devices import resolve_device
     from normscope.swaps.bench import in_words
@@ -134,9 +132,10 @@ def swap_bench(
         speed = _speed(network, wanted, run, full, seconds, say)
         if name == _PUBLISHED:
             tables.append(_published(network, wanted, say).as_dict())
-        for view, figure in zip(_VIEWS, _drawn(moved, learner.norms, speed, style), strict=True):
-            path = figure_path(output, suffix, name, view, [entry["file"] for entry in figures])
-            save_described(figure, path, moved[0].about, dpi)
+        taken = [entry["file"] for entry in figures]
+        paths = {view: figure_path(output, suffix, name, view, taken) for view in _VIEWS}
+        _draw(paths, moved, learner.norms, speed, style, dpi)
+        for view, path in paths.items():
             say.result(str(path))
             figures.append({"model": name, "view": view, "file": str(path)})
         drifts += [report.as_dict() for report in moved]
@@ -268,10 +267,17 @@ def _published(network: LoadedModel, wanted: Wanted, say: Output) -> PublishedRe
     return report
 
 
-def _drawn(
-    moved: Sequence[DriftReport], norms: Sequence[NormSite], speed: BenchReport, style: str
-) -> tuple[Figure, Figure]:
+def _draw(
+    paths: Mapping[str, Path],
+    moved: Sequence[DriftReport],
+    norms: Sequence[NormSite],
+    speed: BenchReport,
+    style: str,
+    dpi: int,
+) -> None:
     from normscope.figures.drift import plot_drift
+    from normscope.figures.scurves import save_described
     from normscope.figures.speed import plot_speed
 
-    return plot_drift(moved, norms, style=style), plot_speed(speed, style=style)
+    save_described(plot_drift(moved, norms, style=style), paths["drift"], moved[0].about, dpi)
+    save_described(plot_speed(speed, style=style), paths["speed"], speed.about, dpi)

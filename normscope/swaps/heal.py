@@ -204,7 +204,7 @@ def _each_alone(
     functions = {
         name: module
         for name, module in modules.items()
-        if isinstance(module, PointwiseFunction) and module.activation is None
+        if isinstance(module, PointwiseFunction) and not module.activated
     }
     pairs = norm_pairs(lesson.original, functions, pool.learned)
     for number, (name, (x, y)) in enumerate(pairs.items(), 1):

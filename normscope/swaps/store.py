@@ -141,7 +141,7 @@ def _site(path: str, module: nn.Module) -> SwappedSite:
         elementwise_affine=module.weight is not None and (not is_function or module.weight.numel() > 1),
         bias=module.bias is not None,
         activated=isinstance(module, PointwiseFunction) and module.activated,
-        eps=module.eps if isinstance(module, RMSNorm) else None,
+        eps=module.variance_epsilon if isinstance(module, RMSNorm) else None,
     )
 
 
