@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from normscope.errors import ModelError
 from normscope.models import registry
@@ -134,8 +134,10 @@ def _check_model(name: str, record: SwapRecord, folder: Path) -> None:
         theirs = registry.find(record.model).source
     except ModelError:
         theirs = record.model
-    same = mine.partition(":")[0] == theirs.partition(":")[0] and Path(mine).name == Path(theirs).name
-    if mine != theirs and not (same and (Path(mine.partition(":")[2]).exists() or mine.startswith(f"{_CODE}:"))):
+    library, _, place = mine.partition(":")
+    their_library, _, their_place = theirs.partition(":")
+    moved = library == their_library and Path(place).name == Path(their_place).name
+    if mine != theirs and not (moved and (library == _CODE or Path(place).exists())):
         raise ModelError(f"The swap in {folder} is of {record.model}, not of {name}.")
 
 
@@ -143,5 +145,6 @@ def _restored(network: LoadedModel, folder: Path) -> LoadedModel:
     from normscope.swaps.store import restored
 
     record = restored(network.module, folder)
-    provenance = Provenance("file", f"swap {folder.resolve().name} ({record.description})")
-    return replace(network, provenance=provenance)
+    # What was random before a swap still is, and has to be said so.
+    kind: Literal["random", "file"] = "random" if "random weights" in record.weights else "file"
+    return replace(network, provenance=Provenance(kind, f"swap {folder.resolve().name} ({record.description})"))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from normscope.errors import UsageError
-from normscope.files import check_writable, file_stem, whole_file
+from normscope.files import check_folder_writable, check_writable, file_stem, whole_file, whole_folder
 
 
 def test_a_file_appears_once_it_is_whole(tmp_path):
@@ -79,3 +79,72 @@ def test_a_stem_is_one_harmless_part_of_a_path(name):
     assert stem and not stem.startswith((".", "-")) and ".." not in stem
     assert set(stem) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
     assert len(stem) <= 120
+
+
+def write(path, text):
+    with whole_folder(path, ["a", "b"]) as partial:
+        (partial / "a").write_text(text)
+        assert not path.exists() or (path / "a").read_text() != text
+
+
+def test_a_folder_appears_once_it_is_whole_and_takes_the_place_of_its_like(tmp_path):
+    target = tmp_path / "new" / "folder"
+    check_folder_writable(target, ["a"])
+    assert not target.parent.exists()
+    write(target, "first")
+    assert stat.S_IMODE(target.stat().st_mode) == 0o777 & ~os.umask(os.umask(0o022))
+    (tmp_path / "link").symlink_to(target)
+    write(tmp_path / "link", "second")
+    assert (tmp_path / "link").is_symlink()
+    assert (target / "a").read_text() == "second"
+    assert [path.name for path in target.parent.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()])
+def test_an_interrupted_folder_never_appears(tmp_path, error):
+    write(tmp_path / "old", "whole")
+    for name in ("new", "old"):
+        with pytest.raises(type(error)), whole_folder(tmp_path / name, ["a"]) as partial:
+            (partial / "a").write_text("half")
+            raise error
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert (tmp_path / "old" / "a").read_text() == "whole"
+
+
+def test_a_folder_that_cannot_be_put_in_place_leaves_the_old_one(tmp_path, monkeypatch):
+    write(tmp_path / "old", "whole")
+    rename = type(tmp_path).rename
+
+    def refuse(self, target):
+        if (self / "a").exists() and (self / "a").read_text() == "new":
+            raise PermissionError(1, "not now")
+        return rename(self, target)
+
+    monkeypatch.setattr(type(tmp_path), "rename", refuse)
+    with pytest.raises(UsageError, match="not now"):
+        write(tmp_path / "old", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert (tmp_path / "old" / "a").read_text() == "whole"
+
+
+def test_folders_that_hold_something_else_are_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("others", "nested"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "others" / "c").touch()
+    (tmp_path / "nested" / "a").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    for name, reason in (
+        ("others", "c in it would be lost"),
+        ("nested", "a in it would be lost"),
+        ("file", "it is a file"),
+        ("file/below", "Not a directory|it is a file"),
+        (".", "the folder that this runs in"),
+        ("/", "the folder that this runs in|would be lost"),
+        ("loop", "[Ll]evels of symbolic links"),
+        ("long" * 100, "too long"),
+    ):
+        for attempt in (lambda at: check_folder_writable(at, ["a"]), lambda at: write(at, "new")):
+            with pytest.raises(UsageError, match=reason):
+                attempt(type(tmp_path)(name))

@@ -24,7 +24,7 @@ from normscope.cli.options import (
 )
 from normscope.cli.output import Output
 from normscope.cli.sources import Run, check_models
-from normscope.cli.swap import Folder, Func, How, Init, Per, Shift, Sites, norms_to_swap, start_values
+from normscope.cli.swap import Folder, Func, How, Init, Per, Shift, Sites, call_to_load, norms_to_swap, start_values
 from normscope.errors import count
 from normscope.files import check_folder_writable, check_writable
 
@@ -72,7 +72,7 @@ def heal(
     from normscope.swaps.heal import heal as train
     from normscope.swaps.record import FILES
     from normscope.swaps.replace import Swap, replacements
-    from normscope.swaps.start import asked_for
+    from normscope.swaps.start import RMS_NORM, asked_for
     from normscope.swaps.store import save_swapped
 
     asked = asked_for(func, init)
@@ -85,7 +85,8 @@ def heal(
     network = run.load(model, say)
     learn, held_out = _learned_and_held_out(network)
     norms, skipped = norms_to_swap(network, learn, sites)
-    say.skipped(skipped)
+    if not how.fits:
+        say.skipped(skipped)
     fits, about = start_values(network, learn, norms, how, seed, say)
     swapped = copy.deepcopy(network.module)
     Swap(swapped, replacements(swapped, asked, fits, init="fit" if how.fits else init))
@@ -110,14 +111,15 @@ def heal(
         raise
     title = " · ".join([network.name, func, network.provenance.description])
     say.result("{model} · {weights} · {data}".format(**about))
-    folder = save_swapped(swapped, output, about, func=func, init=init, healed=0 if report.restored else steps)
+    begun = None if asked == RMS_NORM else init
+    folder = save_swapped(swapped, output, about, func=func, init=begun, healed=None if report.restored else steps)
     whole = {**about, "held_out": held_out.description, "func": func, "init": init, "per": per, "sites": len(norms)}
     _draw(report, title, whole, drawn)
     checkpoint.unlink(missing_ok=True)
     _tell(report, say)
     say.result(str(folder))
     say.result(str(drawn))
-    say.remark(f"--weights {folder} takes it in every command; in Python, normscope.load_swapped({str(folder)!r})")
+    say.remark(f"--weights {folder} takes it in every command; in Python, {call_to_load(model, str(folder))}")
     files = {"folder": str(folder), "figure": str(drawn)}
     document = {**whole, **files, **report.as_dict()}
     say.document(document, [{**whole, **row} for row in _rows(report)])

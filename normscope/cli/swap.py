@@ -27,7 +27,7 @@ from normscope.cli.options import (
 )
 from normscope.cli.output import Output
 from normscope.cli.sources import Run, check_models
-from normscope.errors import UsageError, count, unknown
+from normscope.errors import UsageError, unknown
 from normscope.files import check_folder_writable
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def swap(
     check_models([model])
     from normscope.swaps.record import FILES
     from normscope.swaps.replace import Swap, replacements
-    from normscope.swaps.start import asked_for, starts
+    from normscope.swaps.start import RMS_NORM, asked_for, starts
     from normscope.swaps.store import save_swapped
 
     asked = asked_for(func, init)
@@ -106,21 +106,21 @@ def swap(
     check_folder_writable(output, FILES)
     run = Run(weights, data, limit, batch_size, seed, device, dtype, guidance=guidance, timesteps=timesteps)
     network = run.load(model, say)
-    learned = _to_learn_from(network)
+    learned = _to_learn_from(network) if how.fits else network.inputs
     norms, skipped = norms_to_swap(network, learned, sites)
-    say.skipped(skipped)
+    if not how.fits:
+        say.skipped(skipped)
     fits, about = start_values(network, learned, norms, how, seed, say)
     begin = "fit" if how.fits else init  # fits of theory's A and α are made already
-    begun = starts(asked, fits, begin)
+    rows = [_row(start, fits) for start in starts(asked, fits, begin)]
     Swap(network.module, replacements(network.module, asked, fits, init=begin))
-    folder = save_swapped(network.module, output, about, func=func, init=init if how.fits or init == "paper" else None)
-    rows = [_row(start, fits) for start in begun]
+    folder = save_swapped(network.module, output, about, func=func, init=None if asked == RMS_NORM else init)
     from normscope.figures.swap_tables import swapped_table
 
     say.result("{model} · {weights} · {data}".format(**about))
     say.result(swapped_table(rows))
     say.result(str(folder))
-    say.remark(f"--weights {folder} takes it in every command; in Python, normscope.load_swapped({str(folder)!r})")
+    say.remark(f"--weights {folder} takes it in every command; in Python, {call_to_load(model, str(folder))}")
     whole = {**about, "folder": str(folder), "func": func, "init": init, "per": per}
     left_out = [{"model": model, **asdict(norm)} for norm in skipped]
     say.document({**whole, "sites": rows, "skipped": left_out}, [{**whole, **row} for row in rows])
@@ -184,14 +184,20 @@ def start_values(
     seen = capture(
         network.module,
         say.tracked(learned),
-        layers=[norm.index for norm in norms],
+        layers=[norm.name for norm in norms],
         about=network.about,
         seed=seed,
         by_gamma=how.per == "site",
         per_channel=how.per == "channel",
     )
-    say.remark(f"{network.name}: learned from {count(seen.n_samples, 'sample')}, {seen.about['data']}")
+    say.account(seen, (network.calibration or network.inputs).unreadable)
     return fitted(seen, how.asked, how.init, per=how.per, shift=how.shift is not False), dict(seen.about)
+
+
+def call_to_load(model: str, folder: str) -> str:
+    """Write the call that loads it; a network of the user's own is loaded by its name."""
+    own = model.startswith("py:")
+    return f"normscope.load({model!r}, weights={folder!r})" if own else f"normscope.load_swapped({folder!r})"
 
 
 def _row(start: Start, fits: Sequence[CurveFit] | Sequence[NormSite]) -> dict[str, Any]:

@@ -51,8 +51,8 @@ class Swap:
         replaced = {id(norm): self.modules[path] for path, norm in own.items()}
         # A module that several parents hold is replaced in each.
         for parent in inner.modules():
-            for name, child in parent.named_children():
-                if id(child) in replaced:
+            for name, child in parent._modules.items():  # named_children leaves out a second name of the same module
+                if child is not None and id(child) in replaced:
                     self._places.append((parent, name, child, replaced[id(child)]))
         for parent, name, norm, module in self._places:
             module.train(norm.training)

@@ -79,7 +79,7 @@ def save_swapped(
         except (SafetensorError, ValueError) as error:
             raise UsageError(f"Cannot write {folder}: {error}.") from error
         record = SwapRecord(
-            **{key: named[key] for key in ("model", "weights", "data")},
+            **{key: str(named[key]) for key in ("model", "weights", "data")},
             func=func or ", ".join(dict.fromkeys(site.curve for site in sites)),
             init=init,
             healed=healed,

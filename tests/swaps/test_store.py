@@ -1,0 +1,306 @@
+"""A swapped network and what its folder gives back are the same to the bit; anything else is a sentence."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from timm.layers import BatchNormAct2d, GroupNormAct, LayerNorm2d
+from torch import nn
+
+from normscope import PointwiseFunction, Swap, capture, curve_of, save_swapped, swap
+from normscope.errors import ModelError, NormscopeError, UsageError
+from normscope.swaps import store
+from normscope.swaps.record import read_record
+from normscope.swaps.replace import replacements
+from normscope.swaps.start import asked_for, fitted
+from normscope.swaps.store import restored
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, two buffers that overlap, a weight that is not contiguous, and one shared norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+        self.third.weight = nn.Parameter(torch.randn(8, 8).t())
+        self.norm = self.again = nn.LayerNorm(8)
+        base = torch.randn(12)
+        self.register_buffer("front", base[:8])
+        self.register_buffer("back", base[4:])
+
+    def forward(self, x):
+        return self.third(self.again(self.second(self.norm(self.first(x))))) + self.front + self.back
+
+
+def tokens():
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8, elementwise_affine=False))
+
+
+def picture():
+    norms = [nn.GroupNorm(2, 8), LayerNorm2d(8), GroupNormAct(8, 2), BatchNormAct2d(8, act_layer=nn.PReLU)]
+    return nn.Sequential(nn.Conv2d(3, 8, 1), *[part for norm in norms for part in (norm, nn.Conv2d(8, 8, 1))])
+
+
+def data(make):
+    shape = (16, 3, 4, 4) if make is picture else (64, 8)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def trained(make, seed=0):
+    torch.manual_seed(seed)
+    model = make().eval()
+    for parameter in model.parameters():
+        parameter.data = parameter.data + 0.3 * torch.randn(parameter.shape)
+    return model
+
+
+def put_in(model, x, curve, per="site"):
+    seen = capture(model, [x], by_gamma=per == "site", per_channel=per == "channel")
+    fits = fitted(seen, asked_for(curve), per=per) if curve != "rmsnorm" else seen.sites
+    Swap(model, replacements(model, curve, fits))
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Save a swap of a small network."""
+    model = put_in(trained(tokens), data(tokens), "dyt")
+    return save_swapped(model, tmp_path / "swap", {"model": "tokens", "weights": "w", "data": "d"})
+
+
+FORMULA = "mine=x/(1+abs(x)**3)**(1/3)"
+CASES = [
+    *[(make, curve, "site") for make in (tokens, picture) for curve in ("dyt", "derf", "free", "best", FORMULA)],
+    *[(make, "dyisru", "channel") for make in (tokens, picture)],
+    *[(make, "rmsnorm", "site") for make in (tokens, Tied)],
+    (Tied, "dyt", "site"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("make", "curve", "per"), CASES)
+def test_what_is_given_back_is_the_same_to_the_bit(make, curve, per, dtype, tmp_path):
+    x = data(make).to(dtype)
+    model = put_in(trained(make).to(dtype), x, curve, per)
+    save_swapped(model, tmp_path / "swap")
+    fresh = trained(make, seed=1).to(dtype)
+    assert not torch.equal(fresh(x), model(x))
+    restored(fresh, tmp_path / "swap")
+    assert torch.equal(fresh(x), model(x))
+    assert repr(fresh) == repr(model)
+    mine, theirs = fresh.state_dict(), model.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) and mine[name].dtype == theirs[name].dtype for name in theirs)
+
+
+def test_a_tensor_that_two_share_is_written_once(tmp_path):
+    model = put_in(trained(Tied), data(Tied), "dyt")
+    save_swapped(model, tmp_path / "swap")
+    with safe_open(tmp_path / "swap" / "model.safetensors", framework="pt") as file:
+        names = set(file.keys())
+    assert {"first.weight", "norm.alpha"} <= names
+    assert not {"second.weight", "again.alpha"} & names
+    fresh = trained(Tied, seed=1)
+    restored(fresh, tmp_path / "swap")
+    assert fresh.first.weight is fresh.second.weight
+    assert fresh.norm is fresh.again
+
+
+def test_what_the_folder_says_of_itself(tmp_path):
+    model = trained(picture)
+    seen = capture(model, [data(picture)])
+    swap(model, "derf", seen, sites="3,7")
+    about = {"model": "mine", "weights": "seed 0", "data": "noise"}
+    save_swapped(model, tmp_path / "swap", about, func="derf", init="fit", healed=20)
+    record = read_record(tmp_path / "swap")
+    assert (record.model, record.weights, record.data, record.init, record.healed) == (*about.values(), "fit", 20)
+    assert [(site.name, site.norm) for site in record.sites] == [
+        ("3", "timm.layers.norm.LayerNorm2d"),
+        ("7", "timm.layers.norm_act.BatchNormAct2d"),
+    ]
+    assert [(site.curve, site.channel_axis, site.shift, site.activated) for site in record.sites] == [
+        ("erf", 1, True, False),
+        ("erf", 1, True, True),
+    ]
+    assert record.description.startswith("derf in place of 2 norms, healed in 20 steps, of seed 0, sha256 ")
+
+
+def test_a_swap_of_a_swap_still_names_the_norm(folder):
+    model = trained(tokens)
+    restored(model, folder)
+    Swap(model, {"1": PointwiseFunction("isru", 8)})
+    assert [site.norm.rpartition(".")[2] for site in read_record(save_swapped(model, folder)).sites] == [
+        "LayerNorm"
+    ] * 2
+
+
+def test_a_compiled_network_is_written_and_restored_as_the_network_itself(tmp_path):
+    model, fresh = put_in(trained(tokens), data(tokens), "dyt"), trained(tokens, seed=1)
+    save_swapped(torch.compile(model), tmp_path / "swap")
+    restored(torch.compile(fresh), tmp_path / "swap")
+    assert torch.equal(fresh(data(tokens)), model(data(tokens)))
+
+
+def test_what_cannot_be_written(tmp_path):
+    model = trained(tokens)
+    with pytest.raises(ModelError, match="Nothing was swapped in this Sequential"):
+        save_swapped(model, tmp_path / "swap")
+    Swap(model, {"1": PointwiseFunction(curve_of(nn.functional.silu, "swish", "x*tanh(x)"), 8)})
+    with pytest.raises(UsageError, match="'swish' at 1 is a Python function, which no file holds"):
+        save_swapped(model, tmp_path / "swap")
+    Swap(model, {"1": PointwiseFunction("tanh", 8)})
+    with pytest.raises(ModelError, match=r"0\.weight is on the meta device"):
+        save_swapped(model.to("meta"), tmp_path / "swap")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_appears_whole_or_not_at_all(folder, monkeypatch):
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    model = trained(tokens, seed=2)
+    restored(model, folder)
+    model[0].weight.data += 1
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "versions", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            save_swapped(model, folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    save_swapped(model, folder)
+    assert (folder / "model.safetensors").read_bytes() != before["model.safetensors"]
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match=r"notes\.txt in it would be lost"):
+        save_swapped(model, folder)
+    assert [path.name for path in folder.parent.iterdir()] == ["swap"]
+
+
+def test_folders_that_are_none(folder, tmp_path):
+    with pytest.raises(ModelError, match=r"There is no swap in .*nothing: no swap\.json"):
+        restored(trained(tokens), tmp_path / "nothing")
+    (folder / "swap.json").write_text('{"format": "another"}')
+    with pytest.raises(ModelError, match="is no swap's"):
+        restored(trained(tokens), folder)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 200, -1])
+def test_truncated_tensors(folder, keep):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ModelError, match=r"is damaged: model\.safetensors is not the file"):
+        restored(trained(tokens), folder)
+    path.unlink()
+    with pytest.raises(ModelError, match=r"has no model\.safetensors"):
+        restored(trained(tokens), folder)
+
+
+def edited(folder, change):
+    document = json.loads((folder / "swap.json").read_text())
+    change(document)
+    (folder / "swap.json").write_text(json.dumps(document))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda swap: swap.update(version=2), "version 2; this normscope reads version 1"),
+        (lambda swap: swap.pop("sites"), "the sites of a swap is missing"),
+        (lambda swap: swap["sites"].append(swap["sites"][0]), "it names a site twice"),
+        (lambda swap: swap["sites"][0].update(name="5"), "something at 5, where this Sequential has no module"),
+        (lambda swap: swap["sites"][0].update(name="0"), "replaced a LayerNorm at 0, where this network has a Linear"),
+        (lambda swap: swap["sites"][0].update(curve="tanhh"), "There is no curve 'tanhh'. Did you mean 'tanh'"),
+        (lambda swap: swap["sites"][0].update(curve="f=__import__('os')"), "is not understood at column"),
+        (lambda swap: swap["sites"][0].update(curve="free"), "the table of 1 is no function"),
+        (lambda swap: swap["sites"][0].update(activated=True), "activates at 1, where a LayerNorm does not"),
+        (lambda swap: swap["sites"][0].update(normalized_shape=[2**40]), r"1.weight is \(8,\), not \(1099511627776,\)"),
+        (lambda swap: swap["sites"].pop(), r"does not fit this Sequential: 3.alpha is not in the network"),
+        (lambda swap: swap["tied"].update({"x": "y"}), "x cannot be y under another name"),
+    ],
+)
+def test_a_folder_that_does_not_fit(folder, change, said):
+    model = trained(tokens)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ModelError, match=said):
+        restored(model, edited(folder, change))
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def places(node):
+    """Every key of a document and every number of a list in it, with what holds it."""
+    for key in node if isinstance(node, dict) else range(len(node)):
+        yield node, key
+        if isinstance(node[key], (dict, list)):
+            yield from places(node[key])
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(choices=st.data())
+def test_no_json_does_anything_but_load_or_be_refused(folder, choices):
+    text = (folder / "swap.json").read_text()
+    document = json.loads(text)
+    holder, key = choices.draw(st.sampled_from(list(places(document))))
+    scalars = (
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats()
+        | st.text()
+        | st.sampled_from(
+            [
+                "tanh",
+                "free",
+                "rmsnorm",
+                "mine=x",
+                "mine=1/x",
+                "",
+                "0",
+                "1",
+                "..",
+                "\0",
+                "\ud800",
+                2**70,
+                [8],
+                [[8]],
+                [0],
+                {},
+            ]
+        )
+    )
+    if choices.draw(st.booleans()):
+        holder[key] = choices.draw(scalars | st.lists(scalars, max_size=3))
+    else:
+        del holder[key]
+    (folder / "swap.json").write_text(json.dumps(document))
+    model = trained(tokens)
+    try:
+        restored(model, folder)
+        assert isinstance(model[1], PointwiseFunction)
+    except NormscopeError as error:
+        assert isinstance(error, ModelError)
+        assert isinstance(model[1], nn.LayerNorm)
+    finally:
+        (folder / "swap.json").write_text(text)
+
+
+def test_a_full_swap_leaves_nothing_to_observe_and_a_partial_one_the_rest(folder):
+    model = trained(tokens)
+    restored(model, folder)
+    with pytest.raises(ModelError, match=r"All 2 norms of this Sequential were replaced \(tanh\), and none is left"):
+        capture(model, [data(tokens)])
+    partly = trained(tokens)
+    swap(partly, "dyt", capture(partly, [data(tokens)]), sites="0,")
+    seen = capture(partly, [data(tokens)])
+    assert [site.name for site in seen.sites] == ["3"]
+    assert [(norm.name, norm.reason) for norm in seen.skipped] == [("1", "a point-wise function (tanh), no norm")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_our_own_rms_norm_is_a_norm(dtype):
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), LayerNorm2d(8)).to(dtype).eval()
+    x = data(picture).to(dtype)
+    Swap(model, replacements(model, "rmsnorm", capture(model, [x]).sites))
+    seen = capture(model, [x], verify=True)  # which fails where our y does not make its output
+    assert [(site.kind, site.channel_axis, site.centred) for site in seen.sites] == [("RMSNorm", 1, False)]
