@@ -72,6 +72,7 @@ def heal(
     from normscope.swaps.heal import heal as train
     from normscope.swaps.record import FILES
     from normscope.swaps.replace import Swap
+    from normscope.swaps.start import RMS_NORM
     from normscope.swaps.store import save_swapped
 
     how = How.of(func, init, per, shift)
@@ -106,7 +107,8 @@ def heal(
         raise
     title = " · ".join([network.name, func, network.provenance.description])
     say.result("{model} · {weights} · {data}".format(**learner.about))
-    folder = save_swapped(swapped, output, learner.about, func=func, init=init, healed=0 if report.restored else steps)
+    begun, healed = (None if how.asked == RMS_NORM else init), (None if report.restored else steps)
+    folder = save_swapped(swapped, output, learner.about, func=func, init=begun, healed=healed)
     asked = {"func": func, "init": init, "per": per, "sites": len(learner.norms)}
     whole = {**learner.about, "held_out": learner.held_out.description, **asked}
     _draw(report, title, whole, drawn)

@@ -38,7 +38,8 @@ def relative_errors(found: Tensor, wanted: Tensor, valid: Tensor | None = None, 
         found, wanted = found * kept, wanted * kept
     norms = vector_norm(wanted.flatten(1), dim=1)
     floor = least * norms.square().mean().sqrt() + torch.finfo(inside).tiny
-    return vector_norm((found - wanted).flatten(1), dim=1) / norms.clamp_min(floor)
+    errors: Tensor = vector_norm((found - wanted).flatten(1), dim=1) / norms.clamp_min(floor)
+    return errors
 
 
 def training_loss(found: Tensor, wanted: Tensor, valid: Tensor | None) -> Tensor:
@@ -51,7 +52,8 @@ def pooled_loss(found: Tensor, wanted: Tensor, valid: Tensor | None) -> Tensor:
     if valid is not None and found.shape[:2] == valid.shape:
         kept = valid.to(found.device).view(*valid.shape, *[1] * (found.ndim - 2))
         found, wanted = found * kept, wanted * kept
-    return vector_norm(found - wanted) / vector_norm(wanted).clamp_min(torch.finfo(torch.float32).tiny)
+    error: Tensor = vector_norm(found - wanted) / vector_norm(wanted).clamp_min(torch.finfo(torch.float32).tiny)
+    return error
 
 
 @torch.no_grad()

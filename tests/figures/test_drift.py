@@ -200,8 +200,8 @@ def test_the_headline_is_a_row_a_swap(reports):
         assert row[:4] == (one.func, one.init, "3", "12")
         assert float(row[4]) == pytest.approx(one.all.relative_l2.p50, rel=5e-3)  # three digits
         assert float(row[6]) == pytest.approx(one.all.cosine.p50, abs=5e-5)
-        assert float(row[8]) == pytest.approx(one.all.kl.p50, rel=5e-3)
-        assert row[10] == f"{100 * one.all.top1:.1f}%"
+        assert float(row[9]) == pytest.approx(one.all.kl.p50, rel=5e-3)
+        assert row[11] == f"{100 * one.all.top1:.1f}%"
 
 
 def test_what_is_not_finite_is_said_in_the_table(reports):
