@@ -1,0 +1,129 @@
+"""``normscope swap-bench`` as a user meets it."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import normscope
+from normscope.cli import app
+from normscope.splits import learned_and_held_out
+from normscope.swaps.replace import swap
+
+FACTORY = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + self.layer(self.norm(x)).relu()
+
+def network():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), Block(), Block(), nn.LayerNorm(16))
+    return model, [torch.randn(8, 5, 4) * 3 for _ in range(4)]
+"""
+NAME = "py:net.py:network"
+QUICK = ("--seconds", "0", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("swap-bench")
+    (folder / "net.py").write_text(FACTORY)
+    return folder
+
+
+def run(folder, monkeypatch, *arguments):
+    monkeypatch.chdir(folder)
+    return CliRunner().invoke(app, ["swap-bench", *arguments, *QUICK])
+
+
+def test_the_document_holds_what_the_python_interface_measures(folder, monkeypatch):
+    arguments = (NAME, "--func", "dyt,rmsnorm", "--init", "fit,paper", "--json", "-o", "out")
+    done = run(folder, monkeypatch, *arguments)
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    assert list(document) == ["device", "drift", "speed", "figures"] and document["device"].startswith("cpu")
+    reports = document["drift"]
+    assert [(report["func"], report["init"]) for report in reports] == [
+        ("dyt", "fit"),
+        ("dyt", "paper"),
+        ("rmsnorm", "fit"),
+    ]
+    network = normscope.load(NAME, device="cpu")
+    learned, held_out = learned_and_held_out(network.inputs)
+    seen = normscope.capture(network.module, learned, by_gamma=True)
+    moved = []
+    for batch in held_out:
+        with torch.no_grad():
+            original = network.module(*batch.args).double().flatten(1)
+            with swap(network.module, "dyt", seen):
+                swapped = network.module(*batch.args).double().flatten(1)
+        moved += ((swapped - original).norm(dim=1) / original.norm(dim=1)).tolist()
+    row = next(row for row in reports[0]["rows"] if row["swapped"] == "all" and row["at"] == "output")
+    assert row["inputs"] == len(moved) == 8
+    # float32 outputs, of which the distances are taken in float64
+    assert row["relative_l2"]["p50"] == pytest.approx(torch.tensor(moved).quantile(0.5).item(), rel=1e-5)
+    assert "8 of 32 samples held out" in reports[0]["data"] and document["speed"][0]["about"]["model"] == NAME
+    for figure in document["figures"]:
+        assert (folder / figure["file"]).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_first_line_says_where_it_runs(folder, monkeypatch):
+    done = run(folder, monkeypatch, NAME, "--func", "dyisru", "--init", "paper")
+    assert done.exit_code == 0, done.output
+    first, *_ = done.stdout.splitlines()
+    assert first.startswith("on cpu") and "no number here is of a GPU" in first
+    assert "no speed-up" in done.stdout or "faster" in done.stdout or "too few" in done.stdout
+
+
+def test_the_least_harmful_sites_are_those_of_the_drift_alone(folder, monkeypatch):
+    whole = json.loads(run(folder, monkeypatch, NAME, "--func", "dyt", "--json").stdout)["drift"][0]
+    alone = {row["site"]: row["relative_l2"]["p50"] for row in whole["rows"] if row["swapped"] == "one"}
+    done = run(folder, monkeypatch, NAME, "--func", "dyt", "--sites", "least:2", "--json")
+    assert set(json.loads(done.stdout)["drift"][0]["sites"]) == set(sorted(alone, key=alone.get)[:2])
+
+
+def test_an_embedded_model_is_timed_at_full_size(tmp_path, monkeypatch):
+    arguments = ("demo_vit", "--limit", "4", "--batch-size", "1", "--func", "dyt", "--init", "paper", "--json")
+    done = run(tmp_path, monkeypatch, *arguments)
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    (speed,) = document["speed"]
+    assert speed["about"]["model"] == "vit_b16" and speed["about"]["weights"] == "random weights, seed 0"
+    assert "demo_vit is tiny" in done.stderr and "vit_b16: random weights" in done.stderr
+    assert "embedded demo_vit" in document["drift"][0]["weights"]
+    assert {row["sites"] for row in speed["rows"] if row["scope"] == "model"} == {25}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (("--device", "cuda"), 5, "There is no device 'cuda'"),
+        (("--func", "dit"), 2, "There is no curve 'dit'"),
+        (("--init", "best"), 2, "There is no init 'best'"),
+        (("--sites", "least:many"), 2, "least:8 takes the eight least harmful"),
+        (("--sites", "least:9"), 2, "9 sites were asked for; there are 3"),
+        (("--sites", "qk"), 2, "No norm here is qk"),
+        (("--per", "token"), 2, "There is no level 'token'"),
+        (("--func", "free", "--init", "paper"), 2, "free is what was fitted"),
+    ],
+)
+def test_mistakes_are_sentences(folder, monkeypatch, arguments, status, said):
+    if arguments[0] == "--device" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.chdir(folder)
+    done = CliRunner().invoke(app, ["swap-bench", NAME, *QUICK, *arguments])
+    assert done.exit_code == status
+    assert said in " ".join(done.stderr.split())
+
+
+def test_seven_billion_weights_are_not_made_without_cuda(folder, monkeypatch):
+    done = run(folder, monkeypatch, "llama_7b", "--weights", "random")
+    assert done.exit_code == 5 and "LLaMA 7B takes 13.5 GB" in " ".join(done.stderr.split())
