@@ -96,9 +96,11 @@ def _draw(ax: Axes, rows: Sequence[SpeedRow], height: float, style: Style) -> No
     right = _MOST_MEDIANS * max(medians, default=1.0) / scale
     labels: list[tuple[float, str]] = []
     y = 0.0
-    for way, own in _groups(rows):
+    groups = _groups(rows)
+    for way, own in groups:
         ax.text(0, y, way, ha="left", va="center", fontproperties=_TITLE, color=style.ink)
-        native = next((row.median for row in own if row.variant == _NATIVE), None)
+        beside = own if way != "fused" else groups[0][1]  # the eager native norm: it is one kernel too
+        native = next((row.median for row in beside if row.variant == _NATIVE), None)
         if native is not None:
             ends = [y + 0.5, y + len(own) + 0.5]
             ax.plot([native / scale] * 2, ends, color=style.ink, ls=":", lw=0.9, zorder=4)

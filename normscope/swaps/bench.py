@@ -28,7 +28,7 @@ from normscope.swaps.variants import variants
 
 CURVES = ("dyt", "dyisru", "derf")
 DTYPES = ("float32", "bfloat16", "float16")
-BUDGET = 25.0
+BUDGET = 30.0
 _COMPILATIONS = 1000
 
 
@@ -62,7 +62,7 @@ def bench(
         dtypes: ``float32``, ``bfloat16``, ``float16``; None for the network's own, and of ``full`` for all three.
         full: the whole matrix. Otherwise the norm alone, eager and compiled, and the whole network eager, forward.
         budget: seconds that decide on the number of rounds, and whether there is time to compile; the fewest rounds are
-            taken even so (of the norm 4, of the network 2). None for 25, and of ``full`` for no limit: 10 rounds of
+            taken even so (of the norm 4, of the network 1). None for 30, and of ``full`` for no limit: 10 rounds of
             everything.
         outputs: how to read what the network returns.
         about: model, weights and data, for the report.

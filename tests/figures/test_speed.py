@@ -101,6 +101,13 @@ def test_whiskers_and_the_native_line(report):
     assert 4.0 < whiskers[2][1] < norm.get_xlim()[1] < 10  # of 900 s: it leaves the panel, and does not widen it
 
 
+def test_what_is_fused_stands_beside_the_eager_native_norm():
+    rows = [row("native", 2e-3), row("native", 3e-3, way="compile"), row("dyt, Liger", 1e-3, way="fused", ratio=0.5)]
+    [norm] = shown(plot_speed(Record(about={}, device="cuda", rows=rows, left_out=())))
+    assert [line.get_xdata()[0] for line in norm.lines if line.get_linestyle() == ":"] == [2.0, 3.0, 2.0]
+    assert matplotlib.colors.same_color(norm.patches[2].get_facecolor(), STYLES["light"].looks()["tanh"][0])
+
+
 def test_only_what_is_faster_is_bold_and_what_did_not_run_says_so(report):
     norm = shown(plot_speed(report))[0]
     bold = [text.get_text() for text in norm.texts if text.get_fontproperties().get_weight() == "bold"]

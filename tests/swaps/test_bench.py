@@ -165,7 +165,7 @@ def test_the_default_part_of_the_matrix(net, batch):
     assert {row.shape for row in report.rows if row.scope == "norm"} == {(2, 7, 16)}
     assert {row.sites for row in report.rows if row.scope == "norm"} == {3}
     assert all(row.nbytes == 2 * 2 * 7 * 16 * 4 for row in report.rows if (row.scope, row.passes) == ("norm", FORWARD))
-    assert all(len(row.samples) >= (2 if row.scope == "model" else 4) for row in report.rows)
+    assert all(len(row.samples) >= (1 if row.scope == "model" else 4) for row in report.rows)
     assert all(row.verdict in ("", NO_SPEED_UP, FASTER, TOO_FEW) for row in report.rows)
     assert "compiled, forward: there was no room" in report.left_out[0]
     assert report.left_out[-1] == (
@@ -229,10 +229,10 @@ def test_what_is_timed_is_the_norm_and_its_gradients(net, batch, monkeypatch):
         torch.testing.assert_close(ours, true)
 
 
-def test_each_variant_is_in_the_network_while_it_is_timed(net, batch, monkeypatch):
+def test_each_variant_is_in_the_network_while_it_is_timed(net, batch, monkeypatch, compiled, quick):
     seen = []
     monkeypatch.setattr(Net, "forward", lambda self, x: seen.append(str(self.first)) or Net_forward(self, x))
-    bench(net, batch, ["dyisru"], budget=0)
+    bench(net, batch, ["dyisru"])
     passes = seen[1:]  # after the pass that finds the norms
     kinds = [next(k for k in ("LayerNorm", "RMSNorm", "linear", "isru") if k in text) for text in passes]
     assert kinds[:4] == ["LayerNorm", "RMSNorm", "linear", "isru"]
