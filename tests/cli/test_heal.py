@@ -11,7 +11,7 @@ from normscope.cli import app
 from normscope.swaps import heal as healing
 from normscope.swaps.matching import output_errors
 
-QUICK = ("demo_vit", "--steps", "16", "--device", "cpu", "--sites", "blocks.0.*,norm")
+QUICK = ("demo_vit", "--steps", "16", "--device", "cpu", "--sites", "blocks.0.*,norm", "--limit", "160")
 
 
 def heal(*arguments):

@@ -360,3 +360,27 @@ def test_embedded_models_heal():
     other = normscope.load("demo_dit", limit=1, timesteps="900,", device="cpu", seed=3)
     report = normscope.heal(network.module, swapped, network.inputs, other.inputs, outputs=network.outputs, steps=12)
     assert report.closed > 0.05
+
+
+def test_what_stands_in_padding_changes_nothing():
+    class Masked(Small):
+        def forward(self, x, attention_mask):
+            return {"lengths": attention_mask.sum(1), "logits": super().forward(x)}
+
+    torch.manual_seed(0)
+    original = Masked().eval()
+    mask = (torch.arange(4).expand(8, 4) < torch.arange(8).remainder(4)[:, None] + 1).long()
+    clean = [{"x": batch.args[0] * mask[..., None], "attention_mask": mask} for batch in LEARN]
+    junk = [{"x": own["x"] + 50 * (1 - mask[..., None]), "attention_mask": mask} for own in clean]
+    start = copy.deepcopy(original)
+    normscope.swap(start, "isru", normscope.capture(original, clean))
+    healed = []
+    for inputs in (clean, junk):
+        swapped = copy.deepcopy(start)
+        # One data set, as the name of one that has none is made of its tensors.
+        report = normscope.heal(original, swapped, inputs[:24], inputs[24:], steps=12)
+        assert report.closed > 0
+        healed.append(swapped)
+    for one, other in zip(*(model.parameters() for model in healed), strict=True):
+        # Sums over rows that hold zeros are summed in another order by some kernels.
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
