@@ -40,18 +40,18 @@ if TYPE_CHECKING:
     from normscope.pairs.stats import PairStats
     from normscope.pairs.storage import load as load_capture
     from normscope.pairs.storage import save as save_capture
+    from normscope.speeds import BenchReport, Timing
     from normscope.swaps.bench import bench
     from normscope.swaps.drift import drift
     from normscope.swaps.heal import heal
     from normscope.swaps.pointwise import Derf, DyISRU, DyT, PointwiseFunction
     from normscope.swaps.replace import Swap, swap
-    from normscope.swaps.speed import BenchReport, Timing
     from normscope.swaps.store import save_swapped
 
 _HOMES = {
     "Advice": "fits.advice.Advice",
     "Batch": "batches.Batch",
-    "BenchReport": "swaps.speed.BenchReport",
+    "BenchReport": "speeds.BenchReport",
     "Capture": "pairs.captures.Capture",
     "Compared": "fits.comparison.Compared",
     "Curve": "fits.curves.Curve",
@@ -70,7 +70,7 @@ _HOMES = {
     "PointwiseFunction": "swaps.pointwise.PointwiseFunction",
     "Sample": "batches.Sample",
     "Swap": "swaps.replace.Swap",
-    "Timing": "swaps.speed.Timing",
+    "Timing": "speeds.Timing",
     "TokenSlopes": "fits.tokens.TokenSlopes",
     "advise": "fits.advice.advise",
     "bench": "swaps.bench.bench",

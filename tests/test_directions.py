@@ -10,7 +10,7 @@ import pytest
 import normscope
 
 PACKAGE = Path(normscope.__file__).parent
-ROOT = {"errors", "batches", "drifts", "files", "healings", "outputs", "splits"}
+ROOT = {"errors", "batches", "drifts", "files", "healings", "outputs", "speeds", "splits"}
 ALLOWED = {
     "errors": set(),
     "batches": {"errors"},
@@ -19,6 +19,7 @@ ALLOWED = {
     "drifts": {"errors"},
     "files": {"errors"},
     "healings": set(),
+    "speeds": set(),
     "pairs": ROOT,
     "fits": ROOT | {"pairs"},
     "models": ROOT,

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from normscope.drifts import DriftReport
     from normscope.models.base import LoadedModel
     from normscope.pairs.sites import NormSite
-    from normscope.swaps.published import PublishedReport
-    from normscope.swaps.speed import BenchReport
+    from normscope.speeds import BenchReport, PublishedReport
 
 EXAMPLES = (
     "Examples: normscope swap-bench · normscope swap-bench demo_dit --func dyt,free,rmsnorm --init fit,paper · "

@@ -2,65 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 from rich.markup import escape
 from rich.table import Table
 
 from normscope.errors import count
 from normscope.figures.tables import new_table
+from normscope.speeds import Latency, PublishedReport
 
 
-class PublishedRow(Protocol):
-    """One line of the published table, or of ours."""
-
-    @property
-    def variant(self) -> str:
-        """What stands in the norms' places."""
-
-    @property
-    def norms(self) -> str:
-        """``eager`` or ``compile``."""
-
-    @property
-    def passes(self) -> str:
-        """``forward`` or ``forward + backward``."""
-
-
-class PublishedSpeed(Protocol):
-    """What :func:`normscope.swaps.published.published` returned."""
-
-    @property
-    def device(self) -> str:
-        """In words."""
-
-    @property
-    def rows(self) -> Sequence[PublishedRow]:
-        """Ours."""
-
-    @property
-    def published(self) -> Sequence[PublishedRow]:
-        """Theirs."""
-
-    @property
-    def source(self) -> str:
-        """Of theirs."""
-
-    @property
-    def tokens(self) -> int:
-        """Of ours."""
-
-    @property
-    def n_passes(self) -> int:
-        """Of ours."""
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """What differs."""
-
-
-def published_table(report: PublishedSpeed) -> Table:
+def published_table(report: PublishedReport) -> Table:
     """Our seconds beside the published ones, a line a variant, norms and passes; they were not taken on one device."""
     table = new_table()
     table.add_column("norms", no_wrap=True)
@@ -86,5 +36,5 @@ def published_table(report: PublishedSpeed) -> Table:
     return table
 
 
-def _seconds(row: PublishedRow | None, which: str) -> str:
+def _seconds(row: Latency | None, which: str) -> str:
     return "–" if row is None else f"{getattr(row, which):.3g}"

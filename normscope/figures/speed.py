@@ -14,10 +14,10 @@ from matplotlib.ticker import MaxNLocator
 from normscope.errors import NormscopeError, UsageError
 from normscope.figures.lettering import width_of, wrapped
 from normscope.figures.panels import outline
-from normscope.figures.speed_rows import SpeedReport, SpeedRow
 from normscope.figures.speed_tables import SCOPES, duration
 from normscope.figures.style import Style, style_named
 from normscope.fits.curves import curves_named
+from normscope.speeds import BenchReport, Timing
 
 _PANEL_INCHES, _BAR_INCHES, _GAP = 2.6, 0.155, 0.9
 _BARS_INCHES = 1.9  # of a panel, beside the names of the bars
@@ -27,7 +27,7 @@ _UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 _TITLE, _SMALL = FontProperties(size=7.5), FontProperties(size=5.8)
 
 
-def plot_speed(report: SpeedReport, *, style: str = "light") -> Figure:
+def plot_speed(report: BenchReport, *, style: str = "light") -> Figure:
     """Draw how long every variant takes, grouped by way: medians as bars, whiskers from p20 to p80.
 
     A dotted line through each group is the native norm's median: a bar that ends before it is faster by the median, and
@@ -69,7 +69,7 @@ def plot_speed(report: SpeedReport, *, style: str = "light") -> Figure:
     return figure
 
 
-def _rows_of(rows: Sequence[SpeedRow], scope: str, passes: str) -> list[list[SpeedRow]]:
+def _rows_of(rows: Sequence[Timing], scope: str, passes: str) -> list[list[Timing]]:
     """The timings of a column, a list for each dtype and timer; what did not run is with the first of its dtype."""
     own = [row for row in rows if (row.scope, row.passes) == (scope, passes)]
     parts = list(dict.fromkeys((row.dtype, row.timer) for row in own if row.timer or row.median is not None))
@@ -80,16 +80,16 @@ def _rows_of(rows: Sequence[SpeedRow], scope: str, passes: str) -> list[list[Spe
     ]
 
 
-def _groups(rows: Sequence[SpeedRow]) -> list[tuple[str, list[SpeedRow]]]:
+def _groups(rows: Sequence[Timing]) -> list[tuple[str, list[Timing]]]:
     return [(way, [row for row in rows if row.way == way]) for way in dict.fromkeys(row.way for row in rows)]
 
 
-def _height(rows: Sequence[SpeedRow]) -> float:
+def _height(rows: Sequence[Timing]) -> float:
     """How many bars the panel is high, a heading and a gap for each group."""
     return len(rows) + (_GAP + 1) * len(_groups(rows)) - _GAP
 
 
-def _draw(ax: Axes, rows: Sequence[SpeedRow], height: float, style: Style) -> None:
+def _draw(ax: Axes, rows: Sequence[Timing], height: float, style: Style) -> None:
     medians = [row.median for row in rows if row.median is not None]
     unit = duration(max(medians, default=1.0)).split()[1]
     scale = _UNITS[unit]
@@ -122,7 +122,7 @@ def _draw(ax: Axes, rows: Sequence[SpeedRow], height: float, style: Style) -> No
     ax.set_title(f"{SCOPES[first.scope]}, {first.passes}\n{shape} · {told}", parse_math=False)
 
 
-def _bar(ax: Axes, row: SpeedRow, y: float, scale: float, right: float, style: Style) -> None:
+def _bar(ax: Axes, row: Timing, y: float, scale: float, right: float, style: Style) -> None:
     if row.median is None or row.p20 is None or row.p80 is None:
         ax.text(0.01 * right, y, "not run", color=style.faint, va="center", fontproperties=_SMALL)
         return
@@ -151,7 +151,7 @@ def _colour(variant: str, style: Style) -> Any:
     return style.looks([curve.name])[curve.name][0]
 
 
-def _head(report: SpeedReport, inches: float) -> list[str]:
+def _head(report: BenchReport, inches: float) -> list[str]:
     known = [report.about[key] for key in ("model", "weights", "data") if key in report.about]
     texts = [" · ".join(known), f"{report.device} · bars: median; whiskers: p20 to p80; dotted: native"]
     return [line for text in texts if text for line in wrapped(text, inches, _TITLE)]

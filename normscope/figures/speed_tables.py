@@ -8,14 +8,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from normscope.errors import count
-from normscope.figures.speed_rows import SpeedReport, SpeedRow
 from normscope.figures.tables import new_table
+from normscope.speeds import BenchReport, Timing
 
 SCOPES = {"norm": "the norm alone", "model": "the whole network"}
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
-def speed_tables(report: SpeedReport) -> list[Table]:
+def speed_tables(report: BenchReport) -> list[Table]:
     """One table a way, number of passes and dtype, a line a timing; what it means under the last of its scope."""
     widest = max((len(row.variant) for row in report.rows), default=0)
     tables: list[Table] = []
@@ -48,11 +48,11 @@ def _digits(value: float) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
-def _title(row: SpeedRow) -> str:
+def _title(row: Timing) -> str:
     return " · ".join(part for part in (SCOPES[row.scope], row.way, row.passes, row.dtype, row.timer) if part)
 
 
-def _table(title: str, rows: Sequence[SpeedRow], widest: int) -> Table:
+def _table(title: str, rows: Sequence[Timing], widest: int) -> Table:
     alone = rows[0].scope == "norm"
     table = new_table()
     table.title, table.title_justify, table.title_style = escape(title), "left", ""
@@ -67,7 +67,7 @@ def _table(title: str, rows: Sequence[SpeedRow], widest: int) -> Table:
     return table
 
 
-def _numbers(row: SpeedRow, alone: bool) -> list[str]:
+def _numbers(row: Timing, alone: bool) -> list[str]:
     if row.median is None or row.p20 is None or row.p80 is None:
         return ["–"] * (5 if alone else 3)
     cells = [duration(row.median), _interval(row), "" if row.ratio is None else f"{row.ratio:.2f}"]
@@ -77,13 +77,13 @@ def _numbers(row: SpeedRow, alone: bool) -> list[str]:
     return cells
 
 
-def _interval(row: SpeedRow) -> str:
+def _interval(row: Timing) -> str:
     """Say both ends in the median's unit."""
     size, _ = _unit(row.median or 0)
     return "–".join(_digits((end or 0) / size) for end in (row.p20, row.p80))
 
 
-def _caption(rows: Sequence[SpeedRow], scope: str) -> str:
+def _caption(rows: Sequence[Timing], scope: str) -> str:
     first, passes = rows[0], dict.fromkeys(row.passes for row in rows)
     shape = "×".join(map(str, first.shape))
     if scope == "norm":

@@ -19,11 +19,12 @@ from normscope.errors import UsageError, count, unknown
 from normscope.outputs import Outputs
 from normscope.pairs.state import left_as_found
 from normscope.pairs.trace import find_norms
+from normscope.speeds import PASSES, BenchReport, Way
 from normscope.swaps import bench_model
 from normscope.swaps.bench_model import ModelBench
 from normscope.swaps.bench_norm import NormBench, commonest, norm_bench
 from normscope.swaps.replace import uncompiled
-from normscope.swaps.speed import PASSES, BenchReport, Measured, Way, judged
+from normscope.swaps.speed import Measured, judged
 from normscope.swaps.variants import variants
 
 CURVES = ("dyt", "dyisru", "derf")

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from normscope.batches import Batch
 from normscope.outputs import Outputs
+from normscope.speeds import NATIVE, Case, Passes, Way
 from normscope.swaps.bench_norm import first_line
 from normscope.swaps.replace import Swap
-from normscope.swaps.speed import NATIVE, Case, Measured, Passes, Way
+from normscope.swaps.speed import Measured
 from normscope.swaps.timing import Run, Sampler, in_turns, once, repeated
 from normscope.swaps.variants import Variant, require_gradients
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from normscope.errors import ModelError
 from normscope.pairs.trace import NormReport
+from normscope.speeds import COPY, NATIVE, PASSES, WAYS, Case, Passes, Way
 from normscope.swaps.cuda_timing import cache_of, flushed, replayed, sets_beyond_cache
 from normscope.swaps.replace import module_at
-from normscope.swaps.speed import COPY, NATIVE, PASSES, WAYS, Case, Measured, Passes, Way, bytes_moved
+from normscope.swaps.speed import Measured, bytes_moved
 from normscope.swaps.timing import Sampler, blocks, in_turns, once, repeated
 from normscope.swaps.variants import Variant, fused, require_gradients
 

@@ -5,11 +5,8 @@ arXiv 2503.10622, the table of inference and training latency, on an H100.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,79 +16,19 @@ from normscope.errors import DeviceError
 from normscope.outputs import Outputs
 from normscope.pairs.state import left_as_found
 from normscope.pairs.trace import find_norms
+from normscope.speeds import NATIVE, PASSES, Latency, Norms, Passes, PublishedReport
 from normscope.swaps.bench import compilations, in_words
 from normscope.swaps.bench_model import ModelBench
 from normscope.swaps.bench_norm import Norm, norm_bench
 from normscope.swaps.replace import module_at
-from normscope.swaps.speed import NATIVE, PASSES, Passes
 from normscope.swaps.variants import Variant, variants
 
 TOKENS, PASSES_TIMED = 4096, 100
-SOURCE = "arXiv 2503.10622, one H100"
 _GB = 1e9
 # 6.74 billion weights of two bytes; their gradients, and without recomputation what the backward pass of 4096 tokens
 # needs besides.
 _FORWARD_BYTES, _BACKWARD_BYTES = 16 * _GB, 70 * _GB
-Norms = Literal["eager", "compile"]
 _NORMS: tuple[Norms, ...] = ("eager", "compile")
-
-
-@dataclass(frozen=True)
-class Latency:
-    """One cell pair of the table: seconds of all passes together.
-
-    Attributes:
-        variant: ``native`` (an RMSNorm), or a curve.
-        norms: whether they run ``eager`` or each by torch.compile; the rest is eager.
-        passes: ``forward``, or ``forward + backward``, which the paper calls training.
-        layer: seconds that the network's norms take by themselves.
-        model: seconds that the whole network takes.
-    """
-
-    variant: str
-    norms: Norms
-    passes: Passes
-    layer: float
-    model: float
-
-
-PUBLISHED = (
-    Latency(NATIVE, "eager", PASSES[0], 2.1, 14.1),
-    Latency(NATIVE, "eager", PASSES[1], 8.3, 42.6),
-    Latency("dyt", "eager", PASSES[0], 1.0, 13.0),
-    Latency("dyt", "eager", PASSES[1], 4.8, 39.1),
-    Latency(NATIVE, "compile", PASSES[0], 0.3, 12.3),
-    Latency(NATIVE, "compile", PASSES[1], 3.9, 38.9),
-    Latency("dyt", "compile", PASSES[0], 0.3, 12.3),
-    Latency("dyt", "compile", PASSES[1], 3.9, 38.9),
-)
-
-
-@dataclass(frozen=True)
-class PublishedReport:
-    """Ours beside what was published, never one for the other.
-
-    Attributes:
-        device: what ours ran on.
-        rows: ours.
-        published: theirs.
-        source: of theirs.
-        tokens: of the one sequence.
-        n_passes: that each number of ours is of.
-        notes: what differs from the paper's, and what was not run.
-    """
-
-    device: str
-    rows: tuple[Latency, ...]
-    tokens: int
-    n_passes: int
-    notes: tuple[str, ...] = ()
-    published: tuple[Latency, ...] = PUBLISHED
-    source: str = SOURCE
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return what JSON holds."""
-        return dataclasses.asdict(self)
 
 
 def why_not(device: torch.device, passes: Passes = "forward") -> str | None:

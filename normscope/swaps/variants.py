@@ -13,9 +13,9 @@ from torch import nn
 from normscope.errors import ModelError
 from normscope.fits.curves import split_names
 from normscope.pairs.sites import NormSite
+from normscope.speeds import NATIVE
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import replacements
-from normscope.swaps.speed import NATIVE
 from normscope.swaps.start import RMS_NORM
 
 IDENTITY = "identity"
