@@ -15,12 +15,12 @@ from normscope.batches import Batch
 from normscope.errors import DeviceError, ModelError, UsageError
 from normscope.models.registry import find, list_models
 from normscope.pairs.trace import find_norms
-from normscope.speeds import COPY, FASTER, NATIVE, NO_SPEED_UP, NOT_RUN, TOO_FEW, Case
+from normscope.speeds import COPY, FASTER, NATIVE, NO_SPEED_UP, NOT_RUN, PUBLISHED, TOO_FEW, Case
 from normscope.swaps import bench_norm
 from normscope.swaps.bench import bench, compilations
 from normscope.swaps.bench_norm import commonest, norm_bench
 from normscope.swaps.pointwise import DyT
-from normscope.swaps.published import PUBLISHED, published, why_not
+from normscope.swaps.published import published, why_not
 from normscope.swaps.speed import Measured, bytes_moved, judged
 from normscope.swaps.timing import once
 from normscope.swaps.variants import fused, variants
