@@ -11,12 +11,15 @@ from typing import Any
 from common import RESULTS, tables_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-ORDER = ("capture", "fit", "channels", "intervals", "figure", "startup")
+ORDER = ("capture", "fit", "channels", "intervals", "swaps", "speed", "healing", "figure", "startup")
 TITLES = {
     "capture": "What a capture costs",
     "fit": "What a fit costs",
     "channels": "What a fit of every channel costs",
     "intervals": "How often the intervals hold the truth",
+    "swaps": "How far a swap moves the output",
+    "speed": "How fast swapped networks are",
+    "healing": "How much of that is healed",
     "figure": "What a figure costs",
     "startup": "How long it takes to start",
 }

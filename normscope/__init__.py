@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from normscope.swaps.drift import drift
     from normscope.swaps.heal import heal
     from normscope.swaps.pointwise import Derf, DyISRU, DyT, PointwiseFunction
-    from normscope.swaps.replace import Swap, swap
+    from normscope.swaps.replace import Swap, replacements, swap
     from normscope.swaps.store import save_swapped
 
 _HOMES = {
@@ -94,6 +94,7 @@ _HOMES = {
     "plot_healing": "figures.healing.plot_healing",
     "plot_speed": "figures.speed.plot_speed",
     "register_norm": "pairs.norms.register_norm",
+    "replacements": "swaps.replace.replacements",
     "save_capture": "pairs.storage.save",
     "save_swapped": "swaps.store.save_swapped",
     "swap": "swaps.replace.swap",
@@ -146,6 +147,7 @@ __all__ = [
     "plot_healing",
     "plot_speed",
     "register_norm",
+    "replacements",
     "save_capture",
     "save_swapped",
     "swap",

@@ -21,7 +21,7 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(norms, "_TABLE", dict(norms._TABLE))
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     names = {"MyRMSNorm": MyRMSNorm}
     for block in blocks:
         exec(block, names)  # noqa: S102 - our own README

@@ -188,3 +188,21 @@ def test_healing(results):
     samples = measured("healing", results, "--models", "demo_vit", "--curves", "dyt", "--steps", "6")
     before, after, closed = (samples["demo_vit", "dyt", name][0] for name in ("drift before", "after all", "closed"))
     assert closed == pytest.approx(100 * (1 - after / before)) and after <= before
+
+
+def test_swaps(results):
+    samples = measured("swaps", results, "--models", "demo_vit", "--limit", "2")
+    for func in ("dyt", "dyisru", "derf"):
+        moved = {init: samples["demo_vit", f"{func}, {init}", "relative L2"] for init in ("fit", "paper")}
+        assert all(len(own) == 2 for own in moved.values())
+        (share,) = samples["demo_vit", f"{func}, fit", "of paper's"]
+        assert share == pytest.approx(100 * sum(moved["fit"]) / sum(moved["paper"]))  # of two, the median is the mean
+    assert samples["demo_vit", "rmsnorm", "relative L2"] < samples["demo_vit", "identity", "relative L2"]
+
+
+def test_speed(results):
+    samples = measured("speed", results, "--models", "demo_vit", "--seconds", "0", "--threads", "1")
+    case = "demo_vit, the whole network (1×1×8×8), forward"
+    assert samples[case, "native, eager", "time"][0] > 0
+    assert samples[case, "native, eager", "of native"] == [1.0]
+    assert samples[case, "dyt, eager", "of native"][0] > 0
