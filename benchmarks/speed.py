@@ -13,8 +13,8 @@ from normscope.speeds import NATIVE, Timing
 ABOUT = """
 Networks of full size with random weights, which trained ones do not change the speed of: one of their norms alone, on
 random values of the commonest shape, and the whole network, forward, on its first sample. Timed by normscope.bench, in
-turns, eager and compiled by torch.compile; on {threads} threads in float32. Of native: the median over that of the native
-norm in the same run and way. Below 1 is faster, but more than the spread only where normscope.bench says faster.
+turns, eager and compiled by torch.compile; on {threads} threads in float32. Of native: the median over that of the
+native norm in the same run and way. Below 1 is faster, but more than the spread only where normscope.bench says faster.
 """
 
 
