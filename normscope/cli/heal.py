@@ -41,7 +41,7 @@ EXAMPLES = (
 
 Steps = Annotated[
     int,
-    typer.Option(min=1, help="In all: a sixth of the blocks by themselves, the others end to end; four batches each."),
+    typer.Option(min=1, help="In all: a tenth of the blocks by themselves, the others end to end; four batches each."),
 ]
 
 
@@ -49,7 +49,7 @@ def heal(
     model: Model,
     output: Folder,
     func: OneFunc = "dyisru",
-    steps: Steps = 900,
+    steps: Steps = 1300,
     init: Init = "fit",
     sites: Sites = "all",
     per: Per = "site",

@@ -26,8 +26,8 @@ from normscope.swaps.pool import Pool, tensor_bytes
 from normscope.swaps.replace import uncompiled
 from normscope.swaps.teaching import Lesson, repeatable
 
-STEPS = 900
-_BLOCKS_ONE_IN = 6  # steps
+STEPS = 1300
+_BLOCKS_ONE_IN = 10  # steps
 RATES = {BLOCKS: 1e-3, WHOLE: 1.5e-3}
 _SHARES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
 
@@ -59,7 +59,7 @@ def heal(
             memory. They may run the original when they are taken.
         held_out: batches that report the drift, of other sources.
         outputs: how to read what the networks return; by default the first tensor.
-        steps: of the blocks, a sixth of them, and end to end. Each takes four batches.
+        steps: of the blocks, a tenth of them, and end to end. Each takes four batches.
         seed: of which batches each takes.
         checkpoint: a safetensors file that is written after every interval, and that the same call goes on from; None
             for none.

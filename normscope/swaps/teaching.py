@@ -14,7 +14,7 @@ from normscope.batches import Batch
 from normscope.outputs import Outputs
 from normscope.swaps.matching import output_errors, pooled_loss, relative_errors, tensors_in, training_loss
 
-_OF_BLOCKS = 1.0  # the weight of what blocks give beside what the network gives
+_OF_BLOCKS = 2.0  # the weight of what blocks give beside what the network gives
 
 
 @dataclass(frozen=True)
