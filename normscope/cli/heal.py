@@ -85,7 +85,7 @@ def heal(
     learner = Learner.of(network, sites, seed, say)
     fits = learner.fits(how, say)
     swapped = copy.deepcopy(network.module)
-    Swap(swapped, learner.replacements(how, fits))
+    Swap(swapped, learner.replacements(how, fits, say))
     if checkpoint.exists():
         say.remark(f"going on from {checkpoint}")
     try:

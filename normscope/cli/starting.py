@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from normscope.pairs.sites import NormSite, SkippedNorm
     from normscope.splits import Inputs, Part
 
+_LEAST = re.compile(r"least:([1-9]\d{0,5})")
 _LEVELS = ("site", "channel")
 
 OneFunc = Annotated[
@@ -42,7 +44,8 @@ Init = Annotated[
 Sites = Annotated[
     str,
     typer.Option(
-        help="Which norms: all; pre-norm, post-norm, qk, final; or indices, ranges, names, globs; or a number."
+        help="Which norms: all; pre-norm, post-norm, qk, final; indices, ranges, names, globs; a number; or least:8, "
+        "those that move the output least."
     ),
 ]
 Per = Annotated[str, typer.Option(metavar="site|channel", help="One A and α a site, or one for each channel.")]
@@ -110,12 +113,14 @@ class Learner:
         network: as it was loaded.
         norms: the sites.
         skipped: norms that cannot be swapped, as they cannot be observed.
+        least: how many of the norms, those whose swap alone moves the output least; None for all.
         seed: of the captures.
     """
 
     network: LoadedModel
     norms: list[NormSite]
     skipped: Sequence[SkippedNorm]
+    least: int | None
     seed: int
     _seen: dict[str, Capture] = field(default_factory=dict)
 
@@ -125,9 +130,15 @@ class Learner:
         from normscope.pairs.trace import find_norms
         from normscope.swaps.replace import chosen
 
+        least = _LEAST.fullmatch(sites.strip())
+        if sites.strip().startswith("least") and not least:
+            raise UsageError(f"--sites {sites} is not understood; least:8 takes the eight least harmful.")
         report = find_norms(network.module, next(iter(network.inputs)).first_sample())
         say.skipped(report.skipped)
-        return cls(network, chosen(report.sites, sites), report.skipped, seed)
+        norms = chosen(report.sites, "all" if least else sites)
+        if least and int(least[1]) > len(norms):
+            raise UsageError(f"--sites {sites} asks for more norms than there are: {len(norms)}.")
+        return cls(network, norms, report.skipped, int(least[1]) if least else None, seed)
 
     @property
     def learned(self) -> Inputs | Part:
@@ -159,11 +170,18 @@ class Learner:
             return self.norms
         return fitted(self._capture(how.per, say), how.asked, how.init, per=how.per, shift=how.shift is not False)
 
-    def replacements(self, how: How, fits: list[CurveFit] | list[NormSite]) -> dict[str, nn.Module]:
-        """Make what takes each norm's place, by module path."""
+    def replacements(self, how: How, fits: list[CurveFit] | list[NormSite], say: Output) -> dict[str, nn.Module]:
+        """Make what takes each norm's place, by module path; which are least harmful, the inputs learned from tell."""
+        from normscope.swaps.drift import drift
         from normscope.swaps.replace import replacements
 
-        return replacements(self.network.module, how.asked, fits, init=how.begin)
+        modules = replacements(self.network.module, how.asked, fits, init=how.begin)
+        if self.least is None:
+            return modules
+        inputs, outputs = say.tracked(self.learned), self.network.outputs
+        alone = drift(self.network.module, inputs, modules, outputs=outputs, cumulative=False)
+        taken = alone.least_harmful(self.least)
+        return {path: module for path, module in modules.items() if path in taken}
 
     def _capture(self, per: str, say: Output) -> Capture:
         from normscope.pairs.hooks import capture

@@ -77,8 +77,9 @@ def swap(
     network = run.load(model, say)
     learner = Learner.of(network, sites, seed, say)
     fits = learner.fits(how, say)
-    rows = [_row(start, fits) for start in starts(how.asked, fits, how.begin)]
-    Swap(network.module, learner.replacements(how, fits))
+    modules = learner.replacements(how, fits, say)
+    rows = [_row(start, fits) for start in starts(how.asked, fits, how.begin) if start.norm.name in modules]
+    Swap(network.module, modules)
     about = learner.about
     folder = save_swapped(network.module, output, about, func=func, init=None if how.asked == RMS_NORM else init)
     from normscope.figures.swap_tables import swapped_table

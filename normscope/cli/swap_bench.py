@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,8 +27,7 @@ from normscope.cli.options import (
 )
 from normscope.cli.output import Output
 from normscope.cli.sources import Run, check_models, named_or_embedded
-from normscope.cli.starting import How, Learner, Per, Shift
-from normscope.errors import UsageError
+from normscope.cli.starting import How, Learner, Per, Shift, Sites
 from normscope.files import check_writable
 
 if TYPE_CHECKING:
@@ -47,7 +44,6 @@ EXAMPLES = (
 )
 _VIEWS = ("drift", "speed")
 _PUBLISHED = "llama_7b"
-_LEAST = re.compile(r"least:(\d{1,6})")
 
 Funcs = Annotated[
     str,
@@ -61,13 +57,6 @@ Inits = Annotated[
     typer.Option(
         metavar="fit|theory|paper",
         help="Where to start, or several with commas: own fits; A and α in theory; or A = 1, α = 0.5.",
-    ),
-]
-Sites = Annotated[
-    str,
-    typer.Option(
-        help="Which norms: all; pre-norm, post-norm, qk, final; indices, ranges, names, globs; a number; or least:8, "
-        "those that move the output least."
     ),
 ]
 Full = Annotated[
@@ -116,7 +105,7 @@ def swap_bench(
     names = named_or_embedded(models, say)
     check_models(names)
     _check_published(names, there)
-    wanted = Wanted.of(func, init, sites, per, shift)
+    wanted = Wanted.of(func, init, per, shift)
     suffix = figure_suffix(output, figure_format, [*names, *_VIEWS], None)
     style_named(style)
     for name, view in itertools.product(names, _VIEWS):
@@ -126,7 +115,7 @@ def swap_bench(
     figures: list[dict[str, str]] = []
     for name in names:
         network = run.load(name, say)
-        learner = Learner.of(network, wanted.sites, seed, say)
+        learner = Learner.of(network, sites, seed, say)
         moved = _drift(learner, wanted, say)
         speed = _speed(network, wanted, run, full, seconds, say)
         if name == _PUBLISHED:
@@ -154,14 +143,12 @@ def _check_published(names: Sequence[str], there: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be swapped in, how it starts, and where; UsageError where options do not go together."""
+    """What is to be swapped in, and how it starts; UsageError where options do not go together."""
 
     ways: Sequence[How]
-    sites: str
-    least: int | None
 
     @classmethod
-    def of(cls, func: str, init: str, sites: str, per: str, shift: bool | None) -> Wanted:
+    def of(cls, func: str, init: str, per: str, shift: bool | None) -> Wanted:
         from normscope.fits.curves import split_names
         from normscope.swaps.start import RMS_NORM
 
@@ -171,10 +158,7 @@ class Wanted:
             for own in dict.fromkeys(inits):
                 if name != RMS_NORM or own == inits[0]:  # which has no start values
                     ways.append(How.of(name, own, per, shift))
-        least = _LEAST.fullmatch(sites.strip())
-        if sites.strip().startswith("least") and not least:
-            raise UsageError(f"--sites {sites} is not understood; least:8 takes the eight least harmful.")
-        return cls(ways, "all" if least else sites, int(least[1]) if least else None)
+        return cls(ways)
 
     @property
     def curves(self) -> list[str]:
@@ -186,7 +170,7 @@ def _drift(learner: Learner, wanted: Wanted, say: Output) -> list[DriftReport]:
     """Measure drift for each function and start, on inputs that nothing was fitted to."""
     from normscope.figures.drift_tables import drift_table, parts_table, sites_table
 
-    reports = [_drift_of(learner, how, wanted.least, say) for how in wanted.ways]
+    reports = [_drift_of(learner, how, say) for how in wanted.ways]
     say.result("{model} · {weights} · {data}".format(**reports[0].about))
     say.result(drift_table(reports))
     if any(report.by_part for report in reports):
@@ -195,24 +179,11 @@ def _drift(learner: Learner, wanted: Wanted, say: Output) -> list[DriftReport]:
     return reports
 
 
-def _drift_of(learner: Learner, how: How, least: int | None, say: Output) -> DriftReport:
+def _drift_of(learner: Learner, how: How, say: Output) -> DriftReport:
     from normscope.swaps.drift import drift, passes
 
     network, held_out = learner.network, learner.held_out
-    modules = learner.replacements(how, learner.fits(how, say))
-    measured = partial(
-        drift,
-        network.module,
-        held_out,
-        outputs=network.outputs,
-        ends=getattr(held_out, "ends", None),
-        func=how.func,
-        init=how.init,
-        about={**network.about, "data": held_out.description},
-    )
-    if least is not None:
-        alone = measured(modules, cumulative=False)
-        modules = {path: modules[path] for path in alone.least_harmful(least)}
+    modules = learner.replacements(how, learner.fits(how, say), say)
     stage, samples = f"{network.name}, {how.func}, {how.init}", (held_out.n_samples or 0) * passes(len(modules))
     done = 0
 
@@ -222,7 +193,17 @@ def _drift_of(learner: Learner, how: How, least: int | None, say: Output) -> Dri
         progress(stage, done, samples)
 
     with say.steps() as progress:
-        return measured(modules, progress=advanced)
+        return drift(
+            network.module,
+            held_out,
+            modules,
+            outputs=network.outputs,
+            ends=getattr(held_out, "ends", None),
+            func=how.func,
+            init=how.init,
+            about={**network.about, "data": held_out.description},
+            progress=advanced,
+        )
 
 
 def _speed(
