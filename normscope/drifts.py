@@ -70,7 +70,7 @@ class Drift:
 
     Attributes:
         func: what took the norms' place.
-        init: with which start values.
+        init: with which start values; empty where there are none, as of an RMSNorm.
         swapped: ``all`` the sites; ``one`` alone; or ``cumulative``: those up to this one, the least harmful first.
         site: the one, or the one added last; None for all.
         sites_swapped: number of sites swapped.
@@ -127,7 +127,7 @@ class DriftReport:
 
     Attributes:
         func: what took the norms' place.
-        init: with which start values.
+        init: with which start values; empty where there are none, as of an RMSNorm.
         sites: paths of the swapped sites, in the network's order.
         rows: everything that was measured.
         about: ``model``, ``weights`` and ``data`` in words, as far as they were told.

@@ -100,6 +100,18 @@ class How:
         return self.init != "paper" and self.asked != RMS_NORM
 
     @property
+    def start(self) -> str:
+        """The init as reports name it: nothing for an RMSNorm, which has no start values."""
+        from normscope.swaps.start import RMS_NORM
+
+        return "" if self.asked == RMS_NORM else self.init
+
+    @property
+    def label(self) -> str:
+        """Name function and start in a line of progress."""
+        return ", ".join(filter(None, (self.func, self.start)))
+
+    @property
     def begin(self) -> str:
         """What the fits are taken as: those of theory hold A and α already."""
         return "fit" if self.needs_pairs else self.init

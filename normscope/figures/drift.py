@@ -122,7 +122,7 @@ def _lines(reports: Sequence[DriftReport], theme: Style) -> list[_Line]:
 
 def _colours(funcs: Sequence[str] | dict[str, None], theme: Style) -> dict[str, Any]:
     """A curve's own colour where it has one and no other function of this figure took it; RMSNorm is no curve."""
-    looks, colours = theme.looks(funcs), dict[str, Any]()
+    looks, colours = theme.looks(map(_curve, funcs)), dict[str, Any]()
     for func in funcs:
         own = theme.ink if func == "rmsnorm" else looks[_curve(func)][0]
         free = [colour for colour in (own, *theme.curves, *theme.channels) if colour not in colours.values()]

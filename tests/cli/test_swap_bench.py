@@ -8,6 +8,8 @@ from typer.testing import CliRunner
 
 import normscope
 from normscope.cli import app
+from normscope.errors import UsageError
+from normscope.models.trajectories import Trajectories
 from normscope.splits import learned_and_held_out
 from normscope.swaps.replace import swap
 
@@ -54,7 +56,7 @@ def test_the_document_holds_what_the_python_interface_measures(folder, monkeypat
     assert [(report["func"], report["init"]) for report in reports] == [
         ("dyt", "fit"),
         ("dyt", "paper"),
-        ("rmsnorm", "fit"),
+        ("rmsnorm", ""),
     ]
     network = normscope.load(NAME, device="cpu")
     learned, held_out = learned_and_held_out(network.inputs)
@@ -73,6 +75,31 @@ def test_the_document_holds_what_the_python_interface_measures(folder, monkeypat
     assert "8 of 32 samples held out" in reports[0]["data"] and document["speed"][0]["about"]["model"] == NAME
     for figure in document["figures"]:
         assert (folder / figure["file"]).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_what_is_a_fit_itself_takes_part_once_and_formulas_have_a_place_in_the_figure(folder, monkeypatch):
+    func = "free,best,identity,mine=x/(1+abs(x))"
+    done = run(folder, monkeypatch, NAME, "--func", func, "--init", "paper,fit", "--json")
+    assert done.exit_code == 0, done.output
+    assert [(report["func"], report["init"]) for report in json.loads(done.stdout)["drift"]] == [
+        ("free", "fit"),
+        ("best", "fit"),
+        *((name, init) for name in ("identity", "mine=x/(1+abs(x))") for init in ("paper", "fit")),
+    ]
+
+
+def test_what_cannot_be_swapped_in_is_said_before_anything_is_measured(folder, monkeypatch):
+    (folder / "groups.py").write_text(FACTORY.replace("nn.LayerNorm(16)", "nn.GroupNorm(1, 5)"))
+    monkeypatch.setattr("normscope.swaps.drift.drift", lambda *_, **__: pytest.fail("it measured"))
+    done = run(folder, monkeypatch, "py:groups.py:network", "--func", "dyt,rmsnorm")
+    assert done.exit_code == 3 and "An RMSNorm cannot take the place of" in " ".join(done.stderr.split())
+
+
+def test_speed_says_of_how_many_samples_it_is(folder, monkeypatch):
+    done = run(folder, monkeypatch, NAME, "--func", "dyt", "--init", "paper", "--json")
+    (speed,) = json.loads(done.stdout)["speed"]
+    assert speed["about"]["data"].startswith("8 samples of ")  # the first batch that the factory gives
+    assert {tuple(row["shape"]) for row in speed["rows"] if row["scope"] == "model"} == {(8, 5, 4)}
 
 
 def test_the_first_line_says_where_it_runs(folder, monkeypatch):
@@ -94,6 +121,20 @@ def test_the_least_harmful_sites_are_told_by_the_inputs_learned_from(folder, mon
         alone[site] = report.all.relative_l2.p50
     assert len(alone) == 3
     assert set(json.loads(done.stdout)["drift"][0]["sites"]) == set(sorted(alone, key=alone.get)[:2])
+
+
+def stopped(*_):
+    raise UsageError("no further")
+
+
+def test_trajectories_are_walked_once_for_the_least_harmful_sites(tmp_path, monkeypatch):
+    walks, ends = [], Trajectories.ends
+    monkeypatch.setattr(Trajectories, "ends", lambda self: (walks.append(self), ends(self))[1])
+    arguments = ("demo_dit", "--limit", "1", "--timesteps", "500,", "--func", "dyt", "--init", "paper")
+    monkeypatch.setattr("normscope.cli.swap_bench._speed", stopped)  # of its full-size sibling, which takes long
+    done = run(tmp_path, monkeypatch, *arguments, "--sites", "least:2")
+    assert "no further" in done.stderr
+    assert len(walks) == 2  # with the norms, and without
 
 
 def test_an_embedded_model_is_timed_at_full_size(tmp_path, monkeypatch):
