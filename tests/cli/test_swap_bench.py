@@ -98,8 +98,8 @@ def test_what_cannot_be_swapped_in_is_said_before_anything_is_measured(folder, m
 def test_speed_says_of_how_many_samples_it_is(folder, monkeypatch):
     done = run(folder, monkeypatch, NAME, "--func", "dyt", "--init", "paper", "--json")
     (speed,) = json.loads(done.stdout)["speed"]
-    assert speed["about"]["data"].startswith("8 samples of ")  # the first batch that the factory gives
-    assert {tuple(row["shape"]) for row in speed["rows"] if row["scope"] == "model"} == {(8, 5, 4)}
+    assert speed["about"]["data"].startswith("1 sample of ")  # on the CPU, the first
+    assert {tuple(row["shape"]) for row in speed["rows"] if row["scope"] == "model"} == {(1, 5, 4)}
 
 
 def test_the_first_line_says_where_it_runs(folder, monkeypatch):
