@@ -153,6 +153,7 @@ def test_an_embedded_model_is_timed_at_full_size(tmp_path, monkeypatch):
         (("--sites", "least:9"), 2, "9 sites were asked for; there are 3"),
         (("--sites", "qk"), 2, "No norm here is qk"),
         (("--per", "token"), 2, "There is no level 'token'"),
+        (("--output", "one.PDF"), 2, "one.PDF is one file, but each model has 2 figures. Name a folder."),
         (("--func", "free", "--init", "paper"), 2, "free is what was fitted"),
     ],
 )
