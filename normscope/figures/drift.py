@@ -209,7 +209,7 @@ def _draw_cumulative(ax: Axes, lines: Sequence[_Line], paths: Sequence[str], the
         _cross_out(ax, [(x, q) for x, q in points if _infinite(q)], line)
     ax.set_title("the output, one site more at a time", loc="left")
     ax.set_xlabel("number of sites swapped, the least harmful first")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def _draw_parts(ax: Axes, lines: Sequence[_Line], paths: Sequence[str], theme: Style) -> None:

@@ -204,6 +204,19 @@ def test_the_headline_is_a_row_a_swap(reports):
         assert row[11] == f"{100 * one.all.top1:.1f}%"
 
 
+def test_a_formula_has_a_colour_and_one_site_an_axis_of_whole_numbers(reports):
+    report, sites = reports[0][0], reports[1][:1]
+    path = sites[0].name
+    only = [row for row in report.rows if row.at == "output" and row.site in (None, path) and row.sites_swapped == 1]
+    row = replace(only[0], swapped="cumulative", site=path)
+    mine = replace(report, func="mine=x/(1+abs(x))", sites=[path], rows=[replace(report.all, sites_swapped=1), row])
+    figure = plot_drift([mine], sites)
+    axes = titled(figure)["the output, one site more at a time"]
+    low, high = axes.get_xlim()
+    assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [1]
+    assert axes.get_lines()[0].get_color() not in ("none", axes.get_facecolor())
+
+
 def test_what_is_not_finite_is_said_in_the_table(reports):
     table = drift_table([spoilt(reports[0][0]), reports[0][1]])
     assert [row[-1] for row in cells(table)] == ["2 of 12", ""]
