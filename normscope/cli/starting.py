@@ -117,6 +117,16 @@ class How:
         return "fit" if self.needs_pairs else self.init
 
 
+def inits_there_are(func: str, inits: Sequence[str]) -> Sequence[str]:
+    """Of the inits asked for: an RMSNorm has no start values, and free and best are fits themselves."""
+    from normscope.fits.curves import BEST, FREE
+    from normscope.swaps.start import RMS_NORM
+
+    if func == RMS_NORM:
+        return inits[:1]
+    return ["fit"] if func in (FREE, BEST) and "fit" in inits else inits
+
+
 @dataclass
 class Learner:
     """A network, which of its norms are to be swapped, and the inputs that start values are made from.

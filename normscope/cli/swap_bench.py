@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from normscope.cli.figure_files import Destination, Dpi, Format, Theme, figure_path, figure_suffix
+from normscope.cli.figure_files import Dpi, Format, Theme, figure_path, figure_suffix
 from normscope.cli.options import (
     AsJson,
     BatchSize,
@@ -19,7 +19,6 @@ from normscope.cli.options import (
     Dtype,
     Guidance,
     Limit,
-    Models,
     Quiet,
     Seed,
     Timesteps,
@@ -27,8 +26,8 @@ from normscope.cli.options import (
 )
 from normscope.cli.output import Output
 from normscope.cli.sources import Run, check_models, named_or_embedded
-from normscope.cli.starting import How, Learner, Per, Shift, Sites
-from normscope.errors import count
+from normscope.cli.starting import How, Learner, Per, Shift, Sites, inits_there_are
+from normscope.errors import UsageError, count
 from normscope.files import check_writable
 
 if TYPE_CHECKING:
@@ -47,6 +46,14 @@ EXAMPLES = (
 _VIEWS = ("drift", "speed")
 _PUBLISHED = "llama_7b"
 
+Networks = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Models (`normscope models` lists them); without any, the embedded ones.",
+        show_default=False,
+    ),
+]
 Funcs = Annotated[
     str,
     typer.Option(
@@ -68,10 +75,11 @@ Seconds = Annotated[
     float | None,
     typer.Option(min=0, help="For each model's speed; by default 30, and of --full no limit.", show_default=False),
 ]
+Folder = Annotated[Path, typer.Option("--output", "-o", help="A folder for the figures, two of each model.")]
 
 
 def swap_bench(
-    models: Models = None,
+    models: Networks = None,
     func: Funcs = "dyt,dyisru,derf",
     init: Inits = "fit",
     sites: Sites = "all",
@@ -92,7 +100,7 @@ def swap_bench(
     guidance: Guidance = None,
     timesteps: Timesteps = None,
     as_json: AsJson = False,
-    output: Destination = Path("outputs"),
+    output: Folder = Path("outputs"),
     quiet: Quiet = False,
 ) -> None:
     """Replace norms by point-wise functions: how far the outputs move on held-out inputs, and how fast it is."""
@@ -108,7 +116,9 @@ def swap_bench(
     check_models(names)
     _check_published(names, there)
     wanted = Wanted.of(func, init, per, shift)
-    suffix = figure_suffix(output, figure_format, [*names, *_VIEWS], None)
+    suffix = figure_suffix(output, figure_format, [], None)
+    if output.suffix.lower() == f".{suffix}":
+        raise UsageError(f"--output {output} is one file, but each model has {len(_VIEWS)} figures. Name a folder.")
     style_named(style)
     for name, view in itertools.product(names, _VIEWS):
         check_writable(figure_path(output, suffix, name, view, []))
@@ -156,23 +166,13 @@ class Wanted:
         inits = [part.strip() for part in init.split(",")]
         ways: list[How] = []
         for name in dict.fromkeys(part.lower() if "=" not in part else part for part in split_names(func)):
-            ways += [How.of(name, own, per, shift) for own in dict.fromkeys(_inits_there_are(name, inits))]
+            ways += [How.of(name, own, per, shift) for own in dict.fromkeys(inits_there_are(name, inits))]
         return cls(ways)
 
     @property
     def curves(self) -> list[str]:
         """Names of what can be timed without a fit."""
         return list(dict.fromkeys(how.func for how in self.ways if how.func not in ("free", "best")))
-
-
-def _inits_there_are(name: str, inits: Sequence[str]) -> Sequence[str]:
-    """Of the inits asked for: an RMSNorm has no start values, and free and best are fits themselves."""
-    from normscope.fits.curves import BEST, FREE
-    from normscope.swaps.start import RMS_NORM
-
-    if name == RMS_NORM:
-        return inits[:1]
-    return ["fit"] if name in (FREE, BEST) and "fit" in inits else inits
 
 
 def _drift(learner: Learner, wanted: Wanted, say: Output) -> list[DriftReport]:

@@ -19,7 +19,7 @@ from normscope.drifts import Drift, DriftReport, Quantiles
 from normscope.errors import UsageError, count
 from normscope.figures.lettering import legend_columns, tail, width_of, wrapped
 from normscope.figures.style import Style, style_named
-from normscope.fits.curves import curves_named
+from normscope.fits.curves import CURVES, curves_named
 from normscope.pairs.sites import NormSite
 
 _WIDTH, _WIDEST = 6.6, 24.0
@@ -123,7 +123,7 @@ def _lines(reports: Sequence[DriftReport], theme: Style) -> list[_Line]:
 def _colours(funcs: Sequence[str] | dict[str, None], theme: Style) -> dict[str, Any]:
     """A curve's own colour where it has one and no other function of this figure took it; RMSNorm is no curve."""
     looks, colours = theme.looks(map(_curve, funcs)), dict[str, Any]()
-    for func in funcs:
+    for func in sorted(funcs, key=lambda func: _curve(func) not in CURVES):
         own = theme.ink if func == "rmsnorm" else looks[_curve(func)][0]
         free = [colour for colour in (own, *theme.curves, *theme.channels) if colour not in colours.values()]
         colours[func] = free[0] if free else own
@@ -209,7 +209,7 @@ def _draw_cumulative(ax: Axes, lines: Sequence[_Line], paths: Sequence[str], the
         _cross_out(ax, [(x, q) for x, q in points if _infinite(q)], line)
     ax.set_title("the output, one site more at a time", loc="left")
     ax.set_xlabel("number of sites swapped, the least harmful first")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def _draw_parts(ax: Axes, lines: Sequence[_Line], paths: Sequence[str], theme: Style) -> None:

@@ -10,8 +10,10 @@ import normscope
 from normscope.cli import app
 from normscope.errors import UsageError
 from normscope.models.trajectories import Trajectories
+from normscope.pairs.trace import find_norms
 from normscope.splits import learned_and_held_out
 from normscope.swaps.replace import swap
+from normscope.swaps.store import save_swapped
 
 FACTORY = """
 import torch
@@ -123,6 +125,16 @@ def test_the_least_harmful_sites_are_told_by_the_inputs_learned_from(folder, mon
     assert set(json.loads(done.stdout)["drift"][0]["sites"]) == set(sorted(alone, key=alone.get)[:2])
 
 
+def test_a_network_without_norms_is_refused_and_not_sent_back_to_this_command(tmp_path, monkeypatch):
+    network = normscope.load("demo_vit")
+    sites = find_norms(network.module, next(iter(network.inputs)).first_sample()).sites
+    swap(network.module, "dyt", sites, init="paper")
+    save_swapped(network.module, tmp_path / "all", network.about)
+    done = run(tmp_path, monkeypatch, "demo_vit", "--weights", "all")
+    said = " ".join(done.stderr.split())
+    assert done.exit_code == 3 and "none is left to observe or to replace" in said and "swap-bench" not in said
+
+
 def stopped(*_):
     raise UsageError("no further")
 
@@ -159,6 +171,7 @@ def test_an_embedded_model_is_timed_at_full_size(tmp_path, monkeypatch):
         (("--sites", "least:9"), 2, "asks for more norms than there are: 3"),
         (("--sites", "qk"), 2, "No norm here is qk"),
         (("--per", "token"), 2, "There is no level 'token'"),
+        (("--output", "one.PDF"), 2, "one.PDF is one file, but each model has 2 figures. Name a folder."),
         (("--func", "free", "--init", "paper"), 2, "free is what was fitted"),
     ],
 )

@@ -17,6 +17,7 @@ from normscope.errors import UsageError
 from normscope.figures.drift import plot_drift
 from normscope.figures.drift_tables import drift_table, parts_table, sites_table
 from normscope.figures.scurves import save
+from normscope.figures.style import style_named
 from normscope.outputs import Outputs
 from normscope.pairs.trace import find_norms
 from normscope.swaps.drift import drift
@@ -202,6 +203,25 @@ def test_the_headline_is_a_row_a_swap(reports):
         assert float(row[6]) == pytest.approx(one.all.cosine.p50, abs=5e-5)
         assert float(row[9]) == pytest.approx(one.all.kl.p50, rel=5e-3)
         assert row[11] == f"{100 * one.all.top1:.1f}%"
+
+
+def test_a_built_in_curve_keeps_its_colour_beside_what_came_first(reports):
+    named = [replace(reports[0][0], func=func) for func in ("free", "mine=x/(1+abs(x))", "identity")]
+    *_, line = titled(plot_drift(named))["the network's output, each site swapped alone"].get_lines()[:3]
+    assert line.get_color() == style_named("light").looks()["linear"][0]
+
+
+def test_a_formula_has_a_colour_and_one_site_an_axis_of_whole_numbers(reports):
+    report, sites = reports[0][0], reports[1][:1]
+    path = sites[0].name
+    only = [row for row in report.rows if row.at == "output" and row.site in (None, path) and row.sites_swapped == 1]
+    row = replace(only[0], swapped="cumulative", site=path)
+    mine = replace(report, func="mine=x/(1+abs(x))", sites=[path], rows=[replace(report.all, sites_swapped=1), row])
+    figure = plot_drift([mine], sites)
+    axes = titled(figure)["the output, one site more at a time"]
+    low, high = axes.get_xlim()
+    assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [1]
+    assert axes.get_lines()[0].get_color() not in ("none", axes.get_facecolor())
 
 
 def test_what_is_not_finite_is_said_in_the_table(reports):
