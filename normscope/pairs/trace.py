@@ -281,7 +281,7 @@ def _no_sites(network: str, skipped: list[SkippedNorm]) -> str:
         curves = ", ".join(dict.fromkeys(reason[reason.find("(") + 1 : reason.rfind(")")] for reason in replaced))
         return (
             f"All {count(len(replaced), 'norm')} of this {network} were replaced ({curves}), and none is left to "
-            "observe. `normscope swap-bench` and `normscope heal` take it."
+            "observe or to replace. Name the weights from before the swap."
         )
     if not skipped:
         return "The model calls no normalization layer, so that there is nothing to observe."
