@@ -61,8 +61,8 @@ def check_writable(path: Path) -> None:
 def whole_folder(path: Path, files: Collection[str]) -> Iterator[Path]:
     """Yield a temporary folder that takes the place of ``path`` once the block ends without an exception.
 
-    What stood there is removed only where it held nothing but such files; a symbolic link stays, and what it points at
-    is replaced.
+    What stood there is removed only where it held all such files and nothing else, or nothing; a symbolic link stays,
+    and what it points at is replaced.
 
     Args:
         path: the folder.
@@ -108,7 +108,9 @@ def _target_folder(path: Path, files: Collection[str]) -> Path:
     """Follow symbolic links to the folder that is to be replaced, and refuse one that holds anything else."""
     target = Path(os.path.realpath(path))
     try:
-        others = sorted(entry.name for entry in target.iterdir() if entry.name not in files or entry.is_dir())
+        own = {entry.name for entry in target.iterdir() if entry.name in files and not entry.is_dir()}
+        # Some of the files without the others are somebody else's: a model.safetensors that was downloaded.
+        others = sorted(entry.name for entry in target.iterdir() if entry.name not in own or len(own) < len(files))
     except FileNotFoundError:
         return target
     except NotADirectoryError:
@@ -129,13 +131,13 @@ def _put_in_place(partial: Path, target: Path) -> None:
         partial.rename(target)
         return
     aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    old = target.rename(aside / "old")
+    old = aside / "old"
     try:
+        target.rename(old)
         partial.rename(target)
-    except OSError:
-        old.rename(target)
-        raise
     finally:
+        if old.exists() and not target.exists():  # whatever came between, an interruption too
+            old.rename(target)
         shutil.rmtree(aside, ignore_errors=True)
 
 

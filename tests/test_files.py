@@ -82,7 +82,7 @@ def test_a_stem_is_one_harmless_part_of_a_path(name):
 
 
 def write(path, text):
-    with whole_folder(path, ["a", "b"]) as partial:
+    with whole_folder(path, ["a"]) as partial:
         (partial / "a").write_text(text)
         assert not path.exists() or (path / "a").read_text() != text
 
@@ -148,3 +148,35 @@ def test_folders_that_hold_something_else_are_kept(tmp_path, monkeypatch):
         for attempt in (lambda at: check_folder_writable(at, ["a"]), lambda at: write(at, "new")):
             with pytest.raises(UsageError, match=reason):
                 attempt(type(tmp_path)(name))
+
+
+def test_a_part_of_the_files_is_somebody_elses(tmp_path):
+    (tmp_path / "downloaded").mkdir()
+    (tmp_path / "downloaded" / "a").write_text("weights")
+    for attempt in (check_folder_writable, lambda at, files: whole_folder(at, files).__enter__()):
+        with pytest.raises(UsageError, match="a in it would be lost"):
+            attempt(tmp_path / "downloaded", ["a", "b"])
+    assert (tmp_path / "downloaded" / "a").read_text() == "weights"
+    (tmp_path / "empty").mkdir()
+    with whole_folder(tmp_path / "empty", ["a"]) as partial:
+        (partial / "a").write_text("new")
+    assert (tmp_path / "empty" / "a").read_text() == "new"
+
+
+@pytest.mark.parametrize("moment", [1, 2])
+def test_an_interruption_between_the_two_renames_loses_nothing(tmp_path, monkeypatch, moment):
+    write(tmp_path / "old", "whole")
+    rename, done = type(tmp_path).rename, []
+
+    def interrupted(self, target):
+        moved = rename(self, target)
+        done.append(moved)
+        if len(done) == moment:
+            raise KeyboardInterrupt
+        return moved
+
+    monkeypatch.setattr(type(tmp_path), "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "old", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert (tmp_path / "old" / "a").read_text() == ("whole" if moment == 1 else "new")

@@ -11,12 +11,12 @@ import typer
 from normscope.cli.options import (
     AsCsv,
     AsJson,
-    BatchSize,
     Data,
     Device,
     Guidance,
     Limit,
     Model,
+    OwnBatchSize,
     Quiet,
     Seed,
     Timesteps,
@@ -39,6 +39,8 @@ EXAMPLES = (
     "normscope heal demo_dit --func dyt --steps 200 -o healed --json"
 )
 
+_BATCH_SIZE = 16
+
 Steps = Annotated[
     int,
     typer.Option(min=1, help="In all: a tenth of the blocks by themselves, the others end to end; four batches each."),
@@ -57,7 +59,7 @@ def heal(
     weights: Weights = "pretrained",
     data: Data = None,
     limit: Limit = None,
-    batch_size: BatchSize = 16,
+    batch_size: OwnBatchSize = None,
     seed: Seed = 0,
     device: Device = "auto",
     guidance: Guidance = None,
@@ -80,7 +82,9 @@ def heal(
     checkpoint, drawn = (output.with_name(output.name + end) for end in (".healing.safetensors", "-healing.png"))
     for path in (checkpoint, drawn):
         check_writable(path)
-    run = Run(weights, data, limit, batch_size, seed, device, guidance=guidance, timesteps=timesteps)
+    # Batches of a network of the user's own are as they are, which takes the default of all commands.
+    at_once = batch_size or (Run.batch_size if model.startswith("py:") else _BATCH_SIZE)
+    run = Run(weights, data, limit, at_once, seed, device, guidance=guidance, timesteps=timesteps)
     network = run.load(model, say)
     learner = Learner.of(network, sites, seed, say)
     fits = learner.fits(how, say)

@@ -58,6 +58,15 @@ Limit = Annotated[
     ),
 ]
 BatchSize = Annotated[int, typer.Option(min=1, callback=_of_64_bits, help="Samples per forward pass, at most.")]
+OwnBatchSize = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        callback=_of_64_bits,
+        help="Samples per forward pass, at most; by default 16, and of py: as its batches are.",
+        show_default=False,
+    ),
+]
 Sample = Annotated[
     int | None,
     typer.Option(

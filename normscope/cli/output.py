@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from normscope.pairs.sites import SkippedNorm
     from normscope.splits import Inputs, Part
 
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # all but the line feed
 _WIDTH_OF_A_PIPE = 1000  # a table that goes to a file or a program is as wide as it needs to be
 
 
@@ -40,7 +42,12 @@ def _console(stderr: bool) -> Console:
 
 def print_error(sentence: str) -> None:
     """Print why the command stopped, on stderr."""
-    _console(stderr=True).print(f"[bold red]Error:[/] {escape(sentence)}", soft_wrap=True)
+    _console(stderr=True).print(f"[bold red]Error:[/] {_harmless(sentence)}", soft_wrap=True)
+
+
+def _harmless(text: str) -> str:
+    """Write out what a terminal would obey, in names that come from files."""
+    return escape(_CONTROL.sub(lambda sign: ascii(sign[0])[1:-1], text))
 
 
 class Output:
@@ -73,18 +80,18 @@ class Output:
     def remark(self, text: str) -> None:
         """Say something that is no result, unless quiet."""
         if not self.quiet:
-            self._remarks.print(escape(text), soft_wrap=True)
+            self._remarks.print(_harmless(text), soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Say something that nobody must miss."""
-        self._remarks.print(f"[yellow]{escape(text)}[/]", soft_wrap=True)
+        self._remarks.print(f"[yellow]{_harmless(text)}[/]", soft_wrap=True)
 
     def result(self, shown: Table | str) -> None:
         """Show a result to a person; with ``--json`` the document takes its place, with ``--csv`` its rows."""
         if self.for_programs:
             return
         if isinstance(shown, str):
-            self._results.print(escape(shown), soft_wrap=True)
+            self._results.print(_harmless(shown), soft_wrap=True)
             return
         # A number broken over two lines reads as two numbers: a table is rather wider than a narrow terminal.
         unbounded = self._results.options.update(width=_WIDTH_OF_A_PIPE)

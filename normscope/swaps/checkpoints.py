@@ -79,10 +79,9 @@ def check_settings(path: Path, found: Any, settings: Mapping[str, Any]) -> None:
     known = found if isinstance(found, dict) else {}
     for name, value in settings.items():
         if known.get(name) != value:
-            raise UsageError(
-                f"{path} is of another healing: its {name} is {known.get(name)}, not {value}. Remove it to begin anew, "
-                "or name another."
-            )
+            # A list of all sites, or a hash, would tell nobody anything.
+            told = f"its {name} is {known.get(name)!r:.60}, not {value}" if isinstance(value, int) else f"other {name}"
+            raise UsageError(f"{path} is of another healing: {told}. Remove it to begin anew, or name another.")
 
 
 def _moments(tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:

@@ -11,6 +11,7 @@ from torch.linalg import vector_norm
 
 from normscope.batches import Batch
 from normscope.outputs import Outputs
+from normscope.swaps.arrange import output_by_sample
 
 _LEAST_OF_TYPICAL = 0.1  # of the batch's root mean square norm: a sample of almost nothing must not lead the training
 
@@ -58,10 +59,15 @@ def pooled_loss(found: Tensor, wanted: Tensor, valid: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def output_errors(original: nn.Module, swapped: nn.Module, batches: Iterable[Batch], outputs: Outputs) -> Tensor:
-    """Return the relative L2 at the output of every sample: float64 ``(samples,)`` on the CPU, ∞ where not finite."""
+    """Return the relative L2 at the output of every sample: float64 ``(samples,)`` on the CPU, ∞ where not finite.
+
+    Raises:
+        ModelError: if axis 0 of the output does not count the samples.
+    """
     errors: list[Tensor] = []
     for batch in batches:
         wanted = outputs.read(original(*batch.args, **batch.kwargs), batch)
+        output_by_sample(wanted, batch, outputs.kind)  # which refuses what has no axis of samples
         found = outputs.read(swapped(*batch.args, **batch.kwargs), batch)
         errors.append(relative_errors(found, wanted, batch.valid).double().cpu())
     return torch.cat([torch.zeros(0, dtype=torch.float64), *errors]).nan_to_num(nan=torch.inf)

@@ -149,6 +149,8 @@ def read_record(folder: str | Path) -> SwapRecord:
         ModelError: if there is none, or it is damaged, of another kind or of another format version.
     """
     folder = Path(folder)
+    if (folder / RECORD).exists() and not (folder / RECORD).is_file():  # a pipe or a device may have no end
+        raise ModelError(f"{folder / RECORD} is no regular file; `normscope swap MODEL -o DIR` writes one.")
     try:
         document = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         json.dumps(document, ensure_ascii=False).encode("utf-8", "surrogateescape")  # fails on what no name holds

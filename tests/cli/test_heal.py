@@ -90,3 +90,21 @@ def test_mistakes_are_told_before_anything_runs(here, arguments, status, sentenc
     assert done.exit_code == status
     assert sentence in " ".join(done.output.split())
     assert not list(here.iterdir())
+
+
+FACTORY = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)), [torch.randn(3, 5, 4) for _ in range(8)]
+"""
+
+
+def test_a_network_of_ones_own_is_healed_in_its_own_batches(here):
+    (here / "mine.py").write_text(FACTORY)
+    done = heal("py:mine.py:make", "--steps", "6", "-o", "healed", "--device", "cpu", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["n_held_out"] == 6
+    told = heal("py:mine.py:make", "--steps", "6", "-o", "healed", "--batch-size", "4")
+    assert told.exit_code == 2 and "decides how large its batches are" in told.stderr

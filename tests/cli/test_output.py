@@ -3,7 +3,7 @@
 import torch
 
 import normscope
-from normscope.cli.output import Output
+from normscope.cli.output import Output, print_error
 
 
 def test_tokens_that_hold_no_numbers_are_said_once_a_site(capsys):
@@ -15,3 +15,12 @@ def test_tokens_that_hold_no_numbers_are_said_once_a_site(capsys):
     assert capsys.readouterr().err == "".join(
         f"{site.name}: 1 of 3 tokens hold a NaN or an infinity, and are in no sum\n" for site in seen.sites
     )
+
+
+def test_no_name_from_a_file_commands_the_terminal(capsys):
+    say, hostile = Output(as_json=False, quiet=False), "swap \x1b[2J\x1b]0;mine\x07\r\x9b31m of\nit"
+    for tell in (say.remark, say.warn, say.result, print_error):
+        tell(hostile)
+    told = capsys.readouterr()
+    for line in ("\\x1b[2J\\x1b]0;mine\\x07\\r\\x9b31m of\n", *"\x1b\x07\r\x9b"):
+        assert ((line in told.out), (line in told.err)) == (len(line) > 1,) * 2

@@ -9,7 +9,7 @@ from torch import nn
 
 import normscope
 from normscope.batches import Batch, Sample
-from normscope.errors import DataError, UsageError
+from normscope.errors import DataError, ModelError, UsageError
 from normscope.outputs import Outputs
 from normscope.swaps import course, heal
 from normscope.swaps.alone import least_squares, norm_pairs
@@ -263,7 +263,11 @@ def test_a_finished_healing_is_read_again(networks, tmp_path):
 
 @pytest.mark.parametrize(
     ("changed", "named"),
-    [({"steps": 24}, "steps is 12, not 24"), ({"seed": 1}, "seed is 0, not 1"), ({"learn": LEARN[:20]}, "inputs is")],
+    [
+        ({"steps": 24}, "steps is 12, not 24"),
+        ({"seed": 1}, "seed is 0, not 1"),
+        ({"learn": LEARN[:20]}, r"healing: other inputs\. Remove"),
+    ],
 )
 def test_a_checkpoint_of_another_healing_is_refused(networks, tmp_path, changed, named):
     original, swapped = networks
@@ -332,6 +336,9 @@ def test_mistakes(networks):
         normscope.heal(original, swapped, LEARN, [], steps=1)
     with pytest.raises(DataError, match="no batch"):
         normscope.heal(original, swapped, [], HELD_OUT, steps=1)
+    for read in (lambda output, batch: output.mean(), lambda output, batch: output.movedim(0, -1)):
+        with pytest.raises(ModelError, match="axis 0 has to count the samples"):
+            normscope.heal(original, swapped, LEARN, HELD_OUT, outputs=Outputs("tensor", read), steps=1)
 
 
 def test_outputs_that_are_not_finite_are_no_drift_to_go_by(networks):

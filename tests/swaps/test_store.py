@@ -1,6 +1,7 @@
 """A swapped network and what its folder gives back are the same to the bit; anything else is a sentence."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -182,6 +183,10 @@ def test_folders_that_are_none(folder, tmp_path):
     (folder / "swap.json").write_text('{"format": "another"}')
     with pytest.raises(ModelError, match="is no swap's"):
         restored(trained(tokens), folder)
+    (folder / "swap.json").unlink()
+    os.mkfifo(folder / "swap.json")  # which whoever opens it would wait at
+    with pytest.raises(ModelError, match="is no regular file"):
+        restored(trained(tokens), folder)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 200, -1])
@@ -288,7 +293,9 @@ def test_no_json_does_anything_but_load_or_be_refused(folder, choices):
 def test_a_full_swap_leaves_nothing_to_observe_and_a_partial_one_the_rest(folder):
     model = trained(tokens)
     restored(model, folder)
-    with pytest.raises(ModelError, match=r"All 2 norms of this Sequential were replaced \(tanh\), and none is left"):
+    with pytest.raises(
+        ModelError, match=r"All 2 norms of this Sequential were replaced \(tanh\), and none is left to observe or"
+    ):
         capture(model, [data(tokens)])
     partly = trained(tokens)
     swap(partly, "dyt", capture(partly, [data(tokens)]), sites="0,")
