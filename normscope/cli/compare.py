@@ -48,7 +48,7 @@ Checkpoints = Annotated[
     typer.Option(
         "--weights",
         metavar="pretrained|random|FILE|DIR",
-        help="Pretrained, random, a safetensors or torch file, or a folder of a swap; give it again for every one to compare.",
+        help="Pretrained, random, a safetensors or torch file, a swap's folder; again for each to compare.",
         show_default="pretrained",
     ),
 ]
