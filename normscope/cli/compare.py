@@ -47,8 +47,8 @@ Checkpoints = Annotated[
     list[str] | None,
     typer.Option(
         "--weights",
-        metavar="pretrained|random|FILE",
-        help="Pretrained, random, or a safetensors or torch file; give it again for every checkpoint to compare.",
+        metavar="pretrained|random|FILE|DIR",
+        help="Pretrained, random, a safetensors or torch file, a swap's folder; again for each to compare.",
         show_default="pretrained",
     ),
 ]

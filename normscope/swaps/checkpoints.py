@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from normscope.errors import DataError, UsageError
 from normscope.files import whole_file
+from normscope.healings import START
 from normscope.swaps.course import Course, restore
 
 _FORMAT = "normscope-healing"
@@ -39,7 +40,10 @@ def save_checkpoint(
         tensors |= {f"moment/{key}/{name}": value.cpu().contiguous().clone() for key, value in own.items()}
     header = {"format": _FORMAT, "version": _VERSION, "settings": dict(settings), "course": course.as_dict()}
     with whole_file(path) as partial:
-        save_file(tensors, partial, metadata={_HEADER: json.dumps(header)})
+        try:
+            save_file(tensors, partial, metadata={_HEADER: json.dumps(header)})
+        except SafetensorError as error:  # a full disk is one to it
+            raise UsageError(f"Cannot write {path}: {error}.") from error
 
 
 def load_checkpoint(path: Path, settings: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> Course | None:
@@ -62,6 +66,9 @@ def load_checkpoint(path: Path, settings: Mapping[str, Any], parameters: Mapping
     check_settings(path, header.get("settings"), settings)
     try:
         course = Course.of(header["course"], _moments(tensors, parameters))
+        for own in (course.drifts[START], *course.drifts.values()):
+            if not all(isinstance(own[name], float) for name in ("p10", "median", "p90")):
+                raise TypeError(f"a drift is {own}")
         values = {name: tensors[f"parameter/{name}"] for name in parameters}
         for name, value in values.items():
             if value.shape != parameters[name].shape or value.dtype != parameters[name].dtype:

@@ -1,17 +1,19 @@
 """Healing: what it lowers, what it leaves alone, and that it goes on where it stopped."""
 
 import copy
+import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import normscope
 from normscope.batches import Batch, Sample
 from normscope.errors import DataError, ModelError, UsageError
 from normscope.outputs import Outputs
-from normscope.swaps import course, heal
+from normscope.swaps import checkpoints, course, heal
 from normscope.swaps.alone import least_squares, norm_pairs
 from normscope.swaps.matching import output_errors
 from normscope.swaps.pool import Pool
@@ -391,3 +393,25 @@ def test_what_stands_in_padding_changes_nothing():
     for one, other in zip(*(model.parameters() for model in healed), strict=True):
         # Sums over rows that hold zeros are summed in another order by some kernels.
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_checkpoint_that_a_full_disk_does_not_take_is_told(networks, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(checkpoints, "save_file", full)
+    with pytest.raises(UsageError, match="No space left on device"):
+        normscope.heal(*networks, LEARN, HELD_OUT, steps=6, checkpoint=tmp_path / "at.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("spoil", [lambda own: own.pop("start"), lambda own: own["start"].pop("median")])
+def test_a_checkpoint_without_a_drift_is_damaged(networks, tmp_path, spoil):
+    path = tmp_path / "at.safetensors"
+    normscope.heal(networks[0], copy.deepcopy(networks[1]), LEARN, HELD_OUT, steps=6, checkpoint=path)
+    with safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["normscope"])
+    spoil(header["course"]["drifts"])
+    save_file(load_file(path), path, metadata={"normscope": json.dumps(header)})
+    with pytest.raises(DataError, match="is damaged"):
+        normscope.heal(*networks, LEARN, HELD_OUT, steps=6, checkpoint=path)
