@@ -12,7 +12,7 @@ from normscope.splits import learned_and_held_out
 from normscope.swaps.heal import STEPS
 
 MODELS = "demo_vit,demo_wav2vec2,demo_dit"
-CURVES = "dyt,dyisru,derf"
+CURVES = "dyt,dyisru"
 BATCH_SIZE = 16  # as `normscope heal` has it
 ABOUT = """
 All norms of a network were swapped, with start values fitted to its own inputs to learn from, weighted by γ², and the
