@@ -56,7 +56,7 @@ SORTED_AT_ONCE = 256
 ACCENT = "en-us"
 PITCHES, SPEEDS = (25, 75), (130, 210)
 TRAIN_WORDS, HELD_OUT_VOICES, WORDS_A_VOICE, SHIPPED_A_VOICE = 4000, 12, 50, 5
-CALIBRATION_WORDS = 460  # of those to train on
+CALIBRATION_WORDS = 850
 
 # Variants of espeak-ng 1.51 that are never held out: their log-mel spectra lie close to those of another variant, or
 # they belong to a series of effects. klatt and klatt6 are missing because they say the same as caleb, to the bit.

@@ -51,7 +51,7 @@ def heal(
     model: Model,
     output: Folder,
     func: OneFunc = "dyisru",
-    steps: Steps = 1300,
+    steps: Steps = 1700,
     init: Init = "fit",
     sites: Sites = "all",
     per: Per = "site",

@@ -26,7 +26,7 @@ from normscope.swaps.pool import Pool, tensor_bytes
 from normscope.swaps.replace import uncompiled
 from normscope.swaps.teaching import Lesson, repeatable
 
-STEPS = 1300
+STEPS = 1700
 _BLOCKS_ONE_IN = 10  # steps
 RATES = {BLOCKS: 1e-3, WHOLE: 1.5e-3}
 _SHARES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
