@@ -27,21 +27,22 @@ def main() -> None:
     parser = options(__doc__, repeats=1)
     parser.add_argument("--models", type=names, default=names(MODELS), help="(%(default)s)")
     parser.add_argument("--curves", type=names, default=names(CURVES), help="(%(default)s)")
+    parser.add_argument("--limit", type=int, help="inputs of each, to learn from and held out (all)")
     parser.add_argument("--steps", type=int, default=STEPS, help="of a healing (%(default)s)")
     args = parser.parse_args()
     measurements = [
         one
         for model in args.models
         for curve in args.curves
-        for one in in_own_process(measured, model, curve, args.steps, args.repeats, threads=1)
+        for one in in_own_process(measured, model, curve, args.steps, args.repeats, args.limit, threads=1)
     ]
     finish("healing", ABOUT.format(steps=args.steps), measurements, args, threads=[1])
 
 
-def measured(model: str, curve: str, steps: int, repeats: int) -> list[Measurement]:
+def measured(model: str, curve: str, steps: int, repeats: int, limit: int | None) -> list[Measurement]:
     """Heal one network after one swap, once for each seed."""
     torch.set_num_threads(1)
-    network = normscope.load(model, batch_size=BATCH_SIZE, device="cpu")
+    network = normscope.load(model, batch_size=BATCH_SIZE, limit=limit, device="cpu")
     learn, held_out = network.calibration, network.inputs
     if learn is None:
         learn, held_out = learned_and_held_out(network.inputs)

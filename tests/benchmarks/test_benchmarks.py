@@ -185,7 +185,7 @@ def test_rows_without_a_quantity_in_common_stand_apart(monkeypatch):
 
 
 def test_healing(results):
-    samples = measured("healing", results, "--models", "demo_vit", "--curves", "dyt", "--steps", "6")
+    samples = measured("healing", results, "--models", "demo_vit", "--curves", "dyt", "--steps", "6", "--limit", "64")
     before, after, closed = (samples["demo_vit", "dyt", name][0] for name in ("drift before", "after all", "closed"))
     assert closed == pytest.approx(100 * (1 - after / before)) and after <= before
 

@@ -227,10 +227,12 @@ def test_version(folder):
     assert run("--version", cwd=folder).stdout.startswith("normscope 0.")
 
 
-def test_a_hub_that_does_not_answer_is_said_within_ten_seconds(folder):
-    start = time.perf_counter()
+def test_a_hub_that_does_not_answer_is_said_within_seconds(folder):
+    began = time.perf_counter()
+    run("plot", "vit_b16", "--weights", "missing", cwd=folder)  # which imports as much, and asks nobody
+    asking = time.perf_counter()
     done = run("plot", "vit_b16", "--layers", "4", cwd=folder, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(folder))
-    assert time.perf_counter() - start < 10
+    assert time.perf_counter() - asking < (asking - began) * 1.5 + 4  # the deadline of 3 s, and a busy machine
     assert (done.returncode, done.stdout) == (3, "")
     for way in ("--weights FILE", "--weights random", "normscope plot demo_vit"):
         assert way in done.stderr
