@@ -98,8 +98,9 @@ class NormKind:
         groups = self.groups(module) if self.groups is not None else 1
         own = itertools.chain(module.parameters(), module.buffers())
         device = next((tensor.device for tensor in own), None)
-        # In float64, so that taking the offset away again leaves the gain as it was, to the bit.
-        zero = torch.zeros(groups, channels // groups, dtype=torch.float64, device=device)
+        # In float64, which mps has not, so that taking the offset away again leaves the gain as it was, to the bit.
+        dtype = torch.float32 if device is not None and device.type == "mps" else torch.float64
+        zero = torch.zeros(groups, channels // groups, dtype=dtype, device=device)
         offset = self.affine(module, zero)
         gain = self.affine(module, zero + 1) - offset
         return gain.detach().flatten().float(), offset.detach().flatten().float()
