@@ -21,7 +21,7 @@ _Key = tuple[str, str | int]
 
 
 class Inputs(Protocol):
-    """Batches that can be iterated again and again, and say what they are."""
+    """Batches that say what they are; iterating again gives the same batches again."""
 
     @property
     def description(self) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from normscope import splits
 from normscope.outputs import Outputs
 
 if TYPE_CHECKING:
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
-
-    from normscope.batches import Batch
 
 
 @dataclass(frozen=True)
@@ -40,26 +38,14 @@ class Provenance:
         return cls("random", f"random weights, seed {seed}")
 
 
-class Inputs(Protocol):
-    """Batches to run a network on. Iterating again gives the same batches again.
+class Inputs(splits.Inputs, Protocol):
+    """Batches to run a network on, on its device and in its dtype.
 
     Attributes:
-        description: one line that says what was read.
-        unreadable: ``path: reason`` for each input that was left out, filled while iterating.
+        unreadable: ``path: reason`` for each input that was left out, filled while iterating; among ``n_samples``.
     """
 
     unreadable: list[str]
-
-    @property
-    def description(self) -> str:
-        """One line that says what was read."""
-
-    @property
-    def n_samples(self) -> int | None:
-        """How many samples there are at most, unreadable ones among them; None where only iterating would tell."""
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield batches on the model's device and in its dtype."""
 
 
 @dataclass(frozen=True)
