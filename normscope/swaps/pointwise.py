@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from normscope.errors import UsageError
 from normscope.fits.ceiling import Piecewise
 from normscope.fits.curves import CURVES, Curve, curves_named
+from normscope.swaps.kernels import operators, reference
+from normscope.swaps.kernels.choice import by_kernels
+from normscope.swaps.kernels.parameters import Parameters
 
 
 class PointwiseFunction(nn.Module):
@@ -39,6 +42,9 @@ class PointwiseFunction(nn.Module):
         weight: ``normalized_shape``, or ``(1,)``.
         bias: ``normalized_shape``, or None.
         in_place_of: full name of the class of the norm whose place it took; empty where it took none.
+
+    On CUDA, tanh, isru and erf are computed by fused kernels (:mod:`normscope.swaps.kernels`), where the environment
+    variable ``NORMSCOPE_KERNELS`` does not say ``eager``.
 
     Shape: any input with the channels at their axis; the output has its shape and dtype (:func:`dtype_after`). The
     names of the parameters are those of the published DyT and Derf layers.
@@ -97,11 +103,13 @@ class PointwiseFunction(nn.Module):
             (input,) = named.values()
         if input.is_nested:
             return of_each(self, input)
-        function = self.curve.function if self.table is None else self.table
-        alpha, weight = self._along(input, self.alpha), self._along(input, self.weight)
-        shift = None if self.shift is None else self._along(input, self.shift)
-        bias = None if self.bias is None else self._along(input, self.bias)
-        output = pointwise(input, function, alpha, shift, weight, bias).to(dtype_after(input, weight))
+        own, behind = (self.alpha, self.shift, self.weight, self.bias), self._behind(input)
+        if by_kernels(self.curve.name, input):
+            output = operators.pointwise(input, *own, self.curve.name, behind)
+        else:
+            function = self.curve.function if self.table is None else self.table
+            output = reference.pointwise(input, function, Parameters(*own), behind)
+        output = output.to(dtype_after(input, self.weight))
         return output if self._activate is None else self._activate(self, output)
 
     @property
@@ -126,12 +134,9 @@ class PointwiseFunction(nn.Module):
         axis = "" if self.channel_axis == -1 else f", channel_axis={self.channel_axis}"
         return f"{self.curve.name}, {shape}{axis}"
 
-    def _along(self, input: Tensor, part: Tensor) -> Tensor:
-        """View one number a channel such that it meets its channel of the input."""
-        if part.numel() == 1 or self.channel_axis == -1:
-            return part
-        behind = (-self.channel_axis if self.channel_axis < 0 else input.ndim - self.channel_axis) - 1
-        return part.view(-1, *[1] * behind)
+    def _behind(self, input: Tensor) -> int:
+        """Return how many axes of the input come after those of its channels."""
+        return (-self.channel_axis if self.channel_axis < 0 else input.ndim - self.channel_axis) - 1
 
     def _one_or_each(self, name: str, value: float | Tensor) -> Tensor:
         given = torch.as_tensor(value, dtype=torch.float32).detach().clone()
@@ -143,37 +148,6 @@ class PointwiseFunction(nn.Module):
                 f"{math.prod(self.normalized_shape)} channels."
             )
         return given.reshape(self.normalized_shape)
-
-
-def pointwise(
-    x: Tensor,
-    function: Callable[[Tensor], Tensor],
-    alpha: Tensor,
-    shift: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-) -> Tensor:
-    """Weight · f(αx + s) + bias in plain torch, in float32 at least: what fused kernels are held to.
-
-    Args:
-        x: of any shape.
-        function: f, elementwise.
-        alpha: broadcast over x, as are the others.
-        shift: None for none.
-        weight: holds the amplitude.
-        bias: None for none.
-
-    Returns:
-        A tensor of x's shape and dtype.
-    """
-    inside = torch.promote_types(x.dtype, torch.float32)
-    u = alpha.to(inside) * x.to(inside)
-    if shift is not None:
-        u = u + shift.to(inside)
-    y = weight.to(inside) * function(u)
-    if bias is not None:
-        y = y + bias.to(inside)
-    return y.to(x.dtype)
 
 
 def dtype_after(input: Tensor, weight: Tensor | None) -> torch.dtype:

@@ -1,0 +1,81 @@
+"""Who computes a point-wise function: Triton's kernels on CUDA, plain torch elsewhere, or as the user says."""
+
+from __future__ import annotations
+
+import functools
+import os
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from normscope.errors import UsageError, unknown
+
+VARIABLE = "NORMSCOPE_KERNELS"
+EAGER, TRITON = "eager", "triton"
+CURVES = ("tanh", "isru", "erf")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LEAST_CAPABILITY = (8, 0)
+
+
+def by_kernels(curve: str, x: Tensor) -> bool:
+    """Whether Triton's kernels compute a curve of x.
+
+    They do on CUDA, for tanh, isru and erf in float32, bfloat16 and float16, where Triton is installed. The environment
+    variable ``NORMSCOPE_KERNELS`` overrides this: ``eager`` for plain torch everywhere, ``triton`` for the kernels
+    alone.
+
+    Args:
+        curve: its name.
+        x: the input.
+
+    Raises:
+        UsageError: if the variable says something else, or asks for kernels where there are none.
+
+    >>> by_kernels("tanh", torch.ones(3))
+    False
+    """
+    asked = os.environ.get(VARIABLE, "")
+    if asked not in ("", EAGER, TRITON):
+        raise UsageError(f"{unknown(VARIABLE, asked, (EAGER, TRITON))} Without it, CUDA has {TRITON}.")
+    if asked == EAGER or (not asked and not x.is_cuda):
+        return False
+    why_not = _why_not(curve, x)
+    if asked and why_not:
+        raise UsageError(f"{VARIABLE}={TRITON} cannot be met: {why_not}. Unset it, or say {VARIABLE}={EAGER}.")
+    return not why_not
+
+
+def _why_not(curve: str, x: Tensor) -> str:
+    """Say what keeps the kernels from computing it; nothing where they can."""
+    if curve not in CURVES:
+        return f"there is no kernel for the curve {curve}, only for {', '.join(CURVES)}"
+    if x.dtype not in DTYPES:
+        return f"no kernel takes an input of {x.dtype}"
+    return str(_why_not_on(x.device))
+
+
+# torch.compile cannot follow it, and need not: it does not change.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _why_not_on(device: torch.device) -> str:
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if device.type == "cpu" and not interpreted():
+        return "the input is in the CPU's memory, where only Triton's interpreter runs them (TRITON_INTERPRET=1)"
+    if device.type not in ("cpu", "cuda") or torch.version.hip is not None:
+        return f"the kernels are written for NVIDIA GPUs, and the input is on {device}"
+    if device.type == "cuda" and _capability(device) < _LEAST_CAPABILITY:
+        return f"the GPU has compute capability {'.'.join(map(str, _capability(device)))}, and the kernels need 8.0"
+    return ""
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs kernels, on the CPU."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

@@ -1,0 +1,205 @@
+"""Which tiles the kernels take of which tensors, and how many programs go through them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from normscope.swaps.kernels import loops
+from normscope.swaps.kernels.choice import interpreted
+from normscope.swaps.kernels.layout import Layout
+from normscope.swaps.kernels.parameters import Parameters
+from normscope.swaps.kernels.reference import Gradients
+
+LOAD = 16  # bytes that a thread loads at once
+LANES = 32
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a kernel is spread over a GPU. What is here was chosen by counting instructions; no time has been measured.
+
+    Attributes:
+        warps: of a program.
+        loads: how often each thread of a program loads of one tile.
+        steps: tiles that are loaded together.
+        per_multiprocessor: programs for each multiprocessor, where a program takes more than one run of tiles.
+    """
+
+    warps: int
+    loads: int
+    steps: int = 1
+    per_multiprocessor: int = 0
+
+
+FORWARD = Tiling(warps=4, loads=8)
+BACKWARD = Tiling(warps=4, loads=1, steps=4, per_multiprocessor=4)
+ADDED = {"tile": 4096, "block_channels": 64}
+ADDING_WARPS = 4
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel with everything that it is called with.
+
+    Attributes:
+        kernel: of :mod:`normscope.swaps.kernels.loops`.
+        grid: programs along each axis.
+        arguments: by name; tensors, sizes, what the kernel is compiled with, and None for what there is not.
+        warps: of a program.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    warps: int
+
+    def run(self) -> None:
+        """Launch it on the device whose memory holds the tensors, or in Triton's interpreter."""
+        self.kernel[self.grid](**self.arguments, num_warps=self.warps)
+
+
+def forward_launch(x: Tensor, y: Tensor, own: Parameters, layout: Layout, curve: str) -> Launch:
+    """Return what fills y, which has x's layout.
+
+    Args:
+        x: not empty.
+        y: of x's shape and dtype.
+        own: the parameters, contiguous.
+        layout: of x and y.
+        curve: ``tanh``, ``isru`` or ``erf``.
+    """
+    constants = _constants(layout, FORWARD, x.dtype)
+    blocks = triton.cdiv(layout.channels, constants["block_channels"])
+    tiles = triton.cdiv(layout.others, constants["block_others"])
+    arguments = {
+        **{"x": x, "y": y}, **vars(own), **_sizes(layout, "x y", constants["multiple"]),
+        **_each(own), **constants, "curve": curve,
+    }  # fmt: skip
+    return Launch(loops.forward, (blocks * tiles * layout.outers,), arguments, FORWARD.warps)
+
+
+def backward_launches(
+    dy: Tensor,
+    x: Tensor,
+    own: Parameters,
+    gradients: Gradients,
+    layout: Layout,
+    curve: str,
+) -> list[Launch]:
+    """Return what fills the gradients that are not None, one after the other: the pass over x, and that over the slots.
+
+    Args:
+        dy: of x's shape.
+        x: not empty.
+        own: the parameters, contiguous.
+        gradients: contiguous, but for that by x.
+        layout: of dy, x and the gradient by x; where that is not wanted, of x a second time.
+        curve: as of :func:`forward_launch`.
+    """
+    constants = _constants(layout, BACKWARD, x.dtype)
+    blocks = triton.cdiv(layout.channels, constants["block_channels"])
+    runs = triton.cdiv(layout.others, BACKWARD.steps * constants["block_others"]) * layout.outers
+    at_once = multiprocessors(x.device) * BACKWARD.per_multiprocessor
+    programs = min(runs, triton.cdiv(at_once, blocks))
+    slots = {
+        name: None
+        if getattr(gradients, name) is None
+        else x.new_empty(programs * (layout.channels if _each(own)[f"{name}_each"] else blocks), dtype=torch.float32)
+        for name in vars(own)
+    }
+    named_slots = {f"{name}_slots": slot for name, slot in slots.items()}
+    arguments = {
+        **{"dy": dy, "x": x, "dx": gradients.x, "alpha": own.alpha, "shift": own.shift, "weight": own.weight},
+        **named_slots, **_sizes(layout, "dy x dx", constants["multiple"]), "programs": programs,
+        **_each(own), **constants, "curve": curve, "steps": BACKWARD.steps,
+    }  # fmt: skip
+    launches = [Launch(loops.backward, (programs * blocks,), arguments, BACKWARD.warps)]
+    if any(slot is not None for slot in slots.values()):
+        columns = triton.cdiv(layout.channels, ADDED["block_channels"]) if any(_each(own).values()) else 1
+        adding = {
+            **named_slots, **{name: getattr(gradients, name) for name in slots},
+            "programs": programs, "slots_in_all": programs * blocks, "channels": layout.channels,
+            **_each(own), **ADDED,
+        }  # fmt: skip
+        launches.append(Launch(loops.add_slots, (columns, len(slots)), adding, ADDING_WARPS))
+    return launches
+
+
+def _each(own: Parameters) -> dict[str, bool]:
+    """Say which parameters hold one number a channel."""
+    return {f"{name}_each": part is not None and part.numel() > 1 for name, part in vars(own).items()}
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has; in the interpreter a few, so that there is something to add up."""
+    return _multiprocessors(device) if device.type == "cuda" else 2
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _constants(layout: Layout, tiling: Tiling, dtype: torch.dtype) -> dict[str, int | bool]:
+    vector = LOAD // dtype.itemsize
+    width, height = layout.others, layout.channels
+    if layout.channels_in_columns:
+        width, height = height, width
+    rows, columns = tile(width, height, tiling.warps * LANES * tiling.loads * vector, LANES * vector)
+    return {
+        "precise": dtype == torch.float32,
+        "portable": interpreted(),
+        "channels_in_columns": layout.channels_in_columns,
+        "multiple": vector if _aligned(layout, width, vector) else 1,
+        "block_others": rows if layout.channels_in_columns else columns,
+        "block_channels": columns if layout.channels_in_columns else rows,
+    }
+
+
+def tile(width: int, height: int, elements: int, most: int) -> tuple[int, int]:
+    """Return rows and columns, powers of two, of a tile of a plane; at most ``elements``.
+
+    Columns are ``most`` where that wastes little, more where the plane is low.
+
+    >>> tile(width=768, height=25216, elements=8192, most=256), tile(1152, 131072, 8192, 256)
+    ((32, 256), (64, 128))
+    >>> tile(width=5, height=1000, elements=8192, most=256), tile(10**6, 1, 8192, 256)
+    ((1024, 8), (1, 8192))
+    """
+    columns = min((most, most // 2), key=lambda columns: triton.cdiv(width, columns) * columns)
+    columns = min(columns, triton.next_power_of_2(width))
+    rows = min(triton.next_power_of_2(height), elements // columns)
+    return rows, max(columns, min(triton.next_power_of_2(width), elements // rows))
+
+
+def _aligned(layout: Layout, width: int, vector: int) -> bool:
+    """Whether all rows begin where a thread can load ``vector`` elements at once."""
+    for own in layout.strides:
+        row, column = (own.other, own.channel) if layout.channels_in_columns else (own.channel, own.other)
+        if column != 1 or row % vector or own.outer % vector or max(row, own.outer) >= 2**31:
+            return False
+    return width % vector == 0
+
+
+def _sizes(layout: Layout, names: str, multiple: int) -> dict[str, int]:
+    """Return sizes and strides by name; a row's size and the strides between rows in units of ``multiple`` elements.
+
+    The compiler is to see that they are multiples: by itself Triton looks whether a number is divisible by 16.
+    """
+    of_other, of_channel = (multiple, 1) if layout.channels_in_columns else (1, multiple)
+    sizes = {
+        "outers": layout.outers,
+        "others": layout.others // of_channel,
+        "channels": layout.channels // of_other,
+    }
+    for name, own in zip(names.split(), layout.strides, strict=True):
+        sizes[f"{name}_outer"] = own.outer // multiple
+        sizes[f"{name}_other"] = own.other // of_other
+        sizes[f"{name}_channel"] = own.channel // of_channel
+    return sizes

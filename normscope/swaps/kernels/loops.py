@@ -1,0 +1,237 @@
+"""The forward pass, the backward pass and the sum of its partial sums, as Triton computes them.
+
+A tensor has outers × others × channels elements, with a stride for each: ``others`` is every axis but the channels',
+and what of it no common stride spans is ``outers``. A tile is ``block_others`` × ``block_channels`` of them; its
+columns, neighbours in memory, are channels where ``channels_in_columns``, and others where not. Offsets are 64 bits.
+What is None (a shift, a bias, a gradient that nobody wants) takes no instruction.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from normscope.swaps.kernels.functions import derivative, function
+
+
+@triton.jit
+def _along(values: tl.tensor, columns: tl.constexpr) -> tl.tensor:
+    """Let values run along the columns of a tile, or along its rows."""
+    if columns:
+        return values[None, :]
+    else:
+        return values[:, None]
+
+
+@triton.jit
+def _of_channels(parameter: tl.tensor, channel: tl.tensor, channels: tl.tensor, each: tl.constexpr) -> tl.tensor:
+    """Load a parameter of some channels, or the one that all of them share."""
+    if each:
+        return tl.load(parameter + channel, mask=channel < channels, other=0).to(tl.float32)
+    else:
+        return tl.load(parameter).to(tl.float32) + tl.zeros_like(channel).to(tl.float32)
+
+
+@triton.jit
+def _places(
+    start: tl.tensor, outer: tl.tensor, first: tl.tensor, other: tl.tensor, place: tl.tensor,
+    outer_stride: tl.tensor, other_stride: tl.tensor, channel_stride: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    """Return where the elements of a tile are, whose others begin with the ``first``."""
+    begin = start + (outer * outer_stride + first * other_stride)
+    return begin + other.to(tl.int64) * other_stride + place.to(tl.int64) * channel_stride
+
+
+@triton.jit
+def _start(tile: tl.tensor, tiles: tl.tensor, outers: tl.tensor) -> tl.tensor:
+    """Return the outer that a tile is in, and which tile of it."""
+    if outers == 1:  # known when the kernel is compiled
+        return tl.zeros((), tl.int64), tile.to(tl.int64)
+    else:
+        return (tile // tiles).to(tl.int64), (tile % tiles).to(tl.int64)
+
+
+@triton.jit
+def forward(
+    x: tl.tensor, y: tl.tensor, alpha: tl.tensor, shift: tl.tensor, weight: tl.tensor, bias: tl.tensor,
+    outers: tl.tensor, others: tl.tensor, channels: tl.tensor,
+    x_outer: tl.tensor, x_other: tl.tensor, x_channel: tl.tensor,
+    y_outer: tl.tensor, y_other: tl.tensor, y_channel: tl.tensor,
+    alpha_each: tl.constexpr, shift_each: tl.constexpr, weight_each: tl.constexpr, bias_each: tl.constexpr,
+    curve: tl.constexpr, precise: tl.constexpr, portable: tl.constexpr, channels_in_columns: tl.constexpr,
+    multiple: tl.constexpr, block_others: tl.constexpr, block_channels: tl.constexpr,
+) -> None:  # fmt: skip
+    """Fill y with weight · f(αx + s) + bias: a tile for each program."""
+    by_row: tl.constexpr = multiple if channels_in_columns else 1
+    by_column: tl.constexpr = 1 if channels_in_columns else multiple
+    others, channels = others * by_column, channels * by_row
+    x_outer = x_outer * multiple
+    x_other, x_channel = x_other * by_row, x_channel * by_column
+    y_outer = y_outer * multiple
+    y_other, y_channel = y_other * by_row, y_channel * by_column
+    blocks = tl.cdiv(channels, block_channels).to(tl.uint32)
+    program = tl.program_id(0).to(tl.uint32)
+    channel = (program % blocks).to(tl.int32) * block_channels + tl.arange(0, block_channels)
+    outer, tile = _start(program // blocks, tl.cdiv(others, block_others).to(tl.uint32), outers)
+    first = tile * block_others
+    other = _along(tl.arange(0, block_others), not channels_in_columns)
+    place = _along(channel, channels_in_columns)
+    there = (other < others - first) & (place < channels)
+    at_x = _places(x, outer, first, other, place, x_outer, x_other, x_channel)
+    own_x = tl.load(at_x, mask=there, other=0).to(tl.float32)
+    u = _along(_of_channels(alpha, channel, channels, alpha_each), channels_in_columns) * own_x
+    if shift is not None:
+        u += _along(_of_channels(shift, channel, channels, shift_each), channels_in_columns)
+    own_y = function(u, curve, precise, portable)
+    own_y *= _along(_of_channels(weight, channel, channels, weight_each), channels_in_columns)
+    if bias is not None:
+        own_y += _along(_of_channels(bias, channel, channels, bias_each), channels_in_columns)
+    at_y = _places(y, outer, first, other, place, y_outer, y_other, y_channel)
+    tl.store(at_y, own_y, mask=there)
+
+
+@triton.jit
+def _keep(
+    slots: tl.tensor, sums: tl.tensor, program: tl.tensor, block: tl.tensor, blocks: tl.tensor,
+    channel: tl.tensor, channels: tl.tensor, each: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write what a program has summed for its channels: into its row of them, or as one sum into its one slot."""
+    if each:
+        tl.store(slots + program.to(tl.int64) * channels + channel, sums, mask=channel < channels)
+    else:
+        tl.store(slots + program * blocks + block, tl.sum(sums, 0))
+
+
+@triton.jit
+def backward(
+    dy: tl.tensor, x: tl.tensor, dx: tl.tensor, alpha: tl.tensor, shift: tl.tensor, weight: tl.tensor,
+    alpha_slots: tl.tensor, shift_slots: tl.tensor, weight_slots: tl.tensor, bias_slots: tl.tensor,
+    outers: tl.tensor, others: tl.tensor, channels: tl.tensor, programs: tl.tensor,
+    dy_outer: tl.tensor, dy_other: tl.tensor, dy_channel: tl.tensor,
+    x_outer: tl.tensor, x_other: tl.tensor, x_channel: tl.tensor,
+    dx_outer: tl.tensor, dx_other: tl.tensor, dx_channel: tl.tensor,
+    alpha_each: tl.constexpr, shift_each: tl.constexpr, weight_each: tl.constexpr, bias_each: tl.constexpr,
+    curve: tl.constexpr, precise: tl.constexpr, portable: tl.constexpr, channels_in_columns: tl.constexpr,
+    multiple: tl.constexpr, block_others: tl.constexpr, block_channels: tl.constexpr, steps: tl.constexpr,
+) -> None:  # fmt: skip
+    """Fill dx, and each program's slots of the parameters' gradients.
+
+    A program looks after a block of channels, and there of every ``programs``-th run of ``steps`` tiles; all of a run
+    is loaded before any of it is used, so that enough loads are under way at once. Its sums stay in registers until it
+    has seen all, and no other program writes its slots: the same bits come out every time.
+    """
+    by_row: tl.constexpr = multiple if channels_in_columns else 1
+    by_column: tl.constexpr = 1 if channels_in_columns else multiple
+    others, channels = others * by_column, channels * by_row
+    x_outer = x_outer * multiple
+    x_other, x_channel = x_other * by_row, x_channel * by_column
+    dy_outer = dy_outer * multiple
+    dy_other, dy_channel = dy_other * by_row, dy_channel * by_column
+    dx_outer = dx_outer * multiple
+    dx_other, dx_channel = dx_other * by_row, dx_channel * by_column
+    blocks = tl.cdiv(channels, block_channels)
+    block, program = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    channel = block * block_channels + tl.arange(0, block_channels)
+    own_weight = _of_channels(weight, channel, channels, weight_each)
+    own_alpha = _along(_of_channels(alpha, channel, channels, alpha_each), channels_in_columns)
+    slope = own_alpha * _along(own_weight, channels_in_columns)
+    if shift is not None:
+        own_shift = _along(_of_channels(shift, channel, channels, shift_each), channels_in_columns)
+    place = _along(channel, channels_in_columns)
+    inside = place < channels
+    rows: tl.constexpr = block_others if channels_in_columns else block_channels
+    columns: tl.constexpr = block_channels if channels_in_columns else block_others
+    by_alpha = tl.zeros((rows, columns), tl.float32)
+    by_shift = tl.zeros((rows, columns), tl.float32)
+    by_weight = tl.zeros((rows, columns), tl.float32)
+    by_bias = tl.zeros((rows, columns), tl.float32)
+    other = _along(tl.arange(0, block_others), not channels_in_columns)
+    runs = tl.cdiv(others, steps * block_others)
+    at = program
+    while at < runs * outers:
+        outer, run = _start(at, runs, outers)
+        loaded_x: tuple[tl.tensor, ...] = ()
+        loaded_dy: tuple[tl.tensor, ...] = ()
+        for step in tl.static_range(steps):
+            first = (run * steps + step) * block_others
+            there = (other < others - first) & inside
+            at_x = _places(x, outer, first, other, place, x_outer, x_other, x_channel)
+            at_dy = _places(dy, outer, first, other, place, dy_outer, dy_other, dy_channel)
+            loaded_x += (tl.load(at_x, mask=there, other=0),)
+            loaded_dy += (tl.load(at_dy, mask=there, other=0),)
+        for step in tl.static_range(steps):
+            first = (run * steps + step) * block_others
+            own_x, own_dy = loaded_x[step].to(tl.float32), loaded_dy[step].to(tl.float32)
+            u = own_alpha * own_x
+            if shift is not None:
+                u += own_shift
+            through = own_dy * derivative(u, curve, precise, portable)
+            if dx is not None:
+                at_dx = _places(dx, outer, first, other, place, dx_outer, dx_other, dx_channel)
+                tl.store(at_dx, slope * through, mask=(other < others - first) & inside)
+            if alpha_slots is not None:
+                by_alpha += through * own_x
+            if shift_slots is not None:
+                by_shift += through
+            if weight_slots is not None:
+                by_weight += own_dy * function(u, curve, precise, portable)
+            if bias_slots is not None:
+                by_bias += own_dy
+        at += programs
+    over: tl.constexpr = 0 if channels_in_columns else 1
+    if alpha_slots is not None:
+        sums = own_weight * tl.sum(by_alpha, over)
+        _keep(alpha_slots, sums, program, block, blocks, channel, channels, alpha_each)
+    if shift_slots is not None:
+        sums = own_weight * tl.sum(by_shift, over)
+        _keep(shift_slots, sums, program, block, blocks, channel, channels, shift_each)
+    if weight_slots is not None:
+        _keep(weight_slots, tl.sum(by_weight, over), program, block, blocks, channel, channels, weight_each)
+    if bias_slots is not None:
+        _keep(bias_slots, tl.sum(by_bias, over), program, block, blocks, channel, channels, bias_each)
+
+
+@triton.jit
+def _add_up(
+    slots: tl.tensor, gradient: tl.tensor, programs: tl.tensor, channels: tl.tensor,
+    each: tl.constexpr, tile: tl.constexpr, block_channels: tl.constexpr,
+) -> None:  # fmt: skip
+    """Add the rows of ``(programs, channels)`` in float64, or all of the slots where a parameter is one number."""
+    width: tl.constexpr = block_channels if each else 1
+    channel = tl.program_id(0) * width + tl.arange(0, width)[None, :]
+    number = channels if each else 1
+    if tl.program_id(0) * width < number:
+        sums = tl.zeros((tile // width, width), tl.float64)
+        program = tl.arange(0, tile // width)[:, None]
+        while tl.min(program) < programs:
+            place = program.to(tl.int64) * number + channel
+            sums += tl.load(slots + place, mask=(program < programs) & (channel < number), other=0).to(tl.float64)
+            program += tile // width
+        # By float32: to half precision at once is not a conversion that every GPU has.
+        tl.store(gradient + channel, tl.sum(sums, 0)[None, :].to(tl.float32), mask=channel < number)
+
+
+@triton.jit
+def add_slots(
+    alpha_slots: tl.tensor, shift_slots: tl.tensor, weight_slots: tl.tensor, bias_slots: tl.tensor,
+    alpha: tl.tensor, shift: tl.tensor, weight: tl.tensor, bias: tl.tensor,
+    programs: tl.tensor, slots_in_all: tl.tensor, channels: tl.tensor,
+    alpha_each: tl.constexpr, shift_each: tl.constexpr, weight_each: tl.constexpr, bias_each: tl.constexpr,
+    tile: tl.constexpr, block_channels: tl.constexpr,
+) -> None:  # fmt: skip
+    """Fill the parameters' gradients with the sums of their slots: a row of programs for each parameter."""
+    if tl.program_id(1) == 0:
+        if alpha_slots is not None:
+            rows = programs if alpha_each else slots_in_all
+            _add_up(alpha_slots, alpha, rows, channels, alpha_each, tile, block_channels)
+    elif tl.program_id(1) == 1:
+        if shift_slots is not None:
+            rows = programs if shift_each else slots_in_all
+            _add_up(shift_slots, shift, rows, channels, shift_each, tile, block_channels)
+    elif tl.program_id(1) == 2:
+        if weight_slots is not None:
+            rows = programs if weight_each else slots_in_all
+            _add_up(weight_slots, weight, rows, channels, weight_each, tile, block_channels)
+    elif bias_slots is not None:
+        rows = programs if bias_each else slots_in_all
+        _add_up(bias_slots, bias, rows, channels, bias_each, tile, block_channels)

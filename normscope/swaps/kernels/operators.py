@@ -1,0 +1,135 @@
+"""Point-wise functions as operators of torch, which torch.compile, torch.export and autograd see as one piece each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normscope.fits.curves import CURVES
+from normscope.swaps.kernels import reference
+from normscope.swaps.kernels.choice import by_kernels
+from normscope.swaps.kernels.parameters import Parameters
+
+
+@torch.library.custom_op("normscope::pointwise", mutates_args=())
+def pointwise(
+    x: Tensor, alpha: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor | None, curve: str, behind: int
+) -> Tensor:
+    """Weight · f(αx + s) + bias in one operator: Triton's kernel where there is one, plain torch elsewhere.
+
+    Args:
+        x: of any shape.
+        alpha: one number, or one a channel in the order of the channels.
+        shift: likewise; None for none.
+        weight: likewise.
+        bias: likewise; None for none.
+        curve: ``tanh``, ``isru`` or ``erf``.
+        behind: how many axes of x come after those of the channels.
+
+    Returns:
+        A tensor of x's shape and dtype, computed in float32 at least.
+
+    Raises:
+        UsageError: if the parameters are for another number of channels, or ``NORMSCOPE_KERNELS`` cannot be met.
+
+    >>> one = torch.ones(1)
+    >>> pointwise(torch.tensor([[0.75, -3e38]]), one, None, torch.tensor([1.0, 2.0]), None, "isru", 0)
+    tensor([[ 0.6000, -2.0000]])
+    """
+    own = Parameters(alpha, shift, weight, bias)
+    if by_kernels(curve, x):
+        from normscope.swaps.kernels import fused
+
+        return fused.forward(x, own, curve, behind)
+    return torch.empty_like(x).copy_(reference.pointwise(x, CURVES[curve].function, own, behind))
+
+
+@torch.library.custom_op("normscope::pointwise_backward", mutates_args=())
+def pointwise_backward(
+    dy: Tensor,
+    x: Tensor,
+    alpha: Tensor,
+    shift: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    curve: str,
+    behind: int,
+    of_input: bool,
+    of_parameters: bool,
+) -> list[Tensor]:
+    """Return the gradients by x, α, s, weight and bias of what :func:`pointwise` returned.
+
+    Args:
+        dy: the gradient by its output.
+        x: as there, as are the others.
+        alpha: as there.
+        shift: as there.
+        weight: as there.
+        bias: as there.
+        curve: as there.
+        behind: as there.
+        of_input: whether that by x is wanted.
+        of_parameters: whether those by the parameters are.
+
+    Returns:
+        Five tensors, empty where there is nothing to return: an operator's lists hold nothing but tensors.
+    """
+    own = Parameters(alpha, shift, weight, bias)
+    made: tuple[Tensor | None, ...]
+    if by_kernels(curve, x):
+        from normscope.swaps.kernels import fused
+
+        made = fused.backward(dy, x, own, curve, behind, of_input, of_parameters)
+    else:
+        f, derivative = CURVES[curve].function, CURVES[curve].derivative
+        dx, *by_parameters = reference.pointwise_backward(dy, x, f, derivative, own, behind)
+        made = (None if dx is None else torch.empty_like(x).copy_(dx), *by_parameters)
+    wanted = (of_input, *[of_parameters] * len(vars(own)))
+    return [
+        x.new_empty(0) if gradient is None or not needed else gradient
+        for gradient, needed in zip(made, wanted, strict=True)
+    ]
+
+
+@pointwise.register_fake
+def _(
+    x: Tensor, alpha: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor | None, curve: str, behind: int
+) -> Tensor:
+    Parameters(alpha, shift, weight, bias).channel_axes(x, behind)
+    return torch.empty_like(x)
+
+
+@pointwise_backward.register_fake
+def _(
+    dy: Tensor,
+    x: Tensor,
+    alpha: Tensor,
+    shift: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    curve: str,
+    behind: int,
+    of_input: bool,
+    of_parameters: bool,
+) -> list[Tensor]:
+    parameters = (alpha, shift, weight, bias)
+    made = [torch.empty_like(x) if of_input else x.new_empty(0)]
+    made += [x.new_empty(0) if part is None or not of_parameters else part.new_empty(part.shape) for part in parameters]
+    return made
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.curve, ctx.behind = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _back(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    of_input, *of_each = ctx.needs_input_grad[:5]
+    gradients = pointwise_backward(dy, *ctx.saved_tensors, ctx.curve, ctx.behind, of_input, any(of_each))
+    wanted = zip(gradients, (of_input, *of_each), strict=True)
+    return (*(gradient if needed else None for gradient, needed in wanted), None, None)
+
+
+pointwise.register_autograd(_back, setup_context=_save)
