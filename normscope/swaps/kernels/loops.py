@@ -150,18 +150,18 @@ def backward(
     at = program
     while at < runs * outers:
         outer, run = _start(at, runs, outers)
-        loaded_x: tuple[tl.tensor, ...] = ()
-        loaded_dy: tuple[tl.tensor, ...] = ()
+        loaded_x = ()
+        loaded_dy = ()
         for step in tl.static_range(steps):
             first = (run * steps + step) * block_others
             there = (other < others - first) & inside
             at_x = _places(x, outer, first, other, place, x_outer, x_other, x_channel)
             at_dy = _places(dy, outer, first, other, place, dy_outer, dy_other, dy_channel)
-            loaded_x += (tl.load(at_x, mask=there, other=0),)
-            loaded_dy += (tl.load(at_dy, mask=there, other=0),)
+            loaded_x += (tl.load(at_x, mask=there, other=0),)  # type: ignore[assignment]
+            loaded_dy += (tl.load(at_dy, mask=there, other=0),)  # type: ignore[assignment]
         for step in tl.static_range(steps):
             first = (run * steps + step) * block_others
-            own_x, own_dy = loaded_x[step].to(tl.float32), loaded_dy[step].to(tl.float32)
+            own_x, own_dy = loaded_x[step].to(tl.float32), loaded_dy[step].to(tl.float32)  # type: ignore[var-annotated]
             u = own_alpha * own_x
             if shift is not None:
                 u += own_shift
