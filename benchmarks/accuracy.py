@@ -20,22 +20,22 @@ range of float32: every u that is a bfloat16 or a float16, and {drawn:,} more of
 float32, and so is what is compared with float64. bfloat16 and float16 have the same cheap functions; the derivatives
 are the same for all three. Rounded: with every instruction correctly rounded, as Triton's interpreter has it.
 Guaranteed: with the instructions as far off as NVIDIA's PTX ISA allows (tanh.approx by 2⁻¹¹, ex2.approx by 2⁻²²,
-rcp.approx by 2⁻²³, rsqrt.approx by 2⁻²²·⁹, relative; float32's erf by the two ulp that the CUDA C++ Programming Guide
-states), with every choice of their signs: no GPU was asked. In ulp: guaranteed, in units in the last place of the dtype
-that is written, of which writing it takes half of one. All of this where the value is above 2⁻¹²⁰; where it is below,
-so is what is computed, but for rounding. In a sum: rounded, of {terms:,} terms dy·f (the gradient by the weight) or
-dy·f′·x (by α), dy and u = x normally distributed, relative to Σ|terms|; whatever the terms, it is at most the guaranteed relative error.
+rcp.approx by 2⁻²³, rsqrt.approx by 2⁻²²·⁹, relative), with every choice of their signs, and on top of that rounded;
+float32's erf is NVIDIA's own, off by two ulp as the CUDA C++ Programming Guide has it. No GPU was asked. In ulp:
+guaranteed, in units in the last place of the dtype that is written, of which writing it takes half of one. All of this
+where the value is above 2⁻¹²⁰; what is computed of a smaller one is below 2⁻¹¹⁹. In a sum: rounded, of {terms:,} terms
+dy·f (as in the gradient by the weight) or dy·f′·x (by α), dy and u = x normally distributed, relative to Σ|terms|;
+whatever the terms, it is at most the guaranteed relative error.
 """
 CURVES = ("tanh", "isru", "erf")
 DIGITS = {"bfloat16": (8, -126), "float16": (11, -14), "float32": (24, -126)}  # significant bits, least exponent
 LEAST = 2.0**-120
 TERMS = 65_536
-# What the instructions may be off by, relative: PTX ISA, and of erf in float32 the CUDA C++ Programming Guide.
-EXP2, RECIPROCAL, ROOT, TANH, ERF = 2**-22, 2**-23, 2**-22.9, 2**-11, 2 * 2**-23
+# What the instructions may be off by, relative (PTX ISA), and erf, in ulp (CUDA C++ Programming Guide).
+EXP2, RECIPROCAL, ROOT, TANH, ERF_ULP = 2**-22, 2**-23, 2**-22.9, 2**-11, 2
 LAST = {  # of a function that is what its last instruction returns, times u, or its cube
     ("f", "tanh", False): TANH,
     ("f", "erf", False): TANH,
-    ("f", "erf", True): ERF,
     ("f", "isru", False): ROOT,
     ("f", "isru", True): ROOT,
     ("f′", "isru", True): (1 + ROOT) ** 3 - 1,
@@ -105,29 +105,32 @@ def of_function(u: Floats, of: str, curve: str, precise: bool) -> list[Measureme
         "rounded": np.abs(rounded - true)[there] / np.abs(true[there]),
         "guaranteed": furthest[there] / np.abs(true[there]),
     }
-    case, way = (
-        f"{of} of {curve}",
-        "float32 and half precision" if of == "f′" else "float32" if precise else "half precision",
-    )
+    case, way = f"{of} of {curve}", "half precision"
+    if precise:
+        way = "float32" if of == "f" else "float32 and half precision"
     found = [Measurement(case, way, name, "relative", [float(off.max())]) for name, off in relative.items()]
     for dtype in DIGITS if of == "f′" else ["float32"] if precise else ["bfloat16", "float16"]:
         ulps = furthest[there] / spacing(true[there], dtype)
         found.append(Measurement(case, way, "guaranteed", f"ulp of {dtype}", [float(ulps.max())]))
-    found.append(
-        Measurement(case, way, "in a sum", "of Σ|terms|", [float(abs((computed - terms).sum()) / np.abs(terms).sum())])
-    )
-    found.append(Measurement(case, way, "largest where f is below 2⁻¹²⁰", "", [float(below)], shown=False))
+    of_sum = float(abs((computed - terms).sum()) / np.abs(terms).sum())
+    found.append(Measurement(case, way, "in a sum", "of Σ|terms|", [of_sum]))
+    found.append(Measurement(case, way, "below 2⁻¹²⁰, largest", "", [float(below)], shown=False))
     return found
 
 
 def spacing(true: Array, dtype: str) -> Array:
     """Return how far apart the numbers of a dtype are about a value."""
     digits, least = DIGITS[dtype]
-    return np.exp2(np.maximum(np.floor(np.log2(np.abs(true))), least) - (digits - 1))
+    exponent = np.frexp(true)[1] - 1
+    return np.ldexp(1.0, np.maximum(exponent, least) - (digits - 1))
 
 
 def perturbed(u: Floats, of: str, curve: str, precise: bool) -> Iterator[Array]:
     """Yield f or f′ with the instructions' largest errors, for every choice of their signs."""
+    if (of, curve, precise) == ("f", "erf", True):
+        true = exact(u, of, curve)
+        yield from (true + sign * ERF_ULP * spacing(true, "float32") for sign in (-1, 1))
+        return
     last = LAST.get((of, curve, precise), 0.0)
     for first, second in itertools.product((-1, 1), repeat=2):
         y = evaluated(u, of, curve, precise, (first * EXP2, second * RECIPROCAL))
