@@ -109,11 +109,11 @@ def of_function(u: Floats, of: str, curve: str, precise: bool) -> list[Measureme
     if precise:
         way = "float32" if of == "f" else "float32 and half precision"
     found = [Measurement(case, way, name, "relative", [float(off.max())]) for name, off in relative.items()]
+    of_sum = float(abs((computed - terms).sum()) / np.abs(terms).sum())
+    found.append(Measurement(case, way, "in a sum", "relative", [of_sum]))
     for dtype in DIGITS if of == "f′" else ["float32"] if precise else ["bfloat16", "float16"]:
         ulps = furthest[there] / spacing(true[there], dtype)
         found.append(Measurement(case, way, "guaranteed", f"ulp of {dtype}", [float(ulps.max())]))
-    of_sum = float(abs((computed - terms).sum()) / np.abs(terms).sum())
-    found.append(Measurement(case, way, "in a sum", "of Σ|terms|", [of_sum]))
     found.append(Measurement(case, way, "below 2⁻¹²⁰, largest", "", [float(below)], shown=False))
     return found
 

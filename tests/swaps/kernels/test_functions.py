@@ -14,7 +14,13 @@ import numpy as np
 import pytest
 from scipy import special
 
-pytest.importorskip("triton", reason="Triton is made for Linux alone")
+triton = pytest.importorskip("triton", reason="Triton is made for Linux alone")
+
+import triton.language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from normscope.swaps.kernels.functions import function  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 FUNCTIONS = [("f", curve, precise) for curve in ("tanh", "isru", "erf") for precise in (True, False)]
@@ -128,6 +134,20 @@ def test_zeros_infinities_and_nan_are_what_they_are_of_the_curve(computed, of, c
     else:
         assert (y[far] == 0).all()
         assert (np.abs(y[zero] - exact(u[zero], of, curve)) <= ULP).all()  # 2/√π, which is no float32
+
+
+@triton.jit
+def isru(u, y):
+    tl.store(y, function(tl.load(u), "isru", False, False))
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_a_nan_passes_the_clamp_of_isru_on_a_gpu(capability):
+    """There min(NaN, 1e18) is 1e18, unless it is asked for otherwise; the interpreter's is NaN in any case."""
+    target = GPUTarget("cuda", capability, 32)
+    ptx = triton.compile(ASTSource(isru, {"u": "*fp32", "y": "*fp32"}), target=target).asm["ptx"]
+    found = re.findall(r"\b(?:min|max)[.\w]*", ptx)
+    assert found and all(".NaN" in instruction for instruction in found)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
