@@ -29,7 +29,7 @@ ULP = 2.0**-23  # of float32, relative, at most
 
 # How far off the functions may be, relative: roundings counted, of 2⁻²⁴ each.
 PRECISE = {
-    "tanh": 2 * ULP,  # what precise_tanh promises; 1.9 would be that of a polynomial, 1.1 of the far branch
+    "tanh": 2 * ULP,  # what precise_tanh promises
     "isru": 2 * ULP,  # half of those of u² and of 1 + u², that of 1/√, that of the product
     "erf": ULP,
 }
