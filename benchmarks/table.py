@@ -11,7 +11,7 @@ from typing import Any
 from common import RESULTS, tables_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-ORDER = ("capture", "fit", "channels", "intervals", "swaps", "speed", "healing", "figure", "startup")
+ORDER = ("capture", "fit", "channels", "intervals", "swaps", "speed", "accuracy", "healing", "figure", "startup")
 TITLES = {
     "capture": "What a capture costs",
     "fit": "What a fit costs",
@@ -19,6 +19,7 @@ TITLES = {
     "intervals": "How often the intervals hold the truth",
     "swaps": "How far a swap moves the output",
     "speed": "How fast swapped networks are",
+    "accuracy": "How accurate the kernels' functions are",
     "healing": "How much of that is healed",
     "figure": "What a figure costs",
     "startup": "How long it takes to start",

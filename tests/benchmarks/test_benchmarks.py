@@ -206,3 +206,11 @@ def test_speed(results):
     assert samples[case, "native, eager", "time"][0] > 0
     assert samples[case, "native, eager", "of native"] == [1.0]
     assert samples[case, "dyt, eager", "of native"][0] > 0
+
+
+def test_accuracy(results):
+    samples = measured("accuracy", results)
+    for of, way in (("f", "float32"), ("f", "half precision"), ("f′", "float32 and half precision")):
+        (in_a_sum,) = samples[f"{of} of tanh", way, "in a sum"]
+        (rounded,) = samples[f"{of} of tanh", way, "rounded"]
+        assert 0 < in_a_sum < rounded < 1e-5

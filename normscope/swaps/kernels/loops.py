@@ -165,7 +165,7 @@ def backward(
             u = own_alpha * own_x
             if shift is not None:
                 u += own_shift
-            through = own_dy * derivative(u, curve, precise, portable)
+            through = own_dy * derivative(u, curve, portable)
             if dx is not None:
                 at_dx = _places(dx, outer, first, other, place, dx_outer, dx_other, dx_channel)
                 tl.store(at_dx, slope * through, mask=(other < others - first) & inside)

@@ -1,0 +1,156 @@
+"""How far off the kernels' functions are, by dtype: ``python benchmarks/accuracy.py``. It needs no GPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from common import Measurement, finish, in_own_process, options
+from numpy.typing import NDArray
+from scipy.special import erf
+
+Array = NDArray[np.float64]
+Floats = NDArray[np.float32]
+ABOUT = """
+How far the functions of the fused kernels (docs/kernels.md) and their derivatives are off, at most, over the whole
+range of float32: every u that is a bfloat16 or a float16, and {drawn:,} more of every exponent, {points:,} in all. u is
+float32, and so is what is compared with float64. bfloat16 and float16 have the same cheap functions; the derivatives
+are the same for all three. Rounded: with every instruction correctly rounded, as Triton's interpreter has it.
+Guaranteed: with the instructions as far off as NVIDIA's PTX ISA allows (tanh.approx by 2⁻¹¹, ex2.approx by 2⁻²²,
+rcp.approx by 2⁻²³, rsqrt.approx by 2⁻²²·⁹, relative), with every choice of their signs, and on top of that rounded;
+float32's erf is NVIDIA's own, off by two ulp as the CUDA C++ Programming Guide has it. No GPU was asked. In ulp:
+guaranteed, in units in the last place of the dtype that is written, of which writing it takes half of one. All of this
+where the value is above 2⁻¹²⁰; what is computed of a smaller one is below 2⁻¹¹⁹. In a sum: rounded, of {terms:,} terms
+dy·f (as in the gradient by the weight) or dy·f′·x (by α), dy and u = x normally distributed, relative to Σ|terms|;
+whatever the terms, it is at most the guaranteed relative error.
+"""
+CURVES = ("tanh", "isru", "erf")
+DIGITS = {"bfloat16": (8, -126), "float16": (11, -14), "float32": (24, -126)}  # significant bits, least exponent
+LEAST = 2.0**-120
+TERMS = 65_536
+# What the instructions may be off by, relative (PTX ISA), and erf, in ulp (CUDA C++ Programming Guide).
+EXP2, RECIPROCAL, ROOT, TANH, ERF_ULP = 2**-22, 2**-23, 2**-22.9, 2**-11, 2
+LAST = {  # of a function that is what its last instruction returns, times u, or its cube
+    ("f", "tanh", False): TANH,
+    ("f", "erf", False): TANH,
+    ("f", "isru", False): ROOT,
+    ("f", "isru", True): ROOT,
+    ("f′", "isru", True): (1 + ROOT) ** 3 - 1,
+}
+
+
+def main() -> None:
+    args = options(__doc__, repeats=1).parse_args()
+    drawn, points, measurements = in_own_process(measured, threads=1)
+    about = ABOUT.format(drawn=drawn, points=points, terms=TERMS)
+    finish("accuracy", about, measurements, args, threads=[1], libraries=["triton", "scipy"])
+
+
+def measured() -> tuple[int, int, list[Measurement]]:
+    """Measure all functions, in a process that has not imported Triton."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    of_half, drawn = half_floats(), drawn_floats()
+    u = np.concatenate([of_half, drawn])
+    found = [one for of, curve, precise in functions() for one in of_function(u, of, curve, precise)]
+    return len(drawn), len(u), found
+
+
+def functions() -> Iterator[tuple[str, str, bool]]:
+    """Yield what there is to measure: f or f′, the curve, and whether it is the function for float32."""
+    for curve in CURVES:
+        yield from (("f", curve, True), ("f", curve, False), ("f′", curve, True))
+
+
+def half_floats() -> Floats:
+    """Return every finite bfloat16 and float16 as float32."""
+    patterns = np.arange(2**16, dtype=np.uint32)
+    with np.errstate(invalid="ignore"):
+        every = np.concatenate([(patterns << 16).view(np.float32), patterns.astype(np.uint16).view(np.float16)])
+    return every[np.isfinite(every)].astype(np.float32)
+
+
+def drawn_floats(each: int = 1024, each_inside: int = 16_384) -> Floats:
+    """Return positive float32 of every exponent, so many of each, more of those where the curves bend."""
+    draw = np.random.default_rng(0)
+    exponents = np.repeat(np.arange(255), each), np.repeat(np.arange(127 - 12, 127 + 7), each_inside)
+    patterns = np.concatenate(exponents).astype(np.uint32) << 23
+    return (patterns | draw.integers(2**23, size=len(patterns), dtype=np.uint32)).view(np.float32)
+
+
+def exact(u: Floats, of: str, curve: str) -> Array:
+    """Evaluate f or f′ in float64."""
+    v = u.astype(np.float64)
+    if of == "f":
+        return {"tanh": np.tanh, "isru": lambda v: v / np.hypot(v, 1), "erf": erf}[curve](v)
+    if curve == "tanh":
+        e = np.exp(-2 * np.abs(v))
+        return 4 * e / (1 + e) ** 2
+    return np.hypot(v, 1) ** -3.0 if curve == "isru" else 2 / math.sqrt(math.pi) * np.exp(-v * v)
+
+
+def of_function(u: Floats, of: str, curve: str, precise: bool) -> list[Measurement]:
+    """Measure one function at u."""
+    true = exact(u, of, curve)
+    there = np.abs(true) >= LEAST
+    rounded = evaluated(u, of, curve, precise)
+    furthest = np.max([np.abs(y - true) for y in perturbed(u, of, curve, precise)], axis=0)
+    below = max(np.abs(true[~there]).max(initial=0), np.abs(rounded[~there]).max(initial=0))
+    x, dy = np.random.default_rng(1).standard_normal((2, TERMS)).astype(np.float32)
+    factor = dy * (1 if of == "f" else x)
+    terms, computed = factor * exact(x, of, curve), factor * evaluated(x, of, curve, precise)
+    relative = {
+        "rounded": np.abs(rounded - true)[there] / np.abs(true[there]),
+        "guaranteed": furthest[there] / np.abs(true[there]),
+    }
+    case, way = f"{of} of {curve}", "half precision"
+    if precise:
+        way = "float32" if of == "f" else "float32 and half precision"
+    found = [Measurement(case, way, name, "relative", [float(off.max())]) for name, off in relative.items()]
+    of_sum = float(abs((computed - terms).sum()) / np.abs(terms).sum())
+    found.append(Measurement(case, way, "in a sum", "relative", [of_sum]))
+    for dtype in DIGITS if of == "f′" else ["float32"] if precise else ["bfloat16", "float16"]:
+        ulps = furthest[there] / spacing(true[there], dtype)
+        found.append(Measurement(case, way, "guaranteed", f"ulp of {dtype}", [float(ulps.max())]))
+    found.append(Measurement(case, way, "below 2⁻¹²⁰, largest", "", [float(below)], shown=False))
+    return found
+
+
+def spacing(true: Array, dtype: str) -> Array:
+    """Return how far apart the numbers of a dtype are about a value."""
+    digits, least = DIGITS[dtype]
+    exponent = np.frexp(true)[1] - 1
+    return np.ldexp(1.0, np.maximum(exponent, least) - (digits - 1))
+
+
+def perturbed(u: Floats, of: str, curve: str, precise: bool) -> Iterator[Array]:
+    """Yield f or f′ with the instructions' largest errors, for every choice of their signs."""
+    if (of, curve, precise) == ("f", "erf", True):
+        true = exact(u, of, curve)
+        yield from (true + sign * ERF_ULP * spacing(true, "float32") for sign in (-1, 1))
+        return
+    last = LAST.get((of, curve, precise), 0.0)
+    for first, second in itertools.product((-1, 1), repeat=2):
+        y = evaluated(u, of, curve, precise, (first * EXP2, second * RECIPROCAL))
+        yield from (y * (1 - last), y * (1 + last))
+
+
+def evaluated(u: Floats, of: str, curve: str, precise: bool, off: Sequence[float] = (0.0, 0.0)) -> Array:
+    """Run the kernels' own function in Triton's interpreter.
+
+    Args:
+        u: where.
+        of: ``f`` or ``f′``.
+        curve: ``tanh``, ``isru`` or ``erf``.
+        precise: the function for float32.
+        off: by how much 2^v and 1/v are off, relative.
+    """
+    import accuracy_kernel
+
+    return accuracy_kernel.run(u, of, curve, precise, off).astype(np.float64)
+
+
+if __name__ == "__main__":
+    main()
