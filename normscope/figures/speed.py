@@ -32,7 +32,8 @@ def plot_speed(report: BenchReport, *, style: str = "light") -> Figure:
 
     A dotted line through each group is the native norm's median (through ``fused`` the eager one's, through ``compile +
     fused`` the compiled one's): a bar that ends before it is faster by the median, and its number is printed in bold
-    only where the timing says ``faster``. Where the passes are too few to tell, and where nothing ran, it says so.
+    only where the timing says ``faster``; with a question mark where the passes are too few to tell. What did not run
+    has no bar and says so.
 
     Args:
         report: what :func:`normscope.bench` returned.
@@ -134,7 +135,7 @@ def _bar(ax: Axes, row: Timing, y: float, scale: float, right: float, style: Sty
     low, high = row.p20 / scale, row.p80 / scale
     text = duration(row.median) if row.ratio is None else f"×{row.ratio:.2f}"
     if row.verdict == TOO_FEW:
-        text = f"{text}, {TOO_FEW}"
+        text = f"{text} ?"
     font = FontProperties(size=5.8, weight="bold" if row.verdict == "faster" else "normal")
     room = width_of(text, font) / _BARS_INCHES * right
     behind = {"facecolor": style.background, "edgecolor": "none", "pad": 0.5}
@@ -156,5 +157,8 @@ def _colour(variant: str, style: Style) -> Any:
 
 def _head(report: BenchReport, inches: float) -> list[str]:
     known = [report.about[key] for key in ("model", "weights", "data") if key in report.about]
-    texts = [" · ".join(known), f"{report.device} · bars: median; whiskers: p20 to p80; dotted: native"]
+    signs = ["bars: median", "whiskers: p20 to p80", "dotted: native"]
+    signs += [f"of {way}: native {BESIDE[way]}" for way in BESIDE if any(row.way == way for row in report.rows)]
+    signs += [f"?: {TOO_FEW}"] * any(row.verdict == TOO_FEW for row in report.rows)
+    texts = [" · ".join(known), f"{report.device} · {'; '.join(signs)}"]
     return [line for text in texts if text for line in wrapped(text, inches, _TITLE)]
