@@ -10,12 +10,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Way = Literal["eager", "compile", "fused"]
+Way = Literal["eager", "compile", "fused", "compile + fused"]
 Scope = Literal["norm", "model"]
 Passes = Literal["forward", "forward + backward"]
-WAYS: tuple[Way, ...] = ("eager", "compile", "fused")
+BESIDE: dict[Way, Way] = {"fused": "eager", "compile + fused": "compile"}  # the native norm has no kernel of ours
+FUSED = tuple(BESIDE)
 PASSES: tuple[Passes, ...] = ("forward", "forward + backward")
-Norms = Literal["eager", "compile"]
+Norms = Literal["eager", "compile", "fused"]
 NATIVE, COPY = "native", "copy"
 FASTER, NO_SPEED_UP, TOO_FEW, NOT_RUN = "faster", "no speed-up", "too few passes to tell", "not run"
 SOURCE = "arXiv 2503.10622, one H100"
@@ -27,7 +28,8 @@ class Case:
 
     Attributes:
         variant: ``native``, ``rmsnorm``, ``identity``, a curve, or ``copy``: a tensor of the norm's size, copied.
-        way: ``eager``; ``compile``, by torch.compile; ``fused``, by one kernel made for it.
+        way: ``eager``, plain torch; ``compile``, plain torch by torch.compile; ``fused``, by one kernel made for it, in
+            an eager network; ``compile + fused``, by that kernel in a network by torch.compile, to which it is opaque.
         scope: the ``norm`` alone or the whole ``model``.
         passes: ``forward``, without gradients, or ``forward + backward``.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
@@ -61,7 +63,8 @@ class Timing(Case):
         p80: quantile 0.8, or the sample above it.
         gb_per_s: ``nbytes`` over the median, in 10⁹ bytes; None for a whole model.
         share_of_copy: of a same-size copy's GB/s in the same run.
-        ratio: of the median to the native norm's of the same way (of ``fused``, to the eager one's); above 1 is slower.
+        ratio: of the median to the native norm's of the same way (of ``fused``, to the eager one's; of
+            ``compile + fused``, to the compiled one's); above 1 is slower.
         verdict: ``faster`` only where the whole interval from p20 to p80 lies below the native norm's and there are
             three samples of each; ``no speed-up``; ``too few passes to tell``; ``not run``; or nothing, of the native
             norm and the copy themselves.
@@ -114,7 +117,8 @@ class Latency:
 
     Attributes:
         variant: ``native`` (an RMSNorm), or a curve.
-        norms: whether they run ``eager`` or each by torch.compile; the rest is eager.
+        norms: whether they run ``eager``, each by torch.compile, or ``fused``, by normscope's kernels; the rest is
+            eager.
         passes: ``forward``, or ``forward + backward``, which the paper calls training.
         layer: seconds that the network's norms take by themselves.
         model: seconds that the whole network takes.

@@ -17,7 +17,7 @@ from normscope.figures.panels import outline
 from normscope.figures.speed_tables import SCOPES, duration
 from normscope.figures.style import Style, style_named
 from normscope.fits.curves import curves_named
-from normscope.speeds import BenchReport, Timing
+from normscope.speeds import BESIDE, TOO_FEW, BenchReport, Timing
 
 _PANEL_INCHES, _BAR_INCHES, _GAP = 2.6, 0.155, 0.9
 _BARS_INCHES = 1.9  # of a panel, beside the names of the bars
@@ -30,8 +30,10 @@ _TITLE, _SMALL = FontProperties(size=7.5), FontProperties(size=5.8)
 def plot_speed(report: BenchReport, *, style: str = "light") -> Figure:
     """Draw how long every variant takes, grouped by way: medians as bars, whiskers from p20 to p80.
 
-    A dotted line through each group is the native norm's median: a bar that ends before it is faster by the median, and
-    its number is printed in bold only where the timing says ``faster``. What did not run has no bar and says so.
+    A dotted line through each group is the native norm's median (through ``fused`` the eager one's, through ``compile +
+    fused`` the compiled one's): a bar that ends before it is faster by the median, and its number is printed in bold
+    only where the timing says ``faster``; with a question mark where the passes are too few to tell. What did not run
+    has no bar and says so.
 
     Args:
         report: what :func:`normscope.bench` returned.
@@ -99,8 +101,8 @@ def _draw(ax: Axes, rows: Sequence[Timing], height: float, style: Style) -> None
     groups = _groups(rows)
     for way, own in groups:
         ax.text(0, y, way, ha="left", va="center", fontproperties=_TITLE, color=style.ink)
-        beside = own if way != "fused" else groups[0][1]  # the eager native norm: it is one kernel too
-        native = next((row.median for row in beside if row.variant == _NATIVE), None)
+        beside = BESIDE.get(own[0].way, way)
+        native = next((row.median for row in rows if (row.way, row.variant) == (beside, _NATIVE)), None)
         if native is not None:
             ends = [y + 0.5, y + len(own) + 0.5]
             ax.plot([native / scale] * 2, ends, color=style.ink, ls=":", lw=0.9, zorder=4)
@@ -132,6 +134,8 @@ def _bar(ax: Axes, row: Timing, y: float, scale: float, right: float, style: Sty
     ax.barh(y, row.median / scale, height=0.72, color=face, edgecolor=colour, hatch=hatch, lw=0.6, zorder=2)
     low, high = row.p20 / scale, row.p80 / scale
     text = duration(row.median) if row.ratio is None else f"×{row.ratio:.2f}"
+    if row.verdict == TOO_FEW:
+        text = f"{text} ?"
     font = FontProperties(size=5.8, weight="bold" if row.verdict == "faster" else "normal")
     room = width_of(text, font) / _BARS_INCHES * right
     behind = {"facecolor": style.background, "edgecolor": "none", "pad": 0.5}
@@ -153,5 +157,8 @@ def _colour(variant: str, style: Style) -> Any:
 
 def _head(report: BenchReport, inches: float) -> list[str]:
     known = [report.about[key] for key in ("model", "weights", "data") if key in report.about]
-    texts = [" · ".join(known), f"{report.device} · bars: median; whiskers: p20 to p80; dotted: native"]
+    signs = ["bars: median", "whiskers: p20 to p80", "dotted: native"]
+    signs += [f"of {way}: native {BESIDE[way]}" for way in BESIDE if any(row.way == way for row in report.rows)]
+    signs += [f"?: {TOO_FEW}"] * any(row.verdict == TOO_FEW for row in report.rows)
+    texts = [" · ".join(known), f"{report.device} · {'; '.join(signs)}"]
     return [line for text in texts if text for line in wrapped(text, inches, _TITLE)]

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from normscope.errors import count
 from normscope.figures.tables import new_table
-from normscope.speeds import BenchReport, Timing
+from normscope.speeds import FUSED, BenchReport, Timing
 
 SCOPES = {"norm": "the norm alone", "model": "the whole network"}
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -98,6 +98,17 @@ def _caption(rows: Sequence[Timing], scope: str) -> str:
     lines[0] += (
         ". ratio: to the native norm's time; no speed-up: p20–p80 is not all below the native norm's of the same way."
     )
+    ways = {row.way for row in rows}
+    if ways.intersection(FUSED):
+        lines.append(
+            "fused: each function by one kernel, in an eager network, beside the eager native norm. "
+            "eager, compile: each in plain torch."
+        )
+    if "compile + fused" in ways:
+        lines.append(
+            "compile + fused: the same kernels in a compiled network, beside the compiled native norm. torch.compile "
+            "cannot merge such a kernel with what surrounds it, as it can plain torch: compare it with compile."
+        )
     compiled = [row.compile_seconds for row in rows if row.compile_seconds is not None]
     if compiled:
         lines.append(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 import math
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +21,11 @@ from normscope.errors import UsageError, count, unknown
 from normscope.outputs import Outputs
 from normscope.pairs.state import left_as_found
 from normscope.pairs.trace import find_norms
-from normscope.speeds import PASSES, BenchReport, Way
+from normscope.speeds import FUSED, PASSES, BenchReport
 from normscope.swaps import bench_model
 from normscope.swaps.bench_model import ModelBench
 from normscope.swaps.bench_norm import NormBench, commonest, norm_bench
+from normscope.swaps.kernels.choice import EAGER, TRITON, VARIABLE
 from normscope.swaps.replace import uncompiled
 from normscope.swaps.speed import Measured, judged
 from normscope.swaps.variants import variants
@@ -30,6 +33,7 @@ from normscope.swaps.variants import variants
 CURVES = ("dyt", "dyisru", "derf")
 DTYPES = ("float32", "bfloat16", "float16")
 BUDGET = 30.0
+INTERPRETED = "in Triton's interpreter on the CPU, not on a GPU: the time says nothing"
 _COMPILATIONS = 1000
 
 
@@ -53,6 +57,10 @@ def bench(
     compared is timed in turns; only a network that is compiled as a whole is compiled anew for each variant, one after
     the other. What torch.compile holds of other modules is forgotten.
 
+    Eager and compiled, point-wise functions are plain torch on every device. Where normscope's kernels would compute
+    them (:func:`normscope.swaps.kernels.choice.by_kernels`), they are timed so too: ``fused``, alone and in the eager
+    network, and of ``full`` ``compile + fused``, in the compiled one.
+
     On the CPU by torch.utils.benchmark; on CUDA by triton.testing.do_bench and by a CUDA graph's replay that rotates
     buffers beyond the L2 cache.
 
@@ -61,7 +69,8 @@ def bench(
         batch: what it runs on, on its device and in its dtype.
         curves: any curve that needs no fit, by name.
         dtypes: ``float32``, ``bfloat16``, ``float16``; None for the network's own, and of ``full`` for all three.
-        full: the whole matrix. Otherwise the norm alone, eager and compiled, and the whole network eager, forward.
+        full: the whole matrix. Otherwise the norm alone, eager, fused and compiled, and the whole network eager and
+            fused, forward.
         budget: seconds that decide on the number of rounds, and whether there is time to compile; the fewest rounds are
             taken even so (of the norm 4, of the network 1). None for 30, and of ``full`` for no limit: 10 rounds of
             everything.
@@ -73,7 +82,7 @@ def bench(
         A :class:`BenchReport`; ``left_out`` says what was not timed.
 
     Raises:
-        UsageError: if there is no such curve or dtype.
+        UsageError: if there is no such curve or dtype, or ``NORMSCOPE_KERNELS`` asks for kernels that cannot run here.
         ModelError: if the network has no norm, or does not run on the batch.
 
     >>> import torch
@@ -101,12 +110,18 @@ def bench(
             warm = full or own.device.type != "cpu" or dtype != own.dtype
             cast_batch = batch.to(own.device, dtype)
             whole = ModelBench(cast, cast_batch, outputs or Outputs(), made, len(found.sites), warm)
-            for_model = 0.0 if full else bench_model.AT_LEAST * len(made) * a_pass
+            for_model = 0.0 if full else bench_model.AT_LEAST * (len(made) + len(whole.fused)) * a_pass
+            if not whole.fused:
+                left_out += _without_kernels(own.device)
             measured += _norm_alone(norm, until, for_model, progress, left_out)
             measured += _whole_network(whole, full, until, progress)
     if not full:
         left_out.append(_without_full([str(dtype).removeprefix("torch.") for dtype in wanted]))
-    return BenchReport(about or {}, in_words(own.device), tuple(judged(measured)), tuple(dict.fromkeys(left_out)))
+    device = in_words(own.device)
+    if own.device.type != "cuda" and any(row.case.way in FUSED for row in measured):
+        measured = [_interpreted(row) if row.case.way in FUSED else row for row in measured]
+        device = f"{device}; fused {INTERPRETED}"
+    return BenchReport(about or {}, device, tuple(judged(measured)), tuple(dict.fromkeys(left_out)))
 
 
 def in_words(device: torch.device) -> str:
@@ -141,25 +156,38 @@ def _norm_alone(
     norm: NormBench, until: float, for_model: float, progress: Callable[[str], object], left_out: list[str]
 ) -> Iterator[Measured]:
     took = 0.0
-    for way, passes in itertools.product(norm.ways, PASSES):
+    for ways, passes in itertools.product(norm.ways, PASSES):
         # A compiler that was started goes on; with the backward pass it takes twice as long, and the network waits.
         ends = time.monotonic() + (0.0 if passes == PASSES[0] else 2 * took + for_model)
-        if way == "compile" and ends > until:
+        if "compile" in ways and ends > until:
             left_out.append(f"The norm alone, compiled, {passes}: there was no room for it in the budget.")
             continue
-        progress(f"the norm alone, {way}, {passes}")
+        progress(f"the norm alone, {' and '.join(ways)}, {passes}")
         begun = time.monotonic()
-        yield from norm.measured(way, passes, until - for_model)
+        yield from norm.measured(ways, passes, until - for_model)
         took = time.monotonic() - begun
 
 
 def _whole_network(
     whole: ModelBench, full: bool, until: float, progress: Callable[[str], object]
 ) -> Iterator[Measured]:
-    ways: tuple[Way, ...] = ("eager", "compile")
-    for way, passes in itertools.product(ways, PASSES) if full else ((ways[0], PASSES[0]),):
-        progress(f"the whole network, {way}, {passes}")
-        yield from whole.measured(way, passes, until)
+    parts = itertools.product(whole.ways, PASSES)
+    for ways, passes in parts if full else itertools.islice(parts, 1):
+        progress(f"the whole network, {' and '.join(ways)}, {passes}")
+        yield from whole.measured(ways, passes, until)
+
+
+def _interpreted(row: Measured) -> Measured:
+    return dataclasses.replace(row, note="; ".join(note for note in (INTERPRETED, row.note) if note))
+
+
+def _without_kernels(device: torch.device) -> list[str]:
+    """Say that nothing is timed with kernels, where that is not a matter of course."""
+    if os.environ.get(VARIABLE) == EAGER:
+        return [f"Fused by normscope's kernels: {VARIABLE}={EAGER} leaves them out."]
+    if device.type == "cuda":
+        return [f"Fused by normscope's kernels: none runs here; {VARIABLE}={TRITON} says why."]
+    return []
 
 
 def _without_full(dtypes: Sequence[str]) -> str:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from normscope.batches import Batch
 from normscope.outputs import Outputs
-from normscope.speeds import NATIVE, Case, Passes, Way
+from normscope.speeds import FUSED, NATIVE, Case, Passes, Way
 from normscope.swaps.bench_norm import first_line
 from normscope.swaps.replace import Swap
 from normscope.swaps.speed import Measured
 from normscope.swaps.timing import Run, Sampler, in_turns, once, repeated
-from normscope.swaps.variants import Variant, require_gradients
+from normscope.swaps.variants import Variant, computed, has_kernel, require_gradients
 
 AT_LEAST, AT_MOST = 1, 10
 _COMPILED_PASSES = 10
@@ -44,25 +44,37 @@ class ModelBench:
     sites: int
     warm: bool
 
-    def measured(self, way: Way, passes: Passes, until: float) -> list[Measured]:
+    @property
+    def fused(self) -> list[Variant]:
+        """What kernels compute."""
+        return [one for one in self.made if any(map(has_kernel, one.modules.values()))]
+
+    @property
+    def ways(self) -> tuple[tuple[Way, ...], ...]:
+        """The ways that exist, those together that are timed in turns."""
+        if not self.fused:
+            return ("eager",), ("compile",)
+        return ("eager", "fused"), ("compile",), ("compile + fused",)
+
+    def measured(self, ways: Sequence[Way], passes: Passes, until: float) -> list[Measured]:
         """Time every variant: in turns, or, where each is compiled by itself, one after the other.
 
         Arguments are those of :meth:`normscope.swaps.bench_norm.NormBench.measured`.
         """
-        there = [one for one in self.made if one.modules or one.name == NATIVE]
-        missing = [Measured(self._case(one, way, passes), note=one.note) for one in self.made if one not in there]
-        if way == "compile":
-            return missing + [self._compiled(one, passes) for one in there]
-        rows, samplers = missing, dict[str, Sampler]()
-        for one in there:
-            failure = self._failure(one, passes) if self.warm else None
+        cases = [(one, self._case(one, way, passes)) for way in ways for one in self._of(way)]
+        there = [(one, case) for one, case in cases if one.modules or one.name == NATIVE]
+        rows = [Measured(case, note=one.note) for one, case in cases if (one, case) not in there]
+        if "eager" not in ways:
+            return rows + [self._compiled(one, case) for one, case in there]
+        samplers: dict[Case, Sampler] = {}
+        for one, case in there:
+            failure = self._failure(one, case) if self.warm else None
             if failure is None:
-                samplers[one.name] = self._sampler(one, passes)
+                samplers[case] = self._sampler(one, case)
             else:
-                rows.append(Measured(self._case(one, way, passes), note=failure))
+                rows.append(Measured(case, note=failure))
         samples = in_turns(samplers, at_least=AT_LEAST, at_most=AT_MOST, until=until)
-        timed = [one for one in there if one.name in samples]
-        return rows + [Measured(self._case(one, way, passes), samples[one.name], note=one.note) for one in timed]
+        return rows + [Measured(case, samples[case], note=one.note) for one, case in there if case in samples]
 
     def seconds(self, one: Variant, passes: Passes, number: int) -> float:
         """Time so many passes with one variant together, after one that is not timed."""
@@ -70,29 +82,31 @@ class ModelBench:
             run()
             return repeated(run, number)
 
-    def _sampler(self, one: Variant, passes: Passes) -> Sampler:
+    def _of(self, way: Way) -> Sequence[Variant]:
+        return self.fused if way in FUSED else self.made
+
+    def _sampler(self, one: Variant, case: Case) -> Sampler:
         def sample() -> list[float]:
-            with self._placed(one, self.model, passes) as run:
+            with computed(case.way), self._placed(one, self.model, case.passes) as run:
                 return once(run)
 
         return sample
 
-    def _failure(self, one: Variant, passes: Passes) -> str | None:
+    def _failure(self, one: Variant, case: Case) -> str | None:
         """Run it once, untimed; say why it cannot, where it cannot: not every network runs in every dtype."""
         try:
-            self._sampler(one, passes)()
+            self._sampler(one, case)()
         except Exception as error:
             return first_line(error)
         return None
 
-    def _compiled(self, one: Variant, passes: Passes) -> Measured:
+    def _compiled(self, one: Variant, case: Case) -> Measured:
         """Compile the network anew, and time its first pass apart."""
         torch._dynamo.reset()
-        case = self._case(one, "compile", passes)
         called = torch.compile(self.model, dynamic=False)
         assert isinstance(called, nn.Module)  # noqa: S101 - of a module, torch makes a module
         try:
-            with self._placed(one, called, passes) as run:
+            with computed(case.way), self._placed(one, called, case.passes) as run:
                 [compile_seconds] = once(run)
                 samples = [seconds for _ in range(_COMPILED_PASSES) for seconds in once(run)]
         except Exception as error:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from normscope.errors import ModelError
 from normscope.pairs.trace import NormReport
-from normscope.speeds import COPY, NATIVE, PASSES, WAYS, Case, Passes, Way
+from normscope.speeds import COPY, FUSED, NATIVE, PASSES, Case, Passes, Way
 from normscope.swaps.cuda_timing import cache_of, flushed, replayed, sets_beyond_cache
 from normscope.swaps.replace import module_at
 from normscope.swaps.speed import Measured, bytes_moved
 from normscope.swaps.timing import Sampler, blocks, in_turns, once, repeated
-from normscope.swaps.variants import Variant, fused, require_gradients
+from normscope.swaps.variants import Variant, computed, fused, require_gradients
 
 AT_LEAST, AT_MOST = 4, 10
 _SEED = 0
@@ -77,32 +77,34 @@ class NormBench:
     buffers: list[Buffers]
 
     @property
-    def ways(self) -> tuple[Way, ...]:
-        """The ways that exist."""
-        return WAYS if self._of("fused") else WAYS[:2]
+    def ways(self) -> tuple[tuple[Way, ...], ...]:
+        """The ways that exist, those together that are compared and so timed in turns."""
+        return (("eager", "fused") if self._of("fused") else ("eager",)), ("compile",)
 
-    def measured(self, way: Way, passes: Passes, until: float) -> list[Measured]:
+    def measured(self, ways: Sequence[Way], passes: Passes, until: float) -> list[Measured]:
         """Time every variant in turns.
 
         Args:
-            way: ``eager``, ``compile`` or ``fused``.
+            ways: some of ``eager``, ``compile`` and ``fused``.
             passes: which.
             until: as of :func:`normscope.swaps.timing.in_turns`.
         """
-        modules = self._of(way)
-        rows = [self._not_run(name, way, passes, why) for name, why in self.missing.items() if way != "fused"]
-        ready: dict[str, tuple[Call, float | None]] = {}
-        for name, module in modules.items():
+        plain = [way for way in ways if way not in FUSED]
+        rows = [self._not_run(name, way, passes, why) for way in plain for name, why in self.missing.items()]
+        ready: dict[tuple[Way, str], tuple[Call, float | None]] = {}
+        modules = {(way, name): module for way in ways for name, module in self._of(way).items()}
+        for (way, name), module in modules.items():
             try:
-                ready[name] = self._prepared(module, way, passes)
+                with computed(way):
+                    ready[way, name] = self._prepared(module, way, passes)
             except Exception as error:  # of a compiler, or of a norm in a dtype that it does not take
                 rows.append(self._not_run(name, way, passes, first_line(error)))
-        if (way, passes) == (WAYS[0], PASSES[0]):
-            ready[COPY] = (lambda buffers: buffers.x.clone()), None
-        samplers = {(name, timer): one for name, (run, _) in ready.items() for timer, one in self._timers(run)}
+        if "eager" in ways and passes == PASSES[0]:
+            ready["eager", COPY] = (lambda buffers: buffers.x.clone()), None
+        samplers = {(*key, timer): one for key, (run, _) in ready.items() for timer, one in self._timers(key[0], run)}
         samples = in_turns(samplers, at_least=AT_LEAST, at_most=AT_MOST, until=until)
-        for (name, timer), own in samples.items():
-            rows.append(Measured(self._case(name, way, passes, timer), own, ready[name][1]))
+        for (way, name, timer), own in samples.items():
+            rows.append(Measured(self._case(name, way, passes, timer), own, ready[way, name][1]))
         return rows
 
     def seconds(self, variant: str, way: Way, passes: Passes, number: int) -> float:
@@ -111,7 +113,7 @@ class NormBench:
         return repeated(lambda: run(self.buffers[0]), number)
 
     def _of(self, way: Way) -> dict[str, nn.Module]:
-        if way != "fused":
+        if way not in FUSED:
             return self.modules
         return {called: made for name, own in self.modules.items() for called, made in fused(name, own).items()}
 
@@ -122,13 +124,14 @@ class NormBench:
         [first] = once(lambda: run(self.buffers[0]))
         return run, first if way == "compile" else None
 
-    def _timers(self, run: Call) -> list[tuple[str, Sampler]]:
+    def _timers(self, way: Way, run: Call) -> list[tuple[str, Sampler]]:
+        timers: dict[str, Sampler] = {"blocks": lambda: blocks(lambda: run(self.buffers[0]))}
         if self.buffers[0].x.is_cuda:
-            return [
-                ("do_bench", lambda: flushed(lambda: run(self.buffers[0]))),
-                ("graph", lambda: replayed(run, self.buffers)),
-            ]
-        return [("blocks", lambda: blocks(lambda: run(self.buffers[0])))]
+            timers = {
+                "do_bench": lambda: flushed(lambda: run(self.buffers[0])),
+                "graph": lambda: replayed(run, self.buffers),
+            }
+        return [(timer, _computed(way, sampler)) for timer, sampler in timers.items()]
 
     def _not_run(self, variant: str, way: Way, passes: Passes, why: str) -> Measured:
         return Measured(self._case(variant, way, passes, ""), note=why)
@@ -170,6 +173,14 @@ def first_line(error: Exception) -> str:
     """Name an error and say the first line of its message."""
     line = str(error).strip().partition("\n")[0]
     return line if isinstance(error, ModelError) else f"{type(error).__name__}: {line}"
+
+
+def _computed(way: Way, sampler: Sampler) -> Sampler:
+    def sample() -> list[float]:
+        with computed(way):
+            return sampler()
+
+    return sample
 
 
 def _step(module: Callable[..., Tensor], parameters: Sequence[Tensor], passes: Passes) -> Call:

@@ -21,14 +21,14 @@ from normscope.swaps.bench import compilations, in_words
 from normscope.swaps.bench_model import ModelBench
 from normscope.swaps.bench_norm import Norm, norm_bench
 from normscope.swaps.replace import module_at
-from normscope.swaps.variants import Variant, variants
+from normscope.swaps.variants import Variant, computed, has_kernel, variants
 
 TOKENS, PASSES_TIMED = 4096, 100
 _GB = 1e9
 # 6.74 billion weights of two bytes; their gradients, and without recomputation what the backward pass of 4096 tokens
 # needs besides.
 _FORWARD_BYTES, _BACKWARD_BYTES = 16 * _GB, 70 * _GB
-_NORMS: tuple[Norms, ...] = ("eager", "compile")
+_NORMS: tuple[Norms, ...] = ("eager", "compile", "fused")
 
 
 def why_not(device: torch.device, passes: Passes = "forward") -> str | None:
@@ -95,15 +95,19 @@ def published(
         made = [one for one in variants(model, found.sites, curves) if one.name in (NATIVE, *curves)]
         whole = ModelBench(model, batch, outputs or Outputs(), made, len(found.sites), True)
         shapes = [(site.name, site.kind, tuple(found.shapes[site.name])) for site in found.sites]
+        with_kernels = [one for one in made if any(map(has_kernel, one.modules.values()))]
         for way, passes, one in itertools.product(_NORMS, PASSES, made):
+            if way == "fused" and one not in with_kernels:
+                continue
             too_little = why_not(where.device, passes) if where.is_cuda else None
             if too_little:
                 notes.append(too_little)
                 continue
             progress(f"{one.name}, {way} norms, {n_passes} passes {passes}")
-            layer = _norms_seconds(model, one, way, passes, shapes, n_passes)
-            placed = one if way == "eager" else _compiled(model, one, [name for name, *_ in shapes])
-            rows.append(Latency(one.name, way, passes, layer, whole.seconds(placed, passes, n_passes)))
+            placed = _compiled(model, one, [name for name, *_ in shapes]) if way == "compile" else one
+            with computed(way):
+                layer = _norms_seconds(model, one, way, passes, shapes, n_passes)
+                rows.append(Latency(one.name, way, passes, layer, whole.seconds(placed, passes, n_passes)))
     return PublishedReport(in_words(where.device), tuple(rows), tokens, n_passes, tuple(dict.fromkeys(notes)))
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from normscope.speeds import COPY, FASTER, NATIVE, NO_SPEED_UP, NOT_RUN, TOO_FEW, Case, Passes, Timing
+from normscope.speeds import BESIDE, COPY, FASTER, NATIVE, NO_SPEED_UP, NOT_RUN, TOO_FEW, Case, Passes, Timing
 from normscope.swaps.timing import spread
 
 # Three samples that all lie below three others are one draw in twenty where nothing differs; two are one in six.
@@ -92,5 +92,5 @@ def _setting(case: Case) -> tuple[str, ...]:
 
 
 def _reference(case: Case) -> tuple[str, ...]:
-    way, *others = _setting(case)
-    return "eager" if way == "fused" else way, *others
+    _, *others = _setting(case)
+    return BESIDE.get(case.way, case.way), *others

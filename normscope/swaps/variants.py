@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,7 +15,8 @@ from torch import nn
 from normscope.errors import ModelError
 from normscope.fits.curves import split_names
 from normscope.pairs.sites import NormSite
-from normscope.speeds import NATIVE
+from normscope.speeds import FUSED, NATIVE, Way
+from normscope.swaps.kernels import choice
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import replacements
 from normscope.swaps.start import RMS_NORM
@@ -56,8 +59,29 @@ def variants(model: nn.Module, sites: Sequence[NormSite], curves: str | Sequence
 def fused(name: str, module: nn.Module) -> dict[str, nn.Module]:
     """Return modules that do in one kernel what a replacement does, by what they are called; only ways that exist.
 
-    Liger's DyT (github.com/linkedin/Liger-Kernel) on CUDA, where it is installed.
+    The replacement itself, where :func:`has_kernel` says so; Liger's DyT (github.com/linkedin/Liger-Kernel) on CUDA,
+    where it is installed.
     """
+    return ({name: module} if has_kernel(module) else {}) | _ligers(name, module)
+
+
+def has_kernel(module: nn.Module) -> bool:
+    """Whether normscope's own kernels compute a module on its device and in its dtype.
+
+    Raises:
+        UsageError: if ``NORMSCOPE_KERNELS`` says nothing that there is, or asks for kernels that cannot run here.
+    """
+    if not isinstance(module, PointwiseFunction) or module.curve.name not in choice.CURVES:
+        return False
+    return choice.by_kernels(module.curve.name, module.alpha)
+
+
+def computed(way: Way) -> AbstractContextManager[None]:
+    """Let point-wise functions within be computed as a way says: by kernels where it is fused, else by plain torch."""
+    return contextlib.nullcontext() if way in FUSED else choice.plain_torch()
+
+
+def _ligers(name: str, module: nn.Module) -> dict[str, nn.Module]:
     if not (isinstance(module, PointwiseFunction) and module.curve.name == "tanh" and find_spec("liger_kernel")):
         return {}
     if not module.weight.is_cuda or module.channel_axis != -1 or module.weight.ndim != 1 or module.shift is not None:

@@ -108,6 +108,28 @@ def test_what_is_fused_stands_beside_the_eager_native_norm():
     assert matplotlib.colors.same_color(norm.patches[2].get_facecolor(), STYLES["light"].looks()["tanh"][0])
 
 
+def test_what_is_fused_in_a_compiled_network_stands_beside_the_compiled_native_norm():
+    rows = [row("native", 2e-3), row("dyt", 1e-3, way="fused", ratio=0.5), row("native", 3e-3, way="compile")]
+    rows = [*rows, row("dyt", 6e-3, way="compile + fused", ratio=2.0, verdict="no speed-up")]
+    report = Record(about={}, device="cuda", rows=rows, left_out=())
+    figure = plot_speed(report)
+    [norm] = shown(figure)
+    assert [line.get_xdata()[0] for line in norm.lines if line.get_linestyle() == ":"] == [2.0, 2.0, 3.0, 3.0]
+    head = figure.get_suptitle().replace("\n", " ")
+    assert "of fused: native eager; of compile + fused: native compile" in head
+    said = text_of(speed_tables(report), 80)
+    assert "the norm alone · compile + fused · forward" in said
+    assert "compare it with compile" in " ".join(said.split())
+
+
+def test_what_too_few_passes_cannot_tell_is_no_speed_up_in_the_figure():
+    rows = [row("native", 2e-3), row("dyt", 1e-3, ratio=0.5, verdict="too few passes to tell")]
+    figure = plot_speed(Record(about={}, device="cpu", rows=rows, left_out=()))
+    texts = {text.get_text(): text.get_fontproperties().get_weight() for text in shown(figure)[0].texts}
+    assert texts["×0.50 ?"] == "normal"
+    assert "?: too few passes to tell" in figure.get_suptitle().replace("\n", " ")
+
+
 def test_only_what_is_faster_is_bold_and_what_did_not_run_says_so(report):
     norm = shown(plot_speed(report))[0]
     bold = [text.get_text() for text in norm.texts if text.get_fontproperties().get_weight() == "bold"]

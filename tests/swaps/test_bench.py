@@ -209,7 +209,7 @@ def test_what_is_timed_is_the_norm_and_its_gradients(net, batch, monkeypatch):
     timed = norm_bench(net, variants(net, found.sites, ["dyt"]), commonest(found), torch.zeros(0))
     returned = {}
     monkeypatch.setattr(bench_norm, "blocks", lambda run: [returned.setdefault(len(returned), run()) is None])
-    timed.measured("eager", BOTH, 0.0)
+    timed.measured(["eager"], BOTH, 0.0)
     [buffers] = timed.buffers
     first = returned[0]  # the native norm
     x = buffers.x.detach().clone().requires_grad_()
@@ -269,7 +269,7 @@ def test_compiled_for_real(net, batch):
     found = find_norms(net, batch)
     timed = norm_bench(net, variants(net, found.sites, "dyt")[::3], commonest(found), torch.zeros(0))
     with torch.no_grad(), compilations():
-        rows = timed.measured("compile", FORWARD, 0.0)
+        rows = timed.measured(["compile"], FORWARD, 0.0)
     assert [row.case.variant for row in rows] == ["native", "dyt"]
     # Compiling takes a second, a call of it 10 µs: what is compiled is in no sample.
     assert all(row.samples and max(row.samples) < row.compile_seconds for row in rows)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import torch
@@ -44,6 +46,25 @@ def by_kernels(curve: str, x: Tensor) -> bool:
     if asked and why_not:
         raise UsageError(f"{VARIABLE}={TRITON} cannot be met: {why_not}. Unset it, or say {VARIABLE}={EAGER}.")
     return not why_not
+
+
+@contextlib.contextmanager
+def plain_torch() -> Iterator[None]:
+    """Let plain torch compute every point-wise function within, whatever ``NORMSCOPE_KERNELS`` says.
+
+    >>> with plain_torch():
+    ...     os.environ["NORMSCOPE_KERNELS"]
+    'eager'
+    """
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = EAGER
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(VARIABLE, None)
+        else:
+            os.environ[VARIABLE] = before
 
 
 def _why_not(curve: str, x: Tensor) -> str:
