@@ -7,7 +7,7 @@ DyT is f = tanh (arXiv 2503.10622, eq. 3), DyISRU f(u) = u / √(1 + u²) (arXiv
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from normscope.errors import UsageError
 from normscope.fits.ceiling import Piecewise
 from normscope.fits.curves import CURVES, Curve, curves_named
 from normscope.swaps.kernels import operators, reference
-from normscope.swaps.kernels.choice import by_kernels
+from normscope.swaps.kernels.choice import by_kernels, check
 from normscope.swaps.kernels.parameters import Parameters
 
 
@@ -158,6 +158,20 @@ def dtype_after(input: Tensor, weight: Tensor | None) -> torch.dtype:
     if weight is None or weight.dtype not in (torch.float16, torch.bfloat16) or input.dtype != torch.float32:
         return input.dtype
     return weight.dtype
+
+
+def check_kernels(modules: Iterable[nn.Module]) -> None:
+    """Refuse, before there is any work, point-wise functions that ``NORMSCOPE_KERNELS`` keeps from running.
+
+    Raises:
+        UsageError: if a point-wise function among the modules cannot be computed as the variable says, on its device
+            and of inputs of its own dtype.
+
+    >>> check_kernels([DyT(4)])
+    """
+    for module in modules:
+        if isinstance(module, PointwiseFunction):
+            check(module.curve.name, module.weight.device, module.weight.dtype)
 
 
 def of_each(module: nn.Module, nested: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ VARIABLE = "NORMSCOPE_KERNELS"
 EAGER, TRITON = "eager", "triton"
 CURVES = ("tanh", "isru", "erf")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LINE = "linear"
 _LEAST_CAPABILITY = (8, 0)
 
 
@@ -23,7 +24,8 @@ def by_kernels(curve: str, x: Tensor) -> bool:
 
     They do on CUDA, for tanh, isru and erf in float32, bfloat16 and float16, where Triton is installed. The environment
     variable ``NORMSCOPE_KERNELS`` overrides this: ``eager`` for plain torch everywhere, ``triton`` for the kernels
-    alone.
+    alone. The straight line, which benchmarks measure the others by, is plain torch's whatever it says. torch.compile
+    reads the variable when it compiles: what is changed later changes nothing in what is compiled already.
 
     Args:
         curve: its name.
@@ -35,24 +37,44 @@ def by_kernels(curve: str, x: Tensor) -> bool:
     >>> by_kernels("tanh", torch.ones(3))
     False
     """
+    return _by_kernels(curve, x.device, x.dtype)
+
+
+def check(curve: str, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    """Refuse at once what :func:`by_kernels` would refuse of an input behind minutes of work.
+
+    Args:
+        curve: its name.
+        device: that the input will be on.
+        dtype: that it will have.
+
+    Raises:
+        UsageError: as there.
+
+    >>> check("softsign", torch.device("cpu"))
+    """
+    _by_kernels(curve, device, dtype)
+
+
+def _by_kernels(curve: str, device: torch.device, dtype: torch.dtype) -> bool:
     asked = os.environ.get(VARIABLE, "")
     if asked not in ("", EAGER, TRITON):
         raise UsageError(f"{unknown(VARIABLE, asked, (EAGER, TRITON))} Without it, CUDA has {TRITON}.")
-    if asked == EAGER or (not asked and not x.is_cuda):
+    if asked == EAGER or curve == _LINE or (not asked and device.type != "cuda"):
         return False
-    why_not = _why_not(curve, x)
+    why_not = _why_not(curve, device, dtype)
     if asked and why_not:
         raise UsageError(f"{VARIABLE}={TRITON} cannot be met: {why_not}. Unset it, or say {VARIABLE}={EAGER}.")
     return not why_not
 
 
-def _why_not(curve: str, x: Tensor) -> str:
+def _why_not(curve: str, device: torch.device, dtype: torch.dtype) -> str:
     """Say what keeps the kernels from computing it; nothing where they can."""
     if curve not in CURVES:
         return f"there is no kernel for the curve {curve}, only for {', '.join(CURVES)}"
-    if x.dtype not in DTYPES:
-        return f"no kernel takes an input of {x.dtype}"
-    return str(_why_not_on(x.device))
+    if dtype not in DTYPES:
+        return f"no kernel takes an input of {dtype}"
+    return str(_why_not_on(device))
 
 
 # torch.compile cannot follow it, and need not: it does not change.
