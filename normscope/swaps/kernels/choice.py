@@ -74,11 +74,9 @@ def _why_not(curve: str, device: torch.device, dtype: torch.dtype) -> str:
         return f"there is no kernel for the curve {curve}, only for {', '.join(CURVES)}"
     if dtype not in DTYPES:
         return f"no kernel takes an input of {dtype}"
-    return str(_why_not_on(device))
+    return _why_not_on(device)
 
 
-# torch.compile cannot follow it, and need not: it does not change.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _why_not_on(device: torch.device) -> str:
     if find_spec("triton") is None:
         return "Triton is not installed"
@@ -89,6 +87,11 @@ def _why_not_on(device: torch.device) -> str:
     if device.type == "cuda" and _capability(device) < _LEAST_CAPABILITY:
         return f"the GPU has compute capability {'.'.join(map(str, _capability(device)))}, and the kernels need 8.0"
     return ""
+
+
+# torch.compile cannot follow it, and need not: it does not change. This is what torch.compiler.assume_constant_result
+# sets, which would import the compiler, and Triton with it, for those too who compile nothing.
+_why_not_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def interpreted() -> bool:
