@@ -24,8 +24,9 @@ def by_kernels(curve: str, x: Tensor) -> bool:
 
     They do on CUDA, for tanh, isru and erf in float32, bfloat16 and float16, where Triton is installed. The environment
     variable ``NORMSCOPE_KERNELS`` overrides this: ``eager`` for plain torch everywhere, ``triton`` for the kernels
-    alone. The straight line, which benchmarks measure the others by, is plain torch's whatever it says. torch.compile
-    reads the variable when it compiles: what is changed later changes nothing in what is compiled already.
+    alone. The straight line, which benchmarks measure the others by, is plain torch's whatever it says, and what
+    torch.func transforms (vmap, grad, …) is where the variable says nothing. torch.compile reads the variable
+    when it compiles: what is changed later changes nothing in what is compiled already.
 
     Args:
         curve: its name.
@@ -74,6 +75,8 @@ def _why_not(curve: str, device: torch.device, dtype: torch.dtype) -> str:
         return f"there is no kernel for the curve {curve}, only for {', '.join(CURVES)}"
     if dtype not in DTYPES:
         return f"no kernel takes an input of {dtype}"
+    if torch._C._are_functorch_transforms_active():
+        return "torch.func's transforms do not go through kernels"
     return _why_not_on(device)
 
 

@@ -91,7 +91,9 @@ def pointwise_backward(
         made = fused.backward(dy, x, own, curve, behind, of_input, of_parameters)
     else:
         f, derivative = CURVES[curve].function, CURVES[curve].derivative
-        dx, *by_parameters = reference.pointwise_backward(dy, x, f, derivative, own, behind)
+        dx, *others = reference.pointwise_backward(dy, x, f, derivative, own, behind)
+        # An operator returns none of its inputs, and of one row of float64 the gradient by the bias is dy itself.
+        by_parameters = [None if gradient is None else gradient.clone() for gradient in others]
         made = (None if dx is None else torch.empty_like(x).copy_(dx), *by_parameters)
     wanted = (of_input, *[of_parameters] * len(vars(own)))
     return [
@@ -131,9 +133,8 @@ def _(
 def _check_backward(dy: Tensor, x: Tensor, own: Parameters, behind: int) -> None:
     own.channel_axes(x, behind)
     if dy.shape != x.shape or dy.device != x.device:
-        raise UsageError(
-            f"A gradient of {tuple(dy.shape)} on {dy.device} is not that of an output of {tuple(x.shape)} on {x.device}."
-        )
+        given, expected = (f"{tuple(tensor.shape)} on {tensor.device}" for tensor in (dy, x))
+        raise UsageError(f"A gradient of {given} is not that of an output of {expected}.")
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -82,6 +82,25 @@ def test_on_cuda_plain_torch_has_the_rest(ampere, monkeypatch):
     assert not OWN & set(called("tanh", torch.float32, "cuda"))
 
 
+def test_what_is_transformed_is_plain_torchs(ampere, monkeypatch):
+    layer, decided = DyT(3), []
+    own = {name: part.detach() for name, part in layer.named_parameters()}
+
+    def loss(own, x):
+        decided.append(choice._by_kernels("tanh", CUDA, x.dtype))
+        return torch.func.functional_call(layer, own, (x,)).sum()
+
+    x = torch.arange(6.0).view(2, 3)
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(own, x)
+    torch.testing.assert_close(each["bias"], torch.ones(2, 3), rtol=0, atol=0)
+    torch.testing.assert_close(each["weight"], (x / 2).tanh(), rtol=1e-6, atol=0)
+    assert decided == [False]
+    assert choice._by_kernels("tanh", CUDA, x.dtype)
+    monkeypatch.setenv(VARIABLE, "triton")
+    with pytest.raises(UsageError, match=r"cannot be met: torch.func's transforms do not go through kernels"):
+        torch.func.grad(loss)(own, x)
+
+
 def test_eager_is_plain_torch_on_cuda_too(ampere, monkeypatch):
     monkeypatch.setenv(VARIABLE, "eager")
     assert not OWN & set(called("tanh", torch.bfloat16, "cuda"))
