@@ -44,13 +44,14 @@ class PointwiseFunction(nn.Module):
         in_place_of: full name of the class of the norm whose place it took; empty where it took none.
 
     On CUDA, tanh, isru and erf are computed by fused kernels (:mod:`normscope.swaps.kernels`), where the environment
-    variable ``NORMSCOPE_KERNELS`` does not say ``eager``.
+    variable ``NORMSCOPE_KERNELS`` does not say ``eager``. These have no second derivative; plain torch has.
 
     Shape: any input with the channels at their axis; the output has its shape and dtype (:func:`dtype_after`). The
     names of the parameters are those of the published DyT and Derf layers.
 
     Raises:
-        UsageError: if there is no such curve, or if there are not as many α or s as channels.
+        UsageError: if there is no such curve, or if there are not as many α or s as channels; when called, if the input
+            has other channels, or if ``NORMSCOPE_KERNELS`` cannot be met.
 
     >>> layer = PointwiseFunction("tanh", 4, alpha=0.5)
     >>> layer(torch.tensor([[0.0, 1.0, 2.0, 100.0]]))

@@ -11,6 +11,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+pytest.importorskip("triton", reason="Triton is made for Linux alone")
+
 from normscope.batches import Batch
 from normscope.errors import UsageError
 from normscope.swaps.bench import bench
