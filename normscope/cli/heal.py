@@ -24,7 +24,7 @@ from normscope.cli.options import (
 )
 from normscope.cli.output import Output
 from normscope.cli.sources import Run, check_models
-from normscope.cli.starting import How, Init, Learner, OneFunc, Per, Shift, Sites
+from normscope.cli.starting import How, Init, Learner, OneFunc, Per, Shift, Sites, check_kernels
 from normscope.cli.swap import Folder, call_that_loads
 from normscope.errors import count
 from normscope.files import check_folder_writable, check_writable
@@ -78,6 +78,7 @@ def heal(
     from normscope.swaps.store import save_swapped
 
     how = How.of(func, init, per, shift)
+    check_kernels([how], device)
     check_folder_writable(output, FILES)
     checkpoint, drawn = (output.with_name(output.name + end) for end in (".healing.safetensors", "-healing.png"))
     for path in (checkpoint, drawn):

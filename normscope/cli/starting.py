@@ -117,6 +117,22 @@ class How:
         return "fit" if self.needs_pairs else self.init
 
 
+def check_kernels(ways: Sequence[How], device: str) -> None:
+    """Refuse what ``NORMSCOPE_KERNELS`` asks for and the device does not have, before there is any work; UsageError.
+
+    Which curves ``best`` takes, the fits tell: they are looked at when there are modules of them.
+    """
+    from normscope.fits.curves import BEST
+    from normscope.models.devices import resolve_device
+    from normscope.swaps.kernels.choice import check
+    from normscope.swaps.start import RMS_NORM
+
+    stand_ins = {BEST: "tanh", RMS_NORM: "linear"}
+    for how in ways:
+        name = how.asked if isinstance(how.asked, str) else how.asked.name
+        check(stand_ins.get(name, name), resolve_device(device))
+
+
 def inits_there_are(func: str, inits: Sequence[str]) -> Sequence[str]:
     """Of the inits asked for: an RMSNorm has no start values, and free and best are fits themselves."""
     from normscope.fits.curves import BEST, FREE
@@ -194,10 +210,12 @@ class Learner:
 
     def replacements(self, how: How, fits: list[CurveFit] | list[NormSite], say: Output) -> dict[str, nn.Module]:
         """Make what takes each norm's place, by module path; which are least harmful, the inputs learned from tell."""
+        from normscope.swaps import pointwise
         from normscope.swaps.drift import drift
         from normscope.swaps.replace import replacements
 
         modules = replacements(self.network.module, how.asked, fits, init=how.begin)
+        pointwise.check_kernels(modules.values())
         if self.least is None:
             return modules
         inputs, outputs = say.tracked(self.learned), self.network.outputs

@@ -27,7 +27,7 @@ from normscope.cli.options import (
 )
 from normscope.cli.output import Output
 from normscope.cli.sources import Run, check_models
-from normscope.cli.starting import How, Init, Learner, OneFunc, Per, Shift, Sites
+from normscope.cli.starting import How, Init, Learner, OneFunc, Per, Shift, Sites, check_kernels
 from normscope.files import check_folder_writable
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def swap(
     from normscope.swaps.store import save_swapped
 
     how = How.of(func, init, per, shift)
+    check_kernels([how], device)
     check_folder_writable(output, FILES)
     run = Run(weights, data, limit, batch_size, seed, device, dtype, guidance=guidance, timesteps=timesteps)
     network = run.load(model, say)

@@ -26,7 +26,7 @@ from normscope.cli.options import (
 )
 from normscope.cli.output import Output
 from normscope.cli.sources import Run, check_models, named_or_embedded
-from normscope.cli.starting import How, Learner, Per, Shift, Sites, inits_there_are
+from normscope.cli.starting import How, Learner, Per, Shift, Sites, check_kernels, inits_there_are
 from normscope.errors import UsageError, count
 from normscope.files import check_writable
 
@@ -116,6 +116,7 @@ def swap_bench(
     check_models(names)
     _check_published(names, there)
     wanted = Wanted.of(func, init, per, shift)
+    check_kernels(wanted.ways, device)
     suffix = figure_suffix(output, figure_format, [], None)
     if output.suffix.lower() == f".{suffix}":
         raise UsageError(f"--output {output} is one file, but each model has {len(_VIEWS)} figures. Name a folder.")

@@ -26,6 +26,7 @@ from normscope.swaps import bench_model
 from normscope.swaps.bench_model import ModelBench
 from normscope.swaps.bench_norm import NormBench, commonest, norm_bench
 from normscope.swaps.kernels.choice import EAGER, TRITON, VARIABLE
+from normscope.swaps.pointwise import check_kernels
 from normscope.swaps.replace import uncompiled
 from normscope.swaps.speed import Measured, judged
 from normscope.swaps.variants import variants
@@ -105,6 +106,7 @@ def bench(
         for dtype in wanted:
             cast = inner if dtype == own.dtype else copy.deepcopy(inner).to(dtype)
             made = variants(cast, found.sites, curves)
+            check_kernels([module for variant in made for module in variant.modules.values()])
             norm = norm_bench(cast, made, commonest(found), own.new_empty(0, dtype=dtype))
             # In its own dtype on the CPU the network has just run; seconds a pass are not spent twice.
             warm = full or own.device.type != "cpu" or dtype != own.dtype

@@ -7,7 +7,7 @@ DyT is f = tanh (arXiv 2503.10622, eq. 3), DyISRU f(u) = u / √(1 + u²) (arXiv
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from normscope.errors import UsageError
 from normscope.fits.ceiling import Piecewise
 from normscope.fits.curves import CURVES, Curve, curves_named
 from normscope.swaps.kernels import operators, reference
-from normscope.swaps.kernels.choice import by_kernels
+from normscope.swaps.kernels.choice import by_kernels, check
 from normscope.swaps.kernels.parameters import Parameters
 
 
@@ -44,13 +44,14 @@ class PointwiseFunction(nn.Module):
         in_place_of: full name of the class of the norm whose place it took; empty where it took none.
 
     On CUDA, tanh, isru and erf are computed by fused kernels (:mod:`normscope.swaps.kernels`), where the environment
-    variable ``NORMSCOPE_KERNELS`` does not say ``eager``.
+    variable ``NORMSCOPE_KERNELS`` does not say ``eager``. These have no second derivative; plain torch has.
 
     Shape: any input with the channels at their axis; the output has its shape and dtype (:func:`dtype_after`). The
     names of the parameters are those of the published DyT and Derf layers.
 
     Raises:
-        UsageError: if there is no such curve, or if there are not as many α or s as channels.
+        UsageError: if there is no such curve, or if there are not as many α or s as channels; when called, if the input
+            has other channels, or if ``NORMSCOPE_KERNELS`` cannot be met.
 
     >>> layer = PointwiseFunction("tanh", 4, alpha=0.5)
     >>> layer(torch.tensor([[0.0, 1.0, 2.0, 100.0]]))
@@ -158,6 +159,20 @@ def dtype_after(input: Tensor, weight: Tensor | None) -> torch.dtype:
     if weight is None or weight.dtype not in (torch.float16, torch.bfloat16) or input.dtype != torch.float32:
         return input.dtype
     return weight.dtype
+
+
+def check_kernels(modules: Iterable[nn.Module]) -> None:
+    """Refuse, before there is any work, point-wise functions that ``NORMSCOPE_KERNELS`` keeps from running.
+
+    Raises:
+        UsageError: if a point-wise function among the modules cannot be computed as the variable says, on its device
+            and of inputs of its own dtype.
+
+    >>> check_kernels([DyT(4)])
+    """
+    for module in modules:
+        if isinstance(module, PointwiseFunction):
+            check(module.curve.name, module.weight.device, module.weight.dtype)
 
 
 def of_each(module: nn.Module, nested: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor
 
 from normscope.errors import UsageError, unknown
 
@@ -17,32 +16,36 @@ VARIABLE = "NORMSCOPE_KERNELS"
 EAGER, TRITON = "eager", "triton"
 CURVES = ("tanh", "isru", "erf")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LINE = "linear"
 _LEAST_CAPABILITY = (8, 0)
 
 
-def by_kernels(curve: str, x: Tensor) -> bool:
-    """Whether Triton's kernels compute a curve of x.
+def by_kernels(curve: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether Triton's kernels compute a curve.
 
     They do on CUDA, for tanh, isru and erf in float32, bfloat16 and float16, where Triton is installed. The environment
     variable ``NORMSCOPE_KERNELS`` overrides this: ``eager`` for plain torch everywhere, ``triton`` for the kernels
-    alone.
+    alone. The straight line, which benchmarks measure the others by, is plain torch's whatever it says, and what
+    torch.func transforms (vmap, grad, …) is where the variable says nothing. torch.compile reads the variable
+    when it compiles: what is changed later changes nothing in what is compiled already.
 
     Args:
         curve: its name.
-        x: the input.
+        device: that the input is on.
+        dtype: of the input.
 
     Raises:
         UsageError: if the variable says something else, or asks for kernels where there are none.
 
-    >>> by_kernels("tanh", torch.ones(3))
+    >>> by_kernels("tanh", torch.device("cpu"), torch.float32)
     False
     """
     asked = os.environ.get(VARIABLE, "")
     if asked not in ("", EAGER, TRITON):
         raise UsageError(f"{unknown(VARIABLE, asked, (EAGER, TRITON))} Without it, CUDA has {TRITON}.")
-    if asked == EAGER or (not asked and not x.is_cuda):
+    if asked == EAGER or curve == _LINE or (not asked and device.type != "cuda"):
         return False
-    why_not = _why_not(curve, x)
+    why_not = _why_not(curve, device, dtype)
     if asked and why_not:
         raise UsageError(f"{VARIABLE}={TRITON} cannot be met: {why_not}. Unset it, or say {VARIABLE}={EAGER}.")
     return not why_not
@@ -67,17 +70,17 @@ def plain_torch() -> Iterator[None]:
             os.environ[VARIABLE] = before
 
 
-def _why_not(curve: str, x: Tensor) -> str:
+def _why_not(curve: str, device: torch.device, dtype: torch.dtype) -> str:
     """Say what keeps the kernels from computing it; nothing where they can."""
     if curve not in CURVES:
         return f"there is no kernel for the curve {curve}, only for {', '.join(CURVES)}"
-    if x.dtype not in DTYPES:
-        return f"no kernel takes an input of {x.dtype}"
-    return str(_why_not_on(x.device))
+    if dtype not in DTYPES:
+        return f"no kernel takes an input of {dtype}"
+    if torch._C._are_functorch_transforms_active():
+        return "torch.func's transforms do not go through kernels"
+    return _why_not_on(device)
 
 
-# torch.compile cannot follow it, and need not: it does not change.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _why_not_on(device: torch.device) -> str:
     if find_spec("triton") is None:
         return "Triton is not installed"
@@ -88,6 +91,11 @@ def _why_not_on(device: torch.device) -> str:
     if device.type == "cuda" and _capability(device) < _LEAST_CAPABILITY:
         return f"the GPU has compute capability {'.'.join(map(str, _capability(device)))}, and the kernels need 8.0"
     return ""
+
+
+# torch.compile cannot follow it, and need not: it does not change. This is what torch.compiler.assume_constant_result
+# sets, which would import the compiler, and Triton with it, for those too who compile nothing.
+_why_not_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def interpreted() -> bool:

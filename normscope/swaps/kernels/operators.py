@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normscope.errors import UsageError
 from normscope.fits.curves import CURVES
 from normscope.swaps.kernels import reference
-from normscope.swaps.kernels.choice import by_kernels
+from normscope.swaps.kernels.choice import EAGER, VARIABLE, by_kernels
 from normscope.swaps.kernels.parameters import Parameters
 
 
@@ -32,13 +33,15 @@ def pointwise(
         A tensor of x's shape and dtype, computed in float32 at least.
 
     Raises:
-        UsageError: if the parameters are for another number of channels, or ``NORMSCOPE_KERNELS`` cannot be met.
+        UsageError: if the parameters are for other channels or on another device, or if ``NORMSCOPE_KERNELS`` cannot
+            be met.
 
     >>> one = torch.ones(1)
     >>> pointwise(torch.tensor([[0.75, -3e38]]), one, None, torch.tensor([1.0, 2.0]), None, "isru", 0)
     tensor([[ 0.6000, -2.0000]])
     """
     own = Parameters(alpha, shift, weight, bias)
+    own.channel_axes(x, behind)
     if by_kernels(curve, x):
         from normscope.swaps.kernels import fused
 
@@ -75,8 +78,12 @@ def pointwise_backward(
 
     Returns:
         Five tensors, empty where there is nothing to return: an operator's lists hold nothing but tensors.
+
+    Raises:
+        UsageError: as there; if dy is not of x's shape; and where a second derivative is asked for.
     """
     own = Parameters(alpha, shift, weight, bias)
+    _check_backward(dy, x, own, behind)
     made: tuple[Tensor | None, ...]
     if by_kernels(curve, x):
         from normscope.swaps.kernels import fused
@@ -84,7 +91,9 @@ def pointwise_backward(
         made = fused.backward(dy, x, own, curve, behind, of_input, of_parameters)
     else:
         f, derivative = CURVES[curve].function, CURVES[curve].derivative
-        dx, *by_parameters = reference.pointwise_backward(dy, x, f, derivative, own, behind)
+        dx, *others = reference.pointwise_backward(dy, x, f, derivative, own, behind)
+        # An operator returns none of its inputs, and of one row of float64 the gradient by the bias is dy itself.
+        by_parameters = [None if gradient is None else gradient.clone() for gradient in others]
         made = (None if dx is None else torch.empty_like(x).copy_(dx), *by_parameters)
     wanted = (of_input, *[of_parameters] * len(vars(own)))
     return [
@@ -114,10 +123,18 @@ def _(
     of_input: bool,
     of_parameters: bool,
 ) -> list[Tensor]:
+    _check_backward(dy, x, Parameters(alpha, shift, weight, bias), behind)
     parameters = (alpha, shift, weight, bias)
     made = [torch.empty_like(x) if of_input else x.new_empty(0)]
     made += [x.new_empty(0) if part is None or not of_parameters else part.new_empty(part.shape) for part in parameters]
     return made
+
+
+def _check_backward(dy: Tensor, x: Tensor, own: Parameters, behind: int) -> None:
+    own.channel_axes(x, behind)
+    if dy.shape != x.shape or dy.device != x.device:
+        given, expected = (f"{tuple(tensor.shape)} on {tensor.device}" for tensor in (dy, x))
+        raise UsageError(f"A gradient of {given} is not that of an output of {expected}.")
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -133,3 +150,12 @@ def _back(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 pointwise.register_autograd(_back, setup_context=_save)
+
+
+def _back_twice(ctx: Any, of_gradients: list[Tensor]) -> tuple[None, ...]:
+    raise UsageError(
+        f"The fused kernels have no second derivative. {VARIABLE}={EAGER} computes in plain torch, which has."
+    )
+
+
+pointwise_backward.register_autograd(_back_twice)

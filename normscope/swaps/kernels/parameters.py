@@ -35,7 +35,9 @@ class Parameters:
         >>> Parameters(torch.ones(1), None, torch.ones(3), None).along(behind=2).weight.shape
         torch.Size([3, 1, 1])
         """
-        return self.each(lambda part: part if part.numel() == 1 else part.reshape(*part.shape, *[1] * behind))
+        if behind == 0:
+            return self
+        return self.each(lambda part: part if part.numel() == 1 else part.view(*part.shape, *[1] * behind))
 
     def channel_axes(self, x: Tensor, behind: int) -> tuple[int, int]:
         """Return which axis of x is the first that numbers channels, and which is the one after the last.
@@ -47,13 +49,16 @@ class Parameters:
             behind: how many axes of it come after those of the channels.
 
         Raises:
-            UsageError: if x has other channels than the parameters, or they differ among themselves.
+            UsageError: if x has other channels than the parameters, or they differ among themselves, or are elsewhere.
 
         >>> import torch
         >>> Parameters(torch.ones(1), None, torch.ones(3), None).channel_axes(torch.ones(2, 3, 5, 5), behind=2)
         (1, 2)
         """
-        shapes = [tuple(part.shape) for part in vars(self).values() if part is not None and part.numel() != 1]
+        parts = [part for part in vars(self).values() if part is not None]
+        if elsewhere := [part.device for part in parts if part.device != x.device]:
+            raise UsageError(f"The input is on {x.device}, and a parameter on {elsewhere[0]}; move one to the other.")
+        shapes = [tuple(part.shape) for part in parts if part.numel() != 1]
         if not shapes:
             return x.ndim - min(x.ndim, 1), x.ndim
         end = x.ndim - behind

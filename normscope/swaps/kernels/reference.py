@@ -34,6 +34,9 @@ def pointwise(x: Tensor, function: Function, own: Parameters, behind: int) -> Te
 
     Returns:
         A tensor of x's shape and dtype.
+
+    Raises:
+        UsageError: if x would have to grow to the parameters' shape.
     """
     inside = torch.promote_types(x.dtype, torch.float32)
     there = own.along(behind).each(lambda part: part.to(inside))
@@ -43,6 +46,9 @@ def pointwise(x: Tensor, function: Function, own: Parameters, behind: int) -> Te
     y = there.weight * function(u)
     if there.bias is not None:
         y = y + there.bias
+    if y.shape != x.shape:
+        own.channel_axes(x, behind)
+        y = y.reshape(x.shape)  # where parameters of one number have more axes than x
     return y.to(x.dtype)
 
 
@@ -74,7 +80,7 @@ def pointwise_backward(
         return terms.double().sum_to_size(along.shape).reshape(parameter.shape).to(parameter.dtype)
 
     return Gradients(
-        x=(there.alpha * by_shift).to(x.dtype),
+        x=(there.alpha * by_shift).to(x.dtype).reshape(x.shape),
         alpha=summed(by_shift * given, there.alpha, own.alpha),
         shift=None if there.shift is None or own.shift is None else summed(by_shift, there.shift, own.shift),
         weight=summed(upstream * function(u), there.weight, own.weight),

@@ -1,0 +1,241 @@
+"""Who computes a point-wise function, and that an override of it is met or refused, before there is any work."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton", reason="Triton is made for Linux alone")
+
+from normscope.batches import Batch
+from normscope.errors import UsageError
+from normscope.swaps.bench import bench
+from normscope.swaps.kernels import choice
+from normscope.swaps.kernels.choice import VARIABLE, by_kernels, check
+from normscope.swaps.pointwise import DyT, PointwiseFunction, check_kernels
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+KERNELS = ("tanh", "isru", "erf")
+HALF = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def ampere(monkeypatch):
+    """A GPU of compute capability 8.0, which fake tensors are on."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(choice, "_capability", lambda device: (8, 0))
+
+
+class Called(TorchDispatchMode):
+    """Notes which operators are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def called(curve: str, dtype: torch.dtype, device: str) -> list[str]:
+    """Name what a function calls, on a device that need not be there."""
+    layer = PointwiseFunction(curve, 6)
+    with FakeTensorMode(), Called() as seen:
+        own = {
+            name: torch.empty(part.shape, device=device, dtype=dtype, requires_grad=True)
+            for name, part in layer.named_parameters()
+        }
+        x = torch.empty(4, 6, device=device, dtype=dtype, requires_grad=True)
+        y = torch.func.functional_call(layer, own, (x,))
+        assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
+    return seen.names
+
+
+OWN = {"normscope::pointwise"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("curve", KERNELS)
+def test_on_cuda_the_kernels_are_the_default(ampere, curve, dtype):
+    names = called(curve, dtype, "cuda")
+    assert set(names) >= OWN
+    assert not {"aten::tanh", "aten::erf", "aten::rsqrt", "aten::hypot"} & set(names)
+
+
+def test_on_cuda_plain_torch_has_the_rest(ampere, monkeypatch):
+    assert not OWN & set(called("softsign", torch.float32, "cuda"))
+    assert not OWN & set(called("linear", torch.float32, "cuda"))
+    assert not OWN & set(called("tanh", torch.float64, "cuda"))
+    monkeypatch.setattr(choice, "_capability", lambda device: (7, 5))
+    assert not OWN & set(called("tanh", torch.float32, "cuda"))
+    monkeypatch.setattr(choice, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(choice, "find_spec", lambda name: None)
+    assert not OWN & set(called("tanh", torch.float32, "cuda"))
+    monkeypatch.undo()
+    monkeypatch.setattr(choice, "_capability", lambda device: (9, 4))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not OWN & set(called("tanh", torch.float32, "cuda"))
+
+
+def test_what_is_transformed_is_plain_torchs(ampere, monkeypatch):
+    layer, decided = DyT(3), []
+    own = {name: part.detach() for name, part in layer.named_parameters()}
+
+    def loss(own, x):
+        decided.append(choice._by_kernels("tanh", CUDA, x.dtype))
+        return torch.func.functional_call(layer, own, (x,)).sum()
+
+    x = torch.arange(6.0).view(2, 3)
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(own, x)
+    torch.testing.assert_close(each["bias"], torch.ones(2, 3), rtol=0, atol=0)
+    torch.testing.assert_close(each["weight"], (x / 2).tanh(), rtol=1e-6, atol=0)
+    assert decided == [False]
+    assert choice._by_kernels("tanh", CUDA, x.dtype)
+    monkeypatch.setenv(VARIABLE, "triton")
+    with pytest.raises(UsageError, match=r"cannot be met: torch.func's transforms do not go through kernels"):
+        torch.func.grad(loss)(own, x)
+
+
+def test_eager_is_plain_torch_on_cuda_too(ampere, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "eager")
+    assert not OWN & set(called("tanh", torch.bfloat16, "cuda"))
+
+
+@pytest.mark.parametrize("asked", ["", "eager"])
+def test_on_the_cpu_plain_torch_is_the_default(monkeypatch, asked):
+    monkeypatch.setenv(VARIABLE, asked)
+    assert not OWN & set(called("tanh", torch.float32, "cpu"))
+
+
+def test_an_override_that_can_be_met_is(ampere, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "triton")
+    assert set(called("erf", torch.float16, "cuda")) >= OWN
+    monkeypatch.setattr(choice, "interpreted", lambda: True)
+    assert all(by_kernels(curve, torch.ones(3, dtype=dtype)) for curve in KERNELS for dtype in (torch.float32, *HALF))
+
+
+def test_the_straight_line_is_plain_torchs_whatever_is_asked_for(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "triton")
+    assert not by_kernels("linear", torch.ones(3))
+    layer = PointwiseFunction("linear", 3, alpha=2.0)
+    assert torch.equal(layer(torch.ones(2, 3)), torch.full((2, 3), 2.0))
+
+
+ASK = f"Unset it, or say {VARIABLE}=eager."
+
+
+@pytest.mark.parametrize(
+    ("curve", "device", "dtype", "patched", "sentence"),
+    [
+        ("softsign", CUDA, torch.float32, {}, "there is no kernel for the curve softsign, only for tanh, isru, erf"),
+        ("free", CUDA, torch.float32, {}, "there is no kernel for the curve free, only for tanh, isru, erf"),
+        ("tanh", CUDA, torch.float64, {}, "no kernel takes an input of torch.float64"),
+        ("tanh", CUDA, torch.float32, {"find_spec": lambda name: None}, "Triton is not installed"),
+        ("tanh", CPU, torch.float32, {}, "the input is in the CPU's memory, where only Triton's interpreter runs them"),
+        ("tanh", torch.device("mps"), torch.float32, {}, "written for NVIDIA GPUs, and the input is on mps"),
+        ("tanh", torch.device("meta"), torch.float32, {}, "written for NVIDIA GPUs, and the input is on meta"),
+        ("tanh", CUDA, torch.float32, {"hip": "6.4"}, "written for NVIDIA GPUs, and the input is on cuda:0"),
+        (
+            "erf",
+            CUDA,
+            torch.float16,
+            {"_capability": lambda device: (7, 5)},
+            "the GPU has compute capability 7.5, and the kernels need 8.0",
+        ),
+    ],
+)
+def test_an_override_that_cannot_be_met_is_an_error(ampere, monkeypatch, curve, device, dtype, patched, sentence):
+    monkeypatch.setenv(VARIABLE, "triton")
+    for name, value in patched.items():
+        monkeypatch.setattr(torch.version if name == "hip" else choice, name, value)
+    with pytest.raises(UsageError, match=f"^{VARIABLE}=triton cannot be met: .*{re.escape(sentence)}.*{ASK}$"):
+        check(curve, device, dtype)
+    monkeypatch.setenv(VARIABLE, "eager")
+    check(curve, device, dtype)
+
+
+@pytest.mark.parametrize("asked", ["trition", "Triton", "1", " eager"])
+@pytest.mark.parametrize("curve", ["tanh", "linear", "softsign"])
+def test_a_wrong_value_is_an_error_everywhere(monkeypatch, asked, curve):
+    monkeypatch.setenv(VARIABLE, asked)
+    with pytest.raises(UsageError, match=f"no {VARIABLE} '{asked}'.*CUDA has triton"):
+        PointwiseFunction(curve, 3)(torch.ones(2, 3))
+
+
+def test_a_network_is_looked_through_before_it_runs(monkeypatch):
+    modules = [nn.LayerNorm(3), DyT(3), PointwiseFunction("linear", 3), PointwiseFunction("softsign", 3)]
+    check_kernels(modules)
+    monkeypatch.setenv(VARIABLE, "triton")
+    monkeypatch.setattr(choice, "interpreted", lambda: True)
+    check_kernels(modules[:3])
+    with pytest.raises(UsageError, match="softsign"):
+        check_kernels(modules)
+    with pytest.raises(UsageError, match="float64"):
+        check_kernels([DyT(3).double()])
+
+
+def test_a_benchmark_has_no_row_of_an_override_that_cannot_be_met(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "triton")
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    with pytest.raises(UsageError, match="cannot be met: the input is in the CPU's memory"):
+        bench(model, Batch((torch.ones(2, 4),)), ["dyt"], budget=0)
+    assert isinstance(model[1], nn.LayerNorm)
+
+
+def test_what_is_compiled_goes_on_as_it_was_compiled(monkeypatch):
+    layer, x = DyT(8), torch.linspace(-3, 3, 24).view(3, 8)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    expected = compiled(x)
+    monkeypatch.setenv(VARIABLE, "triton")
+    assert torch.equal(compiled(x), expected)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"{VARIABLE}=triton cannot be met"):
+        compiled(x)
+
+
+def normscope(*args: str, cwd, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "normscope", *args],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "asked", "sentence"),
+    [
+        (["swap-bench", "demo_vit"], "triton", f"{VARIABLE}=triton cannot be met: the input is in the CPU's memory"),
+        (["swap", "demo_vit", "--func", "rmsnorm"], "trition", f"There is no {VARIABLE} 'trition'. Did you mean 'tri"),
+        (["heal", "demo_vit", "--func", "best"], "triton", "where only Triton's interpreter runs them"),
+    ],
+)
+def test_the_command_line_refuses_before_there_is_any_work(tmp_path, args, asked, sentence):
+    output = tmp_path / "made"
+    done = normscope(*args, "--device", "cpu", "-o", str(output), cwd=tmp_path, NORMSCOPE_KERNELS=asked)
+    assert done.returncode == UsageError.exit_status
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "demo_vit" not in done.stdout + done.stderr  # not yet loaded
+    assert not list(tmp_path.iterdir())
+
+
+def test_plain_torch_imports_no_triton():
+    code = (
+        "import sys, torch\n"
+        "from normscope.swaps.pointwise import DyT\n"
+        "layer, x = DyT(8), torch.ones(2, 8, requires_grad=True)\n"
+        "layer(x).sum().backward()\n"
+        "print('triton' in sys.modules, 'normscope.swaps.kernels.fused' in sys.modules)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]

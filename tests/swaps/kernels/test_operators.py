@@ -1,0 +1,369 @@
+"""The operators in what torch does with operators: opcheck, autograd, compilation, export, autocast, vmap.
+
+Run as a script, in Triton's interpreter, this file sends the kernels themselves through opcheck and a compiled graph.
+"""
+
+import copy
+import os
+import pickle
+import re
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.library import opcheck
+
+from normscope.errors import UsageError
+from normscope.swaps import pointwise as module
+from normscope.swaps.kernels import operators
+from normscope.swaps.pointwise import Derf, DyISRU, DyT, PointwiseFunction
+
+CURVES = {"tanh": torch.tanh, "isru": lambda u: u / (1 + u * u).sqrt(), "erf": torch.erf}
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+ONE = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float64: 2.0**-52}  # a unit in the last place
+C = 6
+# x by name, and how many axes come after those of its channels.
+LAYOUTS = {
+    "plain": (lambda x: x(5, C), 0),
+    "no rows": (lambda x: x(0, C), 0),
+    "transposed": (lambda x: x(C, 5).T, 0),
+    "sliced": (lambda x: x(5, 2 * C)[:, ::2], 0),
+    "sliced rows": (lambda x: x(9, C + 3)[::2, 2:-1], 0),
+    "expanded": (lambda x: x(1, C).expand(5, C), 0),
+    "expanded channels": (lambda x: x(5, 1).expand(5, C), 0),
+    "NCHW": (lambda x: x(2, C, 3, 2), 2),
+    "channels_last": (lambda x: x(2, C, 3, 2).contiguous(memory_format=torch.channels_last), 2),
+    "permuted": (lambda x: x(3, C, 2, 4).permute(0, 3, 1, 2), 1),
+    "one row": (lambda x: x(C), 0),
+}
+everywhere = pytest.mark.parametrize("curve", CURVES)
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def parameters(dtype, *, shift=True, bias=True, each=False, needed=True) -> list[torch.Tensor | None]:
+    """Numbers that training might leave: α, s, weight, bias."""
+    made = [values(C if each else 1, seed=1) + 1, values(C if each else 1, seed=2) if shift else None]
+    made += [values(C, seed=3), values(C, seed=4) if bias else None]
+    return [None if part is None else part.to(dtype).requires_grad_(needed) for part in made]
+
+
+def plain(x, alpha, shift, weight, bias, curve, behind):
+    """Do what the papers write, in plain torch and the dtype of what is given."""
+    alpha, shift, weight, bias = (
+        None if part is None else part if part.numel() == 1 else part.reshape(-1, *[1] * behind)
+        for part in (alpha, shift, weight, bias)
+    )
+    y = weight * CURVES[curve](alpha * x + (0 if shift is None else shift))
+    return y if bias is None else y + bias
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """Modules take the operator, which computes in plain torch where there is no GPU."""
+    monkeypatch.setattr(module, "by_kernels", lambda curve, x: curve in CURVES)
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shift", "bias", "each", "needed"), [(True, True, True, True), (False, False, False, False)])
+def test_opcheck(curve, dtype, shift, bias, each, needed):
+    own = parameters(dtype, shift=shift, bias=bias, each=each, needed=needed)
+    for name in ("plain", "channels_last") if needed else ("transposed",):
+        make, behind = LAYOUTS[name]
+        x = make(values).to(dtype)
+        # Half precision's gradients differ by a rounding where the compiler's differ.
+        tolerance = {"rtol": 4 * ONE[dtype], "atol": 4 * ONE[dtype]}
+        opcheck(operators.pointwise, (x.detach().requires_grad_(needed), *own, curve, behind), **tolerance)
+        frozen = [None if part is None else part.detach() for part in own]
+        for wanted in ((True, True), (True, False), (False, True)):
+            given = (values(*x.shape, seed=9).to(dtype), x, *frozen, curve, behind, *wanted)
+            opcheck(operators.pointwise_backward, given, **tolerance, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
+def test_fake_tensors_have_the_strides_of_real_ones(name, wanted):
+    make, behind = LAYOUTS[name]
+    x, own = make(values), parameters(torch.float64, needed=False)
+    given = (x, *own, "tanh", behind)
+    dy = torch.ones(1, dtype=x.dtype).expand(x.shape)
+    made = [operators.pointwise(*given), *operators.pointwise_backward(dy, *given, *wanted)]
+    with FakeTensorMode() as mode:
+        x, dy, *own = (None if part is None else mode.from_tensor(part) for part in (x, dy, *own))
+        given = (x, *own, "tanh", behind)
+        faked = [operators.pointwise(*given), *operators.pointwise_backward(dy, *given, *wanted)]
+    for real, fake in zip(made, faked, strict=True):
+        assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), shape=st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_fake_strides_are_real_ones_for_any_view(data, shape):
+    order = data.draw(st.permutations(range(len(shape))))
+    steps = data.draw(st.tuples(*[st.integers(1, 2)] * len(shape)))
+    x = torch.zeros([size * step for size, step in zip(shape, steps, strict=True)])
+    x = x[tuple(slice(None, None, step) for step in steps)].permute(order)
+    behind = data.draw(st.integers(0, len(shape) - 1))
+    own = [torch.ones(1), None, torch.ones(x.shape[x.ndim - 1 - behind]), None]
+    real = operators.pointwise(x, *own, "isru", behind)
+    with FakeTensorMode() as mode:
+        x, one, weight = map(mode.from_tensor, (x, own[0], own[2]))
+        fake = operators.pointwise(x, one, None, weight, None, "isru", behind)
+    for size, one, other in zip(real.shape, real.stride(), fake.stride(), strict=True):
+        assert one == other or size == 1  # a stride that is never taken
+
+
+@everywhere
+@pytest.mark.parametrize("name", ["plain", "NCHW", "sliced"])
+@pytest.mark.parametrize("each", [False, True])
+def test_gradients_are_those_of_autograd(curve, name, each):
+    make, behind = LAYOUTS[name]
+    x, own = make(values).requires_grad_(), parameters(torch.float64, each=each)
+    assert torch.autograd.gradcheck(lambda *given: operators.pointwise(*given, curve, behind), (x, *own))
+    dy = values(*x.shape, seed=5)
+    ours = torch.autograd.grad(operators.pointwise(x, *own, curve, behind), (x, *own), dy)
+    truth = torch.autograd.grad(plain(x, *own, curve, behind), (x, *own), dy)
+    for one, other in zip(ours, truth, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)  # a sum of 24 float64 in another order
+
+
+@everywhere
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_network_compiles_into_one_graph(chosen, curve, backend, dynamic):
+    torch._dynamo.reset()
+    net = nn.Sequential(nn.Linear(4, C), PointwiseFunction(curve, C, shift=0.1), nn.GELU(), nn.Linear(C, 3))
+    held_against_eager(net, torch.compile(net, fullgraph=True, backend=backend, dynamic=dynamic), dynamic, 4)
+
+
+def held_against_eager(net, compiled, dynamic: bool, width: int) -> None:
+    for rows in (3, 8, 5) if dynamic else (3,):
+        x = values(rows, width, dtype=torch.float32).requires_grad_()
+        both = []
+        for called in (net, compiled):
+            y = called(x)
+            both.append((y, *torch.autograd.grad(y.square().sum(), (x, *net.parameters()))))
+        for one, other in zip(*both, strict=True):
+            # float32 sums of some tens of terms of order 1, which compilers may take in another order.
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_inductor_compiles_it_with_any_batch(chosen):
+    torch._dynamo.reset()
+    net = nn.Sequential(DyT(C), nn.GELU())
+    with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
+        held_against_eager(net, torch.compile(net, fullgraph=True, dynamic=True), True, C)
+
+
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_one_graph_serves_every_size(chosen, axis):
+    torch._dynamo.reset()
+    graphs = []
+
+    def seen(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    layer = Derf(C, channel_axis=axis)
+    compiled = torch.compile(layer, fullgraph=True, backend=seen, dynamic=True)
+    for size in (3, 4, 7):
+        x = values(*((size, 5, C) if axis == -1 else (size, C, 5, size)), dtype=torch.float32)
+        torch.testing.assert_close(compiled(x), layer(x), rtol=0, atol=0)
+    assert len(graphs) == 1
+    assert [node.target for node in graphs[0].graph.nodes if "pointwise" in str(node.target)] == [
+        torch.ops.normscope.pointwise.default
+    ]
+
+
+def test_an_exported_program_runs_where_the_kernels_are_not(chosen, monkeypatch):
+    net = nn.Sequential(nn.Linear(4, C), DyISRU(C))
+    x = values(3, 4, dtype=torch.float32)
+    program = torch.export.export(net, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    called = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert called[:2] == ["aten.linear.default", "normscope.pointwise.default"]
+    assert set(called[2:]) <= {"aten._assert_tensor_metadata.default", "aten.to.dtype"}  # to the dtype that it has
+    monkeypatch.undo()
+    for rows in (3, 11):
+        x = values(rows, 4, dtype=torch.float32)
+        torch.testing.assert_close(program.module()(x), net(x), rtol=1e-6, atol=1e-6)
+
+
+def test_autocast_changes_nothing(monkeypatch):
+    net = nn.Sequential(nn.Linear(4, C), DyT(C), nn.Linear(C, C), Derf(C))
+    x, outputs = values(3, 4, dtype=torch.float32), []
+    for by_operator in (False, True):
+        monkeypatch.setattr(module, "by_kernels", lambda curve, x, chosen=by_operator: chosen)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = net(x)
+        outputs.append((y, *torch.autograd.grad(y.float().sum(), list(net.parameters()))))
+    assert outputs[0][0].dtype == torch.bfloat16
+    for one, other in zip(*outputs, strict=True):
+        assert one.dtype == other.dtype
+        # The gradient of a bfloat16 output is rounded once in one, and after each operation in the other.
+        torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-6)
+
+
+def test_copies_and_state_are_what_they_were(chosen):
+    layer = Derf(C)
+    x = values(3, C, dtype=torch.float32)
+    with torch.no_grad():
+        layer.weight.copy_(values(C, seed=7))
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):  # noqa: S301 - our own
+        assert torch.equal(other(x), layer(x))
+    assert sorted(layer.state_dict()) == ["alpha", "bias", "shift", "weight"]
+    fresh = Derf(C)
+    fresh.load_state_dict(layer.state_dict())
+    assert torch.equal(fresh(x), layer(x))
+
+
+@pytest.mark.parametrize(("of_input", "of_parameters"), [(True, False), (False, True), (True, True)])
+def test_only_what_is_needed_is_asked_for(chosen, of_input, of_parameters):
+    layer = Derf(C).requires_grad_(of_parameters)
+    x = values(3, C, dtype=torch.float32).requires_grad_(of_input)
+    y = layer(x)
+    with mock.patch.object(operators, "pointwise_backward", wraps=operators.pointwise_backward) as asked:
+        y.sum().backward()
+    assert asked.call_args.args[-2:] == (of_input, of_parameters)
+    assert (x.grad is not None) == of_input
+    assert all((part.grad is not None) == of_parameters for part in layer.parameters())
+
+
+def test_one_frozen_parameter_gets_no_gradient(chosen):
+    layer, x = DyT(C), values(3, C, dtype=torch.float32)
+    layer.alpha.requires_grad_(False)
+    layer(x).sum().backward()
+    assert layer.alpha.grad is None
+    assert torch.equal(layer.bias.grad, torch.full((C,), 3.0))
+
+
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_the_dtype_is_that_of_norms(monkeypatch, own, given):
+    layer, x = DyT(C).to(own), values(3, C).to(given)
+    expected = layer(x)
+    monkeypatch.setattr(module, "by_kernels", lambda curve, x: True)
+    assert layer(x).dtype == expected.dtype == (own if given == torch.float32 else given)
+    assert torch.equal(layer(x), expected)
+
+
+def test_nested_tensors_and_none(chosen):
+    layer = DyT(C)
+    parts = [values(rows, C, seed=rows).float() for rows in (2, 0, 3)]
+    for part, whole in zip(parts, layer(torch.nested.nested_tensor(parts)).unbind(), strict=True):
+        assert torch.equal(whole, layer(part))
+    assert torch.equal(DyT(1)(torch.tensor(2.0)), torch.tensor(1.0).tanh())
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_under_vmap_the_operator_is_called_for_each():
+    x, own = values(3, 4, C), parameters(torch.float64, needed=False)
+    ours = torch.func.vmap(lambda x: operators.pointwise(x, *own, "erf", 0))(x)
+    torch.testing.assert_close(ours, plain(x, *own, "erf", 0), rtol=1e-13, atol=1e-14)
+
+
+def wrong() -> dict[str, tuple[tuple[int, ...], list[tuple[int, ...] | None], int]]:
+    """x's shape, those of α, s, weight and bias, and the axes behind."""
+    return {
+        "more channels": ((4, C), [(1,), None, (C + 1,), None], 0),
+        "fewer channels": ((4, C), [(1,), None, (C - 1,), None], 0),
+        "one channel": ((4, 1), [(1,), None, (C,), None], 0),
+        "α alone": ((4, C), [(C + 1,), None, (C,), (C,)], 0),
+        "s of two axes": ((4, C), [(1,), (4, C), (C,), (C,)], 0),
+        "bias alone": ((4, C), [(1,), None, (1,), (2 * C,)], 0),
+        "another axis": ((C, 4), [(1,), None, (C,), None], 0),
+        "too few axes": ((C,), [(1,), None, (C,), None], 1),
+        "as many numbers": ((2, 3), [(1,), None, (C,), None], 0),
+    }
+
+
+@pytest.mark.parametrize("case", wrong())
+@pytest.mark.parametrize("fake", [False, True])
+def test_parameters_of_other_channels_are_refused(case, fake):
+    shape, sizes, behind = wrong()[case]
+    with FakeTensorMode() if fake else torch.no_grad():
+        x, *own = (None if size is None else torch.ones(size) for size in (shape, *sizes))
+        with pytest.raises(UsageError, match=rf"do not go with an input of {re.escape(str(shape))}"):
+            operators.pointwise(x, *own, "tanh", behind)
+        with pytest.raises(UsageError, match="do not go with"):
+            operators.pointwise_backward(x, x, *own, "tanh", behind, True, True)
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_a_gradient_of_another_shape_is_refused(fake):
+    with FakeTensorMode() if fake else torch.no_grad():
+        own = [torch.ones(1), None, torch.ones(C), None]
+        with pytest.raises(UsageError, match=r"gradient of \(3, 6\) on cpu is not that of an output of \(4, 6\)"):
+            operators.pointwise_backward(torch.ones(3, C), torch.ones(4, C), *own, "tanh", 0, True, True)
+
+
+def test_a_parameter_on_another_device_is_refused():
+    with FakeTensorMode():
+        own = [torch.ones(1), None, torch.ones(C, device="cuda"), None]
+        with pytest.raises(UsageError, match="input is on cpu, and a parameter on cuda:0; move one to the other"):
+            operators.pointwise(torch.ones(4, C), *own, "tanh", 0)
+
+
+@pytest.mark.parametrize("by_operator", [False, True])
+def test_an_input_never_grows_to_the_parameters(monkeypatch, by_operator):
+    monkeypatch.setattr(module, "by_kernels", lambda curve, x: by_operator)
+    with pytest.raises(UsageError, match=r"Parameters of shape \(6,\) do not go with an input of \(4, 1\)"):
+        DyT(C)(torch.ones(4, 1))
+
+
+@everywhere
+def test_second_derivatives_are_plain_torchs(monkeypatch, curve):
+    layer = PointwiseFunction(curve, C, alpha=0.7, shift=0.3).double()
+    x = values(3, C).requires_grad_()
+    assert torch.autograd.gradgradcheck(layer, (x,))
+    monkeypatch.setattr(module, "by_kernels", lambda curve, x: True)
+    [slope] = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    with pytest.raises(UsageError, match=r"no second derivative.*NORMSCOPE_KERNELS=eager"):
+        torch.autograd.grad(slope.square().sum(), x)
+
+
+def test_the_kernels_themselves_in_a_compiled_graph():
+    pytest.importorskip("triton", reason="Triton is made for Linux alone")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "NORMSCOPE_KERNELS": "triton"}
+    subprocess.run([sys.executable, __file__], env=environment, check=True)
+
+
+def in_the_interpreter() -> None:
+    for curve in CURVES:
+        net = nn.Sequential(nn.Linear(4, C), PointwiseFunction(curve, C, alpha=0.7, shift=0.1), nn.Linear(C, 3))
+        with mock.patch("normscope.swaps.kernels.launch.Launch.run", autospec=True, side_effect=RUN) as launched:
+            held_against_float64(net, torch.compile(net, fullgraph=True, backend="aot_eager", dynamic=True))
+            assert launched.call_count == 3  # forward, backward, and what adds up
+            net.requires_grad_(False)
+            net(values(3, 4).float().requires_grad_()).sum().backward()
+            assert launched.call_count == 5  # with nothing to add up
+    x = values(2, C, 3).float().requires_grad_()
+    opcheck(operators.pointwise, (x, *parameters(torch.float32), "isru", 1))
+
+
+def held_against_float64(net, compiled) -> None:
+    x = values(3, 4).float().requires_grad_()
+    y = compiled(x)
+    ours = (y, *torch.autograd.grad(y.square().sum(), (x, *net.parameters())))
+    with mock.patch.dict(os.environ, {"NORMSCOPE_KERNELS": "eager"}):
+        exact, x = copy.deepcopy(net).double(), x.detach().double().requires_grad_()
+        y = exact(x)
+        truth = (y, *torch.autograd.grad(y.square().sum(), (x, *exact.parameters())))
+    for one, other in zip(ours, truth, strict=True):
+        # float32 through three layers and their gradients, of order 1.
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+
+
+if __name__ == "__main__":
+    from normscope.swaps.kernels.launch import Launch
+
+    RUN = Launch.run
+    in_the_interpreter()
