@@ -122,15 +122,17 @@ def check_kernels(ways: Sequence[How], device: str) -> None:
 
     Which curves ``best`` takes, the fits tell: they are looked at when there are modules of them.
     """
+    import torch
+
     from normscope.fits.curves import BEST
     from normscope.models.devices import resolve_device
-    from normscope.swaps.kernels.choice import check
+    from normscope.swaps.kernels.choice import by_kernels
     from normscope.swaps.start import RMS_NORM
 
     stand_ins = {BEST: "tanh", RMS_NORM: "linear"}
     for how in ways:
         name = how.asked if isinstance(how.asked, str) else how.asked.name
-        check(stand_ins.get(name, name), resolve_device(device))
+        by_kernels(stand_ins.get(name, name), resolve_device(device), torch.float32)
 
 
 def inits_there_are(func: str, inits: Sequence[str]) -> Sequence[str]:

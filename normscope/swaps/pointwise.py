@@ -16,7 +16,7 @@ from normscope.errors import UsageError
 from normscope.fits.ceiling import Piecewise
 from normscope.fits.curves import CURVES, Curve, curves_named
 from normscope.swaps.kernels import operators, reference
-from normscope.swaps.kernels.choice import by_kernels, check
+from normscope.swaps.kernels.choice import by_kernels
 from normscope.swaps.kernels.parameters import Parameters
 
 
@@ -105,7 +105,7 @@ class PointwiseFunction(nn.Module):
         if input.is_nested:
             return of_each(self, input)
         own, behind = (self.alpha, self.shift, self.weight, self.bias), self._behind(input)
-        if by_kernels(self.curve.name, input):
+        if by_kernels(self.curve.name, input.device, input.dtype):
             output = operators.pointwise(input, *own, self.curve.name, behind)
         else:
             function = self.curve.function if self.table is None else self.table
@@ -172,7 +172,7 @@ def check_kernels(modules: Iterable[nn.Module]) -> None:
     """
     for module in modules:
         if isinstance(module, PointwiseFunction):
-            check(module.curve.name, module.weight.device, module.weight.dtype)
+            by_kernels(module.curve.name, module.weight.device, module.weight.dtype)
 
 
 def of_each(module: nn.Module, nested: Tensor) -> Tensor:

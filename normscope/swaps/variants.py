@@ -73,7 +73,7 @@ def has_kernel(module: nn.Module) -> bool:
     """
     if not isinstance(module, PointwiseFunction) or module.curve.name not in choice.CURVES:
         return False
-    return choice.by_kernels(module.curve.name, module.alpha)
+    return choice.by_kernels(module.curve.name, module.alpha.device, module.alpha.dtype)
 
 
 def computed(way: Way) -> AbstractContextManager[None]:

@@ -201,7 +201,7 @@ def test_plain_torch_ends_where_it_ends(monkeypatch, before):
     if before is not None:
         monkeypatch.setenv(choice.VARIABLE, before)
     with pytest.raises(ZeroDivisionError), choice.plain_torch():
-        assert not choice.by_kernels("tanh", torch.ones(1))
+        assert not choice.by_kernels("tanh", torch.device("cpu"), torch.float32)
         raise ZeroDivisionError
     assert os.environ.get(choice.VARIABLE) == before
 

@@ -42,7 +42,7 @@ def pointwise(
     """
     own = Parameters(alpha, shift, weight, bias)
     own.channel_axes(x, behind)
-    if by_kernels(curve, x):
+    if by_kernels(curve, x.device, x.dtype):
         from normscope.swaps.kernels import fused
 
         return fused.forward(x, own, curve, behind)
@@ -85,7 +85,7 @@ def pointwise_backward(
     own = Parameters(alpha, shift, weight, bias)
     _check_backward(dy, x, own, behind)
     made: tuple[Tensor | None, ...]
-    if by_kernels(curve, x):
+    if by_kernels(curve, x.device, x.dtype):
         from normscope.swaps.kernels import fused
 
         made = fused.backward(dy, x, own, curve, behind, of_input, of_parameters)

@@ -17,7 +17,7 @@ from normscope.batches import Batch
 from normscope.errors import UsageError
 from normscope.swaps.bench import bench
 from normscope.swaps.kernels import choice
-from normscope.swaps.kernels.choice import VARIABLE, by_kernels, check
+from normscope.swaps.kernels.choice import VARIABLE, by_kernels
 from normscope.swaps.pointwise import DyT, PointwiseFunction, check_kernels
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -89,7 +89,7 @@ def test_what_is_transformed_is_plain_torchs(ampere, monkeypatch):
     own = {name: part.detach() for name, part in layer.named_parameters()}
 
     def loss(own, x):
-        decided.append(choice._by_kernels("tanh", CUDA, x.dtype))
+        decided.append(choice.by_kernels("tanh", CUDA, x.dtype))
         return torch.func.functional_call(layer, own, (x,)).sum()
 
     x = torch.arange(6.0).view(2, 3)
@@ -97,7 +97,7 @@ def test_what_is_transformed_is_plain_torchs(ampere, monkeypatch):
     torch.testing.assert_close(each["bias"], torch.ones(2, 3), rtol=0, atol=0)
     torch.testing.assert_close(each["weight"], (x / 2).tanh(), rtol=1e-6, atol=0)
     assert decided == [False]
-    assert choice._by_kernels("tanh", CUDA, x.dtype)
+    assert choice.by_kernels("tanh", CUDA, x.dtype)
     monkeypatch.setenv(VARIABLE, "triton")
     with pytest.raises(UsageError, match=r"cannot be met: torch.func's transforms do not go through kernels"):
         torch.func.grad(loss)(own, x)
@@ -118,12 +118,12 @@ def test_an_override_that_can_be_met_is(ampere, monkeypatch):
     monkeypatch.setenv(VARIABLE, "triton")
     assert set(called("erf", torch.float16, "cuda")) >= OWN
     monkeypatch.setattr(choice, "interpreted", lambda: True)
-    assert all(by_kernels(curve, torch.ones(3, dtype=dtype)) for curve in KERNELS for dtype in (torch.float32, *HALF))
+    assert all(by_kernels(curve, CPU, dtype) for curve in KERNELS for dtype in (torch.float32, *HALF))
 
 
 def test_the_straight_line_is_plain_torchs_whatever_is_asked_for(monkeypatch):
     monkeypatch.setenv(VARIABLE, "triton")
-    assert not by_kernels("linear", torch.ones(3))
+    assert not by_kernels("linear", CPU, torch.float32)
     layer = PointwiseFunction("linear", 3, alpha=2.0)
     assert torch.equal(layer(torch.ones(2, 3)), torch.full((2, 3), 2.0))
 
@@ -156,9 +156,9 @@ def test_an_override_that_cannot_be_met_is_an_error(ampere, monkeypatch, curve, 
     for name, value in patched.items():
         monkeypatch.setattr(torch.version if name == "hip" else choice, name, value)
     with pytest.raises(UsageError, match=f"^{VARIABLE}=triton cannot be met: .*{re.escape(sentence)}.*{ASK}$"):
-        check(curve, device, dtype)
+        by_kernels(curve, device, dtype)
     monkeypatch.setenv(VARIABLE, "eager")
-    check(curve, device, dtype)
+    assert not by_kernels(curve, device, dtype)
 
 
 @pytest.mark.parametrize("asked", ["trition", "Triton", "1", " eager"])

@@ -69,7 +69,7 @@ def plain(x, alpha, shift, weight, bias, curve, behind):
 @pytest.fixture
 def chosen(monkeypatch):
     """Modules take the operator, which computes in plain torch where there is no GPU."""
-    monkeypatch.setattr(module, "by_kernels", lambda curve, x: curve in CURVES)
+    monkeypatch.setattr(module, "by_kernels", lambda curve, *_: curve in CURVES)
 
 
 @everywhere
@@ -201,7 +201,7 @@ def test_autocast_changes_nothing(monkeypatch):
     net = nn.Sequential(nn.Linear(4, C), DyT(C), nn.Linear(C, C), Derf(C))
     x, outputs = values(3, 4, dtype=torch.float32), []
     for by_operator in (False, True):
-        monkeypatch.setattr(module, "by_kernels", lambda curve, x, chosen=by_operator: chosen)
+        monkeypatch.setattr(module, "by_kernels", lambda *_, chosen=by_operator: chosen)
         with torch.autocast("cpu", torch.bfloat16):
             y = net(x)
         outputs.append((y, *torch.autograd.grad(y.float().sum(), list(net.parameters()))))
@@ -250,7 +250,7 @@ def test_one_frozen_parameter_gets_no_gradient(chosen):
 def test_the_dtype_is_that_of_norms(monkeypatch, own, given):
     layer, x = DyT(C).to(own), values(3, C).to(given)
     expected = layer(x)
-    monkeypatch.setattr(module, "by_kernels", lambda curve, x: True)
+    monkeypatch.setattr(module, "by_kernels", lambda *_: True)
     assert layer(x).dtype == expected.dtype == (own if given == torch.float32 else given)
     assert torch.equal(layer(x), expected)
 
@@ -314,7 +314,7 @@ def test_a_parameter_on_another_device_is_refused():
 
 @pytest.mark.parametrize("by_operator", [False, True])
 def test_an_input_never_grows_to_the_parameters(monkeypatch, by_operator):
-    monkeypatch.setattr(module, "by_kernels", lambda curve, x: by_operator)
+    monkeypatch.setattr(module, "by_kernels", lambda *_: by_operator)
     with pytest.raises(UsageError, match=r"Parameters of shape \(6,\) do not go with an input of \(4, 1\)"):
         DyT(C)(torch.ones(4, 1))
 
@@ -324,7 +324,7 @@ def test_second_derivatives_are_plain_torchs(monkeypatch, curve):
     layer = PointwiseFunction(curve, C, alpha=0.7, shift=0.3).double()
     x = values(3, C).requires_grad_()
     assert torch.autograd.gradgradcheck(layer, (x,))
-    monkeypatch.setattr(module, "by_kernels", lambda curve, x: True)
+    monkeypatch.setattr(module, "by_kernels", lambda *_: True)
     [slope] = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
     with pytest.raises(UsageError, match=r"no second derivative.*NORMSCOPE_KERNELS=eager"):
         torch.autograd.grad(slope.square().sum(), x)
