@@ -23,7 +23,7 @@ def filling(make: Callable[..., Tensor], value: float) -> Callable[..., Tensor]:
     return made
 
 
-def fill_memory(patch: pytest.MonkeyPatch, value: float) -> None:
+def _fill(patch: pytest.MonkeyPatch, value: float) -> None:
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         patch.setattr(owner, name, filling(getattr(owner, name), value))
 
@@ -32,5 +32,11 @@ def fill_memory(patch: pytest.MonkeyPatch, value: float) -> None:
 def poisoned() -> Iterator[None]:
     """Let memory that nothing is written to show: it holds NaN."""
     with pytest.MonkeyPatch.context() as patch:
-        fill_memory(patch, float("nan"))
+        _fill(patch, float("nan"))
         yield
+
+
+@pytest.fixture
+def fill_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Let new memory hold something else."""
+    return lambda value: _fill(monkeypatch, value)
