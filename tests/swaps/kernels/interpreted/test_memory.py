@@ -1,8 +1,11 @@
 """What is read and written: offsets of 64 bits, nothing beside it, and the same bits every time."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import interpreter_builder
 from truth import agree, hold, numbers, parameters, truth
 
 from normscope.swaps.kernels import fused, launch
@@ -50,6 +53,28 @@ def test_offsets_of_more_than_31_bits(case):
     x.copy_(numbers(sizes, HALF))
     dy.copy_(numbers(sizes, HALF, seed=3))
     run_in_place(x, y, dy, dx, (sizes[-1 - behind],), behind)
+
+
+@pytest.mark.parametrize("shape", [(2**31 + 40,), (2**31 + 37,), (2**31 + 40, 1)], ids=str)
+def test_axes_of_more_than_31_bits(shape, monkeypatch):
+    storage = torch.UntypedStorage(4 * shape[0])
+    x, y = (torch.empty(0, dtype=HALF).set_(storage, at, shape) for at in (0, shape[0]))
+    last = 9000
+    x[-last:] = numbers((last, *shape[1:]), HALF)
+    y[-last:] = 77.0
+    own = parameters("isru", (1,), HALF)
+    whole = forward_launch(x, y, own, layout_of([x, y], 0, 1), "isru")
+    of_a_program = whole.arguments["block_others"] * whole.arguments["block_channels"]
+    [programs] = whole.grid
+    assert programs * of_a_program >= shape[0] > (programs - 1) * of_a_program
+    # The last two programs of a quarter of a million.
+    grid, program = interpreter_builder.set_grid_dim, interpreter_builder.set_grid_idx
+    monkeypatch.setattr(interpreter_builder, "set_grid_dim", lambda *_: grid(programs, 1, 1))
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda i, j, k: program(programs - 2 + i, j, k))
+    replace(whole, grid=(2,)).run()
+    seen = shape[0] - (programs - 2) * of_a_program
+    assert seen < last and (y[-last:-seen] == 77.0).all()
+    agree(y[-seen:], truth("isru", x[-seen:], own, 0, x[-seen:])["y"], "y")
 
 
 PLACES = {  # out of (4, 6, 40), and how many axes are behind the channels
