@@ -105,9 +105,8 @@ def bits(made: Tensor) -> Tensor:
     return made.contiguous().view(torch.uint8)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-@pytest.mark.parametrize("shape", [(50, 40), (3, 50, 12)], ids=str)
-def test_the_same_bits_whatever_was_in_memory(shape, dtype, monkeypatch, fill_memory):
+@pytest.mark.parametrize("shape", [(40, 24), (2, 24, 12)], ids=str)
+def test_the_same_bits_whatever_was_in_memory(shape, monkeypatch, fill_memory):
     monkeypatch.setattr(launch, "LANES", 4)  # so that several programs have sums to keep
     x, dy, own = (
         numbers(shape, dtype),

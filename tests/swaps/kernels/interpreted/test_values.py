@@ -49,8 +49,8 @@ def test_several_tiles_and_programs(curve, dtype):
 def test_so_many_tiles_that_programs_take_several(dtype, monkeypatch):
     monkeypatch.setattr(launch, "LANES", 2)
     monkeypatch.setattr(launch, "BACKWARD", replace(launch.BACKWARD, per_multiprocessor=1))
-    hold("tanh", numbers((70, 20), dtype), parameters("tanh", (20,), dtype))
-    hold("tanh", numbers((3, 4, 26), dtype), parameters("tanh", (4,), dtype, ALL), behind=1)
+    hold("tanh", numbers((70, 12), dtype), parameters("tanh", (12,), dtype))
+    hold("tanh", numbers((2, 4, 26), dtype), parameters("tanh", (4,), dtype, ALL), behind=1)
 
 
 def test_parameters_with_strides():
