@@ -109,9 +109,9 @@ def bits(made: Tensor) -> Tensor:
 def test_the_same_bits_whatever_was_in_memory(shape, monkeypatch, fill_memory):
     monkeypatch.setattr(launch, "LANES", 4)  # so that several programs have sums to keep
     x, dy, own = (
-        numbers(shape, dtype),
-        numbers(shape, dtype, seed=3),
-        parameters("erf", shape[1:2], dtype, "alpha bias"),
+        numbers(shape, HALF),
+        numbers(shape, HALF, seed=3),
+        parameters("erf", shape[1:2], HALF, "alpha bias"),
     )
 
     def once() -> list[Tensor]:
