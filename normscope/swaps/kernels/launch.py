@@ -184,7 +184,7 @@ def _aligned(layout: Layout, width: int, vector: int) -> bool:
         row, column = (own.other, own.channel) if layout.channels_in_columns else (own.channel, own.other)
         if column != 1 or row % vector or own.outer % vector or max(row, own.outer) >= 2**31:
             return False
-    return width % vector == 0
+    return width % vector == 0 and width < 2**31  # the kernels multiply in the bits of what they are given
 
 
 def _sizes(layout: Layout, names: str, multiple: int) -> dict[str, int]:

@@ -71,7 +71,7 @@ def forward(
     y_other, y_channel = y_other * by_row, y_channel * by_column
     blocks = tl.cdiv(channels, block_channels).to(tl.uint32)
     program = tl.program_id(0).to(tl.uint32)
-    channel = (program % blocks).to(tl.int32) * block_channels + tl.arange(0, block_channels)
+    channel = (program % blocks).to(channels.dtype) * block_channels + tl.arange(0, block_channels)
     outer, tile = _start(program // blocks, tl.cdiv(others, block_others).to(tl.uint32), outers)
     first = tile * block_others
     other = _along(tl.arange(0, block_others), not channels_in_columns)

@@ -1,0 +1,145 @@
+"""What is read and written: offsets of 64 bits, nothing beside it, and the same bits every time."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime.interpreter import interpreter_builder
+from truth import agree, hold, numbers, parameters, truth
+
+from normscope.swaps.kernels import fused, launch
+from normscope.swaps.kernels.launch import backward_launches, forward_launch
+from normscope.swaps.kernels.layout import layout_of
+from normscope.swaps.kernels.reference import Gradients
+
+HALF = torch.bfloat16
+ALL = "alpha shift weight bias"
+
+
+def run_in_place(x: Tensor, y: Tensor, dy: Tensor, dx: Tensor, shape: tuple[int, ...], behind: int) -> None:
+    """Fill y and dx where they are, and hold them and the other gradients to float64."""
+    own = parameters("isru", shape, x.dtype, ALL)
+    axes = own.channel_axes(x, behind)
+    held = truth("isru", x, own, behind, dy)
+    gradients = Gradients(dx, *(torch.empty_like(part) for part in vars(own).values()))
+    forward_launch(x, y, own, layout_of([x, y], *axes), "isru").run()
+    for step in backward_launches(dy, x, own, gradients, layout_of([dy, x, dx], *axes), "isru"):
+        step.run()
+    for name, made in {"y": y, **gradients._asdict()}.items():
+        agree(made, held[name], name)
+
+
+FAR = {  # sizes, strides and axes behind the channels: beyond 2³¹ by one stride, or by a multiple of a smaller one
+    "rows": ((3, 8), (2**31 + 8, 1), 0),
+    "rows, by a multiple": ((6, 5), (2**29 + 7, 1), 0),
+    "rows of whole loads, by a multiple": ((6, 8), (2**29 + 8, 1), 0),
+    "channels": ((6, 4), (1, 2**31 + 1), 0),
+    "channels, by a multiple": ((2, 6, 4), (4, 2**29 + 8, 1), 1),
+    "what is outside": ((3, 2, 8), (2**31 + 8, 16, 1), 0),
+    "what is outside, by a multiple": ((6, 2, 8), (2**29 + 8, 16, 1), 0),
+    "images, by a multiple": ((6, 3, 8), (2**29 + 8, 16, 1), 1),
+}
+
+
+@pytest.mark.parametrize("case", FAR)
+def test_offsets_of_more_than_31_bits(case):
+    sizes, strides, behind = FAR[case]
+    reach = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    assert reach > 2**31
+    # Nothing but the pages that are touched is ever in memory.
+    storage = torch.UntypedStorage(2 * (reach + 512))
+    x, y, dy, dx = (torch.empty(0, dtype=HALF).set_(storage, 64 * at, sizes, strides) for at in (0, 2, 4, 6))
+    x.copy_(numbers(sizes, HALF))
+    dy.copy_(numbers(sizes, HALF, seed=3))
+    run_in_place(x, y, dy, dx, (sizes[-1 - behind],), behind)
+
+
+@pytest.mark.parametrize("shape", [(2**31 + 40,), (2**31 + 37,), (2**31 + 40, 1)], ids=str)
+def test_axes_of_more_than_31_bits(shape, monkeypatch):
+    storage = torch.UntypedStorage(4 * shape[0])
+    x, y = (torch.empty(0, dtype=HALF).set_(storage, at, shape) for at in (0, shape[0]))
+    last = 9000
+    x[-last:] = numbers((last, *shape[1:]), HALF)
+    y[-last:] = 77.0
+    own = parameters("isru", (1,), HALF)
+    whole = forward_launch(x, y, own, layout_of([x, y], 0, 1), "isru")
+    of_a_program = whole.arguments["block_others"] * whole.arguments["block_channels"]
+    [programs] = whole.grid
+    assert programs * of_a_program >= shape[0] > (programs - 1) * of_a_program
+    # The last two programs of a quarter of a million.
+    grid, program = interpreter_builder.set_grid_dim, interpreter_builder.set_grid_idx
+    monkeypatch.setattr(interpreter_builder, "set_grid_dim", lambda *_: grid(programs, 1, 1))
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda i, j, k: program(programs - 2 + i, j, k))
+    replace(whole, grid=(2,)).run()
+    seen = shape[0] - (programs - 2) * of_a_program
+    assert seen < last and (y[-last:-seen] == 77.0).all()
+    agree(y[-seen:], truth("isru", x[-seen:], own, 0, x[-seen:])["y"], "y")
+
+
+PLACES = {  # out of (4, 6, 40), and how many axes are behind the channels
+    "rows": ((slice(None), slice(1, 5), slice(3, 20)), 0),
+    "rows of whole loads": ((slice(None), slice(1, 5), slice(8, 24)), 0),
+    "every other channel": ((slice(None), slice(1, 5), slice(1, None, 2)), 0),
+    "one channel": ((slice(None), slice(1, 5), slice(7, 8)), 0),
+    "behind channels": ((slice(1, 3), slice(1, 5), slice(3, 20)), 1),
+    "behind channels, whole loads": ((slice(1, 3), slice(1, 5), slice(8, 24)), 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("place", PLACES)
+def test_nothing_is_written_beside_what_is_to_be_filled(place, dtype):
+    at, behind = PLACES[place]
+    sentinel = 77.0
+    around = {name: torch.full((4, 6, 40), sentinel, dtype=dtype) for name in ("y", "dx")}
+    x, dy = (torch.full((4, 6, 40), torch.nan, dtype=dtype) for _ in range(2))  # nor anything read beside it
+    x[at], dy[at] = numbers(x[at].shape, dtype), numbers(x[at].shape, dtype, seed=3)
+    run_in_place(x[at], around["y"][at], dy[at], around["dx"][at], (x[at].shape[-1 - behind],), behind)
+    for made in around.values():
+        made[at] = sentinel
+        assert (made == sentinel).all()
+
+
+def bits(made: Tensor) -> Tensor:
+    return made.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("shape", [(40, 24), (2, 24, 12)], ids=str)
+def test_the_same_bits_whatever_was_in_memory(shape, monkeypatch, fill_memory):
+    monkeypatch.setattr(launch, "LANES", 4)  # so that several programs have sums to keep
+    x, dy, own = (
+        numbers(shape, HALF),
+        numbers(shape, HALF, seed=3),
+        parameters("erf", shape[1:2], HALF, "alpha bias"),
+    )
+
+    def once() -> list[Tensor]:
+        behind = len(shape) - 2
+        return [fused.forward(x, own, "erf", behind), *fused.backward(dy, x, own, "erf", behind, True, True)]
+
+    first = once()
+    for value in (1.5, -torch.inf):
+        fill_memory(value)
+        for made, again in zip(first, once(), strict=True):
+            assert torch.equal(bits(made), bits(again))
+
+
+def test_no_more_than_is_asked_for():
+    x, dy, own = numbers((9, 20), HALF), numbers((9, 20), HALF, seed=3), parameters("erf", (20,), HALF, ALL)
+    both = fused.backward(dy, x, own, "erf", 0, True, True)
+    of_input = fused.backward(dy, x, own, "erf", 0, True, False)
+    assert torch.equal(of_input.x, both.x) and of_input[1:] == (None,) * 4
+    of_parameters = fused.backward(dy, x, own, "erf", 0, False, True)
+    assert of_parameters.x is None
+    for made, again in zip(both[1:], of_parameters[1:], strict=True):
+        assert torch.equal(made, again)
+    assert fused.backward(dy, x, own, "erf", 0, False, False) == (None,) * 5
+
+
+def test_inputs_stay_as_they_are():
+    x, dy, own = numbers((9, 20)), numbers((9, 20), seed=3), parameters("tanh", (20,), each=ALL)
+    before = [tensor.clone() for tensor in (x, dy, *vars(own).values())]
+    hold("tanh", x, own, dy=dy)
+    for tensor, copy in zip((x, dy, *vars(own).values()), before, strict=True):
+        assert torch.equal(tensor, copy)

@@ -1,0 +1,136 @@
+"""Shapes and strides that other kernels failed at."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from truth import BY_NUMPY, hold, numbers, parameters
+
+from normscope.swaps.kernels import fused, launch
+from normscope.swaps.kernels.layout import layout_of
+
+ALL = "alpha shift weight bias"
+HALF = torch.bfloat16
+
+
+# What comes of it: x, the sizes of the axes of its channels, how many axes are behind them.
+SHAPES = {
+    "one row": (numbers((1, 12)), (12,), 0),
+    "one axis": (numbers((12,), HALF), (12,), 0),
+    "one channel": (numbers((7, 1)), (1,), 0),
+    "one channel, behind": (numbers((2, 1, 9)), (1,), 1),
+    "one number": (numbers((1, 1), HALF), (1,), 0),
+    "no axis": (numbers(()), (1,), 0),
+    "an odd number": (numbers((3, 37), HALF), (37,), 0),
+    "a multiple of 8, not of 16": (numbers((2, 200), HALF), (200,), 0),
+    "rows in strides": (numbers((5, 30))[:, 3:20], (17,), 0),
+    "rows in strides of whole loads": (numbers((5, 32), HALF)[:, 8:24], (16,), 0),
+    "not at a multiple of 16 bytes": (numbers((5, 33), HALF)[:, 1:], (32,), 0),
+    "all at 2 bytes": (numbers((161,), HALF)[1:].view(5, 32), (32,), 0),
+    "tokens left out": (numbers((3, 6, 8))[:, 1:], (8,), 0),
+    "tokens left out of two axes": (numbers((3, 4, 5, 8), HALF)[:, 1:, 2:], (8,), 0),
+    "every other channel": (numbers((5, 24))[..., ::2], (12,), 0),
+    "every other row": (numbers((10, 8), HALF)[::2], (8,), 0),
+    "transposed": (numbers((9, 7)).T, (9,), 0),
+    "transposed in part": (numbers((3, 8, 5), HALF).mT, (8,), 0),
+    "NCHW": (numbers((2, 6, 3, 5)), (6,), 2),
+    "NCHW of whole loads": (numbers((2, 3, 4, 4), HALF), (3,), 2),
+    "NCHW, one pixel": (numbers((3, 8, 1, 1)), (8,), 2),
+    "channels last": (numbers((2, 6, 3, 5)).contiguous(memory_format=torch.channels_last), (6,), 2),
+    "channels last, cut out": (
+        numbers((2, 6, 4, 5)).contiguous(memory_format=torch.channels_last)[..., 1:3, 1:],
+        (6,),
+        2,
+    ),
+    "cut out of NCHW": (numbers((2, 6, 4, 5), HALF)[:, 1:4, 1:3, ::2], (3,), 2),
+    "NCL": (numbers((2, 7, 11), HALF), (7,), 1),
+    "expanded rows": (numbers((1, 16), HALF).expand(6, 16), (16,), 0),
+    "expanded channels": (numbers((6, 1)).expand(6, 16), (16,), 0),
+    "expanded from one number": (numbers((1,)).expand(2, 3, 4), (4,), 0),
+    "expanded in the middle": (numbers((2, 1, 4, 3)).expand(2, 5, 4, 3), (4,), 1),
+    "rows that overlap": (numbers((20,)).as_strided((5, 8), (3, 1)), (8,), 0),
+    "two axes that are one": (numbers((3, 4, 6), HALF), (4, 6), 0),
+    "two axes that are not one": (numbers((3, 6, 4)).mT, (4, 6), 0),
+    "axes in no order of one": (numbers((2, 3, 2, 5, 4))[:, 1:, :, 1:].permute(2, 0, 3, 1, 4), (4,), 0),
+    "axes in no order of one, behind": (numbers((2, 4, 3, 5), HALF)[:, :, 1:, 1:].permute(3, 1, 0, 2), (4,), 2),
+}
+CURVES = list(BY_NUMPY)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_y_and_every_gradient(name):
+    x, shape, behind = SHAPES[name]
+    curve = CURVES[list(SHAPES).index(name) % 3]
+    hold(curve, x, parameters(curve, shape, x.dtype, ALL), behind)
+
+
+@pytest.mark.parametrize("name", ["rows in strides", "NCHW", "transposed", "axes in no order of one"])
+def test_a_gradient_of_other_strides_than_the_input(name):
+    x, shape, behind = SHAPES[name]
+    own = parameters("tanh", shape, each="alpha weight")
+    for dy in (x.new_tensor(0.7).expand(x.shape), numbers(x.shape[::-1], seed=4).permute(*range(x.ndim)[::-1])):
+        hold("tanh", x, own, behind, dy)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (2, 0, 5), (0,)], ids=str)
+def test_nothing_has_gradients_of_zero(shape):
+    hold("isru", torch.ones(shape), parameters("isru", shape[-1:], HALF, "weight" if shape[-1] else ""))
+
+
+def test_more_rows_than_a_grid_has_on_its_second_axis():
+    hold("isru", numbers((66_001, 2)), parameters("isru", (2,)))
+
+
+def test_no_axis_of_a_grid_but_the_first_grows():
+    x = torch.empty(70_000, 4, 3, device="meta")[:, :2]
+    own = parameters("isru", (3,), each="weight")
+    forward = launch.forward_launch(x, x, own, layout_of([x, x], 2, 3), "isru")
+    assert forward.grid == (70_000,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_rows_wider_than_a_tile(dtype, monkeypatch):
+    monkeypatch.setattr(launch, "LANES", 1)
+    for width in (264, 267):
+        hold("tanh", numbers((1, width), dtype), parameters("tanh", (width,), dtype, each="weight"))
+
+
+def test_the_result_has_the_strides_of_what_leaves_no_gaps():
+    for name in ("transposed", "transposed in part", "channels last", "NCHW", "one axis"):
+        x, shape, behind = SHAPES[name]
+        own = parameters("isru", shape)
+        assert fused.forward(x, own, "isru", behind).stride() == x.stride()
+        assert fused.backward(x, x, own, "isru", behind, True, False).x.stride() == x.stride()
+    x, shape, behind = SHAPES["tokens left out"]
+    assert fused.forward(x, parameters("isru", shape), "isru", behind).is_contiguous()
+
+
+@st.composite
+def inputs(draw):
+    """Draw a tensor that is permuted, cut out and expanded at random, with the axes of its channels."""
+    sizes = draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
+    x = numbers((*sizes,), draw(st.sampled_from([torch.float32, HALF])), seed=draw(st.integers(0, 9)))
+    for axis, size in enumerate(sizes):
+        begin = draw(st.integers(0, size - 1))
+        x = x[(slice(None),) * axis + (slice(begin, None, draw(st.integers(1, 2))),)]
+    x = x.permute(draw(st.permutations(range(x.ndim))))
+    widened = [draw(st.integers(1, 5)) if size == 1 else size for size in x.shape]
+    x = x.expand(widened)
+    behind = draw(st.integers(0, x.ndim - 1))
+    end = x.ndim - behind
+    return x, tuple(x.shape[draw(st.integers(max(0, end - 2), end - 1)) : end]), behind
+
+
+@settings(max_examples=20, deadline=None)
+@given(inputs(), st.sampled_from(CURVES), st.sampled_from([ALL, "weight bias", "alpha", ""]), st.booleans())
+def test_any_strides_at_all(drawn, curve, each, expanded):
+    x, shape, behind = drawn
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "LANES", 4)  # so that a few elements fill several tiles
+        hold(
+            curve,
+            x,
+            parameters(curve, shape, x.dtype, each),
+            behind,
+            x.new_ones(()).expand(x.shape) if expanded else None,
+        )
