@@ -150,8 +150,8 @@ def backward(
     at = program
     while at < runs * outers:
         outer, run = _start(at, runs, outers)
-        loaded_x: tuple[tl.tensor, ...] = ()
-        loaded_dy: tuple[tl.tensor, ...] = ()
+        loaded_x: tl.tuple = ()
+        loaded_dy: tl.tuple = ()
         for step in tl.static_range(steps):
             first = (run * steps + step) * block_others
             there = (other < others - first) & inside
