@@ -24,6 +24,16 @@ def _along(values: tl.tensor, columns: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def _widened(values: tl.tensor, portable: tl.constexpr) -> tl.tensor:
+    """Return values in float32. Two bfloat16 of one register take two instructions so, and three by themselves."""
+    if values.dtype == tl.bfloat16 and not portable:
+        halves: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+        return tl.inline_asm_elementwise(halves, "=r,=r,r", [values], tl.float32, is_pure=True, pack=2)
+    else:
+        return values.to(tl.float32)
+
+
+@triton.jit
 def _of_channels(parameter: tl.tensor, channel: tl.tensor, channels: tl.tensor, each: tl.constexpr) -> tl.tensor:
     """Load a parameter of some channels, or the one that all of them share."""
     if each:
@@ -39,7 +49,7 @@ def _places(
 ) -> tl.tensor:  # fmt: skip
     """Return where the elements of a tile are, whose others begin with the ``first``."""
     begin = start + (outer * outer_stride + first * other_stride)
-    return begin + other.to(tl.int64) * other_stride + place.to(tl.int64) * channel_stride
+    return begin + place.to(tl.int64) * channel_stride + other.to(tl.int64) * other_stride
 
 
 @triton.jit
@@ -78,7 +88,7 @@ def forward(
     place = _along(channel, channels_in_columns)
     there = (other < others - first) & (place < channels)
     at_x = _places(x, outer, first, other, place, x_outer, x_other, x_channel)
-    own_x = tl.load(at_x, mask=there, other=0).to(tl.float32)
+    own_x = _widened(tl.load(at_x, mask=there, other=0), portable)
     u = _along(_of_channels(alpha, channel, channels, alpha_each), channels_in_columns) * own_x
     if shift is not None:
         u += _along(_of_channels(shift, channel, channels, shift_each), channels_in_columns)
@@ -161,7 +171,7 @@ def backward(
             loaded_dy += (tl.load(at_dy, mask=there, other=0),)
         for step in tl.static_range(steps):
             first = (run * steps + step) * block_others
-            own_x, own_dy = loaded_x[step].to(tl.float32), loaded_dy[step].to(tl.float32)
+            own_x, own_dy = _widened(loaded_x[step], portable), _widened(loaded_dy[step], portable)
             u = own_alpha * own_x
             if shift is not None:
                 u += own_shift
