@@ -11,7 +11,7 @@ from typing import Any
 from common import RESULTS, tables_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-ORDER = ("capture", "fit", "channels", "intervals", "swaps", "speed", "healing", "figure", "startup")
+ORDER = ("capture", "fit", "channels", "intervals", "swaps", "speed", "healing", "machine_code", "figure", "startup")
 TITLES = {
     "capture": "What a capture costs",
     "fit": "What a fit costs",
@@ -20,6 +20,7 @@ TITLES = {
     "swaps": "How far a swap moves the output",
     "speed": "How fast swapped networks are",
     "healing": "How much of that is healed",
+    "machine_code": "What the kernels are as machine code",
     "figure": "What a figure costs",
     "startup": "How long it takes to start",
 }

@@ -206,3 +206,11 @@ def test_speed(results):
     assert samples[case, "native, eager", "time"][0] > 0
     assert samples[case, "native, eager", "of native"] == [1.0]
     assert samples[case, "dyt, eager", "of native"][0] > 0
+
+
+def test_machine_code(results):
+    samples = measured("machine_code", results, "--targets", "90", "--dtypes", "float32")
+    case = "backward, float32, (32768, 4096)"
+    executed, loop = (samples[case, "DyISRU", name][0] for name in ("sm_90", "sm_90 loop"))
+    assert 0 < loop < executed
+    assert samples[case, "DyISRU", "sm_90 loads of 128 bits"] == [8.0]
