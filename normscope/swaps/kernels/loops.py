@@ -48,6 +48,7 @@ def _places(
     outer_stride: tl.tensor, other_stride: tl.tensor, channel_stride: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
     """Return where the elements of a tile are, whose others begin with the ``first``."""
+    tl.assume(other_stride >= 0)  # as all strides in torch: the product with it is one instruction then
     begin = start + (outer * outer_stride + first * other_stride)
     return begin + place.to(tl.int64) * channel_stride + other.to(tl.int64) * other_stride
 
