@@ -23,7 +23,8 @@ from normscope.swaps.kernels.launch import LANES, Launch
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+((?:@!?U?P\w+\s+)?)([A-Z][\w.]*)([^;]*);")
-_CONTROL = ("BRA", "BRX", "JMP", "JMX", "CALL", "RET", "EXIT", "BSSY", "BSYNC", "BREAK", "KILL", "BPT", "WARPSYNC")
+_JUMPS = ("BRA", "BRX", "JMP", "JMX", "CALL", "RET", "EXIT", "KILL")  # where threads meet again, nothing jumps
+_BRANCHES = ("BRA", "BRA.U")
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ class Code:
             ValueError: if anything branches but what goes round, leaves or skips the loop, skips some instructions
                 before, in or after it, or ends the program after it.
         """
-        jumps = [one for one in self.instructions if one.operation.split(".")[0] in _CONTROL]
-        back = [one for one in jumps if one.operation == "BRA" and one.target < one.address]
+        jumps = [one for one in self.instructions if one.operation.split(".")[0] in _JUMPS]
+        back = [one for one in jumps if one.operation in _BRANCHES and one.target < one.address]
         if len(back) > 1:
             raise ValueError(f"{len(back)} branches go back, and only one loop can be counted")
         first, last = (back[0].target, back[0].address) if back else (0, -1)
@@ -76,7 +77,7 @@ class Code:
 
         for one in set(jumps) - set(back):
             ends = one.operation == "EXIT" and part(one.address) == 2
-            skips = one.operation == "BRA" and one.predicated and part(one.target) in (part(one.address), 2)
+            skips = one.operation in _BRANCHES and one.predicated and part(one.target) in (part(one.address), 2)
             # On sm_80 a loop is also left by what looks like a call of what comes next.
             leaves = one.operation == "CALL.REL.NOINC" and one.predicated and one.target == last + 16
             if not (ends or skips or leaves):
@@ -103,7 +104,7 @@ def code_of(source: ASTSource, capability: int, warps: int) -> Code:
         usage = _cuobjdump("--dump-resource-usage", cubin)
         lines = _INSTRUCTION.findall(_cuobjdump("-sass", cubin))
     instructions = [
-        Instruction(int(address, 16), operation, operands.strip(" `()"), bool(predicate))
+        Instruction(int(address, 16), operation, operands.strip(" `()"), bool(predicate) or "UP" in operands)
         for address, predicate, operation, operands in lines
         if operation != "NOP"
     ]
