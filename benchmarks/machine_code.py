@@ -35,11 +35,12 @@ compiles each launch ahead of time with its own ptxas ({ptxas}), specialized as 
 result back; the same versions give the same numbers on every machine. Instructions executed, per element: those of all
 threads that are launched over (rows, channels), counted along the way of a thread that takes part in every store (the
 code outside of the loop once, its body as often as the program goes round, on {multiprocessors} multiprocessors),
-divided by the elements of x; what a predicate switches off or a branch skips counts, the NOPs and the branch to itself
-behind the end do not. Backward is the pass over x and dy; the sum of its slots, whose work does not grow with the rows, is not in it.
-Loop: its body alone. At most: the ceiling of bfloat16 on sm_90. α and the shift, which Derf alone has, are one number,
-or α one a channel where it says so; weight and bias are one a channel; all are of x's dtype. Nothing here has anything
-in local memory, so nothing spills. float32 has the accurate functions, and the others those of half precision.
+divided by the elements of x; what a predicate switches off or a branch skips is counted, the NOPs and the branch to
+itself behind the end are not. Backward is the pass over x and dy; the sum of its slots, whose work does not grow with
+the rows, is not in it. Loop: its body alone. At most: the ceiling of bfloat16 on sm_90. α and the shift, which Derf
+alone has, are one number, or α one a channel where it says so; weight and bias are one a channel; all are of x's dtype.
+Nothing here has anything in local memory, so nothing spills. float32 has the accurate functions, and the others those
+of half precision.
 """
 
 
@@ -74,7 +75,7 @@ def measured(targets: list[int], dtypes: list[str]) -> Iterator[tuple[tuple[str,
                 for place, name in enumerate(CEILINGS):
                     case = f"{name}, {dtype}, {shape}{', α a channel' if each else ''}"
                     for curve, way in WAYS.items():
-                        for target in targets if shape == SHAPES[0] and not each else {90} & set(targets):
+                        for target in targets:
                             launch = launches(x, curve, alpha_each=each)[place]
                             for (quantity, unit), number in numbers(launch, x, target).items():
                                 yield (case, way, quantity, unit), number
