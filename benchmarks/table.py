@@ -11,7 +11,19 @@ from typing import Any
 from common import RESULTS, tables_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-ORDER = ("capture", "fit", "channels", "intervals", "swaps", "speed", "accuracy", "healing", "figure", "startup")
+ORDER = (
+    "capture",
+    "fit",
+    "channels",
+    "intervals",
+    "swaps",
+    "speed",
+    "machine_code",
+    "accuracy",
+    "healing",
+    "figure",
+    "startup",
+)
 TITLES = {
     "capture": "What a capture costs",
     "fit": "What a fit costs",
@@ -21,6 +33,7 @@ TITLES = {
     "speed": "How fast swapped networks are",
     "accuracy": "How accurate the kernels' functions are",
     "healing": "How much of that is healed",
+    "machine_code": "What the kernels are as machine code",
     "figure": "What a figure costs",
     "startup": "How long it takes to start",
 }

@@ -214,3 +214,11 @@ def test_accuracy(results):
         (in_a_sum,) = samples[f"{of} of tanh", way, "in a sum"]
         (rounded,) = samples[f"{of} of tanh", way, "rounded"]
         assert 0 < in_a_sum < rounded < 1e-5
+
+
+def test_machine_code(results):
+    samples = measured("machine_code", results, "--targets", "90", "--dtypes", "float32")
+    case = "backward, float32, (32768, 4096)"
+    executed, loop = (samples[case, "DyISRU", name][0] for name in ("sm_90", "sm_90 loop"))
+    assert 0 < loop < executed
+    assert samples[case, "DyISRU", "sm_90 loads of 128 bits"] == [8.0]

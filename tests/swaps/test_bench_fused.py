@@ -26,7 +26,7 @@ from normscope.swaps.timing import once
 
 FORWARD, BOTH = "forward", "forward + backward"
 KERNELS = ["dyt", "derf"]
-VARIANTS = ["native", "rmsnorm", "identity", *KERNELS, "hardtanh"]
+VARIANTS = ["native", "rmsnorm", "identity", *KERNELS]
 
 
 def net() -> nn.Module:
@@ -104,7 +104,7 @@ def rows_of(seen, scope, way, passes):
 
 @pytest.mark.parametrize("passes", [FORWARD, BOTH])
 def test_what_has_a_kernel_is_timed_both_ways(seen, passes):
-    """Of hardtanh, and of what is no point-wise function, there is no kernel."""
+    """Of the identity, and of what is no point-wise function, there is no kernel."""
     for scope, way, variants in (
         ("norm", "eager", [*VARIANTS, COPY] if passes == FORWARD else VARIANTS),
         ("norm", "fused", KERNELS),

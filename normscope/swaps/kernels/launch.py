@@ -181,6 +181,8 @@ def tile(width: int, height: int, elements: int, most: int) -> tuple[int, int]:
 def _aligned(layout: Layout, width: int, vector: int) -> bool:
     """Whether all rows begin where a thread can load ``vector`` elements at once."""
     for own in layout.strides:
+        if not any(vars(own).values()):  # one number, expanded
+            continue
         row, column = (own.other, own.channel) if layout.channels_in_columns else (own.channel, own.other)
         if column != 1 or row % vector or own.outer % vector or max(row, own.outer) >= 2**31:
             return False

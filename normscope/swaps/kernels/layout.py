@@ -50,7 +50,7 @@ def layout_of(tensors: Sequence[Tensor], begin: int, end: int) -> Layout | None:
     """Find the layout of tensors of one shape, none of whose sizes is zero.
 
     Args:
-        tensors: the first of them decides on the order of what is not channels.
+        tensors: at least one.
         begin: the first of the axes that number the channels.
         end: the axis after the last of them.
 
@@ -66,14 +66,15 @@ def layout_of(tensors: Sequence[Tensor], begin: int, end: int) -> Layout | None:
     by_axis = zip(*(tensor.stride() for tensor in tensors), strict=True)
     axes = [_Axis(size, strides) for size, strides in zip(tensors[0].shape, by_axis, strict=True)]
     own = _merged(axes[begin:end])
-    rest = _merged(sorted(axes[:begin] + axes[end:], key=lambda axis: axis.strides[0], reverse=True))
+    # An expanded tensor's strides of zero decide nothing.
+    rest = _merged(sorted(axes[:begin] + axes[end:], key=lambda axis: max(axis.strides), reverse=True))
     if len(own) > 1 or len(rest) > 2:
         return None
     none = _Axis(1, (0,) * len(tensors))
     [channel] = own or [none]
     outer, other = [none, none, *rest][-2:]
     strides = tuple(map(Strides, outer.strides, other.strides, channel.strides))
-    in_columns = channel.size > 1 and (other.size == 1 or channel.strides[0] <= other.strides[0])
+    in_columns = channel.size > 1 and (other.size == 1 or max(channel.strides) <= max(other.strides))
     return Layout(outer.size, other.size, channel.size, in_columns, strides)
 
 

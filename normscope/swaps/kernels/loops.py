@@ -24,6 +24,16 @@ def _along(values: tl.tensor, columns: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def _widened(values: tl.tensor, portable: tl.constexpr) -> tl.tensor:
+    """Return values in float32. Two bfloat16 of one register take two instructions so, and three by themselves."""
+    if values.dtype == tl.bfloat16 and not portable:
+        halves: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+        return tl.inline_asm_elementwise(halves, "=r,=r,r", [values], tl.float32, is_pure=True, pack=2)
+    else:
+        return values.to(tl.float32)
+
+
+@triton.jit
 def _of_channels(parameter: tl.tensor, channel: tl.tensor, channels: tl.tensor, each: tl.constexpr) -> tl.tensor:
     """Load a parameter of some channels, or the one that all of them share."""
     if each:
@@ -38,8 +48,9 @@ def _places(
     outer_stride: tl.tensor, other_stride: tl.tensor, channel_stride: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
     """Return where the elements of a tile are, whose others begin with the ``first``."""
+    tl.assume(other_stride >= 0)  # as all strides in torch: the product with it is one instruction then
     begin = start + (outer * outer_stride + first * other_stride)
-    return begin + other.to(tl.int64) * other_stride + place.to(tl.int64) * channel_stride
+    return begin + place.to(tl.int64) * channel_stride + other.to(tl.int64) * other_stride
 
 
 @triton.jit
@@ -78,7 +89,7 @@ def forward(
     place = _along(channel, channels_in_columns)
     there = (other < others - first) & (place < channels)
     at_x = _places(x, outer, first, other, place, x_outer, x_other, x_channel)
-    own_x = tl.load(at_x, mask=there, other=0).to(tl.float32)
+    own_x = _widened(tl.load(at_x, mask=there, other=0), portable)
     u = _along(_of_channels(alpha, channel, channels, alpha_each), channels_in_columns) * own_x
     if shift is not None:
         u += _along(_of_channels(shift, channel, channels, shift_each), channels_in_columns)
@@ -150,18 +161,18 @@ def backward(
     at = program
     while at < runs * outers:
         outer, run = _start(at, runs, outers)
-        loaded_x = ()
-        loaded_dy = ()
+        loaded_x: tl.tuple = ()
+        loaded_dy: tl.tuple = ()
         for step in tl.static_range(steps):
             first = (run * steps + step) * block_others
             there = (other < others - first) & inside
             at_x = _places(x, outer, first, other, place, x_outer, x_other, x_channel)
             at_dy = _places(dy, outer, first, other, place, dy_outer, dy_other, dy_channel)
-            loaded_x += (tl.load(at_x, mask=there, other=0),)  # type: ignore[assignment]
-            loaded_dy += (tl.load(at_dy, mask=there, other=0),)  # type: ignore[assignment]
+            loaded_x += (tl.load(at_x, mask=there, other=0),)
+            loaded_dy += (tl.load(at_dy, mask=there, other=0),)
         for step in tl.static_range(steps):
             first = (run * steps + step) * block_others
-            own_x, own_dy = loaded_x[step].to(tl.float32), loaded_dy[step].to(tl.float32)  # type: ignore[var-annotated]
+            own_x, own_dy = _widened(loaded_x[step], portable), _widened(loaded_dy[step], portable)
             u = own_alpha * own_x
             if shift is not None:
                 u += own_shift

@@ -1,0 +1,167 @@
+"""What the kernels become on GPUs that are not here: nothing spilled, full rows in loads of 128 bits, few instructions.
+
+Triton compiles ahead of time, without a driver; benchmarks/machine_code.py does so for many more.
+"""
+
+import functools
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is made for Linux alone")
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+FORWARD, BACKWARD, SLOTS = range(3)
+AT_ONCE = 16  # bytes
+LARGE = (32768, 4096)
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+class Compiled:
+    """Compiles every launch once."""
+
+    def __init__(self) -> None:
+        self.benchmark = importlib.import_module("machine_code")
+        self.disassembly = importlib.import_module("disassembly")
+
+    @functools.cache  # noqa: B019 - it lives as long as the module's tests
+    def __call__(self, place, curve, dtype=torch.bfloat16, target=90, shape=LARGE, behind=0, **more):
+        x = torch.empty(shape, dtype=dtype, device="meta")
+        launch = self.benchmark.launches(x, curve, behind, **more)[place]
+        return x, launch, self.disassembly.code_of_launch(launch, target)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        patch.syspath_prepend(BENCHMARKS)
+        yield Compiled()
+
+
+def nothing_is_in_local_memory(code):
+    assert code.local == 0
+    assert not code.counted(r"(LDL|STL)(\..*)?")
+
+
+def nothing_is_atomic(code):
+    assert not code.counted(r"(RED|REDG|ATOM|ATOMG|ATOMS)(\..*)?")
+
+
+def full_rows_take_128_bits(x, launch, code):
+    """Each thread's share of a tile is loaded and stored by exactly as many instructions as it has 16 bytes."""
+    given = launch.arguments
+    share = given["block_others"] * given["block_channels"] // (32 * launch.warps) * given.get("steps", 1)
+    at_once, rest = divmod(share * x.itemsize, AT_ONCE)
+    assert at_once and not rest
+    backward = "programs" in given
+    assert bool(code.loop) == backward
+    # Outside of backward's loop there are the parameters, and the slots of what it has summed.
+    loads, stores = (code.counted(rf"{name}\..*", code.loop or None) for name in ("LDG", "STG"))
+    assert stores == {"STG.E.128": at_once}
+    assert loads.pop("LDG.E.128") == at_once * (2 if backward else 1)
+    parameters = 0 if backward else 4 * given["block_channels"]
+    assert loads.total() <= parameters
+
+
+# Derf has the most registers and parameters; on sm_90 the other two stand below.
+@pytest.mark.parametrize("target", [80, 90, 100])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("place", [FORWARD, BACKWARD], ids=["forward", "backward"])
+def test_one_source_serves_every_target_and_dtype(compiled, place, dtype, target):
+    x, launch, code = compiled(place, "erf", dtype, target)
+    nothing_is_in_local_memory(code)
+    nothing_is_atomic(code)
+    full_rows_take_128_bits(x, launch, code)
+
+
+@pytest.mark.parametrize(
+    ("shape", "behind"),
+    [((32768, 1000), 0), ((64, 768, 14, 12), 2), ((64, 96, 56, 56), 2)],
+    ids=["rows of a multiple of 8", "channels first, planes of a multiple of 8", "channels first"],
+)
+@pytest.mark.parametrize("place", [FORWARD, BACKWARD], ids=["forward", "backward"])
+def test_rows_of_other_sizes_take_128_bits(compiled, place, shape, behind):
+    x, launch, code = compiled(place, "isru", shape=shape, behind=behind)
+    nothing_is_in_local_memory(code)
+    full_rows_take_128_bits(x, launch, code)
+
+
+@pytest.mark.parametrize("curve", ["tanh", "isru", "erf"])
+@pytest.mark.parametrize("place", [FORWARD, BACKWARD], ids=["forward", "backward"])
+def test_few_instructions_an_element(compiled, place, curve):
+    x, launch, code = compiled(place, curve)
+    nothing_is_in_local_memory(code)
+    full_rows_take_128_bits(x, launch, code)
+    ceiling = list(compiled.benchmark.CEILINGS.values())[place][curve]
+    executed = compiled.benchmark.executed(code, launch, x)
+    assert executed <= ceiling
+    # What an element cannot do without: to be loaded, widened, scaled, rounded and stored.
+    assert executed > 3
+    if place == BACKWARD:
+        assert 3 < compiled.benchmark.loop(code, launch, x) < executed
+
+
+def test_the_ceilings_are_those_that_were_set(compiled):
+    assert compiled.benchmark.CEILINGS == {
+        "forward": {"tanh": 11, "isru": 12, "erf": 16},
+        "backward": {"tanh": 30, "isru": 20, "erf": 38},
+    }
+
+
+def test_the_slots_are_summed_without_atomics(compiled):
+    _, _, code = compiled(SLOTS, "erf", alpha_each=True)
+    nothing_is_in_local_memory(code)
+    nothing_is_atomic(code)
+    assert code.counted(r"DADD")  # in float64
+
+
+def test_an_alpha_of_every_channel_spills_nothing(compiled):
+    x, launch, code = compiled(BACKWARD, "erf", alpha_each=True)
+    nothing_is_in_local_memory(code)
+    full_rows_take_128_bits(x, launch, code)
+
+
+def instruction(disassembly, address, operation, operands="", predicated=False):
+    return disassembly.Instruction(address, operation, operands, predicated)
+
+
+def test_instructions_are_counted_along_the_loop(compiled):
+    given = functools.partial(instruction, compiled.disassembly)
+    code = compiled.disassembly.Code(
+        (
+            given(0x00, "MOV"),
+            given(0x10, "BRA", "0x50", predicated=True),
+            given(0x20, "FADD"),
+            given(0x30, "MUFU.EX2"),
+            given(0x40, "BRA", "0x20", predicated=True),
+            given(0x50, "STG.E"),
+            given(0x60, "EXIT"),
+        ),
+        registers=1,
+        local=0,
+        asm={},
+    )
+    assert [one.operation for one in code.loop] == ["FADD", "MUFU.EX2", "BRA"]
+    assert (code.executed(1), code.executed(10), code.executed(10, "MUFU.*")) == (7, 34, 10)
+
+
+@pytest.mark.parametrize(
+    ("jumps", "message"),
+    [
+        ([("BRA", "0x0"), ("BRA", "0x0")], "2 branches go back"),
+        ([("CALL.REL.NOINC", "0x30"), ("MOV", "")], "is no part of one loop"),
+        ([("EXIT", ""), ("BRA", "0x0")], "EXIT  at 0x10 is no part of one loop"),
+        ([("BRX", "R2 -0x10"), ("EXIT", "")], "is no part of one loop"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(compiled, jumps, message):
+    given = functools.partial(instruction, compiled.disassembly, predicated=True)
+    lines = [("MOV", ""), *jumps, ("EXIT", "")]
+    code = compiled.disassembly.Code(
+        tuple(given(16 * number, *line) for number, line in enumerate(lines)), registers=1, local=0, asm={}
+    )
+    with pytest.raises(ValueError, match=message):
+        code.executed(1)
