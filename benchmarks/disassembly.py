@@ -95,9 +95,9 @@ class Code:
         return self.counted(pattern).total() + (iterations - 1 if self.loop else 0) * body
 
 
-def code_of(source: ASTSource, capability: int, warps: int) -> Code:
+def code_of(source: ASTSource, capability: int, options: dict[str, Any]) -> Code:
     """Compile for a GPU by its compute capability (90 is ``sm_90``), and disassemble."""
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, LANES), options={"num_warps": warps})
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, LANES), options=options)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
@@ -119,10 +119,9 @@ def code_of_launch(launch: Launch, capability: int) -> Code:
     """Compile what a launch would run, specialized for its arguments by Triton itself, as at a launch."""
     backend = make_backend(GPUTarget("cuda", capability, LANES))
     bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
-    options = {"num_warps": launch.warps}
-    bound, specialization, _ = bind(**launch.arguments, **options, debug=False)
+    bound, specialization, options = bind(**launch.arguments, **launch.options, debug=False)
     _, signature, constants, attributes = launch.kernel._pack_args(backend, options, bound, specialization, options)
-    return code_of(ASTSource(launch.kernel, signature, constants, attributes), capability, launch.warps)
+    return code_of(ASTSource(launch.kernel, signature, constants, attributes), capability, launch.options)
 
 
 def _cuobjdump(*arguments: str | Path) -> str:

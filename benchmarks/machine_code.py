@@ -134,7 +134,7 @@ def loop(code: Code, launch: Launch, x: Tensor) -> float:
 
 
 def threads(launch: Launch) -> int:
-    return launch.grid[0] * launch.warps * LANES
+    return launch.grid[0] * launch.options["num_warps"] * LANES
 
 
 def rounds(launch: Launch) -> float:

@@ -29,18 +29,25 @@ class Tiling:
         loads: how often each thread of a program loads of one tile.
         steps: tiles that are loaded together.
         per_multiprocessor: programs for each multiprocessor, where a program takes more than one run of tiles.
+        registers: that a thread may have, so that all of these programs run at once; None for as many as it takes.
     """
 
     warps: int
     loads: int
     steps: int = 1
     per_multiprocessor: int = 0
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int | None]:
+        """What Triton compiles a kernel with."""
+        return {"num_warps": self.warps, "maxnreg": self.registers}
 
 
 FORWARD = Tiling(warps=4, loads=8)
-BACKWARD = Tiling(warps=4, loads=1, steps=4, per_multiprocessor=4)
+BACKWARD = Tiling(warps=4, loads=1, steps=4, per_multiprocessor=4, registers=128)  # of 65,536 for 4 · 4 · 32 threads
 ADDED = {"tile": 4096, "block_channels": 64}
-ADDING_WARPS = 4
+ADDING: dict[str, int | None] = {"num_warps": 4}
 
 
 @dataclass(frozen=True)
@@ -51,17 +58,17 @@ class Launch:
         kernel: of :mod:`normscope.swaps.kernels.loops`.
         grid: programs along each axis.
         arguments: by name; tensors, sizes, what the kernel is compiled with, and None for what there is not.
-        warps: of a program.
+        options: what Triton compiles it with.
     """
 
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
-    warps: int
+    options: dict[str, int | None]
 
     def run(self) -> None:
         """Launch it on the device whose memory holds the tensors, or in Triton's interpreter."""
-        self.kernel[self.grid](**self.arguments, num_warps=self.warps)
+        self.kernel[self.grid](**self.arguments, **self.options)
 
 
 def forward_launch(x: Tensor, y: Tensor, own: Parameters, layout: Layout, curve: str) -> Launch:
@@ -81,7 +88,7 @@ def forward_launch(x: Tensor, y: Tensor, own: Parameters, layout: Layout, curve:
         **{"x": x, "y": y}, **vars(own), **_sizes(layout, "x y", constants["multiple"]),
         **_each(own), **constants, "curve": curve,
     }  # fmt: skip
-    return Launch(loops.forward, (blocks * tiles * layout.outers,), arguments, FORWARD.warps)
+    return Launch(loops.forward, (blocks * tiles * layout.outers,), arguments, FORWARD.options)
 
 
 def backward_launches(
@@ -119,7 +126,7 @@ def backward_launches(
         **named_slots, **_sizes(layout, "dy x dx", constants["multiple"]), "programs": programs,
         **_each(own), **constants, "curve": curve, "steps": BACKWARD.steps,
     }  # fmt: skip
-    launches = [Launch(loops.backward, (programs * blocks,), arguments, BACKWARD.warps)]
+    launches = [Launch(loops.backward, (programs * blocks,), arguments, BACKWARD.options)]
     if any(slot is not None for slot in slots.values()):
         columns = triton.cdiv(layout.channels, ADDED["block_channels"]) if any(_each(own).values()) else 1
         adding = {
@@ -127,7 +134,7 @@ def backward_launches(
             "programs": programs, "slots_in_all": programs * blocks, "channels": layout.channels,
             **_each(own), **ADDED,
         }  # fmt: skip
-        launches.append(Launch(loops.add_slots, (columns, len(slots)), adding, ADDING_WARPS))
+        launches.append(Launch(loops.add_slots, (columns, len(slots)), adding, ADDING))
     return launches
 
 
@@ -165,7 +172,8 @@ def _constants(layout: Layout, tiling: Tiling, dtype: torch.dtype) -> dict[str, 
 def tile(width: int, height: int, elements: int, most: int) -> tuple[int, int]:
     """Return rows and columns, powers of two, of a tile of a plane; at most ``elements``.
 
-    Columns are ``most`` where that wastes little, more where the plane is low.
+    Columns are ``most`` where that wastes little, more where the plane is low; never one, for two bfloat16 are widened
+    together.
 
     >>> tile(width=768, height=25216, elements=8192, most=256), tile(1152, 131072, 8192, 256)
     ((32, 256), (64, 128))
@@ -173,9 +181,10 @@ def tile(width: int, height: int, elements: int, most: int) -> tuple[int, int]:
     ((1024, 8), (1, 8192))
     """
     columns = min((most, most // 2), key=lambda columns: triton.cdiv(width, columns) * columns)
-    columns = min(columns, triton.next_power_of_2(width))
+    all_columns = triton.next_power_of_2(max(width, 2))
+    columns = min(columns, all_columns)
     rows = min(triton.next_power_of_2(height), elements // columns)
-    return rows, max(columns, min(triton.next_power_of_2(width), elements // rows))
+    return rows, max(columns, min(all_columns, elements // rows))
 
 
 def _aligned(layout: Layout, width: int, vector: int) -> bool:

@@ -12,6 +12,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
+from normscope.swaps.kernels.launch import BACKWARD as BACKWARD_TILING
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 FORWARD, BACKWARD, SLOTS = range(3)
 AT_ONCE = 16  # bytes
@@ -53,7 +55,9 @@ def nothing_is_atomic(code):
 def full_rows_take_128_bits(x, launch, code):
     """Each thread's share of a tile is loaded and stored by exactly as many instructions as it has 16 bytes."""
     given = launch.arguments
-    share = given["block_others"] * given["block_channels"] // (32 * launch.warps) * given.get("steps", 1)
+    share = (
+        given["block_others"] * given["block_channels"] // (32 * launch.options["num_warps"]) * given.get("steps", 1)
+    )
     at_once, rest = divmod(share * x.itemsize, AT_ONCE)
     assert at_once and not rest
     backward = "programs" in given
@@ -75,6 +79,26 @@ def test_one_source_serves_every_target_and_dtype(compiled, place, dtype, target
     nothing_is_in_local_memory(code)
     nothing_is_atomic(code)
     full_rows_take_128_bits(x, launch, code)
+
+
+@pytest.mark.parametrize("target", [80, 90, 100])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_programs_of_the_backward_pass_run_at_once(compiled, dtype, target):
+    _, launch, code = compiled(BACKWARD, "erf", dtype, target)
+    threads = launch.options["num_warps"] * 32 * BACKWARD_TILING.per_multiprocessor
+    assert code.registers * threads <= 65536  # of a multiprocessor
+
+
+# Numbers that are 1 are constants to Triton's compiler, which the interpreter does not show.
+@pytest.mark.parametrize(
+    ("shape", "behind"),
+    [((1, 1), 0), ((5, 1), 0), ((1, 8), 0), ((7, 8), 0), ((2, 3, 5, 7), 2), ((1, 8, 4, 4), 2)],
+    ids=str,
+)
+@pytest.mark.parametrize("place", [FORWARD, BACKWARD, SLOTS], ids=["forward", "backward", "slots"])
+def test_the_smallest_tensors_compile_too(compiled, place, shape, behind):
+    _, _, code = compiled(place, "isru", shape=shape, behind=behind)
+    nothing_is_in_local_memory(code)
 
 
 @pytest.mark.parametrize(
