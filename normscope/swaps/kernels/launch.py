@@ -27,7 +27,7 @@ class Tiling:
     Attributes:
         warps: of a program.
         loads: how often each thread of a program loads of one tile.
-        steps: tiles that are loaded together.
+        steps: tiles that are loaded together, at most.
         per_multiprocessor: programs for each multiprocessor, where a program takes more than one run of tiles.
         registers: that a thread may have, so that all of these programs run at once; None for as many as it takes.
     """
@@ -111,7 +111,9 @@ def backward_launches(
     """
     constants = _constants(layout, BACKWARD, x.dtype)
     blocks = triton.cdiv(layout.channels, constants["block_channels"])
-    runs = triton.cdiv(layout.others, BACKWARD.steps * constants["block_others"]) * layout.outers
+    tiles = triton.cdiv(layout.others, constants["block_others"])
+    steps = triton.cdiv(tiles, triton.cdiv(tiles, BACKWARD.steps))  # as many as it may be, spread evenly over the runs
+    runs = triton.cdiv(tiles, steps) * layout.outers
     at_once = multiprocessors(x.device) * BACKWARD.per_multiprocessor
     programs = min(runs, triton.cdiv(at_once, blocks))
     slots = {
@@ -124,7 +126,7 @@ def backward_launches(
     arguments = {
         **{"dy": dy, "x": x, "dx": gradients.x, "alpha": own.alpha, "shift": own.shift, "weight": own.weight},
         **named_slots, **_sizes(layout, "dy x dx", constants["multiple"]), "programs": programs,
-        **_each(own), **constants, "curve": curve, "steps": BACKWARD.steps,
+        **_each(own), **constants, "curve": curve, "steps": steps,
     }  # fmt: skip
     launches = [Launch(loops.backward, (programs * blocks,), arguments, BACKWARD.options)]
     if any(slot is not None for slot in slots.values()):

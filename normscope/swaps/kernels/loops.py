@@ -54,6 +54,35 @@ def _places(
 
 
 @triton.jit
+def _parts(number: tl.tensor, size: tl.constexpr) -> tl.tensor:
+    """Return how many parts of some size there are of a number above zero: no sum on the way is larger than it."""
+    return (number - 1) // size + 1
+
+
+@triton.jit
+def _sizes_in_elements(
+    others: tl.tensor, channels: tl.tensor, channels_in_columns: tl.constexpr, multiple: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the others and the channels; how many a row has was given in units of ``multiple``."""
+    if channels_in_columns:
+        return others, channels * multiple
+    else:
+        return others * multiple, channels
+
+
+@triton.jit
+def _strides_in_elements(
+    outer: tl.tensor, other: tl.tensor, channel: tl.tensor,
+    channels_in_columns: tl.constexpr, multiple: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Return the strides of outers, others and channels; those between rows were given in units of ``multiple``."""
+    if channels_in_columns:
+        return outer * multiple, other * multiple, channel
+    else:
+        return outer * multiple, other, channel * multiple
+
+
+@triton.jit
 def _start(tile: tl.tensor, tiles: tl.tensor, outers: tl.tensor) -> tl.tensor:
     """Return the outer that a tile is in, and which tile of it."""
     if outers == 1:  # known when the kernel is compiled
@@ -73,17 +102,13 @@ def forward(
     multiple: tl.constexpr, block_others: tl.constexpr, block_channels: tl.constexpr,
 ) -> None:  # fmt: skip
     """Fill y with weight · f(αx + s) + bias: a tile for each program."""
-    by_row: tl.constexpr = multiple if channels_in_columns else 1
-    by_column: tl.constexpr = 1 if channels_in_columns else multiple
-    others, channels = others * by_column, channels * by_row
-    x_outer = x_outer * multiple
-    x_other, x_channel = x_other * by_row, x_channel * by_column
-    y_outer = y_outer * multiple
-    y_other, y_channel = y_other * by_row, y_channel * by_column
-    blocks = tl.cdiv(channels, block_channels).to(tl.uint32)
+    others, channels = _sizes_in_elements(others, channels, channels_in_columns, multiple)
+    x_outer, x_other, x_channel = _strides_in_elements(x_outer, x_other, x_channel, channels_in_columns, multiple)
+    y_outer, y_other, y_channel = _strides_in_elements(y_outer, y_other, y_channel, channels_in_columns, multiple)
+    blocks = _parts(channels, block_channels).to(tl.uint32)
     program = tl.program_id(0).to(tl.uint32)
     channel = (program % blocks).to(channels.dtype) * block_channels + tl.arange(0, block_channels)
-    outer, tile = _start(program // blocks, tl.cdiv(others, block_others).to(tl.uint32), outers)
+    outer, tile = _start(program // blocks, _parts(others, block_others).to(tl.uint32), outers)
     first = tile * block_others
     other = _along(tl.arange(0, block_others), not channels_in_columns)
     place = _along(channel, channels_in_columns)
@@ -107,10 +132,11 @@ def _keep(
     channel: tl.tensor, channels: tl.tensor, each: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write what a program has summed for its channels: into its row of them, or as one sum into its one slot."""
-    if each:
-        tl.store(slots + program.to(tl.int64) * channels + channel, sums, mask=channel < channels)
-    else:
-        tl.store(slots + program * blocks + block, tl.sum(sums, 0))
+    if slots is not None:
+        if each:
+            tl.store(slots + program.to(tl.int64) * channels + channel, sums, mask=channel < channels)
+        else:
+            tl.store(slots + program * blocks + block, tl.sum(sums, 0))
 
 
 @triton.jit
@@ -131,16 +157,11 @@ def backward(
     is loaded before any of it is used, so that enough loads are under way at once. Its sums stay in registers until it
     has seen all, and no other program writes its slots: the same bits come out every time.
     """
-    by_row: tl.constexpr = multiple if channels_in_columns else 1
-    by_column: tl.constexpr = 1 if channels_in_columns else multiple
-    others, channels = others * by_column, channels * by_row
-    x_outer = x_outer * multiple
-    x_other, x_channel = x_other * by_row, x_channel * by_column
-    dy_outer = dy_outer * multiple
-    dy_other, dy_channel = dy_other * by_row, dy_channel * by_column
-    dx_outer = dx_outer * multiple
-    dx_other, dx_channel = dx_other * by_row, dx_channel * by_column
-    blocks = tl.cdiv(channels, block_channels)
+    others, channels = _sizes_in_elements(others, channels, channels_in_columns, multiple)
+    x_outer, x_other, x_channel = _strides_in_elements(x_outer, x_other, x_channel, channels_in_columns, multiple)
+    dy_outer, dy_other, dy_channel = _strides_in_elements(dy_outer, dy_other, dy_channel, channels_in_columns, multiple)
+    dx_outer, dx_other, dx_channel = _strides_in_elements(dx_outer, dx_other, dx_channel, channels_in_columns, multiple)
+    blocks = _parts(channels, block_channels)
     block, program = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     channel = block * block_channels + tl.arange(0, block_channels)
     own_weight = _of_channels(weight, channel, channels, weight_each)
@@ -157,7 +178,7 @@ def backward(
     by_weight = tl.zeros((rows, columns), tl.float32)
     by_bias = tl.zeros((rows, columns), tl.float32)
     other = _along(tl.arange(0, block_others), not channels_in_columns)
-    runs = tl.cdiv(others, steps * block_others)
+    runs = _parts(others, steps * block_others)
     at = program
     while at < runs * outers:
         outer, run = _start(at, runs, outers)
@@ -190,16 +211,11 @@ def backward(
                 by_bias += own_dy
         at += programs
     over: tl.constexpr = 0 if channels_in_columns else 1
-    if alpha_slots is not None:
-        sums = own_weight * tl.sum(by_alpha, over)
-        _keep(alpha_slots, sums, program, block, blocks, channel, channels, alpha_each)
-    if shift_slots is not None:
-        sums = own_weight * tl.sum(by_shift, over)
-        _keep(shift_slots, sums, program, block, blocks, channel, channels, shift_each)
-    if weight_slots is not None:
-        _keep(weight_slots, tl.sum(by_weight, over), program, block, blocks, channel, channels, weight_each)
-    if bias_slots is not None:
-        _keep(bias_slots, tl.sum(by_bias, over), program, block, blocks, channel, channels, bias_each)
+    of_alpha, of_shift = own_weight * tl.sum(by_alpha, over), own_weight * tl.sum(by_shift, over)
+    _keep(alpha_slots, of_alpha, program, block, blocks, channel, channels, alpha_each)
+    _keep(shift_slots, of_shift, program, block, blocks, channel, channels, shift_each)
+    _keep(weight_slots, tl.sum(by_weight, over), program, block, blocks, channel, channels, weight_each)
+    _keep(bias_slots, tl.sum(by_bias, over), program, block, blocks, channel, channels, bias_each)
 
 
 @triton.jit
@@ -209,9 +225,10 @@ def _add_up(
 ) -> None:  # fmt: skip
     """Add the rows of ``(programs, channels)`` in float64, or all of the slots where a parameter is one number."""
     width: tl.constexpr = block_channels if each else 1
-    channel = tl.program_id(0) * width + tl.arange(0, width)[None, :]
+    first = tl.program_id(0).to(tl.int64) * width
+    channel = first + tl.arange(0, width)[None, :]
     number = channels if each else 1
-    if tl.program_id(0) * width < number:
+    if first < number:
         sums = tl.zeros((tile // width, width), tl.float64)
         program = tl.arange(0, tile // width)[:, None]
         while tl.min(program) < programs:

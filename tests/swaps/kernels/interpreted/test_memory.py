@@ -9,7 +9,7 @@ from triton.runtime.interpreter import interpreter_builder
 from truth import agree, hold, numbers, parameters, truth
 
 from normscope.swaps.kernels import fused, launch
-from normscope.swaps.kernels.launch import backward_launches, forward_launch
+from normscope.swaps.kernels.launch import Launch, backward_launches, forward_launch
 from normscope.swaps.kernels.layout import layout_of
 from normscope.swaps.kernels.reference import Gradients
 
@@ -55,6 +55,15 @@ def test_offsets_of_more_than_31_bits(case):
     run_in_place(x, y, dy, dx, (sizes[-1 - behind],), behind)
 
 
+def run_the_last_two(whole: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the last two programs of hundreds of thousands."""
+    [programs] = whole.grid
+    grid, program = interpreter_builder.set_grid_dim, interpreter_builder.set_grid_idx
+    monkeypatch.setattr(interpreter_builder, "set_grid_dim", lambda *_: grid(programs, 1, 1))
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda i, j, k: program(programs - 2 + i, j, k))
+    replace(whole, grid=(2,)).run()
+
+
 @pytest.mark.parametrize("shape", [(2**31 + 40,), (2**31 + 37,), (2**31 + 40, 1)], ids=str)
 def test_axes_of_more_than_31_bits(shape, monkeypatch):
     storage = torch.UntypedStorage(4 * shape[0])
@@ -67,14 +76,30 @@ def test_axes_of_more_than_31_bits(shape, monkeypatch):
     of_a_program = whole.arguments["block_others"] * whole.arguments["block_channels"]
     [programs] = whole.grid
     assert programs * of_a_program >= shape[0] > (programs - 1) * of_a_program
-    # The last two programs of a quarter of a million.
-    grid, program = interpreter_builder.set_grid_dim, interpreter_builder.set_grid_idx
-    monkeypatch.setattr(interpreter_builder, "set_grid_dim", lambda *_: grid(programs, 1, 1))
-    monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda i, j, k: program(programs - 2 + i, j, k))
-    replace(whole, grid=(2,)).run()
+    run_the_last_two(whole, monkeypatch)
     seen = shape[0] - (programs - 2) * of_a_program
     assert seen < last and (y[-last:-seen] == 77.0).all()
     agree(y[-seen:], truth("isru", x[-seen:], own, 0, x[-seen:])["y"], "y")
+
+
+# Just under 2³¹, where a size and a tile come to more than 31 bits; and beyond.
+@pytest.mark.parametrize("shape", [(2**31 - 5, 1), (2**31 - 8,), (2**31 + 40, 1), (2**31 + 37,)], ids=str)
+def test_axes_of_about_31_bits_backward(shape, monkeypatch):
+    storage = torch.UntypedStorage(6 * shape[0])
+    x, dy, dx = (torch.empty(0, dtype=HALF).set_(storage, at * shape[0], shape) for at in range(3))
+    last = 5000
+    x[-last:], dy[-last:] = (numbers((last, *shape[1:]), HALF, seed) for seed in (0, 1))
+    dx[-last:] = 77.0
+    own = parameters("isru", (1,), HALF)
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: 2**31)  # so that a program has one run
+    gradients = Gradients(dx, None, None, None, None)
+    [whole] = backward_launches(dy, x, own, gradients, layout_of([dy, x, dx], 0, 1), "isru")
+    run_the_last_two(whole, monkeypatch)
+    given = whole.arguments
+    of_a_program = given["block_channels"] * given["block_others"] * given["steps"]
+    seen = shape[0] - (whole.grid[0] - 2) * of_a_program
+    assert seen < last and (dx[-last:-seen] == 77.0).all()
+    agree(dx[-seen:], truth("isru", x[-seen:], own, 0, dy[-seen:])["x"], "x")
 
 
 PLACES = {  # out of (4, 6, 40), and how many axes are behind the channels

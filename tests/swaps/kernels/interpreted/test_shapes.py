@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from truth import BY_NUMPY, hold, numbers, parameters
 
-from normscope.swaps.kernels import fused, launch
+from normscope.swaps.kernels import fused, launch, reference
 from normscope.swaps.kernels.layout import layout_of
 
 ALL = "alpha shift weight bias"
@@ -86,6 +86,20 @@ def test_no_axis_of_a_grid_but_the_first_grows():
     own = parameters("isru", (3,), each="weight")
     forward = launch.forward_launch(x, x, own, layout_of([x, x], 2, 3), "isru")
     assert forward.grid == (70_000,)
+
+
+@pytest.mark.parametrize("pixels", [1, 49, 196, 784, 3136, 224 * 224])
+def test_few_tiles_of_a_run_are_empty(pixels):
+    """A small plane has fewer tiles than a run may have, and an empty tile takes as long as a full one."""
+    x = torch.empty(2, 8, pixels, dtype=HALF, device="meta")
+    own = parameters("isru", (8,))
+    layout = layout_of([x] * 3, 1, 2)
+    given = launch.backward_launches(x, x, own, reference.Gradients(x, *[None] * 4), layout, "isru")[0].arguments
+    tiles = -(-layout.others // given["block_others"])
+    runs = -(-tiles // given["steps"])
+    assert given["steps"] <= launch.BACKWARD.steps
+    assert runs == -(-tiles // launch.BACKWARD.steps)
+    assert runs * given["steps"] - tiles < runs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
