@@ -220,21 +220,21 @@ def backward(
 
 @triton.jit
 def _add_up(
-    slots: tl.tensor, gradient: tl.tensor, programs: tl.tensor, channels: tl.tensor,
+    slots: tl.tensor, gradient: tl.tensor, programs: tl.tensor, slots_in_all: tl.tensor, channels: tl.tensor,
     each: tl.constexpr, tile: tl.constexpr, block_channels: tl.constexpr,
 ) -> None:  # fmt: skip
     """Add the rows of ``(programs, channels)`` in float64, or all of the slots where a parameter is one number."""
     width: tl.constexpr = block_channels if each else 1
     first = tl.program_id(0).to(tl.int64) * width
     channel = first + tl.arange(0, width)[None, :]
-    number = channels if each else 1
-    if first < number:
+    number, rows = (channels, programs) if each else (1, slots_in_all)
+    if slots is not None and first < number:
         sums = tl.zeros((tile // width, width), tl.float64)
-        program = tl.arange(0, tile // width)[:, None]
-        while tl.min(program) < programs:
-            place = program.to(tl.int64) * number + channel
-            sums += tl.load(slots + place, mask=(program < programs) & (channel < number), other=0).to(tl.float64)
-            program += tile // width
+        row = tl.arange(0, tile // width)[:, None]
+        while tl.min(row) < rows:
+            place = row.to(tl.int64) * number + channel
+            sums += tl.load(slots + place, mask=(row < rows) & (channel < number), other=0).to(tl.float64)
+            row += tile // width
         # By float32: to half precision at once is not a conversion that every GPU has.
         tl.store(gradient + channel, tl.sum(sums, 0)[None, :].to(tl.float32), mask=channel < number)
 
@@ -248,18 +248,12 @@ def add_slots(
     tile: tl.constexpr, block_channels: tl.constexpr,
 ) -> None:  # fmt: skip
     """Fill the parameters' gradients with the sums of their slots: a row of programs for each parameter."""
-    if tl.program_id(1) == 0:
-        if alpha_slots is not None:
-            rows = programs if alpha_each else slots_in_all
-            _add_up(alpha_slots, alpha, rows, channels, alpha_each, tile, block_channels)
-    elif tl.program_id(1) == 1:
-        if shift_slots is not None:
-            rows = programs if shift_each else slots_in_all
-            _add_up(shift_slots, shift, rows, channels, shift_each, tile, block_channels)
-    elif tl.program_id(1) == 2:
-        if weight_slots is not None:
-            rows = programs if weight_each else slots_in_all
-            _add_up(weight_slots, weight, rows, channels, weight_each, tile, block_channels)
-    elif bias_slots is not None:
-        rows = programs if bias_each else slots_in_all
-        _add_up(bias_slots, bias, rows, channels, bias_each, tile, block_channels)
+    parameter = tl.program_id(1)
+    if parameter == 0:
+        _add_up(alpha_slots, alpha, programs, slots_in_all, channels, alpha_each, tile, block_channels)
+    elif parameter == 1:
+        _add_up(shift_slots, shift, programs, slots_in_all, channels, shift_each, tile, block_channels)
+    elif parameter == 2:
+        _add_up(weight_slots, weight, programs, slots_in_all, channels, weight_each, tile, block_channels)
+    else:
+        _add_up(bias_slots, bias, programs, slots_in_all, channels, bias_each, tile, block_channels)
