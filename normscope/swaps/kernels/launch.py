@@ -115,7 +115,7 @@ def backward_launches(
     steps = triton.cdiv(tiles, triton.cdiv(tiles, BACKWARD.steps))  # as many as it may be, spread evenly over the runs
     runs = triton.cdiv(tiles, steps) * layout.outers
     at_once = multiprocessors(x.device) * BACKWARD.per_multiprocessor
-    programs = min(runs, triton.cdiv(at_once, blocks))
+    programs = min(runs, max(1, at_once // blocks))  # one more would begin when all others end
     slots = {
         name: None
         if getattr(gradients, name) is None

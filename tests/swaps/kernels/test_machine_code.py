@@ -5,6 +5,7 @@ Triton compiles ahead of time, without a driver; benchmarks/machine_code.py does
 
 import functools
 import importlib
+import math
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,26 @@ def test_the_ceilings_are_those_that_were_set(compiled):
         "forward": {"tanh": 11, "isru": 12, "erf": 16},
         "backward": {"tanh": 30, "isru": 20, "erf": 38},
     }
+
+
+# 1152 are nine blocks, of which 528 programs are no multiple.
+@pytest.mark.parametrize("channels", [64, 768, 1000, 1152, 1280, 4096, 11008])
+def test_no_program_waits_for_others_to_end(compiled, channels):
+    x = torch.empty(131072, channels, dtype=torch.bfloat16, device="meta")
+    launch = compiled.benchmark.launches(x, "isru")[BACKWARD]
+    at_once = compiled.benchmark.MULTIPROCESSORS * BACKWARD_TILING.per_multiprocessor
+    blocks = -(-channels // launch.arguments["block_channels"])
+    assert at_once - blocks < launch.grid[0] <= at_once
+
+
+@pytest.mark.parametrize("shape", [(131072, 1152), LARGE], ids=str)
+def test_a_register_adds_up_few_enough_terms_for_float32(compiled, shape):
+    launch = compiled.benchmark.launches(torch.empty(shape, dtype=torch.bfloat16, device="meta"), "erf")[BACKWARD]
+    terms = math.ceil(compiled.benchmark.rounds(launch)) * launch.arguments["steps"]
+    assert terms * launch.arguments["block_others"] * launch.arguments["programs"] >= shape[0]
+    across = launch.arguments["block_others"] * launch.arguments["block_channels"]
+    # All of a tile in a tree at the end; together less than 2·10⁻⁵ of Σ|terms|, as docs/kernels.md says.
+    assert (terms + math.log2(across)) * 2**-24 < 2e-5
 
 
 def test_the_slots_are_summed_without_atomics(compiled):
