@@ -184,7 +184,7 @@ def test_one_graph_serves_every_size(chosen, axis):
     ]
 
 
-def test_an_exported_program_runs_where_the_kernels_are_not(chosen, monkeypatch):
+def test_an_exported_program_runs_where_the_kernels_are_not(chosen, monkeypatch, tmp_path):
     net = nn.Sequential(nn.Linear(4, C), DyISRU(C))
     x = values(3, 4, dtype=torch.float32)
     program = torch.export.export(net, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
@@ -192,9 +192,12 @@ def test_an_exported_program_runs_where_the_kernels_are_not(chosen, monkeypatch)
     assert called[:2] == ["aten.linear.default", "normscope.pointwise.default"]
     assert set(called[2:]) <= {"aten._assert_tensor_metadata.default", "aten.to.dtype"}  # to the dtype that it has
     monkeypatch.undo()
+    kept = tmp_path / "program.pt2"
+    torch.export.save(program, kept)
     for rows in (3, 11):
         x = values(rows, 4, dtype=torch.float32)
-        torch.testing.assert_close(program.module()(x), net(x), rtol=1e-6, atol=1e-6)
+        for one in (program, torch.export.load(kept)):
+            torch.testing.assert_close(one.module()(x), net(x), rtol=1e-6, atol=1e-6)
 
 
 def test_autocast_changes_nothing(monkeypatch):
