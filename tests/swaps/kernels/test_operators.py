@@ -136,6 +136,20 @@ def test_gradients_are_those_of_autograd(curve, name, each):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)  # a sum of 24 float64 in another order
 
 
+def test_gradients_of_parameters_are_in_their_dtypes_and_summed_in_float64():
+    x, (alpha, *_) = torch.ones(3, 1), parameters(torch.float32, needed=False)
+    weight, bias = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.bfloat16)
+    dy = torch.tensor([[2.0**25], [1.0], [-(2.0**25)]])  # of which float32 loses the one
+    given = (dy, x, alpha, None, weight, bias, "tanh", 0, True, True)
+    _, _, _, by_weight, by_bias = made = operators.pointwise_backward(*given)
+    assert by_bias.item() == 1
+    # The two large products are each other's opposites, rounded alike: what is left is the small one.
+    torch.testing.assert_close(by_weight, alpha.tanh().double(), rtol=2.0**-20, atol=0)
+    with FakeTensorMode() as mode:
+        faked = operators.pointwise_backward(*(mode.from_tensor(one) if torch.is_tensor(one) else one for one in given))
+    assert [one.dtype for one in made] == [one.dtype for one in faked]
+
+
 @everywhere
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("dynamic", [False, True])
