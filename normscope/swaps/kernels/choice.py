@@ -27,7 +27,8 @@ def by_kernels(curve: str, device: torch.device, dtype: torch.dtype) -> bool:
     variable ``NORMSCOPE_KERNELS`` overrides this: ``eager`` for plain torch everywhere, ``triton`` for the kernels
     alone. The straight line, which benchmarks measure the others by, is plain torch's whatever it says, and what
     torch.func transforms (vmap, grad, …) is where the variable says nothing. torch.compile reads the variable
-    when it compiles: what is changed later changes nothing in what is compiled already.
+    when it compiles, and compiles anew where it has changed since; but where it was not set then, what is set later
+    changes nothing in what is compiled already.
 
     Args:
         curve: its name.

@@ -45,7 +45,7 @@ class Tiling:
 
 
 FORWARD = Tiling(warps=4, loads=8)
-BACKWARD = Tiling(warps=4, loads=1, steps=4, per_multiprocessor=4, registers=128)  # of 65,536 for 4 · 4 · 32 threads
+BACKWARD = Tiling(warps=4, loads=1, steps=4, per_multiprocessor=3, registers=168)  # of 65,536 for 3 · 4 · 32 threads
 ADDED = {"tile": 4096, "block_channels": 64}
 ADDING: dict[str, int | None] = {"num_warps": 4}
 

@@ -39,13 +39,13 @@ def pointwise(x: Tensor, function: Function, own: Parameters, behind: int) -> Te
         UsageError: if x would have to grow to the parameters' shape.
     """
     inside = torch.promote_types(x.dtype, torch.float32)
-    there = own.along(behind).each(lambda part: part.to(inside))
-    u = there.alpha * x.to(inside)
+    there = own.along(behind)
+    u = there.alpha.to(inside) * x.to(inside)
     if there.shift is not None:
-        u = u + there.shift
-    y = there.weight * function(u)
+        u = u + there.shift.to(inside)
+    y = there.weight.to(inside) * function(u)
     if there.bias is not None:
-        y = y + there.bias
+        y = y + there.bias.to(inside)
     if y.shape != x.shape:
         own.channel_axes(x, behind)
         y = y.reshape(x.shape)  # where parameters of one number have more axes than x

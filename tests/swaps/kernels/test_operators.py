@@ -136,6 +136,20 @@ def test_gradients_are_those_of_autograd(curve, name, each):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)  # a sum of 24 float64 in another order
 
 
+def test_gradients_of_parameters_are_in_their_dtypes_and_summed_in_float64():
+    x, (alpha, *_) = torch.ones(3, 1), parameters(torch.float32, needed=False)
+    weight, bias = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.bfloat16)
+    dy = torch.tensor([[2.0**25], [1.0], [-(2.0**25)]])  # of which float32 loses the one
+    given = (dy, x, alpha, None, weight, bias, "tanh", 0, True, True)
+    _, _, _, by_weight, by_bias = made = operators.pointwise_backward(*given)
+    assert by_bias.item() == 1
+    # The two large products are each other's opposites, rounded alike: what is left is the small one.
+    torch.testing.assert_close(by_weight, alpha.tanh().double(), rtol=2.0**-20, atol=0)
+    with FakeTensorMode() as mode:
+        faked = operators.pointwise_backward(*(mode.from_tensor(one) if torch.is_tensor(one) else one for one in given))
+    assert [one.dtype for one in made] == [one.dtype for one in faked]
+
+
 @everywhere
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -184,7 +198,7 @@ def test_one_graph_serves_every_size(chosen, axis):
     ]
 
 
-def test_an_exported_program_runs_where_the_kernels_are_not(chosen, monkeypatch):
+def test_an_exported_program_runs_where_the_kernels_are_not(chosen, monkeypatch, tmp_path):
     net = nn.Sequential(nn.Linear(4, C), DyISRU(C))
     x = values(3, 4, dtype=torch.float32)
     program = torch.export.export(net, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
@@ -192,9 +206,12 @@ def test_an_exported_program_runs_where_the_kernels_are_not(chosen, monkeypatch)
     assert called[:2] == ["aten.linear.default", "normscope.pointwise.default"]
     assert set(called[2:]) <= {"aten._assert_tensor_metadata.default", "aten.to.dtype"}  # to the dtype that it has
     monkeypatch.undo()
+    kept = tmp_path / "program.pt2"
+    torch.export.save(program, kept)
     for rows in (3, 11):
         x = values(rows, 4, dtype=torch.float32)
-        torch.testing.assert_close(program.module()(x), net(x), rtol=1e-6, atol=1e-6)
+        for one in (program, torch.export.load(kept)):
+            torch.testing.assert_close(one.module()(x), net(x), rtol=1e-6, atol=1e-6)
 
 
 def test_autocast_changes_nothing(monkeypatch):
