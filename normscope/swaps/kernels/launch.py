@@ -112,7 +112,9 @@ def backward_launches(
     constants = _constants(layout, BACKWARD, x.dtype)
     blocks = triton.cdiv(layout.channels, constants["block_channels"])
     tiles = triton.cdiv(layout.others, constants["block_others"])
-    steps = triton.cdiv(tiles, triton.cdiv(tiles, BACKWARD.steps))  # as many as it may be, spread evenly over the runs
+    # Where each element is loaded by itself, its addresses take the registers of half of the steps.
+    most = BACKWARD.steps if constants["multiple"] > 1 else BACKWARD.steps // 2
+    steps = triton.cdiv(tiles, triton.cdiv(tiles, most))  # spread evenly over the runs
     runs = triton.cdiv(tiles, steps) * layout.outers
     at_once = multiprocessors(x.device) * BACKWARD.per_multiprocessor
     programs = min(runs, max(1, at_once // blocks))  # one more would begin when all others end
