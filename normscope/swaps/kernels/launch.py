@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from normscope.swaps.kernels import loops
@@ -82,8 +81,8 @@ def forward_launch(x: Tensor, y: Tensor, own: Parameters, layout: Layout, curve:
         curve: ``tanh``, ``isru`` or ``erf``.
     """
     constants = _constants(layout, FORWARD, x.dtype)
-    blocks = triton.cdiv(layout.channels, constants["block_channels"])
-    tiles = triton.cdiv(layout.others, constants["block_others"])
+    blocks = _parts(layout.channels, constants["block_channels"])
+    tiles = _parts(layout.others, constants["block_others"])
     arguments = {
         **{"x": x, "y": y}, **vars(own), **_sizes(layout, "x y", constants["multiple"]),
         **_each(own), **constants, "curve": curve,
@@ -109,34 +108,34 @@ def backward_launches(
         layout: of dy, x and the gradient by x; where that is not wanted, of x a second time.
         curve: as of :func:`forward_launch`.
     """
-    constants = _constants(layout, BACKWARD, x.dtype)
-    blocks = triton.cdiv(layout.channels, constants["block_channels"])
-    tiles = triton.cdiv(layout.others, constants["block_others"])
+    constants, each = _constants(layout, BACKWARD, x.dtype), _each(own)
+    blocks = _parts(layout.channels, constants["block_channels"])
+    tiles = _parts(layout.others, constants["block_others"])
     # Where each element is loaded by itself, its addresses take the registers of half of the steps.
     most = BACKWARD.steps if constants["multiple"] > 1 else BACKWARD.steps // 2
-    steps = triton.cdiv(tiles, triton.cdiv(tiles, most))  # spread evenly over the runs
-    runs = triton.cdiv(tiles, steps) * layout.outers
+    steps = _parts(tiles, _parts(tiles, most))  # spread evenly over the runs
+    runs = _parts(tiles, steps) * layout.outers
     at_once = multiprocessors(x.device) * BACKWARD.per_multiprocessor
     programs = min(runs, max(1, at_once // blocks))  # one more would begin when all others end
     slots = {
         name: None
         if getattr(gradients, name) is None
-        else x.new_empty(programs * (layout.channels if _each(own)[f"{name}_each"] else blocks), dtype=torch.float32)
+        else x.new_empty(programs * (layout.channels if each[f"{name}_each"] else blocks), dtype=torch.float32)
         for name in vars(own)
     }
     named_slots = {f"{name}_slots": slot for name, slot in slots.items()}
     arguments = {
         **{"dy": dy, "x": x, "dx": gradients.x, "alpha": own.alpha, "shift": own.shift, "weight": own.weight},
         **named_slots, **_sizes(layout, "dy x dx", constants["multiple"]), "programs": programs,
-        **_each(own), **constants, "curve": curve, "steps": steps,
+        **each, **constants, "curve": curve, "steps": steps,
     }  # fmt: skip
     launches = [Launch(loops.backward, (programs * blocks,), arguments, BACKWARD.options)]
     if any(slot is not None for slot in slots.values()):
-        columns = triton.cdiv(layout.channels, ADDED["block_channels"]) if any(_each(own).values()) else 1
+        columns = _parts(layout.channels, ADDED["block_channels"]) if any(each.values()) else 1
         adding = {
             **named_slots, **{name: getattr(gradients, name) for name in slots},
             "programs": programs, "slots_in_all": programs * blocks, "channels": layout.channels,
-            **_each(own), **ADDED,
+            **each, **ADDED,
         }  # fmt: skip
         launches.append(Launch(loops.add_slots, (columns, len(slots)), adding, ADDING))
     return launches
@@ -145,6 +144,16 @@ def backward_launches(
 def _each(own: Parameters) -> dict[str, bool]:
     """Say which parameters hold one number a channel."""
     return {f"{name}_each": part is not None and part.numel() > 1 for name, part in vars(own).items()}
+
+
+def _parts(number: int, size: int) -> int:
+    """Return how many parts of a size there are; triton.cdiv, asked ten times in a backward pass, takes 2 µs each."""
+    return -(-number // size)
+
+
+def _power_of_2(number: int) -> int:
+    """Return the least power of two that is no smaller."""
+    return 1 << (number - 1).bit_length()
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -184,10 +193,10 @@ def tile(width: int, height: int, elements: int, most: int) -> tuple[int, int]:
     >>> tile(width=5, height=1000, elements=8192, most=256), tile(10**6, 1, 8192, 256)
     ((1024, 8), (1, 8192))
     """
-    columns = min((most, most // 2), key=lambda columns: triton.cdiv(width, columns) * columns)
-    all_columns = triton.next_power_of_2(max(width, 2))
+    columns = min((most, most // 2), key=lambda columns: _parts(width, columns) * columns)
+    all_columns = _power_of_2(max(width, 2))
     columns = min(columns, all_columns)
-    rows = min(triton.next_power_of_2(height), elements // columns)
+    rows = min(_power_of_2(height), elements // columns)
     return rows, max(columns, min(all_columns, elements // rows))
 
 
