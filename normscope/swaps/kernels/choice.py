@@ -83,7 +83,7 @@ def _why_not(curve: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _why_not_on(device: torch.device) -> str:
-    if find_spec("triton") is None:
+    if not _with_triton():
         return "Triton is not installed"
     if device.type == "cpu" and not interpreted():
         return "the input is in the CPU's memory, where only Triton's interpreter runs them (TRITON_INTERPRET=1)"
@@ -97,6 +97,11 @@ def _why_not_on(device: torch.device) -> str:
 # torch.compile cannot follow it, and need not: it does not change. This is what torch.compiler.assume_constant_result
 # sets, which would import the compiler, and Triton with it, for those too who compile nothing.
 _why_not_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _with_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def interpreted() -> bool:

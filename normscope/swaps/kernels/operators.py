@@ -41,11 +41,11 @@ def pointwise(
     tensor([[ 0.6000, -2.0000]])
     """
     own = Parameters(alpha, shift, weight, bias)
-    own.channel_axes(x, behind)
     if by_kernels(curve, x.device, x.dtype):
         from normscope.swaps.kernels import fused
 
         return fused.forward(x, own, curve, behind)
+    own.channel_axes(x, behind)
     return torch.empty_like(x).copy_(reference.pointwise(x, CURVES[curve].function, own, behind))
 
 
@@ -83,13 +83,14 @@ def pointwise_backward(
         UsageError: as there; if dy is not of x's shape; and where a second derivative is asked for.
     """
     own = Parameters(alpha, shift, weight, bias)
-    _check_backward(dy, x, own, behind)
+    _check_shape(dy, x)
     made: tuple[Tensor | None, ...]
     if by_kernels(curve, x.device, x.dtype):
         from normscope.swaps.kernels import fused
 
         made = fused.backward(dy, x, own, curve, behind, of_input, of_parameters)
     else:
+        own.channel_axes(x, behind)
         f, derivative = CURVES[curve].function, CURVES[curve].derivative
         dx, *others = reference.pointwise_backward(dy, x, f, derivative, own, behind)
         # An operator returns none of its inputs, and of one row of float64 the gradient by the bias is dy itself.
@@ -123,15 +124,15 @@ def _(
     of_input: bool,
     of_parameters: bool,
 ) -> list[Tensor]:
-    _check_backward(dy, x, Parameters(alpha, shift, weight, bias), behind)
+    _check_shape(dy, x)
+    Parameters(alpha, shift, weight, bias).channel_axes(x, behind)
     parameters = (alpha, shift, weight, bias)
     made = [torch.empty_like(x) if of_input else x.new_empty(0)]
     made += [x.new_empty(0) if part is None or not of_parameters else part.new_empty(part.shape) for part in parameters]
     return made
 
 
-def _check_backward(dy: Tensor, x: Tensor, own: Parameters, behind: int) -> None:
-    own.channel_axes(x, behind)
+def _check_shape(dy: Tensor, x: Tensor) -> None:
     if dy.shape != x.shape or dy.device != x.device:
         given, expected = (f"{tuple(tensor.shape)} on {tensor.device}" for tensor in (dy, x))
         raise UsageError(f"A gradient of {given} is not that of an output of {expected}.")

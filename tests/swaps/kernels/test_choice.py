@@ -76,7 +76,7 @@ def test_on_cuda_plain_torch_has_the_rest(ampere, monkeypatch):
     monkeypatch.setattr(choice, "_capability", lambda device: (7, 5))
     assert not OWN & set(called("tanh", torch.float32, "cuda"))
     monkeypatch.setattr(choice, "_capability", lambda device: (9, 0))
-    monkeypatch.setattr(choice, "find_spec", lambda name: None)
+    monkeypatch.setattr(choice, "_with_triton", lambda: False)
     assert not OWN & set(called("tanh", torch.float32, "cuda"))
     monkeypatch.undo()
     monkeypatch.setattr(choice, "_capability", lambda device: (9, 4))
@@ -137,7 +137,7 @@ ASK = f"Unset it, or say {VARIABLE}=eager."
         ("softsign", CUDA, torch.float32, {}, "there is no kernel for the curve softsign, only for tanh, isru, erf"),
         ("free", CUDA, torch.float32, {}, "there is no kernel for the curve free, only for tanh, isru, erf"),
         ("tanh", CUDA, torch.float64, {}, "no kernel takes an input of torch.float64"),
-        ("tanh", CUDA, torch.float32, {"find_spec": lambda name: None}, "Triton is not installed"),
+        ("tanh", CUDA, torch.float32, {"_with_triton": lambda: False}, "Triton is not installed"),
         ("tanh", CPU, torch.float32, {}, "the input is in the CPU's memory, where only Triton's interpreter runs them"),
         ("tanh", torch.device("mps"), torch.float32, {}, "written for NVIDIA GPUs, and the input is on mps"),
         ("tanh", torch.device("meta"), torch.float32, {}, "written for NVIDIA GPUs, and the input is on meta"),
