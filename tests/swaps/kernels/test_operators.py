@@ -1,14 +1,8 @@
-"""The operators in what torch does with operators: opcheck, autograd, compilation, export, autocast, vmap.
-
-Run as a script, in Triton's interpreter, this file sends the kernels themselves through opcheck and a compiled graph.
-"""
+"""The operators in what torch does with operators: opcheck, autograd, autocast, copies, vmap."""
 
 import copy
-import os
 import pickle
 import re
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
@@ -22,7 +16,7 @@ from torch.library import opcheck
 from normscope.errors import UsageError
 from normscope.swaps import pointwise as module
 from normscope.swaps.kernels import operators
-from normscope.swaps.pointwise import Derf, DyISRU, DyT, PointwiseFunction
+from normscope.swaps.pointwise import Derf, DyT, PointwiseFunction
 
 CURVES = {"tanh": torch.tanh, "isru": lambda u: u / (1 + u * u).sqrt(), "erf": torch.erf}
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -64,12 +58,6 @@ def plain(x, alpha, shift, weight, bias, curve, behind):
     )
     y = weight * CURVES[curve](alpha * x + (0 if shift is None else shift))
     return y if bias is None else y + bias
-
-
-@pytest.fixture
-def chosen(monkeypatch):
-    """Modules take the operator, which computes in plain torch where there is no GPU."""
-    monkeypatch.setattr(module, "by_kernels", lambda curve, *_: curve in CURVES)
 
 
 @everywhere
@@ -148,70 +136,6 @@ def test_gradients_of_parameters_are_in_their_dtypes_and_summed_in_float64():
     with FakeTensorMode() as mode:
         faked = operators.pointwise_backward(*(mode.from_tensor(one) if torch.is_tensor(one) else one for one in given))
     assert [one.dtype for one in made] == [one.dtype for one in faked]
-
-
-@everywhere
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_network_compiles_into_one_graph(chosen, curve, backend, dynamic):
-    torch._dynamo.reset()
-    net = nn.Sequential(nn.Linear(4, C), PointwiseFunction(curve, C, shift=0.1), nn.GELU(), nn.Linear(C, 3))
-    held_against_eager(net, torch.compile(net, fullgraph=True, backend=backend, dynamic=dynamic), dynamic, 4)
-
-
-def held_against_eager(net, compiled, dynamic: bool, width: int) -> None:
-    for rows in (3, 8, 5) if dynamic else (3,):
-        x = values(rows, width, dtype=torch.float32).requires_grad_()
-        both = []
-        for called in (net, compiled):
-            y = called(x)
-            both.append((y, *torch.autograd.grad(y.square().sum(), (x, *net.parameters()))))
-        for one, other in zip(*both, strict=True):
-            # float32 sums of some tens of terms of order 1, which compilers may take in another order.
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
-def test_inductor_compiles_it_with_any_batch(chosen):
-    torch._dynamo.reset()
-    net = nn.Sequential(DyT(C), nn.GELU())
-    with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
-        held_against_eager(net, torch.compile(net, fullgraph=True, dynamic=True), True, C)
-
-
-@pytest.mark.parametrize("axis", [-1, 1])
-def test_one_graph_serves_every_size(chosen, axis):
-    torch._dynamo.reset()
-    graphs = []
-
-    def seen(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    layer = Derf(C, channel_axis=axis)
-    compiled = torch.compile(layer, fullgraph=True, backend=seen, dynamic=True)
-    for size in (3, 4, 7):
-        x = values(*((size, 5, C) if axis == -1 else (size, C, 5, size)), dtype=torch.float32)
-        torch.testing.assert_close(compiled(x), layer(x), rtol=0, atol=0)
-    assert len(graphs) == 1
-    assert [node.target for node in graphs[0].graph.nodes if "pointwise" in str(node.target)] == [
-        torch.ops.normscope.pointwise.default
-    ]
-
-
-def test_an_exported_program_runs_where_the_kernels_are_not(chosen, monkeypatch, tmp_path):
-    net = nn.Sequential(nn.Linear(4, C), DyISRU(C))
-    x = values(3, 4, dtype=torch.float32)
-    program = torch.export.export(net, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
-    called = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-    assert called[:2] == ["aten.linear.default", "normscope.pointwise.default"]
-    assert set(called[2:]) <= {"aten._assert_tensor_metadata.default", "aten.to.dtype"}  # to the dtype that it has
-    monkeypatch.undo()
-    kept = tmp_path / "program.pt2"
-    torch.export.save(program, kept)
-    for rows in (3, 11):
-        x = values(rows, 4, dtype=torch.float32)
-        for one in (program, torch.export.load(kept)):
-            torch.testing.assert_close(one.module()(x), net(x), rtol=1e-6, atol=1e-6)
 
 
 def test_autocast_changes_nothing(monkeypatch):
@@ -345,42 +269,3 @@ def test_second_derivatives_are_plain_torchs(monkeypatch, curve):
     [slope] = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
     with pytest.raises(UsageError, match=r"no second derivative.*NORMSCOPE_KERNELS=eager"):
         torch.autograd.grad(slope.square().sum(), x)
-
-
-def test_the_kernels_themselves_in_a_compiled_graph():
-    pytest.importorskip("triton", reason="Triton is made for Linux alone")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "NORMSCOPE_KERNELS": "triton"}
-    subprocess.run([sys.executable, __file__], env=environment, check=True)
-
-
-def in_the_interpreter() -> None:
-    for curve in CURVES:
-        net = nn.Sequential(nn.Linear(4, C), PointwiseFunction(curve, C, alpha=0.7, shift=0.1), nn.Linear(C, 3))
-        with mock.patch("normscope.swaps.kernels.launch.Launch.run", autospec=True, side_effect=RUN) as launched:
-            held_against_float64(net, torch.compile(net, fullgraph=True, backend="aot_eager", dynamic=True))
-            assert launched.call_count == 3  # forward, backward, and what adds up
-            net.requires_grad_(False)
-            net(values(3, 4).float().requires_grad_()).sum().backward()
-            assert launched.call_count == 5  # with nothing to add up
-    x = values(2, C, 3).float().requires_grad_()
-    opcheck(operators.pointwise, (x, *parameters(torch.float32), "isru", 1))
-
-
-def held_against_float64(net, compiled) -> None:
-    x = values(3, 4).float().requires_grad_()
-    y = compiled(x)
-    ours = (y, *torch.autograd.grad(y.square().sum(), (x, *net.parameters())))
-    with mock.patch.dict(os.environ, {"NORMSCOPE_KERNELS": "eager"}):
-        exact, x = copy.deepcopy(net).double(), x.detach().double().requires_grad_()
-        y = exact(x)
-        truth = (y, *torch.autograd.grad(y.square().sum(), (x, *exact.parameters())))
-    for one, other in zip(ours, truth, strict=True):
-        # float32 through three layers and their gradients, of order 1.
-        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
-
-
-if __name__ == "__main__":
-    from normscope.swaps.kernels.launch import Launch
-
-    RUN = Launch.run
-    in_the_interpreter()
