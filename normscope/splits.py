@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from normscope.batches import Batch, Sample, as_batches
 from normscope.errors import DataError, count
+from normscope.shares import Chunk, LeftOut, Share
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +22,15 @@ _Key = tuple[str, str | int]
 
 
 class Inputs(Protocol):
-    """Batches that say what they are; iterating again gives the same batches again."""
+    """Batches that say what they are; iterating again gives the same batches again.
+
+    Attributes:
+        batch_size: how many inputs are read together, at most. Setting it changes what comes next.
+        left_out: what the latest iteration could not read, or has cut.
+    """
+
+    batch_size: int
+    left_out: LeftOut
 
     @property
     def description(self) -> str:
@@ -31,8 +40,18 @@ class Inputs(Protocol):
     def n_samples(self) -> int | None:
         """How many samples there are at most; None where only iterating would tell."""
 
+    @property
+    def n_inputs(self) -> int | None:
+        """How many inputs there are; None where only iterating would tell."""
+
     def __iter__(self) -> Iterator[Batch]:
-        """Yield batches."""
+        """Yield all batches; DataError at the end where there was none."""
+
+    def chunks(self, share: Share) -> Iterator[Chunk]:
+        """Yield the chunks of one process's share, and note in ``left_out`` what of them could not be read."""
+
+    def first_sample(self) -> Batch:
+        """Return the first sample that can be read, whoever's share it is in; DataError where there is none."""
 
 
 @dataclass(frozen=True)
