@@ -39,6 +39,16 @@ class DeviceError(NormscopeError):
     exit_status = 5
 
 
+class MemoryEndedError(DeviceError):
+    """A forward pass takes more memory than there is."""
+
+
+class StoppedError(NormscopeError):
+    """The user, or the system, asked a run to stop, and it did so between two batches."""
+
+    exit_status = 130
+
+
 def unknown(what: str, value: str, choices: Iterable[str]) -> str:
     """Say that ``value`` is no known ``what``, with the nearest choices.
 

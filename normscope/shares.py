@@ -91,6 +91,11 @@ class Done:
         return self._flags.count(1)
 
     @property
+    def numbers(self) -> Iterator[int]:
+        """Yield the inputs that have been taken, in the order of their numbers."""
+        return (number for number, flag in enumerate(self._flags) if flag)
+
+    @property
     def flags(self) -> bytes:
         """Return one byte for each input up to the last that was taken: 1 or 0."""
         return bytes(self._flags)

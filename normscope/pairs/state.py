@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from normscope.batches import Batch
-from normscope.errors import ModelError, NormscopeError
+from normscope.errors import MemoryEndedError, ModelError, NormscopeError, count
+
+_ALLOCATORS = ("DefaultCPUAllocator", "MPS backend out of memory", "CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 @contextlib.contextmanager
@@ -36,16 +38,31 @@ def run(model: nn.Module, batch: Batch) -> Any:
     """Run the model on a batch, and return what it gives.
 
     Raises:
-        ModelError: if the model itself raises.
+        MemoryEndedError: if memory ends meanwhile.
+        ModelError: if the model itself raises anything else.
     """
     try:
         return model(*batch.args, **batch.kwargs)
     except NormscopeError:  # of a hook
         raise
     except Exception as error:
-        line = str(error).strip().partition("\n")[0].rstrip(".")
-        shapes = [tuple(value.shape) for value in (*batch.args, *batch.kwargs.values()) if isinstance(value, Tensor)]
-        raise ModelError(
-            f"{type(model).__name__} raised {type(error).__name__} on inputs of the shapes "
-            f"{', '.join(map(str, shapes)) or '(none)'}: {line or 'without saying why'}."
-        ) from error
+        if not memory_ended(error):
+            line = str(error).strip().partition("\n")[0].rstrip(".")
+            tensors = [value for value in (*batch.args, *batch.kwargs.values()) if isinstance(value, Tensor)]
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+            raise ModelError(
+                f"{type(model).__name__} raised {type(error).__name__} on inputs of the shapes {shapes or '(none)'}: "
+                f"{line or 'without saying why'}."
+            ) from error
+    # Behind the handler: the error's traceback holds the tensors of every frame, and with them the memory.
+    raise MemoryEndedError(
+        f"{type(model).__name__} takes more memory with {count(len(batch.samples), 'sample')} in a batch than there "
+        "is. Take smaller batches, another device, or a smaller --dtype."
+    )
+
+
+def memory_ended(error: BaseException) -> bool:
+    """Return whether an allocation failed: on a GPU, whose error has a type of its own, or on the CPU or MPS."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _ALLOCATORS)

@@ -32,6 +32,7 @@ from normscope.pairs.sampling import (
 from normscope.pairs.tokens import Lines, Run, Tokens
 
 _NOBODY = (Sample("tokens of no sample", 0, -1),)
+_SUMS = ("moments", "density", "channel_sums", "token_offsets", "token_scales", "nonfinite_tokens")
 _OPTIONAL = ("gamma_moments", "channel_moments")
 
 
@@ -205,27 +206,31 @@ class PairStats:
             if (getattr(self, name) is None) != (getattr(other, name) is None):
                 raise DataError(f"Cannot merge sums with {name} and sums without; capture both alike.")
         sources = self.sources.merged(other.sources)
+        mine, theirs = self.regrouped(sources), other.regrouped(sources)
         low, high = torch.stack([self.channel_extremes, other.channel_extremes]).unbind(1)
-        return PairStats(
-            moments=self._regrouped(self.moments, sources) + other._regrouped(other.moments, sources),
-            density=self.density + other.density,
-            channel_sums=self.channel_sums + other.channel_sums,
+        return replace(
+            mine,
+            **{name: own + getattr(theirs, name) for name, own in mine.sums.items()},
             channel_extremes=torch.stack([low.amin(0), high.amax(0)]),
-            token_offsets=self.token_offsets + other.token_offsets,
-            token_scales=self.token_scales + other.token_scales,
-            nonfinite_tokens=self.nonfinite_tokens + other.nonfinite_tokens,
             tokens=self.tokens.with_more(other.tokens, UNIFORM_TOKENS),
             largest=self.largest.with_more(other.largest, LARGEST_TOKENS),
             pairs=self.pairs.merged(other.pairs),
+        )
+
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """Return everything of which the sums over two sets of pairs are the sums of both, by name."""
+        every = {name: getattr(self, name) for name in (*_SUMS, *_OPTIONAL)}
+        return {name: own for name, own in every.items() if own is not None}
+
+    def regrouped(self, sources: SourcesSeen) -> PairStats:
+        """Return the same sums with their folds grouped as they are where ``sources`` have been seen."""
+        gamma = self.gamma_moments
+        return replace(
+            self,
+            moments=self._regrouped(self.moments, sources),
+            gamma_moments=None if gamma is None else self._regrouped(gamma, sources),
             sources=sources,
-            seed=self.seed,
-            grouped=self.grouped,
-            gamma_moments=None
-            if self.gamma_moments is None or other.gamma_moments is None
-            else self._regrouped(self.gamma_moments, sources) + other._regrouped(other.gamma_moments, sources),
-            channel_moments=None
-            if self.channel_moments is None or other.channel_moments is None
-            else self.channel_moments + other.channel_moments,
         )
 
     def cpu(self) -> PairStats:

@@ -1,0 +1,196 @@
+"""Shards in, one capture out: what processes that torchrun started tell one another, through torch.distributed.
+
+Nothing is pickled: texts travel as bytes in tensors. Every rank has the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from normscope.errors import DataError
+from normscope.pairs.folds import SourcesSeen
+from normscope.pairs.recorder import Recorder, Seen
+from normscope.pairs.sampling import LARGEST_TOKENS, UNIFORM_TOKENS, PairSample, TokenSample
+from normscope.pairs.sites import SkippedNorm
+from normscope.pairs.stats import PairStats
+from normscope.processes import Place
+from normscope.shares import LeftOut
+
+# Ranks wait for the slowest, whose share of recordings may be the longest; a lost one is torchrun's to notice.
+_PATIENCE = timedelta(days=7)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that divide a capture among them.
+
+    Attributes:
+        rank: number of this one.
+        size: how many there are.
+        device: where tensors that are told to the others lie.
+    """
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device | str = "cpu"
+
+    def gathered(self, tensor: Tensor) -> list[Tensor]:
+        """Return every rank's tensor, in the order of ranks; they may differ in size along axis 0 alone."""
+        if self.size == 1:
+            return [tensor]
+        own = tensor.to(self.device).contiguous()
+        lengths = [torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor(len(own), device=self.device))
+        longest = max(int(length) for length in lengths)
+        padded = own.new_zeros(longest, *own.shape[1:])
+        padded[: len(own)] = own
+        everyone = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(everyone, padded)
+        return [one[: int(length)].to(tensor.device) for one, length in zip(everyone, lengths, strict=True)]
+
+    def told(self, message: Any) -> list[Any]:
+        """Return every rank's message, anything that JSON holds, in the order of ranks."""
+        if self.size == 1:
+            return [message]
+        text = json.dumps(message).encode("utf-8", "surrogateescape")
+        everyone = self.gathered(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        return [json.loads(one.cpu().numpy().tobytes().decode("utf-8", "surrogateescape")) for one in everyone]
+
+    def from_first(self, flags: bytes) -> bytes:
+        """Return what rank 0 has."""
+        own = torch.frombuffer(bytearray(flags), dtype=torch.uint8) if flags else torch.zeros(0, dtype=torch.uint8)
+        return self.gathered(own if self.rank == 0 else own[:0])[0].cpu().numpy().tobytes()
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """Return the sum of every rank's tensor, in its memory layout."""
+        return self._reduced(tensor, dist.ReduceOp.SUM)
+
+    def least(self, tensor: Tensor) -> Tensor:
+        """Return, element by element, the smallest of every rank's tensor."""
+        return self._reduced(tensor, dist.ReduceOp.MIN)
+
+    def merged(self, stats: PairStats) -> PairStats:
+        """Return the sums over the pairs of all ranks: what :meth:`PairStats.merge` of them gives, by all-reduce."""
+        if self.size == 1:
+            return stats
+        seen = [SourcesSeen(**one) for one in self.told(asdict(stats.sources))]
+        own = stats.regrouped(functools.reduce(SourcesSeen.merged, seen))
+        low, high = own.channel_extremes.unbind(0)
+        return replace(
+            own,
+            **{name: self.total(value) for name, value in own.sums.items()},
+            channel_extremes=torch.stack([self.least(low), -self.least(-high)]),
+            tokens=self._tokens(own.tokens, UNIFORM_TOKENS),
+            largest=self._tokens(own.largest, LARGEST_TOKENS),
+            pairs=self._pairs(own.pairs),
+        )
+
+    def _reduced(self, tensor: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.size == 1:
+            return tensor
+        # In memory the moments of a bin lie together, which is contiguous with its last two axes exchanged.
+        turned = tensor.ndim > 1 and not tensor.is_contiguous()
+        sent = (tensor.mT if turned else tensor).to(self.device).contiguous().clone()
+        dist.all_reduce(sent, how)
+        received = sent.to(tensor.device)
+        return received.mT if turned else received
+
+    def _tokens(self, sample: TokenSample, capacity: int) -> TokenSample:
+        kept = sample.kept()
+        columns = [self.gathered(getattr(kept, field.name)) for field in fields(TokenSample)]
+        everyone = [TokenSample(*own) for own in zip(*columns, strict=True)]
+        return functools.reduce(lambda one, other: one.with_more(other, capacity), everyone)
+
+    def _pairs(self, sample: PairSample) -> PairSample:
+        """Return, place by place, the pair of least key; of equal keys that of the lowest rank."""
+        key = self.least(sample.key)
+        claim = torch.where(sample.filled & (sample.key == key), self.rank, self.size)
+        mine = (self.least(claim) == self.rank) & (claim == self.rank)
+        values = {name: getattr(sample, name) for name in ("x", "y", "channel")}
+        return PairSample(key, **{name: self.total(own.where(mine, 0)) for name, own in values.items()})
+
+
+ALONE = Ranks()
+
+
+@contextlib.contextmanager
+def joined(place: Place, device: torch.device) -> Iterator[Ranks]:
+    """Join the processes that torchrun started, meanwhile; alone where it started none.
+
+    Args:
+        place: of this process.
+        device: where its network runs: tensors on CUDA travel by nccl, all others by gloo.
+    """
+    if place.alone:
+        yield ALONE
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
+    try:
+        yield Ranks(place.rank, place.ranks, device if device.type == "cuda" else torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+
+
+def merge_seen(recorder: Recorder, ranks: Ranks) -> None:
+    """Give the recorder what all ranks have seen, in place of its own share.
+
+    Args:
+        recorder: of this rank; all observe the same sites.
+        ranks: all of them.
+    """
+    if ranks.size == 1:
+        return
+    own = recorder.seen
+    named = {part: list(stats) for part, stats in own.stats.items()}
+    told = ranks.told({"named": named, "samples": own.n_samples, "late": [asdict(norm) for norm in own.late.values()]})
+    sites = {site.name: site for site in recorder.sites}
+    wanted = _union([one["named"] for one in told])
+    stats: dict[str, dict[str, PairStats]] = {}
+    for part, names in wanted.items():
+        mine = own.stats.get(part, {})
+        stats[part] = {name: ranks.merged(mine.get(name) or recorder.empty(sites[name], torch.device(ranks.device))) for name in names}
+    late = [SkippedNorm(**norm) for one in told for norm in one["late"]]
+    recorder.seen = Seen(
+        stats, sum((Counter(one["samples"]) for one in told), Counter()), {norm.name: norm for norm in late}
+    )
+
+
+def merge_left_out(left_out: LeftOut, ranks: Ranks) -> LeftOut:
+    """Return what all ranks left out."""
+    merged = LeftOut()
+    for one in ranks.told({"unreadable": list(left_out.unreadable.items()), "cut": left_out.cut}):
+        merged.add(LeftOut(dict(one["unreadable"]), one["cut"]))
+    return merged
+
+
+def _union(named: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
+    """Return all parts and sites that any rank has, in one order."""
+    union: dict[str, dict[str, None]] = {}
+    for one in named:
+        for part, names in one.items():
+            union.setdefault(part, {}).update(dict.fromkeys(names))
+    return {part: list(names) for part, names in union.items()}
+
+
+def check_alike(ranks: Ranks, settings: Mapping[str, Any]) -> None:
+    """Refuse ranks that were asked for different things; DataError on all of them."""
+    for rank, other in enumerate(ranks.told(dict(settings))):
+        differing = [name for name, value in settings.items() if other.get(name) != json.loads(json.dumps(value))]
+        if differing:
+            raise DataError(
+                f"Rank {rank} sees another {differing[0]} than rank {ranks.rank}: {other.get(differing[0])!r:.80}, not "
+                f"{settings[differing[0]]!r:.80}. All hosts need the same files and the same options."
+            )

@@ -1,0 +1,266 @@
+"""The hooks' side of a capture: which batch is running, and the sums of each site, for each part of the data."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normscope.batches import Batch
+from normscope.errors import DataError, MemoryEndedError, count
+from normscope.pairs.captures import Capture, versions
+from normscope.pairs.kinds import NormKind
+from normscope.pairs.layouts import batch_axis, token_axes
+from normscope.pairs.sites import NormSite, SkippedNorm
+from normscope.pairs.state import run
+from normscope.pairs.stats import PairStats
+from normscope.pairs.trace import NormReport, input_of
+from normscope.pairs.verify import check
+
+logger = logging.getLogger(__name__)
+
+Observer = Callable[[NormSite, Tensor, Tensor], None]
+
+
+@dataclass
+class Seen:
+    """What has been summed up so far.
+
+    Attributes:
+        stats: the sums of each site, by part of the data and name of the site; the part is empty where it has no name.
+        n_samples: number of samples by part.
+        late: norms that the first sample did not call and a later one did.
+    """
+
+    stats: dict[str, dict[str, PairStats]] = field(default_factory=dict)
+    n_samples: Counter[str] = field(default_factory=Counter)
+    late: dict[str, SkippedNorm] = field(default_factory=dict)
+
+    def cpu(self) -> Seen:
+        """Return the same in the CPU's memory."""
+        moved = {part: {name: own.cpu() for name, own in stats.items()} for part, stats in self.stats.items()}
+        return replace(self, stats=moved)
+
+    def merge(self, other: Seen) -> Seen:
+        """Return what both have seen."""
+        merged = {part: dict(stats) for part, stats in self.stats.items()}
+        for part, stats in other.stats.items():
+            mine = merged.setdefault(part, {})
+            mine |= {name: mine[name].merge(own) if name in mine else own for name, own in stats.items()}
+        return Seen(merged, self.n_samples + other.n_samples, self.late | other.late)
+
+
+@dataclass(frozen=True)
+class Summing:
+    """What is kept of the pairs, see :func:`normscope.pairs.hooks.capture`."""
+
+    seed: int
+    sample: int | None
+    verify: bool
+    by_gamma: bool
+    per_channel: bool
+    observe: Observer | None
+
+
+class Recorder:
+    """Runs a network with hooks on its norms, and sums up what they do."""
+
+    def __init__(self, model: nn.Module, summing: Summing, report: NormReport, sites: list[NormSite]) -> None:
+        """Keep which norms to observe, and how."""
+        self.model, self.summing, self.report, self.sites = model, summing, report, sites
+        self.seen = Seen()
+        self._batch: Batch | None = None
+        self._padded = False
+        self._tokens_so_far: dict[str, int] = {}
+        self._position_axes: dict[str, int] = {}
+        self._calls: Counter[str] = Counter()
+        self._summed: Counter[str] = Counter()
+        self._summing_at = ""
+        self._at_most: int | None = None
+
+    @contextlib.contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Observe the norms of the sites meanwhile."""
+        with contextlib.ExitStack() as hooks:
+            for site in self.sites:
+                hook = self._hook(site, self.report.kinds[site.name], self.report.shapes[site.name])
+                handle = self.model.get_submodule(site.name).register_forward_hook(hook, with_kwargs=True)
+                hooks.callback(handle.remove)
+            yield
+
+    def run(self, batch: Batch) -> None:
+        """Run the network on a batch and sum up what its norms do; in halves, and halves of them, where memory ends.
+
+        A norm that had summed up the whole batch when memory ended leaves out the halves: every pair counts once.
+
+        Raises:
+            MemoryEndedError: if memory ends at a single sample, or while pairs are being summed.
+            ModelError: if the network raises anything else.
+        """
+        left = [(piece, Counter[str]()) for piece in _pieces(batch, self._at_most)]
+        while left:
+            piece, summed = left.pop(0)
+            if self._fits(piece, summed):
+                self.seen.n_samples[piece.part] += len(piece.samples)
+                continue
+            summed |= self._calls
+            self._at_most = len(piece.samples) // 2
+            logger.warning(
+                "Memory ended with %s in a batch; from here on they are taken %d at a time.",
+                count(len(piece.samples), "sample"),
+                self._at_most,
+            )
+            left = [(half, Counter(summed)) for half in _pieces(piece, self._at_most)] + left
+
+    def captured(self, about: Mapping[str, str], skipped: list[SkippedNorm]) -> Capture:
+        """Return everything that was recorded: the whole, and its parts."""
+        if self.summing.sample is not None:
+            sample = f"a sample of {count(self.summing.sample, 'token')} of each"
+            about = {**about, "data": f"{about['data']} · {sample}", "sample": sample}
+        seen = self.seen.cpu()
+        called = {name for stats in seen.stats.values() for name in stats}
+        missed = [site for site in self.sites if site.name not in called]
+        skipped = skipped + [
+            SkippedNorm(site.name, site.kind, "called for the first sample alone, and never again") for site in missed
+        ]
+
+        def of(stats: dict[str, PairStats], n_samples: int, part: str = "") -> Capture:
+            own = [site for site in self.sites if site.name in stats]
+            named = {"data": f"{about['data']} · {part}", "part": part} if part else {}
+            return Capture({**about, **named}, own, skipped, stats, n_samples, self.summing.seed, versions())
+
+        of_parts = {
+            site.name: [stats[site.name] for stats in seen.stats.values() if site.name in stats] for site in self.sites
+        }
+        whole = {name: functools.reduce(PairStats.merge, stats) for name, stats in of_parts.items() if stats}
+        named = {part: of(stats, seen.n_samples[part], part) for part, stats in seen.stats.items() if part}
+        return replace(of(whole, seen.n_samples.total()), parts=named)
+
+    def empty(self, site: NormSite, device: torch.device) -> PairStats:
+        """Return sums over nothing, such as are kept of a site."""
+        return PairStats.empty(
+            site.channels,
+            self.summing.seed,
+            device,
+            grouped=site.grouped,
+            by_gamma=self.summing.by_gamma,
+            per_channel=self.summing.per_channel,
+        )
+
+    def _fits(self, batch: Batch, summed: Counter[str]) -> bool:
+        """Run the batch; return False if memory ended."""
+        with self._recording(batch, summed):
+            try:
+                run(self.model, batch)
+            except MemoryEndedError as error:
+                if self._summing_at:
+                    raise MemoryEndedError(
+                        f"Memory ended while the pairs of {self._summing_at} were summed up, so that its sums are "
+                        "lost. Take smaller batches: --batch-size."
+                    ) from error
+                if len(batch.samples) == 1:
+                    raise
+                return False
+        return True
+
+    @contextlib.contextmanager
+    def _recording(self, batch: Batch, summed: Counter[str]) -> Iterator[None]:
+        """Take what the norms do meanwhile for the batch's; whatever makes the batches may run the model too."""
+        self._batch, self._tokens_so_far, self._calls, self._summed = batch, {}, Counter(), summed
+        self._summing_at = ""
+        # Whether all of a mask on a GPU is valid would have to be waited for.
+        self._padded = batch.valid is not None and (batch.valid.is_cuda or not bool(batch.valid.all()))
+        try:
+            yield
+        finally:
+            self._batch = None
+
+    def _hook(self, site: NormSite, kind: NormKind, of_one_sample: torch.Size) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            if self._batch is None:
+                return
+            x = input_of(args, kwargs)
+            if x is None:
+                raise DataError(f"The norm {site.name} was called without a tensor.")
+            samples = self._batch.samples
+            positions = None if self._batch.valid is None else self._batch.valid.shape[1]
+            axis = batch_axis(of_one_sample, x.shape, len(samples), positions)
+            valid = self._valid_tokens(site, kind, module, x, axis)
+            rows = kind.rows(module, x.detach(), axis or 0)
+            first = self._tokens_so_far.get(site.name, 0)
+            self._tokens_so_far[site.name] = first + len(rows) // len(samples)
+            if self._calls[site.name] < self._summed[site.name]:
+                self._calls[site.name] += 1
+                return
+            if self.summing.verify:
+                check(kind, site.name, module, x, output)
+            if rows.device.type == "mps":  # which has no float64 to sum in
+                rows, valid = rows.cpu(), None if valid is None else valid.cpu()
+            eps = kind.eps_of(module, x.dtype)
+            lines, stats = kind.lines(module, rows, eps), self._stats(site, rows.device)
+            self._summing_at = site.name
+            taken = stats.update(
+                rows,
+                lines,
+                samples if axis is not None else (),
+                first,
+                kind.gamma(module, site.channels) if self.summing.by_gamma else None,
+                groups=None if kind.groups is None else kind.groups(module),
+                valid=valid,
+                sample=self.summing.sample,
+            )
+            self._calls[site.name] += 1
+            if self.summing.observe is not None:
+                y, _ = kind.normalize(module, rows.float(), eps)
+                self.summing.observe(site, *((rows, y) if taken is None else (rows[taken], y[taken])))
+            self._summing_at = ""
+
+        return hook
+
+    def _stats(self, site: NormSite, device: torch.device) -> PairStats:
+        part = self.seen.stats.setdefault(self._batch.part if self._batch else "", {})
+        if site.name not in part:
+            part[site.name] = self.empty(site, device)
+        return part[site.name]
+
+    def _valid_tokens(
+        self, site: NormSite, kind: NormKind, module: nn.Module, x: Tensor, batch_axis: int | None
+    ) -> Tensor | None:
+        """Tell which rows are data and not padding: bool ``(tokens,)``, or None for all."""
+        if not self._padded or self._batch is None or self._batch.valid is None:
+            return None
+        valid = self._batch.valid.to(x.device)
+        axes = [] if kind.groups else token_axes(x, kind.axes(module, x.ndim), batch_axis or 0)
+        sizes = [x.shape[axis] for axis in axes]
+        if sizes == [valid.numel()]:  # samples and positions in one axis
+            return valid.flatten()
+        if sizes == [len(valid)]:  # one token a sample, and no position
+            return None
+        along = [axis for axis, size in zip(axes[1:], sizes[1:], strict=True) if size == valid.shape[1]]
+        if len(along) == 1:
+            self._position_axes[site.name] = along[0]
+        if batch_axis is None or self._position_axes.get(site.name) not in along:
+            raise DataError(
+                f"At the norm {site.name} (input {tuple(x.shape)}) it cannot be told which tokens are padding, of "
+                f"{valid.shape[1]} positions. Pass samples of one length, or one at a time (--batch-size 1)."
+            )
+        shape = [
+            size if axis in (batch_axis, self._position_axes[site.name]) else 1
+            for axis, size in zip(axes, sizes, strict=True)
+        ]
+        return valid.view(shape).expand(sizes).flatten()
+
+
+def _pieces(batch: Batch, at_most: int | None) -> list[Batch]:
+    """Cut a batch into pieces of so many samples, at most."""
+    number = len(batch.samples)
+    if at_most is None or number <= at_most:
+        return [batch]
+    return [batch.take(range(first, min(first + at_most, number))) for first in range(0, number, at_most)]
