@@ -8,10 +8,14 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from normscope.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @contextlib.contextmanager
@@ -32,6 +36,7 @@ def whole_file(path: Path) -> Iterator[Path]:
         partial = Path(name)
         yield partial
         partial.chmod(0o666 & ~umask())
+        _settle(partial)
         partial.replace(target)
         partial = None
     except OSError as error:
@@ -80,6 +85,7 @@ def whole_folder(path: Path, files: Collection[str]) -> Iterator[Path]:
         partial.chmod(0o777 & ~umask())
         for file in partial.iterdir():
             file.chmod(0o666 & ~umask())
+            _settle(file)
         _put_in_place(partial, target)
         partial = None
     except OSError as error:
@@ -102,6 +108,31 @@ def check_folder_writable(path: Path, files: Collection[str]) -> None:
             pass
     except OSError as error:
         raise _cannot_write(path, error) from error
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write one safetensors file, in a block of :func:`whole_file` or :func:`whole_folder`.
+
+    Raises:
+        OSError: if the system refuses, which safetensors tells with an error of its own that is no OSError.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(tensors), path, metadata=dict(metadata))
+    except SafetensorError as error:
+        named = re.search(r"\(os error (\d+)\)", str(error))
+        raise (OSError(int(named[1]), os.strerror(int(named[1]))) if named else OSError(str(error))) from error
+
+
+def _settle(file: Path) -> None:
+    """Wait until the file is on the disk: some file systems say only then that there is no room for it."""
+    descriptor = os.open(file, os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _target_folder(path: Path, files: Collection[str]) -> Path:

@@ -1,0 +1,94 @@
+"""Files that cannot be wrong: safetensors with a JSON header, and a digest of both that reading verifies."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from normscope.errors import DataError
+from normscope.files import whole_file, write_tensors
+
+HEADER, DIGEST = "normscope", "sha256"
+_AGAIN = "the normscope command that reads such files writes them, too"
+
+
+def write_checked(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write one file, whole or not at all.
+
+    Args:
+        path: of the file; what stood there stays until the new one is whole.
+        header: as JSON takes it, with ``format`` (``normscope-KIND``) and ``version`` among it.
+        tensors: by name, contiguous, on the CPU, no two in the same memory.
+
+    Raises:
+        UsageError: if it cannot be written there, for whatever reason the system gives.
+    """
+    text = json.dumps(header)
+    metadata = {HEADER: text, DIGEST: digest(text, tensors)}
+    with whole_file(path) as partial:
+        write_tensors(tensors, partial, metadata)
+
+
+def read_checked(path: Path, form: str, version: int, again: str = _AGAIN) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read what :func:`write_checked` wrote: header and tensors are those that were written, to the bit.
+
+    Args:
+        path: of the file.
+        form: the ``format`` that its header has to name.
+        version: that its header has to name.
+        again: how to write such a file, for the sentence that refuses another.
+
+    Raises:
+        DataError: if the file is missing, damaged, of another kind or of another version.
+    """
+    kind = form.removeprefix("normscope-")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            header = json.loads(metadata.get(HEADER, "null"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except (OSError, SafetensorError, ValueError, RecursionError, KeyError, AttributeError, RuntimeError) as error:
+        raise DataError(f"Cannot read the {kind} {path}: {error}.") from error
+    if not isinstance(header, dict) or header.get("format") != form:
+        raise DataError(f"{path} is a safetensors file, but no {kind}; {again}.")
+    if header.get("version") != version:
+        raise DataError(
+            f"{path} has {kind} format version {header.get('version')!r}; this normscope reads version {version}. "
+            "Write it again, or use the normscope that wrote it."
+        )
+    if metadata.get(DIGEST) != digest(metadata[HEADER], tensors):
+        raise DataError(
+            f"The {kind} {path} is damaged: it does not hold what was written (another sha256). Take a copy that is "
+            f"whole, or write it again."
+        )
+    return header, tensors
+
+
+def digest(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of a header's text and of every tensor's name, dtype, shape and bytes, in hexadecimal.
+
+    Everything is preceded by its length in bytes, 8 of them, little-endian: first the text; then of each tensor, in the
+    order of their names, ``[name, dtype, shape]`` as JSON, and the bytes as the file holds them. No tensor is copied.
+
+    >>> digest("{}", {"n": torch.tensor(3)}) == digest("{}", {"n": torch.tensor([3])})
+    False
+    """
+    found = hashlib.sha256()
+    described = ([name, str(tensors[name].dtype), list(tensors[name].shape)] for name in sorted(tensors))
+    _add(found, text.encode("utf-8", "surrogatepass"))
+    for name, dtype, shape in described:
+        _add(found, json.dumps([name, dtype, shape]).encode())
+        _add(found, memoryview(tensors[name].reshape(-1).view(torch.uint8).numpy()))
+    return found.hexdigest()
+
+
+def _add(found: hashlib._Hash, data: bytes | memoryview) -> None:
+    found.update(len(data).to_bytes(8, "little"))
+    found.update(data)
