@@ -8,7 +8,7 @@ read together; whatever the number of processes is, the chunks are the same, so 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -139,7 +139,8 @@ def shared(batches: Iterable[Any], share: Share) -> tuple[Batch, Iterator[Chunk]
         DataError: if there is no batch.
     """
     if hasattr(batches, "chunks"):
-        return batches.first_sample(), batches.chunks(share)
+        chunks = (replace(chunk, batches=as_batches(chunk.batches)) for chunk in batches.chunks(share))
+        return next(as_batches([batches.first_sample()])), chunks
     stream = as_batches(batches)
     first = next(stream, None)
     if first is None:

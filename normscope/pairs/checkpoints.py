@@ -127,7 +127,9 @@ class Checkpoints:
 
     def _files(self) -> list[Path]:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return sorted(path for path in self.folder.iterdir() if path.suffix == ".safetensors" and path.stem.isdigit())
+            return sorted(
+                path for path in self.folder.iterdir() if path.suffix == ".safetensors" and path.stem.isdigit()
+            )
         return []
 
     def _path(self, ranks: Ranks) -> Path:

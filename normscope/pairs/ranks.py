@@ -161,7 +161,10 @@ def merge_seen(recorder: Recorder, ranks: Ranks) -> None:
     stats: dict[str, dict[str, PairStats]] = {}
     for part, names in wanted.items():
         mine = own.stats.get(part, {})
-        stats[part] = {name: ranks.merged(mine.get(name) or recorder.empty(sites[name], torch.device(ranks.device))) for name in names}
+        stats[part] = {
+            name: ranks.merged(mine.get(name) or recorder.empty(sites[name], torch.device(ranks.device)))
+            for name in names
+        }
     late = [SkippedNorm(**norm) for one in told for norm in one["late"]]
     recorder.seen = Seen(
         stats, sum((Counter(one["samples"]) for one in told), Counter()), {norm.name: norm for norm in late}

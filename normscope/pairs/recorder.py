@@ -45,7 +45,7 @@ class Seen:
 
     def cpu(self) -> Seen:
         """Return the same in the CPU's memory."""
-        moved = {part: {name: own.cpu() for name, own in stats.items()} for part, stats in self.stats.items()}
+        moved = {part: {name: own.to("cpu") for name, own in stats.items()} for part, stats in self.stats.items()}
         return replace(self, stats=moved)
 
     def merge(self, other: Seen) -> Seen:
@@ -228,6 +228,8 @@ class Recorder:
         part = self.seen.stats.setdefault(self._batch.part if self._batch else "", {})
         if site.name not in part:
             part[site.name] = self.empty(site, device)
+        if part[site.name].moments.device != device:  # read from a checkpoint
+            part[site.name] = part[site.name].to(device)
         return part[site.name]
 
     def _valid_tokens(

@@ -233,12 +233,12 @@ class PairStats:
             sources=sources,
         )
 
-    def cpu(self) -> PairStats:
-        """Return the same sums in the CPU's memory."""
+    def to(self, device: torch.device | str) -> PairStats:
+        """Return the same sums in a device's memory."""
 
         def moved(value: Any) -> Any:
             if isinstance(value, Tensor):
-                return value.cpu()
+                return value.to(device)
             if isinstance(value, PairSample):
                 return PairSample(*(moved(getattr(value, f.name)) for f in fields(value)))
             if isinstance(value, TokenSample):

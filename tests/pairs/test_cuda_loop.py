@@ -103,7 +103,7 @@ def filled(loop, name: str) -> PairStats:
     stats = PairStats.empty(calls[0].channels, grouped=calls[0].groups is not None, **ASKED.get(name, {}))
     for tokens in calls:
         loop(stats, tokens)
-    return stats.cpu()
+    return stats.to("cpu")
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ def filled(loop, *calls: Tokens, **options) -> PairStats:
     stats = PairStats.empty(first.channels, grouped=first.groups is not None, **options)
     for tokens in calls:
         loop(stats, tokens)
-    return stats.cpu()
+    return stats.to("cpu")
 
 
 def assert_same(ours: PairStats, truth: PairStats, *calls: Tokens) -> None:

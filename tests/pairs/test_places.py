@@ -76,6 +76,6 @@ def test_tokens_of_no_sample_say_so():
     stats = PairStats.empty(WIDTH)
     for index in range(2):
         stats.update(sequence(index, 7), Lines(FORMS[layer_norm], 1e-6), [Sample("a", 0, 5), Sample("b", 1, 6)])
-    drawn = stats.cpu().tokens
+    drawn = stats.to("cpu").tokens
     assert set(drawn.sample.tolist()) == {-1}
     assert sorted(drawn.position.tolist()) == list(range(14))

@@ -35,7 +35,7 @@ def stats_of(*samples: Sample, seed: int = 0) -> PairStats:
     if samples:
         x = torch.cat([rows_of(sample) for sample in samples])
         stats.update(x, LAYER_NORM, samples, gamma=GAMMA)
-    return stats.cpu()
+    return stats.to("cpu")
 
 
 def same(a: PairStats, b: PairStats) -> bool:
@@ -118,7 +118,7 @@ def test_the_largest_tokens_do_not_depend_on_order_where_they_tie():
         stats = PairStats.empty(D)
         for i in order:
             stats.update(x[i], LAYER_NORM, (samples[i],))
-        return stats.cpu().largest.key
+        return stats.to("cpu").largest.key
 
     assert torch.equal(seen(range(8)), seen(reversed(range(8))))
 
@@ -169,7 +169,7 @@ def test_sums_that_were_moved_or_merged_take_more_tokens():
     samples = [Sample(f"s{index}", index, index) for index in range(30)]
     begun = stats_of(samples[0]).merge(stats_of(samples[1]))
     begun.update(torch.cat([rows_of(sample) for sample in samples[2:]]), LAYER_NORM, samples[2:], gamma=GAMMA)
-    assert same(begun.cpu(), stats_of(*samples))
+    assert same(begun.to("cpu"), stats_of(*samples))
 
 
 def test_sampled_pairs_are_pairs_of_their_bins():

@@ -1,0 +1,34 @@
+"""Ctrl-C, and the signal with which a system ends a job: finish the batch, keep what there is, then stop."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def stopping_between_chunks(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+    """Yield what tells whether to stop, in place of being interrupted anywhere; a second signal interrupts at once.
+
+    Args:
+        say: called once with a sentence for the user, at the first signal.
+    """
+    asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        say("Finishing the batch; once more to stop at once.")
+
+    before = {number: signal.signal(number, ask) for number in _SIGNALS}
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
