@@ -7,28 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from normscope.cli.options import (
-    AsCsv,
-    AsJson,
-    BatchSize,
-    ByGamma,
-    Data,
-    Device,
-    Dtype,
-    Guidance,
-    Layers,
-    Limit,
-    Model,
-    PerChannel,
-    Quiet,
-    Sample,
-    Seed,
-    Timesteps,
-    Verify,
-    Weights,
-)
+from normscope.cli.options import AsCsv, AsJson, ByGamma, Layers, Model, PerChannel, Quiet
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.sources import Run, check_models
+from normscope.cli.running import Run, runs_networks
+from normscope.cli.sources import check_models
 from normscope.files import check_writable
 
 if TYPE_CHECKING:
@@ -45,22 +27,14 @@ Raw = Annotated[
 ]
 
 
+@runs_networks()
 def capture(
     model: Model,
     output: File,
+    *,
     layers: Layers = "all",
     raw: Raw = False,
-    weights: Weights = "pretrained",
-    data: Data = None,
-    limit: Limit = None,
-    batch_size: BatchSize = 8,
-    sample: Sample = None,
-    seed: Seed = 0,
-    device: Device = "auto",
-    dtype: Dtype = "float32",
-    guidance: Guidance = None,
-    timesteps: Timesteps = None,
-    verify: Verify = False,
+    run: Run,
     by_gamma: ByGamma = False,
     per_channel: PerChannel = False,
     as_json: AsJson = False,
@@ -71,7 +45,6 @@ def capture(
     say = Output(as_json, quiet, as_csv=as_csv)
     check_models([model])
     check_writable(output)
-    run = Run(weights, data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps, sample)
     from normscope.pairs.hooks import capture as observe
     from normscope.pairs.raw import RawPairs
     from normscope.pairs.storage import save
@@ -80,15 +53,15 @@ def capture(
     try:
         network = run.load(model, say)
         if pairs:
-            _announce(pairs, network, layers, sample, say)
+            _announce(pairs, network, layers, run.sample, say)
         seen = observe(
             network.module,
             say.tracked(network.inputs),
             layers=layers,
             about=network.about,
-            seed=seed,
-            sample=sample,
-            verify=verify,
+            seed=run.seed,
+            sample=run.sample,
+            verify=run.verify,
             by_gamma=by_gamma,
             per_channel=per_channel,
             observe=pairs.add if pairs else None,

@@ -10,27 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from normscope.cli.figure_files import Dpi, Format, Theme, figure_suffix
-from normscope.cli.options import (
-    AsCsv,
-    AsJson,
-    BatchSize,
-    By,
-    Data,
-    Device,
-    Dtype,
-    Func,
-    Guidance,
-    Layers,
-    Limit,
-    Models,
-    Quiet,
-    Sample,
-    Seed,
-    Timesteps,
-    Verify,
-)
+from normscope.cli.options import AsCsv, AsJson, By, Func, Layers, Models, Quiet
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.sources import Run, captures, check_by, check_sources, named_or_embedded
+from normscope.cli.running import Run, runs_networks
+from normscope.cli.sources import captures, check_by, check_sources, named_or_embedded
 from normscope.files import check_writable
 
 if TYPE_CHECKING:
@@ -55,22 +38,15 @@ Checkpoints = Annotated[
 Destination = Annotated[Path, typer.Option("--output", "-o", help="A folder, or the figure's file.")]
 
 
+@runs_networks(without=("weights",))
 def compare(
     models: Models = None,
+    *,
     func: Func = "tanh,isru",
     layers: Layers = "all",
     weights: Checkpoints = None,
-    data: Data = None,
-    limit: Limit = None,
-    batch_size: BatchSize = 8,
-    sample: Sample = None,
-    seed: Seed = 0,
-    device: Device = "auto",
-    dtype: Dtype = "float32",
-    guidance: Guidance = None,
-    timesteps: Timesteps = None,
+    run: Run,
     by: By = None,
-    verify: Verify = False,
     figure_format: Format = None,
     dpi: Dpi = 200,
     style: Theme = "light",
@@ -90,7 +66,6 @@ def compare(
     from normscope.fits.fit import fit
 
     curves = check_curves(func)
-    run = Run("pretrained", data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps, sample)
     sources = [(name, replace(run, weights=own)) for name in names for own in weights or ["pretrained"]]
 
     from normscope.figures.comparison import plot_comparison

@@ -6,29 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from normscope.cli.options import (
-    AsCsv,
-    AsJson,
-    BatchSize,
-    By,
-    Data,
-    Device,
-    Dtype,
-    Func,
-    Guidance,
-    JsonFile,
-    Layers,
-    Limit,
-    Models,
-    Quiet,
-    Sample,
-    Seed,
-    Timesteps,
-    Verify,
-    Weights,
-)
+from normscope.cli.options import AsCsv, AsJson, By, Func, JsonFile, Layers, Models, Quiet
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.sources import Run, captures, check_by, check_sources, family_of, named_or_embedded
+from normscope.cli.running import Run, runs_networks
+from normscope.cli.sources import captures, check_by, check_sources, family_of, named_or_embedded
 from normscope.errors import UsageError, unknown
 
 if TYPE_CHECKING:
@@ -76,8 +57,10 @@ Advise = Annotated[
 ]
 
 
+@runs_networks()
 def fit(
     models: Models = None,
+    *,
     func: Func = CURVES,
     per: Per = "site",
     pool: Pool = None,
@@ -88,18 +71,8 @@ def fit(
     weights_by: WeightsBy = "pairs",
     advise: Advise = False,
     layers: Layers = "all",
-    weights: Weights = "pretrained",
-    data: Data = None,
-    limit: Limit = None,
-    batch_size: BatchSize = 8,
-    sample: Sample = None,
-    seed: Seed = 0,
-    device: Device = "auto",
-    dtype: Dtype = "float32",
-    guidance: Guidance = None,
-    timesteps: Timesteps = None,
+    run: Run,
     by: By = None,
-    verify: Verify = False,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
     output: JsonFile = None,
@@ -122,7 +95,6 @@ def fit(
             "--amplitude, --theory, --alpha and --shift."
         )
     plan = planned(func, "site" if of_tokens else per, pool, form, weights_by)
-    run = Run(weights, data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps, sample)
     names = named_or_embedded(models, say)
     check_sources(names, run)
     check_by(by, names)

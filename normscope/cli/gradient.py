@@ -6,28 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from normscope.cli.figure_files import Destination, Dpi, Format, Theme, figure_path, figure_suffix, figure_title
-from normscope.cli.options import (
-    AsCsv,
-    AsJson,
-    BatchSize,
-    By,
-    Data,
-    Device,
-    Dtype,
-    Func,
-    Guidance,
-    Layers,
-    Limit,
-    Models,
-    Quiet,
-    Sample,
-    Seed,
-    Timesteps,
-    Verify,
-    Weights,
-)
+from normscope.cli.options import AsCsv, AsJson, By, Func, Layers, Models, Quiet
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.sources import Run, captures, check_by, check_sources, named_or_embedded
+from normscope.cli.running import Run, runs_networks
+from normscope.cli.sources import captures, check_by, check_sources, named_or_embedded
 from normscope.files import check_writable
 
 EXAMPLES = (
@@ -38,25 +20,17 @@ EXAMPLES = (
 _VIEW = "gradient"
 
 
+@runs_networks()
 def gradient(
     models: Models = None,
+    *,
     layers: Layers = "4",
     func: Func = "tanh,isru",
     figure_format: Format = None,
     dpi: Dpi = 200,
     style: Theme = "light",
-    weights: Weights = "pretrained",
-    data: Data = None,
-    limit: Limit = None,
-    batch_size: BatchSize = 8,
-    sample: Sample = None,
-    seed: Seed = 0,
-    device: Device = "auto",
-    dtype: Dtype = "float32",
-    guidance: Guidance = None,
-    timesteps: Timesteps = None,
+    run: Run,
     by: By = None,
-    verify: Verify = False,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
     output: Destination = Path("outputs"),
@@ -75,7 +49,6 @@ def gradient(
 
     plan = planned(func)
     style_named(style)
-    run = Run(weights, data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps, sample)
     check_sources(names, run)
     check_by(by, names)
     for name in names:

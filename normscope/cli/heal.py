@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from normscope.cli.options import (
-    AsCsv,
-    AsJson,
-    Data,
-    Device,
-    Guidance,
-    Limit,
-    Model,
-    OwnBatchSize,
-    Quiet,
-    Seed,
-    Timesteps,
-    Weights,
-)
+from normscope.cli.options import AsCsv, AsJson, Model, OwnBatchSize, Quiet
 from normscope.cli.output import Output
-from normscope.cli.sources import Run, check_models
+from normscope.cli.running import Run, runs_networks
+from normscope.cli.sources import check_models
 from normscope.cli.starting import How, Init, Learner, OneFunc, Per, Shift, Sites, check_kernels
 from normscope.cli.swap import Folder, call_that_loads
 from normscope.errors import count
@@ -47,23 +36,19 @@ Steps = Annotated[
 ]
 
 
+@runs_networks(without=("batch_size", "sample", "dtype", "verify"))
 def heal(
     model: Model,
     output: Folder,
+    *,
     func: OneFunc = "dyisru",
     steps: Steps = 1700,
     init: Init = "fit",
     sites: Sites = "all",
     per: Per = "site",
     shift: Shift = None,
-    weights: Weights = "pretrained",
-    data: Data = None,
-    limit: Limit = None,
     batch_size: OwnBatchSize = None,
-    seed: Seed = 0,
-    device: Device = "auto",
-    guidance: Guidance = None,
-    timesteps: Timesteps = None,
+    run: Run,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
     quiet: Quiet = False,
@@ -78,16 +63,15 @@ def heal(
     from normscope.swaps.store import save_swapped
 
     how = How.of(func, init, per, shift)
-    check_kernels([how], device)
+    check_kernels([how], run.device)
     check_folder_writable(output, FILES)
     checkpoint, drawn = (output.with_name(output.name + end) for end in (".healing.safetensors", "-healing.png"))
     for path in (checkpoint, drawn):
         check_writable(path)
     # Batches of a network of the user's own are as they are, which takes the default of all commands.
     at_once = batch_size or (Run.batch_size if model.startswith("py:") else _BATCH_SIZE)
-    run = Run(weights, data, limit, at_once, seed, device, guidance=guidance, timesteps=timesteps)
-    network = run.load(model, say)
-    learner = Learner.of(network, sites, seed, say)
+    network = replace(run, batch_size=at_once).load(model, say)
+    learner = Learner.of(network, sites, run.seed, say)
     fits = learner.fits(how, say)
     swapped = copy.deepcopy(network.module)
     Swap(swapped, learner.replacements(how, fits, say))
@@ -102,7 +86,7 @@ def heal(
                 learner.held_out,
                 outputs=network.outputs,
                 steps=steps,
-                seed=seed,
+                seed=run.seed,
                 checkpoint=checkpoint,
                 progress=progress,
             )

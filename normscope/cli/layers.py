@@ -5,22 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from normscope.cli.options import (
-    AsCsv,
-    AsJson,
-    BatchSize,
-    Data,
-    Device,
-    Dtype,
-    JsonFile,
-    Models,
-    Quiet,
-    Seed,
-    Verify,
-    Weights,
-)
+from normscope.cli.options import AsCsv, AsJson, JsonFile, Models, Quiet
 from normscope.cli.output import Output
-from normscope.cli.sources import Run, check_models, named_or_embedded
+from normscope.cli.running import Run, runs_networks
+from normscope.cli.sources import check_models, named_or_embedded
 
 if TYPE_CHECKING:
     from normscope.pairs.trace import NormReport
@@ -29,15 +17,11 @@ EXAMPLES = "Examples: normscope layers vit_b16 --weights random --verify · norm
 _FIELDS = ("index", "name", "kind", "normalized_shape", "channel_axis", "eps", "affine", "placement", "calls")
 
 
+@runs_networks(without=("limit", "sample", "guidance", "timesteps"))
 def layers(
     models: Models = None,
-    weights: Weights = "pretrained",
-    data: Data = None,
-    verify: Verify = False,
-    device: Device = "auto",
-    dtype: Dtype = "float32",
-    batch_size: BatchSize = 8,
-    seed: Seed = 0,
+    *,
+    run: Run,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
     output: JsonFile = None,
@@ -45,7 +29,6 @@ def layers(
 ) -> None:
     """List every normalization layer of a model in the order in which it is called, and those that are skipped."""
     say = Output(as_json, quiet, output, as_csv=as_csv)
-    run = Run(weights, data, None, batch_size, seed, device, dtype, verify)
     names = named_or_embedded(models, say)
     check_models(names)
     from normscope.figures.tables import layers_table

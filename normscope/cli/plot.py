@@ -8,28 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from normscope.cli.figure_files import Destination, Dpi, Format, Theme, figure_path, figure_suffix, figure_title
-from normscope.cli.options import (
-    AsCsv,
-    AsJson,
-    BatchSize,
-    By,
-    Data,
-    Device,
-    Dtype,
-    Func,
-    Guidance,
-    Layers,
-    Limit,
-    Models,
-    Quiet,
-    Sample,
-    Seed,
-    Timesteps,
-    Verify,
-    Weights,
-)
+from normscope.cli.options import AsCsv, AsJson, By, Func, Layers, Models, Quiet
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.sources import Run, captures, check_by, check_sources, named_or_embedded
+from normscope.cli.running import Run, runs_networks
+from normscope.cli.sources import captures, check_by, check_sources, named_or_embedded
 from normscope.files import check_writable
 
 EXAMPLES = "Examples: normscope plot · normscope plot vit_b16 --layers 4 --format pdf · normscope plot seen.safetensors"
@@ -44,26 +26,18 @@ Color = Annotated[
 ]
 
 
+@runs_networks()
 def plot(
     models: Models = None,
+    *,
     layers: Layers = "4",
     func: Func = "tanh,isru",
     color: Color = "density,token,channel",
     figure_format: Format = None,
     dpi: Dpi = 200,
     style: Theme = "light",
-    weights: Weights = "pretrained",
-    data: Data = None,
-    limit: Limit = None,
-    batch_size: BatchSize = 8,
-    sample: Sample = None,
-    seed: Seed = 0,
-    device: Device = "auto",
-    dtype: Dtype = "float32",
-    guidance: Guidance = None,
-    timesteps: Timesteps = None,
+    run: Run,
     by: By = None,
-    verify: Verify = False,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
     output: Destination = Path("outputs"),
@@ -79,7 +53,6 @@ def plot(
     from normscope.fits.fit import carried_out, planned
 
     plan = planned(func)
-    run = Run(weights, data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps, sample)
 
     from normscope.figures.overview import overview
     from normscope.figures.scurves import plot as draw

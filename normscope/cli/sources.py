@@ -3,59 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from normscope.cli.output import Output
+from normscope.cli.running import Run
 from normscope.errors import DataError, ModelError, UsageError, unknown
 
 if TYPE_CHECKING:
-    from normscope.models.base import LoadedModel
     from normscope.pairs.captures import Capture
 
 
 _BY = ("timestep",)
-
-
-@dataclass(frozen=True)
-class Run:
-    """How to run a network; the defaults are the command line's."""
-
-    weights: str = "pretrained"
-    data: Path | None = None
-    limit: int | None = None
-    batch_size: int = 8
-    seed: int = 0
-    device: str = "auto"
-    dtype: str = "float32"
-    verify: bool = False
-    guidance: float | None = None
-    timesteps: str | None = None
-    sample: int | None = None
-
-    def load(self, name: str, output: Output) -> LoadedModel:
-        """Load a model and say which."""
-        from normscope.loading import load
-
-        network = load(
-            name,
-            weights=self.weights,
-            data=self.data,
-            limit=self.limit,
-            batch_size=self.batch_size,
-            seed=self.seed,
-            device=self.device,
-            dtype=self.dtype,
-            guidance=self.guidance,
-            timesteps=self.timesteps,
-        )
-        output.introduce(network)
-        return network
-
-    def changed(self) -> list[str]:
-        """Name the options that are not at their defaults."""
-        return [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name) != f.default]
 
 
 def named_or_embedded(names: Sequence[str] | None, output: Output) -> list[str]:

@@ -2,28 +2,10 @@
 
 from __future__ import annotations
 
-from normscope.cli.options import (
-    AsCsv,
-    AsJson,
-    BatchSize,
-    By,
-    Data,
-    Device,
-    Dtype,
-    Guidance,
-    JsonFile,
-    Layers,
-    Limit,
-    Models,
-    Quiet,
-    Sample,
-    Seed,
-    Timesteps,
-    Verify,
-    Weights,
-)
+from normscope.cli.options import AsCsv, AsJson, By, JsonFile, Layers, Models, Quiet
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.sources import Run, captures, check_by, check_sources, named_or_embedded
+from normscope.cli.running import Run, runs_networks
+from normscope.cli.sources import captures, check_by, check_sources, named_or_embedded
 
 EXAMPLES = (
     "Examples: normscope stats vit_b16 · normscope stats demo_vit --layers 8, · "
@@ -31,21 +13,13 @@ EXAMPLES = (
 )
 
 
+@runs_networks()
 def stats(
     models: Models = None,
+    *,
     layers: Layers = "all",
-    weights: Weights = "pretrained",
-    data: Data = None,
-    limit: Limit = None,
-    batch_size: BatchSize = 8,
-    sample: Sample = None,
-    seed: Seed = 0,
-    device: Device = "auto",
-    dtype: Dtype = "float32",
-    guidance: Guidance = None,
-    timesteps: Timesteps = None,
+    run: Run,
     by: By = None,
-    verify: Verify = False,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
     output: JsonFile = None,
@@ -56,7 +30,6 @@ def stats(
     from normscope.figures.cards import card_table, scale_table, tails_table
     from normscope.fits.card import norm_cards
 
-    run = Run(weights, data, limit, batch_size, seed, device, dtype, verify, guidance, timesteps, sample)
     names = named_or_embedded(models, say)
     check_sources(names, run)
     check_by(by, names)

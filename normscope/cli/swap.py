@@ -10,23 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from normscope.cli.options import (
-    AsCsv,
-    AsJson,
-    BatchSize,
-    Data,
-    Device,
-    Dtype,
-    Guidance,
-    Limit,
-    Model,
-    Quiet,
-    Seed,
-    Timesteps,
-    Weights,
-)
+from normscope.cli.options import AsCsv, AsJson, Model, Quiet
 from normscope.cli.output import Output
-from normscope.cli.sources import Run, check_models
+from normscope.cli.running import Run, runs_networks
+from normscope.cli.sources import check_models
 from normscope.cli.starting import How, Init, Learner, OneFunc, Per, Shift, Sites, check_kernels
 from normscope.files import check_folder_writable
 
@@ -42,23 +29,17 @@ EXAMPLES = (
 Folder = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The folder to write; --weights takes it.")]
 
 
+@runs_networks(without=("sample", "verify"))
 def swap(
     model: Model,
     output: Folder,
+    *,
     func: OneFunc = "dyt",
     init: Init = "fit",
     sites: Sites = "all",
     per: Per = "site",
     shift: Shift = None,
-    weights: Weights = "pretrained",
-    data: Data = None,
-    limit: Limit = None,
-    batch_size: BatchSize = 8,
-    seed: Seed = 0,
-    device: Device = "auto",
-    dtype: Dtype = "float32",
-    guidance: Guidance = None,
-    timesteps: Timesteps = None,
+    run: Run,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
     quiet: Quiet = False,
@@ -72,11 +53,10 @@ def swap(
     from normscope.swaps.store import save_swapped
 
     how = How.of(func, init, per, shift)
-    check_kernels([how], device)
+    check_kernels([how], run.device)
     check_folder_writable(output, FILES)
-    run = Run(weights, data, limit, batch_size, seed, device, dtype, guidance=guidance, timesteps=timesteps)
     network = run.load(model, say)
-    learner = Learner.of(network, sites, seed, say)
+    learner = Learner.of(network, sites, run.seed, say)
     fits = learner.fits(how, say)
     modules = learner.replacements(how, fits, say)
     rows = [_row(start, fits) for start in starts(how.asked, fits, how.begin) if start.norm.name in modules]

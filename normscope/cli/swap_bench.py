@@ -11,21 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normscope.cli.figure_files import Dpi, Format, Theme, figure_path, figure_suffix
-from normscope.cli.options import (
-    AsJson,
-    BatchSize,
-    Data,
-    Device,
-    Dtype,
-    Guidance,
-    Limit,
-    Quiet,
-    Seed,
-    Timesteps,
-    Weights,
-)
+from normscope.cli.options import AsJson, Quiet
 from normscope.cli.output import Output
-from normscope.cli.sources import Run, check_models, named_or_embedded
+from normscope.cli.running import Run, runs_networks
+from normscope.cli.sources import check_models, named_or_embedded
 from normscope.cli.starting import How, Learner, Per, Shift, Sites, check_kernels, inits_there_are
 from normscope.errors import UsageError, count
 from normscope.files import check_writable
@@ -78,8 +67,10 @@ Seconds = Annotated[
 Folder = Annotated[Path, typer.Option("--output", "-o", help="A folder for the figures, two of each model.")]
 
 
+@runs_networks(without=("sample", "verify"))
 def swap_bench(
     models: Networks = None,
+    *,
     func: Funcs = "dyt,dyisru,derf",
     init: Inits = "fit",
     sites: Sites = "all",
@@ -90,15 +81,7 @@ def swap_bench(
     figure_format: Format = None,
     dpi: Dpi = 200,
     style: Theme = "light",
-    weights: Weights = "pretrained",
-    data: Data = None,
-    limit: Limit = None,
-    batch_size: BatchSize = 8,
-    seed: Seed = 0,
-    device: Device = "auto",
-    dtype: Dtype = "float32",
-    guidance: Guidance = None,
-    timesteps: Timesteps = None,
+    run: Run,
     as_json: AsJson = False,
     output: Folder = Path("outputs"),
     quiet: Quiet = False,
@@ -109,26 +92,25 @@ def swap_bench(
     from normscope.models.devices import resolve_device
     from normscope.swaps.bench import in_words
 
-    there = resolve_device(device)
+    there = resolve_device(run.device)
     where = in_words(there)
     say.result(f"on {where}" if there.type == "cuda" else f"on {where}; no number here is of a GPU")
     names = named_or_embedded(models, say)
     check_models(names)
     _check_published(names, there)
     wanted = Wanted.of(func, init, per, shift)
-    check_kernels(wanted.ways, device)
+    check_kernels(wanted.ways, run.device)
     suffix = figure_suffix(output, figure_format, [], None)
     if output.suffix.lower() == f".{suffix}":
         raise UsageError(f"--output {output} is one file, but each model has {len(_VIEWS)} figures. Name a folder.")
     style_named(style)
     for name, view in itertools.product(names, _VIEWS):
         check_writable(figure_path(output, suffix, name, view, []))
-    run = Run(weights, data, limit, batch_size, seed, device, dtype, guidance=guidance, timesteps=timesteps)
     drifts, speeds, tables = [], [], []
     figures: list[dict[str, str]] = []
     for name in names:
         network = run.load(name, say)
-        learner = Learner.of(network, sites, seed, say)
+        learner = Learner.of(network, sites, run.seed, say)
         moved = _drift(learner, wanted, say)
         speed = _speed(network, wanted, run, full, seconds, say)
         if name == _PUBLISHED:

@@ -1,0 +1,110 @@
+"""How networks are run: the options that commands share, stated once."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from normscope.cli.options import (
+    BatchSize,
+    Data,
+    Device,
+    Dtype,
+    Guidance,
+    Limit,
+    Sample,
+    Seed,
+    Timesteps,
+    Verify,
+    Weights,
+)
+
+if TYPE_CHECKING:
+    from normscope.cli.output import Output
+    from normscope.models.base import LoadedModel
+
+_PARAMETER = "run"
+
+
+@dataclass(frozen=True)
+class Run:
+    """How to run a network: an option of the command line for each field, with its default, in the help's order."""
+
+    weights: Weights = "pretrained"
+    data: Data = None
+    limit: Limit = None
+    batch_size: BatchSize = 8
+    sample: Sample = None
+    seed: Seed = 0
+    device: Device = "auto"
+    dtype: Dtype = "float32"
+    guidance: Guidance = None
+    timesteps: Timesteps = None
+    verify: Verify = False
+
+    def load(self, name: str, output: Output) -> LoadedModel:
+        """Load a model and say which."""
+        from normscope.loading import load
+
+        network = load(
+            name,
+            weights=self.weights,
+            data=self.data,
+            limit=self.limit,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            device=self.device,
+            dtype=self.dtype,
+            guidance=self.guidance,
+            timesteps=self.timesteps,
+        )
+        output.introduce(network)
+        return network
+
+    def changed(self) -> list[str]:
+        """Name the options that are not at their defaults."""
+        return [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name) != f.default]
+
+
+def runs_networks(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of :class:`Run` in the place of its keyword-only parameter ``run``.
+
+    Args:
+        without: fields that have no effect on this command, or that it has options of its own for: no option is made
+            of them, and ``run`` has their defaults.
+
+    >>> @runs_networks(without=("data", "limit", "sample", "guidance", "timesteps", "verify"))
+    ... def say(name: str, *, run: Run, loudly: bool = False) -> None:
+    ...     print(name, run.weights, run.seed, loudly)
+    >>> list(inspect.signature(say).parameters)
+    ['name', 'weights', 'batch_size', 'seed', 'device', 'dtype', 'loudly']
+    >>> say("demo_vit", seed=3)
+    demo_vit pretrained 3 False
+    """
+    hints = get_type_hints(Run, include_extras=True)
+    taken = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        for f in fields(Run)
+        if f.name not in without
+    ]
+    names = [parameter.name for parameter in taken]
+
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def with_a_run(*arguments: Any, **options: Any) -> None:
+            run = Run(**{name: options.pop(name) for name in names if name in options})
+            command(*arguments, run=run, **options)
+
+        own = inspect.signature(command, eval_str=True)
+        shown: list[inspect.Parameter] = []
+        for parameter in own.parameters.values():
+            shown += taken if parameter.name == _PARAMETER else [parameter]
+        # Typer reads both.
+        with_a_run.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
+        with_a_run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+        return with_a_run
+
+    return decorated

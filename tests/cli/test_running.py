@@ -1,0 +1,73 @@
+"""The options with which networks are run: the same everywhere, and none that a command would ignore."""
+
+import dataclasses
+import inspect
+
+import pytest
+import typer
+from typer.main import get_command
+
+from normscope.cli import app
+from normscope.cli.running import Run, runs_networks
+from normscope.cli.sources import check_sources
+from normscope.errors import UsageError
+
+LEFT_OUT = {
+    "plot": set(),
+    "fit": set(),
+    "stats": set(),
+    "gradient": set(),
+    "compare": set(),
+    "capture": set(),
+    "layers": {"limit", "sample", "guidance", "timesteps"},
+    "swap": {"sample", "verify"},
+    "swap-bench": {"sample", "verify"},
+    "heal": {"dtype", "sample", "verify"},
+}
+OWN_DEFAULTS = {("compare", "weights"), ("heal", "batch_size")}
+FIELDS = {field.name: field.default for field in dataclasses.fields(Run)}
+
+
+@pytest.mark.parametrize("command", LEFT_OUT)
+def test_a_command_has_the_options_that_it_follows_and_their_defaults(command):
+    parameters = {one.name: one for one in get_command(app).commands[command].params}
+    assert FIELDS.keys() & parameters.keys() == FIELDS.keys() - LEFT_OUT[command]
+    for name in FIELDS.keys() & parameters.keys():
+        assert parameters[name].opts[0] == f"--{name.replace('_', '-')}"
+        assert parameters[name].default == FIELDS[name] or (command, name) in OWN_DEFAULTS
+
+
+def test_what_is_given_reaches_the_run_and_the_rest_is_as_it_was():
+    seen = []
+
+    @runs_networks(without=("sample",))
+    def command(model: str, *, run: Run, quiet: bool = False) -> None:
+        seen.append((model, run, quiet))
+
+    command("demo_vit", limit=3, verify=True, quiet=True)
+    assert seen == [("demo_vit", Run(limit=3, verify=True), True)]
+    assert "sample" not in inspect.signature(command).parameters
+    with pytest.raises(TypeError, match="sample"):
+        command("demo_vit", sample=3)
+
+
+def test_typer_reads_the_options_where_the_run_stands():
+    seen = []
+    program = typer.Typer()
+
+    @program.command()
+    @runs_networks()
+    def command(model: str, *, run: Run, quiet: bool = False) -> None:
+        """Say so."""
+        seen.append((model, run, quiet))
+
+    get_command(program)(["demo_vit", "--batch-size", "2", "--verify", "--quiet"], standalone_mode=False)
+    assert seen == [("demo_vit", Run(batch_size=2, verify=True), True)]
+
+
+def test_options_that_only_a_network_can_follow_are_named_for_a_file(tmp_path):
+    file = tmp_path / "seen.safetensors"
+    file.touch()
+    check_sources([str(file)], Run())
+    with pytest.raises(UsageError, match=r"--batch-size, --verify can have no effect"):
+        check_sources([str(file)], Run(batch_size=2, verify=True))
