@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normscope import Batch
-from normscope.pairs import hooks
+from normscope.pairs import recorder
 from normscope.pairs.trace import find_norms
 
 PEERS = ("nnsight", "torchlens")
@@ -40,8 +40,8 @@ class Clock:
 
 def time_normscope(clock: Clock) -> None:
     """Put normscope's hooks on the clock, in this process, for good."""
-    make = hooks._Recorder._hook
-    hooks._Recorder._hook = lambda *args, **kwargs: clock.timed(make(*args, **kwargs))
+    make = recorder.Recorder._hook
+    recorder.Recorder._hook = lambda *args, **kwargs: clock.timed(make(*args, **kwargs))
 
 
 class Way(Protocol):

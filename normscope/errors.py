@@ -43,6 +43,10 @@ class MemoryEndedError(DeviceError):
     """A forward pass takes more memory than there is."""
 
 
+class RankLostError(DeviceError):
+    """Another of the processes that divide the work ended before its part was done."""
+
+
 class StoppedError(NormscopeError):
     """The user, or the system, asked a run to stop, and it did so between two batches."""
 

@@ -12,9 +12,9 @@ import typer
 from typer.core import TyperGroup
 
 from normscope.cli import capture, compare, fit, gradient, heal, layers, models, plot, stats, swap, swap_bench
-from normscope.cli.output import print_error
+from normscope.cli.output import print_error, print_stop
 from normscope.cli.streams import StreamError, flush_streams, guard_streams
-from normscope.errors import NormscopeError
+from normscope.errors import NormscopeError, StoppedError
 
 _INTERRUPTED = 130
 
@@ -25,6 +25,9 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except StoppedError as stopped:
+            print_stop(str(stopped))
+            raise typer.Exit(stopped.exit_status) from None
         except NormscopeError as error:
             print_error(str(error))
             raise typer.Exit(error.exit_status) from None

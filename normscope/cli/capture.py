@@ -11,19 +11,38 @@ from normscope.cli.options import AsCsv, AsJson, ByGamma, Layers, Model, PerChan
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import Run, runs_networks
 from normscope.cli.sources import check_models
+from normscope.cli.stopping import stopping_between_chunks
+from normscope.errors import UsageError
 from normscope.files import check_writable
+from normscope.processes import Place
 
 if TYPE_CHECKING:
     from normscope.models.base import LoadedModel
+    from normscope.pairs.captures import Capture
+    from normscope.pairs.checkpoints import Checkpoints
     from normscope.pairs.raw import RawPairs
     from normscope.pairs.sites import NormSite
     from normscope.pairs.stats import PairStats
 
-EXAMPLES = "Examples: normscope capture demo_vit -o seen.safetensors · normscope plot seen.safetensors --layers all"
+EXAMPLES = (
+    "Examples: normscope capture demo_vit -o seen.safetensors · normscope plot seen.safetensors --layers all · "
+    "torchrun --nproc-per-node=8 -m normscope capture vit_b16 --data images -o seen.safetensors --resume"
+)
 
 File = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The capture's file (safetensors).")]
 Raw = Annotated[
     bool, typer.Option("--raw", help="Also write every pair of the chosen layers, into FILE's -raw folder.")
+]
+Every = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        metavar="SECONDS",
+        help="How often to keep what was captured so far, in FILE's .checkpoint folder, until the file is written.",
+    ),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on from what an unfinished run kept, if there is one; else from the start.")
 ]
 
 
@@ -34,6 +53,8 @@ def capture(
     *,
     layers: Layers = "all",
     raw: Raw = False,
+    checkpoint_every: Every = 300,
+    resume: Resume = False,
     run: Run,
     by_gamma: ByGamma = False,
     per_channel: PerChannel = False,
@@ -41,33 +62,46 @@ def capture(
     as_csv: AsCsv = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run a model and keep what its norms did, in a file that other commands take in place of a model."""
+    """Run a model and keep what its norms did, in a file that other commands take in place of a model.
+
+    Ctrl-C finishes the batch, keeps what was captured so far, and says how to go on.
+    """
     say = Output(as_json, quiet, as_csv=as_csv)
     check_models([model])
     check_writable(output)
+    place = Place.from_environment()
+    _check_raw(raw, resume, place)
+    from normscope.pairs.checkpoints import Checkpoints
     from normscope.pairs.hooks import capture as observe
     from normscope.pairs.raw import RawPairs
-    from normscope.pairs.storage import save
 
     pairs = RawPairs(output.with_name(f"{output.stem}-raw")) if raw else None
+    kept = Checkpoints(output.with_name(f"{output.name}.checkpoint"), checkpoint_every, resume or place.restarts > 0)
+    if place.speaks:
+        _check_kept(kept, raw, say)
     try:
         network = run.load(model, say)
         if pairs:
             _announce(pairs, network, layers, run.sample, say)
-        seen = observe(
-            network.module,
-            say.tracked(network.inputs),
-            layers=layers,
-            about=network.about,
-            seed=run.seed,
-            sample=run.sample,
-            verify=run.verify,
-            by_gamma=by_gamma,
-            per_channel=per_channel,
-            observe=pairs.add if pairs else None,
-        )
+        with run.joined() as ranks, stopping_between_chunks(say.warn, raw) as kept.stopping:
+            seen = observe(
+                network.module,
+                say.tracked(network.inputs, ranks.size),
+                layers=layers,
+                about=network.about,
+                seed=run.seed,
+                sample=run.sample,
+                verify=run.verify,
+                by_gamma=by_gamma,
+                per_channel=per_channel,
+                observe=pairs.add if pairs else None,
+                ranks=ranks,
+                checkpoints=None if raw else kept,
+            )
+        if not place.speaks:
+            raise typer.Exit
         say.account(seen, network.inputs.unreadable)
-        path = save(seen, output)
+        path = _saved(seen, output, kept)
         folder = pairs.finish(seen) if pairs else None
     finally:
         if pairs:
@@ -79,11 +113,45 @@ def capture(
         "file": str(path),
         "raw": str(folder) if folder else None,
         "n_samples": seen.n_samples,
+        "unreadable": network.inputs.unreadable,
         "parts": list(seen.parts),
         "sites": sites,
         "skipped": skipped_as_json([seen]),
     }
     say.document(document, [{**seen.about, "file": str(path), **site} for site in sites])
+
+
+def _check_raw(raw: bool, resume: bool, place: Place) -> None:
+    """Refuse raw pairs of several runs or ranks: they are written by one, in one go; UsageError."""
+    if raw and not place.alone:
+        raise UsageError(f"--raw writes pairs in their order, which {place.ranks} ranks have none of; leave one out.")
+    if raw and resume:
+        raise UsageError("--raw writes pairs in one go, so that there is nothing to resume; leave one of them out.")
+
+
+def _check_kept(kept: Checkpoints, raw: bool, say: Output) -> None:
+    """Say whether the run goes on from another one; refuse to begin anew beside what that has left."""
+    if raw:
+        return
+    kept.check()
+    if kept.resume:
+        say.remark(f"going on from {kept.folder}" if kept.exist else "nothing to resume; starting from the beginning")
+
+
+def _saved(seen: Capture, output: Path, kept: Checkpoints) -> Path:
+    """Write the capture, and remove what is no longer needed."""
+    from normscope.pairs.storage import save
+
+    try:
+        path = save(seen, output)
+    except UsageError as error:
+        if not kept.exist:
+            raise
+        raise UsageError(
+            f"{error} {kept.folder} stays as it was at the last checkpoint: --resume goes on from it."
+        ) from error
+    kept.remove()
+    return path
 
 
 def _site_as_json(site: NormSite, stats: PairStats) -> dict[str, str | int]:

@@ -80,7 +80,7 @@ def compare(
     if by is None:
         check_number(len(sources))
     check_writable(path)
-    seen = list(_seen(sources, layers, say, by))
+    seen = list(captures(sources, layers, say, by))
     found = compared(seen, [fit(capture, curves) for capture in seen])
     for line in matching_lines(found):
         say.result(line)
@@ -95,11 +95,6 @@ def _path(output: Path, asked: str | None) -> Path:
     """Decide on the figure's file before anything is run."""
     suffix = figure_suffix(output, asked, [], None)
     return output if output.suffix.lower() == f".{suffix}" else output / f"{_FIGURE}.{suffix}"
-
-
-def _seen(sources: Sequence[tuple[str, Run]], layers: str, say: Output, by: str | None) -> Iterator[Capture]:
-    for name, run in sources:
-        yield from captures([name], run, layers, say, by)
 
 
 def _document(found: Comparison, figure: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -99,7 +99,9 @@ def fit(
     check_sources(names, run)
     check_by(by, names)
     seen, rows, summaries = [], [], []
-    for capture in captures(names, run, layers, say, by, by_gamma=weights_by == "gamma", per_channel=per == "channel"):
+    for capture in captures(
+        [(name, run) for name in names], layers, say, by, by_gamma=weights_by == "gamma", per_channel=per == "channel"
+    ):
         say.result("{model} · {weights} · {data}".format(**capture.about))
         seen.append(capture)
         if of_tokens:

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from rich.markup import escape
 from normscope.cli.records import CSV, PARQUET, YAML, Row, as_csv, as_yaml, check_parquet, write_parquet
 from normscope.errors import UsageError, count
 from normscope.files import check_writable, whole_file
+from normscope.processes import Place
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from normscope.models.base import LoadedModel
     from normscope.pairs.captures import Capture
     from normscope.pairs.sites import SkippedNorm
+    from normscope.shares import Chunk, LeftOut, Share
     from normscope.splits import Inputs, Part
 
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # all but the line feed
@@ -41,8 +43,16 @@ def _console(stderr: bool) -> Console:
 
 
 def print_error(sentence: str) -> None:
-    """Print why the command stopped, on stderr."""
-    _console(stderr=True).print(f"[bold red]Error:[/] {_harmless(sentence)}", soft_wrap=True)
+    """Print why the command failed, on stderr; of several ranks each says which it is."""
+    place = Place.from_environment()
+    rank = "" if place.speaks else f"rank {place.rank}: "
+    _console(stderr=True).print(f"{rank}[bold red]Error:[/] {_harmless(sentence)}", soft_wrap=True)
+
+
+def print_stop(sentence: str) -> None:
+    """Print that the command stopped as it was told to, and how to go on, on stderr; the first rank alone says it."""
+    if Place.from_environment().speaks:
+        _console(stderr=True).print(_harmless(sentence), soft_wrap=True)
 
 
 def _harmless(text: str) -> str:
@@ -51,7 +61,7 @@ def _harmless(text: str) -> str:
 
 
 class Output:
-    """One command's way of speaking.
+    """One command's way of speaking; of several ranks the first one alone speaks, and writes.
 
     Attributes:
         as_json: results are one JSON document on stdout, and nothing else is there.
@@ -70,6 +80,7 @@ class Output:
             check_writable(file)
             if file.suffix.lower() == PARQUET:
                 check_parquet(file)
+        self._speaks = Place.from_environment().speaks
         self._results, self._remarks = _console(stderr=False), _console(stderr=True)
 
     @property
@@ -79,16 +90,17 @@ class Output:
 
     def remark(self, text: str) -> None:
         """Say something that is no result, unless quiet."""
-        if not self.quiet:
+        if self._speaks and not self.quiet:
             self._remarks.print(_harmless(text), soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Say something that nobody must miss."""
-        self._remarks.print(f"[yellow]{_harmless(text)}[/]", soft_wrap=True)
+        if self._speaks:
+            self._remarks.print(f"[yellow]{_harmless(text)}[/]", soft_wrap=True)
 
     def result(self, shown: Table | str) -> None:
         """Show a result to a person; with ``--json`` the document takes its place, with ``--csv`` its rows."""
-        if self.for_programs:
+        if self.for_programs or not self._speaks:
             return
         if isinstance(shown, str):
             self._results.print(_harmless(shown), soft_wrap=True)
@@ -105,6 +117,8 @@ class Output:
             document: all of it, as JSON takes it.
             rows: what of it is a table. Without any, a file of any suffix gets the document.
         """
+        if not self._speaks:
+            return
         text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         if self.as_json:
             sys.stdout.write(text)
@@ -152,9 +166,13 @@ class Output:
         for norm in norms:
             self.warn(f"skipped {norm.name} ({norm.kind}): {norm.reason}")
 
-    def tracked(self, inputs: Inputs | Part) -> Tracked:
-        """Show a progress bar while ``inputs`` are taken, on a terminal and only there."""
-        return Tracked(inputs, self._remarks, hidden=self.quiet or not self._remarks.is_terminal)
+    def tracked(self, inputs: Inputs | Part, ranks: int = 1) -> Tracked:
+        """Show a progress bar while ``inputs`` are taken, on a terminal and only there; of a share, times ``ranks``."""
+        return Tracked(inputs, self._remarks, ranks, hidden=self._without_bars)
+
+    @property
+    def _without_bars(self) -> bool:
+        return self.quiet or not self._speaks or not self._remarks.is_terminal
 
     @contextlib.contextmanager
     def steps(self) -> Iterator[Callable[[str, int, int], None]]:
@@ -162,8 +180,7 @@ class Output:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        hidden = self.quiet or not self._remarks.is_terminal
-        with Progress(*columns, console=self._remarks, disable=hidden, transient=True) as progress:
+        with Progress(*columns, console=self._remarks, disable=self._without_bars, transient=True) as progress:
             tasks: dict[str, TaskID] = {}
 
             def advanced(stage: str, done: int, of: int) -> None:
@@ -177,22 +194,56 @@ class Output:
 class Tracked:
     """Inputs that move a progress bar."""
 
-    def __init__(self, inputs: Inputs | Part, console: Console, hidden: bool) -> None:
-        self._inputs, self._console, self._hidden = inputs, console, hidden
+    def __init__(self, inputs: Inputs | Part, console: Console, ranks: int, hidden: bool) -> None:
+        self._inputs, self._console, self._ranks, self._hidden = inputs, console, ranks, hidden
 
     @property
     def description(self) -> str:
         return self._inputs.description
 
+    @property
+    def n_samples(self) -> int | None:
+        return self._inputs.n_samples
+
+    @property
+    def left_out(self) -> LeftOut:
+        return self._inputs.left_out
+
+    @left_out.setter
+    def left_out(self, left_out: LeftOut) -> None:
+        self._inputs.left_out = left_out
+
+    def first_sample(self) -> Batch:
+        return self._inputs.first_sample()
+
     def __iter__(self) -> Iterator[Batch]:
+        with self._bar() as advance:
+            for batch in self._inputs:
+                yield batch
+                advance(len(batch.samples))
+
+    def chunks(self, share: Share) -> Iterator[Chunk]:
+        with self._bar() as advance:
+            for chunk in self._inputs.chunks(share):
+                taken = 0
+
+                def counted(batches: Iterable[Batch]) -> Iterator[Batch]:
+                    nonlocal taken
+                    for batch in batches:
+                        taken += len(batch.samples)
+                        yield batch
+
+                yield replace(chunk, batches=counted(chunk.batches))
+                advance(taken * self._ranks)
+
+    @contextlib.contextmanager
+    def _bar(self) -> Iterator[Callable[[int], None]]:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (TextColumn("samples"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=self._console, disable=self._hidden, transient=True) as progress:
             task = progress.add_task("", total=self._inputs.n_samples)
-            for batch in self._inputs:
-                yield batch
-                progress.advance(task, len(batch.samples))
+            yield lambda number: progress.advance(task, number)
 
 
 def skipped_as_json(captures: Iterable[Capture]) -> list[dict[str, str]]:

@@ -67,7 +67,7 @@ def plot(
         check_writable(figure_path(output, suffix, name, _VIEW, []))
     figures: list[dict[str, Any]] = []
     seen, fits = [], []
-    for capture in captures(names, run, layers, say, by):
+    for capture in captures([(name, run) for name in names], layers, say, by):
         fitted = carried_out(plan, capture)
         figure = draw(capture, fitted, color=rows, style=style)
         taken = [entry["file"] for entry in figures]

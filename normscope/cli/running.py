@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -21,10 +22,12 @@ from normscope.cli.options import (
     Verify,
     Weights,
 )
+from normscope.processes import Place
 
 if TYPE_CHECKING:
     from normscope.cli.output import Output
     from normscope.models.base import LoadedModel
+    from normscope.pairs.ranks import Ranks
 
 _PARAMETER = "run"
 
@@ -63,6 +66,15 @@ class Run:
         )
         output.introduce(network)
         return network
+
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[Ranks]:
+        """Join the processes that torchrun started, meanwhile; alone where it started none."""
+        from normscope.models.devices import resolve_device
+        from normscope.pairs.ranks import joined
+
+        with joined(Place.from_environment(), resolve_device(self.device)) as ranks:
+            yield ranks
 
     def changed(self) -> list[str]:
         """Name the options that are not at their defaults."""

@@ -6,12 +6,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
 from normscope.cli.output import Output
 from normscope.cli.running import Run
 from normscope.errors import DataError, ModelError, UsageError, unknown
+from normscope.processes import Place
 
 if TYPE_CHECKING:
     from normscope.pairs.captures import Capture
+    from normscope.pairs.ranks import Ranks
 
 
 _BY = ("timestep",)
@@ -89,8 +93,7 @@ def _without_parts(name: str, by: str) -> UsageError:
 
 
 def captures(
-    names: Sequence[str],
-    run: Run,
+    sources: Sequence[tuple[str, Run]],
     layers: str,
     output: Output,
     by: str | None = None,
@@ -100,24 +103,34 @@ def captures(
 ) -> Iterator[Capture]:
     """Capture each model, or read each capture file; give the parts of each in its place where ``by`` names them.
 
-    Models are captured with the sums weighted by γ², or per channel, that are asked for; a file has what it has.
+    Models are captured with the sums weighted by γ², or per channel, that are asked for; a file has what it has. Ranks
+    divide the inputs of each model among them; then the first of them alone gets the captures, and the others are done.
 
     Raises:
         DataError: if a file is no capture.
         UsageError: if a capture has no such parts.
+        typer.Exit: at the end, of all ranks but the first.
     """
-    for name in names:
-        if _is_file(name):
+    speaks = Place.from_environment().speaks
+    for name, run in sources:
+        if not _is_file(name):
+            with run.joined() as ranks:
+                seen = _from_model(name, run, layers, output, ranks, by_gamma=by_gamma, per_channel=per_channel)
+        elif speaks:
             seen = _from_file(name, layers, output)
-        else:
-            seen = _from_model(name, run, layers, output, by_gamma=by_gamma, per_channel=per_channel)
-        if by is None:
-            yield seen
-            continue
-        parts = [part for title, part in seen.parts.items() if title.startswith(f"{by} ")]
-        if not parts:
-            raise _without_parts(name, by)
-        yield from parts
+        if speaks:
+            yield from _parts(name, seen, by)
+    if not speaks:
+        raise typer.Exit
+
+
+def _parts(name: str, capture: Capture, by: str | None) -> list[Capture]:
+    if by is None:
+        return [capture]
+    parts = [part for title, part in capture.parts.items() if title.startswith(f"{by} ")]
+    if not parts:
+        raise _without_parts(name, by)
+    return parts
 
 
 def family_of(capture: Capture) -> str | None:
@@ -142,13 +155,15 @@ def _from_file(name: str, layers: str, output: Output) -> Capture:
     return capture
 
 
-def _from_model(name: str, run: Run, layers: str, output: Output, *, by_gamma: bool, per_channel: bool) -> Capture:
+def _from_model(
+    name: str, run: Run, layers: str, output: Output, ranks: Ranks, *, by_gamma: bool, per_channel: bool
+) -> Capture:
     network = run.load(name, output)
     from normscope.pairs.hooks import capture
 
     seen = capture(
         network.module,
-        output.tracked(network.inputs),
+        output.tracked(network.inputs, ranks.size),
         layers=layers,
         about=network.about,
         seed=run.seed,
@@ -156,6 +171,7 @@ def _from_model(name: str, run: Run, layers: str, output: Output, *, by_gamma: b
         verify=run.verify,
         by_gamma=by_gamma,
         per_channel=per_channel,
+        ranks=ranks,
     )
     output.account(seen, network.inputs.unreadable)
     return seen

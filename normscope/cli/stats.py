@@ -34,7 +34,7 @@ def stats(
     check_sources(names, run)
     check_by(by, names)
     seen, cards = [], []
-    for capture in captures(names, run, layers, say, by):
+    for capture in captures([(name, run) for name in names], layers, say, by):
         own = norm_cards(capture)
         say.result("{model} · {weights} · {data}".format(**capture.about))
         for table in [card_table(own[0])] if len(own) == 1 else [scale_table(own), tails_table(own)]:

@@ -11,13 +11,17 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextlib.contextmanager
-def stopping_between_chunks(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+def stopping_between_chunks(say: Callable[[str], None], never: bool = False) -> Iterator[Callable[[], bool]]:
     """Yield what tells whether to stop, in place of being interrupted anywhere; a second signal interrupts at once.
 
     Args:
         say: called once with a sentence for the user, at the first signal.
+        never: leave the signals as they are, where nothing would be kept.
     """
     asked = False
+    if never:
+        yield lambda: False
+        return
 
     def ask(number: int, frame: FrameType | None) -> None:
         nonlocal asked

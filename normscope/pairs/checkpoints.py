@@ -1,4 +1,4 @@
-"""What a capture goes on from, after whatever ended it: one file a rank, of the sums and of the inputs that are in them.
+"""What a capture goes on from, whatever ended it: one file a rank, of the sums and of the inputs that are in them.
 
 Both stand in one file that appears whole or not at all, so that every input counts exactly once, whenever it ended.
 Another number of ranks may go on: rank 0 takes what all left, and the inputs that are left are divided anew.
@@ -65,11 +65,12 @@ class Checkpoints:
     resume: bool = False
     stopping: Callable[[], bool] = lambda: False
     _settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    _begun: float = field(default=0.0, repr=False)
     _last: float = field(default=0.0, repr=False)
 
     def check(self) -> None:
         """Refuse to begin anew where another run left what it had; UsageError."""
-        if self._files() and not self.resume:
+        if self.exist and not self.resume:
             raise UsageError(
                 f"{self.folder} holds what an unfinished run has captured. --resume goes on from it; remove the folder "
                 "to begin anew."
@@ -82,7 +83,8 @@ class Checkpoints:
             UsageError: if that is of another capture, or cannot be rewritten.
             DataError: if it is damaged.
         """
-        self._settings, self._last = settings, time.monotonic()
+        self._settings, self._begun = settings, time.monotonic()
+        self._last = self._begun
         if self.resume and ranks.rank == 0 and (files := self._files()):
             for found in _disjoint([self._read(path, work.recorder) for path in files]):
                 work.recorder.seen = work.recorder.seen.merge(found.seen)
@@ -95,6 +97,11 @@ class Checkpoints:
                         path.unlink(missing_ok=True)
         return ranks.from_first(work.done.flags)
 
+    @property
+    def exist(self) -> bool:
+        """Whether there is anything to go on from."""
+        return bool(self._files())
+
     def after_chunk(self, work: Work, ranks: Ranks) -> None:
         """Write where it is time to; stop where that was asked for.
 
@@ -105,18 +112,17 @@ class Checkpoints:
         stopping = self.stopping()
         if not stopping and time.monotonic() - self._last < self.every:
             return
-        try:
-            self._write(work, ranks)
-        except UsageError as error:
-            if stopping:
-                raise
-            logger.warning("%s The run goes on; what was written before stays as it was.", error)
-        self._last = time.monotonic()
+        self._keep(work, ranks, must=stopping)
         if stopping:
             raise StoppedError(
                 f"Stopped. What was captured so far, {count(len(work.done), 'input')}, is kept in {self.folder}; the "
                 "same command with --resume goes on."
             )
+
+    def after_share(self, work: Work, ranks: Ranks) -> None:
+        """Write before waiting for other ranks, which may take long or be lost; not where all took but a moment."""
+        if ranks.size > 1 and time.monotonic() - self._begun >= self.every:
+            self._keep(work, ranks)
 
     def remove(self) -> None:
         """Remove what is no longer needed, once the capture is written."""
@@ -134,6 +140,16 @@ class Checkpoints:
 
     def _path(self, ranks: Ranks) -> Path:
         return self.folder / f"{ranks.rank}.safetensors"
+
+    def _keep(self, work: Work, ranks: Ranks, *, must: bool = False) -> None:
+        """Write; where that fails, a full disk perhaps, the run goes on unless it must be written."""
+        try:
+            self._write(work, ranks)
+        except UsageError as error:
+            if must:
+                raise
+            logger.warning("%s The run goes on; what was kept before stays as it was.", error)
+        self._last = time.monotonic()
 
     def _write(self, work: Work, ranks: Ranks) -> None:
         seen = work.recorder.seen.cpu()

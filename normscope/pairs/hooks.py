@@ -101,6 +101,8 @@ def capture(
             work.left_out.add(chunk)
             if checkpoints is not None:
                 checkpoints.after_chunk(work, ranks)
+    if checkpoints is not None:
+        checkpoints.after_share(work, ranks)
     merge_seen(work.recorder, ranks)
     if isinstance(getattr(batches, "left_out", None), LeftOut):
         batches.left_out = merge_left_out(work.left_out, ranks)  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from normscope.errors import DataError
+from normscope.errors import DataError, RankLostError
 from normscope.pairs.folds import SourcesSeen
 from normscope.pairs.recorder import Recorder, Seen
 from normscope.pairs.sampling import LARGEST_TOKENS, UNIFORM_TOKENS, PairSample, TokenSample
@@ -51,12 +51,12 @@ class Ranks:
             return [tensor]
         own = tensor.to(self.device).contiguous()
         lengths = [torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor(len(own), device=self.device))
+        _together(dist.all_gather, lengths, torch.tensor(len(own), device=self.device))
         longest = max(int(length) for length in lengths)
         padded = own.new_zeros(longest, *own.shape[1:])
         padded[: len(own)] = own
         everyone = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(everyone, padded)
+        _together(dist.all_gather, everyone, padded)
         return [one[: int(length)].to(tensor.device) for one, length in zip(everyone, lengths, strict=True)]
 
     def told(self, message: Any) -> list[Any]:
@@ -102,7 +102,7 @@ class Ranks:
         # In memory the moments of a bin lie together, which is contiguous with its last two axes exchanged.
         turned = tensor.ndim > 1 and not tensor.is_contiguous()
         sent = (tensor.mT if turned else tensor).to(self.device).contiguous().clone()
-        dist.all_reduce(sent, how)
+        _together(dist.all_reduce, sent, how)
         received = sent.to(tensor.device)
         return received.mT if turned else received
 
@@ -177,6 +177,17 @@ def merge_left_out(left_out: LeftOut, ranks: Ranks) -> LeftOut:
     for one in ranks.told({"unreadable": list(left_out.unreadable.items()), "cut": left_out.cut}):
         merged.add(LeftOut(dict(one["unreadable"]), one["cut"]))
     return merged
+
+
+def _together(collective: Callable[..., Any], *arguments: Any) -> None:
+    """Call what all ranks have to call; RankLostError where one of them is no longer there."""
+    try:
+        collective(*arguments)
+    except RuntimeError as error:
+        raise RankLostError(
+            "Another rank ended before its part was done. What each rank kept at its last checkpoint is there: the "
+            "same command with --resume goes on."
+        ) from error
 
 
 def _union(named: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
