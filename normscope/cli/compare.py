@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +17,6 @@ from normscope.files import check_writable
 
 if TYPE_CHECKING:
     from normscope.fits.comparison import Comparison
-    from normscope.pairs.captures import Capture
 
 EXAMPLES = (
     "Examples: normscope compare monday.safetensors tuesday.safetensors · normscope compare demo_vit demo_wav2vec2 · "
