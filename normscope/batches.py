@@ -7,7 +7,7 @@ one word that they share.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -84,21 +84,31 @@ class Batch:
         )
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
-        """Move every tensor to ``device``, and the floating-point ones to ``dtype``."""
+        """Move every tensor to ``device``, and the floating-point ones to ``dtype``; without waiting where pinned."""
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            pinned = device.type == "cuda" and tensor.is_pinned()
+            return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype, non_blocking=pinned)
+
+        return self._each(move)
+
+    def pin_memory(self) -> Batch:
+        """Copy every tensor into memory from which a GPU can fetch it while the CPU goes on."""
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         import torch
 
-        def move(value: Any) -> Any:
+        def changed(value: Any) -> Any:
             if isinstance(value, Mapping):
-                return {key: move(own) for key, own in value.items()}
-            if not isinstance(value, torch.Tensor):
-                return value
-            return value.to(device, dtype if value.is_floating_point() else value.dtype)
+                return {key: changed(own) for key, own in value.items()}
+            return change(value) if isinstance(value, torch.Tensor) else value
 
         return replace(
             self,
-            args=tuple(move(value) for value in self.args),
-            kwargs=move(self.kwargs),
-            valid=move(self.valid),
+            args=tuple(changed(value) for value in self.args),
+            kwargs=changed(self.kwargs),
+            valid=changed(self.valid),
         )
 
 

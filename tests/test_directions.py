@@ -10,12 +10,13 @@ import pytest
 import normscope
 
 PACKAGE = Path(normscope.__file__).parent
-ROOT = {"errors", "batches", "drifts", "files", "healings", "outputs", "speeds", "splits"}
+ROOT = {"errors", "batches", "drifts", "files", "healings", "outputs", "shares", "speeds", "splits"}
 ALLOWED = {
     "errors": set(),
     "batches": {"errors"},
     "outputs": {"errors", "batches"},
-    "splits": {"errors", "batches"},
+    "shares": {"errors", "batches"},
+    "splits": {"errors", "batches", "shares"},
     "drifts": {"errors"},
     "files": {"errors"},
     "healings": set(),

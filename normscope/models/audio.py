@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -45,16 +45,16 @@ class AudioFormat:
 def audio_inputs(taken: AudioFormat, options: LoadOptions) -> Inputs:
     """Return the recordings at ``options.data``, or the synthetic utterances of this package where it is None.
 
-    One recording a batch, whatever ``options.batch_size`` says: what pads the shorter ones of a batch would enter the
-    statistics of every norm that looks along time.
+    One recording a batch, whatever ``batch_size`` says or is set to: what pads the shorter ones of a batch would enter
+    the statistics of every norm that looks along time.
 
     Raises:
         DataError: if there is no recording to be found.
     """
-    one_by_one = replace(options, batch_size=1)
     if options.data is None:
-        return synthetic_utterances(taken, one_by_one)
-    return Files(Path(options.data), FileKind("recording", SUFFIXES, lambda path: read(path, taken)), one_by_one)
+        return synthetic_utterances(taken, options)
+    kind = FileKind("recording", SUFFIXES, lambda path: read(path, taken))
+    return Files(Path(options.data), kind, options, one_by_one=True)
 
 
 def synthetic_utterances(taken: AudioFormat, options: LoadOptions) -> TensorInputs:
@@ -67,13 +67,13 @@ def synthetic_utterances(taken: AudioFormat, options: LoadOptions) -> TensorInpu
     """
     folder = files("normscope.models") / "embedded" / "speech"
     utterances = sorted((file for file in folder.iterdir() if file.name.endswith(".flac")), key=lambda file: file.name)
-    chosen = utterances[: options.limit]
-    total = f"{count(len(utterances), 'synthetic utterance')} (espeak-ng)"
+    names = [file.name.removesuffix(".flac") for file in utterances]
     return TensorInputs(
-        [_decoded(io.BytesIO(file.read_bytes()), taken) for file in chosen],
-        [Sample(file.name.removesuffix(".flac"), i, i, data="synthetic utterances") for i, file in enumerate(chosen)],
-        f"the first {len(chosen)} of {total}" if len(chosen) < len(utterances) else total,
+        [_decoded(io.BytesIO(file.read_bytes()), taken) for file in utterances],
+        [Sample(name, i, i, data="synthetic utterances") for i, name in enumerate(names)],
+        f"{count(len(utterances), 'synthetic utterance')} (espeak-ng)",
         options,
+        one_by_one=True,
     )
 
 

@@ -39,13 +39,11 @@ class Provenance:
 
 
 class Inputs(splits.Inputs, Protocol):
-    """Batches to run a network on, on its device and in its dtype.
+    """Batches to run a network on, on its device and in its dtype."""
 
-    Attributes:
-        unreadable: ``path: reason`` for each input that was left out, filled while iterating; among ``n_samples``.
-    """
-
-    unreadable: list[str]
+    @property
+    def unreadable(self) -> list[str]:
+        """``path: reason`` of each input that the latest iteration left out, in order; among ``n_samples``."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +55,12 @@ class LoadOptions:
         data: a file or a folder of what the family takes; None for the model's own default inputs.
         limit: the largest number of samples, or None.
         batch_size: samples per batch, at most.
-        seed: of random weights and of the choice of default inputs.
+        seed: of random weights, of the choice of default inputs, and of their order where it is shuffled.
         guidance: scale of classifier-free guidance along a diffusion model's trajectory; None for the model's own.
         timesteps: at which timesteps of it, see :func:`normscope.models.load`; None for the default.
+        workers: how many processes read inputs ahead of the network, 0 for none but its own; None for a number that
+            suits the device, see :func:`normscope.models.workers.number_of_workers`.
+        shuffle: whether inputs are taken in an order that the seed draws, of which ``limit`` takes the first.
     """
 
     weights: str | Path
@@ -71,6 +72,8 @@ class LoadOptions:
     dtype: torch.dtype
     guidance: float | None = None
     timesteps: str | int | None = None
+    workers: int | None = None
+    shuffle: bool = False
 
 
 @dataclass

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -15,43 +14,55 @@ from torch import Tensor
 from normscope.batches import Batch, Sample
 from normscope.errors import DataError, count
 from normscope.models.base import LoadOptions
+from normscope.models.numbered import ReadInputs
+from normscope.shares import Chunk, LeftOut, Share
 
 
-@dataclass
-class TensorInputs:
-    """Samples that are small and few enough to be kept.
+class TensorInputs(ReadInputs):
+    """Samples that are small and few enough to be kept."""
 
-    Attributes:
-        tensors: one for each sample, without an axis for samples; of one shape, unless batches hold one sample.
-        samples: one for each tensor.
-        unreadable: empty; nothing can go wrong any more.
-    """
+    kept = True
 
-    tensors: Sequence[Tensor]
-    samples: list[Sample]
-    description: str
-    options: LoadOptions
-    unreadable: list[str] = field(default_factory=list)
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        samples: Sequence[Sample],
+        total: str,
+        options: LoadOptions,
+        *,
+        one_by_one: bool = False,
+    ) -> None:
+        """Keep all samples of a data set.
+
+        Args:
+            tensors: one for each sample, without an axis for samples; of one shape, unless batches hold one sample.
+            samples: one for each tensor.
+            total: how many of what there are.
+            options: which of them are taken, in which order and batches, on which device and in which dtype.
+            one_by_one: whether batches hold one sample, whatever ``options.batch_size`` says.
+        """
+        super().__init__(len(samples), options, one_by_one=one_by_one)
+        self._tensors, self._samples, self._all = tensors, samples, total
 
     @property
-    def n_samples(self) -> int:
-        """How many samples there are."""
-        return len(self.samples)
+    def description(self) -> str:
+        """Say which samples of how many are taken."""
+        return self._taken_of(self._all)
 
-    def __iter__(self) -> Iterator[Batch]:
-        return batches(zip(self.samples, self.tensors, strict=True), self.options)
+    def read(self, numbers: Sequence[int]) -> Chunk:
+        """Stack the tensors of some samples."""
+        return Chunk(numbers, [stacked([(self._samples[i], self._tensors[i]) for i in numbers])])
+
+    def known_samples(self) -> Iterator[Sample]:
+        """Yield the samples that are taken."""
+        return (self._samples[number] for number in self.order)
 
 
 class LazyInputs:
-    """Inputs that are read when something is first asked of them, and not when the model is loaded.
-
-    Attributes:
-        unreadable: empty; they lie in this package.
-    """
+    """Inputs that are read when something is first asked of them, and not when the model is loaded."""
 
     def __init__(self, read: Callable[[], TensorInputs]) -> None:
         self._read = cache(read)
-        self.unreadable: list[str] = []
 
     @property
     def description(self) -> str:
@@ -63,8 +74,48 @@ class LazyInputs:
         """How many samples there are."""
         return self._read().n_samples
 
+    @property
+    def n_inputs(self) -> int:
+        """How many inputs there are: each sample is one."""
+        return self._read().n_inputs
+
+    @property
+    def batch_size(self) -> int:
+        """How many inputs are read together, at most."""
+        return self._read().batch_size
+
+    @batch_size.setter
+    def batch_size(self, number: int) -> None:
+        self._read().batch_size = number
+
+    @property
+    def left_out(self) -> LeftOut:
+        """What the latest iteration could not read: nothing, as they lie in this package."""
+        return self._read().left_out
+
+    @left_out.setter
+    def left_out(self, left_out: LeftOut) -> None:
+        self._read().left_out = left_out
+
+    @property
+    def unreadable(self) -> list[str]:
+        """Name what could not be read."""
+        return self.left_out.lines
+
     def __iter__(self) -> Iterator[Batch]:
         return iter(self._read())
+
+    def chunks(self, share: Share) -> Iterator[Chunk]:
+        """Yield the chunks of one process's share."""
+        return self._read().chunks(share)
+
+    def first_sample(self) -> Batch:
+        """Return the first sample."""
+        return self._read().first_sample()
+
+    def known_samples(self) -> Iterator[Sample]:
+        """Yield the samples that are taken."""
+        return self._read().known_samples()
 
 
 @dataclass(frozen=True)
@@ -82,78 +133,64 @@ class FileKind:
     read: Callable[[Path], Tensor]
 
 
-class Files:
+class Files(ReadInputs):
     """One file, or those of a folder in sorted order; opened batch by batch, each a source of its own.
 
     Attributes:
-        paths: the files to read.
-        unreadable: ``name: reason`` for each that the latest iteration could not open.
+        paths: all that there are.
     """
 
-    def __init__(self, root: Path, kind: FileKind, options: LoadOptions) -> None:
+    def __init__(self, root: Path, kind: FileKind, options: LoadOptions, *, one_by_one: bool = False) -> None:
         """Find the files at ``root`` without opening them.
 
         Raises:
             DataError: if ``root`` is missing, or a folder without a single file of that kind.
         """
-        found, self._left_out = find_files(root, kind.noun, kind.suffixes)
         self.root, self.kind = root, kind
-        self.paths = found[: options.limit]
-        self.unreadable: list[str] = []
-        self._found = len(found)
-        self._data = listing_digest(root, found)
-        self._options = options
+        self.paths, self._others = find_files(root, kind.noun, kind.suffixes)
+        self._data = listing_digest(root, self.paths)
+        super().__init__(len(self.paths), options, one_by_one=one_by_one)
 
     @property
     def description(self) -> str:
         """Say how many files were read, could not be read, and were not looked at."""
-        files = count(len(self.paths), self.kind.noun)
-        if len(self.paths) < self._found:
-            files = f"the first {len(self.paths)} of {count(self._found, self.kind.noun)}"
         remarks = []
-        if self.unreadable:
-            remarks.append(f"{len(self.unreadable)} unreadable")
-        if self._left_out:
-            remarks.append(f"{count(self._left_out, 'other file')} left out")
+        if self.left_out.unreadable:
+            remarks.append(f"{len(self.left_out.unreadable):,} unreadable")
+        if self._others:
+            remarks.append(f"{count(self._others, 'other file')} left out")
+        files = self._taken_of(count(len(self.paths), self.kind.noun))
         return f"{self.root}: {files}" + (f" ({', '.join(remarks)})" if remarks else "")
 
-    @property
-    def n_samples(self) -> int:
-        """How many files there are to try."""
-        return len(self.paths)
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield the files that can be read.
-
-        Raises:
-            DataError: at the end, if none of them could.
-        """
-        self.unreadable = []
-        yield from batches(self._readable(), self._options)
-        if len(self.unreadable) == len(self.paths):
-            article = "an" if self.kind.noun[0] in "aeiou" else "a"
-            raise DataError(
-                f"None of the {count(len(self.paths), 'file')} tried at {str(self.root)!r} can be read as "
-                f"{article} {self.kind.noun}. The first is {self.unreadable[0]}."
-            )
-
-    def _readable(self) -> Iterator[tuple[Sample, Tensor]]:
-        for index, path in enumerate(self.paths):
-            name = name_in(self.root, path)
+    def read(self, numbers: Sequence[int]) -> Chunk:
+        """Open some files, and stack what can be read of them."""
+        found, unreadable = [], {}
+        for number in numbers:
             try:
-                tensor = self.kind.read(path)
+                found.append((self._sample(number), self.kind.read(self.paths[number])))
             except Exception as error:  # the libraries raise nearly anything on a damaged file
-                self.unreadable.append(f"{name}: {reason(error)}")
-                continue
-            yield Sample(name, source_index=index, index=index, data=self._data), tensor
+                unreadable[number] = f"{name_in(self.root, self.paths[number])}: {reason(error)}"
+        return Chunk(numbers, [stacked(found)] if found else [], unreadable)
+
+    def known_samples(self) -> Iterator[Sample]:
+        """Yield a sample for each file that is taken, readable or not."""
+        return map(self._sample, self.order)
+
+    def _sample(self, number: int) -> Sample:
+        return Sample(name_in(self.root, self.paths[number]), number, number, self._data)
+
+    def _none_readable(self, left_out: LeftOut) -> DataError:
+        article = "an" if self.kind.noun[0] in "aeiou" else "a"
+        return DataError(
+            f"None of the {count(len(self.order), 'file')} tried at {str(self.root)!r} can be read as "
+            f"{article} {self.kind.noun}. The first is {left_out.lines[0]}."
+        )
 
 
-def batches(samples: Iterable[tuple[Sample, Tensor]], options: LoadOptions) -> Iterator[Batch]:
-    """Stack tensors of one shape, at most ``options.batch_size`` to a batch, on the model's device, in its dtype."""
-    remaining = iter(samples)
-    while chunk := list(islice(remaining, options.batch_size)):
-        own, tensors = zip(*chunk, strict=True)
-        yield Batch((torch.stack(tensors),), samples=own).to(options.device, options.dtype)
+def stacked(samples: Sequence[tuple[Sample, Tensor]]) -> Batch:
+    """Stack tensors of one shape into a batch."""
+    own, tensors = zip(*samples, strict=True)
+    return Batch((torch.stack(tensors),), samples=own)
 
 
 def listing_digest(root: Path, paths: Iterable[Path]) -> str:

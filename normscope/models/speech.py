@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import soundfile
@@ -104,10 +103,5 @@ def _words(
     waveforms: Sequence[Tensor], speakers: Tensor, voices: Sequence[str], total: str, data: str, options: LoadOptions
 ) -> TensorInputs:
     """Return spoken words, one a batch; each voice is a source."""
-    speakers = speakers[: options.limit]
-    return TensorInputs(
-        waveforms[: options.limit],
-        [Sample(voices[speaker], speaker, i, data=data) for i, speaker in enumerate(speakers.tolist())],
-        f"the first {len(speakers)} of {total}" if len(speakers) < len(waveforms) else total,
-        replace(options, batch_size=1),
-    )
+    samples = [Sample(voices[speaker], speaker, i, data=data) for i, speaker in enumerate(speakers.tolist())]
+    return TensorInputs(waveforms, samples, total, options, one_by_one=True)

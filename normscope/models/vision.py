@@ -160,10 +160,6 @@ def _training_digits(options: LoadOptions) -> TensorInputs:
 def _digits(
     pixels: Tensor, pixels_to_input: Mapping[str, float], total: str, data: str, options: LoadOptions
 ) -> TensorInputs:
-    images = pixels[: options.limit, None].float() * pixels_to_input["scale"] + pixels_to_input["offset"]  # (n,1,8,8)
-    return TensorInputs(
-        list(images),
-        [Sample(f"digit {i}", source_index=i, index=i, data=data) for i in range(len(images))],
-        f"the first {len(images)} of {total}" if len(images) < len(pixels) else total,
-        options,
-    )
+    images = pixels[:, None].float() * pixels_to_input["scale"] + pixels_to_input["offset"]  # (n, 1, 8, 8)
+    samples = [Sample(f"digit {i}", source_index=i, index=i, data=data) for i in range(len(images))]
+    return TensorInputs(list(images), samples, total, options)

@@ -1,0 +1,179 @@
+"""Inputs that have numbers: which of them are taken, in which order, and in which chunks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+
+import torch
+
+from normscope.batches import Batch, Sample
+from normscope.errors import DataError
+from normscope.models.base import LoadOptions
+from normscope.models.workers import number_of_workers, read_ahead
+from normscope.shares import ALL, Chunk, LeftOut, Share
+
+
+class NumberedInputs(ABC):
+    """Inputs of which any can be had at any time by its number; see :class:`normscope.splits.Inputs`.
+
+    Attributes:
+        order: the numbers of those that are taken, in the order in which they are.
+        left_out: what the latest iteration could not read, or has cut.
+    """
+
+    order: Sequence[int]
+    left_out: LeftOut
+
+    def __init__(self, total: int, options: LoadOptions, *, one_by_one: bool = False) -> None:
+        """Choose among ``total`` inputs.
+
+        Args:
+            total: how many the data set holds.
+            options: ``limit``, ``shuffle``, ``seed`` and those that say how to batch are read.
+            one_by_one: whether each is a chunk of its own, whatever ``batch_size`` is set to.
+        """
+        self.order = drawn(total, options)
+        self.left_out = LeftOut()
+        self._total, self._options, self._one_by_one = total, options, one_by_one
+        self._batch_size = options.batch_size
+
+    @property
+    def batch_size(self) -> int:
+        """How many inputs are read together, at most; setting it has no effect where that is always one."""
+        return 1 if self._one_by_one else self._batch_size
+
+    @batch_size.setter
+    def batch_size(self, number: int) -> None:
+        self._batch_size = number
+
+    @property
+    def n_inputs(self) -> int:
+        """How many inputs are taken."""
+        return len(self.order)
+
+    @property
+    def n_samples(self) -> int:
+        """How many samples there are to try."""
+        return len(self.order)
+
+    @property
+    def unreadable(self) -> list[str]:
+        """``name: reason`` of each input that the latest iteration could not read, in order of their numbers."""
+        return self.left_out.lines
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches of all inputs.
+
+        Raises:
+            DataError: at the end, if not one input could be read.
+        """
+        for chunk in self.chunks(ALL):
+            yield from chunk.batches
+        if len(self.left_out.unreadable) == len(self.order):
+            raise self._none_readable(self.left_out)
+
+    def chunks(self, share: Share) -> Iterator[Chunk]:
+        """Yield the chunks of one process's share, and note in ``left_out`` what of them could not be read."""
+        self.left_out = left_out = LeftOut()
+        for chunk in self._made(share.of(in_pieces(share.left(self.order), self._at_once()))):
+            left_out.add(chunk)
+            yield chunk
+
+    def first_sample(self) -> Batch:
+        """Return the first sample that can be read, whoever's share it is in.
+
+        Raises:
+            DataError: if there is none.
+        """
+        left_out = LeftOut()
+        for number in self.order:
+            chunk = self._alone(number)
+            for batch in chunk.batches:
+                return batch.first_sample()
+            left_out.add(chunk)
+        raise self._none_readable(left_out)
+
+    @abstractmethod
+    def _made(self, plan: Iterator[list[int]]) -> Iterator[Chunk]:
+        """Yield the chunk of each list of numbers, on the model's device and in its dtype."""
+
+    def _alone(self, number: int) -> Chunk:
+        return next(self._made(iter([[number]])))
+
+    def _at_once(self) -> int:
+        """Return how many inputs a chunk has."""
+        return self.batch_size
+
+    def _none_readable(self, left_out: LeftOut) -> DataError:
+        return DataError(f"None of the inputs can be read. The first is {left_out.lines[0]}.")
+
+    def _taken_of(self, total: str) -> str:
+        """Say which of all inputs are taken, ``total`` saying how many of what there are."""
+        number, seed = len(self.order), self._options.seed
+        if number == self._total:
+            return f"{total}, shuffled with seed {seed}" if self._options.shuffle else total
+        if self._options.shuffle:
+            return f"{number:,} of {total}, drawn with seed {seed}"
+        return f"the first {number:,} of {total}"
+
+
+class ReadInputs(NumberedInputs):
+    """Numbered inputs that are read, without the network: ahead of it, in processes of their own where asked for.
+
+    Attributes:
+        kept: whether they lie in memory, so that reading them is no work for another process.
+    """
+
+    kept = False
+
+    @abstractmethod
+    def read(self, numbers: Sequence[int]) -> Chunk:
+        """Return a chunk on the CPU, the same in any process and after any other one; its batches are a list."""
+
+    @abstractmethod
+    def known_samples(self) -> Iterator[Sample]:
+        """Yield all samples that are taken, in order, without reading: also of inputs that turn out unreadable."""
+
+    def _made(self, plan: Iterator[list[int]]) -> Iterator[Chunk]:
+        chunks = -(-len(self.order) // self.batch_size)
+        workers = 0 if self.kept else number_of_workers(self._options, chunks)
+        for chunk in read_ahead(self.read, plan, workers, self._options.device):
+            yield self._placed(chunk)
+
+    def _alone(self, number: int) -> Chunk:
+        return self._placed(self.read([number]))
+
+    def _placed(self, chunk: Chunk) -> Chunk:
+        return replace(chunk, batches=[batch.to(self._options.device, self._options.dtype) for batch in chunk.batches])
+
+
+def drawn(total: int, options: LoadOptions) -> Sequence[int]:
+    """Return which of ``total`` inputs are taken, in which order.
+
+    Args:
+        total: how many there are.
+        options: with ``shuffle`` the order is that of torch.randperm under ``seed``; the first ``limit`` are taken.
+
+    >>> options = LoadOptions("random", None, 3, 8, 0, torch.device("cpu"), torch.float32)
+    >>> drawn(5, options), list(drawn(5, replace(options, shuffle=True)))
+    (range(0, 3), [4, 0, 1])
+    """
+    if not options.shuffle:
+        return range(total)[: options.limit]
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(options.seed))
+    return array("q", order[: options.limit].tolist())
+
+
+def in_pieces(numbers: Iterable[int], size: int) -> Iterator[list[int]]:
+    """Cut numbers into lists of ``size``; the last has the rest.
+
+    >>> list(in_pieces(range(5), 2))
+    [[0, 1], [2, 3], [4]]
+    """
+    remaining = iter(numbers)
+    while piece := list(islice(remaining, size)):
+        yield piece
