@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,16 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normscope.batches import Batch, as_batches
-from normscope.errors import DataError, ModelError, NormscopeError, UsageError, unknown
+from normscope.batches import Batch
+from normscope.errors import DataError, ModelError, UsageError, unknown
 from normscope.models.base import LoadedModel, LoadOptions, Provenance
 from normscope.models.checkpoints import load_file
 from normscope.models.hub_files import sha256_of
+from normscope.models.user_code import FactoryBatches, UserCode
 from normscope.models.weights import ready, seeded
 
 _DEFAULT_BATCH_SIZE = 8
-_OURS = (__file__, importlib.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
-_END = object()
 
 
 def load_factory(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
@@ -51,7 +47,7 @@ def load_factory(name: str, architecture: str, options: LoadOptions) -> LoadedMo
     if not place or not function_name:
         raise ModelError(f"{name!r} names no function. Write py:FILE.py:FUNCTION or py:MODULE:FUNCTION.")
     with seeded(options.seed):
-        code = _UserCode(name, "", torch.default_generator.get_state())
+        code = UserCode(name, "", torch.default_generator.get_state())
     is_file = place.endswith(".py")
     path = Path(place).expanduser()
     factory = _function(name, _import_file(code, path) if is_file else _import_module(code, place), function_name)
@@ -67,125 +63,6 @@ def load_factory(name: str, architecture: str, options: LoadOptions) -> LoadedMo
     return LoadedModel(name, ready(module, options), inputs, provenance)
 
 
-class FactoryBatches:
-    """The batches that a factory returned, on the model's device and in its dtype.
-
-    Attributes:
-        description: whose batches they are.
-        unreadable: empty: what goes wrong in the user's code is raised.
-    """
-
-    def __init__(self, name: str, batches: Iterable[Any], code: _UserCode, options: LoadOptions) -> None:
-        """Look at the first batch; a list is counted.
-
-        Raises:
-            DataError: if there is none, or it is no batch.
-        """
-        self.unreadable: list[str] = []
-        self._name, self._batches, self._code, self._options = name, batches, code, options
-        self._total = sum(len(batch.samples) for batch in as_batches(batches)) if isinstance(batches, list) else None
-        self._once = code.over(batches) if isinstance(batches, Iterator) else None
-        self._first = _END if self._once is None else next(self._once, _END)
-        self._beyond_first = False
-        if next(iter(self), None) is None:
-            raise DataError(f"{name} returned no batch to run its module on.")
-
-    @property
-    def description(self) -> str:
-        """Say whose batches they are, and whether only some of their samples were taken."""
-        limit = self._options.limit
-        if limit is None or (self._total is not None and self._total <= limit):
-            return f"batches of {self._name}"
-        return f"the first {limit} samples of the batches of {self._name}"
-
-    @property
-    def n_samples(self) -> int | None:
-        """How many samples there are at most; None where only iterating would tell."""
-        known = [number for number in (self._total, self._options.limit) if number is not None]
-        return min(known, default=None)
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches, the last one cut where the limit falls into it.
-
-        Raises:
-            DataError: if one is no batch, the user's code raises, or an iterator is to be taken a second time.
-        """
-        left = self._options.limit
-        for batch in as_batches(self._entries()):
-            taken = batch if left is None else batch.first(left)
-            yield taken.to(self._options.device, self._options.dtype)
-            if left is not None:
-                left -= len(taken.samples)
-                if not left:
-                    return
-
-    def _entries(self) -> Iterator[Any]:
-        if self._once is None:
-            yield from self._code.over(self._batches)
-            return
-        if self._first is not _END:
-            yield self._first
-        if self._beyond_first:
-            raise DataError(
-                f"The batches of {self._name} are an iterator, which can be taken only once, and are asked for again. "
-                "Return a list, or an object whose __iter__ starts anew."
-            )
-        for entry in self._once:
-            self._beyond_first = True
-            yield entry
-
-
-@dataclass
-class _UserCode:
-    """What runs the user's code: its own random numbers, its prints on stderr, sentences for what it raises.
-
-    Attributes:
-        name: what errors call the model.
-        file: where the user's code begins.
-        random_state: torch's on the CPU, where the user's code left it.
-    """
-
-    name: str
-    file: str
-    random_state: Tensor
-
-    @contextmanager
-    def running(self, what: str, kind: type[NormscopeError] = ModelError) -> Iterator[None]:
-        """Run the block as the user's code; what it raises becomes an error of ``kind`` that says so of ``what``."""
-        with torch.random.fork_rng(devices=[]), redirect_stdout(sys.stderr):  # stdout is for results
-            torch.default_generator.set_state(self.random_state)
-            try:
-                yield
-            except (Exception, SystemExit) as error:
-                said = error.msg if isinstance(error, SyntaxError) else str(error)
-                line = said.strip().partition("\n")[0].rstrip(".")
-                message = f"{type(error).__name__}: {line}" if line else type(error).__name__
-                raise kind(f"{what} raised {message}{self._place(error)}.") from error
-            finally:
-                self.random_state = torch.default_generator.get_state()
-
-    def over(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Iterate with the random numbers that follow the factory's own, the same ones each time."""
-        code = replace(self)
-        what = f"The batches of {self.name}"
-        with code.running(what, DataError):
-            entries = iter(batches)
-        while True:
-            with code.running(what, DataError):
-                entry = next(entries, _END)
-            if entry is _END:
-                return
-            yield entry
-
-    def _place(self, error: BaseException) -> str:
-        """Name the last line of the user's own file that was at work, or the last one of what it called."""
-        if isinstance(error, SyntaxError):
-            return f" ({error.filename}, line {error.lineno})"
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in _OURS]
-        own = [frame for frame in frames if frame.filename == self.file]
-        return "".join(f" ({frame.filename}, line {frame.lineno})" for frame in (own or frames)[-1:])
-
-
 def _refuse(name: str, options: LoadOptions) -> None:
     """Refuse what only the factory can decide."""
     if options.data is not None:
@@ -196,7 +73,7 @@ def _refuse(name: str, options: LoadOptions) -> None:
         raise UsageError(f"{name} decides on its weights: leave --weights out, or name a file that fits its module.")
 
 
-def _import_file(code: _UserCode, path: Path) -> ModuleType:
+def _import_file(code: UserCode, path: Path) -> ModuleType:
     if not path.is_file():
         raise ModelError(f"There is no file {str(path)!r} to take a function from.")
     _search_first(path.resolve().parent)
@@ -212,7 +89,7 @@ def _import_file(code: _UserCode, path: Path) -> ModuleType:
     return module
 
 
-def _import_module(code: _UserCode, name: str) -> ModuleType:
+def _import_module(code: UserCode, name: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
         raise ModelError(f"{name!r} is neither a file, which ends in .py, nor the name of a module.")
     _search_first(Path.cwd())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -12,67 +11,91 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from safetensors.torch import load_file
 from torch import Tensor
 
-from normscope.batches import Batch, Sample
+from normscope.batches import Sample
 from normscope.errors import DataError, UsageError, count
 from normscope.models.base import LoadOptions
 from normscope.models.inputs import listing_digest
-from normscope.models.trajectories import LatentSpace, chosen_timesteps, denoising_batch, listed
+from normscope.models.numbered import ReadInputs
+from normscope.models.timesteps import listed
+from normscope.models.trajectories import LatentSpace, chosen_timesteps, denoising_batch
+from normscope.shares import Chunk
 
 
-@dataclass
-class NoisedLatents:
+class NoisedLatents(ReadInputs):
     """Clean latents, each noised to several timesteps, as in training: √ᾱ·x₀ + √(1−ᾱ)·noise.
 
-    Attributes:
-        path: of the file that they come from.
-        latents: x₀: float32 ``(latents, channels, height, width)``.
-        labels: class of each: int64 ``(latents,)``.
-        scheduler: of training; it knows ᾱ.
-        timesteps: what they are noised to; each latent has one noise, under ``options.seed``, for all of them.
-        options: ``batch_size``, ``seed``, ``device`` and ``dtype`` are read.
-        total: how many the file holds.
-        remark: whose classes they have, for the description.
-        unreadable: empty; nothing can go wrong any more.
+    Each latent has one noise for all timesteps, which follows from the seed and from the latent's number in its file.
     """
 
-    path: Path
-    latents: Tensor
-    labels: Tensor
-    scheduler: DDIMScheduler
-    timesteps: Sequence[int]
-    options: LoadOptions
-    total: int
-    remark: str
-    unreadable: list[str] = field(default_factory=list)
+    kept = True
+
+    def __init__(
+        self,
+        path: Path,
+        latents: Tensor,
+        labels: Tensor,
+        scheduler: DDIMScheduler,
+        timesteps: Sequence[int],
+        options: LoadOptions,
+        remark: str,
+    ) -> None:
+        """Keep, or map into memory, all latents of a file.
+
+        Args:
+            path: of the file that they come from.
+            latents: x₀: floats ``(latents, channels, height, width)``.
+            labels: class of each: int64 ``(latents,)``.
+            scheduler: of training; it knows ᾱ.
+            timesteps: what they are noised to.
+            options: ``seed``, those that say which are taken, and those that say how to batch are read.
+            remark: whose classes they have, for the description.
+
+        Raises:
+            DataError: if one that is taken is not finite.
+        """
+        super().__init__(len(latents), options)
+        self._path, self._latents, self._labels, self._remark = path, latents, labels, remark
+        self._scheduler, self.timesteps = scheduler, timesteps
+        self._data = listing_digest(path, [path])
+        for number in self.order:
+            if not latents[number].float().isfinite().all():
+                raise DataError(f"Latent {number} in {str(path)!r} holds numbers that are infinite or not a number.")
 
     @property
     def description(self) -> str:
         """Say what was read and what it was noised to."""
-        latents = count(self.total, "latent")
-        if len(self.latents) < self.total:
-            latents = f"the first {len(self.latents)} of {latents}"
-        return f"{self.path}: {latents} with noise (seed {self.options.seed}, {self.remark}), {listed(self.timesteps)}"
+        latents, seed = self._taken_of(count(self._total, "latent")), self._options.seed
+        return f"{self._path}: {latents} with noise (seed {seed}, {self._remark}), {listed(self.timesteps)}"
 
     @property
     def n_samples(self) -> int:
         """How many samples there are: each latent at each timestep."""
-        return len(self.latents) * len(self.timesteps)
+        return len(self.order) * len(self.timesteps)
 
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield some latents at each of the timesteps, then the next ones."""
-        data = listing_digest(self.path, [self.path])
-        trained = self.scheduler.config["num_train_timesteps"]
-        generator = torch.Generator().manual_seed(self.options.seed)
-        for first in range(0, len(self.latents), self.options.batch_size):
-            chunk = range(first, min(first + self.options.batch_size, len(self.latents)))
-            clean = self.latents[chunk.start : chunk.stop]
-            noise = torch.stack([torch.randn(latent.shape, generator=generator) for latent in clean])
-            for timestep in self.timesteps:
-                every = torch.full((len(clean),), timestep)
-                noised = self.scheduler.add_noise(clean, noise, every)  # type: ignore[arg-type]  # all integers do
-                samples = [Sample(f"latent {i}", i, i * trained + timestep, data) for i in chunk]
-                labels = self.labels[chunk.start : chunk.stop]
-                yield denoising_batch(noised, timestep, labels, samples, self.options)
+    def read(self, numbers: Sequence[int]) -> Chunk:
+        """Noise some latents to each of the timesteps."""
+        which = list(numbers)
+        clean = self._latents[which].float()
+        noise = torch.stack([self._noise(number) for number in which])
+        batches = []
+        for timestep in self.timesteps:
+            every = torch.full((len(clean),), timestep)
+            noised = self._scheduler.add_noise(clean, noise, every)  # type: ignore[arg-type]  # all integers do
+            samples = [self._sample(number, timestep) for number in which]
+            batches.append(denoising_batch(noised, timestep, self._labels[which], samples))
+        return Chunk(numbers, batches)
+
+    def known_samples(self) -> Iterator[Sample]:
+        """Yield a sample for each timestep of each latent that is taken."""
+        return (self._sample(number, timestep) for number in self.order for timestep in self.timesteps)
+
+    def _noise(self, number: int) -> Tensor:
+        generator = np.random.default_rng([self._options.seed % 2**64, number])
+        return torch.from_numpy(generator.standard_normal(self._latents.shape[1:], dtype=np.float32))
+
+    def _sample(self, number: int, timestep: int) -> Sample:
+        index = number * self._scheduler.config["num_train_timesteps"] + timestep
+        return Sample(f"latent {number}", number, index, self._data)
 
 
 def read_latents(path: Path, space: LatentSpace, scheduler: DDIMScheduler, options: LoadOptions) -> NoisedLatents:
@@ -84,7 +107,7 @@ def read_latents(path: Path, space: LatentSpace, scheduler: DDIMScheduler, optio
             takes them: an autoencoder's, times its scaling factor.
         space: what the model takes.
         scheduler: of training.
-        options: ``limit``, ``seed``, ``timesteps`` and those that say how to batch are read.
+        options: ``limit``, ``shuffle``, ``seed``, ``timesteps`` and those that say how to batch are read.
 
     Raises:
         UsageError: if ``options.guidance`` is given: nothing is guided; or if ``options.timesteps`` is wrong.
@@ -99,12 +122,12 @@ def read_latents(path: Path, space: LatentSpace, scheduler: DDIMScheduler, optio
     tensors = _read(path)
     if "latents" not in tensors:
         raise DataError(f"{str(path)!r} holds no tensor 'latents', only {', '.join(sorted(tensors)) or 'none at all'}.")
-    total = len(_checked_shape(path, tensors["latents"], space))
-    latents = _checked_values(path, tensors["latents"][: options.limit])
-    labels, remark = torch.full((total,), space.classes), "null class"
+    latents = _checked_shape(path, tensors["latents"], space)
+    labels, remark = torch.full((len(latents),), space.classes), "null class"
     if "class_labels" in tensors:
-        labels, remark = _checked_labels(path, tensors["class_labels"], total, space.classes), "classes of the file"
-    return NoisedLatents(path, latents, labels[: options.limit], scheduler, timesteps, options, total, remark)
+        labels = _checked_labels(path, tensors["class_labels"], len(latents), space.classes)
+        remark = "classes of the file"
+    return NoisedLatents(path, latents, labels, scheduler, timesteps, options, remark)
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -132,15 +155,6 @@ def _checked_shape(path: Path, latents: Tensor, space: LatentSpace) -> Tensor:
     if not latents.is_floating_point():
         dtype = str(latents.dtype).removeprefix("torch.")
         raise DataError(f"The latents in {str(path)!r} are {dtype}; the model takes floating-point numbers.")
-    return latents
-
-
-def _checked_values(path: Path, latents: Tensor) -> Tensor:
-    latents = latents.float()
-    finite = latents.isfinite().flatten(1).all(dim=1)
-    if not finite.all():
-        first = int(finite.logical_not().nonzero()[0])
-        raise DataError(f"Latent {first} in {str(path)!r} holds numbers that are infinite or not a number.")
     return latents
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,11 @@ from normscope.errors import ModelError, UsageError, count
 from normscope.models import answers
 from normscope.models.base import LoadedModel, LoadOptions, Provenance
 from normscope.models.hub_files import refuse_code, sha256_of
-from normscope.models.trajectories import listed, select_timesteps
+from normscope.models.numbered import NumberedInputs
+from normscope.models.timesteps import listed, select_timesteps
 from normscope.models.weights import with_weights
 from normscope.outputs import Outputs, without_variances
+from normscope.shares import Chunk
 
 PROMPTS = (
     "a red bicycle leaning against a stone wall",
@@ -36,75 +37,71 @@ class _EnoughError(Exception):
     """Ends a pipeline's sampling, when all calls have been seen that were to be seen."""
 
 
-@dataclass
-class PipelineCalls:
+class PipelineCalls(NumberedInputs):
     """The calls that a pipeline makes to its transformer, at some timesteps, as it samples for each prompt.
 
-    Everything is as the pipeline has it by default: number of steps, guidance unless given, size. Calls are kept.
+    Everything is as the pipeline has it by default: number of steps, guidance unless given, size. Calls are kept. Each
+    prompt is a chunk of its own, whatever ``batch_size`` is set to.
 
     Attributes:
         pipeline: on the asked-for device, in the asked-for dtype.
-        options: ``limit``, ``seed``, ``guidance`` and ``timesteps`` are read.
         timesteps: rounded to integers, in the order of sampling.
-        unreadable: empty; nothing is read.
     """
 
-    pipeline: Any
-    options: LoadOptions
-    timesteps: list[int] = field(init=False)
-    unreadable: list[str] = field(default_factory=list)
-    _visited: list[int] = field(init=False, repr=False)
-    _kept: dict[int, dict[int, list[Batch]]] = field(default_factory=dict, repr=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, pipeline: Any, options: LoadOptions) -> None:
         """Encode the first prompt, which sets the pipeline's timesteps, and choose among them.
+
+        Args:
+            pipeline: see the attributes.
+            options: those that say which prompts are taken, ``seed``, ``guidance`` and ``timesteps`` are read.
 
         Raises:
             UsageError: if guidance or timesteps do not apply.
             ModelError: if the pipeline does not sample from a prompt alone.
         """
-        name = type(self.pipeline).__name__
-        if self.options.guidance is not None and not self._takes("guidance_scale"):
+        super().__init__(len(PROMPTS), options, one_by_one=True)
+        self.pipeline = pipeline
+        self._kept: dict[int, dict[int, list[Batch]]] = {}
+        name = type(pipeline).__name__
+        if options.guidance is not None and not self._takes("guidance_scale"):
             raise UsageError(f"A {name} takes no guidance. Leave it out.")
-        self.pipeline.set_progress_bar_config(disable=True)
+        pipeline.set_progress_bar_config(disable=True)
 
         def stop(position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             raise _EnoughError
 
         try:
             self._sample(0, stop)
-            self._visited = [round(float(timestep)) for timestep in self.pipeline.scheduler.timesteps]
+            self._visited = [round(float(timestep)) for timestep in pipeline.scheduler.timesteps]
         except Exception as error:  # of any pipeline's checks
             raise ModelError(
                 f"A {name} does not sample from a prompt alone: {answers.first_line(error)}. {OTHERWISE}"
             ) from error
-        self.timesteps = select_timesteps(self._visited, self.options.timesteps)
-
-    @property
-    def prompts(self) -> tuple[str, ...]:
-        """What is sampled for."""
-        return PROMPTS[: self.options.limit]
+        self.timesteps = select_timesteps(self._visited, options.timesteps)
 
     @property
     def description(self) -> str:
         """Say which pipeline sampled for how many prompts, and at which timesteps its calls are taken."""
-        guidance = "its own guidance" if self.options.guidance is None else f"guidance {self.options.guidance:g}"
+        guidance = "its own guidance" if self._options.guidance is None else f"guidance {self._options.guidance:g}"
+        shuffled = ", shuffled" if self._options.shuffle else ""
         return (
-            f"{type(self.pipeline).__name__} on {count(len(self.prompts), 'prompt')} in "
-            f"{count(len(self._visited), 'step')} (seed {self.options.seed}, {guidance}), {listed(self.timesteps)}"
+            f"{type(self.pipeline).__name__} on {count(len(self.order), 'prompt')} in "
+            f"{count(len(self._visited), 'step')} (seed {self._options.seed}, {guidance}{shuffled}), "
+            f"{listed(self.timesteps)}"
         )
 
     @property
     def n_samples(self) -> int:
         """How many samples there are: those of one call at each timestep for each prompt, as the first shows them."""
-        calls = self._calls(0, self.timesteps[0])
-        return sum(len(batch.samples) for batch in calls) * len(self.timesteps) * len(self.prompts)
+        calls = self._calls(self.order[0], self.timesteps[0])
+        return sum(len(batch.samples) for batch in calls) * len(self.timesteps) * len(self.order)
 
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield the calls for one prompt, then those for the next."""
-        for number in range(len(self.prompts)):
-            for timestep in self.timesteps:
-                yield from self._calls(number, timestep)
+    def _made(self, plan: Iterator[list[int]]) -> Iterator[Chunk]:
+        return (Chunk(numbers, self._at_timesteps(*numbers)) for numbers in plan)
+
+    def _at_timesteps(self, number: int) -> Iterator[Batch]:
+        for timestep in self.timesteps:
+            yield from self._calls(number, timestep)
 
     def _calls(self, number: int, timestep: int) -> list[Batch]:
         """Return the calls at a timestep; the first that is asked for takes no step beyond it."""
@@ -131,7 +128,7 @@ class PipelineCalls:
         arguments = _named(self.pipeline.transformer, args, kwargs)
         latents = arguments["hidden_states"]
         index = ((number * len(self._visited) + position) * 8 + call) * 8
-        data = f"{type(self.pipeline).__name__} from seed {self.options.seed}"
+        data = f"{type(self.pipeline).__name__} from seed {self._options.seed}"
         samples = [Sample(f"prompt {number}", number, index + i, data) for i in range(len(latents))]
         copies = {key: value.clone() if isinstance(value, Tensor) else value for key, value in arguments.items()}
         return Batch(kwargs=copies, samples=tuple(samples), part=f"timestep {self._visited[position]}")
@@ -148,15 +145,15 @@ class PipelineCalls:
             observe(len(timesteps) - 1, args, kwargs)
 
         chosen: dict[str, Any] = {}
-        if self.options.guidance is not None:
-            chosen["guidance_scale"] = self.options.guidance
+        if self._options.guidance is not None:
+            chosen["guidance_scale"] = self._options.guidance
         if self._takes("clean_caption"):
             chosen["clean_caption"] = False  # our prompts are clean, and cleaning depends on what else is installed
         handle = transformer.register_forward_pre_hook(before, with_kwargs=True)
         try:
             self.pipeline(
-                prompt=self.prompts[number],
-                generator=torch.Generator().manual_seed(self.options.seed + number),
+                prompt=PROMPTS[number],
+                generator=torch.Generator().manual_seed(self._options.seed + number),
                 output_type="latent",
                 **chosen,
             )

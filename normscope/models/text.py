@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ from normscope.batches import Batch, Sample
 from normscope.errors import DataError, count
 from normscope.models.base import LoadOptions
 from normscope.models.inputs import find_files, listing_digest, name_in, reason
+from normscope.models.lines import Lines
+from normscope.models.numbered import ReadInputs
+from normscope.shares import Chunk, LeftOut
 
 LONGEST = 512  # tokens of one text, at most
-
-_BYTE_ORDER_MARK = "\ufeff"
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,8 @@ class Reading:
     remarks: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Line:
-    place: str
-    source: str
-    source_index: int
-    content: str | Exception
-
-
-class Texts:
-    """The lines of some documents, a text each; blank ones are skipped. Read and tokenized batch by batch.
-
-    Attributes:
-        unreadable: ``document line N: reason`` for each that the latest iteration could not read.
-    """
+class Texts(ReadInputs):
+    """The lines of some documents, a text each; blank ones are skipped. Read and tokenized chunk by chunk."""
 
     def __init__(
         self,
@@ -71,13 +59,13 @@ class Texts:
         source_is_line: bool,
         remarks: tuple[str, ...] = (),
     ) -> None:
-        """Count the texts, without keeping them.
+        """Note where each text begins, without keeping it.
 
         Args:
             name: what the description calls them together.
             documents: each with its name; UTF-8.
             reading: how texts become batches.
-            options: limit, batch size, device and dtype.
+            options: limit, order, batch size, device and dtype.
             data: what tells this data set from others, see :class:`normscope.batches.Sample`.
             source_is_line: whether each line is a source of its own, or each document.
             remarks: what the description says besides.
@@ -85,75 +73,57 @@ class Texts:
         Raises:
             DataError: if there is no text.
         """
-        self.unreadable: list[str] = []
-        self._name, self._documents, self._reading, self._options = name, documents, reading, options
-        self._data, self._source_is_line, self._remarks = data, source_is_line, remarks
-        self._cut = 0
-        self._found = sum(1 for _ in self._lines())
-        if not self._found:
+        self._name, self._reading, self._remarks = name, reading, remarks
+        self._data, self._source_is_line = data, source_is_line
+        self._lines = Lines(documents)
+        if not len(self._lines):
             raise DataError(f"{name} holds no text: {count(len(documents), 'file')} without a line that is not blank.")
+        super().__init__(len(self._lines), options)
 
     @property
     def description(self) -> str:
         """Say how many texts were read, how many were cut or could not be read, and what was not looked at."""
-        texts = count(self.n_samples, "text")
-        if self.n_samples < self._found:
-            texts = f"the first {self.n_samples} of {count(self._found, 'text')}"
         remarks = list(self._reading.remarks)
-        if self._cut:
-            remarks.append(f"{self._cut} cut to {count(self._reading.longest, 'token')}")
-        if self.unreadable:
-            remarks.append(f"{len(self.unreadable)} unreadable")
+        if self.left_out.cut:
+            remarks.append(f"{self.left_out.cut:,} cut to {count(self._reading.longest, 'token')}")
+        if self.left_out.unreadable:
+            remarks.append(f"{len(self.left_out.unreadable):,} unreadable")
         remarks += self._remarks
+        texts = self._taken_of(count(len(self._lines), "text"))
         return f"{self._name}: {texts}" + (f" ({', '.join(remarks)})" if remarks else "")
 
-    @property
-    def n_samples(self) -> int:
-        """How many texts there are to try."""
-        return min(self._found, self._options.limit or self._found)
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield the texts that can be read.
-
-        Raises:
-            DataError: at the end, if none of them could.
-        """
-        self.unreadable, self._cut = [], 0
-        remaining = self._tokenized()
-        while chunk := list(islice(remaining, self._options.batch_size)):
-            samples, tokens = zip(*chunk, strict=True)
-            batch = padded(tokens, self._reading)
-            yield replace(batch, samples=samples).to(self._options.device, self._options.dtype)
-        if len(self.unreadable) == self.n_samples:
-            raise DataError(
-                f"None of the {count(self.n_samples, 'text')} tried at {self._name!r} can be read. The first is "
-                f"{self.unreadable[0]}."
-            )
-
-    def _tokenized(self) -> Iterator[tuple[Sample, list[int]]]:
-        for index, line in enumerate(islice(self._lines(), self._options.limit)):
+    def read(self, numbers: Sequence[int]) -> Chunk:
+        """Tokenize some lines, and pad what can be read of them to one length."""
+        samples, texts, unreadable, n_cut = [], [], {}, 0
+        for number, content in zip(numbers, self._lines.read(numbers), strict=True):
             try:
-                if isinstance(line.content, Exception):
-                    raise line.content
-                tokens, cut = self._reading.tokenize(line.content)
+                if isinstance(content, Exception):
+                    raise content
+                tokens, cut = self._reading.tokenize(content)
             except Exception as error:  # of the file system, of decoding, of any tokenizer
-                self.unreadable.append(f"{line.place}: {reason(error)}")
+                place = self._lines.document(number) if isinstance(error, OSError) else self._lines.place(number)
+                unreadable[number] = f"{place}: {reason(error)}"
                 continue
-            self._cut += cut
-            yield Sample(line.source, line.source_index, index, self._data), tokens
+            n_cut += cut
+            samples.append(self._sample(number))
+            texts.append(tokens)
+        batches = [replace(padded(texts, self._reading), samples=tuple(samples))] if texts else []
+        return Chunk(numbers, batches, unreadable, n_cut)
 
-    def _lines(self) -> Iterator[_Line]:
-        """Yield every line that is not blank; a file that cannot be opened counts as one."""
-        seen = 0
-        for file_index, (name, document) in enumerate(self._documents):
-            try:
-                for number, content in _contents(document):
-                    place = f"{name} line {number}"
-                    source = (place, seen) if self._source_is_line else (name, file_index)
-                    seen += 1
-                    yield _Line(place, *source, content)
-            except OSError as error:
-                yield _Line(name, name, seen if self._source_is_line else file_index, error)
+    def known_samples(self) -> Iterator[Sample]:
+        """Yield a sample for each text that is taken, readable or not."""
+        return map(self._sample, self.order)
+
+    def _sample(self, number: int) -> Sample:
+        if self._source_is_line:
+            return Sample(self._lines.place(number), number, number, self._data)
+        return Sample(self._lines.document(number), self._lines.document_index(number), number, self._data)
+
+    def _none_readable(self, left_out: LeftOut) -> DataError:
+        return DataError(
+            f"None of the {count(len(self.order), 'text')} tried at {self._name!r} can be read. The first is "
+            f"{left_out.lines[0]}."
+        )
 
 
 def text_inputs(reading: Reading, options: LoadOptions) -> Texts:
@@ -197,20 +167,6 @@ def padded(tokens: Sequence[Sequence[int]], reading: Reading) -> Batch:
         mask[row, : len(text)] = 1
     valid = mask.bool()
     return Batch(kwargs=reading.keywords(ids, mask), valid=valid)
-
-
-def _contents(document: Traversable) -> Iterator[tuple[int, str | Exception]]:
-    """Yield the lines that are not blank, or what is wrong with them, numbered from 1."""
-    with document.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            try:
-                text = raw.decode().rstrip("\r\n")
-            except UnicodeDecodeError:
-                yield number, DataError("not UTF-8")
-                continue
-            text = text.removeprefix(_BYTE_ORDER_MARK) if number == 1 else text
-            if text.strip():
-                yield number, text
 
 
 _SUFFIXES = frozenset({".txt", ".text", ".md", ".rst"})

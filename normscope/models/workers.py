@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -56,18 +57,19 @@ def read_ahead(
     Raises:
         DataError: if a worker ends before its work does.
     """
-    loader = DataLoader(
-        _Chunks(read),
-        batch_size=None,
-        sampler=plan,
-        num_workers=workers,
-        collate_fn=_as_it_is,
-        pin_memory=device.type == "cuda",
-        worker_init_fn=_ignore_signals,
-        multiprocessing_context="fork" if workers else None,
-        generator=torch.Generator(),  # a seed is drawn, and not from the caller's random numbers
-    )
-    with _signals_as_they_were():
+    with _signals_as_they_were(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores, as was asked for
+        loader = DataLoader(
+            _Chunks(read),
+            batch_size=None,
+            sampler=plan,
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            pin_memory=device.type == "cuda",
+            worker_init_fn=_ignore_signals,
+            multiprocessing_context="fork" if workers else None,
+            generator=torch.Generator(),  # a seed is drawn, and not from the caller's random numbers
+        )
         chunks = iter(loader)
     while True:
         try:

@@ -141,7 +141,7 @@ def stopped(*_):
 
 def test_trajectories_are_walked_once_for_the_least_harmful_sites(tmp_path, monkeypatch):
     walks, ends = [], Trajectories.ends
-    monkeypatch.setattr(Trajectories, "ends", lambda self: (walks.append(self), ends(self))[1])
+    monkeypatch.setattr(Trajectories, "ends", lambda self, *share: (walks.append(self), ends(self, *share))[1])
     arguments = ("demo_dit", "--limit", "1", "--timesteps", "500,", "--func", "dyt", "--init", "paper")
     monkeypatch.setattr("normscope.cli.swap_bench._speed", stopped)  # of its full-size sibling, which takes long
     done = run(tmp_path, monkeypatch, *arguments, "--sites", "least:2")

@@ -6,7 +6,8 @@ from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2
 
 import normscope
 from normscope.errors import UsageError
-from normscope.models.trajectories import LatentSpace, from_noise, select_timesteps
+from normscope.models.timesteps import select_timesteps
+from normscope.models.trajectories import LatentSpace, from_noise
 
 VISITED = list(range(980, -1, -20))
 SPACE = LatentSpace(channels=4, size=8, classes=1000)  # DiTPipeline's null class is 1000, whatever the model
