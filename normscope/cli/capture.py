@@ -27,15 +27,13 @@ from normscope.cli.options import (
     Verify,
     Weights,
 )
-from normscope.cli.output import Output, skipped_as_json
+from normscope.cli.output import Output, pairs_as_json, skipped_as_json
 from normscope.cli.sources import Run, check_models
 from normscope.files import check_writable
 
 if TYPE_CHECKING:
     from normscope.models.base import LoadedModel
     from normscope.pairs.raw import RawPairs
-    from normscope.pairs.sites import NormSite
-    from normscope.pairs.stats import PairStats
 
 EXAMPLES = "Examples: normscope capture demo_vit -o seen.safetensors · normscope plot seen.safetensors --layers all"
 
@@ -100,7 +98,7 @@ def capture(
         if pairs:
             pairs.discard()
     say.result(str(path))
-    sites = [_site_as_json(site, seen.stats[site.name]) for site in seen.sites]
+    sites = pairs_as_json(seen)
     document = {
         **seen.about,
         "file": str(path),
@@ -111,10 +109,6 @@ def capture(
         "skipped": skipped_as_json([seen]),
     }
     say.document(document, [{**seen.about, "file": str(path), **site} for site in sites])
-
-
-def _site_as_json(site: NormSite, stats: PairStats) -> dict[str, str | int]:
-    return {"name": site.name, "n_pairs": stats.n_pairs, "nonfinite_tokens": int(stats.nonfinite_tokens)}
 
 
 def _announce(pairs: RawPairs, network: LoadedModel, layers: str, sample: int | None, say: Output) -> None:
