@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from normscope.loading import load, load_swapped
     from normscope.pairs.captures import Capture
     from normscope.pairs.hooks import capture
+    from normscope.pairs.merges import merge_captures
     from normscope.pairs.norms import register_norm
     from normscope.pairs.stats import PairStats
     from normscope.pairs.storage import load as load_capture
@@ -85,6 +86,7 @@ _HOMES = {
     "load": "loading.load",
     "load_capture": "pairs.storage.load",
     "load_swapped": "loading.load_swapped",
+    "merge_captures": "pairs.merges.merge_captures",
     "norm_cards": "fits.card.norm_cards",
     "overview": "figures.overview.overview",
     "plot": "figures.scurves.plot",
@@ -138,6 +140,7 @@ __all__ = [
     "load",
     "load_capture",
     "load_swapped",
+    "merge_captures",
     "norm_cards",
     "overview",
     "plot",

@@ -138,9 +138,10 @@ def shared(batches: Iterable[Any], share: Share) -> tuple[Batch, Iterator[Chunk]
     Raises:
         DataError: if there is no batch.
     """
-    if hasattr(batches, "chunks"):
-        chunks = (replace(chunk, batches=as_batches(chunk.batches)) for chunk in batches.chunks(share))
-        return next(as_batches([batches.first_sample()])), chunks
+    inputs: Any = batches
+    if hasattr(inputs, "chunks"):
+        chunks = (replace(chunk, batches=as_batches(chunk.batches)) for chunk in inputs.chunks(share))
+        return next(as_batches([inputs.first_sample()])), chunks
     stream = as_batches(batches)
     first = next(stream, None)
     if first is None:

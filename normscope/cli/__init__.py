@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from normscope.cli import capture, compare, fit, gradient, heal, layers, models, plot, stats, swap, swap_bench
+from normscope.cli import capture, compare, fit, gradient, heal, layers, merge, models, plot, stats, swap, swap_bench
 from normscope.cli.output import print_error, print_stop
 from normscope.cli.streams import StreamError, flush_streams, guard_streams
 from normscope.errors import NormscopeError, StoppedError
@@ -55,6 +55,7 @@ app.command("swap-bench", epilog=swap_bench.EXAMPLES)(swap_bench.swap_bench)
 app.command("swap", epilog=swap.EXAMPLES)(swap.swap)
 app.command("heal", epilog=heal.EXAMPLES)(heal.heal)
 app.command("capture", epilog=capture.EXAMPLES)(capture.capture)
+app.command("merge", epilog=merge.EXAMPLES)(merge.merge)
 app.command("layers", epilog=layers.EXAMPLES)(layers.layers)
 app.command("models", epilog=models.EXAMPLES)(models.models)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from normscope.cli.options import AsCsv, AsJson, ByGamma, Layers, Model, PerChannel, Quiet
-from normscope.cli.output import Output, skipped_as_json
+from normscope.cli.output import Output, pairs_as_json, skipped_as_json
 from normscope.cli.running import Run, runs_networks
 from normscope.cli.sources import check_models
 from normscope.cli.stopping import stopping_between_chunks
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from normscope.pairs.captures import Capture
     from normscope.pairs.checkpoints import Checkpoints
     from normscope.pairs.raw import RawPairs
-    from normscope.pairs.sites import NormSite
-    from normscope.pairs.stats import PairStats
 
 EXAMPLES = (
     "Examples: normscope capture demo_vit -o seen.safetensors · normscope plot seen.safetensors --layers all · "
@@ -107,7 +105,7 @@ def capture(
         if pairs:
             pairs.discard()
     say.result(str(path))
-    sites = [_site_as_json(site, seen.stats[site.name]) for site in seen.sites]
+    sites = pairs_as_json(seen)
     document = {
         **seen.about,
         "file": str(path),
@@ -152,10 +150,6 @@ def _saved(seen: Capture, output: Path, kept: Checkpoints) -> Path:
         ) from error
     kept.remove()
     return path
-
-
-def _site_as_json(site: NormSite, stats: PairStats) -> dict[str, str | int]:
-    return {"name": site.name, "n_pairs": stats.n_pairs, "nonfinite_tokens": int(stats.nonfinite_tokens)}
 
 
 def _announce(pairs: RawPairs, network: LoadedModel, layers: str, sample: int | None, say: Output) -> None:

@@ -249,3 +249,11 @@ class Tracked:
 def skipped_as_json(captures: Iterable[Capture]) -> list[dict[str, str]]:
     """List the norms that were not observed, with the model that each belongs to."""
     return [{"model": capture.about["model"], **asdict(norm)} for capture in captures for norm in capture.skipped]
+
+
+def pairs_as_json(capture: Capture) -> list[dict[str, str | int]]:
+    """List the norm sites with how much was seen of each."""
+    return [
+        {"name": site.name, "n_pairs": stats.n_pairs, "nonfinite_tokens": int(stats.nonfinite_tokens)}
+        for site, stats in ((site, capture.stats[site.name]) for site in capture.sites)
+    ]

@@ -102,8 +102,10 @@ def write_parquet(rows: Sequence[Row], path: Path) -> None:
         kind = _kind(values)
         cells = [value if value is None or kind is None else kind(value) for value in values]
         columns[name] = pa.array(cells, types[kind])
+    written = io.BytesIO()  # pyarrow puts what the system says into words of its own
+    parquet.write_table(pa.table(columns).replace_schema_metadata({"normscope": version("normscope")}), written)
     with whole_file(path) as partial:
-        parquet.write_table(pa.table(columns).replace_schema_metadata({"normscope": version("normscope")}), partial)
+        partial.write_bytes(written.getbuffer())
 
 
 def _columns(table: Sequence[Row]) -> list[str]:

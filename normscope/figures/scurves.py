@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Sequence
@@ -132,8 +133,11 @@ def save_described(figure: Figure, path: str | Path, origin: Any, dpi: int = 200
     text = json.dumps(origin)
     key = "Subject" if kind == "pdf" else "Description"
     dates = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
-    with whole_file(path) as partial, matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "normscope"}):
-        figure.savefig(partial, dpi=dpi, format=kind, metadata={key: text, **dates})
+    drawn = io.BytesIO()  # on a full disk matplotlib's PDF writer raises an error of zlib's
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "normscope"}):
+        figure.savefig(drawn, dpi=dpi, format=kind, metadata={key: text, **dates})
+    with whole_file(path) as partial:
+        partial.write_bytes(drawn.getbuffer())
     return path
 
 

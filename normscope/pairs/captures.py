@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from importlib import metadata
 
 from normscope.errors import DataError
 from normscope.pairs.selection import Layers, select
 from normscope.pairs.sites import NormSite, SkippedNorm
 from normscope.pairs.stats import PairStats
+
+_AND = " + "
 
 
 @dataclass
@@ -50,23 +52,22 @@ class Capture:
         return replace(self, sites=sites, stats={site.name: self.stats[site.name] for site in sites})
 
     def merge(self, other: Capture) -> Capture:
-        """Return the capture of both sets of inputs.
+        """Return the capture of both sets of inputs; what is in both counts twice.
 
         Raises:
-            DataError: if the two are not of the same model, weights and sites, or not the same sample of the tokens.
+            DataError: if the two are not of the same model, weights, dtype and sites, or not the same sample of the
+                tokens.
         """
-        for key in ("model", "weights"):
-            if self.about[key] != other.about[key]:
-                raise DataError(
-                    f"Cannot merge captures of different {key}: {self.about[key]!r} and {other.about[key]!r}."
-                )
+        for key in ("model", "weights", "dtype"):
+            mine, theirs = (about.get(key, "not named") for about in (self.about, other.about))
+            if mine != theirs:
+                raise DataError(f"Cannot merge captures of different {key}: {mine!r} and {theirs!r}.")
         samples = [about.get("sample", "all tokens") for about in (self.about, other.about)]
         if samples[0] != samples[1]:
             raise DataError(f"Cannot merge a capture of {samples[0]} with one of {samples[1]}; take the same of both.")
-        if list(map(_of_any_length, self.sites)) != list(map(_of_any_length, other.sites)):
-            raise DataError("Cannot merge captures of different norm sites; capture the same layers of both.")
-        data = dict.fromkeys([self.about["data"], other.about["data"]])
-        about = {**self.about, "data": " + ".join(data)}
+        if found := _other_site(self.sites, other.sites):
+            raise DataError(f"Cannot merge captures of different norm sites: {found}; capture the same layers of both.")
+        about = {**self.about, "data": _joined(self.about["data"], other.about["data"])}
         if self.about.get("part") != other.about.get("part"):
             about.pop("part", None)
         return Capture(
@@ -76,7 +77,9 @@ class Capture:
             stats={name: stats.merge(other.stats[name]) for name, stats in self.stats.items()},
             n_samples=self.n_samples + other.n_samples,
             seed=self.seed,
-            versions=self.versions,
+            versions={
+                name: _joined(version, other.versions.get(name, version)) for name, version in self.versions.items()
+            },
             parts=_merged(self.parts, other.parts),
         )
 
@@ -84,6 +87,28 @@ class Capture:
 def _merged(mine: Mapping[str, Capture], theirs: Mapping[str, Capture]) -> dict[str, Capture]:
     both = {name: part.merge(theirs[name]) for name, part in mine.items() if name in theirs}
     return {**mine, **theirs, **both}
+
+
+def _joined(mine: str, theirs: str) -> str:
+    """Name both, and what is named in both once.
+
+    >>> _joined("digits + letters", "letters")
+    'digits + letters'
+    """
+    return _AND.join(dict.fromkeys([*mine.split(_AND), *theirs.split(_AND)]))
+
+
+def _other_site(mine: Sequence[NormSite], theirs: Sequence[NormSite]) -> str | None:
+    """Say where two lists of norm sites differ; None where they do not."""
+    names = [{site.name for site in sites} for sites in (mine, theirs)]
+    if alone := [site.name for site in (*mine, *theirs) if site.name in names[0] ^ names[1]]:
+        return f"{alone[0]} is in one alone"
+    for one, other in zip(map(_of_any_length, mine), map(_of_any_length, theirs), strict=True):
+        for what in (f.name for f in fields(NormSite)):
+            ours, others = getattr(one, what), getattr(other, what)
+            if ours != others:
+                return f"the {what} of {one.name} is {ours!r} and {others!r}"
+    return None
 
 
 def _of_any_length(site: NormSite) -> NormSite:

@@ -87,9 +87,10 @@ class Ranks:
         seen = [SourcesSeen(**one) for one in self.told(asdict(stats.sources))]
         own = stats.regrouped(functools.reduce(SourcesSeen.merged, seen))
         low, high = own.channel_extremes.unbind(0)
+        totals: dict[str, Any] = {name: self.total(value) for name, value in own.sums.items()}
         return replace(
             own,
-            **{name: self.total(value) for name, value in own.sums.items()},
+            **totals,
             channel_extremes=torch.stack([self.least(low), -self.least(-high)]),
             tokens=self._tokens(own.tokens, UNIFORM_TOKENS),
             largest=self._tokens(own.largest, LARGEST_TOKENS),

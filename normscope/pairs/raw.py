@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from normscope.errors import UsageError
-from normscope.files import file_stem, umask
+from normscope.files import file_stem, umask, write_tensors
 from normscope.pairs.captures import Capture
 from normscope.pairs.sites import NormSite
 
@@ -80,7 +79,7 @@ class RawPairs:
         else:
             tensors["sizes"] = torch.tensor(sizes)
         name = f"{site.index:03d}-{file_stem(site.name)}.safetensors"
-        save_file(tensors, self._partial / name, metadata={**about, "site": site.name})
+        write_tensors(tensors, self._partial / name, {**about, "site": site.name})
         (self._partial / name).chmod(0o666 & ~umask())
         for part in parts.values():
             part.unlink()

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from normscope.errors import DataError, UsageError
-from normscope.files import whole_file
+from normscope.files import whole_file, write_tensors
 from normscope.healings import START
 from normscope.swaps.course import Course, restore
 
@@ -40,10 +39,7 @@ def save_checkpoint(
         tensors |= {f"moment/{key}/{name}": value.cpu().contiguous().clone() for key, value in own.items()}
     header = {"format": _FORMAT, "version": _VERSION, "settings": dict(settings), "course": course.as_dict()}
     with whole_file(path) as partial:
-        try:
-            save_file(tensors, partial, metadata={_HEADER: json.dumps(header)})
-        except SafetensorError as error:  # a full disk is one to it
-            raise UsageError(f"Cannot write {path}: {error}.") from error
+        write_tensors(tensors, partial, {_HEADER: json.dumps(header)})
 
 
 def load_checkpoint(path: Path, settings: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> Course | None:

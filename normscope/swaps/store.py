@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from normscope.errors import ModelError, UsageError
-from normscope.files import whole_folder
+from normscope.files import whole_folder, write_tensors
 from normscope.fits.ceiling import Piecewise, curve_along
 from normscope.fits.curves import CURVES, FREE, Curve
 from normscope.fits.expressions import curve_from
@@ -75,8 +74,8 @@ def save_swapped(
     tensors, tied = _tensors(model)
     with whole_folder(Path(folder), FILES) as partial:
         try:
-            save_file(tensors, partial / TENSORS, metadata={"format": "pt"})
-        except (SafetensorError, ValueError) as error:
+            write_tensors(tensors, partial / TENSORS, {"format": "pt"})
+        except ValueError as error:  # a dtype that safetensors does not know
             raise UsageError(f"Cannot write {folder}: {error}.") from error
         record = SwapRecord(
             **{key: str(named[key]) for key in ("model", "weights", "data")},

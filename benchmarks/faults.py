@@ -1,0 +1,324 @@
+"""Bring about every fault that a run should survive, and write what came of it into docs/reliability.md.
+
+    python benchmarks/faults.py
+
+Needs Linux, and the right to mount a small tmpfs, whose disk is to be full.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common import Measurement, finish, options
+from mutations import FINE, REFUSED, mutated_captures, mutated_swaps, mutated_weights
+from runs import ROOT, CaptureRun, children_of, differences, write_images
+
+from normscope.pairs.captures import Capture
+from normscope.pairs.storage import load
+
+PAGE = ROOT / "docs" / "reliability.md"
+BEGIN, END = "<!-- faults: written by benchmarks/faults.py -->", "<!-- end of faults -->"
+EVERY_SECOND = ("--checkpoint-every", "1")
+
+
+@dataclass
+class Outcome:
+    """How often a fault was brought about, and what came of it.
+
+    Attributes:
+        fault: what was done.
+        tries: how often.
+        kept: of them with a checkpoint there to go on from; None where that means nothing.
+        right: how often the counts were those of a run without faults in the end.
+        refused: how often there was a clear error instead.
+        wrong: what was neither, in words.
+    """
+
+    fault: str
+    tries: int = 0
+    kept: int | None = None
+    right: int = 0
+    refused: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+    def note(self, wrong: list[str], tries: int = 1) -> None:
+        """Count tries, whose capture differs in this from what it should be."""
+        self.tries += tries
+        self.right += 0 if wrong else tries
+        self.wrong += wrong
+
+
+class Faults:
+    """Images, what a run without faults makes of them, and runs with faults.
+
+    Attributes:
+        folder: for all files.
+        images: how many, of which every hundredth cannot be read.
+    """
+
+    def __init__(self, folder: Path, images: int, seed: int = 0) -> None:
+        """Write the images, and capture them once without faults."""
+        self.folder, self.images, self.random = folder, images, random.Random(seed)  # noqa: S311 - moments to kill at
+
+        self.data = write_images(folder / "images", images, corrupt_every=100)
+        self.number = 0
+        whole = self.run()
+        if whole.finish():
+            raise RuntimeError(whole.said())
+        self.whole = load(whole.output)
+
+    def run(self, *more: str, ranks: int = 1, folder: Path | None = None, launcher: tuple[str, ...] = ()) -> CaptureRun:
+        """Return a capture of the images into a new file, with a checkpoint every second."""
+        self.number += 1
+        given = ("--data", str(self.data), *EVERY_SECOND, *more)
+        output = (folder or self.folder) / f"{self.number}.safetensors"
+        return CaptureRun("demo_vit", output, given, ranks, launcher)
+
+    def corrupt_inputs(self) -> Outcome:
+        """One input in a hundred breaks off: the others count, and these are named."""
+        outcome = Outcome("1 % of the inputs cannot be read")
+        expected, left_out = self.images - self.images // 100, f"{self.images // 100} unreadable"
+        wrong = [] if self.whole.n_samples == expected else [f"{self.whole.n_samples} samples, not {expected}"]
+        outcome.note(wrong + ([] if left_out in self.whole.about["data"] else [self.whole.about["data"]]))
+        return outcome
+
+    def kills(self, number: int, longest: float, every: str = "1") -> Outcome:
+        """Kill -9 at random moments, again and again, until so many have happened; then let the run end."""
+        outcome = Outcome(f"kill -9 at a random moment, a checkpoint every {every} s", kept=0)
+        while outcome.tries < number:
+            run, kills = self.run("--checkpoint-every", every), 0
+            while outcome.tries + kills < number and run.killed_after(self.random.uniform(0.5, longest), "--resume"):
+                kills += 1
+                outcome.kept += run.kept
+            outcome.note(self.ended(run), kills)
+        return outcome
+
+    def lost_ranks(self, ranks: int, then: int) -> Outcome:
+        """Kill one of several ranks after each has kept something; go on with another number of ranks."""
+        outcome = Outcome(f"1 of {ranks} ranks lost, gone on with {then}", kept=0)
+        run = self.run(ranks=ranks)
+        process = run.start()
+        run.until_kept(process, ranks)
+        kill_rank(process, ranks - 1)
+        outcome.kept += run.kept
+        if not process.wait(120):
+            outcome.wrong.append("torchrun did not notice")
+        run.ranks = then
+        outcome.note(self.ended(run))
+        return outcome
+
+    def restarted_ranks(self, ranks: int) -> Outcome:
+        """Kill one of several ranks; torchrun starts all anew, and they go on by themselves."""
+        outcome = Outcome(f"1 of {ranks} ranks lost, started anew by torchrun --max-restarts", kept=0)
+        run = self.run(ranks=ranks, launcher=("--max-restarts=1",))
+        process = run.start()
+        run.until_kept(process, ranks)
+        kill_rank(process, 0)
+        outcome.kept += run.kept
+        status = process.wait(300)
+        outcome.note([run.said()] if status else differences(self.whole, load(run.output)))
+        return outcome
+
+    def interrupted(self, number: signal.Signals) -> Outcome:
+        """Ctrl-C, or the signal that ends a job: the batch is finished, all is kept, and the run goes on."""
+        outcome = Outcome(f"{number.name} to one process", kept=0)
+        run = self.run()
+        process = run.start()
+        run.until_kept(process)
+        process.send_signal(number)
+        status, said = process.wait(60), run.said()
+        outcome.kept += run.kept
+        told = [] if status == 130 and "--resume goes on" in said and "Traceback" not in said else [f"{status}: {said}"]
+        outcome.note(told + self.ended(run))
+        return outcome
+
+    def truncated_checkpoint(self) -> Outcome:
+        """A checkpoint that breaks off is refused with a sentence; without it the run begins anew."""
+        outcome = Outcome("the checkpoint breaks off", kept=0)
+        run = self.run()
+        process = run.start()
+        run.until_kept(process)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        outcome.kept += run.kept
+        (path,) = run.checkpoints.glob("*.safetensors")
+        os.truncate(path, path.stat().st_size // 2)
+        clear = run.finish("--resume") == 4 and is_clear(run.said())
+        outcome.refused += clear
+        path.unlink()
+        outcome.note(self.ended(run) + ([] if clear else [run.said()]))
+        return outcome
+
+    def full_disk(self, room: int) -> Outcome:
+        """On a disk that is full before the end, the run fails with a sentence, and goes on once there is room."""
+        outcome = Outcome("the disk is full", kept=0)
+        disk = self.folder / "disk"
+        disk.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", str(disk)], check=True)
+        try:
+            run = self.run(folder=disk)
+            filler = disk / "filler"
+            process = run.start()
+            run.until_kept(process)
+            filler.write_bytes(bytes(max(0, free_bytes(disk) - 4096)))
+            status, said = process.wait(300), run.said()
+            outcome.kept += run.kept
+            clear = status == 2 and is_clear(said) and "No space left" in said and not run.output.exists()
+            outcome.refused += clear
+            filler.unlink()
+            outcome.note(self.ended(run) + ([] if clear else [f"{status}: {said}"]))
+        finally:
+            subprocess.run(["umount", str(disk)], check=True)
+        return outcome
+
+    def ended(self, run: CaptureRun) -> list[str]:
+        """Let a run end, and say in what its capture differs from the one without faults."""
+        if run.finish("--resume"):
+            return [run.said()]
+        left = [f"{run.checkpoints} is left"] if run.checkpoints.exists() else []
+        return left + differences(self.whole, load(run.output))
+
+    def nonfinite(self) -> Outcome:
+        """NaN and infinities among the activations: their tokens are counted apart, and the others' sums are as they were."""
+        outcome = Outcome("NaN and inf in 2 % of the tokens")
+        captures: dict[str, Capture] = {}
+        for name in ("spoilt", "clean"):
+            factory = self.folder / f"{name}.py"
+            factory.write_text(NETWORK.format(clean=name == "clean"), encoding="utf-8")
+            run = CaptureRun(f"py:{factory}:make", self.folder / f"{name}.safetensors")
+            if run.finish():
+                outcome.note([run.said()])
+                return outcome
+            captures[name] = load(run.output)
+        spoilt, clean = (captures[name].stats["0"] for name in ("spoilt", "clean"))
+        wrong = [] if int(spoilt.nonfinite_tokens) == 20 else [f"{int(spoilt.nonfinite_tokens)} tokens, not 20"]
+        outcome.note(
+            wrong
+            + [
+                name
+                for name, own in spoilt.sums.items()
+                if name != "nonfinite_tokens" and not own.equal(clean.sums[name])
+            ]
+        )
+        return outcome
+
+
+# A thousand tokens, of which 20 hold a NaN or an infinity; or none at all, in the same batches.
+NETWORK = """
+import torch
+from torch import nn
+
+def make():
+    x = torch.randn(50, 20, 16, generator=torch.Generator().manual_seed(0))
+    for number, value in enumerate((float("nan"), float("inf"), -float("inf"), float("nan")) * 5):
+        x[number, number, number % 16] = value
+    tokens = [one for one in x.flatten(0, 1) if not {clean} or one.isfinite().all()]
+    return nn.Sequential(nn.LayerNorm(16)), [one[None] for one in tokens]
+"""
+
+
+def mutated(what: str, mutate: Callable[[int, int], dict[str, int]], number: int) -> Outcome:
+    """Mutate files, and count what came of reading them."""
+    found = mutate(number, 0)
+    wrong = [f"{count} × {name}" for name, count in found.items() if name not in FINE]
+    refused = found.get(REFUSED, 0)
+    fine = sum(count for name, count in found.items() if name in FINE) - refused
+    return Outcome(f"mutated {what}", sum(found.values()), None, fine, refused, wrong)
+
+
+def kill_rank(process: subprocess.Popen[str], rank: int) -> None:
+    """Kill one of the processes that torchrun started."""
+    (pid,) = (pid for pid, given in children_of(process.pid).items() if given.get("RANK") == str(rank))
+    os.kill(pid, signal.SIGKILL)
+
+
+def is_clear(said: str) -> bool:
+    """Return whether a command ended in a sentence."""
+    return "Error: " in said and "Traceback" not in said
+
+
+def free_bytes(folder: Path) -> int:
+    """Return how much can be written there."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def every_fault(folder: Path, images: int, kills: int, mutations: int) -> Iterable[Outcome]:
+    """Bring about one fault after the other."""
+    faults = Faults(folder, images)
+    yield faults.corrupt_inputs()
+    yield faults.nonfinite()
+    yield faults.kills(kills, longest=10.0)
+    yield faults.kills(max(1, kills // 4), longest=8.0, every="0")
+    yield faults.interrupted(signal.SIGINT)
+    yield faults.interrupted(signal.SIGTERM)
+    yield faults.lost_ranks(2, then=2)
+    yield faults.lost_ranks(2, then=1)
+    yield faults.lost_ranks(3, then=2)
+    yield faults.restarted_ranks(2)
+    yield faults.truncated_checkpoint()
+    yield faults.full_disk(room=30_000_000)
+    yield mutated("capture files", mutated_captures, mutations)
+    yield mutated("files of weights", mutated_weights, mutations)
+    yield mutated("folders of swaps", mutated_swaps, mutations)
+
+
+def table(outcomes: Iterable[Outcome]) -> str:
+    """Write the matrix."""
+    headings = (
+        "fault",
+        "times",
+        "of them with a checkpoint",
+        "right counts in the end",
+        "clear errors",
+        "anything else",
+    )
+    lines = [headings, (":--", *["--:"] * (len(headings) - 1))]
+    for one in outcomes:
+        numbers = (one.tries, "" if one.kept is None else one.kept, one.right, one.refused or "", len(one.wrong))
+        lines.append((one.fault, *(f"{number:,}" if isinstance(number, int) else number for number in numbers)))
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def main() -> None:
+    parser = options(__doc__.partition("\n")[0], repeats=1)
+    parser.add_argument("--images", type=int, default=4000, help="in every run (%(default)s)")
+    parser.add_argument("--kills", type=int, default=20, help="at random moments (%(default)s)")
+    parser.add_argument("--mutations", type=int, default=10_000, help="of each kind of file (%(default)s)")
+    args = parser.parse_args()
+    outcomes = []
+    with tempfile.TemporaryDirectory() as folder:
+        for one in every_fault(Path(folder), args.images, args.kills, args.mutations):
+            print(one, flush=True)
+            outcomes.append(one)
+    measurements = [
+        Measurement(one.fault, "", quantity, "times", [float(value)])
+        for one in outcomes
+        for quantity, value in (
+            ("brought about", one.tries),
+            ("with a checkpoint", one.kept or 0),
+            ("right counts", one.right),
+            ("clear errors", one.refused),
+            ("anything else", len(one.wrong)),
+        )
+    ]
+    about = f"Every fault was brought about in runs of {args.images:,} images through demo_vit."
+    finish("faults", about, measurements, args, threads=[1])
+    page = PAGE.read_text(encoding="utf-8")
+    written = re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{table(outcomes)}{END}", page, flags=re.DOTALL)
+    PAGE.write_text(written, encoding="utf-8")
+    if any(one.wrong for one in outcomes):
+        sys.exit("\n".join(f"{one.fault}: {wrong}" for one in outcomes for wrong in one.wrong))
+
+
+if __name__ == "__main__":
+    main()

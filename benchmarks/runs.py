@@ -1,0 +1,151 @@
+"""Captures by real processes, alone or under torchrun, that can be killed; and whether two captures are the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from normscope.pairs.captures import Capture
+from normscope.pairs.stats import PairStats
+
+ROOT = Path(__file__).parents[1]
+# Sums of another grouping of the same float64 numbers; of a bin's largest sum.
+SUMS = 1e-12
+
+
+def write_images(folder: Path, number: int, *, corrupt_every: int = 0, seed: int = 0) -> Path:
+    """Write images of 8×8 noise, ``0/00000.png`` and so on, of which every so many-th breaks off in the middle."""
+    generator = np.random.default_rng(seed)
+    for index in range(number):
+        path = folder / str(index // 1000) / f"{index:05d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (8, 8), dtype=np.uint8)).save(path)
+        if corrupt_every and index % corrupt_every == corrupt_every - 1:
+            path.write_bytes(path.read_bytes()[:40])
+    return folder
+
+
+@dataclass
+class CaptureRun:
+    """One ``normscope capture``, to be started as often as it takes.
+
+    Attributes:
+        model: its name.
+        output: its file.
+        options: further ones.
+        ranks: how many processes; 1 runs without torchrun.
+        launcher: further options of torchrun.
+    """
+
+    model: str
+    output: Path
+    options: Sequence[str] = ()
+    ranks: int = 1
+    launcher: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where it keeps what it has so far."""
+        return self.output.with_name(f"{self.output.name}.checkpoint")
+
+    @property
+    def kept(self) -> bool:
+        """Whether there is a checkpoint."""
+        return self.checkpoints.is_dir() and any(path.stem.isdigit() for path in self.checkpoints.glob("*.safetensors"))
+
+    def start(self, *more: str) -> subprocess.Popen[str]:
+        """Start it, in a session of its own."""
+        command = [sys.executable, "-m", "normscope"]
+        if self.ranks > 1 or self.launcher:
+            several = [f"--nproc-per-node={self.ranks}", "--master-port=0", *self.launcher]
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *several, "-m", "normscope"]
+        command += ["capture", self.model, "-o", str(self.output), *self.options, *more]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **self.environment}
+        # Errors into a file: a pipe that nobody reads fills up.
+        self._errors = self.output.with_suffix(".stderr").open("w+", encoding="utf-8")
+        return subprocess.Popen(
+            command, stdout=self._errors, stderr=self._errors, text=True, env=environment, start_new_session=True
+        )
+
+    def said(self) -> str:
+        """Return what the latest process printed so far."""
+        return Path(self._errors.name).read_text(encoding="utf-8")
+
+    def finish(self, *more: str, seconds: float = 300) -> int:
+        """Run it to its end, and return its exit status."""
+        return self.start(*more).wait(seconds)
+
+    def killed_after(self, seconds: float, *more: str) -> bool:
+        """Start it, and kill all its processes then; return False where it was done before."""
+        process = self.start(*more)
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return True
+        return False
+
+    def until_kept(self, process: subprocess.Popen[str], files: int = 1, seconds: float = 120) -> None:
+        """Wait until so many ranks have kept something."""
+        end = time.monotonic() + seconds
+        while len(list(self.checkpoints.glob("[0-9]*.safetensors"))) < files:
+            if process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"there was no checkpoint of {files} ranks: {self.said()}")
+            time.sleep(0.02)
+
+
+def children_of(pid: int) -> dict[int, dict[str, str]]:
+    """Return the environment of every child of a process, by its number; of Linux."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+    found = {}
+    for child in map(int, children):
+        raw = Path(f"/proc/{child}/environ").read_bytes().decode("utf-8", "replace").split("\0")
+        found[child] = dict(entry.split("=", 1) for entry in raw if "=" in entry)
+    return found
+
+
+def differences(one: Capture, other: Capture) -> list[str]:
+    """Say in what two captures of the same inputs differ that should not: counts to the bit, sums to 1e-12."""
+    found = [] if one.n_samples == other.n_samples else [f"{one.n_samples} and {other.n_samples} samples"]
+    if dict(one.about) != dict(other.about):
+        found.append(f"{dict(one.about)} and {dict(other.about)}")
+    if list(one.stats) != list(other.stats) or list(one.parts) != list(other.parts):
+        return [*found, "other norm sites, or other parts"]
+    for name, stats in one.stats.items():
+        found += [f"{name}: {what}" for what in _differences(stats, other.stats[name])]
+    for name, part in one.parts.items():
+        found += [f"{name}: {what}" for what in differences(part, other.parts[name])]
+    return found
+
+
+def _differences(one: PairStats, other: PairStats) -> list[str]:
+    same = {
+        "pairs per bin": torch.equal(one.moments[:, 0], other.moments[:, 0]),
+        "sources": one.sources == other.sources,
+        **{
+            name: torch.equal(getattr(one, name), getattr(other, name))
+            for name in ("density", "token_offsets", "token_scales", "nonfinite_tokens", "channel_extremes")
+        },
+        **{
+            f"{sample}.{name}": torch.equal(getattr(getattr(one, sample), name), getattr(getattr(other, sample), name))
+            for sample in ("tokens", "largest", "pairs")
+            for name in ("key", "x", "y")
+        },
+    }
+    for name, sums in one.sums.items():
+        # A bin's sums of both signs cancel: what is lost is relative to the sum of its absolute values, |Σx| ≤ √(nΣx²).
+        scale = sums.abs().amax(dim=-1, keepdim=True).clamp(min=1)
+        same[name] = bool(((sums - other.sums[name]).abs() <= SUMS * scale).all())
+    return [name for name, equal in same.items() if not equal]
