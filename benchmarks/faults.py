@@ -20,7 +20,7 @@ from pathlib import Path
 
 from common import Measurement, finish, options
 from mutations import FINE, REFUSED, mutated_captures, mutated_swaps, mutated_weights
-from runs import ROOT, CaptureRun, children_of, differences, write_images
+from runs import ROOT, SUMS, CaptureRun, children_of, differences, write_images
 
 from normscope.pairs.captures import Capture
 from normscope.pairs.storage import load
@@ -81,7 +81,7 @@ class Faults:
         self.number += 1
         given = ("--data", str(self.data), *EVERY_SECOND, *more)
         output = (folder or self.folder) / f"{self.number}.safetensors"
-        return CaptureRun("demo_vit", output, given, ranks, launcher)
+        return CaptureRun("demo_vit", output, given, ranks, launcher, log=self.folder / f"{self.number}.log")
 
     def corrupt_inputs(self) -> Outcome:
         """One input in a hundred breaks off: the others count, and these are named."""
@@ -124,7 +124,7 @@ class Faults:
         run.until_kept(process, ranks)
         kill_rank(process, 0)
         outcome.kept += run.kept
-        status = process.wait(300)
+        status = process.wait(120)
         outcome.note([run.said()] if status else differences(self.whole, load(run.output)))
         return outcome
 
@@ -170,7 +170,7 @@ class Faults:
             process = run.start()
             run.until_kept(process)
             filler.write_bytes(bytes(max(0, free_bytes(disk) - 4096)))
-            status, said = process.wait(300), run.said()
+            status, said = process.wait(120), run.said()
             outcome.kept += run.kept
             clear = status == 2 and is_clear(said) and "No space left" in said and not run.output.exists()
             outcome.refused += clear
@@ -188,7 +188,7 @@ class Faults:
         return left + differences(self.whole, load(run.output))
 
     def nonfinite(self) -> Outcome:
-        """NaN and infinities among the activations: their tokens are counted apart, and the others' sums are as they were."""
+        """NaN and infinities among the activations: their tokens are counted apart, and the other sums are as they were."""
         outcome = Outcome("NaN and inf in 2 % of the tokens")
         captures: dict[str, Capture] = {}
         for name in ("spoilt", "clean"):
@@ -201,14 +201,9 @@ class Faults:
             captures[name] = load(run.output)
         spoilt, clean = (captures[name].stats["0"] for name in ("spoilt", "clean"))
         wrong = [] if int(spoilt.nonfinite_tokens) == 20 else [f"{int(spoilt.nonfinite_tokens)} tokens, not 20"]
-        outcome.note(
-            wrong
-            + [
-                name
-                for name, own in spoilt.sums.items()
-                if name != "nonfinite_tokens" and not own.equal(clean.sums[name])
-            ]
-        )
+        one, other = spoilt.moments.sum(0), clean.moments.sum(0)  # in the clean one other samples are in a fold
+        close = (one - other).abs() <= SUMS * one.abs().amax(dim=-1, keepdim=True).clamp(min=1)
+        outcome.note(wrong + ([] if bool(close.all()) and one[0].equal(other[0]) else ["other sums"]))
         return outcome
 
 
@@ -235,7 +230,7 @@ def mutated(what: str, mutate: Callable[[int, int], dict[str, int]], number: int
     return Outcome(f"mutated {what}", sum(found.values()), None, fine, refused, wrong)
 
 
-def kill_rank(process: subprocess.Popen[str], rank: int) -> None:
+def kill_rank(process: subprocess.Popen[bytes], rank: int) -> None:
     """Kill one of the processes that torchrun started."""
     (pid,) = (pid for pid, given in children_of(process.pid).items() if given.get("RANK") == str(rank))
     os.kill(pid, signal.SIGKILL)

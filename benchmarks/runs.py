@@ -45,6 +45,8 @@ class CaptureRun:
         options: further ones.
         ranks: how many processes; 1 runs without torchrun.
         launcher: further options of torchrun.
+        environment: what to add to this process's.
+        log: file of what it prints.
     """
 
     model: str
@@ -53,6 +55,11 @@ class CaptureRun:
     ranks: int = 1
     launcher: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    log: Path = field(default=Path(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Print beside the output, unless told."""
+        self.log = self.output.with_suffix(".log") if self.log == Path() else self.log
 
     @property
     def checkpoints(self) -> Path:
@@ -64,7 +71,7 @@ class CaptureRun:
         """Whether there is a checkpoint."""
         return self.checkpoints.is_dir() and any(path.stem.isdigit() for path in self.checkpoints.glob("*.safetensors"))
 
-    def start(self, *more: str) -> subprocess.Popen[str]:
+    def start(self, *more: str) -> subprocess.Popen[bytes]:
         """Start it, in a session of its own."""
         command = [sys.executable, "-m", "normscope"]
         if self.ranks > 1 or self.launcher:
@@ -72,15 +79,12 @@ class CaptureRun:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *several, "-m", "normscope"]
         command += ["capture", self.model, "-o", str(self.output), *self.options, *more]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **self.environment}
-        # Errors into a file: a pipe that nobody reads fills up.
-        self._errors = self.output.with_suffix(".stderr").open("w+", encoding="utf-8")
-        return subprocess.Popen(
-            command, stdout=self._errors, stderr=self._errors, text=True, env=environment, start_new_session=True
-        )
+        with self.log.open("w", encoding="utf-8") as log:  # a pipe that nobody reads fills up
+            return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
     def said(self) -> str:
         """Return what the latest process printed so far."""
-        return Path(self._errors.name).read_text(encoding="utf-8")
+        return self.log.read_text(encoding="utf-8")
 
     def finish(self, *more: str, seconds: float = 300) -> int:
         """Run it to its end, and return its exit status."""
@@ -97,7 +101,7 @@ class CaptureRun:
             return True
         return False
 
-    def until_kept(self, process: subprocess.Popen[str], files: int = 1, seconds: float = 120) -> None:
+    def until_kept(self, process: subprocess.Popen[bytes], files: int = 1, seconds: float = 120) -> None:
         """Wait until so many ranks have kept something."""
         end = time.monotonic() + seconds
         while len(list(self.checkpoints.glob("[0-9]*.safetensors"))) < files:

@@ -138,7 +138,11 @@ def joined(place: Place, device: torch.device) -> Iterator[Ranks]:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
+    store, rank, size = next(dist.rendezvous("env://", timeout=_PATIENCE))
+    # What a rank that was lost has left in the store, its address for one, is not for those that were started anew.
+    own = dist.PrefixStore(f"normscope, restart {place.restarts}", store)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=_PATIENCE)
     try:
         yield Ranks(place.rank, place.ranks, device if device.type == "cuda" else torch.device("cpu"))
     finally:
