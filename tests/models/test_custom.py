@@ -317,7 +317,7 @@ def test_a_list_can_be_shuffled_and_stays_what_it_is(mine):
         assert batch.samples == plain[number].samples[:size]
     assert (inputs.n_inputs, inputs.n_samples) == (3, 7)
     assert inputs.first_sample().samples == plain[order[0]].samples[:1]
-    assert inputs.description == f"the first 7 samples of the batches of {mine}:make, shuffled with seed 2"
+    assert inputs.description == f"7 samples of the batches of {mine}:make, drawn with seed 2"
     for function in ("once", "anew"):
         with pytest.raises(UsageError, match="batches that can be taken only in their order: to shuffle takes a list"):
             load_factory(f"{mine}:{function}", f"{mine.removeprefix('py:')}:{function}", options)
