@@ -56,3 +56,15 @@ def test_the_first_samples_of_nested_arguments():
     assert first.kwargs["more"]["y"].tolist() == first.kwargs["x"].tolist() == [0, 1, 2]
     assert first.kwargs["more"]["size"] == (2, 2)
     assert len(batch.first(9).samples) == 4
+
+
+def test_every_tensor_is_pinned(monkeypatch):
+    """Stand in for a GPU's driver, without which nothing can be pinned."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 1)
+    batch = Batch((torch.zeros(2), "name"), {"x": torch.ones(2), "more": {"y": torch.ones(2)}}, valid=torch.tensor([2]))
+    pinned = batch.pin_memory()
+    assert pinned.args[0].tolist() == [1, 1]
+    assert pinned.args[1] == "name"
+    assert pinned.kwargs["x"].tolist() == pinned.kwargs["more"]["y"].tolist() == [2, 2]
+    assert pinned.valid.tolist() == [3]
+    assert batch.args[0].tolist() == [0, 0]

@@ -4,10 +4,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 import normscope
 from normscope.batches import Batch, Sample
 from normscope.errors import DataError
+from normscope.shares import ALL, LeftOut, Share
 from normscope.splits import learned_and_held_out
 
 _of_batches = st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=5), min_size=1, max_size=5)
@@ -110,3 +112,61 @@ def test_the_embedded_networks_inputs(name):
     total = sum(len(batch.samples) for batch in network.inputs)
     assert learned.n_samples + held.n_samples == total
     assert f"of {total} samples held out" in held.description
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", ["demo_vit", "demo_wav2vec2", "demo_dit", "a list"])
+def test_the_shares_of_a_part_are_the_part(name, ranks):
+    inputs = batches_of([[0, 1], [1, 2, 3], [4], [5, 0]]) if name == "a list" else normscope.load(name, limit=9).inputs
+    for part in learned_and_held_out(inputs):
+        shares = [list(part.chunks(Share(rank, ranks))) for rank in range(ranks)]
+        in_turn = [shares[position % ranks][position // ranks] for position in range(sum(map(len, shares)))]
+        batches = [batch for chunk in in_turn for batch in chunk.batches]
+        assert [batch.samples for batch in batches] == [batch.samples for batch in part]
+        assert sum(len(batch.samples) for batch in batches) == part.n_samples
+        assert sorted(number for chunk in in_turn for number in chunk.numbers) == list(range(part.n_inputs))
+        assert part.first_sample().samples == batches[0].samples[:1]
+
+
+def test_a_part_walks_its_own_trajectories_of_a_share():
+    learned, held = learned_and_held_out(normscope.load("demo_dit", limit=5, batch_size=2, device="cpu").inputs)
+    for part, expected in ((learned, {0, 1, 2, 4}), (held, {3})):
+        walked = [
+            sample.source_index for rank in range(2) for samples, _ in part.ends(Share(rank, 2)) for sample in samples
+        ]
+        assert sorted(walked) == sorted(expected)
+        assert {sample.source_index for samples, _ in part.ends() for sample in samples} == expected
+
+
+def test_samples_that_are_known_are_not_read(tmp_path):
+    for number in range(8):
+        (tmp_path / f"{number}.png").write_bytes(b"damaged")
+    inputs = normscope.load("demo_vit", data=tmp_path, device="cpu").inputs
+    learned, held = learned_and_held_out(inputs)
+    assert (learned.n_samples, held.n_samples, inputs.unreadable) == (6, 2, [])
+    with pytest.raises(DataError, match="None of the 8 files tried"):
+        held.first_sample()
+
+
+def test_a_part_of_which_nothing_can_be_read(tmp_path):
+    for number in range(4):
+        Image.new("L", (8, 8)).save(tmp_path / f"{number}.png")
+    (tmp_path / "3.png").write_bytes(b"damaged")
+    learned, held = learned_and_held_out(normscope.load("demo_vit", data=tmp_path, device="cpu").inputs)
+    assert sum(len(batch.samples) for batch in learned) == learned.n_samples == 3
+    assert [list(chunk.batches) for chunk in held.chunks(ALL)] == [[]]
+    assert list(held.left_out.unreadable) == [3]
+    with pytest.raises(DataError, match=r"No sample can be read of .* 1 of 4 samples held out\."):
+        held.first_sample()
+
+
+def test_what_a_part_passes_on():
+    inputs = normscope.load("demo_vit", limit=6, device="cpu").inputs
+    learned, held = learned_and_held_out(inputs)
+    learned.batch_size = 2
+    assert (inputs.batch_size, held.batch_size) == (2, 2)
+    learned.left_out = told = LeftOut(cut=3)
+    assert inputs.left_out is held.left_out is told
+    of_a_list, _ = learned_and_held_out([torch.zeros(2, 8), torch.zeros(1, 8)])
+    of_a_list.batch_size, of_a_list.left_out = 8, told
+    assert (of_a_list.batch_size, of_a_list.left_out, of_a_list.n_inputs) == (1, LeftOut(), 2)

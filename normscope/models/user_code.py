@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from normscope.batches import Batch, as_batches
-from normscope.errors import DataError, ModelError, NormscopeError, UsageError
+from normscope.errors import DataError, ModelError, NormscopeError, UsageError, count
 from normscope.models.base import LoadOptions
 from normscope.models.numbered import drawn
 from normscope.shares import ALL, Chunk, LeftOut, Share
@@ -105,11 +105,13 @@ class FactoryBatches:
     @property
     def description(self) -> str:
         """Say whose batches they are, and whether only some of their samples were taken, or in another order."""
-        limit, shuffled = self._options.limit, self._options.shuffle
-        order = f"shuffled with seed {self._options.seed}" if shuffled else ""
+        limit, seed, shuffled = self._options.limit, self._options.seed, self._options.shuffle
+        batches = f"batches of {self._name}"
         if limit is None or (self._sizes is not None and sum(self._sizes) <= limit):
-            return f"batches of {self._name}" + (f", {order}" if order else "")
-        return f"the first {limit} samples of the batches of {self._name}" + (f", {order}" if order else "")
+            return f"{batches}, shuffled with seed {seed}" if shuffled else batches
+        if shuffled:
+            return f"{count(limit, 'sample')} of the {batches}, drawn with seed {seed}"
+        return f"the first {limit} samples of the {batches}"
 
     @property
     def n_samples(self) -> int | None:

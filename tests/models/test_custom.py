@@ -9,8 +9,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from normscope.errors import DataError, ModelError, UsageError
+from normscope.models.base import LoadOptions
+from normscope.models.custom import load_factory
 from normscope.models.registry import load
 from normscope.pairs.hooks import capture
+from normscope.shares import ALL, Share
 
 MINE = """
 import torch
@@ -282,3 +285,46 @@ def test_prints_do_not_mix_with_results(mine):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == 12
     assert "a print of the user's" in done.stderr
+
+
+@pytest.mark.parametrize("function", ["make", "once", "anew"])
+@pytest.mark.parametrize("limit", [None, 7])
+def test_shares_are_the_same_batches_whatever_they_come_from(mine, function, limit):
+    def chunks(share):
+        return {
+            chunk.numbers[0]: values(chunk.batches)
+            for chunk in load_mine(f"{mine}:{function}", limit=limit).inputs.chunks(share)
+        }
+
+    whole = chunks(ALL)
+    assert list(whole) == list(range(4 if limit is None else 3))
+    assert sum(map(len, whole.values())) == (12 if limit is None else 7), "the last one is cut"
+    for ranks in (2, 5):
+        parts = [chunks(Share(rank, ranks)) for rank in range(ranks)]
+        assert sorted(number for part in parts for number in part) == list(whole)
+        assert all(torch.equal(batch, whole[number]) for part in parts for number, batch in part.items())
+    assert list(chunks(Share(0, 2, {0}))) == [1, *([3] if limit is None else [])]
+
+
+def test_a_list_can_be_shuffled_and_stays_what_it_is(mine):
+    options = LoadOptions("pretrained", None, 7, 8, 2, torch.device("cpu"), torch.float32, shuffle=True)
+    inputs = load_factory(f"{mine}:make", f"{mine.removeprefix('py:')}:make", options).inputs
+    plain = list(load_mine(f"{mine}:make", seed=2).inputs)
+    order = torch.randperm(4, generator=torch.Generator().manual_seed(2)).tolist()
+    assert [chunk.numbers for chunk in inputs.chunks(ALL)] == [[number] for number in order[:3]]
+    for batch, number, size in zip(inputs, order, (3, 3, 1), strict=False):
+        assert torch.equal(batch.args[0], plain[number].args[0][:size])
+        assert batch.samples == plain[number].samples[:size]
+    assert (inputs.n_inputs, inputs.n_samples) == (3, 7)
+    assert inputs.first_sample().samples == plain[order[0]].samples[:1]
+    assert inputs.description == f"7 samples of the batches of {mine}:make, drawn with seed 2"
+    for function in ("once", "anew"):
+        with pytest.raises(UsageError, match="batches that can be taken only in their order: to shuffle takes a list"):
+            load_factory(f"{mine}:{function}", f"{mine.removeprefix('py:')}:{function}", options)
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 4), (1, 1), (3, 1), (4, 2), (12, 4), (99, 4)])
+def test_how_many_batches_are_taken(mine, limit, expected):
+    inputs = load_mine(f"{mine}:make", limit=limit).inputs
+    assert inputs.n_inputs == len(list(inputs)) == expected
+    assert load_mine(f"{mine}:anew", limit=limit).inputs.n_inputs is None

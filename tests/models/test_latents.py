@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from normscope.errors import DataError, UsageError
 from normscope.models.latents import read_latents
 from normscope.models.trajectories import LatentSpace
+from normscope.shares import ALL, Share
 
 SPACE = LatentSpace(channels=4, size=8, classes=5)
 LATENTS = torch.randn(6, 4, 8, 8, generator=torch.Generator().manual_seed(2))
@@ -164,3 +165,34 @@ def test_files_that_are_none_of_latents(read, tmp_path):
     }.items():
         with pytest.raises(DataError, match=sentence):
             read(tmp_path / name)
+
+
+def test_any_order_and_share_give_a_latent_the_same_noise(read, array):
+    def by_sample(*shares, **changes):
+        found = {}
+        for share in shares:
+            for chunk in read(array, timesteps="980,0", **changes).chunks(share):
+                assert [batch.part for batch in chunk.batches] == ["timestep 980", "timestep 0"]
+                for batch in chunk.batches:
+                    assert [sample.source_index for sample in batch.samples] == list(chunk.numbers)
+                    found |= dict(zip(batch.samples, batch.kwargs["hidden_states"].unbind(), strict=True))
+        return found
+
+    expected = by_sample(ALL, batch_size=6)
+    assert len(expected) == 12
+    thirds = [Share(rank, 3) for rank in range(3)]
+    for found in (by_sample(*thirds, batch_size=1), by_sample(ALL, batch_size=4, shuffle=True, seed=0)):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[sample], latent) for sample, latent in expected.items())
+    noises = torch.stack([noise for sample, noise in expected.items() if sample.index % 1000 == 980]).flatten(1)
+    assert torch.corrcoef(noises).triu(1).abs().max() < 0.4, "latents at 980 are nearly noise, 6 of 256 numbers"
+    assert set(read(array, timesteps="980,0").known_samples()) == expected.keys()
+
+
+def test_a_latent_that_is_not_finite_matters_where_it_is_taken(read, tmp_path):
+    latents = LATENTS.clone()
+    latents[4, 0, 0, 0] = torch.inf
+    np.save(tmp_path / "some.npy", latents.numpy())
+    assert len(list(read(tmp_path / "some.npy", limit=4, timesteps="0,"))) == 1
+    with pytest.raises(DataError, match=r"Latent 4 in .* infinite or not a number"):
+        read(tmp_path / "some.npy")

@@ -12,6 +12,7 @@ import normscope
 from normscope.errors import ModelError, UsageError
 from normscope.models.pipelines import PROMPTS
 from normscope.models.registry import load
+from normscope.shares import ALL, Share
 
 transformers = pytest.importorskip("transformers")
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
@@ -166,3 +167,13 @@ def test_its_output_is_read_without_the_variances(saved):
     assert record.sample.shape[1] == 8
     assert torch.equal(read, record.sample.chunk(2, dim=1)[0])  # as PixArtAlphaPipeline takes them apart
     assert torch.equal(model.outputs.read(record, batch), read)
+
+
+def test_a_prompt_is_a_chunk_of_its_own(saved):
+    inputs = loaded(saved, limit=3, timesteps="950,").inputs
+    inputs.batch_size = 8
+    whole = [[batch.samples for batch in chunk.batches] for chunk in inputs.chunks(ALL)]
+    assert [chunk.numbers for chunk in inputs.chunks(Share(1, 2, {0}))] == [[2]]
+    assert [samples[0].source for (samples,) in whole] == ["prompt 0", "prompt 1", "prompt 2"]
+    assert inputs.n_inputs == 3
+    assert inputs.first_sample().samples == whole[0][0][:1]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from normscope.errors import DataError
+from normscope.models.lines import Lines
 from normscope.models.text import Reading, padded, text_inputs
 
 
@@ -132,3 +133,47 @@ def test_padding():
     multiple = padded([[1, 2, 3], [4]], Reading(of_bytes, as_keywords, multiple=4))
     assert multiple.valid.sum(1).tolist() == [3, 1]
     assert multiple.kwargs["input_ids"].shape == (2, 4)
+
+
+def test_any_text_is_found_again_in_any_order_and_by_any_worker(tmp_path, options):
+    numbers = torch.Generator().manual_seed(3)
+    for name in "abc":
+        words = [
+            chr(97 + int(n)) * int(n % 8 + 1) if n < 26 else "" for n in torch.randint(0, 40, (40,), generator=numbers)
+        ]
+        (tmp_path / f"{name}.txt").write_text("\n".join(words) + "\n")
+    (tmp_path / "b.txt").write_bytes(b"\xff\n" + (tmp_path / "b.txt").read_bytes())
+    lines = [
+        (name, number, line)
+        for name in ("a.txt", "b.txt", "c.txt")
+        for number, line in enumerate((tmp_path / name).read_bytes().split(b"\n"), start=1)
+        if line.strip()
+    ]
+    order = torch.randperm(len(lines), generator=torch.Generator().manual_seed(5)).tolist()[:50]
+    for workers in (0, 2):
+        inputs = text_inputs(READING, options(data=str(tmp_path), shuffle=True, seed=5, limit=50, workers=workers))
+        readable = [i for i in order if lines[i][2] != b"\xff"]
+        assert texts_of(inputs) == [lines[i][2].decode() for i in readable]
+        seen = samples_of(inputs)
+        assert [(sample.source, sample.index) for sample in seen] == [(lines[i][0], i) for i in readable]
+        assert [sample.index for sample in inputs.known_samples()] == order
+        assert f"50 of {len(lines)} texts, drawn with seed 5" in inputs.description
+
+
+def test_a_file_that_changed_is_unreadable(tmp_path, options):
+    (tmp_path / "a.txt").write_text("a1\na2\n")
+    (tmp_path / "b.txt").write_text("b1\n")
+    inputs = text_inputs(READING, options(data=str(tmp_path)))
+    (tmp_path / "a.txt").write_text("a1\n")
+    assert texts_of(inputs) == ["b1"]
+    assert inputs.unreadable == [
+        f"a.txt line {number}: the file has changed since its lines were counted" for number in (1, 2)
+    ]
+
+
+def test_a_file_that_cannot_be_opened_counts_as_one(tmp_path):
+    lines = Lines([("gone.txt", tmp_path / "gone.txt"), ("a.txt", tmp_path / "a.txt")])
+    assert (len(lines), lines.place(0)) == (2, "gone.txt")
+    assert all(isinstance(content, FileNotFoundError) for content in lines.read([0, 1]))
+    (tmp_path / "gone.txt").write_text("back\n")
+    assert [str(content) for content in lines.read([0])] == ["the file has changed since its lines were counted"]

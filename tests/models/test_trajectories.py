@@ -8,6 +8,7 @@ import normscope
 from normscope.errors import UsageError
 from normscope.models.timesteps import select_timesteps
 from normscope.models.trajectories import LatentSpace, from_noise
+from normscope.shares import ALL, Share
 
 VISITED = list(range(980, -1, -20))
 SPACE = LatentSpace(channels=4, size=8, classes=1000)  # DiTPipeline's null class is 1000, whatever the model
@@ -299,3 +300,47 @@ def test_a_schedule_of_few_steps_is_walked_whole(dit, options):
     ours = from_noise(SPACE, short, options(timesteps="9,0"), guidance=1.0, trajectories=1)(dit)
     assert ours.description.startswith("1 DDIM trajectory of 10 steps")
     assert [batch.part for batch in ours] == ["timestep 9", "timestep 0"]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_shares_walk_what_one_process_walks(trajectories, shuffle):
+    def inputs():
+        return trajectories(number=5, batch_size=4, timesteps="980,960", shuffle=shuffle)  # two guided ones at a time
+
+    whole = list(inputs().chunks(ALL))
+    assert [len(chunk.numbers) for chunk in whole] == [2, 2, 1]
+    assert sorted(number for chunk in whole for number in chunk.numbers) == list(range(5))
+    batches = [[(batch.samples, batch.kwargs["hidden_states"]) for batch in chunk.batches] for chunk in whole]
+    ends = list(inputs().ends())
+    for rank in range(2):
+        share = Share(rank, 2)
+        for chunk, expected in zip(inputs().chunks(share), batches[rank::2], strict=True):
+            for batch, (samples, latents) in zip(chunk.batches, expected, strict=True):
+                assert batch.samples == samples
+                assert torch.equal(batch.kwargs["hidden_states"], latents)
+        for (samples, latents), (expected_samples, expected) in zip(inputs().ends(share), ends[rank::2], strict=True):
+            assert samples == expected_samples
+            assert torch.equal(latents, expected)
+    assert {sample for some in batches for samples, _ in some for sample in samples} == set(inputs().known_samples())
+    assert inputs().first_sample().samples == (batches[0][0][0][0],)
+
+
+def test_a_trajectory_is_the_same_when_shuffled(trajectories):
+    plain, shuffled = (trajectories(number=4, timesteps="980,", shuffle=shuffle) for shuffle in (False, True))
+    start, other = next(iter(plain)), next(iter(shuffled))
+    assert start.samples != other.samples
+    places = [start.samples.index(sample) for sample in other.samples]
+    for key in ("hidden_states", "class_labels"):
+        assert torch.equal(other.kwargs[key], start.kwargs[key][places])
+    assert shuffled.description == "4 DDIM trajectories of 50 steps (seed 0, guidance 4, shuffled), timestep 980"
+
+
+def test_what_is_kept_has_an_end(trajectories, calls, monkeypatch):
+    monkeypatch.setattr("normscope.models.trajectories.MOST_KEPT", 5 * 4 * 8 * 8 * 4)  # five latents in float32
+    ours = trajectories(number=4, timesteps="980,960,940", guidance=1.0, batch_size=1)
+    first = [batch.kwargs["hidden_states"] for batch in ours]
+    assert len(calls) == 4 * 2, "each step once, kept or not"
+    assert len(ours._kept) == 5
+    for before, after in zip(first, ours, strict=True):
+        assert torch.equal(before, after.kwargs["hidden_states"])
+    assert len(ours._kept) == 5
