@@ -10,12 +10,14 @@ import pytest
 import normscope
 
 PACKAGE = Path(normscope.__file__).parent
-ROOT = {"errors", "batches", "drifts", "files", "healings", "outputs", "speeds", "splits"}
+ROOT = {"errors", "batches", "drifts", "files", "healings", "outputs", "processes", "shares", "speeds", "splits"}
 ALLOWED = {
     "errors": set(),
     "batches": {"errors"},
     "outputs": {"errors", "batches"},
-    "splits": {"errors", "batches"},
+    "processes": set(),
+    "shares": {"errors", "batches"},
+    "splits": {"errors", "batches", "shares"},
     "drifts": {"errors"},
     "files": {"errors"},
     "healings": set(),
@@ -38,6 +40,7 @@ LIBRARIES = {
     "torchaudio": {"models"},
     "diffusers": {"models"},
     "transformers": {"models"},
+    "accelerate": {"models", "pairs/spread.py"},
     "pyarrow": {"cli/records.py"},
     "typer": {"cli"},
 }

@@ -76,9 +76,34 @@ Sample = Annotated[
         show_default=False,
     ),
 ]
-Seed = Annotated[int, typer.Option(callback=_of_64_bits, help="Of random weights, default inputs and drawing samples.")]
+Seed = Annotated[
+    int, typer.Option(callback=_of_64_bits, help="Of random weights, default inputs, --shuffle and drawing samples.")
+]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda[:N]|mps", help="Where the network runs.")]
-Dtype = Annotated[str, typer.Option(metavar="float32|bfloat16|float16", help="Of weights and inputs.")]
+Dtype = Annotated[
+    str,
+    typer.Option(metavar="float32|bfloat16|float16", help="Of weights and inputs; fp32, bf16 and fp16 do too."),
+]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto",
+        help="Spread a network that one device has no room for over GPUs, memory and disk (needs accelerate).",
+        show_default=False,
+    ),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        callback=_of_64_bits,
+        help="Processes that read inputs, 0 for none but this one; by default as many as suit the device.",
+        show_default=False,
+    ),
+]
+Shuffle = Annotated[
+    bool, typer.Option("--shuffle", help="Take the inputs in an order drawn with --seed, before --limit.")
+]
 Guidance = Annotated[
     float | None,
     typer.Option(

@@ -60,6 +60,9 @@ class LoadOptions:
         seed: of random weights and of the choice of default inputs.
         guidance: scale of classifier-free guidance along a diffusion model's trajectory; None for the model's own.
         timesteps: at which timesteps of it, see :func:`normscope.models.load`; None for the default.
+        workers: processes that read inputs; 0 for this one alone, None for as many as suit the device.
+        shuffle: whether inputs are taken in an order that is drawn with ``seed``, before ``limit``.
+        device_map: ``auto`` to spread the network, see :mod:`normscope.models.spreading`; None for one device.
     """
 
     weights: str | Path
@@ -71,6 +74,9 @@ class LoadOptions:
     dtype: torch.dtype
     guidance: float | None = None
     timesteps: str | int | None = None
+    workers: int | None = None
+    shuffle: bool = False
+    device_map: str | None = None
 
 
 @dataclass

@@ -1,0 +1,46 @@
+"""Which of several processes this one is: what torchrun puts into the environment, read without importing torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of this process among those that work together.
+
+    Attributes:
+        rank: its number, from 0.
+        ranks: how many there are.
+        local_rank: its number among those of its host.
+        restarts: how often torchrun started them all anew, after one was lost.
+
+    >>> Place.from_environment({})
+    Place(rank=0, ranks=1, local_rank=0, restarts=0)
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    local_rank: int = 0
+    restarts: int = 0
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Place:
+        """Return the place that torchrun gave this process; the only one where it was started without."""
+        given = os.environ if environment is None else environment
+        if "TORCHELASTIC_RUN_ID" not in given:
+            return cls()
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+        return cls(*(int(given.get(name, default)) for name, default in zip(names, ("0", "1", "0", "0"), strict=True)))
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other."""
+        return self.ranks == 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this is the one that prints and writes."""
+        return self.rank == 0
