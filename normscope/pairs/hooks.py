@@ -20,6 +20,7 @@ from normscope.pairs.kinds import NormKind
 from normscope.pairs.layouts import batch_axis, token_axes
 from normscope.pairs.selection import Layers, select
 from normscope.pairs.sites import NormSite, SkippedNorm
+from normscope.pairs.spread import with_weights_at_hand
 from normscope.pairs.state import left_as_found, run
 from normscope.pairs.stats import PairStats
 from normscope.pairs.trace import NOT_CALLED, NormReport, find_norms, input_of
@@ -164,7 +165,8 @@ class _Recorder:
         with contextlib.ExitStack() as hooks:
             for site in sites:
                 hook = self._hook(site, report.kinds[site.name], report.shapes[site.name])
-                handle = model.get_submodule(site.name).register_forward_hook(hook, with_kwargs=True)
+                norm = model.get_submodule(site.name)
+                handle = norm.register_forward_hook(with_weights_at_hand(norm, hook), with_kwargs=True)
                 hooks.callback(handle.remove)
             yield
 
