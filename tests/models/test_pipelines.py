@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from accelerate.utils import modeling
 from diffusers import AutoencoderKL, DDIMScheduler, DiffusionPipeline, PixArtAlphaPipeline, PixArtTransformer2DModel
 from safetensors.torch import load_file, save_file
 
@@ -166,3 +167,18 @@ def test_its_output_is_read_without_the_variances(saved):
     assert record.sample.shape[1] == 8
     assert torch.equal(read, record.sample.chunk(2, dim=1)[0])  # as PixArtAlphaPipeline takes them apart
     assert torch.equal(model.outputs.read(record, batch), read)
+
+
+def test_a_spread_transformer_sees_the_same(saved, monkeypatch, tmp_path):
+    whole = loaded(saved)
+    free = modeling.get_max_memory
+    monkeypatch.setattr(modeling, "get_max_memory", lambda given=None: free(given or {"cpu": 55_000}))
+    apart = loaded(saved, device="auto", device_map="auto")
+    held = [tensor.is_meta for tensor in apart.module.parameters()]
+    assert any(held) and not all(held)
+    files = []
+    for number, network in enumerate((whole, apart)):
+        seen = normscope.capture(network.module, network.inputs, about=network.about, verify=True)
+        normscope.save_capture(seen, tmp_path / f"{number}.safetensors")
+        files.append((tmp_path / f"{number}.safetensors").read_bytes())
+    assert files[0] == files[1]
