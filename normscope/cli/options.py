@@ -23,6 +23,17 @@ def _of_64_bits(number: int | None) -> int | None:
     return number
 
 
+def _batch_size(given: str) -> int:
+    try:
+        number = int(given)
+    except ValueError:
+        raise typer.BadParameter(f"{given!r} is no number of samples.") from None
+    if number < 1:
+        raise typer.BadParameter(f"{number} is less than 1.")
+    _of_64_bits(number)
+    return number
+
+
 Models = Annotated[
     list[str] | None,
     typer.Argument(
@@ -57,12 +68,12 @@ Limit = Annotated[
         show_default=False,
     ),
 ]
-BatchSize = Annotated[int, typer.Option(min=1, callback=_of_64_bits, help="Samples per forward pass, at most.")]
+BatchSize = Annotated[int, typer.Option(parser=_batch_size, metavar="N", help="Samples per forward pass, at most.")]
 OwnBatchSize = Annotated[
     int | None,
     typer.Option(
-        min=1,
-        callback=_of_64_bits,
+        parser=_batch_size,
+        metavar="N",
         help="Samples per forward pass, at most; by default 16, and of py: as its batches are.",
         show_default=False,
     ),
