@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from normscope.errors import ModelError
+from normscope.errors import ModelError, UsageError
 from normscope.models import registry
 from normscope.models.base import LoadedModel, Provenance
 
@@ -28,6 +28,9 @@ def load(
     dtype: str = "float32",
     guidance: float | None = None,
     timesteps: str | int | None = None,
+    workers: int | None = None,
+    shuffle: bool = False,
+    device_map: str | None = None,
 ) -> LoadedModel:
     """Load a network and inputs for it.
 
@@ -43,14 +46,19 @@ def load(
         batch_size: samples per batch, at most; waveforms are taken one at a time.
         seed: of random weights and of the choice of default inputs. torch's global random state is left as it is.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
-        dtype: ``float32``, ``bfloat16`` or ``float16``, of weights and inputs.
+        dtype: ``float32``, ``bfloat16`` or ``float16``, or ``fp32``, ``bf16`` or ``fp16`` for short: of weights and
+            inputs.
         guidance: of a diffusion model: the scale of classifier-free guidance, 1 for none; None for the model's own.
         timesteps: of a diffusion model: a number of timesteps evenly along its trajectory (``4``), or those named
             (``"980,500,0"``, ``"980,"``).
+        workers: processes that read inputs; 0 for this one alone, None for as many as suit the device.
+        shuffle: take the inputs in an order that is drawn with ``seed``, before ``limit``.
+        device_map: ``auto`` to spread a network that one device has no room for over the GPUs, the CPU's memory and
+            the disk, through accelerate; ``device`` is then left at ``auto``. It can be captured, and not swapped.
 
     Raises:
         UsageError: if ``data`` is empty, or another argument cannot be understood or does not apply to the model.
-        ModelError: if there is no such model, or its weights cannot be had or do not fit.
+        ModelError: if there is no such model, its weights cannot be had or do not fit, or accelerate is missing.
         DataError: if ``data`` is missing or holds nothing that the model takes.
         DeviceError: if the device is not there.
 
@@ -63,6 +71,8 @@ def load(
     record = _swap_in(weights)
     if record is not None:
         _check_model(name, record, Path(weights))
+        if device_map is not None:
+            raise UsageError(f"{weights} is a swap, which needs its network on one device: leave device_map out.")
     network = registry.load(
         name,
         weights=weights if record is None else _architecture_of(name),
@@ -74,6 +84,9 @@ def load(
         dtype=dtype,
         guidance=guidance,
         timesteps=timesteps,
+        workers=workers,
+        shuffle=shuffle,
+        device_map=device_map,
     )
     return network if record is None else _restored(network, Path(weights))
 

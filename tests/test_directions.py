@@ -10,11 +10,12 @@ import pytest
 import normscope
 
 PACKAGE = Path(normscope.__file__).parent
-ROOT = {"errors", "batches", "drifts", "files", "healings", "outputs", "shares", "speeds", "splits"}
+ROOT = {"errors", "batches", "drifts", "files", "healings", "outputs", "processes", "shares", "speeds", "splits"}
 ALLOWED = {
     "errors": set(),
     "batches": {"errors"},
     "outputs": {"errors", "batches"},
+    "processes": set(),
     "shares": {"errors", "batches"},
     "splits": {"errors", "batches", "shares"},
     "drifts": {"errors"},
@@ -39,6 +40,7 @@ LIBRARIES = {
     "torchaudio": {"models"},
     "diffusers": {"models"},
     "transformers": {"models"},
+    "accelerate": {"models", "pairs/spread.py"},
     "pyarrow": {"cli/records.py"},
     "typer": {"cli"},
 }

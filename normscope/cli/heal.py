@@ -36,7 +36,7 @@ Steps = Annotated[
 ]
 
 
-@runs_networks(without=("batch_size", "sample", "dtype", "verify"))
+@runs_networks(without=("batch_size", "sample", "device_map", "dtype", "verify"))
 def heal(
     model: Model,
     output: Folder,

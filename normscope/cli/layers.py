@@ -17,7 +17,7 @@ EXAMPLES = "Examples: normscope layers vit_b16 --weights random --verify · norm
 _FIELDS = ("index", "name", "kind", "normalized_shape", "channel_axis", "eps", "affine", "placement", "calls")
 
 
-@runs_networks(without=("limit", "sample", "guidance", "timesteps"))
+@runs_networks(without=("limit", "shuffle", "workers", "sample", "guidance", "timesteps"))
 def layers(
     models: Models = None,
     *,

@@ -23,6 +23,17 @@ def _of_64_bits(number: int | None) -> int | None:
     return number
 
 
+def _batch_size(given: str) -> int:
+    try:
+        number = int(given)
+    except ValueError:
+        raise typer.BadParameter(f"{given!r} is no number of samples.") from None
+    if number < 1:
+        raise typer.BadParameter(f"{number} is less than 1.")
+    _of_64_bits(number)
+    return number
+
+
 Models = Annotated[
     list[str] | None,
     typer.Argument(
@@ -57,12 +68,12 @@ Limit = Annotated[
         show_default=False,
     ),
 ]
-BatchSize = Annotated[int, typer.Option(min=1, callback=_of_64_bits, help="Samples per forward pass, at most.")]
+BatchSize = Annotated[int, typer.Option(parser=_batch_size, metavar="N", help="Samples per forward pass, at most.")]
 OwnBatchSize = Annotated[
     int | None,
     typer.Option(
-        min=1,
-        callback=_of_64_bits,
+        parser=_batch_size,
+        metavar="N",
         help="Samples per forward pass, at most; by default 16, and of py: as its batches are.",
         show_default=False,
     ),
@@ -76,9 +87,34 @@ Sample = Annotated[
         show_default=False,
     ),
 ]
-Seed = Annotated[int, typer.Option(callback=_of_64_bits, help="Of random weights, default inputs and drawing samples.")]
+Seed = Annotated[
+    int, typer.Option(callback=_of_64_bits, help="Of random weights, default inputs, --shuffle and drawing samples.")
+]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda[:N]|mps", help="Where the network runs.")]
-Dtype = Annotated[str, typer.Option(metavar="float32|bfloat16|float16", help="Of weights and inputs.")]
+Dtype = Annotated[
+    str,
+    typer.Option(metavar="float32|bfloat16|float16", help="Of weights and inputs; fp32, bf16 and fp16 do too."),
+]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto",
+        help="Spread a network that one device has no room for over GPUs, memory and disk (needs accelerate).",
+        show_default=False,
+    ),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        callback=_of_64_bits,
+        help="Processes that read inputs, 0 for none but this one; by default as many as suit the device.",
+        show_default=False,
+    ),
+]
+Shuffle = Annotated[
+    bool, typer.Option("--shuffle", help="Take the inputs in an order drawn with --seed, before --limit.")
+]
 Guidance = Annotated[
     float | None,
     typer.Option(

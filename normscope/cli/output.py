@@ -140,8 +140,10 @@ class Output:
 
     def introduce(self, network: LoadedModel) -> None:
         """Say which network runs, with which weights, where; random weights are said so even when quiet."""
+        from normscope.models.spreading import places
+
         tensors = itertools.chain(network.module.parameters(), network.module.buffers())
-        where = [f", on {tensor.device} in {tensor.dtype}" for tensor in itertools.islice(tensors, 1)]
+        where = [f", on {listed(places(network.module))} in {tensor.dtype}" for tensor in itertools.islice(tensors, 1)]
         line = f"{network.name}: {network.provenance.description}{''.join(where)}"
         (self.warn if network.provenance.kind == "random" else self.remark)(line)
 
@@ -244,6 +246,15 @@ class Tracked:
         with Progress(*columns, console=self._console, disable=self._hidden, transient=True) as progress:
             task = progress.add_task("", total=self._inputs.n_samples)
             yield lambda number: progress.advance(task, number)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Write names as a sentence does.
+
+    >>> listed(["cuda:0", "cpu", "disk"])
+    'cuda:0, cpu and disk'
+    """
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def skipped_as_json(captures: Iterable[Capture]) -> list[dict[str, str]]:

@@ -13,14 +13,17 @@ from normscope.cli.options import (
     BatchSize,
     Data,
     Device,
+    DeviceMap,
     Dtype,
     Guidance,
     Limit,
     Sample,
     Seed,
+    Shuffle,
     Timesteps,
     Verify,
     Weights,
+    Workers,
 )
 from normscope.processes import Place
 
@@ -39,10 +42,13 @@ class Run:
     weights: Weights = "pretrained"
     data: Data = None
     limit: Limit = None
+    shuffle: Shuffle = False
     batch_size: BatchSize = 8
+    workers: Workers = None
     sample: Sample = None
     seed: Seed = 0
     device: Device = "auto"
+    device_map: DeviceMap = None
     dtype: Dtype = "float32"
     guidance: Guidance = None
     timesteps: Timesteps = None
@@ -63,6 +69,9 @@ class Run:
             dtype=self.dtype,
             guidance=self.guidance,
             timesteps=self.timesteps,
+            workers=self.workers,
+            shuffle=self.shuffle,
+            device_map=self.device_map,
         )
         output.introduce(network)
         return network
@@ -88,11 +97,11 @@ def runs_networks(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., N
         without: fields that have no effect on this command, or that it has options of its own for: no option is made
             of them, and ``run`` has their defaults.
 
-    >>> @runs_networks(without=("data", "limit", "sample", "guidance", "timesteps", "verify"))
+    >>> @runs_networks(without=("data", "limit", "shuffle", "workers", "sample", "guidance", "timesteps", "verify"))
     ... def say(name: str, *, run: Run, loudly: bool = False) -> None:
     ...     print(name, run.weights, run.seed, loudly)
     >>> list(inspect.signature(say).parameters)
-    ['name', 'weights', 'batch_size', 'seed', 'device', 'dtype', 'loudly']
+    ['name', 'weights', 'batch_size', 'seed', 'device', 'device_map', 'dtype', 'loudly']
     >>> say("demo_vit", seed=3)
     demo_vit pretrained 3 False
     """

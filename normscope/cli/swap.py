@@ -29,7 +29,7 @@ EXAMPLES = (
 Folder = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The folder to write; --weights takes it.")]
 
 
-@runs_networks(without=("sample", "verify"))
+@runs_networks(without=("sample", "device_map", "verify"))
 def swap(
     model: Model,
     output: Folder,

@@ -67,7 +67,7 @@ Seconds = Annotated[
 Folder = Annotated[Path, typer.Option("--output", "-o", help="A folder for the figures, two of each model.")]
 
 
-@runs_networks(without=("sample", "verify"))
+@runs_networks(without=("sample", "device_map", "verify"))
 def swap_bench(
     models: Networks = None,
     *,
@@ -204,12 +204,14 @@ def _speed(
 ) -> BenchReport:
     """Time the network; in the place of an embedded one, which is tiny, its full-size sibling with random weights."""
     from normscope.figures.speed_tables import speed_tables
+    from normscope.models.devices import dtype_name
     from normscope.models.registry import find
     from normscope.swaps.bench import bench
 
     if sibling := find(network.name).sibling:
         say.remark(f"{network.name} is tiny: speed is that of {sibling}, of the same norms, with random weights")
-        network = replace(run, weights="random", data=None, limit=run.batch_size).load(sibling, say)
+        of_sibling = replace(run, weights="random", data=None, limit=run.batch_size, shuffle=False)
+        network = of_sibling.load(sibling, say)
     batch = next(iter(network.inputs))
     if next(network.module.parameters()).device.type == "cpu":  # where a whole batch would leave time for one pass
         batch = batch.first_sample()
@@ -218,7 +220,7 @@ def _speed(
             network.module,
             batch,
             wanted.curves,
-            dtypes=None if full else [run.dtype],
+            dtypes=None if full else [dtype_name(run.dtype)],
             full=full,
             budget=seconds,
             outputs=network.outputs,

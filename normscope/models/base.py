@@ -61,6 +61,7 @@ class LoadOptions:
         workers: how many processes read inputs ahead of the network, 0 for none but its own; None for a number that
             suits the device, see :func:`normscope.models.workers.number_of_workers`.
         shuffle: whether inputs are taken in an order that the seed draws, of which ``limit`` takes the first.
+        device_map: ``auto`` to spread the network, see :mod:`normscope.models.spreading`; None for one device.
     """
 
     weights: str | Path
@@ -74,6 +75,7 @@ class LoadOptions:
     timesteps: str | int | None = None
     workers: int | None = None
     shuffle: bool = False
+    device_map: str | None = None
 
 
 @dataclass

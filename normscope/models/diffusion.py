@@ -19,7 +19,7 @@ from normscope.models.checkpoints import load_file
 from normscope.models.hub_files import HubSilentError, Repository
 from normscope.models.latents import read_latents
 from normscope.models.trajectories import LatentSpace, from_noise
-from normscope.models.weights import embedded_module, read_embedded, with_weights
+from normscope.models.weights import embedded_module, read_embedded, ready, with_weights
 from normscope.outputs import Outputs, without_variances
 
 GUIDANCE = 4.0  # DiTPipeline's default, and the largest that the paper shows samples for
@@ -141,8 +141,7 @@ def load_demo_dit(name: str, architecture: str, options: LoadOptions) -> LoadedM
 def _loaded(
     name: str, module: nn.Module, inputs: Callable[[nn.Module], Inputs], provenance: Provenance, options: LoadOptions
 ) -> LoadedModel:
-    # Not diffusers' own to(), which warns of an empty list of modules that should stay in float32.
-    nn.Module.to(module.eval(), options.device, options.dtype)
+    module = ready(module, options)
     return LoadedModel(name, module, inputs(module), provenance, Outputs("prediction", without_variances))
 
 

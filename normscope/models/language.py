@@ -19,9 +19,10 @@ from normscope.models import answers
 from normscope.models.base import LoadedModel, LoadOptions, Provenance
 from normscope.models.checkpoints import SHOWN, read_state_dict
 from normscope.models.hub_files import HubSilentError, Repository, refuse_code, sha256_of
+from normscope.models.spreading import offload_folder, quiet
 from normscope.models.text import text_inputs
 from normscope.models.tokens import load_tokenizer, reading_of
-from normscope.models.weights import with_weights
+from normscope.models.weights import placed, with_weights
 from normscope.outputs import Outputs
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def load_transformers(name: str, architecture: str, options: LoadOptions) -> Loa
     repository = Repository(str(Path(architecture).expanduser()))
     with _quiet(library):
         config = _config(library, name, repository, options)
-        network = _Network(library, name, _kind(library, name, config), config, options.dtype)
+        network = _Network(library, name, _kind(library, name, config), config, options.dtype, options.device_map)
         tokenizer = _tokenizer(library, name, repository, options)
         if options.weights in ("pretrained", "random"):
             module, provenance = with_weights(
@@ -78,7 +79,9 @@ def load_transformers(name: str, architecture: str, options: LoadOptions) -> Loa
             module, provenance = network.of_file(Path(options.weights))
     inputs = text_inputs(reading_of(module, config, tokenizer), options)
     outputs = Outputs("tokens" if _has_head(library, type(module).__name__) else "tensor")
-    return LoadedModel(name, module.eval().to(options.device), inputs, provenance, outputs)
+    if not hasattr(module, "hf_device_map"):  # spread while it was read
+        module = placed(module, options)
+    return LoadedModel(name, module.eval(), inputs, provenance, outputs)
 
 
 def _library(name: str) -> Any:
@@ -188,6 +191,7 @@ class _Network:
     kind: Any
     config: Any
     dtype: torch.dtype
+    device_map: str | None = None
 
     def fresh(self) -> nn.Module:
         module: nn.Module = self.kind._from_config(self.config, dtype=self.dtype, **self._without_pooler())
@@ -196,7 +200,14 @@ class _Network:
     def of(self, repository: Repository) -> tuple[nn.Module, Provenance]:
         """Load the weights of a folder or a repository: the network's own, unless this class has no place for them."""
         files = repository.weights()
-        module, report = self._loaded(repository.name, f"The model of {repository.name}", **repository.where())
+        what = f"The model of {repository.name}"
+        if self.device_map is None:
+            module, report = self._loaded(repository.name, what, **repository.where())
+        else:  # each part is read into its place, and the whole is nowhere
+            with quiet(), offload_folder() as (folder, kept_by):
+                spread = {"device_map": self.device_map, "offload_folder": folder}
+                module, report = self._loaded(repository.name, what, **repository.where(), **spread)
+                kept_by(module)
         if left_out := sorted(report["unexpected_keys"]):
             logger.warning("%s: %s has no place for %s.", self.name, self.kind.__name__, _shown(left_out))
         _check(report | {"unexpected_keys": []}, f"The weights of {repository.name} do not fit {self.kind.__name__}")

@@ -19,7 +19,7 @@ from normscope.models.base import LoadedModel, LoadOptions, Provenance
 from normscope.models.hub_files import refuse_code, sha256_of
 from normscope.models.numbered import NumberedInputs
 from normscope.models.timesteps import listed, select_timesteps
-from normscope.models.weights import with_weights
+from normscope.models.weights import ready, with_weights
 from normscope.outputs import Outputs, without_variances
 from normscope.shares import Chunk
 
@@ -194,14 +194,14 @@ def load_pipeline(name: str, folder: Path, components: Mapping[str, Any], option
         build=lambda: _built(name, kind, part),
         pretrained=lambda: _pretrained(name, kind, folder, part),
     )
-    module.eval()
     try:
         pipeline: Any = DiffusionPipeline.from_pretrained(folder, transformer=module, **_FROM_HERE)
     except Exception as error:  # of any component
         raise ModelError(f"The pipeline of {name} does not load: {answers.first_line(error)}.") from error
     for component in pipeline.components.values():
-        if isinstance(component, nn.Module):
+        if isinstance(component, nn.Module) and component is not module:
             nn.Module.to(component, options.device, options.dtype)
+    ready(module, options)
     inputs = PipelineCalls(pipeline, options)
     return LoadedModel(name, module, inputs, provenance, Outputs("prediction", without_variances))
 

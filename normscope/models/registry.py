@@ -6,13 +6,14 @@ Nothing heavy is imported before a model is loaded: ``normscope models`` and she
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from normscope.errors import DataError, ModelError, UsageError, unknown
+from normscope.processes import Place
 
 if TYPE_CHECKING:
     from normscope.models.base import LoadedModel, LoadOptions
@@ -149,6 +150,9 @@ def load(
     dtype: str = "float32",
     guidance: float | None = None,
     timesteps: str | int | None = None,
+    workers: int | None = None,
+    shuffle: bool = False,
+    device_map: str | None = None,
 ) -> LoadedModel:
     """Load a network and inputs for it, as :func:`normscope.load` does, which also takes folders of swaps as weights.
 
@@ -156,12 +160,13 @@ def load(
     2
     """
     entry = find(name)
-    _check_numbers(limit, batch_size, seed)
+    _check_numbers(limit, batch_size, seed, workers)
     if data == "":
         raise UsageError("data is an empty path. Name a file or a folder, or leave it out.")
     if data is not None and not Path(data).exists():
         raise DataError(f"There is no file or folder {str(data)!r} to read data from.")
     check_diffusion(entry, guidance=guidance, timesteps=timesteps)
+    check_device_map(device_map, device)
 
     from normscope.models.base import LoadOptions
     from normscope.models.devices import resolve_device, resolve_dtype
@@ -176,6 +181,9 @@ def load(
         device=resolve_device(device),
         guidance=guidance,
         timesteps=timesteps,
+        workers=workers,
+        shuffle=shuffle,
+        device_map=device_map,
     )
     library, _, architecture = entry.source.partition(":")
     module_name, _, function_name = (_LOADERS.get(entry.source) or _LOADERS[library]).partition(":")
@@ -214,11 +222,29 @@ def check_diffusion(entry: ModelEntry, *, guidance: float | None, timesteps: str
         raise UsageError(f"{entry.name} is no diffusion model: {given} can have no effect on it.")
 
 
-def _check_numbers(limit: int | None, batch_size: int, seed: int) -> None:
+def check_device_map(device_map: str | None, device: str) -> None:
+    """Raise UsageError if a network cannot be spread as asked for, ModelError if accelerate is not there for it."""
+    if device_map is None:
+        return
+    if device_map != "auto":
+        raise UsageError(unknown("device map", device_map, ["auto"]))
+    if device != "auto":
+        raise UsageError(
+            f"A device map decides where the network is: leave --device {device} or --device-map auto out."
+        )
+    if not Place.from_environment().alone:
+        raise UsageError("Several processes cannot spread a network over the same devices: leave --device-map out.")
+    if importlib.util.find_spec("accelerate") is None:
+        raise ModelError("--device-map auto needs accelerate. Install it: pip install 'normscope[accelerate]'.")
+
+
+def _check_numbers(limit: int | None, batch_size: int, seed: int, workers: int | None) -> None:
     for option, value in (("limit", limit), ("batch_size", batch_size)):
         if value is not None and value < 1:
             raise UsageError(f"{option} is {value}; it has to be 1 or more.")
         if value is not None and value > _LARGEST_INT:
             raise UsageError(f"{option} is {value}; it has to be {_LARGEST_INT} or less.")
+    if workers is not None and workers < 0:
+        raise UsageError(f"workers is {workers}; it has to be 0 or more.")
     if not -_LARGEST_INT - 1 <= seed <= _LARGEST_INT:
         raise UsageError(f"seed is {seed}; it has to be between {-_LARGEST_INT - 1} and {_LARGEST_INT}.")

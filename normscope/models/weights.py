@@ -58,8 +58,19 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def ready(module: nn.Module, options: LoadOptions) -> nn.Module:
-    """Put a module into eval mode, and onto the asked-for device in the asked-for dtype."""
-    return module.eval().to(options.device, options.dtype)
+    """Put a module into eval mode, and in the asked-for dtype onto the asked-for device, or spread it over several."""
+    # Not diffusers' own to(), which warns of an empty list of modules that should stay in float32.
+    module = nn.Module.to(module.eval(), options.dtype)
+    return placed(module, options)
+
+
+def placed(module: nn.Module, options: LoadOptions) -> nn.Module:
+    """Put a module onto the asked-for device, or spread it over several."""
+    if options.device_map is None:
+        return nn.Module.to(module, options.device)
+    from normscope.models.spreading import spread
+
+    return spread(module, options.device)
 
 
 def read_embedded(filename: str) -> tuple[dict[str, Tensor], dict[str, Any], str]:

@@ -19,6 +19,7 @@ from normscope.pairs.captures import Capture, versions
 from normscope.pairs.kinds import NormKind
 from normscope.pairs.layouts import batch_axis, token_axes
 from normscope.pairs.sites import NormSite, SkippedNorm
+from normscope.pairs.spread import with_weights_at_hand
 from normscope.pairs.state import run
 from normscope.pairs.stats import PairStats
 from normscope.pairs.trace import NormReport, input_of
@@ -91,7 +92,8 @@ class Recorder:
         with contextlib.ExitStack() as hooks:
             for site in self.sites:
                 hook = self._hook(site, self.report.kinds[site.name], self.report.shapes[site.name])
-                handle = self.model.get_submodule(site.name).register_forward_hook(hook, with_kwargs=True)
+                norm = self.model.get_submodule(site.name)
+                handle = norm.register_forward_hook(with_weights_at_hand(norm, hook), with_kwargs=True)
                 hooks.callback(handle.remove)
             yield
 

@@ -21,6 +21,7 @@ from normscope.pairs.library_norms import POINTWISE
 from normscope.pairs.norms import ancestor_kind, kind_of, refusal
 from normscope.pairs.placement import ADDITIONS, Addition, Ends, of_sites
 from normscope.pairs.sites import NormSite, SkippedNorm
+from normscope.pairs.spread import at_hand
 from normscope.pairs.state import left_as_found, run
 from normscope.pairs.trials import identified
 
@@ -174,8 +175,8 @@ def _calls_of(suspects: dict[str, nn.Module], watch: _FunctionWatch) -> Iterator
                 calls[name].calls += 1
             elif x is not None and isinstance(output, Tensor):
                 # Now, while the input is what the norm saw: the network may go on to add to it in place.
-                with watch.paused():
-                    kind = _resolve(module, args, kwargs, x, output)
+                with watch.paused(), at_hand(module, args, kwargs) as (own_args, own_kwargs):
+                    kind = _resolve(module, own_args, own_kwargs, output)
                 calls[name] = _Call(name, module, x, output, kind, len(watch.additions))
             else:
                 watch.tensorless[name] = None
@@ -239,10 +240,10 @@ class _FunctionWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _resolve(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor, output: Tensor
-) -> NormKind | str:
+def _resolve(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> NormKind | str:
     """Decide how a called module normalizes, by the table or by trial, or say why it is no norm site."""
+    x = input_of(args, kwargs)
+    assert x is not None  # noqa: S101 - as the module was called with a tensor
     known = kind_of(module) or refusal(module)
     if known is None:
         return identified(module, (args, kwargs), x, output, ancestor_kind(module))

@@ -7,7 +7,6 @@ forms apart, and what still fits in more than one way is not taken for either.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -29,6 +28,7 @@ from normscope.pairs.formulas import (
 from normscope.pairs.kinds import NormKind, group_norm, named_eps, running_norm, token_norm
 from normscope.pairs.norms import ancestor_kind, kind_of, refusal
 from normscope.pairs.sites import NormSite
+from normscope.pairs.spread import copied
 from normscope.pairs.verify import excess
 
 _AFFINES = (scale_and_shift, unit_offset, unit_length)
@@ -127,7 +127,7 @@ def _shapes_at(site: NormSite) -> Iterator[list[int]]:
 
 def _twin(module: nn.Module) -> nn.Module:
     """Return a copy to be called, of which no hook hears."""
-    twin = copy.deepcopy(module)
+    twin = copied(module)
     twin._forward_hooks.clear()
     twin._forward_pre_hooks.clear()
     return twin

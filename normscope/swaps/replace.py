@@ -14,6 +14,7 @@ from normscope.pairs.formulas import gain_and_shift
 from normscope.pairs.kinds import NormKind
 from normscope.pairs.selection import Layers, select
 from normscope.pairs.sites import NormSite
+from normscope.pairs.spread import check_whole
 from normscope.pairs.trials import kind_at
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.rms_norm import RMSNorm
@@ -47,6 +48,7 @@ class Swap:
     def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
         self.model, self.modules = model, dict(modules)
         inner = uncompiled(model)
+        check_whole(inner)
         if "" in self.modules:
             raise ModelError(f"The {type(inner).__name__} is itself the norm; put it into an nn.Sequential to swap it.")
         own = {path: module_at(inner, path) for path in self.modules}
@@ -137,6 +139,7 @@ def replacements(
     Arguments and errors are those of :func:`swap`.
     """
     inner, wanted = uncompiled(model), chosen(norms_of(fits), sites)
+    check_whole(inner)
     norms = {norm.name: module_at(inner, norm.name) for norm in wanted}
     where = model_tensor(model)
     made = starts(curve, only(fits, wanted), init)

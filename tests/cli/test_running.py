@@ -19,10 +19,10 @@ LEFT_OUT = {
     "gradient": set(),
     "compare": set(),
     "capture": set(),
-    "layers": {"limit", "sample", "guidance", "timesteps"},
-    "swap": {"sample", "verify"},
-    "swap-bench": {"sample", "verify"},
-    "heal": {"dtype", "sample", "verify"},
+    "layers": {"limit", "shuffle", "workers", "sample", "guidance", "timesteps"},
+    "swap": {"sample", "device_map", "verify"},
+    "swap-bench": {"sample", "device_map", "verify"},
+    "heal": {"device_map", "dtype", "sample", "verify"},
 }
 OWN_DEFAULTS = {("compare", "weights"), ("heal", "batch_size")}
 FIELDS = {field.name: field.default for field in dataclasses.fields(Run)}

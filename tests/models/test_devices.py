@@ -45,8 +45,55 @@ def test_malformed_device(spec):
         resolve_device(spec)
 
 
+def started_by_torchrun(monkeypatch, local_rank):
+    given = {
+        "TORCHELASTIC_RUN_ID": "none",
+        "RANK": str(4 + local_rank),
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": str(local_rank),
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("spec", ["auto", "cuda"])
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_each_of_several_processes_has_a_gpu_of_its_own(two_gpus, monkeypatch, spec, local_rank):
+    started_by_torchrun(monkeypatch, local_rank)
+    assert resolve_device(spec) == torch.device(f"cuda:{local_rank}")
+    assert resolve_device("cpu") == torch.device("cpu")
+
+
+def test_more_processes_than_gpus_are_refused(two_gpus, monkeypatch):
+    started_by_torchrun(monkeypatch, 2)
+    for spec in ("auto", "cuda"):
+        with pytest.raises(DeviceError, match=r"There are 2 GPUs on this machine and none for its process number 3: s"):
+            resolve_device(spec)
+    assert resolve_device("cpu") == torch.device("cpu")
+
+
+def test_several_processes_do_not_share_a_gpu(two_gpus, monkeypatch):
+    started_by_torchrun(monkeypatch, 0)
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+    started_by_torchrun(monkeypatch, 1)
+    with pytest.raises(UsageError, match=r"cannot share cuda:1: --device cuda gives each a GPU of its own\."):
+        resolve_device("cuda:1")
+    with pytest.raises(DeviceError, match="There is no device 'cuda:2' on this machine"):
+        resolve_device("cuda:2")
+
+
+def test_processes_without_gpus_are_on_the_cpu(no_gpu, monkeypatch):
+    started_by_torchrun(monkeypatch, 1)
+    assert resolve_device("auto") == torch.device("cpu")
+    with pytest.raises(DeviceError, match="There is no device 'cuda' on this machine"):
+        resolve_device("cuda")
+
+
 def test_dtypes():
     assert resolve_dtype("float16") is torch.float16
+    assert [resolve_dtype(name) for name in ("fp32", "bf16", "fp16")] == [torch.float32, torch.bfloat16, torch.float16]
+    with pytest.raises(UsageError, match="There is no dtype 'half'"):
+        resolve_dtype("half")
     with pytest.raises(UsageError, match="Did you mean 'float32'"):
         resolve_dtype("flaot32")
     with pytest.raises(UsageError, match="There are: float32, bfloat16, float16"):

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from accelerate.utils import modeling
 from diffusers import AutoencoderKL, DDIMScheduler, DiffusionPipeline, PixArtAlphaPipeline, PixArtTransformer2DModel
 from safetensors.torch import load_file, save_file
 
@@ -177,3 +178,18 @@ def test_a_prompt_is_a_chunk_of_its_own(saved):
     assert [samples[0].source for (samples,) in whole] == ["prompt 0", "prompt 1", "prompt 2"]
     assert inputs.n_inputs == 3
     assert inputs.first_sample().samples == whole[0][0][:1]
+
+
+def test_a_spread_transformer_sees_the_same(saved, monkeypatch, tmp_path):
+    whole = loaded(saved)
+    free = modeling.get_max_memory
+    monkeypatch.setattr(modeling, "get_max_memory", lambda given=None: free(given or {"cpu": 55_000}))
+    apart = loaded(saved, device="auto", device_map="auto")
+    held = [tensor.is_meta for tensor in apart.module.parameters()]
+    assert any(held) and not all(held)
+    files = []
+    for number, network in enumerate((whole, apart)):
+        seen = normscope.capture(network.module, network.inputs, about=network.about, verify=True)
+        normscope.save_capture(seen, tmp_path / f"{number}.safetensors")
+        files.append((tmp_path / f"{number}.safetensors").read_bytes())
+    assert files[0] == files[1]

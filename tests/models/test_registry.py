@@ -55,6 +55,9 @@ def test_unknown_model(name, sentence):
         ({"batch_size": 2**63}, UsageError, "batch_size is 9223372036854775808; it has to be 9223372036854775807 or"),
         ({"seed": 2**63}, UsageError, "seed is 9223372036854775808; it has to be between -9223372036854775808 and"),
         ({"seed": -(2**63) - 1}, UsageError, "seed is -9223372036854775809; it has to be between"),
+        ({"workers": -1}, UsageError, "workers is -1; it has to be 0 or more."),
+        ({"device_map": "balanced"}, UsageError, "There is no device map 'balanced'. There are: auto."),
+        ({"device_map": "auto", "device": "cpu"}, UsageError, "leave --device cpu or --device-map auto out."),
         ({"data": "/no/such/folder"}, DataError, "There is no file or folder '/no/such/folder'"),
     ],
 )
