@@ -116,7 +116,7 @@ def _edit_header(content: bytes, chance: Chance) -> bytes:
             metadata["normscope"] = json.dumps(_edited(json.loads(metadata["normscope"]), chance))
         else:
             header = _edited(header, chance)
-    except (ValueError, AttributeError, RecursionError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return content
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + content[end:]
