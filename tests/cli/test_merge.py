@@ -76,7 +76,13 @@ def test_rows_and_quiet(folder):
     [
         (["first.safetensors"], 2, "merge takes two captures or more; first.safetensors is one."),
         (["first.safetensors", "./first.safetensors"], 2, "are one file. Name each capture once."),
-        (["first.safetensors", "none.safetensors"], 4, "There is no capture file none.safetensors;"),
+        (
+            ["first.safetensors", "none.safetensors"],
+            4,
+            "Cannot read the capture none.safetensors: No such file or directory;",
+        ),
+        (["first.safetensors", "x" * 300], 4, "x: File name too long;"),
+        (["first.safetensors", "first"], 4, "Cannot read the capture first: "),
         (["first.safetensors", "first/0.png"], 4, "Cannot read the capture first/0.png:"),
         (["first.safetensors", "copy.safetensors"], 4, "first.safetensors and copy.safetensors: both hold sample"),
         (["first.safetensors", "random.safetensors"], 4, "first.safetensors and random.safetensors: captures of diff"),

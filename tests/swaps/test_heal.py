@@ -289,7 +289,7 @@ def test_a_damaged_checkpoint_is_told(networks, tmp_path):
     original, swapped = networks
     path = tmp_path / "at.safetensors"
     path.write_bytes(b"nothing")
-    with pytest.raises(DataError, match="Remove it"):
+    with pytest.raises(DataError, match="remove it"):
         normscope.heal(original, swapped, LEARN, HELD_OUT, steps=12, checkpoint=path)
 
 
