@@ -57,9 +57,16 @@ def _check_files(files: list[str]) -> None:
     """Refuse what is no merge before the first file is read; DataError and UsageError."""
     if len(files) == 1:
         raise UsageError(f"merge takes two captures or more; {files[0]} is one. Name the others beside it.")
-    for number, file in enumerate(files):
-        if not Path(file).is_file():
-            raise DataError(f"There is no capture file {file}; `normscope capture MODEL -o {file}` writes one.")
-        for other in files[:number]:
-            if Path(file).samefile(other):
-                raise UsageError(f"{other} and {file} are one file. Name each capture once.")
+    known: dict[tuple[int, int], str] = {}
+    for file in files:
+        try:
+            status = Path(file).stat()
+        except OSError as error:
+            why = error.strerror or error
+            raise DataError(
+                f"Cannot read the capture {file}: {why}; `normscope capture MODEL -o FILE` writes one."
+            ) from error
+        identity = (status.st_dev, status.st_ino)
+        if identity in known:
+            raise UsageError(f"{known[identity]} and {file} are one file. Name each capture once.")
+        known[identity] = file

@@ -16,7 +16,7 @@ from normscope.errors import DataError
 from normscope.files import whole_file, write_tensors
 
 HEADER, DIGEST = "normscope", "sha256"
-_AGAIN = "the normscope command that reads such files writes them, too"
+_AGAIN = "write it again"
 
 
 def write_checked(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -43,7 +43,7 @@ def read_checked(path: Path, form: str, version: int, again: str = _AGAIN) -> tu
         path: of the file.
         form: the ``format`` that its header has to name.
         version: that its header has to name.
-        again: how to write such a file, for the sentence that refuses another.
+        again: what to do, which ends the sentence that refuses a file.
 
     Raises:
         DataError: if the file is missing, damaged, of another kind or of another version.
@@ -55,19 +55,16 @@ def read_checked(path: Path, form: str, version: int, again: str = _AGAIN) -> tu
             header = json.loads(metadata.get(HEADER, "null"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except (OSError, SafetensorError, ValueError, RecursionError, KeyError, AttributeError, RuntimeError) as error:
-        raise DataError(f"Cannot read the {kind} {path}: {error}.") from error
+        raise DataError(f"Cannot read the {kind} {path}: {error}; {again}.") from error
     if not isinstance(header, dict) or header.get("format") != form:
         raise DataError(f"{path} is a safetensors file, but no {kind}; {again}.")
     if header.get("version") != version:
         raise DataError(
-            f"{path} has {kind} format version {header.get('version')!r}; this normscope reads version {version}. "
-            "Write it again, or use the normscope that wrote it."
+            f"{path} has {kind} format version {header.get('version')!r}; this normscope reads version {version}; "
+            f"{again}."
         )
     if metadata.get(DIGEST) != digest(metadata[HEADER], tensors):
-        raise DataError(
-            f"The {kind} {path} is damaged: it does not hold what was written (another sha256). Take a copy that is "
-            f"whole, or write it again."
-        )
+        raise DataError(f"The {kind} {path} is damaged: it does not hold what was written (another sha256); {again}.")
     return header, tensors
 
 
@@ -81,11 +78,11 @@ def digest(text: str, tensors: Mapping[str, Tensor]) -> str:
     False
     """
     found = hashlib.sha256()
-    described = ([name, str(tensors[name].dtype), list(tensors[name].shape)] for name in sorted(tensors))
     _add(found, text.encode("utf-8", "surrogatepass"))
-    for name, dtype, shape in described:
-        _add(found, json.dumps([name, dtype, shape]).encode())
-        _add(found, memoryview(tensors[name].reshape(-1).view(torch.uint8).numpy()))
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        _add(found, json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        _add(found, tensor.reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

@@ -21,7 +21,7 @@ Source: TypeAlias = Capture | str | Path
 def merge_captures(captures: Sequence[Source]) -> Capture:
     """Return the capture of all inputs of several runs; in any order the same, up to float64's rounding of sums.
 
-    Files are read one after the other: no more than two captures are in memory at once, however many there are.
+    Files are read one after the other: no more than two of them are in memory at once, however many there are.
 
     That an input was captured twice shows in the drawing samples, which hold the tokens and pairs of least keys of
     each capture: of the inputs that two share, the least of both is among them. How surely, follows from the part J of

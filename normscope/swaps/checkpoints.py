@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from normscope.errors import DataError, UsageError
-from normscope.files import whole_file, write_tensors
 from normscope.healings import START
+from normscope.pairs.checked_files import read_checked, write_checked
 from normscope.swaps.course import Course, restore
 
 _FORMAT = "normscope-healing"
-_VERSION = 1
-_HEADER = "normscope"
+_VERSION = 2
+_AGAIN = "remove it to begin anew"
 
 
 def save_checkpoint(
@@ -38,8 +36,7 @@ def save_checkpoint(
     for name, own in course.moments.items():
         tensors |= {f"moment/{key}/{name}": value.cpu().contiguous().clone() for key, value in own.items()}
     header = {"format": _FORMAT, "version": _VERSION, "settings": dict(settings), "course": course.as_dict()}
-    with whole_file(path) as partial:
-        write_tensors(tensors, partial, {_HEADER: json.dumps(header)})
+    write_checked(path, header, tensors)
 
 
 def load_checkpoint(path: Path, settings: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> Course | None:
@@ -51,14 +48,7 @@ def load_checkpoint(path: Path, settings: Mapping[str, Any], parameters: Mapping
     """
     if not path.exists():
         return None
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get(_HEADER, "null"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except (OSError, SafetensorError, ValueError, RecursionError) as error:
-        raise DataError(f"Cannot read the checkpoint {path}: {error}. Remove it to begin anew.") from error
-    if not isinstance(header, dict) or (header.get("format"), header.get("version")) != (_FORMAT, _VERSION):
-        raise DataError(f"{path} is no checkpoint that this normscope can go on from. Remove it to begin anew.")
+    header, tensors = read_checked(path, _FORMAT, _VERSION, _AGAIN)
     check_settings(path, header.get("settings"), settings)
     try:
         course = Course.of(header["course"], _moments(tensors, parameters))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from normscope.fits.expressions import curve_from
 from normscope.swaps.start import RMS_NORM
 
 FORMAT = "normscope-swap"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 RECORD, TENSORS = "swap.json", "model.safetensors"
 FILES = (RECORD, TENSORS)
 _MOST_AXES = 8
@@ -91,7 +92,13 @@ class SwapRecord:
     def as_json(self) -> str:
         """Write it as swap.json has it."""
         document = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(self)}
-        return json.dumps(document, indent=2, allow_nan=False) + "\n"
+        return json.dumps(sealed(document), indent=2, allow_nan=False) + "\n"
+
+
+def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a document with the SHA-256 of all else in it, as JSON with sorted keys, under ``seal``."""
+    content = {name: value for name, value in document.items() if name != "seal"}
+    return {**content, "seal": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
 
 
 def _is_bool(value: Any) -> bool:
@@ -167,6 +174,8 @@ def read_record(folder: str | Path) -> SwapRecord:
             f"{folder} has swap format version {document.get('version')!r}; this normscope reads version "
             f"{FORMAT_VERSION}. Swap again, or use the normscope that wrote it."
         )
+    if document.get("seal") != sealed(document)["seal"]:
+        raise damaged(folder, f"{RECORD} does not hold what was written (another sha256)")
     try:
         return _record(document)
     except ValueError as error:

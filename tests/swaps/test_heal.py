@@ -1,19 +1,19 @@
 """Healing: what it lowers, what it leaves alone, and that it goes on where it stopped."""
 
 import copy
-import json
 
 import pytest
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
 import normscope
 from normscope.batches import Batch, Sample
 from normscope.errors import DataError, ModelError, UsageError
 from normscope.outputs import Outputs
-from normscope.swaps import checkpoints, course, heal
+from normscope.pairs.checked_files import read_checked, write_checked
+from normscope.swaps import course, heal
 from normscope.swaps.alone import least_squares, norm_pairs
 from normscope.swaps.matching import output_errors
 from normscope.swaps.pool import Pool
@@ -289,7 +289,7 @@ def test_a_damaged_checkpoint_is_told(networks, tmp_path):
     original, swapped = networks
     path = tmp_path / "at.safetensors"
     path.write_bytes(b"nothing")
-    with pytest.raises(DataError, match="Remove it"):
+    with pytest.raises(DataError, match="remove it"):
         normscope.heal(original, swapped, LEARN, HELD_OUT, steps=12, checkpoint=path)
 
 
@@ -399,7 +399,7 @@ def test_a_checkpoint_that_a_full_disk_does_not_take_is_told(networks, tmp_path,
     def full(*_, **__):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(checkpoints, "save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(UsageError, match="No space left on device"):
         normscope.heal(*networks, LEARN, HELD_OUT, steps=6, checkpoint=tmp_path / "at.safetensors")
     assert list(tmp_path.iterdir()) == []
@@ -409,9 +409,8 @@ def test_a_checkpoint_that_a_full_disk_does_not_take_is_told(networks, tmp_path,
 def test_a_checkpoint_without_a_drift_is_damaged(networks, tmp_path, spoil):
     path = tmp_path / "at.safetensors"
     normscope.heal(networks[0], copy.deepcopy(networks[1]), LEARN, HELD_OUT, steps=6, checkpoint=path)
-    with safe_open(path, framework="pt") as file:
-        header = json.loads(file.metadata()["normscope"])
+    header, tensors = read_checked(path, "normscope-healing", 2)
     spoil(header["course"]["drifts"])
-    save_file(load_file(path), path, metadata={"normscope": json.dumps(header)})
+    write_checked(path, header, tensors)
     with pytest.raises(DataError, match="is damaged"):
         normscope.heal(*networks, LEARN, HELD_OUT, steps=6, checkpoint=path)

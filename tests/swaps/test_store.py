@@ -14,7 +14,7 @@ from torch import nn
 from normscope import PointwiseFunction, Swap, capture, curve_of, save_swapped, swap
 from normscope.errors import ModelError, NormscopeError, UsageError
 from normscope.swaps import store
-from normscope.swaps.record import read_record
+from normscope.swaps.record import read_record, sealed
 from normscope.swaps.replace import replacements
 from normscope.swaps.start import asked_for, fitted
 from normscope.swaps.store import restored
@@ -203,14 +203,15 @@ def test_truncated_tensors(folder, keep):
 def edited(folder, change):
     document = json.loads((folder / "swap.json").read_text())
     change(document)
-    (folder / "swap.json").write_text(json.dumps(document))
+    (folder / "swap.json").write_text(json.dumps(document if document["seal"] == "0" else sealed(document)))
     return folder
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda swap: swap.update(version=2), "version 2; this normscope reads version 1"),
+        (lambda swap: swap.update(seal="0"), r"swap\.json does not hold what was written"),
+        (lambda swap: swap.update(version=1), "version 1; this normscope reads version 2"),
         (lambda swap: swap.pop("sites"), "the sites of a swap is missing"),
         (lambda swap: swap["sites"].append(swap["sites"][0]), "it names a site twice"),
         (lambda swap: swap["sites"][0].update(name="5"), "something at 5, where this Sequential has no module"),
@@ -278,7 +279,7 @@ def test_no_json_does_anything_but_load_or_be_refused(folder, choices):
         holder[key] = choices.draw(scalars | st.lists(scalars, max_size=3))
     else:
         del holder[key]
-    (folder / "swap.json").write_text(json.dumps(document))
+    (folder / "swap.json").write_text(json.dumps(sealed(document)))
     model = trained(tokens)
     try:
         restored(model, folder)

@@ -1,0 +1,121 @@
+"""Capture files that something changed after they were written: the very same capture, or a sentence."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import normscope
+from normscope.errors import DataError
+from normscope.pairs.checked_files import digest, read_checked, write_checked
+
+
+@pytest.fixture
+def mutations(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    return importlib.import_module("mutations")
+
+
+@pytest.mark.parametrize("number", [300, pytest.param(10_000, marks=pytest.mark.faults)])
+def test_no_mutated_capture_is_another_capture(mutations, number):
+    counts = mutations.mutated_captures(number, seed=7)
+    assert counts.keys() <= mutations.FINE, counts
+    assert sum(counts.values()) == number
+    assert counts[mutations.REFUSED] > 0.9 * number
+
+
+def test_the_counter_sees_what_it_is_there_for(mutations, monkeypatch):
+    """Without the digest some mutated files are other captures, and with a reader that trips some are errors."""
+    monkeypatch.setattr("normscope.pairs.checked_files.digest", lambda text, tensors: "0")
+    counts = mutations.mutated_captures(150, seed=7)
+    assert counts["another capture"] > 0
+    assert not counts.keys() <= mutations.FINE
+
+
+@pytest.fixture
+def file(tmp_path):
+    torch.manual_seed(0)
+    seen = normscope.capture(nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8)), [torch.randn(4, 8)])
+    return normscope.save_capture(seen, tmp_path / "seen.safetensors")
+
+
+def parts(file):
+    with safe_open(file, framework="pt") as opened:
+        return opened.metadata(), load_file(file)
+
+
+def exchanged(tensors, one, other):
+    return {**tensors, one: tensors[other], other: tensors[one]}
+
+
+CHANGES = {
+    "one count more": lambda m, t: (m, {**t, "0.token_scales": t["0.token_scales"] + (t["0.token_scales"] > 0)}),
+    "two sites' sums exchanged": lambda m, t: (m, exchanged(t, "0.channel_sums", "1.channel_sums")),
+    "a tensor more": lambda m, t: (m, {**t, "9.moments": torch.zeros(3)}),
+    "another shape of the same bytes": lambda m, t: (m, {**t, "0.channel_sums": t["0.channel_sums"].view(1, 2, 8)}),
+    "another dtype of the same bytes": lambda m, t: (
+        m,
+        {**t, "0.channel_sums": t["0.channel_sums"].view(torch.int64)},
+    ),
+    "another model": lambda m, t: ({**m, "normscope": m["normscope"].replace("Sequential", "sequential")}, t),
+    "no digest": lambda m, t: ({"normscope": m["normscope"]}, t),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_that_safetensors_takes(file, name):
+    metadata, tensors = CHANGES[name](*parts(file))
+    save_file(tensors, file, metadata=metadata)
+    with pytest.raises(DataError, match="is damaged: it does not hold what was written"):
+        normscope.load_capture(file)
+
+
+def test_the_digest_is_of_what_it_says():
+    """By hand, as docs/file-formats.md has it."""
+    import hashlib
+
+    def framed(data):
+        return len(data).to_bytes(8, "little") + data
+
+    text = json.dumps({"format": "normscope-test"})
+    tensors = {"b": torch.tensor([[1.5, -0.0]]), "a": torch.tensor(3, dtype=torch.int32)}
+    whole = framed(text.encode())
+    whole += framed(b'["a", "torch.int32", []]') + framed(b"\3\0\0\0")
+    whole += framed(b'["b", "torch.float32", [1, 2]]') + framed(b"\0\0\xc0\x3f\0\0\0\x80")
+    assert digest(text, tensors) == hashlib.sha256(whole).hexdigest()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex64, torch.uint8, torch.float64])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_tensors_of_any_kind_come_back(tmp_path, dtype, shape):
+    header = {"format": "normscope-test", "version": 1, "text": "é\n", "number": 0.1}
+    tensors = {"x": torch.ones(shape, dtype=dtype)}
+    write_checked(tmp_path / "x.safetensors", header, tensors)
+    again, read = read_checked(tmp_path / "x.safetensors", "normscope-test", 1)
+    assert again == header
+    assert torch.equal(read["x"], tensors["x"]) and read["x"].dtype == dtype
+    with pytest.raises(DataError, match="but no other"):
+        read_checked(tmp_path / "x.safetensors", "normscope-other", 1)
+    with pytest.raises(DataError, match="test format version 1; this normscope reads version 2"):
+        read_checked(tmp_path / "x.safetensors", "normscope-test", 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda grids: {**grids, "pairs": [7, -27, 18]}, r"was summed on another grid: pairs \[7, -27, 18\]"),
+        (lambda grids: {**grids, "tokens": [3, -27, 19]}, r"was summed on another grid: tokens \[3, -27, 19\]"),
+        (lambda grids: {}, "was summed on another grid: pairs None"),
+        (lambda grids: None, "is damaged"),
+    ],
+)
+def test_another_grid_is_refused(file, change, sentence):
+    header, tensors = read_checked(file, "normscope-capture", 4)
+    write_checked(file, {**header, "grids": change(header["grids"])}, tensors)
+    with pytest.raises(DataError, match=sentence):
+        normscope.load_capture(file)
