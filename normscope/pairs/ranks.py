@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from normscope.errors import DataError, RankLostError
 from normscope.pairs.folds import SourcesSeen
@@ -138,9 +140,9 @@ def joined(place: Place, device: torch.device) -> Iterator[Ranks]:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store, rank, size = next(dist.rendezvous("env://", timeout=_PATIENCE))
+    store, rank, size = next(rendezvous("env://", timeout=_PATIENCE))
     # What a rank that was lost has left in the store, its address for one, is not for those that were started anew.
-    own = dist.PrefixStore(f"normscope, restart {place.restarts}", store)
+    own = PrefixStore(f"normscope, restart {place.restarts}", store)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=_PATIENCE)
     try:
