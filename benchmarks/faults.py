@@ -188,7 +188,7 @@ class Faults:
         return left + differences(self.whole, load(run.output))
 
     def nonfinite(self) -> Outcome:
-        """NaN and infinities among the activations: their tokens are counted apart, the other sums stay as they were."""
+        """NaN and infinities among the activations: their tokens are counted apart, other sums stay as they were."""
         outcome = Outcome("NaN and inf in 2 % of the tokens")
         captures: dict[str, Capture] = {}
         for name in ("spoilt", "clean"):

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from normscope.errors import DataError, RankLostError
@@ -142,7 +141,7 @@ def joined(place: Place, device: torch.device) -> Iterator[Ranks]:
         torch.cuda.set_device(device)
     store, rank, size = next(rendezvous("env://", timeout=_PATIENCE))
     # What a rank that was lost has left in the store, its address for one, is not for those that were started anew.
-    own = PrefixStore(f"normscope, restart {place.restarts}", store)
+    own = dist.PrefixStore(f"normscope, restart {place.restarts}", store)  # type: ignore[attr-defined]
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=_PATIENCE)
     try:
