@@ -54,7 +54,7 @@ class CaptureRun:
     options: Sequence[str] = ()
     ranks: int = 1
     launcher: Sequence[str] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=lambda: {"OMP_NUM_THREADS": "1"})
     log: Path = field(default=Path(), kw_only=True)
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class CaptureRun:
             several = [f"--nproc-per-node={self.ranks}", "--master-port=0", *self.launcher]
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *several, "-m", "normscope"]
         command += ["capture", self.model, "-o", str(self.output), *self.options, *more]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **self.environment}
+        environment = {**os.environ, **self.environment}
         with self.log.open("w", encoding="utf-8") as log:  # a pipe that nobody reads fills up
             return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 

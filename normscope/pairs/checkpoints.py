@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normscope.errors import DataError, StoppedError, UsageError, count
+from normscope.errors import DataError, RankLostError, StoppedError, UsageError, count
 from normscope.pairs.captures import Capture
 from normscope.pairs.checked_files import read_checked, write_checked
 from normscope.pairs.descriptions import DAMAGES, described, grids, other_grid, sites_and_stats, tensors_of
@@ -123,6 +123,15 @@ class Checkpoints:
         """Write before waiting for other ranks, which may take long or be lost; not where all took but a moment."""
         if ranks.size > 1 and time.monotonic() - self._begun >= self.every:
             self._keep(work, ranks)
+
+    @contextlib.contextmanager
+    def kept_if_lost(self, work: Work, ranks: Ranks) -> Iterator[None]:
+        """Write what this rank has where another one ends before all have put together what they have."""
+        try:
+            yield
+        except RankLostError:
+            self._keep(work, ranks)
+            raise
 
     def remove(self) -> None:
         """Remove what is no longer needed, once the capture is written."""

@@ -103,9 +103,11 @@ def capture(
                 checkpoints.after_chunk(work, ranks)
     if checkpoints is not None:
         checkpoints.after_share(work, ranks)
-    merge_seen(work.recorder, ranks)
+    with contextlib.nullcontext() if checkpoints is None else checkpoints.kept_if_lost(work, ranks):
+        left_out = merge_left_out(work.left_out, ranks)
+        merge_seen(work.recorder, ranks)
     if isinstance(getattr(batches, "left_out", None), LeftOut):
-        batches.left_out = merge_left_out(work.left_out, ranks)  # type: ignore[attr-defined]
+        batches.left_out = left_out  # type: ignore[attr-defined]
     late = work.recorder.seen.late
     return work.recorder.captured(
         {**about, **_described(batches)}, [late.get(norm.name, norm) for norm in report.skipped]

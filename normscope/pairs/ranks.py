@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from normscope.shares import LeftOut
 
 # Ranks wait for the slowest, whose share of recordings may be the longest; a lost one is torchrun's to notice.
 _PATIENCE = timedelta(days=7)
+_groups = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -140,8 +142,9 @@ def joined(place: Place, device: torch.device) -> Iterator[Ranks]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store, rank, size = next(rendezvous("env://", timeout=_PATIENCE))
-    # What a rank that was lost has left in the store, its address for one, is not for those that were started anew.
-    own = dist.PrefixStore(f"normscope, restart {place.restarts}", store)  # type: ignore[attr-defined]
+    # What a rank that was lost has left in the store, its address for one, is not for those that were started anew; nor
+    # is what an earlier group of this process has.
+    own = dist.PrefixStore(f"normscope, restart {place.restarts}, group {next(_groups)}", store)  # type: ignore[attr-defined]
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=_PATIENCE)
     try:
