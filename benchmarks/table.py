@@ -23,6 +23,7 @@ ORDER = (
     "healing",
     "figure",
     "startup",
+    "scale",
 )
 TITLES = {
     "capture": "What a capture costs",
@@ -36,6 +37,7 @@ TITLES = {
     "machine_code": "What the kernels are as machine code",
     "figure": "What a figure costs",
     "startup": "How long it takes to start",
+    "scale": "What a whole data set costs",
 }
 INTRODUCTION = """# Benchmarks
 

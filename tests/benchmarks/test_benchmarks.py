@@ -222,3 +222,12 @@ def test_machine_code(results):
     executed, loop = (samples[case, "DyISRU", name][0] for name in ("sm_90", "sm_90 loop"))
     assert 0 < loop < executed
     assert samples[case, "DyISRU", "sm_90 loads of 128 bits"] == [8.0]
+
+
+@pytest.mark.faults
+def test_scale(results):
+    samples = measured("scale", results, "--images", "120")
+    case = "120 images"
+    assert samples[case, "1 process, 1 thread each", "speed-up"] == [1.0]
+    assert samples[case, "3 processes, 1 thread each", "command"][0] > 0
+    assert 0.9 < samples[case, "1 process, 1 thread each", "of that with 12"][0] < 1.1
