@@ -17,7 +17,7 @@ from normscope.pairs.ranks import ALONE, Ranks, check_alike, merge_left_out, mer
 from normscope.pairs.recorder import Observer, Recorder, Summing
 from normscope.pairs.selection import Layers, select
 from normscope.pairs.sites import SkippedNorm
-from normscope.pairs.state import left_as_found
+from normscope.state import left_as_found
 from normscope.pairs.trace import NOT_CALLED, find_norms
 from normscope.shares import Done, LeftOut, Share, shared
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from normscope.batches import Batch
 from normscope.errors import UsageError, count, unknown
 from normscope.outputs import Outputs
-from normscope.pairs.state import left_as_found
+from normscope.state import left_as_found
 from normscope.pairs.trace import find_norms
 from normscope.speeds import FUSED, PASSES, BenchReport
 from normscope.swaps import bench_model

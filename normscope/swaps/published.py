@@ -14,7 +14,7 @@ from torch import nn
 from normscope.batches import Batch, Sample
 from normscope.errors import DeviceError
 from normscope.outputs import Outputs
-from normscope.pairs.state import left_as_found
+from normscope.state import left_as_found
 from normscope.pairs.trace import find_norms
 from normscope.speeds import NATIVE, PASSES, Latency, Norms, Passes, PublishedReport
 from normscope.swaps.bench import compilations, in_words
