@@ -62,8 +62,9 @@ class Batch:
         return self._of(slice(number))
 
     def take(self, numbers: Sequence[int]) -> Batch:
-        """Return the batch that holds some of this batch's samples, by their numbers within it."""
-        return self._of(list(numbers))
+        """Return the batch that holds some of this batch's samples, by their numbers within it; a range copies none."""
+        neighbours = isinstance(numbers, range) and numbers.step == 1
+        return self._of(slice(numbers.start, numbers.stop) if neighbours else list(numbers))
 
     def _of(self, which: slice | list[int]) -> Batch:
         import torch

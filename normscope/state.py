@@ -65,6 +65,21 @@ def run(model: nn.Module, batch: Batch) -> Any:
     )
 
 
+@contextlib.contextmanager
+def memory_for(what: str) -> Iterator[None]:
+    """Say it in a sentence if memory ends in the block while ``what`` was done.
+
+    Raises:
+        MemoryEndedError: if it does.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not memory_ended(error):
+            raise
+        raise MemoryEndedError(f"Memory ended while {what}. Take smaller batches: --batch-size.") from error
+
+
 def memory_ended(error: BaseException) -> bool:
     """Return whether an allocation failed: on a GPU, whose error has a type of its own, or on the CPU or MPS."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -21,6 +21,18 @@ def _of_64_bits(number: int | None) -> int | None:
     if number is not None and not -(2**63) <= number < 2**63:
         raise typer.BadParameter(f"{number} takes more than 64 bits.")
     return number
+
+
+def _size(given: str | int) -> int | Literal["auto"]:
+    if given == "auto":
+        return "auto"
+    try:
+        size = int(given)
+    except ValueError:
+        raise typer.BadParameter(f"{given!r} is neither a number nor auto.") from None
+    if not 1 <= size < 2**63:
+        raise typer.BadParameter(f"{size} is not from 1 to {2**63 - 1}.")
+    return size
 
 
 Models = Annotated[
@@ -57,7 +69,12 @@ Limit = Annotated[
         show_default=False,
     ),
 ]
-BatchSize = Annotated[int, typer.Option(min=1, callback=_of_64_bits, help="Samples per forward pass, at most.")]
+BatchSize = Annotated[
+    Any,  # int | Literal["auto"], which Typer refuses to read
+    typer.Option(
+        parser=_size, metavar="N|auto", help="Samples per forward pass, at most; auto doubles them until memory ends."
+    ),
+]
 OwnBatchSize = Annotated[
     int | None,
     typer.Option(

@@ -19,10 +19,10 @@ from normscope.pairs.captures import Capture, versions
 from normscope.pairs.kinds import NormKind
 from normscope.pairs.layouts import batch_axis, token_axes
 from normscope.pairs.sites import NormSite, SkippedNorm
-from normscope.state import run
 from normscope.pairs.stats import PairStats
 from normscope.pairs.trace import NormReport, input_of
 from normscope.pairs.verify import check
+from normscope.state import run
 
 logger = logging.getLogger(__name__)
 

@@ -171,7 +171,8 @@ def test_an_observer_sees_every_row_once():
 
 
 def test_a_single_sample_that_does_not_fit_is_a_sentence():
-    with pytest.raises(MemoryEndedError, match=r"^Network takes more memory with 1 sample .* Take another device") as no:
+    no_room = r"^Network takes more memory with 1 sample .* Take another device"
+    with pytest.raises(MemoryEndedError, match=no_room) as no:
         capture(network("between", 0), batches(4))
     assert no.value.exit_status == 5
 
@@ -194,6 +195,22 @@ def test_memory_that_ends_while_pairs_are_summed_ends_the_capture(monkeypatch, e
     monkeypatch.setattr(PairStats, "update", short)
     with pytest.raises(MemoryEndedError, match="while the pairs of shared were summed up, so that its sums are lost"):
         capture(network(), batches(16))
+
+
+def test_inputs_that_memory_ends_at_are_a_sentence():
+    def made():
+        yield from batches(4)
+        raise ON_A_GPU
+
+    with pytest.raises(MemoryEndedError, match="while inputs were made ready. Take smaller batches"):
+        capture(network(), made())
+
+
+def test_pieces_take_no_memory_of_their_own():
+    (whole,) = batches(16)
+    piece = whole.take(range(3, 9))
+    assert torch.equal(piece.args[0], whole.args[0][3:9]) and piece.samples == whole.samples[3:9]
+    assert piece.args[0].untyped_storage().data_ptr() == whole.args[0].untyped_storage().data_ptr()
 
 
 def test_an_observer_without_memory_ends_the_capture():
