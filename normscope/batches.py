@@ -63,8 +63,9 @@ class Batch:
 
     def take(self, numbers: Sequence[int]) -> Batch:
         """Return the batch that holds some of this batch's samples, by their numbers within it; a range copies none."""
-        neighbours = isinstance(numbers, range) and numbers.step == 1
-        return self._of(slice(numbers.start, numbers.stop) if neighbours else list(numbers))
+        if isinstance(numbers, range) and numbers.step == 1:
+            return self._of(slice(numbers.start, numbers.stop))
+        return self._of(list(numbers))
 
     def _of(self, which: slice | list[int]) -> Batch:
         import torch

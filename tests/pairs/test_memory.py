@@ -202,7 +202,7 @@ def test_inputs_that_memory_ends_at_are_a_sentence():
         yield from batches(4)
         raise ON_A_GPU
 
-    with pytest.raises(MemoryEndedError, match="while inputs were made ready. Take smaller batches"):
+    with pytest.raises(MemoryEndedError, match=r"while inputs were made ready\. Take smaller batches"):
         capture(network(), made())
 
 
