@@ -62,7 +62,9 @@ class Batch:
         return self._of(slice(number))
 
     def take(self, numbers: Sequence[int]) -> Batch:
-        """Return the batch that holds some of this batch's samples, by their numbers within it."""
+        """Return the batch that holds some of this batch's samples, by their numbers within it; a range copies none."""
+        if isinstance(numbers, range) and numbers.step == 1:
+            return self._of(slice(numbers.start, numbers.stop))
         return self._of(list(numbers))
 
     def _of(self, which: slice | list[int]) -> Batch:
@@ -82,6 +84,22 @@ class Batch:
             samples=samples,
             valid=part(self.valid),
         )
+
+    @property
+    def divisible(self) -> bool:
+        """Whether every argument is known to have a part for some samples, or to serve any of them.
+
+        A tensor that counts the samples has one; a number, a text or a tensor of another length serves any. A list of
+        images, or an object of the user's own, is in no part.
+        """
+        import torch
+
+        def counts(value: Any) -> bool:
+            return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == len(self.samples)
+
+        leaves = list(_leaves((*self.args, self.kwargs)))
+        serving = (torch.Tensor, torch.dtype, torch.device, int, float, complex, str, bytes, type(None))
+        return any(map(counts, leaves)) and all(isinstance(leaf, serving) for leaf in leaves)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
         """Move every tensor to ``device``, and the floating-point ones to ``dtype``; without waiting where pinned."""
@@ -110,6 +128,17 @@ class Batch:
             kwargs=changed(self.kwargs),
             valid=changed(self.valid),
         )
+
+
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield what arguments hold: the entries of mappings, and of lists of plain numbers."""
+    for value in values:
+        if isinstance(value, Mapping):
+            yield from _leaves(value.values())
+        elif isinstance(value, (list, tuple)) and all(isinstance(one, (int, float, type(None))) for one in value):
+            yield from value
+        else:
+            yield value
 
 
 def as_batches(batches: Iterable[Any]) -> Iterator[Batch]:

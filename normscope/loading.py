@@ -22,7 +22,7 @@ def load(
     weights: str | Path = "pretrained",
     data: str | Path | None = None,
     limit: int | None = None,
-    batch_size: int = 8,
+    batch_size: int | Literal["auto"] = 8,
     seed: int = 0,
     device: str = "auto",
     dtype: str = "float32",
@@ -43,7 +43,8 @@ def load(
         data: a file, or a folder that is read recursively: images, recordings or text, as the model takes, or a file
             of latents; None for the model's own default inputs.
         limit: take at most so many samples; of a diffusion model, so many trajectories.
-        batch_size: samples per batch, at most; waveforms are taken one at a time.
+        batch_size: samples per batch, at most; ``auto`` for as many as there is memory for, which runs the network on
+            the first one. Waveforms are taken one at a time.
         seed: of random weights and of the choice of default inputs. torch's global random state is left as it is.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
         dtype: ``float32``, ``bfloat16`` or ``float16``, or ``fp32``, ``bf16`` or ``fp16`` for short: of weights and
@@ -61,6 +62,7 @@ def load(
         ModelError: if there is no such model, its weights cannot be had or do not fit, or accelerate is missing.
         DataError: if ``data`` is missing or holds nothing that the model takes.
         DeviceError: if the device is not there.
+        MemoryEndedError: if ``batch_size`` is ``auto``, and there is no memory for a single sample.
 
     >>> model = load("demo_vit", weights="random", limit=2, device="cpu")
     >>> model.about["weights"]
@@ -68,6 +70,8 @@ def load(
     >>> [batch.args[0].shape for batch in model.inputs]
     [torch.Size([2, 1, 8, 8])]
     """
+    if isinstance(batch_size, str) and batch_size != "auto":
+        raise UsageError(f"batch_size is {batch_size!r}; it has to be a number, or 'auto'.")
     record = _swap_in(weights)
     if record is not None:
         _check_model(name, record, Path(weights))
@@ -78,7 +82,7 @@ def load(
         weights=weights if record is None else _architecture_of(name),
         data=data,
         limit=limit,
-        batch_size=batch_size,
+        batch_size=1 if batch_size == "auto" else batch_size,
         seed=seed,
         device=device,
         dtype=dtype,
@@ -88,7 +92,12 @@ def load(
         shuffle=shuffle,
         device_map=device_map,
     )
-    return network if record is None else _restored(network, Path(weights))
+    network = network if record is None else _restored(network, Path(weights))
+    if batch_size == "auto":
+        from normscope.models.batch_sizes import fit_batches  # imports torch
+
+        fit_batches(network)
+    return network
 
 
 def load_swapped(folder: str | Path, **options: Any) -> LoadedModel:

@@ -10,7 +10,19 @@ import pytest
 import normscope
 
 PACKAGE = Path(normscope.__file__).parent
-ROOT = {"errors", "batches", "drifts", "files", "healings", "outputs", "processes", "shares", "speeds", "splits"}
+ROOT = {
+    "errors",
+    "batches",
+    "drifts",
+    "files",
+    "healings",
+    "outputs",
+    "processes",
+    "shares",
+    "speeds",
+    "splits",
+    "state",
+}
 ALLOWED = {
     "errors": set(),
     "batches": {"errors"},
@@ -21,6 +33,7 @@ ALLOWED = {
     "drifts": {"errors"},
     "files": {"errors"},
     "healings": set(),
+    "state": {"errors", "batches"},
     "speeds": set(),
     "pairs": ROOT,
     "fits": ROOT | {"pairs"},

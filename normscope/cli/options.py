@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -23,15 +23,16 @@ def _of_64_bits(number: int | None) -> int | None:
     return number
 
 
-def _batch_size(given: str) -> int:
+def _size(given: str | int) -> int | Literal["auto"]:
+    if given == "auto":
+        return "auto"
     try:
-        number = int(given)
+        size = int(given)
     except ValueError:
-        raise typer.BadParameter(f"{given!r} is no number of samples.") from None
-    if number < 1:
-        raise typer.BadParameter(f"{number} is less than 1.")
-    _of_64_bits(number)
-    return number
+        raise typer.BadParameter(f"{given!r} is neither a number nor auto.") from None
+    if not 1 <= size < 2**63:
+        raise typer.BadParameter(f"{size} is not from 1 to {2**63 - 1}.")
+    return size
 
 
 Models = Annotated[
@@ -68,12 +69,17 @@ Limit = Annotated[
         show_default=False,
     ),
 ]
-BatchSize = Annotated[int, typer.Option(parser=_batch_size, metavar="N", help="Samples per forward pass, at most.")]
+BatchSize = Annotated[
+    Any,  # int | Literal["auto"], which Typer refuses to read
+    typer.Option(
+        parser=_size, metavar="N|auto", help="Samples per forward pass, at most; auto doubles them until memory ends."
+    ),
+]
 OwnBatchSize = Annotated[
     int | None,
     typer.Option(
-        parser=_batch_size,
-        metavar="N",
+        min=1,
+        callback=_of_64_bits,
         help="Samples per forward pass, at most; by default 16, and of py: as its batches are.",
         show_default=False,
     ),

@@ -208,6 +208,14 @@ class Tracked:
         return self._inputs.n_samples
 
     @property
+    def batch_size(self) -> int:
+        return self._inputs.batch_size
+
+    @batch_size.setter
+    def batch_size(self, number: int) -> None:
+        self._inputs.batch_size = number
+
+    @property
     def left_out(self) -> LeftOut:
         return self._inputs.left_out
 

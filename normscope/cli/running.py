@@ -63,7 +63,7 @@ class Run:
             weights=self.weights,
             data=self.data,
             limit=self.limit,
-            batch_size=self.batch_size,
+            batch_size=1 if self.batch_size == "auto" else self.batch_size,
             seed=self.seed,
             device=self.device,
             dtype=self.dtype,
@@ -74,7 +74,16 @@ class Run:
             device_map=self.device_map,
         )
         output.introduce(network)
+        if self.batch_size == "auto":
+            self._fit_batches(network, output)
         return network
+
+    def _fit_batches(self, network: LoadedModel, output: Output) -> None:
+        from normscope.models.batch_sizes import fit_batches
+
+        found = fit_batches(network)
+        others = "" if Place.from_environment().alone else "; the smallest of all ranks' is taken"
+        output.remark(f"{found}{others}")
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[Ranks]:

@@ -210,7 +210,8 @@ def _speed(
 
     if sibling := find(network.name).sibling:
         say.remark(f"{network.name} is tiny: speed is that of {sibling}, of the same norms, with random weights")
-        of_sibling = replace(run, weights="random", data=None, limit=run.batch_size, shuffle=False)
+        size = Run.batch_size if run.batch_size == "auto" else run.batch_size
+        of_sibling = replace(run, weights="random", data=None, limit=size, batch_size=size, shuffle=False)
         network = of_sibling.load(sibling, say)
     batch = next(iter(network.inputs))
     if next(network.module.parameters()).device.type == "cpu":  # where a whole batch would leave time for one pass

@@ -13,13 +13,13 @@ from normscope.batches import Batch
 from normscope.errors import UsageError
 from normscope.pairs.captures import Capture
 from normscope.pairs.checkpoints import Checkpoints, Work
-from normscope.pairs.ranks import ALONE, Ranks, check_alike, merge_left_out, merge_seen
+from normscope.pairs.ranks import ALONE, Ranks, agree_on_batches, check_alike, merge_left_out, merge_seen
 from normscope.pairs.recorder import Observer, Recorder, Summing
 from normscope.pairs.selection import Layers, select
 from normscope.pairs.sites import SkippedNorm
-from normscope.pairs.state import left_as_found
 from normscope.pairs.trace import NOT_CALLED, find_norms
 from normscope.shares import Done, LeftOut, Share, shared
+from normscope.state import left_as_found, memory_for
 
 
 def capture(
@@ -81,6 +81,7 @@ def capture(
     """
     if sample is not None and sample < 1:
         raise UsageError(f"sample is {sample}: it is a number of tokens, at least 1; without it, all are taken.")
+    agree_on_batches(batches, ranks)
     taken = Done()  # by runs before this one: known once the sites are, and before the first chunk is asked for
     first, chunks = shared(batches, Share(ranks.rank, ranks.size, taken))
     report = find_norms(model, first)
@@ -93,7 +94,12 @@ def capture(
     if checkpoints is not None:
         taken.add(Done(checkpoints.begin(work, ranks, settings)).numbers)
     idle = {norm.name: norm for norm in report.skipped if norm.reason == NOT_CALLED}
-    with left_as_found(model), work.recorder.hooked(), _watched(model, idle, work.recorder.seen.late):
+    with (
+        left_as_found(model),
+        work.recorder.hooked(),
+        _watched(model, idle, work.recorder.seen.late),
+        memory_for("inputs were made ready"),
+    ):
         for chunk in chunks:
             for batch in chunk.batches:
                 work.recorder.run(batch)

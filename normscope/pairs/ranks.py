@@ -153,6 +153,20 @@ def joined(place: Place, device: torch.device) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
+def agree_on_batches(batches: object, ranks: Ranks) -> None:
+    """Give inputs the smallest batch size of all ranks, so that each cuts the same chunks: what fits there fits here.
+
+    Args:
+        batches: of this rank; what has no ``batch_size`` that can be set stays as it is.
+        ranks: all of them.
+    """
+    if ranks.size == 1:
+        return
+    sizes = [size for size in ranks.told(getattr(batches, "batch_size", None)) if size is not None]
+    if hasattr(batches, "batch_size"):
+        batches.batch_size = min(sizes)
+
+
 def merge_seen(recorder: Recorder, ranks: Ranks) -> None:
     """Give the recorder what all ranks have seen, in place of its own share.
 

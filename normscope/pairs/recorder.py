@@ -20,10 +20,10 @@ from normscope.pairs.kinds import NormKind
 from normscope.pairs.layouts import batch_axis, token_axes
 from normscope.pairs.sites import NormSite, SkippedNorm
 from normscope.pairs.spread import with_weights_at_hand
-from normscope.pairs.state import run
 from normscope.pairs.stats import PairStats
 from normscope.pairs.trace import NormReport, input_of
 from normscope.pairs.verify import check
+from normscope.state import run
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class Recorder:
         self._calls: Counter[str] = Counter()
         self._summed: Counter[str] = Counter()
         self._summing_at = ""
+        self._nobodys = ""
         self._at_most: int | None = None
 
     @contextlib.contextmanager
@@ -103,23 +104,26 @@ class Recorder:
         A norm that had summed up the whole batch when memory ended leaves out the halves: every pair counts once.
 
         Raises:
-            MemoryEndedError: if memory ends at a single sample, or while pairs are being summed.
+            MemoryEndedError: if memory ends at a single sample, at a batch that cannot be split without counting
+                something twice, or while pairs are being summed.
             ModelError: if the network raises anything else.
         """
-        left = [(piece, Counter[str]()) for piece in _pieces(batch, self._at_most)]
+        left = [(batch, Counter[str]())]  # the next one last
         while left:
-            piece, summed = left.pop(0)
-            if self._fits(piece, summed):
+            piece, summed = left.pop()
+            pieces = _pieces(piece, self._at_most)
+            if len(pieces) > 1:
+                left += [(one, summed) for one in reversed(pieces)]
+            elif self._fits(piece, summed):
                 self.seen.n_samples[piece.part] += len(piece.samples)
-                continue
-            summed |= self._calls
-            self._at_most = len(piece.samples) // 2
-            logger.warning(
-                "Memory ended with %s in a batch; from here on they are taken %d at a time.",
-                count(len(piece.samples), "sample"),
-                self._at_most,
-            )
-            left = [(half, Counter(summed)) for half in _pieces(piece, self._at_most)] + left
+            else:
+                left.append((piece, summed | self._calls))
+                self._at_most = len(piece.samples) // 2
+                logger.warning(
+                    "Memory ended with %s in a batch; from here on they are taken %d at a time.",
+                    count(len(piece.samples), "sample"),
+                    self._at_most,
+                )
 
     def captured(self, about: Mapping[str, str], skipped: list[SkippedNorm]) -> Capture:
         """Return everything that was recorded: the whole, and its parts."""
@@ -167,7 +171,13 @@ class Recorder:
                         f"Memory ended while the pairs of {self._summing_at} were summed up, so that its sums are "
                         "lost. Take smaller batches: --batch-size."
                     ) from error
-                if len(batch.samples) == 1:
+                if self._nobodys:
+                    raise MemoryEndedError(
+                        f"Memory ended with {count(len(batch.samples), 'sample')} in a batch, which cannot be split: "
+                        f"the tokens of {self._nobodys}, summed up by then, cannot be told apart by sample. Take "
+                        "smaller batches: --batch-size."
+                    ) from error
+                if len(batch.samples) == 1 or not batch.divisible:
                     raise
                 return False
         return True
@@ -176,7 +186,7 @@ class Recorder:
     def _recording(self, batch: Batch, summed: Counter[str]) -> Iterator[None]:
         """Take what the norms do meanwhile for the batch's; whatever makes the batches may run the model too."""
         self._batch, self._tokens_so_far, self._calls, self._summed = batch, {}, Counter(), summed
-        self._summing_at = ""
+        self._summing_at = self._nobodys = ""
         # Whether all of a mask on a GPU is valid would have to be waited for.
         self._padded = batch.valid is not None and (batch.valid.is_cuda or not bool(batch.valid.all()))
         try:
@@ -219,6 +229,8 @@ class Recorder:
                 sample=self.summing.sample,
             )
             self._calls[site.name] += 1
+            if axis is None:
+                self._nobodys = site.name
             if self.summing.observe is not None:
                 y, _ = kind.normalize(module, rows.float(), eps)
                 self.summing.observe(site, *((rows, y) if taken is None else (rows[taken], y[taken])))
@@ -248,6 +260,8 @@ class Recorder:
         if sizes == [len(valid)]:  # one token a sample, and no position
             return None
         along = [axis for axis, size in zip(axes[1:], sizes[1:], strict=True) if size == valid.shape[1]]
+        if not along and len(valid) == 1 and sizes[:1] == [valid.shape[1]]:  # positions come first, then the one sample
+            along = axes[:1]
         if len(along) == 1:
             self._position_axes[site.name] = along[0]
         if batch_axis is None or self._position_axes.get(site.name) not in along:
@@ -263,8 +277,8 @@ class Recorder:
 
 
 def _pieces(batch: Batch, at_most: int | None) -> list[Batch]:
-    """Cut a batch into pieces of so many samples, at most."""
+    """Cut a batch into pieces of so many samples, at most; one that holds more than can be cut stays whole."""
     number = len(batch.samples)
-    if at_most is None or number <= at_most:
+    if at_most is None or number <= at_most or not batch.divisible:
         return [batch]
     return [batch.take(range(first, min(first + at_most, number))) for first in range(0, number, at_most)]

@@ -22,8 +22,8 @@ from normscope.pairs.norms import ancestor_kind, kind_of, refusal
 from normscope.pairs.placement import ADDITIONS, Addition, Ends, of_sites
 from normscope.pairs.sites import NormSite, SkippedNorm
 from normscope.pairs.spread import at_hand
-from normscope.pairs.state import left_as_found, run
 from normscope.pairs.trials import identified
+from normscope.state import left_as_found, run
 
 NOT_CALLED = "not called"
 _NORM_FUNCTIONS = {

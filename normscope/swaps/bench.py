@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from normscope.batches import Batch
 from normscope.errors import UsageError, count, unknown
 from normscope.outputs import Outputs
-from normscope.pairs.state import left_as_found
 from normscope.pairs.trace import find_norms
 from normscope.speeds import FUSED, PASSES, BenchReport
+from normscope.state import left_as_found
 from normscope.swaps import bench_model
 from normscope.swaps.bench_model import ModelBench
 from normscope.swaps.bench_norm import NormBench, commonest, norm_bench

@@ -16,7 +16,7 @@ from normscope.batches import Batch, Sample, as_batches
 from normscope.drifts import END, OUTPUT, Drift, DriftReport
 from normscope.errors import DataError, ModelError, UsageError
 from normscope.outputs import Outputs
-from normscope.pairs.state import cuda_devices, left_as_found, run
+from normscope.state import cuda_devices, left_as_found, run
 from normscope.swaps.arrange import SiteLayout, output_by_sample
 from normscope.swaps.distances import Distances, distances
 from normscope.swaps.replace import Swap, module_at, uncompiled

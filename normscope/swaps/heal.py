@@ -17,7 +17,7 @@ from normscope.batches import Batch, as_batches
 from normscope.errors import DataError, ModelError, UsageError
 from normscope.healings import BLOCKS, SITES, START, WHOLE, HealReport
 from normscope.outputs import Outputs
-from normscope.pairs.state import left_as_found
+from normscope.state import left_as_found
 from normscope.swaps.alone import blocks_of, least_squares, norm_pairs
 from normscope.swaps.checkpoints import load_checkpoint, save_checkpoint
 from normscope.swaps.course import Course, Progress, Stage, restore, train

@@ -14,9 +14,9 @@ from torch import nn
 from normscope.batches import Batch, Sample
 from normscope.errors import DeviceError
 from normscope.outputs import Outputs
-from normscope.pairs.state import left_as_found
 from normscope.pairs.trace import find_norms
 from normscope.speeds import NATIVE, PASSES, Latency, Norms, Passes, PublishedReport
+from normscope.state import left_as_found
 from normscope.swaps.bench import compilations, in_words
 from normscope.swaps.bench_model import ModelBench
 from normscope.swaps.bench_norm import Norm, norm_bench

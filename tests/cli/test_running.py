@@ -71,3 +71,21 @@ def test_options_that_only_a_network_can_follow_are_named_for_a_file(tmp_path):
     check_sources([str(file)], Run())
     with pytest.raises(UsageError, match=r"--batch-size, --verify can have no effect"):
         check_sources([str(file)], Run(batch_size=2, verify=True))
+
+
+def test_a_batch_size_is_a_number_or_auto():
+    seen = []
+    program = typer.Typer()
+
+    @program.command()
+    @runs_networks()
+    def command(model: str, *, run: Run) -> None:
+        """Say so."""
+        seen.append(run.batch_size)
+
+    for given in ((), ("--batch-size", "3"), ("--batch-size", "auto")):
+        get_command(program)(["demo_vit", *given], standalone_mode=False)
+    assert seen == [8, 3, "auto"]
+    for wrong in ("0", "-1", "large", "1.5", str(2**63)):
+        with pytest.raises(typer.BadParameter):
+            get_command(program)(["demo_vit", "--batch-size", wrong], standalone_mode=False)

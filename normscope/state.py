@@ -1,4 +1,4 @@
-"""A network is lent, not given: whatever a capture sets is put back, whatever happens."""
+"""A network is lent, not given: whatever is set to run it is put back, whatever happens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from normscope.batches import Batch
 from normscope.errors import MemoryEndedError, ModelError, NormscopeError, count
 
-_ALLOCATORS = ("DefaultCPUAllocator", "MPS backend out of memory", "CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_ALLOCATORS = (
+    *("DefaultCPUAllocator", "MPS backend out of memory", "CUDA out of memory", "CUDA error: out of memory"),
+    *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
+)
 
 
 @contextlib.contextmanager
@@ -55,10 +58,26 @@ def run(model: nn.Module, batch: Batch) -> Any:
                 f"{line or 'without saying why'}."
             ) from error
     # Behind the handler: the error's traceback holds the tensors of every frame, and with them the memory.
+    smaller = "smaller batches, " if len(batch.samples) > 1 else ""
     raise MemoryEndedError(
         f"{type(model).__name__} takes more memory with {count(len(batch.samples), 'sample')} in a batch than there "
-        "is. Take smaller batches, another device, or a smaller --dtype."
+        f"is. Take {smaller}another device, or a smaller --dtype."
     )
+
+
+@contextlib.contextmanager
+def memory_for(what: str) -> Iterator[None]:
+    """Say it in a sentence if memory ends in the block while ``what`` was done.
+
+    Raises:
+        MemoryEndedError: if it does.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not memory_ended(error):
+            raise
+        raise MemoryEndedError(f"Memory ended while {what}. Take smaller batches: --batch-size.") from error
 
 
 def memory_ended(error: BaseException) -> bool:

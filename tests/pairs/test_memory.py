@@ -1,0 +1,290 @@
+"""Batches that memory ends at: split, and every pair counted once, wherever it ended."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from normscope.batches import Batch, Sample
+from normscope.errors import MemoryEndedError, ModelError
+from normscope.pairs.hooks import capture
+from normscope.pairs.stats import PairStats
+
+ON_THE_CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried")
+ON_A_GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+PLACES = ("start", "between", "in the branch", "between the calls", "behind", "grouped", "end")
+POSITIONS, CHANNELS = 5, 8
+
+
+class Fuse(nn.Module):
+    """Has memory for so many samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at_most, self.error, self.blown = 10**6, ON_THE_CPU, 0
+
+    def forward(self, x, samples):
+        if samples > self.at_most:
+            self.blown += 1
+            raise self.error
+        return x
+
+
+class Network(nn.Module):
+    """Norms whose every sample is by itself: element-wise functions alone, so that no rounding depends on a batch."""
+
+    def __init__(self, sequence_first: bool = False) -> None:
+        super().__init__()
+        self.fuses = nn.ModuleDict({place: Fuse() for place in PLACES})
+        self.first, self.shared, self.last = (nn.LayerNorm(CHANNELS) for _ in range(3))
+        self.group = nn.GroupNorm(2, CHANNELS)
+        self.gain = nn.Parameter(torch.linspace(-3, 3, CHANNELS))
+        self.sequence_first = sequence_first
+        for module in (self.first, self.shared, self.last, self.group):
+            nn.init.uniform_(module.weight, -1, 2)
+
+    def forward(self, x):
+        n = len(x)
+        x = self.fuses["start"](x, n) * self.gain
+        y = x.transpose(0, 1) if self.sequence_first else x
+        y = self.fuses["between"](self.first(y), n)
+        branch = self.fuses["in the branch"](self.shared(y * 2).sin(), n)
+        y = self.fuses["between the calls"](y + branch, n)
+        y = self.fuses["behind"](self.shared(y).exp(), n)
+        y = y.transpose(0, 1) if self.sequence_first else y
+        y = self.fuses["grouped"](self.group(y.transpose(1, 2)).transpose(1, 2), n)
+        return self.fuses["end"](self.last(y), n)
+
+
+def batches(*sizes: int, parts: bool = False, padded: bool = False) -> list[Batch]:
+    """Samples of four sources, each different; padded ones have one valid position to all of them."""
+    made, first = [], 0
+    for number, size in enumerate(sizes):
+        x = torch.randn(size, POSITIONS, CHANNELS, generator=torch.Generator().manual_seed(number))
+        samples = tuple(Sample(f"source {i % 4}", i % 4, i, "made") for i in range(first, first + size))
+        valid = torch.arange(POSITIONS) < 1 + torch.arange(first, first + size)[:, None] % POSITIONS
+        made.append(Batch((x,), {}, samples, valid if padded else None, f"timestep {number % 2}" if parts else ""))
+        first += size
+    return made
+
+
+def network(place: str = "", at_most: int = 0, error: Exception = ON_THE_CPU, **options) -> Network:
+    torch.manual_seed(0)
+    made = Network(**options)
+    if place:
+        made.fuses[place].at_most, made.fuses[place].error = at_most, error
+    return made
+
+
+def assert_the_same(seen: PairStats, truth: PairStats) -> None:
+    assert torch.equal(seen.moments[:, 0], truth.moments[:, 0])
+    for name in ("density", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens"):
+        assert torch.equal(getattr(seen, name), getattr(truth, name)), name
+    for name, sums in truth.sums.items():
+        # float64 sums of the same numbers in another order; those that cancel are as exact as their terms.
+        torch.testing.assert_close(seen.sums[name], sums, rtol=1e-12, atol=1e-12 * sums.abs().max().item())
+    assert torch.equal(seen.pairs.key, truth.pairs.key) and torch.equal(seen.pairs.x, truth.pairs.x)
+    for mine, theirs in ((seen.tokens, truth.tokens), (seen.largest, truth.largest)):
+        for name in ("rank", "key", "x", "y", "position", "sample"):
+            assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+    assert seen.sources == truth.sources
+
+
+def assert_captures_alike(seen, truth) -> None:
+    assert seen.n_samples == truth.n_samples
+    assert seen.stats.keys() == truth.stats.keys()
+    for name in truth.stats:
+        assert_the_same(seen.stats[name], truth.stats[name])
+    assert seen.parts.keys() == truth.parts.keys()
+    for part in truth.parts:
+        assert_captures_alike(seen.parts[part], truth.parts[part])
+
+
+@pytest.mark.parametrize("at_most", [8, 3, 1])
+@pytest.mark.parametrize("place", PLACES)
+def test_wherever_memory_ends_every_pair_counts_once(place, at_most):
+    truth = capture(network(), batches(16, 16, 5))
+    short = network(place, at_most)
+    assert_captures_alike(capture(short, batches(16, 16, 5)), truth)
+    halvings = {8: 1, 3: 3, 1: 4}[at_most]  # 16 → 8 → 4 → 2 → 1
+    assert short.fuses[place].blown == halvings  # and none again, nor in the batches that follow
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sample": 2},
+        {"by_gamma": True},
+        {"per_channel": True},
+        {"by_gamma": True, "per_channel": True, "sample": 3},
+        {"verify": True},
+        {"layers": "shared"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("place", ["between the calls", "grouped"])
+def test_whatever_is_kept_is_kept_once(place, options):
+    truth = capture(network(), batches(16, 9), **options)
+    assert_captures_alike(capture(network(place, 3, ON_A_GPU), batches(16, 9), **options), truth)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_parts_keep_their_own(place):
+    sizes = (7, 16, 16, 4)
+    truth = capture(network(), batches(*sizes, parts=True))
+    seen = capture(network(place, 5), batches(*sizes, parts=True))
+    assert_captures_alike(seen, truth)
+    assert {part: own.n_samples for part, own in seen.parts.items()} == {"timestep 0": 23, "timestep 1": 20}
+
+
+@pytest.mark.parametrize("sequence_first", [False, True])
+@pytest.mark.parametrize("at_most", [4, 1])
+@pytest.mark.parametrize("place", ["start", "between the calls", "behind"])
+def test_padding_stays_padding_in_a_piece(place, at_most, sequence_first):
+    only = {"layers": "first,shared"}  # a grouped norm mixes padding in, and is refused
+    made = batches(16, 12, padded=True)
+    truth = capture(network(sequence_first=sequence_first), made, **only)
+    assert truth.stats["first"].n_tokens == sum(int(batch.valid.sum()) for batch in made)
+    assert_captures_alike(capture(network(place, at_most, sequence_first=sequence_first), made, **only), truth)
+
+
+def test_a_spread_of_failures_over_several_places():
+    short = network("start", 9)
+    short.fuses["between the calls"].at_most = 6
+    short.fuses["grouped"].at_most, short.fuses["grouped"].error = 2, ON_A_GPU
+    short.fuses["end"].at_most, short.fuses["end"].error = 1, MemoryError()
+    assert_captures_alike(capture(short, batches(16, 3, 16)), capture(network(), batches(16, 3, 16)))
+
+
+def test_an_observer_sees_every_row_once():
+    def observed(model):
+        rows = {}
+        capture(model, batches(16, 6), observe=lambda site, x, y: rows.setdefault(site.name, []).append((x, y)))
+        return {name: torch.cat([torch.cat(pair, 1) for pair in own]) for name, own in rows.items()}
+
+    truth, seen = observed(network()), observed(network("between the calls", 3))
+    for name, rows in truth.items():
+        assert seen[name].shape == rows.shape
+        assert set(map(tuple, seen[name].tolist())) == set(map(tuple, rows.tolist()))  # all differ: of random numbers
+
+
+def test_a_single_sample_that_does_not_fit_is_a_sentence():
+    no_room = r"^Network takes more memory with 1 sample .* Take another device"
+    with pytest.raises(MemoryEndedError, match=no_room) as no:
+        capture(network("between", 0), batches(4))
+    assert no.value.exit_status == 5
+
+
+def test_other_errors_are_no_lack_of_memory():
+    with pytest.raises(ModelError, match="raised RuntimeError"):
+        capture(network("between", 8, RuntimeError("mat1 and mat2 shapes cannot be multiplied")), batches(16))
+
+
+@pytest.mark.parametrize("error", [ON_A_GPU, ON_THE_CPU], ids=["gpu", "cpu"])
+def test_memory_that_ends_while_pairs_are_summed_ends_the_capture(monkeypatch, error):
+    update, calls = PairStats.update, []
+
+    def short(self, rows, *arguments, **options):
+        calls.append(len(rows))
+        if len(calls) == 3:
+            raise error
+        return update(self, rows, *arguments, **options)
+
+    monkeypatch.setattr(PairStats, "update", short)
+    with pytest.raises(MemoryEndedError, match="while the pairs of shared were summed up, so that its sums are lost"):
+        capture(network(), batches(16))
+
+
+def test_inputs_that_memory_ends_at_are_a_sentence():
+    def made():
+        yield from batches(4)
+        raise ON_A_GPU
+
+    with pytest.raises(MemoryEndedError, match=r"while inputs were made ready\. Take smaller batches"):
+        capture(network(), made())
+
+
+def test_pieces_take_no_memory_of_their_own():
+    (whole,) = batches(16)
+    piece = whole.take(range(3, 9))
+    assert torch.equal(piece.args[0], whole.args[0][3:9]) and piece.samples == whole.samples[3:9]
+    assert piece.args[0].untyped_storage().data_ptr() == whole.args[0].untyped_storage().data_ptr()
+
+
+def test_an_observer_without_memory_ends_the_capture():
+    def observe(site, x, y):
+        if site.name == "shared":
+            raise ON_THE_CPU
+
+    with pytest.raises(MemoryEndedError, match="the pairs of shared"):
+        capture(network(), batches(16), observe=observe)
+
+
+class Heavy(nn.Module):
+    """Keeps hold of its tensors by nothing but its frame."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.alive = nn.LayerNorm(CHANNELS), []
+        self.left_over = []
+
+    def forward(self, x):
+        self.left_over.append(sum(tensor() is not None for tensor in self.alive))
+        grown = x.repeat(1, 1, 1) * 2
+        inner = self.norm(grown)
+        self.alive += [weakref.ref(grown), weakref.ref(inner)]
+        if len(x) > 2:
+            raise ON_A_GPU.__class__("CUDA out of memory.")
+        return inner + grown
+
+
+def test_what_the_failed_attempt_held_is_free_before_the_next():
+    model = Heavy()
+    gc.disable()  # nothing may wait for it
+    try:
+        capture(model, batches(16))
+    finally:
+        gc.enable()
+    assert len(model.left_over) == 1 + 3 + 8 and set(model.left_over) == {0}
+
+
+class Loop(nn.Module):
+    """Takes its samples one at a time: how often the norm is called is the size of the batch."""
+
+    def __init__(self, at_most: int) -> None:
+        super().__init__()
+        self.norm, self.fuse = nn.LayerNorm(CHANNELS), Fuse()
+        self.fuse.at_most = at_most
+
+    def forward(self, x):
+        return torch.cat([self.fuse(self.norm(x[i : i + 1]), i + 1) for i in range(len(x))])
+
+
+def test_tokens_that_cannot_be_told_apart_are_not_counted_wrongly():
+    with pytest.raises(MemoryEndedError, match="cannot be split: the tokens of norm"):
+        capture(Loop(3), batches(8))
+    assert capture(Loop(3), batches(3, 3)).stats["norm"].n_tokens == 6 * POSITIONS
+
+
+class OfAList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fuse = nn.LayerNorm(CHANNELS), Fuse()
+        self.fuse.at_most = 2
+
+    def forward(self, images, scale=None):
+        x = torch.stack(list(images))
+        return self.fuse(self.norm(x), len(x))
+
+
+def test_a_batch_that_cannot_be_cut_is_not_counted_twice():
+    (whole,) = batches(4)
+    listed = Batch((list(whole.args[0]),), {}, whole.samples)
+    assert whole.divisible and not listed.divisible
+    first = Batch((list(whole.args[0][:1]),), {}, whole.samples[:1])
+    with pytest.raises(MemoryEndedError, match="with 4 samples"):
+        capture(OfAList(), [first, listed])
+    scaled = Batch(whole.args, {"scale": (224, 224), "more": {"mask": torch.ones(4, 2)}}, whole.samples)
+    assert scaled.divisible and not Batch((torch.ones(1, 3),), {}, whole.samples).divisible
