@@ -104,7 +104,7 @@ class Recorder:
             MemoryEndedError: if memory ends at a single sample, or while pairs are being summed.
             ModelError: if the network raises anything else.
         """
-        left = [(piece, Counter[str]()) for piece in _pieces(batch, self._at_most)]
+        left = [(piece, Counter[str]()) for piece in pieces(batch, self._at_most)]
         while left:
             piece, summed = left.pop(0)
             if self._fits(piece, summed):
@@ -117,7 +117,7 @@ class Recorder:
                 count(len(piece.samples), "sample"),
                 self._at_most,
             )
-            left = [(half, Counter(summed)) for half in _pieces(piece, self._at_most)] + left
+            left = [(half, Counter(summed)) for half in pieces(piece, self._at_most)] + left
 
     def captured(self, about: Mapping[str, str], skipped: list[SkippedNorm]) -> Capture:
         """Return everything that was recorded: the whole, and its parts."""
@@ -260,8 +260,14 @@ class Recorder:
         return valid.view(shape).expand(sizes).flatten()
 
 
-def _pieces(batch: Batch, at_most: int | None) -> list[Batch]:
-    """Cut a batch into pieces of so many samples, at most."""
+def pieces(batch: Batch, at_most: int | None) -> list[Batch]:
+    """Cut a batch into pieces of so many samples, at most; None for all of them.
+
+    >>> from normscope.batches import Sample
+    >>> batch = Batch((torch.zeros(5, 3),), samples=tuple(Sample("a", 0, i) for i in range(5)))
+    >>> [len(piece.samples) for piece in pieces(batch, 2)]
+    [2, 2, 1]
+    """
     number = len(batch.samples)
     if at_most is None or number <= at_most:
         return [batch]
