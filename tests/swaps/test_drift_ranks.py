@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from normscope.batches import Batch, Sample
-from normscope.errors import DataError, MemoryEndedError, ModelError
+from normscope.errors import DataError, MemoryEndedError, ModelError, NormscopeError
 from normscope.outputs import Outputs
 from normscope.pairs.ranks import Ranks
 from normscope.shares import ALL
@@ -88,9 +88,11 @@ def together(size, work):
     def one(rank):
         try:
             return work(Threads(rank, size, "cpu", barrier, told))
-        except Exception as error:
-            barrier.abort()
+        except NormscopeError as error:  # which all of them come to
             return error
+        except Exception:
+            barrier.abort()
+            raise
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(one, range(size)))
@@ -164,7 +166,7 @@ def test_ranks_decide_together_what_is_wrong():
     told = together(
         2, lambda ranks: drift(copy.deepcopy(model), inputs(), modules, func=("a", "b")[ranks.rank], ranks=ranks)
     )
-    assert any(isinstance(error, DataError) and "sees another func" in str(error) for error in told)
+    assert all(isinstance(error, DataError) and "sees another func" in str(error) for error in told)
 
 
 class Sometimes(Stack):
