@@ -125,7 +125,7 @@ def test_the_report_does_not_depend_on_the_number_of_ranks(size):
     model = Stack()
 
     def measured(modules, ranks):
-        return drift(copy.deepcopy(model), batches, modules, outputs=CLASSES, ranks=ranks)
+        return drift(copy.deepcopy(model), batches, copy.deepcopy(modules), outputs=CLASSES, ranks=ranks)
 
     for modules in (dyts(model), {"norms.0": Spoilt("tanh", 8), "norms.2": DyT(8)}):
         known = measured(modules, Ranks())
@@ -161,10 +161,13 @@ def test_ends_are_walked_by_share():
 
 def test_ranks_decide_together_what_is_wrong():
     model, modules = Stack(), dyts(Stack())
-    for error in together(2, lambda ranks: drift(copy.deepcopy(model), [], modules, ranks=ranks)):
+    for error in together(2, lambda ranks: drift(copy.deepcopy(model), [], copy.deepcopy(modules), ranks=ranks)):
         assert isinstance(error, DataError)
     told = together(
-        2, lambda ranks: drift(copy.deepcopy(model), inputs(), modules, func=("a", "b")[ranks.rank], ranks=ranks)
+        2,
+        lambda ranks: drift(
+            copy.deepcopy(model), inputs(), copy.deepcopy(modules), func=("a", "b")[ranks.rank], ranks=ranks
+        ),
     )
     assert all(isinstance(error, DataError) and "sees another func" in str(error) for error in told)
 
@@ -180,7 +183,9 @@ def test_a_norm_that_one_rank_alone_calls_is_called():
     model = Sometimes()
     modules = {path: module for path, module in dyts(model).items() if path != "norms.2"}
     known = drift(model, inputs(), modules, cumulative=False)
-    reports = together(2, lambda ranks: drift(copy.deepcopy(model), inputs(), modules, cumulative=False, ranks=ranks))
+    reports = together(
+        2, lambda ranks: drift(copy.deepcopy(model), inputs(), copy.deepcopy(modules), cumulative=False, ranks=ranks)
+    )
     assert [report.rows for report in reports] == [known.rows] * 2
     for error in together(2, lambda ranks: drift(copy.deepcopy(model), inputs(), dyts(model), ranks=ranks)):
         assert isinstance(error, ModelError) and "does not call 'norms.2'" in str(error)
