@@ -15,8 +15,9 @@ from normscope.cli.running import Run, runs_networks
 from normscope.cli.sources import check_models
 from normscope.cli.starting import How, Init, Learner, OneFunc, Per, Shift, Sites, check_kernels
 from normscope.cli.swap import Folder, call_that_loads
-from normscope.errors import count
+from normscope.errors import UsageError, count
 from normscope.files import check_folder_writable, check_writable
+from normscope.processes import Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -54,8 +55,14 @@ def heal(
     quiet: Quiet = False,
 ) -> None:
     """Swap a model's norms, and train it back to what it gave: sites alone, then blocks, then end to end."""
+    if not (place := Place.from_environment()).alone:
+        raise UsageError(
+            f"Healing takes its steps in one process, and torchrun started {place.ranks}. Start it without torchrun: "
+            "normscope heal …"
+        )
     say = Output(as_json, quiet, as_csv=as_csv)
     check_models([model])
+    from normscope.pairs.ranks import ALONE
     from normscope.swaps.heal import heal as train
     from normscope.swaps.record import FILES
     from normscope.swaps.replace import Swap
@@ -71,7 +78,7 @@ def heal(
     # Batches of a network of the user's own are as they are, which takes the default of all commands.
     at_once = batch_size or (Run.batch_size if model.startswith("py:") else _BATCH_SIZE)
     network = replace(run, batch_size=at_once).load(model, say)
-    learner = Learner.of(network, sites, run.seed, say)
+    learner = Learner.of(network, sites, run.seed, say, ALONE)
     fits = learner.fits(how, say)
     swapped = copy.deepcopy(network.module)
     Swap(swapped, learner.replacements(how, fits, say))

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from normscope.cli.options import AsCsv, AsJson, JsonFile, Models, Quiet
 from normscope.cli.output import Output
 from normscope.cli.running import Run, runs_networks
 from normscope.cli.sources import check_models, named_or_embedded
+from normscope.processes import Place
 
 if TYPE_CHECKING:
     from normscope.pairs.trace import NormReport
@@ -28,6 +31,8 @@ def layers(
     quiet: Quiet = False,
 ) -> None:
     """List every normalization layer of a model in the order in which it is called, and those that are skipped."""
+    if not Place.from_environment().speaks:
+        raise typer.Exit
     say = Output(as_json, quiet, output, as_csv=as_csv)
     names = named_or_embedded(models, say)
     check_models(names)
@@ -49,7 +54,7 @@ def _report(name: str, run: Run, say: Output) -> NormReport:
     from normscope.pairs.hooks import capture
     from normscope.pairs.trace import find_norms
 
-    batch = next(iter(network.inputs)).first_sample()
+    batch = network.inputs.first_sample()
     report = find_norms(network.module, batch)
     if run.verify:
         capture(network.module, [batch], verify=True)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from normscope.fits.curves import Curve
     from normscope.models.base import LoadedModel
     from normscope.pairs.captures import Capture
+    from normscope.pairs.ranks import Ranks
     from normscope.pairs.sites import NormSite, SkippedNorm
     from normscope.splits import Inputs, Part
 
@@ -155,6 +156,7 @@ class Learner:
         skipped: norms that cannot be swapped, as they cannot be observed.
         least: how many of the norms, those whose swap alone moves the output least; None for all.
         seed: of the captures.
+        ranks: the processes that divide captures and drift among them; all come to the same start values.
     """
 
     network: LoadedModel
@@ -162,10 +164,11 @@ class Learner:
     skipped: Sequence[SkippedNorm]
     least: int | None
     seed: int
+    ranks: Ranks
     _seen: dict[str, Capture] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, network: LoadedModel, sites: str, seed: int, say: Output) -> Learner:
+    def of(cls, network: LoadedModel, sites: str, seed: int, say: Output, ranks: Ranks) -> Learner:
         """Find the norms, and choose the sites; UsageError if there are none."""
         from normscope.pairs.trace import find_norms
         from normscope.swaps.replace import chosen
@@ -173,12 +176,12 @@ class Learner:
         least = _LEAST.fullmatch(sites.strip())
         if sites.strip().startswith("least") and not least:
             raise UsageError(f"--sites {sites} is not understood; least:8 takes the eight least harmful.")
-        report = find_norms(network.module, next(iter(network.inputs)).first_sample())
+        report = find_norms(network.module, network.inputs.first_sample())
         say.skipped(report.skipped)
         norms = chosen(report.sites, "all" if least else sites)
         if least and int(least[1]) > len(norms):
             raise UsageError(f"--sites {sites} asks for more norms than there are: {len(norms)}.")
-        return cls(network, norms, report.skipped, int(least[1]) if least else None, seed)
+        return cls(network, norms, report.skipped, int(least[1]) if least else None, seed, ranks)
 
     @property
     def learned(self) -> Inputs | Part:
@@ -220,8 +223,8 @@ class Learner:
         pointwise.check_kernels(modules.values())
         if self.least is None:
             return modules
-        inputs, outputs = say.tracked(self.learned), self.network.outputs
-        alone = drift(self.network.module, inputs, modules, outputs=outputs, cumulative=False)
+        inputs, outputs = say.tracked(self.learned, self.ranks.size), self.network.outputs
+        alone = drift(self.network.module, inputs, modules, outputs=outputs, cumulative=False, ranks=self.ranks)
         taken = alone.least_harmful(self.least)
         return {path: module for path, module in modules.items() if path in taken}
 
@@ -231,12 +234,13 @@ class Learner:
         if per not in self._seen:
             self._seen[per] = capture(
                 self.network.module,
-                say.tracked(self.learned),
+                say.tracked(self.learned, self.ranks.size),
                 layers=[norm.name for norm in self.norms],
                 about=self.network.about,
                 seed=self.seed,
                 by_gamma=per == "site",
                 per_channel=per == "channel",
+                ranks=self.ranks,
             )
             inputs = self.network.calibration or self.network.inputs
             say.observed(self._seen[per], inputs.unreadable)

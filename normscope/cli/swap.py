@@ -16,6 +16,7 @@ from normscope.cli.running import Run, runs_networks
 from normscope.cli.sources import check_models
 from normscope.cli.starting import How, Init, Learner, OneFunc, Per, Shift, Sites, check_kernels
 from normscope.files import check_folder_writable
+from normscope.processes import Place
 
 if TYPE_CHECKING:
     from normscope.fits.curve_fit import CurveFit
@@ -54,11 +55,16 @@ def swap(
 
     how = How.of(func, init, per, shift)
     check_kernels([how], run.device)
-    check_folder_writable(output, FILES)
+    place = Place.from_environment()
+    if place.speaks:
+        check_folder_writable(output, FILES)
     network = run.load(model, say)
-    learner = Learner.of(network, sites, run.seed, say)
-    fits = learner.fits(how, say)
-    modules = learner.replacements(how, fits, say)
+    with run.joined() as ranks:
+        learner = Learner.of(network, sites, run.seed, say, ranks)
+        fits = learner.fits(how, say)
+        modules = learner.replacements(how, fits, say)
+    if not place.speaks:
+        raise typer.Exit
     rows = [_row(start, fits) for start in starts(how.asked, fits, how.begin) if start.norm.name in modules]
     Swap(network.module, modules)
     about = learner.about

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +18,7 @@ from normscope.cli.sources import check_models, named_or_embedded
 from normscope.cli.starting import How, Learner, Per, Shift, Sites, check_kernels, inits_there_are
 from normscope.errors import UsageError, count
 from normscope.files import check_writable
+from normscope.processes import Place
 
 if TYPE_CHECKING:
     import torch
@@ -104,23 +105,24 @@ def swap_bench(
     if output.suffix.lower() == f".{suffix}":
         raise UsageError(f"--output {output} is one file, but each model has {len(_VIEWS)} figures. Name a folder.")
     style_named(style)
-    for name, view in itertools.product(names, _VIEWS):
+    place = Place.from_environment()
+    for name, view in itertools.product(names if place.speaks else (), _VIEWS):
         check_writable(figure_path(output, suffix, name, view, []))
+    if not place.alone:
+        say.remark(f"{place.ranks} ranks divide the drift; speed is of the first alone, while the others wait")
     drifts, speeds, tables = [], [], []
     figures: list[dict[str, str]] = []
-    for name in names:
-        network = run.load(name, say)
-        learner = Learner.of(network, sites, run.seed, say)
-        moved = _drift(learner, wanted, say)
+    for learner, moved in _drifts(names, sites, wanted, run, say):
+        network = learner.network
         speed = _speed(network, wanted, run, full, seconds, say)
-        if name == _PUBLISHED:
+        if network.name == _PUBLISHED:
             tables.append(_published(network, wanted, say).as_dict())
         taken = [entry["file"] for entry in figures]
-        paths = {view: figure_path(output, suffix, name, view, taken) for view in _VIEWS}
+        paths = {view: figure_path(output, suffix, network.name, view, taken) for view in _VIEWS}
         _draw(paths, moved, learner.norms, speed, style, dpi)
         for view, path in paths.items():
             say.result(str(path))
-            figures.append({"model": name, "view": view, "file": str(path)})
+            figures.append({"model": network.name, "view": view, "file": str(path)})
         drifts += [report.as_dict() for report in moved]
         speeds.append(speed.as_dict())
     document = {"device": where, "drift": drifts, "speed": speeds, "figures": figures}
@@ -158,6 +160,26 @@ class Wanted:
         return list(dict.fromkeys(how.func for how in self.ways if how.func not in ("free", "best")))
 
 
+def _drifts(
+    names: Sequence[str], sites: str, wanted: Wanted, run: Run, say: Output
+) -> Iterator[tuple[Learner, list[DriftReport]]]:
+    """Measure the drift of each model; ranks divide its inputs among them, and the first alone gets what they found.
+
+    Raises:
+        typer.Exit: at the end, of all ranks but the first.
+    """
+    speaks = Place.from_environment().speaks
+    with run.joined() as ranks:
+        for name in names:
+            ranks.told(name)  # here the others wait: while the first times one network, none loads the next
+            learner = Learner.of(run.load(name, say), sites, run.seed, say, ranks)
+            moved = _drift(learner, wanted, say)
+            if speaks:
+                yield learner, moved
+    if not speaks:
+        raise typer.Exit
+
+
 def _drift(learner: Learner, wanted: Wanted, say: Output) -> list[DriftReport]:
     """Measure drift for each function and start, on inputs that nothing was fitted to."""
     from normscope.figures.drift_tables import drift_table, parts_table, sites_table
@@ -182,8 +204,8 @@ def _drift_of(learner: Learner, how: How, modules: Mapping[str, nn.Module], say:
 
     def advanced(number: int) -> None:
         nonlocal done
-        done += number
-        progress(stage, done, samples)
+        done += number * learner.ranks.size
+        progress(stage, min(done, samples), samples)
 
     with say.steps() as progress:
         return drift(
@@ -196,6 +218,7 @@ def _drift_of(learner: Learner, how: How, modules: Mapping[str, nn.Module], say:
             init=how.start,
             about={**network.about, "data": held_out.description},
             progress=advanced,
+            ranks=learner.ranks,
         )
 
 

@@ -111,9 +111,9 @@ class Recorder:
         left = [(batch, Counter[str]())]  # the next one last
         while left:
             piece, summed = left.pop()
-            pieces = _pieces(piece, self._at_most)
-            if len(pieces) > 1:
-                left += [(one, summed) for one in reversed(pieces)]
+            smaller = pieces(piece, self._at_most)
+            if len(smaller) > 1:
+                left += [(one, summed) for one in reversed(smaller)]
             elif self._fits(piece, summed):
                 self.seen.n_samples[piece.part] += len(piece.samples)
             else:
@@ -276,8 +276,14 @@ class Recorder:
         return valid.view(shape).expand(sizes).flatten()
 
 
-def _pieces(batch: Batch, at_most: int | None) -> list[Batch]:
-    """Cut a batch into pieces of so many samples, at most; one that holds more than can be cut stays whole."""
+def pieces(batch: Batch, at_most: int | None) -> list[Batch]:
+    """Cut a batch into pieces of so many samples, at most, None for all of them; one that cannot be cut stays whole.
+
+    >>> from normscope.batches import Sample
+    >>> batch = Batch((torch.zeros(5, 3),), samples=tuple(Sample("a", 0, i) for i in range(5)))
+    >>> [len(piece.samples) for piece in pieces(batch, 2)]
+    [2, 2, 1]
+    """
     number = len(batch.samples)
     if at_most is None or number <= at_most or not batch.divisible:
         return [batch]
