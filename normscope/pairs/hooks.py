@@ -96,7 +96,7 @@ def capture(
     with left_as_found(model), work.recorder.hooked(), _watched(model, idle, work.recorder.seen.late):
         for chunk in chunks:
             for batch in chunk.batches:
-                work.recorder.run(batch)
+                work.recorder.run(batch, chunk.numbers[0])
             work.done.add(chunk.numbers)
             work.left_out.add(chunk)
             if checkpoints is not None:
