@@ -168,6 +168,7 @@ class Checkpoints:
             "settings": dict(self._settings),
             "grids": grids(),
             "samples": dict(seen.n_samples),
+            "first": seen.first,
             "late": [asdict(norm) for norm in seen.late.values()],
             "unreadable": [[number, line] for number, line in work.left_out.unreadable.items()],
             "cut": work.left_out.cut,
@@ -218,7 +219,8 @@ def _found(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor],
     for number, entry in enumerate(header["parts"]):
         _, stats[entry["name"]] = sites_and_stats(entry["sites"], recorder.summing.seed, tensors, f"{number}/")
     late = [SkippedNorm(**norm) for norm in header["late"]]
-    seen = Seen(stats, Counter(header["samples"]), {norm.name: norm for norm in late})
+    first = {str(part): int(number) for part, number in header["first"].items()}
+    seen = Seen(stats, Counter(header["samples"]), {norm.name: norm for norm in late}, first)
     left_out = LeftOut({int(number): str(line) for number, line in header["unreadable"]}, int(header["cut"]))
     return _Found(path, Done(tensors["done"].numpy().tobytes()), seen, left_out)
 

@@ -102,7 +102,7 @@ def capture(
     ):
         for chunk in chunks:
             for batch in chunk.batches:
-                work.recorder.run(batch)
+                work.recorder.run(batch, chunk.numbers[0])
             work.done.add(chunk.numbers)
             work.left_out.add(chunk)
             if checkpoints is not None:

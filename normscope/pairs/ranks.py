@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from typing import Any
@@ -178,7 +178,8 @@ def merge_seen(recorder: Recorder, ranks: Ranks) -> None:
         return
     own = recorder.seen
     named = {part: list(stats) for part, stats in own.stats.items()}
-    told = ranks.told({"named": named, "samples": own.n_samples, "late": [asdict(norm) for norm in own.late.values()]})
+    late = [asdict(norm) for norm in own.late.values()]
+    told = ranks.told({"named": named, "samples": own.n_samples, "late": late, "first": own.first})
     sites = {site.name: site for site in recorder.sites}
     wanted = _union([one["named"] for one in told])
     stats: dict[str, dict[str, PairStats]] = {}
@@ -188,10 +189,14 @@ def merge_seen(recorder: Recorder, ranks: Ranks) -> None:
             name: ranks.merged(mine.get(name) or recorder.empty(sites[name], torch.device(ranks.device)))
             for name in names
         }
-    late = [SkippedNorm(**norm) for one in told for norm in one["late"]]
-    recorder.seen = Seen(
-        stats, sum((Counter(one["samples"]) for one in told), Counter()), {norm.name: norm for norm in late}
-    )
+    others = [_seen(one["samples"], one["late"], one["first"]) for one in told]
+    recorder.seen = replace(functools.reduce(Seen.merge, others), stats=stats)
+
+
+def _seen(samples: Mapping[str, int], late: Iterable[Mapping[str, Any]], first: Mapping[str, int]) -> Seen:
+    """Make what was told of it again, without the sums."""
+    norms = [SkippedNorm(**norm) for norm in late]
+    return Seen({}, Counter(samples), {norm.name: norm for norm in norms}, dict(first))
 
 
 def merge_left_out(left_out: LeftOut, ranks: Ranks) -> LeftOut:

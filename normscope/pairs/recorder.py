@@ -38,16 +38,27 @@ class Seen:
         stats: the sums of each site, by part of the data and name of the site; the part is empty where it has no name.
         n_samples: number of samples by part.
         late: norms that the first sample did not call and a later one did.
+        first: least number of an input that gave something to each part: their order, whoever saw which.
     """
 
     stats: dict[str, dict[str, PairStats]] = field(default_factory=dict)
     n_samples: Counter[str] = field(default_factory=Counter)
     late: dict[str, SkippedNorm] = field(default_factory=dict)
+    first: dict[str, int] = field(default_factory=dict)
 
     def cpu(self) -> Seen:
-        """Return the same in the CPU's memory."""
-        moved = {part: {name: own.to("cpu") for name, own in stats.items()} for part, stats in self.stats.items()}
+        """Return the same in the CPU's memory, its parts in order."""
+        moved = {part: {name: own.to("cpu") for name, own in self.stats[part].items()} for part in self.parts}
         return replace(self, stats=moved)
+
+    @property
+    def parts(self) -> list[str]:
+        """Name the parts in the order of their inputs; those of the same input as they came."""
+        return sorted(self.stats, key=lambda part: self.first.get(part, 0))
+
+    def begin_part(self, part: str, number: int) -> None:
+        """Note that an input gives something to a part."""
+        self.first[part] = min(number, self.first.get(part, number))
 
     def merge(self, other: Seen) -> Seen:
         """Return what both have seen."""
@@ -55,7 +66,10 @@ class Seen:
         for part, stats in other.stats.items():
             mine = merged.setdefault(part, {})
             mine |= {name: mine[name].merge(own) if name in mine else own for name, own in stats.items()}
-        return Seen(merged, self.n_samples + other.n_samples, self.late | other.late)
+        seen = Seen(merged, self.n_samples + other.n_samples, self.late | other.late, dict(self.first))
+        for part, number in other.first.items():
+            seen.begin_part(part, number)
+        return seen
 
 
 @dataclass(frozen=True)
@@ -98,16 +112,21 @@ class Recorder:
                 hooks.callback(handle.remove)
             yield
 
-    def run(self, batch: Batch) -> None:
+    def run(self, batch: Batch, number: int = 0) -> None:
         """Run the network on a batch and sum up what its norms do; in halves, and halves of them, where memory ends.
 
         A norm that had summed up the whole batch when memory ended leaves out the halves: every pair counts once.
+
+        Args:
+            batch: of some inputs.
+            number: of the first of them.
 
         Raises:
             MemoryEndedError: if memory ends at a single sample, at a batch that cannot be split without counting
                 something twice, or while pairs are being summed.
             ModelError: if the network raises anything else.
         """
+        self.seen.begin_part(batch.part, number)
         left = [(batch, Counter[str]())]  # the next one last
         while left:
             piece, summed = left.pop()

@@ -1,0 +1,358 @@
+"""Three processes that tell one another what they saw, against one that saw everything.
+
+This file is also the program of each of them: one launch does everything, and writes what came of it.
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import normscope
+from normscope.batches import Batch, Sample
+from normscope.errors import DataError, RankLostError
+from normscope.pairs import ranks as ranks_module
+from normscope.pairs.hooks import capture
+from normscope.pairs.packing import packed
+from normscope.pairs.ranks import ALONE, check_alike, joined, merge_left_out, merge_seen
+from normscope.pairs.recorder import Recorder, Seen, Summing
+from normscope.pairs.sampling import LARGEST_TOKENS, UNIFORM_TOKENS
+from normscope.pairs.sites import SkippedNorm
+from normscope.pairs.stats import PairStats
+from normscope.pairs.trace import find_norms
+from normscope.processes import Place
+from normscope.shares import LeftOut
+
+SIZE = 3
+SUMS = 1e-12  # float64 sums of at most 1e5 terms each, added in another order
+MESSAGES = [None, {"ä": [1, 2.5, True, None]}, "lone \udcff and 🜚, " * 40]
+
+
+class Uneven(nn.Module):
+    """Its norm's tokens do not divide among the samples, so that they are nobody's."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x):
+        return self.norm(x.reshape(-1, 16)[:-1])
+
+
+def batch(indices, *, source=None, data="noise", tokens=5, spoilt=False, part=""):
+    """Make samples of noise, each a source of its own unless one is named; the same for the same numbers."""
+    x = torch.stack([torch.randn(tokens, 16, generator=torch.Generator().manual_seed(i)) for i in indices])
+    x[:, 0, 3] *= 50  # the tails, and the largest tokens
+    if spoilt:
+        x[:, 1, 1] = torch.nan
+    sources = indices if source is None else [source] * len(indices)
+    samples = [Sample(f"photo {number}", number, i, data) for i, number in zip(indices, sources, strict=True)]
+    return Batch((x,), samples=tuple(samples), part=part)
+
+
+def layer_norm():
+    return nn.Sequential(nn.LayerNorm(16, elementwise_affine=True))
+
+
+def weighted():
+    torch.manual_seed(1)
+    model = layer_norm()
+    nn.init.normal_(model[0].weight)
+    return model
+
+
+def group_norm():
+    return nn.Sequential(nn.Unflatten(1, (1, -1)), nn.Flatten(1, 2), nn.GroupNorm(1, 5))
+
+
+# Which batches each rank takes of one site, and how.
+CASES = {
+    "none, one and several sources": (layer_norm, ([], [batch([1, 2], source=4)], [batch([5, 6, 7])]), {}),
+    "one source on all": (layer_norm, tuple([batch([i, i + 3], source=4)] for i in range(3)), {}),
+    "another source on each": (layer_norm, tuple([batch([i, i + 3], source=i)] for i in range(3)), {}),
+    "a source of the same number in another data set": (
+        layer_norm,
+        ([batch([1], source=1)], [batch([2], source=1, data="other")], []),
+        {},
+    ),
+    "more tokens than are drawn": (layer_norm, tuple([batch(range(i, 90, 3))] for i in range(3)), {}),
+    "weighted and per channel": (
+        weighted,
+        ([batch([1, 2])], [], [batch([3, 4, 5])]),
+        {"by_gamma": True, "per_channel": True},
+    ),
+    "groups": (group_norm, ([batch([1])], [batch([2, 3])], [batch([4])]), {}),
+    "no numbers": (layer_norm, ([batch([1, 2])], [batch([3], spoilt=True)], [batch([4], spoilt=True)]), {}),
+    "nothing at all": (layer_norm, ([], [], []), {}),
+}
+NOBODYS = (Uneven, tuple([batch(range(i * 9, i * 9 + 9))] for i in range(3)), {})
+
+
+def stats_of(model, batches, options):
+    """Capture the only site's sums over some batches, or over none."""
+    if batches:
+        (stats,) = capture(model, batches, **options).stats.values()
+        return stats
+    (site,) = find_norms(model, batch([0]).first_sample()).sites
+    return PairStats.empty(site.channels, grouped=site.grouped, **options)
+
+
+def stats_of_ranks(case):
+    make, batches, options = case
+    return [stats_of(make(), own, options) for own in batches]
+
+
+class Network(nn.Module):
+    """Two norms, of which the second is called for some samples alone, and a third that only later ones call."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.late = nn.LayerNorm(16), nn.LayerNorm(16), nn.LayerNorm(16)
+
+    def forward(self, x, *, late=False):
+        x = self.first(x)
+        return self.second(x) + (self.late(x) if late else 0)
+
+
+def network_batches():
+    batches = [batch([i], part=f"timestep {i % 4}", tokens=40) for i in range(7)]
+    return [*batches[:5], dataclasses.replace(batches[5], kwargs={"late": True}), batches[6]]
+
+
+def hand_made_recorder(rank):
+    """Return a recorder of two sites, of which each rank has seen other parts, and other sites of them."""
+    model = nn.Sequential(nn.LayerNorm(16), nn.LayerNorm(16))
+    report = find_norms(model, batch([0]).first_sample())
+    recorder = Recorder(model, Summing(0, None, False, False, False, None), report, report.sites)
+    seen = capture(model, [batch([rank * 2, rank * 2 + 1])]).stats
+    late = SkippedNorm(f"late {rank}", "LayerNorm", "löte")
+    parts = [{"a": {"1": seen["1"]}}, {"b": seen, "a": {"0": seen["0"]}}, {}]
+    n_samples = [Counter(a=1), Counter(a=2, b=2), Counter()]
+    recorder.seen = Seen(parts[rank], n_samples[rank], {late.name: late} if rank else {})
+    return recorder
+
+
+# --- what each process does ---------------------------------------------------------------------------------------
+
+
+def refused_to_pickle(*_arguments, **_options):
+    raise AssertionError("nothing is pickled")
+
+
+def tell(folder, rank):
+    """Do everything that ranks do with one another, and write what this one knows in the end."""
+    said = {}
+    with joined(Place(rank, SIZE, rank), torch.device("cpu")) as ranks:
+        for name in ("_pickler", "_unpickler", "_object_to_tensor", "_tensor_to_object"):
+            assert hasattr(dist.distributed_c10d, name)
+            setattr(dist.distributed_c10d, name, refused_to_pickle)
+        uneven = [torch.arange(float(2 * n)).reshape(n, 2) + n for n in (0, 3, 1)]
+        said["gathered"] = [one.tolist() for one in ranks.gathered(uneven[rank])]
+        said["of nothing"] = [list(one.shape) for one in ranks.gathered(torch.zeros(0, 4, dtype=torch.int64))]
+        said["told"] = ranks.told(MESSAGES[rank])
+        said["first"] = list(ranks.from_first(bytes([rank, 7])))
+        said["first of nothing"] = list(ranks.from_first(b"" if rank == 0 else b"\1"))
+        turned = torch.full((2, 3), float(rank + 1)).mT
+        said["total"] = [ranks.total(turned).tolist(), ranks.total(turned).stride()]
+        said["least"] = ranks.least(torch.tensor([rank, -rank, torch.inf])).tolist()
+        left_out = merge_left_out(LeftOut({rank: f"{rank}.png: \udcff"} if rank else {}, rank), ranks)
+        said["left out"] = [left_out.lines, left_out.cut]
+        said["alike"] = []
+        for settings in ({"seed": 1, "layers": ("a", "b")}, {"seed": 1, "layers": ["a", "b"[: 2 - rank]]}):
+            try:
+                said["alike"].append(check_alike(ranks, settings))
+            except DataError as error:
+                said["alike"].append(str(error))
+        said["sources"] = {}
+        for name, case in [*CASES.items(), ("nobody's", NOBODYS)]:
+            merged = ranks.merged(stats_of_ranks(case)[rank])
+            save_file(packed(merged), folder / f"{name} {rank}.safetensors")
+            said["sources"][name] = dataclasses.asdict(merged.sources)
+        recorder = hand_made_recorder(rank)
+        merge_seen(recorder, ranks)
+        for part, stats in recorder.seen.stats.items():
+            for site, own in stats.items():
+                save_file(packed(own), folder / f"seen {part} {site} {rank}.safetensors")
+        said["seen"] = [recorder.seen.n_samples, [dataclasses.asdict(norm) for norm in recorder.seen.late.values()]]
+        whole = capture(Network(), network_batches(), ranks=ranks)
+        normscope.save_capture(whole, folder / f"whole {rank}.safetensors")
+        said["skipped"] = [dataclasses.asdict(norm) for norm in whole.skipped]
+        (folder / f"{rank}.json").write_text(json.dumps(said))
+        if rank == SIZE - 1:
+            os._exit(9)
+        try:
+            ranks.told("is anybody there?")
+        except RankLostError as error:
+            (folder / f"lost {rank}.txt").write_text(str(error))
+        os._exit(0)  # the others may already be gone, whom destroying the group would tell
+
+
+# --- what came of it ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(SIZE), "OMP_NUM_THREADS": "1"}
+    environments = [{**os.environ, **given, "RANK": str(rank)} for rank in range(SIZE)]
+    command = [sys.executable, __file__, str(folder)]
+    processes = [subprocess.Popen(command, env=own, stderr=subprocess.PIPE, text=True) for own in environments]
+    ends = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 9], "\n".join(ends)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def said(folder):
+    """Return what each rank knew in the end; and check that all knew the same."""
+    told = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(SIZE)]
+    alike = [told[rank].pop("alike") for rank in range(SIZE)]
+    assert told[0] == told[1] == told[2]
+    return {**told[0], "alike": alike}
+
+
+def of_all_ranks(folder, name):
+    """Return what every rank has of it; and check that it is the same to the bit."""
+    one, *others = [load_file(folder / f"{name} {rank}.safetensors") for rank in range(SIZE)]
+    for other in others:
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
+    return one
+
+
+def kept(stats):
+    """Return the tensors of sums, without the free places of drawing samples."""
+    return packed(stats.to("cpu"))
+
+
+def assert_same(merged, expected):
+    """Counts and samples to the bit, float64 sums to their rounding."""
+    assert merged.keys() == expected.keys()
+    for name, tensor in expected.items():
+        exact = tensor.dtype != torch.float64 or name.endswith("rank")
+        scale = 0.0 if exact or not tensor.numel() else float(tensor.abs().max())
+        torch.testing.assert_close(merged[name], tensor, rtol=0, atol=SUMS * scale, msg=lambda text, n=name: n + text)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_merged_is_what_merge_gives_and_what_one_alone_would_see(folder, said, name):
+    make, batches, options = CASES[name]
+    by_merge = functools.reduce(PairStats.merge, stats_of_ranks(CASES[name]))
+    merged = of_all_ranks(folder, name)
+    assert_same(merged, kept(by_merge))
+    assert said["sources"][name] == dataclasses.asdict(by_merge.sources)
+    alone = stats_of(make(), [one for own in batches for one in own], options)
+    assert_same(merged, kept(alone))
+    assert alone.sources == by_merge.sources
+
+
+def test_the_cases_are_what_they_say():
+    """Else the comparisons would hold of less than they claim."""
+    stats = {name: functools.reduce(PairStats.merge, stats_of_ranks(case)) for name, case in CASES.items()}
+    states = [own.sources.number for own in stats_of_ranks(CASES["none, one and several sources"])]
+    assert states == ["none", "one", "several"]
+    assert {stats[name].fold_by for name in ("one source on all", "another source on each")} == {"sample", "source"}
+    assert stats["more tokens than are drawn"].n_tokens > 3 * (UNIFORM_TOKENS + LARGEST_TOKENS)
+    assert 0 < stats["none, one and several sources"].n_tokens < UNIFORM_TOKENS
+    assert stats["groups"].grouped and stats["weighted and per channel"].channel_moments is not None
+    assert (int(stats["no numbers"].nonfinite_tokens), stats["nothing at all"].n_tokens) == (2, 0)
+
+
+def test_tokens_of_no_sample_are_all_in_the_sums_and_their_keys_may_be_equal(folder, said):
+    of_ranks = stats_of_ranks(NOBODYS)
+    assert all(torch.equal(of_ranks[0].tokens.key, one.tokens.key) for one in of_ranks)  # rank by rank from 0
+    expected = functools.reduce(PairStats.merge, of_ranks)
+    merged, expected = of_all_ranks(folder, "nobody's"), kept(expected)
+    assert said["sources"]["nobody's"]["mapped"] is False
+    # Of whole tokens with the same key either may stand before the other; single pairs are of the lowest rank.
+    drawn = [name for name in expected if name.startswith(("tokens", "largest")) and not name.endswith(("key", "rank"))]
+    same = expected.keys() - set(drawn)
+    assert_same({name: merged[name] for name in same}, {name: expected[name] for name in same})
+    every = torch.cat([one.tokens.x for one in of_ranks])
+    (x,) = [merged[name] for name in drawn if name.startswith("tokens") and name.endswith(".x")] or [merged["tokens.x"]]
+    assert all(bool((every == token).all(1).any()) for token in x) and len(x) == UNIFORM_TOKENS
+
+
+def test_what_is_told_arrives(said):
+    uneven = [torch.arange(float(2 * n)).reshape(n, 2) + n for n in (0, 3, 1)]
+    assert said["gathered"] == [one.tolist() for one in uneven]
+    assert said["of nothing"] == [[0, 4]] * SIZE
+    assert said["told"] == MESSAGES
+    assert (said["first"], said["first of nothing"]) == ([0, 7], [])
+    assert said["total"] == [[[6.0, 6.0]] * 3, list(torch.zeros(2, 3).mT.stride())]  # in its memory layout
+    assert said["least"] == [0, -2, float("inf")]
+    assert said["left out"] == [["1.png: \udcff", "2.png: \udcff"], 3]
+
+
+def test_ranks_that_were_asked_for_different_things_all_refuse(said):
+    for rank, (alike, other) in enumerate(said["alike"]):
+        assert alike is None
+        shown = r"['a', '']" if rank < 2 else "['a', 'b']"
+        which = 2 if rank < 2 else 0
+        assert other.startswith(f"Rank {which} sees another layers than rank {rank}: {shown}, not [")
+        assert other.endswith("All hosts need the same files and the same options.")
+
+
+def test_parts_and_sites_that_some_ranks_alone_have_seen(folder, said):
+    expected = functools.reduce(Seen.merge, [hand_made_recorder(rank).seen for rank in range(SIZE)])
+    names = {f"seen {part} {site}" for part, stats in expected.stats.items() for site in stats}
+    assert {path.stem[:-2] for path in folder.glob("seen *")} == names
+    for part, stats in expected.stats.items():
+        for site, own in stats.items():
+            assert_same(of_all_ranks(folder, f"seen {part} {site}"), kept(own))
+    n_samples, late = said["seen"]
+    assert n_samples == dict(expected.n_samples) == {"a": 3, "b": 2}
+    assert late == [dataclasses.asdict(norm) for norm in expected.late.values()]
+
+
+def test_a_capture_by_all_is_the_capture_of_one(folder, said):
+    whole = capture(Network(), network_batches())
+    path = normscope.save_capture(whole, folder / "alone.safetensors")
+    tensors = load_file(path)
+    assert_same(of_all_ranks(folder, "whole"), tensors)
+    seen = normscope.load_capture(folder / "whole 0.safetensors")
+    assert (seen.about, seen.n_samples, list(seen.parts)) == (whole.about, 7, list(whole.parts))
+    assert said["skipped"] == [dataclasses.asdict(norm) for norm in whole.skipped]
+    assert "only by later ones" in said["skipped"][0]["reason"]
+
+
+def test_a_rank_that_is_lost_is_told_in_a_sentence(folder, said):
+    for rank in range(SIZE - 1):
+        told = (folder / f"lost {rank}.txt").read_text()
+        assert told.startswith("Another rank ended before its part was done. ") and "--resume" in told
+
+
+def test_no_collective_of_objects_is_called():
+    """They unpickle what another process sends; of the modules that this process runs, none does."""
+    calls = [node for node in ast.walk(ast.parse(inspect.getsource(ranks_module))) if isinstance(node, ast.Attribute)]
+    collectives = {node.attr for node in calls if isinstance(node.value, ast.Name) and node.value.id == "dist"}
+    assert {"all_gather", "all_reduce"} <= collectives
+    assert not [name for name in collectives if "object" in name]
+
+
+def test_alone_nothing_is_told_to_anybody():
+    stats = stats_of(layer_norm(), [batch([1])], {})
+    assert ALONE.merged(stats) is stats
+    assert ALONE.told("x") == ["x"] and ALONE.from_first(b"\0\1") == b"\0\1"
+    with joined(Place(), torch.device("cpu")) as ranks:
+        assert ranks == ALONE and not dist.is_initialized()
+
+
+if __name__ == "__main__":
+    tell(Path(sys.argv[1]), int(os.environ["RANK"]))
