@@ -11,6 +11,7 @@ from normscope.cli.options import AsCsv, AsJson, Quiet
 from normscope.cli.output import Output, pairs_as_json, skipped_as_json
 from normscope.errors import DataError, UsageError
 from normscope.files import check_writable
+from normscope.processes import Place
 
 EXAMPLES = (
     "Examples: normscope capture demo_vit --data first/ -o first.safetensors · "
@@ -29,6 +30,8 @@ def merge(
     quiet: Quiet = False,
 ) -> None:
     """Make one capture of several: of one model, from runs over different inputs, on whatever days and machines."""
+    if not Place.from_environment().speaks:
+        raise typer.Exit
     say = Output(as_json, quiet, as_csv=as_csv)
     _check_files(files)
     check_writable(output)

@@ -13,6 +13,7 @@ from normscope.batches import Batch
 from normscope.errors import MemoryEndedError
 from normscope.models.base import LoadedModel
 from normscope.models.memory import Gauge
+from normscope.processes import Place
 from normscope.splits import Inputs
 from normscope.state import left_as_found, memory_ended, run
 
@@ -78,7 +79,9 @@ def largest(module: nn.Module, inputs: Inputs) -> Fitting:
         return Fitting(1, "these inputs are taken one at a time")
     first = inputs.first_sample()
     gauge = Gauge(tensor.device for tensor in itertools.chain(module.parameters(), module.buffers()))
-    most = min(inputs.n_inputs or _MOST, _MOST)
+    ranks = Place.from_environment().ranks
+    share = -(-(inputs.n_inputs or _MOST) // ranks)  # or one rank would have all of them in one batch
+    most = min(share, _MOST)
     fits, size = 0, 1
     with left_as_found(module):
         while True:
@@ -89,13 +92,17 @@ def largest(module: nn.Module, inputs: Inputs) -> Fitting:
                 return Fitting(fits, f"memory ends at {size}")
             fullness, seconds = gauge.fullness, time.perf_counter() - began
             if size == most:
-                return Fitting(size, "all inputs in one" if size == inputs.n_inputs else "more are not tried")
+                return Fitting(size, _whole(ranks) if size == share else "more are not tried")
             larger = min(2 * size, most)
             if larger / size * fullness > _SHARE:
                 return Fitting(size, f"memory ends at {larger}")
             if seconds > _LONGEST:
                 return Fitting(size, f"one takes {seconds:.0f} s already")
             fits, size = size, larger
+
+
+def _whole(ranks: int) -> str:
+    return "all inputs in one" if ranks == 1 else f"all inputs in one for each of {ranks} ranks"
 
 
 def _fits(module: nn.Module, first: Batch, size: int) -> bool:

@@ -85,6 +85,8 @@ class Checkpoints:
         """
         self._settings, self._begun = settings, time.monotonic()
         self._last = self._begun
+        if ranks.rank == 0:
+            self._remove_partial()
         if self.resume and ranks.rank == 0 and (files := self._files()):
             for found in _disjoint([self._read(path, work.recorder) for path in files]):
                 work.recorder.seen = work.recorder.seen.merge(found.seen)
@@ -114,9 +116,10 @@ class Checkpoints:
             return
         self._keep(work, ranks, must=stopping)
         if stopping:
+            mine = "" if ranks.size == 1 else " of this rank"
             raise StoppedError(
-                f"Stopped. What was captured so far, {count(len(work.done), 'input')}, is kept in {self.folder}; the "
-                "same command with --resume goes on."
+                f"Stopped. What was captured so far, {count(len(work.done), 'input')}{mine}, is kept in {self.folder}; "
+                "the same command with --resume goes on."
             )
 
     def after_share(self, work: Work, ranks: Ranks) -> None:
@@ -137,8 +140,14 @@ class Checkpoints:
         """Remove what is no longer needed, once the capture is written."""
         for path in self._files():
             path.unlink(missing_ok=True)
+        self._remove_partial()
         with contextlib.suppress(OSError):  # of another's file in it
             self.folder.rmdir()
+
+    def _remove_partial(self) -> None:
+        """Remove what a process that was killed had begun to write."""
+        for path in self.folder.glob(".[0-9]*.safetensors.*"):
+            path.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

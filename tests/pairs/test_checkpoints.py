@@ -84,9 +84,11 @@ class Pretended(Ranks):
     known: dict = dataclasses.field(default_factory=dict)
 
     def told(self, message):
-        if "settings" in self.known.setdefault(self.rank, set()):
+        before_the_first_chunk = ["batch size", "settings"]
+        passed = self.known.setdefault(self.rank, 0)
+        if passed == len(before_the_first_chunk):
             raise Killed
-        self.known[self.rank].add("settings")
+        self.known[self.rank] += 1
         return [message]
 
     def from_first(self, flags):
