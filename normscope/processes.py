@@ -16,15 +16,17 @@ class Place:
         ranks: how many there are.
         local_rank: its number among those of its host.
         restarts: how often torchrun started them all anew, after one was lost.
+        launched: whether torchrun started it, alone or with others.
 
     >>> Place.from_environment({})
-    Place(rank=0, ranks=1, local_rank=0, restarts=0)
+    Place(rank=0, ranks=1, local_rank=0, restarts=0, launched=False)
     """
 
     rank: int = 0
     ranks: int = 1
     local_rank: int = 0
     restarts: int = 0
+    launched: bool = False
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Place:
@@ -33,7 +35,8 @@ class Place:
         if "TORCHELASTIC_RUN_ID" not in given:
             return cls()
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
-        return cls(*(int(given.get(name, default)) for name, default in zip(names, ("0", "1", "0", "0"), strict=True)))
+        numbers = [int(given.get(name, default)) for name, default in zip(names, ("0", "1", "0", "0"), strict=True)]
+        return cls(*numbers, launched=True)
 
     @property
     def alone(self) -> bool:

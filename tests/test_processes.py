@@ -20,8 +20,8 @@ OF_TORCHRUN = {
     ("environment", "place"),
     [
         ({}, Place(0, 1, 0, 0)),
-        (OF_TORCHRUN, Place(5, 8, 1, 2)),
-        ({"TORCHELASTIC_RUN_ID": "none"}, Place(0, 1, 0, 0)),
+        (OF_TORCHRUN, Place(5, 8, 1, 2, launched=True)),
+        ({"TORCHELASTIC_RUN_ID": "none"}, Place(0, 1, 0, 0, launched=True)),
         # A shell inside a Slurm job, say: names that others set too, without torchrun.
         ({name: value for name, value in OF_TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}, Place(0, 1, 0, 0)),
     ],

@@ -31,7 +31,7 @@ from normscope.shares import LeftOut
 
 # Ranks wait for the slowest, whose share of recordings may be the longest; a lost one is torchrun's to notice.
 _PATIENCE = timedelta(days=7)
-_groups = itertools.count()
+_joins = itertools.count()  # of this process: a command joins once for each model, as all ranks do
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,11 @@ def joined(place: Place, device: torch.device) -> Iterator[Ranks]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store, rank, size = next(rendezvous("env://", timeout=_PATIENCE))
-    # What a rank that was lost has left in the store, its address for one, is not for those that were started anew; nor
-    # is what an earlier group of this process has.
-    own = dist.PrefixStore(f"normscope, restart {place.restarts}, group {next(_groups)}", store)  # type: ignore[attr-defined]
+    # What a rank that was lost has left in the store, its address for one, is not for those that were started anew;
+    # nor is what was left there when ranks joined for the model before.
+    own = dist.PrefixStore(f"normscope, restart {place.restarts}, {next(_joins)}", store)  # type: ignore[attr-defined]
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=_PATIENCE)
+    _together(dist.init_process_group, backend, store=own, rank=rank, world_size=size, timeout=_PATIENCE)
     try:
         yield Ranks(place.rank, place.ranks, device if device.type == "cuda" else torch.device("cpu"))
     finally:
@@ -207,10 +207,10 @@ def merge_left_out(left_out: LeftOut, ranks: Ranks) -> LeftOut:
     return merged
 
 
-def _together(collective: Callable[..., Any], *arguments: Any) -> None:
+def _together(collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
     """Call what all ranks have to call; RankLostError where one of them is no longer there."""
     try:
-        collective(*arguments)
+        collective(*arguments, **options)
     except RuntimeError as error:
         raise RankLostError(
             "Another rank ended before its part was done. What each rank kept at its last checkpoint is there: the "

@@ -178,7 +178,8 @@ def tell(folder, rank):
                 said["alike"].append(str(error))
         said["sources"] = {}
         for name, case in [*CASES.items(), ("nobody's", NOBODYS)]:
-            merged = ranks.merged(stats_of_ranks(case)[rank])
+            make, batches, options = case
+            merged = ranks.merged(stats_of(make(), batches[rank], options))
             save_file(packed(merged), folder / f"{name} {rank}.safetensors")
             said["sources"][name] = dataclasses.asdict(merged.sources)
         recorder = hand_made_recorder(rank)

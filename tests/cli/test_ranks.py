@@ -1,0 +1,157 @@
+"""Commands under torchrun, in real processes on loopback: what one process gives, from whatever number of them.
+
+This file is also the program of two of them: a process takes seconds to start, and so runs one command after the other.
+"""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import normscope
+from normscope.cli import app
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from runs import CaptureRun, differences, write_images
+
+CHECKOUT = Path(normscope.__file__).parents[1]
+DIGITS = ("--data", "images", "--batch-size", "4")
+DIT = ("--limit", "3", "--timesteps", "3")
+# By the name of what is run: its arguments, where FILE stands for a file of its own.
+COMMANDS = {
+    "vit": ("capture", "demo_vit", *DIGITS, "--layers", "4", "-o", "FILE.safetensors"),
+    "dit": ("capture", "demo_dit", *DIT, "--layers", "3", "--per-channel", "-o", "FILE.safetensors"),
+    "two": ("fit", "demo_vit", "demo_dit", "--limit", "3", "--layers", "2", "--func", "tanh", "--json"),
+    "table": ("fit", "demo_vit", *DIGITS, "--layers", "2", "--func", "tanh", "--output", "FILE.csv"),
+    "plot": ("plot", "demo_vit", *DIGITS, "--layers", "2", "--func", "tanh", "--output", "FILE.png"),
+    "one": (
+        "capture",
+        "demo_vit",
+        "--data",
+        "images/0/00000.png",
+        "--layers",
+        "1",
+        "--resume",
+        "-o",
+        "FILE.safetensors",
+    ),
+    "no such layer": ("capture", "demo_vit", "--layers", "99,", "-o", "FILE.safetensors"),
+    "no such option": ("capture", "demo_vit", "--limits", "99", "-o", "FILE.safetensors"),
+    "raw": ("capture", "demo_vit", "--limit", "2", "--raw", "-o", "FILE.safetensors"),
+}
+ALONE = {"vit", "dit", "one", "two", "table"}
+
+
+def said_by(name, who):
+    """Run a command in this process, and write what it said and how it ended."""
+    arguments = [argument.replace("FILE", f"{name} {who}") for argument in COMMANDS[name]]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            app(arguments)
+            status = None
+        except SystemExit as done:
+            status = done.code
+    Path(f"{name} {who}.json").write_text(json.dumps([status or 0, out.getvalue(), err.getvalue()]))
+
+
+def tell():
+    """Run all commands, the first rank some of them also by itself."""
+    rank = os.environ["RANK"]
+    for name in COMMANDS:
+        said_by(name, f"rank {rank}" if rank != "0" else "together")
+    if rank == "0":
+        del os.environ["TORCHELASTIC_RUN_ID"]
+        for name in ALONE:
+            said_by(name, "alone")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    write_images(folder / "images", 13, corrupt_every=5)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT), "OMP_WAIT_POLICY": "PASSIVE"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+    done = subprocess.run(launcher, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def said(folder, name, who):
+    return json.loads((folder / f"{name} {who}.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["vit", "dit", "one"])
+def test_a_capture_by_two_ranks(folder, name):
+    together, alone = (normscope.load_capture(folder / f"{name} {who}.safetensors") for who in ("together", "alone"))
+    assert differences(together, alone) == []
+    assert together.skipped == alone.skipped
+    if name == "vit":
+        assert together.n_samples == 11 and "2 unreadable" in together.about["data"]
+    elif name == "one":  # the other rank has nothing to do, and --resume nothing to go on from
+        assert together.n_samples == 1
+        assert "nothing to resume; starting from the beginning" in said(folder, name, "together")[2]
+    else:
+        assert len(together.parts) == 3 and all(part.n_samples == 3 for part in together.parts.values())
+    for ending in (".safetensors", ".safetensors.checkpoint"):
+        assert not (folder / f"{name} rank 1{ending}").exists()
+    assert not (folder / f"{name} together.safetensors.checkpoint").exists()
+
+
+@pytest.mark.parametrize("name", sorted(ALONE))
+def test_the_first_rank_says_what_one_alone_says_and_the_others_nothing(folder, name):
+    status, out, err = said(folder, name, "together")
+    assert [status, out.replace("together", "alone"), err.replace("together", "alone")] == said(folder, name, "alone")
+    assert status == 0 and (out or err)
+    assert said(folder, name, "rank 1") == [0, "", ""]
+
+
+def test_files_are_the_same_and_written_once(folder):
+    assert (folder / "table together.csv").read_bytes() == (folder / "table alone.csv").read_bytes()
+    assert sorted(path.name for path in folder.glob("plot *.png")) == ["plot together.png"]
+    assert not list(folder.glob("* rank 1.[!j]*"))
+    status, _, err = said(folder, "plot", "together")
+    assert status == 0 and err.count("unreadable, left out: ") == 2 and "left out: 0/00004.png" in err
+    assert said(folder, "plot", "rank 1") == [0, "", ""]
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "sentence"),
+    [
+        ("no such layer", 2, "Error: There are no layers 99"),
+        ("no such option", 2, "No such option"),
+        ("raw", 2, "Error: --raw writes pairs in their order, which 2 ranks have none of; leave one out."),
+    ],
+)
+def test_mistakes_are_sentences(folder, name, status, sentence):
+    for who in ("together", "rank 1"):
+        found, out, err = said(folder, name, who)
+        assert (found, out) == (status, "") and sentence in err and "Traceback" not in err
+        assert not (folder / f"{name} {who}.safetensors").exists()
+    if "Error: " in sentence:
+        assert said(folder, name, "rank 1")[2].startswith("rank 1: Error: ")
+
+
+@pytest.mark.faults
+def test_more_ranks_than_data(tmp_path):
+    """The third has an empty share. Slow: as many processes as a user would start."""
+    data = write_images(tmp_path / "images", 2)
+    options = ("--data", str(data), "--batch-size", "1", "--resume")
+    run = CaptureRun("demo_vit", tmp_path / "three.safetensors", options, ranks=3)
+    run.environment = {"PYTHONPATH": str(CHECKOUT)}
+    assert run.finish() == 0, run.said()
+    assert run.said().count("nothing to resume; starting from the beginning") == 1
+    assert run.said().count(f"demo_vit: 2 samples, {data}: 2 images") == 1
+    three = normscope.load_capture(run.output)
+    network = normscope.load("demo_vit", data=str(data), batch_size=1)
+    alone = normscope.capture(network.module, network.inputs, about=network.about)
+    assert differences(three, alone) == []
+
+
+if __name__ == "__main__":
+    tell()

@@ -1,0 +1,178 @@
+"""Runs that are stopped, interrupted and killed: real processes and signals; and what they leave to go on from."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import normscope
+from normscope.cli import app
+from normscope.cli.stopping import stopping_between_chunks
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from runs import CaptureRun, differences, write_images
+
+CHECKOUT = Path(normscope.__file__).parents[1]
+IMAGES = 300
+OPTIONS = ("--batch-size", "2", "--layers", "2", "--checkpoint-every", "0")
+STOPPED = "is kept in {}; the same command with --resume goes on."
+# A network that works for ever on whatever comes after the first batch.
+SLOW = """
+import time, torch
+from torch import nn
+
+class Slow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        if x.sum() != 0:
+            print("working", flush=True)
+            time.sleep(300)
+        return self.norm(x)
+
+def make():
+    return Slow(), [torch.zeros(1, 3, 4), torch.ones(1, 3, 4)]
+"""
+
+
+@pytest.fixture
+def one_thread():
+    """As many as the processes have: in another order float32's sums are others."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def stopped_by(run, number, *more):
+    """Send a signal once another checkpoint is there; return how it ended, and what it said."""
+    path = run.checkpoints / "0.safetensors"
+    before = path.stat().st_mtime_ns if path.exists() else 0
+    process = run.start(*more)
+    while not path.exists() or path.stat().st_mtime_ns == before:
+        assert process.poll() is None, run.said()
+        time.sleep(0.01)
+    process.send_signal(number)
+    return process.wait(60), run.said()
+
+
+def test_stopped_interrupted_killed_and_gone_on_with(tmp_path, one_thread):
+    """Each run goes on from what the one before it left; in the end every image has counted once."""
+    data = write_images(tmp_path / "images", IMAGES, corrupt_every=100)
+    options = ("--data", str(data), *OPTIONS)
+    run = CaptureRun("demo_vit", tmp_path / "seen.safetensors", options, environment={"PYTHONPATH": str(CHECKOUT)})
+    for more, number in (((), signal.SIGINT), (("--resume",), signal.SIGTERM)):
+        status, said = stopped_by(run, number, *more)
+        assert status == 130 and said.count("Finishing the batch; once more to stop at once.") == 1
+        assert STOPPED.format(run.checkpoints) in said and "Traceback" not in said and "Error" not in said
+        assert (f"going on from {run.checkpoints}" in said) == bool(more)
+        assert run.kept and not run.output.exists()
+    assert stopped_by(run, signal.SIGKILL, "--resume")[0] == -signal.SIGKILL
+    assert run.kept and not run.output.exists()
+
+    kept = {path: path.read_bytes() for path in run.checkpoints.iterdir()}
+    command = ["capture", "demo_vit", "-o", str(run.output), *options]
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 2
+    assert (
+        f"Error: {run.checkpoints} holds what an unfinished run has captured. --resume goes on from it"
+        in refused.stderr
+    )
+    other = CliRunner().invoke(app, [*command, "--resume", "--seed", "3"])
+    assert other.exit_code == 2 and "is of another capture: its seed is 0, not 3." in other.stderr
+    assert {path: path.read_bytes() for path in run.checkpoints.iterdir()} == kept
+
+    resumed = CliRunner().invoke(app, [*command, "--resume", "--checkpoint-every", "300"])
+    assert resumed.exit_code == 0 and resumed.stderr.count("unreadable, left out: 0/") == 3
+    assert not run.checkpoints.exists()
+    network = normscope.load("demo_vit", data=str(data), batch_size=2)
+    whole = normscope.capture(network.module, network.inputs, about=network.about, layers="2")
+    assert whole.n_samples == IMAGES - 3
+    assert differences(normscope.load_capture(run.output), whole) == []
+
+
+def test_once_more_stops_at_once(tmp_path):
+    """A batch may take minutes; what was kept before stays."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    environment = {"PYTHONPATH": str(CHECKOUT)}
+    options = ("--checkpoint-every", "0")
+    run = CaptureRun(f"py:{tmp_path / 'slow.py'}:make", tmp_path / "seen.safetensors", options, environment=environment)
+    process = run.start()
+    while "working" not in run.said():
+        assert process.poll() is None, run.said()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    while "Finishing the batch" not in run.said():
+        assert process.poll() is None, run.said()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    begun = time.monotonic()
+    assert process.wait(60) == 130
+    assert time.monotonic() - begun < 30  # of 300 s that the batch takes
+    assert "Interrupted; no file was left half written." in run.said() and "Traceback" not in run.said()
+    assert [path.name for path in run.checkpoints.iterdir()] == ["0.safetensors"] and not run.output.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_noted_and_the_second_interrupts(number):
+    said, before = [], signal.getsignal(number)
+    with stopping_between_chunks(said.append) as stopping:
+        assert not stopping() and said == []
+        os.kill(os.getpid(), number)
+        assert stopping() and said == ["Finishing the batch; once more to stop at once."]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert len(said) == 1
+    assert signal.getsignal(number) is before
+
+
+def test_signals_are_left_where_nothing_would_be_kept():
+    before = signal.getsignal(signal.SIGINT)
+    with stopping_between_chunks(print, never=True) as stopping:
+        assert signal.getsignal(signal.SIGINT) is before
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert not stopping()
+
+
+def captured(*arguments):
+    return CliRunner().invoke(app, ["capture", "demo_vit", "--limit", "3", "--layers", "1", *arguments])
+
+
+def test_nothing_to_resume(tmp_path):
+    file = tmp_path / "seen.safetensors"
+    done = captured("-o", str(file), "--resume")
+    assert done.exit_code == 0 and "nothing to resume; starting from the beginning" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+    assert normscope.load_capture(file).n_samples == 3
+
+
+def test_raw_pairs_cannot_be_resumed(tmp_path):
+    done = captured("-o", str(tmp_path / "seen.safetensors"), "--resume", "--raw")
+    assert done.exit_code == 2
+    assert (
+        "Error: --raw writes pairs in one go, so that there is nothing to resume; leave one of them out." in done.stderr
+    )
+
+
+def test_a_capture_that_cannot_be_written_leaves_the_checkpoint(tmp_path, monkeypatch):
+    file, kept = tmp_path / "seen.safetensors", tmp_path / "seen.safetensors.checkpoint"
+
+    def full(*_):
+        raise normscope.errors.UsageError("Cannot write it: No space left on device.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("normscope.pairs.storage.save", full)
+        done = captured("-o", str(file), "--checkpoint-every", "0")
+    assert done.exit_code == 2 and f"{kept} stays as it was at the last checkpoint: --resume goes on" in done.stderr
+    assert kept.is_dir() and not file.exists()
+    again = captured("-o", str(file), "--resume")
+    assert again.exit_code == 0 and f"going on from {kept}" in again.stderr
+    assert normscope.load_capture(file).n_samples == 3 and not kept.exists()
