@@ -34,9 +34,17 @@ class Place:
         given = os.environ if environment is None else environment
         if "TORCHELASTIC_RUN_ID" not in given:
             return cls()
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
-        numbers = [int(given.get(name, default)) for name, default in zip(names, ("0", "1", "0", "0"), strict=True)]
-        return cls(*numbers, launched=True)
+
+        def number(name: str, default: int) -> int:
+            return int(given.get(name, default))
+
+        return cls(
+            number("RANK", 0),
+            number("WORLD_SIZE", 1),
+            number("LOCAL_RANK", 0),
+            number("TORCHELASTIC_RESTART_COUNT", 0),
+            launched=True,
+        )
 
     @property
     def alone(self) -> bool:

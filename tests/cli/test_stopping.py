@@ -133,6 +133,16 @@ def test_the_first_signal_is_noted_and_the_second_interrupts(number):
     assert signal.getsignal(number) is before
 
 
+def test_under_torchrun_a_second_signal_is_an_echo(monkeypatch):
+    """A terminal tells torchrun and its processes; torchrun then tells them once more."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    said = []
+    with stopping_between_chunks(said.append) as stopping:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stopping() and said == ["Finishing the batch."]
+
+
 def test_signals_are_left_where_nothing_would_be_kept():
     before = signal.getsignal(signal.SIGINT)
     with stopping_between_chunks(print, never=True) as stopping:
