@@ -96,6 +96,7 @@ CASES = {
     ),
     "groups": (group_norm, ([batch([1])], [batch([2, 3])], [batch([4])]), {}),
     "no numbers": (layer_norm, ([batch([1, 2])], [batch([3], spoilt=True)], [batch([4], spoilt=True)]), {}),
+    "the same samples on two ranks": (layer_norm, ([], [batch([1, 2])], [batch([1, 2])]), {}),
     "nothing at all": (layer_norm, ([], [], []), {}),
 }
 NOBODYS = (Uneven, tuple([batch(range(i * 9, i * 9 + 9))] for i in range(3)), {})
