@@ -28,7 +28,8 @@ def stopping_between_chunks(say: Callable[[str], None], never: bool = False) -> 
         if asked:
             raise KeyboardInterrupt
         asked = True
-        say("Finishing the batch; once more to stop at once.")
+        with contextlib.suppress(Exception):  # who reads stderr, a tee perhaps, got the signal too, and may be gone
+            say("Finishing the batch; once more to stop at once.")
 
     before = {number: signal.signal(number, ask) for number in _SIGNALS}
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "normscope-checkpoint"
 FORMAT_VERSION = 1
+_PARTIAL = re.compile(r"\.\d+\.safetensors\.\w{8}\.safetensors")  # of files.whole_file
 _NO_ABOUT = {"model": "", "weights": "", "data": ""}
 
 
@@ -90,11 +92,13 @@ class Checkpoints:
                 work.recorder.seen = work.recorder.seen.merge(found.seen)
                 work.done.add(found.done.numbers)
                 work.left_out.add(found.left_out)
-            if len(files) > 1:  # before another rank takes the place of one of them
+            if files != [self._path(ranks)]:  # before another rank takes the place of one of them
                 self._write(work, ranks)
                 for path in files:
                     if path != self._path(ranks):
                         path.unlink(missing_ok=True)
+        if ranks.rank == 0:  # before another rank begins to write
+            self._remove_partial()
         return ranks.from_first(work.done.flags)
 
     @property
@@ -137,6 +141,7 @@ class Checkpoints:
         """Remove what is no longer needed, once the capture is written."""
         for path in self._files():
             path.unlink(missing_ok=True)
+        self._remove_partial()
         with contextlib.suppress(OSError):  # of another's file in it
             self.folder.rmdir()
 
@@ -146,6 +151,13 @@ class Checkpoints:
                 path for path in self.folder.iterdir() if path.suffix == ".safetensors" and path.stem.isdigit()
             )
         return []
+
+    def _remove_partial(self) -> None:
+        """Remove what runs that were killed while they wrote left: each as large as a checkpoint."""
+        with contextlib.suppress(OSError):
+            for path in self.folder.iterdir():
+                if _PARTIAL.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
 
     def _path(self, ranks: Ranks) -> Path:
         return self.folder / f"{ranks.rank}.safetensors"
