@@ -139,18 +139,24 @@ class Checkpoints:
 
     def remove(self) -> None:
         """Remove what is no longer needed, once the capture is written."""
-        for path in self._files():
-            path.unlink(missing_ok=True)
+        try:
+            for path in self._files():
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("Cannot remove %s, which is no longer needed: %s.", self.folder, error.strerror or error)
         self._remove_partial()
         with contextlib.suppress(OSError):  # of another's file in it
             self.folder.rmdir()
 
     def _files(self) -> list[Path]:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        try:
             return sorted(
                 path for path in self.folder.iterdir() if path.suffix == ".safetensors" and path.stem.isdigit()
             )
-        return []
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise UsageError(f"Cannot read {self.folder}: {error.strerror or error}.") from error
 
     def _remove_partial(self) -> None:
         """Remove what runs that were killed while they wrote left: each as large as a checkpoint."""

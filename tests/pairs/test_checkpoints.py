@@ -405,6 +405,23 @@ def test_what_was_half_written_when_a_run_was_killed_is_removed(tmp_path, monkey
     assert not folder.exists()
 
 
+def test_a_folder_that_cannot_be_read(tmp_path):
+    folder = tmp_path / "kept"
+    folder.symlink_to(folder)
+    with pytest.raises(UsageError, match=r"^Cannot read .*kept: Too many levels of symbolic links\.$"):
+        Checkpoints(folder, NEVER).check()
+
+
+def test_what_cannot_be_removed_does_not_take_the_result_away(tmp_path, whole, monkeypatch, caplog):
+    def refused(path, missing_ok=False):
+        raise PermissionError(13, "Permission denied")
+
+    stopped(tmp_path, 1)
+    monkeypatch.setattr("pathlib.Path.unlink", refused)
+    assert_as_if_nothing_happened(run(tmp_path), whole[2])
+    assert f"Cannot remove {tmp_path}, which is no longer needed: Permission denied." in caplog.text
+
+
 def test_how_often_it_is_written(tmp_path, monkeypatch):
     """The clock is ours: chunks take 10 s each."""
     clock, writes = itertools.count(0, 10), []
