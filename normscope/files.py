@@ -17,6 +17,8 @@ from normscope.errors import UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
+CHECKPOINT = ".checkpoint"  # how the name of a folder ends that an unfinished capture keeps beside its file
+
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:

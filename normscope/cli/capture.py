@@ -13,7 +13,7 @@ from normscope.cli.running import Run, runs_networks
 from normscope.cli.sources import check_models
 from normscope.cli.stopping import stopping_between_chunks
 from normscope.errors import UsageError
-from normscope.files import check_writable
+from normscope.files import CHECKPOINT, check_writable
 from normscope.processes import Place
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def capture(
     from normscope.pairs.raw import RawPairs
 
     pairs = RawPairs(output.with_name(f"{output.stem}-raw")) if raw else None
-    kept = Checkpoints(output.with_name(f"{output.name}.checkpoint"), checkpoint_every, resume or place.restarts > 0)
+    kept = Checkpoints(output.with_name(f"{output.name}{CHECKPOINT}"), checkpoint_every, resume or place.restarts > 0)
     if place.speaks:
         _check_kept(kept, raw, say)
     try:

@@ -35,8 +35,9 @@ def stopping_between_chunks(say: Callable[[str], None], never: bool = False) -> 
         if asked and not launched:
             raise KeyboardInterrupt
         if not asked:
-            say("Finishing the batch." if launched else "Finishing the batch; once more to stop at once.")
-        asked = True
+            asked = True
+            with contextlib.suppress(Exception):  # who reads stderr, a tee perhaps, got the signal too, and may be gone
+                say("Finishing the batch." if launched else "Finishing the batch; once more to stop at once.")
 
     before = {number: signal.signal(number, ask) for number in _SIGNALS}
     try:

@@ -180,7 +180,7 @@ def whole_range(panel: Panel) -> tuple[Limits, Limits]:
     stats = panel.stats
     if not stats.n_pairs:
         return (-1.0, 1.0), (-1.0, 1.0)
-    reach_x = max(float(stats.channel_extremes.abs().max()), 1e-30)
+    reach_x = max(float(stats.reach.max()), 1e-30)
     filled = stats.density.sum(0).nonzero().squeeze(1)
     edges = DENSITY_Y_GRID.edges()[1:-1].abs()  # of the bin that holds the largest |y|: the panel holds it whole
     reach_y = float(edges[(filled - 1).clamp(0, len(edges) - 1)].maximum(edges[filled.clamp(max=len(edges) - 1)]).max())

@@ -14,8 +14,7 @@ _EXTREME_CHANNELS = 4
 
 def extreme_channels(stats: PairStats) -> list[int]:
     """Return the channels that reach the largest |x|, the largest first."""
-    reach = stats.channel_extremes.abs().amax(0)
-    return [int(i) for i in reach.argsort(descending=True)[:_EXTREME_CHANNELS]]
+    return [int(i) for i in stats.reach.argsort(descending=True)[:_EXTREME_CHANNELS]]
 
 
 def token_scales(stats: PairStats) -> tuple[float, float]:

@@ -131,7 +131,7 @@ def _of_site(site: NormSite, stats: PairStats, weights_by: str) -> Level:
         counts=stats.moments[:, 0],
         grid=PAIR_GRID,
         fold_by=stats.fold_by,
-        reach=float(stats.channel_extremes.abs().max()) if stats.n_pairs else math.nan,
+        reach=float(stats.reach.max()) if stats.n_pairs else math.nan,
         bound=site.bound,
         slope=_slope(site, stats),
         nothing=nothing_at(stats, moments),

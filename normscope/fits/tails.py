@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from normscope.fits.magnitudes import Magnitudes
@@ -89,8 +88,7 @@ def tails_of(stats: PairStats, moments: Tensor, magnitudes: Magnitudes) -> Tails
         moments: n, Σx, Σy, Σx², Σxy, Σy² per bin over all folds, float64 ``(6, bins)``.
         magnitudes: how |x| is distributed over them.
     """
-    low, high = stats.channel_extremes
-    reach = torch.maximum(high.abs(), low.abs()).double()
+    reach = stats.reach.double()
     largest, median = float(reach.max()), magnitudes.quantile(0.5)
 
     def beyond(value: float) -> int:
@@ -127,6 +125,7 @@ def _channels(stats: PairStats) -> tuple[TailChannel, ...]:
     return tuple(
         TailChannel(channel, share, float(low[channel]), float(high[channel]))
         for channel, share in zip(channels.tolist(), shares.tolist(), strict=True)
+        if low[channel] <= high[channel]  # of some groups every token may be left out
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from normscope.batches import Batch, Sample
 from normscope.errors import DataError, count
+from normscope.files import CHECKPOINT
 from normscope.models.base import LoadOptions
 from normscope.models.numbered import ReadInputs
 from normscope.shares import Chunk, LeftOut, Share
@@ -204,6 +205,8 @@ def listing_digest(root: Path, paths: Iterable[Path]) -> str:
 def find_files(root: Path, noun: str, suffixes: frozenset[str]) -> tuple[list[Path], int]:
     """Return the files at ``root`` whose names end so, and how many others there are; a single file in any case.
 
+    Hidden ones, and what an unfinished capture keeps there, are not counted: they come and go while it runs.
+
     Raises:
         DataError: if ``root`` is missing, or a folder without a single such file.
     """
@@ -213,9 +216,14 @@ def find_files(root: Path, noun: str, suffixes: frozenset[str]) -> tuple[list[Pa
         raise DataError(f"There is no file or folder {str(root)!r} to read {noun}s from.")
     files = sorted((path for path in root.rglob("*") if path.is_file()), key=Path.as_posix)
     found = [path for path in files if path.suffix.lower() in suffixes]
+    others = sum(path.suffix.lower() not in suffixes and not _passing(path.relative_to(root)) for path in files)
     if not found:
-        raise DataError(f"The folder {str(root)!r} holds no {noun}, only {count(len(files), 'other file')}.")
-    return found, len(files) - len(found)
+        raise DataError(f"The folder {str(root)!r} holds no {noun}, only {count(others, 'other file')}.")
+    return found, others
+
+
+def _passing(path: Path) -> bool:
+    return any(part.startswith(".") or part.endswith(CHECKPOINT) for part in path.parts)
 
 
 def name_in(root: Path, path: Path) -> str:

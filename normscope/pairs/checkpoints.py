@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "normscope-checkpoint"
 FORMAT_VERSION = 1
+_PARTIAL = re.compile(r"\.\d+\.safetensors\.\w{8}\.safetensors")  # of files.whole_file
 _NO_ABOUT = {"model": "", "weights": "", "data": ""}
 
 
@@ -92,11 +94,13 @@ class Checkpoints:
                 work.recorder.seen = work.recorder.seen.merge(found.seen)
                 work.done.add(found.done.numbers)
                 work.left_out.add(found.left_out)
-            if len(files) > 1:  # before another rank takes the place of one of them
+            if files != [self._path(ranks)]:  # before another rank takes the place of one of them
                 self._write(work, ranks)
                 for path in files:
                     if path != self._path(ranks):
                         path.unlink(missing_ok=True)
+        if ranks.rank == 0:  # before another rank begins to write
+            self._remove_partial()
         return ranks.from_first(work.done.flags)
 
     @property
@@ -138,9 +142,12 @@ class Checkpoints:
 
     def remove(self) -> None:
         """Remove what is no longer needed, once the capture is written."""
-        for path in self._files():
-            path.unlink(missing_ok=True)
-        self._remove_partial()
+        try:
+            for path in self._files():
+                path.unlink(missing_ok=True)
+            self._remove_partial()
+        except OSError as error:
+            logger.warning("Cannot remove %s, which is no longer needed: %s.", self.folder, error.strerror or error)
         with contextlib.suppress(OSError):  # of another's file in it
             self.folder.rmdir()
 
@@ -150,11 +157,21 @@ class Checkpoints:
             path.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        try:
             return sorted(
                 path for path in self.folder.iterdir() if path.suffix == ".safetensors" and path.stem.isdigit()
             )
-        return []
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise UsageError(f"Cannot read {self.folder}: {error.strerror or error}.") from error
+
+    def _remove_partial(self) -> None:
+        """Remove what runs that were killed while they wrote left: each as large as a checkpoint."""
+        with contextlib.suppress(OSError):
+            for path in self.folder.iterdir():
+                if _PARTIAL.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
 
     def _path(self, ranks: Ranks) -> Path:
         return self.folder / f"{ranks.rank}.safetensors"

@@ -102,8 +102,10 @@ def _check(stats: PairStats) -> None:
     for name in ("pairs", "tokens", "largest"):
         sample = getattr(stats, name)
         drawn |= {f"{name}.{f.name}": getattr(sample, f.name) for f in fields(sample)}
-    if not stats.n_pairs:
-        del drawn["channel_extremes"]  # ±∞ until the first token comes
+    low, high = stats.channel_extremes
+    untouched = low.isposinf() & high.isneginf() & (stats.channel_sums == 0).all(0)  # until the first token comes
+    if stats.grouped or not stats.n_pairs:  # a group's tokens come without the others'
+        drawn["channel_extremes"] = stats.channel_extremes[:, ~untouched]
     for name, values in drawn.items():
         if not bool(torch.isfinite(values).all()):
             raise ValueError(f"{name} is not finite")

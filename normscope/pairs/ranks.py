@@ -162,9 +162,10 @@ def agree_on_batches(batches: object, ranks: Ranks) -> None:
     """
     if ranks.size == 1:
         return
-    sizes = [size for size in ranks.told(getattr(batches, "batch_size", None)) if size is not None]
-    if hasattr(batches, "batch_size"):
-        batches.batch_size = min(sizes)
+    own = getattr(batches, "batch_size", None)
+    sizes = [size for size in ranks.told(own) if size is not None]
+    if own is not None and own != min(sizes):  # a DataLoader's cannot be set
+        batches.batch_size = min(sizes)  # type: ignore[attr-defined]
 
 
 def merge_seen(recorder: Recorder, ranks: Ranks) -> None:

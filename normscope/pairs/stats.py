@@ -129,6 +129,12 @@ class PairStats:
         return int(self.token_scales.sum())
 
     @property
+    def reach(self) -> Tensor:
+        """Largest |x| of each channel, float32 ``(d,)``; 0 of a channel that no pair is in."""
+        low, high = self.channel_extremes
+        return torch.maximum(low.abs(), high.abs()).where(low <= high, 0.0)
+
+    @property
     def nbytes(self) -> int:
         """Memory that the sums and samples take at most: a constant of the channels, whatever has been added."""
         tensors = [getattr(self, f.name) for f in fields(self)]

@@ -17,7 +17,7 @@ from normscope.batches import Batch, Sample
 from normscope.drifts import END, OUTPUT
 from normscope.errors import DataError, MemoryEndedError, ModelError, count
 from normscope.outputs import Outputs
-from normscope.pairs.ranks import Ranks, check_alike, merge_left_out
+from normscope.pairs.ranks import Ranks, agree_on_batches, check_alike, merge_left_out
 from normscope.pairs.recorder import pieces
 from normscope.shares import LeftOut, Share, shared
 from normscope.state import cuda_devices, left_as_found, memory_ended, run
@@ -75,6 +75,7 @@ class Comparison:
             What all ranks found.
         """
         found, left_out = Tallies(wanted), LeftOut()
+        agree_on_batches(self.batches, self.ranks)
         with left_as_found(self.model):
             first, chunks = shared(self.batches, self._share)
             check_alike(self.ranks, {**self.asked, "first sample": list(astuple(first.samples[0]))})

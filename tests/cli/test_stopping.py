@@ -186,3 +186,14 @@ def test_a_capture_that_cannot_be_written_leaves_the_checkpoint(tmp_path, monkey
     again = captured("-o", str(file), "--resume")
     assert again.exit_code == 0 and f"going on from {kept}" in again.stderr
     assert normscope.load_capture(file).n_samples == 3 and not kept.exists()
+
+
+def test_a_reader_that_the_signal_ended_as_well_does_not_break_the_batch():
+    """``normscope capture … 2>&1 | tee log``: Ctrl-C goes to both, and the tee is gone first."""
+
+    def say(sentence):
+        raise RuntimeError("closed pipe")
+
+    with stopping_between_chunks(say) as stopping:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stopping()

@@ -49,6 +49,19 @@ def test_a_folder_in_order_with_each_file_a_source(pictures, options):
     assert [(sample.source_index, sample.index) for sample in seen] == [(0, 0), (2, 2), (3, 3)]
 
 
+def test_what_a_capture_keeps_in_the_folder_does_not_make_it_another_data_set(pictures, options):
+    """``normscope capture --data . -o seen.safetensors``: going on, it finds its checkpoint among the images."""
+    kept = pictures / "seen.safetensors.checkpoint"
+    kept.mkdir()
+    for path in (kept / "0.safetensors", pictures / ".seen.safetensors.abcdefgh.safetensors"):
+        path.touch()
+    inputs = image_files(pictures, PLAIN, options())
+    (kept / "0.safetensors").unlink()
+    kept.rmdir()
+    (pictures / ".seen.safetensors.abcdefgh.safetensors").unlink()
+    assert inputs.description == image_files(pictures, PLAIN, options()).description
+
+
 def test_unreadable_and_other_files_are_named_and_counted(pictures, options):
     inputs = image_files(pictures, PLAIN, options())
     assert inputs.description == f"{pictures}: 4 images (2 other files left out)"

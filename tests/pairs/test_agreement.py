@@ -5,6 +5,8 @@ import sys
 import textwrap
 from types import SimpleNamespace
 
+import torch
+
 from normscope.pairs.ranks import Ranks, agree_on_batches
 
 
@@ -19,6 +21,9 @@ def test_the_smallest_is_taken():
         agree_on_batches(inputs, Told(0, 3))
         assert inputs.batch_size == agreed
     agree_on_batches([1, 2], Told(0, 3))  # a list of batches has none
+    loader = torch.utils.data.DataLoader([1, 2], batch_size=8)  # whose batch size cannot be set
+    agree_on_batches(loader, Told(0, 3))
+    assert loader.batch_size == 8
     alone = SimpleNamespace(batch_size=16)
     agree_on_batches(alone, Ranks())
     assert alone.batch_size == 16

@@ -84,11 +84,8 @@ class Pretended(Ranks):
     known: dict = dataclasses.field(default_factory=dict)
 
     def told(self, message):
-        before_the_first_chunk = ["batch size", "settings"]
-        passed = self.known.setdefault(self.rank, 0)
-        if passed == len(before_the_first_chunk):
+        if isinstance(message, dict) and "unreadable" in message:  # what comes behind the last chunk
             raise Killed
-        self.known[self.rank] += 1
         return [message]
 
     def from_first(self, flags):
@@ -223,6 +220,19 @@ def test_what_ranks_kept_is_taken_in_by_the_first(tmp_path, whole):
         run(tmp_path, inputs=Inputs(batch_size=1), stopping=ending(1, killed=True))
     (path,) = tmp_path.iterdir()
     assert (path.name, load_file(path)["done"].nonzero().flatten().tolist()) == ("0.safetensors", [0, 1, 2, 4, 5, 8])
+    assert_as_if_nothing_happened(run(tmp_path, inputs=Inputs(batch_size=1)), whole[1])
+
+
+def test_what_another_rank_alone_kept_does_not_wait_for_its_place_to_be_taken(tmp_path, whole):
+    """A rank of the next run may write there before the first one, which took it in, ever does."""
+    run_of_ranks(tmp_path, [(1, True, NEVER), (3, False, NEVER)])
+    assert [path.name for path in tmp_path.iterdir()] == ["1.safetensors"]
+    known = {}
+    with pytest.raises(Killed):
+        run(tmp_path, inputs=Inputs(batch_size=1), ranks=Pretended(0, 2, known=known), stopping=ending(1, killed=True))
+    stopped(tmp_path, 1, inputs=Inputs(batch_size=1), ranks=Pretended(1, 2, known=known))
+    done = {path.stem: load_file(path)["done"].nonzero().flatten().tolist() for path in tmp_path.iterdir()}
+    assert done == {"0": [1, 3, 5], "1": [2]}
     assert_as_if_nothing_happened(run(tmp_path, inputs=Inputs(batch_size=1)), whole[1])
 
 
@@ -374,6 +384,42 @@ def test_files_of_others_are_neither_read_nor_removed(tmp_path, whole):
     assert_as_if_nothing_happened(run(tmp_path), whole[2])
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(mine)
     assert not Checkpoints(tmp_path / "notes.txt", NEVER).exist  # no folder at all
+
+
+def test_what_was_half_written_when_a_run_was_killed_is_removed(tmp_path, monkeypatch):
+    def killed(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise Killed
+
+    folder = tmp_path / "kept"
+    stopped(folder, 1)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("normscope.pairs.checked_files.write_tensors", killed)
+        patch.setattr("pathlib.Path.unlink", lambda path, missing_ok=False: None)
+        run(folder, every=0)
+    assert len(list(folder.iterdir())) == 2
+    stopped(folder, 1)
+    assert [path.name for path in folder.iterdir()] == ["0.safetensors"]
+    (folder / ".3.safetensors.a_b3c4d5.safetensors").write_bytes(b"half")
+    run(folder)
+    assert not folder.exists()
+
+
+def test_a_folder_that_cannot_be_read(tmp_path):
+    folder = tmp_path / "kept"
+    folder.symlink_to(folder)
+    with pytest.raises(UsageError, match=r"^Cannot read .*kept: Too many levels of symbolic links\.$"):
+        Checkpoints(folder, NEVER).check()
+
+
+def test_what_cannot_be_removed_does_not_take_the_result_away(tmp_path, whole, monkeypatch, caplog):
+    def refused(path, missing_ok=False):
+        raise PermissionError(13, "Permission denied")
+
+    stopped(tmp_path, 1)
+    monkeypatch.setattr("pathlib.Path.unlink", refused)
+    assert_as_if_nothing_happened(run(tmp_path), whole[2])
+    assert f"Cannot remove {tmp_path}, which is no longer needed: Permission denied." in caplog.text
 
 
 def test_how_often_it_is_written(tmp_path, monkeypatch):

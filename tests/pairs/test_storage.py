@@ -217,6 +217,20 @@ def test_site_that_saw_only_nonfinite_tokens(tmp_path):
     assert torch.equal(again.stats["0"].channel_extremes, seen.stats["0"].channel_extremes)
 
 
+def test_group_that_saw_only_nonfinite_tokens(tmp_path):
+    """Its channels have no extremes, beside others that have, and reach nowhere."""
+    x = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(0))
+    x[:, :4] = torch.nan
+    seen = normscope.capture(nn.Sequential(nn.GroupNorm(2, 8)), [x])
+    own = load(save(seen, tmp_path / "nonfinite.safetensors")).stats["0"]
+    assert (own.n_pairs, int(own.nonfinite_tokens)) == (3 * 4 * 5, 3)
+    assert torch.equal(own.channel_extremes, seen.stats["0"].channel_extremes)
+    assert torch.equal(own.reach, x.nan_to_num().abs().amax((0, 2)))
+    (card,) = normscope.norm_cards(seen)
+    assert card.tails.largest == float(own.reach.max())
+    assert {channel.channel for channel in card.tails.channels} <= set(range(4, 8))
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_files_that_are_not_what_they_say(file, tmp_path, name):
     change, sentence = CHANGES[name]

@@ -16,9 +16,10 @@ from torch import nn
 
 from normscope.batches import Batch, Sample
 from normscope.errors import DataError, MemoryEndedError, ModelError, NormscopeError
+from normscope.models.numbered import in_pieces
 from normscope.outputs import Outputs
 from normscope.pairs.ranks import Ranks
-from normscope.shares import ALL
+from normscope.shares import ALL, Chunk
 from normscope.swaps import compare
 from normscope.swaps.drift import drift, passes
 from normscope.swaps.pointwise import DyT
@@ -236,3 +237,38 @@ def test_processes_that_torchrun_started_find_the_same(tmp_path):
     assert found[0][1]["rows"][0]["inputs"] == 2 * 2  # trajectories held out, at two timesteps
     assert any(row["at"] == "end of trajectory" for row in found[0][1]["rows"])
     assert found[1] == found[0]
+
+
+class Sized:
+    """Numbered inputs in chunks of ``batch_size``."""
+
+    def __init__(self, batch_size):
+        self.batch_size = batch_size
+
+    def __iter__(self):
+        return iter(chunk.batches[0] for chunk in self.chunks(ALL))
+
+    def chunks(self, share):
+        for numbers in share.of(in_pieces(share.left(range(20)), self.batch_size)):
+            yield Chunk(numbers, [self.of(numbers)])
+
+    def first_sample(self):
+        return self.of([0])
+
+    @staticmethod
+    def of(numbers):
+        samples = tuple(Sample(f"{n}", n, n, "noise") for n in numbers)
+        return Batch((torch.cat(inputs()).nan_to_num()[numbers],), samples=samples)
+
+
+def test_ranks_that_found_other_batch_sizes_compare_every_input_once():
+    """``--batch-size auto`` on GPUs of different room, and nothing to fit: drift is the first that divides."""
+
+    def compared(ranks, batch_size):
+        model = Stack()
+        return drift(model, Sized(batch_size), dyts(model), outputs=CLASSES, ranks=ranks)
+
+    whole = compared(Ranks(), 4)
+    for report in together(2, lambda ranks: compared(ranks, (16, 4)[ranks.rank])):
+        assert report.all.inputs == whole.all.inputs == 20
+        assert report.as_dict() == whole.as_dict()
