@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from normscope.errors import DataError, RankLostError, StoppedError, UsageError, count
+from normscope.files import check_writable
 from normscope.pairs.captures import Capture
 from normscope.pairs.checked_files import read_checked, write_checked
 from normscope.pairs.descriptions import DAMAGES, described, grids, other_grid, sites_and_stats, tensors_of
@@ -69,12 +70,13 @@ class Checkpoints:
     _last: float = field(default=0.0, repr=False)
 
     def check(self) -> None:
-        """Refuse to begin anew where another run left what it had; UsageError."""
+        """Refuse to begin anew where another run left what it had, and where nothing could be kept; UsageError."""
         if self.exist and not self.resume:
             raise UsageError(
                 f"{self.folder} holds what an unfinished run has captured. --resume goes on from it; remove the folder "
                 "to begin anew."
             )
+        check_writable(self.folder / "0.safetensors")
 
     def begin(self, work: Work, ranks: Ranks, settings: Mapping[str, Any]) -> bytes:
         """Return which inputs are in what other runs left, one byte each, and give rank 0 their sums.
