@@ -141,6 +141,20 @@ def _leaves(values: Iterable[Any]) -> Iterator[Any]:
             yield value
 
 
+def pieces(batch: Batch, at_most: int | None) -> list[Batch]:
+    """Cut a batch into pieces of so many samples, at most, None for all of them; one that cannot be cut stays whole.
+
+    >>> import torch
+    >>> batch = Batch((torch.zeros(5, 3),), samples=tuple(Sample("a", 0, i) for i in range(5)))
+    >>> [len(piece.samples) for piece in pieces(batch, 2)]
+    [2, 2, 1]
+    """
+    number = len(batch.samples)
+    if at_most is None or number <= at_most or not batch.divisible:
+        return [batch]
+    return [batch.take(range(first, min(first + at_most, number))) for first in range(0, number, at_most)]
+
+
 def as_batches(batches: Iterable[Any]) -> Iterator[Batch]:
     """Yield a :class:`Batch` for each tensor, tuple of arguments, dict of keyword arguments, or Batch.
 

@@ -32,7 +32,7 @@ _MARKERS = "osD^vP*X"
 _DODGE = 0.09  # of the distance of two sites, so that one capture's interval does not hide another's
 _SMALL = FontProperties(size=6.2)
 _TITLE = FontProperties(size=7.5)
-_TOLD = ("model", "weights", "data", "part", "sample")
+_TOLD = ("model", "weights", "dtype", "data", "part", "sample")
 
 
 @dataclass(frozen=True)

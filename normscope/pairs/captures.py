@@ -20,8 +20,8 @@ class Capture:
     """What the norms of one network did to one set of inputs.
 
     Attributes:
-        about: ``model``, ``weights`` (the resolved checkpoint and revision) and ``data``, in words; and ``sample``
-            where only a sample of the tokens was taken.
+        about: ``model``, ``weights`` (the resolved checkpoint and revision) and ``data``, in words; ``dtype`` of the
+            network; and ``sample`` where only a sample of the tokens was taken.
         sites: the observed norm sites in the order of their first calls.
         skipped: norms that were seen and could not be observed, and why.
         stats: the sums of each site, by its name.

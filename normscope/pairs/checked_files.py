@@ -49,6 +49,8 @@ def read_checked(path: Path, form: str, version: int, again: str = _AGAIN) -> tu
         DataError: if the file is missing, damaged, of another kind or of another version.
     """
     kind = form.removeprefix("normscope-")
+    if path.is_dir():  # which the system explains by a missing device
+        raise DataError(f"{path} is a folder, and no {kind}; {again}.")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

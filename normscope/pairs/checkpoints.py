@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from normscope.errors import DataError, RankLostError, StoppedError, UsageError, count
+from normscope.files import check_writable
 from normscope.pairs.captures import Capture
 from normscope.pairs.checked_files import read_checked, write_checked
 from normscope.pairs.descriptions import DAMAGES, described, grids, other_grid, sites_and_stats, tensors_of
@@ -71,12 +72,13 @@ class Checkpoints:
     _last: float = field(default=0.0, repr=False)
 
     def check(self) -> None:
-        """Refuse to begin anew where another run left what it had; UsageError."""
+        """Refuse to begin anew where another run left what it had, and where nothing could be kept; UsageError."""
         if self.exist and not self.resume:
             raise UsageError(
                 f"{self.folder} holds what an unfinished run has captured. --resume goes on from it; remove the folder "
                 "to begin anew."
             )
+        check_writable(self.folder / "0.safetensors")
 
     def begin(self, work: Work, ranks: Ranks, settings: Mapping[str, Any]) -> bytes:
         """Return which inputs are in what other runs left, one byte each, and give rank 0 their sums.
@@ -87,8 +89,6 @@ class Checkpoints:
         """
         self._settings, self._begun = settings, time.monotonic()
         self._last = self._begun
-        if ranks.rank == 0:
-            self._remove_partial()
         if self.resume and ranks.rank == 0 and (files := self._files()):
             for found in _disjoint([self._read(path, work.recorder) for path in files]):
                 work.recorder.seen = work.recorder.seen.merge(found.seen)
@@ -150,11 +150,6 @@ class Checkpoints:
             logger.warning("Cannot remove %s, which is no longer needed: %s.", self.folder, error.strerror or error)
         with contextlib.suppress(OSError):  # of another's file in it
             self.folder.rmdir()
-
-    def _remove_partial(self) -> None:
-        """Remove what a process that was killed had begun to write."""
-        for path in self.folder.glob(".[0-9]*.safetensors.*"):
-            path.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:
         try:

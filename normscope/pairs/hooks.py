@@ -50,7 +50,8 @@ def capture(
             Batch, or an ``attention_mask``, marks as padding are in no sum.
         layers: which norm sites, see :func:`normscope.pairs.selection.select`.
         about: what the capture says of itself: ``model``, ``weights``, ``data``. Files and figures print it. Batches
-            that have a ``description`` say themselves what they were, once they have all been taken.
+            that have a ``description`` say themselves what they were, once they have all been taken; the network says
+            its ``dtype``.
         seed: of the drawing samples.
         sample: at each call of a norm take only so many tokens of each sample, drawn uniformly, for the impatient;
             None for all. The capture's ``data`` says so.
@@ -87,7 +88,9 @@ def capture(
     report = find_norms(model, first)
     sites = select(report.sites, layers)
     model = getattr(model, "_orig_mod", model)
-    about = {"model": type(model).__name__, "weights": "not named", "data": "not named", **(about or {})}
+    dtype = next((str(tensor.dtype).removeprefix("torch.") for tensor in model.parameters()), "not named")
+    unsaid = {"model": type(model).__name__, "weights": "not named", "data": "not named", "dtype": dtype}
+    about = {**unsaid, **(about or {})}
     work = Work(Recorder(model, Summing(seed, sample, verify, by_gamma, per_channel, observe), report, sites))
     settings = _settings(work.recorder, batches, first, about)
     check_alike(ranks, settings)
@@ -122,7 +125,6 @@ def capture(
 
 def _settings(recorder: Recorder, batches: Iterable[Any], first: Batch, about: Mapping[str, str]) -> dict[str, Any]:
     """Say what is captured of what: what ranks have to agree in, and what a checkpoint is of."""
-    dtype = next((str(tensor.dtype) for tensor in recorder.model.parameters()), "")
     summing = {name: getattr(recorder.summing, name) for name in ("seed", "sample", "by_gamma", "per_channel")}
     return {
         "model": about["model"],
@@ -130,7 +132,7 @@ def _settings(recorder: Recorder, batches: Iterable[Any], first: Batch, about: M
         "data": _described(batches).get("data", about["data"]),
         "first sample": list(astuple(first.samples[0])),
         "number of samples": getattr(batches, "n_samples", None),
-        "dtype": dtype,
+        "dtype": about["dtype"],
         **summing,
         "layers": [site.name for site in recorder.sites],
     }

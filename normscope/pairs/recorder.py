@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normscope.batches import Batch
+from normscope.batches import Batch, pieces
 from normscope.errors import DataError, MemoryEndedError, count
 from normscope.pairs.captures import Capture, versions
 from normscope.pairs.kinds import NormKind
@@ -293,17 +293,3 @@ class Recorder:
             for axis, size in zip(axes, sizes, strict=True)
         ]
         return valid.view(shape).expand(sizes).flatten()
-
-
-def pieces(batch: Batch, at_most: int | None) -> list[Batch]:
-    """Cut a batch into pieces of so many samples, at most, None for all of them; one that cannot be cut stays whole.
-
-    >>> from normscope.batches import Sample
-    >>> batch = Batch((torch.zeros(5, 3),), samples=tuple(Sample("a", 0, i) for i in range(5)))
-    >>> [len(piece.samples) for piece in pieces(batch, 2)]
-    [2, 2, 1]
-    """
-    number = len(batch.samples)
-    if at_most is None or number <= at_most or not batch.divisible:
-        return [batch]
-    return [batch.take(range(first, min(first + at_most, number))) for first in range(0, number, at_most)]

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normscope.batches import Batch, Sample
+from normscope.batches import Batch, Sample, pieces
 from normscope.drifts import END, OUTPUT
 from normscope.errors import DataError, MemoryEndedError, ModelError, count
 from normscope.outputs import Outputs
 from normscope.pairs.ranks import Ranks, agree_on_batches, check_alike, merge_left_out
-from normscope.pairs.recorder import pieces
 from normscope.shares import LeftOut, Share, shared
 from normscope.state import cuda_devices, left_as_found, memory_ended, run
 from normscope.swaps.arrange import SiteLayout, output_by_sample

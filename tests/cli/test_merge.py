@@ -32,15 +32,16 @@ def run(*arguments, cwd):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Capture two folders of pictures, and a third that holds both."""
+    """Capture two folders of pictures, a third that holds both, and the second with weights rounded to bfloat16."""
     folder = tmp_path_factory.mktemp("merge")
     pixels = np.random.default_rng(0).integers(0, 255, (5, 8, 8), dtype=np.uint8)
     for i, picture in enumerate(pixels):
         for name in ("first" if i < 2 else "second", "all"):
             (folder / name).mkdir(exist_ok=True)
             Image.fromarray(picture).save(folder / name / f"{i}.png")
-    for name in ("first", "second", "all"):
-        network = normscope.load("demo_vit", data=folder / name)
+    for name in ("first", "second", "all", "rounded"):
+        data, dtype = ("second", "bf16") if name == "rounded" else (name, "fp32")
+        network = normscope.load("demo_vit", data=folder / data, dtype=dtype)
         seen = normscope.capture(network.module, network.inputs, layers=2, about=network.about)
         normscope.save_capture(seen, folder / f"{name}.safetensors")
     return folder
@@ -82,10 +83,11 @@ def test_rows_and_quiet(folder):
             "Cannot read the capture none.safetensors: No such file or directory;",
         ),
         (["first.safetensors", "x" * 300], 4, "x: File name too long;"),
-        (["first.safetensors", "first"], 4, "Cannot read the capture first: "),
+        (["first.safetensors", "first"], 4, "first is a folder, and no capture;"),
         (["first.safetensors", "first/0.png"], 4, "Cannot read the capture first/0.png:"),
         (["first.safetensors", "copy.safetensors"], 4, "first.safetensors and copy.safetensors: both hold sample"),
         (["first.safetensors", "random.safetensors"], 4, "first.safetensors and random.safetensors: captures of diff"),
+        (["first.safetensors", "rounded.safetensors"], 4, "of different dtype: 'float32' and 'bfloat16'."),
     ],
 )
 def test_what_is_refused_leaves_no_file(folder, arguments, status, sentence):

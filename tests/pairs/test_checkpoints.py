@@ -375,6 +375,15 @@ def test_nothing_is_begun_anew_beside_what_another_run_left(tmp_path):
     Checkpoints(folder, NEVER, resume=True).check()
 
 
+def test_a_place_where_nothing_can_be_kept_is_refused_before_the_run(tmp_path):
+    folder = tmp_path / "kept"
+    folder.write_text("somebody's notes")
+    for resume in (False, True):
+        with pytest.raises(UsageError, match=r"^Cannot write .*kept.0\.safetensors: Not a directory\.$"):
+            Checkpoints(folder, NEVER, resume=resume).check()
+    assert folder.read_text() == "somebody's notes"
+
+
 def test_files_of_others_are_neither_read_nor_removed(tmp_path, whole):
     mine = ["notes.txt", "backup.safetensors", "0.safetensors.partial"]
     for name in mine:

@@ -84,7 +84,7 @@ def with_sites(seen, **values):
 REFUSED = {
     "model": (lambda seen: changed(seen, model="vit_b16"), "different model: 'demo_vit' and 'vit_b16'"),
     "weights": (lambda seen: changed(seen, weights="random"), "different weights: .* and 'random'"),
-    "dtype": (lambda seen: changed(seen, dtype="bfloat16"), "different dtype: 'not named' and 'bfloat16'"),
+    "dtype": (lambda seen: changed(seen, dtype="bfloat16"), "different dtype: 'float32' and 'bfloat16'"),
     "sample": (
         lambda seen: changed(seen, sample="a sample of 3 tokens"),
         "all tokens with one of a sample of 3 tokens",

@@ -75,7 +75,7 @@ def test_the_header_says_what_it_is(file):
     with safe_open(file, framework="pt") as opened:
         header = json.loads(opened.metadata()["normscope"])
     assert (header["format"], header["version"]) == ("normscope-capture", 4)
-    assert header["about"] == {"model": "small", "weights": "ours", "data": "noise"}
+    assert header["about"] == {"model": "small", "weights": "ours", "data": "noise", "dtype": "float32"}
     assert header["seed"] == 5
     assert header["versions"]["torch"] == torch.__version__.split("+")[0] or header["versions"]["torch"]
 
