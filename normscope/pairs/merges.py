@@ -82,7 +82,7 @@ def _samples_of_both(one: PairStats, other: PairStats) -> Iterator[int]:
 
 
 def _identified(drawn: TokenSample) -> tuple[Tensor, Tensor]:
-    """Return keys and samples of the drawn tokens, but of those of no sample: they are numbered within each run."""
+    """Return keys and samples of the drawn tokens, but of those of no sample, which do not name theirs."""
     known = (drawn.sample >= 0) & (drawn.key != NO_KEY)
     return drawn.key[known], drawn.sample[known]
 

@@ -226,7 +226,7 @@ class Recorder:
             valid = self._valid_tokens(site, kind, module, x, axis)
             rows = kind.rows(module, x.detach(), axis or 0)
             first = self._tokens_so_far.get(site.name, 0)
-            self._tokens_so_far[site.name] = first + len(rows) // len(samples)
+            self._tokens_so_far[site.name] = first + len(rows) // (1 if axis is None else len(samples))
             if self._calls[site.name] < self._summed[site.name]:
                 self._calls[site.name] += 1
                 return
@@ -240,12 +240,13 @@ class Recorder:
             taken = stats.update(
                 rows,
                 lines,
-                samples if axis is not None else (),
+                samples,
                 first,
                 kind.gamma(module, site.channels) if self.summing.by_gamma else None,
                 groups=None if kind.groups is None else kind.groups(module),
                 valid=valid,
                 sample=self.summing.sample,
+                divided=axis is not None,
             )
             self._calls[site.name] += 1
             if axis is None:

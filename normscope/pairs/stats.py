@@ -161,6 +161,7 @@ class PairStats:
         groups: int | None = None,
         valid: Tensor | None = None,
         sample: int | None = None,
+        divided: bool = True,
     ) -> Tensor | None:
         """Add the pairs of some tokens, and return which of them were data: bool ``(tokens,)``, or None for all.
 
@@ -176,19 +177,25 @@ class PairStats:
             groups: number of groups of a grouped norm, whose tokens come group by group.
             valid: which tokens are data and not padding, bool ``(tokens,)``; None for all.
             sample: how many tokens of each sample to take, drawn uniformly; None for all.
+            divided: whether the tokens divide among the samples at all; of those that do not, the first sample and
+                their number in the batch tell one from another.
         """
         self.tokens, self.largest = self.tokens.with_room(UNIFORM_TOKENS), self.largest.with_room(LARGEST_TOKENS)
         per_sample, rest = divmod(len(rows), len(samples) or 1)
-        if rest or not samples:
+        keyed = samples
+        if rest or not samples or not divided:
             self._regroup(replace(self.sources, mapped=False))
-            # Nobody's tokens are numbered through, so that no two of them are one in the drawing sample.
-            samples, per_sample, first_token = _NOBODY, len(rows), self.n_tokens + int(self.nonfinite_tokens)
+            # No two of nobody's tokens are one in the drawing sample, whichever rank or run saw them.
+            keyed = [replace(own, source=f"the batch of {own.source}") for own in samples[:1]] or _NOBODY
+            if not samples:
+                first_token = self.n_tokens + int(self.nonfinite_tokens)
+            samples, per_sample = _NOBODY, len(rows)
         self._regroup(self.sources.with_samples(samples))
         runs = [
             Run(
-                number * per_sample, (number + 1) * per_sample, fold, sample_key(own, self.seed), first_token, own.index
+                number * per_sample, (number + 1) * per_sample, fold, sample_key(key, self.seed), first_token, own.index
             )
-            for number, (own, fold) in enumerate(zip(samples, self.sources.folds_of(samples), strict=True))
+            for number, (own, key, fold) in enumerate(zip(samples, keyed, self.sources.folds_of(samples), strict=True))
         ]
         tokens = Tokens(rows, lines, runs, self.channels, groups, valid, gamma)
         if sample is not None:
