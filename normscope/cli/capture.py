@@ -31,10 +31,18 @@ File = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The 
 Raw = Annotated[
     bool, typer.Option("--raw", help="Also write every pair of the chosen layers, into FILE's -raw folder.")
 ]
+
+
+def _seconds(given: float) -> float:
+    if not given >= 0:  # of nan, which is no least of a range either
+        raise typer.BadParameter(f"{given} is no number of seconds.")
+    return given
+
+
 Every = Annotated[
     float,
     typer.Option(
-        min=0,
+        callback=_seconds,
         metavar="SECONDS",
         help="How often to keep what was captured so far, in FILE's .checkpoint folder, until the file is written.",
     ),
