@@ -30,8 +30,9 @@ def _size(given: str | int) -> int | Literal["auto"]:
         size = int(given)
     except ValueError:
         raise typer.BadParameter(f"{given!r} is neither a number nor auto.") from None
-    if not 1 <= size < 2**63:
-        raise typer.BadParameter(f"{size} is not from 1 to {2**63 - 1}.")
+    if size < 1:
+        raise typer.BadParameter(f"{size} is less than 1.")
+    _of_64_bits(size)
     return size
 
 

@@ -80,7 +80,7 @@ MISTAKES = [
     (["plot", "--limit", str(2**64)], 2, "'--limit'"),
     (["plot", "--batch-size", str(2**63)], 2, "'--batch-size'"),
     (["plot", "--batch-size", "0"], 2, "'--batch-size': 0 is less than 1."),
-    (["heal", "demo_vit", "-o", "new", "--batch-size", "many"], 2, "'many' is no number of samples."),
+    (["plot", "--batch-size", "many"], 2, "'--batch-size': 'many' is neither a number nor auto."),
     (["plot", "--data", ""], 2, "--data is empty; name a file or a folder."),
 ]
 
