@@ -79,6 +79,7 @@ MISTAKES = [
     (["plot", "--seed", str(-(2**63) - 1)], 2, "'--seed'"),
     (["plot", "--limit", str(2**64)], 2, "'--limit'"),
     (["plot", "--batch-size", str(2**63)], 2, "'--batch-size'"),
+    (["capture", "demo_vit", "-o", "new", "--checkpoint-every", "nan"], 2, "nan is no number of seconds."),
     (["plot", "--batch-size", "0"], 2, "'--batch-size': 0 is less than 1."),
     (["plot", "--batch-size", "many"], 2, "'--batch-size': 'many' is neither a number nor auto."),
     (["plot", "--data", ""], 2, "--data is empty; name a file or a folder."),
