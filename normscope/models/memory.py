@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import sys
 from collections.abc import Iterable, Iterator
@@ -51,8 +52,7 @@ class Gauge:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             return torch.cuda.max_memory_allocated(device) - self._before[device]
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - self._before[device]
+        return _peak() - self._before[device]
 
     def _room(self, device: torch.device) -> int:
         """Return what passes may take: what is free, and what this process holds for them already; less the sums."""
@@ -74,6 +74,17 @@ def available() -> int:
     if address_space != resource.RLIM_INFINITY:
         limits.append(address_space - int(psutil.Process().memory_info().vms))
     return max(min(limits), 0)
+
+
+def _peak() -> int:
+    """Return the most bytes that this process has held since the start; where the system does not tell, ever."""
+    with contextlib.suppress(OSError):
+        # ru_maxrss would begin with what the process held that started this one, and no reset goes below that.
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        if found := re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE):
+            return int(found[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _in_use(device: torch.device) -> int:

@@ -31,9 +31,10 @@ def write_checked(path: Path, header: Mapping[str, Any], tensors: Mapping[str, T
         UsageError: if it cannot be written there, for whatever reason the system gives.
     """
     text = json.dumps(header)
-    metadata = {HEADER: text, DIGEST: digest(text, tensors)}
+    # Under one key: safetensors writes several in any order, and the same capture would be other files.
+    sealed = text[:-1] + _seal(digest(text, tensors))
     with whole_file(path) as partial:
-        write_tensors(tensors, partial, metadata)
+        write_tensors(tensors, partial, {HEADER: sealed})
 
 
 def read_checked(path: Path, form: str, version: int, again: str = _AGAIN) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -53,8 +54,8 @@ def read_checked(path: Path, form: str, version: int, again: str = _AGAIN) -> tu
         raise DataError(f"{path} is a folder, and no {kind}; {again}.")
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            header = json.loads(metadata.get(HEADER, "null"))
+            sealed = (file.metadata() or {}).get(HEADER, "null")
+            header = json.loads(sealed)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except (OSError, SafetensorError, ValueError, RecursionError, KeyError, AttributeError, RuntimeError) as error:
         raise DataError(f"Cannot read the {kind} {path}: {error}; {again}.") from error
@@ -65,7 +66,9 @@ def read_checked(path: Path, form: str, version: int, again: str = _AGAIN) -> tu
             f"{path} has {kind} format version {header.get('version')!r}; this normscope reads version {version}; "
             f"{again}."
         )
-    if metadata.get(DIGEST) != digest(metadata[HEADER], tensors):
+    seal = _seal(str(header.pop(DIGEST, "")))
+    text = sealed.removesuffix(seal) + "}"
+    if not sealed.endswith(seal) or seal != _seal(digest(text, tensors)):
         raise DataError(f"The {kind} {path} is damaged: it does not hold what was written (another sha256); {again}.")
     return header, tensors
 
@@ -86,6 +89,11 @@ def digest(text: str, tensors: Mapping[str, Tensor]) -> str:
         _add(found, json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         _add(found, tensor.reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
+
+
+def _seal(digest: str) -> str:
+    """Return what ends the JSON of a header."""
+    return f', "{DIGEST}": "{digest}"}}'
 
 
 def _add(found: hashlib._Hash, data: bytes | memoryview) -> None:

@@ -1,0 +1,64 @@
+"""How much memory passes take, by what this process has at its peak; see test_batch_sizes.py, which starts it."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from normscope.batches import Sample
+from normscope.models import memory
+from normscope.models.base import LoadOptions
+from normscope.models.batch_sizes import largest
+from normscope.models.inputs import TensorInputs
+from normscope.models.memory import Gauge
+
+CPU = torch.device("cpu")
+MB = 2**20
+
+
+def inputs(number: int, **options) -> TensorInputs:
+    tensors = torch.randn(number, 4, generator=torch.Generator().manual_seed(0))
+    samples = [Sample(f"source {i}", i, i) for i in range(number)]
+    one_by_one = options.pop("one_by_one", False)
+    made = LoadOptions("random", None, options.get("limit"), 3, 0, CPU, torch.float32)
+    return TensorInputs(tensors, samples, f"{number} samples", made, one_by_one=one_by_one)
+
+
+class Growing(nn.Module):
+    """Takes 40 MB a sample, at its peak and not afterwards: what is so large goes back to the system at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return torch.ones(len(x), 40 * MB // 4).sum(1) * self.scale
+
+
+@pytest.mark.parametrize(("room", "size"), [(60 * MB, 1), (120 * MB, 2), (500 * MB, 8)])
+def test_on_a_cpu_memory_ends_before_it_is_taken(monkeypatch, room, size):
+    gc.collect()
+    monkeypatch.setattr(memory, "available", lambda: room)
+    monkeypatch.setattr(memory, "_SUMS", 0)
+    found = largest(Growing(), inputs(256))
+    # 40 MB · size is less than 80 % of the room, and twice of it is more, by 16 MB at least.
+    assert (found.size, found.because) == (size, f"memory ends at {2 * size}")
+
+
+def test_ranks_of_one_host_share_its_memory(monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda: 480 * MB)
+    monkeypatch.setattr(memory, "_SUMS", 0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert largest(Growing(), inputs(256)).size == 2
+
+
+def test_the_gauge_sees_a_peak_that_is_over(monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda: 1000 * MB + memory._SUMS)
+    earlier = torch.ones(300 * MB // 4)
+    del earlier
+    gauge = Gauge([CPU])
+    gauge.start()
+    now = torch.ones(200 * MB // 4)
+    del now
+    assert gauge.fullness == pytest.approx(0.2, abs=0.02)  # 20 MB that others of this process come and go by
