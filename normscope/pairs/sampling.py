@@ -95,7 +95,7 @@ class TokenSample:
         y: float32 ``(tokens, d)``.
         rstd: float32 ``(tokens,)``; the slope of that line.
         position: int64 ``(tokens,)``; number of the token among those that the norm takes of its sample, padding
-            counted.
+            counted; of its batch, where the sample is not known.
         sample: int64 ``(tokens,)``; number of that sample within its data set; −1 where it is not known.
     """
 

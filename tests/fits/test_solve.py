@@ -209,11 +209,12 @@ def test_a_curve_without_noise_is_found_at_any_scale(solved, curve, log_scale, b
 @given(st.sampled_from(["tanh", "isru", "erf", "arctan"]), st.floats(-5, 3), st.integers(0, 100))
 def test_scaling_x_scales_alpha_alone(solved, name, log_factor, seed):
     generator = np.random.default_rng(seed)
-    x = generator.standard_normal(3000) * np.exp(generator.standard_normal(3000))
+    x = generator.standard_normal(30_000) * np.exp(generator.standard_normal(30_000))
     y = 2 * np.tanh(0.7 * x) + 0.3 * generator.standard_normal(x.size)
     factor = 10.0**log_factor
     one, other = solved(x, y, name), solved(factor * x, y, name)
-    # Other bins hold the pairs, each of which is right to third order in its width.
+    # Other bins hold the pairs, each of which is right to third order in its width, and what is of that order is as
+    # random as the noise: of a tenth of the pairs R² differed by 2.06e-6 once.
     assert other.alpha * factor == pytest.approx(one.alpha, rel=2e-5)
     assert other.amplitude == pytest.approx(one.amplitude, rel=2e-5)
     assert other.r2 == pytest.approx(one.r2, abs=2e-6)

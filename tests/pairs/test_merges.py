@@ -146,8 +146,8 @@ def test_one_of_many_inputs_shows_in_the_pairs_alone():
     normscope.merge_captures([normscope.capture(model, batches[:400]), other])
 
 
-def test_tokens_of_no_sample_are_numbered_in_every_run():
-    """Their keys collide though they are others, so that nothing can be said of them."""
+def test_tokens_of_no_sample_are_those_of_their_batch():
+    """Of the same batch their keys are the same, and yet it is not known of which input they are."""
 
     class Split(nn.Module):
         def __init__(self):
@@ -157,9 +157,12 @@ def test_tokens_of_no_sample_are_numbered_in_every_run():
         def forward(self, x):
             return self.norm(x.reshape(-1, 8)[:-1])  # one token fewer: they no longer divide among the samples
 
-    one, other = (normscope.capture(Split(), [torch.randn(4, 6, 8)]) for _ in range(2))
-    assert torch.equal(one.stats["norm"].tokens.key, other.stats["norm"].tokens.key)
-    assert normscope.merge_captures([one, other]).stats["norm"].n_tokens == 2 * 23
+    batches = [torch.randn(4, 6, 8) for _ in range(2)]
+    one, again, other = (normscope.capture(Split(), [batch]) for batch in (batches[0], *batches))
+    keys = [seen.stats["norm"].tokens.key for seen in (one, again, other)]
+    assert torch.equal(keys[0], keys[1]) and not torch.isin(keys[2], keys[0]).any()
+    for second in (again, other):
+        assert normscope.merge_captures([one, second]).stats["norm"].n_tokens == 2 * 23
 
 
 def test_words_are_joined_once(thirds):

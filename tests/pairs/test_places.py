@@ -75,7 +75,9 @@ def test_calls_of_one_forward_are_numbered_through():
 def test_tokens_of_no_sample_say_so():
     stats = PairStats.empty(WIDTH)
     for index in range(2):
-        stats.update(sequence(index, 7), Lines(FORMS[layer_norm], 1e-6), [Sample("a", 0, 5), Sample("b", 1, 6)])
+        samples = [Sample("a", 0, 2 * index), Sample("b", 1, 2 * index + 1)]
+        stats.update(sequence(index, 7), Lines(FORMS[layer_norm], 1e-6), samples)
     drawn = stats.to("cpu").tokens
     assert set(drawn.sample.tolist()) == {-1}
-    assert sorted(drawn.position.tolist()) == list(range(14))
+    assert sorted(drawn.position.tolist()) == sorted(2 * list(range(7)))  # in its batch
+    assert len(set(drawn.key.tolist())) == 14
