@@ -43,8 +43,8 @@ def main() -> None:
     about = f"""
         normscope capture demo_vit of images in a folder, 8 in a batch: whole commands, in turn. "Each further input" is
         what a command of all images takes more than one of {FEW}: the start, about as long as a thousand inputs of this
-        toy, is not in it. Memory is the most that a process had held, in one capture. Captures of 1, 2 and 3 processes of one thread were
-        compared: counts equal to the bit, sums to 1e-12.
+        toy, is not in it. Memory is the most that a process had held, in one capture. Captures of 1, 2 and 3 processes
+        of one thread were compared: counts equal to the bit, sums to 1e-12.
     """
     finish("scale", about, measurements, args, threads=[1, 2], libraries=["timm", "numba"])
 
