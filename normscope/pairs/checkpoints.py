@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "normscope-checkpoint"
 FORMAT_VERSION = 1
-_PARTIAL = re.compile(r"\.\d+\.safetensors\.\w{8}\.safetensors")  # of files.whole_file
+_PARTIAL = re.compile(r"\.\d+\.safetensors\.\w{8}\.safetensors|\.tmp\w{6}")  # of files.whole_file, and of safetensors
 _NO_ABOUT = {"model": "", "weights": "", "data": ""}
 
 
