@@ -410,6 +410,7 @@ def test_what_was_half_written_when_a_run_was_killed_is_removed(tmp_path, monkey
     stopped(folder, 1)
     assert [path.name for path in folder.iterdir()] == ["0.safetensors"]
     (folder / ".3.safetensors.a_b3c4d5.safetensors").write_bytes(b"half")
+    (folder / ".tmpdOCHPl").write_bytes(b"half")  # which safetensors renames once it is whole
     run(folder)
     assert not folder.exists()
 
