@@ -261,7 +261,7 @@ def every_fault(folder: Path, images: int, kills: int, mutations: int) -> Iterab
     yield faults.lost_ranks(3, then=2)
     yield faults.restarted_ranks(2)
     yield faults.truncated_checkpoint()
-    yield faults.full_disk(room=30_000_000)
+    yield faults.full_disk(room=80_000_000)
     yield mutated("capture files", mutated_captures, mutations)
     yield mutated("files of weights", mutated_weights, mutations)
     yield mutated("folders of swaps", mutated_swaps, mutations)
