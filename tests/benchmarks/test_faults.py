@@ -80,7 +80,7 @@ def test_a_checkpoint_breaks_off(runs):
 @pytest.mark.faults
 @needs_mounts
 def test_the_disk_is_full(runs):
-    outcome = runs.full_disk(room=30_000_000)
+    outcome = runs.full_disk(room=80_000_000)
     assert_right(outcome, 1, 1)
     assert outcome.refused == 1
 
