@@ -182,7 +182,7 @@ def tables_of(record: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]
     Rows that have no quantity in common stand in tables of their own.
     """
     by_place: dict[tuple[str, str], dict[str, str]] = {}
-    for one in (Measurement(**entry) for entry in record["measurements"]):
+    for one in measurements_of(record):
         if one.shown:
             by_place.setdefault((one.case, one.way), {})[f"{one.quantity}, {one.unit}"] = cell(one.samples, one.error)
     tables: list[tuple[dict[str, None], list[tuple[str, str]]]] = []
@@ -196,6 +196,12 @@ def tables_of(record: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]
         (["", "", *columns], [[*place, *(by_place[place].get(name, "") for name in columns)] for place in places])
         for columns, places in tables
     ]
+
+
+def measurements_of(record: Mapping[str, Any]) -> list[Measurement]:
+    """Return all measurements of a record, or of all of its parts."""
+    parts = record.get("parts", [record])
+    return [Measurement(**entry) for part in parts for entry in part["measurements"]]
 
 
 def cell(samples: Sequence[float], error: float | None = None) -> str:

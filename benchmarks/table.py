@@ -88,6 +88,8 @@ def origin(record: Mapping[str, Any]) -> str:
     """Say which machine, versions and command the numbers come from."""
     machine, versions = record["machine"], record["versions"]
     hardware = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']:g} GB, {machine['os']}"
+    if "gpu" in machine:
+        hardware = f"{machine['gpu']}, driver {machine['driver']}, CUDA {machine['cuda']}, in {hardware}"
     threads = f" · threads: {', '.join(map(str, record['threads']))}" if record["threads"] else ""
     left_out = f" · left out: {', '.join(record['left_out'])}" if record["left_out"] else ""
     libraries = ", ".join(f"{name} {version}" for name, version in versions.items())

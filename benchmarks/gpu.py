@@ -1,0 +1,114 @@
+"""Check every kernel on an NVIDIA GPU and measure it: ``python benchmarks/gpu.py``, again until nothing is left."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from common import ALWAYS_NAMED, RESULTS, names, show, versions
+from on_gpu import machine
+from on_gpu.parts import Part, Setting, found_by
+from on_gpu.record import Record
+
+ABOUT = """
+What ran on the GPU itself. {rehearsed}
+"""
+REHEARSED = "REHEARSAL on the CPU, kernels in Triton's interpreter: nothing ran on a GPU, and no time says anything."
+LIBRARIES = ("triton", "timm", "torchaudio", "diffusers", "transformers", "liger_kernel", "quack-kernels")
+RIGHT, WRONG, LEFT = 0, 1, 3
+MOST = 480  # seconds
+
+
+def main() -> int:
+    args = options().parse_args()
+    setting = Setting(rehearsal=args.rehearse)
+    if setting.rehearsal and args.results == RESULTS:
+        sys.exit("A rehearsal is no result: name another folder with --results.")
+    begun = time.monotonic()
+    here = machine.with_gpu(setting.rehearsal)
+    parts = chosen(all_parts(setting), args.only)
+    head = {
+        "benchmark": "gpu",
+        "about": " ".join(ABOUT.format(rehearsed=REHEARSED if setting.rehearsal else "").split()),
+        "command": "python benchmarks/gpu.py" + (" --rehearse" if setting.rehearsal else ""),
+        "machine": here,
+        "threads": [],
+        "versions": versions([*ALWAYS_NAMED, *LIBRARIES]),
+        "left_out": [],
+    }
+    words = re.findall(r"[a-z0-9]+", "rehearsal" if setting.rehearsal else here["gpu"].lower())
+    record = Record(args.results / f"gpu-{'-'.join(words)}.json", head, args.again)
+    left = run(record, parts, setting, until=begun + args.seconds)
+    show(record.value)
+    return summary(record, parts, left)
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=f"Exit status: {RIGHT} where every part was run and found nothing wrong, {WRONG} where one did, {LEFT} "
+        "where some are left, which the same command goes on with.",
+    )
+    parser.add_argument("--seconds", type=float, default=MOST, help="that the command takes at most (%(default)s)")
+    parser.add_argument("--only", type=names, default=[], help="parts whose names begin so, by commas (all)")
+    parser.add_argument("--again", action="store_true", help="begin anew, in place of what was found before")
+    parser.add_argument("--rehearse", action="store_true", help="tiny, on the CPU: shows that all of it runs")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON file (%(default)s)")
+    return parser
+
+
+def all_parts(setting: Setting) -> list[Part]:
+    """Return all parts, those first that others are worth nothing without."""
+    return []
+
+
+def chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
+    """Return the parts whose names begin with one of those asked for."""
+    for begin in only:
+        if not any(part.name.startswith(begin) for part in parts):
+            sys.exit(f"No part's name begins with {begin!r}; the parts are {', '.join(part.name for part in parts)}.")
+    return [part for part in parts if not only or part.name.startswith(tuple(only))]
+
+
+def run(record: Record, parts: Sequence[Part], setting: Setting, until: float) -> list[Part]:
+    """Run what the record does not have yet and there is time for; return what is left."""
+    left: list[Part] = []
+    for part in parts:
+        if record.part(part.name) is not None:
+            continue
+        if time.monotonic() + part.seconds > until:
+            left.append(part)
+            continue
+        print(f"{part.name} …", flush=True)
+        before = machine.state()
+        found, seconds = found_by(part, setting)
+        record.keep(part, found, seconds, [before, machine.state()])
+    return left
+
+
+def summary(record: Record, parts: Sequence[Part], left: Sequence[Part]) -> int:
+    """Print what came of the parts, and return the exit status."""
+    wrong = 0
+    for part in parts:
+        own = record.part(part.name)
+        if own is None:
+            print(f"{part.name}: left")
+            continue
+        failures = own["failures"]
+        wrong += bool(failures)
+        print(f"{part.name}: {f'{len(failures)} WRONG' if failures else 'right'}, {own['seconds']:g} s")
+        for sentence in [*failures, *own["left_out"]]:
+            print(f"    {sentence}")
+    print(record.path)
+    if left:
+        print(f"{len(left)} of {len(parts)} parts are left. The same command goes on with them.")
+        return LEFT
+    return WRONG if wrong else RIGHT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

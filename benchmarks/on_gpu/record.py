@@ -1,0 +1,75 @@
+"""The one file that keeps what parts have found, written whole after each of them, so that a run can go on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from common import commit
+from on_gpu.parts import Found, Part
+
+ROOT = Path(__file__).parents[2]
+SAME = ("sources", "GPU", "driver", "versions")  # or else what the parts found does not belong together
+
+
+class Record:
+    """What is in the file: of what machine and sources, and a part after the other."""
+
+    def __init__(self, path: Path, head: dict[str, Any], again: bool) -> None:
+        """Go on with the file, if there is one that goes with ``head``, or begin anew.
+
+        Raises:
+            SystemExit: with a sentence, if there is one of another machine, of other versions or other sources.
+        """
+        self.path = path
+        self.value = {**head, "date": now(), "commit": commit(), "sources": sources(), "parts": []}
+        if path.exists() and not again:
+            there = json.loads(path.read_text(encoding="utf-8"))
+            if others := [name for name in SAME if _of(there, name) != _of(self.value, name)]:
+                raise SystemExit(
+                    f"{path} was begun with another {', another '.join(others)}, and cannot be gone on with. Begin "
+                    "anew with --again, or in another folder with --results."
+                )
+            self.value = there
+
+    def part(self, name: str) -> dict[str, Any] | None:
+        """Return what is kept of a part, if it was run."""
+        return next((one for one in self.value["parts"] if one["part"] == name), None)
+
+    def keep(self, part: Part, found: Found, seconds: float, state: Sequence[dict[str, str]]) -> None:
+        """Write down what a part has found, in place of what it found before."""
+        others = [one for one in self.value["parts"] if one["part"] != part.name]
+        own = {
+            "part": part.name,
+            "date": now(),
+            "seconds": round(seconds, 1),
+            "gpu_before_and_after": list(state),
+            **asdict(found),
+        }
+        self.value = {**self.value, "parts": [*others, own]}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_suffix(".part")
+        beside.write_text(json.dumps(self.value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        beside.replace(self.path)
+
+
+def _of(value: dict[str, Any], name: str) -> Any:
+    return value["machine"].get(name.lower()) if name in ("GPU", "driver") else value[name]
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def sources() -> str:
+    """Return a digest of what is measured and what measures: where there is no git, it still tells a commit's files."""
+    digest = hashlib.sha256()
+    files = [path for folder in ("normscope", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")]
+    for path in sorted(files):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
