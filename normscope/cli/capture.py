@@ -78,7 +78,6 @@ def capture(
     place = Place.from_environment()
     _check_raw(raw, resume, place)
     from normscope.pairs.checkpoints import Checkpoints
-    from normscope.pairs.hooks import capture as observe
     from normscope.pairs.raw import RawPairs
 
     pairs = RawPairs(output.with_name(f"{output.stem}-raw")) if raw else None
@@ -90,18 +89,14 @@ def capture(
         if pairs:
             _announce(pairs, network, layers, run.sample, say)
         with run.joined() as ranks, stopping_between_chunks(say.warn, raw) as kept.stopping:
-            seen = observe(
-                network.module,
-                say.tracked(network.inputs, ranks.size),
-                layers=layers,
-                about=network.about,
-                seed=run.seed,
-                sample=run.sample,
-                verify=run.verify,
+            seen = run.capture(
+                network,
+                layers,
+                say,
+                ranks,
                 by_gamma=by_gamma,
                 per_channel=per_channel,
                 observe=pairs.add if pairs else None,
-                ranks=ranks,
                 checkpoints=None if raw else kept,
             )
         if not place.speaks:

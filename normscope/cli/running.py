@@ -30,7 +30,10 @@ from normscope.processes import Place
 if TYPE_CHECKING:
     from normscope.cli.output import Output
     from normscope.models.base import LoadedModel
+    from normscope.pairs.captures import Capture
+    from normscope.pairs.checkpoints import Checkpoints
     from normscope.pairs.ranks import Ranks
+    from normscope.pairs.recorder import Observer
 
 _PARAMETER = "run"
 
@@ -84,6 +87,36 @@ class Run:
         found = fit_batches(network)
         others = "" if Place.from_environment().alone else "; the smallest of all ranks' is taken"
         output.remark(f"{found}{others}")
+
+    def capture(
+        self,
+        network: LoadedModel,
+        layers: str,
+        output: Output,
+        ranks: Ranks,
+        *,
+        by_gamma: bool,
+        per_channel: bool,
+        observe: Observer | None = None,
+        checkpoints: Checkpoints | None = None,
+    ) -> Capture:
+        """Run a network on its inputs, with progress; see :func:`normscope.capture`."""
+        from normscope.pairs.hooks import capture
+
+        return capture(
+            network.module,
+            output.tracked(network.inputs, ranks.size),
+            layers=layers,
+            about=network.about,
+            seed=self.seed,
+            sample=self.sample,
+            verify=self.verify,
+            by_gamma=by_gamma,
+            per_channel=per_channel,
+            observe=observe,
+            ranks=ranks,
+            checkpoints=checkpoints,
+        )
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[Ranks]:

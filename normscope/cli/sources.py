@@ -159,19 +159,6 @@ def _from_model(
     name: str, run: Run, layers: str, output: Output, ranks: Ranks, *, by_gamma: bool, per_channel: bool
 ) -> Capture:
     network = run.load(name, output)
-    from normscope.pairs.hooks import capture
-
-    seen = capture(
-        network.module,
-        output.tracked(network.inputs, ranks.size),
-        layers=layers,
-        about=network.about,
-        seed=run.seed,
-        sample=run.sample,
-        verify=run.verify,
-        by_gamma=by_gamma,
-        per_channel=per_channel,
-        ranks=ranks,
-    )
+    seen = run.capture(network, layers, output, ranks, by_gamma=by_gamma, per_channel=per_channel)
     output.account(seen, network.inputs.unreadable)
     return seen
