@@ -1,4 +1,4 @@
-"""Parts that hold the kernels of swaps to float64: the tests that anyone's suite has, and the functions by themselves."""
+"""Parts that hold the swaps' kernels to float64: by the tests that the suite has, and their functions by themselves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Tests:
 
     Attributes:
         file: its name without ``test_``.
-        workers: processes on a GPU; most of the time goes into compiling. 0 where a test takes gigabytes, or time counts.
+        workers: processes on a GPU; most of the time goes into compiling. 0 where a test takes gigabytes.
         seconds: of its part.
         few: what pytest chooses of it in a rehearsal.
     """
@@ -174,7 +174,9 @@ def functions(setting: Setting) -> Found:
         most = bounds[case, way] + A_ROUNDING
         if not worst <= most:
             where = at[there][np.nan_to_num(relative, nan=np.inf).argmax()]
-            found.failures.append(f"{case}, {way}: off by {worst:.3g} at u = {where!r}, and {most:.3g} is guaranteed.")
+            found.failures.append(
+                f"{case}, {way}: off by {worst:.3g} at u = {where:.9g}, and {most:.3g} is guaranteed."
+            )
         below = np.abs(y[~there]).max(initial=0)
         if not below <= 2 * accuracy.LEAST:
             found.failures.append(f"{case}, {way}: {below:.3g} where the truth is below 2⁻¹²⁰.")

@@ -1,4 +1,4 @@
-"""The kernels held to float64 by the tests in held/, in a process of their own: in Triton's interpreter, and on a GPU."""
+"""The kernels held to float64 by the tests in held/, in a process of their own: in the interpreter, and on a GPU."""
 
 import os
 import subprocess
