@@ -181,11 +181,14 @@ def test_no_more_than_is_asked_for():
     x, dy, own = numbers((9, 20), HALF), numbers((9, 20), HALF, seed=3), parameters("erf", (20,), HALF, ALL)
     both = fused.backward(dy, x, own, "erf", 0, True, True)
     of_input = fused.backward(dy, x, own, "erf", 0, True, False)
-    assert torch.equal(of_input.x, both.x) and of_input[1:] == (None,) * 4
+    assert of_input[1:] == (None,) * 4
     of_parameters = fused.backward(dy, x, own, "erf", 0, False, True)
     assert of_parameters.x is None
-    for made, again in zip(both[1:], of_parameters[1:], strict=True):
-        assert torch.equal(made, again)
+    held = truth("erf", x, own, 0, dy)
+    for name, made in both._asdict().items():
+        again = getattr(of_input if name == "x" else of_parameters, name)
+        agree(again, held[name], "erf", HALF, name)
+        assert GPU or torch.equal(made, again)  # a GPU's compiler may add in another order where it has less to do
     assert fused.backward(dy, x, own, "erf", 0, False, False) == (None,) * 5
 
 
