@@ -52,8 +52,8 @@ def main() -> None:
 def measured() -> tuple[int, int, list[Measurement]]:
     """Measure all functions, in a process that has not imported Triton."""
     os.environ["TRITON_INTERPRET"] = "1"
-    of_half, drawn = half_floats(), drawn_floats()
-    u = np.concatenate([of_half, drawn])
+    drawn = drawn_floats()
+    u = np.concatenate([half_floats(), drawn])
     found = [one for of, curve, precise in functions() for one in of_function(u, of, curve, precise)]
     return len(drawn), len(u), found
 
@@ -105,17 +105,27 @@ def of_function(u: Floats, of: str, curve: str, precise: bool) -> list[Measureme
         "rounded": np.abs(rounded - true)[there] / np.abs(true[there]),
         "guaranteed": furthest[there] / np.abs(true[there]),
     }
-    case, way = f"{of} of {curve}", "half precision"
-    if precise:
-        way = "float32" if of == "f" else "float32 and half precision"
+    case, way = named(of, curve, precise)
     found = [Measurement(case, way, name, "relative", [float(off.max())]) for name, off in relative.items()]
     of_sum = float(abs((computed - terms).sum()) / np.abs(terms).sum())
     found.append(Measurement(case, way, "in a sum", "relative", [of_sum]))
-    for dtype in DIGITS if of == "f′" else ["float32"] if precise else ["bfloat16", "float16"]:
+    for dtype in written(of, precise):
         ulps = furthest[there] / spacing(true[there], dtype)
         found.append(Measurement(case, way, "guaranteed", f"ulp of {dtype}", [float(ulps.max())]))
     found.append(Measurement(case, way, "below 2⁻¹²⁰, largest", "", [float(below)], shown=False))
     return found
+
+
+def named(of: str, curve: str, precise: bool) -> tuple[str, str]:
+    """Return the case and the way of a function's measurements."""
+    if of == "f′":
+        return f"{of} of {curve}", "float32 and half precision"
+    return f"{of} of {curve}", "float32" if precise else "half precision"
+
+
+def written(of: str, precise: bool) -> list[str]:
+    """Return the dtypes that are written of what a function returns."""
+    return list(DIGITS) if of == "f′" else ["float32"] if precise else ["bfloat16", "float16"]
 
 
 def spacing(true: Array, dtype: str) -> Array:

@@ -1,45 +1,58 @@
-"""For accuracy.py: the kernels' functions elementwise in Triton's interpreter, its instructions put off if need be."""
+"""For accuracy.py: the kernels' functions elementwise, in Triton's interpreter or on a GPU with its instructions.
+
+Whoever wants the interpreter sets TRITON_INTERPRET=1 before this is imported. There instructions can be put off.
+"""
 
 from __future__ import annotations
 
-import os
+import contextlib
 from collections.abc import Callable, Sequence
 from unittest import mock
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-
-os.environ["TRITON_INTERPRET"] = "1"
-
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 
 from normscope.swaps.kernels import functions
+from normscope.swaps.kernels.choice import interpreted
 from normscope.swaps.kernels.functions import derivative, function
 
-BLOCK = 65_536
+BLOCK = {"cpu": 65_536, "cuda": 1024}
 INSTRUCTIONS = ("_hardware_exp2", "_hardware_reciprocal")
 
 
 @triton.jit
-def apply(u, y, n, slope: tl.constexpr, curve: tl.constexpr, precise: tl.constexpr, block: tl.constexpr):
+def apply(
+    u, y, n, slope: tl.constexpr, curve: tl.constexpr, precise: tl.constexpr, portable: tl.constexpr,
+    block: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0) * block + tl.arange(0, block)
     own = tl.load(u + at, mask=at < n, other=0)
     if slope:
-        tl.store(y + at, derivative(own, curve, True), mask=at < n)
+        tl.store(y + at, derivative(own, curve, portable), mask=at < n)
     else:
-        tl.store(y + at, function(own, curve, precise, True), mask=at < n)
+        tl.store(y + at, function(own, curve, precise, portable), mask=at < n)
 
 
-def run(u: NDArray[np.float32], of: str, curve: str, precise: bool, off: Sequence[float]) -> NDArray[np.float32]:
-    """Return f(u) or f′(u), with 2^v and 1/v so much off, relative."""
-    put_off = {name: times(getattr(functions, name), 1 + by) for name, by in zip(INSTRUCTIONS, off, strict=True)}
-    given = torch.from_numpy(u)
-    y = torch.empty_like(given)
-    with mock.patch.multiple(functions, **put_off), np.errstate(over="ignore"):  # u² is infinite where erf is ±1
-        apply[(triton.cdiv(len(u), BLOCK),)](given, y, len(u), of != "f", curve, precise, BLOCK)
-    return y.numpy()
+def run(
+    u: NDArray[np.float32], of: str, curve: str, precise: bool, off: Sequence[float] = (0.0, 0.0), device: str = "cpu"
+) -> NDArray[np.float32]:
+    """Return f(u) or f′(u), with 2^v and 1/v so much off, relative, which they can be in the interpreter alone."""
+    given = torch.from_numpy(np.ascontiguousarray(u)).to(device)
+    y, block = torch.full_like(given, torch.nan), BLOCK[device]
+    with put_off(off), np.errstate(over="ignore"):  # u² is infinite where erf is ±1
+        apply[(triton.cdiv(len(u), block),)](given, y, len(u), of != "f", curve, precise, interpreted(), block)
+    return y.cpu().numpy()
+
+
+def put_off(off: Sequence[float]) -> contextlib.AbstractContextManager[object]:
+    """Let the instructions of the interpreter be off."""
+    if not any(off):
+        return contextlib.nullcontext()
+    off_by = {name: times(getattr(functions, name), 1 + by) for name, by in zip(INSTRUCTIONS, off, strict=True)}
+    return mock.patch.multiple(functions, **off_by)
 
 
 def times(instruction: Callable[..., tl.tensor], factor: float) -> Callable[..., tl.tensor]:

@@ -221,7 +221,7 @@ if __name__ == "__main__":
     import accuracy_kernel
 
     values = {
-        (of, curve, precise, kind): accuracy_kernel.run(u, of, curve, precise, (0, 0))
+        (of, curve, precise, kind): accuracy_kernel.run(u, of, curve, precise)
         for of, curve, precise in FUNCTIONS + DERIVATIVES
         for kind, u in points().items()
     }

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime.interpreter import interpreter_builder
-from truth import agree, hold, numbers, parameters, truth
+from truth import DEVICE, GPU, agree, hold, numbers, parameters, truth
 
 from normscope.swaps.kernels import fused, launch
 from normscope.swaps.kernels.launch import Launch, backward_launches, forward_launch
@@ -27,7 +26,7 @@ def run_in_place(x: Tensor, y: Tensor, dy: Tensor, dx: Tensor, shape: tuple[int,
     for step in backward_launches(dy, x, own, gradients, layout_of([dy, x, dx], *axes), "isru"):
         step.run()
     for name, made in {"y": y, **gradients._asdict()}.items():
-        agree(made, held[name], name)
+        agree(made, held[name], "isru", x.dtype, name)
 
 
 FAR = {  # sizes, strides and axes behind the channels: beyond 2³¹ by one stride, or by a multiple of a smaller one
@@ -47,16 +46,40 @@ def test_offsets_of_more_than_31_bits(case):
     sizes, strides, behind = FAR[case]
     reach = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     assert reach > 2**31
-    # Nothing but the pages that are touched is ever in memory.
-    storage = torch.UntypedStorage(2 * (reach + 512))
-    x, y, dy, dx = (torch.empty(0, dtype=HALF).set_(storage, 64 * at, sizes, strides) for at in (0, 2, 4, 6))
+    storage = memory(reach + 512)
+    x, y, dy, dx = (
+        torch.empty(0, dtype=HALF, device=DEVICE).set_(storage, 128 * at, sizes, strides) for at in range(4)
+    )
     x.copy_(numbers(sizes, HALF))
     dy.copy_(numbers(sizes, HALF, seed=3))
     run_in_place(x, y, dy, dx, (sizes[-1 - behind],), behind)
+    for filled in (x, y, dy, dx):
+        filled.fill_(torch.nan)
+    hold_nan(storage)
+
+
+def memory(elements: int) -> torch.UntypedStorage:
+    """Return memory for bfloat16: on a GPU it holds NaN, on the CPU nothing but the pages that are touched is there."""
+    if not GPU:
+        return torch.UntypedStorage(2 * elements)
+    torch.cuda.empty_cache()
+    return torch.full((elements,), torch.nan, dtype=HALF, device=DEVICE).untyped_storage()
+
+
+def hold_nan(storage: torch.UntypedStorage) -> None:
+    """Hold, on a GPU, that nothing was written beside what was to be filled."""
+    if GPU:
+        whole = torch.empty(0, dtype=HALF, device=DEVICE).set_(storage)
+        assert all(piece.isnan().all() for piece in whole.split(2**28))
+
+
+in_the_interpreter = pytest.mark.skipif(GPU, reason="on a GPU test_far.py runs the whole of it")
 
 
 def run_the_last_two(whole: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the last two programs of hundreds of thousands."""
+    from triton.runtime.interpreter import interpreter_builder
+
     [programs] = whole.grid
     grid, program = interpreter_builder.set_grid_dim, interpreter_builder.set_grid_idx
     monkeypatch.setattr(interpreter_builder, "set_grid_dim", lambda *_: grid(programs, 1, 1))
@@ -64,6 +87,7 @@ def run_the_last_two(whole: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     replace(whole, grid=(2,)).run()
 
 
+@in_the_interpreter
 @pytest.mark.parametrize("shape", [(2**31 + 40,), (2**31 + 37,), (2**31 + 40, 1)], ids=str)
 def test_axes_of_more_than_31_bits(shape, monkeypatch):
     storage = torch.UntypedStorage(4 * shape[0])
@@ -79,10 +103,11 @@ def test_axes_of_more_than_31_bits(shape, monkeypatch):
     run_the_last_two(whole, monkeypatch)
     seen = shape[0] - (programs - 2) * of_a_program
     assert seen < last and (y[-last:-seen] == 77.0).all()
-    agree(y[-seen:], truth("isru", x[-seen:], own, 0, x[-seen:])["y"], "y")
+    agree(y[-seen:], truth("isru", x[-seen:], own, 0, x[-seen:])["y"], "isru", HALF, "y")
 
 
 # Just under 2³¹, where a size and a tile come to more than 31 bits; and beyond.
+@in_the_interpreter
 @pytest.mark.parametrize("shape", [(2**31 - 5, 1), (2**31 - 8,), (2**31 + 40, 1), (2**31 + 37,)], ids=str)
 def test_axes_of_about_31_bits_backward(shape, monkeypatch):
     storage = torch.UntypedStorage(6 * shape[0])
@@ -99,7 +124,7 @@ def test_axes_of_about_31_bits_backward(shape, monkeypatch):
     of_a_program = given["block_channels"] * given["block_others"] * given["steps"]
     seen = shape[0] - (whole.grid[0] - 2) * of_a_program
     assert seen < last and (dx[-last:-seen] == 77.0).all()
-    agree(dx[-seen:], truth("isru", x[-seen:], own, 0, dy[-seen:])["x"], "x")
+    agree(dx[-seen:], truth("isru", x[-seen:], own, 0, dy[-seen:])["x"], "isru", HALF, "x")
 
 
 PLACES = {  # out of (4, 6, 40), and how many axes are behind the channels
@@ -117,8 +142,10 @@ PLACES = {  # out of (4, 6, 40), and how many axes are behind the channels
 def test_nothing_is_written_beside_what_is_to_be_filled(place, dtype):
     at, behind = PLACES[place]
     sentinel = 77.0
-    around = {name: torch.full((4, 6, 40), sentinel, dtype=dtype) for name in ("y", "dx")}
-    x, dy = (torch.full((4, 6, 40), torch.nan, dtype=dtype) for _ in range(2))  # nor anything read beside it
+    around = {name: torch.full((4, 6, 40), sentinel, dtype=dtype, device=DEVICE) for name in ("y", "dx")}
+    x, dy = (
+        torch.full((4, 6, 40), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2)
+    )  # nor anything read beside it
     x[at], dy[at] = numbers(x[at].shape, dtype), numbers(x[at].shape, dtype, seed=3)
     run_in_place(x[at], around["y"][at], dy[at], around["dx"][at], (x[at].shape[-1 - behind],), behind)
     for made in around.values():
@@ -154,11 +181,14 @@ def test_no_more_than_is_asked_for():
     x, dy, own = numbers((9, 20), HALF), numbers((9, 20), HALF, seed=3), parameters("erf", (20,), HALF, ALL)
     both = fused.backward(dy, x, own, "erf", 0, True, True)
     of_input = fused.backward(dy, x, own, "erf", 0, True, False)
-    assert torch.equal(of_input.x, both.x) and of_input[1:] == (None,) * 4
+    assert of_input[1:] == (None,) * 4
     of_parameters = fused.backward(dy, x, own, "erf", 0, False, True)
     assert of_parameters.x is None
-    for made, again in zip(both[1:], of_parameters[1:], strict=True):
-        assert torch.equal(made, again)
+    held = truth("erf", x, own, 0, dy)
+    for name, made in both._asdict().items():
+        again = getattr(of_input if name == "x" else of_parameters, name)
+        agree(again, held[name], "erf", HALF, name)
+        assert GPU or torch.equal(made, again)  # a GPU's compiler may add in another order where it has less to do
     assert fused.backward(dy, x, own, "erf", 0, False, False) == (None,) * 5
 
 

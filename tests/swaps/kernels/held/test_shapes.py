@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from truth import BY_NUMPY, hold, numbers, parameters
+from truth import BY_NUMPY, DEVICE, hold, numbers, parameters
 
 from normscope.swaps.kernels import fused, launch, reference
 from normscope.swaps.kernels.layout import layout_of
@@ -74,7 +74,7 @@ def test_a_gradient_of_other_strides_than_the_input(name):
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (2, 0, 5), (0,)], ids=str)
 def test_nothing_has_gradients_of_zero(shape):
-    hold("isru", torch.ones(shape), parameters("isru", shape[-1:], HALF, "weight" if shape[-1] else ""))
+    hold("isru", torch.ones(shape, device=DEVICE), parameters("isru", shape[-1:], HALF, "weight" if shape[-1] else ""))
 
 
 def test_more_rows_than_a_grid_has_on_its_second_axis():

@@ -1,0 +1,215 @@
+"""Parts that hold the swaps' kernels to float64: by the tests that the suite has, and their functions by themselves."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from common import RESULTS, Measurement
+from on_gpu.parts import Found, Part, Setting
+
+ROOT = Path(__file__).parents[2]
+HELD = ROOT / "tests" / "swaps" / "kernels" / "held"
+MOST = 20  # sentences about what is wrong
+ENDED = {0: "all tests passed", 1: "some tests failed"}  # by pytest's exit status
+A_ROUNDING = 2.0**-24  # relative: a GPU may round a product and a sum at once, and so round otherwise
+
+
+@dataclass(frozen=True)
+class Tests:
+    """A file of tests.
+
+    Attributes:
+        file: its name without ``test_``.
+        workers: processes on a GPU; most of the time goes into compiling. 0 where a test takes gigabytes.
+        seconds: of its part.
+        few: what pytest chooses of it in a rehearsal.
+    """
+
+    file: str
+    workers: int
+    seconds: int
+    few: str = ""
+
+
+FILES = (
+    Tests("edges", workers=4, seconds=180, few="cancel or float64 or alone"),
+    Tests("values", workers=8, seconds=240, few="test_several_tiles_and_programs and not float16"),
+    Tests("shapes", workers=8, seconds=300, few="odd or zero or channels_last or few_tiles"),
+    Tests("memory", workers=0, seconds=300, few="31 or stay or asked"),
+    Tests("large", workers=6, seconds=400, few="odd_widths or found"),
+    Tests("far", workers=0, seconds=300),
+    Tests("streams", workers=0, seconds=180),
+)
+
+
+def parts(setting: Setting) -> list[Part]:
+    """Return the part of the functions, and one for each file of tests."""
+    held = [Part(f"kernels {tests.file}", held_to_float64, (tests,), tests.seconds) for tests in FILES]
+    return [Part("kernels functions", functions, seconds=180), *held]
+
+
+def held_to_float64(setting: Setting, tests: Tests) -> Found:
+    """Run a file of tests in a process of its own."""
+    few = tests.few if setting.rehearsal else ""
+    own = {"NORMSCOPE_KERNEL_TESTS": "rehearsal", "TRITON_INTERPRET": "1"}
+    return run_tests(
+        HELD / f"test_{tests.file}.py",
+        own if setting.rehearsal else {"NORMSCOPE_KERNEL_TESTS": "cuda"},
+        ["-n", "0" if setting.rehearsal else str(tests.workers), *(["-k", few] if few else [])],
+    )
+
+
+def run_tests(file: Path, own: dict[str, str], options: list[str]) -> Found:
+    """Run pytest on a file, and find how many tests passed, and how far off of what is allowed anything was.
+
+    Args:
+        file: of tests.
+        own: environment variables of that process; no other of normscope's or pytest's gets there.
+        options: of pytest.
+    """
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "NORMSCOPE_"))}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with tempfile.TemporaryDirectory() as folder:
+        report, errors = Path(folder, "report.xml"), Path(folder, "errors")
+        errors.mkdir()
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *options, file],
+            cwd=ROOT,
+            env={
+                **ours, **own, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NORMSCOPE_KERNEL_ERRORS": str(errors)
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )  # fmt: skip
+        if run.returncode:
+            print(run.stdout[-6000:], flush=True)
+        name = file.stem.removeprefix("test_")
+        found = counted(name, report)
+        if run.returncode not in ENDED:
+            last = (run.stdout.strip().splitlines() or ["nothing"])[-1]
+            found.failures.append(f"{name}: pytest ended with status {run.returncode}, and said last: {last}")
+        found.measurements.extend(furthest(name, errors))
+    return found
+
+
+def counted(name: str, report: Path) -> Found:
+    """Read the report that pytest has written."""
+    found, reasons, by_outcome = Found(), Counter(), Counter()
+    cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []  # noqa: S314 - our own
+    wrong = []
+    for case in cases:
+        outcome = next((one for one in case if one.tag in ("failure", "error", "skipped")), None)
+        if outcome is None:
+            by_outcome["passed"] += 1
+            continue
+        by_outcome["skipped" if outcome.tag == "skipped" else "failed"] += 1
+        first = first_line(outcome)
+        if outcome.tag == "skipped":
+            reasons[first] += 1
+        else:
+            wrong.append(f"{name}: {case.get('name')}: {first}")
+    if not by_outcome:
+        found.failures.append(f"{name}: no test was run.")
+    found.failures.extend(wrong[:MOST])
+    if len(wrong) > MOST:
+        found.failures.append(f"{name}: {len(wrong) - MOST} more tests failed.")
+    found.left_out.extend(f"{name}: {number} tests: {reason}" for reason, number in reasons.items())
+    found.measurements.extend(
+        Measurement("held to float64", name, outcome, "tests", [float(by_outcome[outcome])])
+        for outcome in ("passed", "failed", "skipped")
+    )
+    return found
+
+
+def first_line(outcome: ElementTree.Element) -> str:
+    """Return what a test failed with or was skipped for; of a file that cannot be imported, why."""
+    message = (outcome.get("message") or "nothing said").strip().splitlines()[0]
+    why = [line[1:].strip() for line in (outcome.text or "").splitlines() if line.startswith("E ")]
+    return why[0] if message == "collection failure" and why else message
+
+
+def furthest(name: str, folder: Path) -> list[Measurement]:
+    """Read the largest errors that the processes of the tests have met, relative to what is allowed."""
+    largest: dict[str, float] = {}
+    for path in folder.glob("*.json"):
+        for key, value in json.loads(path.read_text(encoding="utf-8")).items():
+            largest[key] = max(value, largest.get(key, 0.0))
+    quantity = "largest error over what is allowed"
+    found = [
+        Measurement(f"{name}: {key.replace('torch.', '')}", "kernels", quantity, "×", [value], shown=False)
+        for key, value in sorted(largest.items())
+    ]
+    if largest:
+        found.append(Measurement("held to float64", name, quantity, "×", [max(largest.values())]))
+    return found
+
+
+def functions(setting: Setting) -> Found:
+    """Hold f and f′, by the GPU's own instructions, to what is guaranteed of them (docs/kernels.md)."""
+    accuracy = importlib.import_module("accuracy")
+    kernel = importlib.import_module("accuracy_kernel")
+    u = np.concatenate([accuracy.half_floats(), accuracy.drawn_floats()])
+    found, bounds = Found(), guaranteed()
+    for of, curve, precise in accuracy.functions():
+        at = u[::101] if setting.rehearsal else u
+        case, way = accuracy.named(of, curve, precise)
+        y = kernel.run(at, of, curve, precise, device=setting.device).astype(np.float64)
+        true = accuracy.exact(at, of, curve)
+        there = np.abs(true) >= accuracy.LEAST
+        off = np.abs(y - true)[there]
+        relative = off / np.abs(true[there])
+        worst = float(np.nan_to_num(relative, nan=np.inf).max())
+        most = bounds[case, way] + A_ROUNDING
+        if not worst <= most:
+            where = at[there][np.nan_to_num(relative, nan=np.inf).argmax()]
+            found.failures.append(
+                f"{case}, {way}: off by {worst:.3g} at u = {where:.9g}, and {most:.3g} is guaranteed."
+            )
+        below = np.abs(y[~there]).max(initial=0)
+        if not below <= 2 * accuracy.LEAST:
+            found.failures.append(f"{case}, {way}: {below:.3g} where the truth is below 2⁻¹²⁰.")
+        found.failures.extend(at_the_ends(kernel, setting, of, curve, precise))
+        found.measurements.append(Measurement(case, way, "on the GPU", "relative", [finite(worst)]))
+        for dtype in accuracy.written(of, precise):
+            ulps = float((off / accuracy.spacing(true[there], dtype)).max())
+            found.measurements.append(Measurement(case, way, "on the GPU", f"ulp of {dtype}", [finite(ulps)]))
+    return found
+
+
+def at_the_ends(kernel: object, setting: Setting, of: str, curve: str, precise: bool) -> list[str]:
+    """Say what is not right of a function at NaN, infinity and zero."""
+    u = np.array([math.nan, math.inf, -math.inf, 0.0, -0.0], np.float32)
+    y = kernel.run(u, of, curve, precise, device=setting.device)
+    middle = 2 / math.sqrt(math.pi) if curve == "erf" else 1.0
+    true = np.array([math.nan, 1, -1, 0, 0] if of == "f" else [math.nan, 0, 0, middle, middle])
+    if np.allclose(y, true, rtol=2**-20, atol=0, equal_nan=True):
+        return []
+    return [f"{of} of {curve}{', precise' if precise else ''}: {y.tolist()} at NaN, ±∞ and ±0, not {true.tolist()}."]
+
+
+def guaranteed() -> dict[tuple[str, str], float]:
+    """Return how far off functions may be, relative, by case and way, as accuracy.py found and the docs have it."""
+    path = min(RESULTS.glob("accuracy-*.json"))
+    measurements = [Measurement(**one) for one in json.loads(path.read_text(encoding="utf-8"))["measurements"]]
+    return {
+        (one.case, one.way): max(one.samples)
+        for one in measurements
+        if (one.quantity, one.unit) == ("guaranteed", "relative")
+    }
+
+
+def finite(value: float) -> float:
+    """Return what JSON can hold."""
+    return value if math.isfinite(value) else 1e30

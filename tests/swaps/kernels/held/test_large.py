@@ -1,0 +1,131 @@
+"""Tensors as large as those of networks, more rows than a grid's other axes have, odd widths: on a GPU alone.
+
+A rehearsal runs tiny ones in the interpreter.
+"""
+
+import pytest
+import torch
+import truth
+from torch import Tensor
+from truth import BY_NUMPY, DEVICE, GPU, check_forms, for_a_gpu, hold_in_pieces, numbers, parameters, truth_there
+
+from normscope.swaps.kernels import fused
+from normscope.swaps.kernels.parameters import Parameters
+
+pytestmark = for_a_gpu
+ALL = "alpha shift weight bias"
+HALF = torch.bfloat16
+DTYPES = (torch.float32, HALF, torch.float16)
+SHAPES = ((25216, 768), (4096, 4096), (32768, 4096), (131072, 1152)) if GPU else ((24, 16),)
+MANY = 70_000 if GPU else 30  # more than the 65,535 programs that a grid has on its second and third axis
+ROWS = 1031 if GPU else 7
+WIDTHS = (1, 2, 3, 5, 7, 37, 1000, 1001, 4097) if GPU else (1, 5)
+
+each_curve = pytest.mark.parametrize("curve", BY_NUMPY)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Draw so many numbers where they are wanted: the CPU would take minutes."""
+    return numbers(shape, dtype, seed, drawn_on=DEVICE)
+
+
+def hold(curve: str, x: Tensor, own: Parameters, behind: int = 0, dy: Tensor | None = None) -> None:
+    dy = drawn(tuple(x.shape), x.dtype, seed=1) if dy is None else dy
+    y = fused.forward(x, own, curve, behind)
+    made = fused.backward(dy, x, own, curve, behind, True, True)
+    check_forms(y, made, x, own)
+    hold_in_pieces(curve, x, own, y, dy, made, behind)
+
+
+@each_curve
+@each_dtype
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_shapes_of_networks(shape, dtype, curve):
+    hold(curve, drawn(shape, dtype), parameters(curve, shape[1:], dtype, "weight bias"))
+
+
+@each_curve
+@pytest.mark.parametrize("shape", SHAPES[:1], ids=str)
+def test_parameters_that_all_are_one_a_channel(shape, curve):
+    hold(curve, drawn(shape, HALF), parameters(curve, shape[1:], HALF, ALL))
+
+
+MANIES = {  # x, the channels' sizes, axes behind them
+    "rows": lambda dtype: (drawn((MANY, 40), dtype), (40,), 0),
+    "rows of one element": lambda dtype: (drawn((MANY, 1), dtype), (1,), 0),
+    "outers": lambda dtype: (drawn((MANY, 4, 24), dtype)[:, :2], (24,), 0),
+    "outers of whole loads": lambda dtype: (drawn((MANY, 4, 64), dtype)[:, 1:3], (64,), 0),
+    "images": lambda dtype: (drawn((MANY, 3, 2, 5), dtype), (3,), 2),
+    "images of whole loads": lambda dtype: (drawn((MANY, 3, 4, 4), dtype), (3,), 2),
+    "images, channels last": lambda dtype: (
+        drawn((MANY, 3, 2, 5), dtype).contiguous(memory_format=torch.channels_last),
+        (3,),
+        2,
+    ),
+    "channels": lambda dtype: (drawn((3, MANY), dtype), (MANY,), 0),
+    "channels, before pixels": lambda dtype: (drawn((2, MANY, 3), dtype), (MANY,), 1),
+    "pixels": lambda dtype: (drawn((2, 3, MANY), dtype), (3,), 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("name", MANIES)
+def test_more_than_a_grid_has_on_its_other_axes(name, dtype):
+    x, shape, behind = MANIES[name](dtype)
+    curve = list(BY_NUMPY)[list(MANIES).index(name) % 3]
+    hold(curve, x, parameters(curve, shape, dtype, ALL), behind)
+
+
+@each_dtype
+@pytest.mark.parametrize("width", WIDTHS)
+def test_odd_widths(width, dtype):
+    curve = list(BY_NUMPY)[WIDTHS.index(width) % 3]
+    hold(curve, drawn((ROWS, width), dtype), parameters(curve, (width,), dtype, ALL))
+
+
+# What strides there are to a large x or dy.
+STRIDED = {
+    "rows in strides": lambda dtype: drawn((ROWS, 40), dtype)[:, :24],
+    "rows in strides, not whole loads": lambda dtype: drawn((ROWS, 40), dtype)[:, 1:25],
+    "every other row": lambda dtype: drawn((2 * ROWS, 24), dtype)[::2],
+    "transposed": lambda dtype: drawn((24, ROWS), dtype).T,
+    "one row, expanded": lambda dtype: drawn((1, 24), dtype).expand(ROWS, 24),
+    "one column, expanded": lambda dtype: drawn((ROWS, 1), dtype).expand(ROWS, 24),
+    "one number, expanded": lambda dtype: drawn((), dtype).expand(ROWS, 24),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("name", STRIDED)
+def test_strided_and_expanded(name, dtype):
+    curve = list(BY_NUMPY)[list(STRIDED).index(name) % 3]
+    plain, strided = drawn((ROWS, 24), dtype, seed=2), STRIDED[name](dtype)
+    own = parameters(curve, (24,), dtype)
+    hold(curve, strided, own)
+    hold(curve, plain, own, dy=strided)
+
+
+@each_curve
+def test_the_truth_of_large_tensors_is_that_of_small_ones(curve):
+    """Theirs is computed where they are, by torch; numpy and scipy make the others' on the CPU."""
+    x, dy, own = drawn((ROWS, 24), HALF), drawn((ROWS, 24), HALF, seed=1), parameters(curve, (24,), HALF, ALL)
+    there = truth_there(curve, x, own, 0, dy)
+    here = truth_there(curve, x.cpu(), own.each(Tensor.cpu), 0, dy.cpu())
+    for name, held in here.items():
+        assert there[name].value.device == x.device
+        for part, same in zip(held, there[name], strict=True):
+            torch.testing.assert_close(same.cpu(), part, rtol=1e-11, atol=1e-11, msg=name)
+
+
+def test_an_element_that_is_wrong_is_found(monkeypatch):
+    monkeypatch.setattr(truth, "FURTHEST", {})  # what is wrong on purpose is not to be reported
+    x, own = drawn((ROWS, 24), HALF), parameters("tanh", (24,), HALF)
+    y, made = fused.forward(x, own, "tanh", 0), fused.backward(x, x, own, "tanh", 0, True, True)
+    hold_in_pieces("tanh", x, own, y, x, made, 0)
+    for wrong in (y, made.x, made.weight):
+        before = wrong.view(-1)[-1].clone()
+        wrong.view(-1)[-1] += 0.05 * (1 + before.abs())
+        with pytest.raises(AssertionError, match="of what is allowed"):
+            hold_in_pieces("tanh", x, own, y, x, made, 0)
+        wrong.view(-1)[-1] = before

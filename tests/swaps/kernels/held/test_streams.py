@@ -1,0 +1,133 @@
+"""Streams, graphs and the order of programs: there is none of it in the interpreter."""
+
+import pytest
+import torch
+from torch import Tensor
+from truth import BY_NUMPY, DEVICE, agree, numbers, on_a_gpu, parameters, truth
+
+from normscope.swaps.kernels import fused
+from normscope.swaps.kernels.parameters import Parameters
+
+pytestmark = on_a_gpu
+ALL = "alpha shift weight bias"
+HALF = torch.bfloat16
+LONG = 200_000_000  # clocks: a tenth of a second
+SHAPES = {  # x, the channels' sizes, axes behind them
+    "rows": lambda seed: (numbers((3001, 768), HALF, seed), (768,), 0),
+    "odd rows": lambda seed: (numbers((1999, 37), seed=seed), (37,), 0),
+    "images": lambda seed: (numbers((16, 24, 14, 14), HALF, seed), (24,), 2),
+    # The strides of what it is cut out of are no layout's: it is copied first.
+    "cut out": lambda seed: (numbers((4, 6, 8, 12, 5), HALF, seed)[:, 1:, 1:, :, 1:], (12,), 1),
+}
+each_curve = pytest.mark.parametrize("curve", BY_NUMPY)
+each_shape = pytest.mark.parametrize("name", SHAPES)
+
+
+def given(name: str, curve: str, seed: int = 0) -> tuple[Tensor, Tensor, Parameters, int]:
+    x, shape, behind = SHAPES[name](seed)
+    dy, _, _ = SHAPES[name](seed + 1)
+    return x, dy, parameters(curve, shape, x.dtype, ALL), behind
+
+
+def all_of(x: Tensor, dy: Tensor, own: Parameters, curve: str, behind: int) -> list[Tensor]:
+    return [fused.forward(x, own, curve, behind), *fused.backward(dy, x, own, curve, behind, True, True)]
+
+
+def same_bits(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(
+        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@each_curve
+@each_shape
+def test_the_same_bits_twenty_times_and_beside_other_work(name, curve):
+    x, dy, own, behind = given(name, curve)
+    first = all_of(x, dy, own, curve, behind)
+    assert all(same_bits(first, all_of(x, dy, own, curve, behind)) for _ in range(20))
+    beside = torch.cuda.Stream()
+    other = torch.randn(2048, 2048, device=DEVICE)
+    beside.wait_stream(torch.cuda.current_stream())
+    for _ in range(10):
+        with torch.cuda.stream(beside):
+            for _ in range(5):
+                other = (other @ other).tanh()
+        assert same_bits(first, all_of(x, dy, own, curve, behind))
+    torch.cuda.synchronize()
+
+
+@each_shape
+def test_another_stream_than_the_default_one(name):
+    """What it is given there comes late: whoever did not wait for it would see NaN."""
+    x, dy, own, behind = given(name, "tanh")
+    expected = all_of(x, dy, own, "tanh", behind)
+    late_x, late_dy = (tensor.clone().fill_(torch.nan) for tensor in (x, dy))
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(LONG)
+        late_x.copy_(x)
+        late_dy.copy_(dy)
+        made = all_of(late_x, late_dy, own, "tanh", behind)
+    stream.synchronize()
+    assert same_bits(expected, made)
+
+
+@each_shape
+def test_nothing_waits_for_the_gpu(name):
+    """Neither pass reads anything back: both return while what was given before still runs."""
+    x, dy, own, behind = given(name, "erf")
+    all_of(x, dy, own, "erf", behind)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10 * LONG)
+    before = torch.cuda.Event()
+    before.record()
+    all_of(x, dy, own, "erf", behind)
+    assert not before.query()
+    torch.cuda.synchronize()
+
+
+@each_curve
+@each_shape
+def test_replayed_from_a_graph_with_other_numbers(name, curve):
+    x, dy, own, behind = given(name, curve)
+    warm = torch.cuda.Stream()
+    warm.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm):
+        for _ in range(2):
+            all_of(x, dy, own, curve, behind)
+    torch.cuda.current_stream().wait_stream(warm)
+    forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(forward):
+        y = fused.forward(x, own, curve, behind)
+    with torch.cuda.graph(backward):
+        gradients = fused.backward(dy, x, own, curve, behind, True, True)
+    for seed in (10, 20):
+        new_x, new_dy, _, _ = given(name, curve, seed)
+        x.copy_(new_x)
+        dy.copy_(new_dy)
+        y.fill_(torch.nan)
+        for made in gradients:
+            made.fill_(torch.nan)
+        forward.replay()
+        backward.replay()
+        torch.cuda.synchronize()
+        assert same_bits([y, *gradients], all_of(new_x, new_dy, own, curve, behind))
+        held = truth(curve, new_x, own, behind, new_dy, additions=64)
+        for quantity, made in {"y": y, **gradients._asdict()}.items():
+            agree(made, held[quantity], curve, x.dtype, quantity)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is no second GPU")
+@each_shape
+def test_a_gpu_that_is_not_the_current_one(name):
+    x, dy, own, behind = given(name, "tanh")
+    expected = all_of(x, dy, own, "tanh", behind)
+    there = torch.device("cuda", 1)
+    assert torch.cuda.current_device() == 0
+    made = all_of(x.to(there), dy.to(there), own.each(lambda part: part.to(there)), "tanh", behind)
+    assert torch.cuda.current_device() == 0
+    assert all(tensor.device == there for tensor in made)
+    # As many multiprocessors, as many programs: the same bits.
+    assert same_bits([tensor.to(there) for tensor in expected], made)

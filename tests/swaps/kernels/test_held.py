@@ -1,0 +1,42 @@
+"""The kernels held to float64 by the tests in held/, in a process of their own: in the interpreter, and on a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is made for Linux alone")
+
+FOLDER = Path(__file__).parent / "held"
+WAYS = {"interpreter": {"TRITON_INTERPRET": "1"}, "gpu": {"NORMSCOPE_KERNEL_TESTS": "cuda"}}
+HAVE_A_GPU = torch.cuda.is_available() and torch.version.hip is None
+FOR_A_GPU = ("test_far.py", "test_large.py", "test_streams.py")  # nothing of them is for the interpreter
+
+
+def held(file, way, *options):
+    own = ("PYTEST_", "NORMSCOPE_", "TRITON_INTERPRET")
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *options, FOLDER / file],
+        env={**ours, **WAYS[way], "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file not in FOR_A_GPU])
+def test_the_kernels_agree_with_float64_in_the_interpreter(file):
+    held(file, "interpreter")
+
+
+@pytest.mark.skipif(not HAVE_A_GPU, reason="there is no NVIDIA GPU here")
+@pytest.mark.parametrize("file", FILES)
+def test_the_kernels_agree_with_float64_on_a_gpu(file):
+    held(file, "gpu")
