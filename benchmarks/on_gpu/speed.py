@@ -26,6 +26,7 @@ TINY = ((24, 40),)
 DTYPES = ("bfloat16", "float16", "float32")
 SECONDS, TUNED_SECONDS = 200, 300
 _COMPILING, _ENDING = 0.55, 0.85  # of a part's limit: after that, nothing more is compiled, and no sample begun
+_SENTENCES = 20
 Sampler = Callable[[], Times]
 
 
@@ -75,7 +76,18 @@ def run(setting: Setting, shape: tuple[int, int], dtype: str, tuned: bool) -> Fo
         for contender in _contenders(setting, shape[1], dtype, tuned, begun + _COMPILING * limit, ready):
             _prepare(setting, contender, sets, case_of(contender.of, "{}", dtype, shape, tuned), ready)
         taken = in_rounds(ready, begun + _ENDING * limit)
-    return Found(ready.measurements + measured(taken, dtype, shape, tuned), ready.failures, ready.left_out)
+    measurements = ready.measurements + measured(taken, dtype, shape, tuned)
+    return Found(measurements, first_of(ready.failures), first_of(ready.left_out))
+
+
+def first_of(sentences: Sequence[str]) -> list[str]:
+    """Return so many that they can be read, and how many more there are.
+
+    >>> first_of(["a"] * 22)[-2:]
+    ['a', 'And 2 more.']
+    """
+    more = len(sentences) - _SENTENCES
+    return [*sentences[:_SENTENCES], *([f"And {more} more."] if more > 0 else [])]
 
 
 def _contenders(

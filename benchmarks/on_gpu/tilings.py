@@ -14,11 +14,11 @@ from common import Measurement, ratios
 from disassembly import code_of_launch
 from machine_code import executed
 from on_gpu import contenders
-from on_gpu.contenders import ALLOWED, CURVES, Operands, described, operands, own_parameters
-from on_gpu.figures import BACKWARD, FORWARD, by_round, case_of
+from on_gpu.contenders import CURVES, Operands, described, operands, own_parameters
+from on_gpu.figures import BACKWARD, FORWARD, by_round, case_of, medians_of
 from on_gpu.parts import Found, Part, Setting
-from on_gpu.speed import DTYPES, SHAPES, shapes
-from on_gpu.timers import ROUNDS, by_graph, by_wall_clock, one_stream
+from on_gpu.speed import DTYPES, SHAPES, first_of, shapes
+from on_gpu.timers import GRAPH, ROUNDS, by_graph, by_wall_clock, one_stream
 from torch import Tensor
 
 from normscope.swaps.kernels import launch as launches_of_kernels
@@ -46,6 +46,7 @@ TILINGS = {
     ),
 }  # fmt: skip
 OWN = {FORWARD: "FORWARD", BACKWARD: "BACKWARD"}  # the names of the defaults
+ALIKE = 0.01  # of the largest: sums in another order may be rounded to the next number of half precision
 ISSUE_SHAPES = SHAPES[2:]
 TINY_CALL = (8, 64)
 
@@ -66,13 +67,13 @@ def parts(setting: Setting) -> list[Part]:
     """Return what is asked first, then a part for each pass and size, then what the host takes."""
     sizes = [("bfloat16", shape) for shape in shapes(setting)] + [("float32", shapes(setting)[-1])]
     return [
-        *(Part(f"tilings issue {dtype}", issue, (dtype,), 120) for dtype in DTYPES[:2]),
+        *(Part(f"tilings issue {dtype}", issue, (dtype,), 90) for dtype in DTYPES[:2]),
         *(
             Part(f"tilings {passes} {dtype} {shape[0]}x{shape[1]}", sweep, (passes, dtype, shape), seconds)
-            for passes, seconds in ((FORWARD, 120), (BACKWARD, 200))
+            for passes, seconds in ((FORWARD, 100), (BACKWARD, 150))
             for dtype, shape in sizes
         ),
-        Part("tilings host", host, (), 120),
+        Part("tilings host", host, (), 90),
     ]
 
 
@@ -95,42 +96,34 @@ def issue(setting: Setting, dtype: str) -> Found:
     with one_stream(setting):
         for shape in shapes(setting) if setting.rehearsal else ISSUE_SHAPES:
             sets = operands(shape, getattr(torch, dtype), setting.device)
-            copy = _rounds(setting, lambda own: own.out.copy_(own.x), sets)
-            case = case_of("copy", FORWARD, dtype, shape)
-            found.measurements.extend(_shown(case, "copy", {("time", "µs"): copy}))
+            copy = _timed(setting, case_of("copy", FORWARD, dtype, shape), "copy", _copy, sets, found)
             for curve in CURVES:
                 for precise in (False, True) if curve != "isru" else (False,):  # it has one function for both
+                    each = [with_function(prepared(FORWARD, curve, own).launches[0], precise) for own in sets]
                     way = f"normscope, {'precise' if precise else 'cheap'}"
-                    _issue_of(
-                        setting, case_of(CURVES[curve], FORWARD, dtype, shape), way, precise, curve, sets, copy, found
-                    )
-    return found
+                    _issue_of(setting, case_of(CURVES[curve], FORWARD, dtype, shape), way, each, copy, found)
+    return Found(found.measurements, first_of(found.failures), first_of(found.left_out))
 
 
-def _issue_of(
-    setting: Setting,
-    case: str,
-    way: str,
-    precise: bool,
-    curve: str,
-    sets: list[Operands],
-    copy: list[float],
-    found: Found,
-) -> None:
+def _copy(own: Operands) -> None:
+    own.out.copy_(own.x)
+
+
+def _issue_of(setting: Setting, case: str, way: str, each: list[Launch], copy: list[float], found: Found) -> None:
+    x = each[0].arguments["x"]
     try:
-        each = [with_function(prepared(FORWARD, curve, own).launches[0], precise) for own in sets]
-        times = _rounds(setting, Launch.run, each)
+        times = _timed(setting, case, way, Launch.run, each, found)
     except Exception as error:
         found.failures.append(f"{case} by {way}: {described(error)}")
         return
-    values = {("time", "µs"): times, ("of the copy's rate", "%"): [100 * one for one in ratios(copy, times)]}
+    values = {("of the copy's rate", "%"): [100 * share for share in ratios(copy, times)]}
     try:
-        count = instructions(each[0], sets[0].x, torch.cuda.get_device_capability())
+        count = instructions(each[0], x, torch.cuda.get_device_capability())
     except Exception as error:
         found.left_out.append(f"{case} by {way}, instructions: {described(error)}")
     else:
         values["instructions", "per element"] = [count]
-        warps = count * sets[0].x.numel() / LANES / multiprocessors(sets[0].x.device)
+        warps = count * x.numel() / LANES / multiprocessors(x.device)
         # 10⁹ a second; four times the clock in GHz is all that a multiprocessor can begin.
         values["begun", "10⁹/s a multiprocessor"] = [warps / one / 1e3 for one in times]
     found.measurements.extend(_shown(case, way, values))
@@ -154,7 +147,7 @@ def sweep(setting: Setting, passes: str, dtype: str, shape: tuple[int, int]) -> 
         sets = operands(shape, getattr(torch, dtype), setting.device)
         for curve in SWEPT[:1] if setting.rehearsal else SWEPT:
             _sweep_of(setting, passes, curve, sets, case_of(CURVES[curve], passes, dtype, shape), found)
-    return found
+    return Found(found.measurements, first_of(found.failures), first_of(found.left_out))
 
 
 def _sweep_of(setting: Setting, passes: str, curve: str, sets: list[Operands], case: str, found: Found) -> None:
@@ -174,7 +167,7 @@ def _sweep_of(setting: Setting, passes: str, curve: str, sets: list[Operands], c
         except Exception as error:  # what a GPU has no room for is no candidate
             found.left_out.append(f"{case}, {named(tiling)}: {described(error)}")
             continue
-        if off <= ALLOWED[sets[0].x.dtype]:
+        if off <= ALIKE:
             right[tiling] = each
         else:
             found.failures.append(
@@ -184,10 +177,14 @@ def _sweep_of(setting: Setting, passes: str, curve: str, sets: list[Operands], c
     times: dict[Tiling, list[float]] = {tiling: [] for tiling in right}
     for number in range(ROUNDS):
         for tiling in list(right)[:: -1 if number % 2 else 1]:
-            samples = by_graph(setting, Prepared.run, right[tiling])
+            try:
+                samples = by_graph(setting, Prepared.run, right[tiling])
+            except Exception as error:
+                found.failures.append(f"{case}, {named(tiling)}, while it was timed: {described(error)}")
+                del right[tiling], times[tiling]
+                continue
             times[tiling].append(statistics.median(samples))
-            quantity = f"graph, samples of round {number + 1}"
-            found.measurements.append(Measurement(case, named(tiling), quantity, "µs", samples, shown=False))
+            found.measurements.append(_samples(case, named(tiling), number + 1, samples))
     found.measurements.extend(best_of(case, times, default))
 
 
@@ -253,12 +250,23 @@ def host(setting: Setting) -> Found:
                 found.measurements.extend(_shown(case, one.way, values))
             except Exception as error:
                 (found.failures if one.ours else found.left_out).append(f"{case} by {one.way}: {described(error)}")
-    return found
+    return Found(found.measurements, first_of(found.failures), first_of(found.left_out))
 
 
-def _rounds(setting: Setting, run: Callable[..., object], sets: Sequence[object]) -> list[float]:
+def _timed(
+    setting: Setting, case: str, way: str, run: Callable[..., object], sets: Sequence[object], found: Found
+) -> list[float]:
+    """Keep the samples of each round, and return its median."""
     run(sets[0])
-    return [statistics.median(by_graph(setting, run, sets)) for _ in range(ROUNDS)]
+    rounds = [by_graph(setting, run, sets) for _ in range(ROUNDS)]
+    for number, samples in enumerate(rounds, 1):
+        found.measurements.append(_samples(case, way, number, samples))
+    found.measurements.extend(_shown(case, way, {("time", "µs"): medians_of(rounds)}))
+    return medians_of(rounds)
+
+
+def _samples(case: str, way: str, number: int, samples: list[float]) -> Measurement:
+    return Measurement(case, way, f"{GRAPH}, samples of round {number}", "µs", samples, shown=False)
 
 
 def _shown(case: str, way: str, values: dict[tuple[str, str], list[float]]) -> list[Measurement]:

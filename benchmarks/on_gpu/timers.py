@@ -34,7 +34,6 @@ def one_stream(setting: Setting) -> Iterator[None]:
         return
     with torch.cuda.stream(torch.cuda.Stream()):
         yield
-    torch.cuda.synchronize()
 
 
 def timed(setting: Setting, run: Callable[[Buffers], object], sets: Sequence[Buffers]) -> Times:

@@ -207,6 +207,11 @@ def test_rounds_are_kept_apart_and_what_fails_or_is_late_is_said(on_gpu):
     assert late.left_out == ["Round 1: for 1 of 1 no time.", "Round 2: for 1 of 1 no time."]
 
 
+def test_of_many_sentences_the_first_are_kept_and_the_others_counted(on_gpu):
+    assert on_gpu.speed.first_of(["a"] * 20) == ["a"] * 20
+    assert on_gpu.speed.first_of(["a"] * 23) == [*["a"] * 20, "And 3 more."]
+
+
 @pytest.mark.parametrize("seconds", [1e-6, 18e-6, 2e-4, 0.01, 1.0])
 def test_a_graph_takes_a_tenth_of_a_second_or_one_turn_of_the_sets(on_gpu, seconds):
     calls = on_gpu.timers.calls_of(seconds, sets=4)
@@ -266,8 +271,11 @@ def test_no_candidate_spills(on_gpu, passes, tmp_path, monkeypatch):
     from normscope.swaps.kernels import launch
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    sizes = [(torch.bfloat16, (32768, 4096))]
+    if passes == "backward":  # forward nothing limits the registers
+        sizes.append((torch.float32, (131072, 1152)))
     for tiling in on_gpu.tilings.TILINGS[passes]:
-        for dtype, shape in ((torch.bfloat16, (32768, 4096)), (torch.float32, (131072, 1152))):
+        for dtype, shape in sizes:
             with mock.patch.object(launch, on_gpu.tilings.OWN[passes], tiling):
                 own = launches(torch.empty(shape, dtype=dtype, device="meta"), "erf")[passes == "backward"]
             code = code_of_launch(own, 90)
@@ -285,15 +293,15 @@ def test_the_precise_function_takes_more_instructions_and_no_more_bytes(on_gpu, 
     for curve in ("tanh", "erf"):
         cheap, precise = (on_gpu.tilings.with_function(launches(x, curve)[0], one) for one in (False, True))
         counts = [on_gpu.tilings.instructions(one, x, (9, 0)) for one in (cheap, precise)]
-        assert 8 < counts[0] < 16 and counts[1] > 2 * counts[0]
+        assert counts[0] < 16 and counts[1] > 1.5 * counts[0]
         codes = [code_of_launch(one, 90) for one in (cheap, precise)]
         assert codes[0].counted(f"{LOADS}|{STORES}") == codes[1].counted(f"{LOADS}|{STORES}")
 
 
 @pytest.mark.faults
 def test_a_rehearsal_finds_nothing_wrong(tmp_path):
-    only = "speed bfloat16,tilings issue bfloat16"
+    only = "speed bfloat16,tilings backward bfloat16"
     command = [sys.executable, FOLDER / "gpu.py", "--rehearse", "--results", tmp_path, "--only", only]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "speed bfloat16 24x40: right" in done.stdout and "tilings issue bfloat16: right" in done.stdout
+    assert "speed bfloat16 24x40: right" in done.stdout and "tilings backward bfloat16 24x40: right" in done.stdout
