@@ -19,11 +19,17 @@ _CACHES = 4  # so many times the L2 cache the buffers are together
 Buffers = TypeVar("Buffers")
 
 
-def flushed(run: Run) -> list[float]:
-    """Time calls by triton.testing.do_bench, which clears the L2 cache before each: seconds, a sample a call."""
+def flushed(run: Run, milliseconds: int = 100) -> list[float]:
+    """Time calls by triton.testing.do_bench, which clears the L2 cache before each: seconds, a sample a call.
+
+    Args:
+        run: what is timed.
+        milliseconds: that all calls together take, about; a quarter of them more to warm up.
+    """
     from triton.testing import do_bench
 
-    return [milliseconds / 1e3 for milliseconds in do_bench(run, return_mode="all")]
+    taken = do_bench(run, warmup=milliseconds // 4, rep=milliseconds, return_mode="all")
+    return [one / 1e3 for one in taken]
 
 
 def sets_beyond_cache(nbytes: int, cache: int) -> int:
@@ -40,7 +46,14 @@ def cache_of(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
-def replayed(run: Callable[[Buffers], object], sets: Sequence[Buffers], number: int = _REPLAYS) -> list[float]:
+def replayed(
+    run: Callable[[Buffers], object],
+    sets: Sequence[Buffers],
+    number: int = _REPLAYS,
+    *,
+    calls: int = _CALLS,
+    stream: torch.cuda.Stream | None = None,
+) -> list[float]:
     """Time the replays of one CUDA graph of about 200 calls: seconds a call, a sample a replay.
 
     No launch from Python is timed. Each call takes the next of the buffer sets, and what it returns is kept until that
@@ -50,16 +63,19 @@ def replayed(run: Callable[[Buffers], object], sets: Sequence[Buffers], number: 
         run: what is timed, of a buffer set.
         sets: as many as :func:`sets_beyond_cache` says.
         number: of replays.
+        calls: of one replay; a few more where they are no multiple of the sets.
+        stream: that the calls are captured on; a new one without. A backward pass runs on the stream of its forward
+            pass, and can only be captured on that.
     """
-    aside: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    aside: torch.cuda.Stream = stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):  # what is set up at first calls cannot be captured
         for buffers in sets[:3]:
             run(buffers)
     torch.cuda.current_stream().wait_stream(aside)
-    graph, calls = torch.cuda.CUDAGraph(), math.ceil(_CALLS / len(sets)) * len(sets)
+    graph, calls = torch.cuda.CUDAGraph(), math.ceil(calls / len(sets)) * len(sets)
     kept: deque[object] = deque(maxlen=len(sets))
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=aside):
         for call in range(calls):
             kept.append(run(sets[call % len(sets)]))
     graph.replay()

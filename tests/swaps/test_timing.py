@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from normscope.swaps import cuda_timing
-from normscope.swaps.cuda_timing import replayed, sets_beyond_cache
+from normscope.swaps.cuda_timing import flushed, replayed, sets_beyond_cache
 from normscope.swaps.timing import blocks, in_turns, once, repeated, spread
 
 
@@ -87,11 +87,13 @@ def test_buffers_are_beyond_four_caches_and_no_more_than_it_takes(nbytes, cache)
 
 def test_a_replay_goes_round_the_buffers_and_keeps_what_it_returns(monkeypatch):
     """Without CUDA, on a stand-in for its streams, graphs and events: which calls are captured, and how they count."""
-    state = {"capturing": False, "replays": 0}
+    state, streams = {"capturing": False, "replays": 0}, []
 
     class Context:
         def __init__(self, *args, **kwargs):
             self.graph = bool(args) and args[0] == "graph"
+            if self.graph:
+                streams.append(kwargs["stream"])
 
         def __enter__(self):
             state["capturing"] = self.graph
@@ -133,3 +135,16 @@ def test_a_replay_goes_round_the_buffers_and_keeps_what_it_returns(monkeypatch):
     assert len(captured) == 203  # the least multiple of 7 from 200 on: each set is used as often
     assert "".join(captured[:8]) == "abcdefga"
     assert samples == [pytest.approx(0.42 / 203)] * 5 and state["replays"] == 6
+    captured.clear()
+    own = Context()
+    assert replayed(lambda buffers: captured.append(buffers), list("ab"), 1, calls=3, stream=own) == [0.42 / 4]
+    assert captured == list("ab" + "abab")  # both once before anything is captured
+    assert streams[0] is not own and streams[1] is own
+
+
+def test_do_bench_takes_as_long_as_it_is_told(monkeypatch):
+    testing = pytest.importorskip("triton.testing", reason="Triton is made for Linux alone")
+    told = []
+    monkeypatch.setattr(testing, "do_bench", lambda run, **how: told.append(how) or [2.0, 1.0])
+    assert flushed(lambda: None) == flushed(lambda: None, 20) == [2e-3, 1e-3]
+    assert told == [{"warmup": warmup, "rep": rep, "return_mode": "all"} for warmup, rep in ((25, 100), (5, 20))]
