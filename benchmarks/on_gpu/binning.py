@@ -9,7 +9,7 @@ import torch
 from common import Measurement
 from on_gpu import suite
 from on_gpu.parts import Found, Part, Setting
-from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+from torch.nn import functional as F
 
 from normscope.pairs.binning import cuda
 from normscope.pairs.formulas import FORMS, layer_norm

@@ -14,7 +14,7 @@ from common import Measurement
 from on_gpu.parts import Found, Setting
 
 ROOT = Path(__file__).parents[2]
-VARIABLE = "NORMSCOPE_KERNEL_TESTS"  # "cuda" where the tests are to take a GPU
+VARIABLE = "NORMSCOPE_KERNEL_TESTS"  # the device that the tests are to take
 _SENTENCES = 20
 _LENGTH = 400
 _TESTS_FAILED = 1
@@ -24,7 +24,7 @@ def tested(setting: Setting, files: Sequence[str], select: str = "", name: str =
     """Run the tests of some files, one after the other in one process, and say which failed.
 
     Args:
-        setting: on a GPU the tests are told to take it, by :data:`VARIABLE`.
+        setting: whose device the tests are told to take, by :data:`VARIABLE`.
         files: their paths, from the root of the repository.
         select: which of their tests, as pytest's ``-k`` takes it; all, where it is empty.
         name: of these tests; the files' own without one.
@@ -69,7 +69,7 @@ def joined(parts: Sequence[Found]) -> Found:
 
 def _environment(setting: Setting) -> dict[str, str]:
     own = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    return {**os.environ, **own, **({} if setting.rehearsal else {VARIABLE: setting.device})}
+    return {**os.environ, **own, VARIABLE: setting.device}
 
 
 def _why(test: ElementTree.Element, what: str) -> str:

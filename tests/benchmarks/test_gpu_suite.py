@@ -66,7 +66,7 @@ def test_what_pytest_found_is_told(suite, tmp_path):
 
 def test_only_so_many_sentences(suite, tmp_path):
     path = tmp_path / "test_made.py"
-    path.write_text(TESTS.replace("[3, 4]", "range(4, 34)").replace("SAID", "None"), encoding="utf-8")
+    path.write_text(TESTS.replace("[3, 4]", "range(4, 34)").replace("SAID", "'cpu'"), encoding="utf-8")
     found = suite.tested(setting(True), [str(path)], select="wrong or right", name="made")
     assert counts(found) == {"checks passed": [1.0], "checks failed": [30.0], "checks skipped": [0.0]}
     assert len(found.failures) == 21 and found.failures[-1] == "made: 10 more tests failed."

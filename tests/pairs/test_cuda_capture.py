@@ -25,23 +25,26 @@ pytestmark = pytest.mark.skipif(not DEVICE, reason="NORMSCOPE_KERNEL_TESTS=cuda 
 
 
 @pytest.fixture(autouse=True)
-def in_float32(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+def in_float32():
+    """Let no product of matrices be taken of rounded numbers."""
+    kinds = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    were = [backend.allow_tf32 for backend in kinds]
+    for backend in kinds:
+        backend.allow_tf32 = False
+    yield
+    for backend, before in zip(kinds, were, strict=True):
+        backend.allow_tf32 = before
 
 
-def captured(name: str, device: str, limit: int) -> normscope.Capture:
+def captured(name: str, device: str, limit: int, **arithmetic: bool) -> normscope.Capture:
     network = normscope.load(name, device=device, limit=limit)
-    with torch.backends.mkldnn.flags(enabled=DEVICE != device or DEVICE == "cuda"):
+    with torch.backends.mkldnn.flags(**arithmetic):
         return normscope.capture(network.module, network.inputs, about=network.about)
 
 
 @pytest.mark.parametrize(("name", "limit"), [("demo_vit", 16), ("demo_wav2vec2", 4), ("demo_dit", 2)])
 def test_a_network_says_the_same_on_both(name, limit):
-    there = captured(name, DEVICE, limit)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "DEVICE", "")
-        here = captured(name, "cpu", limit)
+    there, here = captured(name, DEVICE, limit, enabled=False), captured(name, "cpu", limit, enabled=True)
     assert list(there.stats) == list(here.stats)
     for site, stats in here.stats.items():
         ours = there.stats[site]
