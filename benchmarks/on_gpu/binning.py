@@ -18,9 +18,9 @@ from normscope.pairs.tokens import Lines, Run, Tokens
 
 LOOP, LARGE, CAPTURE = (f"tests/pairs/test_cuda_{name}.py" for name in ("loop", "large", "capture"))
 CHECKS = {  # of what, on a GPU and in a rehearsal, and the seconds it may take
-    "binning": (LOOP, "GPU", "interpreted and padding", 420),
-    "binning of many": (LARGE, "", "twice or positions or beyond", 480),
-    "captures": (CAPTURE, "", "same_x or backend", 480),
+    "binning": (LOOP, "GPU", "interpreted and padding", 360),
+    "binning of many": (LARGE, "", "positions or beyond", 360),
+    "captures": (CAPTURE, "", "same_x or backend", 300),
 }
 LAYERS = {"a layer of ViT-B of 8 images": (8, 197), "a layer of ViT-B of 64 images": (64, 197)}
 CHANNELS = 768

@@ -9,10 +9,11 @@ OPERATORS = "tests/swaps/kernels/test_operators.py"
 COMPILED = "tests/swaps/kernels/test_compiled.py"
 # What runs in the interpreter says nothing of a GPU.
 OF_A_GPU = "not kernels_themselves"
-PARTS = {
-    "operators": (OPERATORS, "", "opcheck and float32 and tanh and True", 300),
-    "operators compiled": (COMPILED, f"{OF_A_GPU} and not replayed", "one_graph_serves or exported", 480),
-    "operators in graphs": (COMPILED, "replayed", "one_graph_serves", 480),
+PARTS = {  # which tests on a GPU and in a rehearsal, and the seconds they may take
+    "opcheck": (OPERATORS, "opcheck", "opcheck and dtype0-isru", 360),
+    "operators": (OPERATORS, "not opcheck", "gradients or dtype", 300),
+    "operators compiled": (COMPILED, f"{OF_A_GPU} and not replayed", "one_graph_serves or exported", 300),
+    "operators in graphs": (COMPILED, "replayed", "one_graph_serves", 420),
 }
 
 

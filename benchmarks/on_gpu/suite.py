@@ -54,7 +54,7 @@ def tested(setting: Setting, files: Sequence[str], select: str = "", name: str =
     reasons = dict.fromkeys(f"{case}: {_why(test, 'skipped')}" for test in skipped)
     return Found(
         [
-            Measurement(case, "normscope", f"checks {how}", "", [float(number)], shown=how == "passed")
+            Measurement(case, "normscope", f"checks {how}", "tests", [float(number)], shown=how == "passed")
             for how, number in counts.items()
         ],
         sentences,
