@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common import ALWAYS_NAMED, RESULTS, names, show, versions
-from on_gpu import kernels, machine, speed, tilings
+from on_gpu import binning, kernels, machine, operators, speed, tilings
 from on_gpu.parts import Part, Setting, found_by
 from on_gpu.record import Record
 
@@ -63,7 +63,7 @@ def options() -> argparse.ArgumentParser:
 
 def all_parts(setting: Setting) -> list[Part]:
     """Return all parts, those first that others are worth nothing without."""
-    return [part for module in (kernels, speed, tilings) for part in module.parts(setting)]
+    return [part for module in (kernels, binning, operators, speed, tilings) for part in module.parts(setting)]
 
 
 def chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:

@@ -110,7 +110,7 @@ def _add_pairs(stats: PairStats, tokens: Tokens, rows: Tensor, described: _Descr
     tile = max(ONE_ELEMENT_IN, min(triton.next_power_of_2(width), _ADDED))
     at_once, columns = _ADDED // tile, triton.cdiv(width, tile)
     steps = max(_STEPS, triton.cdiv(triton.cdiv(n_rows, at_once) * columns, _PROGRAMS))
-    add_pairs[(triton.cdiv(n_rows, at_once * steps), columns)](
+    add_pairs[(columns, triton.cdiv(n_rows, at_once * steps))](  # of which the second may be 65,535 at most
         rows,
         described.keys,
         described.folds,

@@ -246,13 +246,13 @@ def add_pairs(
     ``at_once`` rows, ``steps`` times, of ``tile`` columns, a multiple of eight. What is said of tokens comes from
     :func:`describe`; ``competing`` becomes 1 where a pair took a place, whose key alone is written down here.
     """
-    left = tl.program_id(1) * tile
+    left = tl.program_id(0) * tile
     column = left + tl.arange(0, tile)[None, :]
     total = tl.zeros((at_once, tile), tl.float64)
     squares = tl.zeros((at_once, tile), tl.float64)
     low = tl.full((at_once, tile), float("inf"), tl.float32)
     high = tl.full((at_once, tile), float("-inf"), tl.float32)
-    row = tl.program_id(0) * steps * at_once + tl.arange(0, at_once)
+    row = tl.program_id(1) * steps * at_once + tl.arange(0, at_once)
     # One step ahead: so it comes while the last is added up, and bfloat16 is not widened in each of the six lanes.
     key, x = _load(rows, keys, row, column, n_rows, width, per_token)
     step = 0

@@ -1,9 +1,11 @@
 """The operators in compiled and exported programs.
 
 Run as a script, in Triton's interpreter, this file sends the kernels themselves through opcheck and a compiled graph.
+With NORMSCOPE_KERNEL_TESTS=cuda its tests run on a GPU, and more of them.
 """
 
 import copy
+import itertools
 import os
 import subprocess
 import sys
@@ -19,14 +21,30 @@ from normscope.swaps.kernels.choice import CURVES
 from normscope.swaps.pointwise import Derf, DyISRU, DyT, PointwiseFunction
 
 C = 6
+DEVICE = torch.device(os.environ.get("NORMSCOPE_KERNEL_TESTS") or "cpu")
+ON_GPU = DEVICE.type == "cuda"
+MODES = [
+    *itertools.product(("default", "reduce-overhead"), (None, torch.bfloat16), (False, True)),
+    ("max-autotune", None, False),  # which tries many kernels for each product of matrices
+    ("max-autotune", torch.bfloat16, False),
+]
+on_a_gpu = pytest.mark.skipif(not ON_GPU, reason="NORMSCOPE_KERNEL_TESTS=cuda asks for them, where there is a GPU.")
+pytestmark = pytest.mark.usefixtures("on_device")
+
+
+@pytest.fixture(scope="module")
+def on_device():
+    """Whatever does not say where is made there."""
+    with DEVICE:
+        yield
 
 
 def values(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu").to(DEVICE)
 
 
 @pytest.mark.parametrize("curve", CURVES)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", *(["inductor"] if ON_GPU else [])])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_network_compiles_into_one_graph(chosen, curve, backend, dynamic):
     torch._dynamo.reset()
@@ -91,8 +109,90 @@ def test_an_exported_program_runs_where_the_kernels_are_not(chosen, monkeypatch,
 
 def test_the_kernels_themselves_in_a_compiled_graph():
     pytest.importorskip("triton", reason="Triton is made for Linux alone")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "NORMSCOPE_KERNELS": "triton"}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "NORMSCOPE_KERNELS": "triton", "NORMSCOPE_KERNEL_TESTS": ""}
     subprocess.run([sys.executable, __file__], env=environment, check=True)
+
+
+def graphs_left_out() -> int:
+    """Count how often the compiler let a CUDA graph be, in this process."""
+    return torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+
+
+def network(curve: str = "erf") -> nn.Module:
+    torch.manual_seed(0)
+    own = PointwiseFunction(curve, 64, alpha=0.7, shift=0.1)
+    return nn.Sequential(nn.Linear(32, 64), own, nn.GELU(), nn.Linear(64, 48))
+
+
+def outputs_and_gradients(called, net: nn.Module, x: torch.Tensor, dtype: torch.dtype | None = None) -> list:
+    """Run forward and backward, under autocast where a dtype is given; in memory of their own."""
+    x = x.detach().requires_grad_()
+    with torch.autocast(DEVICE.type, dtype, enabled=dtype is not None):
+        y = called(x)
+    return [one.detach().clone() for one in (y, *torch.autograd.grad(y.float().square().sum(), (x, *net.parameters())))]
+
+
+def in_float64(net: nn.Module, x: torch.Tensor) -> list:
+    exact = copy.deepcopy(net).double()
+    x = x.detach().double().requires_grad_()
+    y = exact(x)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), (x, *exact.parameters()))]
+
+
+@on_a_gpu
+@pytest.mark.parametrize(("mode", "dtype", "dynamic"), MODES, ids=str)
+def test_compiled_for_a_gpu_and_replayed(mode, dtype, dynamic):
+    """Called again and again, as CUDA graphs are warmed up, recorded and replayed."""
+    torch._dynamo.reset()
+    net, before = network(), graphs_left_out()
+    compiled = torch.compile(net, fullgraph=True, mode=mode, dynamic=dynamic)
+    # Of the largest: float32 sums of up to 96 terms; bfloat16 rounds x, weights and what is between to 2⁻⁹, each of
+    # some ten times, of terms that partly cancel.
+    allowed = 1e-4 if dtype is None else 2**-4
+    for rows in (96, 96, 96, 80, 80, 80) if dynamic else (96,) * 4:
+        torch.compiler.cudagraph_mark_step_begin()
+        x = values(rows, 32) + rows / 100
+        for ours, truth in zip(outputs_and_gradients(compiled, net, x, dtype), in_float64(net, x), strict=True):
+            assert (ours.double() - truth).abs().max() <= allowed * truth.abs().max()
+    assert graphs_left_out() == before, "the compiler made no CUDA graph"
+
+
+@on_a_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("curve", CURVES)
+def test_a_graph_of_the_operators_themselves_is_recorded_and_replayed(curve, dtype):
+    """Nothing in them waits for the GPU or takes memory that a recording may not: it would end with an error."""
+    x, dy = (values(300, 64).to(dtype) * scale for scale in (1, 2))
+    own = [torch.full((1,), 0.7), torch.full((1,), 0.1), values(64), values(64)]
+
+    def both() -> list[torch.Tensor]:
+        given = (x, *own, curve, 0)
+        return [operators.pointwise(*given), *operators.pointwise_backward(dy, *given, True, True)]
+
+    both()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = both()
+    for scale in (1, -3):
+        x.copy_(values(300, 64).to(dtype) * scale)
+        graph.replay()
+        for replayed, expected in zip(made, both(), strict=True):
+            assert torch.equal(replayed, expected)
+
+
+@on_a_gpu
+def test_an_exported_program_is_compiled_for_a_gpu(tmp_path):
+    torch._dynamo.reset()
+    net, x = network("tanh").eval(), values(96, 32)
+    program = torch.export.export(net, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    torch.export.save(program, tmp_path / "program.pt2")
+    loaded = torch.export.load(tmp_path / "program.pt2").module()
+    for called in (loaded, torch.compile(loaded, fullgraph=True)):
+        for rows in (96, 17):
+            truth = in_float64(net, values(rows, 32))[0]
+            # float32 sums of up to 64 terms, of the largest
+            assert (called(values(rows, 32)).double() - truth).abs().max() <= 1e-5 * truth.abs().max()
 
 
 def in_the_interpreter() -> None:
