@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,7 @@ class Buffers:
 
 Call = Callable[[Buffers], object]
 Only = Callable[[Case], bool]
+Key = TypeVar("Key", bound=Hashable)
 
 
 def every(case: Case) -> bool:
@@ -119,9 +121,13 @@ class NormBench:
         if "eager" in ways and passes == PASSES[0] and wanted(COPY, "eager"):
             ready["eager", COPY] = (lambda buffers: buffers.x.clone()), None
         samplers = {(*key, timer): one for key, (run, _) in ready.items() for timer, one in self._timers(key[0], run)}
-        samples = in_turns(samplers, at_least=AT_LEAST, at_most=AT_MOST, until=until)
-        for (way, name, timer), own in samples.items():
-            rows.append(Measured(self._case(name, way, passes, timer), own, ready[way, name][1]))
+        failed: dict[tuple[Way, str, str], str] = {}
+        kept_going = {key: _noting(key, one, failed) for key, one in samplers.items()}
+        samples = in_turns(kept_going, at_least=AT_LEAST, at_most=AT_MOST, until=until)
+        for key, own in samples.items():
+            way, name, timer = key
+            case, why = self._case(name, way, passes, timer), failed.get(key, "")
+            rows.append(Measured(case, () if why else own, ready[way, name][1], why))
         return rows
 
     def seconds(self, variant: str, way: Way, passes: Passes, number: int) -> float:
@@ -196,6 +202,21 @@ def _computed(way: Way, sampler: Sampler) -> Sampler:
     def sample() -> list[float]:
         with computed(way):
             return sampler()
+
+    return sample
+
+
+def _noting(key: Key, sampler: Sampler, failed: dict[Key, str]) -> Sampler:
+    """Let the others be timed where one cannot: not all that runs can be captured in a CUDA graph."""
+
+    def sample() -> list[float]:
+        if key in failed:
+            return []
+        try:
+            return sampler()
+        except Exception as error:
+            failed[key] = first_line(error)
+            return []
 
     return sample
 

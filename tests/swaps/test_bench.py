@@ -385,3 +385,25 @@ def test_only_the_cases_that_are_asked_for_are_timed(net, batch, compiled, quick
 
     eager = bench(net, batch, ["dyt"], full=True, dtypes=["float32"], budget=60, only=lambda case: case.scope == "norm")
     assert {row.scope for row in eager.rows} == {"norm"} and COPY in {row.variant for row in eager.rows}
+
+
+def test_what_cannot_be_timed_leaves_the_others_to_be(net, batch, monkeypatch):
+    calls = []
+
+    def refuse_the_fifth(run):
+        calls.append(run)
+        if len(calls) == 5:
+            raise RuntimeError("cannot be captured\nand more")
+        return once(run)
+
+    monkeypatch.setattr(bench_norm, "blocks", refuse_the_fifth)
+
+    def only(case):
+        return (
+            case.scope == "norm" and case.way == "eager" and case.passes == FORWARD and case.variant in (NATIVE, "dyt")
+        )
+
+    native, dyt = bench(net, batch, ["dyt"], full=True, dtypes=["float32"], only=only).rows
+    assert len(calls) == 10 + 3  # of the third round, the other begins
+    assert (native.verdict, native.note, native.samples) == (NOT_RUN, "RuntimeError: cannot be captured", ())
+    assert len(dyt.samples) == 10 and dyt.note == ""
