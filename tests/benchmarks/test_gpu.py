@@ -278,3 +278,37 @@ def test_parts_of_whole_networks_run_in_a_rehearsal(tmp_path, part):
     ways = {one["way"].partition(":")[0] for own in parts.values() for one in own["measurements"]}
     fused = {"networks dit_xl eager": "derf, fused", "networks llama_7b compiled forward": "dyt, compile + fused"}
     assert fused.get(part) in {*ways, None}
+
+
+class MadeUpEvent:
+    """An event of the host's clock."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+        self.at = None
+
+    def record(self):
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, later):
+        return 1000 * (later.at - self.at)
+
+
+@pytest.mark.faults
+def test_the_gpus_clock_adds_up_what_lies_between_events(benchmarks, monkeypatch):
+    parts, captures, loading = (benchmarks(f"on_gpu.{name}") for name in ("parts", "captures", "loading"))
+    monkeypatch.setattr(captures.torch.cuda, "Event", MadeUpEvent)
+    monkeypatch.setattr(captures.torch.cuda, "synchronize", lambda: None)
+    network, found = loading.load("wav2vec2_large", 1, "float32", parts.Setting(rehearsal=True)), parts.Found()
+    with captures.torch.no_grad():
+        captures.measure(network, "a case", parts.Setting(), found)
+    taken = {(one.way, one.quantity): one.samples for one in found.measurements}
+    assert found.failures == []
+    assert all(
+        len(own) == 20 for (_, name), own in taken.items() if name in ("bare", "hooks", "by the host", "longer by")
+    )
+    for inside, on_host, share, rest in zip(
+        *(taken["in the hooks", name] for name in ("hooks", "by the host", "of the rest", "the rest")), strict=True
+    ):
+        assert 0 < on_host <= inside  # the events lie around what the host's clock sees
+        assert share == pytest.approx(100 * inside / rest)
