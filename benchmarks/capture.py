@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from typing import Any
@@ -97,12 +96,13 @@ class Passes:
     in_hooks: list[float] = field(default_factory=list)
     peaks: list[float] = field(default_factory=list)
     description: str = ""
+    memory: Callable[[], float] = peak_megabytes
 
     def keep(self, seconds: float, in_hooks: float) -> None:
         """Add a pass that was seen."""
         self.seen.append(seconds)
         self.in_hooks.append(in_hooks)
-        self.peaks.append(peak_megabytes())
+        self.peaks.append(self.memory())
 
 
 def measure(model: str, way: str, repeats: int) -> Passes:
@@ -132,28 +132,27 @@ def described(network: Any, batch: Batch) -> str:
     )
 
 
-def by_normscope(module: nn.Module, batch: Batch, repeats: int, passes: Passes) -> int:
+def by_normscope(
+    module: nn.Module, batch: Batch, repeats: int, passes: Passes, make: Callable[[], Clock] = Clock
+) -> int:
     """Capture batches that run a bare pass before each, and return the number of pairs."""
-    clock, last, forward = Clock(), [0.0], module.forward
-    time_normscope(clock)
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        clock.seconds, start = 0.0, time.perf_counter()
-        output = forward(*args, **kwargs)
-        last[0] = time.perf_counter() - start
-        return output
+    clock, forward = make(), module.forward
 
     def batches() -> Iterator[Batch]:
         yield batch
-        passes.keep(last[0], clock.seconds)
+        passes.keep(*clock.read())
         for _ in range(repeats):
             module(*batch.args, **batch.kwargs)
-            passes.bare.append(last[0])
+            passes.bare.append(clock.read()[0])
             yield batch
-            passes.keep(last[0], clock.seconds)
+            passes.keep(*clock.read())
 
-    module.forward = watched
-    seen = normscope.capture(module, batches())
+    module.forward = clock.timed_whole(forward)
+    try:
+        with time_normscope(clock):
+            seen = normscope.capture(module, batches())
+    finally:
+        module.forward = forward
     return sum(stats.n_pairs for stats in seen.stats.values())
 
 
@@ -193,9 +192,10 @@ def peaks_of_many(model: str, number: int) -> list[float]:
     return peaks
 
 
-def first_capture() -> float:
+def first_capture(device: str = "cpu") -> float:
     """Return how much longer the first capture of this process took than the second: seconds."""
-    model, x = nn.Sequential(nn.Linear(768, 768), nn.LayerNorm(768)), torch.randn(1, 197, 768)
+    model = nn.Sequential(nn.Linear(768, 768), nn.LayerNorm(768)).to(device)
+    x = torch.randn(1, 197, 768).to(device)
     first, second = (seconds_of(lambda: normscope.capture(model, [x])) for _ in range(2))
     return first - second
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common import ALWAYS_NAMED, RESULTS, names, show, versions
-from on_gpu import binning, kernels, machine, operators, speed, tilings
+from on_gpu import binning, captures, kernels, machine, networks, operators, speed, tilings
 from on_gpu.parts import Part, Setting, found_by
 from on_gpu.record import Record
 
@@ -19,7 +19,7 @@ What ran on the GPU itself. {rehearsed}
 """
 REHEARSED = "REHEARSAL on the CPU, kernels in Triton's interpreter: nothing ran on a GPU, and no time says anything."
 LIBRARIES = ("triton", "timm", "torchaudio", "diffusers", "transformers", "liger_kernel", "quack-kernels")
-RIGHT, WRONG, LEFT = 0, 1, 3
+RIGHT, WRONG, LEFT, STOPPED = 0, 1, 3, 130
 MOST = 480  # seconds
 
 
@@ -42,7 +42,12 @@ def main() -> int:
     }
     words = re.findall(r"[a-z0-9]+", "rehearsal" if setting.rehearsal else here["gpu"].lower())
     record = Record(args.results / f"gpu-{'-'.join(words)}.json", head, args.again)
-    left = run(record, parts, setting, until=begun + args.seconds)
+    try:
+        left = run(record, parts, setting, until=begun + args.seconds)
+    except KeyboardInterrupt:
+        done = sum(record.part(part.name) is not None for part in parts)
+        print(f"\nStopped: {done} of {len(parts)} parts are done and kept. The same command goes on with the others.")
+        return STOPPED
     show(record.value)
     return summary(record, parts, left)
 
@@ -51,7 +56,7 @@ def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog=f"Exit status: {RIGHT} where every part was run and found nothing wrong, {WRONG} where one did, {LEFT} "
-        "where some are left, which the same command goes on with.",
+        f"where some are left, which the same command goes on with, {STOPPED} after Ctrl-C.",
     )
     parser.add_argument("--seconds", type=float, default=MOST, help="that the command takes at most (%(default)s)")
     parser.add_argument("--only", type=names, default=[], help="parts whose names begin so, by commas (all)")
@@ -63,7 +68,8 @@ def options() -> argparse.ArgumentParser:
 
 def all_parts(setting: Setting) -> list[Part]:
     """Return all parts, those first that others are worth nothing without."""
-    return [part for module in (kernels, binning, operators, speed, tilings) for part in module.parts(setting)]
+    modules = (kernels, binning, operators, speed, captures, networks, tilings)
+    return [part for module in modules for part in module.parts(setting)]
 
 
 def chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:

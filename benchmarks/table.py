@@ -1,4 +1,7 @@
-"""Write docs/benchmarks.md, all of it, from benchmarks/results/*.json: ``python benchmarks/table.py``."""
+"""Write docs/benchmarks.md, and what docs/kernels.md says of GPUs, from benchmarks/results/*.json.
+
+``python benchmarks/table.py``
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 from common import RESULTS, tables_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+KERNELS = PAGE.with_name("kernels.md")
 ORDER = (
     "capture",
     "fit",
@@ -24,6 +28,7 @@ ORDER = (
     "figure",
     "startup",
     "scale",
+    "gpu",
 )
 TITLES = {
     "capture": "What a capture costs",
@@ -38,6 +43,7 @@ TITLES = {
     "figure": "What a figure costs",
     "startup": "How long it takes to start",
     "scale": "What a whole data set costs",
+    "gpu": "On a GPU",
 }
 INTRODUCTION = """# Benchmarks
 
@@ -55,21 +61,61 @@ This page is written by the last of these commands; a change to it by hand would
 """
 
 
+BEGIN, END = "<!-- python benchmarks/table.py writes from here -->\n", "<!-- to here -->\n"
+NOT_MEASURED = """\
+**Measured on a GPU: nothing.** Not that they are faster than plain torch or than torch.compile, not that they reach the
+floors, not the tile sizes (chosen by counting), not the accuracy of the instructions. The first things to measure are
+the copy, then (3).
+"""
+MEASURED = """**Measured on a GPU.** What was measured of whole networks and of captures is [beside it](benchmarks.md).
+"""
+_OF_NETWORKS = ("networks", "captures")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files (%(default)s)")
     parser.add_argument("--page", type=Path, default=PAGE, help="to write (%(default)s)")
+    parser.add_argument("--kernels", type=Path, default=KERNELS, help="to write a part of (%(default)s)")
     args = parser.parse_args()
     paths = sorted(args.results.glob("*.json"))
     if not paths:
         parser.error(f"there is no result in {args.results}; run python benchmarks/fit.py, for example")
-    args.page.write_text(page([json.loads(path.read_text(encoding="utf-8")) for path in paths]), encoding="utf-8")
-    print(args.page)
+    records = [record for path in paths if real(record := json.loads(path.read_text(encoding="utf-8")))]
+    args.page.write_text(page(records), encoding="utf-8")
+    args.kernels.write_text(with_block(args.kernels.read_text(encoding="utf-8"), records), encoding="utf-8")
+    print(args.page, args.kernels, sep="\n")
+
+
+def real(record: Mapping[str, Any]) -> bool:
+    """Whether something was measured, and not rehearsed."""
+    return "--rehearse" not in record["command"].split()
+
+
+def with_block(text: str, records: Sequence[Mapping[str, Any]]) -> str:
+    """Write what was measured of the kernels on GPUs between the two marks of a page."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise SystemExit(f"The page lacks {BEGIN.strip()} or {END.strip()}, between which GPUs' numbers belong.")
+    return f"{before}{begin}\n{of_kernels(records)}\n{end}{after}"
+
+
+def of_kernels(records: Sequence[Mapping[str, Any]]) -> str:
+    """Say what was measured of the kernels themselves on GPUs, or that nothing was."""
+    parts = []
+    for record in records:
+        own = [one for one in record.get("parts", []) if not one["part"].startswith(_OF_NETWORKS)]
+        if tables := tables_of({"parts": own}):
+            parts += [*(markdown(*table) for table in tables), origin(record)]
+    return "\n".join([MEASURED, *parts]) if parts else NOT_MEASURED
 
 
 def page(records: Sequence[Mapping[str, Any]]) -> str:
     """Write the whole page, a section a benchmark, and in it a part for each machine."""
-    parts = [INTRODUCTION.format(commands="\n".join(f"python benchmarks/{name}.py" for name in ORDER))]
+    where = {"gpu": "  # with an NVIDIA GPU, until nothing is left"}
+    commands = "\n".join(f"python benchmarks/{name}.py{where.get(name, '')}" for name in ORDER)
+    parts = [INTRODUCTION.format(commands=commands)]
     for name in ORDER:
         own = [record for record in records if record["benchmark"] == name]
         parts += [f"## {TITLES[name]}\n"] if own else []

@@ -7,6 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
+from unittest import mock
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,10 +20,10 @@ PEERS = ("nnsight", "torchlens")
 
 
 class Clock:
-    """Adds up the time that is spent within some functions."""
+    """Times a function as a whole, and adds up the time that is spent within some others meanwhile."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds = self.whole = 0.0
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function, on the clock."""
@@ -37,11 +38,27 @@ class Clock:
 
         return on_the_clock
 
+    def timed_whole(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, whose every call begins anew."""
 
-def time_normscope(clock: Clock) -> None:
-    """Put normscope's hooks on the clock, in this process, for good."""
+        @functools.wraps(function)
+        def on_the_clock(*args: Any, **kwargs: Any) -> Any:
+            self.seconds, start = 0.0, time.perf_counter()
+            output = function(*args, **kwargs)
+            self.whole = time.perf_counter() - start
+            return output
+
+        return on_the_clock
+
+    def read(self) -> tuple[float, float]:
+        """Return the seconds of the latest call as a whole, and those within the others."""
+        return self.whole, self.seconds
+
+
+def time_normscope(clock: Clock) -> contextlib.AbstractContextManager[Any]:
+    """Put normscope's hooks on the clock meanwhile."""
     make = recorder.Recorder._hook
-    recorder.Recorder._hook = lambda *args, **kwargs: clock.timed(make(*args, **kwargs))
+    return mock.patch.object(recorder.Recorder, "_hook", lambda *args: clock.timed(make(*args)))
 
 
 class Way(Protocol):

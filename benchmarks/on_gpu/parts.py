@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from multiprocessing import get_context
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from common import Measurement
+
+_A_WHILE = 0.5  # seconds between two looks at a process
+_TO_END = 2.0  # seconds that a process has for it, once it has said what it found
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ def found_by(part: Part, setting: Setting) -> tuple[Found, float]:
     process.start()
     theirs.close()
     try:
-        found = _received(part, ours)
+        found = _received(part, process, ours)
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -91,22 +97,35 @@ def found_by(part: Part, setting: Setting) -> tuple[Found, float]:
     return found, time.monotonic() - begun
 
 
-def _received(part: Part, ours: Connection) -> Found | None:
-    if not ours.poll(part.seconds):
-        return Found(failures=[f"{part.name}: it took more than {part.seconds} seconds and was ended."])
+def _received(part: Part, process: BaseProcess, ours: Connection) -> Found | None:
+    ends = time.monotonic() + part.seconds
+    while not ours.poll(_A_WHILE):
+        if time.monotonic() > ends:
+            return Found(failures=[f"{part.name}: it took more than {part.seconds} seconds and was ended."])
+        if not process.is_alive() and not ours.poll():  # what it forked may hold the pipe open
+            return None
     try:
-        return ours.recv()
-    except EOFError:
+        found: Found = ours.recv()
+    except (EOFError, OSError):  # it ended before it spoke, or while it did
         return None
+    process.join(_TO_END)
+    return found
 
 
 def _run(part: Part, setting: Setting, theirs: Connection) -> None:
     os.setsid()  # so that all processes that it starts can be ended with it, and Ctrl-C meets the parent alone
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     try:
         found = part.run(setting, *part.args)
+        json.dumps(asdict(found))  # or it could not be kept
     except Exception as error:
         traceback.print_exc()
         lines = str(error).strip().splitlines() or [""]
         found = Found(failures=[f"{part.name}: {type(error).__name__}: {lines[0]}"])
-    theirs.send(found)
     sys.stdout.flush()
+    theirs.send(found)
+
+
+def _end_with_the_parent() -> None:
+    parent_process().join()
+    os.killpg(0, signal.SIGKILL)

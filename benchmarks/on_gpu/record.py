@@ -24,12 +24,13 @@ class Record:
         """Go on with the file, if there is one that goes with ``head``, or begin anew.
 
         Raises:
-            SystemExit: with a sentence, if there is one of another machine, of other versions or other sources.
+            SystemExit: with a sentence, if there is one of another machine, of other versions or other sources, or one
+                that is damaged.
         """
         self.path = path
         self.value = {**head, "date": now(), "commit": commit(), "sources": sources(), "parts": []}
         if path.exists() and not again:
-            there = json.loads(path.read_text(encoding="utf-8"))
+            there = _read(path)
             if others := [name for name in SAME if _of(there, name) != _of(self.value, name)]:
                 raise SystemExit(
                     f"{path} was begun with another {', another '.join(others)}, and cannot be gone on with. Begin "
@@ -56,6 +57,21 @@ class Record:
         beside = self.path.with_suffix(".part")
         beside.write_text(json.dumps(self.value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         beside.replace(self.path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        there: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        _ = (
+            [_of(there, name) for name in SAME],
+            [(one["part"], one["failures"], one["left_out"]) for one in there["parts"]],
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SystemExit(
+            f"{path} is damaged: it holds no results that can be gone on with. Begin anew with --again, or in another "
+            "folder with --results."
+        ) from error
+    return there
 
 
 def _of(value: dict[str, Any], name: str) -> Any:

@@ -33,9 +33,9 @@ class Provenance:
     description: str
 
     @classmethod
-    def random(cls, seed: int) -> Provenance:
-        """Say that the weights are as their initialization under ``seed`` left them."""
-        return cls("random", f"random weights, seed {seed}")
+    def random(cls, seed: int, on: str = "") -> Provenance:
+        """Say that the weights are as their initialization under ``seed`` left them: the CPU's, or that of ``on``."""
+        return cls("random", f"random weights, seed {seed}{f' of a {on}' if on else ''}")
 
 
 class Inputs(splits.Inputs, Protocol):

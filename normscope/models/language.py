@@ -73,7 +73,7 @@ def load_transformers(name: str, architecture: str, options: LoadOptions) -> Loa
         tokenizer = _tokenizer(library, name, repository, options)
         if options.weights in ("pretrained", "random"):
             module, provenance = with_weights(
-                name, options, build=network.fresh, pretrained=lambda: network.of(repository)
+                name, options, build=network.fresh, pretrained=lambda: network.of(repository), on_gpu=True
             )
         else:  # transformers makes the module around the weights: there is no fresh one to fill
             module, provenance = network.of_file(Path(options.weights))

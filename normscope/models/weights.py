@@ -25,6 +25,7 @@ def with_weights(
     build: Callable[[], nn.Module],
     pretrained: Callable[[], tuple[nn.Module, Provenance]],
     from_file: Callable[[nn.Module, Path, str], Provenance] = load_file,
+    on_gpu: bool = False,
 ) -> tuple[nn.Module, Provenance]:
     """Make the module with the weights that ``options.weights`` asks for.
 
@@ -34,6 +35,8 @@ def with_weights(
         build: makes the module with fresh weights.
         pretrained: makes it with the published ones, and says which they are.
         from_file: loads a file's weights into a fresh module.
+        on_gpu: draw random weights on the GPU that they are for, if they are for one. There are networks whose
+            billions of numbers take minutes on a CPU. A GPU draws others under the same seed.
 
     Raises:
         ModelError: if the weights cannot be had or do not fit.
@@ -42,11 +45,22 @@ def with_weights(
         match options.weights:
             case "pretrained":
                 return pretrained()
+            case "random" if on_gpu and options.device.type == "cuda" and options.device_map is None:
+                with drawn_on(options.device, options.seed):
+                    return build(), Provenance.random(options.seed, on="GPU")
             case "random":
                 return build(), Provenance.random(options.seed)
             case file:
                 module = build()
                 return module, from_file(module, Path(file), name)
+
+
+@contextmanager
+def drawn_on(device: torch.device, seed: int) -> Iterator[None]:
+    """Make a network on a GPU, and draw its weights there under ``seed``; leave the GPU's random state as it was."""
+    with torch.cuda.device(device), torch.random.fork_rng([torch.cuda.current_device()]), device:
+        torch.cuda.manual_seed(seed)
+        yield
 
 
 @contextmanager

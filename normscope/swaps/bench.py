@@ -24,7 +24,7 @@ from normscope.speeds import FUSED, PASSES, BenchReport
 from normscope.state import left_as_found
 from normscope.swaps import bench_model
 from normscope.swaps.bench_model import ModelBench
-from normscope.swaps.bench_norm import NormBench, commonest, norm_bench
+from normscope.swaps.bench_norm import NormBench, Only, commonest, every, norm_bench
 from normscope.swaps.kernels.choice import EAGER, TRITON, VARIABLE
 from normscope.swaps.pointwise import check_kernels
 from normscope.swaps.replace import uncompiled
@@ -48,6 +48,7 @@ def bench(
     budget: float | None = None,
     outputs: Outputs | None = None,
     about: dict[str, str] | None = None,
+    only: Only = every,
     progress: Callable[[str], object] = lambda step: None,
 ) -> BenchReport:
     """Time a network's native norms, an RMSNorm, the identity and point-wise functions in their places.
@@ -77,6 +78,8 @@ def bench(
             everything.
         outputs: how to read what the network returns.
         about: model, weights and data, for the report.
+        only: whether a case is timed, of those that are otherwise; of the norm alone it is asked before there is a
+            timer. Without the native norm's no row has a ratio or a verdict.
         progress: is told what is being timed.
 
     Returns:
@@ -115,8 +118,8 @@ def bench(
             for_model = 0.0 if full else bench_model.AT_LEAST * (len(made) + len(whole.fused)) * a_pass
             if not whole.fused:
                 left_out += _without_kernels(own.device)
-            measured += _norm_alone(norm, until, for_model, progress, left_out)
-            measured += _whole_network(whole, full, until, progress)
+            measured += _norm_alone(norm, until, for_model, only, progress, left_out)
+            measured += _whole_network(whole, full, until, only, progress)
     if not full:
         left_out.append(_without_full([str(dtype).removeprefix("torch.") for dtype in wanted]))
     device = in_words(own.device)
@@ -155,10 +158,12 @@ def compilations() -> Iterator[None]:
 
 
 def _norm_alone(
-    norm: NormBench, until: float, for_model: float, progress: Callable[[str], object], left_out: list[str]
+    norm: NormBench, until: float, for_model: float, only: Only, progress: Callable[[str], object], left_out: list[str]
 ) -> Iterator[Measured]:
     took = 0.0
     for ways, passes in itertools.product(norm.ways, PASSES):
+        if not norm.any(ways, passes, only):
+            continue
         # A compiler that was started goes on; with the backward pass it takes twice as long, and the network waits.
         ends = time.monotonic() + (0.0 if passes == PASSES[0] else 2 * took + for_model)
         if "compile" in ways and ends > until:
@@ -166,17 +171,19 @@ def _norm_alone(
             continue
         progress(f"the norm alone, {' and '.join(ways)}, {passes}")
         begun = time.monotonic()
-        yield from norm.measured(ways, passes, until - for_model)
+        yield from norm.measured(ways, passes, until - for_model, only)
         took = time.monotonic() - begun
 
 
 def _whole_network(
-    whole: ModelBench, full: bool, until: float, progress: Callable[[str], object]
+    whole: ModelBench, full: bool, until: float, only: Only, progress: Callable[[str], object]
 ) -> Iterator[Measured]:
     parts = itertools.product(whole.ways, PASSES)
     for ways, passes in parts if full else itertools.islice(parts, 1):
+        if not whole.any(ways, passes, only):
+            continue
         progress(f"the whole network, {' and '.join(ways)}, {passes}")
-        yield from whole.measured(ways, passes, until)
+        yield from whole.measured(ways, passes, until, only)
 
 
 def _interpreted(row: Measured) -> Measured:

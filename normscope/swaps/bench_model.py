@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from normscope.batches import Batch
 from normscope.outputs import Outputs
 from normscope.speeds import FUSED, NATIVE, Case, Passes, Way
-from normscope.swaps.bench_norm import first_line
+from normscope.swaps.bench_norm import Only, every, first_line
 from normscope.swaps.replace import Swap
 from normscope.swaps.speed import Measured
 from normscope.swaps.timing import Run, Sampler, in_turns, once, repeated
@@ -56,12 +56,17 @@ class ModelBench:
             return ("eager",), ("compile",)
         return ("eager", "fused"), ("compile",), ("compile + fused",)
 
-    def measured(self, ways: Sequence[Way], passes: Passes, until: float) -> list[Measured]:
+    def any(self, ways: Sequence[Way], passes: Passes, only: Only) -> bool:
+        """Whether any case of these is to be timed."""
+        return any(only(self._case(one, way, passes)) for way in ways for one in self._of(way))
+
+    def measured(self, ways: Sequence[Way], passes: Passes, until: float, only: Only = every) -> list[Measured]:
         """Time every variant: in turns, or, where each is compiled by itself, one after the other.
 
         Arguments are those of :meth:`normscope.swaps.bench_norm.NormBench.measured`.
         """
-        cases = [(one, self._case(one, way, passes)) for way in ways for one in self._of(way)]
+        every_case = [(one, self._case(one, way, passes)) for way in ways for one in self._of(way)]
+        cases = [(one, case) for one, case in every_case if only(case)]
         there = [(one, case) for one, case in cases if one.modules or one.name == NATIVE]
         rows = [Measured(case, note=one.note) for one, case in cases if (one, case) not in there]
         if "eager" not in ways:

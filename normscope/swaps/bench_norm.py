@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,13 @@ class Buffers:
 
 
 Call = Callable[[Buffers], object]
+Only = Callable[[Case], bool]
+Key = TypeVar("Key", bound=Hashable)
+
+
+def every(case: Case) -> bool:
+    """Time each case."""
+    return True
 
 
 def commonest(report: NormReport) -> Norm:
@@ -81,30 +89,45 @@ class NormBench:
         """The ways that exist, those together that are compared and so timed in turns."""
         return (("eager", "fused") if self._of("fused") else ("eager",)), ("compile",)
 
-    def measured(self, ways: Sequence[Way], passes: Passes, until: float) -> list[Measured]:
+    def any(self, ways: Sequence[Way], passes: Passes, only: Only) -> bool:
+        """Whether any case of these is to be timed."""
+        names = {way: [COPY, *self._of(way), *self.missing] for way in ways}
+        return any(only(self._case(name, way, passes, "")) for way in ways for name in names[way])
+
+    def measured(self, ways: Sequence[Way], passes: Passes, until: float, only: Only = every) -> list[Measured]:
         """Time every variant in turns.
 
         Args:
             ways: some of ``eager``, ``compile`` and ``fused``.
             passes: which.
             until: as of :func:`normscope.swaps.timing.in_turns`.
+            only: whether a case is timed.
         """
+
+        def wanted(name: str, way: Way) -> bool:
+            return only(self._case(name, way, passes, ""))
+
         plain = [way for way in ways if way not in FUSED]
-        rows = [self._not_run(name, way, passes, why) for way in plain for name, why in self.missing.items()]
+        missing = [(name, way, why) for way in plain for name, why in self.missing.items() if wanted(name, way)]
+        rows = [self._not_run(name, way, passes, why) for name, way, why in missing]
         ready: dict[tuple[Way, str], tuple[Call, float | None]] = {}
-        modules = {(way, name): module for way in ways for name, module in self._of(way).items()}
+        modules = {(way, name): own for way in ways for name, own in self._of(way).items() if wanted(name, way)}
         for (way, name), module in modules.items():
             try:
                 with computed(way):
                     ready[way, name] = self._prepared(module, way, passes)
             except Exception as error:  # of a compiler, or of a norm in a dtype that it does not take
                 rows.append(self._not_run(name, way, passes, first_line(error)))
-        if "eager" in ways and passes == PASSES[0]:
+        if "eager" in ways and passes == PASSES[0] and wanted(COPY, "eager"):
             ready["eager", COPY] = (lambda buffers: buffers.x.clone()), None
         samplers = {(*key, timer): one for key, (run, _) in ready.items() for timer, one in self._timers(key[0], run)}
-        samples = in_turns(samplers, at_least=AT_LEAST, at_most=AT_MOST, until=until)
-        for (way, name, timer), own in samples.items():
-            rows.append(Measured(self._case(name, way, passes, timer), own, ready[way, name][1]))
+        failed: dict[tuple[Way, str, str], str] = {}
+        kept_going = {key: _noting(key, one, failed) for key, one in samplers.items()}
+        samples = in_turns(kept_going, at_least=AT_LEAST, at_most=AT_MOST, until=until)
+        for key, own in samples.items():
+            way, name, timer = key
+            case, why = self._case(name, way, passes, timer), failed.get(key, "")
+            rows.append(Measured(case, () if why else own, ready[way, name][1], why))
         return rows
 
     def seconds(self, variant: str, way: Way, passes: Passes, number: int) -> float:
@@ -179,6 +202,21 @@ def _computed(way: Way, sampler: Sampler) -> Sampler:
     def sample() -> list[float]:
         with computed(way):
             return sampler()
+
+    return sample
+
+
+def _noting(key: Key, sampler: Sampler, failed: dict[Key, str]) -> Sampler:
+    """Let the others be timed where one cannot: not all that runs can be captured in a CUDA graph."""
+
+    def sample() -> list[float]:
+        if key in failed:
+            return []
+        try:
+            return sampler()
+        except Exception as error:
+            failed[key] = first_line(error)
+            return []
 
     return sample
 

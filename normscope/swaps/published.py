@@ -84,10 +84,7 @@ def published(
     reason = why_not(where.device)
     if reason and not (on_cpu and where.device.type == "cpu"):
         raise DeviceError(reason)
-    numbers = torch.Generator().manual_seed(0)
-    vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
-    ids = torch.randint(vocabulary, (1, tokens), generator=numbers).to(where.device)
-    batch = Batch((), {"input_ids": ids, "use_cache": False}, (Sample("random tokens", 0, 0),))
+    batch = of_tokens(model, tokens)
     notes = _differences(where, tokens, n_passes)
     rows: list[Latency] = []
     with left_as_found(model), compilations():
@@ -109,6 +106,14 @@ def published(
                 layer = _norms_seconds(model, one, way, passes, shapes, n_passes)
                 rows.append(Latency(one.name, way, passes, layer, whole.seconds(placed, passes, n_passes)))
     return PublishedReport(in_words(where.device), tuple(rows), tokens, n_passes, tuple(dict.fromkeys(notes)))
+
+
+def of_tokens(model: nn.Module, number: int) -> Batch:
+    """Return one sequence of so many random tokens for a causal language model of transformers, on its device."""
+    numbers = torch.Generator().manual_seed(0)
+    vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+    ids = torch.randint(vocabulary, (1, number), generator=numbers).to(next(model.parameters()).device)
+    return Batch((), {"input_ids": ids, "use_cache": False}, (Sample("random tokens", 0, 0),))
 
 
 def _differences(where: torch.Tensor, tokens: int, n_passes: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
+KERNELS = FOLDER.parent / "docs" / "kernels.md"
 
 
 def run(name, *arguments, check=True):
@@ -131,7 +133,10 @@ def test_the_page_is_written_from_the_files_alone(tmp_path):
         "measurements": [taken, share],
     }
     (tmp_path / "fit-a-machine.json").write_text(json.dumps(record), encoding="utf-8")
-    run("table", "--results", tmp_path, "--page", tmp_path / "page.md")
+    kernels = tmp_path / "kernels.md"
+    shutil.copy(KERNELS, kernels)
+    run("table", "--results", tmp_path, "--page", tmp_path / "page.md", "--kernels", kernels)
+    assert "**Measured on a GPU: nothing.**" in kernels.read_text(encoding="utf-8")
     _, _, section = (tmp_path / "page.md").read_text(encoding="utf-8").partition("\n## ")
     assert section.splitlines() == [
         "What a fit costs",
@@ -146,6 +151,85 @@ def test_the_page_is_written_from_the_files_alone(tmp_path):
         "",
         "A CPU, 3 cores, 4.5 GB, An OS · python 3.14, torch 9.9",
     ]
+
+
+def of_a_gpu(**changes):
+    def taken(**more):
+        return {
+            "case": "a case",
+            "way": "a way",
+            "quantity": "time",
+            "unit": "ms",
+            "samples": [2.0],
+            "shown": True,
+        } | more
+
+    parts = [
+        {"part": "kernels dyt", "measurements": [taken(), taken(way="hidden", shown=False)]},
+        {"part": "networks vit_b16 eager", "measurements": [taken(case="a whole ViT")]},
+    ]
+    machine = {
+        "cpu": "A CPU",
+        "cores": 3,
+        "memory_gb": 4.5,
+        "os": "An OS",
+        "gpu": "A GPU",
+        "driver": "1.2",
+        "cuda": "9",
+    }
+    return {
+        "benchmark": "gpu",
+        "about": "What ran.",
+        "command": "python benchmarks/gpu.py",
+        "date": "2031-01-02T03:04:05+00:00",
+        "commit": None,
+        "machine": machine,
+        "threads": [],
+        "versions": {"torch": "9.9"},
+        "left_out": [],
+        "parts": parts,
+    } | changes
+
+
+def test_what_a_gpu_did_is_written_into_both_pages_and_a_rehearsal_into_none(tmp_path):
+    page, kernels = tmp_path / "page.md", tmp_path / "kernels.md"
+    shutil.copy(KERNELS, kernels)
+    before = kernels.read_text(encoding="utf-8")
+    rehearsed = of_a_gpu(command="python benchmarks/gpu.py --rehearse", about="Nothing ran.", date="2032-01-01")
+    (tmp_path / "gpu-rehearsal.json").write_text(json.dumps(rehearsed), encoding="utf-8")
+    options = ("--results", tmp_path, "--page", page, "--kernels", kernels)
+    run("table", *options)
+    assert "## On a GPU" not in page.read_text(encoding="utf-8")
+    assert kernels.read_text(encoding="utf-8") == before
+
+    (tmp_path / "gpu-a-gpu.json").write_text(json.dumps(of_a_gpu()), encoding="utf-8")
+    run("table", *options)
+    machine = [
+        "",
+        "`python benchmarks/gpu.py` · 2031-01-02",
+        "",
+        "A GPU, driver 1.2, CUDA 9, in A CPU, 3 cores, 4.5 GB, An OS · torch 9.9",
+    ]
+    own = ["|  |  | time, ms |", "| :-- | :-- | --: |", "| a case | a way | 2 |"]
+    _, _, section = page.read_text(encoding="utf-8").partition("\n## ")
+    assert section.splitlines() == ["On a GPU", "", "What ran.", "", *own, "| a whole ViT | a way | 2 |", *machine]
+    written = kernels.read_text(encoding="utf-8")
+    block = "\n".join([*own, *machine])
+    assert block in written and "a whole ViT" not in written and "Measured on a GPU: nothing" not in written
+    begun, _, _ = before.partition("**Measured on a GPU: nothing")
+    assert written.startswith(begun) and written.endswith(before.partition("<!-- to here -->")[2])
+
+    (tmp_path / "gpu-a-gpu.json").unlink()
+    run("table", *options)
+    assert kernels.read_text(encoding="utf-8") == before
+
+
+def test_the_kernels_page_says_of_gpus_what_the_results_do(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    table = importlib.import_module("table")
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(table.RESULTS.glob("*.json"))]
+    page = KERNELS.read_text(encoding="utf-8")
+    assert table.with_block(page, list(filter(table.real, records))) == page
 
 
 def test_a_missing_peer_is_said_in_a_sentence(monkeypatch):

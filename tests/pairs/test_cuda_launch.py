@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,10 +15,13 @@ triton = pytest.importorskip("triton", reason="Triton is made for Linux alone")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from normscope.batches import Batch, Sample  # noqa: E402
 from normscope.pairs.binning import cuda, cuda_draw, cuda_loop  # noqa: E402
 from normscope.pairs.formulas import FORMS, layer_norm  # noqa: E402
+from normscope.pairs.recorder import Recorder, Summing  # noqa: E402
 from normscope.pairs.stats import PairStats  # noqa: E402
 from normscope.pairs.tokens import Lines, Run, Tokens  # noqa: E402
+from normscope.pairs.trace import find_norms  # noqa: E402
 
 LAYER_NORM = Lines(FORMS[layer_norm], 1e-6)
 
@@ -73,17 +77,27 @@ class Launched:
 
 @pytest.fixture
 def launches(monkeypatch) -> list[str]:
-    names: list[str] = []
+    """Put nothing but a note in the place of each kernel."""
+    noted: list[str] = []
     for name in ("describe", "add_pairs", "draw"):
-        monkeypatch.setattr(cuda, name, Launched(name, names))
-    return names
+        monkeypatch.setattr(cuda, name, Launched(name, noted))
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
+    monkeypatch.setattr(cuda, "_stream", lambda device: 0)
+    return noted
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    refuses = NothingWaits()
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: refuses.pin(tensor))
+    cuda._runs.cache_clear()
+    yield refuses
+    cuda._runs.cache_clear()
 
 
 @pytest.mark.parametrize("shape", [(3, 2**24 + 300), (2**30, 2)])
 @pytest.mark.parametrize("groups", [None, 1])
 def test_however_large_a_call_is_its_programs_can_be_numbered(monkeypatch, launches, shape, groups):
-    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
-    monkeypatch.setattr(cuda, "_stream", lambda device: 0)
     monkeypatch.setattr(cuda, "_runs", lambda runs, device, stream: torch.zeros(5, 1, device=device))
     with FakeTensorMode():
         rows, channels = torch.empty(shape, dtype=torch.bfloat16, device="cuda"), shape[1] if groups is None else 1
@@ -93,12 +107,7 @@ def test_however_large_a_call_is_its_programs_can_be_numbered(monkeypatch, launc
 
 
 @pytest.mark.parametrize("groups", [None, 2])
-def test_a_call_is_three_kernels_and_nothing_waits_for_them(monkeypatch, launches, groups):
-    waits = NothingWaits()
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: waits.pin(tensor))
-    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
-    monkeypatch.setattr(cuda, "_stream", lambda device: 0)
-    cuda._runs.cache_clear()
+def test_a_call_is_three_kernels_and_nothing_waits_for_them(waits, launches, groups):
     with FakeTensorMode():
         on = torch.device("cuda")
         stats = PairStats.empty(8, device=on, grouped=groups is not None)
@@ -109,10 +118,33 @@ def test_a_call_is_three_kernels_and_nothing_waits_for_them(monkeypatch, launche
             first = list(waits.names)
             waits.names.clear()
             cuda.add(stats, tokens)
-    cuda._runs.cache_clear()
     assert launches == ["describe", "add_pairs", "draw"] * 2
     assert first.count("_to_copy") == 1  # the runs, which the next norm finds there
     assert set(waits.names) <= {"empty", "detach", "mT", "transpose"}  # none of which runs anything on the GPU
+
+
+def of_tokens() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(6), nn.RMSNorm(6)).eval()
+
+
+def of_groups() -> nn.Module:
+    return nn.Sequential(nn.GroupNorm(2, 8), nn.BatchNorm1d(8), nn.InstanceNorm1d(8, affine=True)).eval()
+
+
+@pytest.mark.parametrize(("network", "padded"), [(of_tokens, False), (of_tokens, True), (of_groups, False)])
+def test_no_hook_of_a_capture_waits(waits, launches, network, padded):
+    one, several = ([Sample(source, "ab".index(source), i) for i, source in enumerate(own)] for own in ("aaa", "aab"))
+    report = find_norms(network(), Batch((torch.randn(1, 8, 6),), samples=tuple(one[:1])))
+    with FakeTensorMode(), torch.no_grad():
+        on = torch.device("cuda")
+        with on:
+            recorder = Recorder(network(), Summing(0, None, False, False, False, None), report, report.sites)
+        x, valid = torch.randn(3, 8, 6, device=on), torch.ones(3, 8, device=on).bool() if padded else None
+        with waits, recorder.hooked():
+            for samples in (one, several, one):  # the folds of one source become those of several
+                recorder.run(Batch((x,), samples=tuple(samples), valid=valid))
+    assert launches == ["describe", "add_pairs", "draw"] * 3 * len(network())
+    assert "_to_copy" in waits.names  # it has seen what is sent to the GPU
 
 
 POINTERS = {

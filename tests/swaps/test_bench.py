@@ -371,3 +371,39 @@ def test_the_published_table_of_a_tiny_llama(compiled):
     }
     assert report.published == PUBLISHED and "2503.10622" in report.source
     assert all(module is before[name] for name, module in model.named_modules())
+
+
+def test_only_the_cases_that_are_asked_for_are_timed(net, batch, compiled, quick):
+    def only(case):
+        return case.variant in (NATIVE, "dyt") and case.way == "compile" and case.passes == FORWARD
+
+    report = bench(net, batch, full=True, dtypes=["float32"], budget=60, only=only)
+    cases = [(row.scope, row.variant, row.way, row.passes) for row in report.rows]
+    assert cases == [(scope, name, "compile", FORWARD) for scope in ("norm", "model") for name in (NATIVE, "dyt")]
+    assert len(compiled) == 4 and all(row.ratio for row in report.rows if row.variant == "dyt")
+    assert report.left_out == ()
+
+    eager = bench(net, batch, ["dyt"], full=True, dtypes=["float32"], budget=60, only=lambda case: case.scope == "norm")
+    assert {row.scope for row in eager.rows} == {"norm"} and COPY in {row.variant for row in eager.rows}
+
+
+def test_what_cannot_be_timed_leaves_the_others_to_be(net, batch, monkeypatch):
+    calls = []
+
+    def refuse_the_fifth(run):
+        calls.append(run)
+        if len(calls) == 5:
+            raise RuntimeError("cannot be captured\nand more")
+        return once(run)
+
+    monkeypatch.setattr(bench_norm, "blocks", refuse_the_fifth)
+
+    def only(case):
+        return (
+            case.scope == "norm" and case.way == "eager" and case.passes == FORWARD and case.variant in (NATIVE, "dyt")
+        )
+
+    native, dyt = bench(net, batch, ["dyt"], full=True, dtypes=["float32"], only=only).rows
+    assert len(calls) == 10 + 3  # of the third round, the other begins
+    assert (native.verdict, native.note, native.samples) == (NOT_RUN, "RuntimeError: cannot be captured", ())
+    assert len(dyt.samples) == 10 and dyt.note == ""

@@ -1,11 +1,16 @@
+import contextlib
+
 import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
+from torch._subclasses import FakeTensorMode
 
 from normscope.errors import ModelError
+from normscope.models.base import LoadOptions
 from normscope.models.language import _BUILT_IN
 from normscope.models.registry import load
+from normscope.models.weights import with_weights
 from normscope.pairs.hooks import capture
 
 
@@ -187,3 +192,28 @@ def test_without_a_head_there_are_features(folders, lines, kind):
         result = model.module(**batch.kwargs)
     assert model.outputs.kind == "tensor"
     assert torch.equal(model.outputs.read(result, batch), result.last_hidden_state)
+
+
+def test_random_weights_for_a_gpu_are_drawn_on_it(monkeypatch):
+    seeded, forked = [], torch.random.fork_rng
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "manual_seed", seeded.append)
+    monkeypatch.setattr(
+        torch.random, "fork_rng", lambda devices: forked([]) if not devices else contextlib.nullcontext()
+    )
+    config = transformers.LlamaConfig(
+        vocab_size=30, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+
+    def build():
+        return transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+
+    options = LoadOptions("random", None, None, 1, 5, torch.device("cuda"), torch.bfloat16)
+    with FakeTensorMode():
+        made, provenance = with_weights("a name", options, build=build, pretrained=build, on_gpu=True)
+        on_cpu, other = with_weights("a name", options, build=build, pretrained=build)
+    assert {tensor.device.type for tensor in (*made.parameters(), *made.buffers())} == {"cuda"}
+    assert {parameter.dtype for parameter in made.parameters()} == {torch.bfloat16} and seeded == [5]
+    assert {tensor.device.type for tensor in on_cpu.parameters()} == {"cpu"}
+    assert (provenance.description, other.description) == ("random weights, seed 5 of a GPU", "random weights, seed 5")
