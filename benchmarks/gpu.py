@@ -19,6 +19,11 @@ What ran on the GPU itself. {rehearsed}
 """
 REHEARSED = "REHEARSAL on the CPU, kernels in Triton's interpreter: nothing ran on a GPU, and no time says anything."
 LIBRARIES = ("triton", "timm", "torchaudio", "diffusers", "transformers", "liger_kernel", "quack-kernels")
+# How parts' names begin. What is wrong is not worth timing; then what tells most, since a lent hour may not hold all.
+ORDER = (
+    *("kernels", "binning", "operators", "speed bfloat16", "tilings issue", "captures", "networks eager"),
+    *("networks published", "speed float", "tilings", "networks compiled", "speed", "networks"),
+)
 RIGHT, WRONG, LEFT, STOPPED = 0, 1, 3, 130
 MOST = 480  # seconds
 
@@ -41,7 +46,9 @@ def main() -> int:
         "left_out": [],
     }
     words = re.findall(r"[a-z0-9]+", "rehearsal" if setting.rehearsal else here["gpu"].lower())
-    record = Record(args.results / f"gpu-{'-'.join(words)}.json", head, args.again)
+    record = Record(args.results / f"gpu-{'-'.join(words)}.json", head, anew=args.again and not args.only)
+    if args.again:
+        record.forget(parts)
     try:
         left = run(record, parts, setting, until=begun + args.seconds)
     except KeyboardInterrupt:
@@ -60,16 +67,17 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seconds", type=float, default=MOST, help="that the command takes at most (%(default)s)")
     parser.add_argument("--only", type=names, default=[], help="parts whose names begin so, by commas (all)")
-    parser.add_argument("--again", action="store_true", help="begin anew, in place of what was found before")
+    parser.add_argument("--again", action="store_true", help="run anew what was run before")
     parser.add_argument("--rehearse", action="store_true", help="tiny, on the CPU: shows that all of it runs")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON file (%(default)s)")
     return parser
 
 
 def all_parts(setting: Setting) -> list[Part]:
-    """Return all parts, those first that others are worth nothing without."""
+    """Return all parts in the order in which they run, see :data:`ORDER`."""
     modules = (kernels, binning, operators, speed, captures, networks, tilings)
-    return [part for module in modules for part in module.parts(setting)]
+    parts = [part for module in modules for part in module.parts(setting)]
+    return sorted(parts, key=lambda part: [part.name.startswith(begin) for begin in ORDER].index(True))
 
 
 def chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:

@@ -5,23 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
-import subprocess
-import sys
-import tempfile
-import xml.etree.ElementTree as ElementTree
-from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from common import RESULTS, Measurement
+from on_gpu import suite
 from on_gpu.parts import Found, Part, Setting
 
-ROOT = Path(__file__).parents[2]
-HELD = ROOT / "tests" / "swaps" / "kernels" / "held"
-MOST = 20  # sentences about what is wrong
-ENDED = {0: "all tests passed", 1: "some tests failed"}  # by pytest's exit status
+HELD = "tests/swaps/kernels/held"
 A_ROUNDING = 2.0**-24  # relative: a GPU may round a product and a sum at once, and so round otherwise
 
 
@@ -61,99 +52,8 @@ def parts(setting: Setting) -> list[Part]:
 
 def held_to_float64(setting: Setting, tests: Tests) -> Found:
     """Run a file of tests in a process of its own."""
-    few = tests.few if setting.rehearsal else ""
-    own = {"NORMSCOPE_KERNEL_TESTS": "rehearsal", "TRITON_INTERPRET": "1"}
-    return run_tests(
-        HELD / f"test_{tests.file}.py",
-        own if setting.rehearsal else {"NORMSCOPE_KERNEL_TESTS": "cuda"},
-        ["-n", "0" if setting.rehearsal else str(tests.workers), *(["-k", few] if few else [])],
-    )
-
-
-def run_tests(file: Path, own: dict[str, str], options: list[str]) -> Found:
-    """Run pytest on a file, and find how many tests passed, and how far off of what is allowed anything was.
-
-    Args:
-        file: of tests.
-        own: environment variables of that process; no other of normscope's or pytest's gets there.
-        options: of pytest.
-    """
-    ours = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "NORMSCOPE_"))}
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with tempfile.TemporaryDirectory() as folder:
-        report, errors = Path(folder, "report.xml"), Path(folder, "errors")
-        errors.mkdir()
-        run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *options, file],
-            cwd=ROOT,
-            env={
-                **ours, **own, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NORMSCOPE_KERNEL_ERRORS": str(errors)
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )  # fmt: skip
-        if run.returncode:
-            print(run.stdout[-6000:], flush=True)
-        name = file.stem.removeprefix("test_")
-        found = counted(name, report)
-        if run.returncode not in ENDED:
-            last = (run.stdout.strip().splitlines() or ["nothing"])[-1]
-            found.failures.append(f"{name}: pytest ended with status {run.returncode}, and said last: {last}")
-        found.measurements.extend(furthest(name, errors))
-    return found
-
-
-def counted(name: str, report: Path) -> Found:
-    """Read the report that pytest has written."""
-    found, reasons, by_outcome = Found(), Counter(), Counter()
-    cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []  # noqa: S314 - our own
-    wrong = []
-    for case in cases:
-        outcome = next((one for one in case if one.tag in ("failure", "error", "skipped")), None)
-        if outcome is None:
-            by_outcome["passed"] += 1
-            continue
-        by_outcome["skipped" if outcome.tag == "skipped" else "failed"] += 1
-        first = first_line(outcome)
-        if outcome.tag == "skipped":
-            reasons[first] += 1
-        else:
-            wrong.append(f"{name}: {case.get('name')}: {first}")
-    if not by_outcome:
-        found.failures.append(f"{name}: no test was run.")
-    found.failures.extend(wrong[:MOST])
-    if len(wrong) > MOST:
-        found.failures.append(f"{name}: {len(wrong) - MOST} more tests failed.")
-    found.left_out.extend(f"{name}: {number} tests: {reason}" for reason, number in reasons.items())
-    found.measurements.extend(
-        Measurement("held to float64", name, outcome, "tests", [float(by_outcome[outcome])])
-        for outcome in ("passed", "failed", "skipped")
-    )
-    return found
-
-
-def first_line(outcome: ElementTree.Element) -> str:
-    """Return what a test failed with or was skipped for; of a file that cannot be imported, why."""
-    message = (outcome.get("message") or "nothing said").strip().splitlines()[0]
-    why = [line[1:].strip() for line in (outcome.text or "").splitlines() if line.startswith("E ")]
-    return why[0] if message == "collection failure" and why else message
-
-
-def furthest(name: str, folder: Path) -> list[Measurement]:
-    """Read the largest errors that the processes of the tests have met, relative to what is allowed."""
-    largest: dict[str, float] = {}
-    for path in folder.glob("*.json"):
-        for key, value in json.loads(path.read_text(encoding="utf-8")).items():
-            largest[key] = max(value, largest.get(key, 0.0))
-    quantity = "largest error over what is allowed"
-    found = [
-        Measurement(f"{name}: {key.replace('torch.', '')}", "kernels", quantity, "×", [value], shown=False)
-        for key, value in sorted(largest.items())
-    ]
-    if largest:
-        found.append(Measurement("held to float64", name, quantity, "×", [max(largest.values())]))
-    return found
+    few, workers = (tests.few, 0) if setting.rehearsal else ("", tests.workers)
+    return suite.tested(setting, [f"{HELD}/test_{tests.file}.py"], few, f"kernels {tests.file}", workers)
 
 
 def functions(setting: Setting) -> Found:

@@ -10,8 +10,8 @@ COMPILED = "tests/swaps/kernels/test_compiled.py"
 # What runs in the interpreter says nothing of a GPU.
 OF_A_GPU = "not kernels_themselves"
 PARTS = {  # which tests on a GPU and in a rehearsal, and the seconds they may take
-    "opcheck": (OPERATORS, "opcheck", "opcheck and dtype0-isru", 360),
-    "operators": (OPERATORS, "not opcheck", "gradients or dtype", 300),
+    "operators in opcheck": (OPERATORS, "opcheck", "opcheck and dtype0-isru", 360),
+    "operators in eager mode": (OPERATORS, "not opcheck", "gradients or dtype", 300),
     "operators compiled": (COMPILED, f"{OF_A_GPU} and not replayed", "one_graph_serves or exported", 300),
     "operators in graphs": (COMPILED, "replayed", "one_graph_serves", 420),
 }

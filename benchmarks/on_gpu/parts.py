@@ -62,7 +62,7 @@ class Part:
         name: of it, by which ``--only`` finds it.
         run: called with the setting and the arguments, in a process of its own: a function of a module, by its name.
         args: of it.
-        seconds: after which it is ended, at most 480; nothing of it is kept then but that.
+        seconds: after which it is ended, at most 450, so that a command has them; nothing of it is kept then but that.
     """
 
     name: str

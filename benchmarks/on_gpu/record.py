@@ -14,22 +14,24 @@ from common import commit
 from on_gpu.parts import Found, Part
 
 ROOT = Path(__file__).parents[2]
-SAME = ("sources", "GPU", "driver", "versions")  # or else what the parts found does not belong together
+# Or else what the parts found does not belong together. What measured them may change between two: each part tells.
+SAME = ("normscope", "GPU", "driver", "versions")
+MEASURED, MEASURING = ("normscope",), ("benchmarks", "tests")
 
 
 class Record:
     """What is in the file: of what machine and sources, and a part after the other."""
 
-    def __init__(self, path: Path, head: dict[str, Any], again: bool) -> None:
+    def __init__(self, path: Path, head: dict[str, Any], anew: bool) -> None:
         """Go on with the file, if there is one that goes with ``head``, or begin anew.
 
         Raises:
-            SystemExit: with a sentence, if there is one of another machine, of other versions or other sources, or one
-                that is damaged.
+            SystemExit: with a sentence, if there is one of another machine, of other versions or another normscope, or
+                one that is damaged.
         """
         self.path = path
-        self.value = {**head, "date": now(), "commit": commit(), "sources": sources(), "parts": []}
-        if path.exists() and not again:
+        self.value = {**head, "date": now(), "commit": commit(), "normscope": digest(MEASURED), "parts": []}
+        if path.exists() and not anew:
             there = _read(path)
             if others := [name for name in SAME if _of(there, name) != _of(self.value, name)]:
                 raise SystemExit(
@@ -42,6 +44,11 @@ class Record:
         """Return what is kept of a part, if it was run."""
         return next((one for one in self.value["parts"] if one["part"] == name), None)
 
+    def forget(self, parts: Sequence[Part]) -> None:
+        """Take parts as not yet run; the file has them until another is kept."""
+        names = {part.name for part in parts}
+        self.value = {**self.value, "parts": [one for one in self.value["parts"] if one["part"] not in names]}
+
     def keep(self, part: Part, found: Found, seconds: float, state: Sequence[dict[str, str]]) -> None:
         """Write down what a part has found, in place of what it found before."""
         others = [one for one in self.value["parts"] if one["part"] != part.name]
@@ -50,6 +57,7 @@ class Record:
             "date": now(),
             "seconds": round(seconds, 1),
             "gpu_before_and_after": list(state),
+            "sources": digest(MEASURING),
             **asdict(found),
         }
         self.value = {**self.value, "parts": [*others, own]}
@@ -82,10 +90,9 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def sources() -> str:
-    """Return a digest of what is measured and what measures: where there is no git, it still tells a commit's files."""
-    digest = hashlib.sha256()
-    files = [path for folder in ("normscope", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")]
-    for path in sorted(files):
-        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
+def digest(folders: Sequence[str]) -> str:
+    """Return a digest of the sources in some folders: where there is no git, it still tells a commit's files."""
+    found = hashlib.sha256()
+    for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        found.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:16]

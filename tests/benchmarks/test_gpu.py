@@ -187,7 +187,9 @@ def test_parts_are_chosen_by_name_and_run_again_when_asked(tmp_path):
     assert (tmp_path / "ran").read_text() == "good wrong "
     assert run(words, "--only", "one of a", "--again").returncode == 0
     assert (tmp_path / "ran").read_text() == "good wrong good "
-    assert list(found(tmp_path)) == ["one of a"]
+    assert list(found(tmp_path)) == ["one of b", "one of a"]  # what was not asked for stays
+    assert run(words, "--again").returncode == 1
+    assert (tmp_path / "ran").read_text() == "good wrong good good wrong wrong "
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them")
@@ -222,21 +224,21 @@ def head(gpu="A GPU", driver="1.2", torch="9.9"):
 def test_what_does_not_belong_together_is_not_put_together(benchmarks, tmp_path):
     record, parts = benchmarks("on_gpu.record"), benchmarks("on_gpu.parts")
     path = tmp_path / "gpu-a-gpu.json"
-    begun = record.Record(path, head(), again=False)
+    begun = record.Record(path, head(), anew=False)
     begun.keep(parts.Part("one", print), parts.Found(failures=["wrong."]), 1.25, [{}, {}])
-    assert record.Record(path, head(), again=False).part("one")["failures"] == ["wrong."]
+    assert record.Record(path, head(), anew=False).part("one")["failures"] == ["wrong."]
     for other, name in ((head(gpu="B"), "GPU"), (head(driver="1.3"), "driver"), (head(torch="9.8"), "versions")):
         with pytest.raises(SystemExit) as refusal:
-            record.Record(path, other, again=False)
+            record.Record(path, other, anew=False)
         assert refusal.value.code == (
             f"{path} was begun with another {name}, and cannot be gone on with. Begin anew with --again, or in "
             "another folder with --results."
         )
-    assert record.Record(path, head(gpu="B"), again=True).part("one") is None
+    assert record.Record(path, head(gpu="B"), anew=True).part("one") is None
     value = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(value | {"sources": "0"}), encoding="utf-8")
-    with pytest.raises(SystemExit, match="was begun with another sources, and"):
-        record.Record(path, head(), again=False)
+    path.write_text(json.dumps(value | {"normscope": "0"}), encoding="utf-8")
+    with pytest.raises(SystemExit, match="was begun with another normscope, and"):
+        record.Record(path, head(), anew=False)
 
 
 @pytest.mark.parametrize("content", [b"", b'{"parts": [', b"[]", b'{"machine": {}}', b"\xff", b'{"parts": [1]}'])
@@ -245,8 +247,8 @@ def test_a_damaged_file_is_refused_in_a_sentence(benchmarks, tmp_path, content):
     path = tmp_path / "gpu-a-gpu.json"
     path.write_bytes(content)
     with pytest.raises(SystemExit, match="is damaged: it holds no results that can be gone on with"):
-        record.Record(path, head(), again=False)
-    assert record.Record(path, head(), again=True).value["parts"] == []
+        record.Record(path, head(), anew=False)
+    assert record.Record(path, head(), anew=True).value["parts"] == []
 
 
 def test_without_a_gpu_there_is_a_sentence(benchmarks, monkeypatch):
@@ -264,7 +266,16 @@ def test_a_rehearsal_is_no_result(tmp_path):
     assert refused.stderr == "A rehearsal is no result: name another folder with --results.\n"
 
 
-OWN = ["captures wav2vec2_large", "captures first", "networks dit_xl eager", "networks llama_7b compiled forward"]
+def test_every_part_has_its_place_a_name_and_room_in_a_command(benchmarks):
+    gpu, parts = benchmarks("gpu"), benchmarks("on_gpu.parts")
+    for rehearsal in (True, False):
+        own = gpu.all_parts(parts.Setting(rehearsal))
+        assert len({part.name for part in own}) == len(own)
+        assert own[0].name.startswith("kernels") and not any("," in part.name for part in own)
+        assert max(part.seconds for part in own) <= gpu.MOST - 30  # for the command's own start
+
+
+OWN = ["captures wav2vec2_large", "captures first", "networks eager dit_xl", "networks compiled llama_7b forward"]
 
 
 @pytest.mark.faults
@@ -276,7 +287,7 @@ def test_parts_of_whole_networks_run_in_a_rehearsal(tmp_path, part):
     parts = found(tmp_path)
     assert parts and all(one["measurements"] and not one["failures"] for one in parts.values())
     ways = {one["way"].partition(":")[0] for own in parts.values() for one in own["measurements"]}
-    fused = {"networks dit_xl eager": "derf, fused", "networks llama_7b compiled forward": "dyt, compile + fused"}
+    fused = {"networks eager dit_xl": "derf, fused", "networks compiled llama_7b forward": "dyt, compile + fused"}
     assert fused.get(part) in {*ways, None}
 
 

@@ -11,24 +11,6 @@ import pytest
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-TESTS = """
-import json, os
-from pathlib import Path
-import pytest
-
-def test_right():
-    Path(os.environ["NORMSCOPE_KERNEL_ERRORS"], "1.json").write_text(json.dumps({"tanh, torch.float16, y": 0.25}))
-    Path(os.environ["NORMSCOPE_KERNEL_ERRORS"], "2.json").write_text(json.dumps({"tanh, torch.float16, y": 0.75}))
-    assert os.environ["NORMSCOPE_KERNEL_TESTS"] == "rehearsal"
-
-@pytest.mark.parametrize("number", range(23))
-def test_wrong(number):
-    assert number > 99, f"tanh: off by {number}"
-
-@pytest.mark.skip(reason="there is no second GPU")
-def test_left_out():
-    pass
-"""
 
 
 @pytest.fixture
@@ -42,40 +24,11 @@ def rehearsal(kernels):
     return importlib.import_module("on_gpu.parts").Setting(rehearsal=True)
 
 
-def samples(found):
-    return {(one.case, one.way, one.quantity): one.samples for one in found.measurements}
-
-
 def test_each_file_of_tests_has_a_part(kernels, rehearsal):
-    files = {path.stem.removeprefix("test_") for path in kernels.HELD.glob("test_*.py")}
+    files = {path.stem.removeprefix("test_") for path in (FOLDER.parent / kernels.HELD).glob("test_*.py")}
     assert {f"kernels {file}" for file in files} | {"kernels functions"} == {
         part.name for part in kernels.parts(rehearsal)
     }
-    assert all(part.seconds <= 480 and "," not in part.name for part in kernels.parts(rehearsal))
-
-
-def test_what_passed_what_failed_and_what_was_left_out(kernels, tmp_path):
-    file = tmp_path / "test_some.py"
-    file.write_text(TESTS, encoding="utf-8")
-    found = kernels.run_tests(file, {"NORMSCOPE_KERNEL_TESTS": "rehearsal"}, ["-n", "0"])
-    counted = samples(found)
-    assert [counted["held to float64", "some", name] for name in ("passed", "failed", "skipped")] == [[1], [23], [1]]
-    assert counted["some: tanh, float16, y", "kernels", "largest error over what is allowed"] == [0.75]
-    assert len(found.failures) == 21 and found.failures[-1] == "some: 3 more tests failed."
-    assert found.failures[7].startswith("some: test_wrong[7]: AssertionError: tanh: off by 7")
-    assert found.left_out == ["some: 1 tests: there is no second GPU"]
-
-
-def test_a_file_that_cannot_be_imported_is_wrong(kernels, tmp_path):
-    file = tmp_path / "test_none.py"
-    file.write_text("import not_there", encoding="utf-8")
-    found = kernels.run_tests(file, {}, ["-n", "0"])
-    assert any("No module named 'not_there'" in sentence for sentence in found.failures)
-    assert any("pytest ended with status 2" in sentence for sentence in found.failures)
-
-
-def test_no_report_is_no_success(kernels, tmp_path):
-    assert kernels.counted("none", tmp_path / "report.xml").failures == ["none: no test was run."]
 
 
 class Kernel:
@@ -122,7 +75,7 @@ def test_bounds_are_those_of_the_benchmark(kernels):
 
 
 @pytest.mark.faults
-def test_a_kernel_that_is_wrong_is_found(kernels, monkeypatch, tmp_path):
+def test_a_kernel_that_is_wrong_is_found(kernels, rehearsal, monkeypatch, tmp_path):
     """It takes all channels for one: Python runs what says so first in every process."""
     (tmp_path / "sitecustomize.py").write_text(
         "import normscope.swaps.kernels.launch as launch\n"
@@ -131,10 +84,9 @@ def test_a_kernel_that_is_wrong_is_found(kernels, monkeypatch, tmp_path):
         encoding="utf-8",
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    own = {"NORMSCOPE_KERNEL_TESTS": "rehearsal", "TRITON_INTERPRET": "1"}
-    found = kernels.run_tests(
-        kernels.HELD / "test_values.py", own, ["-n", "0", "-k", "several_tiles_and_programs and float32"]
-    )
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # as in a rehearsal
+    file, tests = f"{kernels.HELD}/test_values.py", "several_tiles_and_programs and float32"
+    found = kernels.suite.tested(rehearsal, [file], tests, "values")
     assert len(found.failures) == 3
     assert all("of what is allowed" in sentence for sentence in found.failures)
-    assert max(samples(found)["held to float64", "values", "largest error over what is allowed"]) > 100
+    assert max(found.measurements[-1].samples) > 100 and found.measurements[-1].quantity == kernels.suite.LARGEST

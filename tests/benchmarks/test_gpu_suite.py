@@ -7,13 +7,18 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 TESTS = """
+import json
 import os
+from pathlib import Path
 
 import pytest
 
 
-def test_right():
-    assert os.environ.get("NORMSCOPE_KERNEL_TESTS") == SAID
+@pytest.mark.parametrize("number", [1, 2])
+def test_right(number):
+    own = json.dumps({"tanh, torch.float16, y": number / 4})
+    Path(os.environ["NORMSCOPE_KERNEL_ERRORS"], f"{number}.json").write_text(own)
+    assert os.environ["NORMSCOPE_KERNEL_TESTS"] == SAID
 
 
 @pytest.mark.parametrize("size", [3, 4])
@@ -47,38 +52,43 @@ def setting(rehearsal):
     return importlib.import_module("on_gpu.parts").Setting(rehearsal)
 
 
-def counts(found):
-    return {one.quantity: one.samples for one in found.measurements}
+def samples(found):
+    return {(one.case, one.quantity): one.samples for one in found.measurements}
 
 
 def test_what_pytest_found_is_told(suite, tmp_path):
     path = tmp_path / "test_made.py"
     path.write_text(TESTS.replace("SAID", "'cuda'"), encoding="utf-8")
-    found = suite.tested(setting(False), [str(path)], name="made")
-    assert counts(found) == {"checks passed": [2.0], "checks failed": [2.0], "checks skipped": [2.0]}
+    found = suite.tested(setting(False), [str(path)], "", "made")
+    assert samples(found) == {
+        ("made", "checks passed"): [3.0],
+        ("made", "checks failed"): [2.0],
+        ("made", "checks skipped"): [2.0],
+        ("made: tanh, float16, y", suite.LARGEST): [0.5],
+        ("made", suite.LARGEST): [0.5],
+    }
     assert [sentence.split(" (")[0] for sentence in found.failures] == [
         "made: test_wrong[4]: AssertionError: 4 is not what is allowed assert 4 == 3",
         'made: test_error: failed on setup with "RuntimeError: no such fixture"',
     ]
-    assert found.failures[0].endswith("test_made.py:13: AssertionError)")
-    assert found.left_out == ["made: no GPU here"]
+    assert found.failures[0].endswith(
+        f"test_made.py:{TESTS[: TESTS.index('size == 3')].count(chr(10)) + 1}: AssertionError)"
+    )
+    assert found.left_out == ["made: 2 of 7 tests: no GPU here"]
 
 
 def test_only_so_many_sentences(suite, tmp_path):
     path = tmp_path / "test_made.py"
     path.write_text(TESTS.replace("[3, 4]", "range(4, 34)").replace("SAID", "'cpu'"), encoding="utf-8")
-    found = suite.tested(setting(True), [str(path)], select="wrong or right", name="made")
-    assert counts(found) == {"checks passed": [1.0], "checks failed": [30.0], "checks skipped": [0.0]}
+    found = suite.tested(setting(True), [str(path)], "wrong or right", "made", workers=1)
+    assert [samples(found)["made", f"checks {how}"] for how in ("passed", "failed")] == [[2.0], [30.0]]
     assert len(found.failures) == 21 and found.failures[-1] == "made: 10 more tests failed."
 
 
-def test_no_test_at_all_is_wrong(suite, tmp_path):
+@pytest.mark.parametrize(("source", "why"), [("import not_there", "No module named 'not_there'"), ("x = 1", "no test")])
+def test_a_file_with_no_test_that_can_run_is_wrong(suite, tmp_path, source, why):
     path = tmp_path / "test_made.py"
-    path.write_text("x = 1", encoding="utf-8")
-    found = suite.tested(setting(True), [str(path)])
-    assert found.failures[-1].startswith("test_made: pytest ended with status 5")
-
-
-def test_found_together(suite):
-    found = importlib.import_module("on_gpu.parts").Found
-    assert suite.joined([found([], ["a"], ["b"]), found([1], ["c"], [])]) == found([1], ["a", "c"], ["b"])
+    path.write_text(source, encoding="utf-8")
+    found = suite.tested(setting(True), [str(path)], "", "made")
+    assert why in found.failures[0]
+    assert found.failures[-1].startswith("made: pytest ended with status ")

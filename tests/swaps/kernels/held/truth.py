@@ -15,12 +15,10 @@ from normscope.swaps.kernels.layout import layout_of
 from normscope.swaps.kernels.parameters import Parameters
 from normscope.swaps.kernels.reference import Gradients
 
-MODE = os.environ.get("NORMSCOPE_KERNEL_TESTS", "")  # cuda; rehearsal: what is for a GPU alone, tiny, on the CPU
+MODE = os.environ.get("NORMSCOPE_KERNEL_TESTS", "")  # cuda; cpu: what is for a GPU alone, tiny, in the interpreter
 GPU = MODE == "cuda"
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
-for_a_gpu = pytest.mark.skipif(
-    MODE not in ("cuda", "rehearsal"), reason="for a GPU alone: too much for the interpreter"
-)
+for_a_gpu = pytest.mark.skipif(MODE not in ("cuda", "cpu"), reason="for a GPU alone: too much for the interpreter")
 on_a_gpu = pytest.mark.skipif(not GPU, reason="there is nothing of it but on a GPU")
 
 BY_NUMPY = {"tanh": np.tanh, "isru": lambda u: u / np.hypot(u, 1), "erf": scipy.special.erf}
