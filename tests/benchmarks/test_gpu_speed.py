@@ -207,6 +207,44 @@ def test_rounds_are_kept_apart_and_what_fails_or_is_late_is_said(on_gpu):
     assert late.left_out == ["Round 1: for 1 of 1 no time.", "Round 2: for 1 of 1 no time."]
 
 
+def test_an_error_is_told_with_that_which_came_before_it(on_gpu):
+    described = on_gpu.contenders.described
+    with pytest.raises(RuntimeError) as raised:
+        try:
+            raise ValueError("not permitted when stream is capturing\nmore")
+        finally:
+            raise RuntimeError("a previous error during capture")
+    assert described(raised.value) == (
+        "RuntimeError: a previous error during capture; before that ValueError: not permitted when stream is capturing"
+    )
+    with pytest.raises(RuntimeError) as raised:
+        try:
+            raise ValueError
+        except ValueError:
+            raise RuntimeError("alone") from None
+    assert described(raised.value) == "RuntimeError: alone"
+
+
+def test_no_contender_is_compiled_when_it_is_late(on_gpu, monkeypatch):
+    """What comes first is ready in any case; each of the others, packages too, is looked at by itself."""
+    from on_gpu.parts import Setting
+
+    speed, contenders = on_gpu.speed, on_gpu.contenders
+    now = [0.0]
+    monkeypatch.setattr(speed.time, "monotonic", lambda: now[0])
+    liger = contenders.Contender("DyT", contenders.LIGER, abs, (), abs)
+    monkeypatch.setattr(contenders, "peers", lambda *where: iter([liger, "QuACK: there is none"]))
+    ready = speed.Ready()
+    ways = []
+    for one in speed._contenders(Setting(rehearsal=True), 8, "float32", False, 5.0, ready):
+        ways.append(one.way)
+        now[0] += one.way.startswith("torch.compile") * 3.0
+    assert ways.count("normscope") == 3 and sum(way.startswith("torch.compile") for way in ways) == 2
+    assert "Liger" not in ways
+    assert len(ready.left_out) == 5 and "DyT by Liger, float32: there was no time" in ready.left_out[3]
+    assert ready.left_out[4] == "QuACK: there is none; it is not timed."
+
+
 def test_of_many_sentences_the_first_are_kept_and_the_others_counted(on_gpu):
     assert on_gpu.speed.first_of(["a"] * 20) == ["a"] * 20
     assert on_gpu.speed.first_of(["a"] * 23) == [*["a"] * 20, "And 3 more."]
