@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from common import Measurement
 from on_gpu import suite, timers
+from on_gpu.contenders import described
 from on_gpu.parts import Found, Part, Setting
 from torch.nn import functional as F
 
@@ -41,17 +42,16 @@ def checked(setting: Setting, name: str) -> Found:
 
 def timed(setting: Setting) -> Found:
     """Time the three kernels for one layer, and F.layer_norm of the same x."""
+    found = Found()
     with timers.one_stream(setting):
-        found = [
-            one
-            for case, (images, tokens) in LAYERS.items()
-            for dtype in (torch.float32, torch.bfloat16)
-            for one in _layer(setting, case, (2, 3, 16) if setting.rehearsal else (images, tokens, CHANNELS), dtype)
-        ]
-    return Found(found)
+        for case, (images, tokens) in LAYERS.items():
+            for dtype in (torch.float32, torch.bfloat16):
+                shape = (2, 3, 16) if setting.rehearsal else (images, tokens, CHANNELS)
+                _layer(setting, case, shape, dtype, found)
+    return found
 
 
-def _layer(setting: Setting, case: str, shape: tuple[int, int, int], dtype: torch.dtype) -> list[Measurement]:
+def _layer(setting: Setting, case: str, shape: tuple[int, int, int], dtype: torch.dtype, found: Found) -> None:
     images, each, channels = shape
     stats = PairStats.empty(channels, device=torch.device(setting.device))
     sets = [_described(stats, tokens) for tokens in _tokens(setting, images, each, channels, dtype)]
@@ -64,18 +64,19 @@ def _layer(setting: Setting, case: str, shape: tuple[int, int, int], dtype: torc
         "F.layer_norm": lambda own: F.layer_norm(own[0].rows, (channels,), eps=1e-6),
     }
     case = f"{case}, {str(dtype).removeprefix('torch.')}"
-    found = []
     for way, run in ways.items():
         shown = way in ("three kernels", "F.layer_norm")
-        times = timers.timed(setting, run, sets)
-        found += [
-            Measurement(case, way, f"a call, {timer}", "µs", taken, shown=shown and timer == timers.GRAPH)
-            for timer, taken in times.items()
-        ]
+        try:
+            times = timers.timed(setting, run, sets)
+        except Exception as error:
+            found.failures.append(f"{case}, {way}, while it was timed: {described(error)}")
+            continue
+        for timer, taken in times.items():
+            quantity = f"a call, {timer}"
+            found.measurements.append(Measurement(case, way, quantity, "µs", taken, shown and timer == timers.GRAPH))
         if way == "three kernels":
             rates = [x.nbytes / one / 1e3 for one in times[timers.GRAPH]]
-            found.append(Measurement(case, way, "x read once", "GB/s", rates, shown=True))
-    return found
+            found.measurements.append(Measurement(case, way, "x read once", "GB/s", rates))
 
 
 def _described(stats: PairStats, tokens: Tokens) -> Described:

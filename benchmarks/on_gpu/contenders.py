@@ -79,18 +79,17 @@ class Contender:
         return lambda: torch.autograd.grad(y, [x, *self.parameters], own.dy, retain_graph=True)
 
 
-def operands(shape: tuple[int, int], dtype: torch.dtype, device: str) -> list[Operands]:
-    """Return random values: one set, or on CUDA as many as are larger together than four times the L2 cache."""
+def operands(shape: tuple[int, int], dtype: torch.dtype, device: str, number: int | None = None) -> list[Operands]:
+    """Return so many sets of random values; by default one, or on CUDA as many as no cache holds together."""
     generator = torch.Generator(device).manual_seed(_SEED)
 
     def noise() -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    number = 1
-    if device == "cuda":
+    if number is None and device == "cuda":
         nbytes = bytes_moved("forward", math.prod(shape), dtype.itemsize)
         number = sets_beyond_cache(nbytes, cache_of(torch.device(device)))
-    return [Operands(noise(), noise(), torch.empty(shape, dtype=dtype, device=device)) for _ in range(number)]
+    return [Operands(noise(), noise(), torch.empty(shape, dtype=dtype, device=device)) for _ in range(number or 1)]
 
 
 def own_parameters(curve: str, channels: int, dtype: torch.dtype, device: str) -> Parameters:
@@ -234,5 +233,10 @@ def wrong(contender: Contender, own: Operands) -> str:
 
 
 def described(error: Exception) -> str:
-    """Name an error and say the first line of its message."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    """Name an error and say the first line of its message, and likewise of that which came before it.
+
+    The capture of a CUDA graph that fails says no more than that something failed before.
+    """
+    own = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return f"{own}; before that {described(before)}" if isinstance(before, Exception) else own

@@ -10,7 +10,7 @@ from on_gpu.contenders import COMPILED, EAGER, LAYER_NORM, LIGER, OURS
 
 FORWARD, BACKWARD = "forward", "backward"
 TENSORS = {FORWARD: 2, BACKWARD: 3}  # that cannot but be moved: x and y; x, dy and dx
-COPY, ADD = "copy", "add"
+COPY, NEGATIVE, ADD = "copy", "negative", "add"
 RATE = "of the copy's rate"
 LARGE = 10**8  # elements from which on the figures for the share of the copy hold
 SHARE = {

@@ -73,7 +73,7 @@ def parts(setting: Setting) -> list[Part]:
             for passes, seconds in ((FORWARD, 100), (BACKWARD, 150))
             for dtype, shape in sizes
         ),
-        Part("tilings host", host, (), 90),
+        Part("tilings host", host, (), 150),
     ]
 
 
@@ -96,6 +96,7 @@ def issue(setting: Setting, dtype: str) -> Found:
     with one_stream(setting):
         for shape in shapes(setting) if setting.rehearsal else ISSUE_SHAPES:
             sets = operands(shape, getattr(torch, dtype), setting.device)
+            by_graph(setting, _copy, sets)  # clocks rise
             copy = _timed(setting, case_of("copy", FORWARD, dtype, shape), "copy", _copy, sets, found)
             for curve in CURVES:
                 for precise in (False, True) if curve != "isru" else (False,):  # it has one function for both
@@ -233,7 +234,7 @@ def host(setting: Setting) -> Found:
     found = Found()
     with mock.patch.dict(os.environ, {VARIABLE: TRITON}), one_stream(setting):
         dtype = torch.bfloat16
-        [own, *_] = operands(TINY_CALL, dtype, setting.device)
+        [own] = operands(TINY_CALL, dtype, setting.device, number=1)
         where = TINY_CALL[1], dtype, setting.device
         all_of_them = [one for curve in CURVES for one in contenders.pointwise(curve, *where)]
         for one in [*all_of_them, *contenders.norms(*where), *contenders.peers(*where)]:

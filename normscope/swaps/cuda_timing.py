@@ -75,7 +75,8 @@ def replayed(
     torch.cuda.current_stream().wait_stream(aside)
     graph, calls = torch.cuda.CUDAGraph(), math.ceil(calls / len(sets)) * len(sets)
     kept: deque[object] = deque(maxlen=len(sets))
-    with torch.cuda.graph(graph, stream=aside):
+    # A capture that fails raises before torch.cuda.graph has gone back from its stream; the outer one does.
+    with torch.cuda.stream(aside), torch.cuda.graph(graph, stream=aside):
         for call in range(calls):
             kept.append(run(sets[call % len(sets)]))
     graph.replay()

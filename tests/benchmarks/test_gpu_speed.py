@@ -1,4 +1,4 @@
-"""What the benchmarks on a GPU make of times, and that everything which they compare computes the same."""
+"""That everything which is compared on a GPU computes the same, and that what fails or is late is said."""
 
 import math
 import subprocess
@@ -20,78 +20,14 @@ SHAPE = (48, 40)
 def on_gpu(monkeypatch):
     """The modules that benchmarks/gpu.py runs."""
     monkeypatch.syspath_prepend(FOLDER)
-    from on_gpu import contenders, figures, speed, tilings, timers
+    from on_gpu import contenders, speed, tilings, timers
 
     class Modules:
         pass
 
-    for module in (contenders, figures, speed, tilings, timers):
+    for module in (contenders, speed, tilings, timers):
         setattr(Modules, module.__name__.rpartition(".")[2], module)
     return Modules
-
-
-def shown(on_gpu, medians, of="DyT", passes="forward", dtype="bfloat16", shape=(32768, 4096), tuned=False):
-    rows = on_gpu.figures.table(medians, of, passes, dtype, shape, tuned)
-    return {row.quantity.removeprefix(f"{passes}, "): pytest.approx(list(row.samples)) for row in rows}
-
-
-def test_the_short_table_sets_each_ratio_beside_its_figure(on_gpu):
-    medians = {
-        ("copy", "copy", "forward"): [99.0, 90.0],
-        ("DyT", "normscope", "forward"): [100.0, 100.0],
-        ("DyT", "eager, as published", "forward"): [400.0, 410.0],
-        ("DyT", "eager, in float32", "forward"): [900.0, 300.0],
-        ("DyT", "torch.compile, as published", "forward"): [130.0, 140.0],
-        ("DyT", "torch.compile, in float32", "forward"): [119.0, 150.0],
-        ("DyT", "Liger", "forward"): [125.0, 130.0],
-        ("LayerNorm", "F.layer_norm", "forward"): [120.0, 116.0],
-    }
-    assert shown(on_gpu, medians) == {
-        "time": [100.0, 100.0],
-        "of the copy's rate": [99.0, 90.0],
-        "of the copy's rate, to reach": [95.0],
-        "eager": [4.0, 3.0],
-        "torch.compile ≥ 1.2 in bfloat16": [1.19, 1.4],
-        "Liger ≥ 1.25": [1.25, 1.3],
-        "F.layer_norm ≥ 1.15": [1.2, 1.16],
-        "figures missed": [2.0],  # the copy's in the second round, torch.compile's in the first
-    }
-    small = shown(on_gpu, medians, dtype="float16", shape=(4096, 4096))
-    assert small["figures missed"] == [0.0]  # below 10⁸ elements, and not in bfloat16, neither is to be reached
-    assert "of the copy's rate, to reach" not in small
-
-
-def test_going_backward_the_copy_is_scaled_by_the_bytes(on_gpu):
-    """Three tensors have to be moved in place of two."""
-    medians = {
-        ("copy", "copy", "forward"): [60.0, 60.0],
-        ("Derf", "normscope", "backward"): [100.0, 90.0],
-        ("Derf", "normscope", "forward"): [1.0, 1.0],
-        ("DyT", "Liger", "backward"): [500.0, 500.0],
-    }
-    made = shown(on_gpu, medians, of="Derf", passes="backward")
-    assert made["of the copy's rate"] == [90.0, 100.0]
-    assert made["of the copy's rate, to reach"] == [85.0] and made["figures missed"] == [0.0]
-    assert not any("Liger" in name for name in made)  # which has no Derf
-    assert shown(on_gpu, medians, of="DyT", passes="backward") == {}  # was not timed
-
-
-def test_a_round_that_is_missing_leaves_the_ratios_of_the_other(on_gpu):
-    medians = {
-        ("copy", "copy", "forward"): [96.0],
-        ("DyT", "normscope", "forward"): [100.0, 100.0],
-        ("DyT", "Liger", "forward"): [200.0, 300.0],
-    }
-    made = shown(on_gpu, medians)
-    assert made["of the copy's rate"] == [96.0] and made["Liger ≥ 1.25"] == [2.0, 3.0]
-
-
-def test_rates_are_of_the_bytes_that_have_to_be_moved(on_gpu):
-    """4.3 TB/s move the 2·32768·4096 bfloat16 of a forward pass in 124.9 µs (docs/kernels.md)."""
-    key = "DyT", "normscope", "forward"
-    assert on_gpu.figures.rates({key: [124.9]}, 32768 * 4096, 2)[key] == pytest.approx([4300], rel=1e-3)
-    key = "DyT", "normscope", "backward"
-    assert on_gpu.figures.rates({key: [210.7]}, 131072 * 1152, 2)[key] == pytest.approx([4300], rel=1e-3)
 
 
 def truth(of, x, dy, parameters):
@@ -205,6 +141,44 @@ def test_rounds_are_kept_apart_and_what_fails_or_is_late_is_said(on_gpu):
     late = on_gpu.speed.Ready({("copy", "copy", "forward"): sampler("copy")})
     assert on_gpu.speed.in_rounds(late, -math.inf) == {("copy", "copy", "forward"): []}
     assert late.left_out == ["Round 1: for 1 of 1 no time.", "Round 2: for 1 of 1 no time."]
+
+
+def test_an_error_is_told_with_that_which_came_before_it(on_gpu):
+    described = on_gpu.contenders.described
+    with pytest.raises(RuntimeError) as raised:
+        try:
+            raise ValueError("not permitted when stream is capturing\nmore")
+        finally:
+            raise RuntimeError("a previous error during capture")
+    assert described(raised.value) == (
+        "RuntimeError: a previous error during capture; before that ValueError: not permitted when stream is capturing"
+    )
+    with pytest.raises(RuntimeError) as raised:
+        try:
+            raise ValueError
+        except ValueError:
+            raise RuntimeError("alone") from None
+    assert described(raised.value) == "RuntimeError: alone"
+
+
+def test_no_contender_is_compiled_when_it_is_late(on_gpu, monkeypatch):
+    """What comes first is ready in any case; each of the others, packages too, is looked at by itself."""
+    from on_gpu.parts import Setting
+
+    speed, contenders = on_gpu.speed, on_gpu.contenders
+    now = [0.0]
+    monkeypatch.setattr(speed.time, "monotonic", lambda: now[0])
+    liger = contenders.Contender("DyT", contenders.LIGER, abs, (), abs)
+    monkeypatch.setattr(contenders, "peers", lambda *where: iter([liger, "QuACK: there is none"]))
+    ready = speed.Ready()
+    ways = []
+    for one in speed._contenders(Setting(rehearsal=True), 8, "float32", False, 5.0, ready):
+        ways.append(one.way)
+        now[0] += one.way.startswith("torch.compile") * 3.0
+    assert ways.count("normscope") == 3 and sum(way.startswith("torch.compile") for way in ways) == 2
+    assert "Liger" not in ways
+    assert len(ready.left_out) == 5 and "DyT by Liger, float32: there was no time" in ready.left_out[3]
+    assert ready.left_out[4] == "QuACK: there is none; it is not timed."
 
 
 def test_of_many_sentences_the_first_are_kept_and_the_others_counted(on_gpu):

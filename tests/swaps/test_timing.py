@@ -142,6 +142,41 @@ def test_a_replay_goes_round_the_buffers_and_keeps_what_it_returns(monkeypatch):
     assert streams[0] is not own and streams[1] is own
 
 
+def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch):
+    """torch.cuda.graph stays on the stream that it captures on where ending the capture raises."""
+    current = ["default"]
+
+    class OnStream:
+        def __init__(self, stream):
+            self.stream = stream
+
+        def __enter__(self):
+            self.before, current[0] = current[0], self.stream.name
+
+        def __exit__(self, *raised):
+            current[0] = self.before
+
+    class Stream:
+        name = "aside"
+
+        def wait_stream(self, stream):
+            pass
+
+    class Capture(OnStream):
+        def __init__(self, graph, stream):
+            super().__init__(stream)
+
+        def __exit__(self, *raised):
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    stand_ins = {"Stream": Stream, "current_stream": Stream, "stream": OnStream, "CUDAGraph": object, "graph": Capture}
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(cuda_timing.torch.cuda, name, stand_in)
+    with pytest.raises(RuntimeError, match="previous error"):
+        replayed(lambda buffers: None, "abcd")
+    assert current == ["default"]
+
+
 def test_do_bench_takes_as_long_as_it_is_told(monkeypatch):
     testing = pytest.importorskip("triton.testing", reason="Triton is made for Linux alone")
     told = []
