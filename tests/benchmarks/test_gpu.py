@@ -299,7 +299,7 @@ def test_what_is_printed_is_narrow_and_of_medians_alone(benchmarks):
         "  native             4",
         "",
         "                kept, MB",
-        "  a case, a way      0.25",
+        "  a case, a way     0.25",
     ]
 
 
