@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import ALWAYS_NAMED, RESULTS, names, show, versions
-from on_gpu import binning, captures, kernels, machine, networks, operators, speed, tilings
+from common import ALWAYS_NAMED, RESULTS, names, versions
+from on_gpu import binning, captures, kernels, machine, networks, operators, printed, speed, tilings
 from on_gpu.parts import Part, Setting, found_by
 from on_gpu.record import Record
 
@@ -49,13 +49,16 @@ def main() -> int:
     record = Record(args.results / f"gpu-{'-'.join(words)}.json", head, anew=args.again and not args.only)
     if args.again:
         record.forget(parts)
+    known = {part.name for part in parts if record.part(part.name) is not None}
     try:
         left = run(record, parts, setting, until=begun + args.seconds)
     except KeyboardInterrupt:
         done = sum(record.part(part.name) is not None for part in parts)
         print(f"\nStopped: {done} of {len(parts)} parts are done and kept. The same command goes on with the others.")
         return STOPPED
-    show(record.value)
+    ran = [part for part in parts if part not in left and part.name not in known]
+    print(record.value["about"])
+    print(printed.tables([record.part(part.name) for part in ran or parts if part not in left]))
     return summary(record, parts, left)
 
 
@@ -105,12 +108,11 @@ def run(record: Record, parts: Sequence[Part], setting: Setting, until: float) -
 
 
 def summary(record: Record, parts: Sequence[Part], left: Sequence[Part]) -> int:
-    """Print what came of the parts, and return the exit status."""
+    """Print what came of the parts, in this run and before, and return the exit status."""
     wrong = 0
     for part in parts:
         own = record.part(part.name)
         if own is None:
-            print(f"{part.name}: left")
             continue
         failures = own["failures"]
         wrong += bool(failures)
@@ -119,6 +121,7 @@ def summary(record: Record, parts: Sequence[Part], left: Sequence[Part]) -> int:
             print(f"    {sentence}")
     print(record.path)
     if left:
+        print(f"Left: {', '.join(part.name for part in left)}.")
         print(f"{len(left)} of {len(parts)} parts are left. The same command goes on with them.")
         return LEFT
     return WRONG if wrong else RIGHT

@@ -69,6 +69,7 @@ the copy, then (3).
 """
 MEASURED = """**Measured on a GPU.** What was measured of whole networks and of captures is [beside it](benchmarks.md).
 """
+KERNELS_APART = "What was measured of the kernels themselves is [beside it](kernels.md).\n"
 _OF_NETWORKS = ("networks", "captures")
 
 
@@ -105,10 +106,19 @@ def of_kernels(records: Sequence[Mapping[str, Any]]) -> str:
     """Say what was measured of the kernels themselves on GPUs, or that nothing was."""
     parts = []
     for record in records:
-        own = [one for one in record.get("parts", []) if not one["part"].startswith(_OF_NETWORKS)]
-        if tables := tables_of({"parts": own}):
-            parts += [*(markdown(*table) for table in tables), origin(record)]
+        if found := of_parts(record, networks=False):
+            parts += [*found, origin(record)]
     return "\n".join([MEASURED, *parts]) if parts else NOT_MEASURED
+
+
+def of_parts(record: Mapping[str, Any], *, networks: bool) -> list[str]:
+    """Write the tables of the parts that ran whole networks, or of the others, and what was found wrong there."""
+    own = [one for one in record.get("parts", []) if one["part"].startswith(_OF_NETWORKS) == networks]
+    wrong = "".join(f"- {sentence}\n" for one in own for sentence in one["failures"])
+    return [
+        *(markdown(*table) for table in tables_of({"parts": own})),
+        *([f"What was wrong:\n\n{wrong}"] if wrong else []),
+    ]
 
 
 def page(records: Sequence[Mapping[str, Any]]) -> str:
@@ -120,7 +130,11 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
         own = [record for record in records if record["benchmark"] == name]
         parts += [f"## {TITLES[name]}\n"] if own else []
         for record in own:
-            parts += [record["about"] + "\n", *(markdown(*table) for table in tables_of(record)), origin(record)]
+            if "parts" in record:
+                found = [KERNELS_APART, *of_parts(record, networks=True)]
+            else:
+                found = [markdown(*table) for table in tables_of(record)]
+            parts += [record["about"] + "\n", *found, origin(record)]
     return "\n".join(parts)
 
 

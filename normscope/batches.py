@@ -86,6 +86,11 @@ class Batch:
         )
 
     @property
+    def padded(self) -> bool:
+        """Whether any position is padding; of a mask on a GPU, that is waited for."""
+        return self.valid is not None and not bool(self.valid.all())
+
+    @property
     def divisible(self) -> bool:
         """Whether every argument is known to have a part for some samples, or to serve any of them.
 

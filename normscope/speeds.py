@@ -61,7 +61,7 @@ class Timing(Case):
         median: of them.
         p20: quantile 0.2, or the sample below it.
         p80: quantile 0.8, or the sample above it.
-        gb_per_s: ``nbytes`` over the median, in 10⁹ bytes; None for a whole model.
+        gb_per_s: ``nbytes`` over the median, in 10⁹ bytes; None for a whole model, and of what took no time.
         share_of_copy: of a same-size copy's GB/s in the same run.
         ratio: of the median to the native norm's of the same way (of ``fused``, to the eager one's; of
             ``compile + fused``, to the compiled one's); above 1 is slower.

@@ -25,7 +25,6 @@ CASES = {  # how many at once, and in which dtypes
 MOST = 10  # percent of the rest of the pass, that hooks are to take
 REPEATS, FEW = 20, 2
 CONSTANT = 0.1  # MB that batches may differ by
-WHOLE, INSIDE = "whole passes", "in the hooks"
 
 
 def parts(setting: Setting) -> list[Part]:
@@ -66,28 +65,24 @@ def measure(network: Network, case: str, setting: Setting, found: Found) -> None
     kept = [after - before for before, after in pairwise(whole.peaks[1:])]
     if not setting.rehearsal and max(kept) > CONSTANT:
         found.failures.append(f"{case}: a further batch keeps {max(kept):.3g} MB more of the GPU's memory.")
-    found.measurements.extend(
-        [
-            Measurement(case, WHOLE, "bare", "ms", _ms(whole.bare)),
-            Measurement(case, WHOLE, "captured", "ms", _ms(whole.seen), shown=False),
-            Measurement(case, WHOLE, "longer by", "%", longer),
-            Measurement(case, INSIDE, "hooks", "ms", _ms(inner.in_hooks), shown=False),
-            Measurement(case, INSIDE, "the rest", "ms", _ms(rest), shown=False),
-            Measurement(case, INSIDE, "of the rest", "%", share),
-            Measurement(case, INSIDE, "by the host", "ms", _ms(on_host[2::2])),
-            Measurement(case, INSIDE, "pairs a pass", "", [float(expected)], shown=False),
-            Measurement(
-                case,
-                INSIDE,
-                f"passes above {MOST} %",
-                "%",
-                [100 * sum(one > MOST for one in share) / len(share)],
-                False,
-            ),
-            Measurement(case, "memory", "kept", "MB a batch", kept),
-            Measurement(case, "memory", "peak", "MB", [peak()], shown=False),
-        ]
-    )
+    shown = {
+        ("bare pass", "ms"): _ms(whole.bare),
+        ("captured pass longer by", "%"): longer,
+        ("in the hooks, of the rest", "%"): share,
+        ("in the hooks, by the host", "ms"): _ms(on_host[2::2]),
+        ("kept", "MB a batch"): kept,
+    }
+    others = {
+        ("captured pass", "ms"): _ms(whole.seen),
+        ("in the hooks", "ms"): _ms(inner.in_hooks),
+        ("beside the hooks", "ms"): _ms(rest),
+        (f"passes above {MOST} % in the hooks", "%"): [100 * sum(one > MOST for one in share) / len(share)],
+        ("pairs a pass", ""): [float(expected)],
+        ("peak", "MB"): [peak()],
+    }
+    for table, is_shown in ((shown, True), (others, False)):
+        for (quantity, unit), samples in table.items():
+            found.measurements.append(Measurement(case, "normscope", quantity, unit, samples, is_shown))
 
 
 def first(setting: Setting) -> Found:

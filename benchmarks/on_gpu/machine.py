@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from common import machine
 
-_STATE = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.draw", "power.limit", "temperature.gpu")
+_STATE = (
+    *("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.memory"),
+    *("power.draw", "power.limit", "temperature.gpu"),
+)
 
 
 def with_gpu(rehearsal: bool) -> dict[str, Any]:

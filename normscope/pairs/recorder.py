@@ -206,8 +206,7 @@ class Recorder:
         """Take what the norms do meanwhile for the batch's; whatever makes the batches may run the model too."""
         self._batch, self._tokens_so_far, self._calls, self._summed = batch, {}, Counter(), summed
         self._summing_at = self._nobodys = ""
-        # Whether all of a mask on a GPU is valid would have to be waited for.
-        self._padded = batch.valid is not None and (batch.valid.is_cuda or not bool(batch.valid.all()))
+        self._padded = batch.padded  # once a batch: a hook that asked would wait for the GPU at each norm
         try:
             yield
         finally:

@@ -165,8 +165,12 @@ def of_a_gpu(**changes):
         } | more
 
     parts = [
-        {"part": "kernels dyt", "measurements": [taken(), taken(way="hidden", shown=False)]},
-        {"part": "networks vit_b16 eager", "measurements": [taken(case="a whole ViT")]},
+        {
+            "part": "kernels dyt",
+            "measurements": [taken(), taken(way="hidden", shown=False)],
+            "failures": ["It is off."],
+        },
+        {"part": "networks vit_b16 eager", "measurements": [taken(case="a whole ViT")], "failures": []},
     ]
     machine = {
         "cpu": "A CPU",
@@ -210,9 +214,12 @@ def test_what_a_gpu_did_is_written_into_both_pages_and_a_rehearsal_into_none(tmp
         "",
         "A GPU, driver 1.2, CUDA 9, in A CPU, 3 cores, 4.5 GB, An OS · torch 9.9",
     ]
-    own = ["|  |  | time, ms |", "| :-- | :-- | --: |", "| a case | a way | 2 |"]
+    head = ["|  |  | time, ms |", "| :-- | :-- | --: |"]
+    own = [*head, "| a case | a way | 2 |", "", "What was wrong:", "", "- It is off."]
+    beside = "What was measured of the kernels themselves is [beside it](kernels.md)."
     _, _, section = page.read_text(encoding="utf-8").partition("\n## ")
-    assert section.splitlines() == ["On a GPU", "", "What ran.", "", *own, "| a whole ViT | a way | 2 |", *machine]
+    of_networks = ["What ran.", "", beside, "", *head, "| a whole ViT | a way | 2 |"]
+    assert section.splitlines() == ["On a GPU", "", *of_networks, *machine]
     written = kernels.read_text(encoding="utf-8")
     block = "\n".join([*own, *machine])
     assert block in written and "a whole ViT" not in written and "Measured on a GPU: nothing" not in written

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 COMMAND = """
 import importlib.abc, importlib.util, sys, types
 
-OWN = {"on_gpu.parts", "on_gpu.record", "on_gpu.machine"}
+OWN = {"on_gpu.parts", "on_gpu.record", "on_gpu.machine", "on_gpu.printed"}
 
 
 class Without(importlib.abc.MetaPathFinder, importlib.abc.Loader):  # the parts themselves, which import for seconds
@@ -168,7 +169,7 @@ def test_what_becomes_of_a_part_is_kept_and_the_next_run_goes_on(tmp_path):
         ["endless: it took more than 1 seconds and was ended."],
     ]
     assert parts["unkept"]["failures"] == ["unkept: TypeError: Object of type object is not JSON serializable"]
-    for line in ("good: right", "    a peer: not installed.", "raising: 1 WRONG", "long: left"):
+    for line in ("good: right", "    a peer: not installed.", "raising: 1 WRONG", "Left: long."):
         assert line in first.stdout
 
     second = run(words, "--seconds", "1000")
@@ -275,6 +276,33 @@ def test_every_part_has_its_place_a_name_and_room_in_a_command(benchmarks):
         assert max(part.seconds for part in own) <= gpu.MOST - 30  # for the command's own start
 
 
+def test_what_is_printed_is_narrow_and_of_medians_alone(benchmarks):
+    printed, common = benchmarks("on_gpu.printed"), benchmarks("common")
+    rows = [
+        ("a long case", "native", "time", "ms", [3.0, 1.0, 2.0]),
+        ("a long case", "dyt: faster", "time", "ms", [1234.5]),
+        ("another", "native", "time", "ms", [4.0]),
+        ("a long case", "dyt: faster", "of native, by far the longest", "×", [0.5]),
+        ("a case", "a way", "kept", "MB", [0.25]),
+    ]
+    parts = [{"measurements": [asdict(common.Measurement(*row)) for row in rows[:3]]}]
+    parts += [{"measurements": [asdict(common.Measurement(*row)) for row in rows[3:]]}]
+    parts[0]["measurements"].append(asdict(common.Measurement("a", "hidden", "one", "s", [1.0], shown=False)))
+    assert printed.tables(parts).splitlines() == [
+        "                       of native,",
+        "                       by far the",
+        "              time, ms longest, ×",
+        "a long case",
+        "  native             2",
+        "  dyt: faster    1,234        0.5",
+        "another",
+        "  native             4",
+        "",
+        "                kept, MB",
+        "  a case, a way     0.25",
+    ]
+
+
 OWN = ["captures wav2vec2_large", "captures first", "networks eager dit_xl", "networks compiled llama_7b forward"]
 
 
@@ -313,13 +341,10 @@ def test_the_gpus_clock_adds_up_what_lies_between_events(benchmarks, monkeypatch
     network, found = loading.load("wav2vec2_large", 1, "float32", parts.Setting(rehearsal=True)), parts.Found()
     with captures.torch.no_grad():
         captures.measure(network, "a case", parts.Setting(), found)
-    taken = {(one.way, one.quantity): one.samples for one in found.measurements}
+    taken = {one.quantity: one.samples for one in found.measurements}
     assert found.failures == []
-    assert all(
-        len(own) == 20 for (_, name), own in taken.items() if name in ("bare", "hooks", "by the host", "longer by")
-    )
-    for inside, on_host, share, rest in zip(
-        *(taken["in the hooks", name] for name in ("hooks", "by the host", "of the rest", "the rest")), strict=True
-    ):
+    names = ("in the hooks", "in the hooks, by the host", "in the hooks, of the rest", "beside the hooks")
+    assert all(len(taken[name]) == 20 for name in (*names, "bare pass", "captured pass longer by"))
+    for inside, on_host, share, rest in zip(*(taken[name] for name in names), strict=True):
         assert 0 < on_host <= inside  # the events lie around what the host's clock sees
         assert share == pytest.approx(100 * inside / rest)

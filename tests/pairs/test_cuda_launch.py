@@ -132,7 +132,8 @@ def of_groups() -> nn.Module:
 
 
 @pytest.mark.parametrize(("network", "padded"), [(of_tokens, False), (of_tokens, True), (of_groups, False)])
-def test_no_hook_of_a_capture_waits(waits, launches, network, padded):
+def test_no_hook_of_a_capture_waits(monkeypatch, waits, launches, network, padded):
+    monkeypatch.setattr(Batch, "padded", padded)  # which is waited for before a batch begins, and never in a hook
     one, several = ([Sample(source, "ab".index(source), i) for i, source in enumerate(own)] for own in ("aaa", "aab"))
     report = find_norms(network(), Batch((torch.randn(1, 8, 6),), samples=tuple(one[:1])))
     with FakeTensorMode(), torch.no_grad():

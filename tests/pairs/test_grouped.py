@@ -1,6 +1,6 @@
 """Norms whose tokens are groups of channels over all positions: GroupNorm, InstanceNorm, BatchNorm."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -199,6 +199,30 @@ def test_padding_is_not_told_apart_in_a_group():
     batch = normscope.Batch((inputs(9)[0],), {}, samples(0), valid=torch.tensor([[True] * 9, [True] * 5 + [False] * 4]))
     with pytest.raises(DataError, match="which tokens are padding"):
         normscope.capture(model, [batch])
+
+
+class OnGpu(torch.Tensor):
+    """A mask that says it is on a GPU, and counts how often the host waits for what it holds."""
+
+    waits = 0
+    is_cuda = True
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.waits += function is torch.Tensor.__bool__
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_mask_on_a_gpu_that_is_all_valid_is_no_padding_and_is_asked_once_a_batch(monkeypatch):
+    monkeypatch.setattr(OnGpu, "waits", 0)
+    model = nn.Sequential(nn.GroupNorm(2, CHANNELS), nn.GroupNorm(3, CHANNELS))
+    bare = [normscope.Batch((x,), {}, samples(i)) for i, x in enumerate(inputs(9, 4, 7))]
+    masks = [torch.ones(2, x.shape[2], dtype=torch.bool).as_subclass(OnGpu) for [x] in (batch.args for batch in bare)]
+    marked = [replace(batch, valid=mask) for batch, mask in zip(bare, masks, strict=True)]
+    seen, without = normscope.capture(model, marked), normscope.capture(model, bare)
+    assert OnGpu.waits == len(marked)
+    for name in ("0", "1"):
+        assert_same(seen.stats[name], without.stats[name])
 
 
 def test_channels_of_groups_are_numbered_sample_by_sample():

@@ -102,6 +102,12 @@ def test_a_speed_up_is_claimed_only_where_the_intervals_lie_apart():
     assert verdict([], native) == NOT_RUN
 
 
+def test_what_takes_no_time_has_no_rate_and_is_faster():
+    native, identity = judged([Measured(case(), [1e-6] * 3), Measured(case("identity"), [0.0] * 3)])
+    assert native.gb_per_s == pytest.approx(8.0)
+    assert (identity.gb_per_s, identity.ratio, identity.verdict) == (None, 0.0, FASTER)
+
+
 def test_a_row_is_set_beside_the_native_one_of_its_own_setting():
     rows = judged(
         [
