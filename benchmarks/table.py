@@ -1,6 +1,6 @@
-"""Write docs/benchmarks.md, and what docs/kernels.md says of GPUs, from benchmarks/results/*.json.
+"""Write docs/benchmarks.md, and what docs/kernels.md and README.md say of GPUs: ``python benchmarks/table.py``.
 
-``python benchmarks/table.py``
+All of it is from benchmarks/results/*.json.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from common import RESULTS, tables_of
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-KERNELS = PAGE.with_name("kernels.md")
+ROOT = Path(__file__).parents[1]
+PAGE, KERNELS, README = "docs/benchmarks.md", "docs/kernels.md", "README.md"
 ORDER = (
     "capture",
     "fit",
@@ -62,12 +62,22 @@ This page is written by the last of these commands; a change to it by hand would
 
 
 BEGIN, END = "<!-- python benchmarks/table.py writes from here -->\n", "<!-- to here -->\n"
-NOT_MEASURED = """\
+NOT_MEASURED = """
 **Measured on a GPU: nothing.** Not that they are faster than plain torch or than torch.compile, not that they reach the
 floors, not the tile sizes (chosen by counting), not the accuracy of the instructions. The first things to measure are
 the copy, then (3).
+
 """
-MEASURED = """**Measured on a GPU.** What was measured of whole networks and of captures is [beside it](benchmarks.md).
+MEASURED = """
+**Measured on a GPU.** What was measured of whole networks and of captures is [beside it](benchmarks.md).
+"""
+README_NOT_MEASURED = """\
+- Nothing has been measured on a GPU yet: the fused kernels are held to float64 in Triton's interpreter, and to counts in
+  their machine code.
+"""
+README_MEASURED = """\
+- On GPUs, kernels, captures and whole networks were checked and measured on {machines}:
+  [what came of it](docs/kernels.md#on-a-gpu).
 """
 KERNELS_APART = "What was measured of the kernels themselves is [beside it](kernels.md).\n"
 _OF_NETWORKS = ("networks", "captures")
@@ -76,16 +86,22 @@ _OF_NETWORKS = ("networks", "captures")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files (%(default)s)")
-    parser.add_argument("--page", type=Path, default=PAGE, help="to write (%(default)s)")
-    parser.add_argument("--kernels", type=Path, default=KERNELS, help="to write a part of (%(default)s)")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs (%(default)s)")
     args = parser.parse_args()
     paths = sorted(args.results.glob("*.json"))
     if not paths:
         parser.error(f"there is no result in {args.results}; run python benchmarks/fit.py, for example")
     records = [record for path in paths if real(record := json.loads(path.read_text(encoding="utf-8")))]
-    args.page.write_text(page(records), encoding="utf-8")
-    args.kernels.write_text(with_block(args.kernels.read_text(encoding="utf-8"), records), encoding="utf-8")
-    print(args.page, args.kernels, sep="\n")
+    for name, text in written(args.root, records).items():
+        (args.root / name).write_text(text, encoding="utf-8")
+        print(args.root / name)
+
+
+def written(root: Path, records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Write each page anew: one as a whole, and of the others what stands between two marks."""
+    blocks = {KERNELS: of_kernels(records), README: of_readme(records)}
+    pages = {name: with_block(name, (root / name).read_text(encoding="utf-8"), own) for name, own in blocks.items()}
+    return {PAGE: page(records), **pages}
 
 
 def real(record: Mapping[str, Any]) -> bool:
@@ -93,13 +109,13 @@ def real(record: Mapping[str, Any]) -> bool:
     return "--rehearse" not in record["command"].split()
 
 
-def with_block(text: str, records: Sequence[Mapping[str, Any]]) -> str:
-    """Write what was measured of the kernels on GPUs between the two marks of a page."""
+def with_block(name: str, text: str, block: str) -> str:
+    """Put a block between the two marks of a page."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise SystemExit(f"The page lacks {BEGIN.strip()} or {END.strip()}, between which GPUs' numbers belong.")
-    return f"{before}{begin}\n{of_kernels(records)}\n{end}{after}"
+        raise SystemExit(f"{name} lacks {BEGIN.strip()} or {END.strip()}, between which GPUs' numbers belong.")
+    return f"{before}{begin}{block}{end}{after}"
 
 
 def of_kernels(records: Sequence[Mapping[str, Any]]) -> str:
@@ -108,7 +124,13 @@ def of_kernels(records: Sequence[Mapping[str, Any]]) -> str:
     for record in records:
         if found := of_parts(record, networks=False):
             parts += [*found, origin(record)]
-    return "\n".join([MEASURED, *parts]) if parts else NOT_MEASURED
+    return "\n".join([MEASURED, *parts, ""]) if parts else NOT_MEASURED
+
+
+def of_readme(records: Sequence[Mapping[str, Any]]) -> str:
+    """Say on which GPUs anything was measured, and when, or that nothing was."""
+    machines = [f"{one['machine']['gpu']} ({one['date'][:10]})" for one in records if "gpu" in one["machine"]]
+    return README_MEASURED.format(machines=" and ".join(machines)) if machines else README_NOT_MEASURED
 
 
 def of_parts(record: Mapping[str, Any], *, networks: bool) -> list[str]:

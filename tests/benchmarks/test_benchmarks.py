@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-KERNELS = FOLDER.parent / "docs" / "kernels.md"
+PAGE, KERNELS, README = "docs/benchmarks.md", "docs/kernels.md", "README.md"
 
 
 def run(name, *arguments, check=True):
@@ -110,6 +110,20 @@ def test_startup(results):
     assert not any("torch" in way for _, way, _ in samples)
 
 
+def pages_of(records, root):
+    """Return what table.py makes of records in a copy of the project's pages."""
+    results = root / "results"
+    shutil.rmtree(results, ignore_errors=True)
+    for folder in (root / "docs", results):
+        folder.mkdir(exist_ok=True)
+    for name in (KERNELS, README):
+        shutil.copy(FOLDER.parent / name, root / name)
+    for number, record in enumerate(records):
+        (results / f"{number}.json").write_text(json.dumps(record), encoding="utf-8")
+    run("table", "--results", results, "--root", root)
+    return {name: (root / name).read_text(encoding="utf-8") for name in (PAGE, KERNELS, README)}
+
+
 def test_the_page_is_written_from_the_files_alone(tmp_path):
     taken = {
         "case": "a case",
@@ -132,12 +146,9 @@ def test_the_page_is_written_from_the_files_alone(tmp_path):
         "left_out": ["a peer"],
         "measurements": [taken, share],
     }
-    (tmp_path / "fit-a-machine.json").write_text(json.dumps(record), encoding="utf-8")
-    kernels = tmp_path / "kernels.md"
-    shutil.copy(KERNELS, kernels)
-    run("table", "--results", tmp_path, "--page", tmp_path / "page.md", "--kernels", kernels)
-    assert "**Measured on a GPU: nothing.**" in kernels.read_text(encoding="utf-8")
-    _, _, section = (tmp_path / "page.md").read_text(encoding="utf-8").partition("\n## ")
+    pages = pages_of([record], tmp_path)
+    assert "**Measured on a GPU: nothing.**" in pages[KERNELS]
+    _, _, section = pages[PAGE].partition("\n## ")
     assert section.splitlines() == [
         "What a fit costs",
         "",
@@ -195,19 +206,14 @@ def of_a_gpu(**changes):
     } | changes
 
 
-def test_what_a_gpu_did_is_written_into_both_pages_and_a_rehearsal_into_none(tmp_path):
-    page, kernels = tmp_path / "page.md", tmp_path / "kernels.md"
-    shutil.copy(KERNELS, kernels)
-    before = kernels.read_text(encoding="utf-8")
+def test_what_a_gpu_did_is_written_into_all_pages_and_a_rehearsal_into_none(tmp_path):
     rehearsed = of_a_gpu(command="python benchmarks/gpu.py --rehearse", about="Nothing ran.", date="2032-01-01")
-    (tmp_path / "gpu-rehearsal.json").write_text(json.dumps(rehearsed), encoding="utf-8")
-    options = ("--results", tmp_path, "--page", page, "--kernels", kernels)
-    run("table", *options)
-    assert "## On a GPU" not in page.read_text(encoding="utf-8")
-    assert kernels.read_text(encoding="utf-8") == before
+    before = pages_of([rehearsed], tmp_path)
+    assert "## On a GPU" not in before[PAGE]
+    nothing = "**Measured on a GPU: nothing"
+    assert nothing in before[KERNELS] and "\n- Nothing has been measured on a GPU yet: " in before[README]
 
-    (tmp_path / "gpu-a-gpu.json").write_text(json.dumps(of_a_gpu()), encoding="utf-8")
-    run("table", *options)
+    pages = pages_of([rehearsed, of_a_gpu()], tmp_path)
     machine = [
         "",
         "`python benchmarks/gpu.py` · 2031-01-02",
@@ -217,26 +223,25 @@ def test_what_a_gpu_did_is_written_into_both_pages_and_a_rehearsal_into_none(tmp
     head = ["|  |  | time, ms |", "| :-- | :-- | --: |"]
     own = [*head, "| a case | a way | 2 |", "", "What was wrong:", "", "- It is off."]
     beside = "What was measured of the kernels themselves is [beside it](kernels.md)."
-    _, _, section = page.read_text(encoding="utf-8").partition("\n## ")
+    _, _, section = pages[PAGE].partition("\n## ")
     of_networks = ["What ran.", "", beside, "", *head, "| a whole ViT | a way | 2 |"]
     assert section.splitlines() == ["On a GPU", "", *of_networks, *machine]
-    written = kernels.read_text(encoding="utf-8")
     block = "\n".join([*own, *machine])
-    assert block in written and "a whole ViT" not in written and "Measured on a GPU: nothing" not in written
-    begun, _, _ = before.partition("**Measured on a GPU: nothing")
-    assert written.startswith(begun) and written.endswith(before.partition("<!-- to here -->")[2])
-
-    (tmp_path / "gpu-a-gpu.json").unlink()
-    run("table", *options)
-    assert kernels.read_text(encoding="utf-8") == before
+    assert block in pages[KERNELS] and "a whole ViT" not in pages[KERNELS] and nothing not in pages[KERNELS]
+    assert "measured on A GPU (2031-01-02):" in pages[README] and "Nothing has been" not in pages[README]
+    for name in (KERNELS, README):  # around the block all is as it was
+        (begun, mark, _), (_, _, ended) = before[name].partition("<!-- python"), before[name].partition("<!-- to here")
+        assert pages[name].startswith(begun + mark) and pages[name].endswith(ended) and begun and ended
 
 
-def test_the_kernels_page_says_of_gpus_what_the_results_do(monkeypatch):
+def test_the_pages_say_of_gpus_what_the_results_do(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     table = importlib.import_module("table")
     records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(table.RESULTS.glob("*.json"))]
-    page = KERNELS.read_text(encoding="utf-8")
-    assert table.with_block(page, list(filter(table.real, records))) == page
+    written = table.written(FOLDER.parent, list(filter(table.real, records)))
+    assert list(written) == [PAGE, KERNELS, README]
+    for name, text in written.items():
+        assert (FOLDER.parent / name).read_text(encoding="utf-8") == text, name
 
 
 def test_a_missing_peer_is_said_in_a_sentence(monkeypatch):
