@@ -40,8 +40,9 @@ def tested(setting: Setting, files: Sequence[str], select: str, name: str, worke
     with tempfile.TemporaryDirectory() as folder:
         report, errors = Path(folder, "report.xml"), Path(folder, "errors")
         errors.mkdir()
-        command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), "-p", "no:cacheprovider"]
-        command += ["-c", "pyproject.toml", f"--junitxml={report}", *(("-k", select) if select else ()), *files]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), "--maxprocesses", str(workers)]
+        command += ["-p", "no:cacheprovider", "-c", "pyproject.toml", f"--junitxml={report}"]
+        command += [*(("-k", select) if select else ()), *files]
         done = subprocess.run(
             command,
             cwd=ROOT,
@@ -63,7 +64,7 @@ def tested(setting: Setting, files: Sequence[str], select: str, name: str, worke
 def counted(name: str, report: Path) -> Found:
     """Read the report that pytest has written."""
     outcomes: Counter[str] = Counter()
-    wrong: list[str] = []
+    wrong: dict[str, list[str]] = {}  # by what it is, which tests: behind a broken context all fail with the same
     reasons: Counter[str] = Counter()
     cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []  # noqa: S314 - our own
     for case in cases:
@@ -75,17 +76,22 @@ def counted(name: str, report: Path) -> Found:
             reasons[_message(outcome)] += 1
         else:
             outcomes["failed"] += 1
-            wrong.append(f"{name}: {case.get('name')}: {_message(outcome)} ({_place(outcome)})")
+            wrong.setdefault(f"{_message(outcome)} ({_place(outcome)})", []).append(case.get("name", ""))
+    sentences = [
+        f"{name}: {tests[0]}{f' and {len(tests) - 1} more' if tests[1:] else ''}: {what}"
+        for what, tests in wrong.items()
+    ]
     if not cases:
-        wrong.append(f"{name}: no test was run.")
-    if len(wrong) > _SENTENCES:
-        wrong[_SENTENCES:] = [f"{name}: {len(wrong) - _SENTENCES} more tests failed."]
+        sentences.append(f"{name}: no test was run.")
+    if len(sentences) > _SENTENCES:
+        more = sum(len(tests) for tests in [*wrong.values()][_SENTENCES:])
+        sentences[_SENTENCES:] = [f"{name}: {more} more tests failed."]
     return Found(
         [
             Measurement(name, "normscope", f"checks {how}", "tests", [float(outcomes[how])], shown=how == "passed")
             for how in ("passed", "failed", "skipped")
         ],
-        wrong,
+        sentences,
         [f"{name}: {number} of {len(cases)} tests: {reason}" for reason, number in reasons.items()],
     )
 

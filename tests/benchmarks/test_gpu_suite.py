@@ -85,6 +85,17 @@ def test_only_so_many_sentences(suite, tmp_path):
     assert len(found.failures) == 21 and found.failures[-1] == "made: 10 more tests failed."
 
 
+def test_what_failed_alike_is_one_sentence(suite, tmp_path):
+    """Behind an illegal access every test of a process fails with the same."""
+    failure = '<failure message="CUDA error">E\nlaunch.py:9: AcceleratorError</failure>'
+    cases = [f'<testcase name="{name}">{failure if name in "bcd" else ""}</testcase>' for name in "abcd"]
+    report = tmp_path / "report.xml"
+    report.write_text(f"<testsuite>{''.join(cases)}</testsuite>", encoding="utf-8")
+    found = suite.counted("made", report)
+    assert found.failures == ["made: b and 2 more: CUDA error (launch.py:9: AcceleratorError)"]
+    assert samples(found)["made", "checks failed"] == [3.0]
+
+
 @pytest.mark.parametrize(("source", "why"), [("import not_there", "No module named 'not_there'"), ("x = 1", "no test")])
 def test_a_file_with_no_test_that_can_run_is_wrong(suite, tmp_path, source, why):
     path = tmp_path / "test_made.py"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from normscope.swaps.kernels.reference import Gradients
 
 LOAD = 16  # bytes that a thread loads at once
 LANES = 32
+SINGLY = 16  # elements of a tile, at most, that a thread loads one by one: each has an address, of two registers
+ALL_REGISTERS = 255  # of a thread: said in so many words, ptxas does not spill some to get by with fewer
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Tiling:
 
     Attributes:
         warps: of a program.
-        loads: how often each thread of a program loads of one tile.
+        loads: how often each thread of a program loads of one tile, at most.
         steps: tiles that are loaded together, at most.
         per_multiprocessor: programs for each multiprocessor, where a program takes more than one run of tiles.
         registers: that a thread may have, so that all of these programs run at once; None for as many as it takes.
@@ -80,14 +83,15 @@ def forward_launch(x: Tensor, y: Tensor, own: Parameters, layout: Layout, curve:
         layout: of x and y.
         curve: ``tanh``, ``isru`` or ``erf``.
     """
-    constants = _constants(layout, FORWARD, x.dtype)
+    constants = _constants(layout, FORWARD, [x, y])
     blocks = _parts(layout.channels, constants["block_channels"])
     tiles = _parts(layout.others, constants["block_others"])
     arguments = {
         **{"x": x, "y": y}, **vars(own), **_sizes(layout, "x y", constants["multiple"]),
         **_each(own), **constants, "curve": curve,
     }  # fmt: skip
-    return Launch(loops.forward, (blocks * tiles * layout.outers,), arguments, FORWARD.options)
+    options = FORWARD.options if constants["multiple"] > 1 else {**FORWARD.options, "maxnreg": ALL_REGISTERS}
+    return Launch(loops.forward, (blocks * tiles * layout.outers,), arguments, options)
 
 
 def backward_launches(
@@ -108,7 +112,8 @@ def backward_launches(
         layout: of dy, x and the gradient by x; where that is not wanted, of x a second time.
         curve: as of :func:`forward_launch`.
     """
-    constants, each = _constants(layout, BACKWARD, x.dtype), _each(own)
+    filled = [] if gradients.x is None else [gradients.x]
+    constants, each = _constants(layout, BACKWARD, [x, dy, *filled]), _each(own)
     blocks = _parts(layout.channels, constants["block_channels"])
     tiles = _parts(layout.others, constants["block_others"])
     # Where each element is loaded by itself, its addresses take the registers of half of the steps.
@@ -166,17 +171,20 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _constants(layout: Layout, tiling: Tiling, dtype: torch.dtype) -> dict[str, int | bool]:
+def _constants(layout: Layout, tiling: Tiling, tensors: Sequence[Tensor]) -> dict[str, int | bool]:
+    dtype = tensors[0].dtype
     vector = LOAD // dtype.itemsize
     width, height = layout.others, layout.channels
     if layout.channels_in_columns:
         width, height = height, width
-    rows, columns = tile(width, height, tiling.warps * LANES * tiling.loads * vector, LANES * vector)
+    aligned = _aligned(layout, width, vector) and not any(tensor.data_ptr() % LOAD for tensor in tensors)
+    share = tiling.loads * vector if aligned else min(tiling.loads * vector, SINGLY)
+    rows, columns = tile(width, height, tiling.warps * LANES * share, LANES * vector)
     return {
         "precise": dtype == torch.float32,
         "portable": interpreted(),
         "channels_in_columns": layout.channels_in_columns,
-        "multiple": vector if _aligned(layout, width, vector) else 1,
+        "multiple": vector if aligned else 1,
         "block_others": rows if layout.channels_in_columns else columns,
         "block_channels": columns if layout.channels_in_columns else rows,
     }

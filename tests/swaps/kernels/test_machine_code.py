@@ -114,6 +114,24 @@ def test_rows_of_other_sizes_take_128_bits(compiled, place, shape, behind):
     full_rows_take_128_bits(x, launch, code)
 
 
+def test_the_beginning_of_a_tensor_decides_too(compiled):
+    """Of one that begins between two loads each element is loaded by itself, whatever its strides are."""
+    both = torch.empty(8 * 64 + 1, dtype=torch.bfloat16, device="meta")
+    for begin, multiple in ((0, 8), (1, 1)):
+        for launch in compiled.benchmark.launches(both[begin : begin + 512].view(8, 64), "isru")[: BACKWARD + 1]:
+            assert launch.arguments["multiple"] == multiple
+
+
+# Of so many numbers none is a multiple of what one load has; each has a tile of another form.
+@pytest.mark.parametrize(("shape", "behind"), [((32767, 37), 0), ((63, 767, 7, 7), 2)], ids=["rows", "planes"])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_elements_that_are_loaded_one_by_one_spill_nothing(compiled, dtype, shape, behind):
+    _, launch, code = compiled(FORWARD, "erf", dtype, 80, shape, behind, alpha_each=True)
+    assert launch.arguments["multiple"] == 1
+    assert code.counted(r"STG\..*") == {"STG.E.U16": 16}
+    nothing_is_in_local_memory(code)
+
+
 @pytest.mark.parametrize("curve", ["tanh", "isru", "erf"])
 @pytest.mark.parametrize("place", [FORWARD, BACKWARD], ids=["forward", "backward"])
 def test_few_instructions_an_element(compiled, place, curve):
