@@ -72,8 +72,8 @@ MEASURED = """
 **Measured on a GPU.** What was measured of whole networks and of captures is [beside it](benchmarks.md).
 """
 README_NOT_MEASURED = """\
-- Nothing has been measured on a GPU yet: the fused kernels are held to float64 in Triton's interpreter, and to counts in
-  their machine code.
+- Nothing has been measured on a GPU yet: the fused kernels are held to float64 in Triton's interpreter, and to counts
+  in their machine code.
 """
 README_MEASURED = """\
 - On GPUs, kernels, captures and whole networks were checked and measured on {machines}:
