@@ -14,7 +14,7 @@ from normscope.errors import MemoryEndedError, ModelError, NormscopeError, count
 
 _ALLOCATORS = (
     *("DefaultCPUAllocator", "MPS backend out of memory", "CUDA out of memory", "CUDA error: out of memory"),
-    *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
+    *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "Triton Error [CUDA]: out of memory"),
 )
 
 

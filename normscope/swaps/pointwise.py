@@ -199,7 +199,7 @@ class Table(nn.Module):
 
     def forward(self, u: Tensor) -> Tensor:
         """Evaluate at u, of any shape, float32 or float64."""
-        at, mean, slopes = (table.to(u.dtype) for table in (self.at, self.mean, self.slopes))
+        at, mean, slopes = (table.to(u) for table in (self.at, self.mean, self.slopes))
         piece = torch.searchsorted(at, u.detach().contiguous())
         known = (piece - 1).clamp_min(0)
         return mean[known] + slopes[piece] * (u - at[known])

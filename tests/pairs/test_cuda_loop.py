@@ -6,6 +6,7 @@ Run as a script, in the interpreter, this file fills what the tests compare.
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import fields, replace
 from unittest import mock
 
@@ -109,26 +110,23 @@ def moved(tokens: Tokens, device: torch.device) -> Tokens:
     return replace(tokens, **{name: there(value) for name, value in vars(tokens).items()} | {"lines": lines})
 
 
-def all_filled(device: str) -> dict[str, PairStats]:
-    made = {}
-    for name in cases():
-        with mock.patch.dict(vars(cuda), {} if name in AS_IT_COMES else TINY):
-            made[name] = filled(cuda.add, name, device)
-    return made
+def by_kernels(name: str, device: str) -> PairStats:
+    with mock.patch.dict(vars(cuda), {} if name in AS_IT_COMES else TINY):
+        return filled(cuda.add, name, device)
 
 
 @pytest.fixture(scope="module", params=["interpreted", "on a GPU", "on a GPU, as it comes"])
-def made(request, tmp_path_factory) -> dict[str, PairStats]:
+def made(request, tmp_path_factory) -> Callable[[str], PairStats]:
     """What the kernels fill: in the interpreter with tiny tiles, on a GPU with those and with its own."""
     if request.param == "interpreted":
         path = tmp_path_factory.mktemp("interpreted") / "stats.pt"
         subprocess.run([sys.executable, __file__, path], env={**os.environ, "TRITON_INTERPRET": "1"}, check=True)
-        return torch.load(path, weights_only=False)
+        return torch.load(path, weights_only=False).__getitem__
     if not ON_GPU:
         pytest.skip("There is no NVIDIA GPU here.")
     if request.param == "on a GPU":
-        return all_filled("cuda")
-    return {name: filled(cuda.add, name, "cuda") for name in cases()}
+        return lambda name: by_kernels(name, "cuda")
+    return lambda name: filled(cuda.add, name, "cuda")
 
 
 def sizes_of_terms(calls: list[Tokens]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,7 +149,7 @@ def sizes_of_terms(calls: list[Tokens]) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("name", cases())
 def test_the_kernels_add_up_what_the_reference_does(made, name):
-    ours, truth = made[name], filled(reference.add, name)
+    ours, truth = made(name), filled(reference.add, name)
     assert truth.n_pairs > 0
     for counts in COUNTS:
         assert torch.equal(getattr(ours, counts), getattr(truth, counts)), counts
@@ -167,7 +165,7 @@ def test_the_kernels_add_up_what_the_reference_does(made, name):
 
 @pytest.mark.parametrize("name", cases())
 def test_the_kernels_draw_what_the_reference_does(made, name):
-    ours, truth = made[name], filled(reference.add, name)
+    ours, truth = made(name), filled(reference.add, name)
     assert len(truth.tokens.key) > 0
     for sample in ("tokens", "largest", "pairs"):
         for f in fields(getattr(truth, sample)):
@@ -179,4 +177,4 @@ def test_the_kernels_draw_what_the_reference_does(made, name):
 
 
 if __name__ == "__main__":
-    torch.save(all_filled("cpu"), sys.argv[1])
+    torch.save({name: by_kernels(name, "cpu") for name in cases()}, sys.argv[1])

@@ -14,6 +14,7 @@ from normscope.pairs.stats import PairStats
 
 ON_THE_CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried")
 ON_A_GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+ON_A_GPU_OF_A_KERNEL = RuntimeError("Triton Error [CUDA]: out of memory")  # that is loaded for the first time
 PLACES = ("start", "between", "in the branch", "between the calls", "behind", "grouped", "end")
 POSITIONS, CHANNELS = 5, 8
 
@@ -182,7 +183,7 @@ def test_other_errors_are_no_lack_of_memory():
         capture(network("between", 8, RuntimeError("mat1 and mat2 shapes cannot be multiplied")), batches(16))
 
 
-@pytest.mark.parametrize("error", [ON_A_GPU, ON_THE_CPU], ids=["gpu", "cpu"])
+@pytest.mark.parametrize("error", [ON_A_GPU, ON_A_GPU_OF_A_KERNEL, ON_THE_CPU], ids=["gpu", "kernel", "cpu"])
 def test_memory_that_ends_while_pairs_are_summed_ends_the_capture(monkeypatch, error):
     update, calls = PairStats.update, []
 

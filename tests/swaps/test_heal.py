@@ -2,20 +2,24 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import normscope
 from normscope.batches import Batch, Sample
 from normscope.errors import DataError, ModelError, UsageError
+from normscope.fits.ceiling import Piecewise, curve_along
 from normscope.outputs import Outputs
 from normscope.pairs.checked_files import read_checked, write_checked
 from normscope.swaps import course, heal
 from normscope.swaps.alone import least_squares, norm_pairs
 from normscope.swaps.matching import output_errors
+from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.pool import Pool
 from normscope.swaps.teaching import repeatable
 
@@ -414,3 +418,16 @@ def test_a_checkpoint_without_a_drift_is_damaged(networks, tmp_path, spoil):
     write_checked(path, header, tensors)
     with pytest.raises(DataError, match="is damaged"):
         normscope.heal(*networks, LEARN, HELD_OUT, steps=6, checkpoint=path)
+
+
+def test_lines_between_points_are_fitted_where_they_are_and_go_back_to_a_gpu():
+    lines = curve_along(Piecewise(np.array([0.0, 1.0]), np.array([0.0, 3.0]), beyond=0.0))
+    with FakeTensorMode():
+        with torch.device("cuda"):
+            function = PointwiseFunction(lines, 4)
+        function.table.to("cuda")
+        x, y = torch.randn(2, 9, 4, dtype=torch.float64)
+        found = least_squares(function, x, y)
+    assert {name: value.device.type for name, value in found.items()} == dict.fromkeys(
+        ("alpha", "weight", "bias"), "cuda"
+    )
