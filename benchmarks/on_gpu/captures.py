@@ -40,7 +40,7 @@ def captured(setting: Setting, model: str) -> Found:
         try:
             network = load(model, min(number, 2) if setting.rehearsal else number, dtype, setting)
         except ImportError as error:
-            return Found(left_out=[f"{model}: {error}."])
+            return Found(left_out=[f"{model}: {error}: its library has to be installed here."])
         with torch.no_grad():
             measure(network, f"{network.name}, {_size(network)}", setting, found)
     return found

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 from common import RESULTS, Measurement
@@ -58,8 +58,9 @@ def held_to_float64(setting: Setting, tests: Tests) -> Found:
 
 def functions(setting: Setting) -> Found:
     """Hold f and f′, by the GPU's own instructions, to what is guaranteed of them (docs/kernels.md)."""
-    accuracy = importlib.import_module("accuracy")
-    kernel = importlib.import_module("accuracy_kernel")
+    import accuracy
+    import accuracy_kernel as kernel
+
     u = np.concatenate([accuracy.half_floats(), accuracy.drawn_floats()])
     found, bounds = Found(), guaranteed()
     for of, curve, precise in accuracy.functions():
@@ -88,7 +89,7 @@ def functions(setting: Setting) -> Found:
     return found
 
 
-def at_the_ends(kernel: object, setting: Setting, of: str, curve: str, precise: bool) -> list[str]:
+def at_the_ends(kernel: ModuleType, setting: Setting, of: str, curve: str, precise: bool) -> list[str]:
     """Say what is not right of a function at NaN, infinity and zero."""
     u = np.array([math.nan, math.inf, -math.inf, 0.0, -0.0], np.float32)
     y = kernel.run(u, of, curve, precise, device=setting.device)

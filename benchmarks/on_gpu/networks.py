@@ -67,7 +67,7 @@ def compared(
     try:
         network = load(model, (TINY if setting.rehearsal else NUMBERS)[model], DTYPE, setting)
     except ImportError as error:
-        return Found(left_out=[f"{model}: {error}."])
+        return Found(left_out=[f"{model}: {error}: its library has to be installed here."])
     if setting.rehearsal:
         variants = (variants[0], variants[-1])
     gc.collect()
@@ -146,7 +146,7 @@ def published_table(setting: Setting) -> Found:
     try:
         network = load("llama_7b", TINY["llama_7b"] if setting.rehearsal else 1, DTYPE, setting)
     except ImportError as error:
-        return Found(left_out=[f"llama_7b: {error}."])
+        return Found(left_out=[f"llama_7b: {error}: its library has to be installed here."])
     sizes = {"tokens": TINY["llama_7b"], "n_passes": 2} if setting.rehearsal else {"n_passes": PASSES_OF_THE_TABLE}
     with _rehearsed(setting):
         report = published(

@@ -16,11 +16,15 @@ HAVE_A_GPU = torch.cuda.is_available() and torch.version.hip is None
 FOR_A_GPU = ("test_far.py", "test_large.py", "test_streams.py")  # nothing of them is for the interpreter
 
 
-def held(file, way, *options):
-    own = ("PYTEST_", "NORMSCOPE_", "TRITON_INTERPRET")
+# Coverage makes the interpreter twice as slow; the other files run the same lines.
+UNCOVERED = ("test_shapes.py", "test_values.py")
+
+
+def held(file, way):
+    own = ("PYTEST_", "NORMSCOPE_", "TRITON_INTERPRET", *(("COVERAGE_",) if file in UNCOVERED else ()))
     ours = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *options, FOLDER / file],
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", FOLDER / file],
         env={**ours, **WAYS[way], "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
