@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common import ALWAYS_NAMED, RESULTS, names, versions
-from on_gpu import binning, captures, kernels, machine, networks, operators, printed, speed, tilings
+from on_gpu import machine, printed
 from on_gpu.parts import Part, Setting, found_by
 from on_gpu.record import Record
 
@@ -78,6 +78,9 @@ def options() -> argparse.ArgumentParser:
 
 def all_parts(setting: Setting) -> list[Part]:
     """Return all parts in the order in which they run, see :data:`ORDER`."""
+    # Here, because each part's process imports this file again, and would take as long as all of them to begin.
+    from on_gpu import binning, captures, kernels, networks, operators, speed, tilings
+
     modules = (kernels, binning, operators, speed, captures, networks, tilings)
     parts = [part for module in modules for part in module.parts(setting)]
     return sorted(parts, key=lambda part: [part.name.startswith(begin) for begin in ORDER].index(True))

@@ -7,7 +7,6 @@ import io
 import subprocess
 from typing import Any
 
-import torch
 from common import machine
 
 _STATE = (
@@ -24,6 +23,8 @@ def with_gpu(rehearsal: bool) -> dict[str, Any]:
     """
     if rehearsal:
         return {**machine(), "gpu": "none: a rehearsal on the CPU"}
+    import torch  # here, because each part's process imports this file, and not every part needs it
+
     if not torch.cuda.is_available() or torch.version.hip is not None:
         raise SystemExit(
             "There is no NVIDIA GPU here. Run this where there is one; python benchmarks/gpu.py --rehearse --results "

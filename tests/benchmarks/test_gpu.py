@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 COMMAND = """
@@ -219,7 +220,7 @@ def benchmarks(monkeypatch):
 
 def test_without_a_gpu_there_is_a_sentence(benchmarks, monkeypatch):
     machine = benchmarks("on_gpu.machine")
-    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match=r"^There is no NVIDIA GPU here\. Run this where there is one; "):
         machine.with_gpu(rehearsal=False)
     assert machine.with_gpu(rehearsal=True)["gpu"] == "none: a rehearsal on the CPU"
