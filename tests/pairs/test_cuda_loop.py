@@ -160,7 +160,8 @@ def test_the_kernels_add_up_what_the_reference_does(made, name):
     assert ((ours.channel_sums - truth.channel_sums).abs() <= 1e-12 * channels).all()
     for sums in ASKED.get(name, {}) and ("gamma_moments", "channel_moments"):
         # On a GPU plain torch adds in no fixed order either: sums of a few terms, none larger than a thousand.
-        torch.testing.assert_close(getattr(ours, sums), getattr(truth, sums), rtol=1e-12, atol=1e-12)
+        off = 1e-12 if ON_GPU else 0
+        torch.testing.assert_close(getattr(ours, sums), getattr(truth, sums), rtol=off, atol=off)
 
 
 @pytest.mark.parametrize("name", cases())

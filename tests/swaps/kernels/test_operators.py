@@ -222,8 +222,9 @@ def test_nested_tensors_and_none(chosen):
     parts = [values(rows, C, seed=rows).float() for rows in (2, 0, 3)]
     for part, whole in zip(parts, layer(torch.nested.nested_tensor(parts)).unbind(), strict=True):
         assert torch.equal(whole, layer(part))
-    # Each tanh of float32 is right to two units in the last place.
-    torch.testing.assert_close(DyT(1)(torch.tensor(2.0)), torch.tensor(1.0).tanh(), rtol=2**-22, atol=0)
+    # On a GPU each tanh of float32 is right to two units in the last place; on the CPU they are one.
+    tolerance = 2**-22 if ON_GPU else 0
+    torch.testing.assert_close(DyT(1)(torch.tensor(2.0)), torch.tensor(1.0).tanh(), rtol=tolerance, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -264,7 +265,9 @@ def test_parameters_of_other_channels_are_refused(case, fake):
 def test_a_gradient_of_another_shape_is_refused(fake):
     with FakeTensorMode() if fake else torch.no_grad():
         own = [torch.ones(1), None, torch.ones(C), None]
-        with pytest.raises(UsageError, match=r"gradient of \(3, 6\) on \S+ is not that of an output of \(4, 6\)"):
+        with pytest.raises(
+            UsageError, match=rf"gradient of \(3, 6\) on {DEVICE.type}\S* is not that of an output of \(4, 6\)"
+        ):
             operators.pointwise_backward(torch.ones(3, C), torch.ones(4, C), *own, "tanh", 0, True, True)
 
 
