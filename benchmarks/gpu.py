@@ -15,7 +15,12 @@ from on_gpu.parts import Part, Setting, found_by
 from on_gpu.record import Record
 
 ABOUT = """
-What ran on the GPU itself. {rehearsed}
+Run on the GPU itself, a part in a process of its own. Checks: tests that passed, and how far off the furthest result
+was of what is allowed, of which 1 is all. Times: the replays of a CUDA graph that goes round buffers beyond the
+cache, in two rounds, whose medians are the range behind each number. Of the copy's rate: bytes that cannot but be
+moved, over the time, beside those of a copy of x. Of native: a network's time over that of the same one with its own
+norms. Other ×: the other's time over ours. A figure is missed where either round misses it. In the hooks: by events
+of the GPU around each, and by the host's clock. Whole networks have random weights.
 """
 REHEARSED = "REHEARSAL on the CPU, kernels in Triton's interpreter: nothing ran on a GPU, and no time says anything."
 LIBRARIES = ("triton", "timm", "torchaudio", "diffusers", "transformers", "liger_kernel", "quack-kernels")
@@ -38,7 +43,7 @@ def main() -> int:
     parts = chosen(all_parts(setting), args.only)
     head = {
         "benchmark": "gpu",
-        "about": " ".join(ABOUT.format(rehearsed=REHEARSED if setting.rehearsal else "").split()),
+        "about": REHEARSED if setting.rehearsal else " ".join(ABOUT.split()),
         "command": "python benchmarks/gpu.py" + (" --rehearse" if setting.rehearsal else ""),
         "machine": here,
         "threads": [],
