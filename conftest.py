@@ -1,7 +1,9 @@
-"""Doctests are looked for in every module; those that import Triton can only be where it is."""
+"""Doctests are looked for in every module, but those that import Triton only where it is; and what tests share."""
 
 import os
 from importlib.util import find_spec
+
+import pytest
 
 # As the command line does before torch is imported: threads that spin while they wait take the suite minutes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -10,3 +12,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores leave one 
 
 WITH_TRITON = ["pairs/binning/cuda*", "swaps/kernels/f*", "swaps/kernels/l*"]
 collect_ignore_glob = [] if find_spec("triton") else [f"normscope/{path}.py" for path in WITH_TRITON]
+
+
+@pytest.fixture
+def uncovered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start processes without coverage, which makes them twice as slow, where other tests run the same lines."""
+    for name in [name for name in os.environ if name.startswith("COVERAGE_")]:
+        monkeypatch.delenv(name)

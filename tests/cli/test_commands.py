@@ -296,9 +296,8 @@ def test_a_closed_pipe_ends_quietly(folder, arguments):
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_a_stdout_that_takes_nothing_is_said(folder, monkeypatch):
-    for name in [name for name in os.environ if name.startswith("COVERAGE_")]:
-        monkeypatch.delenv(name)  # coverage writes a file of its own, for which there is no room either
+@pytest.mark.usefixtures("uncovered")  # coverage writes a file of its own, for which there is no room either
+def test_a_stdout_that_takes_nothing_is_said(folder):
     shell = ("sh", "-c", f'exec "{sys.executable}" -m normscope "$@" >&-', "sh")
     done = run("models", cwd=folder, command=shell)
     assert (done.returncode, done.stderr) == (2, "Error: Standard output is closed; give it a file or a pipe.\n")

@@ -20,7 +20,10 @@ import normscope
 from normscope.cli import app
 from normscope.fits.curves import CURVES
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak memory is read from /proc")
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak memory is read from /proc"),
+    pytest.mark.usefixtures("uncovered"),  # tiny networks run the same lines
+]
 CHECKOUT = Path(normscope.__file__).parents[1]
 DIT_XL = {  # DiT-XL/2 at 256×256 of arXiv 2212.09748, table 1 and appendix A, in diffusers' words
     "num_attention_heads": 16,

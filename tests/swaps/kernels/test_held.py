@@ -14,14 +14,11 @@ FOLDER = Path(__file__).parent / "held"
 WAYS = {"interpreter": {"TRITON_INTERPRET": "1"}, "gpu": {"NORMSCOPE_KERNEL_TESTS": "cuda"}}
 HAVE_A_GPU = torch.cuda.is_available() and torch.version.hip is None
 FOR_A_GPU = ("test_far.py", "test_large.py", "test_streams.py")  # nothing of them is for the interpreter
-
-
-# Coverage makes the interpreter twice as slow; the other files run the same lines.
-UNCOVERED = ("test_shapes.py", "test_values.py")
+UNCOVERED = ("test_shapes.py", "test_values.py")  # the other files run the same lines
 
 
 def held(file, way):
-    own = ("PYTEST_", "NORMSCOPE_", "TRITON_INTERPRET", *(("COVERAGE_",) if file in UNCOVERED else ()))
+    own = ("PYTEST_", "NORMSCOPE_", "TRITON_INTERPRET")
     ours = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", FOLDER / file],
@@ -36,7 +33,9 @@ FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file not in FOR_A_GPU])
-def test_the_kernels_agree_with_float64_in_the_interpreter(file):
+def test_the_kernels_agree_with_float64_in_the_interpreter(request, file):
+    if file in UNCOVERED:
+        request.getfixturevalue("uncovered")
     held(file, "interpreter")
 
 
