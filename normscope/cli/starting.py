@@ -132,7 +132,7 @@ def check_kernels(ways: Sequence[How], device: str) -> None:
 
     stand_ins = {BEST: "tanh", RMS_NORM: "linear"}
     for how in ways:
-        name = how.asked if isinstance(how.asked, str) else how.asked.name
+        name = how.asked if isinstance(how.asked, str) else how.asked.function_name
         by_kernels(stand_ins.get(name, name), resolve_device(device), torch.float32)
 
 

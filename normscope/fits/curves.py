@@ -11,7 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from normscope.fits.measure import autograd_of, properties_of
 
 FREE, BEST = "free", "best"
 NO_CURVES = (FREE, BEST, "all")  # what ``--func`` takes besides curves
+_NEAR_ORIGIN = 1e-8
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
 
 
@@ -42,7 +43,8 @@ class Curve:
         slope_at_origin: f′(0); 0 where f is flat there, infinite where it is vertical, NaN where it has a kink.
         peak: largest |f′|, infinite where f is vertical somewhere.
         smooth: f′ is continuous.
-        shifted: the paper's layer learns a shift s too.
+        power_at_origin: p, where f(u) − f(0) goes as |u|^p for small u: 1 where f has a tangent; NaN without any.
+        shift_of: name of the curve that this is with a shift s, which its own layer learns; None for all others.
         amplitude_is_inverse_scale: A is no number of its own but 1/α.
     """
 
@@ -58,8 +60,19 @@ class Curve:
     slope_at_origin: float
     peak: float
     smooth: bool
-    shifted: bool = False
+    power_at_origin: float = 1.0
+    shift_of: str | None = None
     amplitude_is_inverse_scale: bool = False
+
+    @property
+    def shifted(self) -> bool:
+        """Whether the curve's own layer learns a shift s."""
+        return self.shift_of is not None
+
+    @property
+    def function_name(self) -> str:
+        """Name of f: derf is erf with a shift."""
+        return self.shift_of or self.name
 
     @property
     def bounded(self) -> bool:
@@ -76,6 +89,15 @@ class Curve:
         """Whether f′(0) is finite and not zero, so that f(αx) is a straight line in the limit α → 0."""
         return self.centre_sensitive and math.isfinite(self.slope_at_origin)
 
+    @functools.cached_property
+    def coefficient_at_origin(self) -> float:
+        """c, where f(u) − f(0) tends to c·u^p for small u > 0; f′(0) of a curve with a tangent there."""
+        if self.linear_at_origin:
+            return self.slope_at_origin
+        u = torch.tensor([0.0, _NEAR_ORIGIN], dtype=torch.float64)
+        at_origin, near = self.function(u).tolist()
+        return float((near - at_origin) / _NEAR_ORIGIN**self.power_at_origin)
+
 
 _DYT = "DyT, arXiv 2503.10622"
 _TRIED = f"{_DYT}, which tries it in tanh's place"
@@ -91,14 +113,13 @@ _TABLE = (
     _one("isru", ("dyisru",), "u / √(1 + u²)", f.isru, f.isru_derivative, "DyISRU, arXiv 2503.21708"),
     _odd(
         "erf",
-        ("derf",),
+        (),
         "erf(u)",
         torch.erf,
         f.erf_derivative,
-        "Derf, arXiv 2512.10938",
+        "Derf, arXiv 2512.10938, without its shift",
         slope_at_origin=2 / math.sqrt(math.pi),
         peak=2 / math.sqrt(math.pi),
-        shifted=True,
     ),
     _one(
         "hardtanh",
@@ -169,8 +190,17 @@ _TABLE = (
         f"{_DERF}/cubsign.py",
         slope_at_origin=0.0,
         peak=4 / 3 * 0.5 ** (2 / 3),
+        power_at_origin=3.0,
     ),
-    _vertical("exproot", (), "sign(u)·(1 − e^(−√|u|))", f.exproot, f.exproot_derivative, f"{_DERF}/exproot.py"),
+    _vertical(
+        "exproot",
+        (),
+        "sign(u)·(1 − e^(−√|u|))",
+        f.exproot,
+        f.exproot_derivative,
+        f"{_DERF}/exproot.py",
+        power_at_origin=1 / 2,
+    ),
     _one(
         "saturlog",
         (),
@@ -189,6 +219,7 @@ _TABLE = (
         slope_at_origin=0.0,
         peak=1.0,
         smooth=False,
+        power_at_origin=2.0,
     ),
     _one(
         "logsign_clip",
@@ -206,10 +237,13 @@ _TABLE = (
         f.power23_clip,
         f.power23_clip_derivative,
         f"{_DERF}/power23_clip.py",
+        power_at_origin=2 / 3,
     ),
 )
+# derf is not among all that are compared: it has one free parameter more, and with as many erf takes its place.
 CURVES = {curve.name: curve for curve in _TABLE}
-_BY_NAME = {name: curve for curve in _TABLE for name in (curve.name, *curve.aliases)}
+CURVES["derf"] = replace(CURVES["erf"], name="derf", source="Derf, arXiv 2512.10938", shift_of="erf")
+_BY_NAME = {name: curve for curve in CURVES.values() for name in (curve.name, *curve.aliases)}
 
 
 def split_names(names: str) -> list[str]:
@@ -232,7 +266,7 @@ def curves_named(names: str | Sequence[str | Curve]) -> list[Curve]:
     """Look curves up by name or alias, separated by commas or as a list, each once.
 
     Args:
-        names: names of built-in curves, in any case; ``all`` of them; ``NAME=FORMULA`` for one of your own
+        names: names of built-in curves, in any case; ``all`` of them, derf as erf; ``NAME=FORMULA`` for one of your own
             (:func:`normscope.fits.expressions.curve_from`); and, in a list, curves themselves.
 
     Raises:
@@ -241,7 +275,7 @@ def curves_named(names: str | Sequence[str | Curve]) -> list[Curve]:
     >>> [curve.name for curve in curves_named("dyt,isru,tanh")]
     ['tanh', 'isru']
     >>> [curve.name for curve in curves_named(["Derf", "mine=x/(1+abs(x)**3)**(1/3)"])]
-    ['erf', 'mine']
+    ['derf', 'mine']
     """
     parts = split_names(names) if isinstance(names, str) else names
     found: dict[str, Curve] = {}

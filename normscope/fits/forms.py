@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from normscope.errors import UsageError, unknown
-from normscope.fits.curves import Curve
+from normscope.fits.curves import CURVES, Curve
 from normscope.fits.levels import Level
-from normscope.fits.objective import Constraints, Solutions, straight_until
+from normscope.fits.objective import Constraints, Solutions, power_law_until
 
 AMPLITUDES = ("free", "theory")
 
@@ -25,7 +25,7 @@ class Form:
         theory: nothing is fitted: A as above, and the slope at the origin that of the token of mean ρ. With constant ρ
             that makes tanh DyT's own derivation, and isru DyISRU's (arXiv 2503.21708).
         alpha: α of every fit; None where it is free.
-        shift: whether s is free; None for what each curve's own layer does.
+        shift: whether s is free; None for no curve but derf, which is erf with a shift.
     """
 
     amplitude: str = "free"
@@ -59,7 +59,21 @@ class Form:
             return f"{curve.name} is not centred at zero, so that the bounds ±A of y are not those of its values."
         if self.theory and not curve.linear_at_origin:
             return f"{curve.name} has no slope at the origin, so that no α follows from the norm's."
+        if self.shift and math.isinf(curve.slope_at_origin):
+            return f"{curve.name} rises vertically at its centre, so that binned pairs do not tell its shift."
         return None
+
+    def called(self, curve: Curve) -> Curve:
+        """Return the curve under the name that it has in this form: erf with a shift is derf, and without one erf.
+
+        >>> from normscope.fits.curves import CURVES
+        >>> Form(shift=True).called(CURVES["erf"]).name, Form(shift=False).called(CURVES["derf"]).name
+        ('derf', 'erf')
+        """
+        if self.shift is None:
+            return curve
+        other = {known.shift_of: known for known in CURVES.values()} if self.shift else CURVES
+        return other.get(curve.name if self.shift else curve.shift_of or "", curve)
 
     def shifted(self, curve: Curve) -> bool:
         """Whether s of a curve is fitted."""
@@ -79,6 +93,19 @@ class Form:
         none, fitted = torch.zeros_like(alpha), torch.zeros_like(alpha, dtype=torch.bool)
         return Solutions(amplitude, alpha, none, torch.full_like(alpha, torch.nan), fitted, alpha.isfinite())
 
+    def parameters(self, curve: Curve) -> list[str]:
+        """Name the free parameters of a curve.
+
+        >>> from normscope.fits.curves import CURVES
+        >>> Form().parameters(CURVES["derf"]), Form().parameters(CURVES["linear"])
+        (['A', 'α', 's'], ['A'])
+        """
+        return [
+            *(["A"] if not self.needs_bound and not curve.amplitude_is_inverse_scale else []),
+            *(["α"] if not self.theory and self.alpha is None and power_law_until(curve) < math.inf else []),
+            *(["s"] if self.shifted(curve) else []),
+        ]
+
     def words(self, curve: Curve) -> str:
         """Say what was fitted, and what was not.
 
@@ -86,16 +113,11 @@ class Form:
         >>> Form(amplitude="theory", shift=True).words(CURVES["tanh"])
         'α, s; A from theory'
         """
-        free = [
-            *(["A"] if not self.needs_bound and not curve.amplitude_is_inverse_scale else []),
-            *(["α"] if not self.theory and self.alpha is None and straight_until(curve) < math.inf else []),
-            *(["s"] if self.shifted(curve) else []),
-        ]
         given = [
             *(["A, α from theory"] if self.theory else ["A from theory"] if self.needs_bound else []),
             *([f"α = {self.alpha:g}"] if self.alpha is not None else []),
         ]
-        return "; ".join(part for part in (", ".join(free), *given) if part)
+        return "; ".join(part for part in (", ".join(self.parameters(curve)), *given) if part)
 
 
 FITTED = Form()

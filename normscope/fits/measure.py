@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class Properties:
     slope_at_origin: float
     peak: float
     smooth: bool
+    power_at_origin: float
 
 
 def autograd_of(function: Function) -> Function:
@@ -84,6 +86,7 @@ def properties_of(function: Function, derivative: Function, name: str) -> Proper
         slope_at_origin=at_origin,
         peak=math.inf if peak is None or power < 1 - _STRAIGHT else peak,
         smooth=power >= 1 - _STRAIGHT and not _jumps(derivative, u, slope),
+        power_at_origin=1.0 if abs(power - 1) <= _STRAIGHT else power if math.isfinite(power) else math.nan,
     )
 
 
@@ -144,11 +147,13 @@ def _at_origin(u: Tensor, f: Tensor) -> tuple[float, float]:
     """Power of |u| that f starts with, the lower of both sides, and its slope: NaN where the sides differ."""
     origin = len(u) // 2
     powers, slopes = [], []
+    rounding = 1e-15 * max(float(f[u.abs() <= 1].abs().max()), abs(float(f[origin])))
     for side in (-1, 1):
-        near, far = (float(f[origin + side * (1 + points)] - f[origin]) for points in (0, _POINTS_A_DECADE))
-        flat = abs(near) <= 1e-15 * max(float(f[u.abs() <= 1].abs().max()), abs(float(f[origin])))
-        powers.append(math.inf if flat else math.log10(abs(far / near)) if far else 0.0)
-        slopes.append(0.0 if powers[-1] > 1 + _STRAIGHT else side * near / float(u[origin + 1]))
+        places = (origin + side * (1 + decade * _POINTS_A_DECADE) for decade in range(_DECADES))
+        rises = [float(f[place] - f[origin]) for place in places]
+        told = [(near, far) for near, far in pairwise(rises) if abs(near) > rounding]
+        powers.append(math.log10(abs(told[0][1] / told[0][0])) if told and told[0][1] else math.inf)
+        slopes.append(0.0 if powers[-1] > 1 + _STRAIGHT else side * rises[0] / float(u[origin + 1]))
     if min(powers) < 1 - _STRAIGHT:
         return min(powers), math.copysign(math.inf, slopes[1])
     equal = math.isclose(*slopes, rel_tol=1e-3)

@@ -26,12 +26,12 @@ class PointwiseFunction(nn.Module):
     Computed in float32 at least and returned in the input's dtype, as norms do.
 
     Args:
-        curve: f, or its name: ``tanh`` (``dyt``), ``isru`` (``dyisru``), ``erf`` (``derf``), …, or a formula of x.
+        curve: f, or its name: ``tanh`` (``dyt``), ``isru`` (``dyisru``), ``derf``, …, or a formula of x.
         normalized_shape: sizes of the axes that number the channels, as of the norm whose place it takes.
         channel_axis: the axis of its input that numbers the channels, where ``normalized_shape`` is one number;
             several numbers are those of the last axes.
         alpha: α to begin with: a number, or one for each channel, ``(channels,)``.
-        shift: s to begin with, likewise; None for a function without one.
+        shift: s to begin with, likewise; None for a function without one, of derf for zero.
         elementwise_affine: whether weight and bias are one a channel. Without, the weight is the amplitude alone,
             ``(1,)``, and there is no bias.
         bias: whether there is a bias.
@@ -88,6 +88,8 @@ class PointwiseFunction(nn.Module):
         self.table = Table(self.curve.function) if isinstance(self.curve.function, Piecewise) else None
         self._activate: Callable[[nn.Module, Tensor], Tensor] | None = None
         self.alpha = nn.Parameter(self._one_or_each("alpha", alpha))
+        if shift is None and self.curve.shifted:
+            shift = 0.0
         self.shift = None if shift is None else nn.Parameter(self._one_or_each("shift", shift))
         affine = self.normalized_shape if elementwise_affine else (1,)
         self.weight = nn.Parameter(torch.ones(affine))
@@ -105,8 +107,8 @@ class PointwiseFunction(nn.Module):
         if input.is_nested:
             return of_each(self, input)
         own, behind = (self.alpha, self.shift, self.weight, self.bias), self._behind(input)
-        if by_kernels(self.curve.name, input.device, input.dtype):
-            output = operators.pointwise(input, *own, self.curve.name, behind)
+        if by_kernels(self.curve.function_name, input.device, input.dtype):
+            output = operators.pointwise(input, *own, self.curve.function_name, behind)
         else:
             function = self.curve.function if self.table is None else self.table
             output = reference.pointwise(input, function, Parameters(*own), behind)
@@ -172,7 +174,7 @@ def check_kernels(modules: Iterable[nn.Module]) -> None:
     """
     for module in modules:
         if isinstance(module, PointwiseFunction):
-            by_kernels(module.curve.name, module.weight.device, module.weight.dtype)
+            by_kernels(module.curve.function_name, module.weight.device, module.weight.dtype)
 
 
 def of_each(module: nn.Module, nested: Tensor) -> Tensor:
@@ -246,7 +248,7 @@ def Derf(  # noqa: N802 - the paper's own name
     >>> sorted(Derf(768).state_dict())
     ['alpha', 'bias', 'shift', 'weight']
     """
-    return PointwiseFunction("erf", normalized_shape, alpha=alpha, shift=shift, channel_axis=channel_axis)
+    return PointwiseFunction("derf", normalized_shape, alpha=alpha, shift=shift, channel_axis=channel_axis)
 
 
 def _curve_named(name: str) -> Curve:

@@ -12,6 +12,7 @@ from normscope.errors import UsageError, unknown
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves import BEST, FREE, Curve, curves_named
 from normscope.fits.fit import fit
+from normscope.fits.forms import Form
 from normscope.pairs.captures import Capture
 from normscope.pairs.sites import NormSite
 
@@ -69,6 +70,8 @@ def starts(curve: str | Curve, fits: Fits, init: str = "fit") -> list[Start]:
         raise UsageError("Start values from theory are made of a capture, not of fits; pass the capture.")
     made = [one for one in fits if isinstance(one, CurveFit)]
     wanted = [one for one in made if (one.best if name == BEST else one.curve == name)]
+    if not wanted and known is not None:  # a fit with a shift is a fit of erf, under the name derf
+        wanted = [one for one in made if one.function.function_name == known.function_name]
     if not wanted:
         raise UsageError(f"None of the fits is of {name}. Fit it first: normscope.fit(capture, {name!r}).")
     sites: dict[str, list[CurveFit]] = {}
@@ -106,13 +109,15 @@ def fitted(
         curve: a curve or its name, ``free`` or ``best``.
         init: ``fit`` or ``theory``, which fits nothing.
         per: ``site`` or ``channel``, see :func:`normscope.fit`.
-        shift: whether s is fitted; None for what the curve's own layer does. Of softcap, whose A is 1/α, s is not.
+        shift: whether s is fitted; None for derf's alone. Of softcap, whose A is 1/α, and of curves that rise
+            vertically s is not.
     """
     curve = curve if curve in (FREE, BEST) else _one_curve(curve)
     if init == "theory":
         return fit(capture, [curve], theory=True)
     by_gamma = per == "site" and all(stats.gamma_moments is not None for stats in capture.stats.values())
-    own_shift = None if isinstance(curve, Curve) and curve.amplitude_is_inverse_scale else shift
+    has_shift = not (isinstance(curve, Curve) and (curve.amplitude_is_inverse_scale or Form(shift=True).refusal(curve)))
+    own_shift = shift if has_shift else None
     return fit(capture, [curve], per=per, shift=own_shift, weights_by="gamma" if by_gamma else "pairs")
 
 
@@ -174,7 +179,8 @@ def _of_fits(fits: Sequence[CurveFit]) -> Start:
         amplitude = _numbers(ordered, "amplitude").masked_fill(idle, 0.0)
         alpha = _numbers(ordered, "alpha").masked_fill(idle, 1.0)
         shift = _numbers(ordered, "shift").masked_fill(idle, 0.0)
-    return Start(norm, first.function, amplitude, alpha, shift if bool((shift != 0).any()) else None)
+    has_shift = first.function.shifted or bool((shift != 0).any())
+    return Start(norm, first.function, amplitude, alpha, shift if has_shift else None)
 
 
 def _numbers(fits: Sequence[CurveFit], name: str) -> Tensor:

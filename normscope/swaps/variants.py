@@ -71,9 +71,9 @@ def has_kernel(module: nn.Module) -> bool:
     Raises:
         UsageError: if ``NORMSCOPE_KERNELS`` says nothing that there is, or asks for kernels that cannot run here.
     """
-    if not isinstance(module, PointwiseFunction) or module.curve.name not in choice.CURVES:
+    if not isinstance(module, PointwiseFunction) or module.curve.function_name not in choice.CURVES:
         return False
-    return choice.by_kernels(module.curve.name, module.alpha.device, module.alpha.dtype)
+    return choice.by_kernels(module.curve.function_name, module.alpha.device, module.alpha.dtype)
 
 
 def computed(way: Way) -> AbstractContextManager[None]:

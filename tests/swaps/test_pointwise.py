@@ -24,6 +24,7 @@ TRUTH = {
     "tanh": np.tanh,
     "isru": lambda u: u / np.hypot(u, 1),
     "erf": scipy.special.erf,
+    "derf": scipy.special.erf,
     "hardtanh": lambda u: np.minimum(np.maximum(u, -1), 1),
     "linear": lambda u: u,
     "softcap": np.tanh,
