@@ -167,15 +167,15 @@ def advise(fits: Sequence[CurveFit], sites: Sequence[NormSite] = (), *, family: 
 
 
 def _advice(kind: str, fits: Sequence[CurveFit], sites: Sequence[NormSite], family: str | None) -> Advice:
-    bent = [found for found in fits if found.converged and not (found.straight or found.degenerate)]
+    bent = [found for found in fits if found.told_apart]
     feeds = feeds_of(kind, {site.placement for site in sites})
     return Advice(
         model=fits[0].model,
         kind=kind,
         curve=fits[0].curve,
         sites=len(bent),
-        straight=sum(found.straight and found.converged and not found.degenerate for found in fits),
-        not_converged=sum(not (found.converged or found.degenerate) for found in fits),
+        straight=sum(found.doubt in ("straight", "power law") for found in fits),
+        not_converged=sum(found.doubt == "not converged" for found in fits),
         nothing=sum(found.degenerate for found in fits),
         alpha=_start([found.alpha for found in bent], logarithmic=True),
         shift=_start([found.shift for found in bent]),

@@ -1,7 +1,12 @@
-"""How well any function of x alone could do: the ceiling, and E[y|x], the curve that reaches it."""
+"""How well a function of x alone can do, as far as the pairs tell: the ceiling, and E[y|x] as a curve.
+
+The ceiling is the held-out R² of the best function of x that was found, among one fixed set of them, whatever curves
+were asked for: an estimate of 1 − E[Var(y|x)]/Var(y) from below, and no bound.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,7 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from normscope.fits.curves import FREE, Curve
+from normscope.fits.curve_fit import Interval
+from normscope.fits.curves import CURVES, FREE, Curve
+from normscope.fits.jackknife import interval
+from normscope.fits.nodes import Nodes, nodes_of
+from normscope.fits.objective import Constraints
+from normscope.fits.problems import Problems
+from normscope.fits.solve import least_squares, refined
 
 Array = NDArray[np.float64]
 Places = NDArray[np.intp]
@@ -19,6 +30,12 @@ Places = NDArray[np.intp]
 _LEAST_COUNT = 64
 _ROUNDING = 1e-12  # of a sum
 _LEAST_COUNTS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+_WAYS = [(least_count, along_line) for least_count in _LEAST_COUNTS for along_line in (False, True)]
+_CLOSE = 1e-2  # in log α and s: a last step of Newton's, after which the squared error is right to a millionth
+# Of sources that reach less far, a line beyond all pairs saves nothing; for one that reaches farther it may miss all.
+_HANDICAP = 1e-3
+_TIE = 1e-9  # of an error: two ways that predict alike differ by the rounding of their sums
+_SHIFTED = ("tanh", "isru", "erf")  # the published layers' functions: they stand for off-centre curves
 
 
 def conditional_mean(
@@ -46,71 +63,129 @@ def conditional_mean(
 
 @dataclass(frozen=True)
 class Ceiling:
-    """How well E[y|x] predicts pairs that it was not made of.
+    """How well the best function of x that was found predicts pairs that it was neither made of nor chosen by.
 
     Attributes:
-        r2: of that prediction: what no function of x alone passes.
-        least_count: number of pairs that a group of bins must hold for the best prediction.
+        r2: of that prediction.
+        interval: its 95 %, by a jackknife over the folds; None where it has none.
+        r2_free: the same of E[y|x] alone, in groups of bins.
+        least_count: number of pairs that a group of bins must hold for E[y|x] to predict best.
         along_line: whether beyond the outermost groups the line of all pairs predicts better than a constant.
     """
 
     r2: float
+    interval: Interval | None
+    r2_free: float
     least_count: int
     along_line: bool
 
 
-def ceiling(moments: Tensor, counts: Tensor) -> Ceiling | None:
-    """R² that no function of x alone passes: 1 − E[Var(y|x)] / Var(y), cross-validated over the folds.
+def ceilings(problems: Problems) -> list[Ceiling | None]:
+    """Held-out R² of the best function of x that was found at each problem.
 
-    E[y|x] of all folds but one predicts that one, piecewise linear between groups of bins, and beyond the outermost
-    of them either flat or along the line of all pairs. Which, and how many pairs a group must hold, is chosen by the
-    same prediction. On the very pairs that made it, E[y|x] would explain every tail bin that
-    holds a single pair perfectly, and the ceiling would be too high.
-
-    Args:
-        moments: n, Σx, Σy, Σx², Σxy, Σy² per fold and bin, weighted or not, float64 ``(folds, 6, bins)``.
-        counts: number of pairs, float64 ``(folds, bins)``.
+    The functions are E[y|x] of all folds but one, piecewise linear between groups of bins, for eight least counts of
+    pairs in a group and two ways to go on beyond the outermost; every built-in curve, fitted to those folds; and tanh,
+    isru and erf with a shift. Which of them predicts a fold, the held-out errors of the other folds tell.
 
     Returns:
-        The ceiling, or None where fewer than two folds hold pairs, or y does not vary.
+        For each problem a ceiling, or None where fewer than two folds hold pairs, where y does not vary, or where x or
+        y lies off the grid of bins.
     """
-    number = counts.numpy()
-    occupied = number > 0
-    folds, bins = np.flatnonzero(occupied.any(1)), np.flatnonzero(occupied.any(0))
-    if len(folds) < 2:
-        return None
-    number = number[folds][:, bins]
-    sums = np.ascontiguousarray(moments.numpy().transpose(1, 0, 2)[:, folds][:, :, bins])
-    whole = sums.sum(1, keepdims=True)
-    pairs, _, sum_y, *_, squares = whole.sum(2)[:, 0]
-    total = squares - sum_y**2 / pairs
-    if not total > 0:
-        return None
-    others = _Others(number.sum(0) - number, *(whole[:5] - sums[:5]))
-    # A bin that a fold leaves empty takes the place that it has in the whole, so that x ascends.
-    weight, sum_x, sum_y = sums[:3]
-    held = weight > 0
-    everywhere = np.divide(whole[1], whole[0], out=np.zeros_like(whole[0]), where=whole[0] > 0)
-    x = np.divide(sum_x, weight, out=np.repeat(everywhere, len(folds), axis=0), where=held)
-    y = np.divide(sum_y, weight, out=np.zeros_like(weight), where=held)
-    within_bins = squares - (weight * y * y).sum()
-    error, least_count, along_line = min(_errors(weight, x, y, others))
-    return Ceiling(float(1 - (within_bins + error) / total), least_count, along_line)
+    if not problems.occupied.any():
+        return [None] * len(problems)
+    curves = [(curve, Constraints()) for curve in CURVES.values() if not curve.shifted]
+    curves += [(CURVES[name], Constraints(shifted=True)) for name in _SHIFTED]
+    errors = torch.stack([_held_out(problems, curve, constraints) for curve, constraints in curves])
+    return best_held_out(problems, errors, [not curve.bounded for curve, _ in curves])
 
 
-def free(moments: Tensor, counts: Tensor, made: Ceiling | None) -> Curve:
+def best_held_out(problems: Problems, of_curves: Tensor, unbounded: Sequence[bool]) -> list[Ceiling | None]:
+    """Choose among E[y|x] and curves whose squared errors of held-out folds are known.
+
+    Args:
+        problems: with folds.
+        of_curves: Σ w (y − prediction)² of each fold by what all others gave, ``(curves, problems, folds)``.
+        unbounded: of each curve.
+
+    Returns:
+        As :func:`ceilings` does.
+    """
+    handicaps = 1 + _HANDICAP * np.array([*(along_line for _, along_line in _WAYS), *unbounded])
+    total, without = problems.nodes().total.tolist(), problems.without_folds().total.view(len(problems), -1).numpy()
+    found: list[Ceiling | None] = []
+    for number, level in enumerate(problems.levels):
+        folds = problems.occupied[number].nonzero()[:, 0]
+        if len(folds) < 2 or problems.off_grid[number] or not total[number] > 0:
+            found.append(None)
+            continue
+        moments, counts = level.moments[folds], level.counts[folds]
+        of_free = _errors(moments.numpy(), counts.numpy(), nodes_of(moments))
+        errors = np.concatenate([of_free, of_curves[:, number, folds].numpy()])
+        pairs = counts.numpy().sum(1)
+        r2, bounds = _chosen(errors, handicaps, total[number], without[number][folds], pairs)
+        r2_free, _ = _chosen(of_free, handicaps[: len(_WAYS)], total[number], without[number][folds], pairs)
+        best = int((of_free.sum(1) * handicaps[: len(_WAYS)]).argmin())
+        found.append(Ceiling(r2, bounds, r2_free, *_WAYS[best]))
+    return found
+
+
+def _held_out(problems: Problems, curve: Curve, constraints: Constraints) -> Tensor:
+    """Squared error of each fold by the curve that was fitted to all others, ``(problems, folds)``."""
+    odd = curve.zero_centred and not constraints.shifted
+    fitted = least_squares(problems.rough(odd=odd), problems.coarse(odd=odd), curve, constraints, close=_CLOSE)
+    every = torch.arange(len(problems)).repeat_interleave(problems.folds)
+    others = refined(problems.rough_without_folds(odd=odd), curve, constraints, fitted.of(every), close=_CLOSE)
+    held = problems.of_folds()
+    return held.residual(others.predicted(curve, held.x)).view(len(problems), -1)
+
+
+def _chosen(
+    errors: Array, handicaps: Array, total: float, without: Array, pairs: Array
+) -> tuple[float, Interval | None]:
+    """R² where each fold is predicted by the way that does best on the others, and its 95 %.
+
+    Args:
+        errors: squared error of each way and fold, ``(ways, folds)``.
+        handicaps: by which those of each way are multiplied where it is chosen, ``(ways,)``.
+        total: Σ w (y − ȳ)² of all pairs.
+        without: likewise of all pairs but one fold's, ``(folds,)``.
+        pairs: number of pairs of each fold, likewise.
+    """
+    errors = np.nan_to_num(errors, nan=np.inf)
+    folds = np.arange(errors.shape[1])
+    others = errors.sum(1, keepdims=True) - errors
+    best = _first_of_least(others * handicaps[:, None])
+    unexplained = errors[best, folds].sum() / total
+    # Without one fold more, what is chosen for a fold may be another; of two folds there is nothing left to choose by.
+    left = np.repeat(best[:, None], len(folds), 1)
+    if len(folds) > 2:
+        left = _first_of_least((others[:, :, None] - errors[:, None]) * handicaps[:, None, None])
+    kept = np.where(np.eye(len(folds), dtype=bool), 0.0, errors[left, folds[:, None]])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = torch.from_numpy(np.log(np.concatenate([[unexplained], kept.sum(0) / without])))
+    low, high = (float(1 - end.exp()) for end in interval(logs[:1], logs[None, 1:], torch.from_numpy(pairs)[None]))
+    return float(1 - unexplained), (high, low) if math.isfinite(low + high) else None
+
+
+def _first_of_least(errors: Array) -> Places:
+    """Number of the first way, along axis 0, of least error but for rounding."""
+    first: Places = (errors <= (1 + _TIE) * errors.min(0)).argmax(0)
+    return first
+
+
+def free(moments: Tensor, counts: Tensor, top: Ceiling | None) -> Curve:
     """E[y|x] itself as a curve: piecewise linear between groups of bins, as its own cross-validation chose them.
 
     Args:
         moments: n, Σx, Σy, Σx², Σxy, Σy² per bin, weighted or not, float64 ``(6, bins)``.
         counts: number of pairs, float64 ``(bins,)``.
-        made: what :func:`ceiling` chose; without folds, groups hold 64 pairs and what lies beyond is constant.
+        top: what :func:`ceilings` chose; without folds, groups hold 64 pairs and what lies beyond is constant.
     """
     filled = (counts > 0) & (moments[0] > 0)  # pairs without weight have no mean
     bins, number = moments[:, filled].numpy(), counts[filled].numpy()
-    (bounds,) = _groups(number, np.array([0, len(number)]), [made.least_count if made else _LEAST_COUNT])
+    (bounds,) = _groups(number, np.array([0, len(number)]), [top.least_count if top else _LEAST_COUNT])
     weight, x, y, xx, xy, _ = np.add.reduceat(bins, bounds[:-1], axis=1)
-    beyond = float(xy.sum() / xx.sum()) if made and made.along_line and xx.sum() > 0 else 0.0
+    beyond = float(xy.sum() / xx.sum()) if top and top.along_line and xx.sum() > 0 else 0.0
     return curve_along(Piecewise(x / weight, y / weight, beyond))
 
 
@@ -155,53 +230,38 @@ class Piecewise:
         return torch.from_numpy(np.asarray(self.slopes[np.searchsorted(self.at, u.detach().double().numpy())]))
 
 
-@dataclass(frozen=True)
-class _Others:
-    """Sums over all folds but one, for each fold: ``(folds, bins)``."""
-
-    count: Array
-    weight: Array
-    x: Array
-    y: Array
-    xx: Array
-    xy: Array
-
-
-def _errors(weight: Array, x: Array, y: Array, others: _Others) -> list[tuple[float, int, bool]]:
-    """Σ w (y − prediction)² over all folds and bins, by each way to predict.
+def _errors(sums: Array, counts: Array, held: Nodes) -> Array:
+    """Σ w (y − E[y|x])² of each fold, E[y|x] being that of all others, in each way to take it: ``(ways, folds)``.
 
     Args:
-        weight: of the pairs, ``(folds, bins)``.
-        x: their mean x, ascending, likewise.
-        y: their mean y, likewise.
-        others: what the predictions are made of.
-
-    Returns:
-        The error of each, with its least count and whether it goes on along the line.
+        sums: n, Σx, Σy, Σx², Σxy, Σy² per fold and bin, weighted or not, ``(folds, 6, bins)``.
+        counts: number of pairs, ``(folds, bins)``.
+        held: the pairs of each fold.
     """
-    xx, xy = others.xx.sum(1), others.xy.sum(1)
+    x, y, n_held = held.x.numpy(), held.y.numpy(), held.weight.numpy()
+    whole = sums.sum(0)
+    weight, sum_x, sum_y, xx, xy, _ = (whole - sums).transpose(1, 0, 2)
+    count = counts.sum(0) - counts
+    xx, xy = xx.sum(1), xy.sum(1)
     slope = np.divide(xy, xx, out=np.zeros_like(xx), where=xx > 0)
     # Subtracting one fold from the whole leaves rounding, not pairs, in bins that only that fold fills.
-    filled = (others.count > 0.5) & (others.weight > _ROUNDING * (others.weight + weight))
-    count, pairs, sum_x, sum_y = (sums[filled] for sums in (others.count, others.weight, others.x, others.y))
+    filled = (count > 0.5) & (weight > _ROUNDING * whole[0])
+    count, weight, sum_x, sum_y = (values[filled] for values in (count, weight, sum_x, sum_y))
     first = np.concatenate([[0], np.cumsum(np.count_nonzero(filled, axis=1))])
     both = sum_x + 1j * sum_y  # as one array, whose groups are summed in one go
-    off, errors = np.empty_like(x), []
-    for least_count, bounds in zip(_LEAST_COUNTS, _groups(count, first, _LEAST_COUNTS), strict=True):
-        sums, grouped = np.add.reduceat(both, bounds[:-1]), np.add.reduceat(pairs, bounds[:-1])
-        grouped = np.where(grouped > 0, grouped, np.inf)
-        at, predicted = sums.real / grouped, sums.imag / grouped
+    off, scatter = np.empty_like(x), held.scatter.sum(1).numpy()
+    errors = []
+    for bounds in _groups(count, first, _LEAST_COUNTS):
+        grouped, n = np.add.reduceat(both, bounds[:-1]), np.add.reduceat(weight, bounds[:-1])
+        at, predicted = grouped.real / n, grouped.imag / n
         group = np.searchsorted(bounds, first)
         for fold, (start, end) in enumerate(pairwise(group)):
             off[fold] = np.interp(x[fold], at[start:end], predicted[start:end])
         off -= y
-        weighted = weight * off
-        flat = float((weighted * off).sum())
-        beyond = x - np.minimum(np.maximum(x, at[group[:-1], None]), at[group[1:] - 1, None])
-        beyond *= slope[:, None]
-        along_line = flat + float(((2 * weighted + weight * beyond) * beyond).sum())
-        errors += [(flat, least_count, False), (along_line, least_count, True)]
-    return errors
+        beyond = x - np.clip(x, at[group[:-1], None], at[group[1:] - 1, None])
+        along_line = off + slope[:, None] * beyond
+        errors += [(n_held * miss * miss).sum(1) + scatter for miss in (off, along_line)]
+    return np.stack(errors)
 
 
 def _groups(n: Array, first: Places, least_counts: Sequence[int]) -> Iterator[Places]:

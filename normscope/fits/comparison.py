@@ -210,7 +210,7 @@ def _against(
         d=other.widths[name],
         matched=by,
         fit=own,
-        alpha=ratio("alpha", base, own, jackknives) if _bends(base) and _bends(own) else None,
+        alpha=ratio("alpha", base, own, jackknives) if base.told_apart and own.told_apart else None,
         slope=ratio("slope", base, own, jackknives) if curve != FREE else None,
         r2_of_first=_transferred(base, there),
     )
@@ -218,11 +218,6 @@ def _against(
 
 def _folds(level: Level) -> int:
     return int((level.counts.sum(1) > 0).sum()) if level.fold_by else 0
-
-
-def _bends(found: CurveFit) -> bool:
-    """Whether α means something by itself."""
-    return found.converged and not (found.straight or found.degenerate) and found.curve != FREE
 
 
 def _same_inputs(here: PairStats, there: PairStats) -> bool:
@@ -241,6 +236,4 @@ def _transferred(base: CurveFit, level: Level) -> float | None:
     nodes = nodes_of(level.moments.sum(0)[None])
     if not float(nodes.total) > 0:
         return None
-    # Of a straight fit only the line means something: its α may bend it where the other's x reaches farther.
-    predicted = base(torch.zeros(1)) + base.slope * nodes.x if base.straight else base(nodes.x)
-    return float(1 - nodes.residual(predicted) / nodes.total)
+    return float(1 - nodes.residual(base.extended(nodes.x)) / nodes.total)

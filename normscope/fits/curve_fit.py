@@ -32,11 +32,14 @@ class CurveFit:
         alpha: α, in units of 1/x.
         shift: s; zero where it was not fitted.
         r2: R² about the mean of y.
-        r2_ceiling: R² that no function of x alone passes there, cross-validated; None without folds.
+        r2_ceiling: held-out R² of the best function of x that was found there, :mod:`normscope.fits.ceiling`; None
+            without folds, or where the grid of bins does not resolve x.
         folds: what intervals and cross-validation hold out, one at a time.
         rmse: root of the mean squared error, in units of y.
         n_pairs: number of pairs.
         straight: the pairs do not bend inwards: A and α mean nothing by themselves, only the line that they make does.
+        power_law: likewise of a curve that is no line at its origin: the pairs tell only its power law there,
+            ``coefficient`` · sign(x)·|x|^p.
         converged: whether the search for α ended inside its range, and the pairs lie within the grid's.
         function: f itself.
         form: what was fitted, in words: ``A, α`` for the default.
@@ -50,8 +53,11 @@ class CurveFit:
         largest_error_at: their x.
         saturated: share of the pairs at which |f′| is under 5 % of its largest value.
         reach: α·max|x|.
-        intervals: of A, α, shift, C, slope and r2 by those names: 95 %, by a jackknife over the folds.
-        rank: place among the curves fitted at that site, by held-out error; without folds, by error.
+        intervals: of A, α, shift, C, slope, coefficient, r2 and r2_ceiling by those names: 95 %, by a jackknife over
+            the folds; none of a number that the pairs do not tell.
+        parameters: number of free parameters.
+        rank: place among the curves of as many free parameters that were fitted at that site, by held-out error;
+            without folds, by error.
         in_noise: whether the first of them is better by less than the folds differ; None without folds.
         best: whether this is the curve that ``best`` stands for.
         nothing: why there was nothing to fit, in words; None where there was.
@@ -86,6 +92,8 @@ class CurveFit:
     saturated: float = math.nan
     reach: float = math.nan
     intervals: Mapping[str, Interval] = field(default_factory=dict, hash=False)
+    power_law: bool = False
+    parameters: int | None = None
     rank: int | None = None
     in_noise: bool | None = None
     best: bool = False
@@ -94,10 +102,31 @@ class CurveFit:
 
     @property
     def slope(self) -> float:
-        """Slope at the origin: A·α·f′(s)."""
-        if self.degenerate or self.curve == FREE:  # whose slope at one point is noise
+        """Slope at the origin: A·α·f′(s); NaN where only a power law is told, which is flat or vertical at its own."""
+        if self.degenerate or self.power_law or self.curve == FREE:  # whose slope at one point is noise
             return math.nan
         return float(self.derivative(torch.zeros(1)))
+
+    @property
+    def coefficient(self) -> float:
+        """Factor of the power law that is all that the pairs tell, in units of y/x^p; NaN where they tell more."""
+        if not self.power_law:
+            return math.nan
+        return float(self.amplitude * self.alpha**self.function.power_at_origin * self.function.coefficient_at_origin)
+
+    @property
+    def doubt(self) -> Literal["not converged", "straight", "power law"] | None:
+        """Why A and α mean nothing by themselves, in words; None where they do."""
+        if self.degenerate or self.curve == FREE:
+            return None
+        if not self.converged:
+            return "not converged"
+        return "straight" if self.straight else "power law" if self.power_law else None
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether there are an A and an α, which the pairs tell from one another."""
+        return not (self.doubt or self.degenerate or self.curve == FREE)
 
     @property
     def C(self) -> float:  # noqa: N802 - the paper's own sign
@@ -106,8 +135,8 @@ class CurveFit:
 
     @property
     def of_ceiling(self) -> float | None:
-        """R² over the ceiling; above 1 where there is too little data to tell."""
-        return self.r2 / self.r2_ceiling if self.r2_ceiling else None
+        """Held-out R² over the ceiling; above 1 where the curve predicts better than the function that was chosen."""
+        return self.r2_cv / self.r2_ceiling if self.r2_ceiling and self.r2_cv is not None else None
 
     @property
     def degenerate(self) -> bool:
@@ -117,6 +146,19 @@ class CurveFit:
     def __call__(self, x: Tensor) -> Tensor:
         """Evaluate the fitted curve at x, of any shape, in float64."""
         return self.amplitude * self.function.function(self.alpha * x.double() + self.shift)
+
+    def extended(self, x: Tensor) -> Tensor:
+        """Evaluate the fitted curve, or the line or the power law that is all that the pairs tell, likewise.
+
+        For x beyond the pairs', where A and α that mean nothing by themselves may bend it.
+        """
+        if not (self.straight or self.power_law):
+            return self(x)
+        power = self.function.power_at_origin
+        k = self.slope if power == 1 else self.coefficient
+        u = x.double() + self.shift / self.alpha
+        at_origin = self.amplitude * self.function.function(torch.zeros(1, dtype=torch.float64))
+        return at_origin + k * u.sign() * u.abs() ** power
 
     def derivative(self, x: Tensor) -> Tensor:
         """Evaluate the derivative by x of the fitted curve, A·α·f′(αx + s), likewise."""
@@ -142,6 +184,8 @@ class CurveFit:
             "n_pairs": self.n_pairs,
             "converged": self.converged,
             "straight": self.straight,
+            "power_law": self.power_law,
+            "coefficient": self.coefficient,
             "folds": self.folds,
             "channel": self.channel,
             "sites": list(self.sites),
@@ -155,6 +199,7 @@ class CurveFit:
             "largest_error_at": self.largest_error_at,
             "saturated": self.saturated,
             "reach": self.reach,
+            "parameters": self.parameters,
             "rank": self.rank,
             "in_noise": self.in_noise,
             "best": self.best,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from normscope.errors import UsageError
-from normscope.fits.ceiling import ceiling
+from normscope.fits.ceiling import ceilings
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves import BEST, CURVES, FREE, Curve, curves_named, split_names
 from normscope.fits.forms import FITTED, Form
@@ -36,14 +36,16 @@ def fit(
         capture: what :func:`normscope.capture` returned.
         curves: names of curves (``dyt`` is tanh, ``dyisru`` is isru, ``derf`` is erf with shift), formulas
             (``mine=x/(1+abs(x))``), or :class:`normscope.Curve`; ``all`` for every curve that is known and has the
-            form, ``free`` for E[y|x] itself, and ``best`` for the one of all of least held-out error.
+            form, ``free`` for E[y|x] itself, and ``best`` for the one of least held-out error of all that have as many
+            free parameters as tanh.
         per: ``site``; or ``channel``, of a capture that was taken ``per_channel``.
         pool: fit sites together: those of one ``placement``, of one ``kind`` (paths that differ in numbers alone), or
             ``all``.
         amplitude: ``free``; or ``theory``, where A·f tends to √d, or √(d−1) with centring.
         theory: fit nothing: A as above, and the slope at the origin that of the token of mean ρ.
         alpha: fix α; 1 is the ablation without α.
-        shift: fit s too; by default of the curves whose own layer learns it, Derf's erf alone.
+        shift: fit s too, of every curve, so that all that are compared have the same freedom; erf is then called derf.
+            By default s is fitted of derf alone, which is ranked against no curve without it.
         weights_by: ``pairs`` alike; by ``gamma``², the error that reaches the next layer, of a capture that was taken
             ``by_gamma``; or evenly over ``x``, so that the tails count as much as the centre.
 
@@ -87,10 +89,11 @@ def planned(
     parts = split_names(curves) if isinstance(curves, str) else curves
     words = [part.strip().lower() for part in parts if isinstance(part, str)]
     names = [part for part in parts if isinstance(part, Curve) or part.strip().lower() not in (FREE, BEST)]
+    every = curves_named(names)
     for curve in curves_named([name for name in names if isinstance(name, Curve) or name.strip().lower() != "all"]):
         if refusal := form.refusal(curve):
             raise UsageError(refusal)
-    known = [curve for curve in curves_named(names) if not form.refusal(curve)]
+    known = list({form.called(curve).name: form.called(curve) for curve in every if not form.refusal(curve)}.values())
     check_levels(per, pool, weights_by)
     return Plan([*known, *(word for word in (FREE, BEST) if word in words)], per, pool, form, weights_by)
 
@@ -119,20 +122,21 @@ def _rows_of(problems: Problems, wanted: Sequence[str | Curve], describe: Descri
     """Fit every curve to a batch, and return the records of each level."""
     curves = {curve.name: curve for curve in wanted if isinstance(curve, Curve)}
     if BEST in wanted:
-        curves = {**{name: curve for name, curve in CURVES.items() if not describe.form.refusal(curve)}, **curves}
+        alike = [describe.form.called(curve) for curve in curves_named("all") if not describe.form.refusal(curve)]
+        curves = {**{curve.name: curve for curve in alike}, **curves}
     numbers = columns(problems, describe.form, [fitted(problems, curve, describe.form) for curve in curves.values()])
+    freedom = len(describe.form.parameters(CURVES["tanh"]))
     of_levels = []
-    for number, level in enumerate(problems.levels):
-        made = ceiling(level.moments, level.counts) if level.fold_by else None
+    for number, (level, top) in enumerate(zip(problems.levels, ceilings(problems), strict=True)):
         rows = {
-            name: describe.row(level, curve, made, **own[number])
+            name: describe.row(level, curve, top, **own[number])
             for (name, curve), own in zip(curves.items(), numbers, strict=True)
         }
         if BEST in wanted:
-            best = min(rows.values(), key=lambda row: row.rank or math.inf)
+            best = next(row for row in rows.values() if row.rank == 1 and row.parameters == freedom)
             rows[best.curve] = rows[BEST] = replace(best, best=True)
         if FREE in wanted:
-            rows[FREE] = describe.free(level, made)
+            rows[FREE] = describe.free(level, top)
         chosen = [rows[curve.name if isinstance(curve, Curve) else curve] for curve in wanted]
         of_levels.append(list({row.curve: row for row in chosen}.values()))
     return of_levels

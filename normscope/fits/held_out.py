@@ -75,4 +75,5 @@ def _solutions(fits: Sequence[CurveFit]) -> Solutions:
 
     amplitude, alpha, shift = (column(name).double() for name in ("amplitude", "alpha", "shift"))
     residual = torch.full_like(alpha, torch.nan)
-    return Solutions(amplitude, alpha, shift, residual, column("straight"), column("converged"))
+    only_power = column("straight") | column("power_law")
+    return Solutions(amplitude, alpha, shift, residual, only_power, column("converged"))

@@ -40,6 +40,11 @@ class Nodes:
         off = self.y - predicted
         return dot(self.weight * off, off) + self.scatter.sum(-1)
 
+    def filled(self) -> Nodes:
+        """Leave out the points that no problem has pairs at."""
+        own = (self.weight > 0).any(0)
+        return Nodes(self.x[:, own], self.y[:, own], self.weight[:, own], self.scatter[:, own], self.total)
+
     def of(self, problems: Tensor) -> Nodes:
         """Return some of the problems, by their numbers, as often as they are named."""
         return Nodes(**{f.name: getattr(self, f.name).index_select(0, problems) for f in fields(self)})

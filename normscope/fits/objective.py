@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from normscope.fits.curves import Curve
 from normscope.fits.nodes import Nodes, dot
 
-_STRAIGHT = 2e-4  # share by which a curve departs from its tangent at the smallest α that is tried
+_DEPARTS = 2e-4  # share by which a curve departs from its power law at the origin at the smallest α that is tried
 _LARGEST_SLOPE = 1e12  # in place of the infinite slope that some curves have at their origin
 
 
@@ -45,8 +46,8 @@ class Solutions:
         alpha: α, positive.
         shift: s.
         residual: Σ w (y − A·f(αx + s))² over all pairs.
-        straight: the pairs do not bend inwards: A and α mean nothing by themselves, and only the line of least squares
-            that they make does.
+        only_power: the curve's power law at its origin, A·α^p·|x|^p, fits as well, for most curves a straight line: A
+            and α mean nothing by themselves, and only that law of least squares, which they make, does.
         converged: False where α ran into an end of its range, or where no α does better than another.
     """
 
@@ -54,7 +55,7 @@ class Solutions:
     alpha: Tensor
     shift: Tensor
     residual: Tensor
-    straight: Tensor
+    only_power: Tensor
     converged: Tensor
 
     def of(self, problems: Tensor) -> Solutions:
@@ -64,6 +65,11 @@ class Solutions:
     def predicted(self, curve: Curve, x: Tensor) -> Tensor:
         """A·f(αx + s) at x, ``(problems, nodes)``."""
         return self.amplitude[:, None] * curve.function(self.alpha[:, None] * x + self.shift[:, None])
+
+
+def joined_solutions(parts: Sequence[Solutions]) -> Solutions:
+    """Put those of several batches one after the other."""
+    return Solutions(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Solutions)})
 
 
 @dataclass(frozen=True)
@@ -95,9 +101,9 @@ class Point:
         for own, its in zip(vars(self).values(), vars(other).values(), strict=True):
             own[problems] = its
 
-    def solutions(self, straight: Tensor, converged: Tensor) -> Solutions:
+    def solutions(self, only_power: Tensor, converged: Tensor) -> Solutions:
         alpha, shift = self.theta[:, 0].exp(), self.theta[:, 1]
-        return Solutions(self.amplitude, alpha, shift, self.residual, straight, converged)
+        return Solutions(self.amplitude, alpha, shift, self.residual, only_power, converged)
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,7 @@ class Objective:
     def alpha(self) -> float | None:
         """α where it is not searched: given, or without any effect."""
         given = self.constraints.alpha
-        return 1.0 if given is None and straight_until(self.curve) == math.inf else given
+        return 1.0 if given is None and power_law_until(self.curve) == math.inf else given
 
     @property
     def free(self) -> list[int]:
@@ -126,15 +132,26 @@ class Objective:
         return [column for column, is_free in enumerate((self.alpha is None, self.constraints.shifted)) if is_free]
 
     @property
-    def may_be_straight(self) -> bool:
-        """Whether the curve is a straight line in the limit α → 0."""
+    def rugged(self) -> bool:
+        """Whether the error may have many minima of nearly the same depth, as kinks pass points in two directions.
+
+        Which of them is found hangs on the last digit of a sum, and so on what else is summed beside it.
+        """
+        return not self.curve.smooth and len(self.free) > 1
+
+    @property
+    def alone(self) -> Iterator[Objective]:
+        """Each problem by itself, on its own points alone: the same to the last digit whatever it was beside."""
+        for number in range(len(self.nodes)):
+            one = self.of(torch.tensor([number]))
+            yield replace(one, nodes=one.nodes.filled())
+
+    @property
+    def may_be_only_power(self) -> bool:
+        """Whether A and α go over into one number, A·α^p, in the limit α → 0."""
         free = self.constraints.amplitude is None and self.constraints.alpha is None
-        return (
-            free
-            and self.curve.linear_at_origin
-            and self.curve.zero_centred
-            and not self.curve.amplitude_is_inverse_scale
-        )
+        powered = self.curve.zero_centred and math.isfinite(self.curve.power_at_origin)
+        return free and powered and not self.curve.amplitude_is_inverse_scale
 
     @functools.cached_property
     def explainable(self) -> Tensor:
@@ -182,17 +199,22 @@ class Objective:
 
 
 @functools.lru_cache
-def straight_until(curve: Curve) -> float:
-    """Return u up to which a curve is its tangent at the origin, to 2e-4 of it; infinite for the line itself.
+def power_law_until(curve: Curve) -> float:
+    """Return u up to which a curve is its power law at the origin, to 2e-4 of it; infinite for such a law itself.
 
-    For a curve without one it is where nothing but its power law is left.
+    For most curves that law is the tangent.
+
+    >>> from normscope.fits.curves import CURVES
+    >>> round(power_law_until(CURVES["power23_clip"]), 2), power_law_until(CURVES["linear"])
+    (0.5, inf)
     """
-    if not curve.linear_at_origin:
-        return _STRAIGHT
-    u = torch.logspace(-8, 2, 401, dtype=torch.float64)
+    u, power = torch.logspace(-8, 2, 401, dtype=torch.float64), curve.power_at_origin
+    if not math.isfinite(power):
+        return float(u[0])
     origin = torch.zeros(1, dtype=torch.float64)
-    tangent = curve.derivative(origin) * u
-    departs = (curve.function(u) - curve.function(origin) - tangent).abs() > _STRAIGHT * tangent.abs()
+    rise = curve.function(u) - curve.function(origin)
+    law = curve.derivative(origin) * u if curve.linear_at_origin else rise[0] * (u / u[0]) ** power
+    departs = (rise - law).abs() > _DEPARTS * law.abs()
     if not departs.any():
         return math.inf
     first = int(departs.nonzero()[0, 0])

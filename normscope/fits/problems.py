@@ -15,6 +15,7 @@ from normscope.fits.nodes import Nodes, joined, nodes_of
 _BINS_AN_OCTAVE = 16
 _FEW_BINS = 512  # so many need not be joined: x that lies within a few octaves is resolved as finely as it was binned
 _COARSER = 8  # times fewer bins, for the first look
+_ROUGH_BINS_AN_OCTAVE = 4  # which leave α right to a hundredth, and the error at it to a millionth
 _NEGLIGIBLE = 1e-3  # share of Σy² beyond the grid, or of Σx² below it
 _STRAIGHT_UP_TO = 0.1  # u below which curves depart little from their tangent
 _BINS_AT_ONCE = 2**20  # of all folds and levels: some tens of megabytes
@@ -58,13 +59,18 @@ class Problems:
         has_folds = torch.tensor([level.fold_by is not None for level in self.levels])
         return (self.n_pairs > 0) & has_folds[:, None]
 
-    def unresolved(self, alpha: Tensor) -> Tensor:
-        """Say where the grid is too narrow: the bend, or much of y, lies in a bin without width; ``(problems,)``."""
+    @functools.cached_property
+    def off_grid(self) -> Tensor:
+        """Say where much of x or of y lies in a bin without width, below the grid or beyond; bool ``(problems,)``."""
         centre = self._whole.shape[-1] // 2
         xx, yy = self._whole[:, 3], self._whole[:, 5]
         beyond = yy[:, [0, -1]].sum(-1) > _NEGLIGIBLE * yy.sum(-1)
-        bend_below = (alpha * 2.0 ** self.levels[0].grid.low > _STRAIGHT_UP_TO) & (xx[:, centre] > 0)
-        return beyond | bend_below | (xx[:, centre] > _NEGLIGIBLE * xx.sum(-1))
+        return beyond | (xx[:, centre] > _NEGLIGIBLE * xx.sum(-1))
+
+    def unresolved(self, alpha: Tensor) -> Tensor:
+        """Say where the grid is too narrow for a curve: it is for x or y, or for the bend; bool ``(problems,)``."""
+        below = self._whole[:, 3, self._whole.shape[-1] // 2] > 0
+        return self.off_grid | ((alpha * 2.0 ** self.levels[0].grid.low > _STRAIGHT_UP_TO) & below)
 
     def nodes(self, *, odd: bool = False) -> Nodes:
         """All pairs of each problem."""
@@ -79,16 +85,29 @@ class Problems:
         """All pairs of each problem, on far fewer nodes."""
         return self._once("coarse", odd, lambda: joined(self._whole, min(_COARSER, self._bins_an_octave)))
 
+    def rough(self, *, odd: bool = False) -> Nodes:
+        """All pairs of each problem, on fewer nodes: for errors, which hardly change about their minimum."""
+        return self._once("rough", odd, lambda: joined(self._whole, self._rougher))
+
     def without_folds(self, *, odd: bool = False) -> Nodes:
         """All pairs but those of one fold: ``problems · folds`` problems, the folds of one problem side by side."""
+        return self._once("without", odd, lambda: self._others)
 
-        def moments() -> Tensor:
-            # Subtracting one fold from the whole leaves rounding, not pairs, in bins that only that fold fills.
-            held = self._counts.sum(1, keepdim=True) - self._counts > 0.5
-            others = self._whole[:, None] - self._moments
-            return others.where(held[:, :, None], 0.0).flatten(0, 1)
+    def rough_without_folds(self, *, odd: bool = False) -> Nodes:
+        """All pairs but those of one fold, likewise, on fewer nodes."""
+        return self._once("rough without", odd, lambda: joined(self._others, self._rougher))
 
-        return self._once("without", odd, moments)
+    @functools.cached_property
+    def _others(self) -> Tensor:
+        """Moments of all pairs but those of one fold, ``(problems · folds, 6, bins)``."""
+        # Subtracting one fold from the whole leaves rounding, not pairs, in bins that only that fold fills.
+        held = self._counts.sum(1, keepdim=True) - self._counts > 0.5
+        return (self._whole[:, None] - self._moments).where(held[:, :, None], 0.0).flatten(0, 1)
+
+    @property
+    def _rougher(self) -> int:
+        """How many bins become one of the rough ones; those that need not be joined are not."""
+        return self._bins_an_octave // _ROUGH_BINS_AN_OCTAVE if self._bins_an_octave == _BINS_AN_OCTAVE else 1
 
     def of_folds(self, *, odd: bool = False) -> Nodes:
         """The pairs of one fold each: ``problems · folds`` problems, likewise."""

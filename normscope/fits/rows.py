@@ -33,9 +33,11 @@ class Describe:
     form: Form
     weights_by: str
 
-    def row(self, level: Level, curve: Curve, made: Ceiling | None, **columns: Any) -> CurveFit:
+    def row(self, level: Level, curve: Curve, top: Ceiling | None, **columns: Any) -> CurveFit:
         """Make the record of one curve at one level."""
         about = self.capture.about
+        if top is not None and top.interval is not None:
+            columns["intervals"] = {**columns.get("intervals", {}), "r2_ceiling": top.interval}
         return CurveFit(
             model=about["model"],
             weights=about["weights"],
@@ -47,7 +49,7 @@ class Describe:
             function=curve,
             weights_by=self.weights_by,
             folds=level.fold_by,
-            r2_ceiling=made.r2 if made else None,
+            r2_ceiling=top.r2 if top else None,
             norm=next((site for site in self.capture.sites if site.name == level.site), None),
             **columns,
         )
@@ -57,37 +59,47 @@ class Describe:
         known = curve if isinstance(curve, Curve) else replace(CURVES["linear"], name=curve)
         nothing = {"nothing": level.nothing, "straight": False, "converged": False, "form": self.form.words(known)}
         numbers = {"n_pairs": int(level.counts.sum()), **dict.fromkeys(_NUMBERS, math.nan)}
-        return self.row(level, known, None, **numbers, **nothing)
+        freedom = len(self.form.parameters(known)) if isinstance(curve, Curve) else None
+        return self.row(level, known, None, parameters=freedom, **numbers, **nothing)
 
-    def free(self, level: Level, made: Ceiling | None) -> CurveFit:
-        """Make the record of E[y|x] itself."""
+    def free(self, level: Level, top: Ceiling | None) -> CurveFit:
+        """Make the record of E[y|x] itself, scored on the bins that it is made of, in sample as held out."""
         moments = level.moments.sum(0)
-        curve = free(moments, level.counts.sum(0), made)
+        curve = free(moments, level.counts.sum(0), top)
         nodes = nodes_of(moments[None])
-        found = goodness(
-            nodes, tails(nodes), curve.function(nodes.x), curve.derivative(nodes.x).abs() / curve.peak
-        ).numbers(0)
+        steepness = curve.derivative(nodes.x).abs() / curve.peak
+        found = goodness(nodes, tails(nodes), curve.function(nodes.x), steepness).numbers(0)
         own = {"amplitude": 1.0, "alpha": 1.0, "shift": 0.0, "straight": False, "converged": True}
-        numbers = {"n_pairs": int(level.counts.sum()), "r2_cv": made.r2 if made else None, **found}
-        return self.row(level, curve, made, form=FREE, **own, **numbers)
+        numbers = {"n_pairs": int(level.counts.sum()), "r2_cv": top.r2_free if top else None, **found}
+        return self.row(level, curve, top, form=FREE, **own, **numbers)
 
 
 def columns(problems: Problems, form: Form, found: Sequence[Fitted]) -> list[list[Columns]]:
     """Return what is known of each curve, and of each problem, by the names of CurveFit's fields."""
-    ranks = _ranks(problems, found)
+    freedom = [len(form.parameters(one.curve)) for one in found]
+    ranks: list[list[Columns]] = [[] for _ in found]
+    for number in set(freedom):  # a shift given to some curves alone would decide which of all are first
+        alike = [place for place, own in enumerate(freedom) if own == number]
+        for place, own_ranks in zip(alike, _ranks(problems, [found[place] for place in alike]), strict=True):
+            ranks[place] = own_ranks
     return [
-        [{"form": words, **own, **rank} for own, rank in zip(_columns(problems, one), more, strict=True)]
-        for one, more, words in zip(found, ranks, (form.words(one.curve) for one in found), strict=True)
+        [
+            {"form": form.words(one.curve), "parameters": number, **own, **rank}
+            for own, rank in zip(_columns(problems, one), more, strict=True)
+        ]
+        for one, number, more in zip(found, freedom, ranks, strict=True)
     ]
 
 
 def _columns(problems: Problems, one: Fitted) -> list[Columns]:
     reach = torch.tensor([level.reach for level in problems.levels], dtype=torch.float64)
+    is_line = one.curve.power_at_origin == 1
     numbers = {
         "amplitude": one.solutions.amplitude,
         "alpha": one.solutions.alpha,
         "shift": one.solutions.shift,
-        "straight": one.solutions.straight,
+        "straight": one.solutions.only_power & is_line,
+        "power_law": one.solutions.only_power & (not is_line),
         "converged": one.solutions.converged,
         "r2_cv": one.r2_cv,
         "reach": one.solutions.alpha * reach,
@@ -104,9 +116,7 @@ def _columns(problems: Problems, one: Fitted) -> list[Columns]:
 
 
 def _ranks(problems: Problems, found: Sequence[Fitted]) -> list[list[Columns]]:
-    """Rank the curves of each problem by what they leave of held-out folds, or of all pairs where there are none."""
-    if not found:
-        return []
+    """Rank curves of as many free parameters by what they leave of held-out folds, or of all pairs without any."""
     has_folds = problems.occupied.sum(-1) > 1
     held = [None if one.held_out is None else one.held_out.where(problems.occupied, 0.0) for one in found]
     errors = torch.stack(

@@ -85,6 +85,7 @@ def _estimates(curve: Curve, solutions: Solutions, r2: Tensor) -> dict[str, Tens
         "alpha": solutions.alpha.log(),
         "C": -2 * solutions.alpha.log(),
         "slope": solutions.amplitude * steepness,
+        "coefficient": solutions.amplitude * solutions.alpha**curve.power_at_origin * curve.coefficient_at_origin,
         "shift": solutions.shift,
         "r2": (1 - r2).log(),
     }
@@ -102,13 +103,15 @@ def _intervals(
     without: dict[str, Tensor],
 ) -> dict[str, tuple[Tensor, Tensor]]:
     pairs = torch.where(problems.occupied, problems.n_pairs, 0.0)
-    bends = ~solutions.straight
+    free, told_apart = form.parameters(curve), ~solutions.only_power & solutions.converged
+    is_line = curve.power_at_origin == 1
     says = {
-        "A": bends & (not form.needs_bound),
-        "alpha": bends & (not form.theory and form.alpha is None),
-        "C": bends & (curve.name == "isru" and not form.theory and form.alpha is None),
-        "shift": bends & form.shifted(curve),
-        "slope": torch.full_like(bends, not form.theory),
+        "A": told_apart & ("A" in free or (curve.amplitude_is_inverse_scale and "α" in free)),
+        "alpha": told_apart & ("α" in free),
+        "C": told_apart & (curve.name == "isru" and "α" in free),
+        "shift": told_apart & ("s" in free),
+        "slope": (told_apart | (solutions.only_power & is_line)) & (not form.theory),
+        "coefficient": solutions.only_power & (not is_line),
     }
     bounds = {}
     for name, estimate in whole.items():
@@ -117,6 +120,6 @@ def _intervals(
             low, high = 1 - high.exp(), 1 - low.exp()
         elif name in _BACK:
             low, high = _BACK[name](low), _BACK[name](high)
-        counts = says.get(name, torch.ones_like(bends))
+        counts = says.get(name, torch.ones_like(told_apart))
         bounds[name] = (torch.where(counts, low, torch.nan), torch.where(counts, high, torch.nan))
     return bounds

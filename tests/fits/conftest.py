@@ -1,17 +1,58 @@
 """Raw pairs as the sums that fits are made of."""
 
+import contextlib
+import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
+from scipy.optimize import curve_fit
 
+import normscope
 from normscope.fits.curves import CURVES
 from normscope.fits.forms import Form
 from normscope.fits.levels import Level
 from normscope.fits.problems import batches
 from normscope.fits.search import fitted
 from normscope.pairs.binning import PAIR_GRID
+
+
+@pytest.fixture(scope="session")
+def by_scipy():
+    """Least squares of A·f(αx + s) by a library, which knows nothing of our optimum: from several places at once.
+
+    Returns:
+        A, α and, where it is asked for, s of the least (weighted) squared error that any of its starts led to.
+    """
+
+    def search(f, x, y, weight=None, shifted=False):
+        sigma = None if weight is None else 1 / np.sqrt(weight)
+        found = []
+        for steepness, centre in itertools.product((0.03, 0.3, 3.0), (0.1, 0.5, 0.9) if shifted else (None,)):
+            alpha = steepness / np.median(np.abs(x))
+            start = [np.abs(y).max(), alpha, *([-alpha * np.quantile(x, centre)] if shifted else [])]
+            with contextlib.suppress(RuntimeError), np.errstate(all="ignore"):  # a start that leads nowhere
+                fitted, _ = curve_fit(
+                    lambda x, scale, a, s=0.0: scale * f(a * x + s), x, y, start, sigma, xtol=1e-13, ftol=1e-13
+                )
+                off = y - fitted[0] * f(fitted[1] * x + (fitted[2] if shifted else 0.0))
+                found.append((float(np.sum(off**2 if weight is None else weight * off**2)), *fitted))
+        _, amplitude, alpha, *shift = min(found)
+        sign = np.sign(alpha)  # every f here is odd
+        return np.array([sign * amplitude, sign * alpha, *(sign * s for s in shift)])
+
+    return search
+
+
+@pytest.fixture(scope="session")
+def embedded():
+    """A capture of each embedded network, of a few of its own inputs."""
+    seen = {}
+    for name in ("demo_vit", "demo_wav2vec2", "demo_dit"):
+        network = normscope.load(name, limit=16)
+        seen[name] = normscope.capture(network.module, network.inputs, about=network.about)
+    return seen
 
 
 @pytest.fixture(scope="session")
@@ -71,6 +112,8 @@ class _Solved:
         self.fitted = found
         for name in ("amplitude", "alpha", "shift", "residual"):
             setattr(self, name, float(getattr(found.solutions, name)[0]))
-        self.straight, self.converged = bool(found.solutions.straight[0]), bool(found.solutions.converged[0])
+        self.converged, only_power = bool(found.solutions.converged[0]), bool(found.solutions.only_power[0])
+        is_line = found.curve.power_at_origin == 1
+        self.straight, self.power_law = only_power and is_line, only_power and not is_line
         self.r2, self.rmse = float(found.goodness.r2[0]), float(found.goodness.rmse[0])
         self.intervals = {name: (float(low[0]), float(high[0])) for name, (low, high) in found.intervals.items()}
