@@ -73,8 +73,8 @@ def plot_comparison(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFi
     """Draw α, slope at the origin and R² of several captures over the depth: a column a curve, a line a capture.
 
     Bars are 95 % intervals of a jackknife over the folds. An open marker is a fit that did not bend or not converge:
-    its α means nothing, and is left out. The dotted lines are the ceilings of R². Where sites are not matched by name,
-    depth runs from 0, the first norm of each network, to 1, its last.
+    its α means nothing, and is left out. The dotted lines are the best held-out functions of x. Where sites are not
+    matched by name, depth runs from 0, the first norm of each network, to 1, its last.
 
     Args:
         captures: two or more; more are a training's course.
@@ -160,11 +160,10 @@ def _handles(lines: Sequence[_Line], fits: Sequence[Sequence[CurveFit]], theme: 
         for line in lines
     ]
     every = [found for own in fits for found in own]
-    if any(_doubtful(found) for found in every):
-        text = "open: straight or not converged, α means nothing"
-        handles.append(_point(theme, text))
+    if doubts := list(dict.fromkeys(found.doubt for found in every if found.doubt)):
+        handles.append(_point(theme, f"open: {' or '.join(doubts)}, α means nothing"))
     if any(found.r2_ceiling is not None for found in every):
-        handles.append(Line2D([], [], color=theme.faint, ls=":", lw=0.9, label="ceiling of R²"))
+        handles.append(Line2D([], [], color=theme.faint, ls=":", lw=0.9, label="best held-out function of x"))
     if any(found.intervals for found in every):
         handles.append(Line2D([], [], color=theme.faint, marker="|", ms=6, ls="", label="95 %, by folds"))
     return handles
@@ -178,24 +177,20 @@ def _point(theme: Style, text: str) -> Line2D:
     return Line2D([], [], color=theme.faint, marker="o", mfc=theme.background, ms=3.2, lw=0, label=text)
 
 
-def _doubtful(found: CurveFit) -> bool:
-    return not found.degenerate and (found.straight or not found.converged)
-
-
 def _draw(ax: Axes, line: _Line, fits: Sequence[CurveFit], name: str, value: Callable[[CurveFit], float]) -> None:
     fits = [found for found in fits if found.site in line.places]
     x = [line.places[found.site] for found in fits]
     y = [value(found) for found in fits]
     ax.plot(x, y, color=line.colour, lw=0.9, zorder=2)
     for at, height, found in zip(x, y, fits, strict=True):
-        face = ax.get_facecolor() if _doubtful(found) else line.colour
+        face = ax.get_facecolor() if found.doubt else line.colour
         ax.plot([at], [height], marker=line.marker, ms=3, mfc=face, color=line.colour, mew=0.8, ls="", zorder=3)
         if name in found.intervals and math.isfinite(height):
             ax.plot([at, at], found.intervals[name], color=line.colour, lw=0.7, zorder=1)
 
 
 def _draw_alpha(ax: Axes, line: _Line, fits: Sequence[CurveFit]) -> None:
-    _draw(ax, line, fits, "alpha", lambda f: math.nan if _doubtful(f) or f.curve == FREE else f.alpha)
+    _draw(ax, line, fits, "alpha", lambda found: found.alpha if found.told_apart else math.nan)
 
 
 def _draw_slope(ax: Axes, line: _Line, fits: Sequence[CurveFit]) -> None:

@@ -85,10 +85,8 @@ def _numbers(found: CurveFit) -> list[str]:
     top = "–" if found.r2_ceiling is None else f"{found.r2_ceiling:.4f}"
     if found.curve == FREE:
         return ["–", "–", "–", f"{found.r2:.4f}", top]
-    doubt = "not converged" if not found.converged else "straight" if found.straight else None
-    shape = (
-        [doubt, ""] if doubt else [f"{found.amplitude:.4g}", _with(f"{found.alpha:.4g}", found.intervals.get("alpha"))]
-    )
+    alpha = _with(f"{found.alpha:.4g}", found.intervals.get("alpha"))
+    shape = [found.doubt, ""] if found.doubt else [f"{found.amplitude:.4g}", alpha]
     return [*shape, f"{found.slope:.4g}", f"{found.r2:.4f}", top]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
+from normscope.errors import count
 from normscope.figures.tables import table_by_site, unbroken
 from normscope.fits.curves import FREE
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from normscope.fits.tokens import TokenSlopes
 
 _NONE = "–"
+_PASSES = 1.0005  # which the table prints as more than 1
 _SIGMOID = "sigmoid has no offset here; with one it would be tanh, as 1/(1 + e^−u) = (1 + tanh(u/2))/2"
 
 
@@ -27,9 +30,10 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
     """One line a site and curve; where the pairs do not bend, A and α give way to the word 'straight'."""
     shifted = any(found.shift for found in fits if not found.degenerate)
     table = _by_site(
-        "A", "α", *(["s"] if shifted else []), "slope", "R²", "ceiling", "R²/ceil.", "RMSE", "tail", "sat.", "rank"
+        *("params", "A", "α", *(["s"] if shifted else []), "slope", "R²", "ceiling", "of it"),
+        *("RMSE", "tail", "sat.", "rank"),
     )
-    previous = None
+    previous, rivals = None, Counter((found.site, found.channel, found.parameters) for found in fits)
     for found in fits:
         site = "" if found.site == previous else escape(found.site)
         previous = found.site
@@ -38,21 +42,22 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
             continue
         shape = [
             _shape(found),
-            _alpha(found),
-            *([_NONE if found.curve == FREE else f"{found.shift:.3g}"] if shifted else []),
+            _with_interval(found, "alpha", "{:.4g}") if found.told_apart else _NONE if found.curve == FREE else "",
+            *([f"{found.shift:.3g}" if found.shift else _NONE] if shifted else []),
         ]
         table.add_row(
             site,
             escape(found.curve) + (" *" if found.best else ""),
+            _NONE if found.parameters is None else str(found.parameters),
             *shape,
-            _or_none(found.slope, "{:.4g}"),
+            _slope(found),
             _with_interval(found, "r2", "{:.4f}"),
-            _or_none(found.r2_ceiling, "{:.4f}"),
+            _with_interval(found, "r2_ceiling", "{:.4f}"),
             _or_none(found.of_ceiling, "{:.3f}"),
             f"{found.rmse:.4g}",
             f"{found.tail_rmse:.4g}",
             _or_none(found.saturated, "{:.1%}"),
-            _rank(found),
+            _rank(found) if rivals[found.site, found.channel, found.parameters] > 1 else _NONE,
         )
     table.caption = " · ".join(_explained(fits))
     return unbroken(table)
@@ -64,7 +69,7 @@ def channels_table(fits: Sequence[CurveFit]) -> Table:
     previous = None
     for (site, curve), own in _grouped(fits, lambda found: (found.site, found.curve)):
         fitted = [found for found in own if not found.degenerate]
-        bend = [found for found in fitted if found.converged and not found.straight]
+        bend = [found for found in fitted if found.told_apart]
         table.add_row(
             "" if site == previous else escape(site),
             escape(curve),
@@ -104,7 +109,7 @@ def layerwise_line(found: Layerwise) -> str:
     """The two figures of arXiv 2605.14047, in words."""
     return (
         f"mean R² over {found.sites} sites: {found.r2:.3f} with {found.func} everywhere, {found.r2_best:.3f} with the "
-        "best curve at each"
+        f"best of {count(found.curves, 'curve')} at each, with {count(found.parameters or 0, 'free parameter')} each"
     )
 
 
@@ -115,24 +120,21 @@ def _by_site(*names: str) -> Table:
 
 
 def _shape(found: CurveFit) -> str:
-    if found.curve == FREE:
-        return _NONE
-    if not found.converged:
-        return "not converged"
-    return "straight" if found.straight else f"{found.amplitude:.4g}"
+    return _NONE if found.curve == FREE else found.doubt or f"{found.amplitude:.4g}"
 
 
-def _alpha(found: CurveFit) -> str:
-    if found.curve == FREE:
-        return _NONE
-    return "" if found.straight or not found.converged else _with_interval(found, "alpha", "{:.4g}")
+def _slope(found: CurveFit) -> str:
+    """The slope at the origin; of a power law, the law."""
+    if found.doubt == "power law":
+        return f"{found.coefficient:.4g}·|x|^{found.function.power_at_origin:.3g}"
+    return _or_none(found.slope, "{:.4g}")
 
 
 def _with_interval(found: CurveFit, name: str, form: str) -> str:
     """A number, and half of its interval's width to two digits."""
-    value = found.r2 if name == "r2" else found.alpha
-    if name not in found.intervals:
-        return form.format(value)
+    value = getattr(found, name)
+    if value is None or name not in found.intervals:
+        return _or_none(value, form)
     low, high = found.intervals[name]
     return f"{form.format(value)} ±{(high - low) / 2:.2g}"
 
@@ -153,12 +155,17 @@ def _explained(fits: Sequence[CurveFit]) -> Iterable[str]:
     yield f"y ≈ {_formula(fits)}{weighted.get(fits[0].weights_by, '') if fits else ''}; fitted: {_forms(fits)}"
     over = ", ".join(sorted({found.folds for found in fits if found.folds}))
     if over:
-        yield f"±: half of the 95 % interval, a jackknife over folds by {over}; ceiling: cross-validated over them"
+        yield f"±: half of the 95 % interval, a jackknife over folds by {over}"
+        yield "ceiling: R² of the best held-out function of x that was found; of it: the curve's held-out R² over that"
     else:
         yield "no folds, and so no intervals and no ceiling"
-    if any(found.r2_ceiling is not None and found.r2 > found.r2_ceiling for found in fits):
-        yield "a ceiling below R²: too little data to tell"
+    if passing := dict.fromkeys(escape(found.curve) for found in fits if (found.of_ceiling or 0) > _PASSES):
+        yield f"of it above 1: {', '.join(passing)} predicts held-out folds better than what the others chose"
     yield "tail: RMSE beyond the 99th percentile of |x|; sat.: pairs where |f′| is under 5 % of its peak"
+    if len({found.parameters for found in fits if found.parameters is not None}) > 1:
+        yield "rank: among curves with as many free parameters (params)"
+    if any(found.doubt == "power law" for found in fits):
+        yield "power law: the pairs tell A and α not apart, only the law k·|x|^p, with the sign of x, under slope"
     if any(found.in_noise and found.rank and found.rank > 1 for found in fits):
         yield "≈: no worse than the first but for noise"
     if any(found.best for found in fits):

@@ -141,10 +141,9 @@ def _draw(ax: Axes, panel: Panel) -> None:
         return
     lines = corner_lines(panel, _result)
     if panel.fits and panel.fits[0].r2_ceiling is not None:
-        lines.append((f"ceiling R² {panel.fits[0].r2_ceiling:.3f}", panel.style.ink))
+        lines.append((f"best held-out f(x): R² {panel.fits[0].r2_ceiling:.3f}", panel.style.ink))
     corner_text(ax, panel.style, lines, _TINY.get_size())
 
 
 def _result(found: CurveFit) -> str:
-    doubt = ("  straight" if found.straight else "") if found.converged else "  not converged"
-    return f"R² {found.r2:.3f}{doubt}"
+    return "  ".join(part for part in (f"R² {found.r2:.3f}", found.doubt) if part)

@@ -223,7 +223,7 @@ def legend_handles(panels: Sequence[Panel], *, density: bool, sampled: bool, bou
         grey = matplotlib.colormaps[style.density](0.6)
         pairs = "pairs of the sampled tokens" if sampled else "all pairs"
         handles.append(Patch(facecolor=grey, label=f"{pairs} (log scale, each panel its own)"))
-        handles.append(Line2D([], [], color=style.ink, lw=1.4, label="E[y|x], the best any function of x can do"))
+        handles.append(Line2D([], [], color=style.ink, lw=1.4, label="E[y|x], the mean of y at x"))
     fits = [found for panel in panels for found in panel.fits]
     shifted = {found.curve for found in fits if not found.degenerate and found.shift}
     for curve in dict.fromkeys(found.curve for found in fits):

@@ -177,15 +177,20 @@ def _density_legend(ax: Axes, panel: Panel) -> None:
     """The parameters and R² of each curve, in the corner that an S leaves empty."""
     lines = corner_lines(panel, _result)
     if panel.fits and panel.fits[0].r2_ceiling is not None:
-        lines.append((f"ceiling R² {panel.fits[0].r2_ceiling:.3f}, folds by {panel.stats.fold_by}", panel.style.ink))
+        best = f"best held-out function of x: R² {panel.fits[0].r2_ceiling:.3f}, folds by {panel.stats.fold_by}"
+        lines.append((best, panel.style.ink))
     corner_text(ax, panel.style, lines)
 
 
 def _result(found: CurveFit) -> str:
     if found.curve == FREE:
         return f"R² {found.r2:.3f}"
-    shape = f"slope {found.slope:.3g}, straight" if found.straight else f"A {found.amplitude:.3g}  α {found.alpha:.3g}"
-    return f"{shape}  R² {found.r2:.3f}{'' if found.converged else '  not converged'}"
+    shape = f"A {found.amplitude:.3g}  α {found.alpha:.3g}"
+    if found.doubt == "straight":
+        shape = f"slope {found.slope:.3g}, straight"
+    elif found.doubt == "power law":
+        shape = f"{found.coefficient:.3g}·|x|^{found.function.power_at_origin:.3g}, power law"
+    return f"{shape}  R² {found.r2:.3f}{'  not converged' if found.doubt == 'not converged' else ''}"
 
 
 def _token_legend(ax: Axes, panel: Panel) -> None:
