@@ -230,7 +230,7 @@ class Recorder:
                 self._calls[site.name] += 1
                 return
             if self.summing.verify:
-                check(kind, site.name, module, x, output)
+                check(kind, site.name, module, x, output, batch_axis=axis or 0, valid=valid)
             if rows.device.type == "mps":  # which has no float64 to sum in
                 rows, valid = rows.cpu(), None if valid is None else valid.cpu()
             eps = kind.eps_of(module, x.dtype)
@@ -251,7 +251,7 @@ class Recorder:
             if axis is None:
                 self._nobodys = site.name
             if self.summing.observe is not None:
-                y, _ = kind.normalize(module, rows.float(), eps)
+                y = lines.y(rows).float()
                 self.summing.observe(site, *((rows, y) if taken is None else (rows[taken], y[taken])))
             self._summing_at = ""
 
