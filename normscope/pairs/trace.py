@@ -91,7 +91,9 @@ class _Input:
     @property
     def changed(self) -> bool:
         """Whether the norm changed it: by torch's own count, and by its values, since ``x.data`` is not counted."""
-        return _version(self._given) != self._version or not torch.equal(self._given, self.copy)
+        if _version(self._given) != self._version:
+            return True
+        return not (self._given.is_nested or torch.equal(self._given, self.copy))  # nested ones cannot be compared
 
 
 def _version(x: Tensor) -> int | None:
