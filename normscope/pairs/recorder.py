@@ -100,7 +100,7 @@ class Recorder:
         self._summed: Counter[str] = Counter()
         self._summing_at = ""
         self._nobodys = ""
-        self._inputs: dict[str, Tensor] = {}  # of norms at work that change their own
+        self._inputs: dict[str, list[Tensor]] = {}  # of norms at work that change their own
         self._at_most: int | None = None
 
     @contextlib.contextmanager
@@ -227,11 +227,11 @@ class Recorder:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = input_of(args, kwargs)
             if x is not None and self._batch is not None:
-                self._inputs[name] = x.detach().clone()
+                self._inputs.setdefault(name, []).append(x.detach().clone())
 
         def with_it(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if name in self._inputs:
-                args, kwargs = with_input(args, kwargs, self._inputs.pop(name))
+            if self._inputs.get(name):
+                args, kwargs = with_input(args, kwargs, self._inputs[name].pop())
             hook(module, args, kwargs, output)
 
         return keep, with_it

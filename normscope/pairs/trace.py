@@ -199,20 +199,20 @@ def _is_norm(module: nn.Module) -> bool:
 def _calls_of(suspects: dict[str, nn.Module], watch: _FunctionWatch) -> Iterator[dict[str, _Call]]:
     """Note the first call of each module, and tell the watch when one of them is at work."""
     calls: dict[str, _Call] = {}
-    before: dict[str, _Input | None] = {}
+    before: dict[str, list[_Input | None]] = {name: [] for name in suspects}  # the last is at work: it may call itself
 
     def enter(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = input_of(args, kwargs)
             with watch.paused():
-                before[name] = None if x is None else _Input(x)
+                before[name].append(None if x is None else _Input(x))
             watch.inside_norm += 1
 
         return hook
 
     def leave(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            x, own = input_of(args, kwargs), before.pop(name)
+            x, own = input_of(args, kwargs), before[name].pop()
             with watch.paused():
                 overwrites = own is not None and own.changed
             if name in calls:

@@ -115,18 +115,19 @@ class Lesson:
 def watched(network: nn.Module, blocks: Sequence[str], *, arguments: bool = False) -> Iterator[Watched]:
     """Note every call of some blocks of a network: what they gave, and where asked for what they were called with."""
     seen = Watched()
-    entered: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    entered: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {path: [] for path in blocks}
 
     def enter(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            entered[path] = copied_arguments(args, kwargs)
+            entered[path].append(copied_arguments(args, kwargs))
 
         return hook
 
     def leave(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, result: Any) -> None:
             given = [tensor.clone() for tensor in tensors_in(result)]
-            seen.calls.setdefault(path, []).append(Call(*entered.pop(path, ((), {})), given))
+            called_with = entered[path].pop() if arguments else ((), {})
+            seen.calls.setdefault(path, []).append(Call(*called_with, given))
 
         return hook
 

@@ -11,6 +11,7 @@ from torch import nn
 import normscope
 from normscope.batches import Batch, Sample
 from normscope.outputs import Outputs
+from normscope.pairs.trace import find_norms
 from normscope.speeds import NATIVE, PASSES
 from normscope.state import left_as_found
 from normscope.swaps import bench_model
@@ -263,3 +264,21 @@ def test_each_timed_pass_gets_a_copy_that_is_not_timed(network, batches, monkeyp
         assert whole.seconds(native[0], "forward", 3) > 0
     assert len(seen) >= sum(len(row.samples) for row in timed) + 3
     assert all(torch.equal(x, batches[0].args[0]) for x in seen)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_function_that_calls_itself_for_each_part_of_a_nested_tensor_is_looked_at(layout):
+    class Nesting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.nested, self.last = DyT(WIDTH), nn.LayerNorm(WIDTH)
+
+        def forward(self, x):
+            self.nested(torch.nested.nested_tensor([x[0, :2], x[0]], layout=layout))
+            return self.last(x.mul_(2))
+
+    (batch,) = inputs(1)
+    report = find_norms(Nesting(), batch)
+    assert list(report.kinds) == ["last"] and [norm.name for norm in report.skipped] == ["nested"]
+    assert not report.overwriting and torch.equal(batch.args[0], inputs(1)[0].args[0])
