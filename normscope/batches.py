@@ -6,6 +6,7 @@ one word that they share.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -85,6 +86,21 @@ class Batch:
             valid=part(self.valid),
         )
 
+    def copied(self) -> Batch:
+        """Return the batch with copies of its arguments, so that it stays as it is whatever a network does to them.
+
+        One tensor that stands in several places is one in the copy too. No gradient flows back to what was copied, and
+        modules, and objects that cannot be copied, stay the same.
+
+        >>> import torch
+        >>> x = torch.ones(2)
+        >>> lent = Batch((x, [x])).copied()
+        >>> lent.args[0].mul_(2), lent.args[1], x
+        (tensor([2., 2.]), [tensor([2., 2.])], tensor([1., 1.]))
+        """
+        args, kwargs = copied_arguments(self.args, self.kwargs)
+        return replace(self, args=args, kwargs=kwargs)
+
     @property
     def padded(self) -> bool:
         """Whether any position is padding; of a mask on a GPU, that is waited for."""
@@ -144,6 +160,41 @@ def _leaves(values: Iterable[Any]) -> Iterator[Any]:
             yield from value
         else:
             yield value
+
+
+def copied_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return copies of the arguments of one call, see :meth:`Batch.copied`."""
+    memo: dict[int, Any] = {}
+    return tuple(_copied(value, memo) for value in args), {name: _copied(own, memo) for name, own in kwargs.items()}
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Copy a value once, by its identity; ``memo`` keeps what was copied, as :func:`copy.deepcopy` has it."""
+    import torch
+
+    if id(value) in memo:
+        return memo[id(value)]
+    made: Any
+    if isinstance(value, torch.Tensor):
+        # A deep copy would copy all of the memory that a part of a larger batch is a view of.
+        made = value.detach().clone()
+        if value.requires_grad:
+            made.requires_grad_()
+    elif isinstance(value, torch.nn.Module):
+        made = value
+    elif type(value) is dict:
+        made = {key: _copied(own, memo) for key, own in value.items()}
+    elif type(value) in (list, tuple):
+        made = type(value)(_copied(own, memo) for own in value)
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        made = type(value)._make(_copied(own, memo) for own in value)  # type: ignore[attr-defined]
+    else:
+        try:
+            made = copy.deepcopy(value, memo)
+        except Exception:  # of an object of the user's own: a lock, an open file
+            made = value
+    memo[id(value)] = made
+    return made
 
 
 def pieces(batch: Batch, at_most: int | None) -> list[Batch]:

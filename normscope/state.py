@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,16 +19,94 @@ _ALLOCATORS = (
 
 
 @contextlib.contextmanager
-def left_as_found(model: nn.Module) -> Iterator[None]:
-    """Run the block in eval mode without gradients; put training flags, grad mode and RNG states back afterwards."""
+def left_as_found(model: nn.Module) -> Iterator[KeptBuffers]:
+    """Run the block in eval mode without gradients; put training flags, grad mode, RNG states and buffers back.
+
+    Yields:
+        The buffers as they were found: passes that must not depend on one another put them back in between.
+    """
     training = {module: module.training for module in model.modules()}
     try:
         model.eval()
-        with torch.random.fork_rng(cuda_devices(model)), torch.no_grad():
-            yield
+        buffers = KeptBuffers(model)
+        try:
+            with torch.random.fork_rng(cuda_devices(model)), torch.no_grad():
+                yield buffers
+        finally:
+            buffers.put_back()
     finally:
         for module, flag in training.items():
             module.training = flag
+
+
+class KeptBuffers:
+    """The buffers of a network as they are now, to be put back: a forward pass may count its steps in one of them.
+
+    A module that came to hold other buffers, or more of them, gets what else was set on it back too, since that may
+    say what they hold: the longest sequence that a table of positions was made for, for example. What has no values of
+    its own to keep (meta, lazy, sparse and quantized tensors, and subclasses of Tensor) keeps those that it has.
+
+    >>> norm = nn.BatchNorm1d(2)
+    >>> found = KeptBuffers(norm)
+    >>> norm.running_mean += 1
+    >>> found.changed
+    True
+    >>> found.put_back()
+    >>> norm.running_mean
+    tensor([0., 0.])
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Keep a copy of each buffer, on its own device."""
+        scripted = torch.jit.ScriptModule  # whose tensors have a new wrapper whenever they are asked for
+        modules = [module for module in model.modules() if not isinstance(module, scripted)]
+        self._held = [(module, dict(module._buffers), dict(vars(module))) for module in modules]
+        self._values = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if _has_values(buffer)]
+
+    @property
+    def changed(self) -> bool:
+        """Whether any buffer is another, or holds other values."""
+        held = all(_same_objects(module._buffers, buffers) for module, buffers, _ in self._held)
+        return not (held and all(_same_values(buffer, value) for buffer, value in self._values))
+
+    def put_back(self) -> None:
+        """Let every module hold its own buffers again, and these their values; what did not change is not written."""
+        for module, buffers, attributes in self._held:
+            if not _same_objects(module._buffers, buffers):
+                module._buffers.clear()
+                module._buffers.update(buffers)
+                vars(module).clear()
+                vars(module).update(attributes)
+        for buffer, value in self._values:
+            if _same_values(buffer, value):
+                continue
+            with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
+                if _alike(buffer, value):
+                    buffer.copy_(value)
+                else:
+                    buffer.data = value.clone()
+
+
+def _has_values(buffer: Tensor) -> bool:
+    plain = type(buffer) in (Tensor, nn.Parameter) and buffer.layout == torch.strided
+    return plain and not (buffer.is_meta or buffer.is_quantized)
+
+
+def _same_objects(some: Mapping[str, object], others: Mapping[str, object]) -> bool:
+    return len(some) == len(others) and all(value is others.get(name) for name, value in some.items())
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+
+
+def _same_values(buffer: Tensor, value: Tensor) -> bool:
+    """Compare bit by bit: a NaN is what it was, and no count of changes would tell of those made through ``.data``."""
+    return _alike(buffer, value) and torch.equal(_bytes(buffer), _bytes(value))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
 
 def cuda_devices(model: nn.Module) -> list[int]:
@@ -38,14 +116,14 @@ def cuda_devices(model: nn.Module) -> list[int]:
 
 
 def run(model: nn.Module, batch: Batch) -> Any:
-    """Run the model on a batch, and return what it gives.
+    """Run the model on a copy of a batch, which it may change, and return what it gives.
 
     Raises:
         MemoryEndedError: if memory ends meanwhile.
         ModelError: if the model itself raises anything else.
     """
     try:
-        return model(*batch.args, **batch.kwargs)
+        return call(model, batch.copied())
     except NormscopeError:  # of a hook
         raise
     except Exception as error:
@@ -63,6 +141,11 @@ def run(model: nn.Module, batch: Batch) -> Any:
         f"{type(model).__name__} takes more memory with {count(len(batch.samples), 'sample')} in a batch than there "
         f"is. Take {smaller}another device, or a smaller --dtype."
     )
+
+
+def call(model: nn.Module, batch: Batch) -> Any:
+    """Run the model on the batch itself, where that is a copy of its own already."""
+    return model(*batch.args, **batch.kwargs)
 
 
 @contextlib.contextmanager

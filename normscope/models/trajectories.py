@@ -160,7 +160,8 @@ class Trajectories(NumberedInputs):
     @torch.no_grad()
     def _denoised(self, latents: Tensor, timestep: int, numbers: Sequence[int]) -> Tensor:
         """Take the step at ``timestep``: in float32 on the CPU, except for the module itself."""
-        output: Tensor = self.module(**self._batch(numbers, timestep, latents).kwargs)[0]
+        lent = self._batch(numbers, timestep, latents).copied()  # the step goes on from the latents
+        output: Tensor = self.module(**lent.kwargs)[0]
         predicted = output[:, : latents.shape[1]].float().cpu()  # behind these channels are learned variances
         if self._runs == 2:
             with_label, without = predicted.chunk(2)

@@ -39,8 +39,9 @@ def capture(
 ) -> Capture:
     """Run ``model`` over ``batches`` and sum up the input and the output before the affine step of its norms.
 
-    The model is put into eval mode and run without gradients. Its training flags, dtype, device, the grad mode and
-    torch's RNG state are left as found, and no hook stays, also after an exception or Ctrl-C.
+    The model is put into eval mode and run without gradients, on copies of the batches. Its training flags, buffers,
+    dtype, device, the grad mode and torch's RNG state are left as found, and no hook stays, also after an exception or
+    Ctrl-C.
 
     Args:
         model: any module on any device.

@@ -85,9 +85,11 @@ class NormKind:
         return eps_of(module, dtype) if self.eps is None else self.eps
 
     def output(self, module: nn.Module, y: Tensor) -> Tensor:
-        """Return the module's own output ``(tokens, d)``, from y."""
+        """Return the module's own output ``(tokens, d)``, from y; an activation takes, and gives, float32."""
         out = self.affine(module, y)
-        return out if self.activation is None else self.activation(module, out.clone())  # which may work in place
+        if self.activation is None:
+            return out
+        return self.activation(module, out.to(torch.float32, copy=True))  # which may work in place
 
     def gamma(self, module: nn.Module, channels: int) -> Tensor:
         """Return what the affine step multiplies each channel's y by, ``(channels,)``, whatever it does with weight."""
@@ -202,7 +204,7 @@ def running_norm(name: str, *, activation: OfModule | None = None, own_precision
     """
 
     def normalize(module: nn.Module, rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        mean, variance = (getattr(module, f"running_{what}").float() for what in ("mean", "var"))
+        mean, variance = (getattr(module, f"running_{what}").float().to(rows.device) for what in ("mean", "var"))
         of_row = torch.arange(len(rows), device=rows.device) % len(mean)
         rstd = torch.rsqrt(variance + eps)[of_row, None]
         return (rows - mean[of_row, None]) * rstd, rstd

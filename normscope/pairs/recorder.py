@@ -19,15 +19,16 @@ from normscope.pairs.captures import Capture, versions
 from normscope.pairs.kinds import NormKind
 from normscope.pairs.layouts import batch_axis, token_axes
 from normscope.pairs.sites import NormSite, SkippedNorm
-from normscope.pairs.spread import with_weights_at_hand
+from normscope.pairs.spread import ForwardHook, with_weights_at_hand
 from normscope.pairs.stats import PairStats
-from normscope.pairs.trace import NormReport, input_of
+from normscope.pairs.trace import NormReport, input_of, with_input
 from normscope.pairs.verify import check
-from normscope.state import run
+from normscope.state import KeptBuffers, run
 
 logger = logging.getLogger(__name__)
 
 Observer = Callable[[NormSite, Tensor, Tensor], None]
+ForwardPreHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
 @dataclass
@@ -99,6 +100,7 @@ class Recorder:
         self._summed: Counter[str] = Counter()
         self._summing_at = ""
         self._nobodys = ""
+        self._inputs: dict[str, list[Tensor]] = {}  # of norms at work that change their own
         self._at_most: int | None = None
 
     @contextlib.contextmanager
@@ -108,8 +110,11 @@ class Recorder:
             for site in self.sites:
                 hook = self._hook(site, self.report.kinds[site.name], self.report.shapes[site.name])
                 norm = self.model.get_submodule(site.name)
-                handle = norm.register_forward_hook(with_weights_at_hand(norm, hook), with_kwargs=True)
-                hooks.callback(handle.remove)
+                hook = with_weights_at_hand(norm, hook)
+                if site.name in self.report.overwriting:
+                    keep, hook = self._with_own_input(site.name, hook)
+                    hooks.callback(norm.register_forward_pre_hook(keep, with_kwargs=True).remove)
+                hooks.callback(norm.register_forward_hook(hook, with_kwargs=True).remove)
             yield
 
     def run(self, batch: Batch, number: int = 0) -> None:
@@ -180,7 +185,8 @@ class Recorder:
         )
 
     def _fits(self, batch: Batch, summed: Counter[str]) -> bool:
-        """Run the batch; return False if memory ended."""
+        """Run the batch; return False if memory ended, with the network's buffers as they were before."""
+        buffers = KeptBuffers(self.model) if self.report.keeps_state else None
         with self._recording(batch, summed):
             try:
                 run(self.model, batch)
@@ -198,6 +204,8 @@ class Recorder:
                     ) from error
                 if len(batch.samples) == 1 or not batch.divisible:
                     raise
+                if buffers is not None:
+                    buffers.put_back()
                 return False
         return True
 
@@ -206,11 +214,27 @@ class Recorder:
         """Take what the norms do meanwhile for the batch's; whatever makes the batches may run the model too."""
         self._batch, self._tokens_so_far, self._calls, self._summed = batch, {}, Counter(), summed
         self._summing_at = self._nobodys = ""
+        self._inputs.clear()  # a pass whose memory ended leaves one behind
         self._padded = batch.padded  # once a batch: a hook that asked would wait for the GPU at each norm
         try:
             yield
         finally:
             self._batch = None
+
+    def _with_own_input(self, name: str, hook: ForwardHook) -> tuple[ForwardPreHook, ForwardHook]:
+        """Return a hook that keeps a copy of a norm's input, and another that runs ``hook`` with it."""
+
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = input_of(args, kwargs)
+            if x is not None and self._batch is not None:
+                self._inputs.setdefault(name, []).append(x.detach().clone())
+
+        def with_it(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if self._inputs.get(name):
+                args, kwargs = with_input(args, kwargs, self._inputs[name].pop())
+            hook(module, args, kwargs, output)
+
+        return keep, with_it
 
     def _hook(self, site: NormSite, kind: NormKind, of_one_sample: torch.Size) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
@@ -230,7 +254,7 @@ class Recorder:
                 self._calls[site.name] += 1
                 return
             if self.summing.verify:
-                check(kind, site.name, module, x, output)
+                check(kind, site.name, module, x, output, batch_axis=axis or 0, valid=valid)
             if rows.device.type == "mps":  # which has no float64 to sum in
                 rows, valid = rows.cpu(), None if valid is None else valid.cpu()
             eps = kind.eps_of(module, x.dtype)
@@ -251,7 +275,7 @@ class Recorder:
             if axis is None:
                 self._nobodys = site.name
             if self.summing.observe is not None:
-                y, _ = kind.normalize(module, rows.float(), eps)
+                y = lines.y(rows).float()
                 self.summing.observe(site, *((rows, y) if taken is None else (rows[taken], y[taken])))
             self._summing_at = ""
 

@@ -36,6 +36,16 @@ class Lines:
         assert self.shift is not None and self.rstd is not None  # noqa: S101 - one of the two ways is given
         return self.shift[rows, None], self.rstd[rows, None]
 
+    def y(self, rows: Tensor) -> Tensor:
+        """Return y of every token as it is summed: float64 ``(tokens, d)``, from x as float32 holds it.
+
+        Args:
+            rows: the elements of all tokens, ``(tokens, d)``, of any floating dtype.
+        """
+        x = rows.float().double()
+        shift, rstd = self.of(x, slice(None))
+        return (x - shift) * rstd
+
 
 @dataclass(frozen=True)
 class Run:

@@ -51,12 +51,16 @@ class NormReport:
         skipped: norms that cannot be observed, and why.
         kinds: how each site's module normalizes.
         shapes: shape of each site's input at its first call.
+        overwriting: names of the sites that change their own input, so that a hook behind them does not see it.
+        keeps_state: whether the pass changed a buffer.
     """
 
     sites: list[NormSite]
     skipped: list[SkippedNorm]
     kinds: dict[str, NormKind] = field(repr=False)
     shapes: dict[str, torch.Size] = field(repr=False)
+    overwriting: frozenset[str] = frozenset()
+    keeps_state: bool = False
 
 
 @dataclass
@@ -69,6 +73,7 @@ class _Call:
     output: Tensor
     kind: NormKind | str
     additions_before: int
+    overwrites: bool
     calls: int = 1
 
     @property
@@ -76,12 +81,31 @@ class _Call:
         return Ends(self.input, self.output, self.additions_before)
 
 
+class _Input:
+    """The input of a norm as it was before the norm was at work."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.copy = x.detach().clone()
+        self._given, self._version = x, _version(x)
+
+    @property
+    def changed(self) -> bool:
+        """Whether the norm changed it: by torch's own count, and by its values, since ``x.data`` is not counted."""
+        if _version(self._given) != self._version:
+            return True
+        return not (self._given.is_nested or torch.equal(self._given, self.copy))  # nested ones cannot be compared
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
 def find_norms(model: nn.Module, batch: Batch) -> NormReport:
     """Run ``model`` once on ``batch`` and list its norms in the order in which they are first called.
 
     Args:
-        model: any module; its training flags, grad mode and the RNG state are left as found.
-        batch: one batch of its inputs; the first sample alone is enough.
+        model: any module; its training flags and buffers, grad mode and the RNG state are left as found.
+        batch: one batch of its inputs; the first sample alone is enough. The model runs on a copy.
 
     Raises:
         ModelError: if the model has no norm that is called and known, or if it is TorchScript.
@@ -99,8 +123,10 @@ def find_norms(model: nn.Module, batch: Batch) -> NormReport:
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps: compiled code calls no hook of its parts
     suspects = _suspects(model)
     watch = _FunctionWatch()
-    with left_as_found(model), _calls_of(suspects, watch) as calls, _entered(model, watch), watch:
-        run(model, batch)
+    with left_as_found(model) as buffers:
+        with _calls_of(suspects, watch) as calls, _entered(model, watch), watch:
+            run(model, batch)
+        keeps_state = buffers.changed
 
     sites: list[NormSite] = []
     skipped: list[SkippedNorm] = []
@@ -124,13 +150,22 @@ def find_norms(model: nn.Module, batch: Batch) -> NormReport:
     if not sites:
         raise ModelError(_no_sites(type(model).__name__, skipped))
     shapes = {site.name: calls[site.name].input.shape for site in sites}
-    return NormReport(sites, skipped, kinds, shapes)
+    overwriting = frozenset(site.name for site in sites if calls[site.name].overwrites)
+    return NormReport(sites, skipped, kinds, shapes, overwriting, keeps_state)
 
 
 def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """Return the tensor that a norm normalizes: the first among its positional, then its keyword arguments."""
     values = (*args, *kwargs.values())
     return next((value for value in values if isinstance(value, Tensor)), None)
+
+
+def with_input(args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a norm with ``x`` in the place of the tensor that it normalizes."""
+    own = input_of(args, kwargs)
+    return tuple(x if value is own else value for value in args), {
+        name: x if value is own else value for name, value in kwargs.items()
+    }
 
 
 def _suspects(model: nn.Module) -> dict[str, nn.Module]:
@@ -164,20 +199,31 @@ def _is_norm(module: nn.Module) -> bool:
 def _calls_of(suspects: dict[str, nn.Module], watch: _FunctionWatch) -> Iterator[dict[str, _Call]]:
     """Note the first call of each module, and tell the watch when one of them is at work."""
     calls: dict[str, _Call] = {}
+    before: dict[str, list[_Input | None]] = {name: [] for name in suspects}  # the last is at work: it may call itself
 
-    def enter(module: nn.Module, args: Any) -> None:
-        watch.inside_norm += 1
+    def enter(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = input_of(args, kwargs)
+            with watch.paused():
+                before[name].append(None if x is None else _Input(x))
+            watch.inside_norm += 1
+
+        return hook
 
     def leave(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            x = input_of(args, kwargs)
+            x, own = input_of(args, kwargs), before[name].pop()
+            with watch.paused():
+                overwrites = own is not None and own.changed
             if name in calls:
                 calls[name].calls += 1
-            elif x is not None and isinstance(output, Tensor):
+                calls[name].overwrites |= overwrites
+            elif x is not None and own is not None and isinstance(output, Tensor):
+                args, kwargs = with_input(args, kwargs, own.copy) if overwrites else (args, kwargs)
                 # Now, while the input is what the norm saw: the network may go on to add to it in place.
                 with watch.paused(), at_hand(module, args, kwargs) as (own_args, own_kwargs):
                     kind = _resolve(module, own_args, own_kwargs, output)
-                calls[name] = _Call(name, module, x, output, kind, len(watch.additions))
+                calls[name] = _Call(name, module, x, output, kind, len(watch.additions), overwrites)
             else:
                 watch.tensorless[name] = None
             watch.inside_norm -= 1
@@ -186,7 +232,7 @@ def _calls_of(suspects: dict[str, nn.Module], watch: _FunctionWatch) -> Iterator
 
     with contextlib.ExitStack() as hooks:
         for name, module in suspects.items():
-            hooks.callback(module.register_forward_pre_hook(enter).remove)
+            hooks.callback(module.register_forward_pre_hook(enter(name), with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(leave(name), with_kwargs=True).remove)
         yield calls
 

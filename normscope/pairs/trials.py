@@ -29,7 +29,7 @@ from normscope.pairs.kinds import NormKind, group_norm, named_eps, running_norm,
 from normscope.pairs.norms import ancestor_kind, kind_of, refusal
 from normscope.pairs.sites import NormSite
 from normscope.pairs.spread import copied
-from normscope.pairs.verify import excess
+from normscope.pairs.verify import excess, overflow_in
 
 _AFFINES = (scale_and_shift, unit_offset, unit_length)
 _USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3)
@@ -80,6 +80,9 @@ def identified(module: nn.Module, call: _Call, x: Tensor, output: Tensor, ancest
     if gain is not None and gain.numel() > 1 and not fitting and gain.numel() not in x.shape:
         return f"its weight has {gain.numel()} elements, as many as no axis of its input; {register}"
     if not found:
+        tried = (each for kind in fitting for each in _at_precisions(kind))
+        if too_large := next(filter(None, (overflow_in(kind, module, x, output) for kind in tried)), None):
+            return f"its output is of no form on this input, which is too large for it: {too_large}"
         differs = "no form that is known" if ancestor is None else f"neither {ancestor.name}'s nor another known form"
         return f"{differs} reproduces its output over any axis; {register}"
     if any(not _same_y(found[0], other, module, s.input) for other in found[1:] for s in (*shown[:2], _Shown(x, x))):
@@ -183,16 +186,19 @@ def _fits(kind: NormKind, module: nn.Module, shown: _Shown) -> bool:
 
 def _at_precision(kind: NormKind, module: nn.Module, shown: _Shown) -> NormKind | None:
     """Return the kind that fits the module's own call, which may round every step to half precision."""
-    tried = (kind, replace(kind, own_precision=True))
-    return next((kind for kind in tried if _fits(kind, module, shown)), None)
+    return next((each for each in _at_precisions(kind) if _fits(each, module, shown)), None)
+
+
+def _at_precisions(kind: NormKind) -> tuple[NormKind, NormKind]:
+    return kind, replace(kind, own_precision=True)
 
 
 def _same_y(kind: NormKind, other: NormKind, module: nn.Module, x: Tensor) -> bool:
     if kind.axes(module, x.ndim) != other.axes(module, x.ndim) or (kind.groups is None) != (other.groups is None):
         return False
-    y, its = (
-        each.normalize(module, each.rows(module, x).float(), each.eps_of(module, x.dtype))[0] for each in (kind, other)
-    )
+    rows = kind.rows(module, x)
+    rows = rows.cpu() if rows.device.type == "mps" else rows  # which has no float64
+    y, its = (each.lines(module, rows, each.eps_of(module, x.dtype)).y(rows) for each in (kind, other))
     return bool(((y - its).abs() <= _SAME * (1 + y.abs())).all())
 
 

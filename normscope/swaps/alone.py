@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from normscope.batches import Batch
 from normscope.pairs.trace import input_of
+from normscope.state import KeptBuffers, run
 from normscope.swaps.pointwise import PointwiseFunction
 
 _MOST_TOKENS = 4096  # of a site
@@ -29,6 +30,8 @@ def norm_pairs(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Run the original, and return what its norms took and gave where a point-wise function is to take their place.
 
+    Every pass begins from the buffers that it has now, and leaves them and its batch so.
+
     Returns:
         For each site rows of its input and output, float64 ``(tokens, channels)`` on the CPU; at most 4096, the same
         number of every batch, without padding where it can be told.
@@ -37,24 +40,36 @@ def norm_pairs(
     seen: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in functions}
     with contextlib.ExitStack() as hooks:
         current: list[Batch] = []
+        taken: dict[str, Tensor] = {}
 
-        def hook_of(name: str) -> Any:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        def some(name: str, value: Tensor) -> Tensor:
+            rows = _rows(functions[name], value, current[0].valid)
+            return rows[:: max(1, len(rows) // quota)][:quota].to("cpu", torch.float64, copy=True)
+
+        def taken_of(name: str) -> Any:
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 x = input_of(args, kwargs)
-                if x is None or len(seen[name]) * quota >= _MOST_TOKENS:
-                    return
-                rows = [_rows(functions[name], value, current[0].valid) for value in (x, output)]
-                step = max(1, len(rows[0]) // quota)
-                some_x, some_y = (own[::step][:quota].double().cpu() for own in rows)
-                seen[name].append((some_x, some_y))
+                if x is not None and len(seen[name]) * quota < _MOST_TOKENS:
+                    taken[name] = some(name, x)  # now: the norm itself may change it in place
+
+            return hook
+
+        def given_of(name: str) -> Any:
+            def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+                if name in taken:
+                    seen[name].append((taken.pop(name), some(name, output)))
 
             return hook
 
         for name in functions:
-            hooks.callback(original.get_submodule(name).register_forward_hook(hook_of(name), with_kwargs=True).remove)
+            norm = original.get_submodule(name)
+            hooks.callback(norm.register_forward_pre_hook(taken_of(name), with_kwargs=True).remove)
+            hooks.callback(norm.register_forward_hook(given_of(name)).remove)
+        buffers = KeptBuffers(original)
         for batch in batches:
             current[:] = [batch]
-            original(*batch.args, **batch.kwargs)
+            run(original, batch)
+            buffers.put_back()
     return {name: (torch.cat([x for x, _ in own]), torch.cat([y for _, y in own])) for name, own in seen.items() if own}
 
 

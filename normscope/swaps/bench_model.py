@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +12,18 @@ from torch import Tensor, nn
 from normscope.batches import Batch
 from normscope.outputs import Outputs
 from normscope.speeds import FUSED, NATIVE, Case, Passes, Way
+from normscope.state import call
 from normscope.swaps.bench_norm import Only, every, first_line
 from normscope.swaps.replace import Swap
 from normscope.swaps.speed import Measured
-from normscope.swaps.timing import Run, Sampler, in_turns, once, repeated
+from normscope.swaps.timing import Sampler, in_turns, once, repeated
 from normscope.swaps.variants import Variant, computed, has_kernel, require_gradients
 
 AT_LEAST, AT_MOST = 1, 10
 _COMPILED_PASSES = 10
 _TIMER = "passes"
+
+_Pass = Callable[[Batch], object]
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,9 @@ class ModelBench:
     def seconds(self, one: Variant, passes: Passes, number: int) -> float:
         """Time so many passes with one variant together, after one that is not timed."""
         with self._placed(one, self.model, passes) as run:
-            run()
-            return repeated(run, number)
+            run(self.batch.copied())
+            batches = iter([self.batch.copied() for _ in range(number)])
+            return repeated(lambda: run(next(batches)), number)
 
     def _of(self, way: Way) -> Sequence[Variant]:
         return self.fused if way in FUSED else self.made
@@ -93,7 +96,7 @@ class ModelBench:
     def _sampler(self, one: Variant, case: Case) -> Sampler:
         def sample() -> list[float]:
             with computed(case.way), self._placed(one, self.model, case.passes) as run:
-                return once(run)
+                return _timed(run, self.batch)
 
         return sample
 
@@ -112,8 +115,8 @@ class ModelBench:
         assert isinstance(called, nn.Module)  # noqa: S101 - of a module, torch makes a module
         try:
             with computed(case.way), self._placed(one, called, case.passes) as run:
-                [compile_seconds] = once(run)
-                samples = [seconds for _ in range(_COMPILED_PASSES) for seconds in once(run)]
+                [compile_seconds] = _timed(run, self.batch)
+                samples = [seconds for _ in range(_COMPILED_PASSES) for seconds in _timed(run, self.batch)]
         except Exception as error:
             return Measured(case, note=first_line(error))
         finally:
@@ -121,23 +124,23 @@ class ModelBench:
         return Measured(case, samples, compile_seconds, one.note)
 
     @contextlib.contextmanager
-    def _placed(self, one: Variant, called: nn.Module, passes: Passes) -> Iterator[Run]:
+    def _placed(self, one: Variant, called: nn.Module, passes: Passes) -> Iterator[_Pass]:
         """Put the variant in, and give what runs the network; everything is as it was afterwards."""
         with Swap(self.model, one.modules):
             if passes == "forward":
-                yield lambda: _call(called, self.batch)
+                yield lambda batch: call(called, batch)
                 return
             found = {parameter: parameter.requires_grad for parameter in self.model.parameters()}
             try:
                 parameters = require_gradients(self.model)
-                yield lambda: self._both(called, parameters)
+                yield lambda batch: self._both(called, batch, parameters)
             finally:
                 for parameter, required in found.items():
                     parameter.requires_grad_(required)
 
-    def _both(self, called: nn.Module, parameters: Sequence[Tensor]) -> object:
+    def _both(self, called: nn.Module, batch: Batch, parameters: Sequence[Tensor]) -> object:
         with torch.enable_grad():
-            output = self.outputs.read(_call(called, self.batch), self.batch)
+            output = self.outputs.read(call(called, batch), batch)
             return torch.autograd.grad(output.float().square().sum(), parameters, allow_unused=True)
 
     def _case(self, one: Variant, way: Way, passes: Passes) -> Case:
@@ -148,5 +151,7 @@ class ModelBench:
         return Case(one.name, way, "model", passes, name, _TIMER, shape, sites)
 
 
-def _call(called: nn.Module, batch: Batch) -> Any:
-    return called(*batch.args, **batch.kwargs)
+def _timed(run: _Pass, batch: Batch) -> list[float]:
+    """Time one pass over a copy of the batch, which the network may change; the copy is not timed."""
+    lent = batch.copied()
+    return once(lambda: run(lent))

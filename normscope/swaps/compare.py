@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import itertools
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from normscope.errors import DataError, MemoryEndedError, ModelError, count
 from normscope.outputs import Outputs
 from normscope.pairs.ranks import Ranks, agree_on_batches, check_alike, merge_left_out
 from normscope.shares import LeftOut, Share, shared
-from normscope.state import cuda_devices, left_as_found, memory_ended, run
+from normscope.state import KeptBuffers, cuda_devices, left_as_found, memory_ended, run
 from normscope.swaps.arrange import SiteLayout, output_by_sample
 from normscope.swaps.distances import Distances, distances
 from normscope.swaps.replace import Swap, module_at
@@ -42,6 +42,8 @@ class _Seen:
 
 class Comparison:
     """A network with and without its norms, over the inputs that ranks divide among them."""
+
+    _buffers: KeptBuffers  # of the model, while it is lent
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class Comparison:
         """
         found, left_out = Tallies(wanted), LeftOut()
         agree_on_batches(self.batches, self.ranks)
-        with left_as_found(self.model):
+        with left_as_found(self.model) as self._buffers:
             first, chunks = shared(self.batches, self._share)
             check_alike(self.ranks, {**self.asked, "first sample": list(astuple(first.samples[0]))})
             self._learn_layouts(first)
@@ -157,15 +159,23 @@ class Comparison:
         everything = next(done for done in found.wanted if done.swapped == "all")
         walk = ends if self.ranks.size == 1 else partial(ends, self._share)
         with contextlib.ExitStack() as closing:
+            self._buffers.put_back()
             original = iter(walk())
             with self._swapped(everything.paths):
+                self._buffers.put_back()
                 swapped = iter(walk())
             for running in (original, swapped):
                 if isinstance(running, Generator):  # what it holds, a grad mode perhaps, must not outlive this
                     closing.callback(running.close)
-            for number, (samples, latents) in enumerate(original):
+            for number in itertools.count():
+                self._buffers.put_back()
+                end = next(original, None)
+                if end is None:
+                    break
                 with self._swapped(everything.paths):
+                    self._buffers.put_back()
                     _, other = next(swapped)
+                samples, latents = end
                 whole = (len(samples), 1, -1)
                 moved = distances(latents.reshape(whole), other.reshape(whole))
                 found.add(everything, END, "", moved, self._came(number, 0))
@@ -176,15 +186,15 @@ class Comparison:
             yield
 
     def _run(self, batch: Batch, paths: Iterable[str]) -> _Seen:
-        """Run one batch, of which the network may change a copy, and watch the modules at some paths."""
-        lent = replace(batch, args=copy.deepcopy(batch.args), kwargs=copy.deepcopy(batch.kwargs))
+        """Run one batch from the buffers that the network was found with, and watch the modules at some paths."""
+        self._buffers.put_back()
         given: dict[str, list[Tensor]] = {path: [] for path in paths}
         with contextlib.ExitStack() as hooks, torch.random.fork_rng(self._devices):
             for path, kept in given.items():
                 handle = module_at(self.model, path).register_forward_hook(_keeping(kept))
                 hooks.callback(handle.remove)
-            output = self.outputs.read(run(self.model, lent), batch)
-        return _Seen(output, given)
+            output = self.outputs.read(run(self.model, batch), batch)
+        return _Seen(output.clone(), given)  # it may be a buffer, which the next pass begins without
 
     def _distances(self, batch: Batch, done: Configuration, original: _Seen, swapped: _Seen) -> Iterator[_Found]:
         whole = done.swapped == "all"

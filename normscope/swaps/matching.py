@@ -11,6 +11,7 @@ from torch.linalg import vector_norm
 
 from normscope.batches import Batch
 from normscope.outputs import Outputs
+from normscope.state import KeptBuffers, run
 from normscope.swaps.arrange import output_by_sample
 
 _LEAST_OF_TYPICAL = 0.1  # of the batch's root mean square norm: a sample of almost nothing must not lead the training
@@ -61,14 +62,19 @@ def pooled_loss(found: Tensor, wanted: Tensor, valid: Tensor | None) -> Tensor:
 def output_errors(original: nn.Module, swapped: nn.Module, batches: Iterable[Batch], outputs: Outputs) -> Tensor:
     """Return the relative L2 at the output of every sample: float64 ``(samples,)`` on the CPU, ∞ where not finite.
 
+    Every pass begins from the buffers that the networks have now, and leaves them and its batch so.
+
     Raises:
         ModelError: if axis 0 of the output does not count the samples.
     """
     errors: list[Tensor] = []
+    buffers = [KeptBuffers(network) for network in (original, swapped)]
     for batch in batches:
-        wanted = outputs.read(original(*batch.args, **batch.kwargs), batch)
+        wanted = outputs.read(run(original, batch), batch).clone()  # it may be a buffer
         output_by_sample(wanted, batch, outputs.kind)  # which refuses what has no axis of samples
-        found = outputs.read(swapped(*batch.args, **batch.kwargs), batch)
+        found = outputs.read(run(swapped, batch), batch).clone()
+        for own in buffers:
+            own.put_back()
         errors.append(relative_errors(found, wanted, batch.valid).double().cpu())
     return torch.cat([torch.zeros(0, dtype=torch.float64), *errors]).nan_to_num(nan=torch.inf)
 

@@ -344,3 +344,15 @@ def test_what_is_kept_has_an_end(trajectories, calls, monkeypatch):
     for before, after in zip(first, ours, strict=True):
         assert torch.equal(before, after.kwargs["hidden_states"])
     assert len(ours._kept) == 5
+
+
+def test_a_module_that_overwrites_its_latents_makes_the_same_trajectories(dit, trajectories):
+    class Overwriting(torch.nn.Module):
+        def forward(self, hidden_states, **others):
+            result = dit(hidden_states.clone(), **others)
+            hidden_states.zero_()
+            return result
+
+    ((_, expected),) = trajectories(guidance=1.0, timesteps=3).ends()
+    ((_, ends),) = trajectories(Overwriting(), guidance=1.0, timesteps=3).ends()
+    assert torch.equal(ends, expected)

@@ -8,16 +8,16 @@ import timm
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from timm.layers import LayerNorm, LayerNorm2d, RmsNorm
+from timm.layers import LayerNorm, LayerNorm2d, RmsNorm, RmsNorm2d
 from torch import nn
 
-from normscope.batches import as_batches
+from normscope.batches import Batch, Sample, as_batches
 from normscope.errors import ModelError, UsageError
 from normscope.pairs import norms
 from normscope.pairs.hooks import capture
 from normscope.pairs.norms import kind_of, layer_norm, register_norm, rms_norm
 from normscope.pairs.trace import find_norms
-from normscope.pairs.verify import excess
+from normscope.pairs.verify import check, excess
 
 
 def trained(module: nn.Module, seed: int = 0) -> nn.Module:
@@ -234,3 +234,104 @@ def test_a_weight_near_zero_leaves_float16_no_digits():
 def test_timm_models_verify():
     model = timm.create_model("test_vit").eval()
     capture(model, [torch.randn(2, 3, 160, 160)], verify=True)
+
+
+TOO_LARGE = r"input \(2, 3, 16\) torch.float32\): the largest \|x\| is {}, and {} what float32 holds \(3.4e\+38\)"
+
+
+@pytest.mark.parametrize(
+    ("module", "reach", "match"),
+    [
+        (nn.LayerNorm(16), 1e30, TOO_LARGE.format(r"1e\+30", "its square passes")),
+        (nn.RMSNorm(16), 2e25, TOO_LARGE.format(r"2e\+25", "its square passes")),
+        (nn.RMSNorm(16), 9e18, TOO_LARGE.format(r"9e\+18", "with d = 16 the sum of squares passes")),
+    ],
+)
+def test_an_input_that_overflows_in_the_module_is_called_so(module, reach, match):
+    x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
+    x[1, 2] = reach * (1 - 2 * (torch.arange(16) % 2))
+    model = nn.Sequential(module)
+    with pytest.raises(ModelError, match=match) as raised:
+        capture(model, [x], verify=True)
+    assert "Verification failed at 0" in str(raised.value) and "in float64" in str(raised.value)
+    assert "axes" not in str(raised.value)
+    capture(model.double(), [x.double()], verify=True)  # as it says
+
+
+def test_half_precision_overflows_where_a_module_computes_in_it():
+    module = trained(RmsNorm2d(16))
+    x = torch.randn(2, 16, 5, 3, generator=torch.Generator().manual_seed(0))
+    x[1, :, 2, 1] *= 300 / x[1, :, 2, 1].abs().max()
+    capture(nn.Sequential(module), [x], verify=True)
+    capture(nn.Sequential(module).bfloat16(), [x.bfloat16()], verify=True)
+    with pytest.raises(
+        ModelError, match=r"the largest \|x\| is 300, and its square passes what float16 holds .*bfloat16"
+    ):
+        capture(nn.Sequential(module).half(), [x.half()], verify=True)
+
+
+def test_an_overflow_does_not_hide_a_wrong_table():
+    module = nn.LayerNorm(16)
+    x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
+    x[1, 2] *= 1e30
+    right = kind_of(module)
+    for kind, match in (
+        (right, "its square passes"),
+        (replace(right, affine=lambda norm, y: 1.01 * y), "Its axes, eps or affine"),
+    ):
+        with pytest.raises(ModelError, match=match):
+            check(kind, "0", module, x, module(x))
+
+
+def test_padding_that_overflows_is_not_verified_as_it_is_not_summed():
+    x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
+    x[1, 2] = 3e38 * (1 - 2 * (torch.arange(16) % 2))
+    valid = torch.tensor([[True] * 3, [True, True, False]])
+    samples = tuple(Sample(f"{i}", i, i) for i in range(2))
+    seen = capture(nn.Sequential(nn.LayerNorm(16)), [Batch((x,), {}, samples, valid)], verify=True)
+    assert seen.stats["0"].n_tokens == 5
+
+
+def test_tokens_that_are_in_no_sum_are_not_verified():
+    x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
+    x[0, 1] = 0.5
+    model = nn.Sequential(nn.LayerNorm(16, eps=0.0))
+    seen = capture(model, [x], verify=True)
+    assert seen.stats["0"].n_tokens == 5 and int(seen.stats["0"].nonfinite_tokens) == 1
+
+
+def test_verification_sees_a_y_that_is_no_straight_line_of_x(table):
+    """What is summed is the line that ``normalize`` names, so that is what has to make the module's output."""
+
+    class BentNorm(nn.Module):
+        def forward(self, x):
+            return x / (1 + x.abs())
+
+    register_norm(BentNorm, axes=-1, normalize=lambda rows, eps: (rows / (1 + rows.abs()), torch.ones(len(rows), 1)))
+    with pytest.raises(ModelError, match="Its axes, eps or affine step"):
+        capture(nn.Sequential(BentNorm()), [torch.randn(2, 3, 16)], verify=True)
+
+
+@pytest.mark.parametrize("module", [nn.LayerNorm(16), nn.BatchNorm1d(16).eval()])
+def test_an_observer_sees_the_summed_y_of_an_input_that_overflows(module):
+    x, ys = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)) * 1e22, []
+    seen = capture(nn.Sequential(module), [x], observe=lambda site, x, y: ys.append(y.clone()))
+    sums = seen.stats["0"].moments.sum((0, 2))
+    y = torch.cat(ys)
+    assert y.dtype == torch.float32 and torch.isfinite(y).all() and float(sums[5]) > 100
+    # y is rounded to float32, by 2⁻²⁴ at most.
+    torch.testing.assert_close(y.double().square().sum(), sums[5], rtol=2.0**-23, atol=0)
+
+
+@given(st.floats(1e-3, 1e3), st.floats(-100, 100), st.integers(0, 2**31), st.sampled_from([2, 16, 768]))
+def test_rounding_in_float32_is_a_quarter_of_what_is_allowed(sigma, mean, seed, d):
+    x = mean * sigma + sigma * torch.randn(32, d, generator=torch.Generator().manual_seed(seed))
+    for module in (nn.LayerNorm(d, eps=0.01 * sigma**2), nn.RMSNorm(d, eps=0.01 * sigma**2)):
+        assert excess(kind_of(module), module, x, module(x)) <= 0.25
+
+
+def test_a_difference_of_four_millionths_is_no_rounding():
+    x = torch.randn(32, 768, generator=torch.Generator().manual_seed(0))
+    for module in (nn.LayerNorm(768), nn.RMSNorm(768)):
+        kind = replace(kind_of(module), affine=lambda norm, y: (1 + 4e-6) * y)
+        assert excess(kind, module, x, module(x)) > 1

@@ -106,19 +106,30 @@ def test_normalizing_by_length_is_known_in_its_three_spellings():
 
 def test_a_trial_leaves_no_trace_in_the_module():
     class CountingNorm(OwnNorm):
-        calls = 0
+        def __init__(self):
+            super().__init__("rms")
+            self.inputs = []
 
         def forward(self, x):
-            self.calls = self.calls + 1
-            self.register_buffer("seen", x.detach().clone())
+            self.inputs.append(x.detach().clone())
+            self.register_buffer("seen", self.inputs[-1])
             return super().forward(x)
 
-    module, x = CountingNorm("rms"), zero_mean(2, 5, 16)
+    module, x = CountingNorm(), zero_mean(2, 5, 16)
     state = torch.random.get_rng_state()
     assert report_of(module, x).sites[0].name == "0"
-    assert module.calls == 1 and torch.equal(module.seen, x)
+    (seen,) = module.inputs
+    assert torch.equal(seen, x) and not list(module.buffers())
     assert torch.equal(torch.random.get_rng_state(), state)
     assert not module._forward_hooks and not module._forward_pre_hooks
+
+
+@pytest.mark.parametrize(("dtype", "reach"), [(torch.float32, 1e30), (torch.bfloat16, 1e25)])
+def test_an_input_that_is_too_large_for_the_module_shows_no_form_and_is_said_so(dtype, reach):
+    x = zero_mean(2, 5, 16)
+    x[0, 0] *= reach / x[0, 0].abs().max()
+    (skipped,) = report_of(OwnNorm("rms"), x, dtype=dtype).skipped
+    assert "the largest |x| is" in skipped.reason and "square passes what float32 holds" in skipped.reason
 
 
 def test_what_cannot_be_tried_says_why():
