@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Mapping, Sequence
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from normscope.errors import ModelError, UsageError
 from normscope.fits.curves import Curve
@@ -21,6 +26,14 @@ from normscope.swaps.rms_norm import RMSNorm
 from normscope.swaps.start import Fits, Start, norms_of, only, starts
 
 PLACEMENTS = ("pre-norm", "post-norm", "qk", "final")
+# Where torch keeps the hooks of a module, and beside them what it knows of some of these.
+_HOOKS: dict[str, tuple[str, ...]] = {
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    "_backward_pre_hooks": (),
+    "_backward_hooks": (),
+}
+_DICTS = [name for kind, options in _HOOKS.items() for name in (kind, *options)]
 
 
 class Swap:
@@ -30,12 +43,22 @@ class Swap:
     they are, and come back as the same objects: ``state_dict`` and outputs are then what they were, to the bit. A norm
     that the network calls past its module tree, from a plain list for example, goes on being called there.
 
+    A hook belongs to the place. Forward and backward hooks and pre-hooks that were registered on a norm hear what
+    stands in its place, before the module's own and with that module as their first argument; those that are
+    registered while it stands there hear the norm afterwards. For that the two share torch's own dicts of hooks, so
+    that every handle removes its hook at any time, and order and options stay. A copy or a pickle of a swapped network
+    has these hooks as one of any network does; its ``state_dict`` and what :func:`normscope.save_swapped` writes have
+    none. Not carried over are hooks of the norm's own tensors: methods of the norm, and pre-hooks that compute one of
+    its tensors, as :func:`torch.nn.utils.weight_norm` and pruning leave them (a warning names these), and those of its
+    ``state_dict``. They go on serving the norm.
+
     Attributes:
         model: the network.
         modules: what was put where, by module path.
 
     Raises:
-        ModelError: if the network has no such module, or is itself the norm.
+        ModelError: if the network has no such module, or is itself the norm; if one module is to take the places of
+            several norms with hooks, or has backward hooks of another kind than the norm's.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
     >>> with Swap(model, {"1": PointwiseFunction("tanh", 8)}):
@@ -59,6 +82,14 @@ class Swap:
             for name, child in parent._modules.items():  # named_children() names a child only once
                 if child is not None and id(child) in replaced:
                     self._places.append((parent, name, child, replaced[id(child)]))
+        pairs = {id(norm): (path, norm, self.modules[path]) for path, norm in own.items()}
+        places = Counter(id(module) for _, _, module in pairs.values())
+        for path, norm, module in pairs.values():
+            _check_hooks(path, norm, module, places[id(module)])
+        self._hooks: list[_PlaceHooks] = []
+        for path, norm, module in pairs.values():
+            if places[id(module)] == 1 and module is not norm:
+                self._hooks.append(_PlaceHooks(path, norm, module))
         for parent, name, norm, module in self._places:
             module.train(norm.training)
             if isinstance(module, (PointwiseFunction, RMSNorm)):
@@ -76,13 +107,87 @@ class Swap:
                 raise ModelError(f"{name!r} is no longer what was swapped in: take out first what came last.")
         for parent, name, norm, _ in self._places:
             parent._modules[name] = norm
-        self._places = []
+        for hooks in self._hooks:
+            hooks.part()
+        self._places, self._hooks = [], []
 
     def __enter__(self) -> Swap:
         return self
 
     def __exit__(self, *raised: object) -> None:
         self.undo()
+
+
+class _PlaceHooks:
+    """The hooks of a place, in the norm's own dicts, which the norm and what stands for it share until :meth:`part`."""
+
+    def __init__(self, path: str, norm: nn.Module, module: nn.Module) -> None:
+        self.norm, self.module = norm, module
+        self._own = {name: getattr(module, name) for name in _DICTS}
+        self._full = norm._is_full_backward_hook, module._is_full_backward_hook
+        brings_them = bool(module._backward_hooks) and not norm._backward_hooks
+        self._kept: list[tuple[dict[int, Any], int, Any]] = []  # hooks of the norm alone: where, by which key, and what
+        self._added: list[RemovableHandle] = []  # of those that the module came with
+        for kind, options in _HOOKS.items():
+            self._keep(path, getattr(norm, kind))
+            self._add(kind, options)
+        for name in self._own:
+            setattr(module, name, getattr(norm, name))
+        module._is_full_backward_hook = self._full[brings_them]
+
+    def part(self) -> None:
+        """Give each its own again: the norm also what was registered at its place in the meantime."""
+        for handle in self._added:
+            handle.remove()
+        for hooks, key, hook in self._kept:
+            if key in hooks:
+                hooks[key] = hook
+        if self.norm._backward_hooks:
+            self.norm._is_full_backward_hook = self.module._is_full_backward_hook
+        for name, hooks in self._own.items():
+            setattr(self.module, name, hooks)
+        self.module._is_full_backward_hook = self._full[True]
+
+    def _keep(self, path: str, hooks: dict[int, Any]) -> None:
+        """Leave hooks of the norm's own tensors to the norm, in their place among the others."""
+        for key, hook in hooks.items():
+            if _serves(hook, self.norm):
+                warnings.warn(
+                    f"The hook {_name_of(hook)} of the norm {path!r} works on the norm's own tensors: it stays with "
+                    "the norm, and what is swapped in does not call it.",
+                    stacklevel=4,  # the line that swaps
+                )
+                hooks[key] = _OfOne(self.norm, True, {key: hook}, key)
+                self._kept.append((hooks, key, hook))
+
+    def _add(self, kind: str, options: Sequence[str]) -> None:
+        """Let the hooks that the module came with follow the norm's."""
+        for key in getattr(self.module, kind):
+            beside = {option: getattr(self.norm, option) for option in options}
+            handle = RemovableHandle(getattr(self.norm, kind), extra_dict=list(beside.values()))
+            getattr(self.norm, kind)[handle.id] = _OfOne(self.norm, False, getattr(self.module, kind), key)
+            for option, marked in beside.items():
+                if key in getattr(self.module, option):
+                    marked[handle.id] = True
+            self._added.append(handle)
+
+
+class _OfOne:
+    """A hook, among those that a norm shares with what stands in its place, that one of the two alone calls.
+
+    Args:
+        norm: the norm.
+        is_norms: whether it is the norm that calls it.
+        hooks: where the hook itself is, as long as nobody removes it.
+        key: of it there.
+    """
+
+    def __init__(self, norm: nn.Module, is_norms: bool, hooks: Mapping[int, Callable[..., Any]], key: int) -> None:
+        self.norm, self.is_norms, self.hooks, self.key = norm, is_norms, hooks, key
+
+    def __call__(self, module: nn.Module, *call: Any) -> Any:
+        hook = self.hooks.get(self.key) if (module is self.norm) == self.is_norms else None
+        return None if hook is None else hook(module, *call)
 
 
 def swap(
@@ -236,6 +341,12 @@ def module_at(model: nn.Module, path: str) -> nn.Module:
         ) from error
 
 
+def unheard(module: nn.Module) -> nn.Module:
+    """Return a copy of a module, to be called by itself: the hooks of the network that it is from do not hear it."""
+    hooks = [getattr(part, name) for part in module.modules() for name in _DICTS]
+    return copy.deepcopy(module, {id(known): OrderedDict() for known in hooks})
+
+
 def model_tensor(module: nn.Module, otherwise: Tensor | None = None) -> Tensor:
     """Return a tensor whose device and dtype a module that takes the place of ``module`` gets."""
     own = itertools.chain(module.parameters(), module.buffers())
@@ -264,3 +375,29 @@ def _channels_of(site: NormSite, kind: NormKind) -> tuple[tuple[int, ...], int]:
 def _full_name(norm: nn.Module) -> str:
     """Name the class of a norm; of what took a norm's place before, that norm's."""
     return getattr(norm, "in_place_of", "") or f"{type(norm).__module__}.{type(norm).__qualname__}"
+
+
+def _check_hooks(path: str, norm: nn.Module, module: nn.Module, places: int) -> None:
+    """Refuse hooks that cannot be heard together."""
+    if places > 1 and any(getattr(norm, kind) for kind in _HOOKS):
+        raise ModelError(
+            f"The {type(module).__name__} for {path!r} takes {places} norms' places, and that norm has hooks, which "
+            "would hear the others too; give each norm a module of its own."
+        )
+    if norm._backward_hooks and module._backward_hooks and norm._is_full_backward_hook != module._is_full_backward_hook:
+        raise ModelError(
+            f"Of the norm {path!r} and the {type(module).__name__} for its place one has full backward hooks and the "
+            "other has not, and torch calls no both; register them with register_full_backward_hook."
+        )
+
+
+def _serves(hook: object, norm: nn.Module) -> bool:
+    """Return whether a hook works on the norm's own tensors: a method of it, or named after the one it computes."""
+    if getattr(hook, "__self__", None) is norm:
+        return True
+    names = (getattr(hook, name, None) for name in ("name", "_tensor_name"))  # weight_norm, spectral_norm; pruning
+    return any(isinstance(name, str) and isinstance(getattr(norm, name, None), Tensor) for name in names)
+
+
+def _name_of(hook: object) -> str:
+    return getattr(hook, "__qualname__", "") or type(hook).__qualname__
