@@ -136,8 +136,9 @@ def _bar(ax: Axes, row: Timing, y: float, scale: float, right: float, style: Sty
     text = duration(row.median) if row.ratio is None else f"×{row.ratio:.2f}"
     if row.verdict == TOO_FEW:
         text = f"{text} ?"
-    weight, slant = "bold" if row.verdict == FASTER else "normal", "italic" if row.verdict == SLOWER else "normal"
-    font = FontProperties(size=5.8, weight=weight, style=slant)
+    font = FontProperties(size=5.8, weight="bold" if row.verdict == FASTER else "normal")
+    if row.verdict == SLOWER:
+        font.set_style("italic")
     room = width_of(text, font) / _BARS_INCHES * right
     behind = {"facecolor": style.background, "edgecolor": "none", "pad": 0.5}
     place = min(max(row.median / scale, high) + 0.02 * right, right - room)

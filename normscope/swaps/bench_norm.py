@@ -15,7 +15,8 @@ from normscope.errors import ModelError
 from normscope.pairs.trace import NormReport
 from normscope.speeds import COPY, FUSED, NATIVE, PASSES, Case, Passes, Way
 from normscope.swaps.cuda_timing import cache_of, flushed, replayed, sets_beyond_cache
-from normscope.swaps.replace import module_at, unheard
+from normscope.swaps.place_hooks import unheard
+from normscope.swaps.replace import module_at
 from normscope.swaps.speed import Measured, bytes_moved
 from normscope.swaps.timing import Sampler, blocks, in_turns, once, repeated
 from normscope.swaps.variants import Variant, computed, fused, require_gradients

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import warnings
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from normscope.errors import ModelError, UsageError
 from normscope.fits.curves import Curve
@@ -21,19 +17,12 @@ from normscope.pairs.selection import Layers, select
 from normscope.pairs.sites import NormSite
 from normscope.pairs.spread import check_whole
 from normscope.pairs.trials import kind_at
+from normscope.swaps.place_hooks import PlaceHooks, check_hooks
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.rms_norm import RMSNorm
 from normscope.swaps.start import Fits, Start, norms_of, only, starts
 
 PLACEMENTS = ("pre-norm", "post-norm", "qk", "final")
-# Where torch keeps the hooks of a module, and beside them what it knows of some of these.
-_HOOKS: dict[str, tuple[str, ...]] = {
-    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
-    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-    "_backward_pre_hooks": (),
-    "_backward_hooks": (),
-}
-_DICTS = [name for kind, options in _HOOKS.items() for name in (kind, *options)]
 
 
 class Swap:
@@ -85,11 +74,11 @@ class Swap:
         pairs = {id(norm): (path, norm, self.modules[path]) for path, norm in own.items()}
         places = Counter(id(module) for _, _, module in pairs.values())
         for path, norm, module in pairs.values():
-            _check_hooks(path, norm, module, places[id(module)])
-        self._hooks: list[_PlaceHooks] = []
-        for path, norm, module in pairs.values():
+            check_hooks(path, norm, module, places[id(module)])
+        self._hooks: list[PlaceHooks] = []
+        for _, norm, module in pairs.values():
             if places[id(module)] == 1 and module is not norm:
-                self._hooks.append(_PlaceHooks(path, norm, module))
+                self._hooks.append(PlaceHooks(norm, module))
         for parent, name, norm, module in self._places:
             module.train(norm.training)
             if isinstance(module, (PointwiseFunction, RMSNorm)):
@@ -118,78 +107,6 @@ class Swap:
         self.undo()
 
 
-class _PlaceHooks:
-    """The hooks of a place, in the norm's own dicts, which the norm and what stands for it share until :meth:`part`."""
-
-    def __init__(self, path: str, norm: nn.Module, module: nn.Module) -> None:
-        self.norm, self.module = norm, module
-        self._own = {name: getattr(module, name) for name in _DICTS}
-        self._full = norm._is_full_backward_hook, module._is_full_backward_hook
-        brings_them = bool(module._backward_hooks) and not norm._backward_hooks
-        self._kept: list[tuple[dict[int, Any], int, Any]] = []  # hooks of the norm alone: where, by which key, and what
-        self._added: list[RemovableHandle] = []  # of those that the module came with
-        for kind, options in _HOOKS.items():
-            self._keep(path, getattr(norm, kind))
-            self._add(kind, options)
-        for name in self._own:
-            setattr(module, name, getattr(norm, name))
-        module._is_full_backward_hook = self._full[brings_them]
-
-    def part(self) -> None:
-        """Give each its own again: the norm also what was registered at its place in the meantime."""
-        for handle in self._added:
-            handle.remove()
-        for hooks, key, hook in self._kept:
-            if key in hooks:
-                hooks[key] = hook
-        if self.norm._backward_hooks:
-            self.norm._is_full_backward_hook = self.module._is_full_backward_hook
-        for name, hooks in self._own.items():
-            setattr(self.module, name, hooks)
-        self.module._is_full_backward_hook = self._full[True]
-
-    def _keep(self, path: str, hooks: dict[int, Any]) -> None:
-        """Leave hooks of the norm's own tensors to the norm, in their place among the others."""
-        for key, hook in hooks.items():
-            if _serves(hook, self.norm):
-                warnings.warn(
-                    f"The hook {_name_of(hook)} of the norm {path!r} works on the norm's own tensors: it stays with "
-                    "the norm, and what is swapped in does not call it.",
-                    stacklevel=4,  # the line that swaps
-                )
-                hooks[key] = _OfOne(self.norm, True, {key: hook}, key)
-                self._kept.append((hooks, key, hook))
-
-    def _add(self, kind: str, options: Sequence[str]) -> None:
-        """Let the hooks that the module came with follow the norm's."""
-        for key in getattr(self.module, kind):
-            beside = {option: getattr(self.norm, option) for option in options}
-            handle = RemovableHandle(getattr(self.norm, kind), extra_dict=list(beside.values()))
-            getattr(self.norm, kind)[handle.id] = _OfOne(self.norm, False, getattr(self.module, kind), key)
-            for option, marked in beside.items():
-                if key in getattr(self.module, option):
-                    marked[handle.id] = True
-            self._added.append(handle)
-
-
-class _OfOne:
-    """A hook, among those that a norm shares with what stands in its place, that one of the two alone calls.
-
-    Args:
-        norm: the norm.
-        is_norms: whether it is the norm that calls it.
-        hooks: where the hook itself is, as long as nobody removes it.
-        key: of it there.
-    """
-
-    def __init__(self, norm: nn.Module, is_norms: bool, hooks: Mapping[int, Callable[..., Any]], key: int) -> None:
-        self.norm, self.is_norms, self.hooks, self.key = norm, is_norms, hooks, key
-
-    def __call__(self, module: nn.Module, *call: Any) -> Any:
-        hook = self.hooks.get(self.key) if (module is self.norm) == self.is_norms else None
-        return None if hook is None else hook(module, *call)
-
-
 def swap(
     model: nn.Module,
     curve: str | Curve,
@@ -200,7 +117,8 @@ def swap(
 ) -> Swap:
     """Put one point-wise function in the place of each norm of a network, in place; nothing else is touched.
 
-    The trained weight and bias of each norm are kept: the function's weight is γ·A and its bias β.
+    The trained weight and bias of each norm are kept: the function's weight is γ·A and its bias β. Hooks of a norm
+    hear what stands in its place, see :class:`Swap`.
 
     Args:
         model: the network that was captured, on any device.
@@ -341,12 +259,6 @@ def module_at(model: nn.Module, path: str) -> nn.Module:
         ) from error
 
 
-def unheard(module: nn.Module) -> nn.Module:
-    """Return a copy of a module, to be called by itself: the hooks of the network that it is from do not hear it."""
-    hooks = [getattr(part, name) for part in module.modules() for name in _DICTS]
-    return copy.deepcopy(module, {id(known): OrderedDict() for known in hooks})
-
-
 def model_tensor(module: nn.Module, otherwise: Tensor | None = None) -> Tensor:
     """Return a tensor whose device and dtype a module that takes the place of ``module`` gets."""
     own = itertools.chain(module.parameters(), module.buffers())
@@ -375,29 +287,3 @@ def _channels_of(site: NormSite, kind: NormKind) -> tuple[tuple[int, ...], int]:
 def _full_name(norm: nn.Module) -> str:
     """Name the class of a norm; of what took a norm's place before, that norm's."""
     return getattr(norm, "in_place_of", "") or f"{type(norm).__module__}.{type(norm).__qualname__}"
-
-
-def _check_hooks(path: str, norm: nn.Module, module: nn.Module, places: int) -> None:
-    """Refuse hooks that cannot be heard together."""
-    if places > 1 and any(getattr(norm, kind) for kind in _HOOKS):
-        raise ModelError(
-            f"The {type(module).__name__} for {path!r} takes {places} norms' places, and that norm has hooks, which "
-            "would hear the others too; give each norm a module of its own."
-        )
-    if norm._backward_hooks and module._backward_hooks and norm._is_full_backward_hook != module._is_full_backward_hook:
-        raise ModelError(
-            f"Of the norm {path!r} and the {type(module).__name__} for its place one has full backward hooks and the "
-            "other has not, and torch calls no both; register them with register_full_backward_hook."
-        )
-
-
-def _serves(hook: object, norm: nn.Module) -> bool:
-    """Return whether a hook works on the norm's own tensors: a method of it, or named after the one it computes."""
-    if getattr(hook, "__self__", None) is norm:
-        return True
-    names = (getattr(hook, name, None) for name in ("name", "_tensor_name"))  # weight_norm, spectral_norm; pruning
-    return any(isinstance(name, str) and isinstance(getattr(norm, name, None), Tensor) for name in names)
-
-
-def _name_of(hook: object) -> str:
-    return getattr(hook, "__qualname__", "") or type(hook).__qualname__

@@ -21,6 +21,7 @@ from normscope.swaps.variants import Variant
 
 WIDTH = 8
 KINDS = ("forward", "pre", "with kwargs", "pre with kwargs", "backward", "pre backward")
+STAGES = ("before", "while swapped", "in the second swap", "after the second", "after undo")
 DICTS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks"),
     *("_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
@@ -123,18 +124,18 @@ def test_hooks_that_are_called_always_are_called_when_the_function_raises(model)
     assert heard == [None]
 
 
-@pytest.mark.parametrize("registered", ["before", "while swapped"])
-@pytest.mark.parametrize("removed", ["before", "while swapped", "in the second swap", "after the second", "after undo"])
+@pytest.mark.parametrize(
+    ("registered", "removed"),
+    [(first, last) for first in STAGES[:2] for last in STAGES[STAGES.index(first) :]],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_handle_removes_its_hook_at_any_time(model, kind, registered, removed):
-    stages, heard = ["before", "while swapped", "in the second swap", "after the second", "after undo"], []
+    heard = []
     norm, handle = model.norm, None
-    if stages.index(removed) < stages.index(registered):
-        return
     listen(norm, kind, heard, "stays")
     before = hooks_of(norm)
     outer = inner = None
-    for stage in stages:
+    for stage in STAGES:
         if stage == "while swapped":
             outer = Swap(model, {"norm": function()})
         elif stage == "in the second swap":
@@ -222,6 +223,17 @@ def doubled(module, args, output):
     return 2 * output
 
 
+def held_by(hooks):
+    """Everything that hooks hold, and what that holds."""
+    found, left = [], list(hooks.values())
+    while left:
+        one = left.pop()
+        found.append(one)
+        left += one.values() if isinstance(one, dict) else vars(one).values() if hasattr(one, "__dict__") else []
+        left += [one.__self__] if hasattr(one, "__self__") else []
+    return found
+
+
 def reparametrized(norm, how):
     """Let a hook compute the norm's weight, as torch's own functions do; return the hook."""
     if how == "pruning":
@@ -253,9 +265,24 @@ def test_hooks_of_the_norms_own_tensors_stay_with_it_and_are_named(model, how):
     norm(torch.randn(2, WIDTH))  # called past the module tree, it has its hook
     assert [who for _, who in heard] == [f, norm]
     assert getattr(norm, "prepared", [norm]) == [norm]
+    del model.norm._forward_pre_hooks[list(norm._forward_pre_hooks)[1]]  # a local function cannot be pickled
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
+        twin(torch.randn(2, 4))
+        assert not any(isinstance(part, nn.LayerNorm) for part in held_by(twin.norm._forward_pre_hooks))
+    before[1]["_forward_pre_hooks"].pop()
     swapped.undo()
     assert hooks_of(norm) == before
     assert next(iter(norm._forward_pre_hooks.values())) == hook
+
+
+def test_where_warnings_are_errors_nothing_is_changed(model):
+    heard, both = [], nn.Sequential(model, Norm())
+    listen(model.norm, "forward", heard)
+    before = hooks_of(model.norm), hooks_of(both[1])
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match=r"Norm\.prepare"):
+        warnings.simplefilter("error")
+        Swap(both, {"0.norm": function(), "1": function()})
+    assert (hooks_of(model.norm), hooks_of(both[1])) == before
 
 
 def test_a_hook_of_the_norms_own_that_is_removed_while_swapped_stays_away(model):
