@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,10 +40,10 @@ def check_hooks(path: str, norm: nn.Module, module: nn.Module, places: int) -> N
             f"The {type(module).__name__} for {path!r} takes {places} norms' places, and that norm has hooks, which "
             "would hear the others too; give each norm a module of its own."
         )
-    if norm._backward_hooks and module._backward_hooks and norm._is_full_backward_hook != module._is_full_backward_hook:
+    if module._backward_hooks and norm._is_full_backward_hook not in (None, module._is_full_backward_hook):
         raise ModelError(
-            f"Of the norm {path!r} and the {type(module).__name__} for its place one has full backward hooks and the "
-            "other has not, and torch calls one kind alone; register them with register_full_backward_hook."
+            f"The norm {path!r} or the {type(module).__name__} for its place has full backward hooks and the other "
+            "has not, and torch calls one kind alone; register them with register_full_backward_hook."
         )
     for hook in (hook for kind in _HOOKS for hook in getattr(norm, kind).values() if _serves(hook, norm)):
         warnings.warn(
@@ -61,7 +60,10 @@ def unheard(module: nn.Module) -> nn.Module:
 
 
 class PlaceHooks:
-    """The hooks of a place, in the norm's own dicts, which the norm and what stands for it share until :meth:`part`.
+    """The hooks of a place, in dicts that the norm lends to what stands there, until :meth:`part`.
+
+    They are torch's own, which handles know. The norm has dicts of its own meanwhile, for where it is still called: of
+    links to the hooks that it had, so that it does not hear what is registered at its place.
 
     Args:
         norm: that is swapped.
@@ -70,74 +72,82 @@ class PlaceHooks:
 
     def __init__(self, norm: nn.Module, module: nn.Module) -> None:
         self.norm, self.module = norm, module
+        self._lent = {name: getattr(norm, name) for name in _DICTS}
         self._own = {name: getattr(module, name) for name in _DICTS}
-        self._full = norm._is_full_backward_hook, module._is_full_backward_hook
-        brings_them = bool(module._backward_hooks) and not norm._backward_hooks
-        self._kept: list[tuple[dict[int, Any], int, Any]] = []  # hooks of the norm alone: where, by which key, and what
-        self._added: list[RemovableHandle] = []  # of those that the module came with
-        for kind, options in _HOOKS.items():
-            self._keep(getattr(norm, kind))
-            self._add(kind, options)
-        for name in self._own:
-            setattr(module, name, getattr(norm, name))
-        module._is_full_backward_hook = self._full[brings_them]
+        self._own_full = module._is_full_backward_hook
+        self._added: list[RemovableHandle] = []  # of the hooks that the module came with
+        self._links = {name: OrderedDict(lent) for name, lent in self._lent.items()}
+        self._known = {kind: list(self._lent[kind]) for kind in _HOOKS}
+        for kind in _HOOKS:
+            for key, hook in self._lent[kind].items():
+                self._links[kind][key] = _Link(self._lent[kind], key)
+                if _serves(hook, norm):
+                    self._lent[kind][key] = _Idle(hook)
+            for key in self._own[kind]:
+                handle = RemovableHandle(self._lent[kind], extra_dict=[self._lent[name] for name in _HOOKS[kind]])
+                _link(self._lent, handle.id, self._own, kind, key)
+                self._added.append(handle)
+        for name in _DICTS:
+            setattr(module, name, self._lent[name])
+            setattr(norm, name, self._links[name])
+        if norm._is_full_backward_hook is not None:
+            module._is_full_backward_hook = norm._is_full_backward_hook
 
     def part(self) -> None:
-        """Give each its own again: the norm also what was registered at its place in the meantime."""
+        """Give each its own again: the norm also what was registered in the meantime, at its place or on itself."""
         for handle in self._added:
             handle.remove()
-        for hooks, key, hook in self._kept:
-            if key in hooks:
-                hooks[key] = hook
-        if self.norm._backward_hooks:
+        for kind, options in _HOOKS.items():
+            lent, links = self._lent[kind], self._links[kind]
+            for key in self._known[kind]:
+                if key in lent and key not in links:  # taken from the norm itself
+                    for name in (kind, *options):
+                        self._lent[name].pop(key, None)
+                elif isinstance(lent.get(key), _Idle):
+                    lent[key] = lent[key].hook
+            for key in links:
+                if key not in self._known[kind]:
+                    _link(self._lent, key, self._links, kind, key)
+        for name in _DICTS:
+            setattr(self.norm, name, self._lent[name])
+            setattr(self.module, name, self._own[name])
+        if self.norm._backward_hooks and self.norm._is_full_backward_hook is None:
             self.norm._is_full_backward_hook = self.module._is_full_backward_hook
-        for name, hooks in self._own.items():
-            setattr(self.module, name, hooks)
-        self.module._is_full_backward_hook = self._full[True]
-
-    def _keep(self, hooks: dict[int, Any]) -> None:
-        """Leave hooks of the norm's own tensors to the norm, in their place among the others."""
-        for key, hook in hooks.items():
-            if _serves(hook, self.norm):
-                hooks[key] = _OfOne(self.norm, True, {key: hook}, key)
-                self._kept.append((hooks, key, hook))
-
-    def _add(self, kind: str, options: Sequence[str]) -> None:
-        """Let the hooks that the module came with follow the norm's."""
-        for key in getattr(self.module, kind):
-            beside = {option: getattr(self.norm, option) for option in options}
-            handle = RemovableHandle(getattr(self.norm, kind), extra_dict=list(beside.values()))
-            getattr(self.norm, kind)[handle.id] = _OfOne(self.norm, False, getattr(self.module, kind), key)
-            for option, marked in beside.items():
-                if key in getattr(self.module, option):
-                    marked[handle.id] = True
-            self._added.append(handle)
+        self.module._is_full_backward_hook = self._own_full
 
 
-class _OfOne:
-    """A hook, among those that a norm shares with what stands in its place, that one of the two alone calls.
+class _Link:
+    """A hook that is kept in another dict, as long as nobody removes it there."""
 
-    Args:
-        norm: the norm; None in a copy of the network, which it is not in.
-        is_norms: whether it is the norm that calls it.
-        hooks: where the hook itself is, as long as nobody removes it.
-        key: of it there.
-    """
+    def __init__(self, hooks: Mapping[int, Callable[..., Any]], key: int) -> None:
+        self.hooks, self.key = hooks, key
 
-    def __init__(
-        self, norm: nn.Module | None, is_norms: bool, hooks: Mapping[int, Callable[..., Any]], key: int
-    ) -> None:
-        self.norm = None if norm is None else weakref.ref(norm)
-        self.is_norms, self.hooks, self.key = is_norms, hooks, key
+    def __call__(self, *call: Any) -> Any:
+        hook = self.hooks.get(self.key)
+        if isinstance(hook, _Idle):
+            hook = hook.hook
+        return None if hook is None else hook(*call)
 
-    def __call__(self, module: nn.Module, *call: Any) -> Any:
-        by_norm = self.norm is not None and module is self.norm()
-        hook = self.hooks.get(self.key) if by_norm == self.is_norms else None
-        return None if hook is None else hook(module, *call)
+
+class _Idle:
+    """The place of a hook that stays with the norm, in a dict that the norm has lent; in a copy it is empty."""
+
+    def __init__(self, hook: Callable[..., Any] | None) -> None:
+        self.hook = hook
+
+    def __call__(self, *call: Any) -> None:
+        """Do nothing: what calls it is not the norm."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave the norm out of copies and pickles of the network that it was taken out of."""
-        return _OfOne, (None, self.is_norms, {} if self.is_norms else self.hooks, self.key)
+        return _Idle, (None,)  # a method of the norm would bring the norm along
+
+
+def _link(to: Mapping[str, Any], as_key: int, of: Mapping[str, Any], kind: str, key: int) -> None:
+    """Add a link to a hook, with the options that it was registered with."""
+    to[kind][as_key] = _Link(of[kind], key)
+    for option in _HOOKS[kind]:
+        if key in of[option]:
+            to[option][as_key] = True
 
 
 def _serves(hook: object, norm: nn.Module) -> bool:

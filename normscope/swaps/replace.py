@@ -34,8 +34,9 @@ class Swap:
 
     A hook belongs to the place. Forward and backward hooks and pre-hooks that were registered on a norm hear what
     stands in its place, before the module's own and with that module as their first argument; those that are
-    registered while it stands there hear the norm afterwards. For that the two share torch's own dicts of hooks, so
-    that every handle removes its hook at any time, and order and options stay. A copy or a pickle of a swapped network
+    registered while it stands there hear the norm afterwards. For that the norm lends the module torch's own dicts of
+    hooks, so that every handle removes its hook at any time, and order and options stay. A norm that is still called
+    past the module tree calls the hooks that it had. A copy or a pickle of a swapped network
     has these hooks as one of any network does; its ``state_dict`` and what :func:`normscope.save_swapped` writes have
     none. Not carried over are hooks of the norm's own tensors: methods of the norm, and pre-hooks that compute one of
     its tensors, as :func:`torch.nn.utils.weight_norm` and pruning leave them (a warning names these), and those of its

@@ -312,7 +312,9 @@ def test_backward_hooks_of_two_kinds_are_refused(model):
         model(torch.randn(2, 4)).sum().backward()
         assert old == [1]
     listen(model.norm, "backward", [])
-    with pytest.raises(ModelError, match="Of the norm 'norm' and the PointwiseFunction for its place one has full"):
+    with pytest.raises(
+        ModelError, match="The norm 'norm' or the PointwiseFunction for its place has full backward hooks"
+    ):
         Swap(model, {"norm": f})
 
 
@@ -408,3 +410,35 @@ def test_a_norm_is_timed_alone_without_its_hooks(model):
         module(timed.buffers[0].x)
     assert not heard
     assert len(model.norm._forward_hooks) == len(f._forward_hooks) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_norm_called_past_the_module_tree_hears_its_own_hooks_alone(model, kind):
+    heard, norm = [], model.norm
+
+    def outside():
+        heard.clear()
+        norm(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
+        return list(heard)
+
+    had = listen(norm, kind, heard, "had")
+    swapped = Swap(model, {"norm": function()})
+    at_its_place = listen(model.norm, kind, heard, "at its place")
+    on_itself = listen(norm, kind, heard, "on itself")
+    assert outside() == [("had", norm), ("on itself", norm)]
+    assert {name for name, _ in called(model, heard)} == {"had", "at its place"}
+    swapped.undo()
+    assert {name for name, _ in called(model, heard)} == {"had", "at its place", "on itself"}
+    for handle, left in ((on_itself, {"had", "at its place"}), (had, {"at its place"}), (at_its_place, set())):
+        handle.remove()
+        assert {name for name, _ in called(model, heard)} == left
+    with Swap(model, {"norm": function()}):
+        assert called(model, heard) == outside() == []
+
+
+def test_hooks_cleared_from_the_norm_while_swapped_stay_away(model):
+    norm = model.norm
+    norm.register_forward_hook(doubled, with_kwargs=True, always_call=True)
+    with Swap(model, {"norm": function()}):
+        norm._forward_hooks.clear()
+    assert not norm._forward_hooks and not norm._forward_hooks_with_kwargs and not norm._forward_hooks_always_called
