@@ -68,8 +68,13 @@ def listen(module, kind, heard, name=None):
     return {
         "forward": lambda: module.register_forward_hook(note),
         "pre": lambda: module.register_forward_pre_hook(note),
-        "with kwargs": lambda: module.register_forward_hook(note, with_kwargs=True),
-        "pre with kwargs": lambda: module.register_forward_pre_hook(note, with_kwargs=True),
+        # As many arguments as torch gives such a hook, and no fewer.
+        "with kwargs": lambda: module.register_forward_hook(
+            lambda called, args, kwargs, output: note(called), with_kwargs=True
+        ),
+        "pre with kwargs": lambda: module.register_forward_pre_hook(
+            lambda called, args, kwargs: note(called), with_kwargs=True
+        ),
         "backward": lambda: module.register_full_backward_hook(note),
         "pre backward": lambda: module.register_full_backward_pre_hook(note),
     }[kind]()
