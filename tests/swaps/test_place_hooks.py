@@ -230,13 +230,15 @@ def doubled(module, args, output):
 
 def held_by(hooks):
     """Everything that hooks hold, and what that holds."""
-    found, left = [], list(hooks.values())
+    found, left = {}, list(hooks.values())
     while left:
         one = left.pop()
-        found.append(one)
+        if id(one) in found:
+            continue
+        found[id(one)] = one
         left += one.values() if isinstance(one, dict) else vars(one).values() if hasattr(one, "__dict__") else []
         left += [one.__self__] if hasattr(one, "__self__") else []
-    return found
+    return found.values()
 
 
 def reparametrized(norm, how):
