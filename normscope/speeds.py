@@ -18,7 +18,8 @@ FUSED = tuple(BESIDE)
 PASSES: tuple[Passes, ...] = ("forward", "forward + backward")
 Norms = Literal["eager", "compile", "fused"]
 NATIVE, COPY = "native", "copy"
-FASTER, NO_SPEED_UP, TOO_FEW, NOT_RUN = "faster", "no speed-up", "too few passes to tell", "not run"
+FASTER, SLOWER, ALIKE = "faster", "slower", "alike"
+TOO_FEW, NOT_RUN = "too few passes to tell", "not run"
 SOURCE = "arXiv 2503.10622, one H100"
 
 
@@ -58,6 +59,7 @@ class Timing(Case):
 
     Attributes:
         samples: seconds of one pass, each; none where it did not run.
+        minimum: of them.
         median: of them.
         p20: quantile 0.2, or the sample below it.
         p80: quantile 0.8, or the sample above it.
@@ -65,15 +67,17 @@ class Timing(Case):
         share_of_copy: of a same-size copy's GB/s in the same run.
         ratio: of the median to the native norm's of the same way (of ``fused``, to the eager one's; of
             ``compile + fused``, to the compiled one's); above 1 is slower.
-        verdict: ``faster`` only where the whole interval from p20 to p80 lies below the native norm's and there are
-            three samples of each; ``no speed-up``; ``too few passes to tell``; ``not run``; or nothing, of the native
-            norm and the copy themselves.
+        verdict: ``faster`` only where minimum, median and the whole interval from p20 to p80 lie below the native
+            norm's, and ``slower`` where all of them lie above; ``too few passes to tell`` where they do, of fewer than
+            three samples of either; ``alike`` where they do not; ``not run``; or nothing, of the native norm and the
+            copy themselves.
         compile_seconds: of the first call of what is compiled, the first of all with the start of the compiler; less
             where torch's cache on disk has it. In no sample.
         note: what else is to be known: why it did not run, which sites were left as they are.
     """
 
     samples: tuple[float, ...] = ()
+    minimum: float | None = None
     median: float | None = None
     p20: float | None = None
     p80: float | None = None

@@ -1,4 +1,7 @@
-"""Every numbered formula of docs/theory.md, against automatic differentiation, numerical solutions and float64."""
+"""Every numbered formula of docs/theory.md, and what of normscope computes it, against one truth outside of both.
+
+The truth is torch's own norms in float64, automatic differentiation of them, and numerical solutions.
+"""
 
 import math
 import re
@@ -11,7 +14,17 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.integrate import quad, solve_ivp
+from torch import nn
 from torch.autograd.functional import jacobian
+
+import normscope
+from normscope.fits.constants import constants_by_part
+from normscope.fits.curves import CURVES
+from normscope.fits.jacobians import jacobians
+from normscope.pairs import formulas
+from normscope.pairs.formulas import FORMS
+from normscope.swaps.pointwise import DyISRU, DyT
+from normscope.swaps.rms_norm import RMSNorm
 
 PAGE = Path(__file__).parents[1] / "docs" / "theory.md"
 HELD = {}
@@ -19,6 +32,8 @@ HELD = {}
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 # What is asked of the solver; its global error is some ten times that.
 SOLVED = {"rtol": 1e-10, "atol": 1e-12}
+# Parameters of modules and the tokens of a capture are float32, which rounds at 6e-8; a few of these add up.
+SINGLE = {"rtol": 1e-6, "atol": 1e-9}
 
 
 def holds(**formulas):
@@ -39,8 +54,27 @@ def rms_norm(x, eps):
     return F.rms_norm(x, x.shape[-1:], eps=eps)
 
 
+# By kind: torch's norm, normscope's form of it, and how many directions the mean takes away.
+NORMS = {"LayerNorm": (layer_norm, formulas.layer_norm, 1), "RMSNorm": (rms_norm, formulas.rms_norm, 0)}
+TANH, ISRU = CURVES["tanh"], CURVES["isru"]
+
+
 def close(found, truth, **tolerance):
     np.testing.assert_allclose(np.asarray(found), np.asarray(truth), **(tolerance or EXACT))
+
+
+def on_token(kind, x, eps):
+    """normscope's Jacobian of one token."""
+    return jacobians(FORMS[NORMS[kind][1]], x[None], eps)
+
+
+def function_of(curve, amplitude, alpha, x):
+    """A·f(αx) by a curve of normscope, in float64."""
+    return amplitude * curve.function(alpha * torch.as_tensor(x, dtype=torch.float64)).numpy()
+
+
+def captured(norm, x):
+    return normscope.capture(nn.Sequential(norm), [x.float()])
 
 
 tokens = st.builds(
@@ -83,6 +117,15 @@ def test_the_norms(token):
     close(rms_norm(x, eps), x / rho)
     close(layer_norm(x, eps).square().mean(), 1 - eps / sigma**2)
     close(rms_norm(x, eps).square().mean(), 1 - eps / rho**2)
+    for (kind, (norm, normalize, _)), scale in zip(NORMS.items(), (sigma, rho), strict=True):
+        truth = norm(x, eps)
+        y, rstd = normalize(x[None], eps)
+        close(y[0], truth)
+        shift, slope = FORMS[normalize].line(x[None], eps)
+        close(((x - shift) * slope)[0], truth)
+        close([1 / rstd.item(), 1 / slope.item(), on_token(kind, x, eps).scale.item()], [scale] * 3)
+    swapped_in = RMSNorm(len(x), eps=eps, elementwise_affine=False, bias=False)
+    close(swapped_in(x[None])[0], rms_norm(x, eps))
 
 
 @holds(of3="LayerNorm: |y_i| ≤ √(d − 1)", of4="RMSNorm: |y_i| ≤ √d")
@@ -96,6 +139,16 @@ def test_the_bounds(token):
     alone = torch.zeros(d, dtype=torch.float64)
     alone[0] = 1e3
     close([layer_norm(alone, 0.0)[0], rms_norm(alone, 0.0)[0]], [math.sqrt(d - 1), math.sqrt(d)])
+
+
+@pytest.mark.parametrize("d", [2, 16, 768])
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_sites_bound_is_what_one_element_alone_reaches(kind, d):
+    alone = torch.zeros(1, d)
+    alone[0, d // 2] = 1e3
+    (site,) = captured(getattr(nn, kind)(d, eps=0.0), alone).sites
+    reached = NORMS[kind][0](alone.double(), 0.0).abs().max()
+    close(site.bound, reached)
 
 
 @holds(
@@ -112,7 +165,7 @@ def test_the_jacobians(token):
     x, eps = token
     _, sigma, rho = parts(x, eps)
     d = len(x)
-    for norm, scale, taken in ((layer_norm, sigma, 1), (rms_norm, rho, 0)):
+    for (kind, (norm, _, taken)), scale in zip(NORMS.items(), (sigma, rho), strict=True):
         truth = jacobian(lambda x, norm=norm: norm(x, eps), x)
         y = norm(x, eps)
         # Entries that are nearly zero are differences of numbers of the size of 1/scale.
@@ -123,6 +176,13 @@ def test_the_jacobians(token):
         close((d - taken - 2 * q + q**2) / scale**2, squares, rtol=1e-9, atol=1e-10 / scale**2)
         diagonal = truth.diagonal().square().sum()
         assert diagonal >= (1 - (1 + taken) / d) * squares - 1e-10 / scale**2
+        found = on_token(kind, x, eps)
+        close(found.diagonal[0], truth.diagonal(), **size)
+        close(found.rows[0], truth.square().sum(1), rtol=1e-9, atol=1e-10 / scale**2)
+        close(found.rows.sum(), squares, rtol=1e-9, atol=1e-10 / scale**2)
+        if squares > 1e-6 / scale**2:  # of two elements a LayerNorm leaves nothing but rounding
+            close(found.share[0], diagonal / squares, rtol=1e-6)
+            assert found.share[0] >= 1 - (1 + taken) / d - 1e-6
 
 
 @holds(
@@ -134,10 +194,13 @@ def test_the_jacobians(token):
 def test_the_rows(token):
     x, _ = token
     d = len(x)
-    for norm, scale, taken in ((layer_norm, parts(x, 0)[1], 1), (rms_norm, parts(x, 0)[2], 0)):
+    for (kind, (norm, _, taken)), scale in zip(NORMS.items(), parts(x, 0)[1:], strict=True):
         truth = jacobian(lambda x, norm=norm: norm(x, 0.0), x)
         share = 1 - taken / d - norm(x, 0.0).square() / d
         close(share * truth.square().sum(1), truth.diagonal().square(), rtol=1e-9, atol=1e-10 / scale**2)
+        found = on_token(kind, x, 0.0)
+        told = (found.rows[0] > 1e-6 / scale**2).numpy()  # smaller ones are rounding, of which a share says nothing
+        close(found.row_share[0][told], share[told], rtol=1e-6, atol=1e-9)
 
 
 def solution(slope, at, start=(0.0, 0.0)):
@@ -166,6 +229,31 @@ def test_constant_scale_gives_tanh(d, scale):
     close(found, solution(lambda x, y: (d - 1) / (d * scale) * (1 - y**2 / (d - 1)), x), **SOLVED)
 
 
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize(("d", "size"), [(3, 0.3), (16, 1.0), (768, 4.0)])
+def test_theorys_curves_are_solutions_of_what_the_diagonal_leaves(kind, d, size):
+    """Tokens of one scale each: those of normscope.fit(theory=True) against the equations with that scale in them."""
+    noise = torch.randn(8, d, dtype=torch.float64, generator=torch.Generator().manual_seed(d))
+    norm, normalize, taken = NORMS[kind]
+    tokens = size * norm(noise, 0.0)  # in a LayerNorm of mean zero, so that x is about its token's mean
+    tanh, isru = normscope.fit(captured(getattr(nn, kind)(d, eps=0.0), tokens), "tanh,isru", theory=True)
+    _, rstd = normalize(tokens, 0.0)
+    scale = 1 / rstd[0].item()
+    x = np.linspace(0, 3 * math.sqrt(d) * scale, 40)
+    close(
+        function_of(TANH, tanh.amplitude, tanh.alpha, x),
+        solution(lambda x, y: (1 - taken / d - y**2 / d) / scale, x),
+        **SINGLE,
+    )
+    # Where ρ = x/y (22's t for a LayerNorm), from the same slope at the origin on.
+    x, bound = np.geomspace(0.01, 30, 60) * isru.C**0.5, d - taken
+    y = function_of(ISRU, isru.amplitude, isru.alpha, x)
+    close(y, solution(lambda x, y: y / x * (1 - y**2 / bound), x, (x[0], y[0])), **SINGLE)
+    close(isru.C, (bound / (1 - taken / d) ** 2) * scale**2 if taken else d * scale**2, **SINGLE)
+    slope_at_zero = jacobians(FORMS[normalize], torch.zeros(1, d, dtype=torch.float64), scale**2).diagonal[0, 0].item()
+    close([isru.slope, tanh.slope], [slope_at_zero] * 2, **SINGLE)
+
+
 @pytest.mark.parametrize(("d", "constant"), [(2, 0.3), (16, 5.0), (768, 2000.0)])
 @holds(
     of19="dy/(y·(1 − y²/d)) = dx/x",
@@ -181,6 +269,11 @@ def test_the_scale_of_the_pair_gives_isru(d, constant):
         start = (x[0], y[0])
         close(y, solution(lambda x, y, top=top: y / x * (1 - y**2 / top), x, start), **SOLVED)
         close(x**2 * (top / y**2 - 1), np.full_like(x, C), rtol=1e-9)
+        close(function_of(ISRU, math.sqrt(top), C**-0.5, x), solved := y)
+        layer = DyISRU(1, C=C).double()
+        with torch.no_grad():
+            layer.weight.fill_(math.sqrt(top))
+            close(layer(torch.from_numpy(x)[:, None])[:, 0], solved, **SINGLE)
     a, b = 0.1, 0.9 * math.sqrt(d)  # both sides of (19), integrated from one pair to another
     by_y, _ = quad(lambda y: 1 / (y * (1 - y**2 / d)), a, b, epsabs=0, epsrel=1e-11)
     to_x = [y * math.sqrt(C / (d - y**2)) for y in (a, b)]  # (21), solved for x
@@ -205,8 +298,12 @@ def test_dyisru_is_the_norm_in_one_element(token, place, moved):
     x[i] = moved
     C = others.square().sum() + d * eps
     close(math.sqrt(d) * moved / torch.sqrt(moved**2 + C), rms_norm(x, eps)[i])
+    if C > 0:
+        close(function_of(ISRU, math.sqrt(d), C.item() ** -0.5, moved), rms_norm(x, eps)[i])
     C, t = d / (d - 1) * ((others - m).square().sum() + d * eps), moved - m
     close(math.sqrt(d - 1) * t / torch.sqrt(t**2 + C), layer_norm(x, eps)[i])
+    if C > 0:
+        close(function_of(ISRU, math.sqrt(d - 1), C.item() ** -0.5, t.item()), layer_norm(x, eps)[i])
 
 
 @holds(
@@ -214,7 +311,16 @@ def test_dyisru_is_the_norm_in_one_element(token, place, moved):
     of26="1 − tanh u ≈ 2·exp(−2u), 1 − u/√(1 + u²) ≈ 1/(2u²)",
 )
 def test_where_the_two_curves_part():
-    tanh, isru = np.tanh, lambda u: u / np.sqrt(1 + u * u)
+    _parted(np.tanh, lambda u: u / np.sqrt(1 + u * u))
+    _parted(*(lambda u, curve=curve: function_of(curve, 1.0, 1.0, u) for curve in (TANH, ISRU)))
+    layers = [layer.double() for layer in (DyT(1, alpha=1.0), DyISRU(1, C=1.0))]
+    _parted(*(lambda u, f=layer: f(torch.tensor([[u]], dtype=torch.float64)).item() for layer in layers))
+    u = torch.tensor([1e-2], dtype=torch.float64)  # and their derivatives, where the next terms are of u⁴
+    assert ((1 - TANH.derivative(u)) / u**2).item() == pytest.approx(1, rel=1e-3)
+    assert ((1 - ISRU.derivative(u)) / u**2).item() == pytest.approx(3 / 2, rel=1e-3)
+
+
+def _parted(tanh, isru):
     u = 1e-2  # the next terms are of u⁵: 1e-4 of what is compared, or less
     assert (u - tanh(u)) / u**3 == pytest.approx(1 / 3, rel=1e-3)
     assert (u - isru(u)) / u**3 == pytest.approx(1 / 2, rel=1e-3)
@@ -233,18 +339,27 @@ def test_what_the_two_assumptions_have_in_common(token):
     x, eps = token
     mean, sigma, rho = parts(x, eps)
     d = len(x)
+    layer, rms = (on_token(kind, x, eps) for kind in NORMS)
     for i in range(d):
         others = torch.cat([x[:i], x[i + 1 :]])
         C = others.square().sum() + d * eps
+        close(d * rms.others[0, i] ** 2, C, rtol=1e-10, atol=1e-12 * d * rho**2)
         # A difference of numbers of the size of ρ², to which rounding is relative.
         close(C / d, rho**2 - x[i] ** 2 / d, rtol=1e-10, atol=1e-13 * rho**2)
         C = d / (d - 1) * ((others - others.mean()).square().sum() + d * eps)
+        close(d**2 / (d - 1) * layer.others[0, i] ** 2, C, rtol=1e-10, atol=1e-11 * d * (sigma**2 + mean**2))
         own = (x[i] - mean) ** 2 / (d - 1)
         close(C * (d - 1) / d**2, sigma**2 - own, rtol=1e-10, atol=1e-12 * (sigma**2 + mean**2))
     y = layer_norm(x, eps)
     raw = x**2 * (d / y**2 - 1)
     size = {"rtol": 1e-8, "atol": 1e-10 * float(x.square().max())}
     close(raw, d * sigma**2 * (x / (x - mean)) ** 2 - x**2, **size)
+    told = constants_by_part(x[None], y[None], layer, math.inf)["all"].C
+    quantiles = np.quantile(d * sigma**2 * (x / (x - mean)) ** 2 - x**2, (0.16, 0.5, 0.84), method="inverted_cdf")
+    close([told.p16, told.p50, told.p84], quantiles, **size)
+    told = constants_by_part(x[None], rms_norm(x, eps)[None], rms, math.inf)["all"]
+    size = {"rtol": 1e-8, "atol": 1e-10 * d * rho**2}
+    close([told.C.p16, told.C.p50, told.C.p84], [d * found**2 for found in vars(told.others).values()], **size)
 
 
 def test_every_formula_of_the_page_is_held():

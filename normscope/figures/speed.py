@@ -17,7 +17,7 @@ from normscope.figures.panels import outline
 from normscope.figures.speed_tables import SCOPES, duration
 from normscope.figures.style import Style, style_named
 from normscope.fits.curves import curves_named
-from normscope.speeds import BESIDE, TOO_FEW, BenchReport, Timing
+from normscope.speeds import BESIDE, FASTER, SLOWER, TOO_FEW, BenchReport, Timing
 
 _PANEL_INCHES, _BAR_INCHES, _GAP = 2.6, 0.155, 0.9
 _BARS_INCHES = 1.9  # of a panel, beside the names of the bars
@@ -31,9 +31,9 @@ def plot_speed(report: BenchReport, *, style: str = "light") -> Figure:
     """Draw how long every variant takes, grouped by way: medians as bars, whiskers from p20 to p80.
 
     A dotted line through each group is the native norm's median (through ``fused`` the eager one's, through ``compile +
-    fused`` the compiled one's): a bar that ends before it is faster by the median, and its number is printed in bold
-    only where the timing says ``faster``; with a question mark where the passes are too few to tell. What did not run
-    has no bar and says so.
+    fused`` the compiled one's): a bar that ends before it is faster by the median. Its number is printed in bold only
+    where the timing says ``faster``, in italics where it says ``slower``, and with a question mark where the passes are
+    too few to tell. What did not run has no bar and says so.
 
     Args:
         report: what :func:`normscope.bench` returned.
@@ -136,7 +136,9 @@ def _bar(ax: Axes, row: Timing, y: float, scale: float, right: float, style: Sty
     text = duration(row.median) if row.ratio is None else f"×{row.ratio:.2f}"
     if row.verdict == TOO_FEW:
         text = f"{text} ?"
-    font = FontProperties(size=5.8, weight="bold" if row.verdict == "faster" else "normal")
+    font = FontProperties(size=5.8, weight="bold" if row.verdict == FASTER else "normal")
+    if row.verdict == SLOWER:
+        font.set_style("italic")
     room = width_of(text, font) / _BARS_INCHES * right
     behind = {"facecolor": style.background, "edgecolor": "none", "pad": 0.5}
     place = min(max(row.median / scale, high) + 0.02 * right, right - room)
@@ -159,6 +161,7 @@ def _head(report: BenchReport, inches: float) -> list[str]:
     known = [report.about[key] for key in ("model", "weights", "data") if key in report.about]
     signs = ["bars: median", "whiskers: p20 to p80", "dotted: native"]
     signs += [f"of {way}: native {BESIDE[way]}" for way in BESIDE if any(row.way == way for row in report.rows)]
-    signs += [f"?: {TOO_FEW}"] * any(row.verdict == TOO_FEW for row in report.rows)
+    meant = {FASTER: "bold", SLOWER: "italics", TOO_FEW: "?"}
+    signs += [f"{sign}: {said}" for said, sign in meant.items() if any(row.verdict == said for row in report.rows)]
     texts = [" · ".join(known), f"{report.device} · {'; '.join(signs)}"]
     return [line for text in texts if text for line in wrapped(text, inches, _TITLE)]

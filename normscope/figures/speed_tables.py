@@ -57,7 +57,7 @@ def _table(title: str, rows: Sequence[Timing], widest: int) -> Table:
     table = new_table()
     table.title, table.title_justify, table.title_style = escape(title), "left", ""
     table.add_column("", no_wrap=True, min_width=widest)
-    for name in ("time", "p20–p80", "ratio", *(("GB/s", "copy") if alone else ())):
+    for name in ("time", "min", "p20–p80", "ratio", *(("GB/s", "copy") if alone else ())):
         table.add_column(name, justify="right")
     table.add_column("", overflow="fold", min_width=8)
     for row in rows:
@@ -68,19 +68,20 @@ def _table(title: str, rows: Sequence[Timing], widest: int) -> Table:
 
 
 def _numbers(row: Timing, alone: bool) -> list[str]:
-    if row.median is None or row.p20 is None or row.p80 is None:
-        return ["–"] * (5 if alone else 3)
-    cells = [duration(row.median), _interval(row), "" if row.ratio is None else f"{row.ratio:.2f}"]
+    if row.median is None:
+        return ["–"] * (6 if alone else 4)
+    least, *ends = _in_its_unit(row, row.minimum, row.p20, row.p80)
+    cells = [duration(row.median), least, "–".join(ends), "" if row.ratio is None else f"{row.ratio:.2f}"]
     if alone:
         cells.append("–" if row.gb_per_s is None else f"{row.gb_per_s:.3g}")
         cells.append("–" if row.share_of_copy is None else f"{row.share_of_copy:.0%}")
     return cells
 
 
-def _interval(row: Timing) -> str:
-    """Say both ends in the median's unit."""
+def _in_its_unit(row: Timing, *seconds: float | None) -> list[str]:
+    """Say times in the median's unit."""
     size, _ = _unit(row.median or 0)
-    return "–".join(_digits((end or 0) / size) for end in (row.p20, row.p80))
+    return [_digits((time or 0) / size) for time in seconds]
 
 
 def _caption(rows: Sequence[Timing], scope: str) -> str:
@@ -96,7 +97,8 @@ def _caption(rows: Sequence[Timing], scope: str) -> str:
         lines = [f"{count(first.sites, 'norm')}; input {shape}; at least {count(fewest, 'sample')} of each"]
         lines[0] += "; backward: to the gradients of all parameters" * (len(passes) > 1)
     lines[0] += (
-        ". ratio: to the native norm's time; no speed-up: p20–p80 is not all below the native norm's of the same way."
+        ". time: the median; ratio: to the native norm's. faster, slower: min and all of p20–p80 lie below the native "
+        "norm's of the same way, or above; alike: neither."
     )
     ways = {row.way for row in rows}
     if ways.intersection(FUSED):

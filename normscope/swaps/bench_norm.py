@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -16,6 +15,7 @@ from normscope.errors import ModelError
 from normscope.pairs.trace import NormReport
 from normscope.speeds import COPY, FUSED, NATIVE, PASSES, Case, Passes, Way
 from normscope.swaps.cuda_timing import cache_of, flushed, replayed, sets_beyond_cache
+from normscope.swaps.place_hooks import unheard
 from normscope.swaps.replace import module_at
 from normscope.swaps.speed import Measured, bytes_moved
 from normscope.swaps.timing import Sampler, blocks, in_turns, once, repeated
@@ -178,7 +178,7 @@ def norm_bench(model: nn.Module, made: Sequence[Variant], norm: Norm, where: Ten
     native = module_at(model, norm.name)
     modules = {one.name: one.modules.get(norm.name) for one in made}
     modules[NATIVE] = native
-    there = {name: copy.deepcopy(module) for name, module in modules.items() if module is not None}
+    there = {name: unheard(module) for name, module in modules.items() if module is not None}
     notes = {one.name: one.note for one in made}
     missing = {name: notes[name] for name, module in modules.items() if module is None}
     generator = torch.Generator(where.device).manual_seed(_SEED)

