@@ -11,7 +11,7 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
-from normscope.figures.tables import table_by_site, unbroken
+from normscope.figures.tables import table_by_site, unbroken, with_interval
 from normscope.fits.curves import FREE
 
 if TYPE_CHECKING:
@@ -129,12 +129,7 @@ def _alpha(found: CurveFit) -> str:
 
 
 def _with_interval(found: CurveFit, name: str, form: str) -> str:
-    """A number, and half of its interval's width to two digits."""
-    value = found.r2 if name == "r2" else found.alpha
-    if name not in found.intervals:
-        return form.format(value)
-    low, high = found.intervals[name]
-    return f"{form.format(value)} ±{(high - low) / 2:.2g}"
+    return with_interval(form.format(found.r2 if name == "r2" else found.alpha), found.intervals.get(name))
 
 
 def _rank(found: CurveFit) -> str:
