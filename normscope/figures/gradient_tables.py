@@ -67,9 +67,10 @@ def constants_table(views: Sequence[GradientView]) -> Table:
     head = ("site", "pairs", "of", "1/rstd", "p84/p16", "√C", "p84/p16", "raw √C", "steadier for")
     table = _table(head, rows)
     table.caption = (
-        "1/rstd (σ, or ρ without centring): what DyT holds constant; √C: what DyISRU does, in the same unit; medians, "
-        "and the ratio of their quantiles 0.84 and 0.16, which is 1 where the assumption is true; alike: within 5 %; "
-        "raw √C: the ratio for √(x²(d/y² − 1)), with the token's mean in x; tail: the 1 % of pairs of largest |x|"
+        "1/rstd (σ, or ρ without centring): what DyT holds constant; √C: what DyISRU does, in the same unit; medians "
+        "over the pairs of the tokens drawn, and the ratio of the quantiles 0.84 and 0.16, which is 1 where the "
+        "assumption is true; alike: within 5 %; raw √C: the ratio for √(x²(d/y² − 1)), with the token's mean in x; "
+        "tail: the 1 % of these pairs of largest |x|"
     )
     return table
 
