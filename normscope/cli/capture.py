@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from normscope.cli.options import AsCsv, AsJson, ByGamma, Layers, Model, PerChannel, Quiet
+from normscope.cli.options import AsCsv, AsJson, ByGamma, Diagonal, Layers, Model, PerChannel, Quiet
 from normscope.cli.output import Output, pairs_as_json, skipped_as_json
 from normscope.cli.running import Run, runs_networks
 from normscope.cli.sources import check_models
@@ -64,6 +64,7 @@ def capture(
     run: Run,
     by_gamma: ByGamma = False,
     per_channel: PerChannel = False,
+    diagonal: Diagonal = False,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
     quiet: Quiet = False,
@@ -96,6 +97,7 @@ def capture(
                 ranks,
                 by_gamma=by_gamma,
                 per_channel=per_channel,
+                diagonal=diagonal,
                 observe=pairs.add if pairs else None,
                 checkpoints=None if raw else kept,
             )

@@ -55,7 +55,7 @@ def gradient(
         check_writable(figure_path(output, suffix, name, _VIEW, []))
     seen, views = [], []
     figures: list[dict[str, Any]] = []
-    for capture in captures([(name, run) for name in names], layers, say, by):
+    for capture in captures([(name, run) for name in names], layers, say, by, diagonal=True):
         fits = carried_out(plan, capture)
         own = views_of(capture, fits)
         say.result("{model} · {weights} · {data}".format(**capture.about))

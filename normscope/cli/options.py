@@ -154,6 +154,9 @@ ByGamma = Annotated[
     bool, typer.Option("--by-gamma", help="Also keep sums weighted by γ², for `fit --weights-by gamma`.")
 ]
 PerChannel = Annotated[bool, typer.Option("--per-channel", help="Also keep sums per channel, for `fit --per channel`.")]
+Diagonal = Annotated[
+    bool, typer.Option("--diagonal", help="Also keep sums of the diagonal of each norm's Jacobian, for `gradient`.")
+]
 Layers = Annotated[
     str,
     typer.Option(

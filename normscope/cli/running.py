@@ -97,6 +97,7 @@ class Run:
         *,
         by_gamma: bool,
         per_channel: bool,
+        diagonal: bool,
         observe: Observer | None = None,
         checkpoints: Checkpoints | None = None,
     ) -> Capture:
@@ -113,6 +114,7 @@ class Run:
             verify=self.verify,
             by_gamma=by_gamma,
             per_channel=per_channel,
+            diagonal=diagonal,
             observe=observe,
             ranks=ranks,
             checkpoints=checkpoints,

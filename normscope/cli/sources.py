@@ -100,22 +100,25 @@ def captures(
     *,
     by_gamma: bool = False,
     per_channel: bool = False,
+    diagonal: bool = False,
 ) -> Iterator[Capture]:
     """Capture each model, or read each capture file; give the parts of each in its place where ``by`` names them.
 
-    Models are captured with the sums weighted by γ², or per channel, that are asked for; a file has what it has. Ranks
-    divide the inputs of each model among them; then the first of them alone gets the captures, and the others are done.
+    Models are captured with the sums weighted by γ², per channel, or of the Jacobian's diagonal, that are asked for; a
+    file has what it has. Ranks divide the inputs of each model among them; then the first of them alone gets the
+    captures, and the others are done.
 
     Raises:
         DataError: if a file is no capture.
         UsageError: if a capture has no such parts.
         typer.Exit: at the end, of all ranks but the first.
     """
+    asked = {"by_gamma": by_gamma, "per_channel": per_channel, "diagonal": diagonal}
     speaks = Place.from_environment().speaks
     for name, run in sources:
         if not _is_file(name):
             with run.joined() as ranks:
-                seen = _from_model(name, run, layers, output, ranks, by_gamma=by_gamma, per_channel=per_channel)
+                seen = _from_model(name, run, layers, output, ranks, **asked)
         elif speaks:
             seen = _from_file(name, layers, output)
         if speaks:
@@ -156,9 +159,17 @@ def _from_file(name: str, layers: str, output: Output) -> Capture:
 
 
 def _from_model(
-    name: str, run: Run, layers: str, output: Output, ranks: Ranks, *, by_gamma: bool, per_channel: bool
+    name: str,
+    run: Run,
+    layers: str,
+    output: Output,
+    ranks: Ranks,
+    *,
+    by_gamma: bool,
+    per_channel: bool,
+    diagonal: bool,
 ) -> Capture:
     network = run.load(name, output)
-    seen = run.capture(network, layers, output, ranks, by_gamma=by_gamma, per_channel=per_channel)
+    seen = run.capture(network, layers, output, ranks, by_gamma=by_gamma, per_channel=per_channel, diagonal=diagonal)
     output.account(seen, network.inputs.unreadable)
     return seen

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from normscope.errors import count
-from normscope.figures.tables import table_by_site, unbroken
+from normscope.figures.tables import table_by_site, unbroken, with_interval
 from normscope.fits.curves import FREE
 
 if TYPE_CHECKING:
@@ -131,12 +131,8 @@ def _slope(found: CurveFit) -> str:
 
 
 def _with_interval(found: CurveFit, name: str, form: str) -> str:
-    """A number, and half of its interval's width to two digits."""
     value = getattr(found, name)
-    if value is None or name not in found.intervals:
-        return _or_none(value, form)
-    low, high = found.intervals[name]
-    return f"{form.format(value)} ±{(high - low) / 2:.2g}"
+    return with_interval(_or_none(value, form), found.intervals.get(name))
 
 
 def _rank(found: CurveFit) -> str:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from normscope.figures.panels import outline
 from normscope.figures.style import Style, style_named
+from normscope.figures.tables import with_interval
 from normscope.figures.titles import head_figure, head_panel
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.gradient import (
@@ -32,6 +33,8 @@ from normscope.fits.gradient import (
 )
 from normscope.pairs.captures import Capture
 from normscope.pairs.sampling import LARGEST_TOKENS
+from normscope.pairs.sites import NormSite
+from normscope.pairs.stats import PairStats
 
 Array = NDArray[np.float64]
 _COLUMNS = 6
@@ -42,7 +45,8 @@ _LINE_INCHES = 0.135
 _NOTE_POINTS = 7.0  # from one note to the next
 _MOST_POINTS = 20_000
 _LEAST_COUNT = 32  # pairs that a point of a drawn mean or median takes at least
-_GROUPS_AN_OCTAVE = 2
+_GROUPS_AN_OCTAVE = 2  # of the medians
+_GROUPS_TO_THE_BEND = 8  # of the mean, where the axis is linear: finer ones would be drawn on one spot
 _HELD = {"scale": "tanh", "others": "isru"}  # which curve's derivation holds it constant
 
 
@@ -50,6 +54,8 @@ _HELD = {"scale": "tanh", "others": "isru"}  # which curve's derivation holds it
 class _Column:
     """Everything that the panels of one site are drawn from."""
 
+    site: NormSite
+    stats: PairStats
     view: GradientView
     drawn: DrawnJacobians
     fits: Sequence[CurveFit]
@@ -57,14 +63,15 @@ class _Column:
 
 
 def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), *, style: str = "light") -> Figure:
-    """Draw every site's Jacobian over its drawn tokens.
+    """Draw every site's Jacobian.
 
-    Above, the diagonal ∂y_i/∂x_i against x, E[∂y_i/∂x_i | x] and the derivative of each fitted curve, on an axis that
-    is linear about zero and logarithmic beyond. Below, what DyT and DyISRU hold constant against |x|, in one unit:
-    medians, and the range from quantile 0.16 to 0.84; the assumption holds where a line is flat and its range narrow.
+    Above, the diagonal ∂y_i/∂x_i of the drawn tokens against x, E[∂y_i/∂x_i | x] over all pairs and the derivative of
+    each fitted curve, on an axis that is linear about zero and logarithmic beyond. Below, over the drawn tokens, what
+    DyT and DyISRU hold constant against |x|, in one unit: medians, and the range from quantile 0.16 to 0.84; the
+    assumption holds where a line is flat and its range narrow.
 
     Args:
-        capture: what :func:`normscope.capture` returned.
+        capture: what :func:`normscope.capture` returned with ``diagonal=True``.
         fits: what :func:`normscope.fit` made of it.
         style: ``light`` or ``dark``.
 
@@ -73,6 +80,7 @@ def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), *, style: str
 
     Raises:
         UsageError: if there is no such style.
+        DataError: if the capture holds no sums of the Jacobian's diagonal.
     """
     theme = style_named(style)
     across = min(_COLUMNS, len(capture.sites))
@@ -91,11 +99,12 @@ def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), *, style: str
             block, place = divmod(number, across)
             above, below = axes[2 * block : 2 * block + 2, place]
             above.set_visible(True)
-            drawn = drawn_jacobians(site, capture.stats[site.name])
+            stats = capture.stats[site.name]
+            drawn = drawn_jacobians(site, stats)
             if isinstance(drawn, DrawnJacobians):
                 below.set_visible(True)
                 own = [found for found in fits if found.site == site.name]
-                _draw(above, below, _Column(view, drawn, own, theme))
+                _draw(above, below, _Column(site, stats, view, drawn, own, theme))
                 head_panel(above, site, f"{view.n_tokens} of {view.of_tokens:,} tokens", width - 0.1)
             else:
                 _decline(above, f"No closed form: {drawn}.", theme)
@@ -141,8 +150,8 @@ def _draw_diagonal(ax: Axes, column: _Column) -> None:
     ax.xaxis.set_major_locator(FixedLocator(_ticks(linear, reach)))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter("{x:g}")
-    least_count = max(_LEAST_COUNT, drawn.x.numel() // 100)
-    ax.plot(*mean_diagonal(drawn, least_count), color=style.ink, lw=1.4, zorder=3, path_effects=outline(style))
+    mean = mean_diagonal(column.site, column.stats, _LEAST_COUNT, linear / _GROUPS_TO_THE_BEND)
+    ax.plot(*mean, color=style.ink, lw=1.4, zorder=3, path_effects=outline(style))
     steps = math.asinh(1.15 * reach / linear)
     grid = linear * torch.linspace(-steps, steps, 601, dtype=torch.float64).sinh()
     looks = style.looks(found.curve for found in column.fits)
@@ -163,9 +172,9 @@ def _draw_diagonal(ax: Axes, column: _Column) -> None:
     view = column.view
     lines = [(f"the diagonal holds {_written(100 * view.share, '.1f')} % of ‖J‖²", style.ink)]
     lines.append((f"of a row in the tail {_written(100 * view.tail_share, '.1f')} %", style.ink))
-    lines.append((f"R² of E[·|x] {_written(view.r2_of_x, '.2f')}", style.ink))
+    lines.append((f"R² over all pairs: ceiling {_with_interval(view, 'of_x', view.r2_of_x)}", style.ink))
     for found in column.fits:
-        r2 = _written(view.r2[found.curve], ".2f")
+        r2 = _with_interval(view, found.curve, view.r2[found.curve])
         text = "nothing to fit" if found.degenerate else f"derivative's R² {r2}"
         lines.append((f"{found.curve}  {text}", looks[found.curve][0]))
     _notes(ax, style, lines)
@@ -250,6 +259,10 @@ def _written(number: float, form: str) -> str:
     return format(number, form).replace("-", "−") if math.isfinite(number) else "–"
 
 
+def _with_interval(view: GradientView, name: str, r2: float) -> str:
+    return with_interval(_written(r2, ".2f"), view.intervals.get(name))
+
+
 def _notes(ax: Axes, style: Style, lines: Sequence[tuple[str, str]]) -> None:
     """Texts, each in its colour, below one another in the upper right corner."""
     for number, (text, colour) in enumerate(lines):
@@ -273,7 +286,7 @@ def _handles(fits: Sequence[CurveFit], style: Style) -> list[Artist]:
     handles: list[Artist] = [
         _dot(style.faint, "pairs of the tokens drawn uniformly"),
         _dot(style.channels[0], f"pairs of the {LARGEST_TOKENS} tokens of largest |x|"),
-        Line2D([], [], color=style.ink, lw=1.4, label="E[∂y$_i$/∂x$_i$ | x]"),
+        Line2D([], [], color=style.ink, lw=1.4, label="E[∂y$_i$/∂x$_i$ | x] over all pairs"),
     ]
     looks = style.looks(found.curve for found in fits)
     for curve in dict.fromkeys(found.curve for found in fits):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from normscope.figures.tables import NARROWEST_NAME, new_table, unbroken
+from normscope.figures.tables import NARROWEST_NAME, new_table, unbroken, with_interval
 
 if TYPE_CHECKING:
     from normscope.fits.constants import Constants, Spread
@@ -21,13 +21,13 @@ _HOLDS = {"scale": "DyT", "others": "DyISRU", None: "alike"}
 def jacobians_table(views: Sequence[GradientView]) -> Table:
     """One line a site: what the diagonal holds, and how well each curve's derivative predicts it."""
     curves = list(dict.fromkeys(curve for view in views for curve in view.r2))
-    head = ("site", "norm", "d", "tokens", "share", "least", "in tail", "R² E[·|x]")
+    head = ("site", "norm", "d", "tokens", "share", "least", "in tail", "ceiling")
     rows = []
     for view in views:
         drawn = [view.site, view.kind, str(view.d), f"{view.n_tokens} of {view.of_tokens:,}"]
-        values = [view.share, view.least_share, view.tail_share, view.r2_of_x]
-        values += [view.r2.get(curve, math.nan) for curve in curves]
-        numbers = [_number(value, "{:.4f}") for value in values]
+        r2 = {"of_x": view.r2_of_x, **{curve: view.r2.get(curve, math.nan) for curve in curves}}
+        numbers = [_number(value, "{:.4f}") for value in (view.share, view.least_share, view.tail_share)]
+        numbers += [with_interval(_number(r2[name], "{:.4f}"), view.intervals.get(name)) for name in r2]
         rows.append(drawn + (numbers if view.reason is None else ["not covered"]))
     table = _table([*head, *(f"R² {curve}′" for curve in curves)], rows)
     n_largest = max((view.n_largest for view in views), default=0)
@@ -35,12 +35,23 @@ def jacobians_table(views: Sequence[GradientView]) -> Table:
         "share: of ‖∂y/∂x‖² that the diagonal holds, mean over the tokens drawn; "
         f"least: the smallest, among the {n_largest} tokens of largest |x| too; "
         "in tail: of a row's squares, mean over the 1 % of drawn pairs of largest |x|; "
-        "R²: of ∂y_i/∂x_i over the drawn tokens' pairs, by its mean at x and by each curve's derivative"
+        "R²: of ∂y_i/∂x_i over all pairs, by each curve's derivative; "
+        f"{_held_out(views)}"
     )
     for view in views:
         if view.reason is not None:
             table.caption += f"\nnot covered: {escape(view.site)}: {view.reason}"
     return table
+
+
+def _held_out(views: Sequence[GradientView]) -> str:
+    over = ", ".join(sorted({view.folds for view in views if view.folds}))
+    if not over:
+        return "no folds, and so no intervals and no ceiling"
+    return (
+        "ceiling: by the best function of x that was found, cross-validated over folds; "
+        f"±: half of the 95 % interval, a jackknife over folds by {over}"
+    )
 
 
 def constants_table(views: Sequence[GradientView]) -> Table:
@@ -56,9 +67,10 @@ def constants_table(views: Sequence[GradientView]) -> Table:
     head = ("site", "pairs", "of", "1/rstd", "p84/p16", "√C", "p84/p16", "raw √C", "steadier for")
     table = _table(head, rows)
     table.caption = (
-        "1/rstd (σ, or ρ without centring): what DyT holds constant; √C: what DyISRU does, in the same unit; medians, "
-        "and the ratio of their quantiles 0.84 and 0.16, which is 1 where the assumption is true; alike: within 5 %; "
-        "raw √C: the ratio for √(x²(d/y² − 1)), with the token's mean in x; tail: the 1 % of pairs of largest |x|"
+        "1/rstd (σ, or ρ without centring): what DyT holds constant; √C: what DyISRU does, in the same unit; medians "
+        "over the pairs of the tokens drawn, and the ratio of the quantiles 0.84 and 0.16, which is 1 where the "
+        "assumption is true; alike: within 5 %; raw √C: the ratio for √(x²(d/y² − 1)), with the token's mean in x; "
+        "tail: the 1 % of these pairs of largest |x|"
     )
     return table
 

@@ -63,6 +63,15 @@ def table_by_site(*names: str) -> Table:
     return table
 
 
+def with_interval(written: str, bounds: tuple[float, float] | None) -> str:
+    """A number, and half of its interval's width to two digits.
+
+    >>> with_interval("0.912", (0.898, 0.926)), with_interval("0.912", None)
+    ('0.912 ±0.014', '0.912')
+    """
+    return written if bounds is None else f"{written} ±{(bounds[1] - bounds[0]) / 2:.2g}"
+
+
 def unbroken(table: Table) -> Table:
     """Give every column that may not wrap the width of its widest cell.
 

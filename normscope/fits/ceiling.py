@@ -20,7 +20,7 @@ from normscope.fits.curve_fit import Interval
 from normscope.fits.curves import CURVES, FREE, Curve
 from normscope.fits.jackknife import interval
 from normscope.fits.nodes import Nodes, nodes_of
-from normscope.fits.objective import Constraints
+from normscope.fits.objective import Constraints, Solutions
 from normscope.fits.problems import Problems
 from normscope.fits.solve import least_squares, refined
 
@@ -93,10 +93,30 @@ def ceilings(problems: Problems) -> list[Ceiling | None]:
     """
     if not problems.occupied.any():
         return [None] * len(problems)
-    curves = [(curve, Constraints()) for curve in CURVES.values() if not curve.shifted]
-    curves += [(CURVES[name], Constraints(shifted=True)) for name in _SHIFTED]
-    errors = torch.stack([_held_out(problems, curve, constraints) for curve, constraints in curves])
-    return best_held_out(problems, errors, [not curve.bounded for curve, _ in curves])
+    held = problems.of_folds()
+    found = [(curve, others.predicted(curve, held.x)) for curve, others in _without_folds(problems)]
+    errors = torch.stack([held.residual(predicted).view(len(problems), -1) for _, predicted in found])
+    return best_held_out(problems, errors, [not curve.bounded for curve, _ in found])
+
+
+def ceilings_of_diagonal(diagonal: Problems, problems: Problems) -> list[Ceiling | None]:
+    """Held-out R² of the best function of x that was found for the diagonal of a norm's Jacobian.
+
+    The functions are E[∂y_i/∂x_i | x], as in :func:`ceilings`, and the derivatives of the same curves, fitted to the y
+    of the other folds.
+
+    Args:
+        diagonal: of pairs (x, ∂y_i/∂x_i).
+        problems: of the same pairs (x, y), in the same order.
+    """
+    if not problems.occupied.any():
+        return [None] * len(problems)
+    held = diagonal.of_folds()
+    slopes = [
+        others.derivative(curve, held.x).where(held.weight > 0, 0.0) for curve, others in _without_folds(problems)
+    ]
+    errors = torch.stack([held.residual(slope).view(len(problems), -1) for slope in slopes])
+    return best_held_out(diagonal, errors, [False] * len(slopes))
 
 
 def best_held_out(problems: Problems, of_curves: Tensor, unbounded: Sequence[bool]) -> list[Ceiling | None]:
@@ -129,14 +149,15 @@ def best_held_out(problems: Problems, of_curves: Tensor, unbounded: Sequence[boo
     return found
 
 
-def _held_out(problems: Problems, curve: Curve, constraints: Constraints) -> Tensor:
-    """Squared error of each fold by the curve that was fitted to all others, ``(problems, folds)``."""
-    odd = curve.zero_centred and not constraints.shifted
-    fitted = least_squares(problems.rough(odd=odd), problems.coarse(odd=odd), curve, constraints, close=_CLOSE)
+def _without_folds(problems: Problems) -> Iterator[tuple[Curve, Solutions]]:
+    """Fit every curve of the set to all pairs but those of one fold: ``problems · folds`` fits each."""
     every = torch.arange(len(problems)).repeat_interleave(problems.folds)
-    others = refined(problems.rough_without_folds(odd=odd), curve, constraints, fitted.of(every), close=_CLOSE)
-    held = problems.of_folds()
-    return held.residual(others.predicted(curve, held.x)).view(len(problems), -1)
+    curves = [(curve, Constraints()) for curve in CURVES.values() if not curve.shifted]
+    for curve, constraints in [*curves, *((CURVES[name], Constraints(shifted=True)) for name in _SHIFTED)]:
+        odd = curve.zero_centred and not constraints.shifted
+        fitted = least_squares(problems.rough(odd=odd), problems.coarse(odd=odd), curve, constraints, close=_CLOSE)
+        without = problems.rough_without_folds(odd=odd)
+        yield curve, refined(without, curve, constraints, fitted.of(every), close=_CLOSE)
 
 
 def _chosen(

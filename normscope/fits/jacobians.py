@@ -42,10 +42,7 @@ class Jacobians:
 
 
 def jacobians(form: Form, rows: Tensor, eps: float) -> Jacobians:
-    """Take the Jacobian of each token: rstd·(δ_ij − c/d − y_i·z_j/n), with c = 1 where the mean is taken away.
-
-    The squares under the root are of z/rstd, x or x less its mean, and their sum is divided by n. For a LayerNorm z
-    is y, n is d and c is 1; for an RMSNorm z is y, n is d and c is 0. A clamped norm whose eps holds is linear.
+    """Take the Jacobian of each token, from what :meth:`normscope.pairs.formulas.Form.jacobian` makes it of.
 
     Args:
         form: of the norm.
@@ -62,20 +59,15 @@ def jacobians(form: Form, rows: Tensor, eps: float) -> Jacobians:
     """
     x = rows.double()
     d = x.shape[1]
-    n = d - form.correction
-    shift, rstd = form.line(x, eps)
-    y = (x - shift) * rstd
-    about = x - x.mean(1, keepdim=True) if form.about_mean else x
-    z = about * rstd
-    clamped = form.clamped & (about.norm(dim=1, keepdim=True) <= eps)
-    c, pull = float(form.centred), torch.where(clamped, 0.0, y / n)
-    diagonal = rstd * (1 - c / d - pull * z)
+    n, c = d - form.correction, float(form.centred)
+    rstd, pull, z = form.jacobian(x, eps)
     crossed = c / d * z.sum(1, keepdim=True) - z
     within = 1 - c / d + 2 * pull * crossed + pull.square() * z.square().sum(1, keepdim=True)
+    about = x - x.mean(1, keepdim=True) if form.about_mean else x
     own = about.square() * (d / (d - 1) if form.about_mean else 1)
     rest = (about.square().sum(1, keepdim=True) - own).clamp_min(0)
     return Jacobians(
-        diagonal=diagonal,
+        diagonal=form.diagonal(x, eps),
         rows=within.clamp_min(0) * rstd.square(),
         scale=1 / rstd[:, 0],
         others=rest.sqrt().clamp_min(eps) / math.sqrt(d) if form.clamped else (rest / n + eps).sqrt(),

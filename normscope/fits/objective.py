@@ -66,6 +66,11 @@ class Solutions:
         """A·f(αx + s) at x, ``(problems, nodes)``."""
         return self.amplitude[:, None] * curve.function(self.alpha[:, None] * x + self.shift[:, None])
 
+    def derivative(self, curve: Curve, x: Tensor) -> Tensor:
+        """A·α·f′(αx + s) at x, likewise."""
+        slope = curve.derivative(self.alpha[:, None] * x + self.shift[:, None])
+        return (self.amplitude * self.alpha)[:, None] * slope
+
 
 def joined_solutions(parts: Sequence[Solutions]) -> Solutions:
     """Put those of several batches one after the other."""

@@ -217,6 +217,7 @@ class Checkpoints:
             ) from error
 
     def _check_settings(self, path: Path, found: Mapping[str, Any]) -> None:
+        found = {"diagonal": False, **found}  # which a file of before there were such sums does not name
         for name, value in self._settings.items():
             if found.get(name) != value:
                 raise UsageError(

@@ -82,6 +82,35 @@ class Form:
             rstd = torch.rsqrt(squares / (rows.shape[-1] - self.correction) + eps)
         return mean if self.centred else torch.zeros_like(mean), rstd
 
+    def jacobian(self, rows: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the Jacobian of each row is made of: ∂y_i/∂x_j = rstd·(δ_ij − c/d − pull_i·z_j).
+
+        c is 1 where the mean is taken away, else 0. The squares under the root are of z/rstd, x or x less its mean, and
+        their sum is divided by n: pull is y/n, and zero where eps bounds ‖x‖, as the norm is then linear.
+
+        Args:
+            rows: tokens, ``(tokens, d)``.
+            eps: of the norm.
+
+        Returns:
+            rstd ``(tokens, 1)``, pull and z ``(tokens, d)``, in the rows' dtype.
+        """
+        shift, rstd = self.line(rows, eps)
+        about = rows - rows.mean(-1, keepdim=True) if self.about_mean else rows
+        pull = (rows - shift) * (rstd / (rows.shape[-1] - self.correction))
+        if self.clamped:
+            pull = pull.where(about.norm(dim=-1, keepdim=True) > eps, 0.0)
+        return rstd, pull, about * rstd
+
+    def diagonal(self, rows: Tensor, eps: float) -> Tensor:
+        """Return ∂y_i/∂x_i of every element, rstd·(1 − c/d − y_i·z_i/n), ``(tokens, d)``, in the rows' dtype.
+
+        >>> FORMS[rms_norm].diagonal(torch.tensor([[3.0, 4.0, 0.0, 0.0]]), 0.0)  # (1 − y²/d)/ρ, with ρ = 2.5
+        tensor([[0.2560, 0.1440, 0.4000, 0.4000]])
+        """
+        rstd, pull, z = self.jacobian(rows, eps)
+        return rstd * (1 - self.centred / rows.shape[-1] - pull * z)
+
 
 FORMS: dict[Normalize, Form] = {
     layer_norm: Form(centred=True, about_mean=True),

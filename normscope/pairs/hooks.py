@@ -33,6 +33,7 @@ def capture(
     verify: bool = False,
     by_gamma: bool = False,
     per_channel: bool = False,
+    diagonal: bool = False,
     observe: Observer | None = None,
     ranks: Ranks = ALONE,
     checkpoints: Checkpoints | None = None,
@@ -59,6 +60,8 @@ def capture(
         verify: recompute every norm's true output from our y, its weight and its bias, and fail where they differ.
         by_gamma: also keep the sums with every pair weighted by the square of its channel's weight γ.
         per_channel: also keep the sums of each channel, on a coarser grid; d · 17 kB a site.
+        diagonal: also keep the sums of the diagonal of the norm's Jacobian, ∂y_i/∂x_i, which
+            :func:`normscope.gradient` takes; at sites where it is known in closed form.
         observe: called with (site, x rows, y rows), each ``(tokens, d)``, for every call of every site.
         ranks: the processes that divide the batches among them; see :func:`normscope.pairs.ranks.joined`.
         checkpoints: where to keep how far the capture is, and to go on from.
@@ -92,7 +95,8 @@ def capture(
     dtype = next((str(tensor.dtype).removeprefix("torch.") for tensor in model.parameters()), "not named")
     unsaid = {"model": type(model).__name__, "weights": "not named", "data": "not named", "dtype": dtype}
     about = {**unsaid, **(about or {})}
-    work = Work(Recorder(model, Summing(seed, sample, verify, by_gamma, per_channel, observe), report, sites))
+    summing = Summing(seed, sample, verify, by_gamma, per_channel, diagonal, observe)
+    work = Work(Recorder(model, summing, report, sites))
     settings = _settings(work.recorder, batches, first, about)
     check_alike(ranks, settings)
     if checkpoints is not None:
@@ -126,7 +130,8 @@ def capture(
 
 def _settings(recorder: Recorder, batches: Iterable[Any], first: Batch, about: Mapping[str, str]) -> dict[str, Any]:
     """Say what is captured of what: what ranks have to agree in, and what a checkpoint is of."""
-    summing = {name: getattr(recorder.summing, name) for name in ("seed", "sample", "by_gamma", "per_channel")}
+    kept = ("seed", "sample", "by_gamma", "per_channel", "diagonal")
+    summing = {name: getattr(recorder.summing, name) for name in kept}
     return {
         "model": about["model"],
         "weights": about["weights"],

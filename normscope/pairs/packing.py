@@ -14,6 +14,7 @@ from normscope.pairs.sampling import LARGEST_TOKENS, UNIFORM_TOKENS, PairSample,
 from normscope.pairs.stats import PairStats
 
 _DENSE = ("channel_sums", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
+_BESIDE = ("gamma_moments", "diagonal_moments")  # in the bins of the moments
 _COUNTS = ("density", "token_offsets", "token_scales", "nonfinite_tokens")
 _MOST = 2**53  # pairs that float64 counts one by one
 _LARGEST_SQUARE = torch.finfo(torch.float32).max ** 2
@@ -26,8 +27,9 @@ def packed(stats: PairStats) -> dict[str, Tensor]:
     places = stats.pairs.filled.flatten().nonzero().squeeze(1)
     packed = {name: getattr(stats, name) for name in _DENSE}
     packed |= {"moments": stats.moments[:, :, bins], "moments.bins": bins.int()}
-    if stats.gamma_moments is not None:
-        packed["gamma_moments"] = stats.gamma_moments[:, :, bins]
+    for name in _BESIDE:
+        if (own := getattr(stats, name)) is not None:
+            packed[name] = own[:, :, bins]
     if stats.channel_moments is not None:
         own = stats.channel_moments[0].flatten().nonzero().squeeze(1)
         packed["channel_moments"] = stats.channel_moments.flatten(1)[:, own]
@@ -57,14 +59,16 @@ def unpacked(
         grouped=grouped,
         by_gamma="gamma_moments" in tensors,
         per_channel="channel_moments" in tensors,
+        diagonal="diagonal_moments" in tensors,
     )
     for name in _DENSE:
         getattr(stats, name).copy_(_like(getattr(stats, name), tensors[name], name))
     bins = _within(tensors["moments.bins"].long(), PAIR_GRID.size)
     kept = torch.empty(FOLDS, len(MOMENTS), len(bins), dtype=torch.float64)
     stats.moments[:, :, bins] = _like(kept, tensors["moments"], "moments")
-    if stats.gamma_moments is not None:
-        stats.gamma_moments[:, :, bins] = _like(kept, tensors["gamma_moments"], "gamma_moments")
+    for name in _BESIDE:
+        if (own := getattr(stats, name)) is not None:
+            own[:, :, bins] = _like(kept, tensors[name], name)
     if stats.channel_moments is not None:
         own = _within(tensors["channel_moments.cells"].long(), stats.channel_moments[0].numel())
         kept = torch.empty(len(MOMENTS), len(own), dtype=torch.float64)
@@ -91,6 +95,8 @@ def _check(stats: PairStats) -> None:
         raise ValueError("its counts of pairs are no counts")
     if not bool((stats.moments.abs() <= n * _LARGEST_SQUARE).all()):
         raise ValueError("its sums are not finite, or larger than those of so many pairs")
+    if stats.diagonal_moments is not None and not bool(torch.isfinite(stats.diagonal_moments).all()):
+        raise ValueError("its sums of the Jacobian's diagonal are not finite")
     for name in _COUNTS:
         if bool((getattr(stats, name) < 0).any()):
             raise ValueError(f"{name} holds negative counts")

@@ -82,6 +82,7 @@ class Summing:
     verify: bool
     by_gamma: bool
     per_channel: bool
+    diagonal: bool
     observe: Observer | None
 
 
@@ -182,6 +183,7 @@ class Recorder:
             grouped=site.grouped,
             by_gamma=self.summing.by_gamma,
             per_channel=self.summing.per_channel,
+            diagonal=self.summing.diagonal and site.has_diagonal,
         )
 
     def _fits(self, batch: Batch, summed: Counter[str]) -> bool:

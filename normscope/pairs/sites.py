@@ -54,6 +54,11 @@ class NormSite:
         return torch.Size(self.normalized_shape).numel()
 
     @property
+    def has_diagonal(self) -> bool:
+        """Whether the diagonal of its Jacobian follows from each token: what sums of the diagonal are kept of."""
+        return self.form is not None and not self.grouped and self.d > 1
+
+    @property
     def bound(self) -> float:
         """Largest possible |y|: √(d−1) with centring, √d without; infinite where nothing that is known bounds it."""
         return math.sqrt(self.d - self.centred) if self.bounded else math.inf

@@ -33,7 +33,8 @@ from normscope.pairs.tokens import Lines, Run, Tokens
 
 _NOBODY = (Sample("tokens of no sample", 0, -1),)
 _SUMS = ("moments", "density", "channel_sums", "token_offsets", "token_scales", "nonfinite_tokens")
-_OPTIONAL = ("gamma_moments", "channel_moments")
+_BY_FOLD = ("moments", "gamma_moments", "diagonal_moments")
+_OPTIONAL = ("gamma_moments", "channel_moments", "diagonal_moments")
 
 
 @dataclass(eq=False)
@@ -60,6 +61,9 @@ class PairStats:
             the error that reaches the next layer is weighted so. Shape and dtype of ``moments``.
         channel_moments: where asked for, the moments per channel, on a coarser grid and without folds: float64
             ``(6, d, channel bins)``.
+        diagonal_moments: where asked for, the moments of the pairs (x_i, g_i), where g_i = ∂y_i/∂x_i is the diagonal
+            of the token's Jacobian, in the place of (x_i, y_i): n, Σx, Σg, Σx², Σxg, Σg². Shape and dtype of
+            ``moments``. Of sites alone where it is known in closed form (:attr:`NormSite.has_diagonal`).
     """
 
     moments: Tensor
@@ -77,6 +81,7 @@ class PairStats:
     grouped: bool = False
     gamma_moments: Tensor | None = None
     channel_moments: Tensor | None = None
+    diagonal_moments: Tensor | None = None
 
     @classmethod
     def empty(
@@ -88,6 +93,7 @@ class PairStats:
         grouped: bool = False,
         by_gamma: bool = False,
         per_channel: bool = False,
+        diagonal: bool = False,
     ) -> PairStats:
         """Return the sums over no pairs at all, for a norm of so many channels."""
         on = device or torch.device("cpu")
@@ -111,6 +117,7 @@ class PairStats:
             grouped=grouped,
             gamma_moments=torch.zeros_like(moments) if by_gamma else None,
             channel_moments=torch.zeros(own, dtype=torch.float64, device=on) if own else None,
+            diagonal_moments=torch.zeros_like(moments) if diagonal else None,
         )
 
     @property
@@ -238,13 +245,9 @@ class PairStats:
 
     def regrouped(self, sources: SourcesSeen) -> PairStats:
         """Return the same sums with their folds grouped as they are where ``sources`` have been seen."""
-        gamma = self.gamma_moments
-        return replace(
-            self,
-            moments=self._regrouped(self.moments, sources),
-            gamma_moments=None if gamma is None else self._regrouped(gamma, sources),
-            sources=sources,
-        )
+        kept = {name: own for name in _BY_FOLD if (own := getattr(self, name)) is not None}
+        regrouped: dict[str, Any] = {name: self._regrouped(own, sources) for name, own in kept.items()}
+        return replace(self, **regrouped, sources=sources)
 
     def to(self, device: torch.device | str) -> PairStats:
         """Return the same sums in a device's memory."""
@@ -263,7 +266,7 @@ class PairStats:
     def _regroup(self, sources: SourcesSeen) -> None:
         """Regroup the folds in place: new memory for a moment would raise the peak for good."""
         fold = self._joined_fold(sources)
-        for moments in (self.moments, self.gamma_moments):
+        for moments in (getattr(self, name) for name in _BY_FOLD):
             if moments is not None and fold is not None:
                 _join_folds(moments, fold)
         self.sources = sources

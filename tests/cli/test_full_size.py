@@ -141,6 +141,7 @@ def test_every_view_of_a_vit(folder, capfd):
         "--limit",
         "2",
         "--per-channel",
+        "--diagonal",
         "-o",
         "seen.safetensors",
     )

@@ -1,5 +1,7 @@
 """``normscope gradient``, end to end on networks that come with it."""
 
+import csv
+import io
 import json
 
 import pytest
@@ -31,6 +33,8 @@ def test_tables_and_a_figure(here):
     assert lines[-1] == "outputs/demo_vit-gradient.png"
     heads = [line.split() for line in lines if line.startswith("site")]
     assert heads[0][-4:] == ["R²", "tanh′", "R²", "isru′"]  # although the terminal is too narrow for it
+    assert heads[0][-5] == "ceiling" and lines[2].count("±") == 2
+    assert "over all pairs" in " ".join(done.stdout.split())
     assert heads[1][-2:] == ["steadier", "for"]
     tails = [cells for line in lines if (cells := line.split())[1:2] == ["tail"]]
     assert len(tails) == 4 and all(tail[-1] in ("alike", "DyT", "DyISRU") for tail in tails)
@@ -39,7 +43,9 @@ def test_tables_and_a_figure(here):
 
 
 def test_a_capture_file_gives_what_its_network_gave(here):
-    made = CliRunner().invoke(app, ["capture", "demo_vit", "-o", "seen.safetensors", "--layers", "all", *QUICK[:4]])
+    made = CliRunner().invoke(
+        app, ["capture", "demo_vit", "-o", "seen.safetensors", "--layers", "all", "--diagonal", *QUICK[:4]]
+    )
     assert made.exit_code == 0, made.output
     options = ("--layers", "0,16", "--func", "isru", "--json", "--dpi", "40")
     documents = [
@@ -56,6 +62,23 @@ def test_a_capture_file_gives_what_its_network_gave(here):
     # The same from Python.
     seen = normscope.load_capture("seen.safetensors").only("0,16")
     assert [view.as_dict() for view in normscope.gradient(seen, normscope.fit(seen, "isru"))] == views
+
+
+def test_a_capture_file_without_the_sums_says_how_to_take_them(here):
+    made = CliRunner().invoke(app, ["capture", "demo_vit", "-o", "seen.safetensors", "--layers", "0,", *QUICK[:4]])
+    assert made.exit_code == 0, made.output
+    done = gradient("seen.safetensors")
+    assert done.exit_code == 4
+    assert "no sums of the diagonal of the Jacobian of blocks.0.norm1" in " ".join(done.stderr.split())
+    assert "normscope capture --diagonal" in " ".join(done.stderr.split())
+    assert not (here / "outputs").exists()
+
+
+def test_intervals_have_columns_of_their_own(here):
+    done = gradient("demo_vit", *QUICK, "--csv", "--layers", "0,")
+    assert done.exit_code == 0, done.output
+    [row] = csv.DictReader(io.StringIO(done.stdout))
+    assert float(row["r2_tanh_low"]) < float(row["r2_tanh"]) < float(row["r2_tanh_high"])
 
 
 def test_the_timesteps_of_a_diffusion_model_are_kept_apart(here):

@@ -7,9 +7,11 @@ import matplotlib.text
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from matplotlib.collections import PathCollection
 from PIL import Image
 from torch import nn
+from torch.func import jacrev, vmap
 
 import normscope
 from normscope.errors import UsageError
@@ -22,14 +24,19 @@ NAMES = ("layer", "group", "rms")
 
 
 @pytest.fixture(scope="module")
-def seen():
+def inputs():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(8, 30, 64, generator=generator) * torch.exp(torch.randn(8, 30, 1, generator=generator))
     x[..., 5] *= 30
+    return x
+
+
+@pytest.fixture(scope="module")
+def seen(inputs):
     model = nn.ModuleDict({"layer": nn.LayerNorm(64), "group": nn.GroupNorm(2, 30), "rms": nn.RMSNorm(64)})
     model.forward = lambda x: [norm(x) for norm in model.values()]
     about = {"model": "odd$name_{", "weights": "random weights, seed 0", "data": "noise & <more>"}
-    return normscope.capture(model, [x], about=about)
+    return normscope.capture(model, [inputs], about=about, diagonal=True)
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +105,21 @@ def test_every_drawn_diagonal_is_a_point(figure, seen):
     assert low < float(largest.x.min()) and float(largest.x.max()) < high
 
 
+def test_the_mean_is_that_of_all_pairs(figure, seen, inputs):
+    at, mean = map(np.asarray, line_of(shown(figure)[0], STYLES["light"].ink, 1.4))
+    between = np.concatenate([[-np.inf], (at[1:] + at[:-1]) / 2, [np.inf]])
+
+    def off(tokens):
+        slopes = vmap(jacrev(lambda row: F.layer_norm(row, (64,))))(tokens.double()).diagonal(dim1=1, dim2=2).flatten()
+        group = np.digitize(tokens.flatten().numpy(), between) - 1
+        means = np.bincount(group, slopes.numpy(), len(at)) / np.maximum(np.bincount(group, minlength=len(at)), 1)
+        return np.median(np.abs(means / mean - 1))
+
+    # Groups do not end half-way between their means, as those here do.
+    assert off(inputs.flatten(0, 1)) < 0.02
+    assert off(seen.stats["layer"].tokens.x) > 0.06
+
+
 def test_what_is_held_constant_is_drawn_by_x(figure, seen):
     ax = shown(figure)[3]
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
@@ -118,7 +140,9 @@ def test_the_notes_say_what_the_view_says(figure, seen, fits):
     above, below = shown(figure)[0], shown(figure)[3]
     written = texts(above)
     assert f"the diagonal holds {100 * view.share:.1f} % of ‖J‖²" in written
-    assert f"tanh  derivative's R² {view.r2['tanh']:.2f}".replace("-", "−") in written
+    low, high = view.intervals["tanh"]
+    assert f"tanh  derivative's R² {view.r2['tanh']:.2f} ±{(high - low) / 2:.2g}".replace("-", "−") in written
+    assert f"R² over all pairs: ceiling {view.r2_of_x:.2f}".replace("-", "−") in written
     tail = view.constants["tail"]
     assert f"p84/p16 in the tail: σ {tail.scale.ratio:.3g}   √C {tail.others.ratio:.3g}" in texts(below)
 
@@ -136,7 +160,7 @@ def test_the_figure_says_what_it_shows(figure, seen, tmp_path):
 def test_odd_sites_are_drawn_too(tmp_path):
     """Tokens of zeros, of one value each, and none at all; and no curve."""
     for x in (torch.zeros(9, 8), torch.ones(9, 8) * torch.arange(9)[:, None], torch.full((9, 8), torch.nan)):
-        seen = normscope.capture(nn.Sequential(nn.LayerNorm(8), nn.RMSNorm(8)), [x])
+        seen = normscope.capture(nn.Sequential(nn.LayerNorm(8), nn.RMSNorm(8)), [x], diagonal=True)
         for fits in (normscope.fit(seen), ()):
             figure = plot_gradient(seen, fits, style="dark")
             save(figure, tmp_path / "odd.svg", seen, 40)

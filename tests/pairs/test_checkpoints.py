@@ -21,6 +21,7 @@ from normscope.batches import Batch, Sample
 from normscope.errors import DataError, StoppedError, UsageError
 from normscope.models.numbered import in_pieces
 from normscope.pairs import checkpoints as checkpoints_module
+from normscope.pairs.checked_files import write_checked
 from normscope.pairs.checkpoints import Checkpoints
 from normscope.pairs.hooks import capture
 from normscope.pairs.ranks import ALONE, Ranks
@@ -152,7 +153,9 @@ def test_stopped_again_and_again(tmp_path, whole):
     assert_as_if_nothing_happened(run(tmp_path), whole[2])
 
 
-@pytest.mark.parametrize("options", [{"by_gamma": True, "per_channel": True}, {"sample": 3, "layers": "1,"}])
+@pytest.mark.parametrize(
+    "options", [{"by_gamma": True, "per_channel": True, "diagonal": True}, {"sample": 3, "layers": "1,"}]
+)
 def test_whatever_is_summed(tmp_path, options):
     stopped(tmp_path, 3, **options)
     alone = capture(Network(), Inputs(), about=ABOUT, **options)
@@ -269,6 +272,7 @@ OTHERS = {
     "sample": {"sample": 7},
     "by_gamma": {"by_gamma": True},
     "per_channel": {"per_channel": True},
+    "diagonal": {"diagonal": True},
     "layers": {"layers": "1,"},
 }
 OTHERS["first sample"]["inputs"].first_sample = lambda: Inputs().batch(1)
@@ -283,6 +287,17 @@ def test_another_capture(tmp_path, name):
     with pytest.raises(UsageError, match=rf"is of another capture: its {name} is .*, not .*remove .* to begin anew"):
         run(tmp_path, **OTHERS[name])
     assert (tmp_path / "0.safetensors").read_bytes() == before
+
+
+def test_a_checkpoint_of_before_there_were_sums_of_the_diagonal(tmp_path, whole):
+    stopped(tmp_path, 3)
+    path = tmp_path / "0.safetensors"
+    header, tensors = checkpoints_module.read_checked(path, checkpoints_module.FORMAT, 1)
+    del header["settings"]["diagonal"]
+    write_checked(path, header, tensors)
+    with pytest.raises(UsageError, match="its diagonal is False, not True"):
+        run(tmp_path, diagonal=True)
+    assert_as_if_nothing_happened(run(tmp_path), whole[2])
 
 
 def test_all_settings_are_tried(tmp_path):

@@ -90,7 +90,7 @@ def cases() -> dict[str, list[Tokens]]:
 
 
 AS_IT_COMES = {"as wide as it comes", "groups as wide as they come", "every kind of number"}
-ASKED = {"all the sums": {"by_gamma": True, "per_channel": True}}
+ASKED = {"all the sums": {"by_gamma": True, "per_channel": True, "diagonal": True}}
 
 
 def filled(loop, name: str, device: str = "cpu") -> PairStats:
@@ -158,7 +158,7 @@ def test_the_kernels_add_up_what_the_reference_does(made, name):
     assert torch.equal(moments[:, 0], truth.moments[:, 0])
     assert ((ours.moments - truth.moments).abs() <= 1e-12 * moments).all()
     assert ((ours.channel_sums - truth.channel_sums).abs() <= 1e-12 * channels).all()
-    for sums in ASKED.get(name, {}) and ("gamma_moments", "channel_moments"):
+    for sums in ASKED.get(name, {}) and ("gamma_moments", "channel_moments", "diagonal_moments"):
         # On a GPU plain torch adds in no fixed order either: sums of a few terms, none larger than a thousand.
         off = 1e-12 if ON_GPU else 0
         torch.testing.assert_close(getattr(ours, sums), getattr(truth, sums), rtol=off, atol=off)

@@ -65,7 +65,7 @@ def assert_same(ours: PairStats, truth: PairStats, *calls: Tokens) -> None:
     assert ((ours.moments - truth.moments).abs() <= 1e-12 * scale[:, None]).all()
     torch.testing.assert_close(ours.channel_sums[1], truth.channel_sums[1], rtol=1e-12, atol=0)
     assert ((ours.channel_sums[0] - truth.channel_sums[0]).abs() <= 1e-12 * scale[1]).all()
-    for name in ("gamma_moments", "channel_moments"):
+    for name in ("gamma_moments", "channel_moments", "diagonal_moments"):
         if getattr(truth, name) is not None:
             assert torch.equal(getattr(ours, name), getattr(truth, name))
 
@@ -176,7 +176,8 @@ def test_nothing_waits_for_a_gpu():
     """Whatever depends on the data raises on tensors that have none."""
     with FakeTensorMode():
         for groups, d in ((None, 8), (2, 40)):
-            stats = PairStats.empty(8, grouped=groups is not None, by_gamma=True, per_channel=True)
+            asked = {"by_gamma": True, "per_channel": True, "diagonal": groups is None}
+            stats = PairStats.empty(8, grouped=groups is not None, **asked)
             lines = Lines(FORMS[layer_norm], 1e-6)
             tokens = Tokens(torch.randn(12, d), lines, [Run(0, 6, 0, 1, 0, 0), Run(6, 12, 1, 2, 0, 1)], 8, groups)
             reference.add(stats, tokens)

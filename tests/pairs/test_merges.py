@@ -106,7 +106,12 @@ def test_what_is_not_of_one_kind(thirds, tmp_path, what):
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"), [({"seed": 3}, r"\(seed 3\)"), ({"by_gamma": True}, "with gamma_moments and sums without")]
+    ("changes", "reason"),
+    [
+        ({"seed": 3}, r"\(seed 3\)"),
+        ({"by_gamma": True}, "with gamma_moments and sums without"),
+        ({"diagonal": True}, "with diagonal_moments and sums without"),
+    ],
 )
 def test_other_sums(digits, thirds, changes, reason):
     network, batches = digits

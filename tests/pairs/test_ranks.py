@@ -89,10 +89,10 @@ CASES = {
         {},
     ),
     "more tokens than are drawn": (layer_norm, tuple([batch(range(i, 90, 3))] for i in range(3)), {}),
-    "weighted and per channel": (
+    "weighted, per channel and of the diagonal": (
         weighted,
         ([batch([1, 2])], [], [batch([3, 4, 5])]),
-        {"by_gamma": True, "per_channel": True},
+        {"by_gamma": True, "per_channel": True, "diagonal": True},
     ),
     "groups": (group_norm, ([batch([1])], [batch([2, 3])], [batch([4])]), {}),
     "no numbers": (layer_norm, ([batch([1, 2])], [batch([3], spoilt=True)], [batch([4], spoilt=True)]), {}),
@@ -137,7 +137,7 @@ def hand_made_recorder(rank):
     """Return a recorder of two sites, of which each rank has seen other parts, and other sites of them."""
     model = nn.Sequential(nn.LayerNorm(16), nn.LayerNorm(16))
     report = find_norms(model, batch([0]).first_sample())
-    recorder = Recorder(model, Summing(0, None, False, False, False, None), report, report.sites)
+    recorder = Recorder(model, Summing(0, None, False, False, False, False, None), report, report.sites)
     seen = capture(model, [batch([rank * 2, rank * 2 + 1])]).stats
     late = SkippedNorm(f"late {rank}", "LayerNorm", "löte")
     parts = [{"a": {"1": seen["1"]}}, {"b": seen, "a": {"0": seen["0"]}}, {}]
@@ -272,7 +272,7 @@ def test_the_cases_are_what_they_say():
     assert {stats[name].fold_by for name in ("one source on all", "another source on each")} == {"sample", "source"}
     assert stats["more tokens than are drawn"].n_tokens > 3 * (UNIFORM_TOKENS + LARGEST_TOKENS)
     assert 0 < stats["none, one and several sources"].n_tokens < UNIFORM_TOKENS
-    assert stats["groups"].grouped and stats["weighted and per channel"].channel_moments is not None
+    assert stats["groups"].grouped and stats["weighted, per channel and of the diagonal"].channel_moments is not None
     assert (int(stats["no numbers"].nonfinite_tokens), stats["nothing at all"].n_tokens) == (2, 0)
 
 

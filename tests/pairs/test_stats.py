@@ -31,7 +31,7 @@ GAMMA = torch.linspace(0.5, 3, D)
 
 
 def stats_of(*samples: Sample, seed: int = 0) -> PairStats:
-    stats = PairStats.empty(D, seed, by_gamma=True, per_channel=True)
+    stats = PairStats.empty(D, seed, by_gamma=True, per_channel=True, diagonal=True)
     if samples:
         x = torch.cat([rows_of(sample) for sample in samples])
         stats.update(x, LAYER_NORM, samples, gamma=GAMMA)
@@ -46,7 +46,7 @@ def same(a: PairStats, b: PairStats) -> bool:
         # float64 additions in another order: relative 2⁻⁵² each, a few dozen of them.
         and all(
             torch.allclose(getattr(a, name), getattr(b, name), rtol=1e-13, atol=1e-11)
-            for name in ("moments", "gamma_moments", "channel_moments", "channel_sums")
+            for name in ("moments", "gamma_moments", "channel_moments", "channel_sums", "diagonal_moments")
         )
         and all(torch.equal(getattr(a.tokens, n), getattr(b.tokens, n)) for n in ("key", "x", "y", "rstd", *PLACE))
         and all(torch.equal(getattr(a.largest, n), getattr(b.largest, n)) for n in ("rank", "key", "x", "y", *PLACE))
@@ -101,7 +101,7 @@ def test_equal_names_in_two_data_sets_are_two_sources():
 
 
 def test_merging_with_a_site_that_has_no_folds_leaves_none():
-    unmapped = PairStats.empty(D, by_gamma=True, per_channel=True)
+    unmapped = PairStats.empty(D, by_gamma=True, per_channel=True, diagonal=True)
     x = torch.randn(5, D, generator=torch.Generator().manual_seed(0))
     unmapped.update(x, LAYER_NORM, (Sample("c", 2, 2), Sample("d", 3, 3)), gamma=GAMMA)
     mapped = stats_of(Sample("a", 0, 0), Sample("b", 1, 1))
@@ -217,3 +217,5 @@ def test_sums_that_do_not_belong_together_are_refused():
         PairStats.empty(6).merge(PairStats.empty(6, seed=1))
     with pytest.raises(DataError, match="with gamma_moments and sums without"):
         PairStats.empty(6).merge(PairStats.empty(6, by_gamma=True))
+    with pytest.raises(DataError, match="with diagonal_moments and sums without"):
+        PairStats.empty(6, diagonal=True).merge(PairStats.empty(6))

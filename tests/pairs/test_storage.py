@@ -40,6 +40,7 @@ def seen():
         seed=5,
         by_gamma=True,
         per_channel=True,
+        diagonal=True,
     )
 
 
@@ -155,6 +156,7 @@ FLOATS = [
     "channel_sums",
     "channel_extremes",
     "moments",
+    "diagonal_moments",
     "pairs.x",
     "pairs.y",
     *(f"{sample}.{name}" for sample in ("tokens", "largest") for name in ("rank", "x", "y", "rstd")),

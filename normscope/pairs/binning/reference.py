@@ -7,7 +7,7 @@ depends on the data.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,7 +61,7 @@ def add(stats: PairStats, tokens: Tokens) -> None:
 
 def add_optional(stats: PairStats, tokens: Tokens) -> None:
     """Add the pairs of ``tokens`` to the sums that are kept where asked for, and to no others."""
-    if stats.gamma_moments is not None or stats.channel_moments is not None:
+    if any(own is not None for own in (stats.gamma_moments, stats.channel_moments, stats.diagonal_moments)):
         for _, pairs in _in_steps(stats, tokens):
             _add_optional(stats, tokens, pairs)
 
@@ -129,6 +129,10 @@ def _add_optional(stats: PairStats, tokens: Tokens, pairs: _Pairs) -> None:
         _, channels, bins = stats.channel_moments.shape
         own = (pairs.channel * bins + CHANNEL_GRID.index(pairs.x.float())).where(pairs.counted, channels * bins)
         stats.channel_moments += binned_moments(pairs.x, pairs.y, own, channels * bins).view(-1, channels, bins)
+    if stats.diagonal_moments is not None:
+        form = tokens.lines.form
+        assert form is not None  # noqa: S101 - the sums are kept of sites with a form alone
+        _add_moments(stats.diagonal_moments, replace(pairs, y=form.diagonal(pairs.x, tokens.lines.eps)))
 
 
 def _add_channels(stats: PairStats, pairs: _Pairs) -> None:
