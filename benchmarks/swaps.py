@@ -25,8 +25,8 @@ How far the output of an embedded network moves, at each of its held-out inputs,
 relative L2, ‖swapped − original‖ / ‖original‖; 1 is as far as zero is. What is fitted is fitted to its calibration
 inputs, which are others, with s; by γ², per channel by pairs alike. Samples are inputs: the number before the
 parentheses is the median over them, those within are the smallest and the largest. Of paper's: the median over that of
-the same function with A = 1, α = 0.5, s = 0, γ and β kept. free is E[y|x] itself, so that no function of x alone, with
-one shape for all channels of a site, comes nearer to the norm at any site.
+the same function with A = 1, α = 0.5, s = 0, γ and β kept. free is E[y|x] itself, as far as the pairs tell it, with
+one shape for all channels of a site.
 """
 
 

@@ -1,11 +1,16 @@
 """Imports point one way: cli → {figures, swaps} → fits → pairs → errors, and cli → loading → {models, swaps}."""
 
 import ast
+import contextlib
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import normscope
 
@@ -98,3 +103,36 @@ def test_every_public_name_is_there():
         assert getattr(normscope, name).__doc__
     with pytest.raises(AttributeError, match="no attribute 'swop'"):
         _ = normscope.swop
+
+
+def required(*names):
+    """Names of all that pip installs for the package with these extras."""
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    left = [*project["dependencies"], *(line for name in names for line in project["optional-dependencies"][name])]
+    found = set()
+    while left:
+        requirement = Requirement(left.pop())
+        name = canonicalize_name(requirement.name)
+        if name == project["name"]:
+            left += [line for extra in requirement.extras for line in project["optional-dependencies"][extra]]
+        elif name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            found.add(name)
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                left += [line for line in metadata.requires(name) or [] if "extra ==" not in line]
+    return found
+
+
+def test_the_extra_test_brings_all_that_the_tests_import():
+    """A fresh machine has nothing else: README's second command must not need what the linters or benchmarks bring."""
+    root = PACKAGE.parent
+    own = {path.stem for folder in ("tests", "benchmarks", "scripts") for path in (root / folder).rglob("*")}
+    brings, homes = required("test"), metadata.packages_distributions()
+    missing = set()
+    for path in sorted((root / "tests").rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
+        for module in {name.partition(".")[0] for name in names} - own - {"normscope"} - set(sys.stdlib_module_names):
+            if not {canonicalize_name(home) for home in homes.get(module, [])} & brings:
+                missing.add(f"{path.relative_to(root)} imports {module}")
+    assert not missing

@@ -35,7 +35,6 @@ def test_it_reads_the_shipped_digits_as_its_card_says(demo, digits):
 
 
 def test_it_reads_the_held_out_digits_as_its_card_says(demo):
-    pytest.importorskip("sklearn")
     train = runpy.run_path(str(Path(normscope.__file__).parents[1] / "scripts" / "train_demo_vit.py"))
     images, labels = train["load_pixels_and_labels"]()
     *_, held_out = train["split"](len(images), seed=0)
