@@ -172,7 +172,7 @@ def _draw_diagonal(ax: Axes, column: _Column) -> None:
     view = column.view
     lines = [(f"the diagonal holds {_written(100 * view.share, '.1f')} % of ‖J‖²", style.ink)]
     lines.append((f"of a row in the tail {_written(100 * view.tail_share, '.1f')} %", style.ink))
-    lines.append((f"R² over all pairs: ceiling {_with_interval(view, 'of_x', view.r2_of_x)}", style.ink))
+    lines.append((f"best held-out function of x: R² {_with_interval(view, 'of_x', view.r2_of_x)}", style.ink))
     for found in column.fits:
         r2 = _with_interval(view, found.curve, view.r2[found.curve])
         text = "nothing to fit" if found.degenerate else f"derivative's R² {r2}"

@@ -49,7 +49,7 @@ def _held_out(views: Sequence[GradientView]) -> str:
     if not over:
         return "no folds, and so no intervals and no ceiling"
     return (
-        "ceiling: by the best function of x that was found, cross-validated over folds; "
+        "ceiling: by the best held-out function of x that was found; "
         f"±: half of the 95 % interval, a jackknife over folds by {over}"
     )
 

@@ -226,9 +226,10 @@ def legend_handles(panels: Sequence[Panel], *, density: bool, sampled: bool, bou
         handles.append(Line2D([], [], color=style.ink, lw=1.4, label="E[y|x], the mean of y at x"))
     fits = [found for panel in panels for found in panel.fits]
     shifted = {found.curve for found in fits if not found.degenerate and found.shift}
-    for curve in dict.fromkeys(found.curve for found in fits):
+    for curve, function in {found.curve: found.function.function_name for found in fits}.items():
         colour, dashes = panels[0].looks[curve]
-        label = f"A·{curve}(αx{'+s' if curve in shifted else ''}), least squares"
+        label = f"A·{function}(αx{'+s' if curve in shifted else ''}), least squares"
+        label = label if function == curve else f"{curve}: {label}"
         label = "free: E[y|x] in groups of bins" if curve == FREE else label
         handles.append(Line2D([], [], color=colour, ls=dashes, lw=1.1, label=label))
     if bounds and any(panel.site.bound < whole_range(panel)[1][1] for panel in panels):

@@ -177,8 +177,8 @@ def _density_legend(ax: Axes, panel: Panel) -> None:
     """The parameters and R² of each curve, in the corner that an S leaves empty."""
     lines = corner_lines(panel, _result)
     if panel.fits and panel.fits[0].r2_ceiling is not None:
-        best = f"best held-out function of x: R² {panel.fits[0].r2_ceiling:.3f}, folds by {panel.stats.fold_by}"
-        lines.append((best, panel.style.ink))
+        lines.append(("best held-out function of x:", panel.style.ink))
+        lines.append((f"R² {panel.fits[0].r2_ceiling:.3f}, folds by {panel.stats.fold_by}", panel.style.ink))
     corner_text(ax, panel.style, lines)
 
 

@@ -142,7 +142,7 @@ def test_the_notes_say_what_the_view_says(figure, seen, fits):
     assert f"the diagonal holds {100 * view.share:.1f} % of ‖J‖²" in written
     low, high = view.intervals["tanh"]
     assert f"tanh  derivative's R² {view.r2['tanh']:.2f} ±{(high - low) / 2:.2g}".replace("-", "−") in written
-    assert f"R² over all pairs: ceiling {view.r2_of_x:.2f}".replace("-", "−") in written
+    assert f"best held-out function of x: R² {view.r2_of_x:.2f} ±" in " | ".join(written)
     tail = view.constants["tail"]
     assert f"p84/p16 in the tail: σ {tail.scale.ratio:.3g}   √C {tail.others.ratio:.3g}" in texts(below)
 

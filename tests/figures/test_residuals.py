@@ -54,7 +54,9 @@ def fits(seen):
 
 
 def made(fits, curve, kind=CurveFit, **changes):
-    return kind(**{**dataclasses.asdict(fits[0]), "curve": curve, **changes})
+    known = {field.name: getattr(fits[0], field.name) for field in dataclasses.fields(fits[0])}
+    function = dataclasses.replace(fits[0].function, name=curve)
+    return kind(**{**known, "curve": curve, "function": function, **changes})
 
 
 def axes(figure):

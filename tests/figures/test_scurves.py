@@ -86,7 +86,7 @@ def test_parameters_ceiling_and_bound_are_written(figure, fits, seen):
     written = " | ".join(texts(figure))
     for found in fits:
         assert f"{found.curve}  A {found.amplitude:.3g}  α {found.alpha:.3g}  R² {found.r2:.3f}" in written
-    assert f"best held-out function of x: R² {fits[0].r2_ceiling:.3f}, folds by source" in written
+    assert f"R² {fits[0].r2_ceiling:.3f}, folds by source | best held-out function of x:" in written
     bound = seen.sites[0].bound
     assert bound == pytest.approx(np.sqrt(63))
     heights = {float(line.get_ydata()[0]) for line in shown(figure)[0].get_lines() if line.get_linestyle() == ":"}
