@@ -42,7 +42,9 @@ Alpha = Annotated[float | None, typer.Option(help="Fix α; 1 is the ablation wit
 Shift = Annotated[
     bool | None,
     typer.Option(
-        "--shift/--no-shift", help="Fit s in f(αx + s), or not; by default for derf alone.", show_default=False
+        "--shift/--no-shift",
+        help="Fit s in f(αx + s) of every curve, or of none; else of derf alone.",
+        show_default=False,
     ),
 ]
 WeightsBy = Annotated[

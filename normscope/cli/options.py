@@ -146,8 +146,8 @@ Verify = Annotated[
 Func = Annotated[
     str,
     typer.Option(
-        help="Curves, separated by commas: tanh (dyt), isru (dyisru), derf, …; all; free, E\\[y|x] itself; best, of "
-        "all; or your own formula of x, 'mine=x/(1+abs(x))'."
+        help="Curves, separated by commas: tanh (dyt), isru (dyisru), erf, derf (erf with a shift), …; all; free, "
+        "E\\[y|x] itself; best, of all; or your own formula of x, 'mine=x/(1+abs(x))'."
     ),
 ]
 ByGamma = Annotated[

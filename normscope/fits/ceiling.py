@@ -22,7 +22,7 @@ from normscope.fits.jackknife import interval
 from normscope.fits.nodes import Nodes, nodes_of
 from normscope.fits.objective import Constraints, Solutions
 from normscope.fits.problems import Problems
-from normscope.fits.solve import least_squares, refined
+from normscope.fits.solve import roughly
 
 Array = NDArray[np.float64]
 Places = NDArray[np.intp]
@@ -31,7 +31,6 @@ _LEAST_COUNT = 64
 _ROUNDING = 1e-12  # of a sum
 _LEAST_COUNTS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 _WAYS = [(least_count, along_line) for least_count in _LEAST_COUNTS for along_line in (False, True)]
-_CLOSE = 1e-2  # in log α and s: a last step of Newton's, after which the squared error is right to a millionth
 # Of sources that reach less far, a line beyond all pairs saves nothing; for one that reaches farther it may miss all.
 _HANDICAP = 1e-3
 _TIE = 1e-9  # of an error: two ways that predict alike differ by the rounding of their sums
@@ -151,13 +150,10 @@ def best_held_out(problems: Problems, of_curves: Tensor, unbounded: Sequence[boo
 
 def _without_folds(problems: Problems) -> Iterator[tuple[Curve, Solutions]]:
     """Fit every curve of the set to all pairs but those of one fold: ``problems · folds`` fits each."""
-    every = torch.arange(len(problems)).repeat_interleave(problems.folds)
     curves = [(curve, Constraints()) for curve in CURVES.values() if not curve.shifted]
     for curve, constraints in [*curves, *((CURVES[name], Constraints(shifted=True)) for name in _SHIFTED)]:
         odd = curve.zero_centred and not constraints.shifted
-        fitted = least_squares(problems.rough(odd=odd), problems.coarse(odd=odd), curve, constraints, close=_CLOSE)
-        without = problems.rough_without_folds(odd=odd)
-        yield curve, refined(without, curve, constraints, fitted.of(every), close=_CLOSE)
+        yield curve, roughly(problems.rough_without_folds(odd=odd), problems.coarse(odd=odd), curve, constraints)
 
 
 def _chosen(

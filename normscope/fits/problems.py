@@ -85,10 +85,6 @@ class Problems:
         """All pairs of each problem, on far fewer nodes."""
         return self._once("coarse", odd, lambda: joined(self._whole, min(_COARSER, self._bins_an_octave)))
 
-    def rough(self, *, odd: bool = False) -> Nodes:
-        """All pairs of each problem, on fewer nodes: for errors, which hardly change about their minimum."""
-        return self._once("rough", odd, lambda: joined(self._whole, self._rougher))
-
     def without_folds(self, *, odd: bool = False) -> Nodes:
         """All pairs but those of one fold: ``problems · folds`` problems, the folds of one problem side by side."""
         return self._once("without", odd, lambda: self._others)

@@ -37,7 +37,9 @@ _RADIUS = 0.3  # about a step of the grid
 CLOSE = 1e-7  # in log α and s: a step after which nothing is left to gain
 _POINTS_ALONG = (33, 9)  # each axis of the finer grids, of one axis and of two
 _WIDER = 4.0  # where the least error lies at the edge of a grid
-_NARROWER = 1e-2  # than a last step of Newton's: at a kink the error is as sharp as numbers are
+_SHARP = 1e-9  # in log α and s: at a kink the error is as sharp as numbers are
+_REFITTED = 1e-4  # in log α and s: a fold changes them by far more, and finer grids of two axes take their time
+_ROUGHLY = 1e-2  # in log α and s: the last step of Newton's method where the squared error is all that counts
 _SMALL_STEP = 1e-6  # in log α and s, in which few kinks lie
 _LAST_STEPS = 2
 _LAST_DIGITS = 1e-14  # of Σ w y², by which the error of one point varies with the order of its sums
@@ -45,9 +47,7 @@ _ROUNDING = 1e-15  # of Σ w y²: the error near a minimum, where only its slope
 _STEPS = 80
 
 
-def least_squares(
-    nodes: Nodes, coarse: Nodes, curve: Curve, constraints: Constraints | None = None, *, close: float = CLOSE
-) -> Solutions:
+def least_squares(nodes: Nodes, coarse: Nodes, curve: Curve, constraints: Constraints | None = None) -> Solutions:
     """Fit one curve to several problems, whatever the scales of their x and y.
 
     Args:
@@ -55,38 +55,57 @@ def least_squares(
         coarse: far fewer nodes for the same pairs, on which a first look costs little.
         curve: f.
         constraints: by default A and α are free, and s where the curve's own layer learns it.
-        close: a step in log α and s after which nothing is left to gain.
     """
     objective = Objective(nodes, curve, constraints or Constraints(shifted=curve.shifted))
     if len(nodes) > 1 and objective.rugged:
         own = zip(objective.alone, Objective(coarse, curve, objective.constraints).alone, strict=True)
-        return joined_solutions(
-            [least_squares(one.nodes, few.nodes, curve, one.constraints, close=close) for one, few in own]
-        )
+        return joined_solutions([least_squares(one.nodes, few.nodes, curve, one.constraints) for one, few in own])
     low, high = _range(coarse, objective)
     problem, starts = _starts(Objective(coarse, curve, objective.constraints), low, high)
-    ended = _minimum(objective.of(problem), starts, low[problem], high[problem], close)
+    ended = _minimum(objective.of(problem), starts, low[problem], high[problem])
     order = ended.residual.nan_to_num(torch.inf).argsort(stable=True)
     order = order[problem[order].argsort(stable=True)]  # problem by problem, the least residual first
     best = order[torch.searchsorted(problem[order], torch.arange(len(low)))]
-    return _told(objective, ended.of(best), low, high, close)
+    return _told(objective, ended.of(best), low, high)
 
 
-def refined(
-    nodes: Nodes, curve: Curve, constraints: Constraints, near: Solutions, *, close: float = CLOSE
-) -> Solutions:
+def refined(nodes: Nodes, curve: Curve, constraints: Constraints, near: Solutions) -> Solutions:
     """Fit one curve to problems of nearly the same pairs as others, from whose solutions the search begins."""
     objective = Objective(nodes, curve, constraints)
     if len(nodes) > 1 and objective.rugged:
         starts = (near.of(torch.tensor([number])) for number in range(len(nodes)))
         own = zip(objective.alone, starts, strict=True)
-        return joined_solutions([refined(one.nodes, curve, one.constraints, start, close=close) for one, start in own])
+        return joined_solutions([refined(one.nodes, curve, one.constraints, start) for one, start in own])
     start = torch.stack([near.alpha.log(), near.shift], -1)
     width = math.log(_STEEPEST)
-    ended = _minimum(objective, start, start[:, 0] - width, start[:, 0] + width, close)
+    near_enough = _REFITTED if objective.rugged else None
+    ended = _minimum(objective, start, start[:, 0] - width, start[:, 0] + width, near_enough)
     # What was a line stays one, of another slope.
     found = objective.at(start).where(near.only_power, ended) if near.only_power.any() else ended
     return found.solutions(near.only_power, near.converged)
+
+
+def roughly(nodes: Nodes, coarse: Nodes, curve: Curve, constraints: Constraints) -> Solutions:
+    """Fit one curve to several variants of each problem, well enough for the squared error: it is right to a millionth.
+
+    Args:
+        nodes: so many variants of the first problem, as many of the next, and so on.
+        coarse: few nodes of each problem.
+        curve: f.
+        constraints: of each problem.
+
+    Returns:
+        One solution a variant; whether α means anything is not asked.
+    """
+    few = Objective(coarse, curve, constraints)
+    low, high = _range(coarse, few)
+    problem, starts = _starts(few, low, high)
+    best = torch.searchsorted(problem, torch.arange(len(coarse)))  # of each, that of the least error comes first
+    variant = torch.arange(len(coarse)).repeat_interleave(len(nodes) // len(coarse))
+    objective = Objective(nodes, curve, constraints.of(variant))
+    ended = _minimum(objective, starts[best][variant], low[variant], high[variant], _ROUGHLY)
+    never = torch.zeros(len(nodes), dtype=torch.bool)
+    return ended.solutions(never, ~never)
 
 
 def _range(coarse: Nodes, objective: Objective) -> tuple[Tensor, Tensor]:
@@ -158,12 +177,15 @@ def _parts(problems: int, values: int) -> list[Tensor]:
     return [torch.arange(first, min(first + at_once, problems)) for first in range(0, problems, at_once)]
 
 
-def _minimum(objective: Objective, start: Tensor, low: Tensor, high: Tensor, close: float) -> Point:
-    """Find the minimum of the squared error about each start, with log α in [low, high]."""
+def _minimum(objective: Objective, start: Tensor, low: Tensor, high: Tensor, roughly: float | None = None) -> Point:
+    """Find the minimum of the squared error about each start, with log α in [low, high]; so far off as ``roughly``."""
     if not objective.free:
         return objective.at(start)
-    theta = (_descended if objective.curve.smooth else _narrowed)(objective, start, low, high, close)
-    return objective.at(theta) if close > CLOSE else _polished(objective, theta, low, high)
+    if objective.curve.smooth:
+        theta = _descended(objective, start, low, high, roughly or CLOSE)
+    else:
+        theta = _narrowed(objective, start, low, high, roughly or _SHARP)
+    return objective.at(theta) if roughly else _polished(objective, theta, low, high)
 
 
 def _narrowed(objective: Objective, start: Tensor, low: Tensor, high: Tensor, close: float) -> Tensor:
@@ -188,7 +210,7 @@ def _narrowed(objective: Objective, start: Tensor, low: Tensor, high: Tensor, cl
         theta[todo] = tried[torch.arange(len(todo)), least]
         inside = (offsets[least].abs() < 1).all(-1)
         width[todo] = torch.where(inside, width[todo] * spacing, (width[todo] * _WIDER).clamp_max(1.0))
-        todo = todo[width[todo] > close * _NARROWER]
+        todo = todo[width[todo] > close]
         if not len(todo):
             break
     return theta
@@ -255,13 +277,13 @@ def _newton(objective: Objective, here: Point, free: list[int], h: float) -> Ten
     return torch.nan_to_num(step)
 
 
-def _told(objective: Objective, found: Point, low: Tensor, high: Tensor, close: float) -> Solutions:
+def _told(objective: Objective, found: Point, low: Tensor, high: Tensor) -> Solutions:
     """Say where A and α are not told apart, as the curve's limit for small α does as well, or for large α."""
     never = torch.zeros_like(low, dtype=torch.bool)
     finite = found.amplitude.isfinite() & found.residual.isfinite()
     if objective.alpha is not None:
         return found.solutions(never | (objective.constraints.alpha is None), finite)
-    power_law = _power_law(objective, found, low, close)
+    power_law = _power_law(objective, found, low)
     step = objective.at(_with_centre_of(found.theta, high))
     # Where they differ by rounding alone, x has no spread to tell one α from another.
     told_apart = torch.maximum(power_law.residual, step.residual) - found.residual > _FLAT * objective.explainable
@@ -278,12 +300,12 @@ def _with_centre_of(theta: Tensor, log_alpha: Tensor) -> Tensor:
     return torch.stack([log_alpha, theta[..., 1] * (log_alpha - theta[..., 0]).exp()], -1)
 
 
-def _power_law(objective: Objective, found: Point, low: Tensor, close: float) -> Point:
+def _power_law(objective: Objective, found: Point, low: Tensor) -> Point:
     """Where the curve is its power law at the origin, the best that there is."""
     if not objective.constraints.shifted:
         return objective.at(torch.stack([low, torch.zeros_like(low)], -1))
     if not (objective.curve.linear_at_origin and objective.curve.zero_centred):
-        return _minimum(objective, _with_centre_of(found.theta, low), low, low, close)
+        return _minimum(objective, _with_centre_of(found.theta, low), low, low)
     # Of a line the place of zero may lie far from all pairs, farther than a search for it would go.
     nodes = objective.nodes
     total = nodes.weight.sum(-1)

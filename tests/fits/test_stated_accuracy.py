@@ -1,5 +1,6 @@
 """What the docs state of errors that come of bins, on the embedded networks, against all raw pairs and tokens."""
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 NUMPY = {"tanh": np.tanh, "isru": lambda u: u / np.sqrt(1 + u * u)}
 # A stated error is an error that occurs: of what is found, the worst is no less than half of what is stated.
 OCCURS = 0.5
+CHANNELS = 2  # of three, those with this remainder: the worst is among them
 MOST_TOKENS = 6000  # of a site: the first convolution has 92,000, which take scipy as long as all the rest
 
 
@@ -44,11 +46,16 @@ def networks():
     return found
 
 
-def by_scipy(found, x, y):
-    """α and RMSE of least squares over raw pairs, by a library."""
-    f = NUMPY[found.curve]
-    best, _ = curve_fit(lambda x, scale, a: scale * f(a * x), x, y, (found.amplitude, found.alpha), xtol=1e-12)
-    return abs(best[1]), np.sqrt(np.mean((y - best[0] * f(best[1] * x)) ** 2))
+def of_raw_pairs(curve, x, y):
+    """α and RMSE of least squares over raw pairs, by a library that knows nothing of our optimum."""
+    f, found = NUMPY[curve], []
+    for steepness in (0.1, 1.0):
+        start = (np.abs(y).max(), steepness / np.median(np.abs(x)))
+        with contextlib.suppress(RuntimeError):  # one that leads nowhere
+            (amplitude, alpha), _ = curve_fit(lambda x, scale, a: scale * f(a * x), x, y, start, xtol=1e-12)
+            found.append((np.sqrt(np.mean((y - amplitude * f(alpha * x)) ** 2)), abs(alpha)))
+    rmse, alpha = min(found)
+    return alpha, rmse
 
 
 def of_docs(page, stated):
@@ -65,16 +72,17 @@ def test_fits_of_channels_are_as_right_as_the_docs_say(networks):
     errors, saved = [], []
     for network in networks:
         for found in normscope.fit(network.seen, per="channel"):
-            if not found.converged or found.straight:  # α is then that of a line: there is none to be right about
+            # α of a line is none to be right about; one channel in three is enough to tell.
+            if not found.told_apart or found.channel % 3 != CHANNELS:
                 continue
             x, y = (values[:, found.channel] for values in network.rows[found.site])
             if len(x) > MOST_TOKENS:
                 continue
-            alpha, rmse = by_scipy(found, x, y)
+            alpha, rmse = of_raw_pairs(found.curve, x, y)
             errors.append((abs(found.alpha / alpha - 1), abs(found.rmse / rmse - 1)))
             saved.append(1 - rmse**2 / np.mean((y - x @ y / (x @ x) * x) ** 2))
     errors = np.array(errors)
-    assert len(errors) > 5000  # of both curves
+    assert len(errors) > 1500  # of both curves
     for of_one, nine_of_ten, worst in zip(errors.T, (1e-3, 1e-4), (2e-2, 7e-4), strict=True):
         # Stated in one digit: 1.01e-3 is 10⁻³.
         assert OCCURS * nine_of_ten < np.quantile(of_one, 0.9) < 1.05 * nine_of_ten

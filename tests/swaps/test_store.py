@@ -124,8 +124,8 @@ def test_what_the_folder_says_of_itself(tmp_path):
         ("7", "timm.layers.norm_act.BatchNormAct2d"),
     ]
     assert [(site.curve, site.channel_axis, site.shift, site.activated) for site in record.sites] == [
-        ("erf", 1, True, False),
-        ("erf", 1, True, True),
+        ("derf", 1, True, False),
+        ("derf", 1, True, True),
     ]
     assert record.description.startswith("derf in place of 2 norms, healed in 20 steps, of seed 0, sha256 ")
 
