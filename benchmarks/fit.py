@@ -32,14 +32,15 @@ ABOUT = """
 How long it takes to fit one curve to one norm site of {pairs:,} pairs. normscope fits all sites of a network at once,
 here {sites} of as many pairs each, and its times are divided by their number. Search: A and α alone; nodes and search:
 with the making of the weighted points that stand for the pairs, from the capture's sums, which all odd curves share;
-normscope.fit: all of it, goodness, tails, the cross-validated ceiling, held-out folds and intervals among it, for one
-curve a call. Of one site: {in_a_row} calls in a row, divided by as many. The peers fit A and α to the raw pairs of the
-first site in float64, one after the other, from the same start: scipy.optimize.curve_fit, lmfit, and curve_fit on
-{drawn:,} pairs drawn uniformly. Off by: how far α, DyISRU's C = 1/α², and the RMSE of A and α over all raw pairs, in
-float64, lie from those of curve_fit on all pairs, of the first site, or the median of all and the range; RMSE as told:
-the one that normscope gives without the pairs. Sites are LayerNorms of {channels} channels over heavy-tailed tokens:
-lognormal σ, and two channels 30 and 20 times larger; each site's tokens are its own, and a tenth larger than the last
-one's. Everything ran on one thread. Reading the pairs is in none of the times: normscope did that as they passed.
+normscope.fit: all of it, goodness, tails, the ceiling, which fits every built-in curve without each fold, held-out
+folds and intervals among it, for one curve a call. Of one site: {in_a_row} calls in a row, divided by as many. The
+peers fit A and α to the raw pairs of the first site in float64, one after the other, from the same start:
+scipy.optimize.curve_fit, lmfit, and curve_fit on {drawn:,} pairs drawn uniformly. Off by: how far α, DyISRU's C = 1/α²,
+and the RMSE of A and α over all raw pairs, in float64, lie from those of curve_fit on all pairs, of the first site, or
+the median of all and the range; RMSE as told: the one that normscope gives without the pairs. Sites are LayerNorms of
+{channels} channels over heavy-tailed tokens: lognormal σ, and two channels 30 and 20 times larger; each site's tokens
+are its own, and a tenth larger than the last one's. Everything ran on one thread. Reading the pairs is in none of the
+times: normscope did that as they passed.
 """
 
 
