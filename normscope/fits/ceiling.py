@@ -168,7 +168,8 @@ def _chosen(
         without: likewise of all pairs but one fold's, ``(folds,)``.
         pairs: number of pairs of each fold, likewise.
     """
-    errors = np.nan_to_num(errors, nan=np.inf)
+    known = np.isfinite(errors).all(1)  # a derivative may be infinite where x is zero
+    errors, handicaps = errors[known], handicaps[known]
     folds = np.arange(errors.shape[1])
     others = errors.sum(1, keepdims=True) - errors
     best = _first_of_least(others * handicaps[:, None])

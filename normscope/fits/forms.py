@@ -60,7 +60,10 @@ class Form:
         if self.theory and not curve.linear_at_origin:
             return f"{curve.name} has no slope at the origin, so that no α follows from the norm's."
         if self.shift and math.isinf(curve.slope_at_origin):
-            return f"{curve.name} rises vertically at its centre, so that binned pairs do not tell its shift."
+            return (
+                f"{curve.name} rises vertically at its centre, so that binned pairs do not tell its shift; leave the "
+                "curve or the shift out."
+            )
         return None
 
     def called(self, curve: Curve) -> Curve:

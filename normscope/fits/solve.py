@@ -178,7 +178,10 @@ def _parts(problems: int, values: int) -> list[Tensor]:
 
 
 def _minimum(objective: Objective, start: Tensor, low: Tensor, high: Tensor, roughly: float | None = None) -> Point:
-    """Find the minimum of the squared error about each start, with log α in [low, high]; so far off as ``roughly``."""
+    """Find the minimum of the squared error about each start, with log α in [low, high].
+
+    Where ``roughly`` is given, to within about so much in log α and s; otherwise to all digits that the sums have.
+    """
     if not objective.free:
         return objective.at(start)
     if objective.curve.smooth:
