@@ -347,3 +347,15 @@ def test_there_is_no_ceiling_where_the_grid_does_not_resolve_x():
     for found in normscope.fit(seen, "tanh,linear,free"):
         assert found.folds == "source" and found.r2_ceiling is None and found.of_ceiling is None
         assert found.as_dict()["r2_ceiling"] is None and "r2_ceiling" not in found.intervals
+
+
+def test_a_function_that_is_infinite_somewhere_is_not_chosen():
+    """As a derivative is at x = 0: infinity less infinity is no error of the other folds."""
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal(4000)
+    y = np.tanh(x) + 0.1 * generator.standard_normal(x.size)
+    problems = problems_of(torch.stack([moments_of(x[k::8], y[k::8]) for k in range(8)]))
+    errors = torch.full((1, 1, 8), 1e-6, dtype=torch.float64)
+    errors[0, 0, 3] = math.inf
+    none = torch.zeros(0, 1, 8, dtype=torch.float64)
+    assert best_held_out(problems, errors, [False]) == best_held_out(problems, none, [])
