@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 # Names under which modules keep what they multiply y by, and what they add to it.
 _GAINS = ("weight", "gamma", "scale", "g")
@@ -126,13 +127,38 @@ def form_name(form: Form) -> str:
 
 
 def gain_and_shift(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-    """Return what the module keeps to multiply y by and to add to it, flat and in float32; None where it has none."""
+    """Return what the module keeps to multiply y by and to add to it, flat and in float32; None where it has none.
+
+    They have one of the usual names or, where neither has, are all that the module learns: the weight, then the bias.
+
+    >>> gain_and_shift(nn.LayerNorm(3, elementwise_affine=False))
+    (None, None)
+    """
 
     def first(names: tuple[str, ...]) -> Tensor | None:
         values = (getattr(module, name, None) for name in names)
         return next((value.float().flatten() for value in values if isinstance(value, Tensor)), None)
 
-    return first(_GAINS), first(_SHIFTS)
+    gain, shift = first(_GAINS), first(_SHIFTS)
+    if gain is None and shift is None:
+        gain, shift = (*(vector.float().flatten() for vector in channel_vectors(module)), None, None)[:2]
+    return gain, shift
+
+
+def channel_vectors(module: nn.Module) -> list[nn.Parameter]:
+    """Return all that a module learns where that is one weight for each channel and perhaps a bias; else nothing.
+
+    It is what a norm learns, and a layer scale or a PReLU too.
+
+    >>> [tuple(vector.shape) for vector in channel_vectors(nn.LayerNorm(3))], channel_vectors(nn.Linear(3, 3))
+    ([(3,), (3,)], [])
+    """
+    own = list(module.parameters(recurse=False))
+    if len(own) not in (1, 2) or any(next(child.parameters(), None) is not None for child in module.children()):
+        return []
+    vectors = [each for each in own if not is_lazy(each) and each.is_floating_point() and each.ndim]
+    alike = len({vector.numel() for vector in vectors}) == 1
+    return vectors if len(vectors) == len(own) and alike and all(max(v.shape) == v.numel() > 1 for v in vectors) else []
 
 
 def scale_and_shift(module: nn.Module, y: Tensor) -> Tensor:

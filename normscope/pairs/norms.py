@@ -6,6 +6,8 @@ before it is recomputed from the input, in float32, by the row of the table that
 
 from __future__ import annotations
 
+import re
+
 from torch import nn
 
 from normscope.errors import UsageError
@@ -13,9 +15,12 @@ from normscope.pairs.formulas import Normalize, layer_norm, rms_norm, scale_and_
 from normscope.pairs.kinds import Axes, NormKind, OfModule, token_norm, trailing_axes
 from normscope.pairs.library_norms import NORMS, Row
 
-__all__ = ["ancestor_kind", "kind_of", "layer_norm", "refusal", "register_norm", "rms_norm"]
+__all__ = ["ancestor_kind", "is_norm", "kind_of", "layer_norm", "refusal", "register_norm", "rms_norm"]
 
 _TABLE: dict[str, Row] = dict(NORMS)
+# The words of a class's name: "My" and "RMS" of MyRMS, "LN" of LN2d, "Channels" as one.
+_WORDS = re.compile("[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_CALLED_A_NORM = re.compile("([nN]orm[^A-Z]*|RMS|Rms|rms|LN|Ln|ln)[0-9]*[dD]?$")
 
 
 def register_norm(
@@ -80,6 +85,32 @@ def refusal(module: nn.Module) -> str | None:
     """Say why a module of a known class, or of one made from it, is no norm site; None where nothing is against it."""
     found = _nearest(module)
     return found if isinstance(found, str) else None
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Say whether a module is a norm by the table or by its name, which has norm somewhere or rms or ln as a word.
+
+    One that only holds a norm is none, nor is one with layers of its own, unless norm is what it is called: a
+    RobertaPreLayerNormOutput is an output, an AdaGroupNorm a norm, a ConvMlpWithNorm an MLP. Nor is a convolution or a
+    linear layer, which may normalize its weight.
+
+    >>> [is_norm(type(name, (nn.Module,), {})()) for name in ("MyRMS", "LN2d", "AdaLN", "Channels", "Alarms")]
+    [True, True, True, False, False]
+    """
+    if _nearest(module) is not None:
+        return True
+    name = type(module).__name__
+    words = {word.lower() for word in _WORDS.findall(name)}
+    if "norm" not in name.lower() and not words & {"rms", "ln"}:
+        return False
+    if type(module).__module__.startswith("torch.nn.utils") or re.search("With_?Norm", name):
+        return False
+    if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
+        return False
+    if any(is_norm(part) for part in module.modules() if part is not module):
+        return False
+    layers = any(parameter.ndim > 1 for child in module.children() for parameter in child.parameters())
+    return not layers or _CALLED_A_NORM.search(name) is not None
 
 
 def _nearest(module: nn.Module) -> NormKind | str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,17 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from normscope.batches import Batch
 from normscope.errors import ModelError, count
-from normscope.pairs.formulas import form_name, gain_and_shift
+from normscope.pairs.formulas import channel_vectors, form_name, gain_and_shift
 from normscope.pairs.kinds import NormKind
 from normscope.pairs.library_norms import POINTWISE
-from normscope.pairs.norms import ancestor_kind, kind_of, refusal
+from normscope.pairs.norms import ancestor_kind, is_norm, kind_of, refusal
 from normscope.pairs.placement import ADDITIONS, Addition, Ends, of_sites
 from normscope.pairs.sites import NormSite, SkippedNorm
 from normscope.pairs.spread import at_hand
-from normscope.pairs.trials import identified
+from normscope.pairs.trials import identified, ignores_scale
 from normscope.state import left_as_found, run
 
 NOT_CALLED = "not called"
@@ -93,7 +94,8 @@ class _Input:
         """Whether the norm changed it: by torch's own count, and by its values, since ``x.data`` is not counted."""
         if _version(self._given) != self._version:
             return True
-        return not (self._given.is_nested or torch.equal(self._given, self.copy))  # nested ones cannot be compared
+        comparable = self._given.layout == torch.strided and not self._given.is_nested
+        return comparable and not torch.equal(self._given, self.copy)
 
 
 def _version(x: Tensor) -> int | None:
@@ -121,24 +123,25 @@ def find_norms(model: nn.Module, batch: Batch) -> NormReport:
             "The model is TorchScript, in whole or in part, which hooks cannot enter; load it as a module."
         )
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps: compiled code calls no hook of its parts
-    suspects = _suspects(model)
+    named, weighing = _suspects(model)
     watch = _FunctionWatch()
     with left_as_found(model) as buffers:
-        with _calls_of(suspects, watch) as calls, _entered(model, watch), watch:
+        with _calls_of(named, weighing, watch) as calls, _entered(model, watch), watch:
             run(model, batch)
         keeps_state = buffers.changed
 
     sites: list[NormSite] = []
     skipped: list[SkippedNorm] = []
     kinds: dict[str, NormKind] = {}
-    for call in calls.values():
+    no_norms = _no_norms(calls, named)
+    for call in (call for name, call in calls.items() if name not in no_norms):
         if isinstance(call.kind, str):
             skipped.append(SkippedNorm(call.name, type(call.module).__name__, call.kind))
         else:
             kinds[call.name] = call.kind
             sites.append(_site(len(sites), call, call.kind))
-    for name, module in suspects.items():
-        if name not in calls:
+    for name, module in named.items():
+        if name not in calls and name not in no_norms:
             reason = "it does not take and return one tensor" if name in watch.tensorless else NOT_CALLED
             skipped.append(SkippedNorm(name, type(module).__name__, reason))
     skipped += [
@@ -148,7 +151,7 @@ def find_norms(model: nn.Module, batch: Batch) -> NormReport:
     placements = of_sites({site.name: calls[site.name].ends for site in sites}, watch.additions)
     sites = [replace(site, placement=placements[site.name]) for site in sites]
     if not sites:
-        raise ModelError(_no_sites(type(model).__name__, skipped))
+        raise ModelError(_no_sites(type(model).__name__, skipped, len(watch.weights_normed)))
     shapes = {site.name: calls[site.name].input.shape for site in sites}
     overwriting = frozenset(site.name for site in sites if calls[site.name].overwrites)
     return NormReport(sites, skipped, kinds, shapes, overwriting, keeps_state)
@@ -168,51 +171,59 @@ def with_input(args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> tupl
     }
 
 
-def _suspects(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that may normalize; what a known norm is built of is part of it, and no norm of its own."""
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        parents = (name[: dot.start()] for dot in re.finditer(r"\.", name))
-        if _is_norm(module) and not any(parent in found and kind_of(found[parent]) for parent in parents):
-            found[name] = module
-    return found
+def _suspects(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """Modules that are norms by the table or by name; and others that learn what a norm learns, or a layer scale.
 
-
-def _is_norm(module: nn.Module) -> bool:
-    """Whether a module normalizes, by the table or by its name.
-
-    One that only holds a norm does not, nor does one with layers of its own, unless norm is what it is called: a
-    RobertaPreLayerNormOutput is an output, an AdaGroupNorm a norm.
+    What a known norm is built of is part of it, and no norm of its own.
     """
-    if ancestor_kind(module) is not None or refusal(module) is not None:
-        return True
-    name = type(module).__name__
-    if not re.search("norm", name, re.IGNORECASE) or type(module).__module__.startswith("torch.nn.utils"):
-        return False
-    if any(_is_norm(child) for child in module.children()):
-        return False
-    layers = any(parameter.ndim > 1 for child in module.children() for parameter in child.parameters())
-    return not layers or re.search("[nN]orm[^A-Z]*D?$", name) is not None
+    named: dict[str, nn.Module] = {}
+    weighing: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if any(parent in named and kind_of(named[parent]) for parent in _parents(name)):
+            continue
+        if is_norm(module):
+            named[name] = module
+        elif channel_vectors(module):
+            weighing[name] = module
+    return named, weighing
+
+
+def _parents(name: str) -> list[str]:
+    return [name[: dot.start()] for dot in re.finditer(r"\.|^(?=.)", name)]
+
+
+def _no_norms(calls: dict[str, _Call], named: dict[str, nn.Module]) -> set[str]:
+    """Names of suspects that turned out to be no norms: to weigh alone, to be part of a norm or only to hold one."""
+    sites = {name for name, call in calls.items() if isinstance(call.kind, NormKind)}
+    weigh_alone_or_part = {
+        name for name in calls.keys() - named.keys() if name not in sites or sites & {*_parents(name)}
+    }
+    held = sites - named.keys() - weigh_alone_or_part
+    holders = {name for site in held for name in _parents(site) if name in named and refusal(named[name]) is None}
+    return weigh_alone_or_part | holders
 
 
 @contextlib.contextmanager
-def _calls_of(suspects: dict[str, nn.Module], watch: _FunctionWatch) -> Iterator[dict[str, _Call]]:
-    """Note the first call of each module, and tell the watch when one of them is at work."""
+def _calls_of(
+    named: dict[str, nn.Module], weighing: dict[str, nn.Module], watch: _FunctionWatch
+) -> Iterator[dict[str, _Call]]:
+    """Note the first call of each suspect, and let the watch forget what those do that are named, or found, a norm."""
     calls: dict[str, _Call] = {}
-    before: dict[str, list[_Input | None]] = {name: [] for name in suspects}  # the last is at work: it may call itself
+    suspects = {**named, **weighing}
+    # The last is at work: it may call itself.
+    before: dict[str, list[tuple[_Input | None, tuple[int, int]]]] = {name: [] for name in suspects}
 
     def enter(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = input_of(args, kwargs)
             with watch.paused():
-                before[name].append(None if x is None else _Input(x))
-            watch.inside_norm += 1
+                before[name].append((None if x is None else _Input(x), watch.mark()))
 
         return hook
 
     def leave(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            x, own = input_of(args, kwargs), before[name].pop()
+            x, (own, mark) = input_of(args, kwargs), before[name].pop()
             with watch.paused():
                 overwrites = own is not None and own.changed
             if name in calls:
@@ -223,10 +234,11 @@ def _calls_of(suspects: dict[str, nn.Module], watch: _FunctionWatch) -> Iterator
                 # Now, while the input is what the norm saw: the network may go on to add to it in place.
                 with watch.paused(), at_hand(module, args, kwargs) as (own_args, own_kwargs):
                     kind = _resolve(module, own_args, own_kwargs, output)
-                calls[name] = _Call(name, module, x, output, kind, len(watch.additions), overwrites)
+                calls[name] = _Call(name, module, x, output, kind, mark[1], overwrites)
             else:
                 watch.tensorless[name] = None
-            watch.inside_norm -= 1
+            if name in named or (name in calls and isinstance(calls[name].kind, NormKind)):
+                watch.forget_since(mark)
 
         return hook
 
@@ -255,16 +267,21 @@ def _entered(model: nn.Module, watch: _FunctionWatch) -> Iterator[None]:
 
 
 class _FunctionWatch(TorchFunctionMode):
-    """Sees every torch function: norms that are called as functions, and the additions of the residual stream."""
+    """Sees every torch function: norms that are called as functions, and the additions of the residual stream.
+
+    A norm function may be called on weights (a weight-standardized convolution calls batch_norm): on a parameter, or on
+    what functions made of parameters alone. That is no norm of activations.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.inside_norm = 0
         self.on_pause = False
         self.path: list[str] = []
         self.tensorless: dict[str, None] = {}
         self.functional: dict[tuple[str, str], None] = {}
         self.additions: list[Addition] = []
+        self.weights_normed: dict[str, None] = {}
+        self._of_weights = WeakTensorKeyDictionary()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -273,17 +290,51 @@ class _FunctionWatch(TorchFunctionMode):
         yield
         self.on_pause = False
 
+    def mark(self) -> tuple[int, int]:
+        """Return how many norms and additions were seen until now."""
+        return len(self.functional), len(self.additions)
+
+    def forget_since(self, mark: tuple[int, int]) -> None:
+        """Forget what a norm was seen to do inside: x − mean is no branch, and its own function no other norm."""
+        for key in list(self.functional)[mark[0] :]:
+            del self.functional[key]
+        del self.additions[mark[1] :]
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if self.on_pause:
-            return func(*args, **(kwargs or {}))
-        if func in _NORM_FUNCTIONS and not self.inside_norm:
-            self.functional[(self.path[-1] if self.path else "", func.__name__)] = None
-        elif func in ADDITIONS and not self.inside_norm:  # x − mean within a norm is no branch
-            operands = tuple(value for value in args if isinstance(value, Tensor))
-            if not any(isinstance(value, nn.Parameter) for value in operands):  # a bias or an embedding is no branch
-                in_place = func.__name__.endswith("_") and not func.__name__.startswith("__")  # add_, but not __rsub__
-                self.additions.append(Addition(operands, in_place))
-        return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
+        operands = tuple(value for value in args if isinstance(value, Tensor))
+        if func in _NORM_FUNCTIONS:
+            where = self.path[-1] if self.path else ""
+            if self._is_weight(operands[0] if operands else kwargs["input"]):
+                self.weights_normed[where] = None
+            else:
+                self.functional[(where, func.__name__)] = None
+        # A bias or an embedding is no branch.
+        elif func in ADDITIONS and not any(isinstance(value, nn.Parameter) for value in operands):
+            in_place = func.__name__.endswith("_") and not func.__name__.startswith("__")  # add_, but not __rsub__
+            self.additions.append(Addition(operands, in_place))
+        result = func(*args, **kwargs)
+        # Outside of every module it is the batch that is copied, which may be a parameter.
+        if self.path and isinstance(result, Tensor):
+            made_of = list(_tensors_in((*args, *kwargs.values())))
+            if made_of and all(map(self._is_weight, made_of)):
+                self._of_weights[result] = _version(result)
+        return result
+
+    def _is_weight(self, value: Tensor) -> bool:
+        """Whether a tensor is a parameter or made of such alone, and nothing was written into it since."""
+        if isinstance(value, nn.Parameter):
+            return True
+        return value in self._of_weights and bool(self._of_weights[value] == _version(value))
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        yield from (
+            each for each in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(each, Tensor)
+        )
 
 
 def _resolve(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> NormKind | str:
@@ -292,6 +343,8 @@ def _resolve(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
     assert x is not None  # noqa: S101 - as the module was called with a tensor
     known = kind_of(module) or refusal(module)
     if known is None:
+        if not (is_norm(module) or ignores_scale(module, (args, kwargs), x)):
+            return "it only weighs its input"
         return identified(module, (args, kwargs), x, output, ancestor_kind(module))
     if isinstance(known, NormKind) and known.groups is not None:
         channels, features = known.channels(module, x), getattr(module, "num_features", None)
@@ -322,7 +375,7 @@ def _site(index: int, call: _Call, kind: NormKind) -> NormSite:
     )
 
 
-def _no_sites(network: str, skipped: list[SkippedNorm]) -> str:
+def _no_sites(network: str, skipped: list[SkippedNorm], weights_normed: int) -> str:
     replaced = [norm.reason for norm in skipped if norm.reason.startswith(POINTWISE)]
     if replaced:
         curves = ", ".join(dict.fromkeys(reason[reason.find("(") + 1 : reason.rfind(")")] for reason in replaced))
@@ -331,6 +384,8 @@ def _no_sites(network: str, skipped: list[SkippedNorm]) -> str:
             "observe or to replace. Take the original's weights, or a swap of fewer sites."
         )
     if not skipped:
-        return "The model calls no normalization layer, so that there is nothing to observe."
+        none = f"This {network} has no normalization of activations, so that there is nothing to observe or to replace."
+        instead = f" It normalizes its weights instead, in {count(weights_normed, 'module')}."
+        return none + (instead if weights_normed else "")
     seen = "; ".join(f"{norm.name} ({norm.kind}): {norm.reason}" for norm in skipped[:4])
     return f"The model calls no normalization layer that normscope knows. Skipped: {seen}."

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from normscope.pairs.formulas import (
     FORMS,
+    channel_vectors,
     gain_and_shift,
     root_mean_square,
     scale_and_shift,
@@ -38,6 +39,7 @@ _NO_ROOT_EPS = 1e-12  # what F.normalize takes, under no name that the module ke
 _PROBES = ((0.0, 1.0), (3.0, 1.0), (0.0, 1e-3), (0.0, 1e-5))
 _MOST_TOKENS = 256  # that a trial compares
 _MOST_POSITIONS = 32  # along an axis that no form normalizes over
+_LARGE = ((0.0, 1e2), (0.0, 2e2))  # scales whose squares are far above every eps
 _SAME = 1e-4  # how far two forms' y may differ and still be one, where float32 explains 4e-6 of it
 
 _Call = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -91,6 +93,31 @@ def identified(module: nn.Module, call: _Call, x: Tensor, output: Tensor, ancest
 
 
 @torch.no_grad()
+def ignores_scale(module: nn.Module, call: _Call, x: Tensor) -> bool:
+    """Say quickly whether a module of one weight per channel may be a norm: a layer scale doubles with its input.
+
+    Args:
+        module: it is not called, only a copy of it.
+        call: positional and keyword arguments that it was called with.
+        x: the tensor among them that it normalizes or weighs.
+
+    >>> x = torch.zeros(2, 8)
+    >>> ignores_scale(nn.RMSNorm(8), ((x,), {}), x), ignores_scale(nn.PReLU(8), ((x,), {}), x)
+    (True, False)
+    """
+    if hasattr(module, "running_var"):  # whose scale is not the input's own
+        return True
+    channels = channel_vectors(module)[0].numel()
+    shape = [size if size == channels else min(size, _MOST_POSITIONS) for size in x.shape]
+    try:
+        one, twice = (shown.output for shown in _probed(module, call, x, shape, _LARGE))
+        # A norm's two outputs differ by less than a thousandth, a layer scale's by as much as the first itself.
+        return bool((twice - one).abs().mean() < 0.1 * one.abs().mean())
+    except Exception:  # of code that is not ours, on inputs that it was not made for
+        return False
+
+
+@torch.no_grad()
 def kind_at(module: nn.Module, site: NormSite) -> NormKind | str:
     """Say how a module normalizes that was found at a site before, without running the network; or why it is no norm.
 
@@ -136,11 +163,13 @@ def _twin(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _probed(module: nn.Module, call: _Call, x: Tensor, shape: list[int]) -> list[_Shown]:
+def _probed(
+    module: nn.Module, call: _Call, x: Tensor, shape: list[int], probes: tuple[tuple[float, float], ...] = _PROBES
+) -> list[_Shown]:
     """Ask a float32 copy for its output on noise; no hook and no state of the module sees it."""
     twin, shown = _twin(module).float(), []
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(x.device)
-    for mean, sigma in _PROBES:
+    for mean, sigma in probes:
         probe = mean + sigma * noise
         args = tuple(probe.clone() if value is x else value for value in call[0])
         kwargs = {key: probe.clone() if value is x else value for key, value in call[1].items()}

@@ -16,7 +16,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from normscope.batches import as_batches
 from normscope.errors import ModelError
-from normscope.pairs import norms, trace
+from normscope.pairs import norms
 from normscope.pairs.kinds import NormKind
 from normscope.pairs.library_norms import NORMS
 from normscope.pairs.norms import kind_of
@@ -207,8 +207,8 @@ def outcome(norm_type: type[nn.Module]) -> str:
     except (AttributeError, TypeError, ValueError):
         parts = re.search(r"\w*[nN]orm\w*\(|nn\.(Linear|Conv)|norm_layer|NORMS", inspect.getsource(norm_type.__init__))
         return "made of parts" if parts and norm_type.__name__ not in NOT_MADE else "not made"
-    if not trace._is_norm(module):
-        return "made of parts" if any(map(trace._is_norm, module.modules())) else "no norm"
+    if not norms.is_norm(module):
+        return "made of parts" if any(map(norms.is_norm, module.modules())) else "no norm"
     shapes = accepted(module)
     for shape in shapes:
         kinds = [kind_by_call(module, shape, dtype) for dtype in DTYPES]

@@ -340,7 +340,7 @@ def test_mistakes(net, batch):
         bench(net, batch, "thanh")
     with pytest.raises(UsageError, match="free is what was fitted"):
         bench(net, batch, "free")
-    with pytest.raises(ModelError, match="no normalization layer"):
+    with pytest.raises(ModelError, match="no normalization of activations"):
         bench(nn.Linear(2, 2), Batch((torch.ones(1, 2),)))
 
 
