@@ -1,11 +1,11 @@
-"""Swaps in networks of which torch.compile made parts, against uncompiled copies; and bench, which times compiled code."""
+"""Swaps in networks that torch compiles or fuses, against copies that it does not; and bench, which times the first."""
 
 import pytest
 import torch
 from torch import nn
 
 import normscope
-from normscope.batches import Batch
+from normscope.batches import Batch, Sample
 from normscope.swaps.bench import bench
 from normscope.swaps.drift import drift
 from normscope.swaps.pointwise import DyT
@@ -103,6 +103,19 @@ def test_a_swap_stands_in_compiled_code_and_goes_from_it(x, compiled):
                 before, swapped = compiler.runs, plain(x)
                 assert torch.equal(model(x), swapped) and compiler.runs > before
             assert not torch.equal(model(x), swapped)
+
+
+def test_drift_of_a_padded_encoder_is_that_of_one_without_nested_tensors():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    fused, plain = (nn.TransformerEncoder(layer, 1, enable_nested_tensor=nested) for nested in (True, False))
+    plain.load_state_dict(fused.state_dict())
+    padding = torch.arange(5) >= torch.tensor([5, 3, 4])[:, None]
+    samples = tuple(Sample(f"text {i}", i, i) for i in range(3))
+    batch = Batch((torch.randn(3, 5, 8),), {"src_key_padding_mask": padding}, samples, valid=~padding)
+    swapped = {"layers.0.norm1": DyT(8), "layers.0.norm2": DyT(8)}
+    report, known = (drift(model, [batch], swapped) for model in (fused, plain))
+    assert report.rows == known.rows and report.all.relative_l2.min > 0
 
 
 def test_healing_hears_compiled_parts(x):
