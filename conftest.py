@@ -1,6 +1,8 @@
 """Doctests are looked for in every module, but those that import Triton only where it is; and what tests share."""
 
 import os
+import signal
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -12,6 +14,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores leave one 
 
 WITH_TRITON = ["pairs/binning/cuda*", "swaps/kernels/f*", "swaps/kernels/l*"]
 collect_ignore_glob = [] if find_spec("triton") else [f"normscope/{path}.py" for path in WITH_TRITON]
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C interrupt this process and those that it starts, also where a nohup or a CI has it ignored by all."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -19,8 +19,14 @@ _ALLOCATORS = (
 
 
 @contextlib.contextmanager
-def left_as_found(model: nn.Module) -> Iterator[KeptBuffers]:
+def left_as_found(model: nn.Module, *, timed: bool = False) -> Iterator[KeptBuffers]:
     """Run the block in eval mode without gradients; put training flags, grad mode, RNG states and buffers back.
+
+    Meanwhile torch runs each module by itself, see :func:`module_by_module`.
+
+    Args:
+        model: the network that is run.
+        timed: leave it to torch instead what it compiles and fuses, for those who want to know how long that takes.
 
     Yields:
         The buffers as they were found: passes that must not depend on one another put them back in between.
@@ -30,13 +36,39 @@ def left_as_found(model: nn.Module) -> Iterator[KeptBuffers]:
         model.eval()
         buffers = KeptBuffers(model)
         try:
-            with torch.random.fork_rng(cuda_devices(model)), torch.no_grad():
+            with (
+                contextlib.nullcontext() if timed else module_by_module(),
+                torch.random.fork_rng(cuda_devices(model)),
+                torch.no_grad(),
+            ):
                 yield buffers
         finally:
             buffers.put_back()
     finally:
         for module, flag in training.items():
             module.training = flag
+
+
+@contextlib.contextmanager
+def module_by_module() -> Iterator[None]:
+    """Run each module of any network by itself: nothing that torch.compile made, and no encoder layer that torch fuses.
+
+    Neither is for hooks. Compiled code has those that it was compiled with, and of others hears nothing; dynamo would
+    follow them into their sums. A fused :class:`torch.nn.TransformerEncoder` gives nested tensors to the modules that
+    have hooks, and those modules cannot take them.
+
+    >>> compiled = torch.compile(nn.LayerNorm(4), backend=lambda graph, inputs: print("compiling"))
+    >>> with module_by_module():
+    ...     compiled(torch.zeros(1, 4))
+    tensor([[0., 0., 0., 0.]], grad_fn=<NativeLayerNormBackward0>)
+    """
+    fused = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
 
 
 class KeptBuffers:

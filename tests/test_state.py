@@ -1,6 +1,7 @@
 """A network that is lent: what a forward pass changes is put back."""
 
 import collections
+import contextlib
 import threading
 
 import pytest
@@ -101,6 +102,31 @@ def test_buffers_made_in_inference_mode_come_back():
     with left_as_found(network), torch.inference_mode():
         network.mean += 1
     assert bits(network) == before
+
+
+@pytest.mark.parametrize("failure", [None, ValueError("broken"), KeyboardInterrupt()])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("stance", ["default", "eager_on_recompile"])
+def test_how_torch_compiles_and_fuses_is_left_as_found(failure, fused, stance):
+    def found():
+        return torch._dynamo.eval_frame._stance.stance, torch.backends.mha.get_fastpath_enabled()
+
+    usual = found()
+    with torch.compiler.set_stance(stance):
+        torch.backends.mha.set_fastpath_enabled(fused)
+        try:
+            with pytest.raises(type(failure)) if failure else contextlib.nullcontext(), left_as_found(Held()):
+                with left_as_found(Held()):
+                    assert found() == ("force_eager", False)
+                assert found() == ("force_eager", False)
+                if failure is not None:
+                    raise failure
+            assert found() == (stance, fused)
+            with left_as_found(Held(), timed=True):
+                assert found() == (stance, fused)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    assert found() == usual
 
 
 Pair = collections.namedtuple("Pair", "one two")

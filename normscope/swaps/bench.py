@@ -101,7 +101,7 @@ def bench(
     inner, until = uncompiled(model), time.monotonic() + budget
     measured: list[Measured] = []
     left_out: list[str] = []
-    with left_as_found(inner), compilations():
+    with left_as_found(inner, timed=True), compilations():
         progress("looking for norms")
         begun = time.monotonic()
         found = find_norms(inner, batch)

@@ -87,7 +87,7 @@ def published(
     batch = of_tokens(model, tokens)
     notes = _differences(where, tokens, n_passes)
     rows: list[Latency] = []
-    with left_as_found(model), compilations():
+    with left_as_found(model, timed=True), compilations():
         found = find_norms(model, batch)
         made = [one for one in variants(model, found.sites, curves) if one.name in (NATIVE, *curves)]
         whole = ModelBench(model, batch, outputs or Outputs(), made, len(found.sites), True)

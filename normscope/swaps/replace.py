@@ -84,7 +84,7 @@ class Swap:
             module.train(norm.training)
             if isinstance(module, (PointwiseFunction, RMSNorm)):
                 module.in_place_of = _full_name(norm)
-            parent._modules[name] = module
+            _put(parent, name, module)
 
     def undo(self) -> None:
         """Put the network's own modules back; once is enough.
@@ -96,7 +96,7 @@ class Swap:
             if parent._modules.get(name) is not module:
                 raise ModelError(f"{name!r} is no longer what was swapped in: take out first what came last.")
         for parent, name, norm, _ in self._places:
-            parent._modules[name] = norm
+            _put(parent, name, norm)
         for hooks in self._hooks:
             hooks.part()
         self._places, self._hooks = [], []
@@ -272,6 +272,13 @@ def uncompiled(model: nn.Module) -> nn.Module:
     inner = getattr(model, "_orig_mod", model)
     assert isinstance(inner, nn.Module)  # noqa: S101 - as torch.compile made it
     return inner
+
+
+def _put(parent: nn.Module, name: str, module: nn.Module) -> None:
+    """Let a module hold another, and call it: what torch.compile made is bound to the one that it was made of."""
+    parent._modules[name] = module
+    if name == "_orig_mod":
+        parent._initialize()  # type: ignore[operator]
 
 
 def _channels_of(site: NormSite, kind: NormKind) -> tuple[tuple[int, ...], int]:

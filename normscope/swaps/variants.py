@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -76,9 +75,19 @@ def has_kernel(module: nn.Module) -> bool:
     return choice.by_kernels(module.curve.function_name, module.alpha.device, module.alpha.dtype)
 
 
-def computed(way: Way) -> AbstractContextManager[None]:
-    """Let point-wise functions within be computed as a way says: by kernels where it is fused, else by plain torch."""
-    return contextlib.nullcontext() if way in FUSED else choice.plain_torch()
+@contextlib.contextmanager
+def computed(way: Way) -> Iterator[None]:
+    """Let a network within be computed as a way says.
+
+    Point-wise functions by kernels where it is fused, else by plain torch; parts that were compiled before as they are
+    where it is compiled, else by plain torch as well.
+    """
+    with contextlib.ExitStack() as choices:
+        if way not in FUSED:
+            choices.enter_context(choice.plain_torch())
+        if way in ("eager", "fused"):
+            choices.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
 
 
 def _ligers(name: str, module: nn.Module) -> dict[str, nn.Module]:

@@ -194,6 +194,7 @@ def test_parts_are_chosen_by_name_and_run_again_when_asked(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them")
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_keeps_what_is_done_and_ends_what_runs(tmp_path):
     process = begun(tmp_path, command(tmp_path, "('quick', good, (1.0,), 60), ('slow', endless, (), 90)"))
     os.killpg(process.pid, signal.SIGINT)

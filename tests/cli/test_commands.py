@@ -243,6 +243,7 @@ def test_a_hub_that_does_not_answer_is_said_within_ten_seconds(folder):
         assert way in done.stderr
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_interruption_leaves_nothing_behind(tmp_path):
     process = subprocess.Popen(
         [
@@ -264,6 +265,7 @@ def test_interruption_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_interruption_before_a_command_is_there(folder):
     (folder / "interrupting").mkdir()
     (folder / "interrupting" / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
@@ -272,6 +274,7 @@ def test_interruption_before_a_command_is_there(folder):
         assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_interruption_after_a_command_leaves_its_status(folder):
     code = (
         "import atexit, os, signal\n"

@@ -143,6 +143,7 @@ def test_under_torchrun_a_second_signal_is_an_echo(monkeypatch):
         assert stopping() and said == ["Finishing the batch."]
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_signals_are_left_where_nothing_would_be_kept():
     before = signal.getsignal(signal.SIGINT)
     with stopping_between_chunks(print, never=True) as stopping:

@@ -241,6 +241,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("handled", [None, signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_all_processes_is_the_main_ones_affair(folder, handled):
     arguments = [] if handled is None else [str(int(handled))]

@@ -1,0 +1,137 @@
+"""Networks that torch runs in other ways than module by module: compiled as a whole or in parts, and fused."""
+
+import pytest
+import torch
+from torch import nn
+
+import normscope
+from normscope.batches import Batch, Sample
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.dense = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.dense(self.norm1(x))
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = Block(), Block(), nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.last(self.second(self.first(x)))
+
+
+class Compiler:
+    """A backend of torch.compile that counts the graphs it is given, and those that run; it takes no time."""
+
+    def __init__(self) -> None:
+        self.graphs = self.runs = 0
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+
+        def run(*args):
+            self.runs += 1
+            return graph.forward(*args)
+
+        return run
+
+
+def whole_in_place(network, compiler):
+    network.compile(backend=compiler)
+
+
+def block_in_place(network, compiler):
+    network.first.compile(backend=compiler)
+
+
+def block(network, compiler):
+    network.first = torch.compile(network.first, backend=compiler)
+
+
+def norm(network, compiler):
+    network.first.norm1 = torch.compile(network.first.norm1, backend=compiler)
+
+
+PATHS = {
+    whole_in_place: "first.norm1",
+    block_in_place: "first.norm1",
+    block: "first._orig_mod.norm1",
+    norm: "first.norm1._orig_mod",
+}
+
+
+@pytest.fixture
+def batch():
+    torch._dynamo.reset()
+    yield torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("ran_before", [False, True])
+@pytest.mark.parametrize("compiled", PATHS, ids=lambda way: way.__name__)
+def test_compiled_parts_are_seen_as_in_an_uncompiled_copy(batch, compiled, ran_before):
+    network, compiler = Network(), Compiler()
+    compiled(network, compiler)
+    if ran_before:  # by code that holds no hook
+        network.eval()
+        with torch.no_grad():
+            network(batch)
+    before = compiler.graphs, compiler.runs
+    seen, plain = normscope.capture(network, [batch], verify=True), normscope.capture(Network(), [batch])
+    assert (compiler.graphs, compiler.runs) == before
+    assert [site.name for site in seen.sites] == [PATHS[compiled], "second.norm1", "last"] and not seen.skipped
+    for ours, known in zip(seen.stats.values(), plain.stats.values(), strict=True):
+        assert torch.equal(ours.moments, known.moments)
+    assert [site.placement for site in seen.sites] == [site.placement for site in plain.sites]
+    chosen = normscope.capture(network, [batch], layers=PATHS[compiled])
+    assert list(chosen.stats) == [PATHS[compiled]]
+    with torch.no_grad():
+        network(batch)
+    assert compiler.runs > before[1], "afterwards the network runs as it was compiled"
+
+
+def test_a_padded_encoder_counts_what_is_not_padding():
+    """Against each text by itself, as long as it is, in float64; what layers get there, no mask has touched."""
+    torch.manual_seed(0)
+    lengths, d = [5, 3, 4], 8
+    layer = nn.TransformerEncoderLayer(d, 2, 16, batch_first=True)
+    network = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(d), enable_nested_tensor=True).eval()
+    for parameter in network.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    x = torch.randn(len(lengths), max(lengths), d)
+    padding = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
+    samples = tuple(Sample(f"text {i}", i, i) for i in range(len(lengths)))
+    batch = Batch((x,), {"src_key_padding_mask": padding}, samples, valid=~padding)
+    rows: dict[str, list[torch.Tensor]] = {}
+    seen = normscope.capture(
+        network, [batch], verify=True, observe=lambda site, x, y: rows.setdefault(site.name, []).append(y)
+    )
+
+    truth: dict[str, list[torch.Tensor]] = {name: [] for name in seen.stats}
+    exact = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(d), enable_nested_tensor=False).double()
+    exact.load_state_dict(network.state_dict())
+    exact.eval()
+    for name, found in truth.items():
+        exact.get_submodule(name).register_forward_hook(lambda norm, args, output, found=found: found.append(args[0]))
+    with torch.no_grad():
+        for i, length in enumerate(lengths):
+            exact(x[i : i + 1, :length].double())
+    assert len(truth) == 5
+    for name, inputs in truth.items():
+        tokens = torch.cat([one[0] for one in inputs])
+        centred = tokens - tokens.mean(-1, keepdim=True)
+        y = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        stats = seen.stats[name]
+        assert stats.n_pairs == sum(lengths) * d
+        # The network ran in float32: a few roundings of 6e-8 a layer, on |y| of at most √(d−1).
+        [ours] = rows[name]
+        torch.testing.assert_close(ours.double(), y, rtol=0, atol=1e-5)
+        sums = torch.stack([(tokens**i * y**j).sum() for i, j in ((0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (0, 2))])
+        torch.testing.assert_close(stats.moments.sum((0, 2)), sums, rtol=1e-5, atol=1e-4)

@@ -1,0 +1,150 @@
+"""Swaps in networks that torch compiles or fuses, against copies that it does not; and bench, which times the first."""
+
+import pytest
+import torch
+from torch import nn
+
+import normscope
+from normscope.batches import Batch, Sample
+from normscope.swaps.bench import bench
+from normscope.swaps.drift import drift
+from normscope.swaps.pointwise import DyT
+from normscope.swaps.replace import Swap
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dense = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.dense(self.norm(x)).relu()
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), nn.LayerNorm(8))
+
+
+class Compiler:
+    """A backend of torch.compile that counts the graphs that run, and takes no time."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __call__(self, graph, inputs):
+        def run(*args):
+            self.runs += 1
+            return graph.forward(*args)
+
+        return run
+
+
+def whole_in_place(model, compiler):
+    model.compile(backend=compiler)
+    return {}
+
+
+def block_in_place(model, compiler):
+    model[0].compile(backend=compiler)
+    return {}
+
+
+def block(model, compiler):
+    model[0] = torch.compile(model[0], backend=compiler)
+    return {"0.norm": "0._orig_mod.norm"}
+
+
+def norm(model, compiler):
+    model[0].norm = torch.compile(model[0].norm, backend=compiler)
+    return {"0.norm": "0.norm._orig_mod"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(1))
+
+
+def dyts(paths):
+    return {paths.get(path, path): DyT(8, alpha=0.3) for path in ("0.norm", "1.norm", "2")}
+
+
+@pytest.mark.parametrize("compiled", [whole_in_place, block_in_place, block, norm], ids=lambda way: way.__name__)
+def test_drift_of_compiled_parts_is_that_of_an_uncompiled_copy(x, compiled):
+    model, compiler = network(), Compiler()
+    paths = compiled(model, compiler)
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    before = compiler.runs
+    report = drift(model, [x[:3], x[3:]], dyts(paths))
+    known = drift(network(), [x[:3], x[3:]], dyts({}))
+    assert compiler.runs == before
+    assert [row.relative_l2 for row in report.rows] == [row.relative_l2 for row in known.rows]
+    assert [row.site for row in report.rows] == [paths.get(row.site, row.site) for row in known.rows]
+    assert report.all.relative_l2.min > 0
+
+
+@pytest.mark.parametrize("compiled", [whole_in_place, block_in_place, block, norm], ids=lambda way: way.__name__)
+def test_a_swap_stands_in_compiled_code_and_goes_from_it(x, compiled):
+    model, plain, compiler = network(), network(), Compiler()
+    paths = compiled(model, compiler)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model(x), plain(x))
+            with Swap(model, dyts(paths)), Swap(plain, dyts({})):
+                before, swapped = compiler.runs, plain(x)
+                assert torch.equal(model(x), swapped) and compiler.runs > before
+            assert not torch.equal(model(x), swapped)
+
+
+def test_drift_of_a_padded_encoder_is_that_of_one_without_nested_tensors():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    fused, plain = (nn.TransformerEncoder(layer, 1, enable_nested_tensor=nested) for nested in (True, False))
+    plain.load_state_dict(fused.state_dict())
+    padding = torch.arange(5) >= torch.tensor([5, 3, 4])[:, None]
+    samples = tuple(Sample(f"text {i}", i, i) for i in range(3))
+    batch = Batch((torch.randn(3, 5, 8),), {"src_key_padding_mask": padding}, samples, valid=~padding)
+    swapped = {"layers.0.norm1": DyT(8), "layers.0.norm2": DyT(8)}
+    report, known = (drift(model, [batch], swapped) for model in (fused, plain))
+    assert report.rows == known.rows and report.all.relative_l2.min > 0
+
+
+def test_healing_hears_compiled_parts(x):
+    x = torch.randn(40, 5, 8, generator=torch.Generator().manual_seed(2))
+    healed = []
+    for compiled in (False, True):
+        original, swapped, compiler = network(), network(), Compiler()
+        normscope.swap(swapped, "dyt", normscope.capture(original, [x]), init="paper")
+        if compiled:
+            original.compile(backend=compiler)
+            swapped[0].compile(backend=compiler)
+        report = normscope.heal(original, swapped, [x[:32]], [x[32:]], steps=40)
+        assert compiler.runs == 0
+        healed.append((report.drifts, [value.tolist() for value in swapped.state_dict().values()]))
+    assert healed[0] == healed[1]
+
+
+@pytest.mark.parametrize("way", ["eager", "compile"])
+def test_bench_times_compiled_code_where_it_says_so_and_there_alone(x, way, monkeypatch):
+    model, of_all, of_a_part, compile = network(), Compiler(), Compiler(), torch.compile
+    model[0].compile(backend=of_a_part)
+    monkeypatch.setattr(torch, "compile", lambda module, **options: compile(module, backend=of_all, **options))
+
+    def only(case):
+        return case.way == way and case.variant in ("native", "dyt") and case.passes == "forward"
+
+    report = bench(model, Batch((x,)), ["dyt"], dtypes=["float32"], full=True, only=only)
+    assert [(row.scope, row.variant, row.way) for row in report.rows if row.median] == [
+        (scope, variant, way) for scope in ("norm", "model") for variant in ("native", "dyt")
+    ]
+    assert (of_all.runs > 0) == (way == "compile")
+    assert of_a_part.runs == 0, "where it says eager nothing is compiled, else all of it by one compiler"
