@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -18,7 +17,7 @@ from rich.markup import escape
 
 from normscope.cli.records import CSV, PARQUET, YAML, Row, as_csv, as_yaml, check_parquet, write_parquet
 from normscope.errors import UsageError, count
-from normscope.files import check_writable, whole_file
+from normscope.files import check_writable, visible, whole_file
 from normscope.processes import Place
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from normscope.shares import Chunk, LeftOut, Share
     from normscope.splits import Inputs, Part
 
-_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # all but the line feed
 _WIDTH_OF_A_PIPE = 1000  # a table that goes to a file or a program is as wide as it needs to be
 
 
@@ -56,8 +54,8 @@ def print_stop(sentence: str) -> None:
 
 
 def _harmless(text: str) -> str:
-    """Write out what a terminal would obey, in names that come from files."""
-    return escape(_CONTROL.sub(lambda sign: ascii(sign[0])[1:-1], text))
+    """Write out what a terminal would obey, in names that come from files; every text is one line."""
+    return escape(visible(text))
 
 
 class Output:
@@ -187,7 +185,7 @@ class Output:
 
             def advanced(stage: str, done: int, of: int) -> None:
                 if stage not in tasks:
-                    tasks[stage] = progress.add_task(stage, total=of)
+                    tasks[stage] = progress.add_task(_harmless(stage), total=of)
                 progress.update(tasks[stage], completed=done)
 
             yield advanced

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -248,7 +247,7 @@ def reason(error: Exception) -> str:
     """Say in a few words why a file cannot be read."""
     match error:
         case FileNotFoundError(filename=str() | Path() as name) if Path(name).is_symlink():
-            return f"a link to {os.readlink(name)}, which does not exist"
+            return f"a link to {Path(name).readlink()}, which does not exist"
         case OSError(strerror=str(reason)):
             return reason
         case _:
