@@ -170,6 +170,26 @@ def test_32_bits_are_unreadable(pictures, options, pixels):
     assert "2 unreadable" in inputs.description
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_an_image_of_no_finite_number_is_unreadable(pictures, options, value):
+    Image.fromarray(np.full((4, 4), value, "f4")).save(pictures / "b" / "deep.tiff")
+    inputs = image_files(pictures, PLAIN, options())
+    assert len(samples(inputs)) == 3
+    assert inputs.unreadable[1] == "b/deep.tiff: it holds no finite number"
+    assert "2 unreadable" in inputs.description
+
+
+@pytest.mark.filterwarnings("error")
+def test_floats_of_which_some_are_nan_are_unreadable(pictures, options):
+    pixels = np.full((4, 4), 0.5, "f4")
+    pixels[0, 0] = np.nan
+    Image.fromarray(pixels).save(pictures / "b" / "deep.tiff")
+    inputs = image_files(pictures, PLAIN, options())
+    assert len(samples(inputs)) == 3
+    assert inputs.unreadable[1] == "b/deep.tiff: 32-bit pixels have no defined white point"
+
+
 def test_decompression_bomb_is_unreadable(pictures, options, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     inputs = image_files(pictures / "a.png", PLAIN, options())
