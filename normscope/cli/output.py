@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from normscope.cli.records import CSV, PARQUET, YAML, Row, as_csv, as_yaml, check_parquet, write_parquet
+from normscope.cli.records import CSV, PARQUET, YAML, Row, as_csv, as_yaml, check_parquet, check_suffix, write_parquet
 from normscope.errors import UsageError, count
 from normscope.files import check_writable, visible, whole_file
 from normscope.processes import Place
@@ -65,16 +65,17 @@ class Output:
         as_json: results are one JSON document on stdout, and nothing else is there.
         quiet: leave out progress and remarks; warnings stay.
         file: where the result is written to, if anywhere: its rows if it ends in .csv or .parquet, else the whole
-            document, as YAML if it ends in .yaml or .yml and as JSON otherwise.
+            document, as YAML if it ends in .yaml or .yml and as JSON if it ends in .json or has no suffix.
         as_csv: results are rows on stdout, and nothing else is there.
     """
 
     def __init__(self, as_json: bool, quiet: bool, file: Path | None = None, *, as_csv: bool = False) -> None:
-        """Keep how to speak; UsageError if ``file`` cannot be written, before anything is run."""
+        """Keep how to speak; UsageError if ``file`` cannot be written or has another suffix, before anything is run."""
         if as_json and as_csv:
             raise UsageError("--json and --csv both take all of stdout. Give one; --output writes another.")
         self.as_json, self.quiet, self.file, self.as_csv = as_json, quiet, file, as_csv
         if file is not None:
+            check_suffix(file)
             check_writable(file)
             if file.suffix.lower() == PARQUET:
                 check_parquet(file)
@@ -113,7 +114,7 @@ class Output:
 
         Args:
             document: all of it, as JSON takes it.
-            rows: what of it is a table. Without any, a file of any suffix gets the document.
+            rows: what of it is a table. Without any, a file of any known suffix gets the document.
         """
         if not self._speaks:
             return
