@@ -17,6 +17,7 @@ from normscope.errors import UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
+_STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 CHECKPOINT = ".checkpoint"  # how the name of a folder ends that an unfinished capture keeps beside its file
 
 
@@ -191,6 +192,18 @@ def _target(path: Path) -> Path:
 
 def _cannot_write(path: Path, error: OSError) -> UsageError:
     return UsageError(f"Cannot write {path}: {error.strerror or error}.")
+
+
+def visible(text: str) -> str:
+    r"""Write out what would steer a terminal or turn the order of letters, as names of files and modules may hold it.
+
+    Those are the control characters, among them line feeds, the separators of lines and paragraphs, the marks,
+    embeddings, overrides and isolates of bidirectional text, and halves of surrogate pairs (bytes that are no UTF-8).
+
+    >>> print(visible("a\nb \x1b[2J \u202egnp.exe"))
+    a\nb \x1b[2J \u202egnp.exe
+    """
+    return _STEERING.sub(lambda sign: ascii(sign[0])[1:-1], text)
 
 
 def file_stem(name: str) -> str:

@@ -54,7 +54,7 @@ def a_swap(path):
 def a_healing(path):
     model, _ = network()
     course = types.SimpleNamespace(moments={}, as_dict=dict)
-    return lambda: save_checkpoint(path, {}, course, dict(model.named_parameters()))
+    return lambda: save_checkpoint(path, {}, {}, course, dict(model.named_parameters()))
 
 
 WRITERS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -81,6 +82,8 @@ def main() -> None:
     """Run the command line and exit with its status."""
     # OpenMP's threads, spinning while they wait, slow a busy machine down 40-fold; torch reads this when imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # torch.compile is timed on a CPU too, for which no CUDA is missed.
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_not_of_cuda_home)
     try:
         status = _run()
     except KeyboardInterrupt:  # before a command was entered, or while its last output was written
@@ -88,6 +91,10 @@ def main() -> None:
     # The interpreter takes a while to exit: an interruption then would take away the status that the command earned.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(status)
+
+
+def _is_not_of_cuda_home(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("No CUDA runtime is found")
 
 
 def _run() -> int | str | None:

@@ -27,12 +27,19 @@ def figure_suffix(output: Path, asked: str | None, names: list[str], by: str | N
     """Decide on the format before anything is run.
 
     Raises:
-        UsageError: if there is no such format, or if ``output`` is one file where several figures are asked for.
+        UsageError: if there is no such format, if ``output`` is a file of another, or if it is one file where several
+            figures are asked for.
     """
     if asked is not None and asked not in _FORMATS:
         raise UsageError(unknown("figure format", asked, _FORMATS))
     named = output.suffix.lower().removeprefix(".")
     if named not in _FORMATS:
+        if named and not output.is_dir():
+            known = ", ".join(f".{own}" for own in _FORMATS)
+            raise UsageError(
+                f"--output {output} ends in .{named}, but a figure's file ends in one of {known}. To name a folder "
+                "with a dot, make it first."
+            )
         return asked or "png"
     if asked not in (None, named):
         raise UsageError(f"--output {output} ends in .{named}, but --format asks for {asked}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,10 +30,16 @@ EXAMPLES = (
 )
 
 _BATCH_SIZE = 16
+# Where and how fast it runs; and what no option of this command is, which is at its default.
+_OF_THE_MACHINE = ("device", "workers", "batch_size", "sample", "device_map", "dtype", "verify")
 
 Steps = Annotated[
     int,
     typer.Option(min=1, help="In all: a tenth of the blocks by themselves, the others end to end; four batches each."),
+]
+
+Restart = Annotated[
+    bool, typer.Option("--restart", help="Discard what an interrupted healing left beside the folder, and begin anew.")
 ]
 
 
@@ -49,6 +55,7 @@ def heal(
     per: Per = "site",
     shift: Shift = None,
     batch_size: OwnBatchSize = None,
+    restart: Restart = False,
     run: Run,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
@@ -63,6 +70,7 @@ def heal(
     say = Output(as_json, quiet, as_csv=as_csv)
     check_models([model])
     from normscope.pairs.ranks import ALONE
+    from normscope.swaps.checkpoints import check_asked
     from normscope.swaps.heal import heal as train
     from normscope.swaps.record import FILES
     from normscope.swaps.replace import Swap
@@ -75,6 +83,10 @@ def heal(
     checkpoint, drawn = (output.with_name(output.name + end) for end in (".healing.safetensors", "-healing.png"))
     for path in (checkpoint, drawn):
         check_writable(path)
+    options = {"func": func, "steps": steps, "init": init, "sites": sites, "per": per, "shift": shift}
+    wanted = {"model": model, **options, "batch size": batch_size, **_inputs(run)}
+    if not restart:
+        check_asked(checkpoint, wanted)
     # Batches of a network of the user's own are as they are, which takes the default of all commands.
     at_once = batch_size or (Run.batch_size if model.startswith("py:") else _BATCH_SIZE)
     network = replace(run, batch_size=at_once).load(model, say)
@@ -83,7 +95,9 @@ def heal(
     swapped = copy.deepcopy(network.module)
     Swap(swapped, learner.replacements(how, fits, say))
     if checkpoint.exists():
-        say.remark(f"going on from {checkpoint}")
+        if restart:
+            checkpoint.unlink()
+        say.remark(f"discarded {checkpoint}, to begin anew" if restart else f"going on from {checkpoint}")
     try:
         with say.steps() as progress:
             report = train(
@@ -95,6 +109,7 @@ def heal(
                 steps=steps,
                 seed=run.seed,
                 checkpoint=checkpoint,
+                asked=wanted,
                 progress=progress,
             )
     except KeyboardInterrupt:
@@ -116,6 +131,12 @@ def heal(
     files = {"folder": str(folder), "figure": str(drawn)}
     document = {**whole, **files, **report.as_dict()}
     say.document(document, [{**whole, **row} for row in _rows(report)])
+
+
+def _inputs(run: Run) -> dict[str, Any]:
+    """List the options that say which network is healed on what, as JSON takes them."""
+    own = {f.name: getattr(run, f.name) for f in fields(run) if f.name not in _OF_THE_MACHINE}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in own.items()}
 
 
 def _tell(report: HealReport, say: Output) -> None:

@@ -171,7 +171,7 @@ JsonFile = Annotated[
         "--output",
         "-o",
         metavar="FILE",
-        help="Write the result to this file: rows as .csv or .parquet, all of it as .yaml, else as JSON.",
+        help="Write the result to this file: rows as .csv or .parquet, all of it as .json or .yaml.",
         show_default=False,
     ),
 ]

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -16,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from normscope.cli.records import CSV, PARQUET, YAML, Row, as_csv, as_yaml, check_parquet, write_parquet
+from normscope.cli.records import CSV, PARQUET, YAML, Row, as_csv, as_yaml, check_parquet, check_suffix, write_parquet
 from normscope.errors import UsageError, count
-from normscope.files import check_writable, whole_file
+from normscope.files import check_writable, visible, whole_file
 from normscope.processes import Place
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from normscope.shares import Chunk, LeftOut, Share
     from normscope.splits import Inputs, Part
 
-_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # all but the line feed
 _WIDTH_OF_A_PIPE = 1000  # a table that goes to a file or a program is as wide as it needs to be
 
 
@@ -56,8 +54,8 @@ def print_stop(sentence: str) -> None:
 
 
 def _harmless(text: str) -> str:
-    """Write out what a terminal would obey, in names that come from files."""
-    return escape(_CONTROL.sub(lambda sign: ascii(sign[0])[1:-1], text))
+    """Write out what a terminal would obey, in names that come from files; every text is one line."""
+    return escape(visible(text))
 
 
 class Output:
@@ -67,16 +65,17 @@ class Output:
         as_json: results are one JSON document on stdout, and nothing else is there.
         quiet: leave out progress and remarks; warnings stay.
         file: where the result is written to, if anywhere: its rows if it ends in .csv or .parquet, else the whole
-            document, as YAML if it ends in .yaml or .yml and as JSON otherwise.
+            document, as YAML if it ends in .yaml or .yml and as JSON if it ends in .json or has no suffix.
         as_csv: results are rows on stdout, and nothing else is there.
     """
 
     def __init__(self, as_json: bool, quiet: bool, file: Path | None = None, *, as_csv: bool = False) -> None:
-        """Keep how to speak; UsageError if ``file`` cannot be written, before anything is run."""
+        """Keep how to speak; UsageError if ``file`` cannot be written or has another suffix, before anything is run."""
         if as_json and as_csv:
             raise UsageError("--json and --csv both take all of stdout. Give one; --output writes another.")
         self.as_json, self.quiet, self.file, self.as_csv = as_json, quiet, file, as_csv
         if file is not None:
+            check_suffix(file)
             check_writable(file)
             if file.suffix.lower() == PARQUET:
                 check_parquet(file)
@@ -115,7 +114,7 @@ class Output:
 
         Args:
             document: all of it, as JSON takes it.
-            rows: what of it is a table. Without any, a file of any suffix gets the document.
+            rows: what of it is a table. Without any, a file of any known suffix gets the document.
         """
         if not self._speaks:
             return
@@ -187,7 +186,7 @@ class Output:
 
             def advanced(stage: str, done: int, of: int) -> None:
                 if stage not in tasks:
-                    tasks[stage] = progress.add_task(stage, total=of)
+                    tasks[stage] = progress.add_task(_harmless(stage), total=of)
                 progress.update(tasks[stage], completed=done)
 
             yield advanced

@@ -13,6 +13,7 @@ from normscope.files import whole_file
 
 Row: TypeAlias = Mapping[str, Any]
 CSV, PARQUET, YAML = ".csv", ".parquet", (".yaml", ".yml")
+_JSON = (".json", "")
 _INTERVALS = "intervals"
 
 
@@ -67,6 +68,14 @@ def as_yaml(document: Mapping[str, Any]) -> str:
     import yaml
 
     return str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100))
+
+
+def check_suffix(path: Path) -> None:
+    """Refuse a file of no form that results are written in; UsageError that names them."""
+    if path.suffix.lower() not in (CSV, PARQUET, *YAML, *_JSON):
+        raise UsageError(
+            f"--output {path} ends in {path.suffix}, but a result's file ends in .csv, .parquet, .yaml, .yml or .json."
+        )
 
 
 def check_parquet(path: Path) -> None:

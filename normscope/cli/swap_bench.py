@@ -93,6 +93,10 @@ def swap_bench(
     from normscope.models.devices import resolve_device
     from normscope.swaps.bench import in_words
 
+    suffix = figure_suffix(output, figure_format, [], None)
+    if output.suffix.lower() == f".{suffix}":
+        raise UsageError(f"--output {output} is one file, but each model has {len(_VIEWS)} figures. Name a folder.")
+    style_named(style)
     there = resolve_device(run.device)
     where = in_words(there)
     say.result(f"on {where}" if there.type == "cuda" else f"on {where}; no number here is of a GPU")
@@ -101,10 +105,6 @@ def swap_bench(
     _check_published(names, there)
     wanted = Wanted.of(func, init, per, shift)
     check_kernels(wanted.ways, run.device)
-    suffix = figure_suffix(output, figure_format, [], None)
-    if output.suffix.lower() == f".{suffix}":
-        raise UsageError(f"--output {output} is one file, but each model has {len(_VIEWS)} figures. Name a folder.")
-    style_named(style)
     place = Place.from_environment()
     for name, view in itertools.product(names if place.speaks else (), _VIEWS):
         check_writable(figure_path(output, suffix, name, view, []))

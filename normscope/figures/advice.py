@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
 from rich.table import Table
 
-from normscope.figures.tables import NARROWEST_NAME, new_table, unbroken
+from normscope.figures.tables import NARROWEST_NAME, as_cell, new_table, unbroken
 
 if TYPE_CHECKING:
     from normscope.fits.advice import Advice, Start
@@ -30,7 +29,7 @@ def advice_table(advice: Sequence[Advice]) -> Table:
     kind = None
     for found in advice:
         table.add_row(
-            "" if found.kind == kind else escape(found.kind),
+            "" if found.kind == kind else as_cell(found.kind),
             found.curve,
             found.feeds or "unknown",
             _start(found.alpha),

@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
 from rich.table import Table
 
-from normscope.figures.tables import NARROWEST_NAME, table_by_site, unbroken
+from normscope.figures.tables import NARROWEST_NAME, as_cell, table_by_site, unbroken
 
 if TYPE_CHECKING:
     from normscope.fits.card import NormCard
@@ -28,9 +27,9 @@ def scale_table(cards: Sequence[NormCard]) -> Table:
     )
     for card in cards:
         if card.degenerate:
-            table.add_row(escape(card.site), card.degenerate)
+            table.add_row(as_cell(card.site), card.degenerate)
             continue
-        table.add_row(escape(card.site), *_centring(card), *_scale(card), _linear(card))
+        table.add_row(as_cell(card.site), *_centring(card), *_scale(card), _linear(card))
     table.caption = (
         "|μ|/σ: median and 95th percentile over tokens · mean's share: of a token's x² · without centring: "
         "Σ(y − RMSNorm(x))²/Σy² · σ: percentiles over tokens, and how many times the 5th the 95th is · eps: share of "
@@ -47,13 +46,13 @@ def tails_table(cards: Sequence[NormCard]) -> Table:
     table.add_column("tokens", no_wrap=True)
     for card in cards:
         if card.tails is None:
-            table.add_row(escape(card.site), card.degenerate)
+            table.add_row(as_cell(card.site), card.degenerate)
             continue
         tails = card.tails
         counts = (tails.beyond_100, tails.massive)
         channels = ", ".join(f"{own.channel}: {_share(own.share)}" for own in tails.channels[:_NAMED_IN_A_LINE])
         table.add_row(
-            escape(card.site),
+            as_cell(card.site),
             *(_number(number) for number in (tails.kurtosis, tails.median, tails.largest)),
             _number(tails.ratio) if tails.median > 0 else _NONE,
             *(_NONE if number is None else f"{number:,}" for number in counts),
@@ -74,7 +73,7 @@ def card_table(card: NormCard) -> Table:
     table.add_column(no_wrap=True, style="dim")
     table.add_column(overflow="fold", min_width=2 * NARROWEST_NAME)
     kind = f"{card.kind}, {card.placement}" if card.placement else card.kind
-    table.add_row("site", escape(f"{card.site} ({kind}, eps {card.eps:g})"))
+    table.add_row("site", as_cell(f"{card.site} ({kind}, eps {card.eps:g})"))
     table.add_row("seen", f"{card.n_pairs:,} pairs of {card.n_tokens:,} tokens")
     if card.degenerate or card.tails is None or card.scale is None:
         table.add_row("nothing to say", card.degenerate)

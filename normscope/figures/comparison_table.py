@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
 from rich.table import Table
 
 from normscope.errors import count
-from normscope.figures.tables import table_by_site, unbroken
+from normscope.figures.tables import as_cell, table_by_site, unbroken
 from normscope.fits.curves import FREE
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def comparison_table(rows: Sequence[Compared]) -> Table:
         site = found.site if new or found.site != row.counterpart else ""
         d = [str(row.d)] if several else []
         table.add_row(
-            escape(site), found.curve if new else "", str(row.number), *d, *_numbers(found), *_against_first(row)
+            as_cell(site), found.curve if new else "", str(row.number), *d, *_numbers(found), *_against_first(row)
         )
         place = (row.counterpart, found.curve)
     return unbroken(table)

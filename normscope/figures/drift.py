@@ -19,6 +19,7 @@ from normscope.drifts import Drift, DriftReport, Quantiles
 from normscope.errors import UsageError, count
 from normscope.figures.lettering import legend_columns, tail, width_of, wrapped
 from normscope.figures.style import Style, style_named
+from normscope.files import visible
 from normscope.fits.curves import CURVES, curves_named
 from normscope.pairs.sites import NormSite
 
@@ -176,7 +177,7 @@ def _handles(lines: Sequence[_Line], sites: Sequence[NormSite], paths: Sequence[
 
 
 def _plain(text: str) -> str:
-    return text.replace("$", r"\$")
+    return visible(text).replace("$", r"\$")
 
 
 def _infinite(found: Quantiles) -> bool:

@@ -7,10 +7,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
 from rich.table import Table
 
-from normscope.figures.tables import new_table, table_by_site, unbroken
+from normscope.figures.tables import as_cell, new_table, table_by_site, unbroken
 
 if TYPE_CHECKING:
     from normscope.drifts import Drift, DriftReport, Quantiles
@@ -67,7 +66,7 @@ def parts_table(reports: Sequence[DriftReport]) -> Table:
         for number, row in enumerate(report.by_part):
             table.add_row(
                 *(_names(report) if number == 0 else ("", "")),
-                escape(row.part),
+                as_cell(row.part),
                 str(row.inputs),
                 *_l2(row),
                 _number(row.relative_l2.max),
@@ -82,9 +81,9 @@ def sites_table(reports: Sequence[DriftReport]) -> Table:
     """One line a site, a column a swap: how far the network's output moved with this site alone swapped."""
     inits = {report.init for report in reports}
     names = [report.func if len(inits) == 1 else f"{report.func} {report.init}".strip() for report in reports]
-    table = table_by_site(*map(escape, names))
+    table = table_by_site(*map(as_cell, names))
     for path in dict.fromkeys(path for report in reports for path in report.sites):
-        table.add_row(escape(path), *(_alone(_of(report.by_site, path)) for report in reports))
+        table.add_row(as_cell(path), *(_alone(_of(report.by_site, path)) for report in reports))
     table.caption = (
         "One site alone swapped: median over inputs of the relative L2 at the network's output; "
         "!: of some inputs not finite"
@@ -114,7 +113,7 @@ def _by_swap(*names: str) -> Table:
 
 
 def _names(report: DriftReport) -> tuple[str, str]:
-    return escape(report.func), escape(report.init)
+    return as_cell(report.func), as_cell(report.init)
 
 
 def _of(rows: Iterable[Drift], path: str) -> Drift | None:

@@ -9,11 +9,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.markup import escape
 from rich.table import Table
 
 from normscope.errors import count
-from normscope.figures.tables import table_by_site, unbroken, with_interval
+from normscope.figures.tables import as_cell, table_by_site, unbroken, with_interval
 from normscope.fits.curves import FREE
 
 if TYPE_CHECKING:
@@ -35,10 +34,10 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
     )
     previous, rivals = None, Counter((found.site, found.channel, found.parameters) for found in fits)
     for found in fits:
-        site = "" if found.site == previous else escape(found.site)
+        site = "" if found.site == previous else as_cell(found.site)
         previous = found.site
         if found.nothing is not None:
-            table.add_row(site, escape(found.curve), found.nothing)
+            table.add_row(site, as_cell(found.curve), found.nothing)
             continue
         shape = [
             _shape(found),
@@ -47,7 +46,7 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
         ]
         table.add_row(
             site,
-            escape(found.curve) + (" *" if found.best else ""),
+            as_cell(found.curve) + (" *" if found.best else ""),
             _NONE if found.parameters is None else str(found.parameters),
             *shape,
             _slope(found),
@@ -71,8 +70,8 @@ def channels_table(fits: Sequence[CurveFit]) -> Table:
         fitted = [found for found in own if not found.degenerate]
         bend = [found for found in fitted if found.told_apart]
         table.add_row(
-            "" if site == previous else escape(site),
-            escape(curve),
+            "" if site == previous else as_cell(site),
+            as_cell(curve),
             str(len(own)),
             str(len(bend)),
             str(len(own) - len(fitted)),
@@ -96,7 +95,7 @@ def slopes_table(slopes: Sequence[TokenSlopes]) -> Table:
         numbers = [*own.slopes.values(), own.ratio]
         cells = [f"{number:.4g}" if math.isfinite(number) else _NONE for number in numbers]
         error = f"{own.largest_error:.1g}" if own.drawn else _NONE
-        table.add_row(escape(own.site), f"{own.n_tokens:,}", *cells, error)
+        table.add_row(as_cell(own.site), f"{own.n_tokens:,}", *cells, error)
     drawn = sum(own.drawn for own in slopes)
     table.caption = (
         "Each token is a line, exactly: its slope is 1/σ (1/ρ without centring). Percentiles over all tokens, and how "
@@ -155,7 +154,7 @@ def _explained(fits: Sequence[CurveFit]) -> Iterable[str]:
         yield "ceiling: R² of the best held-out function of x that was found; of it: the curve's held-out R² over that"
     else:
         yield "no folds, and so no intervals and no ceiling"
-    if passing := dict.fromkeys(escape(found.curve) for found in fits if (found.of_ceiling or 0) > _PASSES):
+    if passing := dict.fromkeys(as_cell(found.curve) for found in fits if (found.of_ceiling or 0) > _PASSES):
         yield f"of it above 1: {', '.join(passing)} predicts held-out folds better than what the others chose"
     yield "tail: RMSE beyond the 99th percentile of |x|; sat.: pairs where |f′| is under 5 % of its peak"
     if len({found.parameters for found in fits if found.parameters is not None}) > 1:

@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
 from rich.table import Table
 
-from normscope.figures.tables import NARROWEST_NAME, new_table, unbroken, with_interval
+from normscope.figures.tables import NARROWEST_NAME, as_cell, new_table, unbroken, with_interval
 
 if TYPE_CHECKING:
     from normscope.fits.constants import Constants, Spread
@@ -40,7 +39,7 @@ def jacobians_table(views: Sequence[GradientView]) -> Table:
     )
     for view in views:
         if view.reason is not None:
-            table.caption += f"\nnot covered: {escape(view.site)}: {view.reason}"
+            table.caption += f"\nnot covered: {as_cell(f'{view.site}: {view.reason}')}"
     return table
 
 
@@ -101,5 +100,5 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
         else:
             table.add_column(name, justify="left" if left else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*map(as_cell, row))
     return unbroken(table)

@@ -10,6 +10,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextToPath
 
 from normscope.figures.style import HANDLE_LENGTH
+from normscope.files import visible
 
 _MOST_LINES = 3
 _HINTING = 1.12  # so much wider do letters become where they are fitted to few pixels
@@ -23,7 +24,11 @@ def width_of(text: str, font: FontProperties) -> float:
 
 
 def tail(text: str, inches: float, font: FontProperties) -> str:
-    """Shorten a text from the left, as the end of a module path tells it from the others, to so many inches."""
+    """Shorten a text from the left, as the end of a module path tells it from the others, to so many inches.
+
+    What would break the line or turn its letters is written out, see :func:`normscope.files.visible`.
+    """
+    text = visible(text)
     if width_of(text, font) <= inches:
         return text
     dropped = bisect_left(range(len(text)), True, key=lambda n: width_of(f"…{text[n:]}", font) <= inches)
@@ -31,8 +36,11 @@ def tail(text: str, inches: float, font: FontProperties) -> str:
 
 
 def wrapped(text: str, inches: float, font: FontProperties) -> list[str]:
-    """Break a text into lines of so many inches, at spaces where it can; what is far too long ends in an ellipsis."""
-    lines: list[str] = []
+    """Break a text into lines of so many inches, at spaces where it can; what is far too long ends in an ellipsis.
+
+    What would break a line elsewhere, or turn its letters, is written out, see :func:`normscope.files.visible`.
+    """
+    text, lines = visible(text), list[str]()
     while text:
         fitting = bisect_left(range(len(text)), True, key=lambda n: width_of(text[: n + 1], font) > inches)
         cut = fitting if fitting == len(text) else max(text.rfind(" ", 0, fitting + 1), 0) or fitting

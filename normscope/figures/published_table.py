@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from rich.markup import escape
 from rich.table import Table
 
 from normscope.errors import count
-from normscope.figures.tables import new_table
+from normscope.figures.tables import as_cell, new_table
 from normscope.speeds import Latency, PublishedReport
 
 
@@ -26,13 +25,13 @@ def published_table(report: PublishedReport) -> Table:
             for row in (ours.get(key), theirs.get(key))
             for text in (_seconds(row, "layer"), _seconds(row, "model"))
         ]
-        table.add_row(escape(key[0]), key[1], key[2], *numbers)
-    table.caption = escape(
+        table.add_row(as_cell(key[0]), key[1], key[2], *numbers)
+    table.caption = as_cell(
         f"Seconds of all passes; layer: of all norms. Ours: {report.device}, {count(report.tokens, 'token')}, "
         f"{report.n_passes} passes. Published: {report.source}, 4,096 tokens, 100 passes, bfloat16."
     )
     if report.notes:
-        table.caption += "\n" + escape("\n".join(report.notes))
+        table.caption = "\n".join([table.caption, *map(as_cell, report.notes)])
     return table
 
 

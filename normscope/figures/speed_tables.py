@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.markup import escape
 from rich.table import Table
 
 from normscope.errors import count
-from normscope.figures.tables import new_table
+from normscope.figures.tables import as_cell, new_table
 from normscope.speeds import FUSED, BenchReport, Timing
 
 SCOPES = {"norm": "the norm alone", "model": "the whole network"}
@@ -24,9 +23,9 @@ def speed_tables(report: BenchReport) -> list[Table]:
         groups = dict.fromkeys(_title(row) for row in rows)
         tables += [_table(title, [row for row in rows if _title(row) == title], widest) for title in groups]
         if rows:
-            tables[-1].caption = escape(_caption(rows, scope))
+            tables[-1].caption = "\n".join(map(as_cell, _caption(rows, scope)))
     if tables and report.left_out:
-        tables[-1].caption = "\n".join([str(tables[-1].caption), *map(escape, report.left_out)])
+        tables[-1].caption = "\n".join([str(tables[-1].caption), *map(as_cell, report.left_out)])
     return tables
 
 
@@ -55,13 +54,13 @@ def _title(row: Timing) -> str:
 def _table(title: str, rows: Sequence[Timing], widest: int) -> Table:
     alone = rows[0].scope == "norm"
     table = new_table()
-    table.title, table.title_justify, table.title_style = escape(title), "left", ""
+    table.title, table.title_justify, table.title_style = as_cell(title), "left", ""
     table.add_column("", no_wrap=True, min_width=widest)
     for name in ("time", "min", "p20–p80", "ratio", *(("GB/s", "copy") if alone else ())):
         table.add_column(name, justify="right")
     table.add_column("", overflow="fold", min_width=8)
     for row in rows:
-        table.add_row(escape(row.variant), *_numbers(row, alone), row.verdict)
+        table.add_row(as_cell(row.variant), *_numbers(row, alone), row.verdict)
     for column in table.columns[1:-1]:
         column.min_width = max(len(str(cell)) for cell in column.cells)
     return table
@@ -84,7 +83,7 @@ def _in_its_unit(row: Timing, *seconds: float | None) -> list[str]:
     return [_digits((time or 0) / size) for time in seconds]
 
 
-def _caption(rows: Sequence[Timing], scope: str) -> str:
+def _caption(rows: Sequence[Timing], scope: str) -> list[str]:
     first, passes = rows[0], dict.fromkeys(row.passes for row in rows)
     shape = "×".join(map(str, first.shape))
     if scope == "norm":
@@ -116,7 +115,7 @@ def _caption(rows: Sequence[Timing], scope: str) -> str:
         lines.append(
             f"Compiled in {duration(min(compiled))} to {duration(max(compiled))} each, which is in no time above."
         )
-    return "\n".join([*lines, *dict.fromkeys(f"{row.variant}, {row.way}: {row.note}" for row in rows if row.note)])
+    return [*lines, *dict.fromkeys(f"{row.variant}, {row.way}: {row.note}" for row in rows if row.note)]
 
 
 def _range(seconds: Sequence[float]) -> str:

@@ -6,10 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
-from normscope.figures.tables import table_by_site, unbroken
+from normscope.figures.tables import as_cell, table_by_site, unbroken
 
 _NONE = "–"
 
@@ -27,7 +26,8 @@ def swapped_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         column.justify = "left"
     for row in rows:
         numbers = [_shown(row[name], ".4g") for name in ("A", "alpha", *(["shift"] if shifted else []))]
-        table.add_row(escape(row["site"]), escape(row["norm"]), escape(row["func"]), *numbers, _shown(row["r2"], ".4f"))
+        names = [as_cell(row[name]) for name in ("site", "norm", "func")]
+        table.add_row(*names, *numbers, _shown(row["r2"], ".4f"))
     if any(row["per_channel"] for row in rows):
         table.caption = "A, α, s and R² are medians over the channels"
     return unbroken(table)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
+from normscope.files import visible
+
 if TYPE_CHECKING:
     from normscope.pairs.sites import NormSite
 
@@ -25,8 +27,8 @@ def layers_table(sites: Sequence[NormSite]) -> Table:
     for site in sites:
         table.add_row(
             str(site.index),
-            escape(site.name),
-            escape(site.kind),
+            as_cell(site.name),
+            as_cell(site.kind),
             "×".join(map(str, site.normalized_shape)),
             str(site.channel_axis),
             f"{site.eps:g}",
@@ -45,8 +47,17 @@ def models_table(entries: Sequence[Any]) -> Table:
     for name in ("what it is", "weights"):
         table.add_column(name, overflow="fold", min_width=NARROWEST_NAME)
     for entry in entries:
-        table.add_row(*(escape(text) for text in (entry.name, entry.family, entry.description, entry.source)))
+        table.add_row(*(as_cell(text) for text in (entry.name, entry.family, entry.description, entry.source)))
     return table
+
+
+def as_cell(text: str) -> str:
+    r"""Write a text for a cell, a title or a caption, where nothing in it is markup or obeyed by a terminal.
+
+    >>> as_cell("blocks[0]\n[red]norm")
+    'blocks[0]\\n\\[red]norm'
+    """
+    return escape(visible(text))
 
 
 def new_table() -> Table:

@@ -8,6 +8,7 @@ from matplotlib.font_manager import FontProperties
 
 from normscope.errors import count
 from normscope.figures.lettering import tail, width_of, wrapped
+from normscope.files import visible
 from normscope.pairs.captures import Capture
 from normscope.pairs.sites import NormSite
 
@@ -24,7 +25,7 @@ def head_figure(figure: Figure, capture: Capture) -> None:
 
 def head_panel(ax: Axes, site: NormSite, detail: str, inches: float) -> None:
     """Say above a panel of so many inches which norm it shows, and a line of detail more."""
-    kind = " · ".join(part for part in (f"{site.kind} d={site.d}", site.placement) if part)
+    kind = " · ".join(part for part in (f"{visible(site.kind)} d={site.d}", site.placement) if part)
     font, number = ax.title.get_fontproperties(), f"{site.index}  "
     name = number + tail(site.name, inches - width_of(number, font), font)
     ax.set_title(f"{name}\n{kind}\n{detail}", parse_math=False)

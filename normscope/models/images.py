@@ -123,8 +123,13 @@ def _in_8_bits(image: Image.Image) -> Image.Image:
     """
     if image.mode not in ("I", "F") and not image.mode.startswith("I;16"):
         return image
-    pixels = np.asarray(image).astype(np.int64)
-    if image.mode == "F" or np.min(pixels) < 0 or np.max(pixels) > _WHITE_16:
+    values = np.asarray(image)
+    if not np.isfinite(values).any():
+        raise DataError("it holds no finite number")
+    if image.mode == "F":
+        raise DataError("32-bit pixels have no defined white point")
+    pixels = values.astype(np.int64)
+    if np.min(pixels) < 0 or np.max(pixels) > _WHITE_16:
         raise DataError("32-bit pixels have no defined white point")
     per_step = _WHITE_16 // 255
     return Image.fromarray(((pixels + per_step // 2) // per_step).astype(np.uint8))

@@ -198,14 +198,22 @@ def listing_digest(root: Path, paths: Iterable[Path]) -> str:
     """Tell a data set from others by its files' names and sizes, wherever it lies and whatever part is taken."""
     digest = hashlib.blake2b(digest_size=8)
     for path in paths:
-        digest.update(f"{name_in(root, path)}\0{path.stat().st_size}\0".encode("utf-8", "surrogateescape"))
+        digest.update(f"{name_in(root, path)}\0{_size(path)}\0".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:  # a link to nothing, or a file that has just gone: it is told when it is to be read
+        return None
 
 
 def find_files(root: Path, noun: str, suffixes: frozenset[str]) -> tuple[list[Path], int]:
     """Return the files at ``root`` whose names end so, and how many others there are; a single file in any case.
 
-    Hidden ones, and what an unfinished capture keeps there, are not counted: they come and go while it runs.
+    Links to nothing are among them, to be told as unreadable; hidden ones are not, which editors lock files with.
+    Hidden files, and what an unfinished capture keeps there, are no others: they come and go while it runs.
 
     Raises:
         DataError: if ``root`` is missing, or a folder without a single such file.
@@ -214,12 +222,16 @@ def find_files(root: Path, noun: str, suffixes: frozenset[str]) -> tuple[list[Pa
         return [root], 0
     if not root.is_dir():
         raise DataError(f"There is no file or folder {str(root)!r} to read {noun}s from.")
-    files = sorted((path for path in root.rglob("*") if path.is_file()), key=Path.as_posix)
+    files = sorted((path for path in root.rglob("*") if path.is_file() or _leads_nowhere(path)), key=Path.as_posix)
     found = [path for path in files if path.suffix.lower() in suffixes]
     others = sum(path.suffix.lower() not in suffixes and not _passing(path.relative_to(root)) for path in files)
     if not found:
         raise DataError(f"The folder {str(root)!r} holds no {noun}, only {count(others, 'other file')}.")
     return found, others
+
+
+def _leads_nowhere(path: Path) -> bool:
+    return path.is_symlink() and not path.exists() and not path.name.startswith(".")
 
 
 def _passing(path: Path) -> bool:
@@ -234,6 +246,8 @@ def name_in(root: Path, path: Path) -> str:
 def reason(error: Exception) -> str:
     """Say in a few words why a file cannot be read."""
     match error:
+        case FileNotFoundError(filename=str() | Path() as name) if Path(name).is_symlink():
+            return f"a link to {Path(name).readlink()}, which does not exist"
         case OSError(strerror=str(reason)):
             return reason
         case _:

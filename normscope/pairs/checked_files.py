@@ -12,10 +12,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from normscope.errors import DataError
+from normscope.errors import DataError, count
 from normscope.files import whole_file, write_tensors
 
 HEADER, DIGEST = "normscope", "sha256"
+_LONGEST_HEADER = 100_000_000  # bytes: safetensors refuses more
 _AGAIN = "write it again"
 
 
@@ -57,7 +58,9 @@ def read_checked(path: Path, form: str, version: int, again: str = _AGAIN) -> tu
             sealed = (file.metadata() or {}).get(HEADER, "null")
             header = json.loads(sealed)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except (OSError, SafetensorError, ValueError, RecursionError, KeyError, AttributeError, RuntimeError) as error:
+    except SafetensorError as error:
+        raise DataError(f"Cannot read the {kind} {path}: {_why_not(path)}; {again}.") from error
+    except (OSError, ValueError, RecursionError, KeyError, AttributeError, RuntimeError) as error:
         raise DataError(f"Cannot read the {kind} {path}: {error}; {again}.") from error
     if not isinstance(header, dict) or header.get("format") != form:
         raise DataError(f"{path} is a safetensors file, but no {kind}; {again}.")
@@ -71,6 +74,31 @@ def read_checked(path: Path, form: str, version: int, again: str = _AGAIN) -> tu
     if not sealed.endswith(seal) or seal != _seal(digest(text, tensors)):
         raise DataError(f"The {kind} {path} is damaged: it does not hold what was written (another sha256); {again}.")
     return header, tensors
+
+
+def _why_not(path: Path) -> str:
+    """Say what is wrong with a file that safetensors refuses: mostly it is not all there.
+
+    It begins with the length of its header, 8 bytes, little-endian; the header says where each tensor's bytes end.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        begun = 8 + int.from_bytes(file.read(8), "little")
+        if size >= 8 and begun > _LONGEST_HEADER:
+            return "it is no safetensors file"
+        if size < begun:
+            least = f"its header alone takes {begun:,}" if size >= 8 else "the length of its header alone takes 8"
+            return f"it is incomplete: it has {count(size, 'byte')}, and {least}"
+        try:
+            entries = json.loads(file.read(begun - 8))
+            ends = [int(own["data_offsets"][1]) for name, own in entries.items() if name != "__metadata__"]
+        except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
+            return "its header is damaged"
+    promised = begun + max(ends, default=0)
+    if size == promised:
+        return "its header is damaged"
+    damage = "is incomplete" if size < promised else "holds more than it should"
+    return f"it {damage}: it has {count(size, 'byte')}, and its header promises {promised:,}"
 
 
 def digest(text: str, tensors: Mapping[str, Tensor]) -> str:

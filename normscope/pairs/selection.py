@@ -50,7 +50,8 @@ def select(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:
 
 def _evenly(sites: Sequence[NormSite], count: int) -> list[NormSite]:
     if count < 1:
-        raise UsageError(f"The number of layers must be at least 1, not {count}.")
+        hint = "" if count else " To name the norm site with the number 0, add a comma: '0,'."
+        raise UsageError(f"The number of layers must be at least 1, not {count}.{hint}")
     if count >= len(sites):
         return list(sites)
     if count == 1:

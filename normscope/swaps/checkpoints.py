@@ -14,18 +14,24 @@ from normscope.pairs.checked_files import read_checked, write_checked
 from normscope.swaps.course import Course, restore
 
 _FORMAT = "normscope-healing"
-_VERSION = 2
-_AGAIN = "remove it to begin anew"
+_VERSION = 3
+_AGAIN = "remove it to begin anew, as `normscope heal --restart` does"
+_ASKED = "asked"
 
 
 def save_checkpoint(
-    path: Path, settings: Mapping[str, Any], course: Course, parameters: Mapping[str, nn.Parameter]
+    path: Path,
+    asked: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    course: Course,
+    parameters: Mapping[str, nn.Parameter],
 ) -> None:
     """Write where a training stands, whole or not at all.
 
     Args:
         path: of the file.
-        settings: what was asked for, of what; only the same goes on from it.
+        asked: what :func:`check_asked` compares.
+        settings: what was trained, of what and on what; only the same goes on from it.
         course: where it stands.
         parameters: of the network, by name.
 
@@ -35,8 +41,29 @@ def save_checkpoint(
     tensors = {f"parameter/{name}": value.detach().cpu().contiguous().clone() for name, value in parameters.items()}
     for name, own in course.moments.items():
         tensors |= {f"moment/{key}/{name}": value.cpu().contiguous().clone() for key, value in own.items()}
-    header = {"format": _FORMAT, "version": _VERSION, "settings": dict(settings), "course": course.as_dict()}
-    write_checked(path, header, tensors)
+    header = {"format": _FORMAT, "version": _VERSION, _ASKED: dict(asked), "settings": dict(settings)}
+    write_checked(path, {**header, "course": course.as_dict()}, tensors)
+
+
+def check_asked(path: Path, asked: Mapping[str, Any]) -> None:
+    """Refuse to go on from what was asked for otherwise, before any work; a file that is not there is none.
+
+    Args:
+        path: of the file.
+        asked: what tells one healing from others before a network is loaded: options, by name.
+
+    Raises:
+        UsageError: if the checkpoint is of another training.
+        DataError: if the file is damaged, or of another kind or version.
+    """
+    if not path.exists():
+        return
+    header, _ = read_checked(path, _FORMAT, _VERSION, _AGAIN)
+    known = header.get(_ASKED)
+    for name, value in asked.items():
+        before = known.get(name) if isinstance(known, dict) else None
+        if before != value:
+            raise _of_another(path, f"its {name} is {before!r:.60}, not {value!r:.60}")
 
 
 def load_checkpoint(path: Path, settings: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> Course | None:
@@ -60,9 +87,7 @@ def load_checkpoint(path: Path, settings: Mapping[str, Any], parameters: Mapping
             if value.shape != parameters[name].shape or value.dtype != parameters[name].dtype:
                 raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(
-            f"The checkpoint {path} is damaged: {type(error).__name__}: {error}. Remove it to begin anew."
-        ) from error
+        raise DataError(f"The checkpoint {path} is damaged: {type(error).__name__}: {error}; {_AGAIN}.") from error
     restore(parameters, values)
     return course
 
@@ -74,7 +99,11 @@ def check_settings(path: Path, found: Any, settings: Mapping[str, Any]) -> None:
         if known.get(name) != value:
             # A list of all sites, or a hash, would tell nobody anything.
             told = f"its {name} is {known.get(name)!r:.60}, not {value}" if isinstance(value, int) else f"other {name}"
-            raise UsageError(f"{path} is of another healing: {told}. Remove it to begin anew, or name another.")
+            raise _of_another(path, told)
+
+
+def _of_another(path: Path, told: str) -> UsageError:
+    return UsageError(f"{path} is of another healing: {told}; {_AGAIN}, or name another.")
 
 
 def _moments(tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:

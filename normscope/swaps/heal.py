@@ -19,7 +19,7 @@ from normscope.healings import BLOCKS, SITES, START, WHOLE, HealReport
 from normscope.outputs import Outputs
 from normscope.state import left_as_found
 from normscope.swaps.alone import blocks_of, least_squares, norm_pairs
-from normscope.swaps.checkpoints import load_checkpoint, save_checkpoint
+from normscope.swaps.checkpoints import check_asked, load_checkpoint, save_checkpoint
 from normscope.swaps.course import Course, Progress, Stage, restore, train
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.pool import Pool, tensor_bytes
@@ -42,6 +42,7 @@ def heal(
     steps: int = STEPS,
     seed: int = 0,
     checkpoint: str | Path | None = None,
+    asked: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> HealReport:
     """Train a swapped network, in place, until it gives what the original gives.
@@ -63,6 +64,8 @@ def heal(
         seed: of which batches each takes.
         checkpoint: a safetensors file that is written after every interval, and that the same call goes on from; None
             for none.
+        asked: what else the checkpoint says of itself, as JSON takes it; a call that asks for something else does not
+            go on from it.
         progress: called with the stage, what was done of it, and all of it.
 
     Returns:
@@ -88,6 +91,8 @@ def heal(
     _check(student, steps)
     reported = list(held_out) if iter(held_out) is held_out else held_out
     path = None if checkpoint is None else Path(checkpoint)
+    if path is not None:
+        check_asked(path, asked or {})
     with left_as_found(teacher), left_as_found(student), _trainable(student) as parameters:
         pool = Pool.of(learn)
         blocks = repeatable(teacher, blocks_of(sites, teacher), pool.learned[0])
@@ -105,7 +110,7 @@ def heal(
 
         def saved(course: Course) -> None:
             if path is not None:
-                save_checkpoint(path, settings, course, parameters)
+                save_checkpoint(path, asked or {}, settings, course, parameters)
 
         course = load_checkpoint(path, settings, parameters) if path else None
         if course is None:

@@ -336,3 +336,24 @@ def test_a_weights_file_in_timms_format(folder):
     seen = normscope.load_capture(folder / "file.safetensors")
     name = seen.sites[-1].name
     assert torch.equal(seen.stats[name].moments[:, 0], random.stats[name].moments[:, 0])
+
+
+@pytest.mark.skipif(
+    torch.version.cuda is None or torch.cuda.is_available(), reason="torch says so where it could run CUDA, and cannot"
+)
+def test_a_missing_cuda_runtime_is_not_what_swap_bench_begins_with(folder):
+    done = run("swap-bench", "demo_vitt", cwd=folder, CUDA_HOME="/usr/local")
+    assert done.returncode == 3
+    assert done.stderr.startswith("Error: There is no model 'demo_vitt'.")
+
+
+def test_other_warnings_of_torch_about_extensions_are_heard(folder):
+    script = (
+        "import logging, sys, normscope.cli as cli; sys.argv = ['normscope', '--version']\n"
+        "try: cli.main()\n"
+        "except SystemExit: pass\n"
+        "for said in ('No CUDA runtime is found, using %s', 'another'):\n"
+        "    logging.getLogger('torch.utils.cpp_extension').warning(said)\n"
+    )
+    done = run(cwd=folder, command=(sys.executable, "-c", script))
+    assert done.stderr == "another\n"

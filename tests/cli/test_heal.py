@@ -73,6 +73,66 @@ def test_a_table_for_people_and_what_was_interrupted(here, monkeypatch):
     assert [line for line in whole.stdout.splitlines() if line in rows] == rows
 
 
+@pytest.fixture(scope="module")
+def leftover(tmp_path_factory):
+    """What an interrupted healing of QUICK to a folder ``healed`` left beside it, as bytes."""
+
+    def interrupt(course, drift, loss):
+        raise KeyboardInterrupt
+
+    folder = tmp_path_factory.mktemp("interrupted")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("normscope.swaps.course.Course.judge", interrupt)
+        # Nothing is written before the first stage is done, which judges too: it is passed over.
+        patched.setattr(healing, "_each_alone", lambda *_: None)
+        assert heal(*QUICK, "-o", folder / "healed").exit_code == 130
+    (path,) = folder.iterdir()
+    assert path.name == "healed.healing.safetensors"
+    return path.read_bytes()
+
+
+@pytest.fixture
+def interrupted(here, leftover):
+    path = here / "healed.healing.safetensors"
+    path.write_bytes(leftover)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (("--func", "dyt"), "its func is 'dyisru', not 'dyt'"),
+        (("--steps", "20"), "its steps is 16, not 20"),
+        (("--no-shift",), "its shift is None, not False"),
+        (("--data", "other"), "its data is None, not 'other'"),
+        (("--weights", "random"), "its weights is 'pretrained', not 'random'"),
+    ],
+)
+def test_what_another_healing_left_is_refused_before_any_work(interrupted, other, told):
+    before = interrupted.read_bytes()
+    done = heal(*QUICK, *other, "-o", "healed")
+    assert done.exit_code == 2
+    said = " ".join(done.stderr.split())
+    assert said.startswith("Error: healed.healing.safetensors is of another healing"), "a network was loaded"
+    assert told in said and "--restart" in said
+    assert interrupted.read_bytes() == before
+
+
+def test_a_damaged_leftover_is_refused_before_any_work(interrupted):
+    interrupted.write_bytes(interrupted.read_bytes()[:-4])
+    done = heal(*QUICK, "-o", "healed")
+    assert done.exit_code == 4
+    assert done.stderr.startswith("Error:") and "--restart" in done.stderr
+
+
+def test_restart_discards_what_was_left_and_begins_anew(interrupted):
+    done = heal(*QUICK, "--func", "dyt", "-o", "healed", "--restart")
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.stderr.split())
+    assert "discarded healed.healing.safetensors, to begin anew" in said and "going on" not in said
+    assert "each site alone" in done.stdout and not interrupted.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "sentence"),
     [

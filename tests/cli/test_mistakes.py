@@ -57,6 +57,11 @@ MISTAKES = [
     (["plot", "--device", "tpu"], 2, "There is no device 'tpu'"),
     (["plot", "--dtype", "float8"], 2, "There is no dtype 'float8'"),
     (["plot", "nowhere.safetensors"], 4, "There is no capture file nowhere.safetensors"),
+    (
+        ["plot", "cut.safetensors"],
+        4,
+        "cut.safetensors: it is incomplete: it has 4,000 bytes, and its header promises",
+    ),
     (["plot", "notes.txt"], 4, "Cannot read the capture notes.txt"),
     (["plot", "seen.safetensors", "--limit", "3"], 2, "--limit can have no effect"),
     (["fit", "seen.safetensors", "--sample", "3"], 2, "--sample can have no effect"),
@@ -70,7 +75,26 @@ MISTAKES = [
     (["fit", "demo_vit", "-o", "notes.txt/below.csv"], 2, "Cannot write notes.txt/below.csv"),
     (["fit", "demo_vit", "-o", "notes.txt/below.parquet"], 2, "Cannot write notes.txt/below.parquet"),
     (["plot", "demo_vit", "-o", "fifo.png"], 2, "Cannot write fifo.png: it exists, and is no regular file"),
-    (["plot", "demo_vit", "-o", "notes.txt"], 2, "Cannot write notes.txt/demo_vit-scurves.png: Not a directory"),
+    *[
+        (
+            [*command, "-o", name],
+            2,
+            f"--output {name} ends in {suffix}, but a figure's file ends in one of .png, .svg, .pdf.",
+        )
+        for command in (["plot", "demo_vit"], ["gradient", "demo_vit"], ["swap-bench", "demo_vit"])
+        for name, suffix in (("x.html", ".html"), ("new/a.gif", ".gif"), ("notes.txt", ".txt"))
+    ],
+    (["compare", "demo_vit", "demo_dit", "-o", "x.html"], 2, "--output x.html ends in .html, but a figure's file ends"),
+    (["plot", "demo_vit", "-o", "notes"], 2, "Cannot write notes/demo_vit-scurves.png: Not a directory"),
+    *[
+        ([*command, "0"], 2, "at least 1, not 0. To name the norm site with the number 0, add a comma: '0,'.")
+        for command in (["fit", "demo_vit", "--layers"], ["swap", "demo_vit", "-o", "swapped", "--sites"])
+    ],
+    *[
+        ([*command, "-o", name], 2, f"--output {name} ends in {suffix}, but a result's file ends in .csv, .parquet,")
+        for command in (["fit", "demo_vit"], ["stats", "demo_vit"], ["layers", "demo_vit"], ["models"])
+        for name, suffix in (("t.tex", ".tex"), ("new/t.md", ".md"))
+    ],
     (["fit", "demo_vit", "demo_vitt"], 3, "There is no model 'demo_vitt'. Did you mean"),
     (["fit", "demo_vit", "nowhere.safetensors"], 4, "There is no capture file nowhere.safetensors"),
     (["capture", "seen.safetensors", "-o", "b.safetensors"], 2, "seen.safetensors names a file, not a model."),
@@ -92,7 +116,9 @@ def test_mistakes_give_their_status_and_a_sentence(folder, monkeypatch, argument
     (folder / "empty").mkdir(exist_ok=True)
     (folder / "broken").mkdir(exist_ok=True)
     (folder / "broken" / "a.png").write_bytes(b"no image")
-    (folder / "notes.txt").write_text("not a capture")
+    for name in ("notes.txt", "notes"):
+        (folder / name).write_text("not a capture")
+    (folder / "cut.safetensors").write_bytes((folder / "seen.safetensors").read_bytes()[:4000])
     if not (folder / "fifo.png").exists():
         os.mkfifo(folder / "fifo.png")
     before = sorted(folder.rglob("*"))
@@ -103,3 +129,11 @@ def test_mistakes_give_their_status_and_a_sentence(folder, monkeypatch, argument
     assert done.stdout == ""
     assert "held-out digits" not in done.stderr, "a network was run for nothing"
     assert sorted(folder.rglob("*")) == before
+
+
+def test_a_folder_with_a_dot_takes_figures(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "version.two").mkdir()
+    done = CliRunner().invoke(app, ["plot", "seen.safetensors", "--dpi", "30", "-o", "version.two"])
+    assert done.exit_code == 0, done.output
+    assert len(list((folder / "version.two").iterdir())) == 1

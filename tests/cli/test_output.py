@@ -18,9 +18,9 @@ def test_tokens_that_hold_no_numbers_are_said_once_a_site(capsys):
 
 
 def test_no_name_from_a_file_commands_the_terminal(capsys):
-    say, hostile = Output(as_json=False, quiet=False), "swap \x1b[2J\x1b]0;mine\x07\r\x9b31m of\nit"
+    say, hostile = Output(as_json=False, quiet=False), "swap \x1b[2J\x1b]0;mine\x07\r\x9b31m of\nit\u202egnp"
     for tell in (say.remark, say.warn, say.result, print_error):
         tell(hostile)
     told = capsys.readouterr()
-    for line in ("\\x1b[2J\\x1b]0;mine\\x07\\r\\x9b31m of\n", *"\x1b\x07\r\x9b"):
+    for line in ("\\x1b[2J\\x1b]0;mine\\x07\\r\\x9b31m of\\nit\\u202egnp\n", *"\x1b\x07\r\x9b\u202e"):
         assert ((line in told.out), (line in told.err)) == (len(line) > 1,) * 2

@@ -95,8 +95,8 @@ def test_a_file_is_written_as_its_suffix_says(folder, fits):
     done = run(*FIT, "-o", "fits.csv", cwd=folder)
     assert "R²" in done.stdout  # a person still gets the table
     assert rows_of((folder / "fits.csv").read_text()) == as_read(fits)
-    run("models", "-q", "-o", "models.txt", cwd=folder)
-    assert json.loads((folder / "models.txt").read_text())["models"]
+    run("models", "-q", "-o", "models.json", cwd=folder)
+    assert json.loads((folder / "models.json").read_text())["models"]
 
 
 def test_parquet_holds_the_same_in_typed_columns(folder, fits):

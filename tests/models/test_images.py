@@ -72,6 +72,25 @@ def test_unreadable_and_other_files_are_named_and_counted(pictures, options):
         assert inputs.description == f"{pictures}: 4 images (1 unreadable, 2 other files left out)"
 
 
+def test_links_to_nothing_are_unreadable(tmp_path, options):
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    (tmp_path / "b.png").symlink_to("gone.png")
+    (tmp_path / "c.png").symlink_to("c.png")  # in a circle
+    (tmp_path / "folder").symlink_to("gone")
+    (tmp_path / ".#a.png").symlink_to("an-editor@host.123")
+    inputs = image_files(tmp_path, PLAIN, options())
+    assert inputs.description == f"{tmp_path}: 3 images (1 other file left out)"
+    assert len(tensors(inputs)) == 1
+    assert inputs.unreadable == [
+        "b.png: a link to gone.png, which does not exist",
+        "c.png: Too many levels of symbolic links",
+    ]
+    assert inputs.description == f"{tmp_path}: 3 images (2 unreadable, 1 other file left out)"
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(DataError, match=r"None of the 2 files tried .* The first is b.png: a link to gone.png"):
+        list(image_files(tmp_path, PLAIN, options()))
+
+
 def test_iterating_again_gives_the_same(pictures, options):
     inputs = image_files(pictures, PLAIN, options(batch_size=1))
     assert torch.equal(tensors(inputs), tensors(inputs))
@@ -149,6 +168,26 @@ def test_32_bits_are_unreadable(pictures, options, pixels):
     assert len(samples(inputs)) == 3
     assert inputs.unreadable[1] == "b/deep.tiff: 32-bit pixels have no defined white point"
     assert "2 unreadable" in inputs.description
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_an_image_of_no_finite_number_is_unreadable(pictures, options, value):
+    Image.fromarray(np.full((4, 4), value, "f4")).save(pictures / "b" / "deep.tiff")
+    inputs = image_files(pictures, PLAIN, options())
+    assert len(samples(inputs)) == 3
+    assert inputs.unreadable[1] == "b/deep.tiff: it holds no finite number"
+    assert "2 unreadable" in inputs.description
+
+
+@pytest.mark.filterwarnings("error")
+def test_floats_of_which_some_are_nan_are_unreadable(pictures, options):
+    pixels = np.full((4, 4), 0.5, "f4")
+    pixels[0, 0] = np.nan
+    Image.fromarray(pixels).save(pictures / "b" / "deep.tiff")
+    inputs = image_files(pictures, PLAIN, options())
+    assert len(samples(inputs)) == 3
+    assert inputs.unreadable[1] == "b/deep.tiff: 32-bit pixels have no defined white point"
 
 
 def test_decompression_bomb_is_unreadable(pictures, options, monkeypatch):

@@ -93,6 +93,15 @@ def test_files_of_a_folder_are_sources(tmp_path, options):
     assert {sample.data for sample in samples} == {hashlib.blake2b(listing, digest_size=8).hexdigest()}
 
 
+def test_links_to_nothing_are_unreadable(tmp_path, options):
+    (tmp_path / "a.txt").write_text("a1\n")
+    (tmp_path / "b.txt").symlink_to("gone.txt")
+    inputs = text_inputs(READING, options(data=str(tmp_path)))
+    assert texts_of(inputs) == ["a1"]
+    assert inputs.unreadable == ["b.txt: a link to gone.txt, which does not exist"]
+    assert inputs.description == f"{tmp_path}: 2 texts (1 unreadable)"
+
+
 def test_file_that_vanished_is_unreadable(tmp_path, options):
     (tmp_path / "a.txt").write_text("a1\n")
     (tmp_path / "b.txt").write_text("b1\n")

@@ -240,6 +240,40 @@ def test_files_that_are_not_what_they_say(file, tmp_path, name):
         load(rewritten(file, tmp_path / "changed.safetensors", change))
 
 
+def test_a_file_that_breaks_off_is_told_in_bytes(file, tmp_path):
+    content = file.read_bytes()
+    header_end = 8 + int.from_bytes(content[:8], "little")
+    path = tmp_path / "cut.safetensors"
+    for size, sentence in [
+        (
+            len(content) - 1,
+            f"it is incomplete: it has {len(content) - 1:,} bytes, and its header promises {len(content):,};",
+        ),
+        (header_end, f"it is incomplete: it has {header_end:,} bytes, and its header promises {len(content):,};"),
+        (20, f"it is incomplete: it has 20 bytes, and its header alone takes {header_end:,};"),
+        (1, "it is incomplete: it has 1 byte, and the length of its header alone takes 8;"),
+        (0, "it is incomplete: it has 0 bytes, and the length of its header alone takes 8;"),
+    ]:
+        path.write_bytes(content[:size])
+        with pytest.raises(DataError) as caught:
+            load(path)
+        assert str(caught.value) == (
+            f"Cannot read the capture {path}: {sentence} `normscope capture MODEL -o FILE` writes one."
+        )
+
+
+def test_a_file_that_is_longer_or_another_is_told(file, tmp_path):
+    content, path = file.read_bytes(), tmp_path / "other.safetensors"
+    for changed, sentence in [
+        (content + b"more", f"more than it should: it has {len(content) + 4:,} bytes, and its header promises"),
+        (content[:8] + b"x" + content[9:], "its header is damaged;"),
+        (b"a text and no capture", "it is no safetensors file;"),
+    ]:
+        path.write_bytes(changed)
+        with pytest.raises(DataError, match=sentence):
+            load(path)
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_mutated_files_are_errors_or_captures(file, tmp_path, data):
