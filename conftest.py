@@ -6,6 +6,11 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
+from hypothesis import settings
+
+# The first example of a process imports and compiles; how long one takes is not what they are about.
+settings.register_profile("normscope", deadline=None)
+settings.load_profile("normscope")
 
 # As the command line does before torch is imported: threads that spin while they wait take the suite minutes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -62,13 +63,37 @@ def module_by_module() -> Iterator[None]:
     ...     compiled(torch.zeros(1, 4))
     tensor([[0., 0., 0., 0.]], grad_fn=<NativeLayerNormBackward0>)
     """
-    fused = torch.backends.mha.get_fastpath_enabled()
+    _one_by_one.begin()
     try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        with torch.compiler.set_stance("force_eager"):
-            yield
+        yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
+        _one_by_one.end()
+
+
+class _OneByOne:
+    """Two switches of torch's, which the whole process shares: threads that overlap turn them once, and once back."""
+
+    def __init__(self) -> None:
+        self._lock, self._users, self._turned = threading.Lock(), 0, contextlib.ExitStack()
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._users:
+                self._turned.callback(
+                    torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
+                )
+                torch.backends.mha.set_fastpath_enabled(False)
+                self._turned.enter_context(torch.compiler.set_stance("force_eager"))
+            self._users += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._turned.close()
+
+
+_one_by_one = _OneByOne()
 
 
 class KeptBuffers:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -62,6 +62,7 @@ def none_left(network):
 CHANGES = (in_place, through_data, another_object, more_of_them, another_shape, none_left)
 
 
+@settings(deadline=None)  # the first imports torch's compiler
 @given(st.lists(st.sampled_from(CHANGES), max_size=4, unique=True))
 def test_buffers_come_back_as_the_objects_and_to_the_bit_that_they_were(changes):
     network = Held()
@@ -127,6 +128,27 @@ def test_how_torch_compiles_and_fuses_is_left_as_found(failure, fused, stance):
         finally:
             torch.backends.mha.set_fastpath_enabled(True)
     assert found() == usual
+
+
+def test_threads_that_overlap_leave_the_switches_as_the_first_found_them():
+    """The second begins while the first is at work and ends after it: what it found is not what there was."""
+    usual = torch._dynamo.eval_frame._stance.stance, torch.backends.mha.get_fastpath_enabled()
+    first, second = left_as_found(Held()), left_as_found(Held())
+    at_work, go_on = threading.Event(), threading.Event()
+
+    def other():
+        with second:
+            at_work.set()
+            go_on.wait(10)
+
+    thread = threading.Thread(target=other)
+    with first:
+        thread.start()
+        assert at_work.wait(10)
+    assert not torch.backends.mha.get_fastpath_enabled()  # the other is still at work
+    go_on.set()
+    thread.join()
+    assert (torch._dynamo.eval_frame._stance.stance, torch.backends.mha.get_fastpath_enabled()) == usual
 
 
 Pair = collections.namedtuple("Pair", "one two")
