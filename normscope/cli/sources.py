@@ -22,28 +22,38 @@ _BY = ("timestep",)
 
 
 def named_or_embedded(names: Sequence[str] | None, output: Output) -> list[str]:
-    """Return the names that were given; without any, those of the embedded models, and say so."""
+    """Return the names that were given; without any, those of the embedded models that can be loaded, and say so."""
     if names:
         return list(names)
-    from normscope.models.registry import embedded_models
+    from normscope.models.registry import check_library, embedded_models, find
 
-    embedded = embedded_models()
-    output.remark(f"no model named: taking what is embedded, {', '.join(embedded)}")
-    return embedded
+    loadable, left_out = [], []
+    for name in embedded_models():
+        try:
+            check_library(find(name))
+        except ModelError as error:
+            left_out.append(str(error))
+        else:
+            loadable.append(name)
+    output.remark(f"no model named: taking what is embedded, {', '.join(loadable)}")
+    for reason in left_out:
+        output.remark(f"left out: {reason}")
+    return loadable
 
 
 def check_models(names: Sequence[str]) -> None:
     """Refuse what names no model, before the first one is run.
 
     Raises:
-        ModelError: if there is no such model.
+        ModelError: if there is no such model, or the library that it is of cannot be imported.
         UsageError: if it is a file's name instead.
     """
-    from normscope.models.registry import find
+    from normscope.models.registry import check_library, find
 
+    entries = []
     for name in names:
         try:
-            find(name)
+            entries.append(find(name))
         except ModelError:
             if not _is_file(name):
                 raise
@@ -51,13 +61,15 @@ def check_models(names: Sequence[str]) -> None:
                 f"{name} names a file, not a model. `plot`, `fit`, `stats`, `gradient` and `compare` take captures; "
                 f"--weights takes a file of weights."
             ) from None
+    for entry in entries:
+        check_library(entry)
 
 
 def check_sources(names: Sequence[str], run: Run) -> None:
     """Refuse what names neither a model nor a capture file, before the first one is run.
 
     Raises:
-        ModelError: if there is no such model.
+        ModelError: if there is no such model, or the library that it is of cannot be imported.
         DataError: if there is no such file.
         UsageError: if an option that only running a network can follow comes with a capture file.
     """

@@ -6,9 +6,12 @@ Nothing heavy is imported before a model is loaded: ``normscope models`` and she
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -167,6 +170,7 @@ def load(
         raise DataError(f"There is no file or folder {str(data)!r} to read data from.")
     check_diffusion(entry, guidance=guidance, timesteps=timesteps)
     check_device_map(device_map, device)
+    check_library(entry)
 
     from normscope.models.base import LoadOptions
     from normscope.models.devices import resolve_device, resolve_dtype
@@ -185,6 +189,8 @@ def load(
         shuffle=shuffle,
         device_map=device_map,
     )
+    if entry.family in ("language", "diffusion"):
+        _error_of_torchaudio()
     library, _, architecture = entry.source.partition(":")
     module_name, _, function_name = (_LOADERS.get(entry.source) or _LOADERS[library]).partition(":")
     loader: Loader = getattr(importlib.import_module(f"normscope.models.{module_name}"), function_name)
@@ -236,6 +242,36 @@ def check_device_map(device_map: str | None, device: str) -> None:
         raise UsageError("Several processes cannot spread a network over the same devices: leave --device-map out.")
     if importlib.util.find_spec("accelerate") is None:
         raise ModelError("--device-map auto needs accelerate. Install it: pip install 'normscope[accelerate]'.")
+
+
+def check_library(entry: ModelEntry) -> None:
+    """Raise ModelError if a speech model is asked for where torchaudio cannot be imported."""
+    if entry.family != "speech" or (error := _error_of_torchaudio()) is None:
+        return
+    if isinstance(error, ModuleNotFoundError) and error.name == "torchaudio":
+        reason = "is not installed"
+    else:
+        reason = f"cannot be imported ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
+    raise ModelError(
+        f"{entry.name} needs torchaudio, which {reason}. Install it: pip install torchaudio. Where it refuses the "
+        f"torch that is installed ({metadata.version('torch')}), pip install 'normscope[speech]' brings releases of "
+        "both that belong together."
+    ) from error
+
+
+@functools.cache
+def _error_of_torchaudio() -> Exception | None:
+    """Import torchaudio and return what it raises, beside a torch of another CUDA version for example.
+
+    One that cannot be imported is hidden from transformers, and from diffusers, which imports that: they do without a
+    torchaudio that is missing, but not without one that raises.
+    """
+    try:
+        importlib.import_module("torchaudio")
+    except Exception as error:  # ImportError, OSError, RuntimeError and AttributeError were seen
+        sys.modules["torchaudio"] = None  # type: ignore[assignment]
+        return error
+    return None
 
 
 def _check_numbers(limit: int | None, batch_size: int, seed: int, workers: int | None) -> None:

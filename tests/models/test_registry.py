@@ -1,9 +1,13 @@
+import os
 import subprocess
 import sys
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
 
+import normscope
 from normscope.errors import DataError, DeviceError, ModelError, UsageError
 from normscope.models.registry import embedded_models, find, list_models, load
 
@@ -95,3 +99,47 @@ def test_what_outputs_print():
         "weights": "random weights, seed 7",
         "data": "3 crops of grace_hopper.jpg (seed 7)",
     }
+
+
+REFUSES = 'raise RuntimeError("PyTorch and TorchAudio were compiled with different CUDA versions.\\nReinstall both")'
+MISSING = 'raise ModuleNotFoundError("No module named torchaudio", name="torchaudio")'
+
+
+@pytest.fixture(params=[REFUSES, MISSING], ids=["refuses", "missing"])
+def without_torchaudio(request, tmp_path):
+    """Return what runs a command of normscope where torchaudio cannot be imported."""
+    (tmp_path / "torchaudio").mkdir()
+    (tmp_path / "torchaudio" / "__init__.py").write_text(request.param)
+    path = os.pathsep.join([str(tmp_path), str(Path(normscope.__file__).parents[1])])
+
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "normscope", *arguments],
+            env=os.environ | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+        )
+
+    return run
+
+
+def test_speech_without_torchaudio_is_one_sentence_and_the_rest_works(without_torchaudio):
+    done = without_torchaudio("stats", "demo_vit", "demo_wav2vec2")
+    assert done.returncode == 3
+    assert done.stdout == ""  # said before demo_vit is run
+    assert done.stderr.startswith("Error: demo_wav2vec2 needs torchaudio, which ")
+    assert "is not installed" in done.stderr or "(RuntimeError: PyTorch and TorchAudio were compiled" in done.stderr
+    assert f"({metadata.version('torch')}), pip install 'normscope[speech]' brings" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+    named = without_torchaudio("layers", "gpt2", "--weights", "random", "--json")  # transformers imports torchaudio
+    assert named.returncode == 0, named.stderr
+
+
+def test_without_a_name_and_torchaudio_the_other_embedded_models_are_taken(without_torchaudio):
+    done = without_torchaudio("layers")
+    assert done.returncode == 0, done.stderr
+    assert "no model named: taking what is embedded, demo_vit, demo_dit\n" in done.stderr
+    assert "left out: demo_wav2vec2 needs torchaudio, which " in done.stderr
+    assert "demo_vit\n" in done.stdout and "demo_dit\n" in done.stdout and "wav2vec2" not in done.stdout
