@@ -25,7 +25,7 @@ from normscope.state import left_as_found
 from normscope.swaps import bench_model
 from normscope.swaps.bench_model import ModelBench
 from normscope.swaps.bench_norm import NormBench, Only, commonest, every, norm_bench
-from normscope.swaps.kernels.choice import EAGER, TRITON, VARIABLE
+from normscope.swaps.kernels.choice import EAGER, VARIABLE, why_not_on
 from normscope.swaps.pointwise import check_kernels
 from normscope.swaps.replace import uncompiled
 from normscope.swaps.speed import Measured, judged
@@ -117,7 +117,7 @@ def bench(
             whole = ModelBench(cast, cast_batch, outputs or Outputs(), made, len(found.sites), warm)
             for_model = 0.0 if full else bench_model.AT_LEAST * (len(made) + len(whole.fused)) * a_pass
             if not whole.fused:
-                left_out += _without_kernels(own.device)
+                left_out += without_kernels(own.device)
             measured += _norm_alone(norm, until, for_model, only, progress, left_out)
             measured += _whole_network(whole, full, until, only, progress)
     if not full:
@@ -190,12 +190,13 @@ def _interpreted(row: Measured) -> Measured:
     return dataclasses.replace(row, note="; ".join(note for note in (INTERPRETED, row.note) if note))
 
 
-def _without_kernels(device: torch.device) -> list[str]:
+def without_kernels(device: torch.device) -> list[str]:
     """Say that nothing is timed with kernels, where that is not a matter of course."""
     if os.environ.get(VARIABLE) == EAGER:
         return [f"Fused by normscope's kernels: {VARIABLE}={EAGER} leaves them out."]
     if device.type == "cuda":
-        return [f"Fused by normscope's kernels: none runs here; {VARIABLE}={TRITON} says why."]
+        reason = why_not_on(device) or "there is none for these functions in this dtype"
+        return [f"Fused by normscope's kernels: none is timed: {reason}."]
     return []
 
 

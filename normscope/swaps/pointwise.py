@@ -44,7 +44,8 @@ class PointwiseFunction(nn.Module):
         in_place_of: full name of the class of the norm whose place it took; empty where it took none.
 
     On CUDA, tanh, isru and erf are computed by fused kernels (:mod:`normscope.swaps.kernels`), where the environment
-    variable ``NORMSCOPE_KERNELS`` does not say ``eager``. These have no second derivative; plain torch has.
+    variable ``NORMSCOPE_KERNELS`` does not say ``eager``. These have no second derivative, none in forward mode and
+    no batched gradients; plain torch has.
 
     Shape: any input with the channels at their axis; the output has its shape and dtype (:func:`dtype_after`). The
     names of the parameters are those of the published DyT and Derf layers.
@@ -108,6 +109,7 @@ class PointwiseFunction(nn.Module):
             return of_each(self, input)
         own, behind = (self.alpha, self.shift, self.weight, self.bias), self._behind(input)
         if by_kernels(self.curve.function_name, input.device, input.dtype):
+            operators.check_no_tangents(input, *own)
             output = operators.pointwise(input, *own, self.curve.function_name, behind)
         else:
             function = self.curve.function if self.table is None else self.table

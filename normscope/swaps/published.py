@@ -17,7 +17,7 @@ from normscope.outputs import Outputs
 from normscope.pairs.trace import find_norms
 from normscope.speeds import NATIVE, PASSES, Latency, Norms, Passes, PublishedReport
 from normscope.state import left_as_found
-from normscope.swaps.bench import compilations, in_words
+from normscope.swaps.bench import compilations, in_words, without_kernels
 from normscope.swaps.bench_model import ModelBench
 from normscope.swaps.bench_norm import Norm, norm_bench
 from normscope.swaps.replace import module_at
@@ -93,6 +93,8 @@ def published(
         whole = ModelBench(model, batch, outputs or Outputs(), made, len(found.sites), True)
         shapes = [(site.name, site.kind, tuple(found.shapes[site.name])) for site in found.sites]
         with_kernels = [one for one in made if any(map(has_kernel, one.modules.values()))]
+        if not with_kernels:
+            notes += without_kernels(where.device)
         for way, passes, one in itertools.product(_NORMS, PASSES, made):
             if way == "fused" and one not in with_kernels:
                 continue

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from normscope.batches import Batch, Sample  # noqa: E402
-from normscope.pairs.binning import cuda, cuda_draw, cuda_loop  # noqa: E402
+from normscope.pairs.binning import cuda, cuda_draw, cuda_loop, loops  # noqa: E402
 from normscope.pairs.formulas import FORMS, layer_norm  # noqa: E402
 from normscope.pairs.recorder import Recorder, Summing  # noqa: E402
 from normscope.pairs.stats import PairStats  # noqa: E402
@@ -83,6 +83,7 @@ def launches(monkeypatch) -> list[str]:
         monkeypatch.setattr(cuda, name, Launched(name, noted))
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
     monkeypatch.setattr(cuda, "_stream", lambda device: 0)
+    monkeypatch.setattr(loops, "why_no_launcher", lambda: "")
     return noted
 
 

@@ -12,17 +12,19 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from normscope.batches import Batch
 from normscope.errors import UsageError
 from normscope.speeds import COPY, FUSED, NATIVE, NOT_RUN, Case
 from normscope.swaps import bench_model, bench_norm
-from normscope.swaps.bench import bench
+from normscope.swaps.bench import bench, without_kernels
 from normscope.swaps.kernels import choice
 from normscope.swaps.pointwise import DyT, PointwiseFunction
 from normscope.swaps.published import published
 from normscope.swaps.speed import Measured, judged
 from normscope.swaps.timing import once
+from normscope.swaps.variants import has_kernel
 
 FORWARD, BOTH = "forward", "forward + backward"
 KERNELS = ["dyt", "derf"]
@@ -185,6 +187,19 @@ def test_who_asks_for_plain_torch_gets_no_other_rows_and_is_told(quick, monkeypa
     assert os.environ[choice.VARIABLE] == choice.EAGER
 
 
+def test_where_triton_cannot_launch_a_report_says_why_nothing_is_fused(monkeypatch):
+    pytest.importorskip("triton", reason="Triton is made for Linux alone")
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    monkeypatch.setattr(choice, "_capability", lambda device: (8, 0))
+    monkeypatch.setattr(choice, "why_no_launcher", lambda: "Triton cannot build what launches its kernels (no gcc)")
+    [line] = without_kernels(torch.device("cuda"))
+    assert line == (
+        "Fused by normscope's kernels: none is timed: Triton cannot build what launches its kernels (no gcc)."
+    )
+    with FakeTensorMode(), torch.device("cuda"):
+        assert not has_kernel(DyT(4))
+
+
 @pytest.mark.parametrize(("asked", "said"), [("triton", "cannot be met"), ("fast", "There is no NORMSCOPE_KERNELS")])
 def test_what_cannot_be_met_is_an_error_before_anything_is_timed(monkeypatch, asked, said):
     monkeypatch.setenv(choice.VARIABLE, asked)
@@ -208,7 +223,7 @@ def test_plain_torch_ends_where_it_ends(monkeypatch, before):
 
 def test_a_compiled_module_is_compiled_anew_where_the_choice_changes(monkeypatch):
     """Else what is compiled by plain torch would be called fused, or the other way about."""
-    monkeypatch.setattr(choice, "_why_not_on", lambda device: "")
+    monkeypatch.setattr(choice, "why_not_on", lambda device: "")
     graphs = []
 
     def backend(graph, inputs):

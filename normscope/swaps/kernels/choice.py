@@ -11,9 +11,11 @@ from importlib.util import find_spec
 import torch
 
 from normscope.errors import UsageError, unknown
+from normscope.pairs.binning.cuda_launcher import EAGER as EAGER
+from normscope.pairs.binning.cuda_launcher import TRITON as TRITON
+from normscope.pairs.binning.cuda_launcher import VARIABLE as VARIABLE
+from normscope.pairs.binning.cuda_launcher import cannot_be_met, why_no_launcher
 
-VARIABLE = "NORMSCOPE_KERNELS"
-EAGER, TRITON = "eager", "triton"
 CURVES = ("tanh", "isru", "erf")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LINE = "linear"
@@ -23,7 +25,8 @@ _LEAST_CAPABILITY = (8, 0)
 def by_kernels(curve: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether Triton's kernels compute a curve.
 
-    They do on CUDA, for tanh, isru and erf in float32, bfloat16 and float16, where Triton is installed. The environment
+    They do on CUDA, for tanh, isru and erf in float32, bfloat16 and float16, where Triton is installed and
+    can build what launches its kernels: where it cannot, plain torch computes, after a warning. The environment
     variable ``NORMSCOPE_KERNELS`` overrides this: ``eager`` for plain torch everywhere, ``triton`` for the kernels
     alone. The straight line, which benchmarks measure the others by, is plain torch's whatever it says, and what
     torch.func transforms (vmap, grad, …) is where the variable says nothing. torch.compile reads the variable
@@ -48,7 +51,7 @@ def by_kernels(curve: str, device: torch.device, dtype: torch.dtype) -> bool:
         return False
     why_not = _why_not(curve, device, dtype)
     if asked and why_not:
-        raise UsageError(f"{VARIABLE}={TRITON} cannot be met: {why_not}. Unset it, or say {VARIABLE}={EAGER}.")
+        raise cannot_be_met(why_not)
     return not why_not
 
 
@@ -79,10 +82,11 @@ def _why_not(curve: str, device: torch.device, dtype: torch.dtype) -> str:
         return f"no kernel takes an input of {dtype}"
     if torch._C._are_functorch_transforms_active():
         return "torch.func's transforms do not go through kernels"
-    return _why_not_on(device)
+    return why_not_on(device)
 
 
-def _why_not_on(device: torch.device) -> str:
+def why_not_on(device: torch.device) -> str:
+    """Say why no kernel runs on a device; nothing where they do."""
     if not _with_triton():
         return "Triton is not installed"
     if device.type == "cpu" and not interpreted():
@@ -91,12 +95,12 @@ def _why_not_on(device: torch.device) -> str:
         return f"the kernels are written for NVIDIA GPUs, and the input is on {device}"
     if device.type == "cuda" and _capability(device) < _LEAST_CAPABILITY:
         return f"the GPU has compute capability {'.'.join(map(str, _capability(device)))}, and the kernels need 8.0"
-    return ""
+    return why_no_launcher() if device.type == "cuda" else ""
 
 
 # torch.compile cannot follow it, and need not: it does not change. This is what torch.compiler.assume_constant_result
 # sets, which would import the compiler, and Triton with it, for those too who compile nothing.
-_why_not_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
+why_not_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from normscope.errors import UsageError
 from normscope.fits.curves import CURVES
@@ -80,7 +81,8 @@ def pointwise_backward(
         Five tensors, empty where there is nothing to return: an operator's lists hold nothing but tensors.
 
     Raises:
-        UsageError: as there; if dy is not of x's shape; and where a second derivative is asked for.
+        UsageError: as there; if dy is not of x's shape; and where a second derivative is asked for, or several
+            gradients at once.
     """
     own = Parameters(alpha, shift, weight, bias)
     _check_shape(dy, x)
@@ -138,12 +140,33 @@ def _check_shape(dy: Tensor, x: Tensor) -> None:
         raise UsageError(f"A gradient of {given} is not that of an output of {expected}.")
 
 
+def check_no_tangents(*tensors: Tensor | None) -> None:
+    """Refuse forward-mode differentiation, in which torch takes an operator's output for constant, without a word.
+
+    Raises:
+        UsageError: if a tensor has a tangent.
+    """
+    if forward_ad._current_level < 0:
+        return
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+            raise _not_by_kernels("forward-mode derivative")
+
+
+def _not_by_kernels(what: str) -> UsageError:
+    return UsageError(f"The fused kernels have no {what}. {VARIABLE}={EAGER} computes in plain torch, which has.")
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.curve, ctx.behind = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _back(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    check_no_tangents(dy)
+    # is_grads_batched=True has torch's older vmap, which no rule of batching that an operator registers is for.
+    if torch._C._functorch.is_batchedtensor(dy) or torch._C._functorch.is_legacy_batchedtensor(dy):
+        raise _not_by_kernels("batched gradients (vmap, is_grads_batched=True)")
     of_input, *of_each = ctx.needs_input_grad[:5]
     gradients = pointwise_backward(dy, *ctx.saved_tensors, ctx.curve, ctx.behind, of_input, any(of_each))
     wanted = zip(gradients, (of_input, *of_each), strict=True)
@@ -154,9 +177,7 @@ pointwise.register_autograd(_back, setup_context=_save)
 
 
 def _back_twice(ctx: Any, of_gradients: list[Tensor]) -> tuple[None, ...]:
-    raise UsageError(
-        f"The fused kernels have no second derivative. {VARIABLE}={EAGER} computes in plain torch, which has."
-    )
+    raise _not_by_kernels("second derivative")
 
 
 pointwise_backward.register_autograd(_back_twice)

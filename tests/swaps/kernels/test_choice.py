@@ -30,6 +30,7 @@ def ampere(monkeypatch):
     """A GPU of compute capability 8.0, which fake tensors are on."""
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(choice, "_capability", lambda device: (8, 0))
+    monkeypatch.setattr(choice, "why_no_launcher", lambda: "")
 
 
 class Called(TorchDispatchMode):
@@ -93,6 +94,10 @@ def test_what_is_transformed_is_plain_torchs(ampere, monkeypatch):
         return torch.func.functional_call(layer, own, (x,)).sum()
 
     x = torch.arange(6.0).view(2, 3)
+    _, along = torch.func.jvp(lambda x: loss(own, x), (x,), (torch.ones_like(x),))
+    # sech² is a square of what float32 rounds once.
+    torch.testing.assert_close(along, (0.5 / (x.double() / 2).cosh() ** 2).sum().float(), rtol=1e-6, atol=0)
+    assert decided.pop() is False
     each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(own, x)
     torch.testing.assert_close(each["bias"], torch.ones(2, 3), rtol=0, atol=0)
     torch.testing.assert_close(each["weight"], (x / 2).tanh(), rtol=1e-6, atol=0)
@@ -101,6 +106,8 @@ def test_what_is_transformed_is_plain_torchs(ampere, monkeypatch):
     monkeypatch.setenv(VARIABLE, "triton")
     with pytest.raises(UsageError, match=r"cannot be met: torch.func's transforms do not go through kernels"):
         torch.func.grad(loss)(own, x)
+    with pytest.raises(UsageError, match=f"torch.func's transforms do not go through kernels.*{VARIABLE}=eager"):
+        torch.func.jvp(lambda x: loss(own, x), (x,), (torch.ones_like(x),))
 
 
 def test_eager_is_plain_torch_on_cuda_too(ampere, monkeypatch):

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.library import opcheck
 
 from normscope.errors import UsageError
@@ -294,3 +295,64 @@ def test_second_derivatives_are_plain_torchs(monkeypatch, curve):
     [slope] = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
     with pytest.raises(UsageError, match=r"no second derivative.*NORMSCOPE_KERNELS=eager"):
         torch.autograd.grad(slope.square().sum(), x)
+
+
+def tangents(layer, x, upstream=False):
+    """Ask for a derivative in forward mode: of the function itself, or of its gradient, weighted by what has one."""
+    with forward_ad.dual_level():
+        if not upstream:
+            return forward_ad.unpack_dual(layer(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+        x = x.clone().requires_grad_()
+        weights = forward_ad.make_dual(torch.ones_like(x), torch.ones_like(x))
+        return forward_ad.unpack_dual(torch.autograd.grad((layer(x) * weights).sum(), x)[0]).tangent
+
+
+def along(layer, x):
+    return torch.func.jvp(layer, (x,), (torch.ones_like(x),))[1]
+
+
+@everywhere
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("asked", [tangents, lambda *given: tangents(*given, upstream=True), along])
+def test_forward_mode_is_plain_torchs(monkeypatch, curve, frozen, asked):
+    """Where no parameter requires a gradient, torch itself would say nothing, and give none or zeros."""
+    layer, x = PointwiseFunction(curve, C, alpha=0.7, shift=0.3).double().requires_grad_(not frozen), values(3, C)
+    u = 0.7 * x + 0.3
+    exact = 0.7 * (CURVES[curve](u + 1e-6) - CURVES[curve](u - 1e-6)) / 2e-6
+    torch.testing.assert_close(asked(layer, x), exact, rtol=1e-6, atol=1e-8)  # differences of float64: 1e-16 / 1e-6
+    monkeypatch.setattr(module, "by_kernels", lambda *_: True)
+    with pytest.raises(UsageError, match=r"no forward-mode derivative.*NORMSCOPE_KERNELS=eager"):
+        asked(layer, x)
+    assert layer(x).shape == x.shape
+
+
+@everywhere
+def test_in_forward_mode_what_has_no_tangent_goes_on(monkeypatch, curve):
+    monkeypatch.setattr(module, "by_kernels", lambda *_: True)
+    layer, x = PointwiseFunction(curve, C).double(), values(3, C)
+    expected = layer(x)
+    with forward_ad.dual_level():
+        assert torch.equal(layer(x), expected)
+
+
+def by_is_grads_batched(y, x, each):
+    return torch.autograd.grad(y, x, each, is_grads_batched=True)[0]
+
+
+def by_vmap(y, x, each):
+    return torch.func.vmap(lambda dy: torch.autograd.grad(y, x, dy, retain_graph=True)[0])(each)
+
+
+@everywhere
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("asked", [by_is_grads_batched, by_vmap])
+def test_batched_gradients_are_plain_torchs(monkeypatch, curve, frozen, asked):
+    layer = PointwiseFunction(curve, C, alpha=0.7, shift=0.3).double().requires_grad_(not frozen)
+    x, each = values(3, C).requires_grad_(), values(2, 3, C, seed=5)
+    y = layer(x)
+    one_by_one = torch.stack([torch.autograd.grad(y, x, dy, retain_graph=True)[0] for dy in each])
+    torch.testing.assert_close(asked(y, x, each), one_by_one, rtol=1e-12, atol=0)
+    monkeypatch.setattr(module, "by_kernels", lambda *_: True)
+    y = layer(x)
+    with pytest.raises(UsageError, match=r"no batched gradients.*NORMSCOPE_KERNELS=eager"):
+        asked(y, x, each)
