@@ -49,7 +49,8 @@ def capture(
         batches: tensors, tuples of arguments, dicts of keyword arguments, or :class:`normscope.Batch`; on the model's
             device and in its dtype, samples along axis 0. Taken one at a time: any iterable, of any length; one that
             runs the model itself, as a sampler does, may do so, and nothing of that is recorded. Positions that a
-            Batch, or an ``attention_mask``, marks as padding are in no sum.
+            Batch, or an ``attention_mask``, marks as padding are in no sum. All tokens of a norm whose input has no
+            axis of samples are, once for each batch of several samples; they are no sample's, and the site has no folds.
         layers: which norm sites, see :func:`normscope.pairs.selection.select`.
         about: what the capture says of itself: ``model``, ``weights``, ``data``. Files and figures print it. Batches
             that have a ``description`` say themselves what they were, once they have all been taken; the network says
