@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("float32", "bfloat16", "float16")
+KEEP = "keep"
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -81,12 +82,12 @@ def dtype_name(name: str) -> str:
     """
     whole = _SHORT.get(name, name)
     if whole not in DTYPES:
-        raise UsageError(unknown("dtype", name, [*DTYPES, *_SHORT]))
+        raise UsageError(unknown("dtype", name, [*DTYPES, *_SHORT, KEEP]))
     return whole
 
 
-def resolve_dtype(name: str) -> torch.dtype:
-    """Return the floating-point type called ``name``, see :func:`dtype_name`.
+def resolve_dtype(name: str) -> torch.dtype | None:
+    """Return the floating-point type called ``name``, see :func:`dtype_name`; None for ``keep``.
 
     Raises:
         UsageError: if there is no such type.
@@ -96,5 +97,7 @@ def resolve_dtype(name: str) -> torch.dtype:
     """
     import torch
 
+    if name == KEEP:
+        return None
     dtype: torch.dtype = getattr(torch, dtype_name(name))
     return dtype
