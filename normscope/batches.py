@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -122,12 +122,16 @@ class Batch:
         serving = (torch.Tensor, torch.dtype, torch.device, int, float, complex, str, bytes, type(None))
         return any(map(counts, leaves)) and all(isinstance(leaf, serving) for leaf in leaves)
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
-        """Move every tensor to ``device``, and the floating-point ones to ``dtype``; without waiting where pinned."""
+    def to(self, device: torch.device, dtype: torch.dtype | None, kept: Container[torch.dtype] = ()) -> Batch:
+        """Move every tensor to ``device``, and floating-point ones to ``dtype``; without waiting where pinned.
+
+        Those of a dtype in ``kept`` stay in theirs, and all do where ``dtype`` is None.
+        """
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             pinned = device.type == "cuda" and tensor.is_pinned()
-            return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype, non_blocking=pinned)
+            converts = dtype is not None and tensor.is_floating_point() and tensor.dtype not in kept
+            return tensor.to(device, dtype if converts else tensor.dtype, non_blocking=pinned)
 
         return self._each(move)
 

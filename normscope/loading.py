@@ -25,7 +25,7 @@ def load(
     batch_size: int | Literal["auto"] = 8,
     seed: int = 0,
     device: str = "auto",
-    dtype: str = "float32",
+    dtype: str | None = None,
     guidance: float | None = None,
     timesteps: str | int | None = None,
     workers: int | None = None,
@@ -48,7 +48,9 @@ def load(
         seed: of random weights and of the choice of default inputs. torch's global random state is left as it is.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
         dtype: ``float32``, ``bfloat16`` or ``float16``, or ``fp32``, ``bf16`` or ``fp16`` for short: of weights and
-            inputs.
+            inputs. ``keep`` leaves weights as the library or your function made them, and inputs of a dtype that the
+            network has weights of; others get that of its first weights. None is ``keep`` for a network of your own,
+            and ``float32`` for any other. Where weights were converted, the provenance says from which to which.
         guidance: of a diffusion model: the scale of classifier-free guidance, 1 for none; None for the model's own.
         timesteps: of a diffusion model: a number of timesteps evenly along its trajectory (``4``), or those named
             (``"980,500,0"``, ``"980,"``).

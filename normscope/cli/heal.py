@@ -89,7 +89,7 @@ def heal(
         check_asked(checkpoint, wanted)
     # Batches of a network of the user's own are as they are, which takes the default of all commands.
     at_once = batch_size or (Run.batch_size if model.startswith("py:") else _BATCH_SIZE)
-    network = replace(run, batch_size=at_once).load(model, say)
+    network = replace(run, batch_size=at_once, dtype="float32").load(model, say)  # half precision swallows small steps
     learner = Learner.of(network, sites, run.seed, say, ALONE)
     fits = learner.fits(how, say)
     swapped = copy.deepcopy(network.module)

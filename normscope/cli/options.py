@@ -99,8 +99,12 @@ Seed = Annotated[
 ]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda[:N]|mps", help="Where the network runs.")]
 Dtype = Annotated[
-    str,
-    typer.Option(metavar="float32|bfloat16|float16", help="Of weights and inputs; fp32, bf16 and fp16 do too."),
+    str | None,
+    typer.Option(
+        metavar="float32|bfloat16|float16|keep",
+        help="Of weights and inputs (fp32, bf16, fp16); keep converts no weights. By default float32, and of py: keep.",
+        show_default=False,
+    ),
 ]
 DeviceMap = Annotated[
     str | None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import sys
@@ -141,9 +140,11 @@ class Output:
         """Say which network runs, with which weights, where; random weights are said so even when quiet."""
         from normscope.models.spreading import places
 
-        tensors = itertools.chain(network.module.parameters(), network.module.buffers())
-        where = [f", on {listed(places(network.module))} in {tensor.dtype}" for tensor in itertools.islice(tensors, 1)]
-        line = f"{network.name}: {network.provenance.description}{''.join(where)}"
+        module = network.module
+        tensors = list(module.parameters()) or list(module.buffers())[:1]
+        dtypes = list(dict.fromkeys(str(tensor.dtype) for tensor in tensors))
+        where = f", on {listed(places(module))} in {listed(dtypes)}" if dtypes else ""
+        line = f"{network.name}: {network.provenance.description}{where}"
         (self.warn if network.provenance.kind == "random" else self.remark)(line)
 
     def account(self, capture: Capture, unreadable: Sequence[str] = ()) -> None:

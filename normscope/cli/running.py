@@ -52,7 +52,7 @@ class Run:
     seed: Seed = 0
     device: Device = "auto"
     device_map: DeviceMap = None
-    dtype: Dtype = "float32"
+    dtype: Dtype = None
     guidance: Guidance = None
     timesteps: Timesteps = None
     verify: Verify = False

@@ -227,7 +227,7 @@ def _speed(
 ) -> BenchReport:
     """Time the network; in the place of an embedded one, which is tiny, its full-size sibling with random weights."""
     from normscope.figures.speed_tables import speed_tables
-    from normscope.models.devices import dtype_name
+    from normscope.models.devices import KEEP, dtype_name
     from normscope.models.registry import find
     from normscope.swaps.bench import bench
 
@@ -244,7 +244,7 @@ def _speed(
             network.module,
             batch,
             wanted.curves,
-            dtypes=None if full else [dtype_name(run.dtype)],
+            dtypes=None if full or run.dtype in (None, KEEP) else [dtype_name(run.dtype)],
             full=full,
             budget=seconds,
             outputs=network.outputs,

@@ -56,6 +56,7 @@ class LoadOptions:
         limit: the largest number of samples, or None.
         batch_size: samples per batch, at most.
         seed: of random weights, of the choice of default inputs, and of their order where it is shuffled.
+        dtype: of weights and inputs; None to leave them as the library or the user's function makes them.
         guidance: scale of classifier-free guidance along a diffusion model's trajectory; None for the model's own.
         timesteps: at which timesteps of it, see :func:`normscope.models.load`; None for the default.
         workers: how many processes read inputs ahead of the network, 0 for none but its own; None for a number that
@@ -70,7 +71,7 @@ class LoadOptions:
     batch_size: int
     seed: int
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     guidance: float | None = None
     timesteps: str | int | None = None
     workers: int | None = None
@@ -85,7 +86,7 @@ class LoadedModel:
     Attributes:
         name: the name it was loaded by.
         module: in eval mode, on the asked-for device and in the asked-for dtype.
-        inputs: batches on the same device, floating-point tensors in the same dtype.
+        inputs: batches on the same device, floating-point tensors in a dtype that the module takes.
         provenance: where the weights come from.
         outputs: how to read what the module returns.
         calibration: inputs to learn from, apart from ``inputs``: what a swap's start values are fitted to, and what it

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from normscope.errors import ModelError
 from normscope.models.base import Provenance
+from normscope.models.conversions import converted, dtypes_by_name
 
 SHOWN = 3  # of the keys that do not fit
 
@@ -23,7 +24,7 @@ def load_file(module: nn.Module, path: Path, name: str) -> Provenance:
     goes through the conversion that timm has for that family of models.
 
     Args:
-        module: on the CPU, in float32; half loaded if an error is raised.
+        module: on the CPU, in its dtypes, to which weights are converted; half loaded if an error is raised.
         path: a safetensors file whose name says so, or a torch checkpoint.
         name: what error messages call the model.
 
@@ -44,7 +45,8 @@ def load_file(module: nn.Module, path: Path, name: str) -> Provenance:
         raise ModelError(f"The weights file {str(path)!r} does not fit {name}: {', '.join(misfits[:SHOWN])}{more}.")
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return Provenance("file", f"file {path.name} (sha256 {digest[:12]})")
+    provenance = Provenance("file", f"file {path.name} (sha256 {digest[:12]})")
+    return converted(provenance, dtypes_by_name(state_dict.items()), dtypes_by_name(module.named_parameters()))
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:

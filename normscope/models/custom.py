@@ -54,13 +54,15 @@ def load_factory(name: str, architecture: str, options: LoadOptions) -> LoadedMo
     with code.running(name):
         returned = factory()
     module, batches = _pair(name, returned)
-    inputs = FactoryBatches(name, batches, code, options)
+    kept = _dtypes_kept(module, options)
+    inputs = FactoryBatches(name, batches, code, options, kept)
     if options.weights == "pretrained":
         version = f"sha256 {sha256_of([path])[:12]}, " if is_file else ""
         provenance = Provenance("custom", f"as {name} made them ({version}seed {options.seed})")
     else:
         provenance = load_file(module, Path(options.weights), name)
-    return LoadedModel(name, ready(module, options), inputs, provenance)
+    module, provenance = ready(module, provenance, options)
+    return LoadedModel(name, module, inputs, provenance)
 
 
 def _refuse(name: str, options: LoadOptions) -> None:
@@ -71,6 +73,16 @@ def _refuse(name: str, options: LoadOptions) -> None:
         raise UsageError(f"{name} decides how large its batches are: batch_size can have no effect on it.")
     if options.weights == "random":
         raise UsageError(f"{name} decides on its weights: leave --weights out, or name a file that fits its module.")
+
+
+def _dtypes_kept(module: nn.Module, options: LoadOptions) -> list[torch.dtype]:
+    """List the dtypes of the network's floating-point parameters, the first one's first; none where it is converted.
+
+    Inputs in one of them are as the function means them: which part of the network takes them, it alone knows.
+    """
+    if options.dtype is not None:
+        return []
+    return list(dict.fromkeys(tensor.dtype for tensor in module.parameters() if tensor.is_floating_point()))
 
 
 def _import_file(code: UserCode, path: Path) -> ModuleType:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 _LEAST_DRIVERS = {"11": 450, "12": 525, "13": 580}  # of NVIDIA on Linux, for each version of CUDA
 _SECONDS_TO_ANSWER = 10.0  # for nvidia-smi, which takes some where it wakes up many GPUs, and waits on where one hangs
+KEEP = "keep"
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -152,12 +153,12 @@ def dtype_name(name: str) -> str:
     """
     whole = _SHORT.get(name, name)
     if whole not in DTYPES:
-        raise UsageError(unknown("dtype", name, [*DTYPES, *_SHORT]))
+        raise UsageError(unknown("dtype", name, [*DTYPES, *_SHORT, KEEP]))
     return whole
 
 
-def resolve_dtype(name: str) -> torch.dtype:
-    """Return the floating-point type called ``name``, see :func:`dtype_name`.
+def resolve_dtype(name: str) -> torch.dtype | None:
+    """Return the floating-point type called ``name``, see :func:`dtype_name`; None for ``keep``.
 
     Raises:
         UsageError: if there is no such type.
@@ -167,5 +168,7 @@ def resolve_dtype(name: str) -> torch.dtype:
     """
     import torch
 
+    if name == KEEP:
+        return None
     dtype: torch.dtype = getattr(torch, dtype_name(name))
     return dtype

@@ -141,7 +141,7 @@ def load_demo_dit(name: str, architecture: str, options: LoadOptions) -> LoadedM
 def _loaded(
     name: str, module: nn.Module, inputs: Callable[[nn.Module], Inputs], provenance: Provenance, options: LoadOptions
 ) -> LoadedModel:
-    module = ready(module, options)
+    module, provenance = ready(module, provenance, options)
     return LoadedModel(name, module, inputs(module), provenance, Outputs("prediction", without_variances))
 
 

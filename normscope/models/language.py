@@ -18,6 +18,7 @@ from normscope.errors import ModelError
 from normscope.models import answers
 from normscope.models.base import LoadedModel, LoadOptions, Provenance
 from normscope.models.checkpoints import SHOWN, read_state_dict
+from normscope.models.conversions import converted, dtypes_by_name, dtypes_of_files
 from normscope.models.hub_files import HubSilentError, Repository, refuse_code, sha256_of
 from normscope.models.spreading import offload_folder, quiet
 from normscope.models.text import text_inputs
@@ -190,11 +191,11 @@ class _Network:
     name: str
     kind: Any
     config: Any
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     device_map: str | None = None
 
     def fresh(self) -> nn.Module:
-        module: nn.Module = self.kind._from_config(self.config, dtype=self.dtype, **self._without_pooler())
+        module: nn.Module = self.kind._from_config(self.config, **self._in_dtype(None), **self._without_pooler())
         return module
 
     def of(self, repository: Repository) -> tuple[nn.Module, Provenance]:
@@ -213,8 +214,10 @@ class _Network:
         _check(report | {"unexpected_keys": []}, f"The weights of {repository.name} do not fit {self.kind.__name__}")
         if repository.is_folder:
             folder = Path(repository.name).resolve().name
-            return module, Provenance("file", f"folder {folder} (sha256 {sha256_of(files)[:12]})")
-        return module, Provenance("pretrained", f"{repository.name}@{repository.commit[:12]}")
+            provenance = Provenance("file", f"folder {folder} (sha256 {sha256_of(files)[:12]})")
+        else:
+            provenance = Provenance("pretrained", f"{repository.name}@{repository.commit[:12]}")
+        return module, _converted(provenance, dtypes_of_files(files), module)
 
     def of_file(self, path: Path) -> tuple[nn.Module, Provenance]:
         """Load the weights of a file, which has to hold those of this class and no others, except for a head's."""
@@ -226,7 +229,8 @@ class _Network:
             f"The weights file {str(path)!r} does not fit {self.name}",
             _not_floating(state_dict, module),
         )
-        return module, Provenance("file", f"file {path.name} (sha256 {sha256_of([path])[:12]})")
+        provenance = Provenance("file", f"file {path.name} (sha256 {sha256_of([path])[:12]})")
+        return module, _converted(provenance, dtypes_by_name(state_dict.items()), module)
 
     def _loaded(self, source: str | None, what: str, **arguments: Any) -> tuple[nn.Module, dict[str, Any]]:
         """Return the module, and transformers' report on what did not fit."""
@@ -234,7 +238,7 @@ class _Network:
             module, report = self.kind.from_pretrained(
                 source,
                 config=self.config,
-                dtype=self.dtype,
+                **self._in_dtype("auto"),
                 use_safetensors=True,
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,  # the report names them, and they are refused
@@ -248,11 +252,25 @@ class _Network:
             ) from error
         return module, report
 
+    def _in_dtype(self, own: str | None) -> dict[str, Any]:
+        """Ask for the dtype, or for what transformers calls the weights' own, if anything."""
+        return {} if (self.dtype or own) is None else {"dtype": self.dtype or own}
+
     def _without_pooler(self) -> dict[str, bool]:
         """Leave the pooling layer out where another class was saved than is loaded: not all of them have one."""
         takes_it = "add_pooling_layer" in inspect.signature(self.kind.__init__).parameters
         saved = self.config.architectures or []
         return {"add_pooling_layer": False} if takes_it and self.kind.__name__ not in saved else {}
+
+
+def _converted(provenance: Provenance, dtypes: Mapping[str, torch.dtype], module: nn.Module) -> Provenance:
+    """Say which dtypes were converted; a head's network has a prefix before the names that it has without one."""
+    prefix = f"{getattr(module, 'base_model_prefix', '')}."
+    before, after = (
+        {name.removeprefix(prefix): dtype for name, dtype in named.items()}
+        for named in (dtypes, dtypes_by_name(module.named_parameters()))
+    )
+    return converted(provenance, before, after)
 
 
 def _check(report: Mapping[str, Any], misfit: str, wrong: list[str] | None = None) -> None:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from diffusers.utils.import_utils import is_accelerate_available
 from torch import Tensor, nn
 
 from normscope.batches import Batch, Sample
 from normscope.errors import ModelError, UsageError, count
 from normscope.models import answers
 from normscope.models.base import LoadedModel, LoadOptions, Provenance
+from normscope.models.conversions import converted, dtypes_by_name, dtypes_of_files
 from normscope.models.hub_files import refuse_code, sha256_of
 from normscope.models.numbered import NumberedInputs
 from normscope.models.timesteps import listed, select_timesteps
-from normscope.models.weights import ready, with_weights
+from normscope.models.weights import cast, ready, with_weights
 from normscope.outputs import Outputs, without_variances
 from normscope.shares import Chunk
 
@@ -29,7 +31,7 @@ PROMPTS = (
     "the workbench of a watchmaker, seen from above",
     "a mountain village under snow at night",
 )
-_FROM_HERE = {"use_safetensors": True, "local_files_only": True, "low_cpu_mem_usage": False}
+_FROM_HERE = {"use_safetensors": True, "local_files_only": True}
 OTHERWISE = "Write a function that returns the transformer and batches for it, and name it as py:FILE:FACTORY."
 
 
@@ -194,14 +196,24 @@ def load_pipeline(name: str, folder: Path, components: Mapping[str, Any], option
         build=lambda: _built(name, kind, part),
         pretrained=lambda: _pretrained(name, kind, folder, part),
     )
+    others = [_kind(value) for key, value in components.items() if key != "transformer" and isinstance(value, list)]
+    by_accelerate = _by_accelerate(name, others)
     try:
-        pipeline: Any = DiffusionPipeline.from_pretrained(folder, transformer=module, **_FROM_HERE)
+        # The class itself knows that its transformer is a component; DiffusionPipeline would load another over ours.
+        pipeline = getattr(diffusers, components["_class_name"]).from_pretrained(
+            folder, transformer=module, low_cpu_mem_usage=by_accelerate, **_FROM_HERE
+        )
     except Exception as error:  # of any component
         raise ModelError(f"The pipeline of {name} does not load: {answers.first_line(error)}.") from error
-    for component in pipeline.components.values():
+    if not isinstance(pipeline, DiffusionPipeline):
+        raise ModelError(f"{name} is a {components['_class_name']}, which is no pipeline. {OTHERWISE}")
+    for part_name, component in pipeline.components.items():
         if isinstance(component, nn.Module) and component is not module:
-            nn.Module.to(component, options.device, options.dtype)
-    ready(module, options)
+            if any(tensor.is_meta for tensor in component.parameters()):
+                raise ModelError(f"The pipeline of {name} does not load: its {part_name} lacks weights.")
+            cast(component, options.dtype, _in_float32(type(component)) or ())
+            nn.Module.to(component, options.device)
+    module, provenance = ready(module, provenance, options, _in_float32(kind) or ())
     inputs = PipelineCalls(pipeline, options)
     return LoadedModel(name, module, inputs, provenance, Outputs("prediction", without_variances))
 
@@ -213,6 +225,34 @@ def _known(component: list[Any]) -> bool:
     return library in (None, "transformers") or hasattr(diffusers.pipelines, str(library))
 
 
+def _kind(component: list[Any]) -> Any:
+    library, kind = component
+    return getattr(diffusers, str(kind)) if library == "diffusers" else None
+
+
+def _in_float32(kind: Any) -> list[str] | None:
+    """Name the parts that a class of diffusers keeps in float32 in any dtype; None of one that does not speak of it."""
+    if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
+        return None
+    named: list[str] | str | None = kind._keep_in_fp32_modules
+    return [named] if isinstance(named, str) else named
+
+
+def _by_accelerate(name: str, kinds: Iterable[Any]) -> bool:
+    """Tell whether to load through accelerate, as diffusers insists on for classes that keep parts in float32.
+
+    Raises:
+        ModelError: if it is not installed then.
+    """
+    keeping = next((kind for kind in kinds if _in_float32(kind) is not None), None)  # an empty list counts too
+    if keeping is not None and not is_accelerate_available():  # type: ignore[no-untyped-call]
+        raise ModelError(
+            f"The {keeping.__name__} of {name} keeps parts in float32, and diffusers loads such a class through "
+            "accelerate alone, which is not installed. Install it: pip install 'normscope[accelerate]'."
+        )
+    return keeping is not None
+
+
 def _built(name: str, kind: Any, folder: Path) -> nn.Module:
     try:
         module: nn.Module = kind.from_config(kind.load_config(folder))
@@ -222,15 +262,19 @@ def _built(name: str, kind: Any, folder: Path) -> nn.Module:
 
 
 def _pretrained(name: str, kind: Any, folder: Path, part: Path) -> tuple[nn.Module, Provenance]:
+    by_accelerate = _by_accelerate(name, [kind])
     try:
-        module, report = kind.from_pretrained(part, output_loading_info=True, **_FROM_HERE)
+        module, report = kind.from_pretrained(
+            part, output_loading_info=True, low_cpu_mem_usage=by_accelerate, **_FROM_HERE
+        )
     except Exception as error:  # of diffusers, of safetensors
         raise ModelError(f"The transformer's weights of {name} do not load: {answers.first_line(error)}.") from error
     wrong = [key for keys in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in report[keys]]
     if wrong:
         raise ModelError(f"The transformer's weights of {name} do not fit it: {', '.join(map(str, wrong[:3]))}.")
-    digest = sha256_of(sorted(part.glob("*.safetensors")))
-    return module, Provenance("file", f"{folder}: transformer (sha256 {digest[:12]})")
+    files = sorted(part.glob("*.safetensors"))
+    provenance = Provenance("file", f"{folder}: transformer (sha256 {sha256_of(files)[:12]})")
+    return module, converted(provenance, dtypes_of_files(files), dtypes_by_name(module.named_parameters()))
 
 
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     Loader = Callable[[str, str, LoadOptions], LoadedModel]
 
+_CODE = "py"
 _LARGEST_INT = 2**63 - 1  # of torch and of Python's own sequences
 
 
@@ -150,7 +151,7 @@ def load(
     batch_size: int = 8,
     seed: int = 0,
     device: str = "auto",
-    dtype: str = "float32",
+    dtype: str | None = None,
     guidance: float | None = None,
     timesteps: str | int | None = None,
     workers: int | None = None,
@@ -173,15 +174,16 @@ def load(
     check_library(entry)
 
     from normscope.models.base import LoadOptions
-    from normscope.models.devices import resolve_device, resolve_dtype
+    from normscope.models.devices import DTYPES, KEEP, resolve_device, resolve_dtype
 
+    library, _, architecture = entry.source.partition(":")
     options = LoadOptions(
         weights=weights,
         data=None if data is None else str(data),
         limit=limit,
         batch_size=batch_size,
         seed=seed,
-        dtype=resolve_dtype(dtype),
+        dtype=resolve_dtype(dtype or (KEEP if library == _CODE else DTYPES[0])),
         device=resolve_device(device),
         guidance=guidance,
         timesteps=timesteps,
@@ -191,7 +193,6 @@ def load(
     )
     if entry.family in ("language", "diffusion"):
         _error_of_torchaudio()
-    library, _, architecture = entry.source.partition(":")
     module_name, _, function_name = (_LOADERS.get(entry.source) or _LOADERS[library]).partition(":")
     loader: Loader = getattr(importlib.import_module(f"normscope.models.{module_name}"), function_name)
     return loader(name, architecture, options)

@@ -36,7 +36,7 @@ def load_torchaudio(name: str, architecture: str, options: LoadOptions) -> Loade
         DataError: if there is no recording at ``options.data``.
     """
     bundle = bundles.find(name, architecture)
-    if architecture.startswith("HDEMUCS") and options.dtype != torch.float32:
+    if architecture.startswith("HDEMUCS") and options.dtype not in (None, torch.float32):
         raise UsageError(f"{name} runs in float32 only: torch has no Fourier transform in {str(options.dtype)[6:]}.")
     module, provenance = with_weights(
         name,
@@ -46,7 +46,8 @@ def load_torchaudio(name: str, architecture: str, options: LoadOptions) -> Loade
         from_file=partial(bundles.load_weights, unused_rows=getattr(bundle, "_remove_aux_axis", ())),
     )
     inputs = audio_inputs(bundles.audio_format(module, bundle.sample_rate), options)
-    return LoadedModel(name, ready(module, options), inputs, provenance, bundles.outputs_of(module))
+    module, provenance = ready(module, provenance, options)
+    return LoadedModel(name, module, inputs, provenance, bundles.outputs_of(module))
 
 
 def load_demo_wav2vec2(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
@@ -80,7 +81,8 @@ def load_demo_wav2vec2(name: str, architecture: str, options: LoadOptions) -> Lo
     taken = bundles.audio_format(module, facts["sample_rate"])
     inputs = _held_out_words(options) if options.data is None else audio_inputs(taken, options)
     calibration = LazyInputs(partial(_training_words, options)) if options.data is None else None
-    return LoadedModel(name, ready(module, options), inputs, provenance, bundles.outputs_of(module), calibration)
+    module, provenance = ready(module, provenance, options)
+    return LoadedModel(name, module, inputs, provenance, bundles.outputs_of(module), calibration)
 
 
 def _held_out_words(options: LoadOptions) -> Inputs:

@@ -77,22 +77,31 @@ class UserCode:
 
 
 class FactoryBatches:
-    """The batches that a factory returned, on the model's device and in its dtype; each is an input.
+    """The batches that a factory returned, on the model's device and in dtypes that it has; each is an input.
 
     Attributes:
         batch_size: 1: setting it has no effect, as the factory decides how large its batches are.
         left_out: empty: what goes wrong in the user's code is raised.
     """
 
-    def __init__(self, name: str, batches: Iterable[Any], code: UserCode, options: LoadOptions) -> None:
+    def __init__(
+        self, name: str, batches: Iterable[Any], code: UserCode, options: LoadOptions, kept: Sequence[torch.dtype] = ()
+    ) -> None:
         """Look at the first batch; a list is counted.
+
+        Args:
+            name: what errors call the model.
+            batches: as the factory returned them.
+            code: what runs the factory's code.
+            options: limit, order, device and dtype.
+            kept: without a dtype in the options, those in which tensors stay; others get the first of them.
 
         Raises:
             UsageError: if batches are to be shuffled that can only be taken in their own order.
             DataError: if there is none, or it is no batch.
         """
         self.batch_size, self.left_out = 1, LeftOut()
-        self._name, self._batches, self._code, self._options = name, batches, code, options
+        self._name, self._batches, self._code, self._options, self._kept = name, batches, code, options, kept
         if options.shuffle and not isinstance(batches, list):
             raise UsageError(f"{name} returned batches that can be taken only in their order: to shuffle takes a list.")
         sizes = [len(batch.samples) for batch in as_batches(batches)] if isinstance(batches, list) else None
@@ -150,7 +159,7 @@ class FactoryBatches:
         self.left_out = LeftOut()
         left = ((number, batch) for number, batch in self._taken() if number not in share.done)
         for number, batch in share.of(left):
-            yield Chunk([number], [batch.to(self._options.device, self._options.dtype)])
+            yield Chunk([number], [self._placed(batch)])
 
     def first_sample(self) -> Batch:
         """Return the first sample of the first batch.
@@ -159,8 +168,12 @@ class FactoryBatches:
             DataError: if there is none, it is no batch, or the user's code raises.
         """
         for _, batch in self._taken():
-            return batch.first_sample().to(self._options.device, self._options.dtype)
+            return self._placed(batch.first_sample())
         raise DataError(f"{self._name} returned no batch to run its module on.")
+
+    def _placed(self, batch: Batch) -> Batch:
+        dtype = next(iter(self._kept), self._options.dtype)
+        return batch.to(self._options.device, dtype, self._kept)
 
     def _taken(self) -> Iterator[tuple[int, Batch]]:
         """Yield the batches with their numbers, up to the limit."""

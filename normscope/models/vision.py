@@ -47,7 +47,8 @@ def load_timm(name: str, architecture: str, options: LoadOptions) -> LoadedModel
         pretrained=lambda: _pretrained(name, architecture, config),
     )
     inputs = image_inputs(_timm_preprocessing(module), options)
-    return LoadedModel(name, ready(module, options), inputs, provenance, _timm_outputs(module))
+    module, provenance = ready(module, provenance, options)
+    return LoadedModel(name, module, inputs, provenance, _timm_outputs(module))
 
 
 def names_like(name: str) -> list[str]:
@@ -131,7 +132,8 @@ def load_demo_vit(name: str, architecture: str, options: LoadOptions) -> LoadedM
     module, provenance = with_weights(name, options, build=build, pretrained=pretrained)
     inputs = _digit_inputs(options)
     calibration = LazyInputs(partial(_training_digits, options)) if options.data is None else None
-    return LoadedModel(name, ready(module, options), inputs, provenance, Outputs("classes"), calibration)
+    module, provenance = ready(module, provenance, options)
+    return LoadedModel(name, module, inputs, provenance, Outputs("classes"), calibration)
 
 
 def _digit_inputs(options: LoadOptions) -> Inputs:

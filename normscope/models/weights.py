@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from normscope.models.base import LoadOptions, Provenance
 from normscope.models.checkpoints import load_file
+from normscope.models.conversions import converted, dtypes_by_name
 
 
 def with_weights(
@@ -71,11 +72,50 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def ready(module: nn.Module, options: LoadOptions) -> nn.Module:
-    """Put a module into eval mode, and in the asked-for dtype onto the asked-for device, or spread it over several."""
-    # Not diffusers' own to(), which warns of an empty list of modules that should stay in float32.
-    module = nn.Module.to(module.eval(), options.dtype)
-    return placed(module, options)
+def ready(
+    module: nn.Module, provenance: Provenance, options: LoadOptions, in_float32: Sequence[str] = ()
+) -> tuple[nn.Module, Provenance]:
+    """Put a module into eval mode, and in the asked-for dtype onto the asked-for device, or spread it over several.
+
+    Args:
+        module: on the CPU.
+        provenance: of its weights; what is returned also says from which dtypes to which they were converted.
+        options: dtype, device and device map are read.
+        in_float32: names of parts whose weights are float32 in any dtype, see :func:`cast`.
+    """
+    before = dtypes_by_name(module.named_parameters())
+    cast(module.eval(), options.dtype, in_float32)
+    provenance = converted(provenance, before, dtypes_by_name(module.named_parameters()))
+    return placed(module, options), provenance
+
+
+def cast(module: nn.Module, dtype: torch.dtype | None, in_float32: Collection[str] = ()) -> None:
+    """Convert the floating-point numbers of a module to a dtype, in place; None converts nothing.
+
+    Args:
+        module: any.
+        dtype: of all weights and buffers but those of the following.
+        in_float32: names of modules or tensors, at any depth, whose weights get float32, and whose buffers stay.
+
+    >>> module = nn.ModuleDict({"norm1": nn.Linear(1, 1), "ff": nn.Linear(1, 1)})
+    >>> cast(module, torch.bfloat16, ["norm1"])
+    >>> module["norm1"].weight.dtype, module["ff"].weight.dtype
+    (torch.float32, torch.bfloat16)
+    """
+    if dtype is None:
+        return
+    if not in_float32:
+        # Not diffusers' own to(), which warns of an empty list of modules that should stay in float32.
+        nn.Module.to(module, dtype)
+        return
+    for name, parameter in module.named_parameters():
+        if parameter.is_floating_point():
+            stays = not set(in_float32).isdisjoint(name.split("."))
+            parameter.data = parameter.data.to(torch.float32 if stays else dtype)
+    for path, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if buffer.is_floating_point() and set(in_float32).isdisjoint([*path.split("."), name]):
+                setattr(part, name, buffer.to(dtype))
 
 
 def placed(module: nn.Module, options: LoadOptions) -> nn.Module:

@@ -49,11 +49,12 @@ def capture(
         batches: tensors, tuples of arguments, dicts of keyword arguments, or :class:`normscope.Batch`; on the model's
             device and in its dtype, samples along axis 0. Taken one at a time: any iterable, of any length; one that
             runs the model itself, as a sampler does, may do so, and nothing of that is recorded. Positions that a
-            Batch, or an ``attention_mask``, marks as padding are in no sum.
+            Batch, or an ``attention_mask``, marks as padding are in no sum. A norm whose input has no axis of samples
+            has no padding: all its tokens are, once for each batch; they are no sample's, and the site has no folds.
         layers: which norm sites, see :func:`normscope.pairs.selection.select`.
         about: what the capture says of itself: ``model``, ``weights``, ``data``. Files and figures print it. Batches
             that have a ``description`` say themselves what they were, once they have all been taken; the network says
-            its ``dtype``.
+            its ``dtype``, or those that it has parameters of.
         seed: of the drawing samples.
         sample: at each call of a norm take only so many tokens of each sample, drawn uniformly, for the impatient;
             None for all. The capture's ``data`` says so.
@@ -92,8 +93,8 @@ def capture(
     report = find_norms(model, first)
     sites = select(report.sites, layers)
     model = getattr(model, "_orig_mod", model)
-    dtype = next((str(tensor.dtype).removeprefix("torch.") for tensor in model.parameters()), "not named")
-    unsaid = {"model": type(model).__name__, "weights": "not named", "data": "not named", "dtype": dtype}
+    dtype = " and ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in model.parameters()))
+    unsaid = {"model": type(model).__name__, "weights": "not named", "data": "not named", "dtype": dtype or "not named"}
     about = {**unsaid, **(about or {})}
     summing = Summing(seed, sample, verify, by_gamma, per_channel, diagonal, observe)
     work = Work(Recorder(model, summing, report, sites))

@@ -76,3 +76,23 @@ def batch_axis(of_one_sample: torch.Size, shape: torch.Size, n_samples: int, pos
     counts = {n_samples * positions} if positions else set()
     grown = [axis for axis, one in enumerate(of_one_sample) if shape[axis] in {one * n_samples, *counts}]
     return min(grown, key=lambda axis: of_one_sample[axis], default=None)
+
+
+def serves_all(
+    of_one_sample: torch.Size, shape: torch.Size, positions_of_one: int | None, positions: int | None
+) -> bool:
+    """Tell of an input in which no axis grew with the number of samples whether none holds samples at all.
+
+    Its axes are then as long as they are for one sample, except for positions. Where the samples have fewer positions
+    than the sample known had, it cannot be told: two short samples may have the tokens of one long one.
+
+    >>> one = torch.Size([1, 9, 8])
+    >>> serves_all(one, torch.Size([1, 12, 8]), 9, 12), serves_all(one, torch.Size([3, 9, 8]), 9, 9)
+    (True, False)
+    """
+    if positions_of_one is None or positions is None or positions < positions_of_one:
+        return False
+    sizes = list(zip(of_one_sample, shape, strict=False))
+    return len(of_one_sample) == len(shape) and all(
+        one == now or (one, now) == (positions_of_one, positions) for one, now in sizes
+    )

@@ -17,7 +17,7 @@ from normscope.batches import Batch, pieces
 from normscope.errors import DataError, MemoryEndedError, count
 from normscope.pairs.captures import Capture, versions
 from normscope.pairs.kinds import NormKind
-from normscope.pairs.layouts import batch_axis, token_axes
+from normscope.pairs.layouts import batch_axis, serves_all, token_axes
 from normscope.pairs.sites import NormSite, SkippedNorm
 from normscope.pairs.spread import ForwardHook, with_weights_at_hand
 from normscope.pairs.stats import PairStats
@@ -97,6 +97,7 @@ class Recorder:
         self._padded = False
         self._tokens_so_far: dict[str, int] = {}
         self._position_axes: dict[str, int] = {}
+        self._serving_all: set[str] = set()  # sites whose input has no axis of samples
         self._calls: Counter[str] = Counter()
         self._summed: Counter[str] = Counter()
         self._summing_at = ""
@@ -246,8 +247,7 @@ class Recorder:
             if x is None:
                 raise DataError(f"The norm {site.name} was called without a tensor.")
             samples = self._batch.samples
-            positions = None if self._batch.valid is None else self._batch.valid.shape[1]
-            axis = batch_axis(of_one_sample, x.shape, len(samples), positions)
+            axis = self._axis_of_samples(site.name, of_one_sample, x.shape)
             valid = self._valid_tokens(site, kind, module, x, axis)
             rows = kind.rows(module, x.detach(), axis or 0)
             first = self._tokens_so_far.get(site.name, 0)
@@ -291,11 +291,29 @@ class Recorder:
             part[site.name] = part[site.name].to(device)
         return part[site.name]
 
+    def _axis_of_samples(self, name: str, of_one_sample: torch.Size, shape: torch.Size) -> int | None:
+        """Find the axis that counts samples; None where there is none, or it cannot be told.
+
+        What has none is in no fold: its tokens are those of no sample, once for each batch.
+        """
+        assert self._batch is not None  # noqa: S101 - as the hooks do nothing without one
+        n_samples = len(self._batch.samples)
+        positions = None if self._batch.valid is None else self._batch.valid.shape[1]
+        axis = batch_axis(of_one_sample, shape, n_samples, positions)
+        if n_samples == 1:
+            return axis
+        of_weights = name in self.report.of_weights and shape == of_one_sample
+        if of_weights or (axis is None and serves_all(of_one_sample, shape, self.report.positions, positions)):
+            self._serving_all.add(name)
+        return None if name in self._serving_all else axis
+
     def _valid_tokens(
         self, site: NormSite, kind: NormKind, module: nn.Module, x: Tensor, batch_axis: int | None
     ) -> Tensor | None:
         """Tell which rows are data and not padding: bool ``(tokens,)``, or None for all."""
         if not self._padded or self._batch is None or self._batch.valid is None:
+            return None
+        if site.name in self.report.of_weights or site.name in self._serving_all:
             return None
         valid = self._batch.valid.to(x.device)
         axes = [] if kind.groups else token_axes(x, kind.axes(module, x.ndim), batch_axis or 0)

@@ -54,6 +54,8 @@ class NormReport:
         shapes: shape of each site's input at its first call.
         overwriting: names of the sites that change their own input, so that a hook behind them does not see it.
         keeps_state: whether the pass changed a buffer.
+        of_weights: names of the sites whose input is a parameter or made of such alone: no token of theirs is padding.
+        positions: how many the mask of padding had for each sample; None without a mask.
     """
 
     sites: list[NormSite]
@@ -62,6 +64,8 @@ class NormReport:
     shapes: dict[str, torch.Size] = field(repr=False)
     overwriting: frozenset[str] = frozenset()
     keeps_state: bool = False
+    of_weights: frozenset[str] = frozenset()
+    positions: int | None = None
 
 
 @dataclass
@@ -76,6 +80,7 @@ class _Call:
     additions_before: int
     overwrites: bool
     calls: int = 1
+    of_weights: bool = False
 
     @property
     def ends(self) -> Ends:
@@ -154,7 +159,9 @@ def find_norms(model: nn.Module, batch: Batch) -> NormReport:
         raise ModelError(_no_sites(type(model).__name__, skipped, len(watch.weights_normed)))
     shapes = {site.name: calls[site.name].input.shape for site in sites}
     overwriting = frozenset(site.name for site in sites if calls[site.name].overwrites)
-    return NormReport(sites, skipped, kinds, shapes, overwriting, keeps_state)
+    of_weights = frozenset(site.name for site in sites if calls[site.name].of_weights)
+    positions = None if batch.valid is None else batch.valid.shape[1]
+    return NormReport(sites, skipped, kinds, shapes, overwriting, keeps_state, of_weights, positions)
 
 
 def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -229,12 +236,14 @@ def _calls_of(
             if name in calls:
                 calls[name].calls += 1
                 calls[name].overwrites |= overwrites
+                calls[name].of_weights &= x is not None and watch.is_weight(x)
             elif x is not None and own is not None and isinstance(output, Tensor):
                 args, kwargs = with_input(args, kwargs, own.copy) if overwrites else (args, kwargs)
                 # Now, while the input is what the norm saw: the network may go on to add to it in place.
                 with watch.paused(), at_hand(module, args, kwargs) as (own_args, own_kwargs):
                     kind = _resolve(module, own_args, own_kwargs, output)
-                calls[name] = _Call(name, module, x, output, kind, mark[1], overwrites)
+                call = _Call(name, module, x, output, kind, mark[1], overwrites, of_weights=watch.is_weight(x))
+                calls[name] = call
             else:
                 watch.tensorless[name] = None
             if name in named or (name in calls and isinstance(calls[name].kind, NormKind)):
@@ -307,7 +316,7 @@ class _FunctionWatch(TorchFunctionMode):
         operands = tuple(value for value in args if isinstance(value, Tensor))
         if func in _NORM_FUNCTIONS:
             where = self.path[-1] if self.path else ""
-            if self._is_weight(operands[0] if operands else kwargs["input"]):
+            if self.is_weight(operands[0] if operands else kwargs["input"]):
                 self.weights_normed[where] = None
             else:
                 self.functional[(where, func.__name__)] = None
@@ -319,11 +328,11 @@ class _FunctionWatch(TorchFunctionMode):
         # Outside of every module it is the batch that is copied, which may be a parameter.
         if self.path and isinstance(result, Tensor):
             made_of = list(_tensors_in((*args, *kwargs.values())))
-            if made_of and all(map(self._is_weight, made_of)):
+            if made_of and all(map(self.is_weight, made_of)):
                 self._of_weights[result] = _version(result)
         return result
 
-    def _is_weight(self, value: Tensor) -> bool:
+    def is_weight(self, value: Tensor) -> bool:
         """Whether a tensor is a parameter or made of such alone, and nothing was written into it since."""
         if isinstance(value, nn.Parameter):
             return True

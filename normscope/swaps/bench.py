@@ -113,7 +113,7 @@ def bench(
             norm = norm_bench(cast, made, commonest(found), own.new_empty(0, dtype=dtype))
             # In its own dtype on the CPU the network has just run; seconds a pass are not spent twice.
             warm = full or own.device.type != "cpu" or dtype != own.dtype
-            cast_batch = batch.to(own.device, dtype)
+            cast_batch = batch.to(own.device, None if dtype == own.dtype else dtype)
             whole = ModelBench(cast, cast_batch, outputs or Outputs(), made, len(found.sites), warm)
             for_model = 0.0 if full else bench_model.AT_LEAST * (len(made) + len(whole.fused)) * a_pass
             if not whole.fused:
