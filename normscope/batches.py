@@ -17,6 +17,12 @@ from normscope.errors import DataError
 if TYPE_CHECKING:
     import torch
 
+# How to pass what a batch cannot be told from: lists of images, records, objects.
+BY_HAND = (
+    "Pass a normscope.Batch, which names its samples. With one sample in it, its arguments can be anything: "
+    "normscope.Batch(args=(x,), samples=(normscope.Sample('image 7', source_index=7, index=7),)) calls forward(x)."
+)
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -223,8 +229,8 @@ def as_batches(batches: Iterable[Any]) -> Iterator[Batch]:
     through, and each counts as a source of its own. What tells their data set from others is a hash of the first batch.
 
     Raises:
-        DataError: if an entry is none of these, holds no tensor with an axis of samples or no sample, or if its tensors
-            disagree on the number of samples.
+        DataError: if an entry is none of these, holds no tensor with an axis of samples or no sample, if its tensors
+            disagree on the number of samples, or one of them is nested.
 
     >>> import torch
     >>> [batch.samples[-1].index for batch in as_batches([torch.zeros(2, 3), (torch.zeros(2, 3),)])]
@@ -233,6 +239,7 @@ def as_batches(batches: Iterable[Any]) -> Iterator[Batch]:
     seen, data = 0, ""
     for number, entry in enumerate(batches):
         if isinstance(entry, Batch):
+            _refuse_nested(entry.args, entry.kwargs, number)
             batch = entry
         else:
             args, kwargs, first = _arguments(entry, number)
@@ -263,6 +270,18 @@ def _valid(batch: Batch) -> torch.Tensor | None:
     return mask != 0
 
 
+def _refuse_nested(args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int) -> None:
+    """Refuse tensors that have no axes to tell samples and positions by."""
+    import torch
+
+    if any(isinstance(value, torch.Tensor) and value.is_nested for value in _leaves((*args, kwargs))):
+        raise DataError(
+            f"Batch {number} holds a nested tensor, of which norms see tokens of no known sample. Pad it, "
+            "padded = x.to_padded_tensor(0.0), and say which positions are data, bool (samples, positions): "
+            "normscope.Batch(args=(padded,), samples=samples, valid=valid), with a normscope.Sample for each sample."
+        )
+
+
 def _arguments(entry: Any, number: int) -> tuple[tuple[Any, ...], Mapping[str, Any], torch.Tensor]:
     """Tell positional from keyword arguments, and find the tensor whose axis 0 counts samples."""
     import torch
@@ -279,11 +298,12 @@ def _arguments(entry: Any, number: int) -> tuple[tuple[Any, ...], Mapping[str, A
         case _:
             raise DataError(
                 f"Batch {number} is a {type(entry).__name__}; a batch is a tensor, a tuple of arguments, "
-                "or a dict of keyword arguments."
+                f"or a dict of keyword arguments. {BY_HAND}"
             )
+    _refuse_nested(args, kwargs, number)
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.ndim]
     if not tensors:
-        raise DataError(f"Batch {number} holds no tensor whose axis 0 counts samples.")
+        raise DataError(f"Batch {number} holds no tensor whose axis 0 counts samples. {BY_HAND}")
     if any(tensor.is_meta for tensor in tensors):
         raise DataError(f"Batch {number} holds a tensor on the meta device, which has no values to run a model on.")
     counting = [tensor for tensor in tensors if len(tensor) != 1] or tensors  # an axis of one serves every sample
@@ -291,7 +311,7 @@ def _arguments(entry: Any, number: int) -> tuple[tuple[Any, ...], Mapping[str, A
         sizes = " and ".join(str(size) for size in dict.fromkeys(len(tensor) for tensor in counting))
         raise DataError(
             f"The tensors of batch {number} have {sizes} entries along axis 0, so that it cannot be told how many "
-            "samples it holds. Pass a normscope.Batch, which names its samples."
+            f"samples it holds. {BY_HAND}"
         )
     return args, kwargs, counting[0]
 

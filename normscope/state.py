@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normscope.batches import Batch
+from normscope.batches import BY_HAND, Batch
 from normscope.errors import MemoryEndedError, ModelError, NormscopeError, count
 
 _ALLOCATORS = (
@@ -190,13 +190,23 @@ def run(model: nn.Module, batch: Batch) -> Any:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
             raise ModelError(
                 f"{type(model).__name__} raised {type(error).__name__} on inputs of the shapes {shapes or '(none)'}: "
-                f"{line or 'without saying why'}."
+                f"{line or 'without saying why'}.{_about_arguments(error, batch)}"
             ) from error
     # Behind the handler: the error's traceback holds the tensors of every frame, and with them the memory.
     smaller = "smaller batches, " if len(batch.samples) > 1 else ""
     raise MemoryEndedError(
         f"{type(model).__name__} takes more memory with {count(len(batch.samples), 'sample')} in a batch than there "
         f"is. Take {smaller}another device, or a smaller --dtype."
+    )
+
+
+def _about_arguments(error: Exception, batch: Batch) -> str:
+    """Say how a batch becomes arguments, where that may be what a network did not understand; empty elsewhere."""
+    if not (isinstance(error, TypeError) or len(batch.args) > 1 or "list" in str(error)):
+        return ""
+    return (
+        " A tuple or a list is taken for the arguments of forward, one by one, and a dict for its keyword arguments: "
+        f"leave labels out. For a forward that takes a list or a record there is another way. {BY_HAND}"
     )
 
 

@@ -68,3 +68,17 @@ def test_every_tensor_is_pinned(monkeypatch):
     assert pinned.kwargs["x"].tolist() == pinned.kwargs["more"]["y"].tolist() == [2, 2]
     assert pinned.valid.tolist() == [3]
     assert batch.args[0].tolist() == [0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused_in_every_kind_of_batch(layout):
+    parts = [torch.ones(3, 4), torch.ones(2, 4)]
+    x = torch.nested.nested_tensor(parts, layout=layout)
+    samples = (Sample("a", 0, 0), Sample("b", 1, 1))
+    for entry in (x, (x,), {"x": x}, Batch((x,), samples=samples), Batch(kwargs={"more": {"x": x}}, samples=samples)):
+        with pytest.raises(DataError, match=r"padded = x\.to_padded_tensor\(0\.0\).*args=\(padded,\), samples=samples"):
+            list(as_batches([entry]))
+    padded = x.to_padded_tensor(0.0)
+    (batch,) = as_batches([Batch(args=(padded,), samples=samples, valid=padded[..., 0] != 0)])
+    assert batch.valid.sum(1).tolist() == [3, 2]

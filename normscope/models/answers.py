@@ -1,19 +1,31 @@
-"""A server's first answer within a deadline, or the reason why there is none: what every download begins with."""
+"""A server's first answer within a deadline, or the reason why there is none; and why no cache can take a download."""
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from urllib.error import HTTPError
 
+from normscope.errors import ModelError
 from normscope.models.registry import embedded_models
 
 DEADLINE = 3.0  # seconds for the first answer, which takes less than one where all is well
 
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_OF_FILES = (errno.EACCES, errno.EPERM)  # and of connections that a firewall forbids, which name no file
 
-def ask(question: Callable[[], object]) -> Exception | None:
-    """Return what ``question`` raises, TimeoutError where it is not done within DEADLINE, or None.
+
+class UnusableCacheError(ModelError):
+    """The folder that downloads go to is full, or may not be written."""
+
+
+def ask(question: Callable[[], object], deadline: float = DEADLINE) -> Exception | None:
+    """Return what ``question`` raises, TimeoutError where it is not done within ``deadline`` seconds, or None.
 
     In a thread, because the timeouts of HTTP libraries hold for each address that the host's name has, and do not
     hold for looking that name up.
@@ -33,12 +45,12 @@ def ask(question: Callable[[], object]) -> Exception | None:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(DEADLINE)
+    thread.join(deadline)
     return outcome[0] if outcome else TimeoutError()
 
 
-def reason(error: Exception, host: str) -> str:
-    """Say in one clause why the hub at ``host`` does not answer.
+def reason(error: Exception, host: str, within: str = f"{DEADLINE:g} s") -> str:
+    """Say in one clause why the hub at ``host`` does not answer; ``within`` is how long was waited for it.
 
     >>> reason(TimeoutError(), "huggingface.co")
     'the hub at huggingface.co did not answer within 3 s'
@@ -51,7 +63,7 @@ def reason(error: Exception, host: str) -> str:
     if any(isinstance(cause, ConnectionRefusedError) for cause in causes):
         return f"the hub at {host} refuses the connection"
     if any("Timeout" in type(cause).__name__ for cause in causes):
-        return f"the hub at {host} did not answer within {DEADLINE:g} s"
+        return f"the hub at {host} did not answer within {within}"
     return f"asking the hub at {host} failed with {first_line(error)}"
 
 
@@ -74,6 +86,40 @@ def ways_on(example: str = embedded_models()[0]) -> str:
         "Name a file with --weights FILE, take --weights random, or use an embedded model, which needs no "
         f"network: normscope plot {example}."
     )
+
+
+def check_cache(error: BaseException, folder: Path, variable: str) -> None:
+    """Raise where a download failed on the disk that it was to be written to.
+
+    Args:
+        error: that the download, or reading what it brought, raised.
+        folder: of the cache.
+        variable: of the environment, which says where the cache is.
+
+    Raises:
+        UnusableCacheError: if the folder is full, or must not be written or read.
+
+    >>> check_cache(OSError(errno.ENOSPC, "No space left on device"), Path("/c/hub"), "HF_HOME")
+    Traceback (most recent call last):
+    normscope.models.answers.UnusableCacheError: The cache /c/hub cannot be used: No space left on device. Set HF_HOME \
+to a folder that has room and can be written to.
+    """
+    for cause in _causes(error):
+        number, file = _error_number(cause), getattr(cause, "filename", None)
+        if number in _OF_DISKS or (number in _OF_FILES and file is not None):
+            what = os.strerror(number) + (f" ({file})" if file else "")
+            raise UnusableCacheError(
+                f"The cache {folder} cannot be used: {what}. Set {variable} to a folder that has room and can be "
+                "written to."
+            ) from error
+
+
+def _error_number(error: BaseException) -> int:
+    """Return the system's number of an error, or 0; libraries written in Rust have it in their message alone."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    told = re.search(r"\(os error (\d+)\)", str(error))
+    return int(told[1]) if told else 0
 
 
 def first_line(error: Exception) -> str:

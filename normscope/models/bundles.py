@@ -100,13 +100,17 @@ def pretrained(architecture: str, bundle: Any, *, embedded: str) -> tuple[nn.Mod
     """
     url, cached = _published(bundle)
 
-    if isinstance(bundle, pipelines.Wav2Vec2Bundle):
-        module = torch_hub.fetch(url, cached, lambda: bundle.get_model(dl_kwargs=_WITHOUT_CODE), embedded=embedded)
-    else:  # whose get_model() leaves it to the environment whether to unpickle
-        key = url.removeprefix(f"{_SERVER}/")
-        torch_hub.fetch(url, cached, lambda: torchaudio.utils._download_asset(key), embedded=embedded)
+    def download() -> nn.Module:
+        if isinstance(bundle, pipelines.Wav2Vec2Bundle):
+            whole: nn.Module = bundle.get_model(dl_kwargs=_WITHOUT_CODE)
+            return whole
+        # The others' get_model() leaves it to the environment whether to unpickle.
+        torchaudio.utils._download_asset(url.removeprefix(f"{_SERVER}/"))
         module = build(bundle)
         load_file(module, cached, architecture)
+        return module
+
+    module = torch_hub.fetch(url, cached, download, embedded=embedded)
     with cached.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return module, Provenance("pretrained", f"torchaudio {architecture}: {cached.name} (sha256 {digest[:12]})")

@@ -231,7 +231,8 @@ def _pretrained(name: str, repository: Repository, description: _Description) ->
             "with --weights FILE, or take --weights random."
         )
     module = _build(name, description.config)
-    read = load_file(module, path, name)
+    with repository.damage_named(path):
+        read = load_file(module, path, name)
     if repository.is_folder:
         return module, Provenance(read.kind, f"{repository.name}: {read.description}")
     return module, Provenance("pretrained", f"{repository.name}@{repository.commit[:12]}")

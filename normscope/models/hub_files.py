@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 
 from normscope.errors import ModelError
 from normscope.models import hub
+from normscope.models.answers import UnusableCacheError
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"  # names the files of weights that are in several
@@ -83,17 +84,26 @@ class Repository:
             cached = self._fetch(filename)
         return None if cached is None else Path(cached)
 
+    def damage_named(self, *paths: Path | None) -> AbstractContextManager[None]:
+        """Return a block in which what some of the files hold is loaded, see :func:`hub.damage_named`.
+
+        Args:
+            paths: as :meth:`file` returns them. Files of a folder are the user's own, and none to be fetched again.
+        """
+        return hub.damage_named(path for path in paths if path is not None and not self.is_folder)
+
     def json(self, filename: str) -> dict[str, Any] | None:
         """Return what a JSON file holds, or None if there is no such file; ModelError if it is damaged."""
         path = self.file(filename)
         if path is None:
             return None
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ModelError(f"The file {filename} of {self.name} is no JSON: {error}.") from error
-        if not isinstance(content, dict):
-            raise ModelError(f"The file {filename} of {self.name} holds no JSON object.")
+        with self.damage_named(path):
+            try:
+                content = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ModelError(f"The file {filename} of {self.name} is no JSON: {error}.") from error
+            if not isinstance(content, dict):
+                raise ModelError(f"The file {filename} of {self.name} holds no JSON object.")
         return content
 
     def weights(self) -> list[Path]:
@@ -126,6 +136,8 @@ class Repository:
             commit = hub.fetch(self.name, filename)
         except ModelError as error:
             cause = error.__cause__
+            if isinstance(error, UnusableCacheError):
+                raise
             if not isinstance(cause, EntryNotFoundError):
                 reason = hub.reason(cause, filename) if isinstance(cause, Exception) else str(error)
                 raise HubSilentError(str(error), reason) from cause

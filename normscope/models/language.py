@@ -130,13 +130,14 @@ def _config(library: Any, name: str, repository: Repository, options: LoadOption
         logger.warning("%s comes with code of its own, which is not run: transformers has %s itself.", name, known)
         content = {key: value for key, value in content.items() if key != "auto_map"}
     refuse_code(name, "config.json", content)
-    try:
-        return library.AutoConfig.from_pretrained(repository.name, trust_remote_code=False, **repository.where())
-    except Exception as error:  # of any configuration's checks
-        raise ModelError(
-            f"transformers {library.__version__} cannot make a model of {name}'s config.json: "
-            f"{answers.first_line(error)}."
-        ) from error
+    with repository.damage_named(repository.file("config.json")):
+        try:
+            return library.AutoConfig.from_pretrained(repository.name, trust_remote_code=False, **repository.where())
+        except Exception as error:  # of any configuration's checks
+            raise ModelError(
+                f"transformers {library.__version__} cannot make a model of {name}'s config.json: "
+                f"{answers.first_line(error)}."
+            ) from error
 
 
 def _built_in(repository: Repository) -> bool:
@@ -202,13 +203,14 @@ class _Network:
         """Load the weights of a folder or a repository: the network's own, unless this class has no place for them."""
         files = repository.weights()
         what = f"The model of {repository.name}"
-        if self.device_map is None:
-            module, report = self._loaded(repository.name, what, **repository.where())
-        else:  # each part is read into its place, and the whole is nowhere
-            with quiet(), offload_folder() as (folder, kept_by):
-                spread = {"device_map": self.device_map, "offload_folder": folder}
-                module, report = self._loaded(repository.name, what, **repository.where(), **spread)
-                kept_by(module)
+        with repository.damage_named(*files):
+            if self.device_map is None:
+                module, report = self._loaded(repository.name, what, **repository.where())
+            else:  # each part is read into its place, and the whole is nowhere
+                with quiet(), offload_folder() as (folder, kept_by):
+                    spread = {"device_map": self.device_map, "offload_folder": folder}
+                    module, report = self._loaded(repository.name, what, **repository.where(), **spread)
+                    kept_by(module)
         if left_out := sorted(report["unexpected_keys"]):
             logger.warning("%s: %s has no place for %s.", self.name, self.kind.__name__, _shown(left_out))
         _check(report | {"unexpected_keys": []}, f"The weights of {repository.name} do not fit {self.kind.__name__}")

@@ -14,7 +14,7 @@ from diffusers.utils.import_utils import is_accelerate_available
 from torch import Tensor, nn
 
 from normscope.batches import Batch, Sample
-from normscope.errors import ModelError, UsageError, count
+from normscope.errors import MemoryEndedError, ModelError, NormscopeError, UsageError, count
 from normscope.models import answers
 from normscope.models.base import LoadedModel, LoadOptions, Provenance
 from normscope.models.conversions import converted, dtypes_by_name, dtypes_of_files
@@ -24,6 +24,7 @@ from normscope.models.timesteps import listed, select_timesteps
 from normscope.models.weights import cast, ready, with_weights
 from normscope.outputs import Outputs, without_variances
 from normscope.shares import Chunk
+from normscope.state import memory_ended
 
 PROMPTS = (
     "a red bicycle leaning against a stone wall",
@@ -59,7 +60,8 @@ class PipelineCalls(NumberedInputs):
 
         Raises:
             UsageError: if guidance or timesteps do not apply.
-            ModelError: if the pipeline does not sample from a prompt alone.
+            ModelError: if the pipeline does not sample from a prompt alone, or raises anything else.
+            MemoryEndedError: if memory ends meanwhile.
         """
         super().__init__(len(PROMPTS), options, one_by_one=True)
         self.pipeline = pipeline
@@ -72,13 +74,11 @@ class PipelineCalls(NumberedInputs):
         def stop(position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             raise _EnoughError
 
-        try:
-            self._sample(0, stop)
-            self._visited = [round(float(timestep)) for timestep in pipeline.scheduler.timesteps]
-        except Exception as error:  # of any pipeline's checks
-            raise ModelError(
-                f"A {name} does not sample from a prompt alone: {answers.first_line(error)}. {OTHERWISE}"
-            ) from error
+        self._sample(0, stop)
+        steps = getattr(getattr(pipeline, "scheduler", None), "timesteps", None)
+        if steps is None:
+            raise ModelError(f"A {name} has no scheduler that tells its timesteps. {OTHERWISE}")
+        self._visited = [round(float(timestep)) for timestep in steps]
         self.timesteps = select_timesteps(self._visited, options.timesteps)
 
     @property
@@ -136,7 +136,12 @@ class PipelineCalls(NumberedInputs):
         return Batch(kwargs=copies, samples=tuple(samples), part=f"timestep {self._visited[position]}")
 
     def _sample(self, number: int, observe: Callable[[int, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        """Run the pipeline, and tell ``observe`` of each call of its transformer and at which step it is."""
+        """Run the pipeline, and tell ``observe`` of each call of its transformer and at which step it is.
+
+        Raises:
+            ModelError: if the pipeline raises anything.
+            MemoryEndedError: if memory ends meanwhile.
+        """
         transformer: nn.Module = self.pipeline.transformer
         timesteps: list[float] = []
 
@@ -161,8 +166,26 @@ class PipelineCalls(NumberedInputs):
             )
         except _EnoughError:
             pass
+        except NormscopeError:
+            raise
+        except Exception as error:  # of any pipeline's checks, its encoders, its transformer, its scheduler
+            raise self._failure(error, number, len(timesteps)) from error
         finally:
             handle.remove()
+
+    def _failure(self, error: Exception, number: int, step: int) -> NormscopeError:
+        """Say what a pipeline raised as it sampled for a prompt, and at which step: the first is 1, 0 is before it."""
+        name = type(self.pipeline).__name__
+        if memory_ended(error):
+            return MemoryEndedError(
+                f"A {name} takes more memory as it samples than there is. Take another device, or a smaller --dtype."
+            )
+        if not step:
+            return ModelError(f"A {name} does not sample from a prompt alone: {answers.first_line(error)}. {OTHERWISE}")
+        return ModelError(
+            f"A {name} raised an error in step {step} of sampling for the prompt {PROMPTS[number]!r}: "
+            f"{answers.first_line(error)}. {OTHERWISE}"
+        )
 
     def _takes(self, argument: str) -> bool:
         return argument in inspect.signature(self.pipeline.__call__).parameters

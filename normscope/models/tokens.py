@@ -44,10 +44,11 @@ def load_tokenizer(library: Any, name: str, repository: Repository, weights: str
     if found[-1] is None:
         raise ModelError(f"{repository.name!r} holds no tokenizer.json, so that no text can be read for {name}.")
     refuse_code(name, "tokenizer_config.json", repository.json("tokenizer_config.json"))
-    try:
-        return library.AutoTokenizer.from_pretrained(repository.name, trust_remote_code=False, **repository.where())
-    except Exception as error:  # of tokenizers, of transformers
-        raise ModelError(f"The tokenizer of {name} cannot be loaded: {answers.first_line(error)}.") from error
+    with repository.damage_named(*found):
+        try:
+            return library.AutoTokenizer.from_pretrained(repository.name, trust_remote_code=False, **repository.where())
+        except Exception as error:  # of tokenizers, of transformers
+            raise ModelError(f"The tokenizer of {name} cannot be loaded: {answers.first_line(error)}.") from error
 
 
 def reading_of(module: Any, config: Any, tokenizer: Any) -> Reading:

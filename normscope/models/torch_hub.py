@@ -41,26 +41,33 @@ def fetch(url: str, cached: Path, download: Callable[[], T], *, embedded: str) -
         embedded: the model that the message names for want of a network.
 
     Raises:
+        UnusableCacheError: if the cache cannot take them, or may not be read.
         ModelError: if the weights cannot be had, or ``download`` fails on them.
     """
-    if not cached.exists():
-        _check_answer(url, embedded)
     try:
+        if not cached.exists():
+            _check_answer(url, embedded)
         # torch.hub says on stdout what it downloads, where the results of normscope go.
         with redirect_stdout(sys.stderr), _socket_timeout(SILENCE):
             return download()
     except Exception as error:  # of urllib, of the disk, of torch
-        if not cached.exists():
-            raise ModelError(
-                f"The download of {url} broke off: {answers.first_line(error)}. {answers.ways_on(embedded)}"
-            ) from error
-        why = f"it is damaged, or of another network ({answers.first_line(error)})"
-        if isinstance(error, pickle.UnpicklingError):
-            why = "it is damaged, or holds Python objects besides tensors, which can run any code"
-        raise ModelError(
-            f"The file {str(cached)!r} in torch.hub's cache does not load: {why}. Delete it, and the next run fetches "
-            "it again."
-        ) from error
+        answers.check_cache(error, cache(), "TORCH_HOME")
+        if isinstance(error, ModelError) and not cached.exists():  # the server's answer is none
+            raise
+        raise ModelError(_failure(error, url, cached, embedded)) from error
+
+
+def _failure(error: Exception, url: str, cached: Path, embedded: str) -> str:
+    """Say what went wrong with a download, or with a file that it left in the cache, and what to do about it."""
+    if not cached.exists():
+        return f"The download of {url} broke off: {answers.first_line(error)}. {answers.ways_on(embedded)}"
+    delete = "Delete it, and the next run fetches it again."
+    if isinstance(error, ModelError):
+        return f"{error} It is in torch.hub's cache. {delete}"
+    why = f"it is damaged, or of another network ({answers.first_line(error)})"
+    if isinstance(error, pickle.UnpicklingError):
+        why = "it is damaged, or holds Python objects besides tensors, which can run any code"
+    return f"The file {str(cached)!r} in torch.hub's cache does not load: {why}. {delete}"
 
 
 def _check_answer(url: str, embedded: str) -> None:

@@ -21,6 +21,7 @@ from normscope.models.base import LoadOptions
 from normscope.models.numbered import NumberedInputs, in_pieces
 from normscope.models.timesteps import listed, select_timesteps
 from normscope.shares import ALL, Chunk, Share
+from normscope.state import run
 
 STEPS = 50  # of a trajectory, as DiTPipeline takes them
 MOST_KEPT = 32 * 2**20  # bytes of latents, for the next time that they are asked for
@@ -160,8 +161,7 @@ class Trajectories(NumberedInputs):
     @torch.no_grad()
     def _denoised(self, latents: Tensor, timestep: int, numbers: Sequence[int]) -> Tensor:
         """Take the step at ``timestep``: in float32 on the CPU, except for the module itself."""
-        lent = self._batch(numbers, timestep, latents).copied()  # the step goes on from the latents
-        output: Tensor = self.module(**lent.kwargs)[0]
+        output: Tensor = run(self.module, self._batch(numbers, timestep, latents))[0]  # of a copy: latents are kept
         predicted = output[:, : latents.shape[1]].float().cpu()  # behind these channels are learned variances
         if self._runs == 2:
             with_label, without = predicted.chunk(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import timm
@@ -78,6 +79,8 @@ def _pretrained_config(name: str, architecture: str) -> Any:
 
 
 def _pretrained(name: str, architecture: str, config: Any) -> tuple[nn.Module, Provenance]:
+    from huggingface_hub import hf_hub_download
+
     from normscope.models import hub
 
     if config is None or not config.has_weights:
@@ -93,12 +96,13 @@ def _pretrained(name: str, architecture: str, config: Any) -> tuple[nn.Module, P
     commit = hub.fetch(repo, HUB_FILE)
     # The commit makes timm read the very file that was fetched; the name keeps it from looking for a pickle.
     source = {"hf_hub_id": f"{repo}@{commit}", "hf_hub_filename": HUB_FILE, "url": None}
-    try:
-        module = timm.create_model(architecture, pretrained=True, pretrained_cfg_overlay=source)
-    except Exception as error:  # of safetensors, of torch, of the conversion that timm has for the family
-        raise ModelError(
-            f"The weights of {name} from {repo} at {commit[:12]} do not load with timm {timm.__version__}: {error}"
-        ) from error
+    with hub.damage_named([Path(hf_hub_download(repo, HUB_FILE, revision=commit, local_files_only=True))]):
+        try:
+            module = timm.create_model(architecture, pretrained=True, pretrained_cfg_overlay=source)
+        except Exception as error:  # of safetensors, of torch, of the conversion that timm has for the family
+            raise ModelError(
+                f"The weights of {name} from {repo} at {commit[:12]} do not load with timm {timm.__version__}: {error}"
+            ) from error
     return module, Provenance("pretrained", f"{repo}@{commit[:12]}")
 
 

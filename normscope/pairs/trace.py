@@ -115,7 +115,7 @@ def find_norms(model: nn.Module, batch: Batch) -> NormReport:
         batch: one batch of its inputs; the first sample alone is enough. The model runs on a copy.
 
     Raises:
-        ModelError: if the model has no norm that is called and known, or if it is TorchScript.
+        ModelError: if the model has no norm that is called and known, or if it is TorchScript or of torch.export.
 
     >>> from normscope.batches import as_batches
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
@@ -123,10 +123,7 @@ def find_norms(model: nn.Module, batch: Batch) -> NormReport:
     >>> [(site.name, site.kind, site.d) for site in report.sites]
     [('1', 'LayerNorm', 8)]
     """
-    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise ModelError(
-            "The model is TorchScript, in whole or in part, which hooks cannot enter; load it as a module."
-        )
+    _refuse_what_hooks_cannot_enter(model)
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps: compiled code calls no hook of its parts
     named, weighing = _suspects(model)
     watch = _FunctionWatch()
@@ -162,6 +159,27 @@ def find_norms(model: nn.Module, batch: Batch) -> NormReport:
     of_weights = frozenset(site.name for site in sites if calls[site.name].of_weights)
     positions = None if batch.valid is None else batch.valid.shape[1]
     return NormReport(sites, skipped, kinds, shapes, overwriting, keeps_state, of_weights, positions)
+
+
+def _refuse_what_hooks_cannot_enter(model: nn.Module | torch.export.ExportedProgram) -> None:
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
+        raise ModelError(
+            "The model is TorchScript, in whole or in part, which hooks cannot enter; load it as a module."
+        )
+    if isinstance(model, torch.export.ExportedProgram) or any(map(_is_exported, modules)):
+        raise ModelError(
+            "The model is of torch.export, in whole or in part: its norms are calls of functions (torch.ops.aten), "
+            "which hooks on modules do not see. Pass the module as it was before torch.export.export."
+        )
+
+
+def _is_exported(module: nn.Module) -> bool:
+    """Whether a module is a graph of torch's own operators; that of torch.fx.symbolic_trace calls modules."""
+    if not isinstance(module, torch.fx.GraphModule) or any(is_norm(part) for part in module.modules()):
+        return False
+    targets = [node.target for node in module.graph.nodes]
+    return any(isinstance(target, torch._ops.OpOverload) and target.namespace == "aten" for target in targets)
 
 
 def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -350,6 +368,8 @@ def _resolve(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
     """Decide how a called module normalizes, by the table or by trial, or say why it is no norm site."""
     x = input_of(args, kwargs)
     assert x is not None  # noqa: S101 - as the module was called with a tensor
+    if x.is_nested:
+        return "it takes a nested tensor, whose tokens cannot be told apart by sample"
     known = kind_of(module) or refusal(module)
     if known is None:
         if not (is_norm(module) or ignores_scale(module, (args, kwargs), x)):

@@ -61,6 +61,7 @@ class Hub:
     files: dict[str, bytes]
     status: int = 200
     commit: str | None = COMMIT
+    delay: float = 0.0  # seconds before the first answer
     requests: list[str] = field(default_factory=list)
 
 
@@ -76,6 +77,8 @@ def _handler(hub):
 
         def _answer(self, with_body):
             hub.requests.append(f"{self.command} {self.path}")
+            time.sleep(hub.delay)
+            hub.delay = 0.0
             repo, _, rest = self.path.lstrip("/").partition("/resolve/")
             body = hub.files.get(f"{repo}/{rest.partition('/')[2]}")
             status = hub.status if hub.status != 200 or body is not None else 404

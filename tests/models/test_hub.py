@@ -1,10 +1,16 @@
 """Loading through the hub's own protocol, spoken by a server on this machine."""
 
+import hashlib
+import os
+import re
 import socket
+from pathlib import Path
 
 import pytest
 import torch
 
+from normscope.errors import ModelError
+from normscope.models import hub as hubs
 from normscope.models.images import image_inputs
 from normscope.models.vision import _timm_preprocessing
 
@@ -151,3 +157,101 @@ def test_damaged_weights_on_the_hub(hub, python):
     outcome = python(LOAD, HF_ENDPOINT=hub.url)
     assert outcome.result["error"] == "ModelError"
     assert f"The weights of timm:test_vit from {REPO} at {COMMIT[:12]} do not load" in outcome.result["sentence"]
+
+
+def removed_as_told(sentence):
+    """Do what a sentence about a damaged file says."""
+    files = re.findall("'([^']+)'", sentence.partition("damaged: remove ")[2])
+    for path in files:
+        Path(path).unlink()
+    return files
+
+
+def test_broken_weights_in_the_cache_are_got_rid_of_as_the_sentence_says(hub, python, tmp_path):
+    whole = python(LOAD, HF_ENDPOINT=hub.url)
+    (weights,) = (tmp_path / "hf").glob("hub/models--*/snapshots/*/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:5000])
+    broken = python(LOAD, HF_ENDPOINT=hub.url)
+    sentence = broken.result["sentence"]
+    assert f"The weights of timm:test_vit from {REPO} at {COMMIT[:12]} do not load" in sentence
+    assert f"The file {str(weights)!r} in the hub's cache is damaged: remove " in sentence
+    assert removed_as_told(sentence) == [str(weights.resolve())]
+    assert python(LOAD, HF_ENDPOINT=hub.url).result == whole.result
+
+
+def cached_file(folder, content, name):
+    """Lay a file out as huggingface_hub does: a link in a snapshot to a blob that is called by its hash."""
+    blob, link = folder / "blobs" / name, folder / "snapshots" / COMMIT / "config.json"
+    for path in (blob, link):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    blob.write_bytes(content)
+    link.symlink_to(os.path.relpath(blob, link.parent))
+    return link
+
+
+def said_of(path):
+    with pytest.raises(ModelError) as caught, hubs.damage_named([path]):
+        raise ModelError("It does not load")
+    return str(caught.value)
+
+
+def test_files_are_held_to_the_hash_that_they_are_called_by(tmp_path):
+    """The first name is what ``git hash-object`` says of these bytes; the hub gives it for small files."""
+    content = b"hello\n"
+    names = ["ce013625030ba8dba906f756967f9e9ca394464a", hashlib.sha256(content).hexdigest()]
+    for number, name in enumerate(names):
+        whole = cached_file(tmp_path / f"{number}", content, name)
+        assert said_of(whole) == "It does not load"
+        whole.write_bytes(content[:3])
+        assert said_of(whole) == (
+            f"It does not load. The file {str(whole)!r} in the hub's cache is damaged: remove "
+            f"{str(whole.resolve())!r}, and the next run fetches it again."
+        )
+
+
+def test_a_file_of_another_name_may_be_damaged(tmp_path):
+    plain = tmp_path / "config.json"  # where a file system has no links, or a server gives no hash
+    plain.write_bytes(b"{")
+    assert said_of(plain).endswith(
+        f"may be damaged: if it is, remove {str(plain)!r}, and the next run fetches it again."
+    )
+
+
+def test_a_blob_that_caches_share_is_removed_with_the_link_to_it(tmp_path):
+    link = cached_file(tmp_path / "repo", b"{", "0" * 64)
+    blob, store = link.resolve(), tmp_path / "store" / ("1" * 64)
+    store.parent.mkdir()
+    blob.rename(store)
+    blob.symlink_to(store)
+    assert f"remove {str(blob)!r} and {str(store)!r}, and" in said_of(link)
+
+
+def test_a_slow_hub_has_the_time_that_its_own_variable_gives(hub, silent_server, python):
+    hub.delay = 4.0
+    assert python(FETCH, HF_ENDPOINT=hub.url, HF_HUB_ETAG_TIMEOUT="30").result == {"commit": COMMIT}
+    sets = "(HF_HUB_ETAG_TIMEOUT sets how long it is waited for)"
+    for given, seconds in (({"HF_HUB_ETAG_TIMEOUT": "1"}, "1 s"), ({}, "3 s")):
+        outcome = python(FETCH, HF_ENDPOINT=silent_server, HF_HOME="/nowhere", **given)
+        assert_refusal(outcome, f"did not answer within {seconds} {sets}. Name")
+
+
+FULL = "import huggingface_hub.file_download as into\ndef http_get(*args, **kwargs): raise OSError(28, 'full')\n"
+FORBIDDEN = "import os\ndef makedirs(path, *args, **kwargs): raise OSError({number}, 'no', path)\n"
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (FULL + "into.http_get = http_get", "No space left on device"),
+        (FORBIDDEN.format(number=30) + "os.makedirs = makedirs", "Read-only file system (/"),
+        (FORBIDDEN.format(number=13) + "os.makedirs = makedirs", "Permission denied (/"),
+    ],
+)
+@pytest.mark.parametrize("variable", ["HF_HOME", "HF_HUB_CACHE"])
+def test_a_cache_that_cannot_take_a_file(hub, python, tmp_path, broken, reason, variable):
+    """Stand in for disks: whoever runs the tests may be allowed to write anywhere."""
+    folder = {"HF_HOME": tmp_path / "home" / "hub", "HF_HUB_CACHE": tmp_path / "home"}[variable]
+    outcome = python(f"{broken}\n{FETCH}", HF_ENDPOINT=hub.url, **{variable: str(tmp_path / "home")})
+    sentence = outcome.result["sentence"]
+    assert sentence.startswith(f"The cache {folder} cannot be used: {reason}")
+    assert sentence.endswith(f". Set {variable} to a folder that has room and can be written to.")

@@ -10,8 +10,8 @@ from diffusers import AutoencoderKL, DDIMScheduler, DiffusionPipeline, PixArtAlp
 from safetensors.torch import load_file, save_file
 
 import normscope
-from normscope.errors import ModelError, UsageError
-from normscope.models.pipelines import PROMPTS
+from normscope.errors import MemoryEndedError, ModelError, UsageError
+from normscope.models.pipelines import OTHERWISE, PROMPTS
 from normscope.models.registry import load
 from normscope.shares import ALL, Share
 
@@ -193,3 +193,43 @@ def test_a_spread_transformer_sees_the_same(saved, monkeypatch, tmp_path):
         normscope.save_capture(seen, tmp_path / f"{number}.safetensors")
         files.append((tmp_path / f"{number}.safetensors").read_bytes())
     assert files[0] == files[1]
+
+
+def failing(model, at_call, error):
+    """Let a network raise at one of its calls, counted from 1."""
+    calls = []
+
+    def before(*_):
+        calls.append(1)
+        if len(calls) == at_call:
+            raise error
+
+    model.module.proj_out.register_forward_pre_hook(before)
+
+
+def test_an_error_in_the_middle_of_sampling_is_a_sentence(saved):
+    model = loaded(saved, timesteps="950,700")
+    failing(model, 4, ValueError("a head fell off.\nand more"))
+    with pytest.raises(ModelError) as caught:
+        list(model.inputs)
+    assert str(caught.value) == (
+        f"A PixArtAlphaPipeline raised an error in step 3 of sampling for the prompt {PROMPTS[0]!r}: ValueError: a "
+        f"head fell off. {OTHERWISE}"
+    )
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_memory_that_ends_in_sampling_is_not_the_pipelines_mistake(saved):
+    model = loaded(saved, timesteps="950,700")
+    failing(model, 2, torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(MemoryEndedError, match="PixArtAlphaPipeline takes more memory as it samples than there is"):
+        list(model.inputs)
+
+
+def test_a_pipeline_that_never_calls_its_transformer_is_refused(saved, monkeypatch):
+    def refusing(self, *args, **kwargs):
+        raise ValueError("`image` is needed")
+
+    monkeypatch.setattr(PixArtAlphaPipeline, "check_inputs", refusing)
+    with pytest.raises(ModelError, match="does not sample from a prompt alone: ValueError: `image` is needed"):
+        loaded(saved)

@@ -15,7 +15,7 @@ from torchaudio.pipelines._wav2vec2.utils import _remove_aux_axes
 
 from normscope.batches import Batch
 from normscope.errors import ModelError, UsageError
-from normscope.models import bundles
+from normscope.models import bundles, torch_hub
 from normscope.models.registry import load
 
 TAKEN = [
@@ -279,6 +279,29 @@ def test_published_code_is_not_run(download_server, monkeypatch, tmp_path, archi
     with pytest.raises(ModelError, match=f"{filename}.* is damaged, or holds Python objects besides tensors"):
         load(f"torchaudio:{architecture}", device="cpu")
     assert not (tmp_path / "malice").exists()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "filename"),
+    [
+        ("WAV2VEC2_BASE", "wav2vec2_fairseq_base_ls960.pth"),
+        ("SQUIM_OBJECTIVE", "squim_objective_dns2020.pth"),
+    ],
+)
+@pytest.mark.parametrize("content", [serialized({"weight": torch.zeros(999)})[:900], b""])
+def test_a_broken_download_is_named_and_can_be_got_rid_of(download_server, architecture, filename, content):
+    download_server.files = {f"torchaudio/models/{filename}/": content}
+    for _ in range(2):
+        with pytest.raises(ModelError) as caught:
+            load(f"torchaudio:{architecture}", device="cpu")
+        (cached,) = torch_hub.cache().glob(f"*/**/{filename}")
+        assert repr(str(cached)) in str(caught.value)
+        assert str(caught.value).endswith("Delete it, and the next run fetches it again.")
+    assert len(download_server.requests) == 2
+    cached.unlink()
+    with pytest.raises(ModelError):
+        load(f"torchaudio:{architecture}", device="cpu")
+    assert len(download_server.requests) == 4
 
 
 def test_weights_that_cannot_be_had(download_server, tmp_path):

@@ -1,5 +1,8 @@
 """torch.hub's downloads from servers that answer, and from such that do not."""
 
+import errno
+import os
+import pathlib
 import socket
 import threading
 import time
@@ -11,6 +14,7 @@ import torch
 
 from normscope.errors import ModelError
 from normscope.models import torch_hub
+from normscope.models.answers import UnusableCacheError, check_cache
 
 URL = "https://weights.example/models/weights.pth"
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\nContent-Length: 1000\r\nConnection: close\r\n\r\n"
@@ -134,3 +138,50 @@ def test_damaged_file_in_the_cache_is_named(tmp_path):
 def test_cache_is_where_torch_home_says(monkeypatch):
     monkeypatch.setenv("TORCH_HOME", "/somewhere/else")
     assert str(torch_hub.cache()) == "/somewhere/else/hub"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_cache_that_cannot_take_weights(served, tmp_path, monkeypatch, number):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    served(Server(HEAD))
+    cached = torch_hub.cache() / "checkpoints" / "weights.pth"
+
+    def download():
+        raise OSError(number, os.strerror(number), str(cached))
+
+    with pytest.raises(UnusableCacheError) as caught:
+        torch_hub.fetch(URL, cached, download, embedded="demo_wav2vec2")
+    assert str(caught.value) == (
+        f"The cache {tmp_path / 'hub'} cannot be used: {os.strerror(number)} ({cached}). Set TORCH_HOME to a folder "
+        "that has room and can be written to."
+    )
+
+
+def test_a_cache_that_may_not_be_read(tmp_path, monkeypatch):
+    cached = tmp_path / "weights.pth"
+
+    def forbidden(path):
+        raise PermissionError(errno.EACCES, "no", str(path))
+
+    monkeypatch.setattr(pathlib.Path, "exists", forbidden)
+    with pytest.raises(UnusableCacheError, match=r"Permission denied \(.*weights\.pth\)\. Set TORCH_HOME"):
+        torch_hub.fetch(URL, cached, bytes, embedded="demo_wav2vec2")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_the_cache"),
+    [
+        (OSError(errno.EDQUOT, "quota"), True),
+        (RuntimeError("File system error: No space left on device (os error 28)"), True),  # as libraries in Rust say it
+        (PermissionError(errno.EACCES, "no"), False),  # of a connection, which a firewall forbids
+        (RuntimeError("Connection refused (os error 111)"), False),
+    ],
+)
+def test_errors_of_disks_are_told_from_those_of_networks(error, is_of_the_cache, tmp_path):
+    wrapped = ValueError("the download failed")
+    wrapped.__cause__ = error
+    if is_of_the_cache:
+        with pytest.raises(UnusableCacheError):
+            check_cache(wrapped, tmp_path, "HF_HOME")
+    else:
+        check_cache(wrapped, tmp_path, "HF_HOME")

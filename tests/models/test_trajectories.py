@@ -5,7 +5,7 @@ import torch
 from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2DModel
 
 import normscope
-from normscope.errors import UsageError
+from normscope.errors import ModelError, UsageError
 from normscope.models.timesteps import select_timesteps
 from normscope.models.trajectories import LatentSpace, from_noise
 from normscope.shares import ALL, Share
@@ -356,3 +356,16 @@ def test_a_module_that_overwrites_its_latents_makes_the_same_trajectories(dit, t
     ((_, expected),) = trajectories(guidance=1.0, timesteps=3).ends()
     ((_, ends),) = trajectories(Overwriting(), guidance=1.0, timesteps=3).ends()
     assert torch.equal(ends, expected)
+
+
+def test_an_error_on_the_way_is_told_as_one_of_any_forward_pass(trajectories):
+    def breaks_at_the_third(module, args, kwargs):
+        if kwargs["timestep"][0] == VISITED[2]:
+            raise ValueError("a head fell off")
+
+    dit = tiny_dit()
+    dit.register_forward_pre_hook(breaks_at_the_third, with_kwargs=True)
+    inputs = trajectories(dit, guidance=1.0, number=2, timesteps=f"{VISITED[5]},")
+    told = r"DiTTransformer2DModel raised ValueError on inputs of the shapes \(2, 4, 8, 8\), \(2,\), \(2,\): a head"
+    with pytest.raises(ModelError, match=told):
+        next(iter(inputs))

@@ -1,6 +1,8 @@
 """Captures against raw pairs computed independently, and the network left as it was found."""
 
+import collections
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from torch import nn
 
 import normscope
 from normscope.batches import Batch, Sample
-from normscope.errors import DataError, ModelError, UsageError
+from normscope.errors import DataError, ModelError, NormscopeError, UsageError
 from normscope.pairs.binning import PAIR_GRID
 
 
@@ -291,6 +293,76 @@ def test_norms_that_are_called_for_some_samples_only():
         ("later", "not called by the first sample, only by later ones"),
         ("first", "called for the first sample alone, and never again"),
     ]
+
+
+def test_exported_models_are_refused_and_traced_ones_run():
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    exported = torch.export.export(model, (batch,))
+    for graph in (exported, exported.module(), nn.Sequential(exported.module(), nn.LayerNorm(8))):
+        with pytest.raises(ModelError, match=r"Pass the module as it was before torch\.export\.export"):
+            normscope.capture(graph, [batch])
+    traced = normscope.capture(torch.fx.symbolic_trace(model), [batch])
+    assert torch.equal(traced.stats["1"].moments, normscope.capture(model, [batch]).stats["1"].moments)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_norms_of_nested_tensors_are_named_as_skipped(layout):
+    class Ragged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.plain, self.ragged = nn.LayerNorm(8), nn.LayerNorm(8)
+
+        def forward(self, x):
+            parts = [part[: 1 + number] for number, part in enumerate(self.plain(x))]
+            self.ragged(torch.nested.nested_tensor(parts, layout=layout))
+            return x
+
+    seen = normscope.capture(Ragged(), [torch.randn(4, 5, 8)])
+    assert list(seen.stats) == ["plain"]
+    (skipped,) = seen.skipped
+    assert skipped.name == "ragged"
+    assert skipped.reason == "it takes a nested tensor, whose tokens cannot be told apart by sample"
+
+
+Record = collections.namedtuple("Record", "x label")
+
+
+class Detector(nn.Module):
+    """Takes a list of images of different sizes, as torchvision's detectors do."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, images, targets=None):
+        if any(image.ndim != 3 for image in images):
+            raise ValueError("images is expected to be a list of 3d tensors")
+        return [self.norm(image) for image in images]
+
+
+@pytest.mark.parametrize(
+    ("model", "entry"),
+    [
+        (Detector, [torch.zeros(3, 4, 8)]),
+        (Detector, [torch.zeros(3, 4, 8), torch.zeros(3, 5, 8), torch.zeros(3, 6, 8)]),
+        (Detector, ([torch.zeros(3, 4, 8), torch.zeros(3, 5, 8)],)),
+        (Detector, {"images": [torch.zeros(3, 4, 8)]}),
+        (lambda: nn.LayerNorm(8), (torch.zeros(4, 8), torch.zeros(4))),
+        (lambda: nn.LayerNorm(8), Record(torch.zeros(4, 8), torch.zeros(4))),
+        (lambda: nn.LayerNorm(8), {"input": torch.zeros(4, 8), "label": torch.zeros(4)}),
+        (lambda: nn.LayerNorm(8), object()),
+    ],
+)
+def test_batches_that_are_no_arguments_name_a_batch_that_works(model, entry):
+    with pytest.raises(NormscopeError) as caught:
+        normscope.capture(model(), [entry])
+    (example,) = re.findall(r"normscope\.Batch\(.*\)\)", str(caught.value))
+    image = torch.randn(3, 4, 8)
+    batch = eval(example, {"normscope": normscope, "x": [image]})  # noqa: S307 - as a reader would copy it
+    seen = normscope.capture(Detector(), [batch])
+    assert (seen.n_samples, seen.stats["norm"].n_pairs) == (1, image.numel())
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")

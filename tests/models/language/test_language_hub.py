@@ -1,6 +1,8 @@
 """Repositories of the hub, spoken to by processes of their own; the hub is a server on this machine."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -118,3 +120,37 @@ def test_without_a_hub(hub, load_each, lines, folders):
     assert of_file["sentence"].startswith("The tokenizer of gpt2 cannot be had: the hub at 127.0.0.1")
     assert unknown["sentence"].startswith(f"The configuration of transformers:{REPO} cannot be had: the hub at 127.0")
     assert of_file["sentence"].endswith("config.json and tokenizer.json: transformers:DIR.")
+
+
+BREAK = """
+import pathlib
+results = []
+(snapshot,) = pathlib.Path(os.environ["HF_HOME"]).glob("hub/models--*/snapshots/*")
+for filename in ("config.json", "tokenizer.json", "model-00001-of-{parts}.safetensors"):
+    content = (snapshot / filename).read_bytes()
+    (snapshot / filename).write_bytes(content[: len(content) // 2])
+    try:
+        load("transformers:{repo}", device="cpu", limit=1)
+    except NormscopeError as error:
+        results.append([str(snapshot / filename), str(error)])
+    (snapshot / filename).write_bytes(content)
+print(json.dumps(results))
+"""
+
+
+def test_broken_files_in_the_cache_are_named(hub, served, load_each, python, tmp_path):
+    tiny = {"name": f"transformers:{REPO}", "limit": 1}
+    (whole,), _ = load_each(tiny, HF_ENDPOINT=hub.url)
+    (parts,) = {name[-17:-12] for name in hub.files if name.endswith(".safetensors")}
+    code = LOAD.partition("results = []")[0] + "import os" + BREAK.format(parts=parts, repo=REPO)
+    outcome = python(code, HF_ENDPOINT=hub.url)
+    assert outcome.result is not None, outcome.stderr
+    assert len(outcome.result) == 3
+    for path, sentence in outcome.result:
+        assert f"The file {path!r} in the hub's cache is damaged: remove {str(Path(path).resolve())!r}, and" in sentence
+        assert sentence.count("is damaged") == 1
+
+    for path, sentence in outcome.result:
+        Path(path).write_bytes(b"")
+        Path(re.search("damaged: remove '([^']+)'", sentence)[1]).unlink()
+    assert load_each(tiny, HF_ENDPOINT=hub.url)[0] == [whole]
