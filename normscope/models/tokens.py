@@ -85,7 +85,7 @@ def _positions(module: nn.Module, config: Any) -> int:
     limits = [value for value in (getattr(text, "max_position_embeddings", None),) if value and value > 0]
     for name, part in module.named_modules():
         if name.endswith("position_embeddings") and getattr(part, "padding_idx", None) is not None:
-            limits.append(part.num_embeddings - part.padding_idx - 1)  # RoBERTa counts positions from there
+            limits.append(len(part.weight) - part.padding_idx - 1)  # RoBERTa counts positions from there
     return min(limits, default=LONGEST)
 
 
