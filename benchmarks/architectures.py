@@ -26,7 +26,7 @@ from common import RESULTS, names, record_of, write
 ABOUT = """
 normscope layers NAME --verify, of the smallest architecture of every family of timm with random weights, and of a
 folder of every class of transformers that reads text, with a configuration made tiny and random weights. Texts are then
-also captured two at a time, padded. What was not found to work was run again by the command line, alone.
+also captured two at a time, padded. What failed or took too long was run again by the command line, alone.
 """
 NO_NORM = "has no normalization of activations"
 
@@ -45,7 +45,7 @@ class Row:
         skipped: how many norms of each class were not observed.
         worst: largest difference of a norm's output and ours, as a multiple of what rounding explains; None of no norm.
         seconds: to load and to verify, on a machine that may do other things as well.
-        outcome: works, no norm, refused, not padded, traceback, not built, time or memory.
+        outcome: works, no norm, not padded, refused, traceback, not built, time or memory.
         reason: the sentence, the last lines of the traceback, or why it could not be built.
         exit_status: of the command line, where it was run again.
     """
@@ -104,7 +104,7 @@ def of_transformers(pool: Pool, name: str) -> Row:
             row.family, row.parameters = pool.ask(tiny_networks.save, name, folder)
         except UnfinishedError as failure:
             row.outcome = "not built" if failure.args[0] == "traceback" else failure.args[0]
-            row.reason = failure.args[1].splitlines()[-1]
+            row.reason = failure.args[1].splitlines()[-1].removeprefix("ValueError: ")
             return row
         return verified(pool, row, f"transformers:{folder}", "pretrained")
 
@@ -119,7 +119,7 @@ def verified(pool: Pool, row: Row, model: str, weights: str) -> Row:
         command = [sys.executable, "-m", "normscope", "layers", model, "--weights", weights, "--verify"]
         with contextlib.suppress(subprocess.TimeoutExpired):
             row.exit_status = subprocess.run(command, capture_output=True, timeout=2 * pool.seconds).returncode
-    row.reason = row.reason.replace(model, row.name)
+    row.reason = row.reason.replace(model, row.name).replace(model.partition(":")[2], row.name)
     return row
 
 

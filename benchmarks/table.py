@@ -152,9 +152,11 @@ def of_architectures(records: Sequence[Mapping[str, Any]]) -> str:
         said = f"{sites:,} norms were reproduced, to within {worst:.2g} of what rounding explains.\n"
         parts += [record["about"] + "\n", markdown(["", *libraries], table, left=1), said]
         for outcome in outcomes:
-            if outcome not in ("works", "no norm"):
+            if outcome != "works":
                 own = [row for row in rows if row["outcome"] == outcome]
-                parts.append(f"{OUTCOMES[outcome][0].upper()}{OUTCOMES[outcome][1:]}:\n\n{reasons(own)}")
+                bare = outcome in ("no norm", "not built")  # of which each says something else
+                listed = ", ".join(f"`{row['name']}`" for row in own) + ".\n" if bare else f"\n\n{reasons(own)}"
+                parts.append(f"{OUTCOMES[outcome][0].upper()}{OUTCOMES[outcome][1:]}:{' ' * bare}{listed}")
         parts.append(origin(record))
     return "\n".join(parts)
 

@@ -163,6 +163,8 @@ def test_architectures_are_counted_and_those_refused_listed_by_the_reason(tmp_pa
         "",
         "1,234 norms were reproduced, to within 0.25 of what rounding explains.",
         "",
+        "No norm of activations, and that is said: `b_net`.",
+        "",
         "Refused in a sentence:",
         "",
         "- At … … ends at … of …. `CModel`, `DModel`",
