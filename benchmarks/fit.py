@@ -15,12 +15,11 @@ from tails import HeavyTailed
 from torch import Tensor
 
 import normscope
-from normscope.fits.curves import CURVES as FITTED
-from normscope.fits.levels import levels_of
-from normscope.fits.nodes import Nodes
-from normscope.fits.objective import Solutions
-from normscope.fits.problems import batches
-from normscope.fits.solve import least_squares
+from normscope.fits.curves.known import CURVES as FITTED
+from normscope.fits.solving.levels import levels_of
+from normscope.fits.solving.nodes import Nodes, batches
+from normscope.fits.solving.objective import Solutions
+from normscope.fits.solving.solve import least_squares
 
 PEERS = ("scipy", "lmfit")
 CURVES = {"tanh": np.tanh, "isru": lambda x: x / np.sqrt(1 + x * x)}

@@ -14,8 +14,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from normscope.batches import Batch, Sample
-    from normscope.drifts import Drift, DriftReport
     from normscope.errors import NormscopeError
     from normscope.figures.comparison import plot_comparison
     from normscope.figures.drift import plot_drift
@@ -24,29 +22,29 @@ if TYPE_CHECKING:
     from normscope.figures.overview import overview
     from normscope.figures.scurves import plot
     from normscope.figures.speed import plot_speed
-    from normscope.fits.advice import Advice, advise
-    from normscope.fits.card import NormCard, norm_cards
-    from normscope.fits.comparison import Compared, compare
     from normscope.fits.curve_fit import CurveFit
-    from normscope.fits.curves import Curve, curve_of
+    from normscope.fits.curves.known import Curve, curve_of
     from normscope.fits.fit import fit
-    from normscope.fits.gradient import GradientView, gradient
-    from normscope.fits.layerwise import Layerwise, layerwise
-    from normscope.fits.tokens import TokenSlopes, token_slopes
+    from normscope.fits.views.advice import Advice, advise
+    from normscope.fits.views.card import NormCard, norm_cards
+    from normscope.fits.views.comparison import Compared, compare
+    from normscope.fits.views.gradient import GradientView, gradient
+    from normscope.fits.views.summaries import Layerwise, TokenSlopes, layerwise, token_slopes
+    from normscope.inputs.batch import Batch, Sample
     from normscope.loading import load, load_swapped
+    from normscope.pairs.capture import capture
     from normscope.pairs.captures import Capture
-    from normscope.pairs.hooks import capture
-    from normscope.pairs.merges import merge_captures
-    from normscope.pairs.norms import register_norm
-    from normscope.pairs.stats import PairStats
+    from normscope.pairs.merging import merge_captures
+    from normscope.pairs.norms.recognition import register_norm
     from normscope.pairs.storage import load as load_capture
     from normscope.pairs.storage import save as save_capture
-    from normscope.speeds import BenchReport, Timing
-    from normscope.swaps.bench import bench
-    from normscope.swaps.drift import drift
-    from normscope.swaps.heal import heal
+    from normscope.pairs.sums.stats import PairStats
+    from normscope.swaps.bench.bench import bench
+    from normscope.swaps.drift.drift import drift
+    from normscope.swaps.heal.heal import heal
     from normscope.swaps.pointwise import Derf, DyISRU, DyT, PointwiseFunction
     from normscope.swaps.replace import Swap, replacements, swap
+    from normscope.swaps.reports import BenchReport, Drift, DriftReport, Timing
     from normscope.swaps.store import save_swapped
 
 _HOMES = {

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from normscope.errors import ModelError, UsageError
+from normscope.inputs.loaded_model import LoadedModel, Provenance
 from normscope.models import registry
-from normscope.models.base import LoadedModel, Provenance
 
 if TYPE_CHECKING:
     from normscope.swaps.record import SwapRecord
@@ -96,7 +96,7 @@ def load(
     )
     network = network if record is None else _restored(network, Path(weights))
     if batch_size == "auto":
-        from normscope.models.batch_sizes import fit_batches  # imports torch
+        from normscope.runtime.batch_size import fit_batches
 
         fit_batches(network)
     return network
@@ -141,7 +141,7 @@ def _swap_in(weights: str | Path) -> SwapRecord | None:
     """Read what a folder of a swap says of itself; None where the weights are none."""
     if weights in ("pretrained", "random") or not Path(weights).is_dir():
         return None
-    from normscope.swaps.record import RECORD, read_record  # imports torch, which a mistyped name need not wait for
+    from normscope.swaps.record import RECORD, read_record
 
     return read_record(weights) if (Path(weights) / RECORD).exists() else None
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from normscope.batches import Batch, Sample, as_batches
 from normscope.errors import DataError
+from normscope.inputs.batch import Batch, Sample, as_batches
 
 
 def test_only_tensors_of_samples_are_narrowed():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from normscope.errors import UsageError
-from normscope.files import check_folder_writable, check_writable, file_stem, whole_file, whole_folder
+from normscope.runtime.files import check_folder_writable, check_writable, file_stem, whole_file, whole_folder
 
 
 def test_a_file_appears_once_it_is_whole(tmp_path):

@@ -15,8 +15,8 @@ import normscope
 from normscope.cli.output import Output
 from normscope.errors import UsageError
 from normscope.figures.scurves import save_described
-from normscope.pairs.raw import RawPairs
-from normscope.swaps.checkpoints import save_checkpoint
+from normscope.pairs.storage import RawPairs
+from normscope.swaps.heal.training import save_checkpoint
 from normscope.swaps.store import FILES
 
 ROWS = [{"site": f"site {i}", "value": i / 7} for i in range(200)]

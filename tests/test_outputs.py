@@ -3,9 +3,9 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from normscope.batches import Batch
 from normscope.errors import ModelError
-from normscope.outputs import Outputs, first_tensor, without_variances
+from normscope.inputs.batch import Batch
+from normscope.inputs.loaded_model import Outputs, first_tensor, without_variances
 
 FLOATS, WHOLE = torch.randn(2, 3), torch.tensor([3, 3])
 

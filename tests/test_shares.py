@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from normscope.batches import Batch, Sample
 from normscope.errors import DataError
-from normscope.models.base import LoadOptions
-from normscope.models.inputs import TensorInputs
-from normscope.shares import ALL, Chunk, Done, LeftOut, Share, shared
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.loaded_model import LoadOptions
+from normscope.inputs.splits import ALL, Chunk, Done, LeftOut, Share, shared
+from normscope.models.inputs.file_inputs import TensorInputs
 
 NUMBERS = st.integers(0, 40)
 TAKEN = st.sets(NUMBERS)

@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import normscope
-from normscope.batches import Batch, Sample
 from normscope.errors import DataError
-from normscope.shares import ALL, LeftOut, Share
-from normscope.splits import learned_and_held_out
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.splits import ALL, LeftOut, Share, learned_and_held_out
 
 _of_batches = st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=5), min_size=1, max_size=5)
 

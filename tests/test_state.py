@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from normscope.batches import Batch, Sample
-from normscope.state import KeptBuffers, left_as_found, run
+from normscope.inputs.batch import Batch, Sample
+from normscope.runtime.network import KeptBuffers, left_as_found, run
 
 
 class Held(nn.Module):

@@ -11,11 +11,11 @@ from on_gpu.contenders import described
 from on_gpu.parts import Found, Part, Setting
 from torch.nn import functional as F
 
-from normscope.pairs.binning import cuda
-from normscope.pairs.formulas import FORMS, layer_norm
-from normscope.pairs.stats import PairStats
-from normscope.pairs.tokens import Lines, Run, Tokens
-from normscope.swaps.cuda_timing import cache_of, sets_beyond_cache
+from normscope.pairs.norms.formulas import FORMS, layer_norm
+from normscope.pairs.sums.binning import cuda
+from normscope.pairs.sums.stats import PairStats
+from normscope.pairs.sums.tokens import Lines, Run, Tokens
+from normscope.swaps.bench.timing import cache_of, sets_beyond_cache
 
 LOOP, LARGE, CAPTURE = (f"tests/pairs/test_cuda_{name}.py" for name in ("loop", "large", "capture"))
 CHECKS = {  # of what, on a GPU and in a rehearsal, and the seconds it may take

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from normscope.fits.curves import CURVES as FITTED
-from normscope.swaps.cuda_timing import cache_of, sets_beyond_cache
-from normscope.swaps.kernels import operators, reference
+from normscope.fits.curves.known import CURVES as FITTED
+from normscope.swaps.bench.timing import bytes_moved, cache_of, sets_beyond_cache
+from normscope.swaps.kernels import eager as reference
+from normscope.swaps.kernels import operators
 from normscope.swaps.kernels.parameters import Parameters
-from normscope.swaps.speed import bytes_moved
 
 CURVES = {"tanh": "DyT", "isru": "DyISRU", "erf": "Derf"}
 OURS, OPERATOR, PUBLISHED, IN_FLOAT32 = "normscope", "normscope, its operator", "as published", "in float32"

@@ -16,9 +16,9 @@ from torch import nn
 
 import normscope
 from normscope import Batch, Sample
-from normscope.models.weights import seeded
-from normscope.outputs import Outputs
-from normscope.swaps.published import of_tokens
+from normscope.inputs.loaded_model import Outputs
+from normscope.models.weights.checkpoints import seeded
+from normscope.swaps.bench.bench import of_tokens
 
 WEIGHTS = "random weights"
 _WAVEFORM = 47_455  # samples: the longest of normscope's synthetic utterances

@@ -19,7 +19,7 @@ from on_gpu.figures import ADD, BACKWARD, COPY, FORWARD, NEGATIVE, RATE, Key, ca
 from on_gpu.parts import Found, Part, Setting
 from on_gpu.timers import DO_BENCH, GRAPH, ROUNDS, Times, one_stream, timed
 
-from normscope.swaps.bench import compilations
+from normscope.swaps.bench.bench import compilations
 from normscope.swaps.kernels.choice import TRITON, VARIABLE
 
 SHAPES = ((25216, 768), (4096, 4096), (32768, 4096), (131072, 1152))

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from normscope.swaps.kernels import launch as launches_of_kernels
 from normscope.swaps.kernels.choice import TRITON, VARIABLE
+from normscope.swaps.kernels.eager import Gradients
 from normscope.swaps.kernels.launch import LANES, Launch, Tiling, backward_launches, forward_launch, multiprocessors
-from normscope.swaps.kernels.layout import layout_of
-from normscope.swaps.kernels.reference import Gradients
+from normscope.swaps.kernels.parameters import layout_of
 
 SWEPT = ("tanh", "erf")  # the fewest instructions and the most, and registers likewise; isru lies between
 # None of them spills on sm_90, in bfloat16 or float32: tests/benchmarks/test_gpu_speed.py compiles them.

@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 from on_gpu.parts import Setting
 
-from normscope.swaps import timing
-from normscope.swaps.cuda_timing import flushed, replayed
+from normscope.swaps.bench import timing
+from normscope.swaps.bench.timing import flushed, replayed
 
 GRAPH, DO_BENCH, WALL = "graph", "do_bench", "wall clock"
 ROUNDS = 2

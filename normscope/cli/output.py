@@ -16,19 +16,18 @@ from rich.markup import escape
 
 from normscope.cli.records import CSV, PARQUET, YAML, Row, as_csv, as_yaml, check_parquet, check_suffix, write_parquet
 from normscope.errors import UsageError, count
-from normscope.files import check_writable, visible, whole_file
-from normscope.processes import Place
+from normscope.runtime.files import check_writable, visible, whole_file
+from normscope.runtime.ranks import Place
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
     from rich.table import Table
 
-    from normscope.batches import Batch
-    from normscope.models.base import LoadedModel
+    from normscope.inputs.batch import Batch
+    from normscope.inputs.loaded_model import LoadedModel
+    from normscope.inputs.splits import Chunk, Inputs, LeftOut, Part, Share
     from normscope.pairs.captures import Capture
-    from normscope.pairs.sites import SkippedNorm
-    from normscope.shares import Chunk, LeftOut, Share
-    from normscope.splits import Inputs, Part
+    from normscope.pairs.norms.sites import SkippedNorm
 
 _WIDTH_OF_A_PIPE = 1000  # a table that goes to a file or a program is as wide as it needs to be
 
@@ -138,7 +137,7 @@ class Output:
 
     def introduce(self, network: LoadedModel) -> None:
         """Say which network runs, with which weights, where; random weights are said so even when quiet."""
-        from normscope.models.spreading import places
+        from normscope.models.weights.devices import places
 
         module = network.module
         tensors = list(module.parameters()) or list(module.buffers())[:1]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from normscope.errors import UsageError
-from normscope.files import whole_file
+from normscope.runtime.files import whole_file
 
 Row: TypeAlias = Mapping[str, Any]
 CSV, PARQUET, YAML = ".csv", ".parquet", (".yaml", ".yml")

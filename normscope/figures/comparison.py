@@ -16,12 +16,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from normscope.errors import UsageError, count
-from normscope.figures.lettering import wrapped
 from normscope.figures.style import Style, style_named
-from normscope.fits.comparison import check_number
+from normscope.figures.text import wrapped
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.curves import FREE
-from normscope.fits.matching import match
+from normscope.fits.curves.known import FREE
+from normscope.fits.views.comparison import check_number, match
 from normscope.pairs.captures import Capture
 
 _COLUMN_INCHES, _ROW_INCHES = 2.9, 1.3

@@ -15,13 +15,13 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from normscope.drifts import Drift, DriftReport, Quantiles
 from normscope.errors import UsageError, count
-from normscope.figures.lettering import legend_columns, tail, width_of, wrapped
 from normscope.figures.style import Style, style_named
-from normscope.files import visible
-from normscope.fits.curves import CURVES, curves_named
-from normscope.pairs.sites import NormSite
+from normscope.figures.text import legend_columns, tail, width_of, wrapped
+from normscope.fits.curves.known import CURVES, curves_named
+from normscope.pairs.norms.sites import NormSite
+from normscope.runtime.files import visible
+from normscope.swaps.reports import Drift, DriftReport, Quantiles
 
 _WIDTH, _WIDEST = 6.6, 24.0
 _SITE_INCHES, _PANEL_INCHES, _LINE_INCHES = 0.2, 1.5, 0.125

@@ -21,20 +21,14 @@ from torch import Tensor
 
 from normscope.figures.panels import outline
 from normscope.figures.style import Style, style_named
-from normscope.figures.tables import with_interval
-from normscope.figures.titles import head_figure, head_panel
+from normscope.figures.text import head_figure, head_panel
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.gradient import (
-    DrawnJacobians,
-    GradientView,
-    drawn_jacobians,
-    gradient,
-    mean_diagonal,
-)
+from normscope.fits.views.gradient import DrawnJacobians, GradientView, drawn_jacobians, gradient, mean_diagonal
 from normscope.pairs.captures import Capture
-from normscope.pairs.sampling import LARGEST_TOKENS
-from normscope.pairs.sites import NormSite
-from normscope.pairs.stats import PairStats
+from normscope.pairs.norms.sites import NormSite
+from normscope.pairs.sums.sampling import LARGEST_TOKENS
+from normscope.pairs.sums.stats import PairStats
+from normscope.tables.table import with_interval
 
 Array = NDArray[np.float64]
 _COLUMNS = 6

@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
-from normscope.figures.lettering import wrapped
 from normscope.figures.style import Style, style_named
-from normscope.healings import BLOCKS, SITES, START, WHOLE, HealReport, Point
+from normscope.figures.text import wrapped
+from normscope.swaps.reports import BLOCKS, SITES, START, WHOLE, HealReport, Point
 
 _INCHES = (6.4, 2.5)
 _SITES_SHARE = 0.12  # of the width that the steps take: sites take none of them

@@ -13,12 +13,12 @@ from matplotlib.gridspec import GridSpec
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from normscope.errors import UsageError, count
-from normscope.figures.lettering import legend_columns, tail, width_of, wrapped
 from normscope.figures.panels import Panel, corner_lines, corner_text, draw_panel, legend_handles, panels_of
 from normscope.figures.style import style_named
+from normscope.figures.text import legend_columns, tail, width_of, wrapped
 from normscope.fits.curve_fit import CurveFit
 from normscope.pairs.captures import Capture
-from normscope.pairs.selection import select
+from normscope.pairs.norms.sites import select
 
 _ACROSS = 4
 _COLUMN_INCHES = 1.75  # four of them are a page's text width

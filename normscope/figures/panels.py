@@ -1,4 +1,4 @@
-"""What one panel shows of one norm site: its pairs as a density, by token or by channel, under the fitted curves."""
+"""One panel of one norm site: its pairs as a density, by token or by channel, under the fitted curves."""
 
 from __future__ import annotations
 
@@ -19,18 +19,84 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 from numpy.typing import NDArray
 
-from normscope.figures import density
-from normscope.figures.samples import drawn_pairs, drawn_tokens, extreme_channels, token_scales
 from normscope.figures.style import Look, Style
-from normscope.fits.ceiling import conditional_mean
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.curves import FREE
-from normscope.pairs.binning import DENSITY_Y_GRID
+from normscope.fits.curves.known import FREE
+from normscope.fits.solving.ceiling import conditional_mean
 from normscope.pairs.captures import Capture
-from normscope.pairs.sites import NormSite
-from normscope.pairs.stats import PairStats
+from normscope.pairs.norms.sites import NormSite
+from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, FloatGrid
+from normscope.pairs.sums.stats import PairStats
 
 Array = NDArray[np.float64]
+
+_EXTREME_CHANNELS = 4
+
+
+def extreme_channels(stats: PairStats) -> list[int]:
+    """Return the channels that reach the largest |x|, the largest first."""
+    return [int(i) for i in stats.reach.argsort(descending=True)[:_EXTREME_CHANNELS]]
+
+
+def token_scales(stats: PairStats) -> tuple[float, float]:
+    """Return the smallest and largest σ among the drawn tokens."""
+    scale = 1 / drawn_tokens(stats)[2]
+    return (float(np.min(scale)), float(np.max(scale))) if len(scale) else (float("nan"), float("nan"))
+
+
+def drawn_tokens(stats: PairStats) -> tuple[Array, Array, Array]:
+    """Return x and y, float64 ``(tokens, d)``, and 1/σ, ``(tokens,)``, of the sampled and of the largest tokens."""
+
+    def both(name: str) -> Array:
+        drawn: Array = torch.cat([getattr(stats.tokens, name), getattr(stats.largest, name)]).double().numpy()
+        return drawn
+
+    return both("x"), both("y"), both("rstd")
+
+
+def drawn_pairs(stats: PairStats) -> tuple[Array, Array, NDArray[np.int64]]:
+    """Return x, y and channel, ``(pairs,)``, of those tokens and of the pairs that are drawn evenly over x."""
+    token_x, token_y, _ = drawn_tokens(stats)
+    if stats.grouped:  # of whose tokens only the single pairs know their channel
+        token_x, token_y = token_x[:0], token_y[:0]
+    channels = np.broadcast_to(np.arange(token_x.shape[1]), token_x.shape)
+    filled = stats.pairs.filled
+    return (
+        np.concatenate([token_x.ravel(), stats.pairs.x[filled].double().numpy()]),
+        np.concatenate([token_y.ravel(), stats.pairs.y[filled].double().numpy()]),
+        np.concatenate([channels.ravel(), stats.pairs.channel[filled].long().numpy()]),
+    )
+
+
+def image(stats: PairStats, x_range: tuple[float, float], y_range: tuple[float, float], pixels: int) -> Array:
+    """Spread the counted pairs evenly over each cell, and gather them by pixel.
+
+    Args:
+        stats: sums of a site.
+        x_range: limits of the image in x.
+        y_range: limits in y.
+        pixels: width and height.
+
+    Returns:
+        Number of pairs per pixel, float64 ``(pixels, pixels)``, rows in ascending order of y.
+    """
+    counts = stats.density.numpy().astype(np.float64)
+    by_column = _gathered(counts, DENSITY_X_GRID, np.linspace(*x_range, pixels + 1))
+    return _gathered(by_column.T, DENSITY_Y_GRID, np.linspace(*y_range, pixels + 1))
+
+
+def _gathered(counts: Array, grid: FloatGrid, at: Array) -> Array:
+    """Gather counts ``(bins, n)`` between neighbouring places in x: ``(places - 1, n)``."""
+    edges = grid.edges().numpy()
+    edges[0], edges[-1] = 2 * edges[1], 2 * edges[-2]
+    below = np.concatenate([np.zeros((1, counts.shape[1])), counts.cumsum(0)])
+    bins = np.clip(np.searchsorted(edges, at, side="right") - 1, 0, grid.size - 1)
+    share = np.clip((at - edges[bins]) / (edges[bins + 1] - edges[bins]), 0, 1)
+    reached = below[bins] + share[:, None] * (below[bins + 1] - below[bins])
+    gathered: Array = np.diff(reached, axis=0)
+    return gathered
+
+
 Limits: TypeAlias = tuple[float, float]
 LINE_SHARE = 0.075  # of a panel's height that a line of a corner's text takes
 _PIXELS = 220
@@ -79,7 +145,7 @@ def panels_of(
 def draw_density(ax: Axes, panel: Panel) -> None:
     """All pairs: how many lie where, on a logarithmic colour scale, and E[y|x] over them."""
     limits = (*ax.get_xlim(), *ax.get_ylim())
-    counts = density.image(panel.stats, limits[:2], limits[2:], _PIXELS)
+    counts = image(panel.stats, limits[:2], limits[2:], _PIXELS)
     shown = np.ma.masked_less_equal(counts, 0)
     if shown.count():
         # The palest quarter of the map is left out, so that a single pair in the tails can still be seen.

@@ -12,12 +12,12 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import NormscopeError, UsageError
-from normscope.figures.lettering import width_of, wrapped
 from normscope.figures.panels import outline
-from normscope.figures.speed_tables import SCOPES, duration
 from normscope.figures.style import Style, style_named
-from normscope.fits.curves import curves_named
-from normscope.speeds import BESIDE, FASTER, SLOWER, TOO_FEW, BenchReport, Timing
+from normscope.figures.text import width_of, wrapped
+from normscope.fits.curves.known import curves_named
+from normscope.swaps.reports import BESIDE, FASTER, SLOWER, TOO_FEW, BenchReport, Timing
+from normscope.tables.speed import SCOPES, duration
 
 _PANEL_INCHES, _BAR_INCHES, _GAP = 2.6, 0.155, 0.9
 _BARS_INCHES = 1.9  # of a panel, beside the names of the bars

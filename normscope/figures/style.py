@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from normscope.errors import UsageError, unknown
-from normscope.fits.curves import CURVES
+from normscope.fits.curves.known import CURVES
 
 Look: TypeAlias = tuple[str, Any]  # colour and line style, as matplotlib takes them
 

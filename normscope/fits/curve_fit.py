@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from normscope.fits.curves import FREE, Curve
-from normscope.pairs.sites import NormSite
+from normscope.fits.curves.known import FREE, Curve
+from normscope.pairs.norms.sites import NormSite
 
 Interval = tuple[float, float]
 
@@ -32,7 +32,7 @@ class CurveFit:
         alpha: α, in units of 1/x.
         shift: s; zero where it was not fitted.
         r2: R² about the mean of y.
-        r2_ceiling: held-out R² of the best function of x that was found there, :mod:`normscope.fits.ceiling`; None
+        r2_ceiling: held-out R² of the best function of x that was found there, :mod:`normscope.fits.solving.ceiling`; None
             without folds, or where the grid of bins does not resolve x.
         folds: what intervals and cross-validation hold out, one at a time.
         rmse: root of the mean squared error, in units of y.

@@ -15,16 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from normscope.errors import ModelError
-from normscope.models import answers
-from normscope.models.base import LoadedModel, LoadOptions, Provenance
-from normscope.models.checkpoints import SHOWN, read_state_dict
-from normscope.models.conversions import converted, dtypes_by_name, dtypes_of_files
-from normscope.models.hub_files import HubSilentError, Repository, refuse_code, sha256_of
-from normscope.models.spreading import offload_folder, quiet
-from normscope.models.text import text_inputs
-from normscope.models.tokens import load_tokenizer, reading_of
-from normscope.models.weights import placed, with_weights
-from normscope.outputs import Outputs
+from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Outputs, Provenance
+from normscope.models.inputs.text import text_inputs
+from normscope.models.inputs.tokenizer import load_tokenizer, reading_of
+from normscope.models.weights import downloads
+from normscope.models.weights.checkpoints import (
+    SHOWN,
+    converted,
+    dtypes_by_name,
+    dtypes_of_files,
+    placed,
+    read_state_dict,
+    with_weights,
+)
+from normscope.models.weights.devices import offload_folder, quiet
+from normscope.models.weights.repository import HubSilentError, Repository, refuse_code, sha256_of
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +95,7 @@ def _library(name: str) -> Any:
         return importlib.import_module("transformers")
     except ImportError as error:
         raise ModelError(
-            f"{name} is a model of transformers, which cannot be imported ({answers.first_line(error)}). "
+            f"{name} is a model of transformers, which cannot be imported ({downloads.first_line(error)}). "
             "Install it: pip install 'normscope[transformers]'."
         ) from error
 
@@ -136,7 +141,7 @@ def _config(library: Any, name: str, repository: Repository, options: LoadOption
         except Exception as error:  # of any configuration's checks
             raise ModelError(
                 f"transformers {library.__version__} cannot make a model of {name}'s config.json: "
-                f"{answers.first_line(error)}."
+                f"{downloads.first_line(error)}."
             ) from error
 
 
@@ -250,7 +255,7 @@ class _Network:
             )
         except Exception as error:  # of safetensors, of torch, of any model's own conversion
             raise ModelError(
-                f"{what} does not load with transformers {self.library.__version__}: {answers.first_line(error)}."
+                f"{what} does not load with transformers {self.library.__version__}: {downloads.first_line(error)}."
             ) from error
         return module, report
 

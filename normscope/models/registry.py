@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from normscope.errors import DataError, ModelError, UsageError, unknown
-from normscope.processes import Place
+from normscope.runtime.ranks import Place
 
 if TYPE_CHECKING:
-    from normscope.models.base import LoadedModel, LoadOptions
+    from normscope.inputs.loaded_model import LoadedModel, LoadOptions
 
     Loader = Callable[[str, str, LoadOptions], LoadedModel]
 
@@ -173,8 +173,8 @@ def load(
     check_device_map(device_map, device)
     check_library(entry)
 
-    from normscope.models.base import LoadOptions
-    from normscope.models.devices import DTYPES, KEEP, resolve_device, resolve_dtype
+    from normscope.inputs.loaded_model import LoadOptions
+    from normscope.models.weights.devices import DTYPES, KEEP, resolve_device, resolve_dtype
 
     library, _, architecture = entry.source.partition(":")
     options = LoadOptions(

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from importlib import metadata
 
 from normscope.errors import DataError
-from normscope.pairs.selection import Layers, select
-from normscope.pairs.sites import NormSite, SkippedNorm
-from normscope.pairs.stats import PairStats
+from normscope.pairs.norms.sites import Layers, NormSite, SkippedNorm, select
+from normscope.pairs.sums.stats import PairStats
 
 _AND = " + "
 
@@ -41,7 +40,7 @@ class Capture:
     parts: Mapping[str, Capture] = field(default_factory=dict)
 
     def only(self, layers: Layers) -> Capture:
-        """Return the capture of some of the sites, see :func:`normscope.pairs.selection.select`."""
+        """Return the capture of some of the sites, see :func:`normscope.pairs.norms.sites.select`."""
         sites = select(self.sites, layers)
         names = {site.name for site in sites}
         parts = {name: part._limited_to(names) for name, part in self.parts.items()}

@@ -13,17 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normscope.batches import Batch, pieces
 from normscope.errors import DataError, MemoryEndedError, count
+from normscope.inputs.batch import Batch, pieces
 from normscope.pairs.captures import Capture, versions
-from normscope.pairs.kinds import NormKind
-from normscope.pairs.layouts import batch_axis, serves_all, token_axes
-from normscope.pairs.sites import NormSite, SkippedNorm
-from normscope.pairs.spread import ForwardHook, with_weights_at_hand
-from normscope.pairs.stats import PairStats
-from normscope.pairs.trace import NormReport, input_of, with_input
-from normscope.pairs.verify import check
-from normscope.state import KeptBuffers, run
+from normscope.pairs.norms.kinds import NormKind
+from normscope.pairs.norms.sites import NormSite, SkippedNorm
+from normscope.pairs.norms.trace import NormReport, input_of, with_input
+from normscope.pairs.norms.verification import check
+from normscope.pairs.sums.stats import PairStats
+from normscope.pairs.sums.tokens import batch_axis, serves_all, token_axes
+from normscope.runtime.network import ForwardHook, KeptBuffers, run, with_weights_at_hand
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Summing:
-    """What is kept of the pairs, see :func:`normscope.pairs.hooks.capture`."""
+    """What is kept of the pairs, see :func:`normscope.pairs.capture.capture`."""
 
     seed: int
     sample: int | None

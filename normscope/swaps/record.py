@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from normscope.errors import ModelError, UsageError, count, unknown
-from normscope.fits.curves import CURVES, FREE, Curve
-from normscope.fits.expressions import curve_from
+from normscope.fits.curves.expressions import curve_from
+from normscope.fits.curves.known import CURVES, FREE, Curve
 from normscope.swaps.start import RMS_NORM
 
 FORMAT = "normscope-swap"

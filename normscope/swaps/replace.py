@@ -10,16 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from normscope.errors import ModelError, UsageError
-from normscope.fits.curves import Curve
-from normscope.pairs.formulas import gain_and_shift
-from normscope.pairs.kinds import NormKind
-from normscope.pairs.selection import Layers, select
-from normscope.pairs.sites import NormSite
-from normscope.pairs.spread import check_whole
-from normscope.pairs.trials import kind_at
+from normscope.fits.curves.known import Curve
+from normscope.pairs.norms.formulas import gain_and_shift
+from normscope.pairs.norms.kinds import NormKind
+from normscope.pairs.norms.recognition import kind_at
+from normscope.pairs.norms.sites import Layers, NormSite, select
+from normscope.runtime.network import check_whole
 from normscope.swaps.place_hooks import PlaceHooks, check_hooks
-from normscope.swaps.pointwise import PointwiseFunction
-from normscope.swaps.rms_norm import RMSNorm
+from normscope.swaps.pointwise import PointwiseFunction, RMSNorm
 from normscope.swaps.start import Fits, Start, norms_of, only, starts
 
 PLACEMENTS = ("pre-norm", "post-norm", "qk", "final")
@@ -171,7 +169,7 @@ def replacements(
 
 
 def chosen(sites: Sequence[NormSite], wanted: Layers) -> list[NormSite]:
-    """Pick norm sites by placement, or as :func:`normscope.pairs.selection.select` does.
+    """Pick norm sites by placement, or as :func:`normscope.pairs.norms.sites.select` does.
 
     Raises:
         UsageError: if a part names no site.

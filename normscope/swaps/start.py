@@ -10,11 +10,11 @@ from torch import Tensor
 
 from normscope.errors import UsageError, unknown
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.curves import BEST, FREE, Curve, curves_named
+from normscope.fits.curves.known import BEST, FREE, Curve, curves_named
 from normscope.fits.fit import fit
-from normscope.fits.forms import Form
+from normscope.fits.solving.objective import Form
 from normscope.pairs.captures import Capture
-from normscope.pairs.sites import NormSite
+from normscope.pairs.norms.sites import NormSite
 
 INITS = ("fit", "theory", "paper")
 PAPER_ALPHA = 0.5  # arXiv 2503.10622, section 5, of all but language models; Derf's too (arXiv 2512.10938)

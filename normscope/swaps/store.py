@@ -11,16 +11,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from normscope.errors import ModelError, UsageError
-from normscope.files import whole_folder, write_tensors
-from normscope.fits.ceiling import Piecewise, curve_along
-from normscope.fits.curves import CURVES, FREE, Curve
-from normscope.fits.expressions import curve_from
+from normscope.fits.curves.expressions import curve_from
+from normscope.fits.curves.known import CURVES, FREE, Curve
+from normscope.fits.solving.ceiling import Piecewise, curve_along
 from normscope.pairs.captures import versions
-from normscope.pairs.norms import ancestor_kind, kind_of
-from normscope.swaps.pointwise import PointwiseFunction
+from normscope.pairs.norms.recognition import ancestor_kind, kind_of
+from normscope.runtime.files import whole_folder, write_tensors
+from normscope.swaps.pointwise import PointwiseFunction, RMSNorm
 from normscope.swaps.record import FILES, RECORD, TENSORS, SwappedSite, SwapRecord, curve_named, damaged, read_record
 from normscope.swaps.replace import Swap, model_tensor, module_at, uncompiled
-from normscope.swaps.rms_norm import RMSNorm
 from normscope.swaps.start import RMS_NORM
 
 _SHOWN = 3  # of the tensors that do not fit

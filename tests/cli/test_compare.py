@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import normscope
 from normscope.cli import app
-from normscope.pairs import hooks
+from normscope.pairs import capture as hooks
 
 
 def compare(*arguments, **environment):

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import normscope
 from normscope.cli import app
-from normscope.fits.curves import CURVES
+from normscope.fits.curves.known import CURVES
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak memory is read from /proc"),

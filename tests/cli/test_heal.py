@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 import normscope
 from normscope.cli import app
-from normscope.swaps import heal as healing
-from normscope.swaps.matching import output_errors
+from normscope.swaps.heal import heal as healing
+from normscope.swaps.heal.lessons import output_errors
 
 QUICK = ("demo_vit", "--steps", "16", "--device", "cpu", "--sites", "blocks.0.*,norm", "--limit", "160")
 
@@ -82,7 +82,7 @@ def leftover(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("interrupted")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("normscope.swaps.course.Course.judge", interrupt)
+        patched.setattr("normscope.swaps.heal.training.Course.judge", interrupt)
         # Nothing is written before the first stage is done, which judges too: it is passed over.
         patched.setattr(healing, "_each_alone", lambda *_: None)
         assert heal(*QUICK, "-o", folder / "healed").exit_code == 130

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import normscope
 from normscope.cli import app
 from normscope.models import registry
-from normscope.pairs import hooks
+from normscope.pairs import capture as hooks
 
 QUICK = ("--func", "tanh", "--color", "token", "--dpi", "40")
 

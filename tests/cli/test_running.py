@@ -8,8 +8,7 @@ import typer
 from typer.main import get_command
 
 from normscope.cli import app
-from normscope.cli.running import Run, runs_networks
-from normscope.cli.sources import check_sources
+from normscope.cli.running import Run, check_sources, runs_networks
 from normscope.errors import UsageError
 
 LEFT_OUT = {

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import normscope
 from normscope.cli import app
-from normscope.figures.cards import card_table, scale_table, tails_table
+from normscope.tables.card import card_table, scale_table, tails_table
 
 
 def run(*arguments, width="120", status=0):

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import normscope
 from normscope.cli import app
-from normscope.cli.stopping import stopping_between_chunks
+from normscope.cli.process import stopping_between_chunks
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from runs import CaptureRun, differences, write_images

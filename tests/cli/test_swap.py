@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import normscope
-from normscope.cli.layers import layers
-from normscope.cli.swap import swap
+from normscope.cli.commands.layers import layers
+from normscope.cli.commands.swap import swap
 from normscope.errors import NormscopeError
-from normscope.splits import learned_and_held_out
+from normscope.inputs.splits import learned_and_held_out
 from normscope.swaps.start import asked_for, fitted
 
 CHECKOUT = Path(normscope.__file__).parents[1]

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 import normscope
 from normscope.cli import app
 from normscope.errors import UsageError
-from normscope.models.trajectories import Trajectories
-from normscope.pairs.trace import find_norms
-from normscope.splits import learned_and_held_out
+from normscope.inputs.splits import learned_and_held_out
+from normscope.models.inputs.trajectories import Trajectories
+from normscope.pairs.norms.trace import find_norms
 from normscope.swaps.replace import swap
 from normscope.swaps.store import save_swapped
 
@@ -93,7 +93,7 @@ def test_what_is_a_fit_itself_takes_part_once_and_formulas_have_a_place_in_the_f
 
 def test_what_cannot_be_swapped_in_is_said_before_anything_is_measured(folder, monkeypatch):
     (folder / "groups.py").write_text(FACTORY.replace("nn.LayerNorm(16)", "nn.GroupNorm(1, 5)"))
-    monkeypatch.setattr("normscope.swaps.drift.drift", lambda *_, **__: pytest.fail("it measured"))
+    monkeypatch.setattr("normscope.swaps.drift.drift.drift", lambda *_, **__: pytest.fail("it measured"))
     done = run(folder, monkeypatch, "py:groups.py:network", "--func", "dyt,rmsnorm")
     assert done.exit_code == 3 and "An RMSNorm cannot take the place of" in " ".join(done.stderr.split())
 
@@ -144,7 +144,9 @@ def test_trajectories_are_walked_once_for_the_least_harmful_sites(tmp_path, monk
     walks, ends = [], Trajectories.ends
     monkeypatch.setattr(Trajectories, "ends", lambda self, *share: (walks.append(self), ends(self, *share))[1])
     arguments = ("demo_dit", "--limit", "1", "--timesteps", "500,", "--func", "dyt", "--init", "paper")
-    monkeypatch.setattr("normscope.cli.swap_bench._speed", stopped)  # of its full-size sibling, which takes long
+    monkeypatch.setattr(
+        "normscope.cli.commands.swap_bench._speed", stopped
+    )  # of its full-size sibling, which takes long
     done = run(tmp_path, monkeypatch, *arguments, "--sites", "least:2")
     assert "no further" in done.stderr
     assert len(walks) == 2  # with the norms, and without

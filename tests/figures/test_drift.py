@@ -12,16 +12,16 @@ import torch
 from rich.console import Console
 
 import normscope
-from normscope.batches import Batch, Sample
 from normscope.errors import UsageError
 from normscope.figures.drift import plot_drift
-from normscope.figures.drift_tables import drift_table, parts_table, sites_table
 from normscope.figures.scurves import save
 from normscope.figures.style import style_named
-from normscope.outputs import Outputs
-from normscope.pairs.trace import find_norms
-from normscope.swaps.drift import drift
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.loaded_model import Outputs
+from normscope.pairs.norms.trace import find_norms
+from normscope.swaps.drift.drift import drift
 from normscope.swaps.replace import replacements
+from normscope.tables.drift import drift_table, parts_table, sites_table
 
 ABOUT = {"model": "net$x_{", "weights": "random", "data": "noise"}
 DRAW = torch.Generator().manual_seed(0)

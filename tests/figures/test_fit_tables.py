@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.figures.fit_tables import fits_table
+from normscope.tables.fit import fits_table
 
 
 def test_a_caption_tells_forms_apart():

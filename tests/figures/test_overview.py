@@ -19,7 +19,7 @@ from normscope.errors import UsageError
 from normscope.figures.overview import overview
 from normscope.figures.scurves import plot, save
 from normscope.figures.style import STYLES
-from normscope.pairs.sites import NormSite
+from normscope.pairs.norms.sites import NormSite
 
 SHOWN = (0, 2, 5, 7)  # of eight
 ODD = {"model": "odd$name_{", "weights": "random weights, seed 0 $x_{", "data": "noise & <more>"}

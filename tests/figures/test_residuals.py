@@ -14,8 +14,7 @@ from torch import nn
 import normscope
 from normscope.errors import UsageError
 from normscope.figures.panels import corner_lines, panels_of
-from normscope.figures.residuals import residuals
-from normscope.figures.scurves import plot
+from normscope.figures.scurves import plot, residuals
 from normscope.figures.style import STYLES
 from normscope.fits.curve_fit import CurveFit
 

@@ -15,8 +15,8 @@ from torch import nn
 
 import normscope
 from normscope.errors import UsageError
-from normscope.figures import density
-from normscope.figures.samples import extreme_channels
+from normscope.figures import panels
+from normscope.figures.panels import extreme_channels
 from normscope.figures.scurves import plot, save
 from normscope.figures.style import STYLES
 
@@ -159,9 +159,9 @@ def test_the_extreme_channel_is_among_the_coloured_ones(figure, seen):
 def test_the_density_holds_every_pair(seen):
     stats = seen.stats[NAMES[0]]
     reach = 2 * float(stats.channel_extremes.abs().max())
-    image = density.image(stats, (-reach, reach), (-64.0, 64.0), 64)
+    image = panels.image(stats, (-reach, reach), (-64.0, 64.0), 64)
     assert image.sum() == pytest.approx(stats.n_pairs)
-    half = density.image(stats, (0.0, reach), (-64.0, 64.0), 64)
+    half = panels.image(stats, (0.0, reach), (-64.0, 64.0), 64)
     edges_at_zero = stats.moments[:, 0].sum(0)
     positive = edges_at_zero[len(edges_at_zero) // 2 :].sum()
     assert half.sum() == pytest.approx(float(positive), rel=1e-3)

@@ -10,12 +10,12 @@ import torch
 from scipy.optimize import curve_fit
 
 import normscope
-from normscope.fits.curves import CURVES
-from normscope.fits.forms import Form
-from normscope.fits.levels import Level
-from normscope.fits.problems import batches
-from normscope.fits.search import fitted
-from normscope.pairs.binning import PAIR_GRID
+from normscope.fits.curves.known import CURVES
+from normscope.fits.solving.levels import Level
+from normscope.fits.solving.nodes import batches
+from normscope.fits.solving.objective import Form
+from normscope.fits.solving.refits import fitted
+from normscope.pairs.sums.binning import PAIR_GRID
 
 
 @pytest.fixture(scope="session")

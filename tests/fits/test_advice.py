@@ -13,11 +13,11 @@ from torch import nn
 
 import normscope
 from normscope.cli.records import as_yaml
-from normscope.figures.advice import advice_table
-from normscope.fits.advice import BY_WIDTH, NOTE, Start, advise, feeds_of, published
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.curves import CURVES
-from normscope.pairs.sites import NormSite
+from normscope.fits.curves.known import CURVES
+from normscope.fits.views.advice import BY_WIDTH, NOTE, Start, advise, feeds_of, published
+from normscope.pairs.norms.sites import NormSite
+from normscope.tables.fit import advice_table
 
 
 def made(site, alpha=1.0, amplitude=1.0, curve="tanh", **changed):

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import normscope
-from normscope.fits.magnitudes import Magnitudes, of_pairs, of_tokens
-from normscope.pairs.binning import PAIR_GRID, TOKEN_GRID
+from normscope.pairs.sums.binning import PAIR_GRID, TOKEN_GRID
+from normscope.pairs.sums.magnitudes import Magnitudes, of_pairs, of_tokens
 
 D, EPS = 96, 1e-5
 ABOUT_THE_MEAN = ("ln", "quiet")

@@ -10,13 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import normscope
-from normscope.fits.ceiling import best_held_out, ceilings, conditional_mean, free
-from normscope.fits.curves import CURVES
-from normscope.fits.forms import Form
-from normscope.fits.levels import Level
-from normscope.fits.problems import batches
-from normscope.fits.search import fitted
-from normscope.pairs.binning import PAIR_GRID
+from normscope.fits.curves.known import CURVES
+from normscope.fits.solving.ceiling import best_held_out, ceilings, conditional_mean, free
+from normscope.fits.solving.levels import Level
+from normscope.fits.solving.nodes import batches
+from normscope.fits.solving.objective import Form
+from normscope.fits.solving.refits import fitted
+from normscope.pairs.sums.binning import PAIR_GRID
 
 
 def moments_of(x, y):

@@ -14,9 +14,8 @@ from torch import nn
 
 import normscope
 from normscope.errors import UsageError
-from normscope.fits.comparison import compare, compared
-from normscope.fits.matching import match
-from normscope.pairs.sites import NormSite
+from normscope.fits.views.comparison import compare, compared, match
+from normscope.pairs.norms.sites import NormSite
 
 D, EPS = 16, 1e-12  # so small that LN(kx) = LN(x) to float32's rounding
 ABOUT = {"model": "net", "weights": "made", "data": "noise"}

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from scipy import special
 
 from normscope.errors import UsageError
-from normscope.fits import expressions
-from normscope.fits.curves import curves_named
-from normscope.fits.expressions import curve_from
+from normscope.fits.curves import expressions
+from normscope.fits.curves.expressions import curve_from
+from normscope.fits.curves.known import curves_named
 
 MATH = {
     "abs": abs,

@@ -12,7 +12,7 @@ from torch import nn
 
 import normscope
 from normscope.errors import DataError, UsageError
-from normscope.fits.curves import CURVES
+from normscope.fits.curves.known import CURVES
 
 NUMPY = {"tanh": np.tanh, "isru": lambda u: u / np.sqrt(1 + u * u)}
 

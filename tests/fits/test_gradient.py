@@ -15,10 +15,10 @@ from torch.func import jacrev, vmap
 import normscope
 from normscope.errors import DataError
 from normscope.figures.gradient import plot_gradient
-from normscope.fits.gradient import gradient
-from normscope.fits.jackknife import interval
-from normscope.fits.jacobians import jacobians
-from normscope.pairs.formulas import FORMS, root_mean_square, std_norm
+from normscope.fits.solving.refits import interval
+from normscope.fits.views.gradient import gradient
+from normscope.fits.views.jacobians import jacobians
+from normscope.pairs.norms.formulas import FORMS, root_mean_square, std_norm
 
 D = 24
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.fits.layerwise import layerwise
-from normscope.fits.levels import kind_of_site
-from normscope.fits.nodes import joined, mirrored, nodes_of
-from normscope.pairs.binning import PAIR_GRID
+from normscope.fits.solving.levels import kind_of_site
+from normscope.fits.solving.nodes import joined, mirrored, nodes_of
+from normscope.fits.views.summaries import layerwise
+from normscope.pairs.sums.binning import PAIR_GRID
 
 
 def tokens(count=400, d=64, seed=0):

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import brentq, curve_fit, minimize_scalar
 
-from normscope.fits.curves import CURVES
-from normscope.fits.forms import Form
-from normscope.fits.nodes import joined, nodes_of
-from normscope.fits.objective import Constraints, Objective
-from normscope.fits.solve import CLOSE, _descended, least_squares
+from normscope.fits.curves.known import CURVES
+from normscope.fits.solving.nodes import joined, nodes_of
+from normscope.fits.solving.objective import Constraints, Form, Objective
+from normscope.fits.solving.solve import CLOSE, _descended, least_squares
 
 NUMPY = {"tanh": np.tanh, "isru": lambda u: u / np.hypot(1, u)}
 SLOPE = {"tanh": lambda u: np.cosh(np.minimum(np.abs(u), 300)) ** -2.0, "isru": lambda u: np.hypot(1, u) ** -3.0}

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from normscope.batches import Sample
-from normscope.models import memory
-from normscope.models.base import LoadOptions
-from normscope.models.batch_sizes import largest
-from normscope.models.inputs import TensorInputs
-from normscope.models.memory import Gauge
+from normscope.inputs.batch import Sample
+from normscope.inputs.loaded_model import LoadOptions
+from normscope.models.inputs.file_inputs import TensorInputs
+from normscope.runtime import batch_size
+from normscope.runtime.batch_size import Gauge, largest
 
 CPU = torch.device("cpu")
 MB = 2**20
@@ -38,22 +37,22 @@ class Growing(nn.Module):
 @pytest.mark.parametrize(("room", "size"), [(60 * MB, 1), (120 * MB, 2), (500 * MB, 8)])
 def test_on_a_cpu_memory_ends_before_it_is_taken(monkeypatch, room, size):
     gc.collect()
-    monkeypatch.setattr(memory, "available", lambda: room)
-    monkeypatch.setattr(memory, "_SUMS", 0)
+    monkeypatch.setattr(batch_size, "available", lambda: room)
+    monkeypatch.setattr(batch_size, "_SUMS", 0)
     found = largest(Growing(), inputs(256))
     # 40 MB · size is less than 80 % of the room, and twice of it is more, by 16 MB at least.
     assert (found.size, found.because) == (size, f"memory ends at {2 * size}")
 
 
 def test_ranks_of_one_host_share_its_memory(monkeypatch):
-    monkeypatch.setattr(memory, "available", lambda: 480 * MB)
-    monkeypatch.setattr(memory, "_SUMS", 0)
+    monkeypatch.setattr(batch_size, "available", lambda: 480 * MB)
+    monkeypatch.setattr(batch_size, "_SUMS", 0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert largest(Growing(), inputs(256)).size == 2
 
 
 def test_the_gauge_sees_a_peak_that_is_over(monkeypatch):
-    monkeypatch.setattr(memory, "available", lambda: 1000 * MB + memory._SUMS)
+    monkeypatch.setattr(batch_size, "available", lambda: 1000 * MB + batch_size._SUMS)
     earlier = torch.ones(300 * MB // 4)
     del earlier
     gauge = Gauge([CPU])

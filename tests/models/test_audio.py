@@ -7,7 +7,7 @@ import torch
 from torchaudio.functional import resample
 
 from normscope.errors import DataError
-from normscope.models.audio import AudioFormat, audio_inputs, read
+from normscope.models.inputs.audio import AudioFormat, audio_inputs, read
 
 MONO = AudioFormat(16_000, shortest=400)
 STEREO = AudioFormat(16_000, shortest=400, channels=2)

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.batches import Sample
 from normscope.errors import MemoryEndedError, UsageError
-from normscope.models import batch_sizes, memory
-from normscope.models.base import LoadOptions
-from normscope.models.batch_sizes import largest
-from normscope.models.inputs import TensorInputs
+from normscope.inputs.batch import Sample
+from normscope.inputs.loaded_model import LoadOptions
+from normscope.models.inputs.file_inputs import TensorInputs
+from normscope.runtime import batch_size
+from normscope.runtime.batch_size import largest
 
 CPU = torch.device("cpu")
 MB = 2**20
@@ -89,7 +89,7 @@ def test_the_network_is_left_as_found():
 
 
 def test_a_slow_network_is_not_made_to_try_larger_ones(monkeypatch):
-    monkeypatch.setattr(batch_sizes, "_LONGEST", 0)
+    monkeypatch.setattr(batch_size, "_LONGEST", 0)
     assert str(largest(Tight(), inputs(4))) == "batches of 1: one takes 0 s already"
 
 
@@ -113,10 +113,10 @@ def test_a_control_group_limits_what_is_available(monkeypatch, tmp_path):
     (root / "memory.stat").write_text("inactive_file 0\n")
     (root / "memory.max").write_text("max\n")
     for groups, left in (([second], 50), ([first], 40), ([second, root, first], 40)):
-        monkeypatch.setattr(memory, "_control_groups", lambda groups=groups: iter(groups))
-        assert memory.available() == left * MB
-    monkeypatch.setattr(memory, "_control_groups", lambda: iter([root]))
-    assert memory.available() > 100 * MB
+        monkeypatch.setattr(batch_size, "_control_groups", lambda groups=groups: iter(groups))
+        assert batch_size.available() == left * MB
+    monkeypatch.setattr(batch_size, "_control_groups", lambda: iter([root]))
+    assert batch_size.available() > 100 * MB
 
 
 def test_load_sets_what_fits_also_to_learn_from():
@@ -137,10 +137,10 @@ REAL = """
     import resource, sys, logging
     import psutil, timm, torch
     import normscope
-    from normscope.batches import Sample
-    from normscope.models.base import LoadOptions
-    from normscope.models.batch_sizes import largest
-    from normscope.models.inputs import TensorInputs
+    from normscope.inputs.batch import Sample
+    from normscope.inputs.loaded_model import LoadOptions
+    from normscope.runtime.batch_size import largest
+    from normscope.models.inputs.file_inputs import TensorInputs
 
     logging.basicConfig(level="WARNING", stream=sys.stdout, format="%(message)s")
     torch.manual_seed(0)

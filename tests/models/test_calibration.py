@@ -9,7 +9,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from normscope.models.registry import embedded_models, load
-from normscope.models.weights import read_embedded
+from normscope.models.weights.checkpoints import read_embedded
 
 
 @pytest.fixture(scope="module")

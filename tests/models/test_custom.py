@@ -9,11 +9,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from normscope.errors import DataError, ModelError, UsageError
-from normscope.models.base import LoadOptions
+from normscope.inputs.loaded_model import LoadOptions
+from normscope.inputs.splits import ALL, Share
 from normscope.models.custom import load_factory
 from normscope.models.registry import load
-from normscope.pairs.hooks import capture
-from normscope.shares import ALL, Share
+from normscope.pairs.capture import capture
 
 MINE = """
 import torch

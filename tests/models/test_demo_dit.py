@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import normscope
+from normscope.models.inputs.trajectories import Trajectories
 from normscope.models.registry import load
-from normscope.models.trajectories import Trajectories
-from normscope.models.weights import read_embedded
+from normscope.models.weights.checkpoints import read_embedded
 
 SAMPLES_A_CLASS = 20  # as on its card
 READ_OTHERWISE = 0.0101  # two of the 200 digits may lie so near the edge that rounding decides

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from normscope.models.registry import load
-from normscope.models.weights import read_embedded
+from normscope.models.weights.checkpoints import read_embedded
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from normscope.errors import DeviceError, UsageError
-from normscope.models import devices
-from normscope.models.devices import resolve_device, resolve_dtype
+from normscope.models.weights import devices
+from normscope.models.weights.devices import resolve_device, resolve_dtype
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from diffusers.utils import import_utils
 
 import normscope
 from normscope.errors import ModelError
-from normscope.models import pipelines
+from normscope.models.inputs import pipelines
 from normscope.models.registry import load
 
 transformers = pytest.importorskip("transformers")

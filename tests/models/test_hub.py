@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from normscope.errors import ModelError
-from normscope.models import hub as hubs
-from normscope.models.images import image_inputs
+from normscope.models.inputs.images import image_inputs
 from normscope.models.vision import _timm_preprocessing
+from normscope.models.weights import repository as hubs
 
 REPO = "timm/test_vit.r160_in1k"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -32,7 +32,7 @@ except NormscopeError as error:
 
 FETCH = f"""
 import json
-from normscope.models.hub import fetch
+from normscope.models.weights.repository import fetch
 from normscope.errors import NormscopeError
 try:
     print(json.dumps({{"commit": fetch("{REPO}", "model.safetensors")}}))

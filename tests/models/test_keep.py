@@ -8,9 +8,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 import normscope
-from normscope.batches import Batch
 from normscope.cli import app
 from normscope.errors import UsageError
+from normscope.inputs.batch import Batch
 
 MIXED = """
 import torch

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from normscope.batches import Sample
 from normscope.errors import DataError, UsageError
-from normscope.models.base import LoadOptions
-from normscope.models.images import Preprocessing, image_files
-from normscope.models.inputs import TensorInputs
+from normscope.inputs.batch import Sample
+from normscope.inputs.loaded_model import LoadOptions
+from normscope.inputs.splits import ALL, LeftOut, Share
+from normscope.models.inputs.file_inputs import TensorInputs
+from normscope.models.inputs.images import Preprocessing, image_files
+from normscope.models.inputs.numbered_inputs import number_of_workers
 from normscope.models.registry import load
-from normscope.models.workers import number_of_workers
-from normscope.shares import ALL, LeftOut, Share
 
 
 def made(**changes):
@@ -223,8 +223,8 @@ def test_a_worker_that_is_killed_is_a_sentence_and_none_is_left(folder):
 SLOWLY = """
 import pathlib, signal, sys, time
 import torch
-from normscope.models.base import LoadOptions
-from normscope.models.images import Preprocessing, image_files
+from normscope.inputs.loaded_model import LoadOptions
+from normscope.models.inputs.images import Preprocessing, image_files
 
 def slowly(image):
     time.sleep(0.02)

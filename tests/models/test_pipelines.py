@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 import normscope
 from normscope.errors import MemoryEndedError, ModelError, UsageError
-from normscope.models.pipelines import OTHERWISE, PROMPTS
+from normscope.inputs.splits import ALL, Share
+from normscope.models.inputs.pipelines import OTHERWISE, PROMPTS
 from normscope.models.registry import load
-from normscope.shares import ALL, Share
 
 transformers = pytest.importorskip("transformers")
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"

@@ -18,9 +18,9 @@ from transformers.integrations import accelerate as of_transformers
 import normscope
 from normscope.cli.output import Output
 from normscope.errors import ModelError, UsageError
-from normscope.models.spreading import blocks, places, spread
-from normscope.pairs.spread import at_hand
-from normscope.pairs.trace import find_norms
+from normscope.models.weights.devices import blocks, places, spread
+from normscope.pairs.norms.trace import find_norms
+from normscope.runtime.network import at_hand
 
 CPU = torch.device("cpu")
 ON_DISK = {

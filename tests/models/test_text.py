@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from normscope.errors import DataError
-from normscope.models.lines import Lines
-from normscope.models.text import Reading, padded, text_inputs
+from normscope.models.inputs.text import Lines, Reading, padded, text_inputs
 
 
 def of_bytes(text):

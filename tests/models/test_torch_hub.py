@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from normscope.errors import ModelError
-from normscope.models import torch_hub
-from normscope.models.answers import UnusableCacheError, check_cache
+from normscope.models.weights import downloads
+from normscope.models.weights.downloads import UnusableCacheError, check_cache
 
 URL = "https://weights.example/models/weights.pth"
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\nContent-Length: 1000\r\nConnection: close\r\n\r\n"
@@ -68,7 +68,7 @@ def fetch(tmp_path):
             torch.hub.download_url_to_file(URL, str(cached), progress=False)
             return cached.read_bytes()
 
-        return torch_hub.fetch(URL, cached, download, embedded="demo_wav2vec2")
+        return downloads.fetch(URL, cached, download, embedded="demo_wav2vec2")
 
     return run
 
@@ -107,7 +107,7 @@ def test_silent_server(served, fetch):
 
 
 def test_server_that_falls_silent(served, fetch, monkeypatch):
-    monkeypatch.setattr(torch_hub, "SILENCE", 0.2)
+    monkeypatch.setattr(downloads, "SILENCE", 0.2)
     served(Server(HEAD, HEAD + b"..."))
     assert_refusal(fetch, f"The download of {URL} broke off: TimeoutError", within=5)
     assert socket.getdefaulttimeout() is None
@@ -128,7 +128,7 @@ def test_damaged_file_in_the_cache_is_named(tmp_path):
     cached = tmp_path / "weights.pth"
     cached.write_bytes(b"half of a checkpoint")
     with pytest.raises(ModelError) as caught:
-        torch_hub.fetch(URL, cached, lambda: torch.load(cached, weights_only=True), embedded="demo_wav2vec2")
+        downloads.fetch(URL, cached, lambda: torch.load(cached, weights_only=True), embedded="demo_wav2vec2")
     assert str(caught.value) == (
         f"The file {str(cached)!r} in torch.hub's cache does not load: it is damaged, or of another network "
         "(KeyError: 97). Delete it, and the next run fetches it again."
@@ -137,20 +137,20 @@ def test_damaged_file_in_the_cache_is_named(tmp_path):
 
 def test_cache_is_where_torch_home_says(monkeypatch):
     monkeypatch.setenv("TORCH_HOME", "/somewhere/else")
-    assert str(torch_hub.cache()) == "/somewhere/else/hub"
+    assert str(downloads.cache()) == "/somewhere/else/hub"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
 def test_a_cache_that_cannot_take_weights(served, tmp_path, monkeypatch, number):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     served(Server(HEAD))
-    cached = torch_hub.cache() / "checkpoints" / "weights.pth"
+    cached = downloads.cache() / "checkpoints" / "weights.pth"
 
     def download():
         raise OSError(number, os.strerror(number), str(cached))
 
     with pytest.raises(UnusableCacheError) as caught:
-        torch_hub.fetch(URL, cached, download, embedded="demo_wav2vec2")
+        downloads.fetch(URL, cached, download, embedded="demo_wav2vec2")
     assert str(caught.value) == (
         f"The cache {tmp_path / 'hub'} cannot be used: {os.strerror(number)} ({cached}). Set TORCH_HOME to a folder "
         "that has room and can be written to."
@@ -165,7 +165,7 @@ def test_a_cache_that_may_not_be_read(tmp_path, monkeypatch):
 
     monkeypatch.setattr(pathlib.Path, "exists", forbidden)
     with pytest.raises(UnusableCacheError, match=r"Permission denied \(.*weights\.pth\)\. Set TORCH_HOME"):
-        torch_hub.fetch(URL, cached, bytes, embedded="demo_wav2vec2")
+        downloads.fetch(URL, cached, bytes, embedded="demo_wav2vec2")
 
 
 @pytest.mark.parametrize(

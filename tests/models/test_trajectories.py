@@ -6,9 +6,8 @@ from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2
 
 import normscope
 from normscope.errors import ModelError, UsageError
-from normscope.models.timesteps import select_timesteps
-from normscope.models.trajectories import LatentSpace, from_noise
-from normscope.shares import ALL, Share
+from normscope.inputs.splits import ALL, Share
+from normscope.models.inputs.trajectories import LatentSpace, from_noise, select_timesteps
 
 VISITED = list(range(980, -1, -20))
 SPACE = LatentSpace(channels=4, size=8, classes=1000)  # DiTPipeline's null class is 1000, whatever the model
@@ -336,7 +335,7 @@ def test_a_trajectory_is_the_same_when_shuffled(trajectories):
 
 
 def test_what_is_kept_has_an_end(trajectories, calls, monkeypatch):
-    monkeypatch.setattr("normscope.models.trajectories.MOST_KEPT", 5 * 4 * 8 * 8 * 4)  # five latents in float32
+    monkeypatch.setattr("normscope.models.inputs.trajectories.MOST_KEPT", 5 * 4 * 8 * 8 * 4)  # five latents in float32
     ours = trajectories(number=4, timesteps="980,960,940", guidance=1.0, batch_size=1)
     first = [batch.kwargs["hidden_states"] for batch in ours]
     assert len(calls) == 4 * 2, "each step once, kept or not"

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.batches import Batch, Sample
 from normscope.errors import DataError, ModelError, NormscopeError, UsageError
-from normscope.pairs.binning import PAIR_GRID
+from normscope.inputs.batch import Batch, Sample
+from normscope.pairs.sums.binning import PAIR_GRID
 
 
 class Network(nn.Module):

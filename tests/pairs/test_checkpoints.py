@@ -17,15 +17,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 import normscope
-from normscope.batches import Batch, Sample
 from normscope.errors import DataError, StoppedError, UsageError
-from normscope.models.numbered import in_pieces
-from normscope.pairs import checkpoints as checkpoints_module
-from normscope.pairs.checked_files import write_checked
-from normscope.pairs.checkpoints import Checkpoints
-from normscope.pairs.hooks import capture
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.splits import Chunk, LeftOut
+from normscope.models.inputs.numbered_inputs import in_pieces
+from normscope.pairs import resuming as checkpoints_module
+from normscope.pairs.capture import capture
 from normscope.pairs.ranks import ALONE, Ranks
-from normscope.shares import Chunk, LeftOut
+from normscope.pairs.resuming import Checkpoints
+from normscope.runtime.files import write_checked
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from runs import differences
@@ -418,7 +418,7 @@ def test_what_was_half_written_when_a_run_was_killed_is_removed(tmp_path, monkey
     folder = tmp_path / "kept"
     stopped(folder, 1)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("normscope.pairs.checked_files.write_tensors", killed)
+        patch.setattr("normscope.runtime.files.write_tensors", killed)
         patch.setattr("pathlib.Path.unlink", lambda path, missing_ok=False: None)
         run(folder, every=0)
     assert len(list(folder.iterdir())) == 2

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.batches import Batch, Sample
+from normscope.inputs.batch import Batch, Sample
 
 
 class Block(nn.Module):

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 import normscope
+from normscope.pairs.norms.trace import find_norms
 from normscope.pairs.ranks import Ranks, merge_seen
 from normscope.pairs.recorder import Recorder, Summing
-from normscope.pairs.trace import find_norms
 
 DEVICE = os.environ.get("NORMSCOPE_KERNEL_TESTS", "")
 COUNTS = ("density", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")

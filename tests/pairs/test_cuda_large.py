@@ -13,10 +13,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
-from normscope.pairs.binning import PAIR_GRID, cuda, reference
-from normscope.pairs.formulas import FORMS, layer_norm, rms_norm
-from normscope.pairs.stats import PairStats
-from normscope.pairs.tokens import Lines, Run, Tokens
+from normscope.pairs.norms.formulas import FORMS, layer_norm, rms_norm
+from normscope.pairs.sums.binning import PAIR_GRID, cuda, reference
+from normscope.pairs.sums.stats import PairStats
+from normscope.pairs.sums.tokens import Lines, Run, Tokens
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = not INTERPRETED and torch.cuda.is_available() and torch.version.hip is None
@@ -116,7 +116,9 @@ def test_what_networks_give_is_summed_as_by_torch(name, dtype):
 @of_networks
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_networks_give_is_summed_as_by_numba(name, dtype):
-    cpu = pytest.importorskip("normscope.pairs.binning.cpu", reason="Numba does not work here.", exc_type=ImportError)
+    cpu = pytest.importorskip(
+        "normscope.pairs.sums.binning.cpu", reason="Numba does not work here.", exc_type=ImportError
+    )
     tokens = of_a_network(name, dtype)
     valid = None if tokens.valid is None else tokens.valid.cpu()
     here = replace(tokens, rows=tokens.rows.cpu(), valid=valid)

@@ -15,13 +15,13 @@ triton = pytest.importorskip("triton", reason="Triton is made for Linux alone")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from normscope.batches import Batch, Sample  # noqa: E402
-from normscope.pairs.binning import cuda, cuda_draw, cuda_loop, loops  # noqa: E402
-from normscope.pairs.formulas import FORMS, layer_norm  # noqa: E402
-from normscope.pairs.recorder import Recorder, Summing  # noqa: E402
-from normscope.pairs.stats import PairStats  # noqa: E402
-from normscope.pairs.tokens import Lines, Run, Tokens  # noqa: E402
-from normscope.pairs.trace import find_norms  # noqa: E402
+from normscope.inputs.batch import Batch, Sample
+from normscope.pairs.norms.formulas import FORMS, layer_norm
+from normscope.pairs.norms.trace import find_norms
+from normscope.pairs.recorder import Recorder, Summing
+from normscope.pairs.sums.binning import choice, cuda, cuda_draw, cuda_loop
+from normscope.pairs.sums.stats import PairStats
+from normscope.pairs.sums.tokens import Lines, Run, Tokens
 
 LAYER_NORM = Lines(FORMS[layer_norm], 1e-6)
 
@@ -83,7 +83,7 @@ def launches(monkeypatch) -> list[str]:
         monkeypatch.setattr(cuda, name, Launched(name, noted))
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
     monkeypatch.setattr(cuda, "_stream", lambda device: 0)
-    monkeypatch.setattr(loops, "why_no_launcher", lambda: "")
+    monkeypatch.setattr(choice, "why_no_launcher", lambda: "")
     return noted
 
 

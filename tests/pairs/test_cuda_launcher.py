@@ -13,13 +13,14 @@ from torch._subclasses import FakeTensorMode
 
 triton = pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
-from normscope.errors import UsageError  # noqa: E402
-from normscope.pairs.binning import cuda, cuda_launcher, loops, reference  # noqa: E402
-from normscope.pairs.binning.cuda_launcher import VARIABLE, why_no_launcher  # noqa: E402
-from normscope.pairs.formulas import FORMS, layer_norm  # noqa: E402
-from normscope.pairs.stats import PairStats  # noqa: E402
-from normscope.pairs.tokens import Lines, Run, Tokens  # noqa: E402
-from normscope.swaps.kernels import choice  # noqa: E402
+from normscope.errors import UsageError
+from normscope.pairs.norms.formulas import FORMS, layer_norm
+from normscope.pairs.sums.binning import choice as loops
+from normscope.pairs.sums.binning import cuda, cuda_launcher, reference
+from normscope.pairs.sums.binning.cuda_launcher import VARIABLE, why_no_launcher
+from normscope.pairs.sums.stats import PairStats
+from normscope.pairs.sums.tokens import Lines, Run, Tokens
+from normscope.swaps.kernels import choice
 
 CUDA = torch.device("cuda", 0)
 NO_COMPILER = "Failed to find C compiler"
@@ -172,7 +173,7 @@ def test_a_cache_that_cannot_be_written_is_named(monkeypatch, tmp_path, said):
 DRIVER = """
 import torch
 torch.cuda.is_available = lambda: True  # Triton asks nothing more before it builds
-from normscope.pairs.binning.cuda_launcher import why_no_launcher
+from normscope.pairs.sums.binning.cuda_launcher import why_no_launcher
 print(why_no_launcher())
 """
 

@@ -15,10 +15,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
-from normscope.pairs.binning import PAIR_GRID, cuda, reference
-from normscope.pairs.formulas import FORMS, layer_norm, rms_norm, root_mean_square, std_norm
-from normscope.pairs.stats import PairStats
-from normscope.pairs.tokens import Lines, Run, Tokens
+from normscope.pairs.norms.formulas import FORMS, layer_norm, rms_norm, root_mean_square, std_norm
+from normscope.pairs.sums.binning import PAIR_GRID, cuda, reference
+from normscope.pairs.sums.stats import PairStats
+from normscope.pairs.sums.tokens import Lines, Run, Tokens
 
 LAYER_NORM = Lines(FORMS[layer_norm], 1e-6)
 COUNTS = ("density", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")

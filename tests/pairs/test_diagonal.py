@@ -11,9 +11,9 @@ from torch.func import jacrev, vmap
 
 import normscope
 from normscope.errors import DataError
-from normscope.pairs.binning import PAIR_GRID, reference
-from normscope.pairs.folds import FOLDS, SourcesSeen
-from normscope.pairs.formulas import root_mean_square, std_norm
+from normscope.pairs.norms.formulas import root_mean_square, std_norm
+from normscope.pairs.sums.binning import PAIR_GRID, reference
+from normscope.pairs.sums.sampling import FOLDS, SourcesSeen
 
 D, EPS, POSITIONS = 12, 1e-2, 7
 

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from normscope.batches import as_batches
 from normscope.errors import ModelError
-from normscope.pairs import norms
-from normscope.pairs.kinds import NormKind
-from normscope.pairs.library_norms import NORMS
-from normscope.pairs.norms import kind_of
-from normscope.pairs.trace import find_norms
-from normscope.pairs.verify import excess
+from normscope.inputs.batch import as_batches
+from normscope.pairs.norms import recognition
+from normscope.pairs.norms.kinds import NormKind
+from normscope.pairs.norms.known import NORMS
+from normscope.pairs.norms.recognition import kind_of
+from normscope.pairs.norms.trace import find_norms
+from normscope.pairs.norms.verification import excess
 
 WIDTH = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -164,12 +164,12 @@ def test_a_missing_activation_and_a_wrong_axis_are_seen():
 def test_refusals_say_why():
     for name in REASONS:
         norm_type = class_named(name)
-        assert norms._nearest(norm_type.__new__(norm_type)) == NORMS[name]
+        assert recognition._nearest(norm_type.__new__(norm_type)) == NORMS[name]
         assert len(NORMS[name]) > 30
     without = nn.BatchNorm2d(4, track_running_stats=False)
-    assert "whole batch" in norms.refusal(without)
+    assert "whole batch" in recognition.refusal(without)
     lp = class_named("diffusers.models.normalization.LpNorm")(p=1)
-    assert "L1 norm" in norms.refusal(lp)
+    assert "L1 norm" in recognition.refusal(lp)
 
 
 # What no form reproduces, of classes that can be made of a width alone and called with one tensor.
@@ -207,8 +207,8 @@ def outcome(norm_type: type[nn.Module]) -> str:
     except (AttributeError, TypeError, ValueError):
         parts = re.search(r"\w*[nN]orm\w*\(|nn\.(Linear|Conv)|norm_layer|NORMS", inspect.getsource(norm_type.__init__))
         return "made of parts" if parts and norm_type.__name__ not in NOT_MADE else "not made"
-    if not norms.is_norm(module):
-        return "made of parts" if any(map(norms.is_norm, module.modules())) else "no norm"
+    if not recognition.is_norm(module):
+        return "made of parts" if any(map(recognition.is_norm, module.modules())) else "no norm"
     shapes = accepted(module)
     for shape in shapes:
         kinds = [kind_by_call(module, shape, dtype) for dtype in DTYPES]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from normscope.batches import Batch, Sample
 from normscope.errors import MemoryEndedError, ModelError
-from normscope.pairs.hooks import capture
-from normscope.pairs.stats import PairStats
+from normscope.inputs.batch import Batch, Sample
+from normscope.pairs.capture import capture
+from normscope.pairs.sums.stats import PairStats
 
 ON_THE_CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried")
 ON_A_GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

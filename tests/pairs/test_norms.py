@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from timm.layers import LayerNorm, LayerNorm2d, RmsNorm, RmsNorm2d
 from torch import nn
 
-from normscope.batches import Batch, Sample, as_batches
 from normscope.errors import ModelError, UsageError
-from normscope.pairs import norms
-from normscope.pairs.hooks import capture
-from normscope.pairs.norms import kind_of, layer_norm, register_norm, rms_norm
-from normscope.pairs.trace import find_norms
-from normscope.pairs.verify import check, excess
+from normscope.inputs.batch import Batch, Sample, as_batches
+from normscope.pairs.capture import capture
+from normscope.pairs.norms import recognition
+from normscope.pairs.norms.recognition import kind_of, layer_norm, register_norm, rms_norm
+from normscope.pairs.norms.trace import find_norms
+from normscope.pairs.norms.verification import check, excess
 
 
 def trained(module: nn.Module, seed: int = 0) -> nn.Module:
@@ -54,7 +54,7 @@ def test_known_norms_reproduce_their_true_output(module, shape, dtype):
 @pytest.fixture
 def table(monkeypatch):
     """A table of norms that a test may change."""
-    monkeypatch.setattr(norms, "_TABLE", dict(norms._TABLE))
+    monkeypatch.setattr(recognition, "_TABLE", dict(recognition._TABLE))
 
 
 class Swapped(nn.Module):
@@ -191,7 +191,7 @@ def test_rms_norm_without_eps_takes_torchs_own():
 
 
 WRONG = {
-    "scaled by 1.03": lambda norm, y: 1.03 * norms.scale_and_shift(norm, y),
+    "scaled by 1.03": lambda norm, y: 1.03 * recognition.scale_and_shift(norm, y),
     "weight for 1 + weight": lambda norm, y: y * (norm.weight.float() - 1) + norm.bias.float(),
     "no bias": lambda norm, y: y * norm.weight.float(),
 }

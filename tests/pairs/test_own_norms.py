@@ -9,10 +9,10 @@ from timm.models import efficientformer, efficientformer_v2
 from torch import nn
 
 import normscope
-from normscope.batches import as_batches
 from normscope.errors import ModelError
-from normscope.pairs.norms import is_norm
-from normscope.pairs.trace import find_norms
+from normscope.inputs.batch import as_batches
+from normscope.pairs.norms.recognition import is_norm
+from normscope.pairs.norms.trace import find_norms
 
 D = 16
 

@@ -22,19 +22,19 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import normscope
-from normscope.batches import Batch, Sample
 from normscope.errors import DataError, RankLostError
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.splits import LeftOut
 from normscope.pairs import ranks as ranks_module
-from normscope.pairs.hooks import capture
-from normscope.pairs.packing import packed
+from normscope.pairs.capture import capture
+from normscope.pairs.norms.sites import SkippedNorm
+from normscope.pairs.norms.trace import find_norms
 from normscope.pairs.ranks import ALONE, check_alike, joined, merge_left_out, merge_seen
 from normscope.pairs.recorder import Recorder, Seen, Summing
-from normscope.pairs.sampling import LARGEST_TOKENS, UNIFORM_TOKENS
-from normscope.pairs.sites import SkippedNorm
-from normscope.pairs.stats import PairStats
-from normscope.pairs.trace import find_norms
-from normscope.processes import Place
-from normscope.shares import LeftOut
+from normscope.pairs.sums.packing import packed
+from normscope.pairs.sums.sampling import LARGEST_TOKENS, UNIFORM_TOKENS
+from normscope.pairs.sums.stats import PairStats
+from normscope.runtime.ranks import Place
 
 SIZE = 3
 SUMS = 1e-12  # float64 sums of at most 1e5 terms each, added in another order

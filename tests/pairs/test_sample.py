@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.batches import Batch, Sample
 from normscope.errors import DataError, UsageError
+from normscope.inputs.batch import Batch, Sample
 
 TOKENS = 12
 

@@ -1,8 +1,7 @@
 import pytest
 
 from normscope.errors import UsageError
-from normscope.pairs.selection import select
-from normscope.pairs.sites import NormSite
+from normscope.pairs.norms.sites import NormSite, select
 
 
 def sites(count: int) -> list[NormSite]:

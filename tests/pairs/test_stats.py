@@ -6,14 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from normscope.batches import Sample
 from normscope.errors import DataError
-from normscope.pairs.binning import PAIR_GRID, TOKEN_GRID
-from normscope.pairs.folds import FOLDS
-from normscope.pairs.formulas import FORMS, layer_norm
-from normscope.pairs.sampling import LARGEST_TOKENS, PAIRS_PER_BIN, UNIFORM_TOKENS
-from normscope.pairs.stats import PairStats
-from normscope.pairs.tokens import Lines
+from normscope.inputs.batch import Sample
+from normscope.pairs.norms.formulas import FORMS, layer_norm
+from normscope.pairs.sums.binning import PAIR_GRID, TOKEN_GRID
+from normscope.pairs.sums.sampling import FOLDS, LARGEST_TOKENS, PAIRS_PER_BIN, UNIFORM_TOKENS
+from normscope.pairs.sums.stats import PairStats
+from normscope.pairs.sums.tokens import Lines
 
 D = 6
 LAYER_NORM = Lines(FORMS[layer_norm], 1e-6)

@@ -12,10 +12,10 @@ from torch import nn
 
 import normscope
 from normscope.errors import DataError, NormscopeError
-from normscope.pairs.checked_files import write_checked
-from normscope.pairs.folds import SourcesSeen
-from normscope.pairs.sites import NormSite
+from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.storage import load, save
+from normscope.pairs.sums.sampling import SourcesSeen
+from normscope.runtime.files import write_checked
 
 
 @pytest.fixture(scope="module")

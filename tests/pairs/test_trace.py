@@ -4,8 +4,8 @@ import torch.nn.functional as F
 from torch import nn
 from torchaudio.models import wav2vec2_model
 
-from normscope.batches import as_batches
-from normscope.pairs.trace import find_norms
+from normscope.inputs.batch import as_batches
+from normscope.pairs.norms.trace import find_norms
 
 
 def report_of(model, *inputs):

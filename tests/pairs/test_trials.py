@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import normscope
-from normscope.batches import as_batches
-from normscope.pairs.formulas import rms_norm
-from normscope.pairs.trace import find_norms
+from normscope.inputs.batch import as_batches
+from normscope.pairs.norms.formulas import rms_norm
+from normscope.pairs.norms.trace import find_norms
 
 
 class OwnNorm(nn.Module):

@@ -14,17 +14,15 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from normscope.batches import Batch
 from normscope.errors import UsageError
-from normscope.speeds import COPY, FUSED, NATIVE, NOT_RUN, Case
-from normscope.swaps import bench_model, bench_norm
-from normscope.swaps.bench import bench, without_kernels
+from normscope.inputs.batch import Batch
+from normscope.swaps.bench import single_norm, whole_network
+from normscope.swaps.bench.bench import bench, published, without_kernels
+from normscope.swaps.bench.timing import Measured, judged, once
+from normscope.swaps.bench.variants import has_kernel
 from normscope.swaps.kernels import choice
 from normscope.swaps.pointwise import DyT, PointwiseFunction
-from normscope.swaps.published import published
-from normscope.swaps.speed import Measured, judged
-from normscope.swaps.timing import once
-from normscope.swaps.variants import has_kernel
+from normscope.swaps.reports import COPY, FUSED, NATIVE, NOT_RUN, Case
 
 FORWARD, BOTH = "forward", "forward + backward"
 KERNELS = ["dyt", "derf"]
@@ -42,7 +40,7 @@ def batch() -> Batch:
 
 def in_the_interpreter() -> dict:
     """What a whole benchmark times: its report, each timed call's result and launches, and each compiled graph."""
-    from normscope.swaps.kernels import fused
+    from normscope.swaps.kernels import launch as fused
 
     steps, timed, graphs, launched = [""], [], [], []
     compile, forward = torch.compile, fused.forward
@@ -62,8 +60,8 @@ def in_the_interpreter() -> dict:
         return forward(*args)
 
     with (
-        mock.patch.multiple(bench_norm, blocks=recorded, AT_LEAST=1, AT_MOST=1),
-        mock.patch.multiple(bench_model, once=recorded, AT_LEAST=1, AT_MOST=1, _COMPILED_PASSES=1),
+        mock.patch.multiple(single_norm, blocks=recorded, AT_LEAST=1, AT_MOST=1),
+        mock.patch.multiple(whole_network, once=recorded, AT_LEAST=1, AT_MOST=1, _COMPILED_PASSES=1),
         mock.patch.object(torch, "compile", lambda module, **how: compile(module, backend=backend, **how)),
         mock.patch.object(fused, "forward", launch),
     ):
@@ -81,7 +79,7 @@ def in_the_interpreter() -> dict:
 def tables_of(report) -> str:
     from rich.console import Console
 
-    from normscope.figures.speed_tables import speed_tables
+    from normscope.tables.speed import speed_tables
 
     console = Console(width=80, color_system=None)
     with console.capture() as capture:
@@ -169,7 +167,7 @@ def test_what_is_fused_is_set_beside_the_native_norm_that_has_no_kernel():
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(bench_norm, "blocks", once)
+    monkeypatch.setattr(single_norm, "blocks", once)
 
 
 def test_on_the_cpu_there_are_none_and_nothing_is_said_of_them(quick, monkeypatch):
@@ -247,7 +245,7 @@ def test_the_published_table_has_plain_torch_and_kernels_apart(monkeypatch):
     # As on a GPU: kernels are there. They are not run here, plain torch stands in.
     there, asked = [], []
     monkeypatch.delenv(choice.VARIABLE, raising=False)
-    monkeypatch.setattr("normscope.swaps.published.has_kernel", lambda module: isinstance(module, PointwiseFunction))
+    monkeypatch.setattr("normscope.swaps.bench.bench.has_kernel", lambda module: isinstance(module, PointwiseFunction))
     monkeypatch.setattr(torch, "compile", lambda module, **how: module)
     monkeypatch.setattr(
         "normscope.swaps.pointwise.by_kernels", lambda *_: asked.append(os.environ.get(choice.VARIABLE)) or False

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.batches import Batch, Sample
-from normscope.swaps.bench import bench
-from normscope.swaps.drift import drift
+from normscope.inputs.batch import Batch, Sample
+from normscope.swaps.bench.bench import bench
+from normscope.swaps.drift.drift import drift
 from normscope.swaps.pointwise import DyT
 from normscope.swaps.replace import Swap
 

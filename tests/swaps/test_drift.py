@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.batches import Batch, Sample
-from normscope.drifts import END, OUTPUT
 from normscope.errors import DataError, ModelError, UsageError
-from normscope.outputs import Outputs
-from normscope.pairs.trace import find_norms
-from normscope.swaps.drift import drift, passes
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.loaded_model import Outputs
+from normscope.pairs.norms.trace import find_norms
+from normscope.swaps.drift.drift import drift, passes
 from normscope.swaps.pointwise import DyISRU, DyT
 from normscope.swaps.replace import replacements
+from normscope.swaps.reports import END, OUTPUT
 
 CLASSES = Outputs("classes")
 

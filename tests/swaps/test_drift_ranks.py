@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from normscope.batches import Batch, Sample
 from normscope.errors import DataError, MemoryEndedError, ModelError, NormscopeError
-from normscope.models.numbered import in_pieces
-from normscope.outputs import Outputs
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.loaded_model import Outputs
+from normscope.inputs.splits import ALL, Chunk
+from normscope.models.inputs.numbered_inputs import in_pieces
 from normscope.pairs.ranks import Ranks
-from normscope.shares import ALL, Chunk
-from normscope.swaps import compare
-from normscope.swaps.drift import drift, passes
+from normscope.swaps.drift import paired_passes
+from normscope.swaps.drift.drift import drift, passes
 from normscope.swaps.pointwise import DyT
 
 CLASSES = Outputs("classes")
@@ -30,9 +30,9 @@ import hashlib, json, sys
 import torch
 import normscope
 from normscope.pairs.ranks import joined
-from normscope.processes import Place
-from normscope.splits import learned_and_held_out
-from normscope.swaps.drift import drift
+from normscope.runtime.ranks import Place
+from normscope.inputs.splits import learned_and_held_out
+from normscope.swaps.drift.drift import drift
 from normscope.swaps.replace import replacements
 
 network = normscope.load("demo_dit", limit=8, timesteps="980,960", batch_size=2, device="cpu")
@@ -205,14 +205,14 @@ def test_a_batch_that_memory_ends_with_is_compared_in_halves(caplog):
 
 
 def test_memory_may_end_while_outputs_are_compared(monkeypatch):
-    modules, whole = dyts(Stack()), compare.distances
+    modules, whole = dyts(Stack()), paired_passes.distances
 
     def scarce(original, *rest):
         if len(original) > fits:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return whole(original, *rest)
 
-    monkeypatch.setattr(compare, "distances", scarce)
+    monkeypatch.setattr(paired_passes, "distances", scarce)
     fits = 4
     report = drift(Stack(), inputs()[2:], modules)
     fits = 99

@@ -11,17 +11,15 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import normscope
-from normscope.batches import Batch, Sample
 from normscope.errors import DataError, ModelError, UsageError
-from normscope.fits.ceiling import Piecewise, curve_along
-from normscope.outputs import Outputs
-from normscope.pairs.checked_files import read_checked, write_checked
-from normscope.swaps import course, heal
-from normscope.swaps.alone import least_squares, norm_pairs
-from normscope.swaps.matching import output_errors
+from normscope.fits.solving.ceiling import Piecewise, curve_along
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.loaded_model import Outputs
+from normscope.runtime.files import read_checked, write_checked
+from normscope.swaps.heal import heal, training
+from normscope.swaps.heal.by_site import least_squares, norm_pairs
+from normscope.swaps.heal.lessons import Pool, output_errors, repeatable
 from normscope.swaps.pointwise import PointwiseFunction
-from normscope.swaps.pool import Pool
-from normscope.swaps.teaching import repeatable
 
 SITES = ["blocks.0.1", "blocks.1.1"]
 
@@ -360,7 +358,7 @@ def test_outputs_that_are_not_finite_are_no_drift_to_go_by(networks):
 
 def test_a_rate_so_small_ends_a_stage(networks, monkeypatch):
     original, swapped = networks
-    monkeypatch.setattr(course, "_SLOWER", 1e-3)
+    monkeypatch.setattr(training, "_SLOWER", 1e-3)
     monkeypatch.setattr(heal, "RATES", {"blocks": 1e4, "whole": 1e4})
     report = normscope.heal(original, swapped, LEARN, HELD_OUT, steps=600)
     assert max(point.step for point in report.points if point.stage == "whole") < 100

@@ -9,18 +9,17 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.batches import Batch, Sample
-from normscope.outputs import Outputs
-from normscope.pairs.trace import find_norms
-from normscope.speeds import NATIVE, PASSES
-from normscope.state import left_as_found
-from normscope.swaps import bench_model
-from normscope.swaps.alone import norm_pairs
-from normscope.swaps.matching import output_errors
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.loaded_model import Outputs
+from normscope.pairs.norms.trace import find_norms
+from normscope.runtime.network import left_as_found
+from normscope.swaps.bench import whole_network
+from normscope.swaps.bench.variants import Variant
+from normscope.swaps.heal.by_site import norm_pairs
+from normscope.swaps.heal.lessons import Lesson, output_errors, repeatable
 from normscope.swaps.pointwise import DyT
 from normscope.swaps.replace import Swap
-from normscope.swaps.teaching import Lesson, repeatable
-from normscope.swaps.variants import Variant
+from normscope.swaps.reports import NATIVE, PASSES
 
 WIDTH = 8
 
@@ -251,7 +250,7 @@ def test_each_timed_pass_gets_a_copy_that_is_not_timed(network, batches, monkeyp
     monkeypatch.setattr(Changing, "forward", forward)
     monkeypatch.setattr(Batch, "copied", copy_of)
     for name in ("once", "repeated"):
-        monkeypatch.setattr(bench_model, name, clocked(getattr(bench_model, name)))
+        monkeypatch.setattr(whole_network, name, clocked(getattr(whole_network, name)))
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     report = normscope.bench(
         network, batches[0], ["dyt"], full=True, dtypes=["float32"], only=lambda case: case.scope == "model"
@@ -259,7 +258,7 @@ def test_each_timed_pass_gets_a_copy_that_is_not_timed(network, batches, monkeyp
     timed = [row for row in report.rows if row.samples]
     assert {(row.way, row.passes) for row in timed} == set(itertools.product(("eager", "compile"), PASSES))
     native = [Variant(NATIVE, {}, "")]
-    whole = bench_model.ModelBench(network, batches[0], Outputs(), native, len(SITES), False)
+    whole = whole_network.ModelBench(network, batches[0], Outputs(), native, len(SITES), False)
     with left_as_found(network):
         assert whole.seconds(native[0], "forward", 3) > 0
     assert len(seen) >= sum(len(row.samples) for row in timed) + 3

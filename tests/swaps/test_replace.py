@@ -11,7 +11,7 @@ from torch import nn
 
 import normscope
 from normscope.errors import ModelError, UsageError
-from normscope.pairs.sites import NormSite
+from normscope.pairs.norms.sites import NormSite
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import Swap, chosen, replacements, swap
 

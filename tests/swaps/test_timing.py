@@ -8,9 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from normscope.swaps import cuda_timing
-from normscope.swaps.cuda_timing import flushed, replayed, sets_beyond_cache
-from normscope.swaps.timing import blocks, in_turns, once, repeated, spread
+from normscope.swaps.bench import timing
+from normscope.swaps.bench.timing import blocks, flushed, in_turns, once, repeated, replayed, sets_beyond_cache, spread
 
 
 @given(st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=40))
@@ -129,7 +128,7 @@ def test_a_replay_goes_round_the_buffers_and_keeps_what_it_returns(monkeypatch):
         "Event": Event,
         "synchronize": lambda: None,
     }.items():
-        monkeypatch.setattr(cuda_timing.torch.cuda, name, stand_in)
+        monkeypatch.setattr(timing.torch.cuda, name, stand_in)
     captured = []
     samples = replayed(lambda buffers: captured.append(buffers) if state["capturing"] else None, list("abcdefg"), 5)
     assert len(captured) == 203  # the least multiple of 7 from 200 on: each set is used as often
@@ -171,7 +170,7 @@ def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch):
 
     stand_ins = {"Stream": Stream, "current_stream": Stream, "stream": OnStream, "CUDAGraph": object, "graph": Capture}
     for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(cuda_timing.torch.cuda, name, stand_in)
+        monkeypatch.setattr(timing.torch.cuda, name, stand_in)
     with pytest.raises(RuntimeError, match="previous error"):
         replayed(lambda buffers: None, "abcd")
     assert current == ["default"]

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from normscope.errors import UsageError
-from normscope.fits.curves import CURVES
-from normscope.swaps.kernels import reference
+from normscope.fits.curves.known import CURVES
+from normscope.swaps.kernels import eager
 from normscope.swaps.kernels.choice import EAGER, VARIABLE, by_kernels
 from normscope.swaps.kernels.parameters import Parameters
 
@@ -43,11 +43,11 @@ def pointwise(
     """
     own = Parameters(alpha, shift, weight, bias)
     if by_kernels(curve, x.device, x.dtype):
-        from normscope.swaps.kernels import fused
+        from normscope.swaps.kernels import launch
 
-        return fused.forward(x, own, curve, behind)
+        return launch.forward(x, own, curve, behind)
     own.channel_axes(x, behind)
-    return torch.empty_like(x).copy_(reference.pointwise(x, CURVES[curve].function, own, behind))
+    return torch.empty_like(x).copy_(eager.pointwise(x, CURVES[curve].function, own, behind))
 
 
 @torch.library.custom_op("normscope::pointwise_backward", mutates_args=())
@@ -88,13 +88,13 @@ def pointwise_backward(
     _check_shape(dy, x)
     made: tuple[Tensor | None, ...]
     if by_kernels(curve, x.device, x.dtype):
-        from normscope.swaps.kernels import fused
+        from normscope.swaps.kernels import launch
 
-        made = fused.backward(dy, x, own, curve, behind, of_input, of_parameters)
+        made = launch.backward(dy, x, own, curve, behind, of_input, of_parameters)
     else:
         own.channel_axes(x, behind)
         f, derivative = CURVES[curve].function, CURVES[curve].derivative
-        dx, *others = reference.pointwise_backward(dy, x, f, derivative, own, behind)
+        dx, *others = eager.pointwise_backward(dy, x, f, derivative, own, behind)
         # An operator returns none of its inputs, and of one row of float64 the gradient by the bias is dy itself.
         by_parameters = [None if gradient is None else gradient.clone() for gradient in others]
         made = (None if dx is None else torch.empty_like(x).copy_(dx), *by_parameters)

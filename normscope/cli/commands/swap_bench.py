@@ -1,0 +1,282 @@
+"""``normscope swap-bench``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from normscope.cli.options import AsJson, Dpi, Format, Quiet, Theme, figure_path, figure_suffix
+from normscope.cli.output import Output
+from normscope.cli.running import Run, check_models, named_or_embedded, runs_networks
+from normscope.cli.swapping import How, Learner, Per, Shift, Sites, check_kernels, inits_there_are
+from normscope.errors import UsageError, count
+from normscope.runtime.files import check_writable
+from normscope.runtime.ranks import Place
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from normscope.inputs.loaded_model import LoadedModel
+    from normscope.pairs.norms.sites import NormSite
+    from normscope.swaps.reports import BenchReport, DriftReport, PublishedReport
+
+EXAMPLES = (
+    "Examples: normscope swap-bench · normscope swap-bench demo_dit --func dyt,free,rmsnorm --init fit,paper · "
+    "normscope swap-bench vit_b16 --sites least:8 · normscope swap-bench llama_7b --device cuda"
+)
+_VIEWS = ("drift", "speed")
+_PUBLISHED = "llama_7b"
+
+Networks = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Models (`normscope models` lists them); without any, the embedded ones.",
+        show_default=False,
+    ),
+]
+Funcs = Annotated[
+    str,
+    typer.Option(
+        help="What takes the norms' place, separated by commas: dyt (tanh), dyisru (isru), derf, identity, …; rmsnorm; "
+        "free, E\\[y|x] itself; best, each site's own; or your own formula of x."
+    ),
+]
+Inits = Annotated[
+    str,
+    typer.Option(
+        metavar="fit|theory|paper",
+        help="Where to start, or several with commas: own fits; A and α in theory; or A = 1, α = 0.5.",
+    ),
+]
+Full = Annotated[
+    bool, typer.Option("--full", help="Time the whole matrix: whole networks compiled and backward, in every dtype.")
+]
+Seconds = Annotated[
+    float | None,
+    typer.Option(min=0, help="For each model's speed; by default 30, and of --full no limit.", show_default=False),
+]
+Folder = Annotated[Path, typer.Option("--output", "-o", help="A folder for the figures, two of each model.")]
+
+
+@runs_networks(without=("sample", "device_map", "verify"))
+def swap_bench(
+    models: Networks = None,
+    *,
+    func: Funcs = "dyt,dyisru,derf",
+    init: Inits = "fit",
+    sites: Sites = "all",
+    per: Per = "site",
+    shift: Shift = None,
+    full: Full = False,
+    seconds: Seconds = None,
+    figure_format: Format = None,
+    dpi: Dpi = 200,
+    style: Theme = "light",
+    run: Run,
+    as_json: AsJson = False,
+    output: Folder = Path("outputs"),
+    quiet: Quiet = False,
+) -> None:
+    """Replace norms by point-wise functions: how far the outputs move on held-out inputs, and how fast it is."""
+    say = Output(as_json, quiet)
+    from normscope.figures.style import style_named
+    from normscope.models.weights.devices import resolve_device
+    from normscope.swaps.bench.bench import in_words
+
+    suffix = figure_suffix(output, figure_format, [], None)
+    if output.suffix.lower() == f".{suffix}":
+        raise UsageError(f"--output {output} is one file, but each model has {len(_VIEWS)} figures. Name a folder.")
+    style_named(style)
+    there = resolve_device(run.device)
+    where = in_words(there)
+    say.result(f"on {where}" if there.type == "cuda" else f"on {where}; no number here is of a GPU")
+    names = named_or_embedded(models, say)
+    check_models(names)
+    _check_published(names, there)
+    wanted = Wanted.of(func, init, per, shift)
+    check_kernels(wanted.ways, run.device)
+    place = Place.from_environment()
+    for name, view in itertools.product(names if place.speaks else (), _VIEWS):
+        check_writable(figure_path(output, suffix, name, view, []))
+    if not place.alone:
+        say.remark(f"{place.ranks} ranks divide the drift; speed is of the first alone, while the others wait")
+    drifts, speeds, tables = [], [], []
+    figures: list[dict[str, str]] = []
+    for learner, moved in _drifts(names, sites, wanted, run, say):
+        network = learner.network
+        speed = _speed(network, wanted, run, full, seconds, say)
+        if network.name == _PUBLISHED:
+            tables.append(_published(network, wanted, say).as_dict())
+        taken = [entry["file"] for entry in figures]
+        paths = {view: figure_path(output, suffix, network.name, view, taken) for view in _VIEWS}
+        _draw(paths, moved, learner.norms, speed, style, dpi)
+        for view, path in paths.items():
+            say.result(str(path))
+            figures.append({"model": network.name, "view": view, "file": str(path)})
+        drifts += [report.as_dict() for report in moved]
+        speeds.append(speed.as_dict())
+    document = {"device": where, "drift": drifts, "speed": speeds, "figures": figures}
+    say.document({**document, "published": tables} if tables else document)
+
+
+def _check_published(names: Sequence[str], there: torch.device) -> None:
+    """Refuse what cannot be repeated here, before seven billion weights are made."""
+    from normscope.errors import DeviceError
+    from normscope.swaps.bench.bench import why_not
+
+    if _PUBLISHED in names and (reason := why_not(there)):
+        raise DeviceError(reason)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be swapped in, and how it starts; UsageError where options do not go together."""
+
+    ways: Sequence[How]
+
+    @classmethod
+    def of(cls, func: str, init: str, per: str, shift: bool | None) -> Wanted:
+        from normscope.fits.curves.known import split_names
+
+        inits = [part.strip() for part in init.split(",")]
+        ways: list[How] = []
+        for name in dict.fromkeys(part.lower() if "=" not in part else part for part in split_names(func)):
+            ways += [How.of(name, own, per, shift) for own in dict.fromkeys(inits_there_are(name, inits))]
+        return cls(ways)
+
+    @property
+    def curves(self) -> list[str]:
+        """Names of what can be timed without a fit."""
+        return list(dict.fromkeys(how.func for how in self.ways if how.func not in ("free", "best")))
+
+
+def _drifts(
+    names: Sequence[str], sites: str, wanted: Wanted, run: Run, say: Output
+) -> Iterator[tuple[Learner, list[DriftReport]]]:
+    """Measure the drift of each model; ranks divide its inputs among them, and the first alone gets what they found.
+
+    Raises:
+        typer.Exit: at the end, of all ranks but the first.
+    """
+    speaks = Place.from_environment().speaks
+    with run.joined() as ranks:
+        for name in names:
+            ranks.told(name)  # here the others wait: while the first times one network, none loads the next
+            learner = Learner.of(run.load(name, say), sites, run.seed, say, ranks)
+            moved = _drift(learner, wanted, say)
+            if speaks:
+                yield learner, moved
+    if not speaks:
+        raise typer.Exit
+
+
+def _drift(learner: Learner, wanted: Wanted, say: Output) -> list[DriftReport]:
+    """Measure drift for each function and start, on inputs that nothing was fitted to."""
+    from normscope.tables.drift import drift_table, parts_table, sites_table
+
+    # All of them before the first pass: what cannot be swapped in is not found out behind minutes of others' drift.
+    made = [(how, learner.replacements(how, learner.fits(how, say), say)) for how in wanted.ways]
+    reports = [_drift_of(learner, how, modules, say) for how, modules in made]
+    say.result("{model} · {weights} · {data}".format(**reports[0].about))
+    say.result(drift_table(reports))
+    if any(report.by_part for report in reports):
+        say.result(parts_table(reports))
+    say.result(sites_table(reports))
+    return reports
+
+
+def _drift_of(learner: Learner, how: How, modules: Mapping[str, nn.Module], say: Output) -> DriftReport:
+    from normscope.swaps.drift.drift import drift, passes
+
+    network, held_out = learner.network, learner.held_out
+    stage, samples = f"{network.name}, {how.label}", (held_out.n_samples or 0) * passes(len(modules))
+    done = 0
+
+    def advanced(number: int) -> None:
+        nonlocal done
+        done += number * learner.ranks.size
+        progress(stage, min(done, samples), samples)
+
+    with say.steps() as progress:
+        return drift(
+            network.module,
+            held_out,
+            modules,
+            outputs=network.outputs,
+            ends=getattr(held_out, "ends", None),
+            func=how.func,
+            init=how.start,
+            about={**network.about, "data": held_out.description},
+            progress=advanced,
+            ranks=learner.ranks,
+        )
+
+
+def _speed(
+    network: LoadedModel, wanted: Wanted, run: Run, full: bool, seconds: float | None, say: Output
+) -> BenchReport:
+    """Time the network; in the place of an embedded one, which is tiny, its full-size sibling with random weights."""
+    from normscope.models.registry import find
+    from normscope.models.weights.devices import KEEP, dtype_name
+    from normscope.swaps.bench.bench import bench
+    from normscope.tables.speed import speed_tables
+
+    if sibling := find(network.name).sibling:
+        say.remark(f"{network.name} is tiny: speed is that of {sibling}, of the same norms, with random weights")
+        size = Run.batch_size if run.batch_size == "auto" else run.batch_size
+        of_sibling = replace(run, weights="random", data=None, limit=size, batch_size=size, shuffle=False)
+        network = of_sibling.load(sibling, say)
+    batch = next(iter(network.inputs))
+    if next(network.module.parameters()).device.type == "cpu":  # where a whole batch would leave time for one pass
+        batch = batch.first_sample()
+    with say.steps() as progress:
+        report = bench(
+            network.module,
+            batch,
+            wanted.curves,
+            dtypes=None if full or run.dtype in (None, KEEP) else [dtype_name(run.dtype)],
+            full=full,
+            budget=seconds,
+            outputs=network.outputs,
+            about={**network.about, "data": f"{count(len(batch.samples), 'sample')} of {network.about['data']}"},
+            progress=lambda step: progress(step, 0, 1),
+        )
+    say.result("{model} · {weights} · {data}".format(**report.about))
+    for table in speed_tables(report):
+        say.result(table)
+    return report
+
+
+def _published(network: LoadedModel, wanted: Wanted, say: Output) -> PublishedReport:
+    from normscope.swaps.bench.bench import published
+    from normscope.tables.speed import published_table
+
+    with say.steps() as progress:
+        report = published(
+            network.module, wanted.curves, outputs=network.outputs, progress=lambda step: progress(step, 0, 1)
+        )
+    say.result(published_table(report))
+    return report
+
+
+def _draw(
+    paths: Mapping[str, Path],
+    moved: Sequence[DriftReport],
+    norms: Sequence[NormSite],
+    speed: BenchReport,
+    style: str,
+    dpi: int,
+) -> None:
+    from normscope.figures.drift import plot_drift
+    from normscope.figures.scurves import save_described
+    from normscope.figures.speed import plot_speed
+
+    save_described(plot_drift(moved, norms, style=style), paths["drift"], moved[0].about, dpi)
+    save_described(plot_speed(speed, style=style), paths["speed"], speed.about, dpi)

@@ -1,0 +1,364 @@
+"""What changes from one capture to another: models, data, or the checkpoints of a training, site by site."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from normscope.errors import UsageError
+from normscope.fits.curve_fit import CurveFit, Interval
+from normscope.fits.curves.known import BEST, FREE, Curve, curves_named, split_names
+from normscope.fits.fit import fit
+from normscope.fits.solving.levels import Level, levels_of
+from normscope.fits.solving.nodes import nodes_of
+from normscope.fits.solving.refits import Without, interval, student, without_folds
+from normscope.pairs.captures import Capture
+from normscope.pairs.norms.sites import NormSite
+from normscope.pairs.sums.stats import PairStats
+
+NAMESAKES = 0.5  # of the sites of the smaller network: where more are shared, the two are built alike
+
+
+@dataclass(frozen=True)
+class Match:
+    """Sites of two networks, put side by side.
+
+    Attributes:
+        by: ``name``: sites of one module path; or ``depth``: those of one placement, in the order of their calls.
+        counterparts: module path in the second network, for each of the first that has a counterpart.
+        unmatched: module paths without one, of the first network and of the second.
+    """
+
+    by: Literal["name", "depth"]
+    counterparts: dict[str, str]
+    unmatched: tuple[tuple[str, ...], tuple[str, ...]] = field(default=((), ()))
+
+
+def match(first: Sequence[NormSite], second: Sequence[NormSite]) -> Match:
+    """Put the sites of two networks side by side: by name where they are built alike, otherwise by depth.
+
+    Networks are built alike where over half of the sites of the smaller share their module path with one of the other.
+    By depth, the sites of one placement are put side by side in the order of their calls, the first beside the first
+    and the last beside the last; where one network has more of them, the others are spread evenly, and some of its own
+    remain without a counterpart.
+
+    Args:
+        first: sites in the order of their first calls.
+        second: likewise.
+
+    >>> from types import SimpleNamespace as Site
+    >>> deep = [Site(name=f"block.{n}", placement="pre-norm") for n in range(5)]
+    >>> match(deep, [Site(name=f"layer.{n}", placement="pre-norm") for n in range(3)]).counterparts
+    {'block.0': 'layer.0', 'block.2': 'layer.1', 'block.4': 'layer.2'}
+    """
+    here, there = [site.name for site in first], [site.name for site in second]
+    shared = set(here) & set(there)
+    by_name = len(shared) > NAMESAKES * min(len(here), len(there))
+    pairs = {name: name for name in here if name in shared} if by_name else _by_depth(first, second)
+    taken = set(pairs.values())
+    unmatched = tuple(n for n in here if n not in pairs), tuple(n for n in there if n not in taken)
+    return Match("name" if by_name else "depth", pairs, unmatched)
+
+
+def _by_depth(first: Sequence[NormSite], second: Sequence[NormSite]) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for placement in dict.fromkeys(site.placement for site in first):
+        here, there = ([s.name for s in sites if s.placement == placement] for sites in (first, second))
+        few = min(len(here), len(there))
+        pairs |= {here[i]: there[j] for i, j in zip(_spread(few, len(here)), _spread(few, len(there)), strict=True)}
+    order = [site.name for site in first]
+    return dict(sorted(pairs.items(), key=lambda pair: order.index(pair[0])))
+
+
+def _spread(few: int, many: int) -> list[int]:
+    """Return so few numbers below ``many``, evenly from the first to the last; of one, the middle."""
+    if few == 1:
+        return [(many - 1) // 2]
+    return [round(i * (many - 1) / (few - 1)) for i in range(few)]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A number of one capture over that of the first.
+
+    Attributes:
+        value: the ratio.
+        interval: its 95 %; None where one of the two has none.
+        paired: whether the interval is that of the ratio itself as the same inputs are left out of both captures;
+            otherwise they count as independent.
+    """
+
+    value: float
+    interval: Interval | None
+    paired: bool = False
+
+    @property
+    def in_noise(self) -> bool | None:
+        """Whether the interval holds 1; None without an interval."""
+        return None if self.interval is None else self.interval[0] <= 1 <= self.interval[1]
+
+
+@dataclass(frozen=True)
+class Jackknives:
+    """What is known of how two fits vary.
+
+    Attributes:
+        folds: number of folds of the first and of the other; 0 without any.
+        first: of the same inputs, the first fit without each fold.
+        other: likewise.
+    """
+
+    folds: tuple[int, int]
+    first: Without | None = None
+    other: Without | None = None
+
+
+def ratio(name: str, base: CurveFit, own: CurveFit, jackknives: Jackknives) -> Ratio | None:
+    """Divide ``alpha`` or ``slope`` of a fit by that of the first; None where one of them is none."""
+    numbers = getattr(base, name), getattr(own, name)
+    if not all(map(math.isfinite, numbers)) or not numbers[0]:
+        return None
+    value = numbers[1] / numbers[0]
+    if value <= 0:
+        return Ratio(value, None)
+    if jackknives.first and jackknives.other:
+        without = getattr(jackknives.other, name) / getattr(jackknives.first, name)
+        whole = torch.tensor([value], dtype=torch.float64).log()
+        low, high = (float(end.exp()) for end in interval(whole, without.log()[None], jackknives.first.pairs[None]))
+        return Ratio(value, (low, high) if math.isfinite(low + high) else None, paired=True)
+    folds = jackknives.folds
+    errors = [_log_error(one.intervals.get(name), its) for one, its in zip((base, own), folds, strict=True)]
+    width = float(student(torch.tensor(min(folds)))) * math.hypot(*errors)
+    return Ratio(value, (value * math.exp(-width), value * math.exp(width)) if math.isfinite(width) else None)
+
+
+def _log_error(interval: Interval | None, folds: int) -> float:
+    """Return the standard error of a number's logarithm; NaN where its interval is missing or holds zero."""
+    if interval is None or interval[0] * interval[1] <= 0:
+        return math.nan
+    low, high = interval
+    # α's is symmetric on the log scale, where the two agree; the slope's is on its own, as errors propagate.
+    return math.log(high / low) / 2 / float(student(torch.tensor(folds)))
+
+
+_FITTED = (
+    *("site", "func", "A", "alpha", "C", "slope", "shift", "r2", "r2_ceiling", "n_pairs"),
+    *("folds", "straight", "converged", "nothing"),
+)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One curve at one norm site of one of several captures, held against the first of them.
+
+    Attributes:
+        number: of the capture, from 1; the others are held against that one.
+        counterpart: module path, in the first capture, of the site that this one is held against.
+        d: elements of one token there.
+        matched: how the two were put side by side, by ``name`` or by ``depth``; None in the first capture.
+        fit: of the curve there.
+        alpha: α over that of the first; None where one of the two does not bend.
+        slope: slope at the origin over that of the first.
+        r2_of_first: R², about the mean of y, that the curve fitted in the first capture has on this one's pairs.
+    """
+
+    number: int
+    counterpart: str
+    d: int
+    matched: Literal["name", "depth"] | None
+    fit: CurveFit
+    alpha: Ratio | None = None
+    slope: Ratio | None = None
+    r2_of_first: float | None = None
+
+    @property
+    def r2_lost(self) -> float | None:
+        """By how much less the curve of the first capture explains these pairs than their own does."""
+        return None if self.r2_of_first is None else self.fit.r2 - self.r2_of_first
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a row of what ``normscope compare --json`` prints; a number that is none becomes None."""
+        fitted = self.fit.as_dict()
+        row = {"capture": self.number, "counterpart": self.counterpart, "matched": self.matched, "d": self.d}
+        row |= {name: fitted[name] for name in _FITTED}
+        intervals = dict(fitted["intervals"])
+        for name, found in (("alpha_ratio", self.alpha), ("slope_ratio", self.slope)):
+            row[name] = found.value if found else None
+            row[f"{name}_in_noise"] = found.in_noise if found else None
+            if found and found.interval:
+                intervals[name] = list(found.interval)
+        row["paired"] = next((found.paired for found in (self.alpha, self.slope) if found and found.interval), None)
+        return {**row, "r2_of_first": self.r2_of_first, "r2_lost": self.r2_lost, "intervals": intervals}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that several captures differ in.
+
+    Attributes:
+        captures: what is compared.
+        fits: of each capture, curves at all of its sites.
+        matches: the first capture's sites beside those of every other.
+        rows: site by site in the order of the first capture, curve by curve, capture by capture.
+    """
+
+    captures: Sequence[Capture]
+    fits: Sequence[Sequence[CurveFit]]
+    matches: Sequence[Match]
+    rows: Sequence[Compared] = field(repr=False)
+
+    def unmatched(self) -> list[dict[str, Any]]:
+        """List every site that has no counterpart: its capture, its module path, and the capture that lacks one."""
+        return [
+            {"capture": capture, "site": site, "lacking_in": lacking}
+            for number, one in enumerate(self.matches, 2)
+            for capture, lacking, sites in ((1, number, one.unmatched[0]), (number, 1, one.unmatched[1]))
+            for site in sites
+        ]
+
+
+def compare(captures: Sequence[Capture], curves: str | Sequence[str | Curve] = "tanh,isru") -> list[Compared]:
+    """Hold captures against the first of them: models, data, or the checkpoints of a training.
+
+    Sites are matched by name where the networks are built alike and otherwise by placement and depth, see
+    :func:`normscope.fits.views.comparison.match`. Those without a counterpart in any other capture are left out.
+
+    Args:
+        captures: two or more.
+        curves: names as :func:`normscope.fit` takes them, but not ``best``, which differs from site to site.
+
+    Returns:
+        A record for each site of the first capture, curve and capture, in this order; the first capture's own come
+        before those that are held against them.
+
+    Raises:
+        UsageError: if there are fewer than two captures, no such curve, or no two sites to put side by side.
+
+    The 95 % of a ratio are those of a jackknife of its logarithm, which leaves the same inputs out of both captures,
+    where both saw the same tokens of the same samples, with the same seed. Otherwise the captures count as
+    independent: the standard errors of both jackknives make (σ₁² + σ₂²)^½ on the log scale, times Student's t for the
+    fewer folds of the two.
+
+    >>> import normscope, torch
+    >>> from torch import nn
+    >>> x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    >>> seen = [normscope.capture(nn.Sequential(nn.LayerNorm(8)), [scale * x]) for scale in (1, 2)]
+    >>> round(compare(seen, "tanh")[1].alpha.value, 3)
+    0.5
+    """
+    names = check_curves(curves)
+    check_number(len(captures))
+    return list(compared(captures, [fit(capture, names) for capture in captures]).rows)
+
+
+def check_curves(curves: str | Sequence[str | Curve]) -> list[str | Curve]:
+    """Return the curves to compare, as :func:`normscope.fit` takes them; UsageError where there is none of a name."""
+    names: list[str | Curve] = list(split_names(curves) if isinstance(curves, str) else curves)
+    words = [name.strip().lower() if isinstance(name, str) else "" for name in names]
+    if BEST in words:
+        raise UsageError(
+            "The best curve may be another at every site, so that there would be nothing to compare; name curves."
+        )
+    curves_named([name for name, word in zip(names, words, strict=True) if word != FREE])
+    return names
+
+
+def check_number(captures: int) -> None:
+    """Refuse to compare fewer than two; UsageError."""
+    if captures < 2:
+        raise UsageError("A comparison takes two or more captures; there is no second one.")
+
+
+def compared(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]]) -> Comparison:
+    """Compare captures that were fitted already, see :func:`compare`.
+
+    Args:
+        captures: two or more.
+        fits: for each, what :func:`normscope.fit` made of it, of the same curves.
+    """
+    first = captures[0]
+    matches = [match(first.sites, other.sites) for other in captures[1:]]
+    if not any(one.counterparts for one in matches):
+        raise UsageError(
+            f"No norm site of {first.about['model']} has a counterpart: no two share their name or their placement."
+        )
+    base, *beside = (_Seen.of(capture, own) for capture, own in zip(captures, fits, strict=True))
+    rows = []
+    for site, curve in base.fits:
+        others = [
+            _against(base, other, number, one.by, (site, one.counterparts[site], curve))
+            for number, (other, one) in enumerate(zip(beside, matches, strict=True), 2)
+            if site in one.counterparts
+        ]
+        own = Compared(1, site, base.widths[site], None, base.fits[site, curve])
+        rows += [own, *others] if others else []
+    return Comparison(captures, fits, matches, rows)
+
+
+class _Seen(NamedTuple):
+    """One capture, by site, and by site and curve."""
+
+    capture: Capture
+    fits: dict[tuple[str, str], CurveFit]
+    levels: dict[str, Level]
+    widths: dict[str, int]
+    held: dict[tuple[str, str], Without]
+
+    @classmethod
+    def of(cls, capture: Capture, fits: Sequence[CurveFit]) -> _Seen:
+        levels = levels_of(capture)
+        return cls(
+            capture,
+            {(found.site, found.curve): found for found in fits},
+            {level.site: level for level in levels},
+            {site.name: site.d for site in capture.sites},
+            without_folds(levels, fits),
+        )
+
+
+def _against(
+    first: _Seen, other: _Seen, number: int, by: Literal["name", "depth"], place: tuple[str, str, str]
+) -> Compared:
+    site, name, curve = place
+    base, own = first.fits[site, curve], other.fits[name, curve]
+    here, there = first.levels[site], other.levels[name]
+    jackknives = Jackknives((_folds(here), _folds(there)))
+    if _same_inputs(first.capture.stats[site], other.capture.stats[name]):
+        jackknives = replace(jackknives, first=first.held.get((site, curve)), other=other.held.get((name, curve)))
+    return Compared(
+        number=number,
+        counterpart=site,
+        d=other.widths[name],
+        matched=by,
+        fit=own,
+        alpha=ratio("alpha", base, own, jackknives) if base.told_apart and own.told_apart else None,
+        slope=ratio("slope", base, own, jackknives) if curve != FREE else None,
+        r2_of_first=_transferred(base, there),
+    )
+
+
+def _folds(level: Level) -> int:
+    return int((level.counts.sum(1) > 0).sum()) if level.fold_by else 0
+
+
+def _same_inputs(here: PairStats, there: PairStats) -> bool:
+    """Whether both saw the same tokens of the same samples, so that their folds are the same too.
+
+    The keys of the drawing sample tell: each is a hash of seed, data set, sample and place, and the least are kept.
+    """
+    keys = [stats.tokens.key.sort().values for stats in (here, there)]
+    return here.fold_by == there.fold_by and torch.equal(*keys)
+
+
+def _transferred(base: CurveFit, level: Level) -> float | None:
+    """R² of a curve on the pairs of another capture."""
+    if base.degenerate or level.nothing:
+        return None
+    nodes = nodes_of(level.moments.sum(0)[None])
+    if not float(nodes.total) > 0:
+        return None
+    return float(1 - nodes.residual(base.extended(nodes.x)) / nodes.total)
