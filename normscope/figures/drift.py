@@ -18,7 +18,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from normscope.errors import UsageError, count
 from normscope.figures.style import Style, style_named
 from normscope.figures.text import legend_columns, tail, width_of, wrapped
-from normscope.fits.curves.known import CURVES, curves_named
+from normscope.fits.curves.known import CURVES
+from normscope.fits.curves.lookup import curves_named
 from normscope.pairs.norms.sites import NormSite
 from normscope.runtime.files import visible
 from normscope.swaps.reports import Drift, DriftReport, Quantiles

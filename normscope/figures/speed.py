@@ -15,7 +15,7 @@ from normscope.errors import NormscopeError, UsageError
 from normscope.figures.panels import outline
 from normscope.figures.style import Style, style_named
 from normscope.figures.text import width_of, wrapped
-from normscope.fits.curves.known import curves_named
+from normscope.fits.curves.lookup import curves_named
 from normscope.swaps.reports import BESIDE, FASTER, SLOWER, TOO_FEW, BenchReport, Timing
 from normscope.tables.speed import SCOPES, duration
 

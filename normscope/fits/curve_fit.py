@@ -32,8 +32,8 @@ class CurveFit:
         alpha: α, in units of 1/x.
         shift: s; zero where it was not fitted.
         r2: R² about the mean of y.
-        r2_ceiling: held-out R² of the best function of x that was found there, :mod:`normscope.fits.solving.ceiling`; None
-            without folds, or where the grid of bins does not resolve x.
+        r2_ceiling: held-out R² of the best function of x that was found there,
+            :mod:`normscope.fits.solving.ceiling`; None without folds, or where the grid of bins does not resolve x.
         folds: what intervals and cross-validation hold out, one at a time.
         rmse: root of the mean squared error, in units of y.
         n_pairs: number of pairs.

@@ -130,8 +130,8 @@ def shared(batches: Iterable[Any], share: Share) -> tuple[Batch, Iterator[Chunk]
     """Return the first sample of all inputs, whoever takes it, and the chunks of one process's share.
 
     Args:
-        batches: inputs with ``chunks(share)`` and ``first_sample()``, see :class:`normscope.inputs.splits.Inputs`; or any
-            iterable that :func:`normscope.inputs.batch.as_batches` takes, of which each entry counts as one input.
+        batches: inputs with ``chunks(share)`` and ``first_sample()``, see :class:`normscope.inputs.splits.Inputs`; or
+            any iterable that :func:`normscope.inputs.batch.as_batches` takes, of which each entry counts as one input.
         share: of this process.
 
     Raises:

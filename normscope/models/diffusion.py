@@ -79,7 +79,8 @@ def load_diffusers(name: str, architecture: str, options: LoadOptions) -> Loaded
     """Load a diffusion transformer in diffusers' format.
 
     The default inputs of a class-conditional DiT are its own DDIM trajectories. Any other transformer runs on what its
-    own pipeline gives it, see :class:`normscope.models.inputs.pipelines.PipelineCalls`, and takes the folder of all of that.
+    own pipeline gives it, see :class:`normscope.models.inputs.pipelines.PipelineCalls`, and takes the folder of all of
+    that.
 
     Args:
         name: what outputs and errors call it.

@@ -15,13 +15,13 @@ triton = pytest.importorskip("triton", reason="Triton is made for Linux alone")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from normscope.inputs.batch import Batch, Sample
-from normscope.pairs.norms.formulas import FORMS, layer_norm
-from normscope.pairs.norms.trace import find_norms
-from normscope.pairs.recorder import Recorder, Summing
-from normscope.pairs.sums.binning import choice, cuda, cuda_draw, cuda_loop
-from normscope.pairs.sums.stats import PairStats
-from normscope.pairs.sums.tokens import Lines, Run, Tokens
+from normscope.inputs.batch import Batch, Sample  # noqa: E402
+from normscope.pairs.norms.formulas import FORMS, layer_norm  # noqa: E402
+from normscope.pairs.norms.trace import find_norms  # noqa: E402
+from normscope.pairs.recorder import Recorder, Summing  # noqa: E402
+from normscope.pairs.sums.binning import choice, cuda, cuda_draw, cuda_loop  # noqa: E402
+from normscope.pairs.sums.stats import PairStats  # noqa: E402
+from normscope.pairs.sums.tokens import Lines, Run, Tokens  # noqa: E402
 
 LAYER_NORM = Lines(FORMS[layer_norm], 1e-6)
 

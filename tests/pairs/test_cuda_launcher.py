@@ -13,14 +13,14 @@ from torch._subclasses import FakeTensorMode
 
 triton = pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
-from normscope.errors import UsageError
-from normscope.pairs.norms.formulas import FORMS, layer_norm
-from normscope.pairs.sums.binning import choice as loops
-from normscope.pairs.sums.binning import cuda, cuda_launcher, reference
-from normscope.pairs.sums.binning.cuda_launcher import VARIABLE, why_no_launcher
-from normscope.pairs.sums.stats import PairStats
-from normscope.pairs.sums.tokens import Lines, Run, Tokens
-from normscope.swaps.kernels import choice
+from normscope.errors import UsageError  # noqa: E402
+from normscope.pairs.norms.formulas import FORMS, layer_norm  # noqa: E402
+from normscope.pairs.sums.binning import choice as loops  # noqa: E402
+from normscope.pairs.sums.binning import cuda, cuda_launcher, reference  # noqa: E402
+from normscope.pairs.sums.binning.cuda_launcher import VARIABLE, why_no_launcher  # noqa: E402
+from normscope.pairs.sums.stats import PairStats  # noqa: E402
+from normscope.pairs.sums.tokens import Lines, Run, Tokens  # noqa: E402
+from normscope.swaps.kernels import choice  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
 NO_COMPILER = "Failed to find C compiler"

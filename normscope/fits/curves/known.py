@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
 
-from normscope.errors import UsageError, unknown
+from normscope.errors import UsageError
 from normscope.fits.curves import functions as f
 from normscope.fits.curves.properties import autograd_of, properties_of
 
@@ -108,7 +108,7 @@ _odd = functools.partial(Curve, limit=1.0, zero_centred=True, monotone=True, smo
 _one = functools.partial(_odd, slope_at_origin=1.0, peak=1.0)
 _vertical = functools.partial(_odd, slope_at_origin=math.inf, peak=math.inf, smooth=False)
 
-_TABLE = (
+BUILT_IN = (
     _one("tanh", ("dyt",), "tanh(u)", torch.tanh, f.tanh_derivative, f"{_DYT}, eq. 2"),
     _one("isru", ("dyisru",), "u / √(1 + u²)", f.isru, f.isru_derivative, "DyISRU, arXiv 2503.21708"),
     _odd(
@@ -241,67 +241,15 @@ _TABLE = (
     ),
 )
 # derf is not among all that are compared: it has one free parameter more, and with as many erf takes its place.
-CURVES = {curve.name: curve for curve in _TABLE}
+CURVES = {curve.name: curve for curve in BUILT_IN}
 CURVES["derf"] = replace(CURVES["erf"], name="derf", source="Derf, arXiv 2512.10938", shift_of="erf")
-_BY_NAME = {name: curve for curve in CURVES.values() for name in (curve.name, *curve.aliases)}
-
-
-def split_names(names: str) -> list[str]:
-    """Split at the commas that lie outside parentheses.
-
-    >>> split_names("tanh, mine=clip(x, -1, 2), free")
-    ['tanh', 'mine=clip(x, -1, 2)', 'free']
-    """
-    parts, depth = [""], 0
-    for sign in names:
-        depth = max(depth + (sign == "(") - (sign == ")"), 0)
-        if sign == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += sign
-    return [part.strip() for part in parts]
-
-
-def curves_named(names: str | Sequence[str | Curve]) -> list[Curve]:
-    """Look curves up by name or alias, separated by commas or as a list, each once.
-
-    Args:
-        names: names of built-in curves, in any case; ``all`` of them, derf as erf; ``NAME=FORMULA`` for one of your own
-            (:func:`normscope.fits.curves.expressions.curve_from`); and, in a list, curves themselves.
-
-    Raises:
-        UsageError: if there is no such curve, if a formula is not understood, or if two curves share a name.
-
-    >>> [curve.name for curve in curves_named("dyt,isru,tanh")]
-    ['tanh', 'isru']
-    >>> [curve.name for curve in curves_named(["Derf", "mine=x/(1+abs(x)**3)**(1/3)"])]
-    ['derf', 'mine']
-    """
-    parts = split_names(names) if isinstance(names, str) else names
-    found: dict[str, Curve] = {}
-    for part in dict.fromkeys(parts):
-        for curve in [part] if isinstance(part, Curve) else _curves_of(part.strip()):
-            if found.setdefault(curve.name, curve) is not curve:
-                raise UsageError(f"Two curves are called {curve.name!r}. Give each a name of its own.")
-    return list(found.values())
-
-
-def _curves_of(part: str) -> Sequence[Curve]:
-    if "=" in part:
-        from normscope.fits.curves.expressions import curve_from
-
-        return [curve_from(part)]
-    if part.lower() == "all":
-        return _TABLE
-    if part.lower() not in _BY_NAME:
-        raise UsageError(unknown("curve", part, [*_BY_NAME, *NO_CURVES]))
-    return [_BY_NAME[part.lower()]]
+BY_NAME = {name: curve for curve in CURVES.values() for name in (curve.name, *curve.aliases)}
 
 
 def _own_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise UsageError(f"A curve cannot be called {name!r}: take up to 40 letters, digits and _, a letter first.")
-    if name.lower() in _BY_NAME or name.lower() in NO_CURVES:
+    if name.lower() in BY_NAME or name.lower() in NO_CURVES:
         raise UsageError(f"A curve of your own cannot be called {name!r}: that name has a meaning already.")
     return name
 

@@ -11,7 +11,8 @@ import torch
 
 from normscope.errors import UsageError
 from normscope.fits.curve_fit import CurveFit, Interval
-from normscope.fits.curves.known import BEST, FREE, Curve, curves_named, split_names
+from normscope.fits.curves.known import BEST, FREE, Curve
+from normscope.fits.curves.lookup import curves_named, split_names
 from normscope.fits.fit import fit
 from normscope.fits.solving.levels import Level, levels_of
 from normscope.fits.solving.nodes import nodes_of

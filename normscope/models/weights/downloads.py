@@ -20,7 +20,6 @@ from urllib.request import Request, urlopen
 import torch
 
 from normscope.errors import ModelError
-from normscope.models.registry import embedded_models
 
 DEADLINE = 3.0  # seconds for the first answer, which takes less than one where all is well
 
@@ -88,7 +87,7 @@ def reason_of_status(status: int, host: str) -> str:
     return f"{host} cannot serve them now (status {status})"
 
 
-def ways_on(example: str = embedded_models()[0]) -> str:
+def ways_on(example: str = "demo_vit") -> str:
     """Say what to do without a hub; ``example`` is the embedded model that comes nearest to the one asked for."""
     return (
         "Name a file with --weights FILE, take --weights random, or use an embedded model, which needs no "
@@ -109,8 +108,8 @@ def check_cache(error: BaseException, folder: Path, variable: str) -> None:
 
     >>> check_cache(OSError(errno.ENOSPC, "No space left on device"), Path("/c/hub"), "HF_HOME")
     Traceback (most recent call last):
-    normscope.models.weights.downloads.UnusableCacheError: The cache /c/hub cannot be used: No space left on device. Set HF_HOME \
-to a folder that has room and can be written to.
+    normscope.models.weights.downloads.UnusableCacheError: The cache /c/hub cannot be used: No space left on device. \
+Set HF_HOME to a folder that has room and can be written to.
     """
     for cause in _causes(error):
         number, file = _error_number(cause), getattr(cause, "filename", None)
@@ -207,8 +206,8 @@ def _check_answer(url: str, embedded: str) -> None:
     failure = ask(question)
     if failure is not None:
         is_page = isinstance(failure, WebPageError)
-        reason = f"what answers at {host} is a web page" if is_page else reason(failure, host)
-        raise ModelError(f"The weights {url} cannot be had: {reason}. {ways_on(embedded)}") from failure
+        why = f"what answers at {host} is a web page" if is_page else reason(failure, host)
+        raise ModelError(f"The weights {url} cannot be had: {why}. {ways_on(embedded)}") from failure
 
 
 class WebPageError(Exception):

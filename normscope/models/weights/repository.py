@@ -48,7 +48,8 @@ def fetch(repo: str, filename: str) -> str:
         except Exception as error:  # of huggingface_hub, of its HTTP library, of the disk
             downloads.check_cache(error, Path(constants.HF_HUB_CACHE), _cache_variable())
             raise ModelError(
-                f"The download of {filename} from {repo} broke off: {downloads.first_line(error)}. {downloads.ways_on()}"
+                f"The download of {filename} from {repo} broke off: {downloads.first_line(error)}. "
+                f"{downloads.ways_on()}"
             ) from error
     elif isinstance(cached, str):
         path = cached
@@ -272,8 +273,8 @@ class Repository:
             if isinstance(error, UnusableCacheError):
                 raise
             if not isinstance(cause, EntryNotFoundError):
-                reason = reason(cause, filename) if isinstance(cause, Exception) else str(error)
-                raise HubSilentError(str(error), reason) from cause
+                why = reason(cause, filename) if isinstance(cause, Exception) else str(error)
+                raise HubSilentError(str(error), why) from cause
             if self.commit:  # huggingface_hub notes in its cache that the file is not there
                 with suppress(Exception):
                     hf_hub_download(self.name, filename, revision=self.commit)

@@ -36,8 +36,8 @@ class NormSite:
         bounded: whether the statistics are the token's own, so that √d bounds |y|.
         grouped: whether a token is a group of channels over all positions; its size may differ from input to input.
         form: name of the form by which a token's line follows from its elements, see
-            :data:`normscope.pairs.norms.formulas.FORMS`; None where it follows from something else: running statistics, or a
-            formula that the user registered.
+            :data:`normscope.pairs.norms.formulas.FORMS`; None where it follows from something else: running statistics,
+            or a formula that the user registered.
     """
 
     index: int

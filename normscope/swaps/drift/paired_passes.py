@@ -53,7 +53,10 @@ class Comparison:
         progress: Progress | None,
         asked: Mapping[str, Any],
     ) -> None:
-        """Keep what to run on what, see :func:`normscope.swaps.drift.drift.drift`; ``asked`` has to be so on all ranks."""
+        """Keep what to run on what, see :func:`normscope.swaps.drift.drift.drift`.
+
+        ``asked`` has to be so on all ranks.
+        """
         self.model, self.batches, self.modules = model, batches, modules
         self.outputs, self.ranks, self.asked = outputs, ranks, asked
         self._devices = cuda_devices(model)

@@ -20,7 +20,7 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from normscope.swaps.kernels.device_functions import function
+from normscope.swaps.kernels.device_functions import function  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 FUNCTIONS = [("f", curve, precise) for curve in ("tanh", "isru", "erf") for precise in (True, False)]
