@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores leave one thread for each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-WITH_TRITON = ["pairs/binning/cuda*", "swaps/kernels/f*", "swaps/kernels/l*"]
+WITH_TRITON = ["pairs/sums/binning/cuda*", "swaps/kernels/device_functions", "swaps/kernels/l*"]
 collect_ignore_glob = [] if find_spec("triton") else [f"normscope/{path}.py" for path in WITH_TRITON]
 
 

@@ -17,7 +17,7 @@ from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import Lines, Run, Tokens
 from normscope.swaps.bench.timing import cache_of, sets_beyond_cache
 
-LOOP, LARGE, CAPTURE = (f"tests/pairs/test_cuda_{name}.py" for name in ("loop", "large", "capture"))
+LOOP, LARGE, CAPTURE = (f"tests/pairs/sums/binning/test_cuda_{name}.py" for name in ("loop", "large", "capture"))
 CHECKS = {  # of what, on a GPU and in a rehearsal, and the seconds it may take
     "binning of few": (LOOP, "GPU", "interpreted and padding", 360),
     "binning of many": (LARGE, "", "positions or beyond", 360),

@@ -1,4 +1,4 @@
-"""How much memory passes take, by what this process has at its peak; see test_batch_sizes.py, which starts it."""
+"""How much memory passes take, by what this process has at its peak; see test_batch_size.py, which starts it."""
 
 import gc
 

@@ -190,7 +190,7 @@ def test_the_kernels_compile_without_spilled_registers(tmp_path, monkeypatch, na
         {(kernel.arg_names.index(name),): value for name, value in constants.items()},
         {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if types[name][0] == "*"},
     )
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    monkeypatch.syspath_prepend(Path(__file__).parents[4] / "benchmarks")
     code = importlib.import_module("disassembly").code_of(source, capability, {"num_warps": warps})
     assert code.local == 0
     assert not code.counted(r"(LDL|STL)(\..*)?")

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import normscope
 from normscope.cli import app
 
-CHECKOUT = Path(__file__).parents[2]
+CHECKOUT = Path(__file__).parents[3]
 
 
 def process(*arguments, cwd):

@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def mutations(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
     return importlib.import_module("mutations")
 
 
