@@ -18,8 +18,20 @@ from speed import of_rows
 
 import normscope
 from normscope.swaps.bench.bench import CURVES, PASSES_TIMED, TOKENS, published
+from normscope.swaps.bench.reports import (
+    COPY,
+    NATIVE,
+    NOT_RUN,
+    PASSES,
+    SOURCE,
+    Case,
+    Latency,
+    Passes,
+    Scope,
+    Timing,
+    Way,
+)
 from normscope.swaps.kernels.choice import TRITON, VARIABLE
-from normscope.swaps.reports import COPY, NATIVE, NOT_RUN, PASSES, SOURCE, Case, Latency, Passes, Scope, Timing, Way
 
 DTYPE = "bfloat16"
 NUMBERS = {"vit_b16": 64, "wav2vec2_large": 8, "dit_xl": 32, "llama_7b": TOKENS}

@@ -17,7 +17,7 @@ from rich.markup import escape
 from normscope.cli.records import CSV, PARQUET, YAML, Row, as_csv, as_yaml, check_parquet, check_suffix, write_parquet
 from normscope.errors import UsageError, count
 from normscope.runtime.files import check_writable, visible, whole_file
-from normscope.runtime.ranks import Place
+from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from normscope.inputs.batch import Batch
     from normscope.inputs.loaded_model import LoadedModel
-    from normscope.inputs.splits import Chunk, Inputs, LeftOut, Part, Share
+    from normscope.inputs.splits import Chunk, DivisibleInputs, LeftOut, Part, Share
     from normscope.pairs.captures import Capture
     from normscope.pairs.norms.sites import SkippedNorm
 
@@ -167,7 +167,7 @@ class Output:
         for norm in norms:
             self.warn(f"skipped {norm.name} ({norm.kind}): {norm.reason}")
 
-    def tracked(self, inputs: Inputs | Part, ranks: int = 1) -> Tracked:
+    def tracked(self, inputs: DivisibleInputs | Part, ranks: int = 1) -> Tracked:
         """Show a progress bar while ``inputs`` are taken, on a terminal and only there; of a share, times ``ranks``."""
         return Tracked(inputs, self._remarks, ranks, hidden=self._without_bars)
 
@@ -195,7 +195,7 @@ class Output:
 class Tracked:
     """Inputs that move a progress bar."""
 
-    def __init__(self, inputs: Inputs | Part, console: Console, ranks: int, hidden: bool) -> None:
+    def __init__(self, inputs: DivisibleInputs | Part, console: Console, ranks: int, hidden: bool) -> None:
         self._inputs, self._console, self._ranks, self._hidden = inputs, console, ranks, hidden
 
     @property

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import cast
 
-from normscope.runtime.ranks import Place
+from normscope.runtime.processes import Place
 
 _USAGE = 2
 _CLOSED_PIPE = 141  # 128 + SIGPIPE, as a shell reports a program that the signal ended

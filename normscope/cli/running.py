@@ -30,7 +30,7 @@ from normscope.cli.options import (
 )
 from normscope.cli.output import Output
 from normscope.errors import DataError, ModelError, UsageError, unknown
-from normscope.runtime.ranks import Place
+from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
     from normscope.cli.output import Output
@@ -45,7 +45,7 @@ _PARAMETER = "run"
 
 
 @dataclass(frozen=True)
-class Run:
+class RunOptions:
     """How to run a network: an option of the command line for each field, with its default, in the help's order."""
 
     weights: Weights = "pretrained"
@@ -148,17 +148,17 @@ def runs_networks(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., N
             of them, and ``run`` has their defaults.
 
     >>> @runs_networks(without=("data", "limit", "shuffle", "workers", "sample", "guidance", "timesteps", "verify"))
-    ... def say(name: str, *, run: Run, loudly: bool = False) -> None:
+    ... def say(name: str, *, run: RunOptions, loudly: bool = False) -> None:
     ...     print(name, run.weights, run.seed, loudly)
     >>> list(inspect.signature(say).parameters)
     ['name', 'weights', 'batch_size', 'seed', 'device', 'device_map', 'dtype', 'loudly']
     >>> say("demo_vit", seed=3)
     demo_vit pretrained 3 False
     """
-    hints = get_type_hints(Run, include_extras=True)
+    hints = get_type_hints(RunOptions, include_extras=True)
     taken = [
         inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
-        for f in fields(Run)
+        for f in fields(RunOptions)
         if f.name not in without
     ]
     names = [parameter.name for parameter in taken]
@@ -166,7 +166,7 @@ def runs_networks(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., N
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def with_a_run(*arguments: Any, **options: Any) -> None:
-            run = Run(**{name: options.pop(name) for name in names if name in options})
+            run = RunOptions(**{name: options.pop(name) for name in names if name in options})
             command(*arguments, run=run, **options)
 
         own = inspect.signature(command, eval_str=True)
@@ -228,7 +228,7 @@ def check_models(names: Sequence[str]) -> None:
         check_library(entry)
 
 
-def check_sources(names: Sequence[str], run: Run) -> None:
+def check_sources(names: Sequence[str], run: RunOptions) -> None:
     """Refuse what names neither a model nor a capture file, before the first one is run.
 
     Raises:
@@ -268,7 +268,7 @@ def _without_parts(name: str, by: str) -> UsageError:
 
 
 def captures(
-    sources: Sequence[tuple[str, Run]],
+    sources: Sequence[tuple[str, RunOptions]],
     layers: str,
     output: Output,
     by: str | None = None,
@@ -326,16 +326,16 @@ def _is_file(name: str) -> bool:
 
 
 def _from_file(name: str, layers: str, output: Output) -> Capture:
-    from normscope.pairs.storage import load
+    from normscope.pairs.storage import load_capture
 
-    capture = load(name).only(layers)
+    capture = load_capture(name).only(layers)
     output.account(capture)
     return capture
 
 
 def _from_model(
     name: str,
-    run: Run,
+    run: RunOptions,
     layers: str,
     output: Output,
     ranks: Ranks,

@@ -22,7 +22,7 @@ from normscope.fits.curves.known import CURVES
 from normscope.fits.curves.lookup import curves_named
 from normscope.pairs.norms.sites import NormSite
 from normscope.runtime.files import visible
-from normscope.swaps.reports import Drift, DriftReport, Quantiles
+from normscope.swaps.drift.reports import Drift, DriftReport, Quantiles
 
 _WIDTH, _WIDEST = 6.6, 24.0
 _SITE_INCHES, _PANEL_INCHES, _LINE_INCHES = 0.2, 1.5, 0.125
@@ -37,7 +37,7 @@ _TOLD = ("model", "weights", "data")
 
 
 @dataclass(frozen=True)
-class _Line:
+class _DriftLine:
     """One swap in every panel."""
 
     report: DriftReport
@@ -109,7 +109,7 @@ def _any(reports: Sequence[DriftReport], rows: str) -> bool:
     return any(getattr(report, rows) for report in reports)
 
 
-def _lines(reports: Sequence[DriftReport], theme: Style) -> list[_Line]:
+def _lines(reports: Sequence[DriftReport], theme: Style) -> list[_DriftLine]:
     colours = _colours(dict.fromkeys(report.func for report in reports), theme)
     lines = []
     for number, report in enumerate(reports):
@@ -118,7 +118,7 @@ def _lines(reports: Sequence[DriftReport], theme: Style) -> list[_Line]:
         label = " · ".join(part for part in (report.func, report.init) if part)
         # Curves of one shape drift alike, and one line would hide another of its thickness.
         thickness = 0.9 + 0.7 * min(3, sum(later.init == report.init for later in reports[number + 1 :]))
-        lines.append(_Line(report, label, colours[report.func], marker, dashes, thickness, offset))
+        lines.append(_DriftLine(report, label, colours[report.func], marker, dashes, thickness, offset))
     return lines
 
 
@@ -154,7 +154,9 @@ def _heading(reports: Sequence[DriftReport], inches: float) -> list[str]:
     return [line for text in texts for line in wrapped(text, inches, _TITLE)]
 
 
-def _handles(lines: Sequence[_Line], sites: Sequence[NormSite], paths: Sequence[str], theme: Style) -> list[Artist]:
+def _handles(
+    lines: Sequence[_DriftLine], sites: Sequence[NormSite], paths: Sequence[str], theme: Style
+) -> list[Artist]:
     handles: list[Artist] = [
         Line2D(
             [],
@@ -185,21 +187,21 @@ def _infinite(found: Quantiles) -> bool:
     return math.isinf(found.p50) or math.isinf(found.p90)
 
 
-def _draw_alone(ax: Axes, lines: Sequence[_Line], paths: Sequence[str], theme: Style) -> None:
+def _draw_alone(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
     for line in lines:
         rows = {row.site: row for row in line.report.by_site}
         _draw_dots(ax, line, [(number, rows[path]) for number, path in enumerate(paths) if path in rows], line.offset)
     ax.set_title("the network's output, each site swapped alone", loc="left", pad=13)
 
 
-def _draw_at_sites(ax: Axes, lines: Sequence[_Line], paths: Sequence[str], theme: Style) -> None:
+def _draw_at_sites(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
     for line in lines:
         rows = {row.at: row for row in line.report.at_sites}
         _draw_dots(ax, line, [(number, rows[path]) for number, path in enumerate(paths) if path in rows], line.offset)
     ax.set_title("each site's own output, all sites swapped", loc="left")
 
 
-def _draw_cumulative(ax: Axes, lines: Sequence[_Line], paths: Sequence[str], theme: Style) -> None:
+def _draw_cumulative(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
     for line in lines:
         points = [(row.sites_swapped, row.relative_l2) for row in line.report.cumulative]
         known = [(x, q) for x, q in points if math.isfinite(q.p50)]
@@ -214,7 +216,7 @@ def _draw_cumulative(ax: Axes, lines: Sequence[_Line], paths: Sequence[str], the
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
-def _draw_parts(ax: Axes, lines: Sequence[_Line], paths: Sequence[str], theme: Style) -> None:
+def _draw_parts(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
     parts = list(dict.fromkeys(row.part for line in lines for row in line.report.by_part))
     for line in lines:
         rows = [(parts.index(row.part), row) for row in line.report.by_part]
@@ -229,7 +231,7 @@ def _draw_parts(ax: Axes, lines: Sequence[_Line], paths: Sequence[str], theme: S
 
 
 def _draw_dots(
-    ax: Axes, line: _Line, rows: Sequence[tuple[int, Drift]], offset: float, *, joined: bool = False
+    ax: Axes, line: _DriftLine, rows: Sequence[tuple[int, Drift]], offset: float, *, joined: bool = False
 ) -> None:
     """A dot and a bar for each row, set aside so that one swap does not hide another."""
     points = [(x + offset, row.relative_l2) for x, row in rows]
@@ -249,7 +251,7 @@ def _draw_dots(
     _cross_out(ax, [(x, found) for x, found in points if _infinite(found)], line)
 
 
-def _cross_out(ax: Axes, points: Sequence[tuple[float, Quantiles]], line: _Line) -> None:
+def _cross_out(ax: Axes, points: Sequence[tuple[float, Quantiles]], line: _DriftLine) -> None:
     """Mark at the upper edge where the 90th percentile is not finite."""
     if not points:
         return

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from normscope.figures.style import Style, style_named
 from normscope.figures.text import wrapped
-from normscope.swaps.reports import BLOCKS, SITES, START, WHOLE, HealReport, Point
+from normscope.swaps.heal.reports import BLOCKS, SITES, START, WHOLE, HealReport, TrainingInterval
 
 _INCHES = (6.4, 2.5)
 _SITES_SHARE = 0.12  # of the width that the steps take: sites take none of them
@@ -53,7 +53,7 @@ def plot_healing(report: HealReport, title: str = "", *, style: str = "light") -
     return figure
 
 
-def _draw_course(ax: Axes, points: Sequence[Point], style: Style) -> None:
+def _draw_course(ax: Axes, points: Sequence[TrainingInterval], style: Style) -> None:
     places, edges = _places(points)
     loss, judged = style.curves[1], style.curves[0]
     for stage in (BLOCKS, WHOLE):
@@ -100,7 +100,7 @@ def _draw_course(ax: Axes, points: Sequence[Point], style: Style) -> None:
     ax.legend(loc="upper right", fontsize=5.8)
 
 
-def _places(points: Sequence[Point]) -> tuple[list[float], dict[str, tuple[float, float]]]:
+def _places(points: Sequence[TrainingInterval]) -> tuple[list[float], dict[str, tuple[float, float]]]:
     """Where each point is drawn, and where each stage begins and ends; steps count through, and sites stand before."""
     last = {stage: max((point.step for point in points if point.stage == stage), default=0) for stage in _STAGES}
     width = {SITES: _SITES_SHARE * max(1, last[BLOCKS] + last[WHOLE])}

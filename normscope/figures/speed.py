@@ -16,7 +16,7 @@ from normscope.figures.panels import outline
 from normscope.figures.style import Style, style_named
 from normscope.figures.text import width_of, wrapped
 from normscope.fits.curves.lookup import curves_named
-from normscope.swaps.reports import BESIDE, FASTER, SLOWER, TOO_FEW, BenchReport, Timing
+from normscope.swaps.bench.reports import BESIDE, FASTER, SLOWER, TOO_FEW, BenchReport, Timing
 from normscope.tables.speed import SCOPES, duration
 
 _PANEL_INCHES, _BAR_INCHES, _GAP = 2.6, 0.155, 0.9

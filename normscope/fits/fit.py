@@ -16,7 +16,7 @@ from normscope.fits.curves.lookup import curves_named, split_names
 from normscope.fits.solving.ceiling import Ceiling, ceilings, free
 from normscope.fits.solving.levels import Level, check_levels, levels_of
 from normscope.fits.solving.nodes import Problems, batches, goodness, nodes_of, tails
-from normscope.fits.solving.objective import FITTED, Form
+from normscope.fits.solving.objective import FITTED, Parametrization
 from normscope.fits.solving.refits import Fitted, fitted, inside_noise
 from normscope.pairs.captures import Capture
 
@@ -29,7 +29,7 @@ class Describe:
     """What all records of one call of ``fit`` share."""
 
     capture: Capture
-    form: Form
+    form: Parametrization
     weights_by: str
 
     def row(self, level: Level, curve: Curve, top: Ceiling | None, **columns: Any) -> CurveFit:
@@ -73,7 +73,7 @@ class Describe:
         return self.row(level, curve, top, form=FREE, **own, **numbers)
 
 
-def columns(problems: Problems, form: Form, found: Sequence[Fitted]) -> list[list[Columns]]:
+def columns(problems: Problems, form: Parametrization, found: Sequence[Fitted]) -> list[list[Columns]]:
     """Return what is known of each curve, and of each problem, by the names of CurveFit's fields."""
     freedom = [len(form.parameters(one.curve)) for one in found]
     ranks: list[list[Columns]] = [[] for _ in found]
@@ -188,7 +188,7 @@ def fit(
     >>> [found.curve for found in fit(seen, "dyt")]
     ['tanh']
     """
-    plan = planned(curves, per, pool, Form(amplitude, theory, alpha, shift), weights_by)
+    plan = planned(curves, per, pool, Parametrization(amplitude, theory, alpha, shift), weights_by)
     return carried_out(plan, capture)
 
 
@@ -199,7 +199,7 @@ class Plan:
     wanted: Sequence[str | Curve]
     per: str
     pool: str | None
-    form: Form
+    form: Parametrization
     weights_by: str
 
 
@@ -207,7 +207,7 @@ def planned(
     curves: str | Sequence[str | Curve],
     per: str = "site",
     pool: str | None = None,
-    form: Form = FITTED,
+    form: Parametrization = FITTED,
     weights_by: str = "pairs",
 ) -> Plan:
     """Look the curves up, and refuse what cannot be fitted whatever the data is; UsageError."""

@@ -100,7 +100,7 @@ class Provenance:
         return cls("random", f"random weights, seed {seed}{f' of a {on}' if on else ''}")
 
 
-class Inputs(splits.Inputs, Protocol):
+class Inputs(splits.DivisibleInputs, Protocol):
     """Batches to run a network on, on its device and in its dtype."""
 
     @property

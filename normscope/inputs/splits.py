@@ -130,8 +130,8 @@ def shared(batches: Iterable[Any], share: Share) -> tuple[Batch, Iterator[Chunk]
     """Return the first sample of all inputs, whoever takes it, and the chunks of one process's share.
 
     Args:
-        batches: inputs with ``chunks(share)`` and ``first_sample()``, see :class:`normscope.inputs.splits.Inputs`; or
-            any iterable that :func:`normscope.inputs.batch.as_batches` takes, of which each entry counts as one input.
+        batches: inputs with ``chunks(share)`` and ``first_sample()``, see :class:`DivisibleInputs`; or any iterable
+            that :func:`normscope.inputs.batch.as_batches` takes, of which each entry counts as one input.
         share: of this process.
 
     Raises:
@@ -155,7 +155,7 @@ _ONE_IN = 4  # sources is held out
 _Key = tuple[str, str | int]
 
 
-class Inputs(Protocol):
+class DivisibleInputs(Protocol):
     """Batches that say what they are; iterating again gives the same batches again.
 
     Attributes:
@@ -280,7 +280,9 @@ class Part:
                 yield [samples[i] for i in own], latents[own]
 
 
-def divided(inputs: Inputs, calibration: Inputs | None = None) -> tuple[Inputs | Part, Inputs | Part]:
+def divided(
+    inputs: DivisibleInputs, calibration: DivisibleInputs | None = None
+) -> tuple[DivisibleInputs | Part, DivisibleInputs | Part]:
     """Return what to learn from, and what to judge by: calibration and inputs, or two parts of the inputs.
 
     Args:

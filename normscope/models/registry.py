@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from normscope.errors import DataError, ModelError, UsageError, unknown
-from normscope.runtime.ranks import Place
+from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
     from normscope.inputs.loaded_model import LoadedModel, LoadOptions

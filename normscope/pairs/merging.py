@@ -11,7 +11,7 @@ from torch import Tensor
 
 from normscope.errors import DataError, UsageError
 from normscope.pairs.captures import Capture
-from normscope.pairs.storage import load
+from normscope.pairs.storage import load_capture
 from normscope.pairs.sums.sampling import NO_KEY, TokenSample
 from normscope.pairs.sums.stats import PairStats
 
@@ -57,7 +57,7 @@ def merge_captures(captures: Sequence[Source]) -> Capture:
 
 
 def _loaded(source: Source) -> Capture:
-    return source if isinstance(source, Capture) else load(source)
+    return source if isinstance(source, Capture) else load_capture(source)
 
 
 def _name(source: Source, number: int) -> str:

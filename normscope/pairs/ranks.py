@@ -26,7 +26,7 @@ from normscope.pairs.norms.sites import SkippedNorm
 from normscope.pairs.recorder import Recorder, Seen
 from normscope.pairs.sums.sampling import LARGEST_TOKENS, UNIFORM_TOKENS, PairSample, SourcesSeen, TokenSample
 from normscope.pairs.sums.stats import PairStats
-from normscope.runtime.ranks import Place
+from normscope.runtime.processes import Place
 
 # Ranks wait for the slowest, whose share of recordings may be the longest; a lost one is torchrun's to notice.
 _PATIENCE = timedelta(days=7)

@@ -167,7 +167,7 @@ FORMAT_VERSION = 4
 _AGAIN = "`normscope capture MODEL -o FILE` writes one"
 
 
-def save(capture: Capture, path: str | Path) -> Path:
+def save_capture(capture: Capture, path: str | Path) -> Path:
     """Write a capture as one safetensors file, whole or not at all.
 
     Bins and cells that no pair fell into take no place in it.
@@ -200,7 +200,7 @@ def all_tensors(capture: Capture) -> dict[str, Tensor]:
     return tensors
 
 
-def load(path: str | Path) -> Capture:
+def load_capture(path: str | Path) -> Capture:
     """Read a capture that :func:`save` wrote.
 
     Raises:

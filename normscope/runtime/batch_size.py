@@ -20,9 +20,9 @@ from torch import nn
 from normscope.errors import MemoryEndedError
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import LoadedModel
-from normscope.inputs.splits import Inputs
+from normscope.inputs.splits import DivisibleInputs
 from normscope.runtime.network import left_as_found, memory_ended, run
-from normscope.runtime.ranks import Place
+from normscope.runtime.processes import Place
 
 _SUMS = 2**28  # bytes that are left for what is kept of the norms: some 5 MB each, and steps of their loops
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
@@ -168,7 +168,7 @@ def fit_batches(network: LoadedModel) -> Fitting:
     return found
 
 
-def largest(module: nn.Module, inputs: Inputs) -> Fitting:
+def largest(module: nn.Module, inputs: DivisibleInputs) -> Fitting:
     """Find the largest batch size that fits: 1, 2, 4, … copies of the first sample, until memory ends; then back.
 
     Memory ends where an allocation fails, and where twice of what a pass took would leave less than a fifth of the

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from normscope.swaps.reports import BLOCKS, SITES, START, WHOLE, HealReport
+from normscope.swaps.heal.reports import BLOCKS, SITES, START, WHOLE, HealReport
 from normscope.tables.table import as_cell, new_table, table_by_site, unbroken
 
 if TYPE_CHECKING:
-    from normscope.swaps.reports import Drift, DriftReport, Quantiles
+    from normscope.swaps.drift.reports import Drift, DriftReport, Quantiles
 
 
 _NONE = "–"

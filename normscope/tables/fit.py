@@ -17,7 +17,7 @@ from normscope.tables.table import NARROWEST_NAME, as_cell, new_table, table_by_
 
 if TYPE_CHECKING:
     from normscope.fits.curve_fit import CurveFit
-    from normscope.fits.views.advice import Advice, Start
+    from normscope.fits.views.advice import Advice, StartingValue
     from normscope.fits.views.summaries import Layerwise, TokenSlopes
 
 
@@ -225,7 +225,7 @@ def advice_table(advice: Sequence[Advice]) -> Table:
     return unbroken(table)
 
 
-def _start(start: Start | None) -> str:
+def _start(start: StartingValue | None) -> str:
     if start is None:
         return "–"
     if start.least == start.most:

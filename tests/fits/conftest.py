@@ -13,7 +13,7 @@ import normscope
 from normscope.fits.curves.known import CURVES
 from normscope.fits.solving.levels import Level
 from normscope.fits.solving.nodes import batches
-from normscope.fits.solving.objective import Form
+from normscope.fits.solving.objective import Parametrization
 from normscope.fits.solving.refits import fitted
 from normscope.pairs.sums.binning import PAIR_GRID
 
@@ -99,7 +99,7 @@ def solved(level_of):
     """Fit one curve to raw pairs; return amplitude, alpha, shift, residual, straight and converged as attributes."""
 
     def solve(x, y, curve="tanh", form=None, **level):
-        form = form or Form(shift=False)
+        form = form or Parametrization(shift=False)
         [(_, problems)] = batches([level_of(x, y, **level)])
         found = fitted(problems, CURVES.get(curve, curve) if isinstance(curve, str) else curve, form)
         return _Solved(found)

@@ -37,7 +37,7 @@ def test_two_ranks_of_different_memory_count_every_input_once(tmp_path):
             import torch
             import normscope
             from normscope.pairs.ranks import joined
-            from normscope.runtime.ranks import Place
+            from normscope.runtime.processes import Place
 
             network = normscope.load("demo_vit", device="cpu")
             place = Place.from_environment()

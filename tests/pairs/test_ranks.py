@@ -34,7 +34,7 @@ from normscope.pairs.recorder import Recorder, Seen, Summing
 from normscope.pairs.sums.packing import packed
 from normscope.pairs.sums.sampling import LARGEST_TOKENS, UNIFORM_TOKENS
 from normscope.pairs.sums.stats import PairStats
-from normscope.runtime.ranks import Place
+from normscope.runtime.processes import Place
 
 SIZE = 3
 SUMS = 1e-12  # float64 sums of at most 1e5 terms each, added in another order

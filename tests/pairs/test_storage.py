@@ -13,7 +13,7 @@ from torch import nn
 import normscope
 from normscope.errors import DataError, NormscopeError
 from normscope.pairs.norms.sites import NormSite
-from normscope.pairs.storage import load, save
+from normscope.pairs.storage import load_capture, save_capture
 from normscope.pairs.sums.sampling import SourcesSeen
 from normscope.runtime.files import write_checked
 
@@ -46,11 +46,11 @@ def seen():
 
 @pytest.fixture(scope="module")
 def file(seen, tmp_path_factory):
-    return save(seen, tmp_path_factory.mktemp("captures") / "seen.safetensors")
+    return save_capture(seen, tmp_path_factory.mktemp("captures") / "seen.safetensors")
 
 
 def test_what_is_loaded_is_what_was_saved(seen, file):
-    again = load(file)
+    again = load_capture(file)
     assert_same(again, seen)
     assert [norm.kind for norm in again.skipped] == ["LocalResponseNorm"]
     assert again.stats["1"].nbytes == seen.stats["1"].nbytes
@@ -82,7 +82,7 @@ def test_the_header_says_what_it_is(file):
 
 
 def test_merging_saved_captures_is_merging_captures(seen, file):
-    double = load(file).merge(seen)
+    double = load_capture(file).merge(seen)
     assert double.stats["1"].n_pairs == 2 * seen.stats["1"].n_pairs
     assert double.n_samples == 18
     other = dataclasses.replace(seen, about={**seen.about, "weights": "others"})
@@ -170,7 +170,7 @@ def cases(changes):
 
 def is_refused(file, path, change):
     with pytest.raises(DataError, match="is damaged"):
-        load(rewritten(file, path / "changed.safetensors", change))
+        load_capture(rewritten(file, path / "changed.safetensors", change))
 
 
 def test_every_field_of_the_header_is_among_the_changes():
@@ -214,7 +214,7 @@ def test_number_that_no_finite_pairs_leave(file, tmp_path, name, value):
 def test_site_that_saw_only_nonfinite_tokens(tmp_path):
     model = nn.Sequential(nn.LayerNorm(8))
     seen = normscope.capture(model, [torch.full((2, 8), torch.nan)])
-    again = load(save(seen, tmp_path / "nonfinite.safetensors"))
+    again = load_capture(save_capture(seen, tmp_path / "nonfinite.safetensors"))
     assert (again.stats["0"].n_pairs, int(again.stats["0"].nonfinite_tokens)) == (0, 2)
     assert torch.equal(again.stats["0"].channel_extremes, seen.stats["0"].channel_extremes)
 
@@ -224,7 +224,7 @@ def test_group_that_saw_only_nonfinite_tokens(tmp_path):
     x = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(0))
     x[:, :4] = torch.nan
     seen = normscope.capture(nn.Sequential(nn.GroupNorm(2, 8)), [x])
-    own = load(save(seen, tmp_path / "nonfinite.safetensors")).stats["0"]
+    own = load_capture(save_capture(seen, tmp_path / "nonfinite.safetensors")).stats["0"]
     assert (own.n_pairs, int(own.nonfinite_tokens)) == (3 * 4 * 5, 3)
     assert torch.equal(own.channel_extremes, seen.stats["0"].channel_extremes)
     assert torch.equal(own.reach, x.nan_to_num().abs().amax((0, 2)))
@@ -237,7 +237,7 @@ def test_group_that_saw_only_nonfinite_tokens(tmp_path):
 def test_files_that_are_not_what_they_say(file, tmp_path, name):
     change, sentence = CHANGES[name]
     with pytest.raises(DataError, match=sentence):
-        load(rewritten(file, tmp_path / "changed.safetensors", change))
+        load_capture(rewritten(file, tmp_path / "changed.safetensors", change))
 
 
 def test_a_file_that_breaks_off_is_told_in_bytes(file, tmp_path):
@@ -256,7 +256,7 @@ def test_a_file_that_breaks_off_is_told_in_bytes(file, tmp_path):
     ]:
         path.write_bytes(content[:size])
         with pytest.raises(DataError) as caught:
-            load(path)
+            load_capture(path)
         assert str(caught.value) == (
             f"Cannot read the capture {path}: {sentence} `normscope capture MODEL -o FILE` writes one."
         )
@@ -271,7 +271,7 @@ def test_a_file_that_is_longer_or_another_is_told(file, tmp_path):
     ]:
         path.write_bytes(changed)
         with pytest.raises(DataError, match=sentence):
-            load(path)
+            load_capture(path)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -285,7 +285,7 @@ def test_mutated_files_are_errors_or_captures(file, tmp_path, data):
     path = tmp_path / "mutated.safetensors"
     path.write_bytes(content[: data.draw(st.sampled_from([len(content), header_end, 20, 0]))])
     try:
-        again = load(path)
+        again = load_capture(path)
     except DataError as error:
         assert str(error).endswith((".", "one."))
         return

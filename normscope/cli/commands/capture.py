@@ -10,10 +10,10 @@ import typer
 from normscope.cli.options import AsCsv, AsJson, ByGamma, Diagonal, Layers, Model, PerChannel, Quiet
 from normscope.cli.output import Output, pairs_as_json, skipped_as_json
 from normscope.cli.process import stopping_between_chunks
-from normscope.cli.running import Run, check_models, runs_networks
+from normscope.cli.running import RunOptions, check_models, runs_networks
 from normscope.errors import UsageError
 from normscope.runtime.files import CHECKPOINT, check_writable
-from normscope.runtime.ranks import Place
+from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
     from normscope.inputs.loaded_model import LoadedModel
@@ -60,7 +60,7 @@ def capture(
     raw: Raw = False,
     checkpoint_every: Every = 300,
     resume: Resume = False,
-    run: Run,
+    run: RunOptions,
     by_gamma: ByGamma = False,
     per_channel: PerChannel = False,
     diagonal: Diagonal = False,
@@ -142,10 +142,10 @@ def _check_kept(kept: Checkpoints, raw: bool, say: Output) -> None:
 
 def _saved(seen: Capture, output: Path, kept: Checkpoints) -> Path:
     """Write the capture, and remove what is no longer needed."""
-    from normscope.pairs.storage import save
+    from normscope.pairs.storage import save_capture
 
     try:
-        path = save(seen, output)
+        path = save_capture(seen, output)
     except UsageError as error:
         if not kept.exist:
             raise

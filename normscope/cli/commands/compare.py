@@ -10,7 +10,7 @@ import typer
 
 from normscope.cli.options import AsCsv, AsJson, By, Dpi, Format, Func, Layers, Models, Quiet, Theme, figure_suffix
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.running import Run, captures, check_by, check_sources, named_or_embedded, runs_networks
+from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
 from normscope.runtime.files import check_writable
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def compare(
     func: Func = "tanh,isru",
     layers: Layers = "all",
     weights: Checkpoints = None,
-    run: Run,
+    run: RunOptions,
     by: By = None,
     figure_format: Format = None,
     dpi: Dpi = 200,

@@ -8,7 +8,15 @@ import typer
 
 from normscope.cli.options import AsCsv, AsJson, By, Func, JsonFile, Layers, Models, Quiet
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.running import Run, captures, check_by, check_sources, family_of, named_or_embedded, runs_networks
+from normscope.cli.running import (
+    RunOptions,
+    captures,
+    check_by,
+    check_sources,
+    family_of,
+    named_or_embedded,
+    runs_networks,
+)
 from normscope.errors import UsageError, unknown
 
 if TYPE_CHECKING:
@@ -72,7 +80,7 @@ def fit(
     weights_by: WeightsBy = "pairs",
     advise: Advise = False,
     layers: Layers = "all",
-    run: Run,
+    run: RunOptions,
     by: By = None,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
@@ -82,14 +90,14 @@ def fit(
     """Fit y ≈ A·f(αx + s) to every norm's pairs, by least squares over all of them, with honest intervals."""
     say = Output(as_json, quiet, output, as_csv=as_csv)
     from normscope.fits.fit import planned
-    from normscope.fits.solving.objective import FITTED, Form
+    from normscope.fits.solving.objective import FITTED, Parametrization
 
     if per not in LEVELS:
         raise UsageError(unknown("level", per, LEVELS))
     of_tokens = per == "token"
     if advise and (per != "site" or pool):
         raise UsageError("--advise takes the fits of each site by itself; leave --per and --pool out.")
-    form = Form(amplitude, theory, alpha, shift)
+    form = Parametrization(amplitude, theory, alpha, shift)
     if of_tokens and (func, pool, weights_by, form) != (CURVES, None, "pairs", FITTED):
         raise UsageError(
             "--per token fits no curve, as each token is a line, exactly; leave out --func, --pool, --weights-by, "

@@ -22,7 +22,7 @@ from normscope.cli.options import (
     figure_title,
 )
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.running import Run, captures, check_by, check_sources, named_or_embedded, runs_networks
+from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
 from normscope.runtime.files import check_writable
 
 EXAMPLES = (
@@ -42,7 +42,7 @@ def gradient(
     figure_format: Format = None,
     dpi: Dpi = 200,
     style: Theme = "light",
-    run: Run,
+    run: RunOptions,
     by: By = None,
     as_json: AsJson = False,
     as_csv: AsCsv = False,

@@ -12,16 +12,16 @@ import typer
 from normscope.cli.commands.swap import Folder, call_that_loads
 from normscope.cli.options import AsCsv, AsJson, Model, OwnBatchSize, Quiet
 from normscope.cli.output import Output
-from normscope.cli.running import Run, check_models, runs_networks
+from normscope.cli.running import RunOptions, check_models, runs_networks
 from normscope.cli.swapping import How, Init, Learner, OneFunc, Per, Shift, Sites, check_kernels
 from normscope.errors import UsageError, count
 from normscope.runtime.files import check_folder_writable, check_writable
-from normscope.runtime.ranks import Place
+from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from normscope.swaps.reports import HealReport
+    from normscope.swaps.heal.reports import HealReport
 
 EXAMPLES = (
     "Examples: normscope heal demo_vit --func dyisru -o healed · "
@@ -55,7 +55,7 @@ def heal(
     shift: Shift = None,
     batch_size: OwnBatchSize = None,
     restart: Restart = False,
-    run: Run,
+    run: RunOptions,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
     quiet: Quiet = False,
@@ -87,7 +87,7 @@ def heal(
     if not restart:
         check_asked(checkpoint, wanted)
     # Batches of a network of the user's own are as they are, which takes the default of all commands.
-    at_once = batch_size or (Run.batch_size if model.startswith("py:") else _BATCH_SIZE)
+    at_once = batch_size or (RunOptions.batch_size if model.startswith("py:") else _BATCH_SIZE)
     network = replace(run, batch_size=at_once, dtype="float32").load(model, say)  # half precision swallows small steps
     learner = Learner.of(network, sites, run.seed, say, ALONE)
     fits = learner.fits(how, say)
@@ -132,7 +132,7 @@ def heal(
     say.document(document, [{**whole, **row} for row in _rows(report)])
 
 
-def _inputs(run: Run) -> dict[str, Any]:
+def _inputs(run: RunOptions) -> dict[str, Any]:
     """List the options that say which network is healed on what, as JSON takes them."""
     own = {f.name: getattr(run, f.name) for f in fields(run) if f.name not in _OF_THE_MACHINE}
     return {name: str(value) if isinstance(value, Path) else value for name, value in own.items()}

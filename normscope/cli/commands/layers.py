@@ -9,8 +9,8 @@ import typer
 
 from normscope.cli.options import AsCsv, AsJson, JsonFile, Models, Quiet
 from normscope.cli.output import Output
-from normscope.cli.running import Run, check_models, named_or_embedded, runs_networks
-from normscope.runtime.ranks import Place
+from normscope.cli.running import RunOptions, check_models, named_or_embedded, runs_networks
+from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
     from normscope.pairs.norms.trace import NormReport
@@ -23,7 +23,7 @@ _FIELDS = ("index", "name", "kind", "normalized_shape", "channel_axis", "eps", "
 def layers(
     models: Models = None,
     *,
-    run: Run,
+    run: RunOptions,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
     output: JsonFile = None,
@@ -48,7 +48,7 @@ def layers(
     say.document(documents[0] if len(documents) == 1 else {"models": documents}, rows)
 
 
-def _report(name: str, run: Run, say: Output) -> NormReport:
+def _report(name: str, run: RunOptions, say: Output) -> NormReport:
     network = run.load(name, say)
     from normscope.pairs.capture import capture
     from normscope.pairs.norms.trace import find_norms

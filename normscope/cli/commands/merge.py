@@ -11,7 +11,7 @@ from normscope.cli.options import AsCsv, AsJson, Quiet
 from normscope.cli.output import Output, pairs_as_json, skipped_as_json
 from normscope.errors import DataError, UsageError
 from normscope.runtime.files import check_writable
-from normscope.runtime.ranks import Place
+from normscope.runtime.processes import Place
 
 EXAMPLES = (
     "Examples: normscope capture demo_vit --data first/ -o first.safetensors · "
@@ -36,11 +36,11 @@ def merge(
     _check_files(files)
     check_writable(output)
     from normscope.pairs.merging import merge_captures
-    from normscope.pairs.storage import save
+    from normscope.pairs.storage import save_capture
 
     seen = merge_captures(files)
     say.account(seen)
-    path = save(seen, output)
+    path = save_capture(seen, output)
     say.remark(f"merged {', '.join(files)}")
     say.result(str(path))
     sites = pairs_as_json(seen)

@@ -8,7 +8,7 @@ import typer
 
 from normscope.cli.options import AsCsv, AsJson, JsonFile, Quiet
 from normscope.cli.output import Output
-from normscope.runtime.ranks import Place
+from normscope.runtime.processes import Place
 
 EXAMPLES = "Example: normscope models --json"
 

@@ -24,7 +24,7 @@ from normscope.cli.options import (
     figure_title,
 )
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.running import Run, captures, check_by, check_sources, named_or_embedded, runs_networks
+from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
 from normscope.runtime.files import check_writable
 
 EXAMPLES = "Examples: normscope plot · normscope plot vit_b16 --layers 4 --format pdf · normscope plot seen.safetensors"
@@ -49,7 +49,7 @@ def plot(
     figure_format: Format = None,
     dpi: Dpi = 200,
     style: Theme = "light",
-    run: Run,
+    run: RunOptions,
     by: By = None,
     as_json: AsJson = False,
     as_csv: AsCsv = False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from normscope.cli.options import AsCsv, AsJson, By, JsonFile, Layers, Models, Quiet
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.running import Run, captures, check_by, check_sources, named_or_embedded, runs_networks
+from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
 
 EXAMPLES = (
     "Examples: normscope stats vit_b16 · normscope stats demo_vit --layers 8, · "
@@ -17,7 +17,7 @@ def stats(
     models: Models = None,
     *,
     layers: Layers = "all",
-    run: Run,
+    run: RunOptions,
     by: By = None,
     as_json: AsJson = False,
     as_csv: AsCsv = False,

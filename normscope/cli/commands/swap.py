@@ -12,10 +12,10 @@ import typer
 
 from normscope.cli.options import AsCsv, AsJson, Model, Quiet
 from normscope.cli.output import Output
-from normscope.cli.running import Run, check_models, runs_networks
+from normscope.cli.running import RunOptions, check_models, runs_networks
 from normscope.cli.swapping import How, Init, Learner, OneFunc, Per, Shift, Sites, check_kernels
 from normscope.runtime.files import check_folder_writable
-from normscope.runtime.ranks import Place
+from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
     from normscope.fits.curve_fit import CurveFit
@@ -39,7 +39,7 @@ def swap(
     sites: Sites = "all",
     per: Per = "site",
     shift: Shift = None,
-    run: Run,
+    run: RunOptions,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
     quiet: Quiet = False,

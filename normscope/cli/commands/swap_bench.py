@@ -12,11 +12,11 @@ import typer
 
 from normscope.cli.options import AsJson, Dpi, Format, Quiet, Theme, figure_path, figure_suffix
 from normscope.cli.output import Output
-from normscope.cli.running import Run, check_models, named_or_embedded, runs_networks
+from normscope.cli.running import RunOptions, check_models, named_or_embedded, runs_networks
 from normscope.cli.swapping import How, Learner, Per, Shift, Sites, check_kernels, inits_there_are
 from normscope.errors import UsageError, count
 from normscope.runtime.files import check_writable
-from normscope.runtime.ranks import Place
+from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from normscope.inputs.loaded_model import LoadedModel
     from normscope.pairs.norms.sites import NormSite
-    from normscope.swaps.reports import BenchReport, DriftReport, PublishedReport
+    from normscope.swaps.bench.reports import BenchReport, PublishedReport
+    from normscope.swaps.drift.reports import DriftReport
 
 EXAMPLES = (
     "Examples: normscope swap-bench · normscope swap-bench demo_dit --func dyt,free,rmsnorm --init fit,paper · "
@@ -79,7 +80,7 @@ def swap_bench(
     figure_format: Format = None,
     dpi: Dpi = 200,
     style: Theme = "light",
-    run: Run,
+    run: RunOptions,
     as_json: AsJson = False,
     output: Folder = Path("outputs"),
     quiet: Quiet = False,
@@ -158,7 +159,7 @@ class Wanted:
 
 
 def _drifts(
-    names: Sequence[str], sites: str, wanted: Wanted, run: Run, say: Output
+    names: Sequence[str], sites: str, wanted: Wanted, run: RunOptions, say: Output
 ) -> Iterator[tuple[Learner, list[DriftReport]]]:
     """Measure the drift of each model; ranks divide its inputs among them, and the first alone gets what they found.
 
@@ -220,7 +221,7 @@ def _drift_of(learner: Learner, how: How, modules: Mapping[str, nn.Module], say:
 
 
 def _speed(
-    network: LoadedModel, wanted: Wanted, run: Run, full: bool, seconds: float | None, say: Output
+    network: LoadedModel, wanted: Wanted, run: RunOptions, full: bool, seconds: float | None, say: Output
 ) -> BenchReport:
     """Time the network; in the place of an embedded one, which is tiny, its full-size sibling with random weights."""
     from normscope.models.registry import find
@@ -230,7 +231,7 @@ def _speed(
 
     if sibling := find(network.name).sibling:
         say.remark(f"{network.name} is tiny: speed is that of {sibling}, of the same norms, with random weights")
-        size = Run.batch_size if run.batch_size == "auto" else run.batch_size
+        size = RunOptions.batch_size if run.batch_size == "auto" else run.batch_size
         of_sibling = replace(run, weights="random", data=None, limit=size, batch_size=size, shuffle=False)
         network = of_sibling.load(sibling, say)
     batch = next(iter(network.inputs))

@@ -233,7 +233,7 @@ AMPLITUDES = ("free", "theory")
 
 
 @dataclass(frozen=True)
-class Form:
+class Parametrization:
     """Which parameters are free.
 
     Attributes:
@@ -286,8 +286,10 @@ class Form:
         """Return the curve under the name that it has in this form: erf with a shift is derf, and without one erf.
 
         >>> from normscope.fits.curves.known import CURVES
-        >>> Form(shift=True).called(CURVES["erf"]).name, Form(shift=False).called(CURVES["derf"]).name
-        ('derf', 'erf')
+        >>> Parametrization(shift=True).called(CURVES["erf"]).name
+        'derf'
+        >>> Parametrization(shift=False).called(CURVES["derf"]).name
+        'erf'
         """
         if self.shift is None:
             return curve
@@ -316,7 +318,7 @@ class Form:
         """Name the free parameters of a curve.
 
         >>> from normscope.fits.curves.known import CURVES
-        >>> Form().parameters(CURVES["derf"]), Form().parameters(CURVES["linear"])
+        >>> Parametrization().parameters(CURVES["derf"]), Parametrization().parameters(CURVES["linear"])
         (['A', 'α', 's'], ['A'])
         """
         return [
@@ -329,7 +331,7 @@ class Form:
         """Say what was fitted, and what was not.
 
         >>> from normscope.fits.curves.known import CURVES
-        >>> Form(amplitude="theory", shift=True).words(CURVES["tanh"])
+        >>> Parametrization(amplitude="theory", shift=True).words(CURVES["tanh"])
         'α, s; A from theory'
         """
         given = [
@@ -339,4 +341,4 @@ class Form:
         return "; ".join(part for part in (", ".join(self.parameters(curve)), *given) if part)
 
 
-FITTED = Form()
+FITTED = Parametrization()

@@ -13,7 +13,7 @@ from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import FREE, Curve
 from normscope.fits.solving.levels import Level
 from normscope.fits.solving.nodes import Goodness, Problems, batches, goodness
-from normscope.fits.solving.objective import Form, Solutions
+from normscope.fits.solving.objective import Parametrization, Solutions
 from normscope.fits.solving.solve import least_squares, refined
 
 LEVEL = 0.95
@@ -89,7 +89,7 @@ class Fitted:
     intervals: dict[str, tuple[Tensor, Tensor]]
 
 
-def fitted(problems: Problems, curve: Curve, form: Form) -> Fitted:
+def fitted(problems: Problems, curve: Curve, form: Parametrization) -> Fitted:
     """Fit one curve to a batch of problems, in a form that it has."""
     constraints = form.constraints(curve, problems.levels)
     odd = curve.zero_centred and not constraints.shifted
@@ -147,7 +147,7 @@ _BACK = {"alpha": torch.exp, "C": torch.exp}
 
 def _intervals(
     problems: Problems,
-    form: Form,
+    form: Parametrization,
     curve: Curve,
     solutions: Solutions,
     whole: dict[str, Tensor],
@@ -176,7 +176,7 @@ def _intervals(
     return bounds
 
 
-_FORM = Form()
+_FORM = Parametrization()
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ _OTHER = re.compile(
 
 
 @dataclass(frozen=True)
-class Start:
+class StartingValue:
     """A number to start from, over the sites of one kind.
 
     Attributes:
@@ -99,9 +99,9 @@ class Advice:
     straight: int
     not_converged: int
     nothing: int
-    alpha: Start | None
-    shift: Start | None
-    amplitude: Start | None
+    alpha: StartingValue | None
+    shift: StartingValue | None
+    amplitude: StartingValue | None
     feeds: Feeds | None
     published: Published | None
 
@@ -185,11 +185,11 @@ def _advice(kind: str, fits: Sequence[CurveFit], sites: Sequence[NormSite], fami
     )
 
 
-def _start(numbers: Sequence[float], *, logarithmic: bool = False) -> Start | None:
+def _start(numbers: Sequence[float], *, logarithmic: bool = False) -> StartingValue | None:
     if not numbers:
         return None
     middle = math.exp(statistics.median(map(math.log, numbers))) if logarithmic else statistics.median(numbers)
-    return Start(middle, min(numbers), max(numbers))
+    return StartingValue(middle, min(numbers), max(numbers))
 
 
 def feeds_of(kind: str, placements: set[str | None]) -> Feeds | None:

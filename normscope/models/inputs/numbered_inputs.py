@@ -132,7 +132,7 @@ def _signals_as_they_were() -> Iterator[None]:
 
 
 class NumberedInputs(ABC):
-    """Inputs of which any can be had at any time by its number; see :class:`normscope.inputs.splits.Inputs`.
+    """Inputs of which any can be had at any time by its number; see :class:`normscope.inputs.splits.DivisibleInputs`.
 
     Attributes:
         order: the numbers of those that are taken, in the order in which they are.

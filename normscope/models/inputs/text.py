@@ -25,14 +25,14 @@ _BYTE_ORDER_MARK = "\ufeff"
 _NOT_OPENED = 0  # in place of a line's number, which are counted from 1
 
 
-class Lines:
+class TextLines:
     """The lines that are not blank; 24 bytes are kept of each. A file that cannot be opened counts as one.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
     ...     path = Path(folder, "a.txt")
     ...     _ = path.write_text("one\\n\\ntwo\\n")
-    ...     lines = Lines([("a.txt", path)])
+    ...     lines = TextLines([("a.txt", path)])
     ...     len(lines), lines.place(1), lines.read([1, 0])
     (2, 'a.txt line 3', ['two', 'one'])
     """
@@ -183,7 +183,7 @@ class Texts(ReadInputs):
         """
         self._name, self._reading, self._remarks = name, reading, remarks
         self._data, self._source_is_line = data, source_is_line
-        self._lines = Lines(documents)
+        self._lines = TextLines(documents)
         if not len(self._lines):
             raise DataError(f"{name} holds no text: {count(len(documents), 'file')} without a line that is not blank.")
         super().__init__(len(self._lines), options)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from normscope.errors import DeviceError, ModelError, UsageError, count, unknown
-from normscope.runtime.ranks import Place
+from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
     import torch

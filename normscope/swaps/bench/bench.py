@@ -22,6 +22,7 @@ from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.network import left_as_found
 from normscope.swaps.bench import whole_network
+from normscope.swaps.bench.reports import FUSED, NATIVE, PASSES, BenchReport, Latency, Norms, Passes, PublishedReport
 from normscope.swaps.bench.single_norm import Norm, NormBench, Only, commonest, every, norm_bench
 from normscope.swaps.bench.timing import Measured, judged
 from normscope.swaps.bench.variants import Variant, computed, has_kernel, variants
@@ -29,7 +30,6 @@ from normscope.swaps.bench.whole_network import ModelBench
 from normscope.swaps.kernels.choice import EAGER, VARIABLE, why_not_on
 from normscope.swaps.pointwise import check_kernels
 from normscope.swaps.replace import module_at, uncompiled
-from normscope.swaps.reports import FUSED, NATIVE, PASSES, BenchReport, Latency, Norms, Passes, PublishedReport
 
 CURVES = ("dyt", "dyisru", "derf")
 DTYPES = ("float32", "bfloat16", "float16")

@@ -14,7 +14,19 @@ import torch
 from torch.utils.benchmark import Timer
 from torch.utils.benchmark.utils.timer import timer as clock
 
-from normscope.swaps.reports import ALIKE, BESIDE, COPY, FASTER, NATIVE, NOT_RUN, SLOWER, TOO_FEW, Case, Passes, Timing
+from normscope.swaps.bench.reports import (
+    ALIKE,
+    BESIDE,
+    COPY,
+    FASTER,
+    NATIVE,
+    NOT_RUN,
+    SLOWER,
+    TOO_FEW,
+    Case,
+    Passes,
+    Timing,
+)
 
 Run = Callable[[], object]
 Sampler = Callable[[], list[float]]
@@ -24,7 +36,7 @@ _BLOCK_SECONDS = 0.02  # of a sample of something short: a hundred times what a 
 
 
 @dataclass(frozen=True)
-class Spread:
+class TimeQuantiles:
     """How long something took, in seconds.
 
     Attributes:
@@ -40,15 +52,15 @@ class Spread:
     p80: float
 
 
-def spread(samples: Sequence[float]) -> Spread:
+def spread(samples: Sequence[float]) -> TimeQuantiles:
     """Return minimum, median and quantiles of one sample or more.
 
     >>> spread([3.0, 1.0, 2.0])
-    Spread(minimum=1.0, median=2.0, p20=1.0, p80=3.0)
+    TimeQuantiles(minimum=1.0, median=2.0, p20=1.0, p80=3.0)
     """
     ordered, last = sorted(samples), len(samples) - 1
     middle = (ordered[last // 2] + ordered[(last + 1) // 2]) / 2
-    return Spread(ordered[0], middle, ordered[math.floor(0.2 * last)], ordered[math.ceil(0.8 * last)])
+    return TimeQuantiles(ordered[0], middle, ordered[math.floor(0.2 * last)], ordered[math.ceil(0.8 * last)])
 
 
 def blocks(run: Run) -> list[float]:
@@ -285,7 +297,7 @@ def verdict(samples: Sequence[float], native: Sequence[float]) -> str:
     return found if min(len(samples), len(native)) >= LEAST_SAMPLES else TOO_FEW
 
 
-def _below(one: Spread, other: Spread) -> bool:
+def _below(one: TimeQuantiles, other: TimeQuantiles) -> bool:
     """Return whether one took less: at its best, and nearly always; the medians lie between p20 and p80."""
     return one.minimum < other.minimum and one.p80 < other.p20
 

@@ -14,7 +14,7 @@ from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Kind
 from normscope.pairs.ranks import Ranks
 from normscope.pairs.sums.tokens import batch_axis
-from normscope.swaps.reports import END, OUTPUT, Drift, Quantiles, Swapped
+from normscope.swaps.drift.reports import END, OUTPUT, Drift, Quantiles, Swapped
 
 Arranged = tuple[Tensor, Tensor | None]  # (samples, positions, features), and which positions are data
 

@@ -12,9 +12,9 @@ from normscope.errors import DataError, UsageError
 from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.ranks import ALONE, Ranks
 from normscope.swaps.drift.distances import Configuration
-from normscope.swaps.drift.paired_passes import Comparison, Ends, Progress
+from normscope.swaps.drift.paired_passes import Ends, PairedPasses, Progress
+from normscope.swaps.drift.reports import Drift, DriftReport
 from normscope.swaps.replace import uncompiled
-from normscope.swaps.reports import Drift, DriftReport
 
 _ANY = Outputs()
 
@@ -94,7 +94,7 @@ def drift(
     about = dict(about or {})
     samples = getattr(batches, "n_samples", None)
     asked = {**about, "func": func, "init": init, "sites": sites, "number of samples": samples}
-    comparison = Comparison(uncompiled(model), batches, replacements, outputs, ranks, progress, asked)
+    comparison = PairedPasses(uncompiled(model), batches, replacements, outputs, ranks, progress, asked)
     rows = comparison.compared([everything, *alone], ends).rows(func, init, sites)
     report = DriftReport(func, init, sites, rows, about)
     return replace(report, rows=[*rows, *_cumulative(comparison, report)]) if cumulative else report
@@ -110,7 +110,7 @@ def passes(sites: int, *, one_at_a_time: bool = True, cumulative: bool = True) -
     return 2 + (sites if one_at_a_time else 0) + more
 
 
-def _cumulative(comparison: Comparison, report: DriftReport) -> list[Drift]:
+def _cumulative(comparison: PairedPasses, report: DriftReport) -> list[Drift]:
     """Swap one site after the other; what the first alone and all together do is known already."""
     order = report.least_harmful(len(report.sites))
     first = next(row for row in report.by_site if row.site == order[0])

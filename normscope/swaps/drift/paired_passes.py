@@ -20,8 +20,8 @@ from normscope.inputs.splits import LeftOut, Share, shared
 from normscope.pairs.ranks import Ranks, agree_on_batches, check_alike, merge_left_out
 from normscope.runtime.network import KeptBuffers, cuda_devices, left_as_found, memory_ended, run
 from normscope.swaps.drift.distances import Configuration, Distances, SiteLayout, Tallies, distances, output_by_sample
+from normscope.swaps.drift.reports import END, OUTPUT
 from normscope.swaps.replace import Swap, module_at
-from normscope.swaps.reports import END, OUTPUT
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +31,14 @@ _Found = tuple[Configuration, str, str, Distances]  # which swap, where it was m
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _PassesSeen:
     """What one forward pass gave: the output, and what each site gave at each of its calls."""
 
     output: Tensor
     at_sites: Mapping[str, Sequence[Tensor]]
 
 
-class Comparison:
+class PairedPasses:
     """A network with and without its norms, over the inputs that ranks divide among them."""
 
     _buffers: KeptBuffers  # of the model, while it is lent
@@ -186,7 +186,7 @@ class Comparison:
         with Swap(self.model, {path: self.modules[path] for path in paths}):
             yield
 
-    def _run(self, batch: Batch, paths: Iterable[str]) -> _Seen:
+    def _run(self, batch: Batch, paths: Iterable[str]) -> _PassesSeen:
         """Run one batch from the buffers that the network was found with, and watch the modules at some paths."""
         self._buffers.put_back()
         given: dict[str, list[Tensor]] = {path: [] for path in paths}
@@ -195,9 +195,11 @@ class Comparison:
                 handle = module_at(self.model, path).register_forward_hook(_keeping(kept))
                 hooks.callback(handle.remove)
             output = self.outputs.read(run(self.model, batch), batch)
-        return _Seen(output.clone(), given)  # it may be a buffer, which the next pass begins without
+        return _PassesSeen(output.clone(), given)  # it may be a buffer, which the next pass begins without
 
-    def _distances(self, batch: Batch, done: Configuration, original: _Seen, swapped: _Seen) -> Iterator[_Found]:
+    def _distances(
+        self, batch: Batch, done: Configuration, original: _PassesSeen, swapped: _PassesSeen
+    ) -> Iterator[_Found]:
         whole = done.swapped == "all"
         # Distances of single frames are many numbers per input: they are kept where all sites are swapped.
         kind = self.outputs.kind if whole or self.outputs.kind != "frames" else "tensor"
@@ -279,7 +281,7 @@ def _flat(arranged: Tensor, valid: Tensor | None) -> Tensor:
     return arranged.flatten(1)
 
 
-def _check_called(path: str, original: _Seen, swapped: _Seen) -> None:
+def _check_called(path: str, original: _PassesSeen, swapped: _PassesSeen) -> None:
     if original.at_sites[path] and not swapped.at_sites[path]:
         raise ModelError(
             f"The network calls the norm {path!r}, but not the module that was put in its place: it reaches the norm "

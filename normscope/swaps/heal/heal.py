@@ -19,6 +19,7 @@ from normscope.inputs.loaded_model import Outputs
 from normscope.runtime.network import left_as_found
 from normscope.swaps.heal.by_site import blocks_of, least_squares, norm_pairs
 from normscope.swaps.heal.lessons import Lesson, Pool, repeatable, tensor_bytes
+from normscope.swaps.heal.reports import BLOCKS, SITES, START, WHOLE, HealReport
 from normscope.swaps.heal.training import (
     Course,
     Progress,
@@ -31,7 +32,6 @@ from normscope.swaps.heal.training import (
 )
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import uncompiled
-from normscope.swaps.reports import BLOCKS, SITES, START, WHOLE, HealReport
 
 STEPS = 1700
 _BLOCKS_ONE_IN = 10  # steps
@@ -123,7 +123,7 @@ def heal(
         if course is None:
             course = _begun(lesson, pool, reported)
         if not course.done:
-            _stages(lesson, sites, pool, reported, Plan(steps, seed), course, saved, progress or _nobody)
+            _stages(lesson, sites, pool, reported, HealSettings(steps, seed), course, saved, progress or _nobody)
         restored = not list(course.drifts.values())[-1]["median"] < course.drifts[START]["median"]
         if restored:
             restore(parameters, start)
@@ -154,7 +154,7 @@ def swapped_sites(original: nn.Module, swapped: nn.Module) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class HealSettings:
     """How many steps there are, and by which seed batches are drawn."""
 
     steps: int
@@ -173,7 +173,7 @@ def _stages(
     sites: Sequence[str],
     pool: Pool,
     reported: Iterable[Any],
-    plan: Plan,
+    plan: HealSettings,
     course: Course,
     saved: Callable[[Course], None],
     progress: Progress,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from normscope.errors import DataError, UsageError
 from normscope.runtime.files import read_checked, write_checked
-from normscope.swaps.reports import START, Point
+from normscope.swaps.heal.reports import START, TrainingInterval
 
 _INTERVALS = 12  # of a stage
 _WARM_UP = 0.08  # of a stage's steps
@@ -45,7 +45,7 @@ class Course:
     stage: str = ""
     step: int = 0
     rate: float = 1.0
-    points: list[Point] = field(default_factory=list)
+    points: list[TrainingInterval] = field(default_factory=list)
     drifts: dict[str, dict[str, float]] = field(default_factory=dict)
     n_held_out: int = 0
     done: bool = False
@@ -61,7 +61,7 @@ class Course:
         kept = drift < self.drift
         self.drift = drift if kept else self.drift
         told = loss if loss is not None and math.isfinite(loss) else None
-        self.points.append(Point(self.stage, self.step, told, drift if math.isfinite(drift) else None, kept))
+        self.points.append(TrainingInterval(self.stage, self.step, told, drift if math.isfinite(drift) else None, kept))
         return kept
 
     def as_dict(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Course:
     @classmethod
     def of(cls, document: Mapping[str, Any], moments: dict[str, dict[str, Tensor]]) -> Course:
         """Make the course that :meth:`as_dict` described."""
-        points = [Point(**point) for point in document["points"]]
+        points = [TrainingInterval(**point) for point in document["points"]]
         return cls(**{**document, "points": points}, moments=moments)
 
 

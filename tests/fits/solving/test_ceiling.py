@@ -14,7 +14,7 @@ from normscope.fits.curves.known import CURVES
 from normscope.fits.solving.ceiling import best_held_out, ceilings, conditional_mean, free
 from normscope.fits.solving.levels import Level
 from normscope.fits.solving.nodes import batches
-from normscope.fits.solving.objective import Form
+from normscope.fits.solving.objective import Parametrization
 from normscope.fits.solving.refits import fitted
 from normscope.pairs.sums.binning import PAIR_GRID
 
@@ -301,7 +301,9 @@ def test_with_few_sources_that_differ_the_interval_holds_the_law_and_hardly_a_cu
             moments, truth = unlike_sources(law, sources, seed)
             problems = problems_of(moments)
             [top] = ceilings(problems)
-            held_out = [float(fitted(problems, curve, Form(shift=False)).r2_cv[0]) for curve in CURVES.values()]
+            held_out = [
+                float(fitted(problems, curve, Parametrization(shift=False)).r2_cv[0]) for curve in CURVES.values()
+            ]
             passing, curves = passing + sum(own > top.r2 + 1e-6 for own in held_out), curves + len(held_out)
             low, high = top.interval
             missed, n = missed + (not low <= truth <= high), n + 1

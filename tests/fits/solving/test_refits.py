@@ -10,7 +10,7 @@ from scipy import stats
 from normscope.fits.curves.known import CURVES
 from normscope.fits.solving import refits
 from normscope.fits.solving.nodes import batches
-from normscope.fits.solving.objective import Form
+from normscope.fits.solving.objective import Parametrization
 from normscope.fits.solving.refits import fitted, inside_noise, interval
 
 
@@ -85,7 +85,7 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say(level_of, curve):
     """64 sources a data set; the truth is the fit to 20,000 of them. docs/methods.md has harder cases."""
     generator = np.random.default_rng(0)
     [(_, everything)] = batches([level_of(*layer_norm_of(generator, 20_000, 0.2))])
-    truth = fitted(everything, CURVES[curve], Form())
+    truth = fitted(everything, CURVES[curve], Parametrization())
     levels = [level_of(*layer_norm_of(generator, 64, 0.2)) for _ in range(200)]
     hits = {name: [] for name in ("A", "alpha", "slope", "r2")}
     known = {
@@ -95,7 +95,7 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say(level_of, curve):
         "r2": truth.goodness.r2,
     }
     for _, problems in batches(levels):
-        found = fitted(problems, CURVES[curve], Form())
+        found = fitted(problems, CURVES[curve], Parametrization())
         for name, own in hits.items():
             low, high = found.intervals[name]
             own += ((low <= known[name]) & (known[name] <= high)).tolist()
@@ -117,7 +117,7 @@ def test_intervals_that_count_pairs_as_independent_would_be_far_too_narrow(level
         gradient = np.array([b, a])
         claimed.append(math.sqrt(gradient @ covariance @ gradient))
         [(_, problems)] = batches([level_of(x, y, folds)])
-        low, high = fitted(problems, CURVES["tanh"], Form()).intervals["slope"]
+        low, high = fitted(problems, CURVES["tanh"], Parametrization()).intervals["slope"]
         ours.append(float(high - low) / 2 / stats.t.ppf(0.975, 7))
     assert np.median(claimed) < 0.3 * np.std(slopes)
     assert 0.6 * np.std(slopes) < np.median(ours) < 1.5 * np.std(slopes)

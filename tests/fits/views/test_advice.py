@@ -15,7 +15,7 @@ import normscope
 from normscope.cli.records import as_yaml
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import CURVES
-from normscope.fits.views.advice import BY_WIDTH, NOTE, Start, advise, feeds_of, published
+from normscope.fits.views.advice import BY_WIDTH, NOTE, StartingValue, advise, feeds_of, published
 from normscope.pairs.norms.sites import NormSite
 from normscope.tables.fit import advice_table
 
@@ -47,7 +47,7 @@ def test_the_start_is_the_median_and_one_outlier_does_not_move_it(alphas):
     middle = float(np.exp(np.median(np.log(alphas))))
     assert found.alpha.value == pytest.approx(middle, rel=1e-12)  # float64's rounding of logarithms
     assert (found.alpha.least, found.alpha.most) == (min(alphas), max(alphas))
-    assert found.amplitude == Start(float(np.median(amplitudes)), min(amplitudes), max(amplitudes))
+    assert found.amplitude == StartingValue(float(np.median(amplitudes)), min(amplitudes), max(amplitudes))
     assert (found.kind, found.sites, found.left_out) == ("blocks.*.norm1", len(alphas), 0)
 
 
@@ -70,7 +70,7 @@ def test_sites_that_say_nothing_are_counted_and_left_out():
     ]
     (found,) = advise(fits)
     assert (found.sites, found.straight, found.not_converged, found.nothing) == (3, 1, 1, 1)
-    assert found.alpha == Start(pytest.approx(0.6), 0.5, 0.7)
+    assert found.alpha == StartingValue(pytest.approx(0.6), 0.5, 0.7)
     assert "1 straight, 1 not converged, 1 nothing to fit" in " ".join(table([found]).split())
 
 

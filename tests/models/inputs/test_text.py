@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from normscope.errors import DataError
-from normscope.models.inputs.text import Lines, Reading, padded, text_inputs
+from normscope.models.inputs.text import Reading, TextLines, padded, text_inputs
 
 
 def of_bytes(text):
@@ -180,7 +180,7 @@ def test_a_file_that_changed_is_unreadable(tmp_path, options):
 
 
 def test_a_file_that_cannot_be_opened_counts_as_one(tmp_path):
-    lines = Lines([("gone.txt", tmp_path / "gone.txt"), ("a.txt", tmp_path / "a.txt")])
+    lines = TextLines([("gone.txt", tmp_path / "gone.txt"), ("a.txt", tmp_path / "a.txt")])
     assert (len(lines), lines.place(0)) == (2, "gone.txt")
     assert all(isinstance(content, FileNotFoundError) for content in lines.read([0, 1]))
     (tmp_path / "gone.txt").write_text("back\n")

@@ -11,7 +11,7 @@ from scipy.special import rel_entr, softmax
 
 import normscope.swaps.drift.distances as module
 from normscope.swaps.drift.distances import distances
-from normscope.swaps.reports import Quantiles
+from normscope.swaps.drift.reports import Quantiles
 
 DRAW = torch.Generator().manual_seed(0)
 A, B = (torch.randn(6, 5, 12, generator=DRAW) for _ in range(2))

@@ -15,9 +15,9 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.norms.trace import find_norms
 from normscope.swaps.drift.drift import drift, passes
+from normscope.swaps.drift.reports import END, OUTPUT
 from normscope.swaps.pointwise import DyISRU, DyT
 from normscope.swaps.replace import replacements
-from normscope.swaps.reports import END, OUTPUT
 
 CLASSES = Outputs("classes")
 

@@ -14,12 +14,12 @@ from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.network import left_as_found
 from normscope.swaps.bench import whole_network
+from normscope.swaps.bench.reports import NATIVE, PASSES
 from normscope.swaps.bench.variants import Variant
 from normscope.swaps.heal.by_site import norm_pairs
 from normscope.swaps.heal.lessons import Lesson, output_errors, repeatable
 from normscope.swaps.pointwise import DyT
 from normscope.swaps.replace import Swap
-from normscope.swaps.reports import NATIVE, PASSES
 
 WIDTH = 8
 

@@ -30,7 +30,7 @@ import hashlib, json, sys
 import torch
 import normscope
 from normscope.pairs.ranks import joined
-from normscope.runtime.ranks import Place
+from normscope.runtime.processes import Place
 from normscope.inputs.splits import learned_and_held_out
 from normscope.swaps.drift.drift import drift
 from normscope.swaps.replace import replacements

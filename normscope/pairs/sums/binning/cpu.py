@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from normscope.pairs.sums.binning import reference
-from normscope.pairs.sums.binning.cpu_arrays import CONSTANTS, Rows, Sample, Sums
+from normscope.pairs.sums.binning.cpu_arrays import CONSTANTS, Rows, SampleArrays, Sums
 from normscope.pairs.sums.binning.cpu_loop import draw, fill, join, join_pairs
 from normscope.pairs.sums.sampling import TokenSample, element_keys
 from normscope.pairs.sums.tokens import Run, Tokens
@@ -113,7 +113,7 @@ class _Views:
 
     of: tuple[object, ...]
     sums: Sums
-    samples: tuple[Sample, Sample]
+    samples: tuple[SampleArrays, SampleArrays]
 
 
 _views: WeakKeyDictionary[PairStats, _Views] = WeakKeyDictionary()
@@ -149,8 +149,8 @@ def _sums_of(stats: PairStats) -> Sums:
     )
 
 
-def _sample_of(tokens: TokenSample) -> Sample:
-    return Sample(*(getattr(tokens, name).numpy() for name in Sample._fields))
+def _sample_of(tokens: TokenSample) -> SampleArrays:
+    return SampleArrays(*(getattr(tokens, name).numpy() for name in SampleArrays._fields))
 
 
 # Sums of further threads, kept from call to call: new memory of this size would cost as much as the loop.

@@ -10,7 +10,7 @@ from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, PAIR_GR
 from normscope.pairs.sums.sampling import ONE_ELEMENT_IN, PAIRS_PER_BIN
 
 
-class Constants(NamedTuple):
+class LoopConstants(NamedTuple):
     """What the grids and the drawing samples are; passed, since numba keeps what it compiled when other files change.
 
     Of each grid: the shift to its bins, what is taken from them, and the number of the central one, as int32.
@@ -83,7 +83,7 @@ class Sums(NamedTuple):
     pair_channel: Any
 
 
-class Sample(NamedTuple):
+class SampleArrays(NamedTuple):
     """A :class:`TokenSample` with all its places: those that are free have the largest rank and key."""
 
     rank: Any
@@ -111,6 +111,6 @@ def _of(grid: FloatGrid) -> tuple[Any, Any, Any]:
     )
 
 
-CONSTANTS = Constants(
+CONSTANTS = LoopConstants(
     _of(PAIR_GRID), _of(DENSITY_X_GRID), _of(DENSITY_Y_GRID), _of(TOKEN_GRID), ONE_ELEMENT_IN, PAIRS_PER_BIN
 )
