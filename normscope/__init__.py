@@ -10,6 +10,6 @@
 
 import lazy_loader
 
-# The public names stand in __init__.pyi, once: for type checkers, for `normscope.<TAB>`, and for the import of each when it
-# is first used, because `normscope --help` must not wait for torch.
+# The public names stand once, in __init__.pyi: for type checkers, for `normscope.<TAB>`, and for what is imported when
+# one is first used. `normscope --help` must not wait for torch.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

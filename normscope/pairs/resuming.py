@@ -26,7 +26,8 @@ from normscope.pairs.norms.sites import SkippedNorm
 from normscope.pairs.ranks import Ranks
 from normscope.pairs.recorder import Recorder, Seen
 from normscope.pairs.storage import DAMAGES, described, grids, other_grid, sites_and_stats, tensors_of
-from normscope.runtime.files import check_writable, read_checked, write_checked
+from normscope.runtime.files import check_writable
+from normscope.runtime.sealed_files import read_checked, write_checked
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,8 @@ from normscope.pairs.sums.binning import CHANNEL_GRID, DENSITY_X_GRID, DENSITY_Y
 from normscope.pairs.sums.packing import packed, unpacked
 from normscope.pairs.sums.sampling import SourcesSeen
 from normscope.pairs.sums.stats import PairStats
-from normscope.runtime.files import file_stem, read_checked, umask, write_checked, write_tensors
+from normscope.runtime.files import file_stem, umask, write_tensors
+from normscope.runtime.sealed_files import read_checked, write_checked
 
 _GRIDS = {
     "pairs": PAIR_GRID,

@@ -25,7 +25,7 @@ from normscope.pairs import resuming as checkpoints_module
 from normscope.pairs.capture import capture
 from normscope.pairs.ranks import ALONE, Ranks
 from normscope.pairs.resuming import Checkpoints
-from normscope.runtime.files import write_checked
+from normscope.runtime.sealed_files import write_checked
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from runs import differences
@@ -418,7 +418,7 @@ def test_what_was_half_written_when_a_run_was_killed_is_removed(tmp_path, monkey
     folder = tmp_path / "kept"
     stopped(folder, 1)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("normscope.runtime.files.write_tensors", killed)
+        patch.setattr("normscope.runtime.sealed_files.write_tensors", killed)
         patch.setattr("pathlib.Path.unlink", lambda path, missing_ok=False: None)
         run(folder, every=0)
     assert len(list(folder.iterdir())) == 2

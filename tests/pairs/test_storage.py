@@ -15,7 +15,7 @@ from normscope.errors import DataError, NormscopeError
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.storage import load_capture, save_capture
 from normscope.pairs.sums.sampling import SourcesSeen
-from normscope.runtime.files import write_checked
+from normscope.runtime.sealed_files import write_checked
 
 
 @pytest.fixture(scope="module")

@@ -4,40 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from normscope.errors import ModelError, count
 from normscope.inputs.batch import Batch
 from normscope.pairs.norms.formulas import channel_vectors, form_name, gain_and_shift
 from normscope.pairs.norms.kinds import NormKind
 from normscope.pairs.norms.known import POINTWISE
+from normscope.pairs.norms.placement import Ends, FunctionWatch, of_sites, version_of
 from normscope.pairs.norms.recognition import ancestor_kind, identified, ignores_scale, is_norm, kind_of, refusal
-from normscope.pairs.norms.sites import ADDITIONS, Addition, Ends, NormSite, SkippedNorm, of_sites
+from normscope.pairs.norms.sites import NormSite, SkippedNorm
 from normscope.runtime.network import at_hand, left_as_found, run
 
 NOT_CALLED = "not called"
-_NORM_FUNCTIONS = {
-    F.layer_norm,
-    F.rms_norm,
-    F.group_norm,
-    F.batch_norm,
-    F.instance_norm,
-    F.local_response_norm,
-    torch.layer_norm,
-    torch.rms_norm,
-    torch.group_norm,
-    torch.batch_norm,
-    torch.native_layer_norm,
-    torch.native_group_norm,
-}
 
 
 @dataclass
@@ -89,19 +73,15 @@ class _Input:
 
     def __init__(self, x: Tensor) -> None:
         self.copy = x.detach().clone()
-        self._given, self._version = x, _version(x)
+        self._given, self._version = x, version_of(x)
 
     @property
     def changed(self) -> bool:
         """Whether the norm changed it: by torch's own count, and by its values, since ``x.data`` is not counted."""
-        if _version(self._given) != self._version:
+        if version_of(self._given) != self._version:
             return True
         comparable = self._given.layout == torch.strided and not self._given.is_nested
         return comparable and not torch.equal(self._given, self.copy)
-
-
-def _version(x: Tensor) -> int | None:
-    return None if x.is_inference() else x._version
 
 
 def find_norms(model: nn.Module, batch: Batch) -> NormReport:
@@ -123,7 +103,7 @@ def find_norms(model: nn.Module, batch: Batch) -> NormReport:
     _refuse_what_hooks_cannot_enter(model)
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps: compiled code calls no hook of its parts
     named, weighing = _suspects(model)
-    watch = _FunctionWatch()
+    watch = FunctionWatch()
     with left_as_found(model) as buffers:
         with _calls_of(named, weighing, watch) as calls, _entered(model, watch), watch:
             run(model, batch)
@@ -227,7 +207,7 @@ def _no_norms(calls: dict[str, _Call], named: dict[str, nn.Module]) -> set[str]:
 
 @contextlib.contextmanager
 def _calls_of(
-    named: dict[str, nn.Module], weighing: dict[str, nn.Module], watch: _FunctionWatch
+    named: dict[str, nn.Module], weighing: dict[str, nn.Module], watch: FunctionWatch
 ) -> Iterator[dict[str, _Call]]:
     """Note the first call of each suspect, and let the watch forget what those do that are named, or found, a norm."""
     calls: dict[str, _Call] = {}
@@ -274,7 +254,7 @@ def _calls_of(
 
 
 @contextlib.contextmanager
-def _entered(model: nn.Module, watch: _FunctionWatch) -> Iterator[None]:
+def _entered(model: nn.Module, watch: FunctionWatch) -> Iterator[None]:
     """Tell the watch which module is at work, so that a function can be reported with its place."""
 
     def enter(name: str) -> Callable[..., None]:
@@ -288,77 +268,6 @@ def _entered(model: nn.Module, watch: _FunctionWatch) -> Iterator[None]:
             hooks.callback(module.register_forward_pre_hook(enter(name)).remove)
             hooks.callback(module.register_forward_hook(leave).remove)
         yield
-
-
-class _FunctionWatch(TorchFunctionMode):
-    """Sees every torch function: norms that are called as functions, and the additions of the residual stream.
-
-    A norm function may be called on weights (a weight-standardized convolution calls batch_norm): on a parameter, or on
-    what functions made of parameters alone. That is no norm of activations.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.on_pause = False
-        self.path: list[str] = []
-        self.tensorless: dict[str, None] = {}
-        self.functional: dict[tuple[str, str], None] = {}
-        self.additions: list[Addition] = []
-        self.weights_normed: dict[str, None] = {}
-        self._of_weights = WeakTensorKeyDictionary()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Look away from what normscope does itself."""
-        self.on_pause = True
-        yield
-        self.on_pause = False
-
-    def mark(self) -> tuple[int, int]:
-        """Return how many norms and additions were seen until now."""
-        return len(self.functional), len(self.additions)
-
-    def forget_since(self, mark: tuple[int, int]) -> None:
-        """Forget what a norm was seen to do inside: x − mean is no branch, and its own function no other norm."""
-        for key in list(self.functional)[mark[0] :]:
-            del self.functional[key]
-        del self.additions[mark[1] :]
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.on_pause:
-            return func(*args, **kwargs)
-        operands = tuple(value for value in args if isinstance(value, Tensor))
-        if func in _NORM_FUNCTIONS:
-            where = self.path[-1] if self.path else ""
-            if self.is_weight(operands[0] if operands else kwargs["input"]):
-                self.weights_normed[where] = None
-            else:
-                self.functional[(where, func.__name__)] = None
-        # A bias or an embedding is no branch.
-        elif func in ADDITIONS and not any(isinstance(value, nn.Parameter) for value in operands):
-            in_place = func.__name__.endswith("_") and not func.__name__.startswith("__")  # add_, but not __rsub__
-            self.additions.append(Addition(operands, in_place))
-        result = func(*args, **kwargs)
-        # Outside of every module it is the batch that is copied, which may be a parameter.
-        if self.path and isinstance(result, Tensor):
-            made_of = list(_tensors_in((*args, *kwargs.values())))
-            if made_of and all(map(self.is_weight, made_of)):
-                self._of_weights[result] = _version(result)
-        return result
-
-    def is_weight(self, value: Tensor) -> bool:
-        """Whether a tensor is a parameter or made of such alone, and nothing was written into it since."""
-        if isinstance(value, nn.Parameter):
-            return True
-        return value in self._of_weights and bool(self._of_weights[value] == _version(value))
-
-
-def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        yield from (
-            each for each in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(each, Tensor)
-        )
 
 
 def _resolve(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> NormKind | str:

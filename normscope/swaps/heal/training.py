@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from normscope.errors import DataError, UsageError
-from normscope.runtime.files import read_checked, write_checked
+from normscope.runtime.sealed_files import read_checked, write_checked
 from normscope.swaps.heal.reports import START, TrainingInterval
 
 _INTERVALS = 12  # of a stage

@@ -15,7 +15,7 @@ from normscope.errors import DataError, ModelError, UsageError
 from normscope.fits.solving.ceiling import Piecewise, curve_along
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Outputs
-from normscope.runtime.files import read_checked, write_checked
+from normscope.runtime.sealed_files import read_checked, write_checked
 from normscope.swaps.heal import heal, training
 from normscope.swaps.heal.by_site import least_squares, norm_pairs
 from normscope.swaps.heal.lessons import Pool, output_errors, repeatable

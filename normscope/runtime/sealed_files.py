@@ -1,0 +1,129 @@
+"""Files that cannot be wrong: safetensors with a JSON header, and a digest of both that reading verifies."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from normscope.errors import DataError, count
+from normscope.runtime.files import whole_file, write_tensors
+
+HEADER, DIGEST = "normscope", "sha256"
+_LONGEST_HEADER = 100_000_000  # bytes: safetensors refuses more
+_AGAIN = "write it again"
+
+
+def write_checked(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write one file, whole or not at all.
+
+    Args:
+        path: of the file; what stood there stays until the new one is whole.
+        header: as JSON takes it, with ``format`` (``normscope-KIND``) and ``version`` among it.
+        tensors: by name, contiguous, on the CPU, no two in the same memory.
+
+    Raises:
+        UsageError: if it cannot be written there, for whatever reason the system gives.
+    """
+    text = json.dumps(header)
+    # Under one key: safetensors writes several in any order, and the same capture would be other files.
+    sealed = text[:-1] + _seal(digest(text, tensors))
+    with whole_file(path) as partial:
+        write_tensors(tensors, partial, {HEADER: sealed})
+
+
+def read_checked(path: Path, form: str, version: int, again: str = _AGAIN) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read what :func:`write_checked` wrote: header and tensors are those that were written, to the bit.
+
+    Args:
+        path: of the file.
+        form: the ``format`` that its header has to name.
+        version: that its header has to name.
+        again: what to do, which ends the sentence that refuses a file.
+
+    Raises:
+        DataError: if the file is missing, damaged, of another kind or of another version.
+    """
+    kind = form.removeprefix("normscope-")
+    if path.is_dir():  # which the system explains by a missing device
+        raise DataError(f"{path} is a folder, and no {kind}; {again}.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            sealed = (file.metadata() or {}).get(HEADER, "null")
+            header = json.loads(sealed)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except SafetensorError as error:
+        raise DataError(f"Cannot read the {kind} {path}: {_why_not(path)}; {again}.") from error
+    except (OSError, ValueError, RecursionError, KeyError, AttributeError, RuntimeError) as error:
+        raise DataError(f"Cannot read the {kind} {path}: {error}; {again}.") from error
+    if not isinstance(header, dict) or header.get("format") != form:
+        raise DataError(f"{path} is a safetensors file, but no {kind}; {again}.")
+    if header.get("version") != version:
+        raise DataError(
+            f"{path} has {kind} format version {header.get('version')!r}; this normscope reads version {version}; "
+            f"{again}."
+        )
+    seal = _seal(str(header.pop(DIGEST, "")))
+    text = sealed.removesuffix(seal) + "}"
+    if not sealed.endswith(seal) or seal != _seal(digest(text, tensors)):
+        raise DataError(f"The {kind} {path} is damaged: it does not hold what was written (another sha256); {again}.")
+    return header, tensors
+
+
+def _why_not(path: Path) -> str:
+    """Say what is wrong with a file that safetensors refuses: mostly it is not all there.
+
+    It begins with the length of its header, 8 bytes, little-endian; the header says where each tensor's bytes end.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        begun = 8 + int.from_bytes(file.read(8), "little")
+        if size >= 8 and begun > _LONGEST_HEADER:
+            return "it is no safetensors file"
+        if size < begun:
+            least = f"its header alone takes {begun:,}" if size >= 8 else "the length of its header alone takes 8"
+            return f"it is incomplete: it has {count(size, 'byte')}, and {least}"
+        try:
+            entries = json.loads(file.read(begun - 8))
+            ends = [int(own["data_offsets"][1]) for name, own in entries.items() if name != "__metadata__"]
+        except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
+            return "its header is damaged"
+    promised = begun + max(ends, default=0)
+    if size == promised:
+        return "its header is damaged"
+    damage = "is incomplete" if size < promised else "holds more than it should"
+    return f"it {damage}: it has {count(size, 'byte')}, and its header promises {promised:,}"
+
+
+def digest(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of a header's text and of every tensor's name, dtype, shape and bytes, in hexadecimal.
+
+    Everything is preceded by its length in bytes, 8 of them, little-endian: first the text; then of each tensor, in the
+    order of their names, ``[name, dtype, shape]`` as JSON, and the bytes as the file holds them. No tensor is copied.
+
+    >>> digest("{}", {"n": torch.tensor(3)}) == digest("{}", {"n": torch.tensor([3])})
+    False
+    """
+    found = hashlib.sha256()
+    _add(found, text.encode("utf-8", "surrogatepass"))
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        _add(found, json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        _add(found, tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def _seal(digest: str) -> str:
+    """Return what ends the JSON of a header."""
+    return f', "{DIGEST}": "{digest}"}}'
+
+
+def _add(found: hashlib._Hash, data: bytes | memoryview) -> None:
+    found.update(len(data).to_bytes(8, "little"))
+    found.update(data)
