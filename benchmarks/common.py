@@ -137,23 +137,35 @@ def finish(
     libraries: Sequence[str] = (),
 ) -> None:
     """Print the table, and write everything that was measured."""
-    here = machine()
-    record = {
+    record = record_of(name, about, args, threads=threads, libraries=libraries)
+    record["measurements"] = [asdict(one) for one in measurements]
+    show(record)
+    write(record, args.results)
+
+
+def record_of(
+    name: str, about: str, args: argparse.Namespace, *, threads: Sequence[int], libraries: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Say what ran, when, and where."""
+    return {
         "benchmark": name,
         "about": " ".join(about.split()),
         "command": " ".join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "machine": here,
+        "machine": machine(),
         "threads": list(threads),
         "versions": versions([*ALWAYS_NAMED, *libraries]),
         "left_out": getattr(args, "without", []),
-        "measurements": [asdict(one) for one in measurements],
     }
-    show(record)
-    args.results.mkdir(parents=True, exist_ok=True)
+
+
+def write(record: Mapping[str, Any], results: Path) -> None:
+    """Write a record into the file of its benchmark and machine, and print its path."""
+    results.mkdir(parents=True, exist_ok=True)
+    here = record["machine"]
     words = re.findall(r"[a-z0-9]+", here["cpu"].lower())
-    path = args.results / f"{name}-{'-'.join(words)}-{here['cores']}-cores.json"
+    path = results / f"{record['benchmark']}-{'-'.join(words)}-{here['cores']}-cores.json"
     path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(path)
 

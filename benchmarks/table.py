@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md, and what docs/kernels.md and README.md say of GPUs: ``python benchmarks/table.py``.
+"""Write docs/benchmarks.md, and parts of docs/kernels.md, docs/models.md and README.md: ``python benchmarks/table.py``.
 
 All of it is from benchmarks/results/*.json.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 from common import RESULTS, tables_of
 
 ROOT = Path(__file__).parents[1]
-PAGE, KERNELS, README = "docs/benchmarks.md", "docs/kernels.md", "README.md"
+PAGE, KERNELS, MODELS, README = "docs/benchmarks.md", "docs/kernels.md", "docs/models.md", "README.md"
 ORDER = (
     "capture",
     "fit",
@@ -81,6 +83,16 @@ README_MEASURED = """\
 """
 KERNELS_APART = "What was measured of the kernels themselves is [beside it](kernels.md).\n"
 _OF_NETWORKS = ("networks", "captures")
+OUTCOMES = {
+    "works": "every norm reproduced",
+    "not padded": "the same, but not captured of two texts at a time",
+    "no norm": "no norm of activations, and that is said",
+    "refused": "refused in a sentence",
+    "traceback": "failed",
+    "time": "took too long",
+    "memory": "took too much memory",
+    "not built": "not made so small that the library itself ran it on text",
+}
 
 
 def main() -> None:
@@ -99,7 +111,7 @@ def main() -> None:
 
 def written(root: Path, records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Write each page anew: one as a whole, and of the others what stands between two marks."""
-    blocks = {KERNELS: of_kernels(records), README: of_readme(records)}
+    blocks = {KERNELS: of_kernels(records), MODELS: of_architectures(records), README: of_readme(records)}
     pages = {name: with_block(name, (root / name).read_text(encoding="utf-8"), own) for name, own in blocks.items()}
     return {PAGE: page(records), **pages}
 
@@ -125,6 +137,48 @@ def of_kernels(records: Sequence[Mapping[str, Any]]) -> str:
         if found := of_parts(record, networks=False):
             parts += [*found, origin(record)]
     return "\n".join([MEASURED, *parts, ""]) if parts else NOT_MEASURED
+
+
+def of_architectures(records: Sequence[Mapping[str, Any]]) -> str:
+    """Count what came of each library's architectures, and list those that did not work by the reason."""
+    parts = []
+    for record in (one for one in records if one["benchmark"] == "architectures"):
+        rows = record["rows"]
+        counts = Counter((row["outcome"], row["library"]) for row in rows)
+        libraries = list(dict.fromkeys(row["library"] for row in rows))
+        outcomes = [outcome for outcome in OUTCOMES if any(counts[outcome, library] for library in libraries)]
+        table = [[OUTCOMES[outcome], *(str(counts[outcome, each]) for each in libraries)] for outcome in outcomes]
+        sites, worst = sum(sum(row["norms"].values()) for row in rows), max(row["worst"] or 0 for row in rows)
+        said = f"{sites:,} norms were reproduced, to within {worst:.2g} of what rounding explains.\n"
+        parts += [record["about"] + "\n", markdown(["", *libraries], table, left=1), said]
+        for outcome in outcomes:
+            if outcome != "works":
+                own = [row for row in rows if row["outcome"] == outcome]
+                bare = outcome in ("no norm", "not built")  # of which each says something else
+                listed = ", ".join(f"`{row['name']}`" for row in own) + ".\n" if bare else f"\n\n{reasons(own)}"
+                parts.append(f"{OUTCOMES[outcome][0].upper()}{OUTCOMES[outcome][1:]}:{' ' * bare}{listed}")
+        parts.append(origin(record))
+    return "\n".join(parts)
+
+
+def reasons(rows: Sequence[Mapping[str, Any]]) -> str:
+    """List architectures by the reason, without what differs from one to another: places, shapes and numbers."""
+    by_reason: dict[str, list[str]] = {}
+    for row in rows:
+        alone = " (alone, by the command line: done)" if row["exit_status"] == 0 else ""
+        by_reason.setdefault(alike(row), []).append(f"`{row['name']}`{alone}")
+    return "".join(f"- {reason} {', '.join(names)}\n" for reason, names in by_reason.items())
+
+
+def alike(row: Mapping[str, Any]) -> str:
+    """Return the reason's first sentence, with … for what it says of this architecture alone.
+
+    >>> alike({"name": "AModel", "reason": "At a.b.0 (input (2, 8)) AModel ends after 12 of 419 positions. Do that."})
+    'At … … ends after … of … positions.'
+    """
+    sentence = re.split(r"(?<=\.) (?=[A-Z])", row["reason"].splitlines()[-1])[0].replace(row["name"], "…")
+    sentence = re.sub(r" ?\((?:[^()]|\([^()]*\))*\)", "", sentence)
+    return re.sub(r"\b\w+(\.\w+)+\b|\b\d[\d,]*\b(?! s\b)", "…", sentence)
 
 
 def of_readme(records: Sequence[Mapping[str, Any]]) -> str:
@@ -160,9 +214,9 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Write a table."""
-    rules = [":--" if number < 2 else "--:" for number in range(len(headings))]
+def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 2) -> str:
+    """Write a table, whose first columns stand to the left."""
+    rules = [":--" if number < left else "--:" for number in range(len(headings))]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (headings, rules, *rows))
 
 

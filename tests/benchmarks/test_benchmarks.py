@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
+STARNETS = timm.list_models(module="starnet")
 
 
 def run(name, *arguments, check=True):
@@ -166,6 +168,40 @@ def test_machine_code(results):
     executed, loop = (samples[case, "DyISRU", name][0] for name in ("sm_90", "sm_90 loop"))
     assert 0 < loop < executed
     assert samples[case, "DyISRU", "sm_90 loads of 128 bits"] == [8.0]
+
+
+def test_architectures(results):
+    chosen = ("--timm", "vgg,starnet", "--transformers", "GPT2LMHeadModel,BrosModel")
+    run("architectures", "--results", results, *chosen)
+    (path,) = results.glob("architectures-*.json")
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert record["versions"]["timm"] and record["machine"]["cores"] >= 1
+    vgg, starnet, gpt2, bros = record["rows"]
+    assert (vgg["name"], vgg["outcome"], vgg["norms"]) == ("vgg11", "no norm", {})
+    assert "normalization of activations" in vgg["reason"]
+    parameters = {name: sum(p.numel() for p in timm.create_model(name).parameters()) for name in STARNETS}
+    assert starnet["name"] == min(parameters, key=parameters.get)
+    assert starnet["parameters"] == parameters[starnet["name"]] and starnet["network"] == "StarNet"
+    assert (gpt2["family"], gpt2["norms"]) == ("gpt2", {"LayerNorm": 9})  # two of each of four blocks, and the last
+    for worked in (starnet, gpt2):
+        assert worked["outcome"] == "works" and 0 < worked["worst"] < 1
+    assert bros["outcome"] == "not built" and "bbox" in bros["reason"]  # it reads boxes as well
+    assert all(row["exit_status"] is None for row in record["rows"])
+
+
+@pytest.mark.parametrize(
+    ("task", "outcome"),
+    [("time.sleep(60)", "time"), ("builtins.bytearray(8 * 10**9)", "traceback"), ("os._exit(9)", "memory")],
+)
+def test_a_process_that_does_not_finish_is_replaced(task, outcome, monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    architectures = importlib.import_module("architectures")
+    with architectures.Pool(1, 5, 4) as pool:
+        assert pool.ask(eval, "1 + 1", seconds=60) == 2
+        with pytest.raises(architectures.UnfinishedError) as raised:
+            pool.ask(eval, f"__import__('{task.partition('.')[0]}').{task.partition('.')[2]}")
+        assert raised.value.args[0] == outcome
+        assert pool.ask(eval, "2 + 2", seconds=60) == 4
 
 
 @pytest.mark.faults

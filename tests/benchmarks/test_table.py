@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-PAGE, KERNELS, README = "docs/benchmarks.md", "docs/kernels.md", "README.md"
+PAGE, KERNELS, MODELS, README = "docs/benchmarks.md", "docs/kernels.md", "docs/models.md", "README.md"
 
 
 def pages_of(records, root):
@@ -17,12 +17,12 @@ def pages_of(records, root):
     shutil.rmtree(results, ignore_errors=True)
     for folder in (root / "docs", results):
         folder.mkdir(exist_ok=True)
-    for name in (KERNELS, README):
+    for name in (KERNELS, MODELS, README):
         shutil.copy(FOLDER.parent / name, root / name)
     for number, record in enumerate(records):
         (results / f"{number}.json").write_text(json.dumps(record), encoding="utf-8")
     subprocess.run([sys.executable, FOLDER / "table.py", "--results", results, "--root", root], check=True)
-    return {name: (root / name).read_text(encoding="utf-8") for name in (PAGE, KERNELS, README)}
+    return {name: (root / name).read_text(encoding="utf-8") for name in (PAGE, KERNELS, MODELS, README)}
 
 
 def test_the_page_is_written_from_the_files_alone(tmp_path):
@@ -135,12 +135,54 @@ def test_what_a_gpu_did_is_written_into_all_pages_and_a_rehearsal_into_none(tmp_
         assert pages[name].startswith(begun + mark) and pages[name].endswith(ended) and begun and ended
 
 
-def test_the_pages_say_of_gpus_what_the_results_do(monkeypatch):
+def test_architectures_are_counted_and_those_refused_listed_by_the_reason(tmp_path):
+    def row(library, name, outcome, reason="", **more):
+        empty = {"norms": {}, "worst": None, "exit_status": None}
+        return {"library": library, "name": name, "outcome": outcome, "reason": reason, **empty, **more}
+
+    rows = [
+        row("timm", "a_net", "works", norms={"LayerNorm": 1200, "BatchNorm": 34}, worst=0.25),
+        row("timm", "b_net", "no norm", "This BNet has no normalization of activations, so that nothing is there."),
+        row("transformers", "CModel", "refused", "At a.b.0 (input (2, 3)) CModel ends at 12 of 4,190. Do that."),
+        row("transformers", "DModel", "refused", "At c.d (input (5, 7)) DModel ends at 1 of 7. Do this."),
+        row("transformers", "EModel", "time", "not done after 120 s", exit_status=0),
+    ]
+    record = of_a_gpu() | {"benchmark": "architectures", "about": "What ran.", "rows": rows, "parts": []}
+    del record["machine"]["gpu"]
+    before, _, rest = pages_of([record], tmp_path)[MODELS].partition("<!-- python benchmarks/table.py writes")
+    block, _, after = rest.partition("<!-- to here -->")
+    assert block.splitlines()[1:-4] == [
+        "What ran.",
+        "",
+        "|  | timm | transformers |",
+        "| :-- | --: | --: |",
+        "| every norm reproduced | 1 | 0 |",
+        "| no norm of activations, and that is said | 1 | 0 |",
+        "| refused in a sentence | 0 | 2 |",
+        "| took too long | 0 | 1 |",
+        "",
+        "1,234 norms were reproduced, to within 0.25 of what rounding explains.",
+        "",
+        "No norm of activations, and that is said: `b_net`.",
+        "",
+        "Refused in a sentence:",
+        "",
+        "- At … … ends at … of …. `CModel`, `DModel`",
+        "",
+        "Took too long:",
+        "",
+        "- not done after 120 s `EModel` (alone, by the command line: done)",
+    ]
+    page = (FOLDER.parent / MODELS).read_text(encoding="utf-8")
+    assert before and after and page.startswith(before) and page.endswith(after)
+
+
+def test_the_pages_say_what_the_results_do(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     table = importlib.import_module("table")
     records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(table.RESULTS.glob("*.json"))]
     written = table.written(FOLDER.parent, list(filter(table.real, records)))
-    assert list(written) == [PAGE, KERNELS, README]
+    assert list(written) == [PAGE, KERNELS, MODELS, README]
     for name, text in written.items():
         assert (FOLDER.parent / name).read_text(encoding="utf-8") == text, name
 

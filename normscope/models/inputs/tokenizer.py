@@ -53,7 +53,7 @@ def load_tokenizer(library: Any, name: str, repository: Repository, weights: str
 
 def reading_of(module: Any, config: Any, tokenizer: Any) -> Reading:
     """Say how a model of transformers reads texts; with their UTF-8 bytes as tokens where ``tokenizer`` is None."""
-    vocabulary = module.get_input_embeddings().weight.shape[0]
+    vocabulary = _vocabulary(module)
     longest = min(LONGEST, _positions(module, config), getattr(tokenizer, "model_max_length", LONGEST))
     pad_id = getattr(tokenizer, "pad_token_id", None)
     remarks = ["UTF-8 bytes as tokens, for want of its tokenizer"] if tokenizer is None else []
@@ -64,10 +64,20 @@ def reading_of(module: Any, config: Any, tokenizer: Any) -> Reading:
         _checked(_bytes(longest) if tokenizer is None else _tokens(tokenizer, longest), vocabulary),
         _keywords(module, config),
         longest=longest,
-        pad_id=pad_id if pad_id is not None and pad_id < vocabulary else 0,
+        pad_id=pad_id if pad_id is not None and (vocabulary is None or pad_id < vocabulary) else 0,
         multiple=max(window) if isinstance(window, list) else window,
         remarks=tuple(remarks),
     )
+
+
+def _vocabulary(module: Any) -> int | None:
+    """Return how many tokens the model has embeddings for; None where it has no table of them: CANINE hashes."""
+    try:
+        embeddings = module.get_input_embeddings()
+    except NotImplementedError:
+        return None
+    size: int = embeddings.weight.shape[0]
+    return size
 
 
 def _positions(module: nn.Module, config: Any) -> int:
@@ -76,7 +86,7 @@ def _positions(module: nn.Module, config: Any) -> int:
     limits = [value for value in (getattr(text, "max_position_embeddings", None),) if value and value > 0]
     for name, part in module.named_modules():
         if name.endswith("position_embeddings") and getattr(part, "padding_idx", None) is not None:
-            limits.append(part.num_embeddings - part.padding_idx - 1)  # RoBERTa counts positions from there
+            limits.append(len(part.weight) - part.padding_idx - 1)  # RoBERTa counts positions from there
     return min(limits, default=LONGEST)
 
 
@@ -100,8 +110,10 @@ def _bytes(longest: int) -> Tokenize:
     return tokenize
 
 
-def _checked(tokenize: Tokenize, vocabulary: int) -> Tokenize:
+def _checked(tokenize: Tokenize, vocabulary: int | None) -> Tokenize:
     """Refuse tokens that the model has no embedding for, which a GPU would answer with an assertion."""
+    if vocabulary is None:
+        return tokenize
 
     def checked(text: str) -> tuple[list[int], bool]:
         tokens, cut = tokenize(text)

@@ -76,9 +76,9 @@ def of_sites(ends: dict[str, Ends], additions: list[Addition]) -> dict[str, str 
         paths differ only in the numbers of their blocks share a placement: nothing is added after the last block of a
         post-norm network, and its norm is post-norm all the same.
     """
-    last_added: dict[tuple[int, int], float] = {}
+    last_added: dict[tuple[int, int] | None, float] = {}
     for number, addition in enumerate(additions):
-        for operand in addition.operands:
+        for operand in filter(_identity, addition.operands):
             # What was added to in place is, from then on, the sum; only what comes later takes it as it is now.
             overwritten = addition.in_place and operand is addition.operands[0]
             before = last_added.get(_identity(operand), -1)
@@ -95,7 +95,7 @@ def of_sites(ends: dict[str, Ends], additions: list[Addition]) -> dict[str, str 
     return placements
 
 
-def _of_site(name: str, end: Ends, last_added: dict[tuple[int, int], float]) -> str | None:
+def _of_site(name: str, end: Ends, last_added: dict[tuple[int, int] | None, float]) -> str | None:
     def added(tensor: Tensor) -> bool:
         return last_added.get(_identity(tensor), -1) >= end.additions_before
 
@@ -106,8 +106,12 @@ def _of_site(name: str, end: Ends, last_added: dict[tuple[int, int], float]) -> 
     return "post-norm" if added(end.output) else None
 
 
-def _identity(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.numel()
+def _identity(tensor: Tensor) -> tuple[int, int] | None:
+    """Return where a tensor lies and how large it is; None of one that torch.vmap made, which lies nowhere."""
+    try:
+        return tensor.data_ptr(), tensor.numel()
+    except RuntimeError:
+        return None
 
 
 def _pattern(name: str) -> str:

@@ -20,7 +20,9 @@ CONFIGS = {
     "bert": ("BertForMaskedLM", SMALL),
     "t5": ("T5ForConditionalGeneration", {"vocab_size": 300, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2}),
     "roberta": ("RobertaForSequenceClassification", SMALL | {"max_position_embeddings": 22}),
+    "ibert": ("IBertForMaskedLM", SMALL | {"max_position_embeddings": 22}),
     "longformer": ("LongformerModel", SMALL | {"attention_window": [8, 8], "max_position_embeddings": 600}),
+    "canine": ("CanineModel", {key: SMALL[key] for key in list(SMALL)[1:]}),
     "vit": ("ViTModel", {key: SMALL[key] for key in list(SMALL)[1:]}),
     "clip": ("CLIPModel", {"text_config": SMALL, "vision_config": SMALL}),
 }

@@ -54,6 +54,24 @@ def test_outputs_are_those_of_transformers(folders, tokenizer, texts, lines, kin
         assert torch.equal(outputs(model.module, batch), theirs(**inputs)[0])
 
 
+def test_a_network_without_a_table_of_embeddings_takes_every_token(folders, lines):
+    model = load_folder(folders / "canine", data=lines, batch_size=1)  # it hashes the numbers of characters
+    theirs = class_of(folders / "canine").from_pretrained(folders / "canine").eval()
+    for batch in model.inputs:
+        with torch.no_grad():
+            assert torch.equal(outputs(model.module, batch), theirs(**batch.kwargs)[0])
+    assert len(capture(model.module, model.inputs, verify=True).sites) > 0
+
+
+def test_positions_that_are_counted_from_the_padding_end_so_much_earlier(folders, lines):
+    model = load_folder(folders / "ibert", data=lines)  # whose tables of embeddings are no nn.Embedding
+    (batch,) = model.inputs
+    assert batch.kwargs["input_ids"].shape == (4, 20)  # RoBERTa's 22 rows less the padding's and the one before it
+    theirs = class_of(folders / "ibert").from_pretrained(folders / "ibert").eval()
+    with torch.no_grad():
+        assert torch.equal(outputs(model.module, batch), theirs(**batch.kwargs)[0])
+
+
 def test_provenance_and_description(folders, lines):
     model = load_folder(folders / "gpt2", data=lines, limit=3)
     list(model.inputs)

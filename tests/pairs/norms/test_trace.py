@@ -49,6 +49,20 @@ def test_additions_in_place_change_nothing():
     assert [(s.name, s.placement) for s in report.sites] == [("branch", "pre-norm"), ("last", "final")]
 
 
+def test_sums_under_vmap_are_of_no_residual_stream():
+    class Masking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.last = nn.LayerNorm(6), nn.LayerNorm(6)
+
+        def forward(self, x):
+            shifts = torch.vmap(lambda position: position + 1)(torch.arange(6.0))  # as masks are made
+            return self.last(x + self.norm(x) * shifts)
+
+    report = report_of(Masking(), torch.randn(1, 5, 6))
+    assert [(s.name, s.placement) for s in report.sites] == [("norm", "pre-norm"), ("last", "final")]
+
+
 def test_unknown_and_functional_norms_are_reported():
     class Mixed(nn.Module):
         def __init__(self):
