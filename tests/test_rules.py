@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import functools
+import re
 import subprocess
 import sys
 import tomllib
@@ -127,6 +128,24 @@ def test_rooms_are_few_and_of_a_size():
         path.relative_to(PACKAGE).as_posix() for path in FILES if path.read_text(encoding="utf-8").count("\n") > 400
     ]
     assert not long
+
+
+def test_the_page_of_the_house_shows_its_rooms():
+    """Each line of the tree is a folder, or one or more files of the folder above it."""
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    tree = page.partition("```\n")[2].partition("```")[0].splitlines()
+    shown, folders = set(), {}
+    for line in tree:
+        depth = (len(line) - len(line.lstrip())) // 2
+        above = folders[depth - 1] if depth else PACKAGE.parent
+        names = re.findall(r"[\w/]+(?:\.pyi?|/)(?= |$)", re.split(r" {2,}(?=[^ ]*[^ ./\w])", line.strip())[0])
+        for name in names:
+            if name.endswith("/"):
+                folders[depth] = above / name
+            shown.add(above / name)
+    there = {path for path in FILES if path.name not in ("__init__.py", "__main__.py")}
+    assert {path for path in shown if path.suffix == ".py"} == there
+    assert {path for path in shown if not path.suffix} == {path.parent for path in FILES} | {PACKAGE}
 
 
 def test_importing_normscope_imports_nothing_heavy():
