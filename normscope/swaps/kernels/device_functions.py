@@ -2,7 +2,8 @@
 
 ``precise`` is for float32 tensors, whose kernels wait for memory anyhow. Of half precision they would wait for
 instructions, and so there the functions are cheaper, with errors below the rounding of what they are for
-(docs/kernels.md). ``portable`` puts ordinary operations in the place of the instructions that only PTX has.
+(docs/kernels.md). ``portable`` puts ordinary operations in the place of the instructions that only PTX has. Tensors stand
+before constants, because in the interpreter of Triton 3.8 a constexpr times a tensor is a constexpr.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _hardware_reciprocal(v: tl.tensor, portable: tl.constexpr) -> tl.tensor:
 @triton.jit
 def _exp_and_reciprocal(u: tl.tensor, portable: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Return e/(1 + e) and 1/(1 + e) of e = e^(−2|u|), of which tanh and its derivative are made."""
-    e = _hardware_exp2((-2 * LOG2_E) * tl.abs(u), portable)
+    e = _hardware_exp2(tl.abs(u) * (-2 * LOG2_E), portable)
     q = _hardware_reciprocal(1 + e, portable)
     return e * q, q
 
@@ -66,7 +67,7 @@ def _exp_and_reciprocal(u: tl.tensor, portable: tl.constexpr) -> tuple[tl.tensor
 def precise_tanh(u: tl.tensor, portable: tl.constexpr) -> tl.tensor:
     """Return tanh u to two units in the last place."""
     square = u * u
-    near = NEAR_TANH[7] * square + NEAR_TANH[6]
+    near = square * NEAR_TANH[7] + NEAR_TANH[6]
     near = near * square + NEAR_TANH[5]
     near = near * square + NEAR_TANH[4]
     near = near * square + NEAR_TANH[3]
@@ -83,7 +84,7 @@ def precise_tanh(u: tl.tensor, portable: tl.constexpr) -> tl.tensor:
 def cheap_erf(u: tl.tensor, portable: tl.constexpr) -> tl.tensor:
     """Return erf u as tanh of a polynomial, with a relative error of at most 5.8e-5 beside that of tanh.approx."""
     square = tl.minimum(u * u, ERF_IS_ALL)
-    slope = (ERF_AS_TANH[2] * square + ERF_AS_TANH[1]) * square + ERF_AS_TANH[0]
+    slope = (square * ERF_AS_TANH[2] + ERF_AS_TANH[1]) * square + ERF_AS_TANH[0]
     return _hardware_tanh(u * slope, portable)
 
 
@@ -121,4 +122,4 @@ def derivative(u: tl.tensor, curve: tl.constexpr, portable: tl.constexpr) -> tl.
         rest, q = _exp_and_reciprocal(u, portable)
         return 4 * rest * q
     else:
-        return SLOPE_OF_ERF * _hardware_exp2(-LOG2_E * u * u, portable)
+        return _hardware_exp2(u * -LOG2_E * u, portable) * SLOPE_OF_ERF

@@ -124,7 +124,7 @@ def _draw_pairs(
     pair_keys: tl.tensor, pair_x: tl.tensor, pair_y: tl.tensor, pair_channel: tl.tensor, tile: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write down those pairs of a token that have got their places."""
-    element = ((key >> 8) & ONE_IN - 1) + ONE_IN * tl.arange(0, tile)
+    element = ((key >> 8) & ONE_IN - 1) + tl.arange(0, tile) * ONE_IN
     while tl.min(element, 0) < d:
         x = tl.load(row + element, mask=element < d, other=0).to(tl.float32)
         pair_key, place = pair_of(key, element, x)

@@ -205,7 +205,7 @@ def _compete(
 
     ``rows`` point to the rows, ``(rows, 1)``, which begin at the element ``before`` of their tokens.
     """
-    column = left + ((key >> 8) - before - left & ONE_IN - 1)[:, None] + ONE_IN * tl.arange(0, tile // ONE_IN)[None, :]
+    column = left + ((key >> 8) - before - left & ONE_IN - 1)[:, None] + tl.arange(0, tile // ONE_IN)[None, :] * ONE_IN
     inside = (key != KEYLESS)[:, None] & (column < width)
     x = tl.load(rows + column, mask=inside, other=0).to(tl.float32)
     pair_key, place = pair_of(key[:, None], before[:, None] + column, x)

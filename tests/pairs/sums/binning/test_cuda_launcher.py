@@ -33,10 +33,15 @@ def untried(monkeypatch, tmp_path):
     monkeypatch.setattr(triton.runtime.driver, "_active", object())
     monkeypatch.setattr(choice, "_capability", lambda device: (8, 0))
     monkeypatch.delenv(VARIABLE, raising=False)
-    for remembered in (cuda_launcher._tried, cuda_launcher._warn):
-        remembered.cache_clear()
+    forget()
     yield
-    for remembered in (cuda_launcher._tried, cuda_launcher._warn):
+    forget()
+
+
+def forget():
+    """Triton 3.8 remembers which compiler it has found, as a process does that has one all the time."""
+    found = getattr(triton.runtime.build, "_find_compiler", None)
+    for remembered in filter(None, (cuda_launcher._tried, cuda_launcher._warn, found)):
         remembered.cache_clear()
 
 
@@ -55,7 +60,7 @@ def said():
 
 
 def tried_anew() -> str:
-    cuda_launcher._tried.cache_clear()
+    forget()
     return why_no_launcher()
 
 
