@@ -1,28 +1,20 @@
-"""What was measured becomes tables, and the pages that show them: all of it from the files alone."""
+"""What was measured becomes tables and a page: all of it from the files alone."""
 
 import importlib
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-PAGE, KERNELS, README = "docs/benchmarks.md", "docs/kernels.md", "README.md"
 
 
-def pages_of(records, root):
-    """Return what table.py makes of records in a copy of the project's pages."""
-    results = root / "results"
-    shutil.rmtree(results, ignore_errors=True)
-    for folder in (root / "docs", results):
-        folder.mkdir(exist_ok=True)
-    for name in (KERNELS, README):
-        shutil.copy(FOLDER.parent / name, root / name)
+def page_of(records, folder):
     for number, record in enumerate(records):
-        (results / f"{number}.json").write_text(json.dumps(record), encoding="utf-8")
-    subprocess.run([sys.executable, FOLDER / "table.py", "--results", results, "--root", root], check=True)
-    return {name: (root / name).read_text(encoding="utf-8") for name in (PAGE, KERNELS, README)}
+        (folder / f"{number}.json").write_text(json.dumps(record), encoding="utf-8")
+    command = [sys.executable, FOLDER / "table.py", "--results", folder, "--page", folder / "page.md"]
+    subprocess.run(command, check=True)
+    return (folder / "page.md").read_text(encoding="utf-8")
 
 
 def test_the_page_is_written_from_the_files_alone(tmp_path):
@@ -47,10 +39,12 @@ def test_the_page_is_written_from_the_files_alone(tmp_path):
         "left_out": ["a peer"],
         "measurements": [taken, share],
     }
-    pages = pages_of([record], tmp_path)
-    assert "**Measured on a GPU: nothing.**" in pages[KERNELS]
-    _, _, section = pages[PAGE].partition("\n## ")
-    assert section.splitlines() == [
+    gpu = {"gpu": "A GPU", "driver_version": "1.2", "cuda": "9"}
+    on_a_gpu = {"benchmark": "gpu_kernels", "machine": record["machine"] | gpu, "failed": ["It is off."], "threads": []}
+    _, first, second = page_of([record, record | on_a_gpu], tmp_path).split("\n## ")
+    assert second.startswith("How fast the kernels are on a GPU\n") and "What failed:\n\n- It is off.\n" in second
+    assert second.endswith("A GPU, driver 1.2, CUDA 9, in A CPU, 3 cores, 4.5 GB, An OS · python 3.14, torch 9.9\n")
+    assert first.splitlines() == [
         "What a fit costs",
         "",
         "What was measured.",
@@ -65,84 +59,14 @@ def test_the_page_is_written_from_the_files_alone(tmp_path):
     ]
 
 
-def of_a_gpu(**changes):
-    def taken(**more):
-        return {
-            "case": "a case",
-            "way": "a way",
-            "quantity": "time",
-            "unit": "ms",
-            "samples": [2.0],
-            "shown": True,
-        } | more
-
-    parts = [
-        {
-            "part": "kernels dyt",
-            "measurements": [taken(), taken(way="hidden", shown=False)],
-            "failures": ["It is off."],
-        },
-        {"part": "networks vit_b16 eager", "measurements": [taken(case="a whole ViT")], "failures": []},
-    ]
-    machine = {
-        "cpu": "A CPU",
-        "cores": 3,
-        "memory_gb": 4.5,
-        "os": "An OS",
-        "gpu": "A GPU",
-        "driver": "1.2",
-        "cuda": "9",
-    }
-    return {
-        "benchmark": "gpu",
-        "about": "What ran.",
-        "command": "python benchmarks/gpu.py",
-        "date": "2031-01-02T03:04:05+00:00",
-        "commit": None,
-        "machine": machine,
-        "threads": [],
-        "versions": {"torch": "9.9"},
-        "left_out": [],
-        "parts": parts,
-    } | changes
-
-
-def test_what_a_gpu_did_is_written_into_all_pages_and_a_rehearsal_into_none(tmp_path):
-    rehearsed = of_a_gpu(command="python benchmarks/gpu.py --rehearse", about="Nothing ran.", date="2032-01-01")
-    before = pages_of([rehearsed], tmp_path)
-    assert "## On a GPU" not in before[PAGE]
-    nothing = "**Measured on a GPU: nothing"
-    assert nothing in before[KERNELS] and "\n- Nothing has been measured on a GPU yet: " in before[README]
-
-    pages = pages_of([rehearsed, of_a_gpu()], tmp_path)
-    machine = [
-        "",
-        "`python benchmarks/gpu.py` · 2031-01-02",
-        "",
-        "A GPU, driver 1.2, CUDA 9, in A CPU, 3 cores, 4.5 GB, An OS · torch 9.9",
-    ]
-    head = ["|  |  | time, ms |", "| :-- | :-- | --: |"]
-    own = [*head, "| a case | a way | 2 |", "", "What was wrong:", "", "- It is off."]
-    beside = "What was measured of the kernels themselves is [beside it](kernels.md)."
-    _, _, section = pages[PAGE].partition("\n## ")
-    of_networks = ["What ran.", "", beside, "", *head, "| a whole ViT | a way | 2 |"]
-    assert section.splitlines() == ["On a GPU", "", *of_networks, *machine]
-    block = "\n".join([*own, *machine])
-    assert block in pages[KERNELS] and "a whole ViT" not in pages[KERNELS] and nothing not in pages[KERNELS]
-    assert "measured on A GPU (2031-01-02):" in pages[README] and "Nothing has been" not in pages[README]
-    for name in (KERNELS, README):  # around the block all is as it was
-        (begun, mark, _), (_, _, ended) = before[name].partition("<!-- python"), before[name].partition("<!-- to here")
-        assert pages[name].startswith(begun + mark) and pages[name].endswith(ended) and begun and ended
-
-
-def test_the_pages_say_of_gpus_what_the_results_do(monkeypatch):
+def test_the_pages_say_what_the_results_do(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     table = importlib.import_module("table")
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(table.RESULTS.glob("*.json"))]
-    written = table.written(FOLDER.parent, list(filter(table.real, records)))
-    assert list(written) == [PAGE, KERNELS, README]
-    for name, text in written.items():
-        assert (FOLDER.parent / name).read_text(encoding="utf-8") == text, name
+    records = table.records(table.RESULTS)
+    assert table.PAGE.read_text(encoding="utf-8") == table.page(records)
+    of_a_gpu = any(record["benchmark"] in table.OF_A_GPU for record in records)
+    kernels = table.PAGE.with_name("kernels.md").read_text(encoding="utf-8")
+    assert ("**Measured on a GPU: nothing.**" in kernels) != of_a_gpu
 
 
 def test_rows_without_a_quantity_in_common_stand_apart(monkeypatch):
