@@ -99,7 +99,8 @@ def test_intervals(measured):
         assert (case, "scipy curve_fit", "R²") not in samples
 
 
-def test_figure(measured):
+def test_figure(measured, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("figure"), "DPI", 30)
     samples = measured("figure", "--pairs", "40000", "--scatter-up-to", "40000")
     own = samples["39,936 pairs", "normscope, all rows", "draw and write"]
     empty = samples["nothing", "empty, all rows", "draw and write"]
