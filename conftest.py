@@ -21,6 +21,18 @@ WITH_TRITON = ["pairs/sums/binning/cuda*", "swaps/kernels/device_functions", "sw
 collect_ignore_glob = [] if find_spec("triton") else [f"normscope/{path}.py" for path in WITH_TRITON]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what takes a GPU where there is none, but for what NORMSCOPE_KERNEL_TESTS=cpu rehearses there, tiny."""
+    of_a_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not of_a_gpu or os.environ.get("NORMSCOPE_KERNEL_TESTS") == "cpu":
+        return
+    import torch
+
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        for item in of_a_gpu:
+            item.add_marker(pytest.mark.skip(reason="there is no NVIDIA GPU here"))
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """Let Ctrl-C interrupt this process and those that it starts, also where a nohup or a CI has it ignored by all."""

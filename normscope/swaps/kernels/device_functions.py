@@ -2,8 +2,8 @@
 
 ``precise`` is for float32 tensors, whose kernels wait for memory anyhow. Of half precision they would wait for
 instructions, and so there the functions are cheaper, with errors below the rounding of what they are for
-(docs/kernels.md). ``portable`` puts ordinary operations in the place of the instructions that only PTX has. Tensors stand
-before constants, because in the interpreter of Triton 3.8 a constexpr times a tensor is a constexpr.
+(docs/kernels.md). ``portable`` puts ordinary operations in the place of the instructions that only PTX has.
+Tensors stand before constants: in the interpreter of Triton 3.8 a constexpr times a tensor is a constexpr.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ from normscope.pairs.norms.trace import find_norms
 from normscope.pairs.ranks import Ranks, merge_seen
 from normscope.pairs.recorder import Recorder, Summing
 
-DEVICE = os.environ.get("NORMSCOPE_KERNEL_TESTS", "")
+DEVICE = os.environ.get("NORMSCOPE_KERNEL_TESTS") or "cuda"
 COUNTS = ("density", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
 
-pytestmark = pytest.mark.skipif(not DEVICE, reason="NORMSCOPE_KERNEL_TESTS=cuda asks for them, where there is a GPU.")
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)

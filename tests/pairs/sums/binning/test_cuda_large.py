@@ -1,6 +1,6 @@
 """On a GPU, tokens as networks make them, and more of them than 32 bits count: against the loop on the CPU, and torch.
 
-Where kernels are interpreted in this very process, the same of a few tokens on the CPU: it shows that all of it runs.
+With NORMSCOPE_KERNEL_TESTS=cpu and TRITON_INTERPRET=1 the same of a few tokens on the CPU: it shows that it runs.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LINES = {"layer norm": Lines(FORMS[layer_norm], 1e-6), "RMS norm": Lines(FORMS[rms_norm], 1e-5)}
 
 of_networks = pytest.mark.parametrize("name", ["a ViT-B", "a DiT-XL", "many short rows", "queries and keys", "groups"])
-pytestmark = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="There is no NVIDIA GPU here.")
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("gigabytes")]
 
 
 def sized(on_a_gpu, interpreted):

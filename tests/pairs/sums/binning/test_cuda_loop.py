@@ -115,15 +115,17 @@ def by_kernels(name: str, device: str) -> PairStats:
         return filled(cuda.add, name, device)
 
 
-@pytest.fixture(scope="module", params=["interpreted", "on a GPU", "on a GPU, as it comes"])
+def of_a_gpu(name: str):
+    return pytest.param(name, marks=pytest.mark.gpu)
+
+
+@pytest.fixture(scope="module", params=["interpreted", *map(of_a_gpu, ("on a GPU", "on a GPU, as it comes"))])
 def made(request, tmp_path_factory) -> Callable[[str], PairStats]:
     """What the kernels fill: in the interpreter with tiny tiles, on a GPU with those and with its own."""
     if request.param == "interpreted":
         path = tmp_path_factory.mktemp("interpreted") / "stats.pt"
         subprocess.run([sys.executable, __file__, path], env={**os.environ, "TRITON_INTERPRET": "1"}, check=True)
         return torch.load(path, weights_only=False).__getitem__
-    if not ON_GPU:
-        pytest.skip("There is no NVIDIA GPU here.")
     if request.param == "on a GPU":
         return lambda name: by_kernels(name, "cuda")
     return lambda name: filled(cuda.add, name, "cuda")
