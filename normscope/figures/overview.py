@@ -64,10 +64,10 @@ def overview(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]] = (
     if len(fits) not in (0, len(captures)):
         raise UsageError(f"There are {len(captures)} captures, but the fits of {len(fits)}; give the fits of each.")
     theme = style_named(style)
-    looks = theme.looks(found.curve for own in fits for found in own)
+    looks = theme.looks(fit.curve for fitted in fits for fit in fitted)
     rows = [
-        panels_of(capture, select(capture.sites, _ACROSS), own, theme, looks)
-        for capture, own in zip(captures, fits or [()] * len(captures), strict=True)
+        panels_of(capture, select(capture.sites, _ACROSS), fitted, theme, looks)
+        for capture, fitted in zip(captures, fits or [()] * len(captures), strict=True)
     ]
     columns = max(2, *(len(panels) for panels in rows))
     width = _COLUMN_INCHES * columns
@@ -98,7 +98,7 @@ def overview(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]] = (
 
 
 def _heading(capture: Capture, panels: Sequence[Panel], inches: float) -> tuple[str, list[str]]:
-    """What went through which network, and with which weights: the bold line, and those below it."""
+    """The bold line, and those below it: network, weights, data."""
     about = capture.about
     counts = sorted({panel.stats.n_pairs for panel in panels})
     pairs = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
@@ -145,5 +145,5 @@ def _draw(ax: Axes, panel: Panel) -> None:
     corner_text(ax, panel.style, lines, _TINY.get_size())
 
 
-def _result(found: CurveFit) -> str:
-    return "  ".join(part for part in (f"R² {found.r2:.3f}", found.doubt) if part)
+def _result(fit: CurveFit) -> str:
+    return "  ".join(part for part in (f"R² {fit.r2:.3f}", fit.doubt) if part)

@@ -60,7 +60,7 @@ _OTHERS = "Or write a function that returns it and batches for it, and name it a
 
 @dataclass(frozen=True)
 class _Description:
-    """What is known of a model before its weights are.
+    """The facts of a model that are known before its weights are.
 
     Attributes:
         config: of the transformer, as diffusers saves it.

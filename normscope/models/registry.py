@@ -1,4 +1,4 @@
-"""Which models there are, and which function loads each.
+"""The models by name, and the function that loads each.
 
 Nothing heavy is imported before a model is loaded: ``normscope models`` and shell completion read this table.
 """

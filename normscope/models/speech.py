@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 from collections.abc import Sequence
 from functools import partial
@@ -24,6 +23,7 @@ from normscope.models.inputs.audio import AudioFormat, audio_inputs
 from normscope.models.inputs.file_inputs import LazyInputs, TensorInputs
 from normscope.models.weights import downloads
 from normscope.models.weights.checkpoints import embedded_module, load_file, read_embedded, ready, with_weights
+from normscope.runtime.files import sha256_of
 
 _SERVER = "https://download.pytorch.org/torchaudio"
 _TAKEN = (pipelines.Wav2Vec2Bundle, pipelines.SourceSeparationBundle, pipelines.SquimObjectiveBundle)
@@ -112,9 +112,8 @@ def pretrained(architecture: str, bundle: Any, *, embedded: str) -> tuple[nn.Mod
         return module
 
     module = downloads.fetch(url, cached, download, embedded=embedded)
-    with cached.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return module, Provenance("pretrained", f"torchaudio {architecture}: {cached.name} (sha256 {digest[:12]})")
+    digest = sha256_of([cached])[:12]
+    return module, Provenance("pretrained", f"torchaudio {architecture}: {cached.name} (sha256 {digest})")
 
 
 def _published(bundle: Any) -> tuple[str, Path]:

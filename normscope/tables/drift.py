@@ -127,7 +127,7 @@ def _spoilt(rows: Sequence[Drift]) -> Column[Swap]:
 def _explained(
     rows: Sequence[Drift], *, orders: bool, logits: bool, top5: bool, frames: bool, ends: bool
 ) -> Iterable[str]:
-    """What the columns mean, as far as there is something in them."""
+    """The meaning of the columns, as far as there is something in them."""
     yield f"All sites swapped. {_L2}; cosine: median and 10th percentile"
     if orders:
         yield f"≤ {_NEAR}: how many sites, the least harmful first, leave a median L2 up to that"

@@ -132,7 +132,7 @@ def _over_channels(fits: Sequence[CurveFit]) -> list[str]:
 
 
 def _explained(fits: Sequence[CurveFit]) -> Iterable[str]:
-    """What the columns mean, as far as there is something in them."""
+    """The meaning of the columns, as far as there is something in them."""
     weighted = {"gamma": ", pairs weighted by γ²", "x": ", pairs weighted evenly over x"}
     yield f"y ≈ {_formula(fits)}{weighted.get(fits[0].weights_by, '') if fits else ''}; fitted: {_forms(fits)}"
     over = ", ".join(sorted({fit.folds for fit in fits if fit.folds}))
@@ -157,7 +157,7 @@ def _explained(fits: Sequence[CurveFit]) -> Iterable[str]:
 
 
 def _forms(fits: Sequence[CurveFit]) -> str:
-    """What was fitted of most curves, and of each that differs."""
+    """The form that was fitted of most curves, and of each that differs."""
     forms = {fit.curve: fit.form for fit in fits if fit.curve != FREE}
     usual = max(forms.values(), key=list(forms.values()).count, default="E[y|x]")
     return "; ".join([usual, *(f"{curve}: {form}" for curve, form in forms.items() if form != usual)])

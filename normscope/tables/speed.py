@@ -1,4 +1,4 @@
-"""How fast swapped networks are, as tables for a terminal; our times beside the published ones."""
+"""Times of swapped networks as tables for a terminal; ours beside the published ones."""
 
 from __future__ import annotations
 

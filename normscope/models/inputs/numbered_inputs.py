@@ -77,7 +77,7 @@ def read_ahead(
         chunks = iter(loader)
     while True:
         try:
-            made = next(chunks, None)
+            pinnable = next(chunks, None)
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker"):
                 raise
@@ -85,31 +85,31 @@ def read_ahead(
                 f"A process that reads inputs has ended before its work: {str(error).rstrip('.')}. Memory, or shared "
                 "memory (/dev/shm), may have run out: take fewer workers, or smaller batches."
             ) from error
-        if made is None:
+        if pinnable is None:
             return
-        yield made.chunk
+        yield pinnable.chunk
 
 
 @dataclass(frozen=True)
-class _Made:
+class _Pinnable:
     """A chunk that the DataLoader can pin."""
 
     chunk: Chunk
 
-    def pin_memory(self) -> _Made:
-        return _Made(replace(self.chunk, batches=[batch.pin_memory() for batch in self.chunk.batches]))
+    def pin_memory(self) -> _Pinnable:
+        return _Pinnable(replace(self.chunk, batches=[batch.pin_memory() for batch in self.chunk.batches]))
 
 
-class _Chunks(Dataset[_Made]):
+class _Chunks(Dataset[_Pinnable]):
     def __init__(self, read: Callable[[Sequence[int]], Chunk]) -> None:
         self._read = read
 
-    def __getitem__(self, numbers: Sequence[int]) -> _Made:
-        return _Made(self._read(numbers))
+    def __getitem__(self, numbers: Sequence[int]) -> _Pinnable:
+        return _Pinnable(self._read(numbers))
 
 
-def _as_it_is(made: Any) -> Any:
-    return made
+def _as_it_is(pinnable: Any) -> Any:
+    return pinnable
 
 
 def _ignore_signals(worker: int) -> None:
@@ -157,7 +157,7 @@ class NumberedInputs(ABC):
 
     @property
     def batch_size(self) -> int:
-        """How many inputs are read together, at most; setting it has no effect where that is always one."""
+        """Number of inputs read together, at most; setting it has no effect where that is always one."""
         return 1 if self._one_by_one else self._batch_size
 
     @batch_size.setter
@@ -166,12 +166,12 @@ class NumberedInputs(ABC):
 
     @property
     def n_inputs(self) -> int:
-        """How many inputs are taken."""
+        """Number of inputs taken."""
         return len(self.order)
 
     @property
     def n_samples(self) -> int:
-        """How many samples there are to try."""
+        """Number of samples to try."""
         return len(self.order)
 
     @property

@@ -72,8 +72,8 @@ class TextLines:
     def read(self, lines: Sequence[int]) -> list[str | Exception]:
         """Return what some lines say, or why that cannot be had: one for each, in their order."""
         contents: list[str | Exception] = []
-        for index, own in groupby(lines, self.document_index):
-            contents += self._of_document(index, list(own))
+        for index, of_document in groupby(lines, self.document_index):
+            contents += self._of_document(index, list(of_document))
         return contents
 
     def _of_document(self, index: int, lines: Sequence[int]) -> Sequence[str | Exception]:
@@ -133,7 +133,7 @@ LONGEST = 512  # tokens of one text, at most
 
 @dataclass(frozen=True)
 class Reading:
-    """How a model reads texts.
+    """The way in which a model reads texts.
 
     Attributes:
         tokenize: from a text to its token ids, and whether it had to be cut; whatever it raises makes the text
@@ -246,13 +246,13 @@ def text_inputs(reading: Reading, options: LoadOptions) -> Texts:
         page = files("normscope.models") / "embedded" / "page.txt"
         return Texts("normscope's page", [("page.txt", page)], reading, options, data="page", source_is_line=True)
     root = Path(options.data)
-    found, left_out = find_files(root, "text file", _SUFFIXES)
+    paths, left_out = find_files(root, "text file", _SUFFIXES)
     return Texts(
         str(root),
-        [(name_in(root, path), path) for path in found],
+        [(name_in(root, path), path) for path in paths],
         reading,
         options,
-        data=listing_digest(root, found),
+        data=listing_digest(root, paths),
         source_is_line=not root.is_dir(),
         remarks=(f"{count(left_out, 'other file')} left out",) if left_out else (),
     )

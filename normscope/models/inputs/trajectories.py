@@ -89,7 +89,7 @@ MOST_KEPT = 32 * 2**20  # bytes of latents, for the next time that they are aske
 
 @dataclass(frozen=True)
 class LatentSpace:
-    """What a class-conditional DiT takes.
+    """The latents and classes that a class-conditional DiT takes.
 
     Attributes:
         channels: of a latent.
@@ -161,7 +161,7 @@ class Trajectories(NumberedInputs):
 
     @property
     def n_samples(self) -> int:
-        """How many samples there are: timesteps of trajectories, twice with guidance."""
+        """Number of samples: timesteps of trajectories, twice with guidance."""
         return len(self.order) * len(self.timesteps) * self._runs
 
     def known_samples(self) -> Iterator[Sample]:

@@ -302,16 +302,6 @@ class Repository:
         )
 
 
-def sha256_of(paths: Iterable[Path]) -> str:
-    """Return the SHA-256 of some files' contents, one after the other."""
-    digest = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
-
-
 def refuse_code(name: str, filename: str, content: Any) -> None:
     """Refuse what names a class of its own, or a kernel on the hub: both are code."""
     for key, value in _items(content):
