@@ -13,11 +13,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import UsageError, count
 from normscope.figures.style import Style, style_named
-from normscope.figures.text import wrapped
+from normscope.figures.text import scale_by_factors, wrapped
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import FREE
 from normscope.fits.views.comparison import check_number, match
@@ -224,10 +224,7 @@ def _share_heights(panels: Sequence[Axes], columns: int) -> None:
         if number % columns:
             ax.tick_params(labelleft=False)
         if logarithmic:
-            ax.set_yscale("log")
-            ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-            ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-            ax.yaxis.set_minor_formatter(NullFormatter())
+            scale_by_factors(ax)
     panels[0].autoscale(axis="y")
 
 

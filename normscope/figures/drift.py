@@ -13,11 +13,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import UsageError, count
 from normscope.figures.style import Style, style_named
-from normscope.figures.text import legend_columns, tail, width_of, wrapped
+from normscope.figures.text import legend_columns, scale_by_factors, tail, width_of, wrapped
 from normscope.fits.curves.known import CURVES
 from normscope.fits.curves.lookup import curves_named
 from normscope.pairs.norms.sites import NormSite
@@ -263,10 +263,7 @@ def _finish(ax: Axes, theme: Style) -> None:
     """Choose the axis, logarithmic where values are many times one another, and show 1 where it is near."""
     low, high = ax.dataLim.y0, ax.dataLim.y1
     if low > 0 and _MANY_TIMES * low < high < math.inf:
-        ax.set_yscale("log")
-        ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-        ax.yaxis.set_minor_formatter(NullFormatter())
+        scale_by_factors(ax)
     else:
         ax.set_ylim(0, None if 0 < high < math.inf else 1.1)
     bottom, top = ax.get_ylim()

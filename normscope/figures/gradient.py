@@ -153,13 +153,7 @@ def _draw_diagonal(ax: Axes, column: _Column) -> None:
         if not fit.degenerate:
             colour, dashes = looks[fit.curve]
             ax.plot(
-                grid,
-                fit.derivative(grid),
-                color=colour,
-                ls=dashes,
-                lw=1.1,
-                zorder=4,
-                path_effects=outline(style, 0.8),
+                grid, fit.derivative(grid), color=colour, ls=dashes, lw=1.1, zorder=4, path_effects=outline(style, 0.8)
             )
     ax.set_ylim(0, 1.5 * ax.get_ylim()[1])  # room for the notes
     ax.set_xlabel("norm input x (asinh axis)", labelpad=1)

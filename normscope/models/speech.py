@@ -262,11 +262,7 @@ def load_demo_wav2vec2(name: str, architecture: str, options: LoadOptions) -> Lo
         return wrapped(module), provenance
 
     module, provenance = with_weights(
-        name,
-        options,
-        build=lambda: wrapped(build()),
-        pretrained=wrapped_pretrained,
-        from_file=load_weights,
+        name, options, build=lambda: wrapped(build()), pretrained=wrapped_pretrained, from_file=load_weights
     )
     taken = audio_format(module, facts["sample_rate"])
     inputs = _held_out_words(options) if options.data is None else audio_inputs(taken, options)

@@ -51,8 +51,7 @@ def channels_table(fits: Sequence[CurveFit]) -> Table:
         names("site", lambda row: row[0], once=True),
         words("func", lambda row: row[1]),
         *several(
-            ("channels", "bend", "nothing", "A", "α 5 %", "α", "α 95 %", "R² 5 %", "R²", "R² 95 %"),
-            lambda row: row[2:],
+            ("channels", "bend", "nothing", "A", "α 5 %", "α", "α 95 %", "R² 5 %", "R²", "R² 95 %"), lambda row: row[2:]
         ),
     ]
     caption = (

@@ -14,7 +14,7 @@ from torch import Tensor
 from normscope.errors import DataError, count
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import LoadOptions
-from normscope.inputs.splits import Chunk, LeftOut
+from normscope.inputs.splits import Chunk
 from normscope.models.inputs.numbered_inputs import ReadInputs
 from normscope.runtime.files import CHECKPOINT
 
@@ -106,17 +106,14 @@ class Files(ReadInputs):
         self.paths, self._others = find_files(root, kind.noun, kind.suffixes)
         self._data = listing_digest(root, self.paths)
         super().__init__(len(self.paths), options, one_by_one=one_by_one)
+        self._tried = f"{count(len(self.order), 'file')} tried at {str(root)!r}"
+        self._read_as = f" as {'an' if kind.noun[0] in 'aeiou' else 'a'} {kind.noun}"
 
     @property
     def description(self) -> str:
         """Say how many files were read, could not be read, and were not looked at."""
-        remarks = []
-        if self.left_out.unreadable:
-            remarks.append(f"{len(self.left_out.unreadable):,} unreadable")
-        if self._others:
-            remarks.append(f"{count(self._others, 'other file')} left out")
-        files = self._taken_of(count(len(self.paths), self.kind.noun))
-        return f"{self.root}: {files}" + (f" ({', '.join(remarks)})" if remarks else "")
+        others = [f"{count(self._others, 'other file')} left out"] if self._others else []
+        return self._described(str(self.root), count(len(self.paths), self.kind.noun), [], others)
 
     def read(self, numbers: Sequence[int]) -> Chunk:
         """Open some files, and stack what can be read of them."""
@@ -134,13 +131,6 @@ class Files(ReadInputs):
 
     def _sample(self, number: int) -> Sample:
         return Sample(name_in(self.root, self.paths[number]), number, number, self._data)
-
-    def _none_readable(self, left_out: LeftOut) -> DataError:
-        article = "an" if self.kind.noun[0] in "aeiou" else "a"
-        return DataError(
-            f"None of the {count(len(self.order), 'file')} tried at {str(self.root)!r} can be read as "
-            f"{article} {self.kind.noun}. The first is {left_out.lines[0]}."
-        )
 
 
 def stacked(samples: Sequence[tuple[Sample, Tensor]]) -> Batch:

@@ -215,10 +215,7 @@ def load_pipeline(name: str, folder: Path, components: Mapping[str, Any], option
     kind = getattr(diffusers, components["transformer"][1])  # a name that _known() has seen in diffusers
     part = folder / "transformer"
     module, provenance = with_weights(
-        name,
-        options,
-        build=lambda: _built(name, kind, part),
-        pretrained=lambda: _pretrained(name, kind, folder, part),
+        name, options, build=lambda: _built(name, kind, part), pretrained=lambda: _pretrained(name, kind, folder, part)
     )
     others = [_kind(value) for key, value in components.items() if key != "transformer" and isinstance(value, list)]
     by_accelerate = _by_accelerate(name, others)

@@ -17,7 +17,7 @@ from torch import Tensor
 from normscope.errors import DataError, count
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import LoadOptions
-from normscope.inputs.splits import Chunk, LeftOut
+from normscope.inputs.splits import Chunk
 from normscope.models.inputs.file_inputs import find_files, listing_digest, name_in, reason
 from normscope.models.inputs.numbered_inputs import ReadInputs
 
@@ -187,18 +187,14 @@ class Texts(ReadInputs):
         if not len(self._lines):
             raise DataError(f"{name} holds no text: {count(len(documents), 'file')} without a line that is not blank.")
         super().__init__(len(self._lines), options)
+        self._tried = f"{count(len(self.order), 'text')} tried at {name!r}"
 
     @property
     def description(self) -> str:
         """Say how many texts were read, how many were cut or could not be read, and what was not looked at."""
-        remarks = list(self._reading.remarks)
-        if self.left_out.cut:
-            remarks.append(f"{self.left_out.cut:,} cut to {count(self._reading.longest, 'token')}")
-        if self.left_out.unreadable:
-            remarks.append(f"{len(self.left_out.unreadable):,} unreadable")
-        remarks += self._remarks
-        texts = self._taken_of(count(len(self._lines), "text"))
-        return f"{self._name}: {texts}" + (f" ({', '.join(remarks)})" if remarks else "")
+        cut = [f"{self.left_out.cut:,} cut to {count(self._reading.longest, 'token')}"] if self.left_out.cut else []
+        texts = count(len(self._lines), "text")
+        return self._described(self._name, texts, [*self._reading.remarks, *cut], self._remarks)
 
     def read(self, numbers: Sequence[int]) -> Chunk:
         """Tokenize some lines, and pad what can be read of them to one length."""
@@ -226,12 +222,6 @@ class Texts(ReadInputs):
         if self._source_is_line:
             return Sample(self._lines.place(number), number, number, self._data)
         return Sample(self._lines.document(number), self._lines.document_index(number), number, self._data)
-
-    def _none_readable(self, left_out: LeftOut) -> DataError:
-        return DataError(
-            f"None of the {count(len(self.order), 'text')} tried at {self._name!r} can be read. The first is "
-            f"{left_out.lines[0]}."
-        )
 
 
 def text_inputs(reading: Reading, options: LoadOptions) -> Texts:

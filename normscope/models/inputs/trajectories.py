@@ -132,14 +132,9 @@ class Trajectories(NumberedInputs):
     ) -> None:
         """Take noise; no step is made yet.
 
-        Args:
-            module: see the attributes.
-            scheduler: likewise.
-            noise: likewise.
-            labels: likewise.
+        Args, besides the attributes:
             null_class: the label that stands for no class.
             guidance: scale of classifier-free guidance; 1 for none, and then no latent runs twice.
-            timesteps: see the attributes.
             options: those that say which trajectories are taken, ``seed``, and those that say how to batch are read.
             remark: what the description says besides.
         """

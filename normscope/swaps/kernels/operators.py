@@ -65,17 +65,8 @@ def pointwise_backward(
 ) -> list[Tensor]:
     """Return the gradients by x, α, s, weight and bias of what :func:`pointwise` returned.
 
-    Args:
-        dy: the gradient by its output.
-        x: as there, as are the others.
-        alpha: as there.
-        shift: as there.
-        weight: as there.
-        bias: as there.
-        curve: as there.
-        behind: as there.
-        of_input: whether that by x is wanted.
-        of_parameters: whether those by the parameters are.
+    ``dy`` is the gradient by its output, ``x`` to ``behind`` are as there, and ``of_input`` and ``of_parameters`` say
+    whether the gradient by x and those by the parameters are wanted.
 
     Returns:
         Five tensors, empty where there is nothing to return: an operator's lists hold nothing but tensors.
