@@ -225,15 +225,11 @@ _DEFAULT_BATCH_SIZE = 8
 def load_factory(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
     """Load what a function of the user's returns: ``(module, batches)``.
 
-    The function takes no arguments. Batches are an iterable of tensors, tuples of arguments, dicts of keyword
-    arguments, or :class:`normscope.Batch`, best a list. As ``python FILE`` would, this puts FILE's folder in front of
-    ``sys.path``, or the current folder where a module is named. torch's random numbers are under ``options.seed``
-    while the function or its batches run, and afterwards as they were.
-
-    Args:
-        name: what outputs and errors call it.
-        architecture: ``FILE_OR_MODULE:FACTORY``; a FILE ends in ``.py``, and FACTORY may have dots in it.
-        options: which weights, how many samples, and where to put them.
+    ``architecture`` is ``FILE_OR_MODULE:FACTORY``; a FILE ends in ``.py``, and FACTORY may have dots in it. The
+    function takes no arguments. Batches are an iterable of tensors, tuples of arguments, dicts of keyword arguments, or
+    :class:`normscope.Batch`, best a list. As ``python FILE`` would, this puts FILE's folder in front of ``sys.path``,
+    or the current folder where a module is named. torch's random numbers are under ``options.seed`` while the function
+    or its batches run, and afterwards as they were.
 
     Raises:
         UsageError: if an option is given that is the function's to decide.

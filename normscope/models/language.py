@@ -55,16 +55,11 @@ _BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def load_transformers(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
-    """Load a model of transformers that reads text.
+    """Load a model of transformers that reads text, from a folder or a repository of the hub.
 
     The head is the one that the configuration names, if it is of a causal, masked or sequence-to-sequence language
     model, and left out otherwise. An encoder–decoder model gets the same text on both sides. Weights are made in
     the asked-for dtype at once; the few tensors that transformers keeps in float32 in any dtype stay so.
-
-    Args:
-        name: what outputs and errors call it.
-        architecture: a folder, or a repository of the hub.
-        options: which weights and inputs, and where to put them.
 
     Raises:
         ModelError: if transformers is not installed or does not know the model, the model takes no text or asks for

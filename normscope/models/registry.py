@@ -21,6 +21,7 @@ from normscope.runtime.processes import Place
 if TYPE_CHECKING:
     from normscope.inputs.loaded_model import LoadedModel, LoadOptions
 
+    # From what outputs and errors call a model, its library's name for it, and which weights and inputs to load where.
     Loader = Callable[[str, str, LoadOptions], LoadedModel]
 
 _CODE = "py"

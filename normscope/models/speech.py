@@ -213,12 +213,7 @@ EMBEDDED = "demo_wav2vec2"
 
 
 def load_torchaudio(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
-    """Load the network of a torchaudio bundle.
-
-    Args:
-        name: what outputs and errors call it.
-        architecture: torchaudio's name for the bundle: ``WAV2VEC2_LARGE``.
-        options: which weights and inputs, and where to put them.
+    """Load the network of a torchaudio bundle, by torchaudio's name for it: ``WAV2VEC2_LARGE``.
 
     Raises:
         ModelError: if torchaudio does not know it, it takes no waveform, or its weights cannot be had or do not fit.

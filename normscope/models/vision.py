@@ -27,12 +27,7 @@ HUB_FILE = "model.safetensors"
 
 
 def load_timm(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
-    """Load a model of timm.
-
-    Args:
-        name: what outputs and errors call it.
-        architecture: timm's name for it, with or without ``.tag``.
-        options: which weights and inputs, and where to put them.
+    """Load a model of timm, by timm's name for it, with or without ``.tag``.
 
     Raises:
         ModelError: if timm does not know it, or its weights cannot be had or do not fit.

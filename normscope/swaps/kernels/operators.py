@@ -105,24 +105,13 @@ def _(
 
 
 @pointwise_backward.register_fake
-def _(
-    dy: Tensor,
-    x: Tensor,
-    alpha: Tensor,
-    shift: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    curve: str,
-    behind: int,
-    of_input: bool,
-    of_parameters: bool,
-) -> list[Tensor]:
+def _(dy: Tensor, x: Tensor, *others: Any) -> list[Tensor]:
+    *parameters, _, behind, of_input, of_parameters = others
     _check_shape(dy, x)
-    Parameters(alpha, shift, weight, bias).channel_axes(x, behind)
-    parameters = (alpha, shift, weight, bias)
-    made = [torch.empty_like(x) if of_input else x.new_empty(0)]
-    made += [x.new_empty(0) if part is None or not of_parameters else part.new_empty(part.shape) for part in parameters]
-    return made
+    Parameters(*parameters).channel_axes(x, behind)
+    by_x = torch.empty_like(x) if of_input else x.new_empty(0)
+    given = [part if of_parameters else None for part in parameters]
+    return [by_x, *(x.new_empty(0) if part is None else part.new_empty(part.shape) for part in given)]
 
 
 def _check_shape(dy: Tensor, x: Tensor) -> None:
