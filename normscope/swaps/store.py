@@ -163,7 +163,10 @@ def _written(curve: Curve, path: str) -> str:
 
 
 def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the state dict as safetensors takes it, each tensor once, and under which other names there are any."""
+    """Return the state dict as safetensors takes it, each tensor once, and under which other names there are any.
+
+    safetensors' own save_model refuses several views of one storage, and writes other bytes of one network each time.
+    """
     kept: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     names: dict[object, str] = {}

@@ -121,10 +121,10 @@ def published_table(report: PublishedReport) -> Table:
     )
     columns: list[Column[tuple[str, str, str]]] = [
         words("norms", lambda key: key[0]),
-        names("", lambda key: key[1]),
-        names("", lambda key: key[2]),
-        *several(("layer", "model"), lambda key: _seconds(ours.get(key))),
-        *several(("layer, published", "model, published"), lambda key: _seconds(theirs.get(key))),
+        names("", lambda key: key[1], 0),
+        names("", lambda key: key[2], 0),
+        *several(("layer", "model"), lambda key: _seconds(ours.get(key)), narrowest=0),
+        *several(("layer, published", "model, published"), lambda key: _seconds(theirs.get(key)), narrowest=0),
     ]
     caption = (
         f"Seconds of all passes; layer: of all norms. Ours: {report.device}, {count(report.tokens, 'token')}, "

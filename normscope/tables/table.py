@@ -56,11 +56,15 @@ def words(heading: str, cell: Callable[[Row], str]) -> Column[Row]:
 
 
 def several(
-    headings: Sequence[str], cells: Callable[[Row], Sequence[str]], *, shown: bool = True
+    headings: Sequence[str],
+    cells: Callable[[Row], Sequence[str]],
+    *,
+    shown: bool = True,
+    narrowest: int | None = None,
 ) -> Iterable[Column[Row]]:
     """Describe columns of numbers whose texts one function gives, a list for each row."""
     return (
-        Column(heading, lambda row, place=place: cells(row)[place], shown)  # type: ignore[misc]
+        Column(heading, lambda row, place=place: cells(row)[place], shown, narrowest=narrowest)  # type: ignore[misc]
         for place, heading in enumerate(headings)
     )
 
