@@ -13,11 +13,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import UsageError, count
 from normscope.figures.style import Style, style_named
-from normscope.figures.text import legend_columns, tail, width_of, wrapped
+from normscope.figures.text import legend_columns, scale_by_factors, tail, width_of, wrapped
 from normscope.fits.curves.known import CURVES
 from normscope.fits.curves.lookup import curves_named
 from normscope.pairs.norms.sites import NormSite
@@ -126,9 +126,9 @@ def _colours(funcs: Sequence[str] | dict[str, None], theme: Style) -> dict[str, 
     """A curve's own colour where it has one and no other function of this figure took it; RMSNorm is no curve."""
     looks, colours = theme.looks(map(_curve, funcs)), dict[str, Any]()
     for func in sorted(funcs, key=lambda func: _curve(func) not in CURVES):
-        own = theme.ink if func == "rmsnorm" else looks[_curve(func)][0]
-        free = [colour for colour in (own, *theme.curves, *theme.channels) if colour not in colours.values()]
-        colours[func] = free[0] if free else own
+        usual = theme.ink if func == "rmsnorm" else looks[_curve(func)][0]
+        free = [colour for colour in (usual, *theme.curves, *theme.channels) if colour not in colours.values()]
+        colours[func] = free[0] if free else usual
     return colours
 
 
@@ -183,8 +183,8 @@ def _plain(text: str) -> str:
     return visible(text).replace("$", r"\$")
 
 
-def _infinite(found: Quantiles) -> bool:
-    return math.isinf(found.p50) or math.isinf(found.p90)
+def _infinite(quantiles: Quantiles) -> bool:
+    return math.isinf(quantiles.p50) or math.isinf(quantiles.p90)
 
 
 def _draw_alone(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
@@ -235,20 +235,20 @@ def _draw_dots(
 ) -> None:
     """A dot and a bar for each row, set aside so that one swap does not hide another."""
     points = [(x + offset, row.relative_l2) for x, row in rows]
-    known = [(x, found) for x, found in points if math.isfinite(found.p50)]
-    medians = [found.p50 for _, found in known]
+    known = [(x, quantiles) for x, quantiles in points if math.isfinite(quantiles.p50)]
+    medians = [quantiles.p50 for _, quantiles in known]
     dashes = line.dashes if joined else ""
     ax.plot([x for x, _ in known], medians, marker=line.marker, ms=2.3, mew=0, color=line.colour, ls=dashes, lw=0.7)
-    whole = [(x, found) for x, found in known if math.isfinite(found.p90)]
+    whole = [(x, quantiles) for x, quantiles in known if math.isfinite(quantiles.p90)]
     ax.vlines(
         [x for x, _ in whole],
-        [found.p10 for _, found in whole],
-        [found.p90 for _, found in whole],
+        [quantiles.p10 for _, quantiles in whole],
+        [quantiles.p90 for _, quantiles in whole],
         color=line.colour,
         lw=0.7,
         alpha=0.8,
     )
-    _cross_out(ax, [(x, found) for x, found in points if _infinite(found)], line)
+    _cross_out(ax, [(x, quantiles) for x, quantiles in points if _infinite(quantiles)], line)
 
 
 def _cross_out(ax: Axes, points: Sequence[tuple[float, Quantiles]], line: _DriftLine) -> None:
@@ -263,10 +263,7 @@ def _finish(ax: Axes, theme: Style) -> None:
     """Choose the axis, logarithmic where values are many times one another, and show 1 where it is near."""
     low, high = ax.dataLim.y0, ax.dataLim.y1
     if low > 0 and _MANY_TIMES * low < high < math.inf:
-        ax.set_yscale("log")
-        ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-        ax.yaxis.set_minor_formatter(NullFormatter())
+        scale_by_factors(ax)
     else:
         ax.set_ylim(0, None if 0 < high < math.inf else 1.1)
     bottom, top = ax.get_ylim()

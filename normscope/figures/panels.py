@@ -124,7 +124,7 @@ class Panel:
         """The fits that a corner has room for: all, or those of the largest R²."""
         if len(self.fits) <= _NAMED:
             return list(self.fits)
-        return sorted(self.fits, key=lambda found: math.inf if found.degenerate else -found.r2)[:_NAMED]
+        return sorted(self.fits, key=lambda fit: math.inf if fit.degenerate else -fit.r2)[:_NAMED]
 
 
 def panels_of(
@@ -135,9 +135,9 @@ def panels_of(
     looks: Mapping[str, Look] | None = None,
 ) -> list[Panel]:
     """Bring together what belongs to each of some sites of a capture; ``looks`` are by default of these fits."""
-    own = style.looks(found.curve for found in fits) if looks is None else looks
+    looks = style.looks(fit.curve for fit in fits) if looks is None else looks
     return [
-        Panel(site, capture.stats[site.name], [found for found in fits if found.site == site.name], style, own)
+        Panel(site, capture.stats[site.name], [fit for fit in fits if fit.site == site.name], style, looks)
         for site in sites
     ]
 
@@ -191,8 +191,8 @@ def draw_channels(ax: Axes, panel: Panel) -> None:
     x, y, channel = drawn_pairs(panel.stats)
     ax.scatter(x, y, color=panel.style.faint, s=1.2, lw=0, alpha=0.35, rasterized=True)
     for colour, extreme in zip(panel.style.channels, extreme_channels(panel.stats), strict=False):
-        own = channel == extreme
-        ax.scatter(x[own], y[own], color=colour, s=4, lw=0, rasterized=True, zorder=2)
+        of_channel = channel == extreme
+        ax.scatter(x[of_channel], y[of_channel], color=colour, s=4, lw=0, rasterized=True, zorder=2)
 
 
 DRAW: dict[str, Callable[[Axes, Panel], None]] = {
@@ -205,12 +205,10 @@ DRAW: dict[str, Callable[[Axes, Panel], None]] = {
 def draw_curves(ax: Axes, panel: Panel) -> None:
     """Every fitted curve, and the bounds that no output of the norm passes."""
     grid = torch.linspace(*ax.get_xlim(), 600, dtype=torch.float64)
-    for found in panel.fits:
-        if not found.degenerate:
-            colour, dashes = panel.looks[found.curve]
-            ax.plot(
-                grid, found(grid), color=colour, ls=dashes, lw=1.1, zorder=4, path_effects=outline(panel.style, 0.8)
-            )
+    for fit in panel.fits:
+        if not fit.degenerate:
+            colour, dashes = panel.looks[fit.curve]
+            ax.plot(grid, fit(grid), color=colour, ls=dashes, lw=1.1, zorder=4, path_effects=outline(panel.style, 0.8))
     if math.isfinite(panel.site.bound):  # running statistics bound nothing
         for bound in (-panel.site.bound, panel.site.bound):
             ax.axhline(bound, color=panel.style.faint, lw=0.7, ls=":", zorder=1)
@@ -278,7 +276,7 @@ def _centre_range(stats: PairStats) -> tuple[Limits, Limits] | None:
 
 
 def legend_handles(panels: Sequence[Panel], *, density: bool, sampled: bool, bounds: bool = True) -> list[Artist]:
-    """What the greys, lines and dashes of these panels mean.
+    """The legend of these panels: greys, lines and dashes.
 
     ``density`` is whether they show one, ``sampled`` whether of a sample of the tokens alone, and ``bounds`` whether
     they show y itself, which the norm bounds.
@@ -290,9 +288,9 @@ def legend_handles(panels: Sequence[Panel], *, density: bool, sampled: bool, bou
         pairs = "pairs of the sampled tokens" if sampled else "all pairs"
         handles.append(Patch(facecolor=grey, label=f"{pairs} (log scale, each panel its own)"))
         handles.append(Line2D([], [], color=style.ink, lw=1.4, label="E[y|x], the mean of y at x"))
-    fits = [found for panel in panels for found in panel.fits]
-    shifted = {found.curve for found in fits if not found.degenerate and found.shift}
-    for curve, function in {found.curve: found.function.function_name for found in fits}.items():
+    fits = [fit for panel in panels for fit in panel.fits]
+    shifted = {fit.curve for fit in fits if not fit.degenerate and fit.shift}
+    for curve, function in {fit.curve: fit.function.function_name for fit in fits}.items():
         colour, dashes = panels[0].looks[curve]
         label = f"A·{function}(αx{'+s' if curve in shifted else ''}), least squares"
         label = label if function == curve else f"{curve}: {label}"
@@ -306,10 +304,10 @@ def legend_handles(panels: Sequence[Panel], *, density: bool, sampled: bool, bou
 def corner_lines(panel: Panel, result: Callable[[CurveFit], str]) -> list[tuple[str, str]]:
     """Texts for a corner, each with its colour: the results of the fits that are named, and how many others are."""
     lines = [
-        (f"{found.curve}: nothing to fit", panel.style.faint)
-        if found.degenerate
-        else (f"{_short(found.curve)}  {result(found)}", panel.looks[found.curve][0])
-        for found in panel.named
+        (f"{fit.curve}: nothing to fit", panel.style.faint)
+        if fit.degenerate
+        else (f"{_short(fit.curve)}  {result(fit)}", panel.looks[fit.curve][0])
+        for fit in panel.named
     ]
     more = len(panel.fits) - len(panel.named)
     return [*lines, (f"+ {more} more of smaller R²", panel.style.faint)] if more else lines

@@ -103,18 +103,18 @@ def residuals(moments: Tensor, fits: Sequence[CurveFit], width: float, least_cou
     held = by_fold.sum(0)
     mean = y_by_fold.sum(0) / held
     share = by_fold / held
-    own = np.divide(y_by_fold, by_fold, out=np.zeros_like(by_fold), where=by_fold > 0)
+    fold_means = np.divide(y_by_fold, by_fold, out=np.zeros_like(by_fold), where=by_fold > 0)
     alike = (share**2).sum(0)
     several = np.count_nonzero(by_fold, axis=0) > 1
     error = np.full_like(mean, np.nan)
-    np.divide(alike * (share * (own - mean) ** 2).sum(0), 1 - alike, out=error, where=several)
-    expected = np.stack([found(torch.from_numpy(x)).numpy() for found in fits]) if fits else np.empty((0, len(x)))
+    np.divide(alike * (share * (fold_means - mean) ** 2).sum(0), 1 - alike, out=error, where=several)
+    expected = np.stack([fit(torch.from_numpy(x)).numpy() for fit in fits]) if fits else np.empty((0, len(x)))
     at_fit = np.add.reduceat(n.sum(0) * expected, starts, axis=1) / held
     return Residuals(np.add.reduceat(sum_x.sum(0), starts) / held, np.sqrt(error), mean - at_fit)
 
 
 def _starts(n: Array, x: Array, width: float, least_count: int) -> NDArray[np.intp]:
-    """Where the groups begin: at most one in a multiple of ``width``, each of ``least_count`` pairs if there are."""
+    """First bins of the groups: at most one in a multiple of ``width``, each of ``least_count`` pairs if there are."""
     cuts = np.flatnonzero(np.diff(np.floor(x / width), prepend=-np.inf))
     starts, held = [0], 0.0
     for place, count in zip(cuts, np.add.reduceat(n, cuts), strict=True):
@@ -128,7 +128,7 @@ def _starts(n: Array, x: Array, width: float, least_count: int) -> NDArray[np.in
 def draw_residuals(ax: Axes, panel: Panel) -> None:
     """E[y|x] − A·f(αx + s) of every fitted curve over ± 2 standard errors of E[y|x], and the fits' RMSE above them."""
     x_limits, _ = whole_range(panel)
-    lines = corner_lines(panel, lambda found: f"RMSE {found.rmse:.3g}")
+    lines = corner_lines(panel, lambda fit: f"RMSE {fit.rmse:.3g}")
     centre = enlarged_range(panel)
     free = max(LINE_SHARE * (len(lines) + 0.5), _INSET_SHARE if centre else 0)
     _draw_within(ax, panel, x_limits, free)
@@ -139,30 +139,30 @@ def draw_residuals(ax: Axes, panel: Panel) -> None:
 
 def _draw_within(ax: Axes, panel: Panel, x_limits: Limits, free: float) -> None:
     """Draw what lies between these limits; above it a share of the height stays free."""
-    fits = [found for found in panel.fits if not found.degenerate]
-    found = residuals(panel.stats.moments, fits, (x_limits[1] - x_limits[0]) / _GROUPS)
-    band = _BAND * found.error
+    fits = [fit for fit in panel.fits if not fit.degenerate]
+    groups = residuals(panel.stats.moments, fits, (x_limits[1] - x_limits[0]) / _GROUPS)
+    band = _BAND * groups.error
     # The worst of many curves would flatten all others: those that the corner names are seen whole.
-    named = [off for fit, off in zip(fits, found.off, strict=True) if fit in panel.named] or [band]
-    inside = (found.x >= x_limits[0]) & (found.x <= x_limits[1])
+    named = [off for fit, off in zip(fits, groups.off, strict=True) if fit in panel.named] or [band]
+    inside = (groups.x >= x_limits[0]) & (groups.x <= x_limits[1])
     reach = _MARGIN * float(np.nanmax(np.abs(np.array(named)[:, inside]), initial=0))
     reach = reach if reach > 0 else 1.0
     ax.set(xlim=x_limits, ylim=(-reach, reach * (1 + free) / (1 - free)))
     drawn: list[Artist] = [
-        ax.fill_between(found.x, -band, band, color=panel.style.faint, alpha=_BAND_ALPHA, lw=0, zorder=1)
+        ax.fill_between(groups.x, -band, band, color=panel.style.faint, alpha=_BAND_ALPHA, lw=0, zorder=1)
     ]
     ax.axhline(0, color=panel.style.ink, lw=0.6, zorder=2)
-    for fit, off in zip(fits, found.off, strict=True):
+    for fit, off in zip(fits, groups.off, strict=True):
         colour, dashes = panel.looks[fit.curve]
         drawn += ax.plot(
-            found.x, off, color=colour, ls=dashes, lw=1.0, zorder=4, path_effects=outline(panel.style, 0.6)
+            groups.x, off, color=colour, ls=dashes, lw=1.0, zorder=4, path_effects=outline(panel.style, 0.6)
         )
     for artist in drawn:
         artist.set_clip_path(Rectangle((x_limits[0], -reach), np.ptp(x_limits), 2 * reach, transform=ax.transData))
 
 
 def residual_handles(panels: Sequence[Panel]) -> list[Artist]:
-    """What the band means, and over which folds; nothing where no site has any."""
+    """The legend of the band, and of its folds; nothing where no site has any."""
     over = sorted({str(panel.stats.fold_by) for panel in panels if panel.stats.fold_by})
     if not over:
         return []
@@ -315,15 +315,15 @@ def _density_legend(ax: Axes, panel: Panel) -> None:
     corner_text(ax, panel.style, lines)
 
 
-def _result(found: CurveFit) -> str:
-    if found.curve == FREE:
-        return f"R² {found.r2:.3f}"
-    shape = f"A {found.amplitude:.3g}  α {found.alpha:.3g}"
-    if found.doubt == "straight":
-        shape = f"slope {found.slope:.3g}, straight"
-    elif found.doubt == "power law":
-        shape = f"{found.coefficient:.3g}·|x|^{found.function.power_at_origin:.3g}, power law"
-    return f"{shape}  R² {found.r2:.3f}{'  not converged' if found.doubt == 'not converged' else ''}"
+def _result(fit: CurveFit) -> str:
+    if fit.curve == FREE:
+        return f"R² {fit.r2:.3f}"
+    shape = f"A {fit.amplitude:.3g}  α {fit.alpha:.3g}"
+    if fit.doubt == "straight":
+        shape = f"slope {fit.slope:.3g}, straight"
+    elif fit.doubt == "power law":
+        shape = f"{fit.coefficient:.3g}·|x|^{fit.function.power_at_origin:.3g}, power law"
+    return f"{shape}  R² {fit.r2:.3f}{'  not converged' if fit.doubt == 'not converged' else ''}"
 
 
 def _token_legend(ax: Axes, panel: Panel) -> None:

@@ -1,4 +1,4 @@
-"""Text in figures: what stands above them, and what fits into a width."""
+"""Text in figures: what stands above and beside them, and what fits into a width."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextToPath
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from normscope.errors import count
 from normscope.figures.style import HANDLE_LENGTH
@@ -78,9 +79,22 @@ def head_figure(figure: Figure, capture: Capture) -> None:
     figure.suptitle(title, fontproperties=font, parse_math=False)
 
 
+def scale_by_factors(ax: Axes) -> None:
+    """Make the axis of y logarithmic, with plain numbers beside it."""
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    ax.yaxis.set_minor_formatter(NullFormatter())
+
+
+def title_of(site: NormSite, inches: float, font: FontProperties) -> str:
+    """Return a norm's number and the end of its path, in a line of so many inches."""
+    number = f"{site.index}  "
+    return number + tail(site.name, inches - width_of(number, font), font)
+
+
 def head_panel(ax: Axes, site: NormSite, detail: str, inches: float) -> None:
     """Say above a panel of so many inches which norm it shows, and a line of detail more."""
     kind = " · ".join(part for part in (f"{visible(site.kind)} d={site.d}", site.placement) if part)
-    font, number = ax.title.get_fontproperties(), f"{site.index}  "
-    name = number + tail(site.name, inches - width_of(number, font), font)
+    name = title_of(site, inches, ax.title.get_fontproperties())
     ax.set_title(f"{name}\n{kind}\n{detail}", parse_math=False)

@@ -34,6 +34,10 @@ class Chunk:
     unreadable: dict[int, str] = field(default_factory=dict)
     cut: int = 0
 
+    def pin_memory(self) -> Chunk:
+        """Return the chunk with its batches in pinned memory, as a DataLoader asks for it."""
+        return replace(self, batches=[batch.pin_memory() for batch in self.batches])
+
 
 @dataclass
 class LeftOut:

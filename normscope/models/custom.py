@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Provenance
 from normscope.inputs.splits import ALL, Chunk, LeftOut, Share
 from normscope.models.inputs.numbered_inputs import drawn
 from normscope.models.weights.checkpoints import load_file, ready, seeded
-from normscope.models.weights.repository import sha256_of
+from normscope.runtime.files import sha256_of
 
 _IMPORTLIB = (importlib.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 _END = object()
@@ -31,7 +31,7 @@ _END = object()
 
 @dataclass
 class UserCode:
-    """What runs the user's code: its own random numbers, its prints on stderr, sentences for what it raises.
+    """The user's code as it is run: its own random numbers, its prints on stderr, sentences for what it raises.
 
     Attributes:
         name: what errors call the model.
@@ -76,8 +76,8 @@ class UserCode:
         if isinstance(error, SyntaxError):
             return f" ({error.filename}, line {error.lineno})"
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
-        own = [frame for frame in frames if frame.filename == self.file]
-        return "".join(f" ({frame.filename}, line {frame.lineno})" for frame in (own or frames)[-1:])
+        in_file = [frame for frame in frames if frame.filename == self.file]
+        return "".join(f" ({frame.filename}, line {frame.lineno})" for frame in (in_file or frames)[-1:])
 
 
 class FactoryBatches:
@@ -128,13 +128,13 @@ class FactoryBatches:
 
     @property
     def n_samples(self) -> int | None:
-        """How many samples there are at most; None where only iterating would tell."""
+        """Number of samples at most; None where only iterating would tell."""
         total = None if self._sizes is None else sum(self._sizes)
         return min((number for number in (total, self._options.limit) if number is not None), default=None)
 
     @property
     def n_inputs(self) -> int | None:
-        """How many batches are taken; None where only iterating would tell."""
+        """Number of batches taken; None where only iterating would tell."""
         if self._sizes is None or self._options.limit is None:
             return None if self._sizes is None else len(self._sizes)
         before = accumulate(self._sizes, initial=0)
@@ -225,15 +225,11 @@ _DEFAULT_BATCH_SIZE = 8
 def load_factory(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
     """Load what a function of the user's returns: ``(module, batches)``.
 
-    The function takes no arguments. Batches are an iterable of tensors, tuples of arguments, dicts of keyword
-    arguments, or :class:`normscope.Batch`, best a list. As ``python FILE`` would, this puts FILE's folder in front of
-    ``sys.path``, or the current folder where a module is named. torch's random numbers are under ``options.seed``
-    while the function or its batches run, and afterwards as they were.
-
-    Args:
-        name: what outputs and errors call it.
-        architecture: ``FILE_OR_MODULE:FACTORY``; a FILE ends in ``.py``, and FACTORY may have dots in it.
-        options: which weights, how many samples, and where to put them.
+    ``architecture`` is ``FILE_OR_MODULE:FACTORY``; a FILE ends in ``.py``, and FACTORY may have dots in it. The
+    function takes no arguments. Batches are an iterable of tensors, tuples of arguments, dicts of keyword arguments, or
+    :class:`normscope.Batch`, best a list. As ``python FILE`` would, this puts FILE's folder in front of ``sys.path``,
+    or the current folder where a module is named. torch's random numbers are under ``options.seed`` while the function
+    or its batches run, and afterwards as they were.
 
     Raises:
         UsageError: if an option is given that is the function's to decide.
@@ -324,24 +320,23 @@ def _search_first(folder: Path) -> None:
 
 
 def _function(name: str, source: ModuleType, dotted: str) -> Callable[[], Any]:
-    found: Any = source
+    function: Any = source
     for attribute in dotted.split("."):
-        if not hasattr(found, attribute):
-            known = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
+        if not hasattr(function, attribute):
+            known = [key for key, value in vars(function).items() if callable(value) and not key.startswith("_")]
             raise ModelError(f"{name}: {unknown('function', attribute, known or ['none'])}")
-        found = getattr(found, attribute)
-    if not callable(found):
-        raise ModelError(f"{name} is no function but of type {type(found).__name__}.")
+        function = getattr(function, attribute)
+    if not callable(function):
+        raise ModelError(f"{name} is no function but of type {type(function).__name__}.")
     try:
-        inspect.signature(found).bind()
+        inspect.signature(function).bind()
     except TypeError as error:
         raise ModelError(
             f"{name} is called without arguments, and its signature does not allow that: {error}."
         ) from error
     except ValueError:  # a builtin without a signature
         pass
-    function: Callable[[], Any] = found
-    return function
+    return cast("Callable[[], Any]", function)
 
 
 def _pair(name: str, returned: Any) -> tuple[nn.Module, Iterable[Any]]:

@@ -60,7 +60,7 @@ _OTHERS = "Or write a function that returns it and batches for it, and name it a
 
 @dataclass(frozen=True)
 class _Description:
-    """What is known of a model before its weights are.
+    """The facts of a model that are known before its weights are.
 
     Attributes:
         config: of the transformer, as diffusers saves it.
@@ -82,11 +82,8 @@ def load_diffusers(name: str, architecture: str, options: LoadOptions) -> Loaded
     own pipeline gives it, see :class:`normscope.models.inputs.pipelines.PipelineCalls`, and takes the folder of all of
     that.
 
-    Args:
-        name: what outputs and errors call it.
-        architecture: a folder of a pipeline or of its transformer alone, or a repository of the hub with such a
-            content. The configurations of DiT-XL/2 are known without a network.
-        options: which weights and inputs, and where to put them.
+    ``architecture`` is a folder of a pipeline or of its transformer alone, or a repository of the hub with such a
+    content. The configurations of DiT-XL/2 are known without a network.
 
     Raises:
         UsageError: if guidance or timesteps cannot be understood.

@@ -1,4 +1,4 @@
-"""Which models there are, and which function loads each.
+"""The models by name, and the function that loads each.
 
 Nothing heavy is imported before a model is loaded: ``normscope models`` and shell completion read this table.
 """
@@ -21,6 +21,7 @@ from normscope.runtime.processes import Place
 if TYPE_CHECKING:
     from normscope.inputs.loaded_model import LoadedModel, LoadOptions
 
+    # From what outputs and errors call a model, its library's name for it, and which weights and inputs to load where.
     Loader = Callable[[str, str, LoadOptions], LoadedModel]
 
 _CODE = "py"
@@ -83,10 +84,7 @@ _NAMED = (
     ModelEntry("wav2vec2_base", "speech", "wav2vec 2.0 Base, LibriSpeech, post-norm", "torchaudio:WAV2VEC2_BASE"),
     ModelEntry("wav2vec2_large", "speech", "wav2vec 2.0 Large, LibriSpeech, post-norm", "torchaudio:WAV2VEC2_LARGE"),
     ModelEntry(
-        "wav2vec2_large_lv60k",
-        "speech",
-        "wav2vec 2.0 Large, Libri-Light, pre-norm",
-        "torchaudio:WAV2VEC2_LARGE_LV60K",
+        "wav2vec2_large_lv60k", "speech", "wav2vec 2.0 Large, Libri-Light, pre-norm", "torchaudio:WAV2VEC2_LARGE_LV60K"
     ),
     ModelEntry("dit_xl", "diffusion", "DiT-XL/2 at 256×256, ImageNet-1k", "diffusers:facebook/DiT-XL-2-256"),
     ModelEntry("dit_xl_512", "diffusion", "DiT-XL/2 at 512×512, ImageNet-1k", "diffusers:facebook/DiT-XL-2-512"),
@@ -97,10 +95,7 @@ _PREFIXED = (
     ModelEntry("timm:NAME", "vision", "any architecture of timm, with or without .tag", "timm:NAME"),
     ModelEntry("torchaudio:BUNDLE", "speech", "a bundle of torchaudio that takes waveforms", "torchaudio:BUNDLE"),
     ModelEntry(
-        "diffusers:REPO_OR_DIR",
-        "diffusion",
-        "a DiT, or a pipeline with a transformer",
-        "diffusers:REPO_OR_DIR",
+        "diffusers:REPO_OR_DIR", "diffusion", "a DiT, or a pipeline with a transformer", "diffusers:REPO_OR_DIR"
     ),
     ModelEntry(
         "transformers:REPO_OR_DIR", "language", "a model of transformers that reads text", "transformers:REPO_OR_DIR"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 from collections.abc import Sequence
 from functools import partial
@@ -24,6 +23,7 @@ from normscope.models.inputs.audio import AudioFormat, audio_inputs
 from normscope.models.inputs.file_inputs import LazyInputs, TensorInputs
 from normscope.models.weights import downloads
 from normscope.models.weights.checkpoints import embedded_module, load_file, read_embedded, ready, with_weights
+from normscope.runtime.files import sha256_of
 
 _SERVER = "https://download.pytorch.org/torchaudio"
 _TAKEN = (pipelines.Wav2Vec2Bundle, pipelines.SourceSeparationBundle, pipelines.SquimObjectiveBundle)
@@ -112,9 +112,8 @@ def pretrained(architecture: str, bundle: Any, *, embedded: str) -> tuple[nn.Mod
         return module
 
     module = downloads.fetch(url, cached, download, embedded=embedded)
-    with cached.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return module, Provenance("pretrained", f"torchaudio {architecture}: {cached.name} (sha256 {digest[:12]})")
+    digest = sha256_of([cached])[:12]
+    return module, Provenance("pretrained", f"torchaudio {architecture}: {cached.name} (sha256 {digest})")
 
 
 def _published(bundle: Any) -> tuple[str, Path]:
@@ -214,12 +213,7 @@ EMBEDDED = "demo_wav2vec2"
 
 
 def load_torchaudio(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
-    """Load the network of a torchaudio bundle.
-
-    Args:
-        name: what outputs and errors call it.
-        architecture: torchaudio's name for the bundle: ``WAV2VEC2_LARGE``.
-        options: which weights and inputs, and where to put them.
+    """Load the network of a torchaudio bundle, by torchaudio's name for it: ``WAV2VEC2_LARGE``.
 
     Raises:
         ModelError: if torchaudio does not know it, it takes no waveform, or its weights cannot be had or do not fit.
@@ -263,11 +257,7 @@ def load_demo_wav2vec2(name: str, architecture: str, options: LoadOptions) -> Lo
         return wrapped(module), provenance
 
     module, provenance = with_weights(
-        name,
-        options,
-        build=lambda: wrapped(build()),
-        pretrained=wrapped_pretrained,
-        from_file=load_weights,
+        name, options, build=lambda: wrapped(build()), pretrained=wrapped_pretrained, from_file=load_weights
     )
     taken = audio_format(module, facts["sample_rate"])
     inputs = _held_out_words(options) if options.data is None else audio_inputs(taken, options)

@@ -56,7 +56,7 @@ class Gauge:
 
     @property
     def fullness(self) -> float:
-        """Which part of the room on the fullest device was taken at most since the start; once all is computed."""
+        """The part of the room on the fullest device that was taken at most since the start; once all is computed."""
         return max((self._taken(device) / max(self._room(device), 1) for device in self._before), default=0.0)
 
     def _taken(self, device: torch.device) -> int:
@@ -92,8 +92,8 @@ def _peak() -> int:
     with contextlib.suppress(OSError):
         # ru_maxrss would begin with what the process held that started this one, and no reset goes below that.
         status = Path("/proc/self/status").read_text(encoding="ascii")
-        if found := re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE):
-            return int(found[1]) * 1024
+        if peak := re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE):
+            return int(peak[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -122,8 +122,8 @@ def _control_groups() -> Iterator[Path]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
-            own = Path(path.lstrip("/"))
-            yield from (_CONTROL_GROUPS / controllers / group for group in (own, *own.parents))
+            innermost = Path(path.lstrip("/"))
+            yield from (_CONTROL_GROUPS / controllers / group for group in (innermost, *innermost.parents))
 
 
 _MOST = 1024  # beyond it nothing becomes faster, and checkpoints, which wait for a chunk's end, become rare
@@ -161,11 +161,11 @@ def fit_batches(network: LoadedModel) -> Fitting:
     >>> print(fit_batches(network), [len(batch.samples) for batch in network.inputs])
     batches of 6: all inputs in one [6]
     """
-    found = largest(network.module, network.inputs)
+    fitting = largest(network.module, network.inputs)
     for inputs in (network.inputs, network.calibration):
         if inputs is not None:
-            inputs.batch_size = found.size
-    return found
+            inputs.batch_size = fitting.size
+    return fitting
 
 
 def largest(module: nn.Module, inputs: DivisibleInputs) -> Fitting:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -143,9 +144,9 @@ def _target_folder(path: Path, files: Collection[str]) -> Path:
     """Follow symbolic links to the folder that is to be replaced, and refuse one that holds anything else."""
     target = Path(os.path.realpath(path))
     try:
-        own = {entry.name for entry in target.iterdir() if entry.name in files and not entry.is_dir()}
+        known = {entry.name for entry in target.iterdir() if entry.name in files and not entry.is_dir()}
         # Some of the files without the others are somebody else's: a model.safetensors that was downloaded.
-        others = sorted(entry.name for entry in target.iterdir() if entry.name not in own or len(own) < len(files))
+        others = sorted(entry.name for entry in target.iterdir() if entry.name not in known or len(known) < len(files))
     except FileNotFoundError:
         return target
     except NotADirectoryError:
@@ -205,6 +206,16 @@ def visible(text: str) -> str:
     a\nb \x1b[2J \u202egnp.exe
     """
     return _STEERING.sub(lambda sign: ascii(sign[0])[1:-1], text)
+
+
+def sha256_of(paths: Iterable[Path]) -> str:
+    """Return the SHA-256 of some files' contents, one after the other."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 def file_stem(name: str) -> str:

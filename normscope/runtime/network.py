@@ -283,12 +283,12 @@ def at_hand(
     with contextlib.ExitStack() as aligned:
         for part in module.modules():
             aligned.enter_context(align_module_device(part))
-        own = [*module.parameters(), *module.buffers()]
-        if any(tensor.is_meta for tensor in own):
+        tensors = [*module.parameters(), *module.buffers()]
+        if any(tensor.is_meta for tensor in tensors):
             raise ModelError(f"accelerate gives no access to the weights of a {type(module).__name__} it has put away.")
 
         def moved(value: Any) -> Any:
-            return value.to(own[0].device) if own and isinstance(value, Tensor) else value
+            return value.to(tensors[0].device) if tensors and isinstance(value, Tensor) else value
 
         yield tuple(map(moved, args)), {key: moved(value) for key, value in kwargs.items()}
 

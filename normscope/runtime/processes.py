@@ -1,4 +1,4 @@
-"""Which of several processes this one is: what torchrun puts into the environment, read without importing torch."""
+"""This process among several: what torchrun puts into the environment, read without importing torch."""
 
 from __future__ import annotations
 

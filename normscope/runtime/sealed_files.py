@@ -91,7 +91,7 @@ def _why_not(path: Path) -> str:
             return f"it is incomplete: it has {count(size, 'byte')}, and {least}"
         try:
             entries = json.loads(file.read(begun - 8))
-            ends = [int(own["data_offsets"][1]) for name, own in entries.items() if name != "__metadata__"]
+            ends = [int(entry["data_offsets"][1]) for name, entry in entries.items() if name != "__metadata__"]
         except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
             return "its header is damaged"
     promised = begun + max(ends, default=0)
@@ -110,13 +110,13 @@ def digest(text: str, tensors: Mapping[str, Tensor]) -> str:
     >>> digest("{}", {"n": torch.tensor(3)}) == digest("{}", {"n": torch.tensor([3])})
     False
     """
-    found = hashlib.sha256()
-    _add(found, text.encode("utf-8", "surrogatepass"))
+    sha256 = hashlib.sha256()
+    _add(sha256, text.encode("utf-8", "surrogatepass"))
     for name in sorted(tensors):
         tensor = tensors[name]
-        _add(found, json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        _add(found, tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        _add(sha256, json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        _add(sha256, tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return sha256.hexdigest()
 
 
 def _seal(digest: str) -> str:
@@ -124,6 +124,6 @@ def _seal(digest: str) -> str:
     return f', "{DIGEST}": "{digest}"}}'
 
 
-def _add(found: hashlib._Hash, data: bytes | memoryview) -> None:
-    found.update(len(data).to_bytes(8, "little"))
-    found.update(data)
+def _add(sha256: hashlib._Hash, data: bytes | memoryview) -> None:
+    sha256.update(len(data).to_bytes(8, "little"))
+    sha256.update(data)

@@ -106,14 +106,7 @@ class Swap:
         self.undo()
 
 
-def swap(
-    model: nn.Module,
-    curve: str | Curve,
-    fits: Fits,
-    *,
-    sites: Layers = "all",
-    init: str = "fit",
-) -> Swap:
+def swap(model: nn.Module, curve: str | Curve, fits: Fits, *, sites: Layers = "all", init: str = "fit") -> Swap:
     """Put one point-wise function in the place of each norm of a network, in place; nothing else is touched.
 
     The trained weight and bias of each norm are kept: the function's weight is γ·A and its bias β. Hooks of a norm
@@ -149,12 +142,7 @@ def swap(
 
 
 def replacements(
-    model: nn.Module,
-    curve: str | Curve,
-    fits: Fits,
-    *,
-    sites: Layers = "all",
-    init: str = "fit",
+    model: nn.Module, curve: str | Curve, fits: Fits, *, sites: Layers = "all", init: str = "fit"
 ) -> dict[str, nn.Module]:
     """Make what :func:`swap` puts in, by module path, and put nothing in.
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from normscope.errors import count
 from normscope.fits.curves.known import FREE
-from normscope.tables.table import as_cell, table_by_site, unbroken
+from normscope.tables.table import NONE, Column, names, number, several, table_of, words
 
 if TYPE_CHECKING:
     from normscope.fits.curve_fit import CurveFit, Interval
@@ -23,49 +23,31 @@ _INDEPENDENT = "Of different inputs, captures count as independent."
 
 def comparison_table(rows: Sequence[Compared]) -> Table:
     """One line a site, curve and capture; those of one site and curve follow one another."""
-    several = len({row.d for row in rows}) > 1
-    table = table_by_site(
-        *(
-            "func",
-            "",
-            *(["d"] if several else []),
-            "A",
-            "α",
-            "slope",
-            "R²",
-            "ceiling",
-            "α ratio",
-            "slope ratio",
-            "R² of 1",
-        )
-    )
-    table.columns[1].justify = "left"
-    table.caption = _caption(rows)
-    place = None
-    for row in rows:
-        found = row.fit
-        new = (row.counterpart, found.curve) != place
-        site = found.site if new or found.site != row.counterpart else ""
-        d = [str(row.d)] if several else []
-        table.add_row(
-            as_cell(site), found.curve if new else "", str(row.number), *d, *_numbers(found), *_against_first(row)
-        )
-        place = (row.counterpart, found.curve)
-    return unbroken(table)
+    places = [(row.counterpart, row.fit.curve) for row in rows]
+    begins = [place != above for place, above in zip(places, [None, *places], strict=False)]
+    columns: list[Column[tuple[Compared, bool]]] = [
+        names("site", lambda line: line[0].fit.site if line[1] or line[0].fit.site != line[0].counterpart else ""),
+        words("func", lambda line: line[0].fit.curve if line[1] else ""),
+        Column("", lambda line: str(line[0].number)),
+        Column("d", lambda line: str(line[0].d), len({row.d for row in rows}) > 1),
+        *several(("A", "α", "slope", "R²", "ceiling"), lambda line: _numbers(line[0].fit)),
+        *several(("α ratio", "slope ratio", "R² of 1"), lambda line: _against_first(line[0])),
+    ]
+    return table_of(list(zip(rows, begins, strict=True)), columns, caption=_caption(rows))
 
 
 def matching_lines(comparison: Comparison) -> list[str]:
     """Say, capture by capture, what it is and how its sites were put beside those of the first."""
     titles = []
-    for number, capture in enumerate(comparison.captures, 1):
+    for place, capture in enumerate(comparison.captures, 1):
         known = [capture.about[key] for key in ("model", "weights", "data")]
-        titles.append(f"{number}  {' · '.join(known)} ({count(capture.n_samples, 'sample')})")
+        titles.append(f"{place}  {' · '.join(known)} ({count(capture.n_samples, 'sample')})")
     lines = titles[:1]
-    for number, (title, one) in enumerate(zip(titles[1:], comparison.matches, strict=True), 2):
-        how = "by name" if one.by == "name" else "by placement and relative depth, as most names differ"
-        here, there = map(len, one.unmatched)
-        without = f"; without a counterpart: {here} of 1, {there} of {number}" if here or there else ""
-        lines += [title, f"   {count(len(one.counterparts), 'site')} matched {how}{without}"]
+    for place, (title, match) in enumerate(zip(titles[1:], comparison.matches, strict=True), 2):
+        how = "by name" if match.by == "name" else "by placement and relative depth, as most names differ"
+        here, there = map(len, match.unmatched)
+        without = f"; without a counterpart: {here} of 1, {there} of {place}" if here or there else ""
+        lines += [title, f"   {count(len(match.counterparts), 'site')} matched {how}{without}"]
     return lines
 
 
@@ -77,26 +59,26 @@ def _caption(rows: Sequence[Compared]) -> str:
     return " ".join([_RATIOS, _INTERVALS, *how])
 
 
-def _numbers(found: CurveFit) -> list[str]:
-    if found.degenerate:
-        return [f"nothing to fit: {found.nothing}", "", "", "", ""]
-    top = "–" if found.r2_ceiling is None else f"{found.r2_ceiling:.4f}"
-    if found.curve == FREE:
-        return ["–", "–", "–", f"{found.r2:.4f}", top]
-    alpha = _with(f"{found.alpha:.4g}", found.intervals.get("alpha"))
-    shape = [found.doubt, ""] if found.doubt else [f"{found.amplitude:.4g}", alpha]
-    return [*shape, f"{found.slope:.4g}", f"{found.r2:.4f}", top]
+def _numbers(fit: CurveFit) -> list[str]:
+    if fit.degenerate:
+        return [f"nothing to fit: {fit.nothing}", "", "", "", ""]
+    top = number(fit.r2_ceiling, ".4f")
+    if fit.curve == FREE:
+        return [NONE, NONE, NONE, f"{fit.r2:.4f}", top]
+    alpha = _with(f"{fit.alpha:.4g}", fit.intervals.get("alpha"))
+    shape = [fit.doubt, ""] if fit.doubt else [f"{fit.amplitude:.4g}", alpha]
+    return [*shape, f"{fit.slope:.4g}", f"{fit.r2:.4f}", top]
 
 
 def _against_first(row: Compared) -> list[str]:
     if row.matched is None:
         return ["", "", ""]
-    return [_ratio(row.alpha), _ratio(row.slope), "–" if row.r2_of_first is None else f"{row.r2_of_first:.4f}"]
+    return [_ratio(row.alpha), _ratio(row.slope), number(row.r2_of_first, ".4f")]
 
 
 def _ratio(ratio: Ratio | None) -> str:
     if ratio is None:
-        return "–"
+        return NONE
     return _with(f"{ratio.value:.3f}", ratio.interval) + ("*" if ratio.in_noise is False else " ")
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from normscope.swaps.heal.reports import BLOCKS, SITES, START, WHOLE, HealReport
-from normscope.tables.table import as_cell, new_table, table_by_site, unbroken
+from normscope.tables.table import NONE, Column, names, number, several, table_of, words
 
 if TYPE_CHECKING:
     from normscope.swaps.drift.reports import Drift, DriftReport, Quantiles
 
+    Swap = tuple[DriftReport, Drift]
 
-_NONE = "–"
 _NEAR = 0.1  # of the output's length
 _L2 = "relative L2: ‖swapped − original‖ / ‖original‖, median and 90th percentile over inputs"
 
@@ -24,147 +24,110 @@ _L2 = "relative L2: ‖swapped − original‖ / ‖original‖, median and 90th
 def drift_table(reports: Sequence[DriftReport]) -> Table:
     """One line a swap: how far the network's output moved with all sites swapped."""
     rows = [report.all for report in reports]
-    logits, frames, ends = (
-        any(row.kl is not None for row in rows),
-        any(row.frames is not None for row in rows),
-        any(report.end is not None for report in reports),
-    )
-    top5, orders = any(row.top5 is not None for row in rows), any(report.cumulative for report in reports)
-    table = _by_swap(
-        *("sites", "inputs", "L2", "p90", "cosine", "p10"),
-        *([f"≤ {_NEAR}"] if orders else []),
-        *(["KL", "p90", "top-1"] if logits else []),
-        *(["top-5", "of 5"] if top5 else []),
-        *(["frame L2", "p90"] if frames else []),
-        *(["end L2", "p90", "cosine"] if ends else []),
-        *_spoilt_column(rows),
-    )
-    for report, row in zip(reports, rows, strict=True):
-        answers = [_share(row.top5), _share(row.top5_overlap)] if top5 else []
-        end = report.end
-        table.add_row(
-            *_names(report),
-            str(row.sites_swapped),
-            str(row.inputs),
-            *_l2(row),
-            *_lower(row.cosine),
-            *([_near(report)] if orders else []),
-            *([*_upper(row.kl), _share(row.top1)] if logits else []),
-            *answers,
-            *(_upper(row.frames) if frames else []),
-            *([*_l2(end), _lower(end.cosine if end else None)[0]] if ends else []),
-            *_spoilt(row, rows),
-        )
-    table.caption = " · ".join(_explained(rows, orders=orders, logits=logits, top5=top5, frames=frames, ends=ends))
-    return unbroken(table)
+    orders, ends = any(report.cumulative for report in reports), any(report.end is not None for report in reports)
+    logits, frames = any(row.kl is not None for row in rows), any(row.frames is not None for row in rows)
+    top5 = any(row.top5 is not None for row in rows)
+    columns: list[Column[Swap]] = [
+        words("func", lambda swap: swap[0].func),
+        words("init", lambda swap: swap[0].init),
+        Column("sites", lambda swap: str(swap[1].sites_swapped)),
+        Column("inputs", lambda swap: str(swap[1].inputs)),
+        *several(("L2", "p90"), lambda swap: _upper(swap[1].relative_l2)),
+        *several(("cosine", "p10"), lambda swap: _lower(swap[1].cosine)),
+        Column(f"≤ {_NEAR}", lambda swap: _near(swap[0]), orders),
+        *several(("KL", "p90"), lambda swap: _upper(swap[1].kl), shown=logits),
+        Column("top-1", lambda swap: number(swap[1].top1, ".1%"), logits),
+        Column("top-5", lambda swap: number(swap[1].top5, ".1%"), top5),
+        Column("of 5", lambda swap: number(swap[1].top5_overlap, ".1%"), top5),
+        *several(("frame L2", "p90"), lambda swap: _upper(swap[1].frames), shown=frames),
+        *several(("end L2", "p90", "cosine"), lambda swap: _end(swap[0].end), shown=ends),
+        _spoilt(rows),
+    ]
+    caption = " · ".join(_explained(rows, orders=orders, logits=logits, top5=top5, frames=frames, ends=ends))
+    return table_of(list(zip(reports, rows, strict=True)), columns, caption=caption)
 
 
 def parts_table(reports: Sequence[DriftReport]) -> Table:
     """One line a swap and part of the data: the output with all sites swapped, timestep by timestep for example."""
-    rows = [row for report in reports for row in report.by_part]
-    table = _by_swap("part", "inputs", "L2", "p90", "max", "cosine", "p10", *_spoilt_column(rows))
-    table.columns[2].justify = "left"
-    for report in reports:
-        for number, row in enumerate(report.by_part):
-            table.add_row(
-                *(_names(report) if number == 0 else ("", "")),
-                as_cell(row.part),
-                str(row.inputs),
-                *_l2(row),
-                _number(row.relative_l2.max),
-                *_lower(row.cosine),
-                *_spoilt(row, rows),
-            )
-    table.caption = f"The output with all sites swapped. {_L2}; cosine: median and 10th percentile"
-    return unbroken(table)
+    rows = [(report, row) for report in reports for row in report.by_part]
+    columns: list[Column[Swap]] = [
+        words("func", lambda swap: swap[0].func if swap[1] is swap[0].by_part[0] else ""),
+        words("init", lambda swap: swap[0].init if swap[1] is swap[0].by_part[0] else ""),
+        words("part", lambda swap: swap[1].part),
+        Column("inputs", lambda swap: str(swap[1].inputs)),
+        *several(("L2", "p90"), lambda swap: _upper(swap[1].relative_l2)),
+        Column("max", lambda swap: _distance(swap[1].relative_l2.max)),
+        *several(("cosine", "p10"), lambda swap: _lower(swap[1].cosine)),
+        _spoilt([row for _, row in rows]),
+    ]
+    caption = f"The output with all sites swapped. {_L2}; cosine: median and 10th percentile"
+    return table_of(rows, columns, caption=caption)
 
 
 def sites_table(reports: Sequence[DriftReport]) -> Table:
     """One line a site, a column a swap: how far the network's output moved with this site alone swapped."""
-    inits = {report.init for report in reports}
-    names = [report.func if len(inits) == 1 else f"{report.func} {report.init}".strip() for report in reports]
-    table = table_by_site(*map(as_cell, names))
-    for path in dict.fromkeys(path for report in reports for path in report.sites):
-        table.add_row(as_cell(path), *(_alone(_of(report.by_site, path)) for report in reports))
-    table.caption = (
+    same_init = len({report.init for report in reports}) == 1
+    columns: list[Column[str]] = [names("site", lambda path: path)]
+    for report in reports:
+        heading = report.func if same_init else f"{report.func} {report.init}".strip()
+        columns.append(Column(heading, _moved_by(report)))
+    caption = (
         "One site alone swapped: median over inputs of the relative L2 at the network's output; "
         "!: of some inputs not finite"
     )
-    return unbroken(table)
+    return table_of(dict.fromkeys(path for report in reports for path in report.sites), columns, caption=caption)
 
 
 def _near(report: DriftReport) -> str:
     """Say how many sites can be swapped, one after the other, before the median passes what is still near."""
     if not report.cumulative:
-        return _NONE
+        return NONE
     near = itertools.takewhile(lambda row: row.relative_l2.p50 <= _NEAR, report.cumulative)
     return str(sum(1 for _ in near))
 
 
-def _alone(row: Drift | None) -> str:
-    return _NONE if row is None else _number(row.relative_l2.p50) + ("!" if row.nonfinite else "")
+def _moved_by(report: DriftReport) -> Callable[[str], str]:
+    """Return what says how far the output moved with one site alone swapped."""
+    rows = {row.site: row for row in reversed(report.by_site)}
+
+    def moved(path: str) -> str:
+        row = rows.get(path)
+        return NONE if row is None else _distance(row.relative_l2.p50) + ("!" if row.nonfinite else "")
+
+    return moved
 
 
-def _by_swap(*names: str) -> Table:
-    table = new_table()
-    for name in ("func", "init"):
-        table.add_column(name, no_wrap=True)
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+def _end(row: Drift | None) -> list[str]:
+    return [NONE] * 3 if row is None else [*_upper(row.relative_l2), _lower(row.cosine)[0]]
 
 
-def _names(report: DriftReport) -> tuple[str, str]:
-    return as_cell(report.func), as_cell(report.init)
-
-
-def _of(rows: Iterable[Drift], path: str) -> Drift | None:
-    return next((row for row in rows if row.site == path), None)
-
-
-def _l2(row: Drift | None) -> list[str]:
-    return _upper(None if row is None else row.relative_l2)
-
-
-def _upper(found: Quantiles | None) -> list[str]:
+def _upper(quantiles: Quantiles | None) -> list[str]:
     """The median and the 90th percentile of what is better small."""
-    return [_NONE, _NONE] if found is None else [_number(found.p50), _number(found.p90)]
+    return [NONE, NONE] if quantiles is None else [_distance(quantiles.p50), _distance(quantiles.p90)]
 
 
-def _lower(found: Quantiles | None) -> list[str]:
+def _lower(cosines: Quantiles) -> list[str]:
     """The median and the 10th percentile of a cosine, which is none where the values are not finite."""
-    if found is None:
-        return [_NONE, _NONE]
-    return ["NaN" if value == -math.inf else _cosine(value) for value in (found.p50, found.p10)]
+    return ["NaN" if value == -math.inf else number(value, ".4f") for value in (cosines.p50, cosines.p10)]
 
 
-def _cosine(value: float) -> str:
-    return _NONE if math.isnan(value) else f"{value:.4f}"
+def _distance(value: float) -> str:
+    return "∞" if math.isinf(value) else number(value, "#.3g").rstrip(".")
 
 
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return _NONE
-    return "∞" if math.isinf(value) else f"{value:#.3g}".rstrip(".")
+def _spoilt(rows: Sequence[Drift]) -> Column[Swap]:
+    """Describe the column of inputs that gave a NaN or an infinity."""
 
+    def spoilt(swap: Swap) -> str:
+        return f"{swap[1].nonfinite} of {swap[1].inputs}" if swap[1].nonfinite else ""
 
-def _share(value: float | None) -> str:
-    return _NONE if value is None else f"{value:.1%}"
-
-
-def _spoilt_column(rows: Iterable[Drift]) -> list[str]:
-    return ["not finite"] if any(row.nonfinite for row in rows) else []
-
-
-def _spoilt(row: Drift, rows: Iterable[Drift]) -> list[str]:
-    """How many inputs gave a NaN or an infinity, where the table has a column for it."""
-    return [f"{row.nonfinite} of {row.inputs}" if row.nonfinite else ""] if _spoilt_column(rows) else []
+    return Column("not finite", spoilt, any(row.nonfinite for row in rows))
 
 
 def _explained(
     rows: Sequence[Drift], *, orders: bool, logits: bool, top5: bool, frames: bool, ends: bool
 ) -> Iterable[str]:
-    """What the columns mean, as far as there is something in them."""
+    """The meaning of the columns, as far as there is something in them."""
     yield f"All sites swapped. {_L2}; cosine: median and 10th percentile"
     if orders:
         yield f"≤ {_NEAR}: how many sites, the least harmful first, leave a median L2 up to that"
@@ -188,28 +151,29 @@ _NAMES = {START: "start values", SITES: "each site alone", BLOCKS: "blocks", WHO
 
 def healing_table(report: HealReport) -> Table:
     """One line a stage: the drift on the held-out inputs after it, and how much of the start's is gone."""
-    table = new_table()
-    table.add_column("after", no_wrap=True)
-    for name in ("steps", "kept", "10 %", "median", "90 %", "closed"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for stage, own in report.drifts.items():
+
+    def kept(stage: str) -> str:
         points = [point for point in report.points if point.stage == stage]
-        kept = sum(point.kept for point in points)
-        steps = max((point.step for point in points), default=0)
-        table.add_row(
-            _NAMES[stage],
-            str(steps) if stage not in (START, SITES) else "",
-            f"{kept}/{len(points)}" if points else "",
-            *(_written(own[name]) for name in ("p10", "median", "p90")),
-            "" if stage == START else f"{report.closed_after(stage):.1%}",
-        )
-    table.caption = (
+        return f"{sum(point.kept for point in points)}/{len(points)}" if points else ""
+
+    def steps(stage: str) -> str:
+        numbers = [point.step for point in report.points if point.stage == stage]
+        return "" if stage in (START, SITES) else str(max(numbers, default=0))
+
+    def drifts(stage: str) -> list[str]:
+        values = [report.drifts[stage][name] for name in ("p10", "median", "p90")]
+        return [f"{value:.4f}" if math.isfinite(value) else "not finite" for value in values]
+
+    columns: list[Column[str]] = [
+        words("after", lambda stage: _NAMES[stage]),
+        Column("steps", steps),
+        Column("kept", kept),
+        *several(("10 %", "median", "90 %"), drifts),
+        Column("closed", lambda stage: "" if stage == START else f"{report.closed_after(stage):.1%}"),
+    ]
+    caption = (
         f"relative L2 at the output on {report.n_held_out} held-out samples, quantiles over them; learned from "
         f"{report.n_learned}; kept: intervals of steps, or sites, after which the median had fallen on "
         f"{report.n_judged} others"
     )
-    return unbroken(table)
-
-
-def _written(number: float) -> str:
-    return f"{number:.4f}" if math.isfinite(number) else "not finite"
+    return table_of(report.drifts, columns, caption=caption)

@@ -8,39 +8,57 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from normscope.tables.table import NARROWEST_NAME, as_cell, new_table, unbroken, with_interval
+from normscope.tables.table import NONE, Column, as_cell, names, number, several, table_of, with_interval, words
 
 if TYPE_CHECKING:
     from normscope.fits.views.gradient import GradientView
-    from normscope.fits.views.jacobians import Constants, Spread
+    from normscope.fits.views.jacobians import Constants
 
-_HOLDS = {"scale": "DyT", "others": "DyISRU", None: "alike"}
+_STEADIER = {"scale": "DyT", "others": "DyISRU", None: "alike"}
+_NOT_COVERED = "not covered"
 
 
 def jacobians_table(views: Sequence[GradientView]) -> Table:
     """One line a site: what the diagonal holds, and how well each curve's derivative predicts it."""
     curves = list(dict.fromkeys(curve for view in views for curve in view.r2))
-    head = ("site", "norm", "d", "tokens", "share", "least", "in tail", "ceiling")
-    rows = []
-    for view in views:
-        drawn = [view.site, view.kind, str(view.d), f"{view.n_tokens} of {view.of_tokens:,}"]
-        r2 = {"of_x": view.r2_of_x, **{curve: view.r2.get(curve, math.nan) for curve in curves}}
-        numbers = [_number(value, "{:.4f}") for value in (view.share, view.least_share, view.tail_share)]
-        numbers += [with_interval(_number(r2[name], "{:.4f}"), view.intervals.get(name)) for name in r2]
-        rows.append(drawn + (numbers if view.reason is None else ["not covered"]))
-    table = _table([*head, *(f"R² {curve}′" for curve in curves)], rows)
+    columns: list[Column[GradientView]] = [
+        names("site", lambda view: view.site),
+        words("norm", lambda view: view.kind),
+        Column("d", lambda view: str(view.d)),
+        Column("tokens", lambda view: f"{view.n_tokens} of {view.of_tokens:,}"),
+        Column("share", lambda view: number(view.share, ".4f")),
+        Column("least", lambda view: number(view.least_share, ".4f")),
+        Column("in tail", lambda view: number(view.tail_share, ".4f")),
+        *several(["ceiling", *(f"R² {curve}′" for curve in curves)], lambda view: _r2(view, curves)),
+    ]
     n_largest = max((view.n_largest for view in views), default=0)
-    table.caption = (
+    caption = (
         "share: of ‖∂y/∂x‖² that the diagonal holds, mean over the tokens drawn; "
         f"least: the smallest, among the {n_largest} tokens of largest |x| too; "
         "in tail: of a row's squares, mean over the 1 % of drawn pairs of largest |x|; "
         "R²: of ∂y_i/∂x_i over all pairs, by each curve's derivative; "
         f"{_held_out(views)}"
     )
-    for view in views:
-        if view.reason is not None:
-            table.caption += f"\nnot covered: {as_cell(f'{view.site}: {view.reason}')}"
+    missing = [as_cell(f"{view.site}: {view.reason}") for view in views if view.reason is not None]
+    caption += "".join(f"\n{_NOT_COVERED}: {line}" for line in missing)
+    return _aligned(table_of(views, columns, caption=caption, remark=_remark, named=4))
+
+
+def _aligned(table: Table) -> Table:
+    """Let columns without a number stand at their left."""
+    for column in table.columns:
+        if column.no_wrap:
+            column.justify = "right" if any(letter.isdigit() for letter in "".join(map(str, column.cells))) else "left"
     return table
+
+
+def _remark(view: GradientView) -> str | None:
+    return None if view.reason is None else _NOT_COVERED
+
+
+def _r2(view: GradientView, curves: Sequence[str]) -> list[str]:
+    r2 = {"of_x": view.r2_of_x, **{curve: view.r2.get(curve, math.nan) for curve in curves}}
+    return [with_interval(number(r2[name], ".4f"), view.intervals.get(name)) for name in r2]
 
 
 def _held_out(views: Sequence[GradientView]) -> str:
@@ -55,50 +73,31 @@ def _held_out(views: Sequence[GradientView]) -> str:
 
 def constants_table(views: Sequence[GradientView]) -> Table:
     """Two lines a site, its centre and its tail: how constant is what DyT holds so, and what DyISRU does."""
-    rows = []
-    for view in views:
-        if view.reason is not None:
-            rows.append([view.site, "", "not covered"])
-        for part in ("centre", "tail") if view.reason is None else ():
-            found = view.constants[part]
-            name = view.site if part == "centre" else ""
-            rows.append([name, f"{found.n_pairs:,}", part, *_spreads(found), _holds(found)])
-    head = ("site", "pairs", "of", "1/rstd", "p84/p16", "√C", "p84/p16", "raw √C", "steadier for")
-    table = _table(head, rows)
-    table.caption = (
+    rows = [(view, part) for view in views for part in (("centre", "tail") if view.reason is None else ("",))]
+    columns: list[Column[tuple[GradientView, str]]] = [
+        names("site", lambda row: row[0].site if row[1] != "tail" else ""),
+        Column("pairs", lambda row: f"{row[0].constants[row[1]].n_pairs:,}" if row[1] else ""),
+        words("of", lambda row: row[1] or _NOT_COVERED),
+        *several(
+            ("1/rstd", "p84/p16", "√C", "p84/p16", "raw √C"),
+            lambda row: _spreads(row[0].constants[row[1]]) if row[1] else [""] * 5,
+        ),
+        words("steadier for", lambda row: _steadier(row[0].constants[row[1]]) if row[1] else ""),
+    ]
+    caption = (
         "1/rstd (σ, or ρ without centring): what DyT holds constant; √C: what DyISRU does, in the same unit; medians "
         "over the pairs of the tokens drawn, and the ratio of the quantiles 0.84 and 0.16, which is 1 where the "
         "assumption is true; alike: within 5 %; raw √C: the ratio for √(x²(d/y² − 1)), with the token's mean in x; "
         "tail: the 1 % of these pairs of largest |x|"
     )
-    return table
+    return _aligned(table_of(rows, columns, caption=caption))
 
 
-def _spreads(found: Constants) -> list[str]:
-    def cells(spread: Spread) -> list[str]:
-        return [_number(spread.p50, "{:.4g}"), _number(spread.ratio, "{:.4g}")]
-
-    return [*cells(found.scale), *cells(found.others), _number(found.C.ratio**0.5, "{:.4g}")]
-
-
-def _holds(found: Constants) -> str:
-    return _HOLDS[found.steadier] if found.n_pairs else "–"
+def _spreads(constants: Constants) -> list[str]:
+    of_dyt, of_dyisru = constants.scale, constants.others
+    values = (of_dyt.p50, of_dyt.ratio, of_dyisru.p50, of_dyisru.ratio, constants.C.ratio**0.5)
+    return [number(value, ".4g") for value in values]
 
 
-def _number(value: float, form: str) -> str:
-    return form.format(value) if math.isfinite(value) else "–"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A column each; words stand left, as does what has no number in it."""
-    table = new_table()
-    for place, name in enumerate(head):
-        cells = [row[place] for row in rows if place < len(row)]
-        left = not any(character.isdigit() for cell in cells for character in cell)
-        if place == 0:
-            table.add_column(name, overflow="fold", min_width=NARROWEST_NAME)
-        else:
-            table.add_column(name, justify="left" if left else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(as_cell, row))
-    return unbroken(table)
+def _steadier(constants: Constants) -> str:
+    return _STEADIER[constants.steadier] if constants.n_pairs else NONE

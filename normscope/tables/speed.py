@@ -1,4 +1,4 @@
-"""How fast swapped networks are, as tables for a terminal; our times beside the published ones."""
+"""Times of swapped networks as tables for a terminal; ours beside the published ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.table import Table
 
 from normscope.errors import count
 from normscope.swaps.bench.reports import FUSED, BenchReport, Latency, PublishedReport, Timing
-from normscope.tables.table import as_cell, new_table
+from normscope.tables.table import NONE, Column, as_cell, names, number, several, table_of, words
 
 SCOPES = {"norm": "the norm alone", "model": "the whole network"}
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -53,28 +53,24 @@ def _title(row: Timing) -> str:
 
 def _table(title: str, rows: Sequence[Timing], widest: int) -> Table:
     alone = rows[0].scope == "norm"
-    table = new_table()
+    columns: list[Column[Timing]] = [
+        words("", lambda row: row.variant),
+        *several(("time", "min", "p20–p80", "ratio"), _times),
+        Column("GB/s", lambda row: number(row.gb_per_s, ".3g"), alone),
+        Column("copy", lambda row: number(row.share_of_copy, ".0%"), alone),
+        names("", lambda row: row.verdict, 8),
+    ]
+    table = table_of(rows, columns)
     table.title, table.title_justify, table.title_style = as_cell(title), "left", ""
-    table.add_column("", no_wrap=True, min_width=widest)
-    for name in ("time", "min", "p20–p80", "ratio", *(("GB/s", "copy") if alone else ())):
-        table.add_column(name, justify="right")
-    table.add_column("", overflow="fold", min_width=8)
-    for row in rows:
-        table.add_row(as_cell(row.variant), *_numbers(row, alone), row.verdict)
-    for column in table.columns[1:-1]:
-        column.min_width = max(len(str(cell)) for cell in column.cells)
+    table.columns[0].min_width = widest
     return table
 
 
-def _numbers(row: Timing, alone: bool) -> list[str]:
+def _times(row: Timing) -> list[str]:
     if row.median is None:
-        return ["–"] * (6 if alone else 4)
+        return [NONE] * 4
     least, *ends = _in_its_unit(row, row.minimum, row.p20, row.p80)
-    cells = [duration(row.median), least, "–".join(ends), "" if row.ratio is None else f"{row.ratio:.2f}"]
-    if alone:
-        cells.append("–" if row.gb_per_s is None else f"{row.gb_per_s:.3g}")
-        cells.append("–" if row.share_of_copy is None else f"{row.share_of_copy:.0%}")
-    return cells
+    return [duration(row.median), least, "–".join(ends), "" if row.ratio is None else f"{row.ratio:.2f}"]
 
 
 def _in_its_unit(row: Timing, *seconds: float | None) -> list[str]:
@@ -118,35 +114,24 @@ def _caption(rows: Sequence[Timing], scope: str) -> list[str]:
     return [*lines, *dict.fromkeys(f"{row.variant}, {row.way}: {row.note}" for row in rows if row.note)]
 
 
-def _range(seconds: Sequence[float]) -> str:
-    return f"{duration(min(seconds))} to {duration(max(seconds))}"
-
-
 def published_table(report: PublishedReport) -> Table:
     """Our seconds beside the published ones, a line a variant, norms and passes; they were not taken on one device."""
-    table = new_table()
-    table.add_column("norms", no_wrap=True)
-    for name in ("", ""):
-        table.add_column(name)
-    for name in ("layer", "model", "layer, published", "model, published"):
-        table.add_column(name, justify="right")
-    theirs = {(row.variant, row.norms, row.passes): row for row in report.published}
-    ours = {(row.variant, row.norms, row.passes): row for row in report.rows}
-    for key in dict.fromkeys((*ours, *theirs)):
-        numbers = [
-            text
-            for row in (ours.get(key), theirs.get(key))
-            for text in (_seconds(row, "layer"), _seconds(row, "model"))
-        ]
-        table.add_row(as_cell(key[0]), key[1], key[2], *numbers)
-    table.caption = as_cell(
+    ours, theirs = (
+        {(row.variant, row.norms, row.passes): row for row in rows} for rows in (report.rows, report.published)
+    )
+    columns: list[Column[tuple[str, str, str]]] = [
+        words("norms", lambda key: key[0]),
+        names("", lambda key: key[1], 0),
+        names("", lambda key: key[2], 0),
+        *several(("layer", "model"), lambda key: _seconds(ours.get(key)), narrowest=0),
+        *several(("layer, published", "model, published"), lambda key: _seconds(theirs.get(key)), narrowest=0),
+    ]
+    caption = (
         f"Seconds of all passes; layer: of all norms. Ours: {report.device}, {count(report.tokens, 'token')}, "
         f"{report.n_passes} passes. Published: {report.source}, 4,096 tokens, 100 passes, bfloat16."
     )
-    if report.notes:
-        table.caption = "\n".join([table.caption, *map(as_cell, report.notes)])
-    return table
+    return table_of(dict.fromkeys((*ours, *theirs)), columns, caption="\n".join(map(as_cell, [caption, *report.notes])))
 
 
-def _seconds(row: Latency | None, which: str) -> str:
-    return "–" if row is None else f"{getattr(row, which):.3g}"
+def _seconds(row: Latency | None) -> list[str]:
+    return [NONE, NONE] if row is None else [f"{row.layer:.3g}", f"{row.model:.3g}"]

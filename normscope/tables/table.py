@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from rich.markup import escape
 from rich.table import Table
@@ -15,40 +16,97 @@ if TYPE_CHECKING:
     from normscope.pairs.norms.sites import NormSite
 
 
+NONE = "–"
 NARROWEST_NAME = 12
 
+Row = TypeVar("Row")
 
-def layers_table(sites: Sequence[NormSite]) -> Table:
-    """One line a norm site."""
-    table = new_table()
-    table.add_column("", justify="right", no_wrap=True)
-    table.add_column("site", overflow="fold", min_width=NARROWEST_NAME)
-    for name in ("kind", "shape", "axis", "eps", "affine", "placement", "calls"):
-        table.add_column(name, justify="right" if name in ("eps", "calls") else "left", no_wrap=True)
-    for site in sites:
-        table.add_row(
-            str(site.index),
-            as_cell(site.name),
-            as_cell(site.kind),
-            "×".join(map(str, site.normalized_shape)),
-            str(site.channel_axis),
-            f"{site.eps:g}",
-            "yes" if site.affine else "no",
-            site.placement or "–",
-            str(site.calls),
+
+@dataclass(frozen=True)
+class Column(Generic[Row]):
+    """A column of a table; by default of numbers, which stand at its right and are never cut.
+
+    Attributes:
+        heading: what stands above it.
+        cell: from a row to the text of its cell.
+        shown: whether there is anything to show in it.
+        justify: ``left`` or ``right``.
+        narrowest: the least width of a column whose long texts fold; None where no text folds.
+        once: whether a text that is that of the line above gives way to nothing.
+    """
+
+    heading: str
+    cell: Callable[[Row], str]
+    shown: bool = True
+    justify: Literal["left", "right"] = "right"
+    narrowest: int | None = None
+    once: bool = False
+
+
+def names(
+    heading: str, cell: Callable[[Row], str], narrowest: int = NARROWEST_NAME, *, once: bool = False
+) -> Column[Row]:
+    """Describe a column of long names, which fold."""
+    return Column(heading, cell, justify="left", narrowest=narrowest, once=once)
+
+
+def words(heading: str, cell: Callable[[Row], str]) -> Column[Row]:
+    """Describe a column of short words."""
+    return Column(heading, cell, justify="left")
+
+
+def several(
+    headings: Sequence[str],
+    cells: Callable[[Row], Sequence[str]],
+    *,
+    shown: bool = True,
+    narrowest: int | None = None,
+) -> Iterable[Column[Row]]:
+    """Describe columns of numbers whose texts one function gives, a list for each row."""
+    return (
+        Column(heading, lambda row, place=place: cells(row)[place], shown, narrowest=narrowest)  # type: ignore[misc]
+        for place, heading in enumerate(headings)
+    )
+
+
+def table_of(
+    rows: Iterable[Row],
+    columns: Iterable[Column[Row]],
+    *,
+    caption: str = "",
+    remark: Callable[[Row], str | None] = lambda row: None,
+    named: int = 1,
+) -> Table:
+    """Make a table, a line a row.
+
+    Args:
+        rows: records.
+        columns: those that are not ``shown`` are left out.
+        caption: below it; what stands for itself in it has gone through :func:`as_cell`.
+        remark: what is said of a row in place of its numbers; None where it has numbers.
+        named: how many columns come before such a remark.
+    """
+    columns = [column for column in columns if column.shown]
+    table = Table(box=None, pad_edge=False, caption_justify="left", caption=caption)
+    for column in columns:
+        folds = column.narrowest is not None
+        table.add_column(
+            as_cell(column.heading),
+            justify=column.justify,
+            no_wrap=not folds,
+            overflow="fold" if folds else "ellipsis",
+            min_width=column.narrowest,
         )
-    return table
-
-
-def models_table(entries: Sequence[Any]) -> Table:
-    """One line a model; an entry has name, family, description and source."""
-    table = new_table()
-    for name in ("model", "family"):
-        table.add_column(name, no_wrap=True)
-    for name in ("what it is", "weights"):
-        table.add_column(name, overflow="fold", min_width=NARROWEST_NAME)
-    for entry in entries:
-        table.add_row(*(as_cell(text) for text in (entry.name, entry.family, entry.description, entry.source)))
+    above: list[str] = []
+    for row in rows:
+        said = remark(row)
+        cells = [column.cell(row) for column in columns[: None if said is None else named]]
+        shown = ["" if columns[n].once and above[n : n + 1] == [text] else text for n, text in enumerate(cells)]
+        table.add_row(*map(as_cell, shown if said is None else [*shown, said]))
+        above = cells
+    for shape in table.columns:
+        if shape.no_wrap:  # rich takes the longest word for the least width, and a number that is cut off is another
+            shape.min_width = max(len(str(cell)) for cell in (shape.header, *shape.cells))
     return table
 
 
@@ -61,18 +119,13 @@ def as_cell(text: str) -> str:
     return escape(visible(text))
 
 
-def new_table() -> Table:
-    """Make a table as all of them look."""
-    return Table(box=None, pad_edge=False, caption_justify="left")
+def number(value: float | None, form: str) -> str:
+    """Write a number, and a dash for one that is none or not finite.
 
-
-def table_by_site(*names: str) -> Table:
-    """Make a table of a column of sites, whose long names fold, and of columns of numbers, which do not."""
-    table = new_table()
-    table.add_column("site", overflow="fold", min_width=NARROWEST_NAME)
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+    >>> number(0.91234, ".3f"), number(None, ".3f"), number(math.inf, ".3f")
+    ('0.912', '–', '–')
+    """
+    return NONE if value is None or not math.isfinite(value) else format(value, form)
 
 
 def with_interval(written: str, bounds: tuple[float, float] | None) -> str:
@@ -84,18 +137,31 @@ def with_interval(written: str, bounds: tuple[float, float] | None) -> str:
     return written if bounds is None else f"{written} ±{(bounds[1] - bounds[0]) / 2:.2g}"
 
 
-def unbroken(table: Table) -> Table:
-    """Give every column that may not wrap the width of its widest cell.
+def layers_table(sites: Sequence[NormSite]) -> Table:
+    """One line a norm site."""
+    columns: list[Column[NormSite]] = [
+        Column("", lambda site: str(site.index)),
+        names("site", lambda site: site.name),
+        words("kind", lambda site: site.kind),
+        words("shape", lambda site: "×".join(map(str, site.normalized_shape))),
+        words("axis", lambda site: str(site.channel_axis)),
+        Column("eps", lambda site: f"{site.eps:g}"),
+        words("affine", lambda site: "yes" if site.affine else "no"),
+        words("placement", lambda site: site.placement or NONE),
+        Column("calls", lambda site: str(site.calls)),
+    ]
+    return table_of(sites, columns)
 
-    rich takes the longest word for the least width, and a number that is cut off is another number.
-    """
-    for column in table.columns:
-        if column.no_wrap:
-            column.min_width = max(len(str(cell)) for cell in (column.header, *column.cells))
-    return table
 
-
-_NONE = "–"
+def models_table(entries: Sequence[Any]) -> Table:
+    """One line a model; an entry has name, family, description and source."""
+    columns: list[Column[Any]] = [
+        words("model", lambda entry: entry.name),
+        words("family", lambda entry: entry.family),
+        names("what it is", lambda entry: entry.description),
+        names("weights", lambda entry: entry.source),
+    ]
+    return table_of(entries, columns)
 
 
 def swapped_table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -105,18 +171,14 @@ def swapped_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         rows: ``site``, ``norm``, ``func``, ``A``, ``alpha``, ``shift``, ``r2`` and ``per_channel`` of each; a number
             that is none is None.
     """
-    shifted = any(row["shift"] is not None for row in rows)
-    table = table_by_site("norm", "replaced by", "A", "α", *(["s"] if shifted else []), "R²")
-    for column in table.columns[1:3]:
-        column.justify = "left"
-    for row in rows:
-        numbers = [_shown(row[name], ".4g") for name in ("A", "alpha", *(["shift"] if shifted else []))]
-        names = [as_cell(row[name]) for name in ("site", "norm", "func")]
-        table.add_row(*names, *numbers, _shown(row["r2"], ".4f"))
-    if any(row["per_channel"] for row in rows):
-        table.caption = "A, α, s and R² are medians over the channels"
-    return unbroken(table)
-
-
-def _shown(value: float | None, form: str) -> str:
-    return _NONE if value is None or not math.isfinite(value) else format(value, form)
+    columns: list[Column[Mapping[str, Any]]] = [
+        names("site", lambda row: row["site"]),
+        words("norm", lambda row: row["norm"]),
+        words("replaced by", lambda row: row["func"]),
+        Column("A", lambda row: number(row["A"], ".4g")),
+        Column("α", lambda row: number(row["alpha"], ".4g")),
+        Column("s", lambda row: number(row["shift"], ".4g"), any(row["shift"] is not None for row in rows)),
+        Column("R²", lambda row: number(row["r2"], ".4f")),
+    ]
+    medians = any(row["per_channel"] for row in rows)
+    return table_of(rows, columns, caption="A, α, s and R² are medians over the channels" if medians else "")

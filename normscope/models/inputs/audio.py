@@ -29,7 +29,7 @@ _LARGEST_FILTER = 50_000_000
 
 @dataclass(frozen=True)
 class AudioFormat:
-    """How a network takes a recording.
+    """The format in which a network takes a recording.
 
     Attributes:
         sample_rate: in Hz.

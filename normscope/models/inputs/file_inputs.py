@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from normscope.errors import DataError, count
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import LoadOptions
-from normscope.inputs.splits import Chunk, LeftOut, Share
+from normscope.inputs.splits import Chunk
 from normscope.models.inputs.numbered_inputs import ReadInputs
 from normscope.runtime.files import CHECKPOINT
 
@@ -59,69 +59,24 @@ class TensorInputs(ReadInputs):
         return (self._samples[number] for number in self.order)
 
 
-class LazyInputs:
-    """Inputs that are read when something is first asked of them, and not when the model is loaded."""
+class LazyInputs(TensorInputs):
+    """Samples that are read when something is first asked of them, and not when the model is loaded."""
 
     def __init__(self, read: Callable[[], TensorInputs]) -> None:
-        self._read = cache(read)
+        self._read = read
 
-    @property
-    def description(self) -> str:
-        """Say what was read."""
-        return self._read().description
-
-    @property
-    def n_samples(self) -> int:
-        """How many samples there are."""
-        return self._read().n_samples
-
-    @property
-    def n_inputs(self) -> int:
-        """How many inputs there are: each sample is one."""
-        return self._read().n_inputs
-
-    @property
-    def batch_size(self) -> int:
-        """How many inputs are read together, at most."""
-        return self._read().batch_size
-
-    @batch_size.setter
-    def batch_size(self, number: int) -> None:
-        self._read().batch_size = number
-
-    @property
-    def left_out(self) -> LeftOut:
-        """What the latest iteration could not read: nothing, as they lie in this package."""
-        return self._read().left_out
-
-    @left_out.setter
-    def left_out(self, left_out: LeftOut) -> None:
-        self._read().left_out = left_out
-
-    @property
-    def unreadable(self) -> list[str]:
-        """Name what could not be read."""
-        return self.left_out.lines
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self._read())
-
-    def chunks(self, share: Share) -> Iterator[Chunk]:
-        """Yield the chunks of one process's share."""
-        return self._read().chunks(share)
-
-    def first_sample(self) -> Batch:
-        """Return the first sample."""
-        return self._read().first_sample()
-
-    def known_samples(self) -> Iterator[Sample]:
-        """Yield the samples that are taken."""
-        return self._read().known_samples()
+    def __getattr__(self, name: str) -> Any:
+        """Become what is read; called for what is not set yet, which is all of it before."""
+        if "_read" not in vars(self):
+            raise AttributeError(f"{type(self).__name__} has no {name}.")
+        vars(self).update({**vars(self._read()), **vars(self)})
+        del self._read
+        return getattr(self, name)
 
 
 @dataclass(frozen=True)
 class FileKind:
-    """What files a model takes.
+    """The files that a model takes.
 
     Attributes:
         noun: what messages call one of them: ``image``.
@@ -151,27 +106,24 @@ class Files(ReadInputs):
         self.paths, self._others = find_files(root, kind.noun, kind.suffixes)
         self._data = listing_digest(root, self.paths)
         super().__init__(len(self.paths), options, one_by_one=one_by_one)
+        self._tried = f"{count(len(self.order), 'file')} tried at {str(root)!r}"
+        self._read_as = f" as {'an' if kind.noun[0] in 'aeiou' else 'a'} {kind.noun}"
 
     @property
     def description(self) -> str:
         """Say how many files were read, could not be read, and were not looked at."""
-        remarks = []
-        if self.left_out.unreadable:
-            remarks.append(f"{len(self.left_out.unreadable):,} unreadable")
-        if self._others:
-            remarks.append(f"{count(self._others, 'other file')} left out")
-        files = self._taken_of(count(len(self.paths), self.kind.noun))
-        return f"{self.root}: {files}" + (f" ({', '.join(remarks)})" if remarks else "")
+        others = [f"{count(self._others, 'other file')} left out"] if self._others else []
+        return self._described(str(self.root), count(len(self.paths), self.kind.noun), [], others)
 
     def read(self, numbers: Sequence[int]) -> Chunk:
         """Open some files, and stack what can be read of them."""
-        found, unreadable = [], {}
+        samples, unreadable = [], {}
         for number in numbers:
             try:
-                found.append((self._sample(number), self.kind.read(self.paths[number])))
+                samples.append((self._sample(number), self.kind.read(self.paths[number])))
             except Exception as error:  # the libraries raise nearly anything on a damaged file
                 unreadable[number] = f"{name_in(self.root, self.paths[number])}: {reason(error)}"
-        return Chunk(numbers, [stacked(found)] if found else [], unreadable)
+        return Chunk(numbers, [stacked(samples)] if samples else [], unreadable)
 
     def known_samples(self) -> Iterator[Sample]:
         """Yield a sample for each file that is taken, readable or not."""
@@ -180,18 +132,11 @@ class Files(ReadInputs):
     def _sample(self, number: int) -> Sample:
         return Sample(name_in(self.root, self.paths[number]), number, number, self._data)
 
-    def _none_readable(self, left_out: LeftOut) -> DataError:
-        article = "an" if self.kind.noun[0] in "aeiou" else "a"
-        return DataError(
-            f"None of the {count(len(self.order), 'file')} tried at {str(self.root)!r} can be read as "
-            f"{article} {self.kind.noun}. The first is {left_out.lines[0]}."
-        )
-
 
 def stacked(samples: Sequence[tuple[Sample, Tensor]]) -> Batch:
     """Stack tensors of one shape into a batch."""
-    own, tensors = zip(*samples, strict=True)
-    return Batch((torch.stack(tensors),), samples=own)
+    records, tensors = zip(*samples, strict=True)
+    return Batch((torch.stack(tensors),), samples=records)
 
 
 def listing_digest(root: Path, paths: Iterable[Path]) -> str:
@@ -223,11 +168,11 @@ def find_files(root: Path, noun: str, suffixes: frozenset[str]) -> tuple[list[Pa
     if not root.is_dir():
         raise DataError(f"There is no file or folder {str(root)!r} to read {noun}s from.")
     files = sorted((path for path in root.rglob("*") if path.is_file() or _leads_nowhere(path)), key=Path.as_posix)
-    found = [path for path in files if path.suffix.lower() in suffixes]
+    matching = [path for path in files if path.suffix.lower() in suffixes]
     others = sum(path.suffix.lower() not in suffixes and not _passing(path.relative_to(root)) for path in files)
-    if not found:
+    if not matching:
         raise DataError(f"The folder {str(root)!r} holds no {noun}, only {count(others, 'other file')}.")
-    return found, others
+    return matching, others
 
 
 def _leads_nowhere(path: Path) -> bool:

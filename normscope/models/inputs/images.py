@@ -25,7 +25,7 @@ _WHITE_16 = 2**16 - 1
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How one image becomes one sample.
+    """The way from an image to a sample.
 
     Attributes:
         mode: PIL mode that images are converted to first: ``RGB`` or ``L``.

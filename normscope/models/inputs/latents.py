@@ -68,7 +68,7 @@ class NoisedLatents(ReadInputs):
 
     @property
     def n_samples(self) -> int:
-        """How many samples there are: each latent at each timestep."""
+        """Number of samples: each latent at each timestep."""
         return len(self.order) * len(self.timesteps)
 
     def read(self, numbers: Sequence[int]) -> Chunk:

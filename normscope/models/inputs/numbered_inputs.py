@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -77,7 +77,7 @@ def read_ahead(
         chunks = iter(loader)
     while True:
         try:
-            made = next(chunks, None)
+            chunk = next(chunks, None)
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker"):
                 raise
@@ -85,31 +85,21 @@ def read_ahead(
                 f"A process that reads inputs has ended before its work: {str(error).rstrip('.')}. Memory, or shared "
                 "memory (/dev/shm), may have run out: take fewer workers, or smaller batches."
             ) from error
-        if made is None:
+        if chunk is None:
             return
-        yield made.chunk
+        yield chunk
 
 
-@dataclass(frozen=True)
-class _Made:
-    """A chunk that the DataLoader can pin."""
-
-    chunk: Chunk
-
-    def pin_memory(self) -> _Made:
-        return _Made(replace(self.chunk, batches=[batch.pin_memory() for batch in self.chunk.batches]))
-
-
-class _Chunks(Dataset[_Made]):
+class _Chunks(Dataset[Chunk]):
     def __init__(self, read: Callable[[Sequence[int]], Chunk]) -> None:
         self._read = read
 
-    def __getitem__(self, numbers: Sequence[int]) -> _Made:
-        return _Made(self._read(numbers))
+    def __getitem__(self, numbers: Sequence[int]) -> Chunk:
+        return self._read(numbers)
 
 
-def _as_it_is(made: Any) -> Any:
-    return made
+def _as_it_is(chunk: Any) -> Any:
+    return chunk
 
 
 def _ignore_signals(worker: int) -> None:
@@ -154,10 +144,11 @@ class NumberedInputs(ABC):
         self.left_out = LeftOut()
         self._total, self._options, self._one_by_one = total, options, one_by_one
         self._batch_size = options.batch_size
+        self._tried, self._read_as = "inputs", ""  # in the sentence that none of them can be
 
     @property
     def batch_size(self) -> int:
-        """How many inputs are read together, at most; setting it has no effect where that is always one."""
+        """Number of inputs read together, at most; setting it has no effect where that is always one."""
         return 1 if self._one_by_one else self._batch_size
 
     @batch_size.setter
@@ -166,12 +157,12 @@ class NumberedInputs(ABC):
 
     @property
     def n_inputs(self) -> int:
-        """How many inputs are taken."""
+        """Number of inputs taken."""
         return len(self.order)
 
     @property
     def n_samples(self) -> int:
-        """How many samples there are to try."""
+        """Number of samples to try."""
         return len(self.order)
 
     @property
@@ -223,7 +214,7 @@ class NumberedInputs(ABC):
         return self.batch_size
 
     def _none_readable(self, left_out: LeftOut) -> DataError:
-        return DataError(f"None of the inputs can be read. The first is {left_out.lines[0]}.")
+        return DataError(f"None of the {self._tried} can be read{self._read_as}. The first is {left_out.lines[0]}.")
 
     def _taken_of(self, total: str) -> str:
         """Say which of all inputs are taken, ``total`` saying how many of what there are."""
@@ -251,6 +242,12 @@ class ReadInputs(NumberedInputs):
     @abstractmethod
     def known_samples(self) -> Iterator[Sample]:
         """Yield all samples that are taken, in order, without reading: also of inputs that turn out unreadable."""
+
+    def _described(self, name: str, total: str, before: Sequence[str], after: Sequence[str]) -> str:
+        """Say which inputs are taken, and between other remarks how many could not be read."""
+        unreadable = len(self.left_out.unreadable)
+        remarks = [*before, *([f"{unreadable:,} unreadable"] if unreadable else []), *after]
+        return f"{name}: {self._taken_of(total)}" + (f" ({', '.join(remarks)})" if remarks else "")
 
     def _made(self, plan: Iterator[list[int]]) -> Iterator[Chunk]:
         chunks = -(-len(self.order) // self.batch_size)

@@ -21,7 +21,8 @@ from normscope.models.inputs.numbered_inputs import NumberedInputs
 from normscope.models.inputs.trajectories import listed, select_timesteps
 from normscope.models.weights import downloads
 from normscope.models.weights.checkpoints import cast, converted, dtypes_by_name, dtypes_of_files, ready, with_weights
-from normscope.models.weights.repository import refuse_code, sha256_of
+from normscope.models.weights.repository import refuse_code
+from normscope.runtime.files import sha256_of
 from normscope.runtime.network import memory_ended
 
 PROMPTS = (
@@ -92,7 +93,7 @@ class PipelineCalls(NumberedInputs):
 
     @property
     def n_samples(self) -> int:
-        """How many samples there are: those of one call at each timestep for each prompt, as the first shows them."""
+        """Number of samples: those of one call at each timestep for each prompt, as the first shows them."""
         calls = self._calls(self.order[0], self.timesteps[0])
         return sum(len(batch.samples) for batch in calls) * len(self.timesteps) * len(self.order)
 
@@ -214,10 +215,7 @@ def load_pipeline(name: str, folder: Path, components: Mapping[str, Any], option
     kind = getattr(diffusers, components["transformer"][1])  # a name that _known() has seen in diffusers
     part = folder / "transformer"
     module, provenance = with_weights(
-        name,
-        options,
-        build=lambda: _built(name, kind, part),
-        pretrained=lambda: _pretrained(name, kind, folder, part),
+        name, options, build=lambda: _built(name, kind, part), pretrained=lambda: _pretrained(name, kind, folder, part)
     )
     others = [_kind(value) for key, value in components.items() if key != "transformer" and isinstance(value, list)]
     by_accelerate = _by_accelerate(name, others)

@@ -17,7 +17,7 @@ from torch import Tensor
 from normscope.errors import DataError, count
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import LoadOptions
-from normscope.inputs.splits import Chunk, LeftOut
+from normscope.inputs.splits import Chunk
 from normscope.models.inputs.file_inputs import find_files, listing_digest, name_in, reason
 from normscope.models.inputs.numbered_inputs import ReadInputs
 
@@ -72,8 +72,8 @@ class TextLines:
     def read(self, lines: Sequence[int]) -> list[str | Exception]:
         """Return what some lines say, or why that cannot be had: one for each, in their order."""
         contents: list[str | Exception] = []
-        for index, own in groupby(lines, self.document_index):
-            contents += self._of_document(index, list(own))
+        for index, of_document in groupby(lines, self.document_index):
+            contents += self._of_document(index, list(of_document))
         return contents
 
     def _of_document(self, index: int, lines: Sequence[int]) -> Sequence[str | Exception]:
@@ -133,7 +133,7 @@ LONGEST = 512  # tokens of one text, at most
 
 @dataclass(frozen=True)
 class Reading:
-    """How a model reads texts.
+    """The way in which a model reads texts.
 
     Attributes:
         tokenize: from a text to its token ids, and whether it had to be cut; whatever it raises makes the text
@@ -187,18 +187,14 @@ class Texts(ReadInputs):
         if not len(self._lines):
             raise DataError(f"{name} holds no text: {count(len(documents), 'file')} without a line that is not blank.")
         super().__init__(len(self._lines), options)
+        self._tried = f"{count(len(self.order), 'text')} tried at {name!r}"
 
     @property
     def description(self) -> str:
         """Say how many texts were read, how many were cut or could not be read, and what was not looked at."""
-        remarks = list(self._reading.remarks)
-        if self.left_out.cut:
-            remarks.append(f"{self.left_out.cut:,} cut to {count(self._reading.longest, 'token')}")
-        if self.left_out.unreadable:
-            remarks.append(f"{len(self.left_out.unreadable):,} unreadable")
-        remarks += self._remarks
-        texts = self._taken_of(count(len(self._lines), "text"))
-        return f"{self._name}: {texts}" + (f" ({', '.join(remarks)})" if remarks else "")
+        cut = [f"{self.left_out.cut:,} cut to {count(self._reading.longest, 'token')}"] if self.left_out.cut else []
+        texts = count(len(self._lines), "text")
+        return self._described(self._name, texts, [*self._reading.remarks, *cut], self._remarks)
 
     def read(self, numbers: Sequence[int]) -> Chunk:
         """Tokenize some lines, and pad what can be read of them to one length."""
@@ -227,12 +223,6 @@ class Texts(ReadInputs):
             return Sample(self._lines.place(number), number, number, self._data)
         return Sample(self._lines.document(number), self._lines.document_index(number), number, self._data)
 
-    def _none_readable(self, left_out: LeftOut) -> DataError:
-        return DataError(
-            f"None of the {count(len(self.order), 'text')} tried at {self._name!r} can be read. The first is "
-            f"{left_out.lines[0]}."
-        )
-
 
 def text_inputs(reading: Reading, options: LoadOptions) -> Texts:
     """Return the texts at ``options.data``, or the page of our own where it is None.
@@ -246,13 +236,13 @@ def text_inputs(reading: Reading, options: LoadOptions) -> Texts:
         page = files("normscope.models") / "embedded" / "page.txt"
         return Texts("normscope's page", [("page.txt", page)], reading, options, data="page", source_is_line=True)
     root = Path(options.data)
-    found, left_out = find_files(root, "text file", _SUFFIXES)
+    paths, left_out = find_files(root, "text file", _SUFFIXES)
     return Texts(
         str(root),
-        [(name_in(root, path), path) for path in found],
+        [(name_in(root, path), path) for path in paths],
         reading,
         options,
-        data=listing_digest(root, found),
+        data=listing_digest(root, paths),
         source_is_line=not root.is_dir(),
         remarks=(f"{count(left_out, 'other file')} left out",) if left_out else (),
     )

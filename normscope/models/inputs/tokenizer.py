@@ -32,7 +32,7 @@ def load_tokenizer(library: Any, name: str, repository: Repository, weights: str
         ModelError: if there is none, or it asks for code of its own.
     """
     try:
-        found = [repository.file(filename) for filename in _FILES]
+        paths = [repository.file(filename) for filename in _FILES]
     except HubSilentError as error:
         if weights == "pretrained":
             raise
@@ -41,10 +41,10 @@ def load_tokenizer(library: Any, name: str, repository: Repository, weights: str
             "tokenizer.json: transformers:DIR.",
             error.reason,
         ) from error
-    if found[-1] is None:
+    if paths[-1] is None:
         raise ModelError(f"{repository.name!r} holds no tokenizer.json, so that no text can be read for {name}.")
     refuse_code(name, "tokenizer_config.json", repository.json("tokenizer_config.json"))
-    with repository.damage_named(*found):
+    with repository.damage_named(*paths):
         try:
             return library.AutoTokenizer.from_pretrained(repository.name, trust_remote_code=False, **repository.where())
         except Exception as error:  # of tokenizers, of transformers

@@ -89,7 +89,7 @@ MOST_KEPT = 32 * 2**20  # bytes of latents, for the next time that they are aske
 
 @dataclass(frozen=True)
 class LatentSpace:
-    """What a class-conditional DiT takes.
+    """The latents and classes that a class-conditional DiT takes.
 
     Attributes:
         channels: of a latent.
@@ -132,14 +132,9 @@ class Trajectories(NumberedInputs):
     ) -> None:
         """Take noise; no step is made yet.
 
-        Args:
-            module: see the attributes.
-            scheduler: likewise.
-            noise: likewise.
-            labels: likewise.
+        Args, besides the attributes:
             null_class: the label that stands for no class.
             guidance: scale of classifier-free guidance; 1 for none, and then no latent runs twice.
-            timesteps: see the attributes.
             options: those that say which trajectories are taken, ``seed``, and those that say how to batch are read.
             remark: what the description says besides.
         """
@@ -161,7 +156,7 @@ class Trajectories(NumberedInputs):
 
     @property
     def n_samples(self) -> int:
-        """How many samples there are: timesteps of trajectories, twice with guidance."""
+        """Number of samples: timesteps of trajectories, twice with guidance."""
         return len(self.order) * len(self.timesteps) * self._runs
 
     def known_samples(self) -> Iterator[Sample]:

@@ -17,10 +17,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from normscope.errors import ModelError
+from normscope.errors import ModelError, first_few
 from normscope.inputs.loaded_model import LoadOptions, Provenance
+from normscope.runtime.files import sha256_of
 
-_NAMED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def dtypes_by_name(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, torch.dtype]:
@@ -33,8 +34,9 @@ def dtypes_of_files(paths: Iterable[Path]) -> dict[str, torch.dtype]:
     dtypes: dict[str, torch.dtype] = {}
     for path in paths:
         with safe_open(path, framework="pt") as file:
-            own = {name: _NAMED.get(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
-        dtypes |= {name: dtype for name, dtype in own.items() if dtype is not None}
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                if dtype := _DTYPES.get(file.get_slice(name).get_dtype()):
+                    dtypes[name] = dtype
     return dtypes
 
 
@@ -64,9 +66,6 @@ def _listed(names: Iterable[str]) -> str:
     return " and ".join(sorted(set(names)))
 
 
-SHOWN = 3  # of the keys that do not fit
-
-
 def load_file(module: nn.Module, path: Path, name: str) -> Provenance:
     """Load the state dict in ``path`` into ``module``.
 
@@ -91,11 +90,8 @@ def load_file(module: nn.Module, path: Path, name: str) -> Provenance:
         misfits = [f"{key} is missing" for key in result.missing_keys]
         misfits += [f"{key} is not in the model" for key in result.unexpected_keys]
     if misfits:
-        more = f", and {len(misfits) - SHOWN} more" if len(misfits) > SHOWN else ""
-        raise ModelError(f"The weights file {str(path)!r} does not fit {name}: {', '.join(misfits[:SHOWN])}{more}.")
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    provenance = Provenance("file", f"file {path.name} (sha256 {digest[:12]})")
+        raise ModelError(f"The weights file {str(path)!r} does not fit {name}: {first_few(misfits)}.")
+    provenance = Provenance("file", f"file {path.name} (sha256 {sha256_of([path])[:12]})")
     return converted(provenance, dtypes_by_name(state_dict.items()), dtypes_by_name(module.named_parameters()))
 
 
@@ -144,16 +140,16 @@ def _converted(state_dict: dict[str, Tensor], module: nn.Module) -> dict[str, Te
 
 def _misfits(state_dict: dict[str, Tensor], module: nn.Module) -> list[str]:
     """Name the tensors that torch would refuse for their shape, or copy though their numbers are of another kind."""
-    found = []
+    misfits = []
     wanted = module.state_dict()
     for key, value in state_dict.items():
         if key not in wanted:
             continue
         if value.shape != wanted[key].shape:
-            found.append(f"{key} is {tuple(value.shape)} and should be {tuple(wanted[key].shape)}")
+            misfits.append(f"{key} is {tuple(value.shape)} and should be {tuple(wanted[key].shape)}")
         elif wanted[key].is_floating_point() and not value.is_floating_point():  # quantized, or a mask
-            found.append(f"{key} is {_dtype(value)} and should be {_dtype(wanted[key])}")
-    return found
+            misfits.append(f"{key} is {_dtype(value)} and should be {_dtype(wanted[key])}")
+    return misfits
 
 
 def _dtype(tensor: Tensor) -> str:

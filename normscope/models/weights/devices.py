@@ -142,8 +142,8 @@ def _driver() -> str:
         done = subprocess.run(ask, capture_output=True, text=True, timeout=_SECONDS_TO_ANSWER)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
         return ""
-    found = re.match(r"\d+(\.\d+)*", done.stdout.strip())
-    return found.group() if found and done.returncode == 0 else ""
+    version = re.match(r"\d+(\.\d+)*", done.stdout.strip())
+    return version.group() if version and done.returncode == 0 else ""
 
 
 @functools.cache
@@ -271,8 +271,8 @@ def places(module: nn.Module) -> list[str]:
     maps = [vars(part)["hf_device_map"] for part in module.modules() if "hf_device_map" in vars(part)]
     if not maps:
         return [str(tensor.device) for tensor in [*module.parameters(), *module.buffers()][:1]]
-    found = {f"cuda:{place}" if isinstance(place, int) else str(place) for own in maps for place in own.values()}
-    return sorted(found, key=lambda place: (place in _LAST, place))
+    names = {f"cuda:{place}" if isinstance(place, int) else str(place) for parts in maps for place in parts.values()}
+    return sorted(names, key=lambda place: (place in _LAST, place))
 
 
 @contextmanager

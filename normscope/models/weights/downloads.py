@@ -125,8 +125,8 @@ def _error_number(error: BaseException) -> int:
     """Return the system's number of an error, or 0; libraries written in Rust have it in their message alone."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
-    told = re.search(r"\(os error (\d+)\)", str(error))
-    return int(told[1]) if told else 0
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return int(number[1]) if number else 0
 
 
 def first_line(error: Exception) -> str:

@@ -31,8 +31,8 @@ from normscope.models.weights.downloads import UnusableCacheError
 logger = logging.getLogger(__name__)
 
 
-def fetch(repo: str, filename: str) -> str:
-    """Bring ``filename`` of ``repo`` into huggingface_hub's cache and return the commit it belongs to.
+def fetch(repo: str, filename: str) -> tuple[Path, str]:
+    """Bring ``filename`` of ``repo`` into huggingface_hub's cache; return where it is and the commit it belongs to.
 
     Where the hub does not answer, the copy that is in the cache is taken, and a warning says so.
 
@@ -59,7 +59,7 @@ def fetch(repo: str, filename: str) -> str:
         raise ModelError(
             f"The weights of {repo} cannot be had: {reason(failure, filename)}. {downloads.ways_on()}"
         ) from failure
-    return Path(path).parents[filename.count("/")].name  # …/snapshots/<commit>/<filename>
+    return Path(path), Path(path).parents[filename.count("/")].name  # …/snapshots/<commit>/<filename>
 
 
 def _ask_for(repo: str, filename: str) -> Exception | None:
@@ -214,9 +214,8 @@ class Repository:
         cached = try_to_load_from_cache(self.name, filename, revision=self.commit) if self.commit else None
         if cached is _CACHED_NO_EXIST:
             return None
-        if not isinstance(cached, str):  # files of one commit do not change: those in the cache need no hub
-            cached = self._fetch(filename)
-        return None if cached is None else Path(cached)
+        # Files of one commit do not change: those in the cache need no hub.
+        return Path(cached) if isinstance(cached, str) else self._fetch(filename)
 
     def damage_named(self, *paths: Path | None) -> AbstractContextManager[None]:
         """Return a block in which what some of the files hold is loaded, see :func:`hub.damage_named`.
@@ -265,9 +264,9 @@ class Repository:
         """Return the keyword arguments that make ``from_pretrained`` read these very files, and ask no hub."""
         return {"local_files_only": True, **({"revision": self.commit} if self.commit else {})}
 
-    def _fetch(self, filename: str) -> str | None:
+    def _fetch(self, filename: str) -> Path | None:
         try:
-            commit = fetch(self.name, filename)
+            path, commit = fetch(self.name, filename)
         except ModelError as error:
             cause = error.__cause__
             if isinstance(error, UnusableCacheError):
@@ -285,8 +284,7 @@ class Repository:
                 "Start again."
             )
         self.commit = commit
-        path = try_to_load_from_cache(self.name, filename, revision=commit)
-        return path if isinstance(path, str) else None
+        return path
 
     def _no_weights(self) -> str:
         pickled = sorted(path for kind in _PICKLES for path in Path(self.name).glob(kind)) if self.is_folder else []
@@ -300,16 +298,6 @@ class Repository:
             f"{kind} {self.name!r} holds neither {WEIGHTS} nor {INDEX}; other formats, which can run code, are not "
             "taken. Name a file with --weights FILE, or take --weights random."
         )
-
-
-def sha256_of(paths: Iterable[Path]) -> str:
-    """Return the SHA-256 of some files' contents, one after the other."""
-    digest = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
 
 
 def refuse_code(name: str, filename: str, content: Any) -> None:

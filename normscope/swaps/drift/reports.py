@@ -51,7 +51,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     if not ordered:
         return math.nan
     place = (len(ordered) - 1) * share
-    low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
+    low, high = ordered[math.floor(place)], ordered[math.ceil(place)]  # between which numpy has NaN where one is ∞
     if math.isinf(low) or math.isinf(high):
         return low if low == high or math.isinf(low) else high
     return low + (high - low) * (place - math.floor(place))

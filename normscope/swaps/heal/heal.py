@@ -203,12 +203,7 @@ def _stages(
 
 
 def _each_alone(
-    lesson: Lesson,
-    sites: Sequence[str],
-    pool: Pool,
-    course: Course,
-    drift: Callable[[], float],
-    progress: Progress,
+    lesson: Lesson, sites: Sequence[str], pool: Pool, course: Course, drift: Callable[[], float], progress: Progress
 ) -> None:
     """Give one site after the other what fits its norm best, and keep it where the drift at the output fell."""
     course.enter(SITES)

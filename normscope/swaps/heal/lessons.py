@@ -87,10 +87,7 @@ def output_errors(original: nn.Module, swapped: nn.Module, batches: Iterable[Bat
 
 def tensors_in(result: Any) -> list[Tensor]:
     """List the floating-point tensors of what a module returned: of tuples and mappings, those within."""
-    if isinstance(result, Tensor):
-        return [result] if result.is_floating_point() else []
-    values = result.values() if isinstance(result, Mapping) else result if isinstance(result, (tuple, list)) else ()
-    return [tensor for value in values for tensor in tensors_in(value)]
+    return [tensor for tensor in _tensors(result) if tensor.is_floating_point()]
 
 
 _OF_BLOCKS = 2.0  # the weight of what blocks give beside what the network gives
@@ -359,4 +356,4 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
-    return [tensor for own in values for tensor in _tensors(own)]
+    return [tensor for part in values for tensor in _tensors(part)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -190,8 +190,8 @@ def save_checkpoint(
         UsageError: if it cannot be written there.
     """
     tensors = {f"parameter/{name}": value.detach().cpu().contiguous().clone() for name, value in parameters.items()}
-    for name, own in course.moments.items():
-        tensors |= {f"moment/{key}/{name}": value.cpu().contiguous().clone() for key, value in own.items()}
+    for name, moments in course.moments.items():
+        tensors |= {f"moment/{key}/{name}": value.cpu().contiguous().clone() for key, value in moments.items()}
     header = {"format": _FORMAT, "version": _VERSION, _ASKED: dict(asked), "settings": dict(settings)}
     write_checked(path, {**header, "course": course.as_dict()}, tensors)
 
@@ -210,11 +210,8 @@ def check_asked(path: Path, asked: Mapping[str, Any]) -> None:
     if not path.exists():
         return
     header, _ = read_checked(path, _FORMAT, _VERSION, _AGAIN)
-    known = header.get(_ASKED)
-    for name, value in asked.items():
-        before = known.get(name) if isinstance(known, dict) else None
-        if before != value:
-            raise _of_another(path, f"its {name} is {before!r:.60}, not {value!r:.60}")
+    for name, before, value in _differing(header.get(_ASKED), asked):
+        raise _of_another(path, f"its {name} is {before!r:.60}, not {value!r:.60}")
 
 
 def load_checkpoint(path: Path, settings: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> Course | None:
@@ -243,18 +240,21 @@ def load_checkpoint(path: Path, settings: Mapping[str, Any], parameters: Mapping
     return course
 
 
-def check_settings(path: Path, found: Any, settings: Mapping[str, Any]) -> None:
+def check_settings(path: Path, stored: Any, settings: Mapping[str, Any]) -> None:
     """Refuse to go on from what was begun otherwise; UsageError that names the first thing that differs."""
-    known = found if isinstance(found, dict) else {}
-    for name, value in settings.items():
-        if known.get(name) != value:
-            # A list of all sites, or a hash, would tell nobody anything.
-            told = f"its {name} is {known.get(name)!r:.60}, not {value}" if isinstance(value, int) else f"other {name}"
-            raise _of_another(path, told)
+    for name, before, value in _differing(stored, settings):
+        # A list of all sites, or a hash, would tell nobody anything.
+        what = f"its {name} is {before!r:.60}, not {value}" if isinstance(value, int) else f"other {name}"
+        raise _of_another(path, what)
 
 
-def _of_another(path: Path, told: str) -> UsageError:
-    return UsageError(f"{path} is of another healing: {told}; {_AGAIN}, or name another.")
+def _differing(stored: Any, wanted: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    known = stored if isinstance(stored, dict) else {}
+    return ((name, known.get(name), value) for name, value in wanted.items() if known.get(name) != value)
+
+
+def _of_another(path: Path, what: str) -> UsageError:
+    return UsageError(f"{path} is of another healing: {what}; {_AGAIN}, or name another.")
 
 
 def _stored_moments(

@@ -57,13 +57,8 @@ def pointwise_backward(
 ) -> Gradients:
     """Go back through :func:`pointwise` in plain torch; the sums are float64.
 
-    Args:
-        dy: the gradient of the loss by :func:`pointwise`'s output, of x's shape.
-        x: as there, as are the others.
-        function: f.
-        derivative: f′.
-        own: as there.
-        behind: as there.
+    ``dy`` is the gradient of the loss by :func:`pointwise`'s output, of x's shape; ``derivative`` is f′, and the others
+    are as there.
 
     Returns:
         Gradients of the shapes and dtypes of what they are by.

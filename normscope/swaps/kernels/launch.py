@@ -94,12 +94,7 @@ def forward_launch(x: Tensor, y: Tensor, own: Parameters, layout: Layout, curve:
 
 
 def backward_launches(
-    dy: Tensor,
-    x: Tensor,
-    own: Parameters,
-    gradients: Gradients,
-    layout: Layout,
-    curve: str,
+    dy: Tensor, x: Tensor, own: Parameters, gradients: Gradients, layout: Layout, curve: str
 ) -> list[Launch]:
     """Return what fills the gradients that are not None, one after the other: the pass over x, and that over the slots.
 
@@ -224,11 +219,7 @@ def _sizes(layout: Layout, names: str, multiple: int) -> dict[str, int]:
     The compiler is to see that they are multiples: by itself Triton looks whether a number is divisible by 16.
     """
     of_other, of_channel = (multiple, 1) if layout.channels_in_columns else (1, multiple)
-    sizes = {
-        "outers": layout.outers,
-        "others": layout.others // of_channel,
-        "channels": layout.channels // of_other,
-    }
+    sizes = {"outers": layout.outers, "others": layout.others // of_channel, "channels": layout.channels // of_other}
     for name, own in zip(names.split(), layout.strides, strict=True):
         sizes[f"{name}_outer"] = own.outer // multiple
         sizes[f"{name}_other"] = own.other // of_other
@@ -267,14 +258,8 @@ def backward(
 ) -> Gradients:
     """Go back through :func:`forward` in one pass over dy and x, and one over what its programs have summed.
 
-    Args:
-        dy: the gradient of the loss by :func:`forward`'s output, of x's shape and of any strides.
-        x: as there, as are the others.
-        own: as there.
-        curve: as there.
-        behind: as there.
-        of_input: whether the gradient by x is wanted.
-        of_parameters: whether those by the parameters are.
+    ``dy`` is the gradient of the loss by :func:`forward`'s output, of x's shape and of any strides; ``x`` to ``behind``
+    are as there; ``of_input`` and ``of_parameters`` say whether the gradients by x and by parameters are wanted.
 
     Returns:
         Gradients of the shapes and dtypes of what they are by. The same inputs on the same device give the same bits.

@@ -65,17 +65,8 @@ def pointwise_backward(
 ) -> list[Tensor]:
     """Return the gradients by x, α, s, weight and bias of what :func:`pointwise` returned.
 
-    Args:
-        dy: the gradient by its output.
-        x: as there, as are the others.
-        alpha: as there.
-        shift: as there.
-        weight: as there.
-        bias: as there.
-        curve: as there.
-        behind: as there.
-        of_input: whether that by x is wanted.
-        of_parameters: whether those by the parameters are.
+    ``dy`` is the gradient by its output, ``x`` to ``behind`` are as there, and ``of_input`` and ``of_parameters`` say
+    whether the gradient by x and those by the parameters are wanted.
 
     Returns:
         Five tensors, empty where there is nothing to return: an operator's lists hold nothing but tensors.
@@ -114,24 +105,13 @@ def _(
 
 
 @pointwise_backward.register_fake
-def _(
-    dy: Tensor,
-    x: Tensor,
-    alpha: Tensor,
-    shift: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    curve: str,
-    behind: int,
-    of_input: bool,
-    of_parameters: bool,
-) -> list[Tensor]:
+def _(dy: Tensor, x: Tensor, *others: Any) -> list[Tensor]:
+    *parameters, _, behind, of_input, of_parameters = others
     _check_shape(dy, x)
-    Parameters(alpha, shift, weight, bias).channel_axes(x, behind)
-    parameters = (alpha, shift, weight, bias)
-    made = [torch.empty_like(x) if of_input else x.new_empty(0)]
-    made += [x.new_empty(0) if part is None or not of_parameters else part.new_empty(part.shape) for part in parameters]
-    return made
+    Parameters(*parameters).channel_axes(x, behind)
+    by_x = torch.empty_like(x) if of_input else x.new_empty(0)
+    given = [part if of_parameters else None for part in parameters]
+    return [by_x, *(x.new_empty(0) if part is None else part.new_empty(part.shape) for part in given)]
 
 
 def _check_shape(dy: Tensor, x: Tensor) -> None:

@@ -35,7 +35,7 @@ import json
 from normscope.models.weights.repository import fetch
 from normscope.errors import NormscopeError
 try:
-    print(json.dumps({{"commit": fetch("{REPO}", "model.safetensors")}}))
+    print(json.dumps({{"commit": fetch("{REPO}", "model.safetensors")[1]}}))
 except NormscopeError as error:
     print(json.dumps({{"error": type(error).__name__, "sentence": str(error)}}))
 """
