@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 import normscope
 from normscope.figures.scurves import save
+from normscope.pairs.capture import captured as captured_with
+from normscope.pairs.recorder import Summing
 
 SITES, CHANNELS, TOKENS = 4, 768, 1576
 INCHES = (9.9, 3.0)  # of normscope's row of four
@@ -93,7 +95,7 @@ def captured(pairs: int) -> tuple[normscope.Capture, list[tuple[np.ndarray, np.n
         raw.setdefault(site.name, []).append((x.flatten().clone(), y.flatten().clone()))
 
     about = {"model": "four LayerNorms", "weights": "none", "data": "heavy-tailed tokens, seed 0"}
-    seen = normscope.capture(model, batches(max(1, pairs // SITES // CHANNELS)), about=about, observe=keep)
+    seen = captured_with(model, batches(max(1, pairs // SITES // CHANNELS)), Summing(observe=keep), about=about)
     return seen, [tuple(torch.cat(own).numpy() for own in zip(*parts, strict=True)) for parts in raw.values()]
 
 

@@ -119,8 +119,8 @@ def load_swapped(folder: str | Path, **options: Any) -> LoadedModel:
 
     >>> import normscope, tempfile
     >>> network = normscope.load("demo_vit", limit=8, device="cpu")
-    >>> seen = normscope.capture(network.module, network.inputs, layers=1)
-    >>> _ = normscope.swap(network.module, "dyt", seen)
+    >>> seen = normscope.capture(network, layers=1)
+    >>> _ = normscope.swap(network, "dyt", seen)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = normscope.save_swapped(network.module, folder, network.about)
     ...     load_swapped(folder, device="cpu").name

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from normscope.inputs.loaded_model import LoadedModel
     from normscope.pairs.captures import Capture
     from normscope.pairs.ranks import Ranks
-    from normscope.pairs.recorder import Observer
     from normscope.pairs.resuming import Checkpoints
 
 
@@ -100,31 +99,18 @@ class RunOptions:
         layers: str,
         output: Output,
         ranks: Ranks,
-        *,
-        by_gamma: bool,
-        per_channel: bool,
-        diagonal: bool,
-        observe: Observer | None = None,
         checkpoints: Checkpoints | None = None,
+        **kept: Any,
     ) -> Capture:
-        """Run a network on its inputs, with progress; see :func:`normscope.capture`."""
-        from normscope.pairs.capture import capture
+        """Run a network on its inputs, with progress; which sums are kept besides, see :class:`Summing`."""
+        from normscope.pairs.capture import captured
+        from normscope.pairs.recorder import Summing
 
-        return capture(
-            network.module,
-            output.tracked(network.inputs, ranks.size),
-            layers=layers,
-            about=network.about,
-            seed=self.seed,
-            sample=self.sample,
-            verify=self.verify,
-            by_gamma=by_gamma,
-            per_channel=per_channel,
-            diagonal=diagonal,
-            observe=observe,
-            ranks=ranks,
-            checkpoints=checkpoints,
-        )
+        summing = Summing(seed=self.seed, sample=self.sample, verify=self.verify, **kept)
+        with output.bars() as progress:
+            return captured(
+                network, summing=summing, layers=layers, progress=progress, ranks=ranks, checkpoints=checkpoints
+            )
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[Ranks]:
@@ -272,10 +258,7 @@ def captures(
     layers: str,
     output: Output,
     by: str | None = None,
-    *,
-    by_gamma: bool = False,
-    per_channel: bool = False,
-    diagonal: bool = False,
+    **kept: Any,
 ) -> Iterator[Capture]:
     """Capture each model, or read each capture file; give the parts of each in its place where ``by`` names them.
 
@@ -288,12 +271,13 @@ def captures(
         UsageError: if a capture has no such parts.
         typer.Exit: at the end, of all ranks but the first.
     """
-    asked = {"by_gamma": by_gamma, "per_channel": per_channel, "diagonal": diagonal}
     speaks = Place.from_environment().speaks
     for name, run in sources:
         if not _is_file(name):
             with run.joined() as ranks:
-                seen = _from_model(name, run, layers, output, ranks, **asked)
+                network = run.load(name, output)
+                seen = run.capture(network, layers, output, ranks, **kept)
+                output.account(seen, network.inputs.unreadable)
         elif speaks:
             seen = _from_file(name, layers, output)
         if speaks:
@@ -331,20 +315,3 @@ def _from_file(name: str, layers: str, output: Output) -> Capture:
     capture = load_capture(name).only(layers)
     output.account(capture)
     return capture
-
-
-def _from_model(
-    name: str,
-    run: RunOptions,
-    layers: str,
-    output: Output,
-    ranks: Ranks,
-    *,
-    by_gamma: bool,
-    per_channel: bool,
-    diagonal: bool,
-) -> Capture:
-    network = run.load(name, output)
-    seen = run.capture(network, layers, output, ranks, by_gamma=by_gamma, per_channel=per_channel, diagonal=diagonal)
-    output.account(seen, network.inputs.unreadable)
-    return seen

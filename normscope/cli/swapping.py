@@ -108,11 +108,6 @@ class How:
         return "" if self.asked == RMS_NORM else self.init
 
     @property
-    def label(self) -> str:
-        """Name function and start in a line of progress."""
-        return ", ".join(filter(None, (self.func, self.start)))
-
-    @property
     def begin(self) -> str:
         """What the fits are taken as: those of theory hold A and α already."""
         return "fit" if self.needs_pairs else self.init
@@ -223,25 +218,30 @@ class Learner:
         pointwise.check_kernels(modules.values())
         if self.least is None:
             return modules
-        inputs, outputs = say.tracked(self.learned, self.ranks.size), self.network.outputs
-        alone = drift(self.network.module, inputs, modules, outputs=outputs, cumulative=False, ranks=self.ranks)
+        with say.bars() as progress:
+            alone = drift(
+                self.network.module,
+                self.learned,
+                modules,
+                outputs=self.network.outputs,
+                cumulative=False,
+                progress=progress,
+                ranks=self.ranks,
+            )
         taken = alone.least_harmful(self.least)
         return {path: module for path, module in modules.items() if path in taken}
 
     def _capture(self, per: str, say: Output) -> Capture:
-        from normscope.pairs.capture import capture
+        from normscope.pairs.capture import captured
+        from normscope.pairs.recorder import Summing
 
         if per not in self._seen:
-            self._seen[per] = capture(
-                self.network.module,
-                say.tracked(self.learned, self.ranks.size),
-                layers=[norm.name for norm in self.norms],
-                about=self.network.about,
-                seed=self.seed,
-                by_gamma=per == "site",
-                per_channel=per == "channel",
-                ranks=self.ranks,
-            )
+            layers = [norm.name for norm in self.norms]
+            summing = Summing(self.seed, by_gamma=per == "site", per_channel=per == "channel")
+            with say.bars() as progress:
+                self._seen[per] = captured(
+                    self.network, self.learned, summing, layers=layers, progress=progress, ranks=self.ranks
+                )
             inputs = self.network.calibration or self.network.inputs
             say.observed(self._seen[per], inputs.unreadable)
         return self._seen[per]

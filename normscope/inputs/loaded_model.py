@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from normscope.errors import ModelError
+from normscope.errors import ModelError, UsageError
 from normscope.inputs import splits
 
 if TYPE_CHECKING:
@@ -170,3 +170,41 @@ class LoadedModel:
             "weights": self.provenance.description,
             "data": self.inputs.description,
         }
+
+
+def module_of(model: nn.Module | LoadedModel) -> nn.Module:
+    """Return the module itself, or that of a loaded model."""
+    return model.module if isinstance(model, LoadedModel) else model
+
+
+def unpacked(
+    model: nn.Module | LoadedModel,
+    batches: Iterable[Any] | None,
+    about: Mapping[str, str] | None = None,
+    outputs: Outputs | None = None,
+) -> tuple[nn.Module, Iterable[Any], dict[str, str], Outputs]:
+    """Return a module, batches, what they say of themselves, and how outputs are read, of either way to pass them.
+
+    Args:
+        model: a module; or a loaded model, which has all of them. What is given besides takes the place of its own.
+        batches: None for the loaded model's inputs.
+        about: None for what the loaded model and the batches say.
+        outputs: None for the loaded model's; of a module, the first tensor.
+
+    Raises:
+        UsageError: if there are no batches.
+
+    >>> import normscope
+    >>> module, batches, about, outputs = unpacked(normscope.load("demo_vit", device="cpu"), None)
+    >>> about["data"], outputs.kind
+    ('64 held-out digits', 'classes')
+    """
+    if isinstance(model, LoadedModel):
+        batches = model.inputs if batches is None else batches
+        described = {**model.about, "data": str(getattr(batches, "description", "not named"))}
+        return model.module, batches, {**described, **(about or {})}, outputs or model.outputs
+    if batches is None:
+        raise UsageError(
+            f"A {type(model).__name__} brings no batches: pass some after it, or pass what normscope.load returned."
+        )
+    return model, batches, dict(about or {}), outputs or Outputs()

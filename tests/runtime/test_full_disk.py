@@ -15,6 +15,8 @@ import normscope
 from normscope.cli.output import Output
 from normscope.errors import UsageError
 from normscope.figures.scurves import save_described
+from normscope.pairs.capture import captured
+from normscope.pairs.recorder import Summing
 from normscope.pairs.storage import RawPairs
 from normscope.swaps.heal.training import save_checkpoint
 from normscope.swaps.store import FILES
@@ -134,9 +136,9 @@ def test_raw_pairs(full, when):
     raw = RawPairs(folder / "raw")
     if when == "pairs come":
         with fills(folder), pytest.raises(UsageError) as error:
-            normscope.capture(model, [torch.randn(32, 16)], observe=raw.add)
+            captured(model, [torch.randn(32, 16)], Summing(observe=raw.add))
     else:
-        normscope.capture(model, [torch.randn(32, 16)], observe=raw.add)
+        captured(model, [torch.randn(32, 16)], Summing(observe=raw.add))
         with fills(folder), pytest.raises(UsageError) as error:
             raw.finish(seen)
     assert str(error.value) == f"Cannot write {folder / 'raw'}: {reason}."

@@ -94,11 +94,11 @@ def capture(
                 layers,
                 say,
                 ranks,
+                None if raw else kept,
                 by_gamma=by_gamma,
                 per_channel=per_channel,
                 diagonal=diagonal,
                 observe=pairs.add if pairs else None,
-                checkpoints=None if raw else kept,
             )
         if not place.speaks:
             raise typer.Exit

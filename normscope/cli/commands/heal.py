@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import normscope
 from normscope.cli.commands.swap import Folder, call_that_loads
 from normscope.cli.options import AsCsv, AsJson, Model, OwnBatchSize, Quiet
 from normscope.cli.output import Output
@@ -69,7 +70,6 @@ def heal(
     say = Output(as_json, quiet, as_csv=as_csv)
     check_models([model])
     from normscope.pairs.ranks import ALONE
-    from normscope.swaps.heal.heal import heal as train
     from normscope.swaps.heal.training import check_asked
     from normscope.swaps.record import FILES
     from normscope.swaps.replace import Swap
@@ -98,13 +98,12 @@ def heal(
             checkpoint.unlink()
         say.remark(f"discarded {checkpoint}, to begin anew" if restart else f"going on from {checkpoint}")
     try:
-        with say.steps() as progress:
-            report = train(
-                network.module,
+        with say.bars() as progress:
+            report = normscope.heal(
+                network,
                 swapped,
                 learner.learned,
                 learner.held_out,
-                outputs=network.outputs,
                 steps=steps,
                 seed=run.seed,
                 checkpoint=checkpoint,
