@@ -15,7 +15,7 @@ from tails import heavy_tailed
 from torch import Tensor, nn
 
 import normscope
-from normscope.figures.scurves import save
+from normscope.figures.scurves import save_figure
 from normscope.pairs.capture import captured as captured_with
 from normscope.pairs.recorder import Summing
 
@@ -67,7 +67,8 @@ def drawn_and_written(ways, seen: normscope.Capture, repeats: int) -> dict[tuple
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figure.png"
         whole = {
-            place: functools.partial(lambda draw: save(draw(), path, seen, DPI), way) for place, way in ways.items()
+            place: functools.partial(lambda draw: save_figure(draw(), path, seen, DPI), way)
+            for place, way in ways.items()
         }
         return in_turn(whole, repeats)
 

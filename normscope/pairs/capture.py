@@ -79,7 +79,7 @@ def capture(
 
     >>> import normscope, torch
     >>> capture(normscope.load("demo_vit", limit=4), layers="norm").stats["norm"].n_pairs
-    3264
+    4096
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
     >>> capture(model, [torch.randn(16, 4), torch.randn(16, 4)], seed=0).stats["1"].n_pairs
     256
@@ -99,20 +99,10 @@ def captured(
     ranks: Ranks = ALONE,
     checkpoints: Checkpoints | None = None,
 ) -> Capture:
-    """Capture a share of the batches, or what an interrupted capture left of them; see :func:`capture`.
+    """Capture as :func:`capture` does, with what commands need besides; every rank gets the whole.
 
-    Args:
-        model: as there, like all that is not named here.
-        batches: all of them, on every rank.
-        summing: what is kept of the pairs, and who else sees them.
-        layers: which norm sites.
-        about: what the capture says of itself.
-        progress: called on every rank, with the samples of all as far as this one can tell.
-        ranks: the processes that divide the batches among them; see :func:`normscope.pairs.ranks.joined`.
-        checkpoints: where to keep how far the capture is, and to go on from.
-
-    Returns:
-        The whole, on every rank.
+    ``ranks``, which :func:`normscope.pairs.ranks.joined` gives, divide the batches among them; progress counts those
+    of all as far as each can tell. ``checkpoints`` keep how far the capture is, and are gone on from.
 
     Raises:
         UsageError: if a checkpoint is of another capture; and whatever :func:`capture` raises.

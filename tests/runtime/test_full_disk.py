@@ -14,7 +14,7 @@ from torch import nn
 import normscope
 from normscope.cli.output import Output
 from normscope.errors import UsageError
-from normscope.figures.scurves import save_described
+from normscope.figures.scurves import save_figure
 from normscope.pairs.capture import captured
 from normscope.pairs.recorder import Summing
 from normscope.pairs.storage import RawPairs
@@ -34,7 +34,7 @@ def network():
 def figure(path):
     drawn = matplotlib.figure.Figure()
     drawn.subplots().plot(torch.randn(500))
-    return lambda: save_described(drawn, path, ABOUT)
+    return lambda: save_figure(drawn, path, ABOUT)
 
 
 def table(path):

@@ -15,7 +15,8 @@ from normscope.cli.options import AsJson, Dpi, Format, Quiet, Theme, figure_path
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models, named_or_embedded, runs_networks
 from normscope.cli.swapping import How, Learner, Per, Shift, Sites, check_kernels, inits_there_are
-from normscope.errors import UsageError
+from normscope.errors import DeviceError, UsageError
+from normscope.models import registry
 from normscope.runtime.files import check_writable
 from normscope.runtime.processes import Place
 
@@ -130,7 +131,6 @@ def swap_bench(
 
 def _check_published(names: Sequence[str], there: torch.device) -> None:
     """Refuse what cannot be repeated here, before seven billion weights are made."""
-    from normscope.errors import DeviceError
     from normscope.swaps.bench.bench import why_not
 
     if _PUBLISHED in names and (reason := why_not(there)):
@@ -211,11 +211,10 @@ def _speed(
     network: LoadedModel, wanted: Wanted, run: RunOptions, full: bool, seconds: float | None, say: Output
 ) -> BenchReport:
     """Time the network; in the place of an embedded one, which is tiny, its full-size sibling with random weights."""
-    from normscope.models.registry import find
     from normscope.models.weights.devices import KEEP, dtype_name
     from normscope.tables.speed import speed_tables
 
-    if sibling := find(network.name).sibling:
+    if sibling := registry.find(network.name).sibling:
         say.remark(f"{network.name} is tiny: speed is that of {sibling}, of the same norms, with random weights")
         size = RunOptions.batch_size if run.batch_size == "auto" else run.batch_size
         of_sibling = replace(run, weights="random", data=None, limit=size, batch_size=size, shuffle=False)
@@ -249,9 +248,5 @@ def _draw(
     style: str,
     dpi: int,
 ) -> None:
-    from normscope.figures.drift import plot_drift
-    from normscope.figures.scurves import save_described
-    from normscope.figures.speed import plot_speed
-
-    save_described(plot_drift(moved, norms, style=style), paths["drift"], moved[0].about, dpi)
-    save_described(plot_speed(speed, style=style), paths["speed"], speed.about, dpi)
+    normscope.save_figure(normscope.plot_drift(moved, norms, style=style), paths["drift"], moved[0].about, dpi)
+    normscope.save_figure(normscope.plot_speed(speed, style=style), paths["speed"], speed.about, dpi)
