@@ -2,7 +2,7 @@
 
 >>> import normscope
 >>> network = normscope.load("demo_vit")
->>> seen = normscope.capture(network.module, network.inputs, layers=4, about=network.about)
+>>> seen = normscope.capture(network, layers=4)
 >>> fits = normscope.fit(seen, "tanh,isru")
 >>> len(fits)
 8

@@ -5,6 +5,7 @@ from .figures.gradient import plot_gradient as plot_gradient
 from .figures.healing import plot_healing as plot_healing
 from .figures.overview import overview as overview
 from .figures.scurves import plot as plot
+from .figures.scurves import save_figure as save_figure
 from .figures.speed import plot_speed as plot_speed
 from .fits.curve_fit import CurveFit as CurveFit
 from .fits.curves.known import Curve as Curve
@@ -24,12 +25,15 @@ from .fits.views.summaries import layerwise as layerwise
 from .fits.views.summaries import token_slopes as token_slopes
 from .inputs.batch import Batch as Batch
 from .inputs.batch import Sample as Sample
+from .inputs.loaded_model import LoadedModel as LoadedModel
 from .loading import load as load
 from .loading import load_swapped as load_swapped
+from .models.registry import list_models as list_models
 from .pairs.capture import capture as capture
 from .pairs.captures import Capture as Capture
 from .pairs.merging import merge_captures as merge_captures
 from .pairs.norms.recognition import register_norm as register_norm
+from .pairs.norms.trace import find_norms as find_norms
 from .pairs.storage import load_capture as load_capture
 from .pairs.storage import save_capture as save_capture
 from .pairs.sums.stats import PairStats as PairStats

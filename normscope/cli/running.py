@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 import typer
 
+import normscope
 from normscope.cli.options import (
     BatchSize,
     Data,
@@ -30,6 +31,7 @@ from normscope.cli.options import (
 )
 from normscope.cli.output import Output
 from normscope.errors import DataError, ModelError, UsageError, unknown
+from normscope.models import registry
 from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
@@ -37,11 +39,11 @@ if TYPE_CHECKING:
     from normscope.inputs.loaded_model import LoadedModel
     from normscope.pairs.captures import Capture
     from normscope.pairs.ranks import Ranks
-    from normscope.pairs.recorder import Observer
     from normscope.pairs.resuming import Checkpoints
 
 
 _PARAMETER = "run"
+_OF_CAPTURES = ("sample", "verify")  # options that normscope.load does not take
 
 
 @dataclass(frozen=True)
@@ -65,34 +67,13 @@ class RunOptions:
 
     def load(self, name: str, output: Output) -> LoadedModel:
         """Load a model and say which."""
-        from normscope.loading import load
-
-        network = load(
-            name,
-            weights=self.weights,
-            data=self.data,
-            limit=self.limit,
-            batch_size=1 if self.batch_size == "auto" else self.batch_size,
-            seed=self.seed,
-            device=self.device,
-            dtype=self.dtype,
-            guidance=self.guidance,
-            timesteps=self.timesteps,
-            workers=self.workers,
-            shuffle=self.shuffle,
-            device_map=self.device_map,
-        )
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_CAPTURES}
+        network = normscope.load(name, **given)
         output.introduce(network)
-        if self.batch_size == "auto":
-            self._fit_batches(network, output)
+        if network.fitting:
+            others = "" if Place.from_environment().alone else "; the smallest of all ranks' is taken"
+            output.remark(f"{network.fitting}{others}")
         return network
-
-    def _fit_batches(self, network: LoadedModel, output: Output) -> None:
-        from normscope.runtime.batch_size import fit_batches
-
-        found = fit_batches(network)
-        others = "" if Place.from_environment().alone else "; the smallest of all ranks' is taken"
-        output.remark(f"{found}{others}")
 
     def capture(
         self,
@@ -100,31 +81,18 @@ class RunOptions:
         layers: str,
         output: Output,
         ranks: Ranks,
-        *,
-        by_gamma: bool,
-        per_channel: bool,
-        diagonal: bool,
-        observe: Observer | None = None,
         checkpoints: Checkpoints | None = None,
+        **kept: Any,
     ) -> Capture:
-        """Run a network on its inputs, with progress; see :func:`normscope.capture`."""
-        from normscope.pairs.capture import capture
+        """Run a network on its inputs, with progress; which sums are kept besides, see :class:`Summing`."""
+        from normscope.pairs.capture import captured
+        from normscope.pairs.recorder import Summing
 
-        return capture(
-            network.module,
-            output.tracked(network.inputs, ranks.size),
-            layers=layers,
-            about=network.about,
-            seed=self.seed,
-            sample=self.sample,
-            verify=self.verify,
-            by_gamma=by_gamma,
-            per_channel=per_channel,
-            diagonal=diagonal,
-            observe=observe,
-            ranks=ranks,
-            checkpoints=checkpoints,
-        )
+        summing = Summing(seed=self.seed, sample=self.sample, verify=self.verify, **kept)
+        with output.bars() as progress:
+            return captured(
+                network, summing=summing, layers=layers, progress=progress, ranks=ranks, checkpoints=checkpoints
+            )
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[Ranks]:
@@ -141,7 +109,7 @@ class RunOptions:
 
 
 def runs_networks(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of :class:`Run` in the place of its keyword-only parameter ``run``.
+    """Give a command the options of :class:`RunOptions` in the place of its keyword-only parameter ``run``.
 
     Args:
         without: fields that have no effect on this command, or that it has options of its own for: no option is made
@@ -188,12 +156,10 @@ def named_or_embedded(names: Sequence[str] | None, output: Output) -> list[str]:
     """Return the names that were given; without any, those of the embedded models that can be loaded, and say so."""
     if names:
         return list(names)
-    from normscope.models.registry import check_library, embedded_models, find
-
     loadable, left_out = [], []
-    for name in embedded_models():
+    for name in registry.embedded_models():
         try:
-            check_library(find(name))
+            registry.check_library(registry.find(name))
         except ModelError as error:
             left_out.append(str(error))
         else:
@@ -211,12 +177,10 @@ def check_models(names: Sequence[str]) -> None:
         ModelError: if there is no such model, or the library that it is of cannot be imported.
         UsageError: if it is a file's name instead.
     """
-    from normscope.models.registry import check_library, find
-
     entries = []
     for name in names:
         try:
-            entries.append(find(name))
+            entries.append(registry.find(name))
         except ModelError:
             if not _is_file(name):
                 raise
@@ -225,7 +189,7 @@ def check_models(names: Sequence[str]) -> None:
                 f"--weights takes a file of weights."
             ) from None
     for entry in entries:
-        check_library(entry)
+        registry.check_library(entry)
 
 
 def check_sources(names: Sequence[str], run: RunOptions) -> None:
@@ -242,24 +206,20 @@ def check_sources(names: Sequence[str], run: RunOptions) -> None:
             raise UsageError(f"{name} is a capture file: nothing is run, so that {options} can have no effect.")
         if not Path(name).is_file():
             raise DataError(f"There is no capture file {name}; `normscope capture MODEL -o {name}` writes one.")
-    from normscope.models.registry import check_diffusion, find
-
     models = [name for name in names if not _is_file(name)]
     check_models(models)
     for name in models:
-        check_diffusion(find(name), guidance=run.guidance, timesteps=run.timesteps)
+        registry.check_diffusion(registry.find(name), guidance=run.guidance, timesteps=run.timesteps)
 
 
 def check_by(by: str | None, names: Sequence[str]) -> None:
     """Refuse to keep apart what captures of these models do not, before the first one is run; UsageError."""
-    from normscope.models.registry import find
-
     if by is None:
         return
     if by not in _BY:
         raise UsageError(unknown("part", by, _BY))
     for name in names:
-        if not _is_file(name) and find(name).family not in ("diffusion", "your own"):
+        if not _is_file(name) and registry.find(name).family not in ("diffusion", "your own"):
             raise _without_parts(name, by)
 
 
@@ -272,10 +232,7 @@ def captures(
     layers: str,
     output: Output,
     by: str | None = None,
-    *,
-    by_gamma: bool = False,
-    per_channel: bool = False,
-    diagonal: bool = False,
+    **kept: Any,
 ) -> Iterator[Capture]:
     """Capture each model, or read each capture file; give the parts of each in its place where ``by`` names them.
 
@@ -288,14 +245,17 @@ def captures(
         UsageError: if a capture has no such parts.
         typer.Exit: at the end, of all ranks but the first.
     """
-    asked = {"by_gamma": by_gamma, "per_channel": per_channel, "diagonal": diagonal}
     speaks = Place.from_environment().speaks
     for name, run in sources:
         if not _is_file(name):
             with run.joined() as ranks:
-                seen = _from_model(name, run, layers, output, ranks, **asked)
+                network = run.load(name, output)
+                seen = run.capture(network, layers, output, ranks, **kept)
+                output.account(seen, network.inputs.unreadable)
+                del network  # before there is another
         elif speaks:
-            seen = _from_file(name, layers, output)
+            seen = normscope.load_capture(name).only(layers)
+            output.account(seen)
         if speaks:
             yield from _parts(name, seen, by)
     if not speaks:
@@ -313,38 +273,11 @@ def _parts(name: str, capture: Capture, by: str | None) -> list[Capture]:
 
 def family_of(capture: Capture) -> str | None:
     """Return the family of a captured model; None of one that only its user knows."""
-    from normscope.models.registry import find
-
     try:
-        return find(capture.about["model"]).family
+        return registry.find(capture.about["model"]).family
     except ModelError:
         return None
 
 
 def _is_file(name: str) -> bool:
     return Path(name).is_file() or Path(name).suffix == ".safetensors"
-
-
-def _from_file(name: str, layers: str, output: Output) -> Capture:
-    from normscope.pairs.storage import load_capture
-
-    capture = load_capture(name).only(layers)
-    output.account(capture)
-    return capture
-
-
-def _from_model(
-    name: str,
-    run: RunOptions,
-    layers: str,
-    output: Output,
-    ranks: Ranks,
-    *,
-    by_gamma: bool,
-    per_channel: bool,
-    diagonal: bool,
-) -> Capture:
-    network = run.load(name, output)
-    seen = run.capture(network, layers, output, ranks, by_gamma=by_gamma, per_channel=per_channel, diagonal=diagonal)
-    output.account(seen, network.inputs.unreadable)
-    return seen

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import normscope
 from normscope.errors import UsageError, unknown
+from normscope.inputs.splits import divided
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,13 +79,12 @@ class How:
     @classmethod
     def of(cls, func: str, init: str, per: str, shift: bool | None) -> How:
         """Look up what was asked for."""
-        from normscope.fits.curves.known import Curve
         from normscope.swaps.start import asked_for
 
         asked = asked_for(func, init)
         if per not in _LEVELS:
             raise UsageError(unknown("level", per, _LEVELS))
-        if not isinstance(asked, Curve) or init != "fit":
+        if not isinstance(asked, normscope.Curve) or init != "fit":
             what = f"--init {init}" if init != "fit" else f"--func {asked}"
             if per != "site":
                 raise UsageError(f"--per channel fits one curve in each channel: it can have no effect with {what}.")
@@ -96,9 +97,7 @@ class How:
     @property
     def needs_pairs(self) -> bool:
         """Whether start values are made of what the norms did."""
-        from normscope.swaps.start import RMS_NORM
-
-        return self.init != "paper" and self.asked != RMS_NORM
+        return self.start not in ("", "paper")
 
     @property
     def start(self) -> str:
@@ -106,11 +105,6 @@ class How:
         from normscope.swaps.start import RMS_NORM
 
         return "" if self.asked == RMS_NORM else self.init
-
-    @property
-    def label(self) -> str:
-        """Name function and start in a line of progress."""
-        return ", ".join(filter(None, (self.func, self.start)))
 
     @property
     def begin(self) -> str:
@@ -170,13 +164,12 @@ class Learner:
     @classmethod
     def of(cls, network: LoadedModel, sites: str, seed: int, say: Output, ranks: Ranks) -> Learner:
         """Find the norms, and choose the sites; UsageError if there are none."""
-        from normscope.pairs.norms.trace import find_norms
         from normscope.swaps.replace import chosen
 
         least = _LEAST.fullmatch(sites.strip())
         if sites.strip().startswith("least") and not least:
             raise UsageError(f"--sites {sites} is not understood; least:8 takes the eight least harmful.")
-        report = find_norms(network.module, network.inputs.first_sample())
+        report = normscope.find_norms(network)
         say.skipped(report.skipped)
         norms = chosen(report.sites, "all" if least else sites)
         if least and int(least[1]) > len(norms):
@@ -195,8 +188,6 @@ class Learner:
 
     @cached_property
     def _divided(self) -> tuple[DivisibleInputs | Part, DivisibleInputs | Part]:
-        from normscope.inputs.splits import divided
-
         return divided(self.network.inputs, self.network.calibration)
 
     @property
@@ -216,32 +207,35 @@ class Learner:
     def replacements(self, how: How, fits: list[CurveFit] | list[NormSite], say: Output) -> dict[str, nn.Module]:
         """Make what takes each norm's place, by module path; which are least harmful, the inputs learned from tell."""
         from normscope.swaps import pointwise
-        from normscope.swaps.drift.drift import drift
-        from normscope.swaps.replace import replacements
 
-        modules = replacements(self.network.module, how.asked, fits, init=how.begin)
+        modules = normscope.replacements(self.network, how.asked, fits, init=how.begin)
         pointwise.check_kernels(modules.values())
         if self.least is None:
             return modules
-        inputs, outputs = say.tracked(self.learned, self.ranks.size), self.network.outputs
-        alone = drift(self.network.module, inputs, modules, outputs=outputs, cumulative=False, ranks=self.ranks)
+        with say.bars() as progress:
+            alone = normscope.drift(
+                self.network.module,
+                self.learned,
+                modules,
+                outputs=self.network.outputs,
+                cumulative=False,
+                progress=progress,
+                ranks=self.ranks,
+            )
         taken = alone.least_harmful(self.least)
         return {path: module for path, module in modules.items() if path in taken}
 
     def _capture(self, per: str, say: Output) -> Capture:
-        from normscope.pairs.capture import capture
+        from normscope.pairs.capture import captured
+        from normscope.pairs.recorder import Summing
 
         if per not in self._seen:
-            self._seen[per] = capture(
-                self.network.module,
-                say.tracked(self.learned, self.ranks.size),
-                layers=[norm.name for norm in self.norms],
-                about=self.network.about,
-                seed=self.seed,
-                by_gamma=per == "site",
-                per_channel=per == "channel",
-                ranks=self.ranks,
-            )
+            layers = [norm.name for norm in self.norms]
+            summing = Summing(self.seed, by_gamma=per == "site", per_channel=per == "channel")
+            with say.bars() as progress:
+                self._seen[per] = captured(
+                    self.network, self.learned, summing, layers=layers, progress=progress, ranks=self.ranks
+                )
             inputs = self.network.calibration or self.network.inputs
             say.observed(self._seen[per], inputs.unreadable)
         return self._seen[per]

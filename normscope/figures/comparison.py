@@ -83,7 +83,7 @@ def plot_comparison(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFi
         style: ``light`` or ``dark``.
 
     Returns:
-        A matplotlib figure; :func:`normscope.figures.scurves.save` writes it.
+        A matplotlib figure; :func:`normscope.save_figure` writes it.
 
     Raises:
         UsageError: if there are fewer than two captures, if the fits are of another number of them, or if there is no

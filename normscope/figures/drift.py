@@ -63,7 +63,7 @@ def plot_drift(reports: Sequence[DriftReport], sites: Sequence[NormSite] = (), *
         style: ``light`` or ``dark``.
 
     Returns:
-        A matplotlib figure; :func:`normscope.figures.scurves.save` writes it.
+        A matplotlib figure; :func:`normscope.save_figure` writes it.
 
     Raises:
         UsageError: if there is no report, if they are of several networks or inputs, or if there is no such style.

@@ -70,7 +70,7 @@ def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), *, style: str
         style: ``light`` or ``dark``.
 
     Returns:
-        A matplotlib figure; :func:`normscope.figures.scurves.save` writes it.
+        A matplotlib figure; :func:`normscope.save_figure` writes it.
 
     Raises:
         UsageError: if there is no such style.

@@ -42,7 +42,7 @@ def overview(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]] = (
         style: ``light`` or ``dark``.
 
     Returns:
-        A matplotlib figure; :func:`normscope.figures.scurves.save` writes it.
+        A matplotlib figure; :func:`normscope.save_figure` writes it.
 
     Raises:
         UsageError: if there is no capture, if the fits are of another number of captures, or if there is no such style.

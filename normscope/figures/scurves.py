@@ -198,7 +198,7 @@ def plot(
         style: ``light`` or ``dark``.
 
     Returns:
-        A matplotlib figure; :func:`save` writes it.
+        A matplotlib figure; :func:`save_figure` writes it.
 
     Raises:
         UsageError: if there is no such row or style.
@@ -237,14 +237,14 @@ def plot(
     return figure
 
 
-def save(figure: Figure, path: str | Path, capture: Capture | Sequence[Capture], dpi: int = 200) -> Path:
+def save_figure(figure: Figure, path: str | Path, shown: Any, dpi: int = 200) -> Path:
     """Write a figure, whole or not at all; its format is the suffix of ``path``, and it says in itself what it shows.
 
     Args:
-        figure: what :func:`plot` or :func:`normscope.figures.overview.overview` drew.
+        figure: what :func:`normscope.plot`, :func:`normscope.overview` or another of them drew.
         path: of the file.
-        capture: what it shows; the file holds model, weights, data, versions and seed as a JSON object, and of
-            several captures as a list of them.
+        shown: a capture or a list of them, of which the file holds model, weights, data, versions and seed as JSON; or
+            what it is to hold in their place.
         dpi: dots per inch, also of the points within svg and pdf.
 
     Returns:
@@ -253,17 +253,11 @@ def save(figure: Figure, path: str | Path, capture: Capture | Sequence[Capture],
     Raises:
         UsageError: if the suffix is not one of png, svg and pdf, or if it cannot be written there.
     """
-    origin = _origin(capture) if isinstance(capture, Capture) else [_origin(one) for one in capture]
-    return save_described(figure, path, origin, dpi)
-
-
-def save_described(figure: Figure, path: str | Path, origin: Any, dpi: int = 200) -> Path:
-    """Write a figure as :func:`save` does, of something else than captures: what it shows is ``origin``, as JSON."""
     path = Path(path)
     kind = path.suffix.lower().removeprefix(".")
     if kind not in FORMATS:
         raise UsageError(unknown("figure format", kind, FORMATS))
-    text = json.dumps(origin)
+    text = json.dumps(_origin(shown))
     key = "Subject" if kind == "pdf" else "Description"
     dates = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
     drawn = io.BytesIO()  # on a full disk matplotlib's PDF writer raises an error of zlib's
@@ -283,8 +277,10 @@ def rows_named(color: str | Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _origin(capture: Capture) -> dict[str, Any]:
-    return {**capture.about, "versions": dict(capture.versions), "seed": capture.seed}
+def _origin(shown: Any) -> Any:
+    if isinstance(shown, Capture):
+        return {**shown.about, "versions": dict(shown.versions), "seed": shown.seed}
+    return [_origin(one) for one in shown] if isinstance(shown, (list, tuple)) else shown
 
 
 def _title(ax: Axes, panel: Panel) -> None:

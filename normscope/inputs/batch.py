@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from normscope.errors import DataError
+from normscope.errors import DataError, count
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 # How to pass what a batch cannot be told from: lists of images, records, objects.
 BY_HAND = (
@@ -207,18 +210,53 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     return made
 
 
-def pieces(batch: Batch, at_most: int | None) -> list[Batch]:
-    """Cut a batch into pieces of so many samples, at most, None for all of them; one that cannot be cut stays whole.
+_T = TypeVar("_T")
+
+
+class Halving:
+    """Batches in pieces that memory has room for: halved where it ends, and halves of them, then and from then on.
 
     >>> import torch
+    >>> halving = Halving("taken")
     >>> batch = Batch((torch.zeros(5, 3),), samples=tuple(Sample("a", 0, i) for i in range(5)))
-    >>> [len(piece.samples) for piece in pieces(batch, 2)]
-    [2, 2, 1]
+    >>> for piece, note in halving.pieces(batch, "new"):
+    ...     print(len(piece.samples), note)
+    ...     if len(piece.samples) > 2:
+    ...         halving.halve(piece, "again")
+    5 new
+    2 again
+    2 again
+    1 again
     """
-    number = len(batch.samples)
-    if at_most is None or number <= at_most or not batch.divisible:
-        return [batch]
-    return [batch.take(range(first, min(first + at_most, number))) for first in range(0, number, at_most)]
+
+    def __init__(self, verb: str) -> None:
+        """Keep what is done with the pieces, as the warning says it."""
+        self._verb = verb
+        self._at_most: int | None = None
+        self._left: list[tuple[Batch, Any]] = []
+
+    def pieces(self, batch: Batch, note: _T) -> Iterator[tuple[Batch, _T]]:
+        """Yield the pieces of a batch in order, with the note of what they were cut from."""
+        self._left = [(batch, note)]  # the next one last
+        while self._left:
+            piece, note = self._left.pop()
+            number, step = len(piece.samples), self._at_most
+            if step is None or number <= step or not piece.divisible:
+                yield piece, note
+                continue
+            cuts = range(0, number, step)
+            self._left += [(piece.take(range(cut, min(cut + step, number))), note) for cut in reversed(cuts)]
+
+    def halve(self, piece: Batch, note: Any = None) -> None:
+        """Take the piece that came last once more, in halves; what follows is cut so too."""
+        self._at_most = len(piece.samples) // 2
+        self._left.append((piece, note))
+        logger.warning(
+            "Memory ended with %s in a batch; from here on they are %s %d at a time.",
+            count(len(piece.samples), "sample"),
+            self._verb,
+            self._at_most,
+        )
 
 
 def as_batches(batches: Iterable[Any]) -> Iterator[Batch]:

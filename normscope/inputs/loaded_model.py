@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from normscope.errors import ModelError
+from normscope.errors import ModelError, UsageError
 from normscope.inputs import splits
 
 if TYPE_CHECKING:
@@ -110,21 +110,11 @@ class Inputs(splits.DivisibleInputs, Protocol):
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Everything that :func:`normscope.models.load` was asked for, checked, except which model.
+    """Everything that :func:`normscope.load` was asked for, checked, except which model.
 
     Attributes:
-        weights: ``pretrained``, ``random``, or the path of a file.
-        data: a file or a folder of what the family takes; None for the model's own default inputs.
-        limit: the largest number of samples, or None.
-        batch_size: samples per batch, at most.
-        seed: of random weights, of the choice of default inputs, and of their order where it is shuffled.
+        batch_size: samples per batch, at most: a number.
         dtype: of weights and inputs; None to leave them as the library or the user's function makes them.
-        guidance: scale of classifier-free guidance along a diffusion model's trajectory; None for the model's own.
-        timesteps: at which timesteps of it, see :func:`normscope.models.load`; None for the default.
-        workers: how many processes read inputs ahead of the network, 0 for none but its own; None for a number that
-            suits the device, see :func:`normscope.models.inputs.numbered_inputs.number_of_workers`.
-        shuffle: whether inputs are taken in an order that the seed draws, of which ``limit`` takes the first.
-        device_map: ``auto`` to spread the network, see :mod:`normscope.models.weights.devices`; None for one device.
     """
 
     weights: str | Path
@@ -153,6 +143,7 @@ class LoadedModel:
         outputs: how to read what the module returns.
         calibration: inputs to learn from, apart from ``inputs``: what a swap's start values are fitted to, and what it
             is healed on; None where there are none but ``inputs``.
+        fitting: how many inputs a batch takes and why, where that was found out by running it; else empty.
     """
 
     name: str
@@ -161,6 +152,7 @@ class LoadedModel:
     provenance: Provenance
     outputs: Outputs = field(default_factory=Outputs)
     calibration: Inputs | None = None
+    fitting: str = ""
 
     @property
     def about(self) -> dict[str, str]:
@@ -170,3 +162,41 @@ class LoadedModel:
             "weights": self.provenance.description,
             "data": self.inputs.description,
         }
+
+
+def module_of(model: nn.Module | LoadedModel) -> nn.Module:
+    """Return the module itself, or that of a loaded model."""
+    return model.module if isinstance(model, LoadedModel) else model
+
+
+def unpacked(
+    model: nn.Module | LoadedModel,
+    batches: Iterable[Any] | None,
+    about: Mapping[str, str] | None = None,
+    outputs: Outputs | None = None,
+) -> tuple[nn.Module, Iterable[Any], dict[str, str], Outputs]:
+    """Return a module, batches, what they say of themselves, and how outputs are read, of either way to pass them.
+
+    Args:
+        model: a module; or a loaded model, which has all of them. What is given besides takes the place of its own.
+        batches: None for the loaded model's inputs.
+        about: None for what the loaded model and the batches say.
+        outputs: None for the loaded model's; of a module, the first tensor.
+
+    Raises:
+        UsageError: if there are no batches.
+
+    >>> import normscope
+    >>> module, batches, about, outputs = unpacked(normscope.load("demo_vit", device="cpu"), None)
+    >>> about["data"], outputs.kind
+    ('64 held-out digits', 'classes')
+    """
+    if isinstance(model, LoadedModel):
+        batches = model.inputs if batches is None else batches
+        described = {**model.about, "data": str(getattr(batches, "description", "not named"))}
+        return model.module, batches, {**described, **(about or {})}, outputs or model.outputs
+    if batches is None:
+        raise UsageError(
+            f"A {type(model).__name__} brings no batches: pass some after it, or pass what normscope.load returned."
+        )
+    return model, batches, dict(about or {}), outputs or Outputs()

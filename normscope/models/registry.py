@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     # From what outputs and errors call a model, its library's name for it, and which weights and inputs to load where.
     Loader = Callable[[str, str, LoadOptions], LoadedModel]
 
-_CODE = "py"
 _LARGEST_INT = 2**63 - 1  # of torch and of Python's own sequences
 
 
@@ -50,7 +49,12 @@ class ModelEntry:
     @property
     def embedded(self) -> bool:
         """Whether weights and inputs are in this package."""
-        return self.source.startswith("embedded:")
+        return self.library == "embedded"
+
+    @property
+    def library(self) -> str:
+        """Which library knows the architecture: ``embedded`` for this package, ``py`` for the user's own code."""
+        return self.source.partition(":")[0]
 
 
 _NAMED = (
@@ -137,60 +141,17 @@ def embedded_models() -> list[str]:
     return [entry.name for entry in _NAMED if entry.embedded]
 
 
-def load(
-    name: str,
-    *,
-    weights: str | Path = "pretrained",
-    data: str | Path | None = None,
-    limit: int | None = None,
-    batch_size: int = 8,
-    seed: int = 0,
-    device: str = "auto",
-    dtype: str | None = None,
-    guidance: float | None = None,
-    timesteps: str | int | None = None,
-    workers: int | None = None,
-    shuffle: bool = False,
-    device_map: str | None = None,
-) -> LoadedModel:
-    """Load a network and inputs for it, as :func:`normscope.load` does, which also takes folders of swaps as weights.
+def loader_of(entry: ModelEntry) -> Loader:
+    """Return the function that loads a model of this kind, from its name, its architecture and LoadOptions.
 
-    >>> load("demo_vit", limit=2, device="cpu").inputs.n_samples
-    2
+    >>> loader_of(find("demo_vit")).__name__
+    'load_demo_vit'
     """
-    entry = find(name)
-    _check_numbers(limit, batch_size, seed, workers)
-    if data == "":
-        raise UsageError("data is an empty path. Name a file or a folder, or leave it out.")
-    if data is not None and not Path(data).exists():
-        raise DataError(f"There is no file or folder {str(data)!r} to read data from.")
-    check_diffusion(entry, guidance=guidance, timesteps=timesteps)
-    check_device_map(device_map, device)
-    check_library(entry)
-
-    from normscope.inputs.loaded_model import LoadOptions
-    from normscope.models.weights.devices import DTYPES, KEEP, resolve_device, resolve_dtype
-
-    library, _, architecture = entry.source.partition(":")
-    options = LoadOptions(
-        weights=weights,
-        data=None if data is None else str(data),
-        limit=limit,
-        batch_size=batch_size,
-        seed=seed,
-        dtype=resolve_dtype(dtype or (KEEP if library == _CODE else DTYPES[0])),
-        device=resolve_device(device),
-        guidance=guidance,
-        timesteps=timesteps,
-        workers=workers,
-        shuffle=shuffle,
-        device_map=device_map,
-    )
     if entry.family in ("language", "diffusion"):
         _error_of_torchaudio()
-    module_name, _, function_name = (_LOADERS.get(entry.source) or _LOADERS[library]).partition(":")
+    module_name, _, function_name = (_LOADERS.get(entry.source) or _LOADERS[entry.library]).partition(":")
     loader: Loader = getattr(importlib.import_module(f"normscope.models.{module_name}"), function_name)
-    return loader(name, architecture, options)
+    return loader
 
 
 def find(name: str) -> ModelEntry:
@@ -222,6 +183,14 @@ def check_diffusion(entry: ModelEntry, *, guidance: float | None, timesteps: str
     if entry.family != "diffusion" and (guidance is not None or timesteps is not None):
         given = "guidance" if guidance is not None else "timesteps"
         raise UsageError(f"{entry.name} is no diffusion model: {given} can have no effect on it.")
+
+
+def check_data(data: str | Path | None) -> None:
+    """Raise UsageError if the path is empty, DataError if there is nothing."""
+    if data == "":
+        raise UsageError("data is an empty path. Name a file or a folder, or leave it out.")
+    if data is not None and not Path(data).exists():
+        raise DataError(f"There is no file or folder {str(data)!r} to read data from.")
 
 
 def check_device_map(device_map: str | None, device: str) -> None:
@@ -270,7 +239,8 @@ def _error_of_torchaudio() -> Exception | None:
     return None
 
 
-def _check_numbers(limit: int | None, batch_size: int, seed: int, workers: int | None) -> None:
+def check_numbers(limit: int | None, batch_size: int, seed: int, workers: int | None) -> None:
+    """Raise UsageError if a number is none that inputs can be taken by."""
     for option, value in (("limit", limit), ("batch_size", batch_size)):
         if value is not None and value < 1:
             raise UsageError(f"{option} is {value}; it has to be 1 or more.")

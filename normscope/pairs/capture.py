@@ -11,19 +11,23 @@ from torch import nn
 
 from normscope.errors import UsageError
 from normscope.inputs.batch import Batch
+from normscope.inputs.loaded_model import LoadedModel, unpacked
 from normscope.inputs.splits import Done, LeftOut, Share, shared
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import Layers, SkippedNorm, select
 from normscope.pairs.norms.trace import NOT_CALLED, find_norms
 from normscope.pairs.ranks import ALONE, Ranks, agree_on_batches, check_alike, merge_left_out, merge_seen
-from normscope.pairs.recorder import Observer, Recorder, Summing
+from normscope.pairs.recorder import Recorder, Summing
 from normscope.pairs.resuming import Checkpoints, Work
 from normscope.runtime.network import left_as_found, memory_for
+from normscope.runtime.progress import Progress, StageProgress, silent
+
+_ALL = Summing()
 
 
 def capture(
-    model: nn.Module,
-    batches: Iterable[Any],
+    model: nn.Module | LoadedModel,
+    batches: Iterable[Any] | None = None,
     *,
     layers: Layers = "all",
     about: Mapping[str, str] | None = None,
@@ -33,9 +37,7 @@ def capture(
     by_gamma: bool = False,
     per_channel: bool = False,
     diagonal: bool = False,
-    observe: Observer | None = None,
-    ranks: Ranks = ALONE,
-    checkpoints: Checkpoints | None = None,
+    progress: Progress = silent,
 ) -> Capture:
     """Run ``model`` over ``batches`` and sum up the input and the output before the affine step of its norms.
 
@@ -44,16 +46,17 @@ def capture(
     Ctrl-C.
 
     Args:
-        model: any module on any device.
+        model: what :func:`normscope.load` returned; or any module on any device.
         batches: tensors, tuples of arguments, dicts of keyword arguments, or :class:`normscope.Batch`; on the model's
             device and in its dtype, samples along axis 0. Taken one at a time: any iterable, of any length; one that
             runs the model itself, as a sampler does, may do so, and nothing of that is recorded. Positions that a
             Batch, or an ``attention_mask``, marks as padding are in no sum. A norm whose input has no axis of samples
             has no padding: all its tokens are, once for each batch; they are no sample's, and the site has no folds.
+            None for a loaded model's own inputs.
         layers: which norm sites, see :func:`normscope.pairs.norms.sites.select`.
         about: what the capture says of itself: ``model``, ``weights``, ``data``. Files and figures print it. Batches
             that have a ``description`` say themselves what they were, once they have all been taken; the network says
-            its ``dtype``, or those that it has parameters of.
+            its ``dtype``, or those that it has parameters of. A loaded model says all of it.
         seed: of the drawing samples.
         sample: at each call of a norm take only so many tokens of each sample, drawn uniformly, for the impatient;
             None for all. The capture's ``data`` says so.
@@ -62,30 +65,54 @@ def capture(
         per_channel: also keep the sums of each channel, on a coarser grid; d · 17 kB a site.
         diagonal: also keep the sums of the diagonal of the norm's Jacobian, ∂y_i/∂x_i, which
             :func:`normscope.gradient` takes; at sites where it is known in closed form.
-        observe: called with (site, x rows, y rows), each ``(tokens, d)``, for every call of every site.
-        ranks: the processes that divide the batches among them; see :func:`normscope.pairs.ranks.joined`.
-        checkpoints: where to keep how far the capture is, and to go on from.
+        progress: called with ``"samples"``, how many have run, and how many there are: None where nothing tells.
 
     Returns:
         A :class:`Capture` on the CPU, whose size does not depend on the number of batches. Where batches name the
-        ``part`` that they belong to, each part is also kept by itself, in :attr:`Capture.parts`. Every rank has the
-        whole.
+        ``part`` that they belong to, each part is also kept by itself, in :attr:`Capture.parts`.
 
     Raises:
         DataError: if there is no batch, or if it cannot be told which tokens of a norm are padding.
         ModelError: if the model raises, if it calls no norm that normscope knows, or if verification fails.
-        UsageError: if ``layers`` names no site, or ``sample`` no token; or if a checkpoint is of another capture.
+        UsageError: if ``layers`` names no site, or ``sample`` no token; or if a module comes without batches.
         MemoryEndedError: if a single sample takes more memory than there is; larger batches are split.
-        StoppedError: if the checkpoints were told to stop.
 
-    >>> import torch
+    >>> import normscope, torch
+    >>> capture(normscope.load("demo_vit", limit=4), layers="norm").stats["norm"].n_pairs
+    4096
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
-    >>> seen = capture(model, [torch.randn(16, 4), torch.randn(16, 4)], seed=0)
-    >>> seen.stats["1"].n_pairs
+    >>> capture(model, [torch.randn(16, 4), torch.randn(16, 4)], seed=0).stats["1"].n_pairs
     256
     """
-    if sample is not None and sample < 1:
-        raise UsageError(f"sample is {sample}: it is a number of tokens, at least 1; without it, all are taken.")
+    summing = Summing(seed, sample, verify, by_gamma, per_channel, diagonal)
+    return captured(model, batches, summing, layers=layers, about=about, progress=progress)
+
+
+def captured(
+    model: nn.Module | LoadedModel,
+    batches: Iterable[Any] | None = None,
+    summing: Summing = _ALL,
+    *,
+    layers: Layers = "all",
+    about: Mapping[str, str] | None = None,
+    progress: Progress = silent,
+    ranks: Ranks = ALONE,
+    checkpoints: Checkpoints | None = None,
+) -> Capture:
+    """Capture as :func:`capture` does, with what commands need besides; every rank gets the whole.
+
+    ``ranks``, which :func:`normscope.pairs.ranks.joined` gives, divide the batches among them; progress counts those
+    of all as far as each can tell. ``checkpoints`` keep how far the capture is, and are gone on from.
+
+    Raises:
+        UsageError: if a checkpoint is of another capture; and whatever :func:`capture` raises.
+        StoppedError: if the checkpoints were told to stop.
+    """
+    if summing.sample is not None and summing.sample < 1:
+        raise UsageError(
+            f"sample is {summing.sample}: it is a number of tokens, at least 1; without it, all are taken."
+        )
+    model, batches, about, _ = unpacked(model, batches, about)
     agree_on_batches(batches, ranks)
     taken = Done()  # by runs before this one: known once the sites are, and before the first chunk is asked for
     first, chunks = shared(batches, Share(ranks.rank, ranks.size, taken))
@@ -94,14 +121,14 @@ def capture(
     model = getattr(model, "_orig_mod", model)
     dtype = " and ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in model.parameters()))
     unsaid = {"model": type(model).__name__, "weights": "not named", "data": "not named", "dtype": dtype or "not named"}
-    about = {**unsaid, **(about or {})}
-    summing = Summing(seed, sample, verify, by_gamma, per_channel, diagonal, observe)
+    about = {**unsaid, **about}
     work = Work(Recorder(model, summing, report, sites))
     settings = _settings(work.recorder, batches, first, about)
     check_alike(ranks, settings)
     if checkpoints is not None:
         taken.add(Done(checkpoints.begin(work, ranks, settings)).numbers)
     idle = {norm.name: norm for norm in report.skipped if norm.reason == NOT_CALLED}
+    told = StageProgress(progress, "samples", getattr(batches, "n_samples", None), ranks.size)
     with (
         left_as_found(model),
         work.recorder.hooked(),
@@ -111,6 +138,7 @@ def capture(
         for chunk in chunks:
             for batch in chunk.batches:
                 work.recorder.run(batch, chunk.numbers[0])
+                told.add(len(batch.samples))
             work.done.add(chunk.numbers)
             work.left_out.add(chunk)
             if checkpoints is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from normscope.errors import DataError, MemoryEndedError, count
-from normscope.inputs.batch import Batch, pieces
+from normscope.inputs.batch import Batch, Halving
 from normscope.pairs.captures import Capture, versions
 from normscope.pairs.norms.kinds import NormKind
 from normscope.pairs.norms.sites import NormSite, SkippedNorm
@@ -23,8 +22,6 @@ from normscope.pairs.norms.verification import check
 from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import batch_axis, serves_all, token_axes
 from normscope.runtime.network import ForwardHook, KeptBuffers, run, with_weights_at_hand
-
-logger = logging.getLogger(__name__)
 
 Observer = Callable[[NormSite, Tensor, Tensor], None]
 ForwardPreHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
@@ -74,15 +71,19 @@ class Seen:
 
 @dataclass(frozen=True)
 class Summing:
-    """What is kept of the pairs, see :func:`normscope.pairs.capture.capture`."""
+    """What is kept of the pairs, see :func:`normscope.pairs.capture.capture`.
 
-    seed: int
-    sample: int | None
-    verify: bool
-    by_gamma: bool
-    per_channel: bool
-    diagonal: bool
-    observe: Observer | None
+    Attributes:
+        observe: called with (site, x rows, y rows), each ``(tokens, d)``, for every call of every site.
+    """
+
+    seed: int = 0
+    sample: int | None = None
+    verify: bool = False
+    by_gamma: bool = False
+    per_channel: bool = False
+    diagonal: bool = False
+    observe: Observer | None = None
 
 
 class Recorder:
@@ -102,7 +103,7 @@ class Recorder:
         self._summing_at = ""
         self._nobodys = ""
         self._inputs: dict[str, list[Tensor]] = {}  # of norms at work that change their own
-        self._at_most: int | None = None
+        self._halving = Halving("taken")
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
@@ -133,22 +134,11 @@ class Recorder:
             ModelError: if the network raises anything else.
         """
         self.seen.begin_part(batch.part, number)
-        left = [(batch, Counter[str]())]  # the next one last
-        while left:
-            piece, summed = left.pop()
-            smaller = pieces(piece, self._at_most)
-            if len(smaller) > 1:
-                left += [(one, summed) for one in reversed(smaller)]
-            elif self._fits(piece, summed):
+        for piece, summed in self._halving.pieces(batch, Counter[str]()):
+            if self._fits(piece, summed):
                 self.seen.n_samples[piece.part] += len(piece.samples)
             else:
-                left.append((piece, summed | self._calls))
-                self._at_most = len(piece.samples) // 2
-                logger.warning(
-                    "Memory ended with %s in a batch; from here on they are taken %d at a time.",
-                    count(len(piece.samples), "sample"),
-                    self._at_most,
-                )
+                self._halving.halve(piece, summed | self._calls)
 
     def captured(self, about: Mapping[str, str], skipped: list[SkippedNorm]) -> Capture:
         """Return everything that was recorded: the whole, and its parts."""

@@ -151,13 +151,13 @@ class Fitting:
 
 
 def fit_batches(network: LoadedModel) -> Fitting:
-    """Set the batch size of a network's inputs to the largest that fits, also of those to learn from.
+    """Set the batch size of a network's inputs to the largest that fits, also of those to learn from, and note why.
 
     Raises:
         MemoryEndedError: see :func:`largest`.
 
-    >>> from normscope.models.registry import load
-    >>> network = load("demo_vit", limit=6, device="cpu")
+    >>> import normscope
+    >>> network = normscope.load("demo_vit", limit=6, device="cpu")
     >>> print(fit_batches(network), [len(batch.samples) for batch in network.inputs])
     batches of 6: all inputs in one [6]
     """
@@ -165,6 +165,7 @@ def fit_batches(network: LoadedModel) -> Fitting:
     for inputs in (network.inputs, network.calibration):
         if inputs is not None:
             inputs.batch_size = fitting.size
+    network.fitting = str(fitting)
     return fitting
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from normscope.errors import ModelError, UsageError
 from normscope.fits.curves.known import Curve
+from normscope.inputs.loaded_model import LoadedModel, module_of
 from normscope.pairs.norms.formulas import gain_and_shift
 from normscope.pairs.norms.kinds import NormKind
 from normscope.pairs.norms.recognition import kind_at
@@ -106,14 +107,21 @@ class Swap:
         self.undo()
 
 
-def swap(model: nn.Module, curve: str | Curve, fits: Fits, *, sites: Layers = "all", init: str = "fit") -> Swap:
+def swap(
+    model: nn.Module | LoadedModel,
+    curve: str | Curve,
+    fits: Fits,
+    *,
+    sites: Layers = "all",
+    init: str = "fit",
+) -> Swap:
     """Put one point-wise function in the place of each norm of a network, in place; nothing else is touched.
 
     The trained weight and bias of each norm are kept: the function's weight is γ·A and its bias β. Hooks of a norm
     hear what stands in its place, see :class:`Swap`.
 
     Args:
-        model: the network that was captured, on any device.
+        model: the network that was captured, on any device: what :func:`normscope.load` returned, or any module.
         curve: ``dyt`` (tanh), ``dyisru`` (isru), ``derf`` (erf with shift), any other curve; ``free`` for E[y|x]
             itself, ``best`` for each site's best curve, ``identity`` (linear) for a straight line, or ``rmsnorm`` for
             the norm without centring.
@@ -138,20 +146,30 @@ def swap(model: nn.Module, curve: str | Curve, fits: Fits, *, sites: Layers = "a
     ...     print(model[1])
     PointwiseFunction(tanh, 8)
     """
-    return Swap(model, replacements(model, curve, fits, sites=sites, init=init))
+    return Swap(module_of(model), replacements(model, curve, fits, sites=sites, init=init))
 
 
 def replacements(
-    model: nn.Module, curve: str | Curve, fits: Fits, *, sites: Layers = "all", init: str = "fit"
+    model: nn.Module | LoadedModel,
+    curve: str | Curve,
+    fits: Fits,
+    *,
+    sites: Layers = "all",
+    init: str = "fit",
 ) -> dict[str, nn.Module]:
     """Make what :func:`swap` puts in, by module path, and put nothing in.
 
     Arguments and errors are those of :func:`swap`.
+
+    >>> import normscope
+    >>> network = normscope.load("demo_vit", limit=4)
+    >>> replacements(network, "dyt", normscope.capture(network), sites="final")
+    {'norm': PointwiseFunction(tanh, 64)}
     """
-    inner, wanted = uncompiled(model), chosen(norms_of(fits), sites)
+    inner, wanted = uncompiled(module_of(model)), chosen(norms_of(fits), sites)
     check_whole(inner)
     norms = {norm.name: module_at(inner, norm.name) for norm in wanted}
-    where = model_tensor(model)
+    where = model_tensor(inner)
     made = starts(curve, only(fits, wanted), init)
     return {start.norm.name: replacement(norms[start.norm.name], start, where) for start in made}
 

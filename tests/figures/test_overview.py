@@ -17,7 +17,7 @@ from torch import nn
 import normscope
 from normscope.errors import UsageError
 from normscope.figures.overview import overview
-from normscope.figures.scurves import plot, save
+from normscope.figures.scurves import plot, save_figure
 from normscope.figures.style import STYLES
 from normscope.pairs.norms.sites import NormSite
 
@@ -225,14 +225,14 @@ def test_style_and_mistakes(seen, fits):
 
 
 def test_its_file_names_every_model_weights_and_versions(figure, seen, tmp_path):
-    path = save(figure, tmp_path / "overview.png", seen, dpi=40)
+    path = save_figure(figure, tmp_path / "overview.png", seen, dpi=40)
     with Image.open(path) as image:
         described = json.loads(image.text["Description"])
         assert image.width == 7 * 40
     assert described == [
         {**capture.about, "versions": dict(capture.versions), "seed": capture.seed} for capture in seen
     ]
-    content = html.unescape(save(figure, tmp_path / "overview.svg", seen, dpi=40).read_text())
+    content = html.unescape(save_figure(figure, tmp_path / "overview.svg", seen, dpi=40).read_text())
     assert ">weights: random weights, seed 0<" in content
     assert json.dumps(described) in content
 

@@ -17,7 +17,7 @@ import normscope
 from normscope.errors import UsageError
 from normscope.figures import panels
 from normscope.figures.panels import extreme_channels
-from normscope.figures.scurves import plot, save
+from normscope.figures.scurves import plot, save_figure
 from normscope.figures.style import STYLES
 
 NAMES = ("blocks.0.norm", "blocks.1.norm")
@@ -212,7 +212,7 @@ def test_a_site_without_a_finite_token_is_drawn_empty():
 
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
 def test_files_say_what_they_show(figure, seen, tmp_path, kind):
-    path = save(figure, tmp_path / f"figure.{kind}", seen, dpi=60)
+    path = save_figure(figure, tmp_path / f"figure.{kind}", seen, dpi=60)
     content = path.read_bytes()
     if kind == "png":
         with Image.open(path) as image:
@@ -227,7 +227,7 @@ def test_files_say_what_they_show(figure, seen, tmp_path, kind):
         assert b"noise &amp; &lt;more&gt;" in content
     assert len(content) < 3_000_000
     with pytest.raises(UsageError, match="no figure format 'gif'"):
-        save(figure, tmp_path / "figure.gif", seen)
+        save_figure(figure, tmp_path / "figure.gif", seen)
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 

@@ -13,6 +13,8 @@ from torch import nn
 import normscope
 from normscope.errors import DataError, UsageError
 from normscope.fits.curves.known import CURVES
+from normscope.pairs.capture import captured
+from normscope.pairs.recorder import Summing
 
 NUMPY = {"tanh": np.tanh, "isru": lambda u: u / np.sqrt(1 + u * u)}
 
@@ -46,13 +48,12 @@ def observed():
     """A capture, and all of its raw pairs: of each site x and y, ``(samples, tokens, d)``."""
     pairs = {}
     model = Two()
-    seen = normscope.capture(
-        model,
-        heavy_tailed_batches(),
+    summing = Summing(
         by_gamma=True,
         per_channel=True,
         observe=lambda site, x, y: pairs.setdefault(site.name, []).append((x.clone(), y.clone())),
     )
+    seen = captured(model, heavy_tailed_batches(), summing)
     raw = {
         name: [torch.cat(v).double().view(32, 50, 128).numpy() for v in zip(*rows, strict=True)]
         for name, rows in pairs.items()

@@ -8,8 +8,8 @@ from diffusers import AutoencoderKL, DDIMScheduler, DDPMScheduler, DiTPipeline, 
 from safetensors.torch import load_file, save_file
 
 from normscope.errors import ModelError, UsageError
+from normscope.loading import load
 from normscope.models.diffusion import _DIT_SCHEDULER, _PUBLISHED, _build
-from normscope.models.registry import load
 
 TINY = {
     "num_attention_heads": 2,
@@ -203,7 +203,7 @@ def test_dit_xl_is_that_of_its_paper_and_known_without_a_network():
 
 LOAD = """
 import json
-from normscope.models.registry import load
+from normscope.loading import load
 from normscope.errors import NormscopeError
 
 def outcome(name, weights):

@@ -9,7 +9,8 @@ import torch
 
 import normscope
 from normscope.errors import DataError, DeviceError, ModelError, UsageError
-from normscope.models.registry import embedded_models, find, list_models, load
+from normscope.loading import load
+from normscope.models.registry import embedded_models, find, list_models
 
 
 def test_listing_models_imports_nothing_heavy():

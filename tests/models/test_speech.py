@@ -15,8 +15,8 @@ from torchaudio.pipelines._wav2vec2.utils import _remove_aux_axes
 
 from normscope.errors import ModelError, UsageError
 from normscope.inputs.batch import Batch
+from normscope.loading import load
 from normscope.models import speech
-from normscope.models.registry import load
 from normscope.models.weights import downloads
 
 TAKEN = [

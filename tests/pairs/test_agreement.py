@@ -36,6 +36,7 @@ def test_two_ranks_of_different_memory_count_every_input_once(tmp_path):
             """
             import torch
             import normscope
+            from normscope.pairs.capture import captured
             from normscope.pairs.ranks import joined
             from normscope.runtime.processes import Place
 
@@ -43,7 +44,7 @@ def test_two_ranks_of_different_memory_count_every_input_once(tmp_path):
             place = Place.from_environment()
             network.inputs.batch_size = (16, 5)[place.rank]
             with joined(place, torch.device("cpu")) as ranks:
-                seen = normscope.capture(network.module, network.inputs, ranks=ranks)
+                seen = captured(network, ranks=ranks)
             network.inputs.batch_size = 5
             truth = normscope.capture(network.module, network.inputs)
             assert seen.n_samples == truth.n_samples == 64

@@ -26,7 +26,7 @@ from normscope.errors import DataError, RankLostError
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.splits import LeftOut
 from normscope.pairs import ranks as ranks_module
-from normscope.pairs.capture import capture
+from normscope.pairs.capture import capture, captured
 from normscope.pairs.norms.sites import SkippedNorm
 from normscope.pairs.norms.trace import find_norms
 from normscope.pairs.ranks import ALONE, check_alike, joined, merge_left_out, merge_seen
@@ -137,7 +137,7 @@ def hand_made_recorder(rank):
     """Return a recorder of two sites, of which each rank has seen other parts, and other sites of them."""
     model = nn.Sequential(nn.LayerNorm(16), nn.LayerNorm(16))
     report = find_norms(model, batch([0]).first_sample())
-    recorder = Recorder(model, Summing(0, None, False, False, False, False, None), report, report.sites)
+    recorder = Recorder(model, Summing(), report, report.sites)
     seen = capture(model, [batch([rank * 2, rank * 2 + 1])]).stats
     late = SkippedNorm(f"late {rank}", "LayerNorm", "löte")
     parts = [{"a": {"1": seen["1"]}}, {"b": seen, "a": {"0": seen["0"]}}, {}]
@@ -189,7 +189,7 @@ def tell(folder, rank):
             for site, own in stats.items():
                 save_file(packed(own), folder / f"seen {part} {site} {rank}.safetensors")
         said["seen"] = [recorder.seen.n_samples, [dataclasses.asdict(norm) for norm in recorder.seen.late.values()]]
-        whole = capture(Network(), network_batches(), ranks=ranks)
+        whole = captured(Network(), network_batches(), ranks=ranks)
         normscope.save_capture(whole, folder / f"whole {rank}.safetensors")
         said["skipped"] = [dataclasses.asdict(norm) for norm in whole.skipped]
         (folder / f"{rank}.json").write_text(json.dumps(said))

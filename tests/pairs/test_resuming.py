@@ -22,8 +22,9 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.splits import Chunk, LeftOut
 from normscope.models.inputs.numbered_inputs import in_pieces
 from normscope.pairs import resuming as checkpoints_module
-from normscope.pairs.capture import capture
+from normscope.pairs.capture import capture, captured
 from normscope.pairs.ranks import ALONE, Ranks
+from normscope.pairs.recorder import Summing
 from normscope.pairs.resuming import Checkpoints
 from normscope.runtime.sealed_files import write_checked
 
@@ -110,7 +111,9 @@ def run(folder, *, inputs=None, ranks=ALONE, every=NEVER, resume=True, stopping=
     kept = Checkpoints(folder, every, resume, stopping)
     model = Network().to(options.pop("dtype", torch.float32))
     about = options.pop("about", ABOUT)
-    seen = capture(model, inputs or Inputs(), about=about, ranks=ranks, checkpoints=kept, **options)
+    summing = Summing(**{name: own for name, own in options.items() if name != "layers"})
+    layers = options.get("layers", "all")
+    seen = captured(model, inputs or Inputs(), summing, layers=layers, about=about, ranks=ranks, checkpoints=kept)
     kept.remove()
     return seen
 
@@ -362,7 +365,7 @@ def test_a_run_goes_on_where_its_checkpoint_cannot_be_written(tmp_path, whole, m
     kept = Checkpoints(tmp_path, 0, resume=True)
     monkeypatch.setattr(checkpoints_module, "write_checked", full)
     with caplog.at_level(logging.WARNING):
-        seen = capture(Network(), Inputs(), about=ABOUT, checkpoints=kept)
+        seen = captured(Network(), Inputs(), about=ABOUT, checkpoints=kept)
     told = [record.getMessage() for record in caplog.records]
     assert (
         told

@@ -14,7 +14,9 @@ from torch import nn
 import normscope
 from normscope.cli.output import Output
 from normscope.errors import UsageError
-from normscope.figures.scurves import save_described
+from normscope.figures.scurves import save_figure
+from normscope.pairs.capture import captured
+from normscope.pairs.recorder import Summing
 from normscope.pairs.storage import RawPairs
 from normscope.swaps.heal.training import save_checkpoint
 from normscope.swaps.store import FILES
@@ -32,7 +34,7 @@ def network():
 def figure(path):
     drawn = matplotlib.figure.Figure()
     drawn.subplots().plot(torch.randn(500))
-    return lambda: save_described(drawn, path, ABOUT)
+    return lambda: save_figure(drawn, path, ABOUT)
 
 
 def table(path):
@@ -134,9 +136,9 @@ def test_raw_pairs(full, when):
     raw = RawPairs(folder / "raw")
     if when == "pairs come":
         with fills(folder), pytest.raises(UsageError) as error:
-            normscope.capture(model, [torch.randn(32, 16)], observe=raw.add)
+            captured(model, [torch.randn(32, 16)], Summing(observe=raw.add))
     else:
-        normscope.capture(model, [torch.randn(32, 16)], observe=raw.add)
+        captured(model, [torch.randn(32, 16)], Summing(observe=raw.add))
         with fills(folder), pytest.raises(UsageError) as error:
             raw.finish(seen)
     assert str(error.value) == f"Cannot write {folder / 'raw'}: {reason}."

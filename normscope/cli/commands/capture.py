@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import normscope
 from normscope.cli.options import AsCsv, AsJson, ByGamma, Diagonal, Layers, Model, PerChannel, Quiet
 from normscope.cli.output import Output, pairs_as_json, skipped_as_json
 from normscope.cli.process import stopping_between_chunks
@@ -94,11 +95,11 @@ def capture(
                 layers,
                 say,
                 ranks,
+                None if raw else kept,
                 by_gamma=by_gamma,
                 per_channel=per_channel,
                 diagonal=diagonal,
                 observe=pairs.add if pairs else None,
-                checkpoints=None if raw else kept,
             )
         if not place.speaks:
             raise typer.Exit
@@ -142,10 +143,8 @@ def _check_kept(kept: Checkpoints, raw: bool, say: Output) -> None:
 
 def _saved(seen: Capture, output: Path, kept: Checkpoints) -> Path:
     """Write the capture, and remove what is no longer needed."""
-    from normscope.pairs.storage import save_capture
-
     try:
-        path = save_capture(seen, output)
+        path = normscope.save_capture(seen, output)
     except UsageError as error:
         if not kept.exist:
             raise
@@ -159,11 +158,9 @@ def _saved(seen: Capture, output: Path, kept: Checkpoints) -> Path:
 def _announce(pairs: RawPairs, network: LoadedModel, layers: str, sample: int | None, say: Output) -> None:
     """Say how large the raw pairs will be."""
     from normscope.pairs.norms.sites import select
-    from normscope.pairs.norms.trace import find_norms
     from normscope.pairs.storage import raw_bytes
 
-    first = next(iter(network.inputs)).first_sample()
-    sites = select(find_norms(network.module, first).sites, layers)
+    sites = select(normscope.find_norms(network).sites, layers)
     samples = network.inputs.n_samples
     size = raw_bytes(sites, samples or 1, sample)
     each = "in all" if samples else "for each sample"

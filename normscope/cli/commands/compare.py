@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import normscope
 from normscope.cli.options import AsCsv, AsJson, By, Dpi, Format, Func, Layers, Models, Quiet, Theme, figure_suffix
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
@@ -58,14 +59,11 @@ def compare(
     say = Output(as_json, quiet, as_csv=as_csv)
     names = named_or_embedded(models, say)
     path = _path(output, figure_format)
-    from normscope.fits.fit import fit
     from normscope.fits.views.comparison import check_curves, check_number, compared
 
     curves = check_curves(func)
     sources = [(name, replace(run, weights=own)) for name in names for own in weights or ["pretrained"]]
 
-    from normscope.figures.comparison import plot_comparison
-    from normscope.figures.scurves import save
     from normscope.figures.style import style_named
     from normscope.tables.comparison import comparison_table, matching_lines
 
@@ -77,11 +75,11 @@ def compare(
         check_number(len(sources))
     check_writable(path)
     seen = list(captures(sources, layers, say, by))
-    found = compared(seen, [fit(capture, curves) for capture in seen])
+    found = compared(seen, [normscope.fit(capture, curves) for capture in seen])
     for line in matching_lines(found):
         say.result(line)
     say.result(comparison_table(found.rows))
-    figure = save(plot_comparison(seen, found.fits, style=style), path, seen, dpi)
+    figure = normscope.save_figure(normscope.plot_comparison(seen, found.fits, style=style), path, seen, dpi)
     say.result(str(figure))
     rows = [row.as_dict() for row in found.rows]
     say.document(_document(found, figure, rows), rows)

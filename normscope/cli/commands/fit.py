@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import normscope
 from normscope.cli.options import AsCsv, AsJson, By, Func, JsonFile, Layers, Models, Quiet
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import (
@@ -132,12 +133,11 @@ def fit(
 
 def _fits(capture: Capture, plan: Plan, say: Output) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     from normscope.fits.fit import carried_out
-    from normscope.fits.views.summaries import layerwise
     from normscope.tables.fit import channels_table, fits_table, layerwise_line
 
     fits = carried_out(plan, capture)
     say.result(channels_table(fits) if plan.per == "channel" else fits_table(fits))
-    found = layerwise(fits) if plan.per == "site" and plan.pool is None else None
+    found = normscope.layerwise(fits) if plan.per == "site" and plan.pool is None else None
     if found is None or found.sites < 2:
         return [one.as_dict() for one in fits], []
     say.result(layerwise_line(found))
@@ -146,18 +146,16 @@ def _fits(capture: Capture, plan: Plan, say: Output) -> tuple[list[dict[str, Any
 
 def _advice(capture: Capture, plan: Plan, say: Output) -> list[dict[str, Any]]:
     from normscope.fits.fit import carried_out
-    from normscope.fits.views.advice import advise
     from normscope.tables.fit import advice_table
 
-    found = advise(carried_out(plan, capture), capture.sites, family=family_of(capture))
+    found = normscope.advise(carried_out(plan, capture), capture.sites, family=family_of(capture))
     say.result(advice_table(found))
     return [one.as_dict() for one in found]
 
 
 def _slopes(capture: Capture, say: Output) -> list[dict[str, Any]]:
-    from normscope.fits.views.summaries import token_slopes
     from normscope.tables.fit import slopes_table
 
-    slopes = token_slopes(capture)
+    slopes = normscope.token_slopes(capture)
     say.result(slopes_table(slopes))
     return [one.as_dict() for one in slopes]

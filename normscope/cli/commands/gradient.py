@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import normscope
 from normscope.cli.options import (
     AsCsv,
     AsJson,
@@ -24,6 +25,7 @@ from normscope.cli.options import (
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
 from normscope.runtime.files import check_writable
+from normscope.tables.gradient import constants_table, jacobians_table
 
 EXAMPLES = (
     "Examples: normscope gradient demo_vit · normscope gradient vit_b16 --layers all --json · "
@@ -53,12 +55,8 @@ def gradient(
     say = Output(as_json, quiet, as_csv=as_csv)
     names = named_or_embedded(models, say)
     suffix = figure_suffix(output, figure_format, names, by)
-    from normscope.figures.gradient import plot_gradient
-    from normscope.figures.scurves import save
     from normscope.figures.style import style_named
     from normscope.fits.fit import carried_out, planned
-    from normscope.fits.views.gradient import gradient as views_of
-    from normscope.tables.gradient import constants_table, jacobians_table
 
     plan = planned(func)
     style_named(style)
@@ -70,12 +68,12 @@ def gradient(
     figures: list[dict[str, Any]] = []
     for capture in captures([(name, run) for name in names], layers, say, by, diagonal=True):
         fits = carried_out(plan, capture)
-        own = views_of(capture, fits)
+        own = normscope.gradient(capture, fits)
         say.result("{model} · {weights} · {data}".format(**capture.about))
         say.result(jacobians_table(own))
         say.result(constants_table(own))
         path = figure_path(output, suffix, figure_title(capture), _VIEW, [entry["file"] for entry in figures])
-        save(plot_gradient(capture, fits, style=style), path, capture, dpi)
+        normscope.save_figure(normscope.plot_gradient(capture, fits, style=style), path, capture, dpi)
         say.result(str(path))
         figures.append({**capture.about, "file": str(path), "sites": [site.name for site in capture.sites]})
         seen.append(capture)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import normscope
 from normscope.cli.commands.swap import Folder, call_that_loads
 from normscope.cli.options import AsCsv, AsJson, Model, OwnBatchSize, Quiet
 from normscope.cli.output import Output
@@ -69,12 +70,8 @@ def heal(
     say = Output(as_json, quiet, as_csv=as_csv)
     check_models([model])
     from normscope.pairs.ranks import ALONE
-    from normscope.swaps.heal.heal import heal as train
     from normscope.swaps.heal.training import check_asked
     from normscope.swaps.record import FILES
-    from normscope.swaps.replace import Swap
-    from normscope.swaps.start import RMS_NORM
-    from normscope.swaps.store import save_swapped
 
     how = How.of(func, init, per, shift)
     check_kernels([how], run.device)
@@ -92,19 +89,18 @@ def heal(
     learner = Learner.of(network, sites, run.seed, say, ALONE)
     fits = learner.fits(how, say)
     swapped = copy.deepcopy(network.module)
-    Swap(swapped, learner.replacements(how, fits, say))
+    normscope.Swap(swapped, learner.replacements(how, fits, say))
     if checkpoint.exists():
         if restart:
             checkpoint.unlink()
         say.remark(f"discarded {checkpoint}, to begin anew" if restart else f"going on from {checkpoint}")
     try:
-        with say.steps() as progress:
-            report = train(
-                network.module,
+        with say.bars() as progress:
+            report = normscope.heal(
+                network,
                 swapped,
                 learner.learned,
                 learner.held_out,
-                outputs=network.outputs,
                 steps=steps,
                 seed=run.seed,
                 checkpoint=checkpoint,
@@ -117,8 +113,8 @@ def heal(
         raise
     title = " · ".join([network.name, func, network.provenance.description])
     say.result("{model} · {weights} · {data}".format(**learner.about))
-    begun, healed = (None if how.asked == RMS_NORM else init), (None if report.restored else steps)
-    folder = save_swapped(swapped, output, learner.about, func=func, init=begun, healed=healed)
+    healed = None if report.restored else steps
+    folder = normscope.save_swapped(swapped, output, learner.about, func=func, init=how.start or None, healed=healed)
     asked = {"func": func, "init": init, "per": per, "sites": len(learner.norms)}
     whole = {**learner.about, "held_out": learner.held_out.description, **asked}
     _draw(report, title, whole, drawn)
@@ -154,7 +150,4 @@ def _rows(report: HealReport) -> Iterable[dict[str, Any]]:
 
 
 def _draw(report: HealReport, title: str, origin: Mapping[str, Any], path: Path) -> None:
-    from normscope.figures.healing import plot_healing
-    from normscope.figures.scurves import save_described
-
-    save_described(plot_healing(report, title), path, origin)
+    normscope.save_figure(normscope.plot_healing(report, title), path, origin)

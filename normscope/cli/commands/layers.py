@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+import normscope
 from normscope.cli.options import AsCsv, AsJson, JsonFile, Models, Quiet
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models, named_or_embedded, runs_networks
 from normscope.runtime.processes import Place
+from normscope.tables.table import layers_table
 
 if TYPE_CHECKING:
     from normscope.pairs.norms.trace import NormReport
@@ -35,8 +37,6 @@ def layers(
     say = Output(as_json, quiet, output, as_csv=as_csv)
     names = named_or_embedded(models, say)
     check_models(names)
-    from normscope.tables.table import layers_table
-
     documents = []
     for name in names:
         report = _report(name, run, say)
@@ -50,13 +50,9 @@ def layers(
 
 def _report(name: str, run: RunOptions, say: Output) -> NormReport:
     network = run.load(name, say)
-    from normscope.pairs.capture import capture
-    from normscope.pairs.norms.trace import find_norms
-
-    batch = network.inputs.first_sample()
-    report = find_norms(network.module, batch)
+    report = normscope.find_norms(network)
     if run.verify:
-        capture(network.module, [batch], verify=True)
+        normscope.capture(network, [network.inputs.first_sample()], verify=True)
         say.remark(f"{name}: the true output of all {len(report.sites)} norms was reproduced")
     return report
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+import normscope
 from normscope.cli.options import AsCsv, AsJson, Quiet
 from normscope.cli.output import Output, pairs_as_json, skipped_as_json
 from normscope.errors import DataError, UsageError
@@ -35,12 +36,9 @@ def merge(
     say = Output(as_json, quiet, as_csv=as_csv)
     _check_files(files)
     check_writable(output)
-    from normscope.pairs.merging import merge_captures
-    from normscope.pairs.storage import save_capture
-
-    seen = merge_captures(files)
+    seen = normscope.merge_captures(files)
     say.account(seen)
-    path = save_capture(seen, output)
+    path = normscope.save_capture(seen, output)
     say.remark(f"merged {', '.join(files)}")
     say.result(str(path))
     sites = pairs_as_json(seen)

@@ -6,9 +6,11 @@ from dataclasses import asdict
 
 import typer
 
+import normscope
 from normscope.cli.options import AsCsv, AsJson, JsonFile, Quiet
 from normscope.cli.output import Output
 from normscope.runtime.processes import Place
+from normscope.tables.table import models_table
 
 EXAMPLES = "Example: normscope models --json"
 
@@ -17,13 +19,8 @@ def models(as_json: AsJson = False, as_csv: AsCsv = False, output: JsonFile = No
     """List the models that can be named."""
     if not Place.from_environment().speaks:
         raise typer.Exit
-    from normscope.models.registry import list_models
-
     say = Output(as_json, quiet, output, as_csv=as_csv)
-    entries = list_models()
-    if not say.for_programs:
-        from normscope.tables.table import models_table
-
-        say.result(models_table(entries))
+    entries = normscope.list_models()
+    say.result(models_table(entries))
     rows = [asdict(entry) | {"embedded": entry.embedded} for entry in entries]
     say.document({"models": rows}, rows)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+import normscope
 from normscope.cli.options import (
     AsCsv,
     AsJson,
@@ -67,9 +68,7 @@ def plot(
 
     plan = planned(func)
 
-    from normscope.figures.overview import overview
-    from normscope.figures.scurves import plot as draw
-    from normscope.figures.scurves import rows_named, save
+    from normscope.figures.scurves import rows_named
     from normscope.figures.style import style_named
 
     rows = rows_named(color)
@@ -82,9 +81,11 @@ def plot(
     seen, fits = [], []
     for capture in captures([(name, run) for name in names], layers, say, by):
         fitted = carried_out(plan, capture)
-        figure = draw(capture, fitted, color=rows, style=style)
+        figure = normscope.plot(capture, fitted, color=rows, style=style)
         taken = [entry["file"] for entry in figures]
-        path = save(figure, figure_path(output, suffix, figure_title(capture), _VIEW, taken), capture, dpi)
+        path = normscope.save_figure(
+            figure, figure_path(output, suffix, figure_title(capture), _VIEW, taken), capture, dpi
+        )
         say.result(str(path))
         sites = [site.name for site in capture.sites]
         shown = {"file": str(path), "sites": sites, "fits": [found.as_dict() for found in fitted]}
@@ -94,9 +95,8 @@ def plot(
     together = None
     if len(seen) > 1:
         taken = [entry["file"] for entry in figures]
-        together = str(
-            save(overview(seen, fits, style=style), figure_path(output, suffix, _OVERVIEW, _VIEW, taken), seen, dpi)
-        )
+        path = figure_path(output, suffix, _OVERVIEW, _VIEW, taken)
+        together = str(normscope.save_figure(normscope.overview(seen, fits, style=style), path, seen, dpi))
         say.result(together)
     drawn = [{"file": figure["file"], **found} for figure in figures for found in figure["fits"]]
     say.document({"figures": figures, "overview": together, "skipped": skipped_as_json(seen)}, drawn)

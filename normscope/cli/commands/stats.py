@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import normscope
 from normscope.cli.options import AsCsv, AsJson, By, JsonFile, Layers, Models, Quiet
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
+from normscope.tables.card import card_table, scale_table, tails_table
 
 EXAMPLES = (
     "Examples: normscope stats vit_b16 · normscope stats demo_vit --layers 8, · "
@@ -26,15 +28,12 @@ def stats(
 ) -> None:
     """Say what centring and scaling do at every norm, and which channels and tokens make its tails: the norm card."""
     say = Output(as_json, quiet, output, as_csv=as_csv)
-    from normscope.fits.views.card import norm_cards
-    from normscope.tables.card import card_table, scale_table, tails_table
-
     names = named_or_embedded(models, say)
     check_sources(names, run)
     check_by(by, names)
     seen, cards = [], []
     for capture in captures([(name, run) for name in names], layers, say, by):
-        own = norm_cards(capture)
+        own = normscope.norm_cards(capture)
         say.result("{model} · {weights} · {data}".format(**capture.about))
         for table in [card_table(own[0])] if len(own) == 1 else [scale_table(own), tails_table(own)]:
             say.result(table)

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import normscope
 from normscope.cli.options import AsCsv, AsJson, Model, Quiet
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models, runs_networks
 from normscope.cli.swapping import How, Init, Learner, OneFunc, Per, Shift, Sites, check_kernels
 from normscope.runtime.files import check_folder_writable
 from normscope.runtime.processes import Place
+from normscope.tables.table import swapped_table
 
 if TYPE_CHECKING:
     from normscope.fits.curve_fit import CurveFit
@@ -48,9 +50,7 @@ def swap(
     say = Output(as_json, quiet, as_csv=as_csv)
     check_models([model])
     from normscope.swaps.record import FILES
-    from normscope.swaps.replace import Swap
-    from normscope.swaps.start import RMS_NORM, starts
-    from normscope.swaps.store import save_swapped
+    from normscope.swaps.start import starts
 
     how = How.of(func, init, per, shift)
     check_kernels([how], run.device)
@@ -65,11 +65,9 @@ def swap(
     if not place.speaks:
         raise typer.Exit
     rows = [_row(start, fits) for start in starts(how.asked, fits, how.begin) if start.norm.name in modules]
-    Swap(network.module, modules)
+    normscope.Swap(network.module, modules)
     about = learner.about
-    folder = save_swapped(network.module, output, about, func=func, init=None if how.asked == RMS_NORM else init)
-    from normscope.tables.table import swapped_table
-
+    folder = normscope.save_swapped(network.module, output, about, func=func, init=how.start or None)
     say.result("{model} · {weights} · {data}".format(**about))
     say.result(swapped_table(rows))
     say.result(str(folder))
@@ -87,10 +85,13 @@ def call_that_loads(model: str, folder: str) -> str:
 
 def _row(start: Start, fits: Sequence[CurveFit] | Sequence[NormSite]) -> dict[str, Any]:
     """Describe what was put at one site; where each channel has numbers of its own, by their medians."""
-    from normscope.fits.curve_fit import CurveFit
     from normscope.fits.curves.known import FREE
 
-    own = [one for one in fits if isinstance(one, CurveFit) and one.function is start.curve and one.norm is start.norm]
+    own = [
+        one
+        for one in fits
+        if isinstance(one, normscope.CurveFit) and one.function is start.curve and one.norm is start.norm
+    ]
     r2 = [one.r2 for one in own if not one.degenerate]
     has_parameters = start.curve is not None and start.curve.name != FREE
     return {

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import normscope
 from normscope.cli.options import AsJson, Dpi, Format, Quiet, Theme, figure_path, figure_suffix
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models, named_or_embedded, runs_networks
 from normscope.cli.swapping import How, Learner, Per, Shift, Sites, check_kernels, inits_there_are
-from normscope.errors import UsageError, count
+from normscope.errors import DeviceError, UsageError
+from normscope.models import registry
 from normscope.runtime.files import check_writable
 from normscope.runtime.processes import Place
 
@@ -129,7 +131,6 @@ def swap_bench(
 
 def _check_published(names: Sequence[str], there: torch.device) -> None:
     """Refuse what cannot be repeated here, before seven billion weights are made."""
-    from normscope.errors import DeviceError
     from normscope.swaps.bench.bench import why_not
 
     if _PUBLISHED in names and (reason := why_not(there)):
@@ -194,28 +195,14 @@ def _drift(learner: Learner, wanted: Wanted, say: Output) -> list[DriftReport]:
 
 
 def _drift_of(learner: Learner, how: How, modules: Mapping[str, nn.Module], say: Output) -> DriftReport:
-    from normscope.swaps.drift.drift import drift, passes
-
-    network, held_out = learner.network, learner.held_out
-    stage, samples = f"{network.name}, {how.label}", (held_out.n_samples or 0) * passes(len(modules))
-    done = 0
-
-    def advanced(number: int) -> None:
-        nonlocal done
-        done += number * learner.ranks.size
-        progress(stage, min(done, samples), samples)
-
-    with say.steps() as progress:
-        return drift(
-            network.module,
-            held_out,
+    with say.bars() as progress:
+        return normscope.drift(
+            learner.network,
+            learner.held_out,
             modules,
-            outputs=network.outputs,
-            ends=getattr(held_out, "ends", None),
             func=how.func,
             init=how.start,
-            about={**network.about, "data": held_out.description},
-            progress=advanced,
+            progress=progress,
             ranks=learner.ranks,
         )
 
@@ -224,30 +211,18 @@ def _speed(
     network: LoadedModel, wanted: Wanted, run: RunOptions, full: bool, seconds: float | None, say: Output
 ) -> BenchReport:
     """Time the network; in the place of an embedded one, which is tiny, its full-size sibling with random weights."""
-    from normscope.models.registry import find
     from normscope.models.weights.devices import KEEP, dtype_name
-    from normscope.swaps.bench.bench import bench
     from normscope.tables.speed import speed_tables
 
-    if sibling := find(network.name).sibling:
+    if sibling := registry.find(network.name).sibling:
         say.remark(f"{network.name} is tiny: speed is that of {sibling}, of the same norms, with random weights")
         size = RunOptions.batch_size if run.batch_size == "auto" else run.batch_size
         of_sibling = replace(run, weights="random", data=None, limit=size, batch_size=size, shuffle=False)
         network = of_sibling.load(sibling, say)
-    batch = next(iter(network.inputs))
-    if next(network.module.parameters()).device.type == "cpu":  # where a whole batch would leave time for one pass
-        batch = batch.first_sample()
-    with say.steps() as progress:
-        report = bench(
-            network.module,
-            batch,
-            wanted.curves,
-            dtypes=None if full or run.dtype in (None, KEEP) else [dtype_name(run.dtype)],
-            full=full,
-            budget=seconds,
-            outputs=network.outputs,
-            about={**network.about, "data": f"{count(len(batch.samples), 'sample')} of {network.about['data']}"},
-            progress=lambda step: progress(step, 0, 1),
+    dtypes = None if full or run.dtype in (None, KEEP) else [dtype_name(run.dtype)]
+    with say.bars() as progress:
+        report = normscope.bench(
+            network, curves=wanted.curves, dtypes=dtypes, full=full, budget=seconds, progress=progress
         )
     say.result("{model} · {weights} · {data}".format(**report.about))
     for table in speed_tables(report):
@@ -259,10 +234,8 @@ def _published(network: LoadedModel, wanted: Wanted, say: Output) -> PublishedRe
     from normscope.swaps.bench.bench import published
     from normscope.tables.speed import published_table
 
-    with say.steps() as progress:
-        report = published(
-            network.module, wanted.curves, outputs=network.outputs, progress=lambda step: progress(step, 0, 1)
-        )
+    with say.bars() as progress:
+        report = published(network.module, wanted.curves, outputs=network.outputs, progress=progress)
     say.result(published_table(report))
     return report
 
@@ -275,9 +248,5 @@ def _draw(
     style: str,
     dpi: int,
 ) -> None:
-    from normscope.figures.drift import plot_drift
-    from normscope.figures.scurves import save_described
-    from normscope.figures.speed import plot_speed
-
-    save_described(plot_drift(moved, norms, style=style), paths["drift"], moved[0].about, dpi)
-    save_described(plot_speed(speed, style=style), paths["speed"], speed.about, dpi)
+    normscope.save_figure(normscope.plot_drift(moved, norms, style=style), paths["drift"], moved[0].about, dpi)
+    normscope.save_figure(normscope.plot_speed(speed, style=style), paths["speed"], speed.about, dpi)

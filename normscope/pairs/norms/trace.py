@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from normscope.errors import ModelError, count
 from normscope.inputs.batch import Batch
+from normscope.inputs.loaded_model import LoadedModel, unpacked
 from normscope.pairs.norms.formulas import channel_vectors, form_name, gain_and_shift
 from normscope.pairs.norms.kinds import NormKind
 from normscope.pairs.norms.known import POINTWISE
@@ -84,14 +85,17 @@ class _Input:
         return comparable and not torch.equal(self._given, self.copy)
 
 
-def find_norms(model: nn.Module, batch: Batch) -> NormReport:
+def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> NormReport:
     """Run ``model`` once on ``batch`` and list its norms in the order in which they are first called.
 
     Args:
-        model: any module; its training flags and buffers, grad mode and the RNG state are left as found.
-        batch: one batch of its inputs; the first sample alone is enough. The model runs on a copy.
+        model: what :func:`normscope.load` returned, or any module; its training flags and buffers, grad mode and the
+            RNG state are left as found.
+        batch: one batch of its inputs; the first sample alone is enough, and is taken of a loaded model's inputs. The
+            model runs on a copy.
 
     Raises:
+        UsageError: if a module comes without a batch.
         ModelError: if the model has no norm that is called and known, or if it is TorchScript or of torch.export.
 
     >>> from normscope.inputs.batch import as_batches
@@ -100,6 +104,10 @@ def find_norms(model: nn.Module, batch: Batch) -> NormReport:
     >>> [(site.name, site.kind, site.d) for site in report.sites]
     [('1', 'LayerNorm', 8)]
     """
+    if batch is None and isinstance(model, LoadedModel):
+        batch = model.inputs.first_sample()
+    model, batches, *_ = unpacked(model, None if batch is None else [batch])
+    [batch] = batches
     _refuse_what_hooks_cannot_enter(model)
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps: compiled code calls no hook of its parts
     named, weighing = _suspects(model)

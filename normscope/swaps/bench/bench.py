@@ -10,7 +10,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch._inductor.config
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from normscope.errors import DeviceError, UsageError, count, unknown
 from normscope.inputs.batch import Batch, Sample
-from normscope.inputs.loaded_model import Outputs
+from normscope.inputs.loaded_model import LoadedModel, Outputs, unpacked
 from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.network import left_as_found
+from normscope.runtime.progress import Progress, silent
 from normscope.swaps.bench import whole_network
 from normscope.swaps.bench.reports import FUSED, NATIVE, PASSES, BenchReport, Latency, Norms, Passes, PublishedReport
 from normscope.swaps.bench.single_norm import Norm, NormBench, Only, commonest, every, norm_bench
@@ -39,8 +40,8 @@ _COMPILATIONS = 1000
 
 
 def bench(
-    model: nn.Module,
-    batch: Batch,
+    model: nn.Module | LoadedModel,
+    batch: Batch | None = None,
     curves: str | Sequence[str] = CURVES,
     *,
     dtypes: Sequence[str] | None = None,
@@ -49,7 +50,7 @@ def bench(
     outputs: Outputs | None = None,
     about: dict[str, str] | None = None,
     only: Only = every,
-    progress: Callable[[str], object] = lambda step: None,
+    progress: Progress = silent,
 ) -> BenchReport:
     """Time a network's native norms, an RMSNorm, the identity and point-wise functions in their places.
 
@@ -67,8 +68,10 @@ def bench(
     buffers beyond the L2 cache.
 
     Args:
-        model: the network; it is left as found, to the bit. Trained weights do not change how fast it is.
-        batch: what it runs on, on its device and in its dtype.
+        model: the network: what :func:`normscope.load` returned, or any module; it is left as found, to the bit.
+            Trained weights do not change how fast it is.
+        batch: what it runs on, on its device and in its dtype. None for a loaded model's first; on a CPU, where a whole
+            one would leave time for one pass, of its first sample.
         curves: any curve that needs no fit, by name.
         dtypes: ``float32``, ``bfloat16``, ``float16``; None for the network's own, and of ``full`` for all three.
         full: the whole matrix. Otherwise the norm alone, eager, fused and compiled, and the whole network eager and
@@ -76,17 +79,18 @@ def bench(
         budget: seconds that decide on the number of rounds, and whether there is time to compile; the fewest rounds are
             taken even so (of the norm 4, of the network 1). None for 30, and of ``full`` for no limit: 10 rounds of
             everything.
-        outputs: how to read what the network returns.
+        outputs: how to read what the network returns; a loaded model says it, and
         about: model, weights and data, for the report.
         only: whether a case is timed, of those that are otherwise; of the norm alone it is asked before there is a
             timer. Without the native norm's no row has a ratio or a verdict.
-        progress: is told what is being timed.
+        progress: called with what is timed next, 0 and 1, as nothing tells how far it is.
 
     Returns:
         A :class:`BenchReport`; ``left_out`` says what was not timed.
 
     Raises:
-        UsageError: if there is no such curve or dtype, or ``NORMSCOPE_KERNELS`` asks for kernels that cannot run here.
+        UsageError: if there is no such curve or dtype, a module comes without a batch, or ``NORMSCOPE_KERNELS`` asks
+            for kernels that cannot run here.
         ModelError: if the network has no norm, or does not run on the batch.
 
     >>> import torch
@@ -94,7 +98,11 @@ def bench(
     >>> report = bench(model, Batch((torch.ones(2, 4),)), ["dyt"], budget=0)
     >>> [row.variant for row in report.rows if row.scope == "model"]
     ['native', 'rmsnorm', 'identity', 'dyt']
+    >>> import normscope
+    >>> bench(normscope.load("demo_vit", device="cpu"), curves="dyt", budget=0).about["data"]
+    '1 sample of 64 held-out digits'
     """
+    model, batch, about, outputs = _first_batch(model, batch, about, outputs)
     own = _tensor_of(model)
     wanted = _dtypes(dtypes, full, own.dtype)
     budget = (math.inf if full else BUDGET) if budget is None else budget
@@ -102,7 +110,7 @@ def bench(
     measured: list[Measured] = []
     left_out: list[str] = []
     with left_as_found(inner, timed=True), compilations():
-        progress("looking for norms")
+        progress("looking for norms", 0, 1)
         begun = time.monotonic()
         found = find_norms(inner, batch)
         a_pass = time.monotonic() - begun
@@ -114,7 +122,7 @@ def bench(
             # In its own dtype on the CPU the network has just run; seconds a pass are not spent twice.
             warm = full or own.device.type != "cpu" or dtype != own.dtype
             cast_batch = batch.to(own.device, None if dtype == own.dtype else dtype)
-            whole = ModelBench(cast, cast_batch, outputs or Outputs(), made, len(found.sites), warm)
+            whole = ModelBench(cast, cast_batch, outputs, made, len(found.sites), warm)
             for_model = 0.0 if full else whole_network.AT_LEAST * (len(made) + len(whole.fused)) * a_pass
             if not whole.fused:
                 left_out += without_kernels(own.device)
@@ -126,7 +134,19 @@ def bench(
     if own.device.type != "cuda" and any(row.case.way in FUSED for row in measured):
         measured = [_interpreted(row) if row.case.way in FUSED else row for row in measured]
         device = f"{device}; fused {INTERPRETED}"
-    return BenchReport(about or {}, device, tuple(judged(measured)), tuple(dict.fromkeys(left_out)))
+    return BenchReport(about, device, tuple(judged(measured)), tuple(dict.fromkeys(left_out)))
+
+
+def _first_batch(
+    model: nn.Module | LoadedModel, batch: Batch | None, about: Mapping[str, str] | None, outputs: Outputs | None
+) -> tuple[nn.Module, Batch, dict[str, str], Outputs]:
+    """Return a module, a batch to time it on, what they say of themselves, and how outputs are read."""
+    module, batches, said, outputs = unpacked(model, None if batch is None else [batch], about, outputs)
+    if batch is None:
+        batch = next(iter(batches))
+        batch = batch.first_sample() if _tensor_of(module).device.type == "cpu" else batch
+        said["data"] = f"{count(len(batch.samples), 'sample')} of {said['data']}"
+    return module, batch, said, outputs
 
 
 def in_words(device: torch.device) -> str:
@@ -158,7 +178,7 @@ def compilations() -> Iterator[None]:
 
 
 def _norm_alone(
-    norm: NormBench, until: float, for_model: float, only: Only, progress: Callable[[str], object], left_out: list[str]
+    norm: NormBench, until: float, for_model: float, only: Only, progress: Progress, left_out: list[str]
 ) -> Iterator[Measured]:
     took = 0.0
     for ways, passes in itertools.product(norm.ways, PASSES):
@@ -169,20 +189,18 @@ def _norm_alone(
         if "compile" in ways and ends > until:
             left_out.append(f"The norm alone, compiled, {passes}: there was no room for it in the budget.")
             continue
-        progress(f"the norm alone, {' and '.join(ways)}, {passes}")
+        progress(f"the norm alone, {' and '.join(ways)}, {passes}", 0, 1)
         begun = time.monotonic()
         yield from norm.measured(ways, passes, until - for_model, only)
         took = time.monotonic() - begun
 
 
-def _whole_network(
-    whole: ModelBench, full: bool, until: float, only: Only, progress: Callable[[str], object]
-) -> Iterator[Measured]:
+def _whole_network(whole: ModelBench, full: bool, until: float, only: Only, progress: Progress) -> Iterator[Measured]:
     parts = itertools.product(whole.ways, PASSES)
     for ways, passes in parts if full else itertools.islice(parts, 1):
         if not whole.any(ways, passes, only):
             continue
-        progress(f"the whole network, {' and '.join(ways)}, {passes}")
+        progress(f"the whole network, {' and '.join(ways)}, {passes}", 0, 1)
         yield from whole.measured(ways, passes, until, only)
 
 
@@ -259,7 +277,7 @@ def published(
     n_passes: int = PASSES_TIMED,
     on_cpu: bool = False,
     outputs: Outputs | None = None,
-    progress: Callable[[str], object] = lambda step: None,
+    progress: Progress = silent,
 ) -> PublishedReport:
     """Repeat the published table with a network: the time of its norms, and its own, over so many passes.
 
@@ -273,7 +291,7 @@ def published(
         n_passes: of each number.
         on_cpu: run it without CUDA too, with as many passes as are asked for.
         outputs: how to read what the network returns.
-        progress: is told what is being timed.
+        progress: as of :func:`bench`.
 
     Raises:
         DeviceError: where :func:`why_not` says why, unless ``on_cpu``.
@@ -300,7 +318,7 @@ def published(
             if too_little:
                 notes.append(too_little)
                 continue
-            progress(f"{one.name}, {way} norms, {n_passes} passes {passes}")
+            progress(f"{one.name}, {way} norms, {n_passes} passes {passes}", 0, 1)
             placed = _compiled(model, one, [name for name, *_ in shapes]) if way == "compile" else one
             with computed(way):
                 layer = _norms_seconds(model, one, way, passes, shapes, n_passes)

@@ -9,29 +9,28 @@ from typing import Any
 from torch import nn
 
 from normscope.errors import DataError, UsageError
-from normscope.inputs.loaded_model import Outputs
+from normscope.inputs.loaded_model import LoadedModel, Outputs, unpacked
 from normscope.pairs.ranks import ALONE, Ranks
+from normscope.runtime.progress import Progress, StageProgress, silent
 from normscope.swaps.drift.distances import Configuration
-from normscope.swaps.drift.paired_passes import Ends, PairedPasses, Progress
+from normscope.swaps.drift.paired_passes import Ends, PairedPasses
 from normscope.swaps.drift.reports import Drift, DriftReport
 from normscope.swaps.replace import uncompiled
 
-_ANY = Outputs()
-
 
 def drift(
-    model: nn.Module,
-    batches: Iterable[Any],
-    replacements: Mapping[str, nn.Module],
+    model: nn.Module | LoadedModel,
+    batches: Iterable[Any] | None = None,
+    replacements: Mapping[str, nn.Module] | None = None,
     *,
-    outputs: Outputs = _ANY,
+    outputs: Outputs | None = None,
     ends: Ends | None = None,
     func: str = "",
     init: str = "",
     one_at_a_time: bool = True,
     cumulative: bool = True,
     about: Mapping[str, str] | None = None,
-    progress: Progress | None = None,
+    progress: Progress = silent,
     ranks: Ranks = ALONE,
 ) -> DriftReport:
     """Measure how far the outputs move with all sites swapped, with each alone, and with more and more of them.
@@ -43,21 +42,23 @@ def drift(
     left as found, also after an exception. Where memory ends with a batch, it runs in halves.
 
     Args:
-        model: the network, with its norms.
+        model: the network, with its norms: what :func:`normscope.load` returned, or any module.
         batches: held-out inputs, as :func:`normscope.capture` takes them; each is taken while the network is as it
-            was. A few numbers per input are kept. Gone through twice where ``cumulative``.
+            was. A few numbers per input are kept. Gone through twice where ``cumulative``. None for a loaded model's
+            own inputs.
         replacements: what takes the place of which norm, by module path, as
             :func:`normscope.swaps.replace.replacements` makes it; all sites that are swapped at once.
-        outputs: how to read what the network returns, and what it is.
+        outputs: how to read what the network returns, and what it is; a loaded model says it.
         ends: yields the samples and latents ``(samples, …)`` at the end of trajectories, by the network as it is at
             the moment of each; they are compared with all sites swapped. Of several ranks each calls it with its own
-            :class:`normscope.inputs.splits.Share`.
+            :class:`normscope.inputs.splits.Share`. Trajectories that a loaded model is run on have them.
         func: what takes the norms' place, and
         init: with which start values: both stand in every row.
         one_at_a_time: whether each site is also swapped alone.
         cumulative: whether sites are also swapped one after the other.
         about: what the report says of itself: ``model``, ``weights``, ``data``.
-        progress: called with a number of samples after each of the :func:`passes` that they run through, on this rank.
+        progress: called after each of the :func:`passes` that samples run through, with what is swapped in, how many
+            samples have run, those of all passes counted, and how many there are.
         ranks: the processes that divide the batches among them; see :func:`normscope.pairs.ranks.joined`. The same
             replacements have to be on all of them.
 
@@ -70,7 +71,8 @@ def drift(
             see the same.
         MemoryEndedError: if a single sample takes more memory than there is.
         ModelError: if the network raises, has no such modules, or does not call what was swapped in.
-        UsageError: if there is nothing to swap, or if a cumulative order is asked for without each site alone.
+        UsageError: if there is nothing to swap, a module comes without batches, or if a cumulative order is asked for
+            without each site alone.
 
     >>> import torch
     >>> from normscope.swaps.pointwise import DyT
@@ -78,9 +80,17 @@ def drift(
     >>> report = drift(model, [torch.randn(16, 4)], {"1": DyT(8)}, func="dyt", init="paper")
     >>> report.all.inputs, 0 < report.all.relative_l2.p50 < 2
     (16, True)
+    >>> import normscope
+    >>> network = normscope.load("demo_vit", limit=4)
+    >>> modules = normscope.replacements(network, "dyt", normscope.capture(network), sites="final")
+    >>> drift(network, replacements=modules).about["data"]
+    'the first 4 of 64 held-out digits'
     """
     if not replacements:
         raise UsageError("There is nothing to swap: the replacements name no module.")
+    if ends is None and isinstance(model, LoadedModel):
+        ends = getattr(model.inputs if batches is None else batches, "ends", None)
+    model, batches, about, outputs = unpacked(model, batches, about, outputs)
     if cumulative and not one_at_a_time:
         raise UsageError("The cumulative order follows from each site alone: leave one_at_a_time on, or both off.")
     sites = list(replacements)
@@ -91,10 +101,12 @@ def drift(
         )
     everything = Configuration("all", None, tuple(sites))
     alone = [Configuration("one", path, (path,)) for path in sites] if one_at_a_time else []
-    about = dict(about or {})
     samples = getattr(batches, "n_samples", None)
     asked = {**about, "func": func, "init": init, "sites": sites, "number of samples": samples}
-    comparison = PairedPasses(uncompiled(model), batches, replacements, outputs, ranks, progress, asked)
+    of = None if samples is None else samples * passes(len(sites), one_at_a_time=one_at_a_time, cumulative=cumulative)
+    stage = ", ".join(filter(None, (about.get("model"), func, init))) or "samples"
+    told = StageProgress(progress, stage, of, ranks.size)
+    comparison = PairedPasses(uncompiled(model), batches, replacements, outputs, ranks, told.add, asked)
     rows = comparison.compared([everything, *alone], ends).rows(func, init, sites)
     report = DriftReport(func, init, sites, rows, about)
     return replace(report, rows=[*rows, *_cumulative(comparison, report)]) if cumulative else report

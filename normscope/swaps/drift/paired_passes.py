@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from normscope.errors import DataError, MemoryEndedError, ModelError, count
-from normscope.inputs.batch import Batch, Sample, pieces
+from normscope.inputs.batch import Batch, Halving, Sample
 from normscope.inputs.loaded_model import Outputs
 from normscope.inputs.splits import LeftOut, Share, shared
 from normscope.pairs.ranks import Ranks, agree_on_batches, check_alike, merge_left_out
@@ -23,10 +22,7 @@ from normscope.swaps.drift.distances import Configuration, Distances, SiteLayout
 from normscope.swaps.drift.reports import END, OUTPUT
 from normscope.swaps.replace import Swap, module_at
 
-logger = logging.getLogger(__name__)
-
 Ends = Callable[..., Iterable[tuple[Sequence[Sample], Tensor]]]
-Progress = Callable[[int], object]
 _Found = tuple[Configuration, str, str, Distances]  # which swap, where it was measured, and the part of the data
 
 
@@ -50,7 +46,7 @@ class PairedPasses:
         modules: Mapping[str, nn.Module],
         outputs: Outputs,
         ranks: Ranks,
-        progress: Progress | None,
+        advance: Callable[[int], object],
         asked: Mapping[str, Any],
     ) -> None:
         """Keep what to run on what, see :func:`normscope.swaps.drift.drift.drift`.
@@ -63,8 +59,8 @@ class PairedPasses:
         self._share = Share(ranks.rank, ranks.size)
         self._layouts: dict[tuple[str, int], SiteLayout] = {}
         self._called: set[str] = set()
-        self._at_most: int | None = None
-        self._advance = _Advance(progress)
+        self._halving = Halving("compared")
+        self._advance = _Advance(advance)
 
     def compared(self, wanted: Sequence[Configuration], ends: Ends | None = None) -> Tallies:
         """Run this rank's batches as they are and with each of the swaps, and compare.
@@ -109,20 +105,12 @@ class PairedPasses:
         Raises:
             MemoryEndedError: if memory ends at a single sample, or at a batch that cannot be split.
         """
-        left = pieces(batch, self._at_most)
-        while left:
-            found = self._fitting(left[0], wanted)
-            if found is not None:
+        for piece, _ in self._halving.pieces(batch, None):
+            found = self._fitting(piece, wanted)
+            if found is None:
+                self._halving.halve(piece)
+            else:
                 yield from found
-                left = left[1:]
-                continue
-            self._at_most = len(left[0].samples) // 2
-            logger.warning(
-                "Memory ended with %s in a batch; from here on they are compared %d at a time.",
-                count(len(left[0].samples), "sample"),
-                self._at_most,
-            )
-            left = [half for piece in left for half in pieces(piece, self._at_most)]
 
     def _fitting(self, batch: Batch, wanted: Sequence[Configuration]) -> list[_Found] | None:
         """Compare a batch with all of the swaps; None if memory ended at any of them."""
@@ -242,18 +230,18 @@ class PairedPasses:
 
 
 class _Advance:
-    """Tells progress of each pass once, also where a batch whose memory ended is run again in pieces."""
+    """Counts the samples of each pass once, also where a batch whose memory ended is run again in pieces."""
 
-    def __init__(self, progress: Progress | None) -> None:
-        self._progress = progress
+    def __init__(self, advance: Callable[[int], object]) -> None:
+        self._advance = advance
         self._samples = self._made = self._again = 0
 
     def __call__(self) -> None:
         self._made += self._samples
         again = min(self._samples, self._again)
         self._again -= again
-        if self._progress is not None and self._samples > again:
-            self._progress(self._samples - again)
+        if self._samples > again:
+            self._advance(self._samples - again)
 
     @contextlib.contextmanager
     def of(self, samples: int) -> Iterator[None]:

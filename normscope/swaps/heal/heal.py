@@ -15,14 +15,15 @@ from torch import Tensor, nn
 
 from normscope.errors import DataError, ModelError, UsageError
 from normscope.inputs.batch import Batch, as_batches
-from normscope.inputs.loaded_model import Outputs
+from normscope.inputs.loaded_model import LoadedModel, Outputs, unpacked
+from normscope.inputs.splits import divided
 from normscope.runtime.network import left_as_found
+from normscope.runtime.progress import Progress, silent
 from normscope.swaps.heal.by_site import blocks_of, least_squares, norm_pairs
 from normscope.swaps.heal.lessons import Lesson, Pool, repeatable, tensor_bytes
 from normscope.swaps.heal.reports import BLOCKS, SITES, START, WHOLE, HealReport
 from normscope.swaps.heal.training import (
     Course,
-    Progress,
     Stage,
     check_asked,
     load_checkpoint,
@@ -40,17 +41,17 @@ _SHARES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
 
 
 def heal(
-    original: nn.Module,
+    original: nn.Module | LoadedModel,
     swapped: nn.Module,
-    learn: Iterable[Any],
-    held_out: Iterable[Any],
+    learn: Iterable[Any] | None = None,
+    held_out: Iterable[Any] | None = None,
     *,
     outputs: Outputs | None = None,
     steps: int = STEPS,
     seed: int = 0,
     checkpoint: str | Path | None = None,
     asked: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> HealReport:
     """Train a swapped network, in place, until it gives what the original gives.
 
@@ -61,12 +62,14 @@ def heal(
     and where their median did not fall either, the start values are what remains.
 
     Args:
-        original: the network; it stays as it is.
-        swapped: a copy of it with other modules in the place of some norms (:func:`normscope.swap`), in float32.
+        original: the network: what :func:`normscope.load` returned, or any module; it stays as it is.
+        swapped: a copy of the module with other modules in the place of some norms (:func:`normscope.swap`), in
+            float32.
         learn: batches to learn from, as :func:`normscope.capture` takes them; at most a gibibyte of them is kept in
-            memory. They may run the original when they are taken.
-        held_out: batches that report the drift, of other sources.
-        outputs: how to read what the networks return; by default the first tensor.
+            memory. They may run the original when they are taken. None for a loaded model's calibration, and
+        held_out: batches that report the drift, of other sources; None for its inputs. One without calibration learns
+            from three fourths of its inputs.
+        outputs: how to read what the networks return; by default as the loaded model says, or the first tensor.
         steps: of the blocks, a tenth of them, and end to end. Each takes four batches.
         seed: of which batches each takes.
         checkpoint: a safetensors file that is written after every interval, and that the same call goes on from; None
@@ -80,8 +83,8 @@ def heal(
         number of threads, the same call gives the same bits, interrupted or not.
 
     Raises:
-        UsageError: if nothing was swapped, if the network is in half precision, or if the checkpoint is of another
-            healing.
+        UsageError: if nothing was swapped, if one of ``learn`` and ``held_out`` is missing, if the network is in half
+            precision, or if the checkpoint is of another healing.
         DataError: if there are too few inputs, or the checkpoint is damaged.
 
     >>> import copy, normscope
@@ -92,8 +95,18 @@ def heal(
     >>> report = heal(original, swapped, list(x[:32]), list(x[32:]), steps=40)
     >>> report.after["median"] <= report.before["median"]
     True
+    >>> network = normscope.load("demo_vit", limit=8, device="cpu")
+    >>> swapped = copy.deepcopy(network.module)
+    >>> _ = normscope.swap(swapped, "dyt", normscope.capture(network), sites="final")
+    >>> heal(network, swapped, steps=1).n_held_out
+    8
     """
-    teacher, student = uncompiled(original), uncompiled(swapped)
+    if isinstance(original, LoadedModel) and learn is None and held_out is None:
+        learn, held_out = divided(original.inputs, original.calibration)
+    if learn is None or held_out is None:
+        raise UsageError("Healing learns from some inputs and is judged by others: pass both, or a loaded model alone.")
+    module, learn, _, outputs = unpacked(original, learn, outputs=outputs)
+    teacher, student = uncompiled(module), uncompiled(swapped)
     sites = swapped_sites(teacher, student)
     _check(student, steps)
     reported = list(held_out) if iter(held_out) is held_out else held_out
@@ -103,7 +116,7 @@ def heal(
     with left_as_found(teacher), left_as_found(student), _trainable(student) as parameters:
         pool = Pool.of(learn)
         blocks = repeatable(teacher, blocks_of(sites, teacher), pool.learned[0])
-        lesson = Lesson(teacher, student, outputs or Outputs(), blocks)
+        lesson = Lesson(teacher, student, outputs, blocks)
         start = {name: value.detach().clone() for name, value in parameters.items()}
         settings = {
             "model": type(teacher).__name__,
@@ -123,7 +136,7 @@ def heal(
         if course is None:
             course = _begun(lesson, pool, reported)
         if not course.done:
-            _stages(lesson, sites, pool, reported, HealSettings(steps, seed), course, saved, progress or _nobody)
+            _stages(lesson, sites, pool, reported, HealSettings(steps, seed), course, saved, progress)
         restored = not list(course.drifts.values())[-1]["median"] < course.drifts[START]["median"]
         if restored:
             restore(parameters, start)
@@ -232,10 +245,6 @@ def _quantiles(errors: Tensor) -> dict[str, float]:
     # Between two samples there may be ∞ on one side, of which a line has no middle.
     at = "linear" if bool(errors.isfinite().all()) else "higher"
     return {name: float(errors.quantile(share, interpolation=at)) for name, share in _SHARES.items()}
-
-
-def _nobody(stage: str, done: int, of: int) -> None:
-    """Nobody is told of the progress."""
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from normscope.errors import DataError, UsageError
+from normscope.runtime.progress import Progress
 from normscope.runtime.sealed_files import read_checked, write_checked
 from normscope.swaps.heal.reports import START, TrainingInterval
 
@@ -22,7 +23,6 @@ _SLOWER = 0.7  # is the learning rate after steps that were taken back
 _LEAST_RATE = 2.0**-6  # of the learning rate, after which a stage ends
 
 Saved = Callable[["Course"], None]
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass

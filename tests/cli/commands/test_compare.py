@@ -63,13 +63,13 @@ def test_the_table_says_what_was_matched_and_how(files, columns):
 def test_checkpoints_are_weights_given_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runs = []
-    capture = hooks.capture
+    captured = hooks.captured
 
-    def counted(*arguments, **options):
-        runs.append(options["about"]["weights"])
-        return capture(*arguments, **options)
+    def counted(network, **options):
+        runs.append(network.about["weights"])
+        return captured(network, **options)
 
-    monkeypatch.setattr(hooks, "capture", counted)
+    monkeypatch.setattr(hooks, "captured", counted)
     weights = ("--weights", "pretrained", "--weights", "random")
     done = compare("demo_vit", *weights, "--limit", "3", "--layers", "2", "--device", "cpu", "--json", "--func", "tanh")
     assert done.exit_code == 0, done.output
@@ -103,7 +103,7 @@ def test_networks_of_other_names_are_matched_by_depth(tmp_path, monkeypatch):
 )
 def test_mistakes_are_said_before_anything_is_run(files, tmp_path, monkeypatch, arguments, sentence):
     (tmp_path / "folder.png").mkdir()
-    monkeypatch.setattr(hooks, "capture", lambda *_, **__: pytest.fail("ran a network"))
+    monkeypatch.setattr(hooks, "captured", lambda *_, **__: pytest.fail("ran a network"))
     done = compare(*arguments)
     assert done.exit_code in (2, 4)
     assert sentence in " ".join(done.stderr.split())

@@ -39,13 +39,13 @@ def written(folder):
 def test_several_models_share_a_figure_and_none_is_run_twice(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runs = []
-    capture = hooks.capture
+    captured = hooks.captured
 
-    def counted(*arguments, **options):
-        runs.append(options["about"]["weights"])
-        return capture(*arguments, **options)
+    def counted(network, **options):
+        runs.append(network.about["weights"])
+        return captured(network, **options)
 
-    monkeypatch.setattr(hooks, "capture", counted)
+    monkeypatch.setattr(hooks, "captured", counted)
     options = ("--weights", "random", "--limit", "2", "--layers", "0,1,2,3,16", "--device", "cpu", *QUICK)
     done = plot("demo_vit", "demo_vit", *options)
     assert done.exit_code == 0, done.output

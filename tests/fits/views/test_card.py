@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import normscope
+from normscope.pairs.capture import captured
+from normscope.pairs.recorder import Summing
 from normscope.pairs.sums.binning import PAIR_GRID, TOKEN_GRID
 from normscope.pairs.sums.magnitudes import Magnitudes, of_pairs, of_tokens
 
@@ -44,7 +46,8 @@ def observed(model, batches, **options):
     def observe(site, x, y):
         raw.setdefault(site.name, []).append((x.double().clone(), y.double().clone()))
 
-    seen = normscope.capture(model, batches, observe=observe, **options)
+    named = {name: options.pop(name) for name in ("about", "layers") if name in options}
+    seen = captured(model, batches, Summing(observe=observe, **options), **named)
     return seen, {name: tuple(map(torch.cat, zip(*rows, strict=True))) for name, rows in raw.items()}
 
 

@@ -18,7 +18,9 @@ from normscope.figures.gradient import plot_gradient
 from normscope.fits.solving.refits import interval
 from normscope.fits.views.gradient import gradient
 from normscope.fits.views.jacobians import jacobians
+from normscope.pairs.capture import captured
 from normscope.pairs.norms.formulas import FORMS, root_mean_square, std_norm
+from normscope.pairs.recorder import Summing
 
 D = 24
 
@@ -55,13 +57,8 @@ def test_jacobians_are_those_of_automatic_differentiation(normalize, seed, d, sc
 def observed(module, x, **about):
     """A capture of one norm, its fits, and its raw tokens as the hooks saw them."""
     raw = []
-    seen = normscope.capture(
-        nn.Sequential(module),
-        [x],
-        observe=lambda site, x, y: raw.append((x.clone(), y.clone())),
-        about=about,
-        diagonal=True,
-    )
+    summing = Summing(diagonal=True, observe=lambda site, x, y: raw.append((x.clone(), y.clone())))
+    seen = captured(nn.Sequential(module), [x], summing, about=about)
     return seen, normscope.fit(seen), [torch.cat(part).double() for part in zip(*raw, strict=True)]
 
 

@@ -8,7 +8,8 @@ import soundfile
 import torch
 from sklearn.datasets import load_digits
 
-from normscope.models.registry import embedded_models, load
+from normscope.loading import load
+from normscope.models.registry import embedded_models
 from normscope.models.weights.checkpoints import read_embedded
 
 

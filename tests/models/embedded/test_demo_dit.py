@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import normscope
+from normscope.loading import load
 from normscope.models.inputs.trajectories import Trajectories
-from normscope.models.registry import load
 from normscope.models.weights.checkpoints import read_embedded
 
 SAMPLES_A_CLASS = 20  # as on its card

@@ -8,7 +8,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import normscope
-from normscope.models.registry import load
+from normscope.loading import load
 from normscope.models.weights.checkpoints import read_embedded
 
 CARD = (files("normscope.models") / "embedded" / "demo_vit.md").read_text(encoding="utf-8")

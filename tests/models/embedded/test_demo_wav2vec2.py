@@ -6,7 +6,7 @@ import soundfile
 import torch
 from safetensors.torch import save_file
 
-from normscope.models.registry import load
+from normscope.loading import load
 from normscope.models.weights.checkpoints import read_embedded
 
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from normscope.models.registry import load
+from normscope.loading import load
 
 
 @pytest.fixture

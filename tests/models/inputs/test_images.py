@@ -7,8 +7,8 @@ from PIL import Image
 from timm.data import create_transform, resolve_data_config
 
 from normscope.errors import DataError
+from normscope.loading import load
 from normscope.models.inputs.images import Preprocessing, image_files, image_inputs, photograph_crops
-from normscope.models.registry import load
 from normscope.models.vision import _timm_preprocessing
 
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 import normscope
 from normscope.errors import MemoryEndedError, ModelError, UsageError
 from normscope.inputs.splits import ALL, Share
+from normscope.loading import load
 from normscope.models.inputs.pipelines import OTHERWISE, PROMPTS
-from normscope.models.registry import load
 
 transformers = pytest.importorskip("transformers")
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"

@@ -16,7 +16,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LOAD = """
 import json, sys, torch
 from normscope.errors import NormscopeError
-from normscope.models.registry import load
+from normscope.loading import load
 results = []
 for arguments in json.loads(sys.argv[1]):
     try:

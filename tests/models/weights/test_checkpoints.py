@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from normscope.errors import ModelError
-from normscope.models.registry import load
+from normscope.loading import load
 
 
 def load_tiny(path):

@@ -7,8 +7,8 @@ from diffusers.utils import import_utils
 
 import normscope
 from normscope.errors import ModelError
+from normscope.loading import load
 from normscope.models.inputs import pipelines
-from normscope.models.registry import load
 
 transformers = pytest.importorskip("transformers")
 

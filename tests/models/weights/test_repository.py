@@ -19,7 +19,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 LOAD = """
 import json, torch
-from normscope.models.registry import load
+from normscope.loading import load
 from normscope.errors import NormscopeError
 try:
     model = load("timm:test_vit", limit=2, device="cpu")

@@ -11,7 +11,9 @@ from torch.func import jacrev, vmap
 
 import normscope
 from normscope.errors import DataError
+from normscope.pairs.capture import captured as observed
 from normscope.pairs.norms.formulas import root_mean_square, std_norm
+from normscope.pairs.recorder import Summing
 from normscope.pairs.sums.binning import PAIR_GRID, reference
 from normscope.pairs.sums.sampling import FOLDS, SourcesSeen
 
@@ -153,9 +155,10 @@ def test_folds_of_one_source_become_one_beside_another():
 
 def test_a_sample_of_the_tokens():
     raw = {}
-    seen = captured(
-        [batch(0, 1, 4, 5)], sample=3, observe=lambda site, x, y: raw.setdefault(site.name, []).append(x.clone())
+    summing = Summing(
+        sample=3, diagonal=True, observe=lambda site, x, y: raw.setdefault(site.name, []).append(x.clone())
     )
+    seen = observed(Network(), [batch(0, 1, 4, 5)], summing, layers=[*TRUTH, *NEVER])
     folds = torch.tensor(SourcesSeen("several").folds_of(samples((0, 1, 4, 5)))).repeat_interleave(3)
     for name in TRUTH:
         x = torch.cat(raw[name])

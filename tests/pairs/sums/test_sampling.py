@@ -7,6 +7,8 @@ from torch import nn
 import normscope
 from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Batch, Sample
+from normscope.pairs.capture import captured as observed
+from normscope.pairs.recorder import Summing
 
 TOKENS = 12
 
@@ -44,13 +46,8 @@ def test_every_token_is_as_likely_as_another():
     x = batches(6)[0].args[0].reshape(-1, 8)
     for seed in range(60):
         rows = []
-        normscope.capture(
-            nn.Sequential(nn.LayerNorm(8)),
-            batches(6),
-            sample=3,
-            seed=seed,
-            observe=lambda site, x, y, rows=rows: rows.append(x.clone()),
-        )
+        summing = Summing(seed, sample=3, observe=lambda site, x, y, rows=rows: rows.append(x.clone()))
+        observed(nn.Sequential(nn.LayerNorm(8)), batches(6), summing)
         assert len(rows[0]) == 18
         for row in rows[0]:
             taken[int((x == row).all(1).nonzero()) % TOKENS] += 1

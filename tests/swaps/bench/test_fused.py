@@ -65,7 +65,9 @@ def in_the_interpreter() -> dict:
         mock.patch.object(torch, "compile", lambda module, **how: compile(module, backend=backend, **how)),
         mock.patch.object(fused, "forward", launch),
     ):
-        report = bench(net(), batch(), VARIANTS[3:], dtypes=["float32"], full=True, progress=steps.append)
+        report = bench(
+            net(), batch(), VARIANTS[3:], dtypes=["float32"], full=True, progress=lambda step, *_: steps.append(step)
+        )
     return {
         "rows": [row.as_dict() for row in report.rows],
         "device": report.device,
@@ -203,7 +205,7 @@ def test_what_cannot_be_met_is_an_error_before_anything_is_timed(monkeypatch, as
     monkeypatch.setenv(choice.VARIABLE, asked)
     steps = []
     with pytest.raises(UsageError, match=said):
-        bench(net(), batch(), ["dyt"], budget=0, progress=steps.append)
+        bench(net(), batch(), ["dyt"], budget=0, progress=lambda step, *_: steps.append(step))
     assert steps == ["looking for norms"]
     assert os.environ[choice.VARIABLE] == asked
 
@@ -252,7 +254,7 @@ def test_the_published_table_has_plain_torch_and_kernels_apart(monkeypatch):
     )
     model = transformers.LlamaForCausalLM(config).eval()
     report = published(
-        model, tokens=2, n_passes=1, on_cpu=True, progress=lambda step: (there.append(step), asked.append(step))
+        model, tokens=2, n_passes=1, on_cpu=True, progress=lambda step, *_: (there.append(step), asked.append(step))
     )
     rows = [(row.variant, row.norms) for row in report.rows]
     assert set(rows) == {

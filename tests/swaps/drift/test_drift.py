@@ -303,11 +303,11 @@ def test_progress_counts_what_passes_says():
     modules = dyts(Stack())
     for options in ({}, {"cumulative": False}, {"cumulative": False, "one_at_a_time": False}):
         done.clear()
-        drift(Stack(), inputs(), modules, progress=done.append, **options)
-        assert sum(done) == 20 * passes(len(modules), **options)
+        drift(Stack(), inputs(), modules, progress=lambda *told: done.append(told), **options)
+        assert done[-1] == ("samples", 20 * passes(len(modules), **options), None)
     done.clear()
-    drift(Stack(), inputs(), {"norms.0": DyT(8)}, progress=done.append)
-    assert sum(done) == 20 * passes(1)
+    drift(Stack(), inputs(), {"norms.0": DyT(8)}, func="dyt", init="paper", progress=lambda *told: done.append(told))
+    assert done[0] == ("dyt, paper", 0, None) and done[-1] == ("dyt, paper", 20 * passes(1), None)
 
 
 def test_batches_that_come_once_are_enough_for_one_pass():

@@ -166,7 +166,7 @@ def test_what_a_rank_has_seen_is_merged_by_the_backend(ranks):
     model = nn.Sequential(nn.LayerNorm(16), nn.LayerNorm(16)).to(ranks.device)
     batch = torch.randn(6, 5, 16, generator=torch.Generator().manual_seed(0)).to(ranks.device)
     report = find_norms(model, normscope.Batch((batch,)).first_sample())
-    recorder = Recorder(model, Summing(0, None, False, True, True, False, None), report, report.sites)
+    recorder = Recorder(model, Summing(by_gamma=True, per_channel=True), report, report.sites)
     with recorder.hooked(), torch.no_grad():
         recorder.run(normscope.Batch((batch,)))
     before = {name: stats.to("cpu") for name, stats in recorder.seen.stats[""].items()}

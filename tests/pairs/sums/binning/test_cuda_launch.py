@@ -140,7 +140,7 @@ def test_no_hook_of_a_capture_waits(monkeypatch, waits, launches, network, padde
     with FakeTensorMode(), torch.no_grad():
         on = torch.device("cuda")
         with on:
-            recorder = Recorder(network(), Summing(0, None, False, False, False, False, None), report, report.sites)
+            recorder = Recorder(network(), Summing(), report, report.sites)
         x, valid = torch.randn(3, 8, 6, device=on), torch.ones(3, 8, device=on).bool() if padded else None
         with waits, recorder.hooked():
             for samples in (one, several, one):  # the folds of one source become those of several
