@@ -209,7 +209,7 @@ def check_asked(path: Path, asked: Mapping[str, Any]) -> None:
     """
     if not path.exists():
         return
-    header, _ = read_checked(path, _FORMAT, _VERSION, _AGAIN)
+    header, _ = read_checked(path, _FORMAT, (_VERSION,), _AGAIN)
     known = header.get(_ASKED)
     for name, value in asked.items():
         before = known.get(name) if isinstance(known, dict) else None
@@ -226,7 +226,7 @@ def load_checkpoint(path: Path, settings: Mapping[str, Any], parameters: Mapping
     """
     if not path.exists():
         return None
-    header, tensors = read_checked(path, _FORMAT, _VERSION, _AGAIN)
+    header, tensors = read_checked(path, _FORMAT, (_VERSION,), _AGAIN)
     check_settings(path, header.get("settings"), settings)
     try:
         course = Course.of(header["course"], _stored_moments(tensors, parameters))
