@@ -24,6 +24,7 @@ from normscope.pairs.sums.packing import packed, unpacked
 from normscope.pairs.sums.sampling import SourcesSeen
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.files import file_stem, umask, write_tensors
+from normscope.runtime.records import checked, is_bool, is_count, is_int, is_shape, is_text
 from normscope.runtime.sealed_files import digest, read_checked, write_checked
 
 _GRIDS = {
@@ -35,42 +36,21 @@ _GRIDS = {
 }
 
 
-def is_int(value: Any) -> bool:
-    return type(value) is int  # a bool is an int to isinstance
-
-
-def is_count(value: Any) -> bool:
-    return is_int(value) and 0 <= value < 2**63
-
-
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_shape(value: Any) -> bool:
-    positive = isinstance(value, tuple) and value != () and all(is_count(size) and size > 0 for size in value)
-    return positive and math.prod(value) < 2**63
-
-
 _SITE_FIELDS: dict[str, Callable[[Any], bool]] = {
     "index": is_count,
     "name": is_text,
     "kind": is_text,
-    "normalized_shape": _is_shape,
+    "normalized_shape": is_shape,
     "channel_axis": lambda value: all(map(is_int, value if isinstance(value, tuple) else (value,))),
     "channels": lambda value: is_count(value) and value > 0,
     "eps": lambda value: isinstance(value, float) and math.isfinite(value),
-    "affine": _is_bool,
+    "affine": is_bool,
     "placement": lambda value: value in (None, "pre-norm", "post-norm", "qk", "final"),
     "calls": is_count,
     "tokens_per_sample": is_count,
-    "centred": _is_bool,
-    "bounded": _is_bool,
-    "grouped": _is_bool,
+    "centred": is_bool,
+    "bounded": is_bool,
+    "grouped": is_bool,
     "form": lambda value: value is None or value in [form_name(form) for form in FORMS.values()],
 }
 
@@ -150,11 +130,7 @@ def _numbers(grid: FloatGrid) -> list[int]:
 
 
 def _site(entry: Mapping[str, Any]) -> NormSite:
-    values = {name: _tuples(entry[name]) for name in _SITE_FIELDS}
-    for name, holds in _SITE_FIELDS.items():
-        if not holds(values[name]):
-            raise ValueError(f"the {name} of a norm site is {values[name]!r}")
-    site = NormSite(**values)
+    site = NormSite(**checked({name: _tuples(value) for name, value in entry.items()}, _SITE_FIELDS, "norm site"))
     if not site.grouped and site.d != site.channels:
         raise ValueError(f"the tokens of {site.name} have {site.d} elements, but {site.channels} channels")
     return site
@@ -271,7 +247,7 @@ def _whole(
     prefix: str,
     parts: Sequence[Mapping[str, PairStats]] = (),
 ) -> Capture:
-    if not is_count(header["n_samples"]) or not is_int(header["seed"]):
+    if not is_count(header["n_samples"]) or type(header["seed"]) is not int:
         raise ValueError("its number of samples or its seed is none")
     sites, stats = sites_and_stats(header["sites"], header["seed"], tensors, prefix, parts)
     about = {key: str(header["about"][key]) for key in ("model", "weights", "data")}
