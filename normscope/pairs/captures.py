@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import metadata
 
@@ -81,6 +82,12 @@ class Capture:
             },
             parts=_merged(self.parts, other.parts),
         )
+
+
+def sums_of(sites: Iterable[NormSite], parts: Sequence[Mapping[str, PairStats]]) -> dict[str, PairStats]:
+    """Return the sums of each site over all parts that have it, by its name; of no site that no part has."""
+    of_parts = {site.name: [own[site.name] for own in parts if site.name in own] for site in sites}
+    return {name: functools.reduce(PairStats.merge, own) for name, own in of_parts.items() if own}
 
 
 def _merged(mine: Mapping[str, Capture], theirs: Mapping[str, Capture]) -> dict[str, Capture]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from normscope.errors import DataError, MemoryEndedError, count
 from normscope.inputs.batch import Batch, Halving
-from normscope.pairs.captures import Capture, versions
+from normscope.pairs.captures import Capture, sums_of, versions
 from normscope.pairs.norms.kinds import NormKind
 from normscope.pairs.norms.sites import NormSite, SkippedNorm
 from normscope.pairs.norms.trace import NormReport, input_of, with_input
@@ -157,10 +156,7 @@ class Recorder:
             named = {"data": f"{about['data']} · {part}", "part": part} if part else {}
             return Capture({**about, **named}, own, skipped, stats, n_samples, self.summing.seed, versions())
 
-        of_parts = {
-            site.name: [stats[site.name] for stats in seen.stats.values() if site.name in stats] for site in self.sites
-        }
-        whole = {name: functools.reduce(PairStats.merge, stats) for name, stats in of_parts.items() if stats}
+        whole = sums_of(self.sites, list(seen.stats.values()))
         named = {part: of(stats, seen.n_samples[part], part) for part, stats in seen.stats.items() if part}
         return replace(of(whole, seen.n_samples.total()), parts=named)
 

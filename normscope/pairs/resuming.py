@@ -32,7 +32,7 @@ from normscope.runtime.sealed_files import read_checked, write_checked
 logger = logging.getLogger(__name__)
 
 FORMAT = "normscope-checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSIONS = (1, 2)  # that are read; the last one is written
 _PARTIAL = re.compile(r"\.\d+\.safetensors\.\w{8}\.safetensors|\.tmp\w{6}")  # of files.whole_file, and of safetensors
 _NO_ABOUT = {"model": "", "weights": "", "data": ""}
 
@@ -185,7 +185,7 @@ class Checkpoints:
         seen = work.recorder.seen.cpu()
         header: dict[str, Any] = {
             "format": FORMAT,
-            "version": FORMAT_VERSION,
+            "version": FORMAT_VERSIONS[-1],
             "settings": dict(self._settings),
             "grids": grids(),
             "samples": dict(seen.n_samples),
@@ -204,7 +204,7 @@ class Checkpoints:
         write_checked(self._path(ranks), header, tensors)
 
     def _read(self, path: Path, recorder: Recorder) -> _Found:
-        header, tensors = read_checked(path, FORMAT, FORMAT_VERSION, "remove it to capture its inputs again")
+        header, tensors = read_checked(path, FORMAT, FORMAT_VERSIONS, "remove it to capture its inputs again")
         try:
             self._check_settings(path, header["settings"])
             if (grid := other_grid(header["grids"])) is not None:

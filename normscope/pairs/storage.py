@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from normscope.errors import DataError, UsageError
-from normscope.pairs.captures import Capture
+from normscope.pairs.captures import Capture, sums_of
 from normscope.pairs.norms.formulas import FORMS, form_name
 from normscope.pairs.norms.sites import NormSite, SkippedNorm
 from normscope.pairs.sums.binning import CHANNEL_GRID, DENSITY_X_GRID, DENSITY_Y_GRID, PAIR_GRID, TOKEN_GRID, FloatGrid
@@ -24,7 +24,8 @@ from normscope.pairs.sums.packing import packed, unpacked
 from normscope.pairs.sums.sampling import SourcesSeen
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.files import file_stem, umask, write_tensors
-from normscope.runtime.sealed_files import read_checked, write_checked
+from normscope.runtime.records import checked, is_bool, is_count, is_int, is_shape, is_text
+from normscope.runtime.sealed_files import digest, read_checked, write_checked
 
 _GRIDS = {
     "pairs": PAIR_GRID,
@@ -35,42 +36,21 @@ _GRIDS = {
 }
 
 
-def is_int(value: Any) -> bool:
-    return type(value) is int  # a bool is an int to isinstance
-
-
-def is_count(value: Any) -> bool:
-    return is_int(value) and 0 <= value < 2**63
-
-
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_shape(value: Any) -> bool:
-    positive = isinstance(value, tuple) and value != () and all(is_count(size) and size > 0 for size in value)
-    return positive and math.prod(value) < 2**63
-
-
 _SITE_FIELDS: dict[str, Callable[[Any], bool]] = {
     "index": is_count,
     "name": is_text,
     "kind": is_text,
-    "normalized_shape": _is_shape,
+    "normalized_shape": is_shape,
     "channel_axis": lambda value: all(map(is_int, value if isinstance(value, tuple) else (value,))),
     "channels": lambda value: is_count(value) and value > 0,
     "eps": lambda value: isinstance(value, float) and math.isfinite(value),
-    "affine": _is_bool,
+    "affine": is_bool,
     "placement": lambda value: value in (None, "pre-norm", "post-norm", "qk", "final"),
     "calls": is_count,
     "tokens_per_sample": is_count,
-    "centred": _is_bool,
-    "bounded": _is_bool,
-    "grouped": _is_bool,
+    "centred": is_bool,
+    "bounded": is_bool,
+    "grouped": is_bool,
     "form": lambda value: value is None or value in [form_name(form) for form in FORMS.values()],
 }
 
@@ -91,7 +71,11 @@ def tensors_of(capture: Capture, prefix: str = "") -> dict[str, Tensor]:
 
 
 def sites_and_stats(
-    entries: Sequence[Mapping[str, Any]], seed: int, tensors: Mapping[str, Tensor], prefix: str = ""
+    entries: Sequence[Mapping[str, Any]],
+    seed: int,
+    tensors: Mapping[str, Tensor],
+    prefix: str = "",
+    parts: Sequence[Mapping[str, PairStats]] = (),
 ) -> tuple[list[NormSite], dict[str, PairStats]]:
     """Make again what :func:`described` gave as ``sites`` and :func:`tensors_of` as tensors.
 
@@ -100,18 +84,26 @@ def sites_and_stats(
         seed: of the drawing samples.
         tensors: by name; those without the prefix are left alone.
         prefix: that the tensors were named with.
+        parts: what the sites' sums are those of, by site, where they have no tensors of their own.
 
     Raises:
         ValueError: if a value is none that a capture can have. What else damaged entries raise, KeyError, TypeError,
             AttributeError, RuntimeError and OverflowError among it, is in :data:`DAMAGES`.
     """
-    sites, stats = [], {}
-    for entry in entries:
-        site = _site(entry)
-        start = f"{prefix}{site.index}."
-        own = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
-        stats[site.name] = unpacked(site.channels, _sources(entry["sources"]), seed, own, grouped=site.grouped)
-        sites.append(site)
+    sites = [_site(entry) for entry in entries]
+    sources = [_sources(entry["sources"]) for entry in entries]
+    of_sites: dict[str, dict[str, Tensor]] = {}
+    for full_name, tensor in tensors.items():
+        start, _, name = full_name.partition(".")
+        of_sites.setdefault(start, {})[name] = tensor
+    stats = sums_of(sites, parts)
+    for site, seen in zip(sites, sources, strict=True):
+        if not parts:
+            own = of_sites.get(f"{prefix}{site.index}", {})
+            stats[site.name] = unpacked(site.channels, seen, seed, own, grouped=site.grouped)
+        whole = stats[site.name]
+        if (site.channels, site.grouped, seen) != (whole.channels, whole.grouped, whole.sources):
+            raise ValueError(f"{site.name} is not the sum of its parts")
     if not sites or not len(sites) == len(stats) == len({site.index for site in sites}):
         raise ValueError("it names no norm site, or one twice")
     return sites, stats
@@ -138,11 +130,7 @@ def _numbers(grid: FloatGrid) -> list[int]:
 
 
 def _site(entry: Mapping[str, Any]) -> NormSite:
-    values = {name: _tuples(entry[name]) for name in _SITE_FIELDS}
-    for name, holds in _SITE_FIELDS.items():
-        if not holds(values[name]):
-            raise ValueError(f"the {name} of a norm site is {values[name]!r}")
-    site = NormSite(**values)
+    site = NormSite(**checked({name: _tuples(value) for name, value in entry.items()}, _SITE_FIELDS, "norm site"))
     if not site.grouped and site.d != site.channels:
         raise ValueError(f"the tokens of {site.name} have {site.d} elements, but {site.channels} channels")
     return site
@@ -164,20 +152,33 @@ def _tuples(value: Any) -> Any:
 
 
 FORMAT = "normscope-capture"
-FORMAT_VERSION = 4
+FORMAT_VERSIONS = (4, 5)  # that are read; the last one is written
 _AGAIN = "`normscope capture MODEL -o FILE` writes one"
 
 
 def save_capture(capture: Capture, path: str | Path) -> Path:
     """Write a capture as one safetensors file, whole or not at all.
 
-    Bins and cells that no pair fell into take no place in it.
+    Bins and cells that no pair fell into take no place in it, nor does the whole where it is the sum of its parts.
 
     Raises:
         UsageError: if it cannot be written there.
     """
-    write_checked(Path(path), {"format": FORMAT, "version": FORMAT_VERSION, **header_of(capture)}, all_tensors(capture))
+    header = {"format": FORMAT, "version": FORMAT_VERSIONS[-1], **header_of(capture)}
+    tensors = all_tensors(capture)
+    if _adds_up(capture):
+        tensors = {name: own for name, own in tensors.items() if "/" in name}
+    write_checked(Path(path), header, tensors, deflated=True)
     return Path(path)
+
+
+def _adds_up(capture: Capture) -> bool:
+    """Tell whether the parts add up to the whole to the bit; merged captures' do but for rounding."""
+    summed = replace(capture, stats=sums_of(capture.sites, [part.stats for part in capture.parts.values()]))
+    if summed.stats.keys() != capture.stats.keys():
+        return False
+    one, other = (digest(json.dumps(described(own)["sites"]), tensors_of(own)) for own in (capture, summed))
+    return one == other
 
 
 def header_of(capture: Capture) -> dict[str, Any]:
@@ -208,7 +209,7 @@ def load_capture(path: str | Path) -> Capture:
         DataError: if the file is missing, damaged, of another kind, of another format version or of other grids.
     """
     path = Path(path)
-    return capture_from(*read_checked(path, FORMAT, FORMAT_VERSION, _AGAIN), path)
+    return capture_from(*read_checked(path, FORMAT, FORMAT_VERSIONS, _AGAIN), path)
 
 
 def capture_from(header: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> Capture:
@@ -232,17 +233,23 @@ def _capture(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Captur
             raise ValueError(f"the name of a part is {entry['name']!r}")
         own = {key: entry[key] for key in ("about", "n_samples", "sites")}
         parts[entry["name"]] = _whole({**header, **own}, tensors, f"{number}/")
-    whole = _whole(header, tensors, "")
+    derived = all("/" in name for name in tensors)
+    whole = _whole(header, tensors, "", [part.stats for part in parts.values()] if derived else ())
     names = {site.name for site in whole.sites}
     if any({site.name for site in part.sites} - names for part in parts.values()):
         raise ValueError("a part has norm sites that the whole has not")
     return replace(whole, parts=parts)
 
 
-def _whole(header: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str) -> Capture:
-    if not is_count(header["n_samples"]) or not is_int(header["seed"]):
+def _whole(
+    header: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    prefix: str,
+    parts: Sequence[Mapping[str, PairStats]] = (),
+) -> Capture:
+    if not is_count(header["n_samples"]) or type(header["seed"]) is not int:
         raise ValueError("its number of samples or its seed is none")
-    sites, stats = sites_and_stats(header["sites"], header["seed"], tensors, prefix)
+    sites, stats = sites_and_stats(header["sites"], header["seed"], tensors, prefix, parts)
     about = {key: str(header["about"][key]) for key in ("model", "weights", "data")}
     return Capture(
         about={**{key: str(value) for key, value in header["about"].items()}, **about},

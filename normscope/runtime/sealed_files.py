@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+import zlib
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -15,36 +18,42 @@ from torch import Tensor
 from normscope.errors import DataError, count
 from normscope.runtime.files import whole_file, write_tensors
 
-HEADER, DIGEST = "normscope", "sha256"
+HEADER, DIGEST, _DEFLATED = "normscope", "sha256", "deflated"
 _LONGEST_HEADER = 100_000_000  # bytes: safetensors refuses more
 _AGAIN = "write it again"
 
 
-def write_checked(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def write_checked(
+    path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor], *, deflated: bool = False
+) -> None:
     """Write one file, whole or not at all.
 
     Args:
         path: of the file; what stood there stays until the new one is whole.
         header: as JSON takes it, with ``format`` (``normscope-KIND``) and ``version`` among it.
         tensors: by name, contiguous, on the CPU, no two in the same memory.
+        deflated: whether to compress, without loss: worth its time for counts and sums, not for weights.
 
     Raises:
         UsageError: if it cannot be written there, for whatever reason the system gives.
     """
-    text = json.dumps(header)
+    kept, kinds = _deflated(tensors) if deflated else (tensors, {})
+    text = json.dumps({**header, _DEFLATED: kinds} if kinds else header)
     # Under one key: safetensors writes several in any order, and the same capture would be other files.
-    sealed = text[:-1] + _seal(digest(text, tensors))
+    sealed = text[:-1] + _seal(digest(text, kept))
     with whole_file(path) as partial:
-        write_tensors(tensors, partial, {HEADER: sealed})
+        write_tensors(kept, partial, {HEADER: sealed})
 
 
-def read_checked(path: Path, form: str, version: int, again: str = _AGAIN) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_checked(
+    path: Path, form: str, versions: Collection[int], again: str = _AGAIN
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read what :func:`write_checked` wrote: header and tensors are those that were written, to the bit.
 
     Args:
         path: of the file.
         form: the ``format`` that its header has to name.
-        version: that its header has to name.
+        versions: of which its header has to name one.
         again: what to do, which ends the sentence that refuses a file.
 
     Raises:
@@ -64,16 +73,41 @@ def read_checked(path: Path, form: str, version: int, again: str = _AGAIN) -> tu
         raise DataError(f"Cannot read the {kind} {path}: {error}; {again}.") from error
     if not isinstance(header, dict) or header.get("format") != form:
         raise DataError(f"{path} is a safetensors file, but no {kind}; {again}.")
-    if header.get("version") != version:
+    if header.get("version") not in versions:
         raise DataError(
-            f"{path} has {kind} format version {header.get('version')!r}; this normscope reads version {version}; "
-            f"{again}."
+            f"{path} has {kind} format version {header.get('version')!r}; this normscope reads version "
+            f"{' and '.join(map(str, versions))}; {again}."
         )
     seal = _seal(str(header.pop(DIGEST, "")))
     text = sealed.removesuffix(seal) + "}"
     if not sealed.endswith(seal) or seal != _seal(digest(text, tensors)):
         raise DataError(f"The {kind} {path} is damaged: it does not hold what was written (another sha256); {again}.")
-    return header, tensors
+    kinds = header.pop(_DEFLATED, {})
+    return header, tensors | {name: _inflated(tensors[name], *kind) for name, kind in kinds.items()}
+
+
+def _deflated(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, tuple[str, list[int]]]]:
+    """Return the tensors in less room, and dtype and shape of those that take less as bytes of zlib.
+
+    Compressed are the first bytes of all elements, then all second ones, and so on: those of small counts and of
+    numbers of alike size are nearly all the same.
+    """
+    kept, kinds = dict(tensors), {}
+    for name, tensor in tensors.items():
+        bytewise = tensor.reshape(-1, 1).view(torch.uint8).T.contiguous()
+        small = zlib.compress(bytewise.numpy().data, level=1)  # higher ones gain a hundredth
+        if len(small) < tensor.nbytes:
+            kept[name] = torch.frombuffer(bytearray(small), dtype=torch.uint8)
+            kinds[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+    return kept, kinds
+
+
+def _inflated(small: Tensor, dtype: str, shape: list[int]) -> Tensor:
+    """Make a tensor again that :func:`_deflated` compressed."""
+    kind = getattr(torch, dtype)
+    content = zlib.decompress(small.numpy().data, bufsize=math.prod(shape) * kind.itemsize)
+    elements = np.frombuffer(content, np.uint8).reshape(kind.itemsize, -1).T.copy()
+    return torch.from_numpy(elements).view(kind).view(shape)
 
 
 def _why_not(path: Path) -> str:

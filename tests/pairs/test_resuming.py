@@ -26,6 +26,8 @@ from normscope.pairs.capture import capture, captured
 from normscope.pairs.ranks import ALONE, Ranks
 from normscope.pairs.recorder import Summing
 from normscope.pairs.resuming import Checkpoints
+from normscope.pairs.sums.binning import PAIR_GRID
+from normscope.pairs.sums.sampling import FOLDS
 from normscope.runtime.sealed_files import write_checked
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -292,12 +294,24 @@ def test_another_capture(tmp_path, name):
     assert (tmp_path / "0.safetensors").read_bytes() == before
 
 
+def of_version_1(tensors):
+    """Hold every fold of a bin that holds pairs, as checkpoints did before, and captures of format version 4."""
+    older = {name: own for name, own in tensors.items() if "moments" not in name}
+    for name in [name for name in tensors if name.endswith(".moments")]:
+        moments = torch.zeros(FOLDS * PAIR_GRID.size, 6, dtype=torch.float64)
+        moments[tensors[f"{name}.cells"].long()] = tensors[name].T
+        moments = moments.view(FOLDS, -1, 6).mT
+        bins = moments[:, 0].sum(0).nonzero().squeeze(1)
+        older |= {name: moments[:, :, bins].contiguous(), f"{name}.bins": bins.int()}
+    return older
+
+
 def test_a_checkpoint_of_before_there_were_sums_of_the_diagonal(tmp_path, whole):
     stopped(tmp_path, 3)
     path = tmp_path / "0.safetensors"
-    header, tensors = checkpoints_module.read_checked(path, checkpoints_module.FORMAT, 1)
+    header, tensors = checkpoints_module.read_checked(path, checkpoints_module.FORMAT, (2,))
     del header["settings"]["diagonal"]
-    write_checked(path, header, tensors)
+    write_checked(path, {**header, "version": 1}, of_version_1(tensors))
     with pytest.raises(UsageError, match="its diagonal is False, not True"):
         run(tmp_path, diagonal=True)
     assert_as_if_nothing_happened(run(tmp_path), whole[2])
@@ -305,7 +319,7 @@ def test_a_checkpoint_of_before_there_were_sums_of_the_diagonal(tmp_path, whole)
 
 def test_all_settings_are_tried(tmp_path):
     stopped(tmp_path, 1)
-    header, _ = checkpoints_module.read_checked(tmp_path / "0.safetensors", checkpoints_module.FORMAT, 1)
+    header, _ = checkpoints_module.read_checked(tmp_path / "0.safetensors", checkpoints_module.FORMAT, (2,))
     assert header["settings"].keys() == OTHERS.keys()
 
 
@@ -332,7 +346,7 @@ def test_damaged(tmp_path, whole, name):
 
 def test_sums_of_another_version_and_on_another_grid(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints_module, "FORMAT_VERSION", 99)
+        patch.setattr(checkpoints_module, "FORMAT_VERSIONS", (99,))
         stopped(tmp_path, 1)
     with pytest.raises(DataError, match="checkpoint format version 99; this normscope reads version"):
         run(tmp_path)

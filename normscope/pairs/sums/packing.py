@@ -13,27 +13,24 @@ from normscope.pairs.sums.sampling import FOLDS, LARGEST_TOKENS, UNIFORM_TOKENS,
 from normscope.pairs.sums.stats import PairStats
 
 _DENSE = ("channel_sums", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
-_BESIDE = ("gamma_moments", "diagonal_moments")  # in the bins of the moments
 _COUNTS = ("density", "token_offsets", "token_scales", "nonfinite_tokens")
+_FINITE = ("channel_sums", "channel_extremes", "diagonal_moments", "pairs.", "tokens.", "largest.")
 _MOST = 2**53  # pairs that float64 counts one by one
 _LARGEST_SQUARE = torch.finfo(torch.float32).max ** 2
 
 
 def packed(stats: PairStats) -> dict[str, Tensor]:
     """Return the tensors of one site by their names in docs/file-formats.md; bins and cells of no pair are left out."""
-    bins = stats.moments[:, 0].sum(0).nonzero().squeeze(1)
-    cells = stats.density.flatten().nonzero().squeeze(1)
-    places = stats.pairs.filled.flatten().nonzero().squeeze(1)
     packed = {name: getattr(stats, name) for name in _DENSE}
-    packed |= {"moments": stats.moments[:, :, bins], "moments.bins": bins.int()}
-    for name in _BESIDE:
-        if (own := getattr(stats, name)) is not None:
-            packed[name] = own[:, :, bins]
+    cells = _rows(stats.moments)[:, 0].nonzero().squeeze(1)
+    packed |= {name: _rows(own)[cells].T for name, own in _moments_of(stats)} | {"moments.cells": cells.int()}
     if stats.channel_moments is not None:
-        own = stats.channel_moments[0].flatten().nonzero().squeeze(1)
-        packed["channel_moments"] = stats.channel_moments.flatten(1)[:, own]
-        packed["channel_moments.cells"] = own.int()
+        cells = stats.channel_moments[0].flatten().nonzero().squeeze(1)
+        packed["channel_moments"] = stats.channel_moments.flatten(1)[:, cells]
+        packed["channel_moments.cells"] = cells.int()
+    cells = stats.density.flatten().nonzero().squeeze(1)
     packed |= {"density": stats.density.flatten()[cells], "density.cells": cells.int()}
+    places = stats.pairs.filled.flatten().nonzero().squeeze(1)
     packed |= {f"pairs.{f.name}": getattr(stats.pairs, f.name).flatten()[places] for f in fields(PairSample)}
     packed["pairs.places"] = places.int()
     for name in ("tokens", "largest"):
@@ -62,16 +59,13 @@ def unpacked(
     )
     for name in _DENSE:
         getattr(stats, name).copy_(_like(getattr(stats, name), tensors[name], name))
-    bins = _within(tensors["moments.bins"].long(), PAIR_GRID.size)
-    kept = torch.empty(FOLDS, len(MOMENTS), len(bins), dtype=torch.float64)
-    stats.moments[:, :, bins] = _like(kept, tensors["moments"], "moments")
-    for name in _BESIDE:
-        if (own := getattr(stats, name)) is not None:
-            own[:, :, bins] = _like(kept, tensors[name], name)
+    cells, shape = _cells(tensors)
+    for name, own in _moments_of(stats):
+        _rows(own)[cells] = _rows(_like(torch.empty(shape, dtype=torch.float64), tensors[name], name))
     if stats.channel_moments is not None:
-        own = _within(tensors["channel_moments.cells"].long(), stats.channel_moments[0].numel())
-        kept = torch.empty(len(MOMENTS), len(own), dtype=torch.float64)
-        stats.channel_moments.flatten(1)[:, own] = _like(kept, tensors["channel_moments"], "channel_moments")
+        cells = _within(tensors["channel_moments.cells"].long(), stats.channel_moments[0].numel())
+        kept = torch.empty(len(MOMENTS), len(cells), dtype=torch.float64)
+        stats.channel_moments.flatten(1)[:, cells] = _like(kept, tensors["channel_moments"], "channel_moments")
     cells = _within(tensors["density.cells"].long(), stats.density.numel())
     stats.density.view(-1)[cells] = _like(torch.empty(len(cells), dtype=torch.int64), tensors["density"], "density")
     places = _within(tensors["pairs.places"].long(), stats.pairs.key.numel())
@@ -83,35 +77,53 @@ def unpacked(
         width = stats.tokens.x.shape[1]
         setattr(stats, name, _token_sample(width, capacity, name, tensors))
     stats.sources = sources
-    _check(stats)
+    _check(stats, tensors)
     return stats
 
 
-def _check(stats: PairStats) -> None:
+def _moments_of(stats: PairStats) -> list[tuple[str, Tensor]]:
+    """Name the moments by fold and bin that there are."""
+    every = [(name, getattr(stats, name)) for name in ("moments", "gamma_moments", "diagonal_moments")]
+    return [(name, own) for name, own in every if own is not None]
+
+
+def _rows(moments: Tensor) -> Tensor:
+    """Lay moments out with a row for each fold and bin: ``(folds · bins, 6)``, without a copy of those in memory."""
+    return moments.mT.reshape(-1, len(MOMENTS))
+
+
+def _cells(tensors: Mapping[str, Tensor]) -> tuple[Tensor, tuple[int, ...]]:
+    """Return which folds and bins a file holds moments of, fold · bins + bin each, and the shape of the moments."""
+    if "moments.bins" in tensors:  # of captures of format version 4: every fold of a bin
+        bins = _within(tensors["moments.bins"].long(), PAIR_GRID.size)
+        folds = torch.arange(FOLDS)[:, None] * PAIR_GRID.size
+        return (folds + bins).flatten(), (FOLDS, len(MOMENTS), len(bins))
+    cells = _within(tensors["moments.cells"].long(), FOLDS * PAIR_GRID.size)
+    return cells, (len(MOMENTS), len(cells))
+
+
+def _check(stats: PairStats, tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError where there is something that no finite pairs leave, and that a fit or a figure trips over."""
-    n = stats.moments[:, :1]
+    moments = _rows(tensors["moments"])
+    n = moments[:, :1]
     if not bool((n.ge(0) & n.eq(n.floor())).all()) or not float(n.sum()) <= _MOST:
         raise ValueError("its counts of pairs are no counts")
-    if not bool((stats.moments.abs() <= n * _LARGEST_SQUARE).all()):
+    if not bool((moments.abs() <= n * _LARGEST_SQUARE).all()):
         raise ValueError("its sums are not finite, or larger than those of so many pairs")
-    if stats.diagonal_moments is not None and not bool(torch.isfinite(stats.diagonal_moments).all()):
-        raise ValueError("its sums of the Jacobian's diagonal are not finite")
     for name in _COUNTS:
-        if bool((getattr(stats, name) < 0).any()):
+        if bool((tensors[name] < 0).any()):
             raise ValueError(f"{name} holds negative counts")
-    if not bool((stats.pairs.channel.ge(0) & stats.pairs.channel.lt(stats.channels)).all()):
+    channel = tensors["pairs.channel"]
+    if not bool((channel.ge(0) & channel.lt(stats.channels)).all()):
         raise ValueError("its pairs name channels that do not exist")
     if any(bool((own.position < 0).any()) for own in (stats.tokens, stats.largest)):
         raise ValueError("its tokens name places that do not exist")
-    drawn = {name: getattr(stats, name) for name in _DENSE}
-    for name in ("pairs", "tokens", "largest"):
-        sample = getattr(stats, name)
-        drawn |= {f"{name}.{f.name}": getattr(sample, f.name) for f in fields(sample)}
     low, high = stats.channel_extremes
     untouched = low.isposinf() & high.isneginf() & (stats.channel_sums == 0).all(0)  # until the first token comes
-    if stats.grouped or not stats.n_pairs:  # a group's tokens come without the others'
-        drawn["channel_extremes"] = stats.channel_extremes[:, ~untouched]
-    for name, values in drawn.items():
+    finite = {name: own for name, own in tensors.items() if name.startswith(_FINITE)}
+    if stats.grouped or not n.any():  # a group's tokens come without the others'
+        finite["channel_extremes"] = stats.channel_extremes[:, ~untouched]
+    for name, values in finite.items():
         if not bool(torch.isfinite(values).all()):
             raise ValueError(f"{name} is not finite")
 

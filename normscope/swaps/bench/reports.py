@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
+
+from normscope.runtime.records import Record
 
 Way = Literal["eager", "compile", "fused", "compile + fused"]
 Scope = Literal["norm", "model"]
@@ -20,7 +21,7 @@ SOURCE = "arXiv 2503.10622, one H100"
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Record):
     """What is timed.
 
     Attributes:
@@ -84,13 +85,9 @@ class Timing(Case):
     compile_seconds: float | None = None
     note: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return a row of JSON, its samples as a list."""
-        return {**dataclasses.asdict(self), "shape": list(self.shape), "samples": list(self.samples)}
-
 
 @dataclass(frozen=True)
-class BenchReport:
+class BenchReport(Record):
     """How fast a network is with each point-wise function in the place of its norms.
 
     Attributes:
@@ -104,11 +101,6 @@ class BenchReport:
     device: str
     rows: tuple[Timing, ...]
     left_out: tuple[str, ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return what JSON holds."""
-        rows = [row.as_dict() for row in self.rows]
-        return {**dataclasses.asdict(self), "rows": rows, "left_out": list(self.left_out)}
 
 
 @dataclass(frozen=True)
@@ -144,7 +136,7 @@ PUBLISHED = (
 
 
 @dataclass(frozen=True)
-class PublishedReport:
+class PublishedReport(Record):
     """Ours beside what was published, never one for the other.
 
     Attributes:
@@ -164,7 +156,3 @@ class PublishedReport:
     notes: tuple[str, ...] = ()
     published: tuple[Latency, ...] = PUBLISHED
     source: str = SOURCE
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return what JSON holds."""
-        return dataclasses.asdict(self)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from normscope.errors import UsageError
+from normscope.runtime.records import Record
 
 OUTPUT, END = "output", "end of trajectory"
 Swapped = Literal["all", "one", "cumulative"]
@@ -58,7 +59,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 
 @dataclass(frozen=True)
-class Drift:
+class Drift(Record):
     """How far one place of a network moved when something else took the place of some of its norms.
 
     An input whose swapped values are not finite counts as the worst in the order of the quantiles: infinitely far,
@@ -106,19 +107,9 @@ class Drift:
     answers: int | None = None
     frames: Quantiles | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON takes it: what is no finite number is None."""
-        return {name: _finite(value) for name, value in asdict(self).items()}
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _finite(own) for name, own in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
 
 @dataclass(frozen=True)
-class DriftReport:
+class DriftReport(Record):
     """What one swap did to a network's outputs.
 
     Attributes:
@@ -182,11 +173,6 @@ class DriftReport:
         return sorted(self.sites, key=known.__getitem__)[:number]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON takes it."""
-        return {
-            **self.about,
-            "func": self.func,
-            "init": self.init,
-            "sites": list(self.sites),
-            "rows": [row.as_dict() for row in self.rows],
-        }
+        """Return what JSON holds, with what was told of the network at its top level."""
+        document = super().as_dict()
+        return {**document.pop("about"), **document}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
+
+from normscope.runtime.records import Record, as_json
 
 START, SITES, BLOCKS, WHOLE = "start", "sites", "blocks", "whole"
 
@@ -30,7 +32,7 @@ class TrainingInterval:
 
 
 @dataclass(frozen=True)
-class HealReport:
+class HealReport(Record):
     """What a healing did: relative L2 at the output against the original, in quantiles over samples.
 
     Attributes:
@@ -83,22 +85,9 @@ class HealReport:
         return 1 - left / start if start else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON takes it; a drift that was not finite is None."""
-
-        def finite(quantiles: Mapping[str, float]) -> dict[str, float | None]:
-            return {name: value if math.isfinite(value) else None for name, value in quantiles.items()}
-
-        closed = self.closed
-        return {
-            "before": finite(self.before),
-            "after": finite(self.after),
-            "closed": closed if math.isfinite(closed) else None,
-            "restored": self.restored,
-            "stages": {stage: finite(own) for stage, own in self.drifts.items() if stage != START},
-            "steps": self.steps,
-            "n_learned": self.n_learned,
-            "n_judged": self.n_judged,
-            "n_held_out": self.n_held_out,
-            "left_out": self.left_out,
-            "points": [asdict(point) for point in self.points],
-        }
+        """Return what JSON holds; a drift that was not finite is None."""
+        document = super().as_dict()
+        stages, points = document.pop("drifts"), document.pop("points")
+        del stages[START]
+        of_all = {"before": self.before, "after": self.after, "closed": self.closed, "restored": self.restored}
+        return {**as_json(of_all), "stages": stages, **document, "points": points}

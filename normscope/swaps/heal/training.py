@@ -209,7 +209,7 @@ def check_asked(path: Path, asked: Mapping[str, Any]) -> None:
     """
     if not path.exists():
         return
-    header, _ = read_checked(path, _FORMAT, _VERSION, _AGAIN)
+    header, _ = read_checked(path, _FORMAT, (_VERSION,), _AGAIN)
     for name, before, value in _differing(header.get(_ASKED), asked):
         raise _of_another(path, f"its {name} is {before!r:.60}, not {value!r:.60}")
 
@@ -223,7 +223,7 @@ def load_checkpoint(path: Path, settings: Mapping[str, Any], parameters: Mapping
     """
     if not path.exists():
         return None
-    header, tensors = read_checked(path, _FORMAT, _VERSION, _AGAIN)
+    header, tensors = read_checked(path, _FORMAT, (_VERSION,), _AGAIN)
     check_settings(path, header.get("settings"), settings)
     try:
         course = Course.of(header["course"], _stored_moments(tensors, parameters))

@@ -411,7 +411,7 @@ def test_a_checkpoint_that_a_full_disk_does_not_take_is_told(networks, tmp_path,
 def test_a_checkpoint_without_a_drift_is_damaged(networks, tmp_path, spoil):
     path = tmp_path / "at.safetensors"
     normscope.heal(networks[0], copy.deepcopy(networks[1]), LEARN, HELD_OUT, steps=6, checkpoint=path)
-    header, tensors = read_checked(path, "normscope-healing", 3)
+    header, tensors = read_checked(path, "normscope-healing", (3,))
     spoil(header["course"]["drifts"])
     write_checked(path, header, tensors)
     with pytest.raises(DataError, match="is damaged"):
