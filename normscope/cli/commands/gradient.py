@@ -56,11 +56,11 @@ def gradient(
     from normscope.figures.gradient import plot_gradient
     from normscope.figures.scurves import save
     from normscope.figures.style import style_named
-    from normscope.fits.fit import carried_out, planned
+    from normscope.fits.fit import check_fit, fit
     from normscope.fits.views.gradient import gradient as views_of
     from normscope.tables.gradient import constants_table, jacobians_table
 
-    plan = planned(func)
+    check_fit(func)
     style_named(style)
     check_sources(names, run)
     check_by(by, names)
@@ -69,7 +69,7 @@ def gradient(
     seen, views = [], []
     figures: list[dict[str, Any]] = []
     for capture in captures([(name, run) for name in names], layers, say, by, diagonal=True):
-        fits = carried_out(plan, capture)
+        fits = fit(capture, func)
         own = views_of(capture, fits)
         say.result("{model} · {weights} · {data}".format(**capture.about))
         say.result(jacobians_table(own))

@@ -63,9 +63,9 @@ def plot(
     say = Output(as_json, quiet, as_csv=as_csv)
     names = named_or_embedded(models, say)
     suffix = figure_suffix(output, figure_format, names, by)
-    from normscope.fits.fit import carried_out, planned
+    from normscope.fits.fit import check_fit, fit
 
-    plan = planned(func)
+    check_fit(func)
 
     from normscope.figures.overview import overview
     from normscope.figures.scurves import plot as draw
@@ -81,7 +81,7 @@ def plot(
     figures: list[dict[str, Any]] = []
     seen, fits = [], []
     for capture in captures([(name, run) for name in names], layers, say, by):
-        fitted = carried_out(plan, capture)
+        fitted = fit(capture, func)
         figure = draw(capture, fitted, color=rows, style=style)
         taken = [entry["file"] for entry in figures]
         path = save(figure, figure_path(output, suffix, figure_title(capture), _VIEW, taken), capture, dpi)

@@ -19,7 +19,7 @@ from torch import Tensor
 from normscope.fits.curve_fit import Interval
 from normscope.fits.curves.known import CURVES, FREE, Curve
 from normscope.fits.solving.nodes import Nodes, Problems, nodes_of
-from normscope.fits.solving.objective import Constraints, Solutions
+from normscope.fits.solving.objective import Parametrization, Solutions
 from normscope.fits.solving.refits import interval
 from normscope.fits.solving.solve import roughly
 
@@ -149,10 +149,10 @@ def best_held_out(problems: Problems, of_curves: Tensor, unbounded: Sequence[boo
 
 def _without_folds(problems: Problems) -> Iterator[tuple[Curve, Solutions]]:
     """Fit every curve of the set to all pairs but those of one fold: ``problems · folds`` fits each."""
-    curves = [(curve, Constraints()) for curve in CURVES.values() if not curve.shifted]
-    for curve, constraints in [*curves, *((CURVES[name], Constraints(shifted=True)) for name in _SHIFTED)]:
-        odd = curve.zero_centred and not constraints.shifted
-        yield curve, roughly(problems.rough_without_folds(odd=odd), problems.coarse(odd=odd), curve, constraints)
+    forms = [(curve, Parametrization()) for curve in CURVES.values() if not curve.shifted]
+    for curve, form in [*forms, *((CURVES[name], Parametrization(shift=True)) for name in _SHIFTED)]:
+        coarse = form.objective(problems.coarse(odd=form.odd(curve)), curve, problems.levels)
+        yield curve, roughly(coarse, problems.rough_without_folds(odd=form.odd(curve)))
 
 
 def _chosen(

@@ -20,26 +20,6 @@ _LARGEST_SLOPE = 1e12  # in place of the infinite slope that some curves have at
 
 
 @dataclass(frozen=True)
-class Constraints:
-    """What of A, α and s is not searched.
-
-    Attributes:
-        amplitude: A of each problem, float64 ``(problems,)``; None where it is free.
-        alpha: α of all; None where it is free.
-        shifted: whether s is free; otherwise it is zero.
-    """
-
-    amplitude: Tensor | None = None
-    alpha: float | None = None
-    shifted: bool = False
-
-    def of(self, problems: Tensor) -> Constraints:
-        """Return those of some of the problems, by their numbers."""
-        amplitude = None if self.amplitude is None else self.amplitude.index_select(0, problems)
-        return Constraints(amplitude, self.alpha, self.shifted)
-
-
-@dataclass(frozen=True)
 class Solutions:
     """A, α and s of least squared error, each ``(problems,)``.
 
@@ -80,8 +60,8 @@ def joined_solutions(parts: Sequence[Solutions]) -> Solutions:
 
 
 @dataclass(frozen=True)
-class Point:
-    """What an objective is at one theta a problem.
+class Evaluation:
+    """An objective at one theta a problem.
 
     Attributes:
         theta: log α and s, ``(problems, 2)``.
@@ -95,18 +75,18 @@ class Point:
     residual: Tensor
     gradient: Tensor
 
-    def of(self, problems: Tensor) -> Point:
-        return Point(*(values[problems] for values in vars(self).values()))
+    def of(self, problems: Tensor) -> Evaluation:
+        return Evaluation(*(values[problems] for values in vars(self).values()))
 
-    def where(self, here: Tensor, other: Point) -> Point:
-        """Take this point for some of the problems, bool ``(problems,)``, and another for the rest."""
+    def where(self, here: Tensor, other: Evaluation) -> Evaluation:
+        """This evaluation at some of the problems, bool ``(problems,)``, and another at the rest."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Point(*(torch.where(here.view(-1, *[1] * (own.ndim - 1)), own, its) for own, its in pairs))
+        return Evaluation(*(torch.where(here.view(-1, *[1] * (a.ndim - 1)), a, b) for a, b in pairs))
 
-    def put(self, problems: Tensor, other: Point) -> None:
-        """Replace this point by another at some of the problems, by their numbers."""
-        for own, its in zip(vars(self).values(), vars(other).values(), strict=True):
-            own[problems] = its
+    def put(self, problems: Tensor, other: Evaluation) -> None:
+        """Replace the values at some of the problems, by their numbers, in place."""
+        for values, others in zip(vars(self).values(), vars(other).values(), strict=True):
+            values[problems] = others
 
     def solutions(self, only_power: Tensor, converged: Tensor) -> Solutions:
         alpha, shift = self.theta[:, 0].exp(), self.theta[:, 1]
@@ -120,23 +100,27 @@ class Objective:
     Attributes:
         nodes: the problems.
         curve: f.
-        constraints: what is not searched.
+        fixed_amplitude: A of each problem, float64 ``(problems,)``; None where it is free.
+        fixed_alpha: α of all; None where it is free.
+        shifted: whether s is free; otherwise it is zero.
     """
 
     nodes: Nodes
     curve: Curve
-    constraints: Constraints
+    fixed_amplitude: Tensor | None = None
+    fixed_alpha: float | None = None
+    shifted: bool = False
 
     @functools.cached_property
     def alpha(self) -> float | None:
         """α where it is not searched: given, or without any effect."""
-        given = self.constraints.alpha
-        return 1.0 if given is None and power_law_until(self.curve) == math.inf else given
+        without_effect = self.fixed_alpha is None and power_law_until(self.curve) == math.inf
+        return 1.0 if without_effect else self.fixed_alpha
 
     @property
     def free(self) -> list[int]:
         """Which columns of theta are searched."""
-        return [column for column, is_free in enumerate((self.alpha is None, self.constraints.shifted)) if is_free]
+        return [column for column, is_free in enumerate((self.alpha is None, self.shifted)) if is_free]
 
     @property
     def rugged(self) -> bool:
@@ -156,7 +140,7 @@ class Objective:
     @property
     def may_be_only_power(self) -> bool:
         """Whether A and α go over into one number, A·α^p, in the limit α → 0."""
-        free = self.constraints.amplitude is None and self.constraints.alpha is None
+        free = self.fixed_amplitude is None and self.fixed_alpha is None
         powered = self.curve.zero_centred and math.isfinite(self.curve.power_at_origin)
         return free and powered and not self.curve.amplitude_is_inverse_scale
 
@@ -166,15 +150,22 @@ class Objective:
         return dot(self.nodes.weight * self.nodes.y, self.nodes.y)
 
     def of(self, problems: Tensor) -> Objective:
-        return Objective(self.nodes.of(problems), self.curve, self.constraints.of(problems))
+        """The objective of some of the problems, by their numbers, as often as they are named."""
+        amplitude = None if self.fixed_amplitude is None else self.fixed_amplitude.index_select(0, problems)
+        return replace(self, nodes=self.nodes.of(problems), fixed_amplitude=amplitude)
+
+    def on(self, nodes: Nodes) -> Objective:
+        """The objective on other nodes: so many variants of the first problem, as many of the next, and so on."""
+        amplitude, variants = self.fixed_amplitude, len(nodes) // len(self.nodes)
+        amplitude = None if amplitude is None else amplitude.repeat_interleave(variants)
+        return replace(self, nodes=nodes, fixed_amplitude=amplitude)
 
     def amplitude(self, products: Tensor, squares: Tensor, alpha: Tensor) -> Tensor:
         """A: given, bound to α, or the best one, of Σ w·f·y, Σ w·f² and α, each ``(problems, …)``."""
         if self.curve.amplitude_is_inverse_scale:
             return 1 / alpha
-        if self.constraints.amplitude is not None:
-            given = self.constraints.amplitude
-            return given.reshape(-1, *[1] * (alpha.ndim - 1)).expand(alpha.shape)
+        if self.fixed_amplitude is not None:
+            return self.fixed_amplitude.reshape(-1, *[1] * (alpha.ndim - 1)).expand(alpha.shape)
         return products / torch.where(squares > 0, squares, torch.inf)
 
     def errors(self, theta: Tensor) -> Tensor:
@@ -186,7 +177,7 @@ class Objective:
         amplitude = self.amplitude(products, squares, alpha)
         return self.explainable[:, None] - amplitude * (2 * products - amplitude * squares)
 
-    def at(self, theta: Tensor) -> Point:
+    def at(self, theta: Tensor) -> Evaluation:
         """Squared error over all pairs, and its gradient, at one theta a problem, ``(problems, 2)``."""
         alpha, x, y = theta[:, 0].exp(), self.nodes.x, self.nodes.y
         scaled = alpha[:, None] * x
@@ -202,7 +193,7 @@ class Objective:
         gradient = -2 * amplitude[:, None] * torch.stack([dot(moved, scaled), moved.sum(-1)], -1)
         if self.curve.amplitude_is_inverse_scale:
             gradient[:, 0] += 2 * amplitude * dot(weighted, values)
-        return Point(theta, amplitude, residual, gradient)
+        return Evaluation(theta, amplitude, residual, gradient)
 
 
 @functools.lru_cache
@@ -300,19 +291,27 @@ class Parametrization:
         """Whether s of a curve is fitted."""
         return not self.theory and (curve.shifted if self.shift is None else self.shift)
 
-    def constraints(self, curve: Curve, levels: Sequence[Level]) -> Constraints:
-        """Return what is not searched at some levels."""
-        amplitude = torch.tensor([level.bound / (curve.limit or 1) for level in levels], dtype=torch.float64)
-        return Constraints(amplitude if self.needs_bound else None, self.alpha, self.shifted(curve))
+    def odd(self, curve: Curve) -> bool:
+        """Whether A·f(αx + s) is odd in x."""
+        return curve.zero_centred and not self.shifted(curve)
+
+    def objective(self, nodes: Nodes, curve: Curve, levels: Sequence[Level]) -> Objective:
+        """Squared error of a curve on the nodes of some levels, with what is not searched held fixed."""
+        amplitude = self._amplitude(curve, levels) if self.needs_bound else None
+        return Objective(nodes, curve, amplitude, self.alpha, self.shifted(curve))
 
     def in_theory(self, curve: Curve, levels: Sequence[Level]) -> Solutions:
-        """Return A and α as they follow from the norm; the residual is left open."""
-        amplitude = torch.tensor([level.bound / (curve.limit or 1) for level in levels], dtype=torch.float64)
+        """A and α as they follow from the norm; the residual is left open."""
+        amplitude = self._amplitude(curve, levels)
         at_origin = float(curve.derivative(torch.zeros(1, dtype=torch.float64)))
         slope = torch.tensor([level.slope for level in levels], dtype=torch.float64)
         alpha = slope / (amplitude * at_origin)
-        none, fitted = torch.zeros_like(alpha), torch.zeros_like(alpha, dtype=torch.bool)
-        return Solutions(amplitude, alpha, none, torch.full_like(alpha, torch.nan), fitted, alpha.isfinite())
+        zero, never = torch.zeros_like(alpha), torch.zeros_like(alpha, dtype=torch.bool)
+        return Solutions(amplitude, alpha, zero, torch.full_like(alpha, torch.nan), never, alpha.isfinite())
+
+    def _amplitude(self, curve: Curve, levels: Sequence[Level]) -> Tensor:
+        """A with which the curve tends to the bound of |y|."""
+        return torch.tensor([level.bound / (curve.limit or 1) for level in levels], dtype=torch.float64)
 
     def parameters(self, curve: Curve) -> list[str]:
         """Name the free parameters of a curve.
@@ -339,6 +338,3 @@ class Parametrization:
             *([f"α = {self.alpha:g}"] if self.alpha is not None else []),
         ]
         return "; ".join(part for part in (", ".join(self.parameters(curve)), *given) if part)
-
-
-FITTED = Parametrization()

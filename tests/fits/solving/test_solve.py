@@ -12,7 +12,7 @@ from scipy.optimize import brentq, curve_fit, minimize_scalar
 
 from normscope.fits.curves.known import CURVES
 from normscope.fits.solving.nodes import joined, nodes_of
-from normscope.fits.solving.objective import Constraints, Objective, Parametrization
+from normscope.fits.solving.objective import Objective, Parametrization
 from normscope.fits.solving.solve import CLOSE, _descended, least_squares
 
 NUMPY = {"tanh": np.tanh, "isru": lambda u: u / np.hypot(1, u)}
@@ -152,11 +152,11 @@ def test_the_descent_ends_at_the_minimum_from_however_far_off_it_starts(moments_
     x, generator = heavy_tailed(5_000, 4)
     moments = moments_of(x, np.tanh(x) + 0.5 * generator.standard_normal(x.size))[None]
     nodes = nodes_of(moments, odd=True)
-    minimum = least_squares(nodes, nodes_of(joined(moments, 16), odd=True), CURVES[name]).alpha.log()
+    minimum = least_squares(Objective(nodes, CURVES[name]), nodes_of(joined(moments, 16), odd=True)).alpha.log()
     # Far below, every curve is a line, and far above a step: downhill leads back from as far as it can be felt.
     starts = minimum + torch.linspace(-4, 4, 33, dtype=torch.float64)
     every = torch.zeros(33, dtype=torch.long)
-    objective = Objective(nodes.of(every), CURVES[name], Constraints())
+    objective = Objective(nodes.of(every), CURVES[name])
     wide = torch.full((33,), 9.0, dtype=torch.float64)
     theta = _descended(objective, torch.stack([starts, torch.zeros(33)], -1), minimum - wide, minimum + wide, CLOSE)
     torch.testing.assert_close(theta[:, 0], minimum.expand(33), rtol=0, atol=1e-6)
@@ -175,7 +175,8 @@ def test_a_fit_evaluates_the_curve_a_few_times_at_all_nodes(moments_of, name):
 
     curve = CURVES[name]
     one = replace(curve, function=counted(curve.function), derivative=counted(curve.derivative))
-    torch.testing.assert_close(least_squares(nodes, coarse, one).alpha, least_squares(nodes, coarse, curve).alpha)
+    alphas = [least_squares(Objective(nodes, own), coarse).alpha for own in (one, curve)]
+    torch.testing.assert_close(*alphas)
     assert sum(sizes) < 35 * nodes.x.numel()
 
 
