@@ -78,12 +78,17 @@ class Ceiling:
     along_line: bool
 
 
-def ceilings(problems: Problems) -> list[Ceiling | None]:
+def ceilings(problems: Problems, diagonal: Problems | None = None) -> list[Ceiling | None]:
     """Held-out R² of the best function of x that was found at each problem.
 
     The functions are E[y|x] of all folds but one, piecewise linear between groups of bins, for eight least counts of
     pairs in a group and two ways to go on beyond the outermost; every built-in curve, fitted to those folds; and tanh,
-    isru and erf with a shift. Which of them predicts a fold, the held-out errors of the other folds tell.
+    isru and erf with a shift. The one that predicts a fold is chosen by the held-out errors of the other folds.
+
+    Args:
+        problems: of pairs (x, y).
+        diagonal: of pairs (x, ∂y_i/∂x_i), the same and in the same order, to predict those in place of y: by their own
+            mean at x, and by the derivatives of the curves fitted to y.
 
     Returns:
         For each problem a ceiling, or None where fewer than two folds hold pairs, where y does not vary, or where x or
@@ -91,30 +96,17 @@ def ceilings(problems: Problems) -> list[Ceiling | None]:
     """
     if not problems.occupied.any():
         return [None] * len(problems)
-    held = problems.of_folds()
-    found = [(curve, others.predicted(curve, held.x)) for curve, others in _without_folds(problems)]
-    errors = torch.stack([held.residual(predicted).view(len(problems), -1) for _, predicted in found])
-    return best_held_out(problems, errors, [not curve.bounded for curve, _ in found])
-
-
-def ceilings_of_diagonal(diagonal: Problems, problems: Problems) -> list[Ceiling | None]:
-    """Held-out R² of the best function of x that was found for the diagonal of a norm's Jacobian.
-
-    The functions are E[∂y_i/∂x_i | x], as in :func:`ceilings`, and the derivatives of the same curves, fitted to the y
-    of the other folds.
-
-    Args:
-        diagonal: of pairs (x, ∂y_i/∂x_i).
-        problems: of the same pairs (x, y), in the same order.
-    """
-    if not problems.occupied.any():
-        return [None] * len(problems)
-    held = diagonal.of_folds()
-    slopes = [
-        others.derivative(curve, held.x).where(held.weight > 0, 0.0) for curve, others in _without_folds(problems)
-    ]
-    errors = torch.stack([held.residual(slope).view(len(problems), -1) for slope in slopes])
-    return best_held_out(diagonal, errors, [False] * len(slopes))
+    predicted = problems if diagonal is None else diagonal
+    held = predicted.of_folds()
+    errors, unbounded = [], []
+    for curve, others in _without_folds(problems):
+        if diagonal is None:
+            values = others.predicted(curve, held.x)
+        else:
+            values = others.derivative(curve, held.x).where(held.weight > 0, 0.0)
+        errors.append(held.residual(values).view(len(problems), -1))
+        unbounded.append(diagonal is None and not curve.bounded)
+    return best_held_out(predicted, torch.stack(errors), unbounded)
 
 
 def best_held_out(problems: Problems, of_curves: Tensor, unbounded: Sequence[bool]) -> list[Ceiling | None]:

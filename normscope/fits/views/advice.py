@@ -6,7 +6,7 @@ import math
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from normscope.fits.curve_fit import CurveFit
@@ -54,10 +54,6 @@ class StartingValue:
     value: float
     least: float
     most: float
-
-    def as_dict(self) -> dict[str, float]:
-        """Return its numbers by their names."""
-        return {"value": self.value, "least": self.least, "most": self.most}
 
 
 @dataclass(frozen=True)
@@ -122,7 +118,7 @@ class Advice:
             "model": self.model,
             "kind": self.kind,
             "func": self.curve,
-            **{name: start.as_dict() if start else None for name, start in starts.items()},
+            **{name: asdict(start) if start else None for name, start in starts.items()},
             "C": self.C,
             "sites": self.sites,
             "left_out": {"straight": self.straight, "not_converged": self.not_converged, "nothing": self.nothing},

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curve_fit import CurveFit, as_json
 from normscope.fits.fit import fit
 from normscope.fits.solving.levels import CONSTANT_OUTPUT
 from normscope.pairs.captures import Capture
@@ -243,8 +243,7 @@ class NormCard:
             whole["scale"]["spread"] = self.scale.spread
         if self.tails is not None:
             whole["tails"]["ratio"] = self.tails.ratio
-        found: dict[str, Any] = _plain(whole)
-        return found
+        return as_json(whole)
 
 
 def norm_cards(capture: Capture) -> list[NormCard]:
@@ -348,12 +347,3 @@ def _holds_to(site: NormSite, sigma: float) -> float:
 def _bound(site: NormSite) -> float:
     """Return the σ that eps, a bound of ‖x‖, stands for."""
     return site.eps / math.sqrt(site.d)
-
-
-def _plain(value: Any) -> Any:
-    """Replace numbers that are none by None, and tuples by lists, all the way down."""
-    if isinstance(value, dict):
-        return {key: _plain(own) for key, own in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(own) for own in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from normscope.fits.curve_fit import as_json
 from normscope.pairs.norms.formulas import Form
 
 
@@ -66,8 +67,8 @@ def jacobians(form: Form, rows: Tensor, eps: float) -> Jacobians:
     crossed = c / d * z.sum(1, keepdim=True) - z
     within = 1 - c / d + 2 * pull * crossed + pull.square() * z.square().sum(1, keepdim=True)
     about = x - x.mean(1, keepdim=True) if form.about_mean else x
-    own = about.square() * (d / (d - 1) if form.about_mean else 1)
-    rest = (about.square().sum(1, keepdim=True) - own).clamp_min(0)
+    share = about.square() * (d / (d - 1) if form.about_mean else 1)
+    rest = (about.square().sum(1, keepdim=True) - share).clamp_min(0)
     return Jacobians(
         diagonal=form.diagonal(x, eps),
         rows=within.clamp_min(0) * rstd.square(),
@@ -93,10 +94,9 @@ class Spread:
         """p84/p16: 1 of a constant."""
         return self.p84 / self.p16 if self.p16 > 0 else math.nan
 
-    def as_dict(self) -> dict[str, float | None]:
+    def as_dict(self) -> dict[str, Any]:
         """Return what ``--json`` prints; a number that is none becomes None."""
-        values = {"p16": self.p16, "p50": self.p50, "p84": self.p84, "ratio": self.ratio}
-        return {name: finite_or_none(value) for name, value in values.items()}
+        return as_json({**vars(self), "ratio": self.ratio})
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Constants:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
-        spreads = {"scale": self.scale.as_dict(), "others": self.others.as_dict(), "C": self.C.as_dict()}
+        spreads = {name: getattr(self, name).as_dict() for name in ("scale", "others", "C")}
         return {"n_pairs": self.n_pairs, **spreads, "steadier": self.steadier}
 
 
@@ -153,15 +153,6 @@ def constants_by_part(x: Tensor, y: Tensor, jacobians: Jacobians, tail: float) -
         part: Constants(int(inside.sum()), *(_spread(value[inside]) for value in values))
         for part, inside in parts.items()
     }
-
-
-def finite_or_none(value: float) -> float | None:
-    """Turn what JSON has no number for into None.
-
-    >>> finite_or_none(1.5), finite_or_none(math.nan)
-    (1.5, None)
-    """
-    return value if math.isfinite(value) else None
 
 
 def _spread(values: Tensor) -> Spread:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curve_fit import CurveFit, as_json
 from normscope.fits.curves.known import FREE
 from normscope.pairs.captures import Capture
 from normscope.pairs.sums.magnitudes import of_tokens
@@ -109,16 +109,10 @@ class TokenSlopes:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what ``normscope fit --per token --json`` prints; a number that is none becomes None."""
-        numbers = {
-            **{f"slope_{100 * share:g}": slope for share, slope in self.slopes.items()},
-            "ratio": self.ratio,
-            "largest_error": self.largest_error,
-        }
         about = ("model", "weights", "data", "site", "n_tokens", "drawn")
-        return {
-            **{name: getattr(self, name) for name in about},
-            **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
-        }
+        slopes = {f"slope_{100 * share:g}": slope for share, slope in self.slopes.items()}
+        ratios = {"ratio": self.ratio, "largest_error": self.largest_error}
+        return as_json({**{name: getattr(self, name) for name in about}, **slopes, **ratios})
 
 
 def token_slopes(capture: Capture) -> list[TokenSlopes]:
