@@ -165,7 +165,7 @@ class CurveFit:
         return self.amplitude * self.alpha * self.function.derivative(self.alpha * x.double() + self.shift)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what ``normscope fit --json`` prints; a number that is none becomes None."""
+        """The columns of ``normscope fit --json``; a number that is none becomes None."""
         row = {_COLUMNS.get(name, name): getattr(self, name) for name in _ATTRIBUTES}
         return as_json(row | dict.fromkeys(("A", "alpha", "shift", "C") if self.curve == FREE else ()))
 

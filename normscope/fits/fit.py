@@ -115,7 +115,7 @@ def _in_form(curves: Iterable[Curve], form: Parametrization) -> dict[str, Curve]
 
 
 def _about(level: Level, capture: Capture, weights_by: str) -> Attributes:
-    """What all fits of a level say of it."""
+    """Attributes that all fits of a level share."""
     return {
         **{name: capture.about[name] for name in ("model", "weights", "data")},
         **{name: getattr(level, name) for name in ("site", "sites", "channel")},

@@ -1,4 +1,4 @@
-"""How well a function of x alone can do, as far as the pairs tell: the ceiling, and E[y|x] as a curve.
+"""The ceiling, how well a function of x alone can do as far as the pairs tell, and E[y|x] as a curve.
 
 The ceiling is the held-out R² of the best function of x that was found, among one fixed set of them, whatever curves
 were asked for: an estimate of 1 − E[Var(y|x)]/Var(y) from below, and no bound.
@@ -61,10 +61,10 @@ def conditional_mean(
 
 @dataclass(frozen=True)
 class Ceiling:
-    """How well the best function of x that was found predicts pairs that it was neither made of nor chosen by.
+    """Held-out R² of the best function of x that was found: of pairs that it was neither made of nor chosen by.
 
     Attributes:
-        r2: of that prediction.
+        r2: the ceiling.
         interval: its 95 %, by a jackknife over the folds; None where it has none.
         r2_free: the same of E[y|x] alone, in groups of bins.
         least_count: number of pairs that a group of bins must hold for E[y|x] to predict best.
@@ -122,11 +122,11 @@ def best_held_out(problems: Problems, of_curves: Tensor, unbounded: Sequence[boo
     """
     handicaps = 1 + _HANDICAP * np.array([*(along_line for _, along_line in _WAYS), *unbounded])
     total, without = problems.nodes().total.tolist(), problems.without_folds().total.view(len(problems), -1).numpy()
-    found: list[Ceiling | None] = []
+    tops: list[Ceiling | None] = []
     for number, level in enumerate(problems.levels):
         folds = problems.occupied[number].nonzero()[:, 0]
         if len(folds) < 2 or problems.off_grid[number] or not total[number] > 0:
-            found.append(None)
+            tops.append(None)
             continue
         moments, counts = level.moments[folds], level.counts[folds]
         of_free = _errors(moments.numpy(), counts.numpy(), nodes_of(moments))
@@ -135,8 +135,8 @@ def best_held_out(problems: Problems, of_curves: Tensor, unbounded: Sequence[boo
         r2, bounds = _chosen(errors, handicaps, total[number], without[number][folds], pairs)
         r2_free, _ = _chosen(of_free, handicaps[: len(_WAYS)], total[number], without[number][folds], pairs)
         best = int((of_free.sum(1) * handicaps[: len(_WAYS)]).argmin())
-        found.append(Ceiling(r2, bounds, r2_free, *_WAYS[best]))
-    return found
+        tops.append(Ceiling(r2, bounds, r2_free, *_WAYS[best]))
+    return tops
 
 
 def _without_folds(problems: Problems) -> Iterator[tuple[Curve, Solutions]]:

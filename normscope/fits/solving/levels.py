@@ -64,12 +64,7 @@ def levels_of(
 ) -> list[Level]:
     """Levels of a capture, in the order of its sites.
 
-    Args:
-        capture: with ``by_gamma`` where pairs are weighted by it, and ``per_channel`` where channels are kept apart.
-        per: ``site``, or ``channel``.
-        pool: put sites together: of one ``placement``, of one ``kind`` (module paths that differ in numbers alone), or
-            ``all``; None for none.
-        weights_by: ``pairs`` alike, by ``gamma``², or evenly over ``x``.
+    The arguments are those of :func:`normscope.fit`.
 
     Raises:
         UsageError: if there is no such level, pool or weighting, or if they exclude one another.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -15,8 +16,16 @@ _MIRRORED = (1.0, -1.0, -1.0, 1.0, 1.0, 1.0)  # signs of n, Σx, Σy, Σx², Σx
 _ROUNDING = 1e-7  # of |x|: below it, what is left of the difference of two squares is no spread
 
 
+class Batched:
+    """A record of tensors with a row for each of several problems."""
+
+    def of(self, problems: Tensor) -> Self:
+        """The rows of some of the problems, by their numbers, as often as they are named."""
+        return type(self)(**{name: rows.index_select(0, problems) for name, rows in vars(self).items()})
+
+
 @dataclass(frozen=True)
-class Nodes:
+class Nodes(Batched):
     """Weighted points (x, y) that stand for all pairs of several least-squares problems, a row each.
 
     Rows are padded with points of weight zero.
@@ -36,7 +45,7 @@ class Nodes:
     total: Tensor
 
     def __len__(self) -> int:
-        """Return the number of problems."""
+        """Number of problems."""
         return len(self.x)
 
     def residual(self, predicted: Tensor) -> Tensor:
@@ -48,10 +57,6 @@ class Nodes:
         """The nodes without those at which no problem has pairs."""
         filled = (self.weight > 0).any(0)
         return Nodes(self.x[:, filled], self.y[:, filled], self.weight[:, filled], self.scatter[:, filled], self.total)
-
-    def of(self, problems: Tensor) -> Nodes:
-        """Return some of the problems, by their numbers, as often as they are named."""
-        return Nodes(**{f.name: getattr(self, f.name).index_select(0, problems) for f in fields(self)})
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
@@ -214,7 +219,7 @@ class Problems:
         self._counts = _stacked([level.counts for level in levels], width)
 
     def __len__(self) -> int:
-        """Return the number of problems."""
+        """Number of problems."""
         return len(self.levels)
 
     @functools.cached_property
@@ -276,7 +281,7 @@ class Problems:
 
     @property
     def _rougher(self) -> int:
-        """How many bins become one of the rough ones; those that need not be joined are not."""
+        """Number of bins that become one of the rough ones; those that need not be joined are not."""
         return self._bins_an_octave // _ROUGH_BINS_AN_OCTAVE if self._bins_an_octave == _BINS_AN_OCTAVE else 1
 
     def of_folds(self, *, odd: bool = False) -> Nodes:

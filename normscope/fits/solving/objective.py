@@ -1,11 +1,11 @@
-"""What is minimized: the squared error of y ≈ A·f(αx + s), and which of A, α and s are free."""
+"""The squared error of y ≈ A·f(αx + s), which is minimized, and the form of a fit: which of A, α and s are free."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,21 +13,20 @@ from torch import Tensor
 from normscope.errors import UsageError, unknown
 from normscope.fits.curves.known import CURVES, Curve
 from normscope.fits.solving.levels import Level
-from normscope.fits.solving.nodes import Nodes, dot
+from normscope.fits.solving.nodes import Batched, Nodes, dot
 
 _DEPARTS = 2e-4  # share by which a curve departs from its power law at the origin at the smallest α that is tried
 _LARGEST_SLOPE = 1e12  # in place of the infinite slope that some curves have at their origin
 
 
 @dataclass(frozen=True)
-class Solutions:
+class Solutions(Batched):
     """A, α and s of least squared error, each ``(problems,)``.
 
     Attributes:
         amplitude: A.
         alpha: α, positive.
         shift: s.
-        residual: Σ w (y − A·f(αx + s))² over all pairs.
         only_power: the curve's power law at its origin, A·α^p·|x|^p, fits as well, for most curves a straight line: A
             and α mean nothing by themselves, and only that law of least squares, which they make, does.
         converged: False where α ran into an end of its range, or where no α does better than another.
@@ -36,13 +35,8 @@ class Solutions:
     amplitude: Tensor
     alpha: Tensor
     shift: Tensor
-    residual: Tensor
     only_power: Tensor
     converged: Tensor
-
-    def of(self, problems: Tensor) -> Solutions:
-        """Return some of them, by their numbers, as often as they are named."""
-        return Solutions(**{f.name: getattr(self, f.name).index_select(0, problems) for f in fields(self)})
 
     def predicted(self, curve: Curve, x: Tensor) -> Tensor:
         """A·f(αx + s) at x, ``(problems, nodes)``."""
@@ -56,11 +50,11 @@ class Solutions:
 
 def joined_solutions(parts: Sequence[Solutions]) -> Solutions:
     """Put those of several batches one after the other."""
-    return Solutions(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Solutions)})
+    return Solutions(*(torch.cat(values) for values in zip(*(vars(part).values() for part in parts), strict=True)))
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Batched):
     """An objective at one theta a problem.
 
     Attributes:
@@ -75,9 +69,6 @@ class Evaluation:
     residual: Tensor
     gradient: Tensor
 
-    def of(self, problems: Tensor) -> Evaluation:
-        return Evaluation(*(values[problems] for values in vars(self).values()))
-
     def where(self, here: Tensor, other: Evaluation) -> Evaluation:
         """This evaluation at some of the problems, bool ``(problems,)``, and another at the rest."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
@@ -90,7 +81,7 @@ class Evaluation:
 
     def solutions(self, only_power: Tensor, converged: Tensor) -> Solutions:
         alpha, shift = self.theta[:, 0].exp(), self.theta[:, 1]
-        return Solutions(self.amplitude, alpha, shift, self.residual, only_power, converged)
+        return Solutions(self.amplitude, alpha, shift, only_power, converged)
 
 
 @dataclass(frozen=True)
@@ -119,7 +110,7 @@ class Objective:
 
     @property
     def free(self) -> list[int]:
-        """Which columns of theta are searched."""
+        """Columns of theta that are searched."""
         return [column for column, is_free in enumerate((self.alpha is None, self.shifted)) if is_free]
 
     @property
@@ -198,7 +189,7 @@ class Objective:
 
 @functools.lru_cache
 def power_law_until(curve: Curve) -> float:
-    """Return u up to which a curve is its power law at the origin, to 2e-4 of it; infinite for such a law itself.
+    """u up to which a curve is its power law at the origin, to 2e-4 of it; infinite for such a law itself.
 
     For most curves that law is the tangent.
 
@@ -225,7 +216,7 @@ AMPLITUDES = ("free", "theory")
 
 @dataclass(frozen=True)
 class Parametrization:
-    """Which parameters are free.
+    """The form of a fit: which parameters are free.
 
     Attributes:
         amplitude: ``free``; or ``theory``, where A·f tends to the bound of |y|, √d or √(d−1).
@@ -257,7 +248,7 @@ class Parametrization:
         return self.theory or self.amplitude == "theory"
 
     def refusal(self, curve: Curve) -> str | None:
-        """Say why a curve has no such form, if so."""
+        """Reason why a curve has no such form; None where it has."""
         if self.needs_bound and (curve.limit is None or curve.amplitude_is_inverse_scale):
             return (
                 f"{curve.name} is not bounded by an amplitude of its own, so that none follows from the bound of |y|."
@@ -274,7 +265,7 @@ class Parametrization:
         return None
 
     def called(self, curve: Curve) -> Curve:
-        """Return the curve under the name that it has in this form: erf with a shift is derf, and without one erf.
+        """The curve under the name that it has in this form: erf with a shift is derf, and without one erf.
 
         >>> from normscope.fits.curves.known import CURVES
         >>> Parametrization(shift=True).called(CURVES["erf"]).name
@@ -301,20 +292,20 @@ class Parametrization:
         return Objective(nodes, curve, amplitude, self.alpha, self.shifted(curve))
 
     def in_theory(self, curve: Curve, levels: Sequence[Level]) -> Solutions:
-        """A and α as they follow from the norm; the residual is left open."""
+        """A and α as they follow from the norm."""
         amplitude = self._amplitude(curve, levels)
         at_origin = float(curve.derivative(torch.zeros(1, dtype=torch.float64)))
         slope = torch.tensor([level.slope for level in levels], dtype=torch.float64)
         alpha = slope / (amplitude * at_origin)
         zero, never = torch.zeros_like(alpha), torch.zeros_like(alpha, dtype=torch.bool)
-        return Solutions(amplitude, alpha, zero, torch.full_like(alpha, torch.nan), never, alpha.isfinite())
+        return Solutions(amplitude, alpha, zero, never, alpha.isfinite())
 
     def _amplitude(self, curve: Curve, levels: Sequence[Level]) -> Tensor:
         """A with which the curve tends to the bound of |y|."""
         return torch.tensor([level.bound / (curve.limit or 1) for level in levels], dtype=torch.float64)
 
     def parameters(self, curve: Curve) -> list[str]:
-        """Name the free parameters of a curve.
+        """Names of the free parameters of a curve.
 
         >>> from normscope.fits.curves.known import CURVES
         >>> Parametrization().parameters(CURVES["derf"]), Parametrization().parameters(CURVES["linear"])
@@ -327,7 +318,7 @@ class Parametrization:
         ]
 
     def words(self, curve: Curve) -> str:
-        """Say what was fitted, and what was not.
+        """The form in words: what is fitted, and what is not.
 
         >>> from normscope.fits.curves.known import CURVES
         >>> Parametrization(amplitude="theory", shift=True).words(CURVES["tanh"])

@@ -87,8 +87,8 @@ def fitted(problems: Problems, curve: Curve, form: Parametrization) -> tuple[lis
     solutions = replace(solutions, converged=solutions.converged & ~problems.unresolved(solutions.alpha))
     u = solutions.alpha[:, None] * nodes.x + solutions.shift[:, None]
     errors = goodness(nodes, problems.tails, solutions.amplitude[:, None] * curve.function(u), _steepness(curve, u))
-    held_out, r2_cv = torch.zeros_like(problems.n_pairs), torch.full_like(solutions.alpha, torch.nan)
-    intervals: dict[str, Tensor] = {}
+    held_out, intervals = torch.zeros_like(problems.n_pairs), {}
+    r2_cv = torch.full_like(solutions.alpha, torch.nan)
     if problems.occupied.any():
         others = solutions.of(torch.arange(len(problems)).repeat_interleave(problems.folds))
         without, held = problems.without_folds(odd=odd), problems.of_folds(odd=odd)
@@ -109,17 +109,22 @@ def fitted(problems: Problems, curve: Curve, form: Parametrization) -> tuple[lis
         "r2_cv": r2_cv,
         **errors,
     }
-    shared: Attributes = {"curve": curve.name, "function": curve, "form": form.words(curve)}
-    shared["parameters"] = len(form.parameters(curve))
+    shared = {"curve": curve.name, "function": curve, "form": form.words(curve)}
+    rows = _rows(numbers, intervals, {**shared, "parameters": len(form.parameters(curve))})
+    return rows, held_out
+
+
+def _rows(numbers: dict[str, Tensor], intervals: dict[str, Tensor], shared: Attributes) -> list[Attributes]:
+    """Attributes of each problem's CurveFit, from columns of numbers."""
     columns = [values.tolist() for values in (*numbers.values(), *intervals.values())]
     rows = []
-    for row in zip(*columns, strict=True):
-        attributes = shared | dict(zip(numbers, row, strict=False))
-        attributes["r2_cv"] = None if math.isnan(attributes["r2_cv"]) else attributes["r2_cv"]
-        ends = zip(intervals, row[len(numbers) :], strict=True)
-        attributes["intervals"] = {name: tuple(pair) for name, pair in ends if all(map(math.isfinite, pair))}
-        rows.append(attributes)
-    return rows, held_out
+    for values in zip(*columns, strict=True):
+        row = {**shared, **dict(zip(numbers, values, strict=False))}
+        row["r2_cv"] = None if math.isnan(row["r2_cv"]) else row["r2_cv"]
+        ends = zip(intervals, values[len(numbers) :], strict=True)
+        row["intervals"] = {name: tuple(pair) for name, pair in ends if all(map(math.isfinite, pair))}
+        rows.append(row)
+    return rows
 
 
 def _steepness(curve: Curve, u: Tensor) -> Tensor:
@@ -225,4 +230,4 @@ def _solutions(fits: Sequence[CurveFit]) -> Solutions:
 
     amplitude, alpha, shift = (column(name).double() for name in ("amplitude", "alpha", "shift"))
     only_power = column("straight") | column("power_law")
-    return Solutions(amplitude, alpha, shift, torch.full_like(alpha, torch.nan), only_power, column("converged"))
+    return Solutions(amplitude, alpha, shift, only_power, column("converged"))

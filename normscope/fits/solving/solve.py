@@ -255,7 +255,7 @@ def _descended(objective: Objective, start: Tensor, low: Tensor, high: Tensor, c
 
 
 def _newton(objective: Objective, here: Evaluation, free: list[int], h: float) -> Tensor:
-    """Return Newton's step, downhill wherever the error bends: ``(problems, 2)``."""
+    """Newton's step, downhill wherever the error bends: ``(problems, 2)``."""
     step = torch.zeros_like(here.theta)
     beside = [objective.at(here.theta + h * torch.eye(2, dtype=torch.float64)[column]).gradient for column in free]
     bend = torch.stack([(gradient - here.gradient)[:, free] / h for gradient in beside], -1)
@@ -268,7 +268,7 @@ def _newton(objective: Objective, here: Evaluation, free: list[int], h: float) -
 
 
 def _solutions(objective: Objective, ended: Evaluation, low: Tensor, high: Tensor) -> Solutions:
-    """Say where A and α are not told apart, as the curve's limit for small α does as well, or for large α."""
+    """Solutions, marked where A and α are not told apart as the curve's limit for small or for large α does as well."""
     never = torch.zeros_like(low, dtype=torch.bool)
     finite = ended.amplitude.isfinite() & ended.residual.isfinite()
     if objective.alpha is not None:
@@ -291,7 +291,7 @@ def _with_centre_of(theta: Tensor, log_alpha: Tensor) -> Tensor:
 
 
 def _power_law(objective: Objective, ended: Evaluation, low: Tensor) -> Evaluation:
-    """Where the curve is its power law at the origin, the best that there is."""
+    """The best of the curve's power law at the origin."""
     if not objective.shifted:
         return objective.at(torch.stack([low, torch.zeros_like(low)], -1))
     if not (objective.curve.linear_at_origin and objective.curve.zero_centred):

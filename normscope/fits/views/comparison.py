@@ -1,4 +1,4 @@
-"""What changes from one capture to another: models, data, or the checkpoints of a training, site by site."""
+"""Differences of captures, site by site: of models, of data, or of the checkpoints of a training."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from normscope.errors import UsageError
 from normscope.fits.curve_fit import CurveFit, Interval
 from normscope.fits.curves.known import BEST, FREE, Curve
-from normscope.fits.curves.lookup import curves_named, split_names
-from normscope.fits.fit import fit
+from normscope.fits.curves.lookup import split_names
+from normscope.fits.fit import check_fit, fit
 from normscope.fits.solving.levels import Level, levels_of
 from normscope.fits.solving.nodes import nodes_of
 from normscope.fits.solving.refits import interval, student, without_folds
@@ -129,13 +129,13 @@ def ratio(
         whole, without = torch.tensor([value], dtype=torch.float64).log(), (second[name] / first[name]).log()
         low, high = (float(end.exp()) for end in interval(whole, without[None], first["pairs"][None]))
         return Ratio(value, (low, high) if math.isfinite(low + high) else None, paired=True)
-    errors = [_log_error(one.intervals.get(name), its) for one, its in zip((base, other), folds, strict=True)]
+    errors = [_log_error(one.intervals.get(name), number) for one, number in zip((base, other), folds, strict=True)]
     width = float(student(torch.tensor(min(folds)))) * math.hypot(*errors)
     return Ratio(value, (value * math.exp(-width), value * math.exp(width)) if math.isfinite(width) else None)
 
 
 def _log_error(interval: Interval | None, folds: int) -> float:
-    """Return the standard error of a number's logarithm; NaN where its interval is missing or holds zero."""
+    """Standard error of a number's logarithm; NaN where its interval is missing or holds zero."""
     if interval is None or interval[0] * interval[1] <= 0:
         return math.nan
     low, high = interval
@@ -179,17 +179,19 @@ class Compared:
         return None if self.r2_of_first is None else self.fit.r2 - self.r2_of_first
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a row of what ``normscope compare --json`` prints; a number that is none becomes None."""
+        """A row of ``normscope compare --json``; a number that is none becomes None."""
         fitted = self.fit.as_dict()
         row = {"capture": self.number, "counterpart": self.counterpart, "matched": self.matched, "d": self.d}
         row |= {name: fitted[name] for name in _FITTED}
         intervals = dict(fitted["intervals"])
-        for name, found in (("alpha_ratio", self.alpha), ("slope_ratio", self.slope)):
-            row[name] = found.value if found else None
-            row[f"{name}_in_noise"] = found.in_noise if found else None
-            if found and found.interval:
-                intervals[name] = list(found.interval)
-        row["paired"] = next((found.paired for found in (self.alpha, self.slope) if found and found.interval), None)
+        for name, over_first in (("alpha_ratio", self.alpha), ("slope_ratio", self.slope)):
+            row[name] = over_first.value if over_first else None
+            row[f"{name}_in_noise"] = over_first.in_noise if over_first else None
+            if over_first and over_first.interval:
+                intervals[name] = list(over_first.interval)
+        row["paired"] = next(
+            (over_first.paired for over_first in (self.alpha, self.slope) if over_first and over_first.interval), None
+        )
         return {**row, "r2_of_first": self.r2_of_first, "r2_lost": self.r2_lost, "intervals": intervals}
 
 
@@ -210,7 +212,7 @@ class Comparison:
     rows: Sequence[Compared] = field(repr=False)
 
     def unmatched(self) -> list[dict[str, Any]]:
-        """List every site that has no counterpart: its capture, its module path, and the capture that lacks one."""
+        """Every site that has no counterpart: its capture, its module path, and the capture that lacks one."""
         return [
             {"capture": capture, "site": site, "lacking_in": lacking}
             for number, one in enumerate(self.matches, 2)
@@ -254,14 +256,13 @@ def compare(captures: Sequence[Capture], curves: str | Sequence[str | Curve] = "
 
 
 def check_curves(curves: str | Sequence[str | Curve]) -> list[str | Curve]:
-    """Return the curves to compare, as :func:`normscope.fit` takes them; UsageError where there is none of a name."""
+    """The curves to compare, as :func:`normscope.fit` takes them; UsageError where there is none of a name."""
     names: list[str | Curve] = list(split_names(curves) if isinstance(curves, str) else curves)
-    words = [name.strip().lower() if isinstance(name, str) else "" for name in names]
-    if BEST in words:
+    if BEST in [name.strip().lower() for name in names if isinstance(name, str)]:
         raise UsageError(
             "The best curve may be another at every site, so that there would be nothing to compare; name curves."
         )
-    curves_named([name for name, word in zip(names, words, strict=True) if word != FREE])
+    check_fit(names)
     return names
 
 

@@ -85,7 +85,7 @@ class GradientView:
     constants: dict[str, Constants] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what ``normscope gradient --json`` prints; a number that is none becomes None."""
+        """The columns of ``normscope gradient --json``; a number that is none becomes None."""
         intervals = {f"r2_{name}": bounds for name, bounds in self.intervals.items()}
         constants = {part: of_part.as_dict() for part, of_part in self.constants.items()}
         return as_json({**vars(self), "intervals": intervals, "constants": constants})
@@ -137,7 +137,7 @@ def gradient(capture: Capture, fits: Sequence[CurveFit] = ()) -> list[GradientVi
 
 
 def drawn_jacobians(site: NormSite, stats: PairStats) -> DrawnJacobians | str:
-    """Return the Jacobians of a site's drawn tokens, or why there are none, as a clause without a full stop."""
+    """Jacobians of a site's drawn tokens, or why there are none, as a clause without a full stop."""
     if site.grouped:
         return "a token is a group, of which a capture keeps a part, and may be normalized by running statistics"
     if site.d < 2:

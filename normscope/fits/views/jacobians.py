@@ -16,7 +16,7 @@ from normscope.pairs.norms.formulas import Form
 
 @dataclass(frozen=True)
 class Jacobians:
-    """What the Jacobians of some tokens hold, in float64.
+    """Diagonals and norms of the Jacobians of some tokens, in float64.
 
     Attributes:
         diagonal: ∂y_i/∂x_i, ``(tokens, d)``.
@@ -45,7 +45,7 @@ class Jacobians:
 
 
 def jacobians(form: Form, rows: Tensor, eps: float) -> Jacobians:
-    """Take the Jacobian of each token, from what :meth:`normscope.pairs.norms.formulas.Form.jacobian` makes it of.
+    """Jacobians of some tokens, from what :meth:`normscope.pairs.norms.formulas.Form.jacobian` makes it of.
 
     Args:
         form: of the norm.
@@ -56,8 +56,8 @@ def jacobians(form: Form, rows: Tensor, eps: float) -> Jacobians:
         Their diagonals and norms.
 
     >>> from normscope.pairs.norms.formulas import FORMS, rms_norm
-    >>> found = jacobians(FORMS[rms_norm], torch.tensor([[3.0, 4.0, 0.0, 0.0]]), 0.0)
-    >>> [round(float(slope), 3) for slope in found.diagonal[0]]  # (1 − y²/d)/ρ, with ρ = 2.5
+    >>> taken = jacobians(FORMS[rms_norm], torch.tensor([[3.0, 4.0, 0.0, 0.0]]), 0.0)
+    >>> [round(float(slope), 3) for slope in taken.diagonal[0]]  # (1 − y²/d)/ρ, with ρ = 2.5
     [0.256, 0.144, 0.4, 0.4]
     """
     x = rows.double()
@@ -83,7 +83,7 @@ _ALIKE = 0.05  # two spreads that differ by less are called alike: they are over
 
 @dataclass(frozen=True)
 class Spread:
-    """Where two thirds of some positive numbers lie: their quantiles 0.16, 0.50 and 0.84; NaN of no numbers."""
+    """Quantiles 0.16, 0.50 and 0.84 of some positive numbers: two thirds lie between them. NaN of no numbers."""
 
     p16: float
     p50: float
@@ -95,13 +95,13 @@ class Spread:
         return self.p84 / self.p16 if self.p16 > 0 else math.nan
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what ``--json`` prints; a number that is none becomes None."""
+        """The columns of ``--json``; a number that is none becomes None."""
         return as_json({**vars(self), "ratio": self.ratio})
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What the curves' derivations hold constant, over some of the pairs of the uniformly drawn tokens.
+    """Spreads of what the curves' derivations hold constant, over some pairs of the uniformly drawn tokens.
 
     Attributes:
         n_pairs: number of pairs.
@@ -118,20 +118,20 @@ class Constants:
 
     @property
     def steadier(self) -> Literal["scale", "others"] | None:
-        """Which of ``scale`` and ``others`` has the smaller ratio; None where they differ by less than 5 %."""
+        """The one of ``scale`` and ``others`` of smaller ratio; None where they differ by less than 5 %."""
         scale, others = self.scale.ratio, self.others.ratio
         if not abs(math.log(scale / others)) > _ALIKE:
             return None
         return "scale" if scale < others else "others"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
+        """The columns of ``--json``."""
         spreads = {name: getattr(self, name).as_dict() for name in ("scale", "others", "C")}
         return {"n_pairs": self.n_pairs, **spreads, "steadier": self.steadier}
 
 
 def constants_by_part(x: Tensor, y: Tensor, jacobians: Jacobians, tail: float) -> dict[str, Constants]:
-    """Take the constants of all pairs of some tokens, of those of |x| up to ``tail``, and of those beyond.
+    """Constants of all pairs of some tokens, of those of |x| up to ``tail``, and of those beyond.
 
     Args:
         x: of the tokens, float64 ``(tokens, d)``.
