@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from normscope.errors import UsageError
 from normscope.fits.curve_fit import CurveFit
@@ -16,131 +17,9 @@ from normscope.fits.curves.lookup import curves_named, split_names
 from normscope.fits.solving.ceiling import Ceiling, ceilings, free
 from normscope.fits.solving.levels import Level, check_levels, levels_of
 from normscope.fits.solving.nodes import Problems, batches, goodness, nodes_of, tails
-from normscope.fits.solving.objective import FITTED, Parametrization
-from normscope.fits.solving.refits import Fitted, fitted, inside_noise
+from normscope.fits.solving.objective import Parametrization
+from normscope.fits.solving.refits import Attributes, fitted, inside_noise
 from normscope.pairs.captures import Capture
-
-Columns = dict[str, Any]
-_NUMBERS = ("amplitude", "alpha", "shift", "r2", "rmse")
-
-
-@dataclass(frozen=True)
-class Describe:
-    """What all records of one call of ``fit`` share."""
-
-    capture: Capture
-    form: Parametrization
-    weights_by: str
-
-    def row(self, level: Level, curve: Curve, top: Ceiling | None, **columns: Any) -> CurveFit:
-        """Make the record of one curve at one level."""
-        about = self.capture.about
-        if top is not None and top.interval is not None:
-            columns["intervals"] = {**columns.get("intervals", {}), "r2_ceiling": top.interval}
-        return CurveFit(
-            model=about["model"],
-            weights=about["weights"],
-            data=about["data"],
-            site=level.site,
-            sites=level.sites,
-            channel=level.channel,
-            curve=curve.name,
-            function=curve,
-            weights_by=self.weights_by,
-            folds=level.fold_by,
-            r2_ceiling=top.r2 if top else None,
-            norm=next((site for site in self.capture.sites if site.name == level.site), None),
-            **columns,
-        )
-
-    def empty(self, level: Level, curve: Curve | str) -> CurveFit:
-        """Make the record of a level with nothing to fit."""
-        known = curve if isinstance(curve, Curve) else replace(CURVES["linear"], name=curve)
-        nothing = {"nothing": level.nothing, "straight": False, "converged": False, "form": self.form.words(known)}
-        numbers = {"n_pairs": int(level.counts.sum()), **dict.fromkeys(_NUMBERS, math.nan)}
-        freedom = len(self.form.parameters(known)) if isinstance(curve, Curve) else None
-        return self.row(level, known, None, parameters=freedom, **numbers, **nothing)
-
-    def free(self, level: Level, top: Ceiling | None) -> CurveFit:
-        """Make the record of E[y|x] itself, scored on the bins that it is made of, in sample as held out."""
-        moments = level.moments.sum(0)
-        curve = free(moments, level.counts.sum(0), top)
-        nodes = nodes_of(moments[None])
-        steepness = curve.derivative(nodes.x).abs() / curve.peak
-        found = goodness(nodes, tails(nodes), curve.function(nodes.x), steepness).numbers(0)
-        own = {"amplitude": 1.0, "alpha": 1.0, "shift": 0.0, "straight": False, "converged": True}
-        numbers = {"n_pairs": int(level.counts.sum()), "r2_cv": top.r2_free if top else None, **found}
-        return self.row(level, curve, top, form=FREE, **own, **numbers)
-
-
-def columns(problems: Problems, form: Parametrization, found: Sequence[Fitted]) -> list[list[Columns]]:
-    """Return what is known of each curve, and of each problem, by the names of CurveFit's fields."""
-    freedom = [len(form.parameters(one.curve)) for one in found]
-    ranks: list[list[Columns]] = [[] for _ in found]
-    for number in set(freedom):  # a shift given to some curves alone would decide which of all are first
-        alike = [place for place, own in enumerate(freedom) if own == number]
-        for place, own_ranks in zip(alike, _ranks(problems, [found[place] for place in alike]), strict=True):
-            ranks[place] = own_ranks
-    return [
-        [
-            {"form": form.words(one.curve), "parameters": number, **own, **rank}
-            for own, rank in zip(_columns(problems, one), more, strict=True)
-        ]
-        for one, number, more in zip(found, freedom, ranks, strict=True)
-    ]
-
-
-def _columns(problems: Problems, one: Fitted) -> list[Columns]:
-    reach = torch.tensor([level.reach for level in problems.levels], dtype=torch.float64)
-    is_line = one.curve.power_at_origin == 1
-    numbers = {
-        "amplitude": one.solutions.amplitude,
-        "alpha": one.solutions.alpha,
-        "shift": one.solutions.shift,
-        "straight": one.solutions.only_power & is_line,
-        "power_law": one.solutions.only_power & (not is_line),
-        "converged": one.solutions.converged,
-        "r2_cv": one.r2_cv,
-        "reach": one.solutions.alpha * reach,
-        "n_pairs": problems.n_pairs.sum(-1).long(),
-        **vars(one.goodness),
-    }
-    rows = [dict(zip(numbers, row, strict=True)) for row in zip(*(v.tolist() for v in numbers.values()), strict=True)]
-    bounds = {name: list(zip(low.tolist(), high.tolist(), strict=True)) for name, (low, high) in one.intervals.items()}
-    for number, row in enumerate(rows):
-        row["r2_cv"] = None if math.isnan(row["r2_cv"]) else row["r2_cv"]
-        own = {name: pairs[number] for name, pairs in bounds.items()}
-        row["intervals"] = {name: pair for name, pair in own.items() if all(map(math.isfinite, pair))}
-    return rows
-
-
-def _ranks(problems: Problems, found: Sequence[Fitted]) -> list[list[Columns]]:
-    """Rank curves of as many free parameters by what they leave of held-out folds, or of all pairs without any."""
-    has_folds = problems.occupied.sum(-1) > 1
-    held = [None if one.held_out is None else one.held_out.where(problems.occupied, 0.0) for one in found]
-    errors = torch.stack(
-        [
-            torch.where(has_folds, own.sum(-1) if own is not None else 0.0, 1 - one.goodness.r2)
-            for own, one in zip(held, found, strict=True)
-        ]
-    ).nan_to_num(torch.inf)
-    places = errors.argsort(dim=0, stable=True).argsort(dim=0) + 1
-    best = errors.argmin(0)
-    rows = []
-    for own, place in zip(held, places, strict=True):
-        if own is None:
-            rows.append([{"rank": rank} for rank in place.tolist()])
-            continue
-        leading = torch.stack([other for other in held if other is not None])[best, torch.arange(len(problems))]
-        noise = inside_noise(own, leading, problems.n_pairs.where(problems.occupied, 0.0)).tolist()
-        told = has_folds.tolist()
-        rows.append(
-            [
-                {"rank": rank, "in_noise": bool(near) if tells else None}
-                for rank, near, tells in zip(place.tolist(), noise, told, strict=True)
-            ]
-        )
-    return rows
 
 
 def fit(
@@ -185,83 +64,163 @@ def fit(
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
     >>> seen = normscope.capture(model, [torch.randn(64, 4, generator=torch.Generator().manual_seed(0))])
-    >>> [found.curve for found in fit(seen, "dyt")]
+    >>> [one.curve for one in fit(seen, "dyt")]
     ['tanh']
     """
-    plan = planned(curves, per, pool, Parametrization(amplitude, theory, alpha, shift), weights_by)
-    return carried_out(plan, capture)
+    form = Parametrization(amplitude, theory, alpha, shift)
+    wanted = _wanted(curves, form)
+    levels = levels_of(capture, per=per, pool=pool, weights_by=weights_by)
+    for level in levels:
+        if form.needs_bound and not math.isfinite(level.bound):
+            level.nothing = level.nothing or "no bound on y"
+    abouts = [_about(level, capture, weights_by) for level in levels]
+    fits = {
+        number: [_nothing(level, one, form, abouts[number]) for one in wanted]
+        for number, level in enumerate(levels)
+        if level.nothing is not None
+    }
+    for numbers, problems in batches(levels):
+        fits |= zip(numbers, _fits(problems, wanted, form, [abouts[number] for number in numbers]), strict=True)
+    return [one for number in sorted(fits) for one in fits[number]]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A call of :func:`fit` that was understood, before there is a capture."""
-
-    wanted: Sequence[str | Curve]
-    per: str
-    pool: str | None
-    form: Parametrization
-    weights_by: str
-
-
-def planned(
+def check_fit(
     curves: str | Sequence[str | Curve],
+    *,
     per: str = "site",
     pool: str | None = None,
-    form: Parametrization = FITTED,
     weights_by: str = "pairs",
-) -> Plan:
-    """Look the curves up, and refuse what cannot be fitted whatever the data is; UsageError."""
+    **form: Any,
+) -> None:
+    """Refuse what :func:`fit` would of any capture, before there is one; UsageError. It takes the same arguments."""
+    _wanted(curves, Parametrization(**form))
+    check_levels(per, pool, weights_by)
+
+
+def _wanted(curves: str | Sequence[str | Curve], form: Parametrization) -> list[str | Curve]:
+    """Curves in a form, and then ``free`` and ``best``; UsageError where a curve that was named has no such form."""
     parts = split_names(curves) if isinstance(curves, str) else curves
-    words = [part.strip().lower() for part in parts if isinstance(part, str)]
-    names = [part for part in parts if isinstance(part, Curve) or part.strip().lower() not in (FREE, BEST)]
-    every = curves_named(names)
-    for curve in curves_named([name for name in names if isinstance(name, Curve) or name.strip().lower() != "all"]):
+    words = {part.strip().lower() for part in parts if isinstance(part, str)}
+    known = [part for part in parts if isinstance(part, Curve) or part.strip().lower() not in (FREE, BEST)]
+    every = curves_named(known)
+    for curve in curves_named([part for part in known if isinstance(part, Curve) or part.strip().lower() != "all"]):
         if refusal := form.refusal(curve):
             raise UsageError(refusal)
-    known = list({form.called(curve).name: form.called(curve) for curve in every if not form.refusal(curve)}.values())
-    check_levels(per, pool, weights_by)
-    return Plan([*known, *(word for word in (FREE, BEST) if word in words)], per, pool, form, weights_by)
+    return [*_in_form(every, form).values(), *(word for word in (FREE, BEST) if word in words)]
 
 
-def carried_out(plan: Plan, capture: Capture) -> list[CurveFit]:
-    """Fit what was planned to one capture, as :func:`fit` does."""
-    levels = levels_of(capture, per=plan.per, pool=plan.pool, weights_by=plan.weights_by)
-    if plan.form.needs_bound:
-        levels = [level if math.isfinite(level.bound) else _unbounded(level) for level in levels]
-    describe = Describe(capture, plan.form, plan.weights_by)
-    rows: dict[int, list[CurveFit]] = {}
-    for numbers, problems in batches(levels):
-        rows |= dict(zip(numbers, _rows_of(problems, plan.wanted, describe), strict=True))
-    return [
-        found
-        for number, level in enumerate(levels)
-        for found in rows.get(number) or [describe.empty(level, curve) for curve in plan.wanted]
-    ]
+def _in_form(curves: Iterable[Curve], form: Parametrization) -> dict[str, Curve]:
+    """Those of some curves that have a form, by the names that they have in it."""
+    return {form.called(curve).name: form.called(curve) for curve in curves if not form.refusal(curve)}
 
 
-def _unbounded(level: Level) -> Level:
-    return replace(level, nothing=level.nothing or "no bound on y")
+def _about(level: Level, capture: Capture, weights_by: str) -> Attributes:
+    """Attributes that all fits of a level share."""
+    return {
+        **{name: capture.about[name] for name in ("model", "weights", "data")},
+        **{name: getattr(level, name) for name in ("site", "sites", "channel")},
+        "weights_by": weights_by,
+        "folds": level.fold_by,
+        "norm": next((site for site in capture.sites if site.name == level.site), None),
+        "n_pairs": int(level.counts.sum()),
+    }
 
 
-def _rows_of(problems: Problems, wanted: Sequence[str | Curve], describe: Describe) -> list[list[CurveFit]]:
-    """Fit every curve to a batch, and return the records of each level."""
+def _nothing(level: Level, wanted: str | Curve, form: Parametrization, about: Attributes) -> CurveFit:
+    """The record of a level with nothing to fit."""
+    curve = wanted if isinstance(wanted, Curve) else replace(CURVES["linear"], name=wanted)
+    return CurveFit(
+        **about,
+        amplitude=math.nan,
+        alpha=math.nan,
+        shift=math.nan,
+        r2=math.nan,
+        rmse=math.nan,
+        curve=curve.name,
+        function=curve,
+        form=form.words(curve),
+        parameters=len(form.parameters(curve)) if isinstance(wanted, Curve) else None,
+        r2_ceiling=None,
+        straight=False,
+        converged=False,
+        nothing=level.nothing,
+    )
+
+
+def _fits(
+    problems: Problems, wanted: Sequence[str | Curve], form: Parametrization, abouts: Sequence[Attributes]
+) -> list[list[CurveFit]]:
+    """Fit all that is wanted to a batch; return each level's records."""
     curves = {curve.name: curve for curve in wanted if isinstance(curve, Curve)}
     if BEST in wanted:
-        alike = [describe.form.called(curve) for curve in curves_named("all") if not describe.form.refusal(curve)]
-        curves = {**{curve.name: curve for curve in alike}, **curves}
-    numbers = columns(problems, describe.form, [fitted(problems, curve, describe.form) for curve in curves.values()])
-    freedom = len(describe.form.parameters(CURVES["tanh"]))
+        curves = _in_form(curves_named("all"), form) | curves
+    rows, held_out = {}, {}
+    for name, curve in curves.items():
+        rows[name], held_out[name] = fitted(problems, curve, form)
+    for parameters in {of_curve[0]["parameters"] for of_curve in rows.values()}:
+        # A shift given to some curves alone would decide which of all are first.
+        alike = [name for name, of_curve in rows.items() if of_curve[0]["parameters"] == parameters]
+        _rank(problems, [rows[name] for name in alike], torch.stack([held_out[name] for name in alike]))
     of_levels = []
-    for number, (level, top) in enumerate(zip(problems.levels, ceilings(problems), strict=True)):
-        rows = {
-            name: describe.row(level, curve, top, **own[number])
-            for (name, curve), own in zip(curves.items(), numbers, strict=True)
-        }
+    for number, (about, top) in enumerate(zip(abouts, ceilings(problems), strict=True)):
+        fits = {}
+        for name, of_curve in rows.items():
+            intervals = of_curve[number].pop("intervals") | _of_ceiling(top)
+            r2_ceiling = top.r2 if top else None
+            fits[name] = CurveFit(**about, **of_curve[number], r2_ceiling=r2_ceiling, intervals=intervals)
         if BEST in wanted:
-            best = next(row for row in rows.values() if row.rank == 1 and row.parameters == freedom)
-            rows[best.curve] = rows[BEST] = replace(best, best=True)
+            parameters = len(form.parameters(CURVES["tanh"]))
+            best = next(one for one in fits.values() if one.rank == 1 and one.parameters == parameters)
+            fits[best.curve] = fits[BEST] = replace(best, best=True)
         if FREE in wanted:
-            rows[FREE] = describe.free(level, top)
-        chosen = [rows[curve.name if isinstance(curve, Curve) else curve] for curve in wanted]
-        of_levels.append(list({row.curve: row for row in chosen}.values()))
+            fits[FREE] = _free(problems.levels[number], top, about)
+        chosen = [fits[one.name if isinstance(one, Curve) else one] for one in wanted]
+        of_levels.append(list({one.curve: one for one in chosen}.values()))
     return of_levels
+
+
+def _rank(problems: Problems, rows: Sequence[Sequence[Attributes]], held_out: Tensor) -> None:
+    """Rank curves of as many free parameters by what they leave of held-out folds, or of all pairs without any.
+
+    Args:
+        problems: the batch.
+        rows: of each curve and problem, to which ``rank`` and ``in_noise`` are added.
+        held_out: squared error of each held-out fold, ``(curves, problems, folds)``.
+    """
+    has_folds = problems.occupied.sum(-1) > 1
+    r2 = torch.tensor([[row["r2"] for row in of_curve] for of_curve in rows], dtype=torch.float64)
+    errors = torch.where(has_folds, held_out.sum(-1), 1 - r2).nan_to_num(torch.inf)
+    places = errors.argsort(dim=0, stable=True).argsort(dim=0) + 1
+    best = held_out[errors.argmin(0), torch.arange(len(problems))]
+    pairs = problems.n_pairs.where(problems.occupied, 0.0)
+    for of_curve, rank, errors_of_folds in zip(rows, places, held_out, strict=True):
+        in_noise = inside_noise(errors_of_folds, best, pairs)
+        for row, place, near, tells in zip(of_curve, rank.tolist(), in_noise.tolist(), has_folds.tolist(), strict=True):
+            row |= {"rank": place, "in_noise": near if tells else None}
+
+
+def _of_ceiling(top: Ceiling | None) -> Attributes:
+    return {"r2_ceiling": top.interval} if top and top.interval else {}
+
+
+def _free(level: Level, top: Ceiling | None, about: Attributes) -> CurveFit:
+    """The record of E[y|x] itself, scored on the bins that it is made of, in sample as held out."""
+    moments = level.moments.sum(0)
+    curve = free(moments, level.counts.sum(0), top)
+    nodes = nodes_of(moments[None])
+    steepness = curve.derivative(nodes.x).abs() / curve.peak
+    errors = goodness(nodes, tails(nodes), curve.function(nodes.x), steepness)
+    return CurveFit(
+        **about | {name: float(values) for name, values in errors.items()},
+        curve=FREE,
+        function=curve,
+        form=FREE,
+        amplitude=1.0,
+        alpha=1.0,
+        shift=0.0,
+        r2_ceiling=top.r2 if top else None,
+        r2_cv=top.r2_free if top else None,
+        intervals=_of_ceiling(top),
+        straight=False,
+        converged=True,
+    )

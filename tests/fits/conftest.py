@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -96,24 +97,12 @@ def level_of(moments_of):
 
 @pytest.fixture(scope="session")
 def solved(level_of):
-    """Fit one curve to raw pairs; return amplitude, alpha, shift, residual, straight and converged as attributes."""
+    """Fit one curve to raw pairs; return what CurveFit says of it, and the squared error over all, as attributes."""
 
     def solve(x, y, curve="tanh", form=None, **level):
         form = form or Parametrization(shift=False)
         [(_, problems)] = batches([level_of(x, y, **level)])
-        found = fitted(problems, CURVES.get(curve, curve) if isinstance(curve, str) else curve, form)
-        return _Solved(found)
+        [row], _ = fitted(problems, CURVES.get(curve, curve) if isinstance(curve, str) else curve, form)
+        return SimpleNamespace(**row, residual=row["rmse"] ** 2 * np.size(x))
 
     return solve
-
-
-class _Solved:
-    def __init__(self, found):
-        self.fitted = found
-        for name in ("amplitude", "alpha", "shift", "residual"):
-            setattr(self, name, float(getattr(found.solutions, name)[0]))
-        self.converged, only_power = bool(found.solutions.converged[0]), bool(found.solutions.only_power[0])
-        is_line = found.curve.power_at_origin == 1
-        self.straight, self.power_law = only_power and is_line, only_power and not is_line
-        self.r2, self.rmse = float(found.goodness.r2[0]), float(found.goodness.rmse[0])
-        self.intervals = {name: (float(low[0]), float(high[0])) for name, (low, high) in found.intervals.items()}

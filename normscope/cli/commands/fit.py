@@ -21,7 +21,6 @@ from normscope.cli.running import (
 from normscope.errors import UsageError, unknown
 
 if TYPE_CHECKING:
-    from normscope.fits.fit import Plan
     from normscope.pairs.captures import Capture
 
 EXAMPLES = (
@@ -90,21 +89,21 @@ def fit(
 ) -> None:
     """Fit y ≈ A·f(αx + s) to every norm's pairs, by least squares over all of them, with honest intervals."""
     say = Output(as_json, quiet, output, as_csv=as_csv)
-    from normscope.fits.fit import planned
-    from normscope.fits.solving.objective import FITTED, Parametrization
+    from normscope.fits.fit import check_fit
 
     if per not in LEVELS:
         raise UsageError(unknown("level", per, LEVELS))
     of_tokens = per == "token"
     if advise and (per != "site" or pool):
         raise UsageError("--advise takes the fits of each site by itself; leave --per and --pool out.")
-    form = Parametrization(amplitude, theory, alpha, shift)
-    if of_tokens and (func, pool, weights_by, form) != (CURVES, None, "pairs", FITTED):
+    form = {"amplitude": amplitude, "theory": theory, "alpha": alpha, "shift": shift}
+    if of_tokens and (func, pool, weights_by, *form.values()) != (CURVES, None, "pairs", "free", False, None, None):
         raise UsageError(
             "--per token fits no curve, as each token is a line, exactly; leave out --func, --pool, --weights-by, "
             "--amplitude, --theory, --alpha and --shift."
         )
-    plan = planned(func, "site" if of_tokens else per, pool, form, weights_by)
+    how: dict[str, Any] = {"per": "site" if of_tokens else per, "pool": pool, "weights_by": weights_by, **form}
+    check_fit(func, **how)
     names = named_or_embedded(models, say)
     check_sources(names, run)
     check_by(by, names)
@@ -117,9 +116,9 @@ def fit(
         if of_tokens:
             rows += _slopes(capture, say)
         elif advise:
-            rows += _advice(capture, plan, say)
+            rows += _advice(capture, func, how, say)
         else:
-            own, summary = _fits(capture, plan, say)
+            own, summary = _fits(capture, func, how, say)
             rows += own
             summaries += summary
     if advise:
@@ -131,24 +130,24 @@ def fit(
     say.document({**document, "skipped": skipped_as_json(seen)}, rows)
 
 
-def _fits(capture: Capture, plan: Plan, say: Output) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    from normscope.fits.fit import carried_out
+def _fits(
+    capture: Capture, func: str, how: dict[str, Any], say: Output
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     from normscope.tables.fit import channels_table, fits_table, layerwise_line
 
-    fits = carried_out(plan, capture)
-    say.result(channels_table(fits) if plan.per == "channel" else fits_table(fits))
-    found = normscope.layerwise(fits) if plan.per == "site" and plan.pool is None else None
+    fits = normscope.fit(capture, func, **how)
+    say.result(channels_table(fits) if how["per"] == "channel" else fits_table(fits))
+    found = normscope.layerwise(fits) if how["per"] == "site" and how["pool"] is None else None
     if found is None or found.sites < 2:
         return [one.as_dict() for one in fits], []
     say.result(layerwise_line(found))
     return [one.as_dict() for one in fits], [{"model": capture.about["model"], **found.as_dict()}]
 
 
-def _advice(capture: Capture, plan: Plan, say: Output) -> list[dict[str, Any]]:
-    from normscope.fits.fit import carried_out
+def _advice(capture: Capture, func: str, how: dict[str, Any], say: Output) -> list[dict[str, Any]]:
     from normscope.tables.fit import advice_table
 
-    found = normscope.advise(carried_out(plan, capture), capture.sites, family=family_of(capture))
+    found = normscope.advise(normscope.fit(capture, func, **how), capture.sites, family=family_of(capture))
     say.result(advice_table(found))
     return [one.as_dict() for one in found]
 

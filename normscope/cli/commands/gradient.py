@@ -56,9 +56,9 @@ def gradient(
     names = named_or_embedded(models, say)
     suffix = figure_suffix(output, figure_format, names, by)
     from normscope.figures.style import style_named
-    from normscope.fits.fit import carried_out, planned
+    from normscope.fits.fit import check_fit
 
-    plan = planned(func)
+    check_fit(func)
     style_named(style)
     check_sources(names, run)
     check_by(by, names)
@@ -67,7 +67,7 @@ def gradient(
     seen, views = [], []
     figures: list[dict[str, Any]] = []
     for capture in captures([(name, run) for name in names], layers, say, by, diagonal=True):
-        fits = carried_out(plan, capture)
+        fits = normscope.fit(capture, func)
         own = normscope.gradient(capture, fits)
         say.result("{model} · {weights} · {data}".format(**capture.about))
         say.result(jacobians_table(own))

@@ -64,9 +64,9 @@ def plot(
     say = Output(as_json, quiet, as_csv=as_csv)
     names = named_or_embedded(models, say)
     suffix = figure_suffix(output, figure_format, names, by)
-    from normscope.fits.fit import carried_out, planned
+    from normscope.fits.fit import check_fit
 
-    plan = planned(func)
+    check_fit(func)
 
     from normscope.figures.scurves import rows_named
     from normscope.figures.style import style_named
@@ -80,7 +80,7 @@ def plot(
     figures: list[dict[str, Any]] = []
     seen, fits = [], []
     for capture in captures([(name, run) for name in names], layers, say, by):
-        fitted = carried_out(plan, capture)
+        fitted = normscope.fit(capture, func)
         figure = normscope.plot(capture, fitted, color=rows, style=style)
         taken = [entry["file"] for entry in figures]
         path = normscope.save_figure(

@@ -36,7 +36,7 @@ def tanh_derivative(u: Tensor) -> Tensor:
 
 
 def isru(u: Tensor) -> Tensor:
-    """U / √(1 + u²), which neither overflows nor loses digits for large u, infinite ones included.
+    """u / √(1 + u²), which neither overflows nor loses digits for large u, infinite ones included.
 
     >>> isru(torch.tensor([0.75, -1e200, math.inf], dtype=torch.float64))
     tensor([ 0.6000, -1.0000,  1.0000], dtype=torch.float64)
@@ -113,7 +113,7 @@ def expsign_derivative(u: Tensor) -> Tensor:
 
 
 def softsign(u: Tensor) -> Tensor:
-    """U / (1 + |u|). It stays within ±1, so that smoothsign_clip, which clips it there, is the same function.
+    """u / (1 + |u|). It stays within ±1, so that smoothsign_clip, which clips it there, is the same function.
 
     >>> softsign(torch.tensor([3.0, -1e308], dtype=torch.float64)).tolist()
     [0.75, -1.0]
@@ -127,7 +127,7 @@ def softsign_derivative(u: Tensor) -> Tensor:
 
 
 def relsign(u: Tensor) -> Tensor:
-    """U / (1 + √(1 + u²)): tan of half the angle whose tan is u."""
+    """u / (1 + √(1 + u²)): tan of half the angle whose tan is u."""
     return u / (1 + _one_plus_square_root(u))
 
 

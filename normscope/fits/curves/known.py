@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,142 +104,68 @@ _DYT = "DyT, arXiv 2503.10622"
 _TRIED = f"{_DYT}, which tries it in tanh's place"
 _DERF = "arXiv 2512.10938, ViT/other_functions"
 
-# Most are odd, rise everywhere and tend to ±1; most of these are smooth, and steepest at the origin, with slope 1.
-_odd = functools.partial(Curve, limit=1.0, zero_centred=True, monotone=True, smooth=True)
-_one = functools.partial(_odd, slope_at_origin=1.0, peak=1.0)
-_vertical = functools.partial(_odd, slope_at_origin=math.inf, peak=math.inf, smooth=False)
+
+def _built_in(name: str, formula: str, source: str = "", aliases: tuple[str, ...] = (), **properties: Any) -> Curve:
+    """A curve of :mod:`normscope.fits.curves.functions`, which has what most have but for the properties given.
+
+    Most are odd, rise everywhere and tend to ±1; most of these are smooth, and steepest at the origin, with slope 1.
+    """
+    return Curve(
+        **{
+            "name": name,
+            "aliases": aliases,
+            "formula": formula,
+            "function": getattr(f, name, None),
+            "derivative": getattr(f, f"{name}_derivative", None),
+            "source": source or f"{_DERF}/{name}.py",
+            **{
+                "limit": 1.0,
+                "zero_centred": True,
+                "monotone": True,
+                "smooth": True,
+                "slope_at_origin": 1.0,
+                "peak": 1.0,
+            },
+            **properties,
+        }
+    )
+
+
+_VERTICAL: dict[str, Any] = {"slope_at_origin": math.inf, "peak": math.inf, "smooth": False}
+_TANH: dict[str, Any] = {"function": torch.tanh, "derivative": f.tanh_derivative}
+_LINE: dict[str, Any] = {"function": torch.clone, "derivative": torch.ones_like, "limit": None}
+_ERF_SLOPE = 2 / math.sqrt(math.pi)
 
 BUILT_IN = (
-    _one("tanh", ("dyt",), "tanh(u)", torch.tanh, f.tanh_derivative, f"{_DYT}, eq. 2"),
-    _one("isru", ("dyisru",), "u / √(1 + u²)", f.isru, f.isru_derivative, "DyISRU, arXiv 2503.21708"),
-    _odd(
-        "erf",
-        (),
-        "erf(u)",
-        torch.erf,
-        f.erf_derivative,
-        "Derf, arXiv 2512.10938, without its shift",
-        slope_at_origin=2 / math.sqrt(math.pi),
-        peak=2 / math.sqrt(math.pi),
+    _built_in("tanh", "tanh(u)", f"{_DYT}, eq. 2", ("dyt",), **_TANH),
+    _built_in("isru", "u / √(1 + u²)", "DyISRU, arXiv 2503.21708", ("dyisru",)),
+    _built_in(
+        *("erf", "erf(u)", "Derf, arXiv 2512.10938, without its shift"),
+        function=torch.erf,
+        slope_at_origin=_ERF_SLOPE,
+        peak=_ERF_SLOPE,
     ),
-    _one(
-        "hardtanh",
-        ("linear_clip", "linearclip"),
-        "clip(u, −1, 1)",
-        f.hardtanh,
-        f.hardtanh_derivative,
-        _TRIED,
-        smooth=False,
-    ),
-    _one("linear", ("identity",), "u", torch.clone, torch.ones_like, _TRIED, limit=None),
-    _one(
-        "softcap",
-        (),
-        "tanh(u), A = 1/α",
-        torch.tanh,
-        f.tanh_derivative,
-        "Gemma 2, arXiv 2408.00118: t·tanh(x/t)",
+    _built_in("hardtanh", "clip(u, −1, 1)", _TRIED, ("linear_clip", "linearclip"), smooth=False),
+    _built_in("linear", "u", _TRIED, ("identity",), **_LINE),
+    _built_in(
+        *("softcap", "tanh(u), A = 1/α", "Gemma 2, arXiv 2408.00118: t·tanh(x/t)"),
         amplitude_is_inverse_scale=True,
+        **_TANH,
     ),
-    _odd(
-        "sigmoid",
-        (),
-        "1 / (1 + e^(−u))",
-        f.sigmoid,
-        f.sigmoid_derivative,
-        _TRIED,
-        zero_centred=False,
-        slope_at_origin=0.25,
-        peak=0.25,
+    _built_in("sigmoid", "1 / (1 + e^(−u))", _TRIED, zero_centred=False, slope_at_origin=0.25, peak=0.25),
+    _built_in("arctan", "2/π · atan(u)", slope_at_origin=2 / math.pi, peak=2 / math.pi),
+    _built_in("satursin", "sin(clip(u, −π/2, π/2))"),
+    _built_in("expsign", "sign(u)·(1 − e^(−|u|))"),
+    _built_in("softsign", "u / (1 + |u|)", f"{_DERF}/smoothsign.py", ("smoothsign", "smoothsign_clip")),
+    _built_in("relsign", "u / (1 + √(1 + u²))", slope_at_origin=0.5, peak=0.5),
+    _built_in("cubsign", "u³ / (1 + |u|³)", slope_at_origin=0.0, peak=4 / 3 * 0.5 ** (2 / 3), power_at_origin=3.0),
+    _built_in("exproot", "sign(u)·(1 − e^(−√|u|))", power_at_origin=1 / 2, **_VERTICAL),
+    _built_in("saturlog", "sign(u)·L / (1 + L), L = ln(1 + |u|)"),
+    _built_in(
+        "logquad_clip", "clip(sign(u)·ln(1 + u²), −1, 1)", slope_at_origin=0.0, smooth=False, power_at_origin=2.0
     ),
-    _odd(
-        "arctan",
-        (),
-        "2/π · atan(u)",
-        f.arctan,
-        f.arctan_derivative,
-        f"{_DERF}/arctan.py",
-        slope_at_origin=2 / math.pi,
-        peak=2 / math.pi,
-    ),
-    _one("satursin", (), "sin(clip(u, −π/2, π/2))", f.satursin, f.satursin_derivative, f"{_DERF}/satursin.py"),
-    _one("expsign", (), "sign(u)·(1 − e^(−|u|))", f.expsign, f.expsign_derivative, f"{_DERF}/expsign.py"),
-    _one(
-        "softsign",
-        ("smoothsign", "smoothsign_clip"),
-        "u / (1 + |u|)",
-        f.softsign,
-        f.softsign_derivative,
-        f"{_DERF}/smoothsign.py",
-    ),
-    _odd(
-        "relsign",
-        (),
-        "u / (1 + √(1 + u²))",
-        f.relsign,
-        f.relsign_derivative,
-        f"{_DERF}/relsign.py",
-        slope_at_origin=0.5,
-        peak=0.5,
-    ),
-    _odd(
-        "cubsign",
-        (),
-        "u³ / (1 + |u|³)",
-        f.cubsign,
-        f.cubsign_derivative,
-        f"{_DERF}/cubsign.py",
-        slope_at_origin=0.0,
-        peak=4 / 3 * 0.5 ** (2 / 3),
-        power_at_origin=3.0,
-    ),
-    _vertical(
-        "exproot",
-        (),
-        "sign(u)·(1 − e^(−√|u|))",
-        f.exproot,
-        f.exproot_derivative,
-        f"{_DERF}/exproot.py",
-        power_at_origin=1 / 2,
-    ),
-    _one(
-        "saturlog",
-        (),
-        "sign(u)·L / (1 + L), L = ln(1 + |u|)",
-        f.saturlog,
-        f.saturlog_derivative,
-        f"{_DERF}/saturlog.py",
-    ),
-    _odd(
-        "logquad_clip",
-        (),
-        "clip(sign(u)·ln(1 + u²), −1, 1)",
-        f.logquad_clip,
-        f.logquad_clip_derivative,
-        f"{_DERF}/logquad_clip.py",
-        slope_at_origin=0.0,
-        peak=1.0,
-        smooth=False,
-        power_at_origin=2.0,
-    ),
-    _one(
-        "logsign_clip",
-        (),
-        "clip(sign(u)·ln(1 + |u|), −1, 1)",
-        f.logsign_clip,
-        f.logsign_clip_derivative,
-        f"{_DERF}/logsign_clip.py",
-        smooth=False,
-    ),
-    _vertical(
-        "power23_clip",
-        (),
-        "clip(sign(u)·|u|^(2/3), −1, 1)",
-        f.power23_clip,
-        f.power23_clip_derivative,
-        f"{_DERF}/power23_clip.py",
-        power_at_origin=2 / 3,
-    ),
+    _built_in("logsign_clip", "clip(sign(u)·ln(1 + |u|), −1, 1)", smooth=False),
+    _built_in("power23_clip", "clip(sign(u)·|u|^(2/3), −1, 1)", power_at_origin=2 / 3, **_VERTICAL),
 )
 # derf is not among all that are compared: it has one free parameter more, and with as many erf takes its place.
 CURVES = {curve.name: curve for curve in BUILT_IN}

@@ -41,12 +41,12 @@ def curves_named(names: str | Sequence[str | Curve]) -> list[Curve]:
     ['derf', 'mine']
     """
     parts = split_names(names) if isinstance(names, str) else names
-    found: dict[str, Curve] = {}
+    curves: dict[str, Curve] = {}
     for part in dict.fromkeys(parts):
         for curve in [part] if isinstance(part, Curve) else _curves_of(part.strip()):
-            if found.setdefault(curve.name, curve) is not curve:
+            if curves.setdefault(curve.name, curve) is not curve:
                 raise UsageError(f"Two curves are called {curve.name!r}. Give each a name of its own.")
-    return list(found.values())
+    return list(curves.values())
 
 
 def _curves_of(part: str) -> Sequence[Curve]:

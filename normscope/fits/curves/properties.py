@@ -1,4 +1,4 @@
-"""What a function of one's own does, measured on a grid of u: is it odd, bounded, monotone, smooth, and how steep."""
+"""Properties of a function of one's own, measured on a grid of u: odd, bounded, monotone, smooth, and how steep."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LARGEST = torch.finfo(torch.float64).max
 
 @dataclass(frozen=True)
 class Properties:
-    """What :class:`~normscope.fits.curves.known.Curve` says of a function, in its words."""
+    """Properties of a function, by the names of the attributes of :class:`~normscope.fits.curves.known.Curve`."""
 
     limit: float | None
     zero_centred: bool
@@ -151,8 +151,8 @@ def _at_origin(u: Tensor, f: Tensor) -> tuple[float, float]:
     for side in (-1, 1):
         places = (origin + side * (1 + decade * _POINTS_A_DECADE) for decade in range(_DECADES))
         rises = [float(f[place] - f[origin]) for place in places]
-        told = [(near, far) for near, far in pairwise(rises) if abs(near) > rounding]
-        powers.append(math.log10(abs(told[0][1] / told[0][0])) if told and told[0][1] else math.inf)
+        clear = [(near, far) for near, far in pairwise(rises) if abs(near) > rounding]
+        powers.append(math.log10(abs(clear[0][1] / clear[0][0])) if clear and clear[0][1] else math.inf)
         slopes.append(0.0 if powers[-1] > 1 + _STRAIGHT else side * rises[0] / float(u[origin + 1]))
     if min(powers) < 1 - _STRAIGHT:
         return min(powers), math.copysign(math.inf, slopes[1])

@@ -1,4 +1,4 @@
-"""How well a function of x alone can do, as far as the pairs tell: the ceiling, and E[y|x] as a curve.
+"""The ceiling, how well a function of x alone can do as far as the pairs tell, and E[y|x] as a curve.
 
 The ceiling is the held-out R² of the best function of x that was found, among one fixed set of them, whatever curves
 were asked for: an estimate of 1 − E[Var(y|x)]/Var(y) from below, and no bound.
@@ -19,7 +19,7 @@ from torch import Tensor
 from normscope.fits.curve_fit import Interval
 from normscope.fits.curves.known import CURVES, FREE, Curve
 from normscope.fits.solving.nodes import Nodes, Problems, nodes_of
-from normscope.fits.solving.objective import Constraints, Solutions
+from normscope.fits.solving.objective import Parametrization, Solutions
 from normscope.fits.solving.refits import interval
 from normscope.fits.solving.solve import roughly
 
@@ -61,10 +61,10 @@ def conditional_mean(
 
 @dataclass(frozen=True)
 class Ceiling:
-    """How well the best function of x that was found predicts pairs that it was neither made of nor chosen by.
+    """Held-out R² of the best function of x that was found: of pairs that it was neither made of nor chosen by.
 
     Attributes:
-        r2: of that prediction.
+        r2: the ceiling.
         interval: its 95 %, by a jackknife over the folds; None where it has none.
         r2_free: the same of E[y|x] alone, in groups of bins.
         least_count: number of pairs that a group of bins must hold for E[y|x] to predict best.
@@ -78,12 +78,17 @@ class Ceiling:
     along_line: bool
 
 
-def ceilings(problems: Problems) -> list[Ceiling | None]:
+def ceilings(problems: Problems, diagonal: Problems | None = None) -> list[Ceiling | None]:
     """Held-out R² of the best function of x that was found at each problem.
 
     The functions are E[y|x] of all folds but one, piecewise linear between groups of bins, for eight least counts of
     pairs in a group and two ways to go on beyond the outermost; every built-in curve, fitted to those folds; and tanh,
-    isru and erf with a shift. Which of them predicts a fold, the held-out errors of the other folds tell.
+    isru and erf with a shift. The one that predicts a fold is chosen by the held-out errors of the other folds.
+
+    Args:
+        problems: of pairs (x, y).
+        diagonal: of pairs (x, ∂y_i/∂x_i), the same and in the same order, to predict those in place of y: by their own
+            mean at x, and by the derivatives of the curves fitted to y.
 
     Returns:
         For each problem a ceiling, or None where fewer than two folds hold pairs, where y does not vary, or where x or
@@ -91,30 +96,17 @@ def ceilings(problems: Problems) -> list[Ceiling | None]:
     """
     if not problems.occupied.any():
         return [None] * len(problems)
-    held = problems.of_folds()
-    found = [(curve, others.predicted(curve, held.x)) for curve, others in _without_folds(problems)]
-    errors = torch.stack([held.residual(predicted).view(len(problems), -1) for _, predicted in found])
-    return best_held_out(problems, errors, [not curve.bounded for curve, _ in found])
-
-
-def ceilings_of_diagonal(diagonal: Problems, problems: Problems) -> list[Ceiling | None]:
-    """Held-out R² of the best function of x that was found for the diagonal of a norm's Jacobian.
-
-    The functions are E[∂y_i/∂x_i | x], as in :func:`ceilings`, and the derivatives of the same curves, fitted to the y
-    of the other folds.
-
-    Args:
-        diagonal: of pairs (x, ∂y_i/∂x_i).
-        problems: of the same pairs (x, y), in the same order.
-    """
-    if not problems.occupied.any():
-        return [None] * len(problems)
-    held = diagonal.of_folds()
-    slopes = [
-        others.derivative(curve, held.x).where(held.weight > 0, 0.0) for curve, others in _without_folds(problems)
-    ]
-    errors = torch.stack([held.residual(slope).view(len(problems), -1) for slope in slopes])
-    return best_held_out(diagonal, errors, [False] * len(slopes))
+    predicted = problems if diagonal is None else diagonal
+    held = predicted.of_folds()
+    errors, unbounded = [], []
+    for curve, others in _without_folds(problems):
+        if diagonal is None:
+            values = others.predicted(curve, held.x)
+        else:
+            values = others.derivative(curve, held.x).where(held.weight > 0, 0.0)
+        errors.append(held.residual(values).view(len(problems), -1))
+        unbounded.append(diagonal is None and not curve.bounded)
+    return best_held_out(predicted, torch.stack(errors), unbounded)
 
 
 def best_held_out(problems: Problems, of_curves: Tensor, unbounded: Sequence[bool]) -> list[Ceiling | None]:
@@ -130,11 +122,11 @@ def best_held_out(problems: Problems, of_curves: Tensor, unbounded: Sequence[boo
     """
     handicaps = 1 + _HANDICAP * np.array([*(along_line for _, along_line in _WAYS), *unbounded])
     total, without = problems.nodes().total.tolist(), problems.without_folds().total.view(len(problems), -1).numpy()
-    found: list[Ceiling | None] = []
+    tops: list[Ceiling | None] = []
     for number, level in enumerate(problems.levels):
         folds = problems.occupied[number].nonzero()[:, 0]
         if len(folds) < 2 or problems.off_grid[number] or not total[number] > 0:
-            found.append(None)
+            tops.append(None)
             continue
         moments, counts = level.moments[folds], level.counts[folds]
         of_free = _errors(moments.numpy(), counts.numpy(), nodes_of(moments))
@@ -143,16 +135,16 @@ def best_held_out(problems: Problems, of_curves: Tensor, unbounded: Sequence[boo
         r2, bounds = _chosen(errors, handicaps, total[number], without[number][folds], pairs)
         r2_free, _ = _chosen(of_free, handicaps[: len(_WAYS)], total[number], without[number][folds], pairs)
         best = int((of_free.sum(1) * handicaps[: len(_WAYS)]).argmin())
-        found.append(Ceiling(r2, bounds, r2_free, *_WAYS[best]))
-    return found
+        tops.append(Ceiling(r2, bounds, r2_free, *_WAYS[best]))
+    return tops
 
 
 def _without_folds(problems: Problems) -> Iterator[tuple[Curve, Solutions]]:
     """Fit every curve of the set to all pairs but those of one fold: ``problems · folds`` fits each."""
-    curves = [(curve, Constraints()) for curve in CURVES.values() if not curve.shifted]
-    for curve, constraints in [*curves, *((CURVES[name], Constraints(shifted=True)) for name in _SHIFTED)]:
-        odd = curve.zero_centred and not constraints.shifted
-        yield curve, roughly(problems.rough_without_folds(odd=odd), problems.coarse(odd=odd), curve, constraints)
+    forms = [(curve, Parametrization()) for curve in CURVES.values() if not curve.shifted]
+    for curve, form in [*forms, *((CURVES[name], Parametrization(shift=True)) for name in _SHIFTED)]:
+        coarse = form.objective(problems.coarse(odd=form.odd(curve)), curve, problems.levels)
+        yield curve, roughly(coarse, problems.rough_without_folds(odd=form.odd(curve)))
 
 
 def _chosen(

@@ -1,4 +1,4 @@
-"""What one fit is made of: the pairs of a site, of one of its channels, or of several sites together."""
+"""Levels: the pairs that one fit explains, of a site, of one of its channels, or of several sites together."""
 
 from __future__ import annotations
 
@@ -62,14 +62,9 @@ class Level:
 def levels_of(
     capture: Capture, *, per: str = "site", pool: str | None = None, weights_by: str = "pairs"
 ) -> list[Level]:
-    """List what a capture's fits are made of, in the order of its sites.
+    """Levels of a capture, in the order of its sites.
 
-    Args:
-        capture: with ``by_gamma`` where pairs are weighted by it, and ``per_channel`` where channels are kept apart.
-        per: ``site``, or ``channel``.
-        pool: put sites together: of one ``placement``, of one ``kind`` (module paths that differ in numbers alone), or
-            ``all``; None for none.
-        weights_by: ``pairs`` alike, by ``gamma``², or evenly over ``x``.
+    The arguments are those of :func:`normscope.fit`.
 
     Raises:
         UsageError: if there is no such level, pool or weighting, or if they exclude one another.
@@ -100,7 +95,7 @@ def check_levels(per: str, pool: str | None, weights_by: str) -> None:
 
 
 def kind_of_site(name: str) -> str:
-    """Say what a module path has in common with those that differ from it in numbers alone.
+    """The kind of a site: its module path with ``*`` for the parts that are numbers.
 
     >>> kind_of_site("blocks.11.norm1")
     'blocks.*.norm1'
@@ -123,18 +118,24 @@ def _of_site(site: NormSite, stats: PairStats, weights_by: str) -> Level:
                 "(normscope capture --by-gamma)."
             )
         moments = stats.gamma_moments
+    level = site_level(site, stats, moments)
+    return replace(level, counts=stats.moments[:, 0], bound=site.bound, slope=_slope(site, stats))
+
+
+def site_level(site: NormSite, stats: PairStats, moments: Tensor) -> Level:
+    """Sums of pairs of a site, ``(folds, 6, bins)``, as a level that nothing bounds."""
     return Level(
         site=site.name,
         sites=(),
         channel=None,
         moments=moments,
-        counts=stats.moments[:, 0],
+        counts=moments[:, 0],
         grid=PAIR_GRID,
         fold_by=stats.fold_by,
         reach=float(stats.reach.max()) if stats.n_pairs else math.nan,
-        bound=site.bound,
-        slope=_slope(site, stats),
-        nothing=nothing_at(stats, moments),
+        bound=math.inf,
+        slope=math.nan,
+        nothing=_nothing_at(stats, moments),
     )
 
 
@@ -147,8 +148,8 @@ def _even_over_x(level: Level) -> Level:
     return replace(level, moments=moments, nothing=level.nothing or _nothing_in(moments, "x beyond the grid"))
 
 
-def nothing_at(stats: PairStats, moments: Tensor) -> str | None:
-    """Say why there is nothing to fit at a site, if so, from its (weighted) moments ``(folds, 6, bins)``."""
+def _nothing_at(stats: PairStats, moments: Tensor) -> str | None:
+    """Reason why there is nothing to fit at a site, from its (weighted) moments; None where there is something."""
     low, high = stats.channel_extremes
     if not stats.n_pairs:
         return "no finite pair"
@@ -183,9 +184,9 @@ def _channels(site: NormSite, stats: PairStats) -> list[Level]:
             f"The capture holds no sums per channel of {site.name}; capture again with per_channel=True "
             "(normscope capture --per-channel)."
         )
-    own = stats.channel_moments.transpose(0, 1)
+    moments = stats.channel_moments.transpose(0, 1)
     slope = _slope(site, stats)
-    n, _, y, _, _, yy = own.sum(-1).unbind(-1)
+    n, _, y, _, _, yy = moments.sum(-1).unbind(-1)
     flat = yy - y * y / n.clamp_min(1) <= _NO_SPREAD * yy
     low, high = stats.channel_extremes
     one_token = stats.n_tokens == 1
@@ -203,8 +204,8 @@ def _channels(site: NormSite, stats: PairStats) -> list[Level]:
             site=site.name,
             sites=(),
             channel=channel,
-            moments=own[channel, None],
-            counts=own[channel, None, 0],
+            moments=moments[channel, None],
+            counts=moments[channel, None, 0],
             grid=CHANNEL_GRID,
             fold_by=None,
             reach=reach[channel],
@@ -224,7 +225,7 @@ def _pooled(name: str, members: Sequence[Level]) -> Level:
     moments, counts = sum(level.moments for level in used), sum(level.counts for level in used)
     assert isinstance(moments, Tensor) and isinstance(counts, Tensor)  # noqa: S101 - a pool has members
     n = [float(level.counts.sum()) for level in used]
-    slopes = [n_own * level.slope for n_own, level in zip(n, used, strict=True) if level.slope > 0]
+    slopes = [pairs * level.slope for pairs, level in zip(n, used, strict=True) if level.slope > 0]
     bounds = {level.bound for level in used}
     return Level(
         site=name,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -15,8 +16,16 @@ _MIRRORED = (1.0, -1.0, -1.0, 1.0, 1.0, 1.0)  # signs of n, Σx, Σy, Σx², Σx
 _ROUNDING = 1e-7  # of |x|: below it, what is left of the difference of two squares is no spread
 
 
+class Batched:
+    """A record of tensors with a row for each of several problems."""
+
+    def of(self, problems: Tensor) -> Self:
+        """The rows of some of the problems, by their numbers, as often as they are named."""
+        return type(self)(**{name: rows.index_select(0, problems) for name, rows in vars(self).items()})
+
+
 @dataclass(frozen=True)
-class Nodes:
+class Nodes(Batched):
     """Weighted points (x, y) that stand for all pairs of several least-squares problems, a row each.
 
     Rows are padded with points of weight zero.
@@ -36,7 +45,7 @@ class Nodes:
     total: Tensor
 
     def __len__(self) -> int:
-        """Return the number of problems."""
+        """Number of problems."""
         return len(self.x)
 
     def residual(self, predicted: Tensor) -> Tensor:
@@ -45,13 +54,9 @@ class Nodes:
         return dot(self.weight * off, off) + self.scatter.sum(-1)
 
     def filled(self) -> Nodes:
-        """Leave out the points that no problem has pairs at."""
-        own = (self.weight > 0).any(0)
-        return Nodes(self.x[:, own], self.y[:, own], self.weight[:, own], self.scatter[:, own], self.total)
-
-    def of(self, problems: Tensor) -> Nodes:
-        """Return some of the problems, by their numbers, as often as they are named."""
-        return Nodes(**{f.name: getattr(self, f.name).index_select(0, problems) for f in fields(self)})
+        """The nodes without those at which no problem has pairs."""
+        filled = (self.weight > 0).any(0)
+        return Nodes(self.x[:, filled], self.y[:, filled], self.weight[:, filled], self.scatter[:, filled], self.total)
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
@@ -118,16 +123,16 @@ def nodes_of(moments: Tensor, *, odd: bool = False) -> Nodes:
     filled = n > 0
     one = torch.where(filled, n, 1.0)
     mean_x, mean_y = x / one, y / one
-    spread_x = (xx / one - mean_x.square()).clamp_min(0).sqrt()
-    spread_x = torch.where(filled & (spread_x > _ROUNDING * mean_x.abs()), spread_x, 0.0)
+    deviation_x = (xx / one - mean_x.square()).clamp_min(0).sqrt()
+    deviation_x = torch.where(filled & (deviation_x > _ROUNDING * mean_x.abs()), deviation_x, 0.0)
     variance_y = torch.where(filled, (yy / one - mean_y.square()).clamp_min(0), 0.0)
     limit = variance_y.sqrt()
-    spread_y = (xy / one - mean_x * mean_y) / torch.where(spread_x > 0, spread_x, torch.inf)
-    spread_y = spread_y.clamp(-limit, limit)
-    scatter = n * (variance_y - spread_y.square())
+    deviation_y = (xy / one - mean_x * mean_y) / torch.where(deviation_x > 0, deviation_x, torch.inf)
+    deviation_y = deviation_y.clamp(-limit, limit)
+    scatter = n * (variance_y - deviation_y.square())
     return Nodes(
-        torch.cat([mean_x - spread_x, mean_x + spread_x], -1),
-        torch.cat([mean_y - spread_y, mean_y + spread_y], -1),
+        torch.cat([mean_x - deviation_x, mean_x + deviation_x], -1),
+        torch.cat([mean_y - deviation_y, mean_y + deviation_y], -1),
         torch.cat([n, n], -1) / 2,
         torch.cat([scatter, scatter], -1) / 2,
         total,
@@ -148,43 +153,17 @@ TAIL = 0.99  # of the pairs lie nearer to the origin than those in the tails
 _SATURATED = 0.05  # of the largest slope: where the curve is flatter, it tells inputs apart no more
 
 
-@dataclass(frozen=True)
-class Goodness:
-    """How well curves fit several problems, each number float64 ``(problems,)``, in units of y where it has one.
-
-    All of them count pairs with the weights of the fit.
-
-    Attributes:
-        r2: 1 − Σ(y − prediction)² / Σ(y − ȳ)².
-        rmse: root of the mean squared error.
-        tail_rmse: of the pairs with |x| beyond the 99th percentile.
-        centre_rmse: of the others.
-        largest_error: largest distance between the curve and the mean y of neighbouring pairs.
-        largest_error_at: their x.
-        saturated: share of the pairs at which |f′| is under 5 % of its largest value; NaN where it has none.
-    """
-
-    r2: Tensor
-    rmse: Tensor
-    tail_rmse: Tensor
-    centre_rmse: Tensor
-    largest_error: Tensor
-    largest_error_at: Tensor
-    saturated: Tensor
-
-    def numbers(self, problem: int) -> dict[str, float]:
-        """Return those of one problem."""
-        return {f.name: float(getattr(self, f.name)[problem]) for f in fields(self)}
-
-
-def goodness(nodes: Nodes, in_tail: Tensor, predicted: Tensor, steepness: Tensor) -> Goodness:
-    """Compare predictions with all pairs.
+def goodness(nodes: Nodes, in_tail: Tensor, predicted: Tensor, steepness: Tensor) -> dict[str, Tensor]:
+    """Errors of predictions over all pairs, with the weights of the fit, by the names of CurveFit's attributes.
 
     Args:
         nodes: the problems, with both signs of x.
-        in_tail: which of them lie in the tails, by :func:`tails`.
+        in_tail: nodes in the tails, by :func:`tails`.
         predicted: A·f(αx + s) at the nodes, ``(problems, nodes)``.
         steepness: |f′| there over its largest value, likewise; NaN for a curve that has none.
+
+    Returns:
+        Float64 ``(problems,)`` each.
     """
     off = nodes.y - predicted
     squares = nodes.weight * off.square() + nodes.scatter
@@ -193,19 +172,19 @@ def goodness(nodes: Nodes, in_tail: Tensor, predicted: Tensor, steepness: Tensor
     errors = torch.where(nodes.weight > 0, off.abs(), -1.0)
     largest, at = errors.max(-1, keepdim=True)
     flat = (steepness < _SATURATED) & (nodes.weight > 0)
-    return Goodness(
-        r2=1 - residual / nodes.total,
-        rmse=(residual / weight).sqrt(),
-        tail_rmse=(tail / tail_weight).sqrt(),
-        centre_rmse=((residual - tail).clamp_min(0) / (weight - tail_weight)).sqrt(),
-        largest_error=largest[:, 0],
-        largest_error_at=nodes.x.gather(-1, at)[:, 0],
-        saturated=torch.where(steepness.isnan().any(-1), torch.nan, (nodes.weight * flat).sum(-1) / weight),
-    )
+    return {
+        "r2": 1 - residual / nodes.total,
+        "rmse": (residual / weight).sqrt(),
+        "tail_rmse": (tail / tail_weight).sqrt(),
+        "centre_rmse": ((residual - tail).clamp_min(0) / (weight - tail_weight)).sqrt(),
+        "largest_error": largest[:, 0],
+        "largest_error_at": nodes.x.gather(-1, at)[:, 0],
+        "saturated": torch.where(steepness.isnan().any(-1), torch.nan, (nodes.weight * flat).sum(-1) / weight),
+    }
 
 
 def tails(nodes: Nodes) -> Tensor:
-    """Tell the nodes whose |x| lies beyond the 99th percentile: bool ``(problems, nodes)``; at least the farthest."""
+    """Nodes whose |x| lies beyond the 99th percentile, at least the farthest: bool ``(problems, nodes)``."""
     order = nodes.x.abs().argsort(-1)
     below = nodes.weight.gather(-1, order).cumsum(-1)
     beyond = below > TAIL * below[:, -1:]
@@ -222,7 +201,7 @@ _BINS_AT_ONCE = 2**20  # of all folds and levels: some tens of megabytes
 
 
 class Problems:
-    """Levels on one grid of bins.
+    """Levels on one grid of bins, and their nodes, each made once and when it is first needed.
 
     Attributes:
         levels: in the order of the problems.
@@ -232,7 +211,7 @@ class Problems:
     def __init__(self, levels: Sequence[Level], bins_an_octave: int) -> None:
         """Bring the sums of all levels together, on bins of so many an octave."""
         self.levels, self.folds = levels, len(levels[0].moments)
-        self._made: dict[tuple[str, bool], Nodes] = {}
+        self._nodes: dict[tuple[str, bool], Nodes] = {}
         grid = levels[0].grid
         self._bins_an_octave = bins_an_octave
         width = 2**grid.mantissa_bits // bins_an_octave
@@ -240,7 +219,7 @@ class Problems:
         self._counts = _stacked([level.counts for level in levels], width)
 
     def __len__(self) -> int:
-        """Return the number of problems."""
+        """Number of problems."""
         return len(self.levels)
 
     @functools.cached_property
@@ -255,20 +234,20 @@ class Problems:
 
     @functools.cached_property
     def occupied(self) -> Tensor:
-        """Which folds hold pairs, of levels that have folds: bool ``(problems, folds)``."""
+        """Folds that hold pairs, of levels that have folds: bool ``(problems, folds)``."""
         has_folds = torch.tensor([level.fold_by is not None for level in self.levels])
         return (self.n_pairs > 0) & has_folds[:, None]
 
     @functools.cached_property
     def off_grid(self) -> Tensor:
-        """Say where much of x or of y lies in a bin without width, below the grid or beyond; bool ``(problems,)``."""
+        """Whether much of x or of y lies in a bin without width, below the grid or beyond; bool ``(problems,)``."""
         centre = self._whole.shape[-1] // 2
         xx, yy = self._whole[:, 3], self._whole[:, 5]
         beyond = yy[:, [0, -1]].sum(-1) > _NEGLIGIBLE * yy.sum(-1)
         return beyond | (xx[:, centre] > _NEGLIGIBLE * xx.sum(-1))
 
     def unresolved(self, alpha: Tensor) -> Tensor:
-        """Say where the grid is too narrow for a curve: it is for x or y, or for the bend; bool ``(problems,)``."""
+        """Whether the grid is too narrow for a curve: for x or y, or for the bend; bool ``(problems,)``."""
         below = self._whole[:, 3, self._whole.shape[-1] // 2] > 0
         return self.off_grid | ((alpha * 2.0 ** self.levels[0].grid.low > _STRAIGHT_UP_TO) & below)
 
@@ -278,7 +257,7 @@ class Problems:
 
     @functools.cached_property
     def tails(self) -> Tensor:
-        """Which nodes lie in the tails, bool ``(problems, nodes)``."""
+        """Nodes in the tails, bool ``(problems, nodes)``."""
         return tails(self.nodes())
 
     def coarse(self, *, odd: bool = False) -> Nodes:
@@ -302,7 +281,7 @@ class Problems:
 
     @property
     def _rougher(self) -> int:
-        """How many bins become one of the rough ones; those that need not be joined are not."""
+        """Number of bins that become one of the rough ones; those that need not be joined are not."""
         return self._bins_an_octave // _ROUGH_BINS_AN_OCTAVE if self._bins_an_octave == _BINS_AN_OCTAVE else 1
 
     def of_folds(self, *, odd: bool = False) -> Nodes:
@@ -310,10 +289,10 @@ class Problems:
         return self._once("folds", odd, lambda: self._moments.flatten(0, 1))
 
     def _once(self, name: str, odd: bool, moments: Callable[[], Tensor]) -> Nodes:
-        """Make nodes when they are first needed: all curves of a kind share them."""
-        if (name, odd) not in self._made:
-            self._made[name, odd] = nodes_of(moments(), odd=odd)
-        return self._made[name, odd]
+        """Nodes of some moments, which all odd curves share, and all others."""
+        if (name, odd) not in self._nodes:
+            self._nodes[name, odd] = nodes_of(moments(), odd=odd)
+        return self._nodes[name, odd]
 
 
 def _stacked(sums: Sequence[Tensor], width: int) -> Tensor:
@@ -322,7 +301,7 @@ def _stacked(sums: Sequence[Tensor], width: int) -> Tensor:
 
 
 def batches(levels: Sequence[Level]) -> Iterator[tuple[list[int], Problems]]:
-    """Put levels that have something to fit into batches; yield their numbers among ``levels`` with each."""
+    """Batches of the levels that have something to fit, each with their numbers among ``levels``."""
     alike: dict[tuple[int, int], list[int]] = {}
     for number, level in enumerate(levels):
         if level.nothing is None:

@@ -1,11 +1,11 @@
-"""What is minimized: the squared error of y ≈ A·f(αx + s), and which of A, α and s are free."""
+"""The squared error of y ≈ A·f(αx + s), which is minimized, and the form of a fit: which of A, α and s are free."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,41 +13,20 @@ from torch import Tensor
 from normscope.errors import UsageError, unknown
 from normscope.fits.curves.known import CURVES, Curve
 from normscope.fits.solving.levels import Level
-from normscope.fits.solving.nodes import Nodes, dot
+from normscope.fits.solving.nodes import Batched, Nodes, dot
 
 _DEPARTS = 2e-4  # share by which a curve departs from its power law at the origin at the smallest α that is tried
 _LARGEST_SLOPE = 1e12  # in place of the infinite slope that some curves have at their origin
 
 
 @dataclass(frozen=True)
-class Constraints:
-    """What of A, α and s is not searched.
-
-    Attributes:
-        amplitude: A of each problem, float64 ``(problems,)``; None where it is free.
-        alpha: α of all; None where it is free.
-        shifted: whether s is free; otherwise it is zero.
-    """
-
-    amplitude: Tensor | None = None
-    alpha: float | None = None
-    shifted: bool = False
-
-    def of(self, problems: Tensor) -> Constraints:
-        """Return those of some of the problems, by their numbers."""
-        amplitude = None if self.amplitude is None else self.amplitude.index_select(0, problems)
-        return Constraints(amplitude, self.alpha, self.shifted)
-
-
-@dataclass(frozen=True)
-class Solutions:
+class Solutions(Batched):
     """A, α and s of least squared error, each ``(problems,)``.
 
     Attributes:
         amplitude: A.
         alpha: α, positive.
         shift: s.
-        residual: Σ w (y − A·f(αx + s))² over all pairs.
         only_power: the curve's power law at its origin, A·α^p·|x|^p, fits as well, for most curves a straight line: A
             and α mean nothing by themselves, and only that law of least squares, which they make, does.
         converged: False where α ran into an end of its range, or where no α does better than another.
@@ -56,13 +35,8 @@ class Solutions:
     amplitude: Tensor
     alpha: Tensor
     shift: Tensor
-    residual: Tensor
     only_power: Tensor
     converged: Tensor
-
-    def of(self, problems: Tensor) -> Solutions:
-        """Return some of them, by their numbers, as often as they are named."""
-        return Solutions(**{f.name: getattr(self, f.name).index_select(0, problems) for f in fields(self)})
 
     def predicted(self, curve: Curve, x: Tensor) -> Tensor:
         """A·f(αx + s) at x, ``(problems, nodes)``."""
@@ -76,12 +50,12 @@ class Solutions:
 
 def joined_solutions(parts: Sequence[Solutions]) -> Solutions:
     """Put those of several batches one after the other."""
-    return Solutions(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Solutions)})
+    return Solutions(*(torch.cat(values) for values in zip(*(vars(part).values() for part in parts), strict=True)))
 
 
 @dataclass(frozen=True)
-class Point:
-    """What an objective is at one theta a problem.
+class Evaluation(Batched):
+    """An objective at one theta a problem.
 
     Attributes:
         theta: log α and s, ``(problems, 2)``.
@@ -95,22 +69,19 @@ class Point:
     residual: Tensor
     gradient: Tensor
 
-    def of(self, problems: Tensor) -> Point:
-        return Point(*(values[problems] for values in vars(self).values()))
-
-    def where(self, here: Tensor, other: Point) -> Point:
-        """Take this point for some of the problems, bool ``(problems,)``, and another for the rest."""
+    def where(self, here: Tensor, other: Evaluation) -> Evaluation:
+        """This evaluation at some of the problems, bool ``(problems,)``, and another at the rest."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Point(*(torch.where(here.view(-1, *[1] * (own.ndim - 1)), own, its) for own, its in pairs))
+        return Evaluation(*(torch.where(here.view(-1, *[1] * (a.ndim - 1)), a, b) for a, b in pairs))
 
-    def put(self, problems: Tensor, other: Point) -> None:
-        """Replace this point by another at some of the problems, by their numbers."""
-        for own, its in zip(vars(self).values(), vars(other).values(), strict=True):
-            own[problems] = its
+    def put(self, problems: Tensor, other: Evaluation) -> None:
+        """Replace the values at some of the problems, by their numbers, in place."""
+        for values, others in zip(vars(self).values(), vars(other).values(), strict=True):
+            values[problems] = others
 
     def solutions(self, only_power: Tensor, converged: Tensor) -> Solutions:
         alpha, shift = self.theta[:, 0].exp(), self.theta[:, 1]
-        return Solutions(self.amplitude, alpha, shift, self.residual, only_power, converged)
+        return Solutions(self.amplitude, alpha, shift, only_power, converged)
 
 
 @dataclass(frozen=True)
@@ -120,23 +91,27 @@ class Objective:
     Attributes:
         nodes: the problems.
         curve: f.
-        constraints: what is not searched.
+        fixed_amplitude: A of each problem, float64 ``(problems,)``; None where it is free.
+        fixed_alpha: α of all; None where it is free.
+        shifted: whether s is free; otherwise it is zero.
     """
 
     nodes: Nodes
     curve: Curve
-    constraints: Constraints
+    fixed_amplitude: Tensor | None = None
+    fixed_alpha: float | None = None
+    shifted: bool = False
 
     @functools.cached_property
     def alpha(self) -> float | None:
         """α where it is not searched: given, or without any effect."""
-        given = self.constraints.alpha
-        return 1.0 if given is None and power_law_until(self.curve) == math.inf else given
+        without_effect = self.fixed_alpha is None and power_law_until(self.curve) == math.inf
+        return 1.0 if without_effect else self.fixed_alpha
 
     @property
     def free(self) -> list[int]:
-        """Which columns of theta are searched."""
-        return [column for column, is_free in enumerate((self.alpha is None, self.constraints.shifted)) if is_free]
+        """Columns of theta that are searched."""
+        return [column for column, is_free in enumerate((self.alpha is None, self.shifted)) if is_free]
 
     @property
     def rugged(self) -> bool:
@@ -156,7 +131,7 @@ class Objective:
     @property
     def may_be_only_power(self) -> bool:
         """Whether A and α go over into one number, A·α^p, in the limit α → 0."""
-        free = self.constraints.amplitude is None and self.constraints.alpha is None
+        free = self.fixed_amplitude is None and self.fixed_alpha is None
         powered = self.curve.zero_centred and math.isfinite(self.curve.power_at_origin)
         return free and powered and not self.curve.amplitude_is_inverse_scale
 
@@ -166,15 +141,22 @@ class Objective:
         return dot(self.nodes.weight * self.nodes.y, self.nodes.y)
 
     def of(self, problems: Tensor) -> Objective:
-        return Objective(self.nodes.of(problems), self.curve, self.constraints.of(problems))
+        """The objective of some of the problems, by their numbers, as often as they are named."""
+        amplitude = None if self.fixed_amplitude is None else self.fixed_amplitude.index_select(0, problems)
+        return replace(self, nodes=self.nodes.of(problems), fixed_amplitude=amplitude)
+
+    def on(self, nodes: Nodes) -> Objective:
+        """The objective on other nodes: so many variants of the first problem, as many of the next, and so on."""
+        amplitude, variants = self.fixed_amplitude, len(nodes) // len(self.nodes)
+        amplitude = None if amplitude is None else amplitude.repeat_interleave(variants)
+        return replace(self, nodes=nodes, fixed_amplitude=amplitude)
 
     def amplitude(self, products: Tensor, squares: Tensor, alpha: Tensor) -> Tensor:
         """A: given, bound to α, or the best one, of Σ w·f·y, Σ w·f² and α, each ``(problems, …)``."""
         if self.curve.amplitude_is_inverse_scale:
             return 1 / alpha
-        if self.constraints.amplitude is not None:
-            given = self.constraints.amplitude
-            return given.reshape(-1, *[1] * (alpha.ndim - 1)).expand(alpha.shape)
+        if self.fixed_amplitude is not None:
+            return self.fixed_amplitude.reshape(-1, *[1] * (alpha.ndim - 1)).expand(alpha.shape)
         return products / torch.where(squares > 0, squares, torch.inf)
 
     def errors(self, theta: Tensor) -> Tensor:
@@ -186,7 +168,7 @@ class Objective:
         amplitude = self.amplitude(products, squares, alpha)
         return self.explainable[:, None] - amplitude * (2 * products - amplitude * squares)
 
-    def at(self, theta: Tensor) -> Point:
+    def at(self, theta: Tensor) -> Evaluation:
         """Squared error over all pairs, and its gradient, at one theta a problem, ``(problems, 2)``."""
         alpha, x, y = theta[:, 0].exp(), self.nodes.x, self.nodes.y
         scaled = alpha[:, None] * x
@@ -202,12 +184,12 @@ class Objective:
         gradient = -2 * amplitude[:, None] * torch.stack([dot(moved, scaled), moved.sum(-1)], -1)
         if self.curve.amplitude_is_inverse_scale:
             gradient[:, 0] += 2 * amplitude * dot(weighted, values)
-        return Point(theta, amplitude, residual, gradient)
+        return Evaluation(theta, amplitude, residual, gradient)
 
 
 @functools.lru_cache
 def power_law_until(curve: Curve) -> float:
-    """Return u up to which a curve is its power law at the origin, to 2e-4 of it; infinite for such a law itself.
+    """u up to which a curve is its power law at the origin, to 2e-4 of it; infinite for such a law itself.
 
     For most curves that law is the tangent.
 
@@ -234,7 +216,7 @@ AMPLITUDES = ("free", "theory")
 
 @dataclass(frozen=True)
 class Parametrization:
-    """Which parameters are free.
+    """The form of a fit: which parameters are free.
 
     Attributes:
         amplitude: ``free``; or ``theory``, where A·f tends to the bound of |y|, √d or √(d−1).
@@ -266,7 +248,7 @@ class Parametrization:
         return self.theory or self.amplitude == "theory"
 
     def refusal(self, curve: Curve) -> str | None:
-        """Say why a curve has no such form, if so."""
+        """Reason why a curve has no such form; None where it has."""
         if self.needs_bound and (curve.limit is None or curve.amplitude_is_inverse_scale):
             return (
                 f"{curve.name} is not bounded by an amplitude of its own, so that none follows from the bound of |y|."
@@ -283,7 +265,7 @@ class Parametrization:
         return None
 
     def called(self, curve: Curve) -> Curve:
-        """Return the curve under the name that it has in this form: erf with a shift is derf, and without one erf.
+        """The curve under the name that it has in this form: erf with a shift is derf, and without one erf.
 
         >>> from normscope.fits.curves.known import CURVES
         >>> Parametrization(shift=True).called(CURVES["erf"]).name
@@ -300,22 +282,30 @@ class Parametrization:
         """Whether s of a curve is fitted."""
         return not self.theory and (curve.shifted if self.shift is None else self.shift)
 
-    def constraints(self, curve: Curve, levels: Sequence[Level]) -> Constraints:
-        """Return what is not searched at some levels."""
-        amplitude = torch.tensor([level.bound / (curve.limit or 1) for level in levels], dtype=torch.float64)
-        return Constraints(amplitude if self.needs_bound else None, self.alpha, self.shifted(curve))
+    def odd(self, curve: Curve) -> bool:
+        """Whether A·f(αx + s) is odd in x."""
+        return curve.zero_centred and not self.shifted(curve)
+
+    def objective(self, nodes: Nodes, curve: Curve, levels: Sequence[Level]) -> Objective:
+        """Squared error of a curve on the nodes of some levels, with what is not searched held fixed."""
+        amplitude = self._amplitude(curve, levels) if self.needs_bound else None
+        return Objective(nodes, curve, amplitude, self.alpha, self.shifted(curve))
 
     def in_theory(self, curve: Curve, levels: Sequence[Level]) -> Solutions:
-        """Return A and α as they follow from the norm; the residual is left open."""
-        amplitude = torch.tensor([level.bound / (curve.limit or 1) for level in levels], dtype=torch.float64)
+        """A and α as they follow from the norm."""
+        amplitude = self._amplitude(curve, levels)
         at_origin = float(curve.derivative(torch.zeros(1, dtype=torch.float64)))
         slope = torch.tensor([level.slope for level in levels], dtype=torch.float64)
         alpha = slope / (amplitude * at_origin)
-        none, fitted = torch.zeros_like(alpha), torch.zeros_like(alpha, dtype=torch.bool)
-        return Solutions(amplitude, alpha, none, torch.full_like(alpha, torch.nan), fitted, alpha.isfinite())
+        zero, never = torch.zeros_like(alpha), torch.zeros_like(alpha, dtype=torch.bool)
+        return Solutions(amplitude, alpha, zero, never, alpha.isfinite())
+
+    def _amplitude(self, curve: Curve, levels: Sequence[Level]) -> Tensor:
+        """A with which the curve tends to the bound of |y|."""
+        return torch.tensor([level.bound / (curve.limit or 1) for level in levels], dtype=torch.float64)
 
     def parameters(self, curve: Curve) -> list[str]:
-        """Name the free parameters of a curve.
+        """Names of the free parameters of a curve.
 
         >>> from normscope.fits.curves.known import CURVES
         >>> Parametrization().parameters(CURVES["derf"]), Parametrization().parameters(CURVES["linear"])
@@ -328,7 +318,7 @@ class Parametrization:
         ]
 
     def words(self, curve: Curve) -> str:
-        """Say what was fitted, and what was not.
+        """The form in words: what is fitted, and what is not.
 
         >>> from normscope.fits.curves.known import CURVES
         >>> Parametrization(amplitude="theory", shift=True).words(CURVES["tanh"])
@@ -339,6 +329,3 @@ class Parametrization:
             *([f"α = {self.alpha:g}"] if self.alpha is not None else []),
         ]
         return "; ".join(part for part in (", ".join(self.parameters(curve)), *given) if part)
-
-
-FITTED = Parametrization()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +13,11 @@ from torch import Tensor
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import FREE, Curve
 from normscope.fits.solving.levels import Level
-from normscope.fits.solving.nodes import Goodness, Problems, batches, goodness
+from normscope.fits.solving.nodes import Problems, batches, goodness
 from normscope.fits.solving.objective import Parametrization, Solutions
 from normscope.fits.solving.solve import least_squares, refined
+
+Attributes = dict[str, Any]  # of a CurveFit, by their names
 
 LEVEL = 0.95
 # Student's t at 97.5 %, for 1, 2, … degrees of freedom: folds are eight at most.
@@ -22,7 +25,7 @@ _STUDENT = torch.tensor([torch.nan, 12.70620, 4.302653, 3.182446, 2.776445, 2.57
 
 
 def student(folds: Tensor) -> Tensor:
-    """Return how many standard errors make 95 %, of so many folds each; NaN for fewer than two."""
+    """Number of standard errors that make 95 %, of so many folds each; NaN for fewer than two."""
     return _STUDENT[(folds - 1).clamp_min(0)]
 
 
@@ -48,13 +51,13 @@ def interval(whole: Tensor, without: Tensor, pairs: Tensor) -> tuple[Tensor, Ten
     # With pseudo-values hθ − (h − 1)θ₋ the mean of all is θ + Σ(1 − 1/h)(θ − θ₋).
     pseudo = whole[:, None] + (share - 1) * left
     centre = whole + ((1 - 1 / share) * left).sum(-1)
-    spread = torch.where(counts, (pseudo - centre[:, None]).square() / (share - 1).clamp_min(1e-300), 0.0)
-    width = student(folds) * (spread.sum(-1) / folds).sqrt()
+    squares = torch.where(counts, (pseudo - centre[:, None]).square() / (share - 1).clamp_min(1e-300), 0.0)
+    width = student(folds) * (squares.sum(-1) / folds).sqrt()
     return whole - width, whole + width
 
 
 def inside_noise(errors: Tensor, best: Tensor, pairs: Tensor) -> Tensor:
-    """Say whether the held-out error of one curve passes another's by less than their folds differ.
+    """Whether the held-out error of one curve passes another's by less than their folds differ.
 
     Args:
         errors: of each held-out fold, ``(problems, folds)``.
@@ -68,58 +71,60 @@ def inside_noise(errors: Tensor, best: Tensor, pairs: Tensor) -> Tensor:
     return ~(low > 0)
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """One curve at a batch of problems.
+def fitted(problems: Problems, curve: Curve, form: Parametrization) -> tuple[list[Attributes], Tensor]:
+    """Fit one curve to a batch of problems, in a form that it has, and again without each of their folds.
 
-    Attributes:
-        curve: f.
-        solutions: A, α and s of each.
-        goodness: how well they fit.
-        held_out: squared error of each fold by what all others gave, ``(problems, folds)``; None where none has folds.
-        r2_cv: R² of those, ``(problems,)``.
-        intervals: lower and upper bound of each number, by its name, each ``(problems,)``.
+    Returns:
+        Of each problem, attributes of its CurveFit; and the squared error of each fold by what all others gave,
+        ``(problems, folds)``, zero where there is none.
     """
-
-    curve: Curve
-    solutions: Solutions
-    goodness: Goodness
-    held_out: Tensor | None
-    r2_cv: Tensor
-    intervals: dict[str, tuple[Tensor, Tensor]]
-
-
-def fitted(problems: Problems, curve: Curve, form: Parametrization) -> Fitted:
-    """Fit one curve to a batch of problems, in a form that it has."""
-    constraints = form.constraints(curve, problems.levels)
-    odd = curve.zero_centred and not constraints.shifted
-    nodes = problems.nodes()
+    nodes, odd = problems.nodes(), form.odd(curve)
+    objective = form.objective(problems.nodes(odd=odd), curve, problems.levels)
     if form.theory:
         solutions = form.in_theory(curve, problems.levels)
     else:
-        solutions = least_squares(problems.nodes(odd=odd), problems.coarse(odd=odd), curve, constraints)
+        solutions = least_squares(objective, problems.coarse(odd=odd))
     solutions = replace(solutions, converged=solutions.converged & ~problems.unresolved(solutions.alpha))
     u = solutions.alpha[:, None] * nodes.x + solutions.shift[:, None]
-    found = goodness(nodes, problems.tails, solutions.amplitude[:, None] * curve.function(u), _steepness(curve, u))
-    if not problems.occupied.any():
-        return Fitted(curve, solutions, found, None, torch.full_like(solutions.alpha, torch.nan), {})
-    folds, without = problems.folds, problems.without_folds(odd=odd)
-    every = torch.arange(len(problems)).repeat_interleave(folds)
-    others = solutions.of(every)
-    if not form.theory:
-        others = refined(without, curve, constraints.of(every), others)
-    held = problems.of_folds(odd=odd)
-    held_out = held.residual(others.predicted(curve, held.x)).view(-1, folds)
-    r2_without = 1 - without.residual(others.predicted(curve, without.x)) / without.total
-    estimates = _estimates(curve, solutions, found.r2), _estimates(curve, others, r2_without)
-    return Fitted(
-        curve,
-        solutions,
-        found,
-        held_out,
-        1 - torch.where(problems.occupied, held_out, 0.0).sum(-1) / nodes.total,
-        _intervals(problems, form, curve, solutions, *estimates),
-    )
+    errors = goodness(nodes, problems.tails, solutions.amplitude[:, None] * curve.function(u), _steepness(curve, u))
+    held_out, intervals = torch.zeros_like(problems.n_pairs), {}
+    r2_cv = torch.full_like(solutions.alpha, torch.nan)
+    if problems.occupied.any():
+        others = solutions.of(torch.arange(len(problems)).repeat_interleave(problems.folds))
+        without, held = problems.without_folds(odd=odd), problems.of_folds(odd=odd)
+        if not form.theory:
+            others = refined(objective.on(without), others)
+        left = held.residual(others.predicted(curve, held.x)).view(-1, problems.folds)
+        held_out = torch.where(problems.occupied, left, 0.0)
+        r2_cv = 1 - held_out.sum(-1) / nodes.total
+        r2_without = 1 - without.residual(others.predicted(curve, without.x)) / without.total
+        estimates = _estimates(curve, solutions, errors["r2"]), _estimates(curve, others, r2_without)
+        intervals = _intervals(problems, form, curve, solutions, *estimates)
+    is_line = curve.power_at_origin == 1
+    numbers = {
+        **{name: getattr(solutions, name) for name in ("amplitude", "alpha", "shift", "converged")},
+        "straight": solutions.only_power & is_line,
+        "power_law": solutions.only_power & (not is_line),
+        "reach": solutions.alpha * torch.tensor([level.reach for level in problems.levels], dtype=torch.float64),
+        "r2_cv": r2_cv,
+        **errors,
+    }
+    shared = {"curve": curve.name, "function": curve, "form": form.words(curve)}
+    rows = _rows(numbers, intervals, {**shared, "parameters": len(form.parameters(curve))})
+    return rows, held_out
+
+
+def _rows(numbers: dict[str, Tensor], intervals: dict[str, Tensor], shared: Attributes) -> list[Attributes]:
+    """Attributes of each problem's CurveFit, from columns of numbers."""
+    columns = [values.tolist() for values in (*numbers.values(), *intervals.values())]
+    rows = []
+    for values in zip(*columns, strict=True):
+        row = {**shared, **dict(zip(numbers, values, strict=False))}
+        row["r2_cv"] = None if math.isnan(row["r2_cv"]) else row["r2_cv"]
+        ends = zip(intervals, values[len(numbers) :], strict=True)
+        row["intervals"] = {name: tuple(pair) for name, pair in ends if all(map(math.isfinite, pair))}
+        rows.append(row)
+    return rows
 
 
 def _steepness(curve: Curve, u: Tensor) -> Tensor:
@@ -129,7 +134,7 @@ def _steepness(curve: Curve, u: Tensor) -> Tensor:
 
 
 def _estimates(curve: Curve, solutions: Solutions, r2: Tensor) -> dict[str, Tensor]:
-    """Return what has an interval, on the scale on which it is nearest to normal, ``(problems,)`` each."""
+    """Numbers that have an interval, on the scale on which each is nearest to normal, ``(problems,)``."""
     steepness = curve.derivative(solutions.shift) * solutions.alpha
     return {
         "A": solutions.amplitude,
@@ -152,7 +157,8 @@ def _intervals(
     solutions: Solutions,
     whole: dict[str, Tensor],
     without: dict[str, Tensor],
-) -> dict[str, tuple[Tensor, Tensor]]:
+) -> dict[str, Tensor]:
+    """Lower and upper 95 % of each number, ``(problems, 2)``; NaN where the pairs do not tell it."""
     pairs = torch.where(problems.occupied, problems.n_pairs, 0.0)
     free, told_apart = form.parameters(curve), ~solutions.only_power & solutions.converged
     is_line = curve.power_at_origin == 1
@@ -172,29 +178,14 @@ def _intervals(
         elif name in _BACK:
             low, high = _BACK[name](low), _BACK[name](high)
         counts = says.get(name, torch.ones_like(told_apart))
-        bounds[name] = (torch.where(counts, low, torch.nan), torch.where(counts, high, torch.nan))
+        bounds[name] = torch.stack([low, high], -1).where(counts[:, None], torch.nan)
     return bounds
 
 
-_FORM = Parametrization()
+_DEFAULT = Parametrization()
 
 
-@dataclass(frozen=True)
-class Without:
-    """One fit without each of its folds.
-
-    Attributes:
-        alpha: α, float64 ``(folds,)``.
-        slope: at the origin, likewise.
-        pairs: number of pairs of the fold that is left out, likewise; zero where it holds none.
-    """
-
-    alpha: Tensor
-    slope: Tensor
-    pairs: Tensor
-
-
-def without_folds(levels: Sequence[Level], fits: Sequence[CurveFit]) -> dict[tuple[str, str], Without]:
+def without_folds(levels: Sequence[Level], fits: Sequence[CurveFit]) -> dict[tuple[str, str], dict[str, Tensor]]:
     """Fit again without each fold, from where the fits to all pairs ended.
 
     Args:
@@ -202,38 +193,41 @@ def without_folds(levels: Sequence[Level], fits: Sequence[CurveFit]) -> dict[tup
         fits: what :func:`normscope.fit` made of it; those of another form than its default are left out.
 
     Returns:
-        By site and curve, for every level with folds.
+        By site and curve, for every level with folds: ``alpha`` and ``slope`` without each fold, and the number of
+        ``pairs`` of the fold that is left out, zero where it holds none; float64 ``(folds,)`` each.
     """
-    by_place = {(found.site, found.curve): found for found in fits}
-    curves = {found.curve: found.function for found in fits if found.curve != FREE}
-    held = {}
+    by_place = {(one.site, one.curve): one for one in fits}
+    curves = {one.curve: one.function for one in fits if one.curve != FREE}
+    refits = {}
     for _, problems in batches([level for level in levels if level.fold_by]):
         for name, curve in curves.items():
-            own = [by_place.get((level.site, name)) for level in problems.levels]
-            known = [found for found in own if found is not None and found.form == _FORM.words(curve)]
+            in_all = [by_place.get((level.site, name)) for level in problems.levels]
+            known = [one for one in in_all if one is not None and one.form == _DEFAULT.words(curve)]
             if len(known) == len(problems):
-                for level, one in zip(problems.levels, _without(problems, known), strict=True):
-                    held[level.site, name] = one
-    return held
+                for level, one in zip(problems.levels, _without_folds(problems, known), strict=True):
+                    refits[level.site, name] = one
+    return refits
 
 
-def _without(problems: Problems, fits: Sequence[CurveFit]) -> list[Without]:
+def _without_folds(problems: Problems, fits: Sequence[CurveFit]) -> list[dict[str, Tensor]]:
     """Fit one curve to each problem without each of its folds."""
     curve = fits[0].function
-    constraints = _FORM.constraints(curve, problems.levels)
+    objective = _DEFAULT.objective(problems.without_folds(odd=_DEFAULT.odd(curve)), curve, problems.levels)
     every = torch.arange(len(problems)).repeat_interleave(problems.folds)
-    without = problems.without_folds(odd=curve.zero_centred and not constraints.shifted)
-    others = refined(without, curve, constraints.of(every), _solutions(fits).of(every))
-    slope = others.amplitude * others.alpha * curve.derivative(others.shift)
-    columns = (others.alpha, slope, torch.where(problems.occupied, problems.n_pairs, 0.0))
-    return [Without(*row) for row in zip(*(column.view(-1, problems.folds) for column in columns), strict=True)]
+    others = refined(objective, _solutions(fits).of(every))
+    columns = {
+        "alpha": others.alpha,
+        "slope": others.amplitude * others.alpha * curve.derivative(others.shift),
+        "pairs": torch.where(problems.occupied, problems.n_pairs, 0.0),
+    }
+    by_problem = {name: column.view(-1, problems.folds) for name, column in columns.items()}
+    return [{name: values[number] for name, values in by_problem.items()} for number in range(len(problems))]
 
 
 def _solutions(fits: Sequence[CurveFit]) -> Solutions:
     def column(name: str) -> Tensor:
-        return torch.tensor([getattr(found, name) for found in fits])
+        return torch.tensor([getattr(one, name) for one in fits])
 
     amplitude, alpha, shift = (column(name).double() for name in ("amplitude", "alpha", "shift"))
-    residual = torch.full_like(alpha, torch.nan)
     only_power = column("straight") | column("power_law")
-    return Solutions(amplitude, alpha, shift, residual, only_power, column("converged"))
+    return Solutions(amplitude, alpha, shift, only_power, column("converged"))

@@ -10,9 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from normscope.fits.curves.known import Curve
 from normscope.fits.solving.nodes import Nodes, dot
-from normscope.fits.solving.objective import Constraints, Objective, Point, Solutions, joined_solutions, power_law_until
+from normscope.fits.solving.objective import Evaluation, Objective, Solutions, joined_solutions, power_law_until
 
 _GRID_POINTS_A_DECADE = 5
 _GRID_POINTS_AT_KINKS = 32  # a kink that has just passed the farthest pairs is a minimum far narrower than a bend's
@@ -40,79 +39,72 @@ _ROUNDING = 1e-15  # of Σ w y²: the error near a minimum, where only its slope
 _STEPS = 80
 
 
-def least_squares(nodes: Nodes, coarse: Nodes, curve: Curve, constraints: Constraints | None = None) -> Solutions:
+def least_squares(objective: Objective, coarse: Nodes) -> Solutions:
     """Fit one curve to several problems, whatever the scales of their x and y.
 
     Args:
-        nodes: the problems; x and y of each have some spread.
+        objective: on nodes whose x and y have some spread at each problem.
         coarse: far fewer nodes for the same pairs, on which a first look costs little.
-        curve: f.
-        constraints: by default A and α are free, and s where the curve's own layer learns it.
     """
-    objective = Objective(nodes, curve, constraints or Constraints(shifted=curve.shifted))
-    if len(nodes) > 1 and objective.rugged:
-        own = zip(objective.alone, Objective(coarse, curve, objective.constraints).alone, strict=True)
-        return joined_solutions([least_squares(one.nodes, few.nodes, curve, one.constraints) for one, few in own])
-    low, high = _range(coarse, objective)
-    problem, starts = _starts(Objective(coarse, curve, objective.constraints), low, high)
+    first_look = objective.on(coarse)
+    if len(objective.nodes) > 1 and objective.rugged:
+        alone = zip(objective.alone, first_look.alone, strict=True)
+        return joined_solutions([least_squares(one, few.nodes) for one, few in alone])
+    low, high = _range(first_look)
+    problem, starts = _starts(first_look, low, high)
     ended = _minimum(objective.of(problem), starts, low[problem], high[problem])
     order = ended.residual.nan_to_num(torch.inf).argsort(stable=True)
     order = order[problem[order].argsort(stable=True)]  # problem by problem, the least residual first
     best = order[torch.searchsorted(problem[order], torch.arange(len(low)))]
-    return _told(objective, ended.of(best), low, high)
+    return _solutions(objective, ended.of(best), low, high)
 
 
-def refined(nodes: Nodes, curve: Curve, constraints: Constraints, near: Solutions) -> Solutions:
+def refined(objective: Objective, near: Solutions) -> Solutions:
     """Fit one curve to problems of nearly the same pairs as others, from whose solutions the search begins."""
-    objective = Objective(nodes, curve, constraints)
-    if len(nodes) > 1 and objective.rugged:
-        starts = (near.of(torch.tensor([number])) for number in range(len(nodes)))
-        own = zip(objective.alone, starts, strict=True)
-        return joined_solutions([refined(one.nodes, curve, one.constraints, start) for one, start in own])
+    if len(objective.nodes) > 1 and objective.rugged:
+        near_each = (near.of(torch.tensor([number])) for number in range(len(objective.nodes)))
+        return joined_solutions([refined(*one) for one in zip(objective.alone, near_each, strict=True)])
     start = torch.stack([near.alpha.log(), near.shift], -1)
     width = math.log(_STEEPEST)
     near_enough = _REFITTED if objective.rugged else None
     ended = _minimum(objective, start, start[:, 0] - width, start[:, 0] + width, near_enough)
-    # What was a line stays one, of another slope.
-    found = objective.at(start).where(near.only_power, ended) if near.only_power.any() else ended
-    return found.solutions(near.only_power, near.converged)
+    if near.only_power.any():  # a line stays one, of another slope
+        ended = objective.at(start).where(near.only_power, ended)
+    return ended.solutions(near.only_power, near.converged)
 
 
-def roughly(nodes: Nodes, coarse: Nodes, curve: Curve, constraints: Constraints) -> Solutions:
+def roughly(coarse: Objective, nodes: Nodes) -> Solutions:
     """Fit one curve to several variants of each problem, well enough for the squared error: it is right to a millionth.
 
     Args:
+        coarse: on few nodes of each problem.
         nodes: so many variants of the first problem, as many of the next, and so on.
-        coarse: few nodes of each problem.
-        curve: f.
-        constraints: of each problem.
 
     Returns:
         One solution a variant; whether α means anything is not asked.
     """
-    few = Objective(coarse, curve, constraints)
-    low, high = _range(coarse, few)
-    problem, starts = _starts(few, low, high)
-    best = torch.searchsorted(problem, torch.arange(len(coarse)))  # of each, that of the least error comes first
-    variant = torch.arange(len(coarse)).repeat_interleave(len(nodes) // len(coarse))
-    objective = Objective(nodes, curve, constraints.of(variant))
-    ended = _minimum(objective, starts[best][variant], low[variant], high[variant], _ROUGHLY)
+    low, high = _range(coarse)
+    problem, starts = _starts(coarse, low, high)
+    best = torch.searchsorted(problem, torch.arange(len(low)))  # of each, that of the least error comes first
+    variant = torch.arange(len(low)).repeat_interleave(len(nodes) // len(low))
+    ended = _minimum(coarse.on(nodes), starts[best][variant], low[variant], high[variant], _ROUGHLY)
     never = torch.zeros(len(nodes), dtype=torch.bool)
     return ended.solutions(never, ~never)
 
 
-def _range(coarse: Nodes, objective: Objective) -> tuple[Tensor, Tensor]:
+def _range(coarse: Objective) -> tuple[Tensor, Tensor]:
     """Bounds of log α, ``(problems,)``: where the curve is its power law over all x, and where it is a step at most."""
-    if objective.alpha is not None:
-        only = torch.full((len(coarse),), math.log(objective.alpha), dtype=torch.float64)
+    nodes = coarse.nodes
+    if coarse.alpha is not None:
+        only = torch.full((len(nodes),), math.log(coarse.alpha), dtype=torch.float64)
         return only, only
-    counts = coarse.weight > 0
-    middle = _quantiles(coarse, coarse.x, (0.5,)) if objective.constraints.shifted else 0
-    magnitude = (coarse.x - middle).abs()
+    counts = nodes.weight > 0
+    middle = _quantiles(nodes, nodes.x, (0.5,)) if coarse.shifted else 0
+    magnitude = (nodes.x - middle).abs()
     reach = torch.where(counts, magnitude, 0.0).amax(-1)
-    smallest = _quantiles(coarse, magnitude, (_SMALLEST_COUNTS,))[:, 0]
+    smallest = _quantiles(nodes, magnitude, (_SMALLEST_COUNTS,))[:, 0]
     least = torch.where(counts & (magnitude > 0), magnitude, torch.inf).amin(-1)
-    low = (power_law_until(objective.curve) / reach).log()
+    low = (power_law_until(coarse.curve) / reach).log()
     high = (_STEEPEST / torch.maximum(smallest, least)).log()
     return low, torch.maximum(high, low + math.log(_STEEPEST))
 
@@ -140,7 +132,7 @@ def _starts(coarse: Objective, low: Tensor, high: Tensor) -> tuple[Tensor, Tenso
     beyond = low[:, None] + steps - step >= high[:, None]
     beyond[:, 0] = False
     centres = torch.zeros(len(low), 1, dtype=torch.float64)
-    if coarse.constraints.shifted:
+    if coarse.shifted:
         centres = torch.cat([centres, _quantiles(coarse.nodes, coarse.nodes.x, _CENTRES)], -1)
     shift = 0.0 - log_alpha[:, None].exp() * centres[..., None]  # and not −0, which reads as a shift
     theta = torch.stack([log_alpha[:, None].expand_as(shift), shift], -1).flatten(1, 2)
@@ -170,7 +162,9 @@ def _parts(problems: int, values: int) -> list[Tensor]:
     return [torch.arange(first, min(first + at_once, problems)) for first in range(0, problems, at_once)]
 
 
-def _minimum(objective: Objective, start: Tensor, low: Tensor, high: Tensor, roughly: float | None = None) -> Point:
+def _minimum(
+    objective: Objective, start: Tensor, low: Tensor, high: Tensor, roughly: float | None = None
+) -> Evaluation:
     """Find the minimum of the squared error about each start, with log α in [low, high].
 
     Where ``roughly`` is given, to within about so much in log α and s; otherwise to all digits that the sums have.
@@ -195,14 +189,14 @@ def _narrowed(objective: Objective, start: Tensor, low: Tensor, high: Tensor, cl
     width = torch.full_like(low, math.log(10) / _GRID_POINTS_AT_KINKS)
     todo = torch.arange(len(start))
     for _ in range(_STEPS):
-        own, here = objective.of(todo), theta[todo]
+        remaining, here = objective.of(todo), theta[todo]
         moves = torch.zeros(len(todo), len(offsets), 2, dtype=torch.float64)
         moves[..., free] = width[todo, None, None] * offsets
         log_alpha = (here[:, :1] + moves[..., 0]).clamp(low[todo, None], high[todo, None])
         tried = _with_centre_of(here[:, None], log_alpha)
         tried[..., 1] += moves[..., 1]
-        parts = _parts(len(todo), len(offsets) * own.nodes.x.shape[1])
-        least = torch.cat([own.of(part).errors(tried[part]).argmin(-1) for part in parts])
+        parts = _parts(len(todo), len(offsets) * remaining.nodes.x.shape[1])
+        least = torch.cat([remaining.of(part).errors(tried[part]).argmin(-1) for part in parts])
         theta[todo] = tried[torch.arange(len(todo)), least]
         inside = (offsets[least].abs() < 1).all(-1)
         width[todo] = torch.where(inside, width[todo] * spacing, (width[todo] * _WIDER).clamp_max(1.0))
@@ -219,7 +213,7 @@ def _offsets(axes: int) -> Tensor:
     return grid[grid.abs().sum(-1).argsort(stable=True)]
 
 
-def _polished(objective: Objective, theta: Tensor, low: Tensor, high: Tensor) -> Point:
+def _polished(objective: Objective, theta: Tensor, low: Tensor, high: Tensor) -> Evaluation:
     """Take Newton's last steps to a minimum that is round, and none at one that is a kink."""
     here = objective.at(theta)
     for _ in range(_LAST_STEPS):
@@ -238,14 +232,14 @@ def _descended(objective: Objective, start: Tensor, low: Tensor, high: Tensor, c
     """Follow the squared error downhill from ``start`` to a minimum, with log α in [low, high]."""
     ended = objective.at(start.clone())
     todo = torch.arange(len(start))
-    own, here, radius = objective, ended, torch.full_like(low, _RADIUS)
+    remaining, here, radius = objective, ended, torch.full_like(low, _RADIUS)
     for _ in range(_STEPS):
-        step = _newton(own, here, objective.free, _DIFFERENCE)
+        step = _newton(remaining, here, objective.free, _DIFFERENCE)
         length = step.norm(dim=-1)
         step = step * (radius / length.clamp_min(radius))[:, None]
         step[:, 0] = (here.theta[:, 0] + step[:, 0]).clamp(low[todo], high[todo]) - here.theta[:, 0]
-        there = own.at(here.theta + step)
-        better = there.residual <= here.residual + _ROUNDING * own.explainable
+        there = remaining.at(here.theta + step)
+        better = there.residual <= here.residual + _ROUNDING * remaining.explainable
         taken = step.norm(dim=-1)
         radius = torch.where(better, torch.maximum(radius, 2 * taken), taken / 4)
         here = there.where(better, here)
@@ -255,13 +249,13 @@ def _descended(objective: Objective, start: Tensor, low: Tensor, high: Tensor, c
             break
         if not going.all():
             kept = going.nonzero()[:, 0]
-            todo, radius, own = todo[kept], radius[kept], own.of(kept)
+            todo, radius, remaining = todo[kept], radius[kept], remaining.of(kept)
             here = here.of(kept)
     return ended.theta
 
 
-def _newton(objective: Objective, here: Point, free: list[int], h: float) -> Tensor:
-    """Return Newton's step, downhill wherever the error bends: ``(problems, 2)``."""
+def _newton(objective: Objective, here: Evaluation, free: list[int], h: float) -> Tensor:
+    """Newton's step, downhill wherever the error bends: ``(problems, 2)``."""
     step = torch.zeros_like(here.theta)
     beside = [objective.at(here.theta + h * torch.eye(2, dtype=torch.float64)[column]).gradient for column in free]
     bend = torch.stack([(gradient - here.gradient)[:, free] / h for gradient in beside], -1)
@@ -273,22 +267,22 @@ def _newton(objective: Objective, here: Point, free: list[int], h: float) -> Ten
     return torch.nan_to_num(step)
 
 
-def _told(objective: Objective, found: Point, low: Tensor, high: Tensor) -> Solutions:
-    """Say where A and α are not told apart, as the curve's limit for small α does as well, or for large α."""
+def _solutions(objective: Objective, ended: Evaluation, low: Tensor, high: Tensor) -> Solutions:
+    """Solutions, marked where A and α are not told apart as the curve's limit for small or for large α does as well."""
     never = torch.zeros_like(low, dtype=torch.bool)
-    finite = found.amplitude.isfinite() & found.residual.isfinite()
+    finite = ended.amplitude.isfinite() & ended.residual.isfinite()
     if objective.alpha is not None:
-        return found.solutions(never | (objective.constraints.alpha is None), finite)
-    power_law = _power_law(objective, found, low)
-    step = objective.at(_with_centre_of(found.theta, high))
+        return ended.solutions(never | (objective.fixed_alpha is None), finite)
+    power_law = _power_law(objective, ended, low)
+    step = objective.at(_with_centre_of(ended.theta, high))
     # Where they differ by rounding alone, x has no spread to tell one α from another.
-    told_apart = torch.maximum(power_law.residual, step.residual) - found.residual > _FLAT * objective.explainable
-    bends = (step.residual - found.residual > _BEND * step.residual) & finite
-    only_power = power_law.residual - found.residual < _BEND * power_law.residual
+    told_apart = torch.maximum(power_law.residual, step.residual) - ended.residual > _FLAT * objective.explainable
+    bends = (step.residual - ended.residual > _BEND * step.residual) & finite
+    only_power = power_law.residual - ended.residual < _BEND * power_law.residual
     only_power |= power_law.residual < _EXACT * objective.nodes.total
     if not objective.may_be_only_power:
-        return found.solutions(never, told_apart & bends & ~only_power)
-    return power_law.where(only_power, found).solutions(only_power, told_apart & (bends | only_power))
+        return ended.solutions(never, told_apart & bends & ~only_power)
+    return power_law.where(only_power, ended).solutions(only_power, told_apart & (bends | only_power))
 
 
 def _with_centre_of(theta: Tensor, log_alpha: Tensor) -> Tensor:
@@ -296,12 +290,12 @@ def _with_centre_of(theta: Tensor, log_alpha: Tensor) -> Tensor:
     return torch.stack([log_alpha, theta[..., 1] * (log_alpha - theta[..., 0]).exp()], -1)
 
 
-def _power_law(objective: Objective, found: Point, low: Tensor) -> Point:
-    """Where the curve is its power law at the origin, the best that there is."""
-    if not objective.constraints.shifted:
+def _power_law(objective: Objective, ended: Evaluation, low: Tensor) -> Evaluation:
+    """The best of the curve's power law at the origin."""
+    if not objective.shifted:
         return objective.at(torch.stack([low, torch.zeros_like(low)], -1))
     if not (objective.curve.linear_at_origin and objective.curve.zero_centred):
-        return _minimum(objective, _with_centre_of(found.theta, low), low, low)
+        return _minimum(objective, _with_centre_of(ended.theta, low), low, low)
     # Of a line the place of zero may lie far from all pairs, farther than a search for it would go.
     nodes = objective.nodes
     total = nodes.weight.sum(-1)

@@ -1,4 +1,4 @@
-"""Where to start the training of a network without norms: what fits to a trained one say, beside what was published."""
+"""Start values for the training of a network without norms: those of fits to a trained one, beside the published."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from normscope.fits.curve_fit import CurveFit
@@ -55,10 +55,6 @@ class StartingValue:
     least: float
     most: float
 
-    def as_dict(self) -> dict[str, float]:
-        """Return its numbers by their names."""
-        return {"value": self.value, "least": self.least, "most": self.most}
-
 
 @dataclass(frozen=True)
 class Published:
@@ -75,7 +71,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Advice:
-    """Where the point-wise functions at one kind of site start.
+    """Start values of the point-wise functions at one kind of site.
 
     Attributes:
         model: the network whose fits these are.
@@ -116,13 +112,13 @@ class Advice:
         return self.straight + self.not_converged + self.nothing
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a row of JSON or YAML."""
+        """A row of JSON or YAML."""
         starts = {"alpha": self.alpha, "shift": self.shift, "A": self.amplitude}
         return {
             "model": self.model,
             "kind": self.kind,
             "func": self.curve,
-            **{name: start.as_dict() if start else None for name, start in starts.items()},
+            **{name: asdict(start) if start else None for name, start in starts.items()},
             "C": self.C,
             "sites": self.sites,
             "left_out": {"straight": self.straight, "not_converged": self.not_converged, "nothing": self.nothing},
@@ -133,7 +129,7 @@ class Advice:
 
 
 def advise(fits: Sequence[CurveFit], sites: Sequence[NormSite] = (), *, family: str | None = None) -> list[Advice]:
-    """Say where to start, kind by kind of site, from the fits to a trained network.
+    """Start values, kind by kind of site, from the fits to a trained network.
 
     The start is the median over the sites of a kind that bend, of α on the log scale, so that 1/α² is the median of C
     too. α falls by a multiple from the first block to the last, and one site with a few huge activations has an α far
@@ -152,40 +148,40 @@ def advise(fits: Sequence[CurveFit], sites: Sequence[NormSite] = (), *, family: 
     >>> import normscope
     >>> network = normscope.load("demo_vit", limit=8)
     >>> seen = normscope.capture(network.module, network.inputs, about=network.about)
-    >>> [(found.kind, found.sites) for found in advise(normscope.fit(seen, "tanh"), seen.sites, family="vision")]
+    >>> [(one.kind, one.sites) for one in advise(normscope.fit(seen, "tanh"), seen.sites, family="vision")]
     [('blocks.*.norm1', 8), ('blocks.*.norm2', 8), ('norm', 1)]
     """
     by_name = {site.name: site for site in sites}
     groups: dict[tuple[str, str, str], list[CurveFit]] = {}
-    for found in fits:
-        if found.channel is None and found.curve != FREE:
-            groups.setdefault((found.model, kind_of_site(found.site), found.curve), []).append(found)
+    for one in fits:
+        if one.channel is None and one.curve != FREE:
+            groups.setdefault((one.model, kind_of_site(one.site), one.curve), []).append(one)
     return [
-        _advice(kind, own, [by_name[found.site] for found in own if found.site in by_name], family)
-        for (_, kind, _), own in groups.items()
+        _advice(kind, of_kind, [by_name[one.site] for one in of_kind if one.site in by_name], family)
+        for (_, kind, _), of_kind in groups.items()
     ]
 
 
 def _advice(kind: str, fits: Sequence[CurveFit], sites: Sequence[NormSite], family: str | None) -> Advice:
-    bent = [found for found in fits if found.told_apart]
+    bent = [one for one in fits if one.told_apart]
     feeds = feeds_of(kind, {site.placement for site in sites})
     return Advice(
         model=fits[0].model,
         kind=kind,
         curve=fits[0].curve,
         sites=len(bent),
-        straight=sum(found.doubt in ("straight", "power law") for found in fits),
-        not_converged=sum(found.doubt == "not converged" for found in fits),
-        nothing=sum(found.degenerate for found in fits),
-        alpha=_start([found.alpha for found in bent], logarithmic=True),
-        shift=_start([found.shift for found in bent]),
-        amplitude=_start([found.amplitude for found in bent]),
+        straight=sum(one.doubt in ("straight", "power law") for one in fits),
+        not_converged=sum(one.doubt == "not converged" for one in fits),
+        nothing=sum(one.degenerate for one in fits),
+        alpha=_middle([one.alpha for one in bent], logarithmic=True),
+        shift=_middle([one.shift for one in bent]),
+        amplitude=_middle([one.amplitude for one in bent]),
         feeds=feeds,
         published=published(family, {site.d for site in sites}, feeds) if fits[0].curve == "tanh" else None,
     )
 
 
-def _start(numbers: Sequence[float], *, logarithmic: bool = False) -> StartingValue | None:
+def _middle(numbers: Sequence[float], *, logarithmic: bool = False) -> StartingValue | None:
     if not numbers:
         return None
     middle = math.exp(statistics.median(map(math.log, numbers))) if logarithmic else statistics.median(numbers)
@@ -193,7 +189,7 @@ def _start(numbers: Sequence[float], *, logarithmic: bool = False) -> StartingVa
 
 
 def feeds_of(kind: str, placements: set[str | None]) -> Feeds | None:
-    """Tell what a kind of norm feeds by the last part of its name, where it is a pre-norm; a ``final`` norm, other.
+    """Layers that a kind of site feeds, by the last part of its name if it is a pre-norm; other, of a ``final`` norm.
 
     A name is believed only where it means one thing in the libraries: ``norm1`` of a post-norm comes after the
     attention, and ``self_attn_layer_norm`` before or after it, as the network has it.
@@ -214,7 +210,7 @@ def feeds_of(kind: str, placements: set[str | None]) -> Feeds | None:
 
 
 def published(family: str | None, widths: set[int], feeds: Feeds | None) -> Published | None:
-    """Return what arXiv 2503.10622 starts DyT's α from: of the nearest width it gives, on a scale of ratios.
+    """α from which arXiv 2503.10622 starts DyT: of the nearest width it gives, on a scale of ratios.
 
     >>> published("language", {4096}, "attention")
     Published(alpha=0.8, of='LLaMA of width 4096, attention')

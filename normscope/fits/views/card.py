@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curve_fit import CurveFit, as_json
 from normscope.fits.fit import fit
 from normscope.fits.solving.levels import CONSTANT_OUTPUT
 from normscope.pairs.captures import Capture
@@ -52,7 +52,7 @@ class TailToken:
 
 @dataclass(frozen=True)
 class Tails:
-    """What is large. Of all pairs, but for ``tokens``, which are the 16 of largest |x|.
+    """Large activations. Of all pairs, but for ``tokens``, which are the 16 of largest |x|.
 
     Attributes:
         kurtosis: of x, E(x − E x)⁴/Var(x)²; a normal distribution has 3.
@@ -78,7 +78,7 @@ class Tails:
 
     @property
     def ratio(self) -> float:
-        """How many times the median |x| the largest is."""
+        """The largest |x| over the median."""
         return self.largest / self.median if self.median > 0 else math.inf
 
     @property
@@ -88,7 +88,7 @@ class Tails:
 
 
 def tails_of(stats: PairStats, moments: Tensor, magnitudes: Magnitudes) -> Tails:
-    """Say what is large at a site that holds pairs.
+    """Large activations of a site that holds pairs.
 
     Args:
         stats: its sums.
@@ -99,8 +99,8 @@ def tails_of(stats: PairStats, moments: Tensor, magnitudes: Magnitudes) -> Tails
     largest, median = float(reach.max()), magnitudes.quantile(0.5)
 
     def beyond(value: float) -> int:
-        found = round(magnitudes.count - magnitudes.below(value))
-        return max(found, 1) if largest > value else 0
+        number = round(magnitudes.count - magnitudes.below(value))
+        return max(number, 1) if largest > value else 0
 
     return Tails(
         kurtosis=_kurtosis(moments),
@@ -152,7 +152,7 @@ LINEAR_UP_TO = 0.3994581122927263  # the u at which tanh u is 0.95 u
 
 @dataclass(frozen=True)
 class Centring:
-    """What taking the mean away does, over all tokens.
+    """Effect of taking the mean away, over all tokens.
 
     Attributes:
         offset_p50: median of the tokens' |μ|/σ, with σ as the norm has it, eps included.
@@ -171,7 +171,7 @@ class Centring:
 
 @dataclass(frozen=True)
 class Scale:
-    """What tokens are divided by, and how far eps lets y be the same for c·x as for x; over all tokens.
+    """σ that tokens are divided by, and how far eps lets y be the same for c·x as for x; over all tokens.
 
     Attributes:
         sigma_p5: 5th percentile of σ = 1/rstd, in units of x; without its mean where the norm leaves that out.
@@ -193,13 +193,13 @@ class Scale:
 
     @property
     def spread(self) -> float:
-        """How many times the 95th percentile of σ is the 5th."""
+        """The 95th percentile of σ over the 5th."""
         return self.sigma_p95 / self.sigma_p5 if self.sigma_p5 > 0 else math.inf
 
 
 @dataclass(frozen=True)
 class NormCard:
-    """What one norm does to its tokens, at a glance.
+    """One norm's effect on its tokens, at a glance.
 
     Attributes:
         model: the network.
@@ -237,18 +237,17 @@ class NormCard:
     tails: Tails | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what ``normscope stats --json`` prints; a number that is none becomes None."""
+        """The columns of ``normscope stats --json``; a number that is none becomes None."""
         whole = asdict(self)
         if self.scale is not None:
             whole["scale"]["spread"] = self.scale.spread
         if self.tails is not None:
             whole["tails"]["ratio"] = self.tails.ratio
-        found: dict[str, Any] = _plain(whole)
-        return found
+        return as_json(whole)
 
 
 def norm_cards(capture: Capture) -> list[NormCard]:
-    """Say of every site of a capture what centring and scaling do there, and what makes its tails.
+    """Norm cards of all sites of a capture: the effects of centring and scaling, and what makes the tails.
 
     Everything is of all tokens and pairs, from their sums; only the tokens that are named are drawn ones.
     Percentiles of tokens are right to an eighth of an octave at worst, those of pairs to 1/64; see docs/card.md.
@@ -266,7 +265,7 @@ def norm_cards(capture: Capture) -> list[NormCard]:
     >>> round(card.centring.offset_p50, 1), round(card.centring.mean_share, 2), card.scale.touched
     (5.0, 0.96, 0.0)
     """
-    bends = {found.site: found for found in fit(capture, "tanh")}
+    bends = {one.site: one for one in fit(capture, "tanh")}
     return [_card(capture, site, bends[site.name]) for site in capture.sites]
 
 
@@ -308,8 +307,8 @@ def _centring(site: NormSite, offsets: Magnitudes) -> Centring | None:
         """(μ/σ)² with σ about the mean, of what is counted: of forms that are not about it, μ/√(mean of x²)."""
         if site.form in ("layer_norm", "std_norm"):
             return offset**2
-        spread = np.maximum(1 - offset**2, 0)
-        return np.divide(offset**2, spread, out=np.full_like(offset, np.inf), where=spread > 0)
+        variance = np.maximum(1 - offset**2, 0)
+        return np.divide(offset**2, variance, out=np.full_like(offset, np.inf), where=variance > 0)
 
     p50, p95 = (float(np.sqrt(squared(np.array(offsets.quantile(share))))) for share in (0.5, 0.95))
     return Centring(
@@ -335,7 +334,7 @@ def _touched(site: NormSite, sigmas: Magnitudes) -> float:
 
 
 def _holds_to(site: NormSite, sigma: float) -> float:
-    """Return the c at which a token's y(c·x) is 0.99 y(x), from its σ² = v + eps.
+    """The c at which a token's y(c·x) is 0.99 y(x), from its σ² = v + eps.
 
     Where eps is added, y(c·x)² : y(x)² is (v + eps) : (v + eps/c²). Where it bounds σ, y falls as c does below that.
     """
@@ -346,14 +345,5 @@ def _holds_to(site: NormSite, sigma: float) -> float:
 
 
 def _bound(site: NormSite) -> float:
-    """Return the σ that eps, a bound of ‖x‖, stands for."""
+    """The σ that eps, a bound of ‖x‖, stands for."""
     return site.eps / math.sqrt(site.d)
-
-
-def _plain(value: Any) -> Any:
-    """Replace numbers that are none by None, and tuples by lists, all the way down."""
-    if isinstance(value, dict):
-        return {key: _plain(own) for key, own in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(own) for own in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,22 +1,22 @@
-"""What changes from one capture to another: models, data, or the checkpoints of a training, site by site."""
+"""Differences of captures, site by site: of models, of data, or of the checkpoints of a training."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
 from normscope.errors import UsageError
 from normscope.fits.curve_fit import CurveFit, Interval
 from normscope.fits.curves.known import BEST, FREE, Curve
-from normscope.fits.curves.lookup import curves_named, split_names
-from normscope.fits.fit import fit
+from normscope.fits.curves.lookup import split_names
+from normscope.fits.fit import check_fit, fit
 from normscope.fits.solving.levels import Level, levels_of
 from normscope.fits.solving.nodes import nodes_of
-from normscope.fits.solving.refits import Without, interval, student, without_folds
+from normscope.fits.solving.refits import interval, student, without_folds
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.stats import PairStats
@@ -70,13 +70,13 @@ def _by_depth(first: Sequence[NormSite], second: Sequence[NormSite]) -> dict[str
     for placement in dict.fromkeys(site.placement for site in first):
         here, there = ([s.name for s in sites if s.placement == placement] for sites in (first, second))
         few = min(len(here), len(there))
-        pairs |= {here[i]: there[j] for i, j in zip(_spread(few, len(here)), _spread(few, len(there)), strict=True)}
+        pairs |= {here[i]: there[j] for i, j in zip(_evenly(few, len(here)), _evenly(few, len(there)), strict=True)}
     order = [site.name for site in first]
     return dict(sorted(pairs.items(), key=lambda pair: order.index(pair[0])))
 
 
-def _spread(few: int, many: int) -> list[int]:
-    """Return so few numbers below ``many``, evenly from the first to the last; of one, the middle."""
+def _evenly(few: int, many: int) -> list[int]:
+    """So few numbers below ``many``, evenly from the first to the last; of one, the middle."""
     if few == 1:
         return [(many - 1) // 2]
     return [round(i * (many - 1) / (few - 1)) for i in range(few)]
@@ -103,42 +103,39 @@ class Ratio:
         return None if self.interval is None else self.interval[0] <= 1 <= self.interval[1]
 
 
-@dataclass(frozen=True)
-class Jackknives:
-    """What is known of how two fits vary.
+Refits = dict[str, torch.Tensor]  # one fit without each of its folds, of :func:`without_folds`
 
-    Attributes:
-        folds: number of folds of the first and of the other; 0 without any.
-        first: of the same inputs, the first fit without each fold.
-        other: likewise.
+
+def ratio(
+    name: str, base: CurveFit, other: CurveFit, folds: tuple[int, int], refits: tuple[Refits, Refits] | None
+) -> Ratio | None:
+    """Divide ``alpha`` or ``slope`` of a fit by that of the first; None where one of them is none.
+
+    Args:
+        name: of the two.
+        base: the first fit.
+        other: another.
+        folds: number of folds of each; 0 without any.
+        refits: of fits to the same inputs, each without its folds; None where inputs differ.
     """
-
-    folds: tuple[int, int]
-    first: Without | None = None
-    other: Without | None = None
-
-
-def ratio(name: str, base: CurveFit, own: CurveFit, jackknives: Jackknives) -> Ratio | None:
-    """Divide ``alpha`` or ``slope`` of a fit by that of the first; None where one of them is none."""
-    numbers = getattr(base, name), getattr(own, name)
+    numbers = getattr(base, name), getattr(other, name)
     if not all(map(math.isfinite, numbers)) or not numbers[0]:
         return None
     value = numbers[1] / numbers[0]
     if value <= 0:
         return Ratio(value, None)
-    if jackknives.first and jackknives.other:
-        without = getattr(jackknives.other, name) / getattr(jackknives.first, name)
-        whole = torch.tensor([value], dtype=torch.float64).log()
-        low, high = (float(end.exp()) for end in interval(whole, without.log()[None], jackknives.first.pairs[None]))
+    if refits:
+        first, second = refits
+        whole, without = torch.tensor([value], dtype=torch.float64).log(), (second[name] / first[name]).log()
+        low, high = (float(end.exp()) for end in interval(whole, without[None], first["pairs"][None]))
         return Ratio(value, (low, high) if math.isfinite(low + high) else None, paired=True)
-    folds = jackknives.folds
-    errors = [_log_error(one.intervals.get(name), its) for one, its in zip((base, own), folds, strict=True)]
+    errors = [_log_error(one.intervals.get(name), number) for one, number in zip((base, other), folds, strict=True)]
     width = float(student(torch.tensor(min(folds)))) * math.hypot(*errors)
     return Ratio(value, (value * math.exp(-width), value * math.exp(width)) if math.isfinite(width) else None)
 
 
 def _log_error(interval: Interval | None, folds: int) -> float:
-    """Return the standard error of a number's logarithm; NaN where its interval is missing or holds zero."""
+    """Standard error of a number's logarithm; NaN where its interval is missing or holds zero."""
     if interval is None or interval[0] * interval[1] <= 0:
         return math.nan
     low, high = interval
@@ -182,17 +179,19 @@ class Compared:
         return None if self.r2_of_first is None else self.fit.r2 - self.r2_of_first
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a row of what ``normscope compare --json`` prints; a number that is none becomes None."""
+        """A row of ``normscope compare --json``; a number that is none becomes None."""
         fitted = self.fit.as_dict()
         row = {"capture": self.number, "counterpart": self.counterpart, "matched": self.matched, "d": self.d}
         row |= {name: fitted[name] for name in _FITTED}
         intervals = dict(fitted["intervals"])
-        for name, found in (("alpha_ratio", self.alpha), ("slope_ratio", self.slope)):
-            row[name] = found.value if found else None
-            row[f"{name}_in_noise"] = found.in_noise if found else None
-            if found and found.interval:
-                intervals[name] = list(found.interval)
-        row["paired"] = next((found.paired for found in (self.alpha, self.slope) if found and found.interval), None)
+        for name, over_first in (("alpha_ratio", self.alpha), ("slope_ratio", self.slope)):
+            row[name] = over_first.value if over_first else None
+            row[f"{name}_in_noise"] = over_first.in_noise if over_first else None
+            if over_first and over_first.interval:
+                intervals[name] = list(over_first.interval)
+        row["paired"] = next(
+            (over_first.paired for over_first in (self.alpha, self.slope) if over_first and over_first.interval), None
+        )
         return {**row, "r2_of_first": self.r2_of_first, "r2_lost": self.r2_lost, "intervals": intervals}
 
 
@@ -213,7 +212,7 @@ class Comparison:
     rows: Sequence[Compared] = field(repr=False)
 
     def unmatched(self) -> list[dict[str, Any]]:
-        """List every site that has no counterpart: its capture, its module path, and the capture that lacks one."""
+        """Every site that has no counterpart: its capture, its module path, and the capture that lacks one."""
         return [
             {"capture": capture, "site": site, "lacking_in": lacking}
             for number, one in enumerate(self.matches, 2)
@@ -257,14 +256,13 @@ def compare(captures: Sequence[Capture], curves: str | Sequence[str | Curve] = "
 
 
 def check_curves(curves: str | Sequence[str | Curve]) -> list[str | Curve]:
-    """Return the curves to compare, as :func:`normscope.fit` takes them; UsageError where there is none of a name."""
+    """The curves to compare, as :func:`normscope.fit` takes them; UsageError where there is none of a name."""
     names: list[str | Curve] = list(split_names(curves) if isinstance(curves, str) else curves)
-    words = [name.strip().lower() if isinstance(name, str) else "" for name in names]
-    if BEST in words:
+    if BEST in [name.strip().lower() for name in names if isinstance(name, str)]:
         raise UsageError(
             "The best curve may be another at every site, so that there would be nothing to compare; name curves."
         )
-    curves_named([name for name, word in zip(names, words, strict=True) if word != FREE])
+    check_fit(names)
     return names
 
 
@@ -287,7 +285,7 @@ def compared(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]]) ->
         raise UsageError(
             f"No norm site of {first.about['model']} has a counterpart: no two share their name or their placement."
         )
-    base, *beside = (_Seen.of(capture, own) for capture, own in zip(captures, fits, strict=True))
+    base, *beside = (_Seen(capture, of_capture) for capture, of_capture in zip(captures, fits, strict=True))
     rows = []
     for site, curve in base.fits:
         others = [
@@ -295,49 +293,41 @@ def compared(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]]) ->
             for number, (other, one) in enumerate(zip(beside, matches, strict=True), 2)
             if site in one.counterparts
         ]
-        own = Compared(1, site, base.widths[site], None, base.fits[site, curve])
-        rows += [own, *others] if others else []
+        first_row = Compared(1, site, base.widths[site], None, base.fits[site, curve])
+        rows += [first_row, *others] if others else []
     return Comparison(captures, fits, matches, rows)
 
 
-class _Seen(NamedTuple):
+class _Seen:
     """One capture, by site, and by site and curve."""
 
-    capture: Capture
-    fits: dict[tuple[str, str], CurveFit]
-    levels: dict[str, Level]
-    widths: dict[str, int]
-    held: dict[tuple[str, str], Without]
-
-    @classmethod
-    def of(cls, capture: Capture, fits: Sequence[CurveFit]) -> _Seen:
+    def __init__(self, capture: Capture, fits: Sequence[CurveFit]) -> None:
         levels = levels_of(capture)
-        return cls(
-            capture,
-            {(found.site, found.curve): found for found in fits},
-            {level.site: level for level in levels},
-            {site.name: site.d for site in capture.sites},
-            without_folds(levels, fits),
-        )
+        self.stats = capture.stats
+        self.fits = {(one.site, one.curve): one for one in fits}
+        self.levels = {level.site: level for level in levels}
+        self.widths = {site.name: site.d for site in capture.sites}
+        self.refits = without_folds(levels, fits)
 
 
 def _against(
     first: _Seen, other: _Seen, number: int, by: Literal["name", "depth"], place: tuple[str, str, str]
 ) -> Compared:
     site, name, curve = place
-    base, own = first.fits[site, curve], other.fits[name, curve]
+    base, beside = first.fits[site, curve], other.fits[name, curve]
     here, there = first.levels[site], other.levels[name]
-    jackknives = Jackknives((_folds(here), _folds(there)))
-    if _same_inputs(first.capture.stats[site], other.capture.stats[name]):
-        jackknives = replace(jackknives, first=first.held.get((site, curve)), other=other.held.get((name, curve)))
+    known = (site, curve) in first.refits and (name, curve) in other.refits
+    same = known and _same_inputs(first.stats[site], other.stats[name])
+    refits = (first.refits[site, curve], other.refits[name, curve]) if same else None
+    how = (base, beside, (_folds(here), _folds(there)), refits)
     return Compared(
         number=number,
         counterpart=site,
         d=other.widths[name],
         matched=by,
-        fit=own,
-        alpha=ratio("alpha", base, own, jackknives) if base.told_apart and own.told_apart else None,
-        slope=ratio("slope", base, own, jackknives) if curve != FREE else None,
+        fit=beside,
+        alpha=ratio("alpha", *how) if base.told_apart and beside.told_apart else None,
+        slope=ratio("slope", *how) if curve != FREE else None,
         r2_of_first=_transferred(base, there),
     )
 

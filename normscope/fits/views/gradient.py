@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from normscope.errors import DataError
-from normscope.fits.curve_fit import CurveFit, Interval
-from normscope.fits.solving.ceiling import ceilings_of_diagonal, conditional_mean
-from normscope.fits.solving.levels import Level, levels_of, nothing_at
+from normscope.fits.curve_fit import CurveFit, Interval, as_json
+from normscope.fits.solving.ceiling import ceilings, conditional_mean
+from normscope.fits.solving.levels import levels_of, site_level
 from normscope.fits.solving.nodes import Nodes, Problems, batches, joined
 from normscope.fits.solving.refits import interval
-from normscope.fits.views.jacobians import Constants, Jacobians, constants_by_part, finite_or_none, jacobians
+from normscope.fits.views.jacobians import Constants, Jacobians, constants_by_part, jacobians
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.formulas import FORMS, form_name
 from normscope.pairs.norms.sites import NormSite
@@ -85,31 +85,10 @@ class GradientView:
     constants: dict[str, Constants] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what ``normscope gradient --json`` prints; a number that is none becomes None."""
-        origin = (
-            "model",
-            "weights",
-            "data",
-            "site",
-            "kind",
-            "d",
-            "centred",
-            "reason",
-            "n_tokens",
-            "n_largest",
-            "of_tokens",
-            "folds",
-        )
-        return {
-            **{name: getattr(self, name) for name in origin},
-            **{
-                name: finite_or_none(getattr(self, name))
-                for name in ("share", "least_share", "tail_share", "least_row_share", "r2_of_x")
-            },
-            "r2": {curve: finite_or_none(value) for curve, value in self.r2.items()},
-            "intervals": {f"r2_{name}": list(bounds) for name, bounds in self.intervals.items()},
-            "constants": {part: found.as_dict() for part, found in self.constants.items()},
-        }
+        """The columns of ``normscope gradient --json``; a number that is none becomes None."""
+        intervals = {f"r2_{name}": bounds for name, bounds in self.intervals.items()}
+        constants = {part: of_part.as_dict() for part, of_part in self.constants.items()}
+        return as_json({**vars(self), "intervals": intervals, "constants": constants})
 
 
 @dataclass(frozen=True)
@@ -150,15 +129,15 @@ def gradient(capture: Capture, fits: Sequence[CurveFit] = ()) -> list[GradientVi
     >>> from torch import nn
     >>> x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     >>> seen = normscope.capture(nn.Sequential(nn.LayerNorm(8)), [x], diagonal=True)
-    >>> [found] = gradient(seen, normscope.fit(seen))
-    >>> found.n_tokens, round(found.share, 2), list(found.r2)  # never less than 1 − 2/d
+    >>> [view] = gradient(seen, normscope.fit(seen))
+    >>> view.n_tokens, round(view.share, 2), list(view.r2)  # never less than 1 − 2/d
     (64, 0.78, ['tanh', 'isru'])
     """
-    return [_view(capture, site, [found for found in fits if found.site == site.name]) for site in capture.sites]
+    return [_view(capture, site, [one for one in fits if one.site == site.name]) for site in capture.sites]
 
 
 def drawn_jacobians(site: NormSite, stats: PairStats) -> DrawnJacobians | str:
-    """Return the Jacobians of a site's drawn tokens, or why there are none, as a clause without a full stop."""
+    """Jacobians of a site's drawn tokens, or why there are none, as a clause without a full stop."""
     if site.grouped:
         return "a token is a group, of which a capture keeps a part, and may be normalized by running statistics"
     if site.d < 2:
@@ -204,7 +183,8 @@ def _view(capture: Capture, site: NormSite, fits: Sequence[CurveFit]) -> Gradien
         **{key: capture.about[key] for key in ("model", "weights", "data")},
         **{"site": site.name, "kind": site.kind, "d": site.d, "centred": site.centred, "of_tokens": stats.n_tokens},
     }
-    level = _level(site, stats) if site.has_diagonal else None
+    # The pairs (x, ∂y_i/∂x_i), given as a fit is given those of x and y.
+    level = site_level(site, stats, _diagonal_moments(site, stats)) if site.has_diagonal else None
     drawn = drawn_jacobians(site, stats)
     if level is None or isinstance(drawn, str):
         return GradientView(**about, reason=str(drawn), n_tokens=0, n_largest=0)
@@ -212,7 +192,7 @@ def _view(capture: Capture, site: NormSite, fits: Sequence[CurveFit]) -> Gradien
     both = (drawn.uniform, drawn.largest)
     # Bins as they were summed, none joined: a derivative may jump, and there is no search that would take long.
     problems = Problems([level], 2**PAIR_GRID.mantissa_bits)
-    of_curves = {found.curve: _of_curve(found, problems) for found in fits}
+    of_curves = {one.curve: _of_curve(one, problems) for one in fits}
     r2_of_x, of_x = _of_x(problems, capture)
     intervals = {**{curve: bounds for curve, (_, bounds) in of_curves.items()}, "of_x": of_x}
     return GradientView(
@@ -241,31 +221,13 @@ def _diagonal_moments(site: NormSite, stats: PairStats) -> Tensor:
     return stats.diagonal_moments
 
 
-def _level(site: NormSite, stats: PairStats) -> Level:
-    """Give the pairs (x, ∂y_i/∂x_i) of a site as a fit is given those of x and y."""
-    moments = _diagonal_moments(site, stats)
-    return Level(
-        site=site.name,
-        sites=(),
-        channel=None,
-        moments=moments,
-        counts=moments[:, 0],
-        grid=PAIR_GRID,
-        fold_by=stats.fold_by,
-        reach=float(stats.reach.max()),
-        bound=math.inf,
-        slope=math.nan,
-        nothing=nothing_at(stats, moments),
-    )
-
-
-def _of_curve(found: CurveFit, problems: Problems) -> tuple[float, Interval | None]:
+def _of_curve(fit: CurveFit, problems: Problems) -> tuple[float, Interval | None]:
     """R² of a curve's derivative, and its 95 %: the curve stays, and one fold of pairs after another is left out."""
-    if found.degenerate or problems.levels[0].nothing is not None:
+    if fit.degenerate or problems.levels[0].nothing is not None:
         return math.nan, None
 
     def left(nodes: Nodes) -> Tensor:
-        slopes = found.derivative(nodes.x).where(nodes.weight > 0, 0.0)  # infinite at 0, of some curves
+        slopes = fit.derivative(nodes.x).where(nodes.weight > 0, 0.0)  # infinite at 0, of some curves
         return nodes.residual(slopes) / nodes.total
 
     whole, without = left(problems.nodes()), left(problems.without_folds()).view(1, problems.folds)
@@ -281,6 +243,6 @@ def _of_x(diagonal: Problems, capture: Capture) -> tuple[float, Interval | None]
     if level.fold_by is None or level.nothing is not None:
         return math.nan, None
     for _, problems in batches(levels_of(capture.only([level.site]))):
-        [found] = ceilings_of_diagonal(diagonal, problems)
-        return (found.r2, found.interval) if found else (math.nan, None)
+        [top] = ceilings(problems, diagonal)
+        return (top.r2, top.interval) if top else (math.nan, None)
     return math.nan, None

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from normscope.fits.curve_fit import as_json
 from normscope.pairs.norms.formulas import Form
 
 
 @dataclass(frozen=True)
 class Jacobians:
-    """What the Jacobians of some tokens hold, in float64.
+    """Diagonals and norms of the Jacobians of some tokens, in float64.
 
     Attributes:
         diagonal: ∂y_i/∂x_i, ``(tokens, d)``.
@@ -44,7 +45,7 @@ class Jacobians:
 
 
 def jacobians(form: Form, rows: Tensor, eps: float) -> Jacobians:
-    """Take the Jacobian of each token, from what :meth:`normscope.pairs.norms.formulas.Form.jacobian` makes it of.
+    """Jacobians of some tokens, from what :meth:`normscope.pairs.norms.formulas.Form.jacobian` makes it of.
 
     Args:
         form: of the norm.
@@ -55,8 +56,8 @@ def jacobians(form: Form, rows: Tensor, eps: float) -> Jacobians:
         Their diagonals and norms.
 
     >>> from normscope.pairs.norms.formulas import FORMS, rms_norm
-    >>> found = jacobians(FORMS[rms_norm], torch.tensor([[3.0, 4.0, 0.0, 0.0]]), 0.0)
-    >>> [round(float(slope), 3) for slope in found.diagonal[0]]  # (1 − y²/d)/ρ, with ρ = 2.5
+    >>> taken = jacobians(FORMS[rms_norm], torch.tensor([[3.0, 4.0, 0.0, 0.0]]), 0.0)
+    >>> [round(float(slope), 3) for slope in taken.diagonal[0]]  # (1 − y²/d)/ρ, with ρ = 2.5
     [0.256, 0.144, 0.4, 0.4]
     """
     x = rows.double()
@@ -66,8 +67,8 @@ def jacobians(form: Form, rows: Tensor, eps: float) -> Jacobians:
     crossed = c / d * z.sum(1, keepdim=True) - z
     within = 1 - c / d + 2 * pull * crossed + pull.square() * z.square().sum(1, keepdim=True)
     about = x - x.mean(1, keepdim=True) if form.about_mean else x
-    own = about.square() * (d / (d - 1) if form.about_mean else 1)
-    rest = (about.square().sum(1, keepdim=True) - own).clamp_min(0)
+    share = about.square() * (d / (d - 1) if form.about_mean else 1)
+    rest = (about.square().sum(1, keepdim=True) - share).clamp_min(0)
     return Jacobians(
         diagonal=form.diagonal(x, eps),
         rows=within.clamp_min(0) * rstd.square(),
@@ -82,7 +83,7 @@ _ALIKE = 0.05  # two spreads that differ by less are called alike: they are over
 
 @dataclass(frozen=True)
 class Spread:
-    """Where two thirds of some positive numbers lie: their quantiles 0.16, 0.50 and 0.84; NaN of no numbers."""
+    """Quantiles 0.16, 0.50 and 0.84 of some positive numbers: two thirds lie between them. NaN of no numbers."""
 
     p16: float
     p50: float
@@ -93,15 +94,14 @@ class Spread:
         """p84/p16: 1 of a constant."""
         return self.p84 / self.p16 if self.p16 > 0 else math.nan
 
-    def as_dict(self) -> dict[str, float | None]:
-        """Return what ``--json`` prints; a number that is none becomes None."""
-        values = {"p16": self.p16, "p50": self.p50, "p84": self.p84, "ratio": self.ratio}
-        return {name: finite_or_none(value) for name, value in values.items()}
+    def as_dict(self) -> dict[str, Any]:
+        """The columns of ``--json``; a number that is none becomes None."""
+        return as_json({**vars(self), "ratio": self.ratio})
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What the curves' derivations hold constant, over some of the pairs of the uniformly drawn tokens.
+    """Spreads of what the curves' derivations hold constant, over some pairs of the uniformly drawn tokens.
 
     Attributes:
         n_pairs: number of pairs.
@@ -118,20 +118,20 @@ class Constants:
 
     @property
     def steadier(self) -> Literal["scale", "others"] | None:
-        """Which of ``scale`` and ``others`` has the smaller ratio; None where they differ by less than 5 %."""
+        """The one of ``scale`` and ``others`` of smaller ratio; None where they differ by less than 5 %."""
         scale, others = self.scale.ratio, self.others.ratio
         if not abs(math.log(scale / others)) > _ALIKE:
             return None
         return "scale" if scale < others else "others"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
-        spreads = {"scale": self.scale.as_dict(), "others": self.others.as_dict(), "C": self.C.as_dict()}
+        """The columns of ``--json``."""
+        spreads = {name: getattr(self, name).as_dict() for name in ("scale", "others", "C")}
         return {"n_pairs": self.n_pairs, **spreads, "steadier": self.steadier}
 
 
 def constants_by_part(x: Tensor, y: Tensor, jacobians: Jacobians, tail: float) -> dict[str, Constants]:
-    """Take the constants of all pairs of some tokens, of those of |x| up to ``tail``, and of those beyond.
+    """Constants of all pairs of some tokens, of those of |x| up to ``tail``, and of those beyond.
 
     Args:
         x: of the tokens, float64 ``(tokens, d)``.
@@ -153,15 +153,6 @@ def constants_by_part(x: Tensor, y: Tensor, jacobians: Jacobians, tail: float) -
         part: Constants(int(inside.sum()), *(_spread(value[inside]) for value in values))
         for part, inside in parts.items()
     }
-
-
-def finite_or_none(value: float) -> float | None:
-    """Turn what JSON has no number for into None.
-
-    >>> finite_or_none(1.5), finite_or_none(math.nan)
-    (1.5, None)
-    """
-    return value if math.isfinite(value) else None
 
 
 def _spread(values: Tensor) -> Spread:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curve_fit import CurveFit, as_json
 from normscope.fits.curves.known import FREE
 from normscope.pairs.captures import Capture
 from normscope.pairs.sums.magnitudes import of_tokens
@@ -37,7 +37,7 @@ class Layerwise:
     parameters: int | None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what ``normscope fit --json`` prints."""
+        """The columns of ``normscope fit --json``."""
         return asdict(self)
 
 
@@ -55,25 +55,25 @@ def layerwise(fits: Sequence[CurveFit]) -> Layerwise | None:
     >>> layerwise(normscope.fit(seen, "tanh,isru,derf")).curves
     2
     """
-    known = [found for found in fits if found.curve != FREE and math.isfinite(found.r2)]
+    known = [one for one in fits if one.curve != FREE and math.isfinite(one.r2)]
     curves: dict[int | None, set[str]] = {}
-    for found in known:
-        curves.setdefault(found.parameters, set()).add(found.curve)
+    for one in known:
+        curves.setdefault(one.parameters, set()).add(one.curve)
     if not curves or max(map(len, curves.values())) < 2:
         return None
     parameters = max(curves, key=lambda number: (len(curves[number]), number or 0))
     by_site: dict[tuple[str, int | None], dict[str, float]] = {}
-    for found in known:
-        own = by_site.setdefault((found.site, found.channel), {})
-        if found.parameters == parameters:
-            own[found.curve] = found.r2
+    for one in known:
+        r2_of = by_site.setdefault((one.site, one.channel), {})
+        if one.parameters == parameters:
+            r2_of[one.curve] = one.r2
     sites = list(by_site.values())
-    everywhere = [curve for curve in sites[0] if all(curve in own for own in sites)]
+    everywhere = [curve for curve in sites[0] if all(curve in r2_of for r2_of in sites)]
     if not everywhere:
         return None
-    means = {curve: sum(own[curve] for own in sites) / len(sites) for curve in everywhere}
+    means = {curve: sum(r2_of[curve] for r2_of in sites) / len(sites) for curve in everywhere}
     func = max(means, key=lambda curve: means[curve])
-    best = sum(max(own.values()) for own in sites) / len(sites)
+    best = sum(max(r2_of.values()) for r2_of in sites) / len(sites)
     return Layerwise(func, means[func], best, len(sites), len(curves[parameters]), parameters)
 
 
@@ -93,7 +93,7 @@ class TokenSlopes:
         slopes: quantiles of 1/σ over all of them, in units of 1/x, by their shares; from a histogram of eight bins an
             octave, so that each is right to 9 %.
         ratio: the slope that 5 % of the tokens pass over that which 95 % do: 1 where one line fits all of them.
-        drawn: number of drawn tokens that were held against their own lines.
+        drawn: number of drawn tokens that were held against their r2_of lines.
         largest_error: largest |y − (x − μ)/σ| among their elements: what rounding leaves.
     """
 
@@ -108,21 +108,15 @@ class TokenSlopes:
     largest_error: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what ``normscope fit --per token --json`` prints; a number that is none becomes None."""
-        numbers = {
-            **{f"slope_{100 * share:g}": slope for share, slope in self.slopes.items()},
-            "ratio": self.ratio,
-            "largest_error": self.largest_error,
-        }
+        """The columns of ``normscope fit --per token --json``; a number that is none becomes None."""
         about = ("model", "weights", "data", "site", "n_tokens", "drawn")
-        return {
-            **{name: getattr(self, name) for name in about},
-            **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
-        }
+        slopes = {f"slope_{100 * share:g}": slope for share, slope in self.slopes.items()}
+        ratios = {"ratio": self.ratio, "largest_error": self.largest_error}
+        return as_json({**{name: getattr(self, name) for name in about}, **slopes, **ratios})
 
 
 def token_slopes(capture: Capture) -> list[TokenSlopes]:
-    """Say how the slopes of the tokens' lines are distributed at each site.
+    """Distributions of the slopes of the tokens' lines, site by site.
 
     A fit per token needs no search: a norm is linear on each token, and R² is 1.
 
@@ -153,7 +147,7 @@ def _slopes(capture: Capture, site: str) -> TokenSlopes:
 
 
 def _largest_error(stats: PairStats) -> float:
-    """Hold every drawn token against the line of slope rstd through its own mean."""
+    """Hold every drawn token against the line of slope rstd through its r2_of mean."""
     if not len(stats.tokens.key):
         return math.nan
     x, y, rstd = stats.tokens.x.double(), stats.tokens.y.double(), stats.tokens.rstd.double()

@@ -85,20 +85,19 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say(level_of, curve):
     """64 sources a data set; the truth is the fit to 20,000 of them. docs/methods.md has harder cases."""
     generator = np.random.default_rng(0)
     [(_, everything)] = batches([level_of(*layer_norm_of(generator, 20_000, 0.2))])
-    truth = fitted(everything, CURVES[curve], Parametrization())
+    [truth], _ = fitted(everything, CURVES[curve], Parametrization())
     levels = [level_of(*layer_norm_of(generator, 64, 0.2)) for _ in range(200)]
     hits = {name: [] for name in ("A", "alpha", "slope", "r2")}
     known = {
-        "A": truth.solutions.amplitude,
-        "alpha": truth.solutions.alpha,
-        "slope": truth.solutions.amplitude * truth.solutions.alpha,
-        "r2": truth.goodness.r2,
+        "A": truth["amplitude"],
+        "alpha": truth["alpha"],
+        "slope": truth["amplitude"] * truth["alpha"],
+        "r2": truth["r2"],
     }
     for _, problems in batches(levels):
-        found = fitted(problems, CURVES[curve], Parametrization())
-        for name, own in hits.items():
-            low, high = found.intervals[name]
-            own += ((low <= known[name]) & (known[name] <= high)).tolist()
+        rows, _ = fitted(problems, CURVES[curve], Parametrization())
+        for name, of_name in hits.items():
+            of_name += [row["intervals"][name][0] <= known[name] <= row["intervals"][name][1] for row in rows]
     for name, own in hits.items():
         # Of 200 draws at 95 %, fewer than 89 % come once in ten thousand times.
         assert 0.89 <= np.mean(own) <= 0.995, (name, np.mean(own))
@@ -117,7 +116,8 @@ def test_intervals_that_count_pairs_as_independent_would_be_far_too_narrow(level
         gradient = np.array([b, a])
         claimed.append(math.sqrt(gradient @ covariance @ gradient))
         [(_, problems)] = batches([level_of(x, y, folds)])
-        low, high = fitted(problems, CURVES["tanh"], Parametrization()).intervals["slope"]
+        [row], _ = fitted(problems, CURVES["tanh"], Parametrization())
+        low, high = row["intervals"]["slope"]
         ours.append(float(high - low) / 2 / stats.t.ppf(0.975, 7))
     assert np.median(claimed) < 0.3 * np.std(slopes)
     assert 0.6 * np.std(slopes) < np.median(ours) < 1.5 * np.std(slopes)
