@@ -32,6 +32,6 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
 
 
 def test_the_readme_holds_the_two_commands_and_stays_short():
-    assert "\npip install . && normscope plot\n" in README
+    assert "\npip install '.[speech]' && normscope plot\n" in README
     assert "\npip install -e '.[test]' && pytest\n" in README
     assert len(README.splitlines()) < 200
