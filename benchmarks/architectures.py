@@ -147,11 +147,10 @@ def smallest_of_timm(family: str) -> tuple[str, str, int]:
 
 def verify(model: str, weights: str, padded: bool) -> dict[str, Any]:
     """Do what ``normscope layers MODEL --verify`` does, and say of it what a row does."""
-    from normscope.pairs.verify import excess
-
     import normscope
     from normscope.errors import NormscopeError
     from normscope.pairs import recorder
+    from normscope.pairs.norms.verification import excess
 
     times: list[float] = []
 
