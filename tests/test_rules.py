@@ -45,7 +45,7 @@ LIBRARIES = {
     "diffusers": {"models"},
     "transformers": {"models"},
     "accelerate": {"models", "runtime/network.py"},
-    "pyarrow": {"cli/records.py"},
+    "pyarrow": {"cli/formats.py"},
     "typer": {"cli"},
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

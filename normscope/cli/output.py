@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from normscope.cli.records import CSV, PARQUET, YAML, Row, as_csv, as_yaml, check_parquet, check_suffix, write_parquet
+from normscope.cli.formats import CSV, PARQUET, YAML, Row, as_csv, as_yaml, check_parquet, check_suffix, write_parquet
 from normscope.errors import UsageError, count
 from normscope.runtime.files import check_writable, visible, whole_file
 from normscope.runtime.processes import Place
