@@ -87,7 +87,7 @@ def test_rows_and_quiet(folder):
         (["first.safetensors", "first/0.png"], 4, "Cannot read the capture first/0.png:"),
         (["first.safetensors", "copy.safetensors"], 4, "first.safetensors and copy.safetensors: both hold sample"),
         (["first.safetensors", "random.safetensors"], 4, "first.safetensors and random.safetensors: captures of diff"),
-        (["first.safetensors", "rounded.safetensors"], 4, "of different dtype: 'float32' and 'bfloat16'."),
+        (["first.safetensors", "rounded.safetensors"], 4, ', converted from float32 to bfloat16".'),
     ],
 )
 def test_what_is_refused_leaves_no_file(folder, arguments, status, sentence):
