@@ -180,7 +180,7 @@ def test_a_capture_that_cannot_be_written_leaves_the_checkpoint(tmp_path, monkey
         raise normscope.errors.UsageError("Cannot write it: No space left on device.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("normscope.pairs.storage.save_capture", full)
+        patch.setattr(normscope, "save_capture", full)
         done = captured("-o", str(file), "--checkpoint-every", "0")
     assert done.exit_code == 2 and f"{kept} stays as it was at the last checkpoint: --resume goes on" in done.stderr
     assert kept.is_dir() and not file.exists()

@@ -191,9 +191,9 @@ def test_auto_finds_what_a_real_limit_leaves():
     said = run_child(
         256 * MB + 240 * MB,
         """
-        from normscope.models import batch_sizes
+        from normscope.runtime import batch_size
 
-        batch_sizes._LONGEST = float("inf")  # beside other tests a pass may take any time
+        batch_size._LONGEST = float("inf")  # beside other tests a pass may take any time
         found = largest(network, images)
         images.batch_size = found.size
         print(found)

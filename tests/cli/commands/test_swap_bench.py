@@ -93,7 +93,7 @@ def test_what_is_a_fit_itself_takes_part_once_and_formulas_have_a_place_in_the_f
 
 def test_what_cannot_be_swapped_in_is_said_before_anything_is_measured(folder, monkeypatch):
     (folder / "groups.py").write_text(FACTORY.replace("nn.LayerNorm(16)", "nn.GroupNorm(1, 5)"))
-    monkeypatch.setattr("normscope.swaps.drift.drift.drift", lambda *_, **__: pytest.fail("it measured"))
+    monkeypatch.setattr(normscope, "drift", lambda *_, **__: pytest.fail("it measured"))
     done = run(folder, monkeypatch, "py:groups.py:network", "--func", "dyt,rmsnorm")
     assert done.exit_code == 3 and "An RMSNorm cannot take the place of" in " ".join(done.stderr.split())
 

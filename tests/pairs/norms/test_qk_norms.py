@@ -4,7 +4,7 @@ import torch
 from transformers import Qwen3Config, Qwen3Model
 
 import normscope
-from normscope.pairs.norms.sites import _QUERY_OR_KEY
+from normscope.pairs.norms.placement import _QUERY_OR_KEY
 
 NAMES = [
     *("blocks.0.attn.q_norm", "blocks.0.attn.k_norm"),  # timm
