@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -17,6 +18,7 @@ class MyRMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.zeros(8)), 1e-6
 
 
+@pytest.mark.slow
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recognition, "_TABLE", dict(recognition._TABLE))

@@ -53,8 +53,8 @@ class Swap:
     >>> with Swap(model, {"1": PointwiseFunction("tanh", 8)}):
     ...     print(model[1])
     PointwiseFunction(tanh, 8)
-    >>> model[1]
-    LayerNorm((8,), eps=1e-05, elementwise_affine=True)
+    >>> type(model[1]).__name__
+    'LayerNorm'
     """
 
     def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:

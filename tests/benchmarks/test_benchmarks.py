@@ -12,6 +12,8 @@ import pytest
 import timm
 import torch
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 STARNETS = timm.list_models(module="starnet")
 

@@ -33,6 +33,7 @@ def samples(found):
     return {(one.case, one.way, one.quantity): list(one.samples) for one in found}
 
 
+@pytest.mark.slow
 def test_one_command_rehearses_a_question_and_keeps_what_it_found(tmp_path):
     options = ("--shapes", "8x16", "--dtypes", "bfloat16", "--ways", "eager,fused", "--repeats", "1")
     done = run(

@@ -81,6 +81,7 @@ def as_read(fits):
     return [{name: cell(row.get(name)) for name in names} for row in rows]
 
 
+@pytest.mark.slow
 def test_csv_holds_what_the_json_document_of_the_same_run_does(folder):
     done = run(*FIT, "--csv", "-o", "same.json", cwd=folder)
     expected = json.loads((folder / "same.json").read_text())["fits"]
@@ -91,6 +92,7 @@ def test_csv_holds_what_the_json_document_of_the_same_run_does(folder):
     assert "\r" not in done.stdout and done.stdout.endswith("\n")
 
 
+@pytest.mark.slow
 def test_a_file_is_written_as_its_suffix_says(folder, fits):
     done = run(*FIT, "-o", "fits.csv", cwd=folder)
     assert "R²" in done.stdout  # a person still gets the table
@@ -110,6 +112,7 @@ def test_parquet_holds_the_same_in_typed_columns(folder, fits):
     assert table.schema.metadata[b"normscope"].decode() == version("normscope")
 
 
+@pytest.mark.slow
 def test_the_other_commands_print_their_rows(folder):
     layers = rows_of(run("layers", "demo_vit", "demo_dit", "--csv", cwd=folder).stdout)
     assert [row["model"] for row in layers] == ["demo_vit"] * 17 + ["demo_dit"] * (len(layers) - 17)

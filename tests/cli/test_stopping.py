@@ -63,6 +63,7 @@ def stopped_by(run, number, *more):
     return process.wait(60), run.said()
 
 
+@pytest.mark.slow
 def test_stopped_interrupted_killed_and_gone_on_with(tmp_path, one_thread):
     """Each run goes on from what the one before it left; in the end every image has counted once."""
     data = write_images(tmp_path / "images", IMAGES, corrupt_every=100)
@@ -98,6 +99,7 @@ def test_stopped_interrupted_killed_and_gone_on_with(tmp_path, one_thread):
     assert differences(normscope.load_capture(run.output), whole) == []
 
 
+@pytest.mark.slow
 def test_once_more_stops_at_once(tmp_path):
     """A batch may take minutes; what was kept before stays."""
     (tmp_path / "slow.py").write_text(SLOW)

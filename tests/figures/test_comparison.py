@@ -97,6 +97,7 @@ def test_the_legend_says_what_differs_and_the_heading_what_does_not(pair):
     assert labels([captured(), captured()]) == ["1  24 samples", "2  24 samples"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["light", "dark"])
 @pytest.mark.parametrize("number", [2, 4, 7])
 def test_captures_are_told_apart_from_one_another_and_the_background(style, number):

@@ -169,6 +169,7 @@ def test_curves_that_are_no_fit_are_said_so():
     assert f"tanh  R² {found[0].r2:.3f}  not converged" in [text.get_text() for text in ax.texts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dpi", [60, 100, 300])
 def test_no_text_runs_into_another(crowded, dpi):
     crowded.set_dpi(dpi)

@@ -389,6 +389,7 @@ def test_curves_are_ranked_against_their_like_alone(embedded):
     )
 
 
+@pytest.mark.slow
 def test_with_a_shift_all_that_can_have_one_have_it(embedded):
     """Also those for which it decides: of off-centre pairs that follow tanh, tanh is the first of them."""
     for found in normscope.fit(embedded["demo_vit"], "all,linear", shift=True):
@@ -443,6 +444,7 @@ def fitted_together(sites_of):
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     st.sampled_from(["demo_vit", "demo_wav2vec2"]),

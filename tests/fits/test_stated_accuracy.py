@@ -14,6 +14,8 @@ import normscope
 from normscope.pairs.capture import captured
 from normscope.pairs.recorder import Summing
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).parents[2] / "docs"
 NUMPY = {"tanh": np.tanh, "isru": lambda u: u / np.sqrt(1 + u * u)}
 # A stated error is an error that occurs: of what is found, the worst is no less than half of what is stated.

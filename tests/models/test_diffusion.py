@@ -231,6 +231,7 @@ def total_of_the_first_batch(model):
     return model.module(**next(iter(model.inputs)).kwargs)[0].sum().item()
 
 
+@pytest.mark.slow
 def test_repositories_of_the_hub_and_then_of_the_cache(hub, python, pipeline):
     total = total_of_the_first_batch(loaded(pipeline, limit=1))
     serve(hub, pipeline, "tiny/dit")
@@ -254,6 +255,7 @@ def test_repositories_of_the_hub_and_then_of_the_cache(hub, python, pipeline):
     assert hub.requests == []
 
 
+@pytest.mark.slow
 def test_no_hub(python):
     script = load_script(("diffusers:tiny/dit", "random"), ("dit_xl", "pretrained"))
     run = python(script, HF_ENDPOINT="http://hub.invalid")

@@ -5,6 +5,7 @@ import sys
 import textwrap
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from normscope.pairs.ranks import Ranks, agree_on_batches
@@ -29,6 +30,7 @@ def test_the_smallest_is_taken():
     assert alone.batch_size == 16
 
 
+@pytest.mark.slow
 def test_two_ranks_of_different_memory_count_every_input_once(tmp_path):
     script = tmp_path / "two.py"
     script.write_text(

@@ -93,6 +93,7 @@ def test_a_slow_network_is_not_made_to_try_larger_ones(monkeypatch):
     assert str(largest(Tight(), inputs(4))) == "batches of 1: one takes 0 s already"
 
 
+@pytest.mark.slow
 def test_what_passes_take_is_measured():
     """In a process of its own: where much was freed before, passes take that, and the process does not grow."""
     command = [sys.executable, "-m", "pytest", "-q", "-n0", str(Path(__file__).with_name("measured_memory.py"))]
@@ -173,6 +174,7 @@ def run_child(room: int, then: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not hold a process to RLIMIT_AS")
 def test_a_real_lack_of_memory_splits_batches_and_counts_are_right():
     said = run_child(
@@ -186,6 +188,7 @@ def test_a_real_lack_of_memory_splits_batches_and_counts_are_right():
     assert "Memory ended with 32 samples in a batch; from here on they are taken 16 at a time." in said
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not hold a process to RLIMIT_AS")
 def test_auto_finds_what_a_real_limit_leaves():
     said = run_child(

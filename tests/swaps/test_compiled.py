@@ -133,6 +133,7 @@ def test_healing_hears_compiled_parts(x):
     assert healed[0] == healed[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["eager", "compile"])
 def test_bench_times_compiled_code_where_it_says_so_and_there_alone(x, way, monkeypatch):
     model, of_all, of_a_part, compile = network(), Compiler(), Compiler(), torch.compile

@@ -310,6 +310,7 @@ def test_autocast_leaves_it_in_float32(inside):
         assert layer(linear(x)).dtype == inside
 
 
+@pytest.mark.slow
 @everywhere
 def test_compiles_into_one_graph(name):
     torch._dynamo.reset()
@@ -323,6 +324,7 @@ def test_compiles_into_one_graph(name):
     torch.testing.assert_close(given_, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["isru", "free"])
 def test_inductor_compiles_it(name):
     torch._dynamo.reset()

@@ -66,6 +66,7 @@ def seen(folder):
     return normscope.load_capture(folder / "seen.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "options"),
     [

@@ -21,6 +21,7 @@ from normscope.cli import app
 from normscope.fits.curves.known import CURVES
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak memory is read from /proc"),
     pytest.mark.usefixtures("uncovered"),  # tiny networks run the same lines
 ]

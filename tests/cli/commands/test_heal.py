@@ -25,6 +25,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_network_is_healed_and_written(here):
     done = heal(*QUICK, "-o", "healed", "--json")
     assert done.exit_code == 0, done.output
@@ -44,6 +45,7 @@ def test_a_network_is_healed_and_written(here):
     assert float(errors.quantile(0.5)) == pytest.approx(document["after"]["median"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_table_for_people_and_what_was_interrupted(here, monkeypatch):
     judge, intervals = healing.Course.judge, []
 

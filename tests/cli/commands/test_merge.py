@@ -47,6 +47,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_two_runs_are_one(folder):
     done = run("merge", "first.safetensors", "second.safetensors", "-o", "both.safetensors", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -72,6 +73,7 @@ def test_rows_and_quiet(folder):
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "status", "sentence"),
     [

@@ -79,6 +79,7 @@ def test_one_model_has_no_overview(captures, tmp_path):
     assert written(tmp_path / "out") == ["overview-scurves.png"]
 
 
+@pytest.mark.slow
 def test_it_is_drawn_in_the_style_that_was_asked_for(captures, tmp_path):
     for style in ("light", "dark"):
         plot(*captures, "--style", style, "-o", tmp_path / style, *QUICK)

@@ -43,6 +43,7 @@ def swapped(folder):
     return folder / "dyt", done
 
 
+@pytest.mark.slow
 def test_it_writes_what_the_python_interface_makes(swapped):
     path, done = swapped
     network = normscope.load("demo_vit", device="cpu")
@@ -63,6 +64,7 @@ def test_it_writes_what_the_python_interface_makes(swapped):
     assert "--weights dyt takes it in every command; in Python, normscope.load_swapped('dyt')" in done.stderr
 
 
+@pytest.mark.slow
 def test_nothing_is_left_to_observe_in_it(folder, swapped):
     done = run("plot", "demo_vit", "--weights", "dyt", cwd=folder)
     assert done.returncode == 3

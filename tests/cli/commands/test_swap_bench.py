@@ -49,6 +49,7 @@ def run(folder, monkeypatch, *arguments):
     return CliRunner().invoke(app, ["swap-bench", *arguments, *QUICK])
 
 
+@pytest.mark.slow
 def test_the_document_holds_what_the_python_interface_measures(folder, monkeypatch):
     arguments = (NAME, "--func", "dyt,rmsnorm", "--init", "fit,paper", "--json", "-o", "out")
     done = run(folder, monkeypatch, *arguments)
@@ -80,6 +81,7 @@ def test_the_document_holds_what_the_python_interface_measures(folder, monkeypat
         assert (folder / figure["file"]).read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_what_is_a_fit_itself_takes_part_once_and_formulas_have_a_place_in_the_figure(folder, monkeypatch):
     func = "free,best,identity,mine=x/(1+abs(x))"
     done = run(folder, monkeypatch, NAME, "--func", func, "--init", "paper,fit", "--json")
@@ -98,6 +100,7 @@ def test_what_cannot_be_swapped_in_is_said_before_anything_is_measured(folder, m
     assert done.exit_code == 3 and "An RMSNorm cannot take the place of" in " ".join(done.stderr.split())
 
 
+@pytest.mark.slow
 def test_speed_says_of_how_many_samples_it_is(folder, monkeypatch):
     done = run(folder, monkeypatch, NAME, "--func", "dyt", "--init", "paper", "--json")
     (speed,) = json.loads(done.stdout)["speed"]
@@ -105,6 +108,7 @@ def test_speed_says_of_how_many_samples_it_is(folder, monkeypatch):
     assert {tuple(row["shape"]) for row in speed["rows"] if row["scope"] == "model"} == {(1, 5, 4)}
 
 
+@pytest.mark.slow
 def test_the_first_line_says_where_it_runs(folder, monkeypatch):
     done = run(folder, monkeypatch, NAME, "--func", "dyisru", "--init", "paper")
     assert done.exit_code == 0, done.output
@@ -113,6 +117,7 @@ def test_the_first_line_says_where_it_runs(folder, monkeypatch):
     assert "min  " in done.stdout and re.search("faster$|slower$|alike$|too few", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_least_harmful_sites_are_told_by_the_inputs_learned_from(folder, monkeypatch):
     done = run(folder, monkeypatch, NAME, "--func", "dyt", "--sites", "least:2", "--json")
     network = normscope.load(NAME, device="cpu")
@@ -152,6 +157,7 @@ def test_trajectories_are_walked_once_for_the_least_harmful_sites(tmp_path, monk
     assert len(walks) == 2  # with the norms, and without
 
 
+@pytest.mark.slow
 def test_an_embedded_model_is_timed_at_full_size(tmp_path, monkeypatch):
     arguments = ("demo_vit", "--limit", "4", "--batch-size", "1", "--func", "dyt", "--init", "paper", "--json")
     done = run(tmp_path, monkeypatch, *arguments)

@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from normscope.cli import app
 
+pytestmark = pytest.mark.slow
+
 FACTORY = """
 import torch
 from torch import nn

@@ -292,6 +292,7 @@ def unlike_sources(law, sources, seed):
     return moments, 1 - np.sum(noise**2) / np.sum((y - y.mean()) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sources", [3, 8, 16])
 def test_with_few_sources_that_differ_the_interval_holds_the_law_and_hardly_a_curve_passes(sources):
     """Of E[y|x] alone, chosen on the folds that it is scored on, every sixth curve passed with three sources."""
@@ -329,6 +330,7 @@ def test_of_the_ceiling_is_of_the_held_out_r2(embedded):
         assert found.intervals["r2_ceiling"][0] < found.r2_ceiling < found.intervals["r2_ceiling"][1]
 
 
+@pytest.mark.slow
 def test_free_in_sample_is_no_worse_than_held_out_and_no_curve_beats_it(embedded):
     """At every site of the embedded networks; both are scored on the bins that E[y|x] is made of."""
     for seen in embedded.values():

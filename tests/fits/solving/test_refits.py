@@ -80,6 +80,7 @@ def layer_norm_of(generator, sources, spread, tokens=8, d=32):
     return x, y, np.broadcast_to((np.arange(sources) % 8)[:, None, None], x.shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("curve", ["tanh", "isru"])
 def test_intervals_cover_the_truth_about_as_often_as_they_say(level_of, curve):
     """64 sources a data set; the truth is the fit to 20,000 of them. docs/methods.md has harder cases."""

@@ -251,6 +251,7 @@ def test_without_half_of_the_input_no_median_tells_what_is_massive():
     assert (tails.median, tails.beyond_100, tails.beyond_1000, tails.massive) == (0, None, None, None)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10**6), st.integers(-14, 4), st.booleans())
 def test_what_has_no_units_does_not_change_with_those_of_x(seed, octaves, centred):

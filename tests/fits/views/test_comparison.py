@@ -171,6 +171,7 @@ def test_the_fewer_folds_count():
     assert math.log(high / low) / 2 == pytest.approx(students[1] * math.hypot(*errors), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_noise_is_called_noise_and_a_difference_is_not():
     sites = [f"n{number}" for number in range(60)]
 

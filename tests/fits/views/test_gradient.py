@@ -228,6 +228,7 @@ def test_without_folds_there_is_no_interval_and_no_ceiling():
 DEMOS = {"demo_vit": {}, "demo_wav2vec2": {}, "demo_dit": {"limit": 8, "timesteps": "900,500,0"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEMOS)
 def test_no_curve_passes_the_best_function_of_x(name):
     network = normscope.load(name, **DEMOS[name])

@@ -42,6 +42,7 @@ def recognised(facts, options):
     return share
 
 
+@pytest.mark.slow
 def test_it_draws_the_digits_that_its_card_says(recognised, demo, facts):
     asked = torch.arange(10).repeat_interleave(SAMPLES_A_CLASS)
     assert recognised(demo, asked) == pytest.approx(facts["recognised"], abs=READ_OTHERWISE)

@@ -106,6 +106,7 @@ def test_the_shares_are_every_input_that_is_left_once_in_the_same_batches(
     assert inputs.first_sample().samples[0].index == order[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("workers", [0, 1, 2, 3])
 def test_workers_read_the_same_and_leave_the_random_state_alone(folder, workers, shuffle):
@@ -210,6 +211,7 @@ def test_workers_where_there_is_no_fork(monkeypatch):
         number_of_workers(made(workers=2), 10)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_a_sentence_and_none_is_left(folder):
     def kill(image):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -241,6 +243,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("handled", [None, signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_all_processes_is_the_main_ones_affair(folder, handled):

@@ -10,6 +10,8 @@ import transformers
 
 from normscope.errors import ModelError
 
+pytestmark = pytest.mark.slow
+
 REPO = "someone/tiny-llama"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

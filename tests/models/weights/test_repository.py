@@ -14,6 +14,8 @@ from normscope.models.inputs.images import image_inputs
 from normscope.models.vision import _timm_preprocessing
 from normscope.models.weights import repository as hubs
 
+pytestmark = pytest.mark.slow
+
 REPO = "timm/test_vit.r160_in1k"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -116,6 +116,7 @@ def file_of(network, path):
     return path.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "weights"), [*itertools.product(ON_DISK, [None]), ("llama", "random"), ("llama", "model.safetensors")]
 )

@@ -227,6 +227,7 @@ def kind_by_call(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) 
     return kind
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_every_norm_of_the_libraries_is_accounted_for():
     outcomes = {name: outcome(norm_type) for name, norm_type in norm_classes().items()}

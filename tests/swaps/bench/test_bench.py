@@ -180,6 +180,7 @@ def test_the_commonest_norm_at_its_real_shape(net, batch):
     assert (norm.name, norm.kind, norm.shape, norm.sites) == ("first", "LayerNorm", (2, 7, 16), 3)
 
 
+@pytest.mark.slow
 def test_the_default_part_of_the_matrix(net, batch):
     report = bench(net, batch, budget=0)
     names = ["native", "rmsnorm", "identity", "dyt", "dyisru", "derf"]
@@ -304,6 +305,7 @@ def test_a_network_that_does_not_run_in_a_dtype_is_a_row_that_says_why(net, batc
     ] * 3
 
 
+@pytest.mark.slow
 def test_compiled_for_real(net, batch):
     found = find_norms(net, batch)
     timed = norm_bench(net, variants(net, found.sites, "dyt")[::3], commonest(found), torch.zeros(0))
@@ -314,6 +316,7 @@ def test_compiled_for_real(net, batch):
     assert all(row.samples and max(row.samples) < row.compile_seconds for row in rows)
 
 
+@pytest.mark.slow
 def test_half_precision_runs_on_the_cpu(batch):
     net = Net().bfloat16()
     report = bench(net, batch.to(torch.device("cpu"), torch.bfloat16), ["derf"], dtypes=["float16"], budget=0)
@@ -323,6 +326,7 @@ def test_half_precision_runs_on_the_cpu(batch):
     assert report.left_out[-1].endswith("float32; bfloat16.")
 
 
+@pytest.mark.slow
 def test_a_report_is_json(net, batch):
     about = {"model": "net", "weights": "none", "data": "noise"}
     document = json.loads(json.dumps(bench(net, batch, ["dyt"], budget=0, about=about).as_dict()))

@@ -24,6 +24,8 @@ from normscope.swaps.bench.variants import has_kernel
 from normscope.swaps.kernels import choice
 from normscope.swaps.pointwise import DyT, PointwiseFunction
 
+pytestmark = pytest.mark.slow
+
 FORWARD, BOTH = "forward", "forward + backward"
 KERNELS = ["dyt", "derf"]
 VARIANTS = ["native", "rmsnorm", "identity", *KERNELS]

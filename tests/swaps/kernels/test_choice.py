@@ -218,6 +218,7 @@ def normscope(*args: str, cwd, **environment: str) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "asked", "sentence"),
     [

@@ -106,6 +106,7 @@ def test_an_exported_program_runs_where_the_kernels_are_not(chosen, monkeypatch,
             torch.testing.assert_close(one.module()(x), net(x), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_kernels_themselves_in_a_compiled_graph():
     pytest.importorskip("triton", reason="Triton is made for Linux alone")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "NORMSCOPE_KERNELS": "triton"}

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
 FOLDER = Path(__file__).parent / "held"

@@ -79,6 +79,7 @@ def plain(x, alpha, shift, weight, bias, curve, behind):
     return y if bias is None else y + bias
 
 
+@pytest.mark.slow
 @everywhere
 @pytest.mark.parametrize("dtype", ONE)
 @pytest.mark.parametrize(("shift", "bias", "each", "needed"), [(True, True, True, True), (False, False, False, False)])

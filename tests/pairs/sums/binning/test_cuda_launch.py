@@ -178,6 +178,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_kernels_compile_without_spilled_registers(tmp_path, monkeypatch, name, capability):

@@ -183,6 +183,7 @@ print(why_no_launcher())
 """
 
 
+@pytest.mark.slow
 def test_what_triton_asks_the_gpu_by_is_tried_as_well(tmp_path):
     """It is built before any launcher, and against libcuda."""
     ours = {name: value for name, value in os.environ.items() if name not in ("CC", VARIABLE)}

@@ -20,6 +20,8 @@ from normscope.pairs.sums.binning import PAIR_GRID, cuda, reference
 from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import Lines, Run, Tokens
 
+pytestmark = pytest.mark.slow
+
 LAYER_NORM = Lines(FORMS[layer_norm], 1e-6)
 COUNTS = ("density", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
 ON_GPU = torch.cuda.is_available() and torch.version.hip is None

@@ -194,6 +194,7 @@ print(seen.stats["0"].n_pairs, [str(w.message) for w in said if "numba" in str(w
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "printed"),
     [
