@@ -17,8 +17,20 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores leave one thread for each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-WITH_TRITON = ["pairs/binning/cuda*", "swaps/kernels/f*", "swaps/kernels/l*"]
+WITH_TRITON = ["pairs/sums/binning/cuda*", "swaps/kernels/device_functions", "swaps/kernels/l*"]
 collect_ignore_glob = [] if find_spec("triton") else [f"normscope/{path}.py" for path in WITH_TRITON]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what takes a GPU where there is none, but for what NORMSCOPE_KERNEL_TESTS=cpu rehearses there, tiny."""
+    of_a_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not of_a_gpu or os.environ.get("NORMSCOPE_KERNEL_TESTS") == "cpu":
+        return
+    import torch
+
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        for item in of_a_gpu:
+            item.add_marker(pytest.mark.skip(reason="there is no NVIDIA GPU here"))
 
 
 @pytest.fixture

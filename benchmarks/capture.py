@@ -19,6 +19,7 @@ from ways import PEERS, WAYS, Clock, elements, sites, time_normscope
 
 import normscope
 from normscope import Batch, Sample
+from normscope.inputs.loaded_model import LoadedModel
 from normscope.models.registry import find
 
 MODELS = ("vit_b16", "wav2vec2_large", "dit_xl")
@@ -168,14 +169,23 @@ def by_peer(way: str, module: nn.Module, batch: Batch, repeats: int, passes: Pas
         passes.keep(seconds_of(lambda: see(batch)), clock.seconds)
 
 
-def network_and_batch(model: str) -> tuple[Any, Batch]:
-    """Load a network with random weights, and a batch: eight images, the longest utterance, or one noisy latent."""
+def network_and_batch(
+    model: str, number: int | None = None, device: str = "cpu", dtype: str | None = None
+) -> tuple[LoadedModel, Batch]:
+    """Load a network with random weights, and a batch of so many samples: images, latents, or the longest utterance.
+
+    None is eight images or one noisy latent. Where there are fewer samples, some are taken again.
+    """
     family = find(model).family
-    limit = {"vision": 8, "diffusion": 1}.get(family)
-    network = normscope.load(model, weights="random", limit=limit, device="cpu")
-    batches = islice(network.inputs, None if family == "speech" else 1)
+    number = number or {"vision": 8}.get(family, 1)
+    limit = None if family == "speech" else number
+    network = normscope.load(model, weights="random", limit=limit, batch_size=number, device=device, dtype=dtype)
+    batches = islice(network.inputs, limit and 1)
     largest = max(batches, key=lambda batch: sum(one.numel() for one in batch.args))
-    return network, largest.first(1) if family == "diffusion" else largest
+    if len(largest.samples) < number:
+        again = largest.take([index % len(largest.samples) for index in range(number)])
+        largest = replace(again, samples=tuple(Sample(f"sample {index}", index, index) for index in range(number)))
+    return network, largest.first(number)
 
 
 def peaks_of_many(model: str, number: int) -> list[float]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+NO_GPU = "there is no NVIDIA GPU here; --device cpu --results FOLDER rehearses, and measures nothing"
 ALWAYS_NAMED = ("normscope", "torch", "numpy")
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 
@@ -72,6 +73,23 @@ def peers_left(parser: argparse.ArgumentParser, args: argparse.Namespace, peers:
     return left
 
 
+def gpu_options(description: str, *, repeats: int) -> argparse.ArgumentParser:
+    """Return a parser of what every benchmark of a GPU takes."""
+    parser = options(description, repeats=repeats)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu rehearses (%(default)s)")
+    return parser
+
+
+def parsed_for_gpu(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command line; exit with a sentence without a GPU, or where a rehearsal would be taken for a result."""
+    args = parser.parse_args()
+    if args.device == "cuda" and not gpu():
+        parser.error(NO_GPU)
+    if args.device == "cpu" and args.results == RESULTS:
+        parser.error("a rehearsal on the CPU is no result; name another folder with --results")
+    return args
+
+
 def names(text: str) -> list[str]:
     """Split a list at its commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
@@ -114,6 +132,31 @@ def in_own_process(function: Callable[..., Any], *args: Any, threads: int) -> An
         return pool.submit(function, *args).result()
 
 
+def of_each(
+    function: Callable[..., Iterable[Measurement | str]], cases: Mapping[str, tuple[Any, ...]]
+) -> tuple[list[Measurement], list[str]]:
+    """Measure each case in a process of its own; return what was measured, and a sentence for whatever failed."""
+    found: list[Measurement | str] = []
+    for case, given in cases.items():
+        print(f"{case} …", flush=True)
+        try:
+            found += in_own_process(listed, function, *given, threads=os.cpu_count() or 1)
+        except Exception as error:  # a kernel that breaks its process takes no other case with it
+            found.append(f"{case}: {first_line(error)}")
+    sentences = [one for one in found if isinstance(one, str)]
+    return [one for one in found if isinstance(one, Measurement)], sentences
+
+
+def listed(function: Callable[..., Iterable[Measurement | str]], *given: Any) -> list[Measurement | str]:
+    """Return all that a function yields."""
+    return list(function(*given))
+
+
+def first_line(error: Exception) -> str:
+    """Name an error and say the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
 def peak_megabytes() -> float:
     """Return the most memory that this process has held so far."""
     try:
@@ -135,12 +178,15 @@ def finish(
     *,
     threads: Sequence[int],
     libraries: Sequence[str] = (),
+    failed: Sequence[str] = (),
 ) -> None:
-    """Print the table, and write everything that was measured."""
+    """Print the table, and write everything that was measured; exit with the sentences of what failed, if any did."""
     record = record_of(name, about, args, threads=threads, libraries=libraries)
-    record["measurements"] = [asdict(one) for one in measurements]
+    record |= {"failed": list(failed), "measurements": [asdict(one) for one in measurements]}
     show(record)
     write(record, args.results)
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 def record_of(
@@ -153,7 +199,7 @@ def record_of(
         "command": " ".join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "machine": machine(),
+        "machine": machine() | (gpu() if getattr(args, "device", "") == "cuda" else {}),
         "threads": list(threads),
         "versions": versions([*ALWAYS_NAMED, *libraries]),
         "left_out": getattr(args, "without", []),
@@ -164,8 +210,8 @@ def write(record: Mapping[str, Any], results: Path) -> None:
     """Write a record into the file of its benchmark and machine, and print its path."""
     results.mkdir(parents=True, exist_ok=True)
     here = record["machine"]
-    words = re.findall(r"[a-z0-9]+", here["cpu"].lower())
-    path = results / f"{record['benchmark']}-{'-'.join(words)}-{here['cores']}-cores.json"
+    words = re.findall(r"[a-z0-9]+", here.get("gpu", f"{here['cpu']} {here['cores']} cores").lower())
+    path = results / f"{record['benchmark']}-{'-'.join(words)}.json"
     path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(path)
 
@@ -194,7 +240,7 @@ def tables_of(record: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]
     Rows that have no quantity in common stand in tables of their own.
     """
     by_place: dict[tuple[str, str], dict[str, str]] = {}
-    for one in measurements_of(record):
+    for one in (Measurement(**entry) for entry in record["measurements"]):
         if one.shown:
             by_place.setdefault((one.case, one.way), {})[f"{one.quantity}, {one.unit}"] = cell(one.samples, one.error)
     tables: list[tuple[dict[str, None], list[tuple[str, str]]]] = []
@@ -208,12 +254,6 @@ def tables_of(record: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]
         (["", "", *columns], [[*place, *(by_place[place].get(name, "") for name in columns)] for place in places])
         for columns, places in tables
     ]
-
-
-def measurements_of(record: Mapping[str, Any]) -> list[Measurement]:
-    """Return all measurements of a record, or of all of its parts."""
-    parts = record.get("parts", [record])
-    return [Measurement(**entry) for part in parts for entry in part["measurements"]]
 
 
 def cell(samples: Sequence[float], error: float | None = None) -> str:
@@ -247,6 +287,30 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "os": platform.platform(),
+    }
+
+
+def gpu() -> dict[str, Any]:
+    """Say what the first GPU is, and how fast it runs at the moment; empty without an NVIDIA GPU."""
+    import torch
+
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return {}
+    card = torch.cuda.get_device_properties(0)
+    asked = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.max.memory", "power.limit", "temperature.gpu")
+    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(asked)}", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        told = ""
+    return {
+        "gpu": card.name,
+        "compute_capability": f"{card.major}.{card.minor}",
+        "multiprocessors": card.multi_processor_count,
+        "gpu_memory_gb": round(card.total_memory / 1e9, 1),
+        "l2_cache_mb": round(card.L2_cache_size / 1e6, 1),
+        "cuda": torch.version.cuda,
+        **dict(zip(asked, told.split(", "), strict=False)),
     }
 
 

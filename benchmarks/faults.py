@@ -23,7 +23,7 @@ from mutations import FINE, REFUSED, mutated_captures, mutated_swaps, mutated_we
 from runs import ROOT, SUMS, CaptureRun, children_of, differences, write_images
 
 from normscope.pairs.captures import Capture
-from normscope.pairs.storage import load
+from normscope.pairs.storage import load_capture
 
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- faults: written by benchmarks/faults.py -->", "<!-- end of faults -->"
@@ -74,7 +74,7 @@ class Faults:
         whole = self.run()
         if whole.finish():
             raise RuntimeError(whole.said())
-        self.whole = load(whole.output)
+        self.whole = load_capture(whole.output)
 
     def run(self, *more: str, ranks: int = 1, folder: Path | None = None, launcher: tuple[str, ...] = ()) -> CaptureRun:
         """Return a capture of the images into a new file, with a checkpoint every second."""
@@ -125,7 +125,7 @@ class Faults:
         kill_rank(process, 0)
         outcome.kept += run.kept
         status = process.wait(120)
-        outcome.note([run.said()] if status else differences(self.whole, load(run.output)))
+        outcome.note([run.said()] if status else differences(self.whole, load_capture(run.output)))
         return outcome
 
     def interrupted(self, number: signal.Signals) -> Outcome:
@@ -185,7 +185,7 @@ class Faults:
         if run.finish("--resume"):
             return [run.said()]
         left = [f"{run.checkpoints} is left"] if run.checkpoints.exists() else []
-        return left + differences(self.whole, load(run.output))
+        return left + differences(self.whole, load_capture(run.output))
 
     def nonfinite(self) -> Outcome:
         """NaN and infinities among the activations: their tokens are counted apart, other sums stay as they were."""
@@ -198,7 +198,7 @@ class Faults:
             if run.finish():
                 outcome.note([run.said()])
                 return outcome
-            captures[name] = load(run.output)
+            captures[name] = load_capture(run.output)
         spoilt, clean = (captures[name].stats["0"] for name in ("spoilt", "clean"))
         wrong = [] if int(spoilt.nonfinite_tokens) == 20 else [f"{int(spoilt.nonfinite_tokens)} tokens, not 20"]
         one, other = spoilt.moments.sum(0), clean.moments.sum(0)  # in the clean one other samples are in a fold

@@ -15,7 +15,9 @@ from tails import heavy_tailed
 from torch import Tensor, nn
 
 import normscope
-from normscope.figures.scurves import save
+from normscope.figures.scurves import save_figure
+from normscope.pairs.capture import captured as captured_with
+from normscope.pairs.recorder import Summing
 
 SITES, CHANNELS, TOKENS = 4, 768, 1576
 INCHES = (9.9, 3.0)  # of normscope's row of four
@@ -65,7 +67,8 @@ def drawn_and_written(ways, seen: normscope.Capture, repeats: int) -> dict[tuple
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figure.png"
         whole = {
-            place: functools.partial(lambda draw: save(draw(), path, seen, DPI), way) for place, way in ways.items()
+            place: functools.partial(lambda draw: save_figure(draw(), path, seen, DPI), way)
+            for place, way in ways.items()
         }
         return in_turn(whole, repeats)
 
@@ -93,7 +96,7 @@ def captured(pairs: int) -> tuple[normscope.Capture, list[tuple[np.ndarray, np.n
         raw.setdefault(site.name, []).append((x.flatten().clone(), y.flatten().clone()))
 
     about = {"model": "four LayerNorms", "weights": "none", "data": "heavy-tailed tokens, seed 0"}
-    seen = normscope.capture(model, batches(max(1, pairs // SITES // CHANNELS)), about=about, observe=keep)
+    seen = captured_with(model, batches(max(1, pairs // SITES // CHANNELS)), Summing(observe=keep), about=about)
     return seen, [tuple(torch.cat(own).numpy() for own in zip(*parts, strict=True)) for parts in raw.values()]
 
 

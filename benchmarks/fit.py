@@ -15,12 +15,11 @@ from tails import HeavyTailed
 from torch import Tensor
 
 import normscope
-from normscope.fits.curves import CURVES as FITTED
-from normscope.fits.levels import levels_of
-from normscope.fits.nodes import Nodes
-from normscope.fits.objective import Solutions
-from normscope.fits.problems import batches
-from normscope.fits.solve import least_squares
+from normscope.fits.curves.known import CURVES as FITTED
+from normscope.fits.solving.levels import levels_of
+from normscope.fits.solving.nodes import Nodes, batches
+from normscope.fits.solving.objective import Objective, Solutions
+from normscope.fits.solving.solve import least_squares
 
 PEERS = ("scipy", "lmfit")
 CURVES = {"tanh": np.tanh, "isru": lambda x: x / np.sqrt(1 + x * x)}
@@ -140,7 +139,7 @@ def nodes_of_sites(seen: normscope.Capture) -> list[tuple[list[int], Nodes, Node
 def by_search(curve: str, made: Callable[[], list[tuple[list[int], Nodes, Nodes]]]) -> list[Found]:
     found: dict[int, Found] = {}
     for numbers, nodes, coarse in made():
-        solutions: Solutions = least_squares(nodes, coarse, FITTED[curve])
+        solutions: Solutions = least_squares(Objective(nodes, FITTED[curve]), coarse)
         rows = zip(solutions.amplitude.tolist(), solutions.alpha.tolist(), strict=True)
         found |= dict(zip(numbers, (Found(*row) for row in rows), strict=True))
     return [found[number] for number in sorted(found)]

@@ -8,8 +8,8 @@ import torch
 from common import Measurement, finish, in_own_process, names, options, seconds_of
 
 import normscope
-from normscope.splits import learned_and_held_out
-from normscope.swaps.heal import STEPS
+from normscope.inputs.splits import learned_and_held_out
+from normscope.swaps.heal.heal import STEPS
 
 MODELS = "demo_vit,demo_wav2vec2,demo_dit"
 CURVES = "dyt,dyisru"

@@ -15,10 +15,9 @@ from disassembly import Code, code_of_launch
 from torch import Tensor
 
 from normscope.swaps.kernels import launch as launches_of_kernels
+from normscope.swaps.kernels.eager import Gradients
 from normscope.swaps.kernels.launch import LANES, Launch, backward_launches, forward_launch
-from normscope.swaps.kernels.layout import layout_of
-from normscope.swaps.kernels.parameters import Parameters
-from normscope.swaps.kernels.reference import Gradients
+from normscope.swaps.kernels.parameters import Parameters, layout_of
 
 WAYS = {"tanh": "DyT", "isru": "DyISRU", "erf": "Derf"}
 DTYPES = ("bfloat16", "float16", "float32")

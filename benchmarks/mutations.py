@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import normscope
 from normscope.errors import DataError, ModelError, NormscopeError
-from normscope.models.checkpoints import load_file
+from normscope.models.weights.checkpoints import load_file
 from normscope.pairs.captures import Capture
 from normscope.pairs.storage import all_tensors, header_of
 from normscope.swaps.store import FILES, restored

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from normscope.pairs.captures import Capture
-from normscope.pairs.stats import PairStats
+from normscope.pairs.sums.stats import PairStats
 
 ROOT = Path(__file__).parents[1]
 # Sums of another grouping of the same float64 numbers; of a bin's largest sum.

@@ -13,7 +13,7 @@ from common import Measurement, finish, in_own_process, options, peak_megabytes,
 from runs import CaptureRun, differences, write_images
 
 import normscope
-from normscope.pairs.storage import load
+from normscope.pairs.storage import load_capture
 
 FEW = 80  # inputs of a command that does little more than start and end
 
@@ -89,7 +89,7 @@ def speed(folder: Path, data: Path, args: argparse.Namespace) -> Iterator[Measur
             whole[way].append(many)
             each[way].append((many - few) / (args.images - FEW) * 1e3)
     for way in WAYS:
-        if way.threads and (found := differences(load(outputs[ALONE]), load(outputs[way]))):
+        if way.threads and (found := differences(load_capture(outputs[ALONE]), load_capture(outputs[way]))):
             raise SystemExit(f"{way} captured something else than {ALONE}: {found}")
         case = f"{args.images:,} images"
         yield Measurement(case, str(way), "command", "s", whole[way])

@@ -9,9 +9,9 @@ import torch
 from common import Measurement, finish, names, options
 
 import normscope
-from normscope.batches import Batch
-from normscope.fits.curves import curves_named
-from normscope.models.base import LoadedModel
+from normscope.fits.curves.lookup import curves_named
+from normscope.inputs.batch import Batch
+from normscope.inputs.loaded_model import LoadedModel
 from normscope.models.registry import embedded_models
 from normscope.pairs.captures import Capture
 from normscope.swaps.replace import replacements

@@ -1,7 +1,4 @@
-"""Write docs/benchmarks.md, and parts of docs/kernels.md, docs/models.md and README.md: ``python benchmarks/table.py``.
-
-All of it is from benchmarks/results/*.json.
-"""
+"""Write docs/benchmarks.md and the survey in docs/models.md from benchmarks/results: ``python benchmarks/table.py``."""
 
 from __future__ import annotations
 
@@ -15,74 +12,9 @@ from typing import Any
 
 from common import RESULTS, tables_of
 
-ROOT = Path(__file__).parents[1]
-PAGE, KERNELS, MODELS, README = "docs/benchmarks.md", "docs/kernels.md", "docs/models.md", "README.md"
-ORDER = (
-    "capture",
-    "fit",
-    "channels",
-    "intervals",
-    "swaps",
-    "speed",
-    "machine_code",
-    "accuracy",
-    "healing",
-    "figure",
-    "startup",
-    "scale",
-    "gpu",
-)
-TITLES = {
-    "capture": "What a capture costs",
-    "fit": "What a fit costs",
-    "channels": "What a fit of every channel costs",
-    "intervals": "How often the intervals hold the truth",
-    "swaps": "How far a swap moves the output",
-    "speed": "How fast swapped networks are",
-    "accuracy": "How accurate the kernels' functions are",
-    "healing": "How much of that is healed",
-    "machine_code": "What the kernels are as machine code",
-    "figure": "What a figure costs",
-    "startup": "How long it takes to start",
-    "scale": "What a whole data set costs",
-    "gpu": "On a GPU",
-}
-INTRODUCTION = """# Benchmarks
-
-Each number is a median, with the smallest and the largest of its samples behind it. Whatever is compared ran in turn on
-the same machine within one command. Ratios carry over to other machines better than times do. The raw samples are in
-[benchmarks/results](../benchmarks/results). To repeat all of it:
-
-```bash
-pip install -e '.[bench]'
-{commands}
-python benchmarks/table.py
-```
-
-This page is written by the last of these commands; a change to it by hand would be lost.
-"""
-
-
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+MODELS = PAGE.with_name("models.md")
 BEGIN, END = "<!-- python benchmarks/table.py writes from here -->\n", "<!-- to here -->\n"
-NOT_MEASURED = """
-**Measured on a GPU: nothing.** Not that they are faster than plain torch or than torch.compile, not that they reach the
-floors, not the tile sizes (chosen by counting), not the accuracy of the instructions. The first things to measure are
-the copy, then (3).
-
-"""
-MEASURED = """
-**Measured on a GPU.** What was measured of whole networks and of captures is [beside it](benchmarks.md).
-"""
-README_NOT_MEASURED = """\
-- Nothing has been measured on a GPU yet: the fused kernels are held to float64 in Triton's interpreter, and to counts
-  in their machine code.
-"""
-README_MEASURED = """\
-- On GPUs, kernels, captures and whole networks were checked and measured on {machines}:
-  [what came of it](docs/kernels.md#on-a-gpu).
-"""
-KERNELS_APART = "What was measured of the kernels themselves is [beside it](kernels.md).\n"
-_OF_NETWORKS = ("networks", "captures")
 OUTCOMES = {
     "works": "every norm reproduced",
     "not padded": "the same, but not captured of two texts at a time",
@@ -93,50 +25,69 @@ OUTCOMES = {
     "memory": "took too much memory",
     "not built": "not made so small that the library itself ran it on text",
 }
+TITLES = {
+    "capture": "What a capture costs",
+    "fit": "What a fit costs",
+    "channels": "What a fit of every channel costs",
+    "intervals": "How often the intervals hold the truth",
+    "swaps": "How far a swap moves the output",
+    "speed": "How fast swapped networks are",
+    "machine_code": "What the kernels are as machine code",
+    "accuracy": "How accurate the kernels' functions are",
+    "healing": "How much of that is healed",
+    "figure": "What a figure costs",
+    "startup": "How long it takes to start",
+    "scale": "What a whole data set costs",
+}
+OF_A_GPU = {
+    "gpu_checks": "Whether the kernels are right on a GPU",
+    "gpu_accuracy": "How accurate the kernels' functions are on a GPU",
+    "gpu_kernels": "How fast the kernels are on a GPU",
+    "gpu_captures": "What a capture costs on a GPU",
+    "gpu_networks": "How fast swapped networks are on a GPU",
+}
+INTRODUCTION = """# Benchmarks
+
+Each number is a median, with the smallest and the largest of its samples behind it. Whatever is compared ran in turn on
+the same machine within one command. Ratios carry over to other machines better than times do. The raw samples are in
+[benchmarks/results](../benchmarks/results). To repeat all of it:
+
+```bash
+pip install -e '.[bench]'
+{commands}
+python benchmarks/gpu.py  # with an NVIDIA GPU: kernels.md says what it does
+python benchmarks/table.py
+```
+
+This page is written by the last of these commands; a change to it by hand would be lost.
+"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files (%(default)s)")
-    parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs (%(default)s)")
+    parser.add_argument("--page", type=Path, default=PAGE, help="to write (%(default)s)")
+    parser.add_argument("--models", type=Path, default=MODELS, help="page with the survey (%(default)s)")
     args = parser.parse_args()
-    paths = sorted(args.results.glob("*.json"))
-    if not paths:
+    if not (found := records(args.results)):
         parser.error(f"there is no result in {args.results}; run python benchmarks/fit.py, for example")
-    records = [record for path in paths if real(record := json.loads(path.read_text(encoding="utf-8")))]
-    for name, text in written(args.root, records).items():
-        (args.root / name).write_text(text, encoding="utf-8")
-        print(args.root / name)
+    args.page.write_text(page(found), encoding="utf-8")
+    args.models.write_text(with_survey(args.models.read_text(encoding="utf-8"), found), encoding="utf-8")
+    print(args.page, args.models, sep="\n")
 
 
-def written(root: Path, records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Write each page anew: one as a whole, and of the others what stands between two marks."""
-    blocks = {KERNELS: of_kernels(records), MODELS: of_architectures(records), README: of_readme(records)}
-    pages = {name: with_block(name, (root / name).read_text(encoding="utf-8"), own) for name, own in blocks.items()}
-    return {PAGE: page(records), **pages}
+def records(results: Path) -> list[dict[str, Any]]:
+    """Read the files of a folder."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))]
 
 
-def real(record: Mapping[str, Any]) -> bool:
-    """Whether something was measured, and not rehearsed."""
-    return "--rehearse" not in record["command"].split()
-
-
-def with_block(name: str, text: str, block: str) -> str:
-    """Put a block between the two marks of a page."""
+def with_survey(text: str, found: Sequence[Mapping[str, Any]]) -> str:
+    """Put what the survey of architectures found between the two marks of a page."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise SystemExit(f"{name} lacks {BEGIN.strip()} or {END.strip()}, between which GPUs' numbers belong.")
-    return f"{before}{begin}{block}{end}{after}"
-
-
-def of_kernels(records: Sequence[Mapping[str, Any]]) -> str:
-    """Say what was measured of the kernels themselves on GPUs, or that nothing was."""
-    parts = []
-    for record in records:
-        if found := of_parts(record, networks=False):
-            parts += [*found, origin(record)]
-    return "\n".join([MEASURED, *parts, ""]) if parts else NOT_MEASURED
+        raise SystemExit(f"The page lacks {BEGIN.strip()} or {END.strip()}, between which the survey belongs.")
+    return f"{before}{begin}{of_architectures(found)}{end}{after}"
 
 
 def of_architectures(records: Sequence[Mapping[str, Any]]) -> str:
@@ -181,36 +132,18 @@ def alike(row: Mapping[str, Any]) -> str:
     return re.sub(r"\b\w+(\.\w+)+\b|\b\d[\d,]*\b(?! s\b)", "…", sentence)
 
 
-def of_readme(records: Sequence[Mapping[str, Any]]) -> str:
-    """Say on which GPUs anything was measured, and when, or that nothing was."""
-    machines = [f"{one['machine']['gpu']} ({one['date'][:10]})" for one in records if "gpu" in one["machine"]]
-    return README_MEASURED.format(machines=" and ".join(machines)) if machines else README_NOT_MEASURED
-
-
-def of_parts(record: Mapping[str, Any], *, networks: bool) -> list[str]:
-    """Write the tables of the parts that ran whole networks, or of the others, and what was found wrong there."""
-    own = [one for one in record.get("parts", []) if one["part"].startswith(_OF_NETWORKS) == networks]
-    wrong = "".join(f"- {sentence}\n" for one in own for sentence in one["failures"])
-    return [
-        *(markdown(*table) for table in tables_of({"parts": own})),
-        *([f"What was wrong:\n\n{wrong}"] if wrong else []),
-    ]
-
-
-def page(records: Sequence[Mapping[str, Any]]) -> str:
+def page(found: Sequence[Mapping[str, Any]]) -> str:
     """Write the whole page, a section a benchmark, and in it a part for each machine."""
-    where = {"gpu": "  # with an NVIDIA GPU, until nothing is left"}
-    commands = "\n".join(f"python benchmarks/{name}.py{where.get(name, '')}" for name in ORDER)
+    commands = "\n".join(f"python benchmarks/{name}.py" for name in TITLES)
     parts = [INTRODUCTION.format(commands=commands)]
-    for name in ORDER:
-        own = [record for record in records if record["benchmark"] == name]
-        parts += [f"## {TITLES[name]}\n"] if own else []
+    for name, title in {**TITLES, **OF_A_GPU}.items():
+        own = [record for record in found if record["benchmark"] == name]
+        parts += [f"## {title}\n"] if own else []
         for record in own:
-            if "parts" in record:
-                found = [KERNELS_APART, *of_parts(record, networks=True)]
-            else:
-                found = [markdown(*table) for table in tables_of(record)]
-            parts += [record["about"] + "\n", *found, origin(record)]
+            tables = [markdown(*table) for table in tables_of(record)]
+            wrong = "".join(f"- {sentence}\n" for sentence in record.get("failed", ()))
+            failed = [f"What failed:\n\n{wrong}"] if wrong else []
+            parts += [record["about"] + "\n", *tables, *failed, origin(record)]
     return "\n".join(parts)
 
 
@@ -225,7 +158,8 @@ def origin(record: Mapping[str, Any]) -> str:
     machine, versions = record["machine"], record["versions"]
     hardware = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']:g} GB, {machine['os']}"
     if "gpu" in machine:
-        hardware = f"{machine['gpu']}, driver {machine['driver']}, CUDA {machine['cuda']}, in {hardware}"
+        driver = machine.get("driver_version", "unknown")
+        hardware = f"{machine['gpu']}, driver {driver}, CUDA {machine['cuda']}, in {hardware}"
     threads = f" · threads: {', '.join(map(str, record['threads']))}" if record["threads"] else ""
     left_out = f" · left out: {', '.join(record['left_out'])}" if record["left_out"] else ""
     libraries = ", ".join(f"{name} {version}" for name, version in versions.items())

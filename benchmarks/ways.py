@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from normscope import Batch
 from normscope.pairs import recorder
-from normscope.pairs.trace import find_norms
+from normscope.pairs.norms.trace import find_norms
 
 PEERS = ("nnsight", "torchlens")
 

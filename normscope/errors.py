@@ -6,7 +6,7 @@ Messages are whole sentences: what was wrong, with the value, and what to do abo
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class NormscopeError(Exception):
@@ -75,3 +75,12 @@ def count(number: int, noun: str) -> str:
     ('1 image', '2,000 images')
     """
     return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def first_few(names: Sequence[str]) -> str:
+    """Name three of many.
+
+    >>> first_few(["a", "b", "c", "d", "e"])
+    'a, b, c, and 2 more'
+    """
+    return ", ".join(names[:3]) + (f", and {len(names) - 3} more" if len(names) > 3 else "")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from normscope.errors import ModelError, UsageError
+from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Provenance
 from normscope.models import registry
-from normscope.models.base import LoadedModel, Provenance
 
 if TYPE_CHECKING:
     from normscope.swaps.record import SwapRecord
@@ -79,24 +79,34 @@ def load(
         _check_model(name, record, Path(weights))
         if device_map is not None:
             raise UsageError(f"{weights} is a swap, which needs its network on one device: leave device_map out.")
-    network = registry.load(
-        name,
-        weights=weights if record is None else _architecture_of(name),
-        data=data,
+    entry, size = registry.find(name), 1 if isinstance(batch_size, str) else batch_size
+    registry.check_numbers(limit, size, seed, workers)
+    registry.check_data(data)
+    registry.check_diffusion(entry, guidance=guidance, timesteps=timesteps)
+    registry.check_device_map(device_map, device)
+    registry.check_library(entry)
+    from normscope.models.weights.devices import DTYPES, KEEP, resolve_device, resolve_dtype
+
+    # The weights that cost nothing, where a swap brings its own; a factory alone knows how to make its network.
+    unread = "pretrained" if entry.library == _CODE else "random"
+    options = LoadOptions(
+        weights=weights if record is None else unread,
+        data=None if data is None else str(data),
         limit=limit,
-        batch_size=1 if batch_size == "auto" else batch_size,
+        batch_size=size,
         seed=seed,
-        device=device,
-        dtype=dtype,
+        dtype=resolve_dtype(dtype or (KEEP if entry.library == _CODE else DTYPES[0])),
+        device=resolve_device(device),
         guidance=guidance,
         timesteps=timesteps,
         workers=workers,
         shuffle=shuffle,
         device_map=device_map,
     )
+    network = registry.loader_of(entry)(name, entry.source.partition(":")[2], options)
     network = network if record is None else _restored(network, Path(weights))
     if batch_size == "auto":
-        from normscope.models.batch_sizes import fit_batches  # imports torch
+        from normscope.runtime.batch_size import fit_batches
 
         fit_batches(network)
     return network
@@ -119,8 +129,8 @@ def load_swapped(folder: str | Path, **options: Any) -> LoadedModel:
 
     >>> import normscope, tempfile
     >>> network = normscope.load("demo_vit", limit=8, device="cpu")
-    >>> seen = normscope.capture(network.module, network.inputs, layers=1)
-    >>> _ = normscope.swap(network.module, "dyt", seen)
+    >>> seen = normscope.capture(network, layers=1)
+    >>> _ = normscope.swap(network, "dyt", seen)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = normscope.save_swapped(network.module, folder, network.about)
     ...     load_swapped(folder, device="cpu").name
@@ -141,14 +151,9 @@ def _swap_in(weights: str | Path) -> SwapRecord | None:
     """Read what a folder of a swap says of itself; None where the weights are none."""
     if weights in ("pretrained", "random") or not Path(weights).is_dir():
         return None
-    from normscope.swaps.record import RECORD, read_record  # imports torch, which a mistyped name need not wait for
+    from normscope.swaps.record import RECORD, read_record
 
     return read_record(weights) if (Path(weights) / RECORD).exists() else None
-
-
-def _architecture_of(name: str) -> str:
-    """Return the weights that cost nothing; a factory's own, which alone knows how to make its network."""
-    return "pretrained" if name.partition(":")[0] == _CODE else "random"
 
 
 def _check_model(name: str, record: SwapRecord, folder: Path) -> None:

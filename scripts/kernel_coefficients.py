@@ -1,4 +1,4 @@
-"""Make the coefficients of normscope/swaps/kernels/functions.py: ``python scripts/kernel_coefficients.py``.
+"""Make the coefficients of normscope/swaps/kernels/device_functions.py: ``python scripts/kernel_coefficients.py``.
 
 Each is that of a polynomial whose largest relative error, in the function that it is for, is the smallest: Lawson's
 algorithm, least squares with weights that grow where the error is large (C. L. Lawson, 1961).

@@ -4,7 +4,7 @@ import math
 import re
 from pathlib import Path
 
-from normscope.fits.curves import CURVES
+from normscope.fits.curves.known import CURVES
 
 PAGE = (Path(__file__).parents[1] / "docs" / "curves.md").read_text(encoding="utf-8")
 

@@ -62,6 +62,7 @@ def assert_same_outputs(mine, theirs, batches):
     assert compared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -3,10 +3,11 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
-from normscope.pairs import norms
+from normscope.pairs.norms import recognition
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
@@ -17,21 +18,22 @@ class MyRMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.zeros(8)), 1e-6
 
 
+@pytest.mark.slow
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(norms, "_TABLE", dict(norms._TABLE))
+    monkeypatch.setattr(recognition, "_TABLE", dict(recognition._TABLE))
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(blocks) == 4
     names = {"MyRMSNorm": MyRMSNorm}
     for block in blocks:
         exec(block, names)  # noqa: S102 - our own README
-    assert norms.kind_of(MyRMSNorm()).name == "MyRMSNorm"
+    assert recognition.kind_of(MyRMSNorm()).name == "MyRMSNorm"
     assert "blocks.0.norm1" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["scurves.png", "seen.safetensors"]
     assert names["both"].n_samples == 1600
 
 
 def test_the_readme_holds_the_two_commands_and_stays_short():
-    assert "\npip install . && normscope plot\n" in README
+    assert "\npip install '.[speech]' && normscope plot\n" in README
     assert "\npip install -e '.[test]' && pytest\n" in README
     assert len(README.splitlines()) < 200

@@ -18,13 +18,11 @@ from torch import nn
 from torch.autograd.functional import jacobian
 
 import normscope
-from normscope.fits.constants import constants_by_part
-from normscope.fits.curves import CURVES
-from normscope.fits.jacobians import jacobians
-from normscope.pairs import formulas
-from normscope.pairs.formulas import FORMS
-from normscope.swaps.pointwise import DyISRU, DyT
-from normscope.swaps.rms_norm import RMSNorm
+from normscope.fits.curves.known import CURVES
+from normscope.fits.views.jacobians import constants_by_part, jacobians
+from normscope.pairs.norms import formulas
+from normscope.pairs.norms.formulas import FORMS
+from normscope.swaps.pointwise import DyISRU, DyT, RMSNorm
 
 PAGE = Path(__file__).parents[1] / "docs" / "theory.md"
 HELD = {}

@@ -12,9 +12,22 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from normscope.cli import capture, compare, fit, gradient, heal, layers, merge, models, plot, stats, swap, swap_bench
+from normscope.cli.commands import (
+    capture,
+    compare,
+    fit,
+    gradient,
+    heal,
+    layers,
+    merge,
+    models,
+    plot,
+    stats,
+    swap,
+    swap_bench,
+)
 from normscope.cli.output import print_error, print_stop
-from normscope.cli.streams import StreamError, flush_streams, guard_streams
+from normscope.cli.process import StreamError, flush_streams, guard_streams
 from normscope.errors import NormscopeError, StoppedError
 
 _INTERRUPTED = 130

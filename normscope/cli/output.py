@@ -6,29 +6,27 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from normscope.cli.records import CSV, PARQUET, YAML, Row, as_csv, as_yaml, check_parquet, check_suffix, write_parquet
+from normscope.cli.formats import CSV, PARQUET, YAML, Row, as_csv, as_yaml, check_parquet, check_suffix, write_parquet
 from normscope.errors import UsageError, count
-from normscope.files import check_writable, visible, whole_file
-from normscope.processes import Place
+from normscope.runtime.files import check_writable, visible, whole_file
+from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
     from rich.table import Table
 
-    from normscope.batches import Batch
-    from normscope.models.base import LoadedModel
+    from normscope.inputs.loaded_model import LoadedModel
     from normscope.pairs.captures import Capture
-    from normscope.pairs.sites import SkippedNorm
-    from normscope.shares import Chunk, LeftOut, Share
-    from normscope.splits import Inputs, Part
+    from normscope.pairs.norms.sites import SkippedNorm
+    from normscope.runtime.progress import Progress
 
 _WIDTH_OF_A_PIPE = 1000  # a table that goes to a file or a program is as wide as it needs to be
 
@@ -138,7 +136,7 @@ class Output:
 
     def introduce(self, network: LoadedModel) -> None:
         """Say which network runs, with which weights, where; random weights are said so even when quiet."""
-        from normscope.models.spreading import places
+        from normscope.models.weights.devices import places
 
         module = network.module
         tensors = list(module.parameters()) or list(module.buffers())[:1]
@@ -168,92 +166,26 @@ class Output:
         for norm in norms:
             self.warn(f"skipped {norm.name} ({norm.kind}): {norm.reason}")
 
-    def tracked(self, inputs: Inputs | Part, ranks: int = 1) -> Tracked:
-        """Show a progress bar while ``inputs`` are taken, on a terminal and only there; of a share, times ``ranks``."""
-        return Tracked(inputs, self._remarks, ranks, hidden=self._without_bars)
-
     @property
     def _without_bars(self) -> bool:
         return self.quiet or not self._speaks or not self._remarks.is_terminal
 
     @contextlib.contextmanager
-    def steps(self) -> Iterator[Callable[[str, int, int], None]]:
-        """Show a bar for each of several stages, on a terminal and only there; what is called says how far each is."""
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    def bars(self) -> Iterator[Progress]:
+        """Show a bar for each stage that what is called tells of, on a terminal and only there."""
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bars
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=self._remarks, disable=self._without_bars, transient=True) as progress:
+        with Bars(*columns, console=self._remarks, disable=self._without_bars, transient=True) as bars:
             tasks: dict[str, TaskID] = {}
 
-            def advanced(stage: str, done: int, of: int) -> None:
+            def progress(stage: str, done: int, of: int | None) -> None:
                 if stage not in tasks:
-                    tasks[stage] = progress.add_task(_harmless(stage), total=of)
-                progress.update(tasks[stage], completed=done)
+                    tasks[stage] = bars.add_task(_harmless(stage), total=of)
+                bars.update(tasks[stage], completed=done)
 
-            yield advanced
-
-
-class Tracked:
-    """Inputs that move a progress bar."""
-
-    def __init__(self, inputs: Inputs | Part, console: Console, ranks: int, hidden: bool) -> None:
-        self._inputs, self._console, self._ranks, self._hidden = inputs, console, ranks, hidden
-
-    @property
-    def description(self) -> str:
-        return self._inputs.description
-
-    @property
-    def n_samples(self) -> int | None:
-        return self._inputs.n_samples
-
-    @property
-    def batch_size(self) -> int:
-        return self._inputs.batch_size
-
-    @batch_size.setter
-    def batch_size(self, number: int) -> None:
-        self._inputs.batch_size = number
-
-    @property
-    def left_out(self) -> LeftOut:
-        return self._inputs.left_out
-
-    @left_out.setter
-    def left_out(self, left_out: LeftOut) -> None:
-        self._inputs.left_out = left_out
-
-    def first_sample(self) -> Batch:
-        return self._inputs.first_sample()
-
-    def __iter__(self) -> Iterator[Batch]:
-        with self._bar() as advance:
-            for batch in self._inputs:
-                yield batch
-                advance(len(batch.samples))
-
-    def chunks(self, share: Share) -> Iterator[Chunk]:
-        with self._bar() as advance:
-            for chunk in self._inputs.chunks(share):
-                taken = 0
-
-                def counted(batches: Iterable[Batch]) -> Iterator[Batch]:
-                    nonlocal taken
-                    for batch in batches:
-                        taken += len(batch.samples)
-                        yield batch
-
-                yield replace(chunk, batches=counted(chunk.batches))
-                advance(taken * self._ranks)
-
-    @contextlib.contextmanager
-    def _bar(self) -> Iterator[Callable[[int], None]]:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("samples"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=self._console, disable=self._hidden, transient=True) as progress:
-            task = progress.add_task("", total=self._inputs.n_samples)
-            yield lambda number: progress.advance(task, number)
+            yield progress
 
 
 def listed(names: Sequence[str]) -> str:

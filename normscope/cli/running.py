@@ -1,14 +1,18 @@
-"""How networks are run: the options that commands share, stated once."""
+"""How networks are run: the options that commands share, and from names to captures."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+import typer
+
+import normscope
 from normscope.cli.options import (
     BatchSize,
     Data,
@@ -25,21 +29,25 @@ from normscope.cli.options import (
     Weights,
     Workers,
 )
-from normscope.processes import Place
+from normscope.cli.output import Output
+from normscope.errors import DataError, ModelError, UsageError, unknown
+from normscope.models import registry
+from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
     from normscope.cli.output import Output
-    from normscope.models.base import LoadedModel
+    from normscope.inputs.loaded_model import LoadedModel
     from normscope.pairs.captures import Capture
-    from normscope.pairs.checkpoints import Checkpoints
     from normscope.pairs.ranks import Ranks
-    from normscope.pairs.recorder import Observer
+    from normscope.pairs.resuming import Checkpoints
+
 
 _PARAMETER = "run"
+_OF_CAPTURES = ("sample", "verify")  # options that normscope.load does not take
 
 
 @dataclass(frozen=True)
-class Run:
+class RunOptions:
     """How to run a network: an option of the command line for each field, with its default, in the help's order."""
 
     weights: Weights = "pretrained"
@@ -59,34 +67,13 @@ class Run:
 
     def load(self, name: str, output: Output) -> LoadedModel:
         """Load a model and say which."""
-        from normscope.loading import load
-
-        network = load(
-            name,
-            weights=self.weights,
-            data=self.data,
-            limit=self.limit,
-            batch_size=1 if self.batch_size == "auto" else self.batch_size,
-            seed=self.seed,
-            device=self.device,
-            dtype=self.dtype,
-            guidance=self.guidance,
-            timesteps=self.timesteps,
-            workers=self.workers,
-            shuffle=self.shuffle,
-            device_map=self.device_map,
-        )
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_CAPTURES}
+        network = normscope.load(name, **given)
         output.introduce(network)
-        if self.batch_size == "auto":
-            self._fit_batches(network, output)
+        if network.fitting:
+            others = "" if Place.from_environment().alone else "; the smallest of all ranks' is taken"
+            output.remark(f"{network.fitting}{others}")
         return network
-
-    def _fit_batches(self, network: LoadedModel, output: Output) -> None:
-        from normscope.models.batch_sizes import fit_batches
-
-        found = fit_batches(network)
-        others = "" if Place.from_environment().alone else "; the smallest of all ranks' is taken"
-        output.remark(f"{found}{others}")
 
     def capture(
         self,
@@ -94,36 +81,23 @@ class Run:
         layers: str,
         output: Output,
         ranks: Ranks,
-        *,
-        by_gamma: bool,
-        per_channel: bool,
-        diagonal: bool,
-        observe: Observer | None = None,
         checkpoints: Checkpoints | None = None,
+        **kept: Any,
     ) -> Capture:
-        """Run a network on its inputs, with progress; see :func:`normscope.capture`."""
-        from normscope.pairs.hooks import capture
+        """Run a network on its inputs, with progress; which sums are kept besides, see :class:`Summing`."""
+        from normscope.pairs.capture import captured
+        from normscope.pairs.recorder import Summing
 
-        return capture(
-            network.module,
-            output.tracked(network.inputs, ranks.size),
-            layers=layers,
-            about=network.about,
-            seed=self.seed,
-            sample=self.sample,
-            verify=self.verify,
-            by_gamma=by_gamma,
-            per_channel=per_channel,
-            diagonal=diagonal,
-            observe=observe,
-            ranks=ranks,
-            checkpoints=checkpoints,
-        )
+        summing = Summing(seed=self.seed, sample=self.sample, verify=self.verify, **kept)
+        with output.bars() as progress:
+            return captured(
+                network, summing=summing, layers=layers, progress=progress, ranks=ranks, checkpoints=checkpoints
+            )
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[Ranks]:
         """Join the processes that torchrun started, meanwhile; alone where it started none."""
-        from normscope.models.devices import resolve_device
+        from normscope.models.weights.devices import resolve_device
         from normscope.pairs.ranks import joined
 
         with joined(Place.from_environment(), resolve_device(self.device)) as ranks:
@@ -135,24 +109,24 @@ class Run:
 
 
 def runs_networks(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of :class:`Run` in the place of its keyword-only parameter ``run``.
+    """Give a command the options of :class:`RunOptions` in the place of its keyword-only parameter ``run``.
 
     Args:
         without: fields that have no effect on this command, or that it has options of its own for: no option is made
             of them, and ``run`` has their defaults.
 
     >>> @runs_networks(without=("data", "limit", "shuffle", "workers", "sample", "guidance", "timesteps", "verify"))
-    ... def say(name: str, *, run: Run, loudly: bool = False) -> None:
+    ... def say(name: str, *, run: RunOptions, loudly: bool = False) -> None:
     ...     print(name, run.weights, run.seed, loudly)
     >>> list(inspect.signature(say).parameters)
     ['name', 'weights', 'batch_size', 'seed', 'device', 'device_map', 'dtype', 'loudly']
     >>> say("demo_vit", seed=3)
     demo_vit pretrained 3 False
     """
-    hints = get_type_hints(Run, include_extras=True)
+    hints = get_type_hints(RunOptions, include_extras=True)
     taken = [
         inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
-        for f in fields(Run)
+        for f in fields(RunOptions)
         if f.name not in without
     ]
     names = [parameter.name for parameter in taken]
@@ -160,7 +134,7 @@ def runs_networks(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., N
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def with_a_run(*arguments: Any, **options: Any) -> None:
-            run = Run(**{name: options.pop(name) for name in names if name in options})
+            run = RunOptions(**{name: options.pop(name) for name in names if name in options})
             command(*arguments, run=run, **options)
 
         own = inspect.signature(command, eval_str=True)
@@ -173,3 +147,137 @@ def runs_networks(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., N
         return with_a_run
 
     return decorated
+
+
+_BY = ("timestep",)
+
+
+def named_or_embedded(names: Sequence[str] | None, output: Output) -> list[str]:
+    """Return the names that were given; without any, those of the embedded models that can be loaded, and say so."""
+    if names:
+        return list(names)
+    loadable, left_out = [], []
+    for name in registry.embedded_models():
+        try:
+            registry.check_library(registry.find(name))
+        except ModelError as error:
+            left_out.append(str(error))
+        else:
+            loadable.append(name)
+    output.remark(f"no model named: taking what is embedded, {', '.join(loadable)}")
+    for reason in left_out:
+        output.remark(f"left out: {reason}")
+    return loadable
+
+
+def check_models(names: Sequence[str]) -> None:
+    """Refuse what names no model, before the first one is run.
+
+    Raises:
+        ModelError: if there is no such model, or the library that it is of cannot be imported.
+        UsageError: if it is a file's name instead.
+    """
+    entries = []
+    for name in names:
+        try:
+            entries.append(registry.find(name))
+        except ModelError:
+            if not _is_file(name):
+                raise
+            raise UsageError(
+                f"{name} names a file, not a model. `plot`, `fit`, `stats`, `gradient` and `compare` take captures; "
+                f"--weights takes a file of weights."
+            ) from None
+    for entry in entries:
+        registry.check_library(entry)
+
+
+def check_sources(names: Sequence[str], run: RunOptions) -> None:
+    """Refuse what names neither a model nor a capture file, before the first one is run.
+
+    Raises:
+        ModelError: if there is no such model, or the library that it is of cannot be imported.
+        DataError: if there is no such file.
+        UsageError: if an option that only running a network can follow comes with a capture file.
+    """
+    for name in filter(_is_file, names):
+        if changed := run.changed():
+            options = ", ".join(changed)
+            raise UsageError(f"{name} is a capture file: nothing is run, so that {options} can have no effect.")
+        if not Path(name).is_file():
+            raise DataError(f"There is no capture file {name}; `normscope capture MODEL -o {name}` writes one.")
+    models = [name for name in names if not _is_file(name)]
+    check_models(models)
+    for name in models:
+        registry.check_diffusion(registry.find(name), guidance=run.guidance, timesteps=run.timesteps)
+
+
+def check_by(by: str | None, names: Sequence[str]) -> None:
+    """Refuse to keep apart what captures of these models do not, before the first one is run; UsageError."""
+    if by is None:
+        return
+    if by not in _BY:
+        raise UsageError(unknown("part", by, _BY))
+    for name in names:
+        if not _is_file(name) and registry.find(name).family not in ("diffusion", "your own"):
+            raise _without_parts(name, by)
+
+
+def _without_parts(name: str, by: str) -> UsageError:
+    return UsageError(f"{name} has no {by}s to keep apart; diffusion models have.")
+
+
+def captures(
+    sources: Sequence[tuple[str, RunOptions]],
+    layers: str,
+    output: Output,
+    by: str | None = None,
+    **kept: Any,
+) -> Iterator[Capture]:
+    """Capture each model, or read each capture file; give the parts of each in its place where ``by`` names them.
+
+    Models are captured with the sums weighted by γ², per channel, or of the Jacobian's diagonal, that are asked for; a
+    file has what it has. Ranks divide the inputs of each model among them; then the first of them alone gets the
+    captures, and the others are done.
+
+    Raises:
+        DataError: if a file is no capture.
+        UsageError: if a capture has no such parts.
+        typer.Exit: at the end, of all ranks but the first.
+    """
+    speaks = Place.from_environment().speaks
+    for name, run in sources:
+        if not _is_file(name):
+            with run.joined() as ranks:
+                network = run.load(name, output)
+                seen = run.capture(network, layers, output, ranks, **kept)
+                output.account(seen, network.inputs.unreadable)
+                del network  # before there is another
+        elif speaks:
+            seen = normscope.load_capture(name).only(layers)
+            output.account(seen)
+        if speaks:
+            yield from _parts(name, seen, by)
+    if not speaks:
+        raise typer.Exit
+
+
+def _parts(name: str, capture: Capture, by: str | None) -> list[Capture]:
+    if by is None:
+        return [capture]
+    parts = [part for title, part in capture.parts.items() if title.startswith(f"{by} ")]
+    if not parts:
+        raise _without_parts(name, by)
+    return parts
+
+
+def family_of(capture: Capture) -> str | None:
+    """Return the family of a captured model; None of one that only its user knows."""
+    try:
+        return registry.find(capture.about["model"]).family
+    except ModelError:
+        return None
+
+
+def _is_file(name: str) -> bool:
+    return Path(name).is_file() or Path(name).suffix == ".safetensors"

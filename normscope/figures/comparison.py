@@ -13,15 +13,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import UsageError, count
-from normscope.figures.lettering import wrapped
 from normscope.figures.style import Style, style_named
-from normscope.fits.comparison import check_number
+from normscope.figures.text import scale_by_factors, wrapped
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.curves import FREE
-from normscope.fits.matching import match
+from normscope.fits.curves.known import FREE
+from normscope.fits.views.comparison import check_number, match
 from normscope.pairs.captures import Capture
 
 _COLUMN_INCHES, _ROW_INCHES = 2.9, 1.3
@@ -56,15 +55,17 @@ def labels(captures: Sequence[Capture]) -> list[str]:
     """
     abouts = [_about(capture) for capture in captures]
     differing = [key for key in _TOLD if len({about.get(key) for about in abouts}) > 1]
-    told = [" · ".join(about[key] for key in differing if about.get(key)) for about in abouts]
+    texts = [" · ".join(about[key] for key in differing if about.get(key)) for about in abouts]
     samples = [count(capture.n_samples, "sample") for capture in captures]
     if len(set(samples)) > 1 or not differing:
-        told = [" · ".join(part for part in (text, number) if part) for text, number in zip(told, samples, strict=True)]
-    return [f"{number}  {text}" for number, text in enumerate(told, 1)]
+        texts = [
+            " · ".join(part for part in (text, number) if part) for text, number in zip(texts, samples, strict=True)
+        ]
+    return [f"{number}  {text}" for number, text in enumerate(texts, 1)]
 
 
 def _about(capture: Capture) -> dict[str, str]:
-    """What a capture is of; of a part, the data without the name of the part, which is told by itself."""
+    """The network and data of a capture; the name of a part is taken from its data, as it is said by itself."""
     about = dict(capture.about)
     return {**about, "data": about["data"].removesuffix(f" · {about.get('part')}")}
 
@@ -82,7 +83,7 @@ def plot_comparison(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFi
         style: ``light`` or ``dark``.
 
     Returns:
-        A matplotlib figure; :func:`normscope.figures.scurves.save` writes it.
+        A matplotlib figure; :func:`normscope.save_figure` writes it.
 
     Raises:
         UsageError: if there are fewer than two captures, if the fits are of another number of them, or if there is no
@@ -94,7 +95,7 @@ def plot_comparison(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFi
     theme = style_named(style)
     by_name = all(match(captures[0].sites, other.sites).by == "name" for other in captures[1:])
     lines = _lines(captures, fits, theme, by_name)
-    curves = list(dict.fromkeys(found.curve for own in fits for found in own))
+    curves = list(dict.fromkeys(fit.curve for fitted in fits for fit in fitted))
     columns = min(_COLUMNS, len(curves))
     blocks = math.ceil(len(curves) / columns)
     width = max(_LEAST_INCHES, 0.5 + _COLUMN_INCHES * columns)
@@ -112,7 +113,7 @@ def plot_comparison(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFi
             panels = [axes[n // columns * len(_NUMBERS) + row, n % columns] for n in range(len(curves))]
             for number, (ax, curve) in enumerate(zip(panels, curves, strict=True)):
                 for line in lines:
-                    draw(ax, line, [found for found in line.fits if found.curve == curve])
+                    draw(ax, line, [fit for fit in line.fits if fit.curve == curve])
                 if row == 0:
                     ax.set_title(curve, parse_math=False)
                 if number % columns == 0:
@@ -136,16 +137,16 @@ def _lines(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], them
         shades = matplotlib.colormaps[theme.tokens]
         colours = [shades(low + (high - low) * place / (number - 1)) for place in range(number)]
     lines = []
-    for place, (capture, own, label) in enumerate(zip(captures, fits, labels(captures), strict=True)):
+    for place, (capture, fitted, label) in enumerate(zip(captures, fits, labels(captures), strict=True)):
         last = 1 if by_name else max(1, *(site.index for site in capture.sites), 1)
         offset = _DODGE * (place - (number - 1) / 2)
         places = {site.name: (site.index + offset) / last for site in capture.sites}
-        lines.append(_Line(label, colours[place], _MARKERS[place % len(_MARKERS)], places, own))
+        lines.append(_Line(label, colours[place], _MARKERS[place % len(_MARKERS)], places, fitted))
     return lines
 
 
 def _heading(captures: Sequence[Capture], by_name: bool, inches: float) -> list[str]:
-    """What all captures have in common; the legend says the rest."""
+    """The lines above all panels: what the captures have in common; the legend says the rest."""
     about, *others = (_about(capture) for capture in captures)
     shared = {key: about[key] for key in _TOLD if key in about and all(one.get(key) == about[key] for one in others)}
     model = shared.pop("model", "")
@@ -159,12 +160,12 @@ def _handles(lines: Sequence[_Line], fits: Sequence[Sequence[CurveFit]], theme: 
         Line2D([], [], color=line.colour, marker=line.marker, ms=3.2, lw=1, label=_label(line.label, inches))
         for line in lines
     ]
-    every = [found for own in fits for found in own]
-    if doubts := list(dict.fromkeys(found.doubt for found in every if found.doubt)):
+    every = [fit for fitted in fits for fit in fitted]
+    if doubts := list(dict.fromkeys(fit.doubt for fit in every if fit.doubt)):
         handles.append(_point(theme, f"open: {' or '.join(doubts)}, α means nothing"))
-    if any(found.r2_ceiling is not None for found in every):
+    if any(fit.r2_ceiling is not None for fit in every):
         handles.append(Line2D([], [], color=theme.faint, ls=":", lw=0.9, label="best held-out function of x"))
-    if any(found.intervals for found in every):
+    if any(fit.intervals for fit in every):
         handles.append(Line2D([], [], color=theme.faint, marker="|", ms=6, ls="", label="95 %, by folds"))
     return handles
 
@@ -178,29 +179,29 @@ def _point(theme: Style, text: str) -> Line2D:
 
 
 def _draw(ax: Axes, line: _Line, fits: Sequence[CurveFit], name: str, value: Callable[[CurveFit], float]) -> None:
-    fits = [found for found in fits if found.site in line.places]
-    x = [line.places[found.site] for found in fits]
-    y = [value(found) for found in fits]
+    fits = [fit for fit in fits if fit.site in line.places]
+    x = [line.places[fit.site] for fit in fits]
+    y = [value(fit) for fit in fits]
     ax.plot(x, y, color=line.colour, lw=0.9, zorder=2)
-    for at, height, found in zip(x, y, fits, strict=True):
-        face = ax.get_facecolor() if found.doubt else line.colour
+    for at, height, fit in zip(x, y, fits, strict=True):
+        face = ax.get_facecolor() if fit.doubt else line.colour
         ax.plot([at], [height], marker=line.marker, ms=3, mfc=face, color=line.colour, mew=0.8, ls="", zorder=3)
-        if name in found.intervals and math.isfinite(height):
-            ax.plot([at, at], found.intervals[name], color=line.colour, lw=0.7, zorder=1)
+        if name in fit.intervals and math.isfinite(height):
+            ax.plot([at, at], fit.intervals[name], color=line.colour, lw=0.7, zorder=1)
 
 
 def _draw_alpha(ax: Axes, line: _Line, fits: Sequence[CurveFit]) -> None:
-    _draw(ax, line, fits, "alpha", lambda found: found.alpha if found.told_apart else math.nan)
+    _draw(ax, line, fits, "alpha", lambda fit: fit.alpha if fit.told_apart else math.nan)
 
 
 def _draw_slope(ax: Axes, line: _Line, fits: Sequence[CurveFit]) -> None:
-    _draw(ax, line, fits, "slope", lambda found: math.nan if found.curve == FREE else found.slope)
+    _draw(ax, line, fits, "slope", lambda fit: math.nan if fit.curve == FREE else fit.slope)
 
 
 def _draw_r2(ax: Axes, line: _Line, fits: Sequence[CurveFit]) -> None:
-    _draw(ax, line, fits, "r2", lambda found: found.r2)
-    x = [line.places[found.site] for found in fits if found.r2_ceiling is not None]
-    ceilings = [found.r2_ceiling for found in fits if found.r2_ceiling is not None]
+    _draw(ax, line, fits, "r2", lambda fit: fit.r2)
+    x = [line.places[fit.site] for fit in fits if fit.r2_ceiling is not None]
+    ceilings = [fit.r2_ceiling for fit in fits if fit.r2_ceiling is not None]
     ax.plot(x, ceilings, color=line.colour, ls=":", lw=0.9, zorder=1)
 
 
@@ -210,7 +211,7 @@ _NUMBERS = {"α": _draw_alpha, "slope at 0": _draw_slope, "R²": _draw_r2}
 def _heights(ax: Axes) -> list[float]:
     """Return every finite y that a panel shows."""
     drawn = [np.asarray(line.get_ydata(), dtype=np.float64) for line in ax.lines]
-    return [float(y) for own in drawn for y in own if math.isfinite(y)]
+    return [float(y) for heights in drawn for y in heights if math.isfinite(y)]
 
 
 def _share_heights(panels: Sequence[Axes], columns: int) -> None:
@@ -223,10 +224,7 @@ def _share_heights(panels: Sequence[Axes], columns: int) -> None:
         if number % columns:
             ax.tick_params(labelleft=False)
         if logarithmic:
-            ax.set_yscale("log")
-            ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-            ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-            ax.yaxis.set_minor_formatter(NullFormatter())
+            scale_by_factors(ax)
     panels[0].autoscale(axis="y")
 
 

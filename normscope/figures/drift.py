@@ -13,15 +13,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 
-from normscope.drifts import Drift, DriftReport, Quantiles
 from normscope.errors import UsageError, count
-from normscope.figures.lettering import legend_columns, tail, width_of, wrapped
 from normscope.figures.style import Style, style_named
-from normscope.files import visible
-from normscope.fits.curves import CURVES, curves_named
-from normscope.pairs.sites import NormSite
+from normscope.figures.text import legend_columns, scale_by_factors, tail, width_of, wrapped
+from normscope.fits.curves.known import CURVES
+from normscope.fits.curves.lookup import curves_named
+from normscope.pairs.norms.sites import NormSite
+from normscope.runtime.files import visible
+from normscope.swaps.drift.reports import Drift, DriftReport, Quantiles
 
 _WIDTH, _WIDEST = 6.6, 24.0
 _SITE_INCHES, _PANEL_INCHES, _LINE_INCHES = 0.2, 1.5, 0.125
@@ -36,7 +37,7 @@ _TOLD = ("model", "weights", "data")
 
 
 @dataclass(frozen=True)
-class _Line:
+class _DriftLine:
     """One swap in every panel."""
 
     report: DriftReport
@@ -62,7 +63,7 @@ def plot_drift(reports: Sequence[DriftReport], sites: Sequence[NormSite] = (), *
         style: ``light`` or ``dark``.
 
     Returns:
-        A matplotlib figure; :func:`normscope.figures.scurves.save` writes it.
+        A matplotlib figure; :func:`normscope.save_figure` writes it.
 
     Raises:
         UsageError: if there is no report, if they are of several networks or inputs, or if there is no such style.
@@ -108,7 +109,7 @@ def _any(reports: Sequence[DriftReport], rows: str) -> bool:
     return any(getattr(report, rows) for report in reports)
 
 
-def _lines(reports: Sequence[DriftReport], theme: Style) -> list[_Line]:
+def _lines(reports: Sequence[DriftReport], theme: Style) -> list[_DriftLine]:
     colours = _colours(dict.fromkeys(report.func for report in reports), theme)
     lines = []
     for number, report in enumerate(reports):
@@ -117,7 +118,7 @@ def _lines(reports: Sequence[DriftReport], theme: Style) -> list[_Line]:
         label = " · ".join(part for part in (report.func, report.init) if part)
         # Curves of one shape drift alike, and one line would hide another of its thickness.
         thickness = 0.9 + 0.7 * min(3, sum(later.init == report.init for later in reports[number + 1 :]))
-        lines.append(_Line(report, label, colours[report.func], marker, dashes, thickness, offset))
+        lines.append(_DriftLine(report, label, colours[report.func], marker, dashes, thickness, offset))
     return lines
 
 
@@ -125,9 +126,9 @@ def _colours(funcs: Sequence[str] | dict[str, None], theme: Style) -> dict[str, 
     """A curve's own colour where it has one and no other function of this figure took it; RMSNorm is no curve."""
     looks, colours = theme.looks(map(_curve, funcs)), dict[str, Any]()
     for func in sorted(funcs, key=lambda func: _curve(func) not in CURVES):
-        own = theme.ink if func == "rmsnorm" else looks[_curve(func)][0]
-        free = [colour for colour in (own, *theme.curves, *theme.channels) if colour not in colours.values()]
-        colours[func] = free[0] if free else own
+        usual = theme.ink if func == "rmsnorm" else looks[_curve(func)][0]
+        free = [colour for colour in (usual, *theme.curves, *theme.channels) if colour not in colours.values()]
+        colours[func] = free[0] if free else usual
     return colours
 
 
@@ -153,7 +154,9 @@ def _heading(reports: Sequence[DriftReport], inches: float) -> list[str]:
     return [line for text in texts for line in wrapped(text, inches, _TITLE)]
 
 
-def _handles(lines: Sequence[_Line], sites: Sequence[NormSite], paths: Sequence[str], theme: Style) -> list[Artist]:
+def _handles(
+    lines: Sequence[_DriftLine], sites: Sequence[NormSite], paths: Sequence[str], theme: Style
+) -> list[Artist]:
     handles: list[Artist] = [
         Line2D(
             [],
@@ -180,25 +183,25 @@ def _plain(text: str) -> str:
     return visible(text).replace("$", r"\$")
 
 
-def _infinite(found: Quantiles) -> bool:
-    return math.isinf(found.p50) or math.isinf(found.p90)
+def _infinite(quantiles: Quantiles) -> bool:
+    return math.isinf(quantiles.p50) or math.isinf(quantiles.p90)
 
 
-def _draw_alone(ax: Axes, lines: Sequence[_Line], paths: Sequence[str], theme: Style) -> None:
+def _draw_alone(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
     for line in lines:
         rows = {row.site: row for row in line.report.by_site}
         _draw_dots(ax, line, [(number, rows[path]) for number, path in enumerate(paths) if path in rows], line.offset)
     ax.set_title("the network's output, each site swapped alone", loc="left", pad=13)
 
 
-def _draw_at_sites(ax: Axes, lines: Sequence[_Line], paths: Sequence[str], theme: Style) -> None:
+def _draw_at_sites(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
     for line in lines:
         rows = {row.at: row for row in line.report.at_sites}
         _draw_dots(ax, line, [(number, rows[path]) for number, path in enumerate(paths) if path in rows], line.offset)
     ax.set_title("each site's own output, all sites swapped", loc="left")
 
 
-def _draw_cumulative(ax: Axes, lines: Sequence[_Line], paths: Sequence[str], theme: Style) -> None:
+def _draw_cumulative(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
     for line in lines:
         points = [(row.sites_swapped, row.relative_l2) for row in line.report.cumulative]
         known = [(x, q) for x, q in points if math.isfinite(q.p50)]
@@ -213,7 +216,7 @@ def _draw_cumulative(ax: Axes, lines: Sequence[_Line], paths: Sequence[str], the
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
-def _draw_parts(ax: Axes, lines: Sequence[_Line], paths: Sequence[str], theme: Style) -> None:
+def _draw_parts(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
     parts = list(dict.fromkeys(row.part for line in lines for row in line.report.by_part))
     for line in lines:
         rows = [(parts.index(row.part), row) for row in line.report.by_part]
@@ -228,27 +231,27 @@ def _draw_parts(ax: Axes, lines: Sequence[_Line], paths: Sequence[str], theme: S
 
 
 def _draw_dots(
-    ax: Axes, line: _Line, rows: Sequence[tuple[int, Drift]], offset: float, *, joined: bool = False
+    ax: Axes, line: _DriftLine, rows: Sequence[tuple[int, Drift]], offset: float, *, joined: bool = False
 ) -> None:
     """A dot and a bar for each row, set aside so that one swap does not hide another."""
     points = [(x + offset, row.relative_l2) for x, row in rows]
-    known = [(x, found) for x, found in points if math.isfinite(found.p50)]
-    medians = [found.p50 for _, found in known]
+    known = [(x, quantiles) for x, quantiles in points if math.isfinite(quantiles.p50)]
+    medians = [quantiles.p50 for _, quantiles in known]
     dashes = line.dashes if joined else ""
     ax.plot([x for x, _ in known], medians, marker=line.marker, ms=2.3, mew=0, color=line.colour, ls=dashes, lw=0.7)
-    whole = [(x, found) for x, found in known if math.isfinite(found.p90)]
+    whole = [(x, quantiles) for x, quantiles in known if math.isfinite(quantiles.p90)]
     ax.vlines(
         [x for x, _ in whole],
-        [found.p10 for _, found in whole],
-        [found.p90 for _, found in whole],
+        [quantiles.p10 for _, quantiles in whole],
+        [quantiles.p90 for _, quantiles in whole],
         color=line.colour,
         lw=0.7,
         alpha=0.8,
     )
-    _cross_out(ax, [(x, found) for x, found in points if _infinite(found)], line)
+    _cross_out(ax, [(x, quantiles) for x, quantiles in points if _infinite(quantiles)], line)
 
 
-def _cross_out(ax: Axes, points: Sequence[tuple[float, Quantiles]], line: _Line) -> None:
+def _cross_out(ax: Axes, points: Sequence[tuple[float, Quantiles]], line: _DriftLine) -> None:
     """Mark at the upper edge where the 90th percentile is not finite."""
     if not points:
         return
@@ -260,10 +263,7 @@ def _finish(ax: Axes, theme: Style) -> None:
     """Choose the axis, logarithmic where values are many times one another, and show 1 where it is near."""
     low, high = ax.dataLim.y0, ax.dataLim.y1
     if low > 0 and _MANY_TIMES * low < high < math.inf:
-        ax.set_yscale("log")
-        ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-        ax.yaxis.set_minor_formatter(NullFormatter())
+        scale_by_factors(ax)
     else:
         ax.set_ylim(0, None if 0 < high < math.inf else 1.1)
     bottom, top = ax.get_ylim()

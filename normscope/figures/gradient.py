@@ -21,20 +21,14 @@ from torch import Tensor
 
 from normscope.figures.panels import outline
 from normscope.figures.style import Style, style_named
-from normscope.figures.tables import with_interval
-from normscope.figures.titles import head_figure, head_panel
+from normscope.figures.text import head_figure, head_panel
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.gradient import (
-    DrawnJacobians,
-    GradientView,
-    drawn_jacobians,
-    gradient,
-    mean_diagonal,
-)
+from normscope.fits.views.gradient import DrawnJacobians, GradientView, drawn_jacobians, gradient, mean_diagonal
 from normscope.pairs.captures import Capture
-from normscope.pairs.sampling import LARGEST_TOKENS
-from normscope.pairs.sites import NormSite
-from normscope.pairs.stats import PairStats
+from normscope.pairs.norms.sites import NormSite
+from normscope.pairs.sums.sampling import LARGEST_TOKENS
+from normscope.pairs.sums.stats import PairStats
+from normscope.tables.table import with_interval
 
 Array = NDArray[np.float64]
 _COLUMNS = 6
@@ -76,7 +70,7 @@ def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), *, style: str
         style: ``light`` or ``dark``.
 
     Returns:
-        A matplotlib figure; :func:`normscope.figures.scurves.save` writes it.
+        A matplotlib figure; :func:`normscope.save_figure` writes it.
 
     Raises:
         UsageError: if there is no such style.
@@ -103,8 +97,8 @@ def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), *, style: str
             drawn = drawn_jacobians(site, stats)
             if isinstance(drawn, DrawnJacobians):
                 below.set_visible(True)
-                own = [found for found in fits if found.site == site.name]
-                _draw(above, below, _Column(site, stats, view, drawn, own, theme))
+                of_site = [fit for fit in fits if fit.site == site.name]
+                _draw(above, below, _Column(site, stats, view, drawn, of_site, theme))
                 head_panel(above, site, f"{view.n_tokens} of {view.of_tokens:,} tokens", width - 0.1)
             else:
                 _decline(above, f"No closed form: {drawn}.", theme)
@@ -154,18 +148,12 @@ def _draw_diagonal(ax: Axes, column: _Column) -> None:
     ax.plot(*mean, color=style.ink, lw=1.4, zorder=3, path_effects=outline(style))
     steps = math.asinh(1.15 * reach / linear)
     grid = linear * torch.linspace(-steps, steps, 601, dtype=torch.float64).sinh()
-    looks = style.looks(found.curve for found in column.fits)
-    for found in column.fits:
-        if not found.degenerate:
-            colour, dashes = looks[found.curve]
+    looks = style.looks(fit.curve for fit in column.fits)
+    for fit in column.fits:
+        if not fit.degenerate:
+            colour, dashes = looks[fit.curve]
             ax.plot(
-                grid,
-                found.derivative(grid),
-                color=colour,
-                ls=dashes,
-                lw=1.1,
-                zorder=4,
-                path_effects=outline(style, 0.8),
+                grid, fit.derivative(grid), color=colour, ls=dashes, lw=1.1, zorder=4, path_effects=outline(style, 0.8)
             )
     ax.set_ylim(0, 1.5 * ax.get_ylim()[1])  # room for the notes
     ax.set_xlabel("norm input x (asinh axis)", labelpad=1)
@@ -173,10 +161,10 @@ def _draw_diagonal(ax: Axes, column: _Column) -> None:
     lines = [(f"the diagonal holds {_written(100 * view.share, '.1f')} % of ‖J‖²", style.ink)]
     lines.append((f"of a row in the tail {_written(100 * view.tail_share, '.1f')} %", style.ink))
     lines.append((f"best held-out function of x: R² {_with_interval(view, 'of_x', view.r2_of_x)}", style.ink))
-    for found in column.fits:
-        r2 = _with_interval(view, found.curve, view.r2[found.curve])
-        text = "nothing to fit" if found.degenerate else f"derivative's R² {r2}"
-        lines.append((f"{found.curve}  {text}", looks[found.curve][0]))
+    for fit in column.fits:
+        r2 = _with_interval(view, fit.curve, view.r2[fit.curve])
+        text = "nothing to fit" if fit.degenerate else f"derivative's R² {r2}"
+        lines.append((f"{fit.curve}  {text}", looks[fit.curve][0]))
     _notes(ax, style, lines)
 
 
@@ -194,10 +182,10 @@ def _draw_constants(ax: Axes, column: _Column) -> None:
         ax.plot(at, quantiles[::2].T, color=colour, ls=dashes, lw=0.5)
         ax.plot(at, quantiles[1], color=colour, ls=dashes, lw=1.2, zorder=3, path_effects=outline(style, 0.8))
         far = largest > drawn.tail
-        own = _of_pairs(getattr(drawn.largest, name), drawn.largest_x)
+        values = _of_pairs(getattr(drawn.largest, name), drawn.largest_x)
         marker = "o" if name == "scale" else "x"
         ax.scatter(
-            *_thinned(largest[far], own[far]), color=colour, marker=marker, s=4, lw=0.5, alpha=0.6, rasterized=True
+            *_thinned(largest[far], values[far]), color=colour, marker=marker, s=4, lw=0.5, alpha=0.6, rasterized=True
         )
     ax.set(xscale="log", yscale="log")
     low, high = ax.get_ylim()
@@ -211,8 +199,8 @@ def _draw_constants(ax: Axes, column: _Column) -> None:
     sign = "σ" if column.view.centred else "ρ"
     lines = []
     for part in ("centre", "tail"):
-        found = column.view.constants[part]
-        ratios = f"{sign} {_written(found.scale.ratio, '.3g')}   √C {_written(found.others.ratio, '.3g')}"
+        constants = column.view.constants[part]
+        ratios = f"{sign} {_written(constants.scale.ratio, '.3g')}   √C {_written(constants.others.ratio, '.3g')}"
         lines.append((f"p84/p16 in the {part}: {ratios}", style.ink))
     _notes(ax, style, lines)
 
@@ -282,14 +270,14 @@ def _notes(ax: Axes, style: Style, lines: Sequence[tuple[str, str]]) -> None:
 
 
 def _handles(fits: Sequence[CurveFit], style: Style) -> list[Artist]:
-    """What the points, lines, dashes and bands mean."""
+    """The legend: points, lines, dashes and bands."""
     handles: list[Artist] = [
         _dot(style.faint, "pairs of the tokens drawn uniformly"),
         _dot(style.channels[0], f"pairs of the {LARGEST_TOKENS} tokens of largest |x|"),
         Line2D([], [], color=style.ink, lw=1.4, label="E[∂y$_i$/∂x$_i$ | x] over all pairs"),
     ]
-    looks = style.looks(found.curve for found in fits)
-    for curve in dict.fromkeys(found.curve for found in fits):
+    looks = style.looks(fit.curve for fit in fits)
+    for curve in dict.fromkeys(fit.curve for fit in fits):
         colour, dashes = looks[curve]
         handles.append(Line2D([], [], color=colour, ls=dashes, lw=1.1, label=f"derivative of the fitted {curve}"))
     labels = {"scale": "1/rstd (σ or ρ), which DyT holds constant", "others": "√C in its unit, which DyISRU does"}

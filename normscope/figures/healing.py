@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
-from normscope.figures.lettering import wrapped
 from normscope.figures.style import Style, style_named
-from normscope.healings import BLOCKS, SITES, START, WHOLE, HealReport, Point
+from normscope.figures.text import wrapped
+from normscope.swaps.heal.reports import BLOCKS, SITES, START, WHOLE, HealReport, TrainingInterval
 
 _INCHES = (6.4, 2.5)
 _SITES_SHARE = 0.12  # of the width that the steps take: sites take none of them
@@ -53,12 +53,12 @@ def plot_healing(report: HealReport, title: str = "", *, style: str = "light") -
     return figure
 
 
-def _draw_course(ax: Axes, points: Sequence[Point], style: Style) -> None:
+def _draw_course(ax: Axes, points: Sequence[TrainingInterval], style: Style) -> None:
     places, edges = _places(points)
     loss, judged = style.curves[1], style.curves[0]
     for stage in (BLOCKS, WHOLE):
-        own = [(place, point) for place, point in zip(places, points, strict=True) if point.stage == stage]
-        lines = [(place, point.loss) for place, point in own if point.loss is not None]
+        of_stage = [(place, point) for place, point in zip(places, points, strict=True) if point.stage == stage]
+        lines = [(place, point.loss) for place, point in of_stage if point.loss is not None]
         lines = [(edges[stage][0], lines[0][1]), *lines] if lines else []  # each is of the steps before it
         ax.plot(*zip(*lines, strict=True) if lines else ((), ()), color=loss, lw=1.1, ds="steps-pre")
     shown = [(place, point) for place, point in zip(places, points, strict=True) if point.drift is not None]
@@ -100,8 +100,8 @@ def _draw_course(ax: Axes, points: Sequence[Point], style: Style) -> None:
     ax.legend(loc="upper right", fontsize=5.8)
 
 
-def _places(points: Sequence[Point]) -> tuple[list[float], dict[str, tuple[float, float]]]:
-    """Where each point is drawn, and where each stage begins and ends; steps count through, and sites stand before."""
+def _places(points: Sequence[TrainingInterval]) -> tuple[list[float], dict[str, tuple[float, float]]]:
+    """Places of the points, and of the beginning and end of each stage; steps count through, and sites stand before."""
     last = {stage: max((point.step for point in points if point.stage == stage), default=0) for stage in _STAGES}
     width = {SITES: _SITES_SHARE * max(1, last[BLOCKS] + last[WHOLE])}
     edges, end = {}, -width[SITES]
@@ -127,14 +127,19 @@ def _draw_drifts(ax: Axes, report: HealReport, style: Style) -> None:
     stages = list(report.drifts)
     colour = style.curves[0]
     for place, stage in enumerate(stages):
-        own = report.drifts[stage]
-        if not all(math.isfinite(value) for value in own.values()):
+        quantiles = report.drifts[stage]
+        if not all(math.isfinite(value) for value in quantiles.values()):
             ax.annotate("not finite", (place, 0.02), xycoords=("data", "axes fraction"), ha="center", fontsize=5.8)
             continue
-        ax.plot([place, place], [own["p10"], own["p90"]], color=colour, lw=1.4, solid_capstyle="butt")
-        ax.plot([place], [own["median"]], marker="o", ms=4, mew=0, color=colour)
+        ax.plot([place, place], [quantiles["p10"], quantiles["p90"]], color=colour, lw=1.4, solid_capstyle="butt")
+        ax.plot([place], [quantiles["median"]], marker="o", ms=4, mew=0, color=colour)
         ax.annotate(
-            f"{own['median']:.3f}", (place, own["median"]), (4, 0), textcoords="offset points", va="center", fontsize=6
+            f"{quantiles['median']:.3f}",
+            (place, quantiles["median"]),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=6,
         )
     ax.set_xlim(-0.5, len(stages) - 0.2)
     ax.set_ylim(bottom=0)

@@ -13,12 +13,12 @@ from matplotlib.gridspec import GridSpec
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from normscope.errors import UsageError, count
-from normscope.figures.lettering import legend_columns, tail, width_of, wrapped
 from normscope.figures.panels import Panel, corner_lines, corner_text, draw_panel, legend_handles, panels_of
 from normscope.figures.style import style_named
+from normscope.figures.text import legend_columns, tail, title_of, wrapped
 from normscope.fits.curve_fit import CurveFit
 from normscope.pairs.captures import Capture
-from normscope.pairs.selection import select
+from normscope.pairs.norms.sites import select
 
 _ACROSS = 4
 _COLUMN_INCHES = 1.75  # four of them are a page's text width
@@ -27,11 +27,7 @@ _AXIS_INCHES = 0.46  # of a panel's titles and ticks
 _GAP_INCHES = 0.1  # above a heading
 _LINE_INCHES = 0.105
 _FOOT_INCHES = 0.2
-_BOLD, _SMALL, _TINY = (
-    FontProperties(size=7.5, weight="bold"),
-    FontProperties(size=6.2),
-    FontProperties(size=5.2),
-)
+_BOLD, _SMALL, _TINY = (FontProperties(size=7.5, weight="bold"), FontProperties(size=6.2), FontProperties(size=5.2))
 
 
 def overview(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]] = (), *, style: str = "light") -> Figure:
@@ -46,7 +42,7 @@ def overview(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]] = (
         style: ``light`` or ``dark``.
 
     Returns:
-        A matplotlib figure; :func:`normscope.figures.scurves.save` writes it.
+        A matplotlib figure; :func:`normscope.save_figure` writes it.
 
     Raises:
         UsageError: if there is no capture, if the fits are of another number of captures, or if there is no such style.
@@ -64,10 +60,10 @@ def overview(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]] = (
     if len(fits) not in (0, len(captures)):
         raise UsageError(f"There are {len(captures)} captures, but the fits of {len(fits)}; give the fits of each.")
     theme = style_named(style)
-    looks = theme.looks(found.curve for own in fits for found in own)
+    looks = theme.looks(fit.curve for fitted in fits for fit in fitted)
     rows = [
-        panels_of(capture, select(capture.sites, _ACROSS), own, theme, looks)
-        for capture, own in zip(captures, fits or [()] * len(captures), strict=True)
+        panels_of(capture, select(capture.sites, _ACROSS), fitted, theme, looks)
+        for capture, fitted in zip(captures, fits or [()] * len(captures), strict=True)
     ]
     columns = max(2, *(len(panels) for panels in rows))
     width = _COLUMN_INCHES * columns
@@ -98,7 +94,7 @@ def overview(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]] = (
 
 
 def _heading(capture: Capture, panels: Sequence[Panel], inches: float) -> tuple[str, list[str]]:
-    """What went through which network, and with which weights: the bold line, and those below it."""
+    """The bold line, and those below it: network, weights, data."""
     about = capture.about
     counts = sorted({panel.stats.n_pairs for panel in panels})
     pairs = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
@@ -133,8 +129,7 @@ def _draw(ax: Axes, panel: Panel) -> None:
     site = panel.site
     kind = " · ".join(part for part in (f"{site.kind} d={site.d}", site.placement) if part)
     room = _COLUMN_INCHES - 0.3
-    number = f"{site.index}  "
-    name = number + tail(site.name, room - width_of(number, _SMALL), _SMALL)
+    name = title_of(site, room, _SMALL)
     ax.set_title(f"{name}\n{tail(kind, room, _SMALL)}", loc="left", fontproperties=_SMALL, parse_math=False, pad=3)
     if not panel.stats.n_pairs:
         ax.text(0, 0, "no finite pair", fontproperties=_SMALL, color=panel.style.faint, ha="center")
@@ -145,5 +140,5 @@ def _draw(ax: Axes, panel: Panel) -> None:
     corner_text(ax, panel.style, lines, _TINY.get_size())
 
 
-def _result(found: CurveFit) -> str:
-    return "  ".join(part for part in (f"R² {found.r2:.3f}", found.doubt) if part)
+def _result(fit: CurveFit) -> str:
+    return "  ".join(part for part in (f"R² {fit.r2:.3f}", fit.doubt) if part)

@@ -1,4 +1,4 @@
-"""What one panel shows of one norm site: its pairs as a density, by token or by channel, under the fitted curves."""
+"""One panel of one norm site: its pairs as a density, by token or by channel, under the fitted curves."""
 
 from __future__ import annotations
 
@@ -19,18 +19,84 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 from numpy.typing import NDArray
 
-from normscope.figures import density
-from normscope.figures.samples import drawn_pairs, drawn_tokens, extreme_channels, token_scales
 from normscope.figures.style import Look, Style
-from normscope.fits.ceiling import conditional_mean
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.curves import FREE
-from normscope.pairs.binning import DENSITY_Y_GRID
+from normscope.fits.curves.known import FREE
+from normscope.fits.solving.ceiling import conditional_mean
 from normscope.pairs.captures import Capture
-from normscope.pairs.sites import NormSite
-from normscope.pairs.stats import PairStats
+from normscope.pairs.norms.sites import NormSite
+from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, FloatGrid
+from normscope.pairs.sums.stats import PairStats
 
 Array = NDArray[np.float64]
+
+_EXTREME_CHANNELS = 4
+
+
+def extreme_channels(stats: PairStats) -> list[int]:
+    """Return the channels that reach the largest |x|, the largest first."""
+    return [int(i) for i in stats.reach.argsort(descending=True)[:_EXTREME_CHANNELS]]
+
+
+def token_scales(stats: PairStats) -> tuple[float, float]:
+    """Return the smallest and largest σ among the drawn tokens."""
+    scale = 1 / drawn_tokens(stats)[2]
+    return (float(np.min(scale)), float(np.max(scale))) if len(scale) else (float("nan"), float("nan"))
+
+
+def drawn_tokens(stats: PairStats) -> tuple[Array, Array, Array]:
+    """Return x and y, float64 ``(tokens, d)``, and 1/σ, ``(tokens,)``, of the sampled and of the largest tokens."""
+
+    def both(name: str) -> Array:
+        drawn: Array = torch.cat([getattr(stats.tokens, name), getattr(stats.largest, name)]).double().numpy()
+        return drawn
+
+    return both("x"), both("y"), both("rstd")
+
+
+def drawn_pairs(stats: PairStats) -> tuple[Array, Array, NDArray[np.int64]]:
+    """Return x, y and channel, ``(pairs,)``, of those tokens and of the pairs that are drawn evenly over x."""
+    token_x, token_y, _ = drawn_tokens(stats)
+    if stats.grouped:  # of whose tokens only the single pairs know their channel
+        token_x, token_y = token_x[:0], token_y[:0]
+    channels = np.broadcast_to(np.arange(token_x.shape[1]), token_x.shape)
+    filled = stats.pairs.filled
+    return (
+        np.concatenate([token_x.ravel(), stats.pairs.x[filled].double().numpy()]),
+        np.concatenate([token_y.ravel(), stats.pairs.y[filled].double().numpy()]),
+        np.concatenate([channels.ravel(), stats.pairs.channel[filled].long().numpy()]),
+    )
+
+
+def image(stats: PairStats, x_range: tuple[float, float], y_range: tuple[float, float], pixels: int) -> Array:
+    """Spread the counted pairs evenly over each cell, and gather them by pixel.
+
+    Args:
+        stats: sums of a site.
+        x_range: limits of the image in x.
+        y_range: limits in y.
+        pixels: width and height.
+
+    Returns:
+        Number of pairs per pixel, float64 ``(pixels, pixels)``, rows in ascending order of y.
+    """
+    counts = stats.density.numpy().astype(np.float64)
+    by_column = _gathered(counts, DENSITY_X_GRID, np.linspace(*x_range, pixels + 1))
+    return _gathered(by_column.T, DENSITY_Y_GRID, np.linspace(*y_range, pixels + 1))
+
+
+def _gathered(counts: Array, grid: FloatGrid, at: Array) -> Array:
+    """Gather counts ``(bins, n)`` between neighbouring places in x: ``(places - 1, n)``."""
+    edges = grid.edges().numpy()
+    edges[0], edges[-1] = 2 * edges[1], 2 * edges[-2]
+    below = np.concatenate([np.zeros((1, counts.shape[1])), counts.cumsum(0)])
+    bins = np.clip(np.searchsorted(edges, at, side="right") - 1, 0, grid.size - 1)
+    share = np.clip((at - edges[bins]) / (edges[bins + 1] - edges[bins]), 0, 1)
+    reached = below[bins] + share[:, None] * (below[bins + 1] - below[bins])
+    gathered: Array = np.diff(reached, axis=0)
+    return gathered
+
+
 Limits: TypeAlias = tuple[float, float]
 LINE_SHARE = 0.075  # of a panel's height that a line of a corner's text takes
 _PIXELS = 220
@@ -58,7 +124,7 @@ class Panel:
         """The fits that a corner has room for: all, or those of the largest R²."""
         if len(self.fits) <= _NAMED:
             return list(self.fits)
-        return sorted(self.fits, key=lambda found: math.inf if found.degenerate else -found.r2)[:_NAMED]
+        return sorted(self.fits, key=lambda fit: math.inf if fit.degenerate else -fit.r2)[:_NAMED]
 
 
 def panels_of(
@@ -69,9 +135,9 @@ def panels_of(
     looks: Mapping[str, Look] | None = None,
 ) -> list[Panel]:
     """Bring together what belongs to each of some sites of a capture; ``looks`` are by default of these fits."""
-    own = style.looks(found.curve for found in fits) if looks is None else looks
+    looks = style.looks(fit.curve for fit in fits) if looks is None else looks
     return [
-        Panel(site, capture.stats[site.name], [found for found in fits if found.site == site.name], style, own)
+        Panel(site, capture.stats[site.name], [fit for fit in fits if fit.site == site.name], style, looks)
         for site in sites
     ]
 
@@ -79,7 +145,7 @@ def panels_of(
 def draw_density(ax: Axes, panel: Panel) -> None:
     """All pairs: how many lie where, on a logarithmic colour scale, and E[y|x] over them."""
     limits = (*ax.get_xlim(), *ax.get_ylim())
-    counts = density.image(panel.stats, limits[:2], limits[2:], _PIXELS)
+    counts = image(panel.stats, limits[:2], limits[2:], _PIXELS)
     shown = np.ma.masked_less_equal(counts, 0)
     if shown.count():
         # The palest quarter of the map is left out, so that a single pair in the tails can still be seen.
@@ -125,8 +191,8 @@ def draw_channels(ax: Axes, panel: Panel) -> None:
     x, y, channel = drawn_pairs(panel.stats)
     ax.scatter(x, y, color=panel.style.faint, s=1.2, lw=0, alpha=0.35, rasterized=True)
     for colour, extreme in zip(panel.style.channels, extreme_channels(panel.stats), strict=False):
-        own = channel == extreme
-        ax.scatter(x[own], y[own], color=colour, s=4, lw=0, rasterized=True, zorder=2)
+        of_channel = channel == extreme
+        ax.scatter(x[of_channel], y[of_channel], color=colour, s=4, lw=0, rasterized=True, zorder=2)
 
 
 DRAW: dict[str, Callable[[Axes, Panel], None]] = {
@@ -139,12 +205,10 @@ DRAW: dict[str, Callable[[Axes, Panel], None]] = {
 def draw_curves(ax: Axes, panel: Panel) -> None:
     """Every fitted curve, and the bounds that no output of the norm passes."""
     grid = torch.linspace(*ax.get_xlim(), 600, dtype=torch.float64)
-    for found in panel.fits:
-        if not found.degenerate:
-            colour, dashes = panel.looks[found.curve]
-            ax.plot(
-                grid, found(grid), color=colour, ls=dashes, lw=1.1, zorder=4, path_effects=outline(panel.style, 0.8)
-            )
+    for fit in panel.fits:
+        if not fit.degenerate:
+            colour, dashes = panel.looks[fit.curve]
+            ax.plot(grid, fit(grid), color=colour, ls=dashes, lw=1.1, zorder=4, path_effects=outline(panel.style, 0.8))
     if math.isfinite(panel.site.bound):  # running statistics bound nothing
         for bound in (-panel.site.bound, panel.site.bound):
             ax.axhline(bound, color=panel.style.faint, lw=0.7, ls=":", zorder=1)
@@ -212,7 +276,7 @@ def _centre_range(stats: PairStats) -> tuple[Limits, Limits] | None:
 
 
 def legend_handles(panels: Sequence[Panel], *, density: bool, sampled: bool, bounds: bool = True) -> list[Artist]:
-    """What the greys, lines and dashes of these panels mean.
+    """The legend of these panels: greys, lines and dashes.
 
     ``density`` is whether they show one, ``sampled`` whether of a sample of the tokens alone, and ``bounds`` whether
     they show y itself, which the norm bounds.
@@ -224,9 +288,9 @@ def legend_handles(panels: Sequence[Panel], *, density: bool, sampled: bool, bou
         pairs = "pairs of the sampled tokens" if sampled else "all pairs"
         handles.append(Patch(facecolor=grey, label=f"{pairs} (log scale, each panel its own)"))
         handles.append(Line2D([], [], color=style.ink, lw=1.4, label="E[y|x], the mean of y at x"))
-    fits = [found for panel in panels for found in panel.fits]
-    shifted = {found.curve for found in fits if not found.degenerate and found.shift}
-    for curve, function in {found.curve: found.function.function_name for found in fits}.items():
+    fits = [fit for panel in panels for fit in panel.fits]
+    shifted = {fit.curve for fit in fits if not fit.degenerate and fit.shift}
+    for curve, function in {fit.curve: fit.function.function_name for fit in fits}.items():
         colour, dashes = panels[0].looks[curve]
         label = f"A·{function}(αx{'+s' if curve in shifted else ''}), least squares"
         label = label if function == curve else f"{curve}: {label}"
@@ -240,10 +304,10 @@ def legend_handles(panels: Sequence[Panel], *, density: bool, sampled: bool, bou
 def corner_lines(panel: Panel, result: Callable[[CurveFit], str]) -> list[tuple[str, str]]:
     """Texts for a corner, each with its colour: the results of the fits that are named, and how many others are."""
     lines = [
-        (f"{found.curve}: nothing to fit", panel.style.faint)
-        if found.degenerate
-        else (f"{_short(found.curve)}  {result(found)}", panel.looks[found.curve][0])
-        for found in panel.named
+        (f"{fit.curve}: nothing to fit", panel.style.faint)
+        if fit.degenerate
+        else (f"{_short(fit.curve)}  {result(fit)}", panel.looks[fit.curve][0])
+        for fit in panel.named
     ]
     more = len(panel.fits) - len(panel.named)
     return [*lines, (f"+ {more} more of smaller R²", panel.style.faint)] if more else lines

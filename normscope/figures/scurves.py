@@ -6,36 +6,169 @@ import io
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
+import torch
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
+from matplotlib.patches import Patch, Rectangle
+from numpy.typing import NDArray
+from torch import Tensor
 
 from normscope.errors import UsageError, unknown
-from normscope.figures.lettering import legend_columns
 from normscope.figures.panels import (
     DRAW,
+    LINE_SHARE,
+    Limits,
     Panel,
     corner_lines,
     corner_text,
     draw_panel,
+    enlarged_range,
+    extreme_channels,
+    inset_of,
     legend_handles,
     outline,
     panels_of,
+    token_scales,
+    whole_range,
 )
-from normscope.figures.residuals import draw_residuals, residual_handles
-from normscope.figures.samples import extreme_channels, token_scales
 from normscope.figures.style import style_named
-from normscope.figures.titles import head_figure, head_panel
-from normscope.files import whole_file
+from normscope.figures.text import head_figure, head_panel, legend_columns
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.curves import FREE
+from normscope.fits.curves.known import FREE
 from normscope.pairs.captures import Capture
+from normscope.runtime.files import whole_file
+
+Array = NDArray[np.float64]
+
+_GROUPS = 120  # across a panel at most
+_LEAST_COUNT = 128  # pairs that a group holds at least
+_BAND = 2.0  # standard errors
+_MARGIN = 1.08
+_INSET_SHARE = 0.46  # of a panel's height
+_BAND_ALPHA = 0.35
+_LETTERS = 5.2
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """Of groups of neighbouring bins, in ascending order of x.
+
+    Attributes:
+        x: mean x, float64 ``(groups,)``.
+        error: standard error of E[y|x], in units of y, ``(groups,)``; NaN where the pairs are of a single fold.
+        off: E[y|x] − A·f(αx + s), in units of y, ``(fits, groups)``.
+    """
+
+    x: Array
+    error: Array
+    off: Array
+
+
+def residuals(moments: Tensor, fits: Sequence[CurveFit], width: float, least_count: int = _LEAST_COUNT) -> Residuals:
+    """Average over each group of bins what the curves leave of y there, and see how far the folds differ.
+
+    The folds are independent, pairs are not: with the share w of a group's pairs that each fold holds, and the folds'
+    means m of y there, the standard error is that of a mean of so many folds, √(Σw² · Σw(m − Σwm)² / (1 − Σw²)),
+    which is the standard deviation over folds / √folds where all hold the same number.
+
+    Args:
+        moments: n, Σx, Σy, … per fold and bin of x: float64 ``(folds, 6, bins)``.
+        fits: of this site, none degenerate.
+        width: a group reaches over no more of x than this, unless it would hold too few pairs.
+        least_count: how many pairs a group holds at least, where there are as many.
+
+    Returns:
+        The residuals, of no group where there is no pair.
+
+    >>> n, y = torch.full((4, 1), 50.0), torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    >>> found = residuals(torch.stack([n, n, n * y, n, n, n], 1).double(), (), 1.0)
+    >>> round(float(found.error[0]), 6), round(float(y.std() / 4**0.5), 6)
+    (0.645497, 0.645497)
+    """
+    filled = moments[:, 0].sum(0) > 0
+    n, sum_x, sum_y = moments[:, :3, filled].numpy().transpose(1, 0, 2)
+    if not n.size:
+        return Residuals(np.empty(0), np.empty(0), np.empty((len(fits), 0)))
+    x = sum_x.sum(0) / n.sum(0)
+    starts = _starts(n.sum(0), x, width, least_count)
+    by_fold, y_by_fold = np.add.reduceat(n, starts, axis=1), np.add.reduceat(sum_y, starts, axis=1)
+    held = by_fold.sum(0)
+    mean = y_by_fold.sum(0) / held
+    share = by_fold / held
+    fold_means = np.divide(y_by_fold, by_fold, out=np.zeros_like(by_fold), where=by_fold > 0)
+    alike = (share**2).sum(0)
+    several = np.count_nonzero(by_fold, axis=0) > 1
+    error = np.full_like(mean, np.nan)
+    np.divide(alike * (share * (fold_means - mean) ** 2).sum(0), 1 - alike, out=error, where=several)
+    expected = np.stack([fit(torch.from_numpy(x)).numpy() for fit in fits]) if fits else np.empty((0, len(x)))
+    at_fit = np.add.reduceat(n.sum(0) * expected, starts, axis=1) / held
+    return Residuals(np.add.reduceat(sum_x.sum(0), starts) / held, np.sqrt(error), mean - at_fit)
+
+
+def _starts(n: Array, x: Array, width: float, least_count: int) -> NDArray[np.intp]:
+    """First bins of the groups: at most one in a multiple of ``width``, each of ``least_count`` pairs if there are."""
+    cuts = np.flatnonzero(np.diff(np.floor(x / width), prepend=-np.inf))
+    starts, held = [0], 0.0
+    for place, count in zip(cuts, np.add.reduceat(n, cuts), strict=True):
+        if held >= least_count:
+            starts.append(int(place))
+            held = 0.0
+        held += count
+    return np.array(starts[:-1] if held < least_count and len(starts) > 1 else starts)
+
+
+def draw_residuals(ax: Axes, panel: Panel) -> None:
+    """E[y|x] − A·f(αx + s) of every fitted curve over ± 2 standard errors of E[y|x], and the fits' RMSE above them."""
+    x_limits, _ = whole_range(panel)
+    lines = corner_lines(panel, lambda fit: f"RMSE {fit.rmse:.3g}")
+    centre = enlarged_range(panel)
+    free = max(LINE_SHARE * (len(lines) + 0.5), _INSET_SHARE if centre else 0)
+    _draw_within(ax, panel, x_limits, free)
+    corner_text(ax, panel.style, lines, _LETTERS, lowest=0.985 - LINE_SHARE * (len(lines) - 0.3))
+    if centre:
+        _draw_within(inset_of(ax, panel.style), panel, centre[0], 0)
+
+
+def _draw_within(ax: Axes, panel: Panel, x_limits: Limits, free: float) -> None:
+    """Draw what lies between these limits; above it a share of the height stays free."""
+    fits = [fit for fit in panel.fits if not fit.degenerate]
+    groups = residuals(panel.stats.moments, fits, (x_limits[1] - x_limits[0]) / _GROUPS)
+    band = _BAND * groups.error
+    # The worst of many curves would flatten all others: those that the corner names are seen whole.
+    named = [off for fit, off in zip(fits, groups.off, strict=True) if fit in panel.named] or [band]
+    inside = (groups.x >= x_limits[0]) & (groups.x <= x_limits[1])
+    reach = _MARGIN * float(np.nanmax(np.abs(np.array(named)[:, inside]), initial=0))
+    reach = reach if reach > 0 else 1.0
+    ax.set(xlim=x_limits, ylim=(-reach, reach * (1 + free) / (1 - free)))
+    drawn: list[Artist] = [
+        ax.fill_between(groups.x, -band, band, color=panel.style.faint, alpha=_BAND_ALPHA, lw=0, zorder=1)
+    ]
+    ax.axhline(0, color=panel.style.ink, lw=0.6, zorder=2)
+    for fit, off in zip(fits, groups.off, strict=True):
+        colour, dashes = panel.looks[fit.curve]
+        drawn += ax.plot(
+            groups.x, off, color=colour, ls=dashes, lw=1.0, zorder=4, path_effects=outline(panel.style, 0.6)
+        )
+    for artist in drawn:
+        artist.set_clip_path(Rectangle((x_limits[0], -reach), np.ptp(x_limits), 2 * reach, transform=ax.transData))
+
+
+def residual_handles(panels: Sequence[Panel]) -> list[Artist]:
+    """The legend of the band, and of its folds; nothing where no site has any."""
+    over = sorted({str(panel.stats.fold_by) for panel in panels if panel.stats.fold_by})
+    if not over:
+        return []
+    label = f"±{_BAND:g} standard errors of E[y|x], folds by {', '.join(over)}"
+    return [Patch(facecolor=panels[0].style.faint, alpha=_BAND_ALPHA, label=label)]
+
 
 FORMATS = ("png", "svg", "pdf")
 ROWS = tuple(DRAW)
@@ -65,7 +198,7 @@ def plot(
         style: ``light`` or ``dark``.
 
     Returns:
-        A matplotlib figure; :func:`save` writes it.
+        A matplotlib figure; :func:`save_figure` writes it.
 
     Raises:
         UsageError: if there is no such row or style.
@@ -104,14 +237,14 @@ def plot(
     return figure
 
 
-def save(figure: Figure, path: str | Path, capture: Capture | Sequence[Capture], dpi: int = 200) -> Path:
+def save_figure(figure: Figure, path: str | Path, shown: Any, dpi: int = 200) -> Path:
     """Write a figure, whole or not at all; its format is the suffix of ``path``, and it says in itself what it shows.
 
     Args:
-        figure: what :func:`plot` or :func:`normscope.figures.overview.overview` drew.
+        figure: what :func:`normscope.plot`, :func:`normscope.overview` or another of them drew.
         path: of the file.
-        capture: what it shows; the file holds model, weights, data, versions and seed as a JSON object, and of
-            several captures as a list of them.
+        shown: a capture or a list of them, of which the file holds model, weights, data, versions and seed as JSON; or
+            what it is to hold in their place.
         dpi: dots per inch, also of the points within svg and pdf.
 
     Returns:
@@ -120,17 +253,11 @@ def save(figure: Figure, path: str | Path, capture: Capture | Sequence[Capture],
     Raises:
         UsageError: if the suffix is not one of png, svg and pdf, or if it cannot be written there.
     """
-    origin = _origin(capture) if isinstance(capture, Capture) else [_origin(one) for one in capture]
-    return save_described(figure, path, origin, dpi)
-
-
-def save_described(figure: Figure, path: str | Path, origin: Any, dpi: int = 200) -> Path:
-    """Write a figure as :func:`save` does, of something else than captures: what it shows is ``origin``, as JSON."""
     path = Path(path)
     kind = path.suffix.lower().removeprefix(".")
     if kind not in FORMATS:
         raise UsageError(unknown("figure format", kind, FORMATS))
-    text = json.dumps(origin)
+    text = json.dumps(_origin(shown))
     key = "Subject" if kind == "pdf" else "Description"
     dates = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
     drawn = io.BytesIO()  # on a full disk matplotlib's PDF writer raises an error of zlib's
@@ -150,8 +277,10 @@ def rows_named(color: str | Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _origin(capture: Capture) -> dict[str, Any]:
-    return {**capture.about, "versions": dict(capture.versions), "seed": capture.seed}
+def _origin(shown: Any) -> Any:
+    if isinstance(shown, Capture):
+        return {**shown.about, "versions": dict(shown.versions), "seed": shown.seed}
+    return [_origin(one) for one in shown] if isinstance(shown, (list, tuple)) else shown
 
 
 def _title(ax: Axes, panel: Panel) -> None:
@@ -182,15 +311,15 @@ def _density_legend(ax: Axes, panel: Panel) -> None:
     corner_text(ax, panel.style, lines)
 
 
-def _result(found: CurveFit) -> str:
-    if found.curve == FREE:
-        return f"R² {found.r2:.3f}"
-    shape = f"A {found.amplitude:.3g}  α {found.alpha:.3g}"
-    if found.doubt == "straight":
-        shape = f"slope {found.slope:.3g}, straight"
-    elif found.doubt == "power law":
-        shape = f"{found.coefficient:.3g}·|x|^{found.function.power_at_origin:.3g}, power law"
-    return f"{shape}  R² {found.r2:.3f}{'  not converged' if found.doubt == 'not converged' else ''}"
+def _result(fit: CurveFit) -> str:
+    if fit.curve == FREE:
+        return f"R² {fit.r2:.3f}"
+    shape = f"A {fit.amplitude:.3g}  α {fit.alpha:.3g}"
+    if fit.doubt == "straight":
+        shape = f"slope {fit.slope:.3g}, straight"
+    elif fit.doubt == "power law":
+        shape = f"{fit.coefficient:.3g}·|x|^{fit.function.power_at_origin:.3g}, power law"
+    return f"{shape}  R² {fit.r2:.3f}{'  not converged' if fit.doubt == 'not converged' else ''}"
 
 
 def _token_legend(ax: Axes, panel: Panel) -> None:

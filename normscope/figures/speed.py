@@ -12,12 +12,12 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import NormscopeError, UsageError
-from normscope.figures.lettering import width_of, wrapped
 from normscope.figures.panels import outline
-from normscope.figures.speed_tables import SCOPES, duration
 from normscope.figures.style import Style, style_named
-from normscope.fits.curves import curves_named
-from normscope.speeds import BESIDE, FASTER, SLOWER, TOO_FEW, BenchReport, Timing
+from normscope.figures.text import width_of, wrapped
+from normscope.fits.curves.lookup import curves_named
+from normscope.swaps.bench.reports import BESIDE, FASTER, SLOWER, TOO_FEW, BenchReport, Timing
+from normscope.tables.speed import SCOPES, duration
 
 _PANEL_INCHES, _BAR_INCHES, _GAP = 2.6, 0.155, 0.9
 _BARS_INCHES = 1.9  # of a panel, beside the names of the bars
@@ -51,8 +51,8 @@ def plot_speed(report: BenchReport, *, style: str = "light") -> Figure:
     panels = [_rows_of(report.rows, scope, passes) for scope, passes in columns]
     if not columns:
         raise UsageError("Nothing was timed, so that there is nothing to draw.")
-    down = max(len(own) for own in panels)
-    heights = [max(_height(own[place]) for own in panels if place < len(own)) for place in range(down)]
+    down = max(len(column) for column in panels)
+    heights = [max(_height(column[place]) for column in panels if place < len(column)) for place in range(down)]
     with matplotlib.rc_context(theme.rc()):
         inches = max(4.6, 0.3 + _PANEL_INCHES * len(columns))
         lines = _head(report, inches - 0.2)
@@ -61,10 +61,10 @@ def plot_speed(report: BenchReport, *, style: str = "light") -> Figure:
         axes = figure.subplots(
             down, len(columns), squeeze=False, height_ratios=[0.4 / _BAR_INCHES + h for h in heights]
         )
-        for number, own in enumerate(panels):
+        for number, column in enumerate(panels):
             for place, ax in enumerate(axes[:, number]):
-                if place < len(own):
-                    _draw(ax, own[place], heights[place], theme)
+                if place < len(column):
+                    _draw(ax, column[place], heights[place], theme)
                 else:
                     ax.set_visible(False)
         figure.suptitle("\n".join(lines), fontproperties=_TITLE, parse_math=False)
@@ -73,12 +73,13 @@ def plot_speed(report: BenchReport, *, style: str = "light") -> Figure:
 
 def _rows_of(rows: Sequence[Timing], scope: str, passes: str) -> list[list[Timing]]:
     """The timings of a column, a list for each dtype and timer; what did not run is with the first of its dtype."""
-    own = [row for row in rows if (row.scope, row.passes) == (scope, passes)]
-    parts = list(dict.fromkeys((row.dtype, row.timer) for row in own if row.timer or row.median is not None))
-    parts = parts or [(own[0].dtype, "")]
+    timings = [row for row in rows if (row.scope, row.passes) == (scope, passes)]
+    parts = list(dict.fromkeys((row.dtype, row.timer) for row in timings if row.timer or row.median is not None))
+    parts = parts or [(timings[0].dtype, "")]
     first = dict(reversed(parts))
     return [
-        [row for row in own if row.dtype == dtype and (row.timer or first[dtype]) == timer] for dtype, timer in parts
+        [row for row in timings if row.dtype == dtype and (row.timer or first[dtype]) == timer]
+        for dtype, timer in parts
     ]
 
 
@@ -87,7 +88,7 @@ def _groups(rows: Sequence[Timing]) -> list[tuple[str, list[Timing]]]:
 
 
 def _height(rows: Sequence[Timing]) -> float:
-    """How many bars the panel is high, a heading and a gap for each group."""
+    """Height of a panel in bars, with a heading and a gap for each group."""
     return len(rows) + (_GAP + 1) * len(_groups(rows)) - _GAP
 
 
@@ -99,14 +100,14 @@ def _draw(ax: Axes, rows: Sequence[Timing], height: float, style: Style) -> None
     labels: list[tuple[float, str]] = []
     y = 0.0
     groups = _groups(rows)
-    for way, own in groups:
+    for way, group in groups:
         ax.text(0, y, way, ha="left", va="center", fontproperties=_TITLE, color=style.ink)
-        beside = BESIDE.get(own[0].way, way)
+        beside = BESIDE.get(group[0].way, way)
         native = next((row.median for row in rows if (row.way, row.variant) == (beside, _NATIVE)), None)
         if native is not None:
-            ends = [y + 0.5, y + len(own) + 0.5]
+            ends = [y + 0.5, y + len(group) + 0.5]
             ax.plot([native / scale] * 2, ends, color=style.ink, ls=":", lw=0.9, zorder=4)
-        for row in own:
+        for row in group:
             y += 1
             labels.append((y, row.variant))
             _bar(ax, row, y, scale, right, style)
@@ -119,9 +120,9 @@ def _draw(ax: Axes, rows: Sequence[Timing], height: float, style: Style) -> None
     ax.xaxis.set_major_locator(MaxNLocator(4))
     first = rows[0]
     ax.set_xlabel(unit, labelpad=1)
-    told = " · ".join(part for part in (first.dtype, next((row.timer for row in rows if row.timer), "")) if part)
+    detail = " · ".join(part for part in (first.dtype, next((row.timer for row in rows if row.timer), "")) if part)
     shape = "×".join(map(str, first.shape))
-    ax.set_title(f"{SCOPES[first.scope]}, {first.passes}\n{shape} · {told}", parse_math=False)
+    ax.set_title(f"{SCOPES[first.scope]}, {first.passes}\n{shape} · {detail}", parse_math=False)
 
 
 def _bar(ax: Axes, row: Timing, y: float, scale: float, right: float, style: Style) -> None:

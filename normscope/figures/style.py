@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from normscope.errors import UsageError, unknown
-from normscope.fits.curves import CURVES
+from normscope.fits.curves.known import CURVES
 
 Look: TypeAlias = tuple[str, Any]  # colour and line style, as matplotlib takes them
 
@@ -68,25 +68,19 @@ class Style:
     def rc(self) -> dict[Any, Any]:
         """Return the theme as matplotlib parameters."""
         return {
-            "figure.facecolor": self.background,
-            "axes.facecolor": self.background,
-            "savefig.facecolor": self.background,
-            "text.color": self.ink,
-            "axes.labelcolor": self.ink,
-            "axes.edgecolor": self.ink,
-            "xtick.color": self.ink,
-            "ytick.color": self.ink,
+            **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), self.background),
+            **dict.fromkeys(
+                ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), self.ink
+            ),
             "axes.linewidth": 0.6,
             "font.size": 7,
             "axes.titlesize": 7.5,
             "axes.labelsize": 7,
-            "xtick.labelsize": 6,
-            "ytick.labelsize": 6,
+            **dict.fromkeys(("xtick.labelsize", "ytick.labelsize"), 6),
             "legend.fontsize": 6.5,
             "legend.frameon": False,
             "legend.handlelength": HANDLE_LENGTH,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
+            **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
             "svg.fonttype": "none",
             "svg.hashsalt": "normscope",
             "pdf.fonttype": 42,

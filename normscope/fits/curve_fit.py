@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from normscope.fits.curves import FREE, Curve
-from normscope.pairs.sites import NormSite
+from normscope.fits.curves.known import FREE, Curve
+from normscope.pairs.norms.sites import NormSite
 
 Interval = tuple[float, float]
 
@@ -32,8 +32,8 @@ class CurveFit:
         alpha: α, in units of 1/x.
         shift: s; zero where it was not fitted.
         r2: R² about the mean of y.
-        r2_ceiling: held-out R² of the best function of x that was found there, :mod:`normscope.fits.ceiling`; None
-            without folds, or where the grid of bins does not resolve x.
+        r2_ceiling: held-out R² of the best function of x that was found there,
+            :mod:`normscope.fits.solving.ceiling`; None without folds, or where the grid of bins does not resolve x.
         folds: what intervals and cross-validation hold out, one at a time.
         rmse: root of the mean squared error, in units of y.
         n_pairs: number of pairs.
@@ -165,47 +165,32 @@ class CurveFit:
         return self.amplitude * self.alpha * self.function.derivative(self.alpha * x.double() + self.shift)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what ``normscope fit --json`` prints; a number that is none becomes None."""
-        has_parameters = self.curve != FREE
-        row = {
-            "model": self.model,
-            "weights": self.weights,
-            "data": self.data,
-            "site": self.site,
-            "func": self.curve,
-            "A": self.amplitude if has_parameters else None,
-            "alpha": self.alpha if has_parameters else None,
-            "shift": self.shift if has_parameters else None,
-            "C": self.C if has_parameters else None,
-            "slope": self.slope,
-            "r2": self.r2,
-            "r2_ceiling": self.r2_ceiling,
-            "rmse": self.rmse,
-            "n_pairs": self.n_pairs,
-            "converged": self.converged,
-            "straight": self.straight,
-            "power_law": self.power_law,
-            "coefficient": self.coefficient,
-            "folds": self.folds,
-            "channel": self.channel,
-            "sites": list(self.sites),
-            "form": self.form,
-            "weights_by": self.weights_by,
-            "r2_cv": self.r2_cv,
-            "of_ceiling": self.of_ceiling,
-            "tail_rmse": self.tail_rmse,
-            "centre_rmse": self.centre_rmse,
-            "largest_error": self.largest_error,
-            "largest_error_at": self.largest_error_at,
-            "saturated": self.saturated,
-            "reach": self.reach,
-            "parameters": self.parameters,
-            "rank": self.rank,
-            "in_noise": self.in_noise,
-            "best": self.best,
-            "nothing": self.nothing,
-            "intervals": {name: list(bounds) for name, bounds in self.intervals.items()},
-        }
-        return {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
-        }
+        """The columns of ``normscope fit --json``; a number that is none becomes None."""
+        row = {_COLUMNS.get(name, name): getattr(self, name) for name in _ATTRIBUTES}
+        return as_json(row | dict.fromkeys(("A", "alpha", "shift", "C") if self.curve == FREE else ()))
+
+
+_COLUMNS = {"curve": "func", "amplitude": "A"}
+_ATTRIBUTES = (
+    *("model", "weights", "data", "site", "curve", "amplitude", "alpha", "shift", "C", "slope", "r2", "r2_ceiling"),
+    *("rmse", "n_pairs", "converged", "straight", "power_law", "coefficient", "folds", "channel", "sites", "form"),
+    *("weights_by", "r2_cv", "of_ceiling", "tail_rmse", "centre_rmse", "largest_error", "largest_error_at"),
+    *("saturated", "reach", "parameters", "rank", "in_noise", "best", "nothing", "intervals"),
+)
+
+
+def as_json(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn numbers that are none into None and tuples into lists, all the way down.
+
+    >>> as_json({"r2": math.nan, "C": (0.5, math.inf)})
+    {'r2': None, 'C': [0.5, None]}
+    """
+    return {name: _as_json(value) for name, value in row.items()}
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return as_json(value)
+    if isinstance(value, (list, tuple)):
+        return [_as_json(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

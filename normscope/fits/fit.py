@@ -1,20 +1,24 @@
-"""From a capture to curves: one fit per norm site and curve."""
+"""From a capture to curves: one CurveFit per norm site and curve."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from normscope.errors import UsageError
-from normscope.fits.ceiling import ceilings
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.curves import BEST, CURVES, FREE, Curve, curves_named, split_names
-from normscope.fits.forms import FITTED, Form
-from normscope.fits.levels import Level, check_levels, levels_of
-from normscope.fits.problems import Problems, batches
-from normscope.fits.rows import Describe, columns
-from normscope.fits.search import fitted
+from normscope.fits.curves.known import BEST, CURVES, FREE, Curve
+from normscope.fits.curves.lookup import curves_named, split_names
+from normscope.fits.solving.ceiling import Ceiling, ceilings, free
+from normscope.fits.solving.levels import Level, check_levels, levels_of
+from normscope.fits.solving.nodes import Problems, batches, goodness, nodes_of, tails
+from normscope.fits.solving.objective import Parametrization
+from normscope.fits.solving.refits import Attributes, fitted, inside_noise
 from normscope.pairs.captures import Capture
 
 
@@ -60,83 +64,163 @@ def fit(
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
     >>> seen = normscope.capture(model, [torch.randn(64, 4, generator=torch.Generator().manual_seed(0))])
-    >>> [found.curve for found in fit(seen, "dyt")]
+    >>> [one.curve for one in fit(seen, "dyt")]
     ['tanh']
     """
-    plan = planned(curves, per, pool, Form(amplitude, theory, alpha, shift), weights_by)
-    return carried_out(plan, capture)
+    form = Parametrization(amplitude, theory, alpha, shift)
+    wanted = _wanted(curves, form)
+    levels = levels_of(capture, per=per, pool=pool, weights_by=weights_by)
+    for level in levels:
+        if form.needs_bound and not math.isfinite(level.bound):
+            level.nothing = level.nothing or "no bound on y"
+    abouts = [_about(level, capture, weights_by) for level in levels]
+    fits = {
+        number: [_nothing(level, one, form, abouts[number]) for one in wanted]
+        for number, level in enumerate(levels)
+        if level.nothing is not None
+    }
+    for numbers, problems in batches(levels):
+        fits |= zip(numbers, _fits(problems, wanted, form, [abouts[number] for number in numbers]), strict=True)
+    return [one for number in sorted(fits) for one in fits[number]]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A call of :func:`fit` that was understood, before there is a capture."""
-
-    wanted: Sequence[str | Curve]
-    per: str
-    pool: str | None
-    form: Form
-    weights_by: str
-
-
-def planned(
+def check_fit(
     curves: str | Sequence[str | Curve],
+    *,
     per: str = "site",
     pool: str | None = None,
-    form: Form = FITTED,
     weights_by: str = "pairs",
-) -> Plan:
-    """Look the curves up, and refuse what cannot be fitted whatever the data is; UsageError."""
+    **form: Any,
+) -> None:
+    """Refuse what :func:`fit` would of any capture, before there is one; UsageError. It takes the same arguments."""
+    _wanted(curves, Parametrization(**form))
+    check_levels(per, pool, weights_by)
+
+
+def _wanted(curves: str | Sequence[str | Curve], form: Parametrization) -> list[str | Curve]:
+    """Curves in a form, and then ``free`` and ``best``; UsageError where a curve that was named has no such form."""
     parts = split_names(curves) if isinstance(curves, str) else curves
-    words = [part.strip().lower() for part in parts if isinstance(part, str)]
-    names = [part for part in parts if isinstance(part, Curve) or part.strip().lower() not in (FREE, BEST)]
-    every = curves_named(names)
-    for curve in curves_named([name for name in names if isinstance(name, Curve) or name.strip().lower() != "all"]):
+    words = {part.strip().lower() for part in parts if isinstance(part, str)}
+    known = [part for part in parts if isinstance(part, Curve) or part.strip().lower() not in (FREE, BEST)]
+    every = curves_named(known)
+    for curve in curves_named([part for part in known if isinstance(part, Curve) or part.strip().lower() != "all"]):
         if refusal := form.refusal(curve):
             raise UsageError(refusal)
-    known = list({form.called(curve).name: form.called(curve) for curve in every if not form.refusal(curve)}.values())
-    check_levels(per, pool, weights_by)
-    return Plan([*known, *(word for word in (FREE, BEST) if word in words)], per, pool, form, weights_by)
+    return [*_in_form(every, form).values(), *(word for word in (FREE, BEST) if word in words)]
 
 
-def carried_out(plan: Plan, capture: Capture) -> list[CurveFit]:
-    """Fit what was planned to one capture, as :func:`fit` does."""
-    levels = levels_of(capture, per=plan.per, pool=plan.pool, weights_by=plan.weights_by)
-    if plan.form.needs_bound:
-        levels = [level if math.isfinite(level.bound) else _unbounded(level) for level in levels]
-    describe = Describe(capture, plan.form, plan.weights_by)
-    rows: dict[int, list[CurveFit]] = {}
-    for numbers, problems in batches(levels):
-        rows |= dict(zip(numbers, _rows_of(problems, plan.wanted, describe), strict=True))
-    return [
-        found
-        for number, level in enumerate(levels)
-        for found in rows.get(number) or [describe.empty(level, curve) for curve in plan.wanted]
-    ]
+def _in_form(curves: Iterable[Curve], form: Parametrization) -> dict[str, Curve]:
+    """Those of some curves that have a form, by the names that they have in it."""
+    return {form.called(curve).name: form.called(curve) for curve in curves if not form.refusal(curve)}
 
 
-def _unbounded(level: Level) -> Level:
-    return replace(level, nothing=level.nothing or "no bound on y")
+def _about(level: Level, capture: Capture, weights_by: str) -> Attributes:
+    """Attributes that all fits of a level share."""
+    return {
+        **{name: capture.about[name] for name in ("model", "weights", "data")},
+        **{name: getattr(level, name) for name in ("site", "sites", "channel")},
+        "weights_by": weights_by,
+        "folds": level.fold_by,
+        "norm": next((site for site in capture.sites if site.name == level.site), None),
+        "n_pairs": int(level.counts.sum()),
+    }
 
 
-def _rows_of(problems: Problems, wanted: Sequence[str | Curve], describe: Describe) -> list[list[CurveFit]]:
-    """Fit every curve to a batch, and return the records of each level."""
+def _nothing(level: Level, wanted: str | Curve, form: Parametrization, about: Attributes) -> CurveFit:
+    """The record of a level with nothing to fit."""
+    curve = wanted if isinstance(wanted, Curve) else replace(CURVES["linear"], name=wanted)
+    return CurveFit(
+        **about,
+        amplitude=math.nan,
+        alpha=math.nan,
+        shift=math.nan,
+        r2=math.nan,
+        rmse=math.nan,
+        curve=curve.name,
+        function=curve,
+        form=form.words(curve),
+        parameters=len(form.parameters(curve)) if isinstance(wanted, Curve) else None,
+        r2_ceiling=None,
+        straight=False,
+        converged=False,
+        nothing=level.nothing,
+    )
+
+
+def _fits(
+    problems: Problems, wanted: Sequence[str | Curve], form: Parametrization, abouts: Sequence[Attributes]
+) -> list[list[CurveFit]]:
+    """Fit all that is wanted to a batch; return each level's records."""
     curves = {curve.name: curve for curve in wanted if isinstance(curve, Curve)}
     if BEST in wanted:
-        alike = [describe.form.called(curve) for curve in curves_named("all") if not describe.form.refusal(curve)]
-        curves = {**{curve.name: curve for curve in alike}, **curves}
-    numbers = columns(problems, describe.form, [fitted(problems, curve, describe.form) for curve in curves.values()])
-    freedom = len(describe.form.parameters(CURVES["tanh"]))
+        curves = _in_form(curves_named("all"), form) | curves
+    rows, held_out = {}, {}
+    for name, curve in curves.items():
+        rows[name], held_out[name] = fitted(problems, curve, form)
+    for parameters in {of_curve[0]["parameters"] for of_curve in rows.values()}:
+        # A shift given to some curves alone would decide which of all are first.
+        alike = [name for name, of_curve in rows.items() if of_curve[0]["parameters"] == parameters]
+        _rank(problems, [rows[name] for name in alike], torch.stack([held_out[name] for name in alike]))
     of_levels = []
-    for number, (level, top) in enumerate(zip(problems.levels, ceilings(problems), strict=True)):
-        rows = {
-            name: describe.row(level, curve, top, **own[number])
-            for (name, curve), own in zip(curves.items(), numbers, strict=True)
-        }
+    for number, (about, top) in enumerate(zip(abouts, ceilings(problems), strict=True)):
+        fits = {}
+        for name, of_curve in rows.items():
+            intervals = of_curve[number].pop("intervals") | _of_ceiling(top)
+            r2_ceiling = top.r2 if top else None
+            fits[name] = CurveFit(**about, **of_curve[number], r2_ceiling=r2_ceiling, intervals=intervals)
         if BEST in wanted:
-            best = next(row for row in rows.values() if row.rank == 1 and row.parameters == freedom)
-            rows[best.curve] = rows[BEST] = replace(best, best=True)
+            parameters = len(form.parameters(CURVES["tanh"]))
+            best = next(one for one in fits.values() if one.rank == 1 and one.parameters == parameters)
+            fits[best.curve] = fits[BEST] = replace(best, best=True)
         if FREE in wanted:
-            rows[FREE] = describe.free(level, top)
-        chosen = [rows[curve.name if isinstance(curve, Curve) else curve] for curve in wanted]
-        of_levels.append(list({row.curve: row for row in chosen}.values()))
+            fits[FREE] = _free(problems.levels[number], top, about)
+        chosen = [fits[one.name if isinstance(one, Curve) else one] for one in wanted]
+        of_levels.append(list({one.curve: one for one in chosen}.values()))
     return of_levels
+
+
+def _rank(problems: Problems, rows: Sequence[Sequence[Attributes]], held_out: Tensor) -> None:
+    """Rank curves of as many free parameters by what they leave of held-out folds, or of all pairs without any.
+
+    Args:
+        problems: the batch.
+        rows: of each curve and problem, to which ``rank`` and ``in_noise`` are added.
+        held_out: squared error of each held-out fold, ``(curves, problems, folds)``.
+    """
+    has_folds = problems.occupied.sum(-1) > 1
+    r2 = torch.tensor([[row["r2"] for row in of_curve] for of_curve in rows], dtype=torch.float64)
+    errors = torch.where(has_folds, held_out.sum(-1), 1 - r2).nan_to_num(torch.inf)
+    places = errors.argsort(dim=0, stable=True).argsort(dim=0) + 1
+    best = held_out[errors.argmin(0), torch.arange(len(problems))]
+    pairs = problems.n_pairs.where(problems.occupied, 0.0)
+    for of_curve, rank, errors_of_folds in zip(rows, places, held_out, strict=True):
+        in_noise = inside_noise(errors_of_folds, best, pairs)
+        for row, place, near, tells in zip(of_curve, rank.tolist(), in_noise.tolist(), has_folds.tolist(), strict=True):
+            row |= {"rank": place, "in_noise": near if tells else None}
+
+
+def _of_ceiling(top: Ceiling | None) -> Attributes:
+    return {"r2_ceiling": top.interval} if top and top.interval else {}
+
+
+def _free(level: Level, top: Ceiling | None, about: Attributes) -> CurveFit:
+    """The record of E[y|x] itself, scored on the bins that it is made of, in sample as held out."""
+    moments = level.moments.sum(0)
+    curve = free(moments, level.counts.sum(0), top)
+    nodes = nodes_of(moments[None])
+    steepness = curve.derivative(nodes.x).abs() / curve.peak
+    errors = goodness(nodes, tails(nodes), curve.function(nodes.x), steepness)
+    return CurveFit(
+        **about | {name: float(values) for name, values in errors.items()},
+        curve=FREE,
+        function=curve,
+        form=FREE,
+        amplitude=1.0,
+        alpha=1.0,
+        shift=0.0,
+        r2_ceiling=top.r2 if top else None,
+        r2_cv=top.r2_free if top else None,
+        intervals=_of_ceiling(top),
+        straight=False,
+        converged=True,
+    )

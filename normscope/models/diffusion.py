@@ -14,13 +14,11 @@ from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
 from torch import nn
 
 from normscope.errors import ModelError
-from normscope.models.base import Inputs, LoadedModel, LoadOptions, Provenance
-from normscope.models.checkpoints import load_file
-from normscope.models.hub_files import HubSilentError, Repository
-from normscope.models.latents import read_latents
-from normscope.models.trajectories import LatentSpace, from_noise
-from normscope.models.weights import embedded_module, read_embedded, ready, with_weights
-from normscope.outputs import Outputs, without_variances
+from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Provenance, without_variances
+from normscope.models.inputs.latents import read_latents
+from normscope.models.inputs.trajectories import LatentSpace, from_noise
+from normscope.models.weights.checkpoints import embedded_module, load_file, read_embedded, ready, with_weights
+from normscope.models.weights.repository import HubSilentError, Repository
 
 GUIDANCE = 4.0  # DiTPipeline's default, and the largest that the paper shows samples for
 TRAJECTORIES, DEMO_TRAJECTORIES = 4, 64
@@ -62,7 +60,7 @@ _OTHERS = "Or write a function that returns it and batches for it, and name it a
 
 @dataclass(frozen=True)
 class _Description:
-    """What is known of a model before its weights are.
+    """The facts of a model that are known before its weights are.
 
     Attributes:
         config: of the transformer, as diffusers saves it.
@@ -81,13 +79,11 @@ def load_diffusers(name: str, architecture: str, options: LoadOptions) -> Loaded
     """Load a diffusion transformer in diffusers' format.
 
     The default inputs of a class-conditional DiT are its own DDIM trajectories. Any other transformer runs on what its
-    own pipeline gives it, see :class:`normscope.models.pipelines.PipelineCalls`, and takes the folder of all of that.
+    own pipeline gives it, see :class:`normscope.models.inputs.pipelines.PipelineCalls`, and takes the folder of all of
+    that.
 
-    Args:
-        name: what outputs and errors call it.
-        architecture: a folder of a pipeline or of its transformer alone, or a repository of the hub with such a
-            content. The configurations of DiT-XL/2 are known without a network.
-        options: which weights and inputs, and where to put them.
+    ``architecture`` is a folder of a pipeline or of its transformer alone, or a repository of the hub with such a
+    content. The configurations of DiT-XL/2 are known without a network.
 
     Raises:
         UsageError: if guidance or timesteps cannot be understood.
@@ -99,7 +95,7 @@ def load_diffusers(name: str, architecture: str, options: LoadOptions) -> Loaded
     components = repository.json("model_index.json") if repository.is_folder else None
     _, kind = (components or {}).get("transformer", (None, None))
     if components is not None and kind not in (None, *_DITS):
-        from normscope.models.pipelines import load_pipeline
+        from normscope.models.inputs.pipelines import load_pipeline
 
         return load_pipeline(name, Path(repository.name), components, options)
     description = _describe(name, repository)

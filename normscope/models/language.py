@@ -14,17 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normscope.errors import ModelError
-from normscope.models import answers
-from normscope.models.base import LoadedModel, LoadOptions, Provenance
-from normscope.models.checkpoints import SHOWN, read_state_dict
-from normscope.models.conversions import converted, dtypes_by_name, dtypes_of_files
-from normscope.models.hub_files import HubSilentError, Repository, refuse_code, sha256_of
-from normscope.models.spreading import offload_folder, quiet
-from normscope.models.text import text_inputs
-from normscope.models.tokens import load_tokenizer, reading_of
-from normscope.models.weights import placed, with_weights
-from normscope.outputs import Outputs
+from normscope.errors import ModelError, first_few
+from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Outputs, Provenance
+from normscope.models.inputs.text import text_inputs
+from normscope.models.inputs.tokenizer import load_tokenizer, reading_of
+from normscope.models.weights import downloads
+from normscope.models.weights.checkpoints import (
+    converted,
+    dtypes_by_name,
+    dtypes_of_files,
+    placed,
+    read_state_dict,
+    with_weights,
+)
+from normscope.models.weights.devices import offload_folder, quiet
+from normscope.models.weights.repository import HubSilentError, Repository, refuse_code
+from normscope.runtime.files import sha256_of
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +55,11 @@ _BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def load_transformers(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
-    """Load a model of transformers that reads text.
+    """Load a model of transformers that reads text, from a folder or a repository of the hub.
 
     The head is the one that the configuration names, if it is of a causal, masked or sequence-to-sequence language
     model, and left out otherwise. An encoder–decoder model gets the same text on both sides. Weights are made in
     the asked-for dtype at once; the few tensors that transformers keeps in float32 in any dtype stay so.
-
-    Args:
-        name: what outputs and errors call it.
-        architecture: a folder, or a repository of the hub.
-        options: which weights and inputs, and where to put them.
 
     Raises:
         ModelError: if transformers is not installed or does not know the model, the model takes no text or asks for
@@ -90,7 +90,7 @@ def _library(name: str) -> Any:
         return importlib.import_module("transformers")
     except ImportError as error:
         raise ModelError(
-            f"{name} is a model of transformers, which cannot be imported ({answers.first_line(error)}). "
+            f"{name} is a model of transformers, which cannot be imported ({downloads.first_line(error)}). "
             "Install it: pip install 'normscope[transformers]'."
         ) from error
 
@@ -136,7 +136,7 @@ def _config(library: Any, name: str, repository: Repository, options: LoadOption
         except Exception as error:  # of any configuration's checks
             raise ModelError(
                 f"transformers {library.__version__} cannot make a model of {name}'s config.json: "
-                f"{answers.first_line(error)}."
+                f"{downloads.first_line(error)}."
             ) from error
 
 
@@ -163,10 +163,10 @@ def _kind(library: Any, name: str, config: Any) -> Any:
         text_is_enough = True
     else:
         try:
-            found = automatic.MODEL_MAPPING[type(config)]
+            mapped = automatic.MODEL_MAPPING[type(config)]
         except KeyError as error:
             raise ModelError(f"transformers {library.__version__} has no model for {type(config).__name__}.") from error
-        classes = found if isinstance(found, (tuple, list)) else (found,)
+        classes = mapped if isinstance(mapped, (tuple, list)) else (mapped,)
         kind = next((known for known in classes if known.__name__ == named), classes[0])
         text_is_enough = kind.input_modalities in ("text", ("text",))
     if kind.main_input_name != "input_ids" or not text_is_enough:
@@ -212,7 +212,7 @@ class _Network:
                     module, report = self._loaded(repository.name, what, **repository.where(), **spread)
                     kept_by(module)
         if left_out := sorted(report["unexpected_keys"]):
-            logger.warning("%s: %s has no place for %s.", self.name, self.kind.__name__, _shown(left_out))
+            logger.warning("%s: %s has no place for %s.", self.name, self.kind.__name__, first_few(left_out))
         _check(report | {"unexpected_keys": []}, f"The weights of {repository.name} do not fit {self.kind.__name__}")
         if repository.is_folder:
             folder = Path(repository.name).resolve().name
@@ -250,13 +250,13 @@ class _Network:
             )
         except Exception as error:  # of safetensors, of torch, of any model's own conversion
             raise ModelError(
-                f"{what} does not load with transformers {self.library.__version__}: {answers.first_line(error)}."
+                f"{what} does not load with transformers {self.library.__version__}: {downloads.first_line(error)}."
             ) from error
         return module, report
 
-    def _in_dtype(self, own: str | None) -> dict[str, Any]:
+    def _in_dtype(self, otherwise: str | None) -> dict[str, Any]:
         """Ask for the dtype, or for what transformers calls the weights' own, if anything."""
-        return {} if (self.dtype or own) is None else {"dtype": self.dtype or own}
+        return {} if (self.dtype or otherwise) is None else {"dtype": self.dtype or otherwise}
 
     def _without_pooler(self) -> dict[str, bool]:
         """Leave the pooling layer out where another class was saved than is loaded: not all of them have one."""
@@ -281,11 +281,11 @@ def _check(report: Mapping[str, Any], misfit: str, wrong: list[str] | None = Non
     misfits += [f"{key} is missing" for key in sorted(report["missing_keys"])]
     misfits += [f"{key} is not in the model" for key in sorted(report["unexpected_keys"])]
     misfits += [
-        f"{key} is {tuple(found)} and should be {tuple(wanted)}"
-        for key, found, wanted in sorted(report["mismatched_keys"])
+        f"{key} is {tuple(shape)} and should be {tuple(wanted)}"
+        for key, shape, wanted in sorted(report["mismatched_keys"])
     ]
     if misfits:
-        raise ModelError(f"{misfit}: {_shown(misfits)}.")
+        raise ModelError(f"{misfit}: {first_few(misfits)}.")
 
 
 def _left_over(keys: Iterable[str], module: Any, config: Any) -> list[str]:
@@ -294,10 +294,6 @@ def _left_over(keys: Iterable[str], module: Any, config: Any) -> list[str]:
         return list(keys)
     parts = {name for name, _ in module.named_children()}
     return [key for key in keys if key.removeprefix(f"{module.base_model_prefix}.").partition(".")[0] in parts]
-
-
-def _shown(items: list[str]) -> str:
-    return ", ".join(items[:SHOWN]) + (f", and {len(items) - SHOWN} more" if len(items) > SHOWN else "")
 
 
 def _not_floating(state_dict: Mapping[str, Tensor], module: nn.Module) -> list[str]:

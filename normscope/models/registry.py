@@ -1,4 +1,4 @@
-"""Which models there are, and which function loads each.
+"""The models by name, and the function that loads each.
 
 Nothing heavy is imported before a model is loaded: ``normscope models`` and shell completion read this table.
 """
@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from normscope.errors import DataError, ModelError, UsageError, unknown
-from normscope.processes import Place
+from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
-    from normscope.models.base import LoadedModel, LoadOptions
+    from normscope.inputs.loaded_model import LoadedModel, LoadOptions
 
+    # From what outputs and errors call a model, its library's name for it, and which weights and inputs to load where.
     Loader = Callable[[str, str, LoadOptions], LoadedModel]
 
-_CODE = "py"
 _LARGEST_INT = 2**63 - 1  # of torch and of Python's own sequences
 
 
@@ -49,7 +49,12 @@ class ModelEntry:
     @property
     def embedded(self) -> bool:
         """Whether weights and inputs are in this package."""
-        return self.source.startswith("embedded:")
+        return self.library == "embedded"
+
+    @property
+    def library(self) -> str:
+        """Which library knows the architecture: ``embedded`` for this package, ``py`` for the user's own code."""
+        return self.source.partition(":")[0]
 
 
 _NAMED = (
@@ -83,10 +88,7 @@ _NAMED = (
     ModelEntry("wav2vec2_base", "speech", "wav2vec 2.0 Base, LibriSpeech, post-norm", "torchaudio:WAV2VEC2_BASE"),
     ModelEntry("wav2vec2_large", "speech", "wav2vec 2.0 Large, LibriSpeech, post-norm", "torchaudio:WAV2VEC2_LARGE"),
     ModelEntry(
-        "wav2vec2_large_lv60k",
-        "speech",
-        "wav2vec 2.0 Large, Libri-Light, pre-norm",
-        "torchaudio:WAV2VEC2_LARGE_LV60K",
+        "wav2vec2_large_lv60k", "speech", "wav2vec 2.0 Large, Libri-Light, pre-norm", "torchaudio:WAV2VEC2_LARGE_LV60K"
     ),
     ModelEntry("dit_xl", "diffusion", "DiT-XL/2 at 256×256, ImageNet-1k", "diffusers:facebook/DiT-XL-2-256"),
     ModelEntry("dit_xl_512", "diffusion", "DiT-XL/2 at 512×512, ImageNet-1k", "diffusers:facebook/DiT-XL-2-512"),
@@ -97,10 +99,7 @@ _PREFIXED = (
     ModelEntry("timm:NAME", "vision", "any architecture of timm, with or without .tag", "timm:NAME"),
     ModelEntry("torchaudio:BUNDLE", "speech", "a bundle of torchaudio that takes waveforms", "torchaudio:BUNDLE"),
     ModelEntry(
-        "diffusers:REPO_OR_DIR",
-        "diffusion",
-        "a DiT, or a pipeline with a transformer",
-        "diffusers:REPO_OR_DIR",
+        "diffusers:REPO_OR_DIR", "diffusion", "a DiT, or a pipeline with a transformer", "diffusers:REPO_OR_DIR"
     ),
     ModelEntry(
         "transformers:REPO_OR_DIR", "language", "a model of transformers that reads text", "transformers:REPO_OR_DIR"
@@ -142,60 +141,17 @@ def embedded_models() -> list[str]:
     return [entry.name for entry in _NAMED if entry.embedded]
 
 
-def load(
-    name: str,
-    *,
-    weights: str | Path = "pretrained",
-    data: str | Path | None = None,
-    limit: int | None = None,
-    batch_size: int = 8,
-    seed: int = 0,
-    device: str = "auto",
-    dtype: str | None = None,
-    guidance: float | None = None,
-    timesteps: str | int | None = None,
-    workers: int | None = None,
-    shuffle: bool = False,
-    device_map: str | None = None,
-) -> LoadedModel:
-    """Load a network and inputs for it, as :func:`normscope.load` does, which also takes folders of swaps as weights.
+def loader_of(entry: ModelEntry) -> Loader:
+    """Return the function that loads a model of this kind, from its name, its architecture and LoadOptions.
 
-    >>> load("demo_vit", limit=2, device="cpu").inputs.n_samples
-    2
+    >>> loader_of(find("demo_vit")).__name__
+    'load_demo_vit'
     """
-    entry = find(name)
-    _check_numbers(limit, batch_size, seed, workers)
-    if data == "":
-        raise UsageError("data is an empty path. Name a file or a folder, or leave it out.")
-    if data is not None and not Path(data).exists():
-        raise DataError(f"There is no file or folder {str(data)!r} to read data from.")
-    check_diffusion(entry, guidance=guidance, timesteps=timesteps)
-    check_device_map(device_map, device)
-    check_library(entry)
-
-    from normscope.models.base import LoadOptions
-    from normscope.models.devices import DTYPES, KEEP, resolve_device, resolve_dtype
-
-    library, _, architecture = entry.source.partition(":")
-    options = LoadOptions(
-        weights=weights,
-        data=None if data is None else str(data),
-        limit=limit,
-        batch_size=batch_size,
-        seed=seed,
-        dtype=resolve_dtype(dtype or (KEEP if library == _CODE else DTYPES[0])),
-        device=resolve_device(device),
-        guidance=guidance,
-        timesteps=timesteps,
-        workers=workers,
-        shuffle=shuffle,
-        device_map=device_map,
-    )
     if entry.family in ("language", "diffusion"):
         _error_of_torchaudio()
-    module_name, _, function_name = (_LOADERS.get(entry.source) or _LOADERS[library]).partition(":")
+    module_name, _, function_name = (_LOADERS.get(entry.source) or _LOADERS[entry.library]).partition(":")
     loader: Loader = getattr(importlib.import_module(f"normscope.models.{module_name}"), function_name)
-    return loader(name, architecture, options)
+    return loader
 
 
 def find(name: str) -> ModelEntry:
@@ -227,6 +183,14 @@ def check_diffusion(entry: ModelEntry, *, guidance: float | None, timesteps: str
     if entry.family != "diffusion" and (guidance is not None or timesteps is not None):
         given = "guidance" if guidance is not None else "timesteps"
         raise UsageError(f"{entry.name} is no diffusion model: {given} can have no effect on it.")
+
+
+def check_data(data: str | Path | None) -> None:
+    """Raise UsageError if the path is empty, DataError if there is nothing."""
+    if data == "":
+        raise UsageError("data is an empty path. Name a file or a folder, or leave it out.")
+    if data is not None and not Path(data).exists():
+        raise DataError(f"There is no file or folder {str(data)!r} to read data from.")
 
 
 def check_device_map(device_map: str | None, device: str) -> None:
@@ -275,7 +239,8 @@ def _error_of_torchaudio() -> Exception | None:
     return None
 
 
-def _check_numbers(limit: int | None, batch_size: int, seed: int, workers: int | None) -> None:
+def check_numbers(limit: int | None, batch_size: int, seed: int, workers: int | None) -> None:
+    """Raise UsageError if a number is none that inputs can be taken by."""
     for option, value in (("limit", limit), ("batch_size", batch_size)):
         if value is not None and value < 1:
             raise UsageError(f"{option} is {value}; it has to be 1 or more.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import timm
@@ -17,24 +16,18 @@ from timm.data.transforms_factory import create_transform
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from normscope.batches import Sample
 from normscope.errors import ModelError, unknown
-from normscope.models.base import Inputs, LoadedModel, LoadOptions, Provenance
-from normscope.models.images import Preprocessing, image_inputs
-from normscope.models.inputs import LazyInputs, TensorInputs
-from normscope.models.weights import embedded_module, read_embedded, ready, with_weights
-from normscope.outputs import Outputs
+from normscope.inputs.batch import Sample
+from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Provenance
+from normscope.models.inputs.file_inputs import LazyInputs, TensorInputs
+from normscope.models.inputs.images import Preprocessing, image_inputs
+from normscope.models.weights.checkpoints import embedded_module, read_embedded, ready, with_weights
 
 HUB_FILE = "model.safetensors"
 
 
 def load_timm(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
-    """Load a model of timm.
-
-    Args:
-        name: what outputs and errors call it.
-        architecture: timm's name for it, with or without ``.tag``.
-        options: which weights and inputs, and where to put them.
+    """Load a model of timm, by timm's name for it, with or without ``.tag``.
 
     Raises:
         ModelError: if timm does not know it, or its weights cannot be had or do not fit.
@@ -79,9 +72,7 @@ def _pretrained_config(name: str, architecture: str) -> Any:
 
 
 def _pretrained(name: str, architecture: str, config: Any) -> tuple[nn.Module, Provenance]:
-    from huggingface_hub import hf_hub_download
-
-    from normscope.models import hub
+    from normscope.models.weights import repository
 
     if config is None or not config.has_weights:
         raise ModelError(
@@ -93,10 +84,10 @@ def _pretrained(name: str, architecture: str, config: Any) -> tuple[nn.Module, P
             "with --weights FILE."
         )
     repo = config.hf_hub_id
-    commit = hub.fetch(repo, HUB_FILE)
+    path, commit = repository.fetch(repo, HUB_FILE)
     # The commit makes timm read the very file that was fetched; the name keeps it from looking for a pickle.
     source = {"hf_hub_id": f"{repo}@{commit}", "hf_hub_filename": HUB_FILE, "url": None}
-    with hub.damage_named([Path(hf_hub_download(repo, HUB_FILE, revision=commit, local_files_only=True))]):
+    with repository.damage_named([path]):
         try:
             module = timm.create_model(architecture, pretrained=True, pretrained_cfg_overlay=source)
         except Exception as error:  # of safetensors, of torch, of the conversion that timm has for the family

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import metadata
 
 from normscope.errors import DataError
-from normscope.pairs.selection import Layers, select
-from normscope.pairs.sites import NormSite, SkippedNorm
-from normscope.pairs.stats import PairStats
+from normscope.pairs.norms.sites import Layers, NormSite, SkippedNorm, select
+from normscope.pairs.sums.stats import PairStats
 
 _AND = " + "
 
@@ -41,7 +41,7 @@ class Capture:
     parts: Mapping[str, Capture] = field(default_factory=dict)
 
     def only(self, layers: Layers) -> Capture:
-        """Return the capture of some of the sites, see :func:`normscope.pairs.selection.select`."""
+        """Return the capture of some of the sites, see :func:`normscope.pairs.norms.sites.select`."""
         sites = select(self.sites, layers)
         names = {site.name for site in sites}
         parts = {name: part._limited_to(names) for name, part in self.parts.items()}
@@ -82,6 +82,12 @@ class Capture:
             },
             parts=_merged(self.parts, other.parts),
         )
+
+
+def sums_of(sites: Iterable[NormSite], parts: Sequence[Mapping[str, PairStats]]) -> dict[str, PairStats]:
+    """Return the sums of each site over all parts that have it, by its name; of no site that no part has."""
+    of_parts = {site.name: [own[site.name] for own in parts if site.name in own] for site in sites}
+    return {name: functools.reduce(PairStats.merge, own) for name, own in of_parts.items() if own}
 
 
 def _merged(mine: Mapping[str, Capture], theirs: Mapping[str, Capture]) -> dict[str, Capture]:

@@ -21,13 +21,12 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from normscope.errors import DataError, RankLostError
-from normscope.pairs.folds import SourcesSeen
+from normscope.inputs.splits import LeftOut
+from normscope.pairs.norms.sites import SkippedNorm
 from normscope.pairs.recorder import Recorder, Seen
-from normscope.pairs.sampling import LARGEST_TOKENS, UNIFORM_TOKENS, PairSample, TokenSample
-from normscope.pairs.sites import SkippedNorm
-from normscope.pairs.stats import PairStats
-from normscope.processes import Place
-from normscope.shares import LeftOut
+from normscope.pairs.sums.sampling import LARGEST_TOKENS, UNIFORM_TOKENS, PairSample, SourcesSeen, TokenSample
+from normscope.pairs.sums.stats import PairStats
+from normscope.runtime.processes import Place
 
 # Ranks wait for the slowest, whose share of recordings may be the longest; a lost one is torchrun's to notice.
 _PATIENCE = timedelta(days=7)

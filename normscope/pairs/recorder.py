@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,19 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normscope.batches import Batch, pieces
 from normscope.errors import DataError, MemoryEndedError, count
-from normscope.pairs.captures import Capture, versions
-from normscope.pairs.kinds import NormKind
-from normscope.pairs.layouts import batch_axis, serves_all, token_axes
-from normscope.pairs.sites import NormSite, SkippedNorm
-from normscope.pairs.spread import ForwardHook, with_weights_at_hand
-from normscope.pairs.stats import PairStats
-from normscope.pairs.trace import NormReport, input_of, with_input
-from normscope.pairs.verify import check
-from normscope.state import KeptBuffers, run
-
-logger = logging.getLogger(__name__)
+from normscope.inputs.batch import Batch, Halving
+from normscope.pairs.captures import Capture, sums_of, versions
+from normscope.pairs.norms.kinds import NormKind
+from normscope.pairs.norms.sites import NormSite, SkippedNorm
+from normscope.pairs.norms.trace import NormReport, input_of, with_input
+from normscope.pairs.norms.verification import check
+from normscope.pairs.sums.stats import PairStats
+from normscope.pairs.sums.tokens import batch_axis, serves_all, token_axes
+from normscope.runtime.network import ForwardHook, KeptBuffers, run, with_weights_at_hand
 
 Observer = Callable[[NormSite, Tensor, Tensor], None]
 ForwardPreHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
@@ -75,15 +70,19 @@ class Seen:
 
 @dataclass(frozen=True)
 class Summing:
-    """What is kept of the pairs, see :func:`normscope.pairs.hooks.capture`."""
+    """What is kept of the pairs, see :func:`normscope.pairs.capture.capture`.
 
-    seed: int
-    sample: int | None
-    verify: bool
-    by_gamma: bool
-    per_channel: bool
-    diagonal: bool
-    observe: Observer | None
+    Attributes:
+        observe: called with (site, x rows, y rows), each ``(tokens, d)``, for every call of every site.
+    """
+
+    seed: int = 0
+    sample: int | None = None
+    verify: bool = False
+    by_gamma: bool = False
+    per_channel: bool = False
+    diagonal: bool = False
+    observe: Observer | None = None
 
 
 class Recorder:
@@ -103,7 +102,7 @@ class Recorder:
         self._summing_at = ""
         self._nobodys = ""
         self._inputs: dict[str, list[Tensor]] = {}  # of norms at work that change their own
-        self._at_most: int | None = None
+        self._halving = Halving("taken")
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
@@ -134,22 +133,11 @@ class Recorder:
             ModelError: if the network raises anything else.
         """
         self.seen.begin_part(batch.part, number)
-        left = [(batch, Counter[str]())]  # the next one last
-        while left:
-            piece, summed = left.pop()
-            smaller = pieces(piece, self._at_most)
-            if len(smaller) > 1:
-                left += [(one, summed) for one in reversed(smaller)]
-            elif self._fits(piece, summed):
+        for piece, summed in self._halving.pieces(batch, Counter[str]()):
+            if self._fits(piece, summed):
                 self.seen.n_samples[piece.part] += len(piece.samples)
             else:
-                left.append((piece, summed | self._calls))
-                self._at_most = len(piece.samples) // 2
-                logger.warning(
-                    "Memory ended with %s in a batch; from here on they are taken %d at a time.",
-                    count(len(piece.samples), "sample"),
-                    self._at_most,
-                )
+                self._halving.halve(piece, summed | self._calls)
 
     def captured(self, about: Mapping[str, str], skipped: list[SkippedNorm]) -> Capture:
         """Return everything that was recorded: the whole, and its parts."""
@@ -168,10 +156,7 @@ class Recorder:
             named = {"data": f"{about['data']} · {part}", "part": part} if part else {}
             return Capture({**about, **named}, own, skipped, stats, n_samples, self.summing.seed, versions())
 
-        of_parts = {
-            site.name: [stats[site.name] for stats in seen.stats.values() if site.name in stats] for site in self.sites
-        }
-        whole = {name: functools.reduce(PairStats.merge, stats) for name, stats in of_parts.items() if stats}
+        whole = sums_of(self.sites, list(seen.stats.values()))
         named = {part: of(stats, seen.n_samples[part], part) for part, stats in seen.stats.items() if part}
         return replace(of(whole, seen.n_samples.total()), parts=named)
 

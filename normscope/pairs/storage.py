@@ -1,46 +1,184 @@
-"""Captures as files: safetensors with a JSON header, described in docs/file-formats.md."""
+"""Captures as files: safetensors with a JSON header, described in docs/file-formats.md. Raw pairs as files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from normscope.errors import DataError
-from normscope.pairs.captures import Capture
-from normscope.pairs.checked_files import read_checked, write_checked
-from normscope.pairs.descriptions import (
-    DAMAGES,
-    described,
-    grids,
-    is_count,
-    is_int,
-    is_text,
-    other_grid,
-    sites_and_stats,
-    tensors_of,
-)
-from normscope.pairs.sites import SkippedNorm
+from normscope.errors import DataError, UsageError
+from normscope.pairs.captures import Capture, sums_of
+from normscope.pairs.norms.formulas import FORMS, form_name
+from normscope.pairs.norms.sites import NormSite, SkippedNorm
+from normscope.pairs.sums.binning import CHANNEL_GRID, DENSITY_X_GRID, DENSITY_Y_GRID, PAIR_GRID, TOKEN_GRID, FloatGrid
+from normscope.pairs.sums.packing import packed, unpacked
+from normscope.pairs.sums.sampling import SourcesSeen
+from normscope.pairs.sums.stats import PairStats
+from normscope.runtime.files import file_stem, umask, write_tensors
+from normscope.runtime.records import checked, is_bool, is_count, is_int, is_shape, is_text
+from normscope.runtime.sealed_files import digest, read_checked, write_checked
+
+_GRIDS = {
+    "pairs": PAIR_GRID,
+    "density_x": DENSITY_X_GRID,
+    "density_y": DENSITY_Y_GRID,
+    "tokens": TOKEN_GRID,
+    "channels": CHANNEL_GRID,
+}
+
+
+_SITE_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "index": is_count,
+    "name": is_text,
+    "kind": is_text,
+    "normalized_shape": is_shape,
+    "channel_axis": lambda value: all(map(is_int, value if isinstance(value, tuple) else (value,))),
+    "channels": lambda value: is_count(value) and value > 0,
+    "eps": lambda value: isinstance(value, float) and math.isfinite(value),
+    "affine": is_bool,
+    "placement": lambda value: value in (None, "pre-norm", "post-norm", "qk", "final"),
+    "calls": is_count,
+    "tokens_per_sample": is_count,
+    "centred": is_bool,
+    "bounded": is_bool,
+    "grouped": is_bool,
+    "form": lambda value: value is None or value in [form_name(form) for form in FORMS.values()],
+}
+
+
+def described(capture: Capture) -> dict[str, Any]:
+    """Return what differs between a capture and its parts, as JSON takes it: about, number of samples, sites."""
+    sites = [asdict(site) | {"sources": asdict(capture.stats[site.name].sources)} for site in capture.sites]
+    return {"about": dict(capture.about), "n_samples": capture.n_samples, "sites": sites}
+
+
+def tensors_of(capture: Capture, prefix: str = "") -> dict[str, Tensor]:
+    """Return the sums of every site, without those of the parts: contiguous tensors named ``prefix + INDEX.NAME``."""
+    return {
+        f"{prefix}{site.index}.{name}": tensor.contiguous()
+        for site in capture.sites
+        for name, tensor in packed(capture.stats[site.name]).items()
+    }
+
+
+def sites_and_stats(
+    entries: Sequence[Mapping[str, Any]],
+    seed: int,
+    tensors: Mapping[str, Tensor],
+    prefix: str = "",
+    parts: Sequence[Mapping[str, PairStats]] = (),
+) -> tuple[list[NormSite], dict[str, PairStats]]:
+    """Make again what :func:`described` gave as ``sites`` and :func:`tensors_of` as tensors.
+
+    Args:
+        entries: the ``sites``.
+        seed: of the drawing samples.
+        tensors: by name; those without the prefix are left alone.
+        prefix: that the tensors were named with.
+        parts: what the sites' sums are those of, by site, where they have no tensors of their own.
+
+    Raises:
+        ValueError: if a value is none that a capture can have. What else damaged entries raise, KeyError, TypeError,
+            AttributeError, RuntimeError and OverflowError among it, is in :data:`DAMAGES`.
+    """
+    sites = [_site(entry) for entry in entries]
+    sources = [_sources(entry["sources"]) for entry in entries]
+    of_sites: dict[str, dict[str, Tensor]] = {}
+    for full_name, tensor in tensors.items():
+        start, _, name = full_name.partition(".")
+        of_sites.setdefault(start, {})[name] = tensor
+    stats = sums_of(sites, parts)
+    for site, seen in zip(sites, sources, strict=True):
+        if not parts:
+            own = of_sites.get(f"{prefix}{site.index}", {})
+            stats[site.name] = unpacked(site.channels, seen, seed, own, grouped=site.grouped)
+        whole = stats[site.name]
+        if (site.channels, site.grouped, seen) != (whole.channels, whole.grouped, whole.sources):
+            raise ValueError(f"{site.name} is not the sum of its parts")
+    if not sites or not len(sites) == len(stats) == len({site.index for site in sites}):
+        raise ValueError("it names no norm site, or one twice")
+    return sites, stats
+
+
+DAMAGES = (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
+
+
+def grids() -> dict[str, list[int]]:
+    """Return the grids that sums are taken on: mantissa bits, low and high exponent of each."""
+    return {name: _numbers(grid) for name, grid in _GRIDS.items()}
+
+
+def other_grid(found: Mapping[str, Any]) -> str | None:
+    """Say which of the grids in a file is another than this normscope's; None where all are the same."""
+    for name, grid in _GRIDS.items():
+        if found.get(name) != _numbers(grid):
+            return f"{name} {found.get(name)!r}, where this normscope has {_numbers(grid)!r}"
+    return None
+
+
+def _numbers(grid: FloatGrid) -> list[int]:
+    return [grid.mantissa_bits, grid.low, grid.high]
+
+
+def _site(entry: Mapping[str, Any]) -> NormSite:
+    site = NormSite(**checked({name: _tuples(value) for name, value in entry.items()}, _SITE_FIELDS, "norm site"))
+    if not site.grouped and site.d != site.channels:
+        raise ValueError(f"the tokens of {site.name} have {site.d} elements, but {site.channels} channels")
+    return site
+
+
+def _sources(entry: Mapping[str, Any]) -> SourcesSeen:
+    sources = SourcesSeen(**entry)
+    for field in fields(sources):
+        value = getattr(sources, field.name)
+        if type(value) is not type(field.default):
+            raise ValueError(f"the {field.name} of the sources is {value!r}")
+    if sources.number not in ("none", "one", "several"):
+        raise ValueError(f"the number of the sources is {sources.number!r}")
+    return sources
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
 
 FORMAT = "normscope-capture"
-FORMAT_VERSION = 4
+FORMAT_VERSIONS = (4, 5)  # that are read; the last one is written
 _AGAIN = "`normscope capture MODEL -o FILE` writes one"
 
 
-def save(capture: Capture, path: str | Path) -> Path:
+def save_capture(capture: Capture, path: str | Path) -> Path:
     """Write a capture as one safetensors file, whole or not at all.
 
-    Bins and cells that no pair fell into take no place in it.
+    Bins and cells that no pair fell into take no place in it, nor does the whole where it is the sum of its parts.
 
     Raises:
         UsageError: if it cannot be written there.
     """
-    write_checked(Path(path), {"format": FORMAT, "version": FORMAT_VERSION, **header_of(capture)}, all_tensors(capture))
+    header = {"format": FORMAT, "version": FORMAT_VERSIONS[-1], **header_of(capture)}
+    tensors = all_tensors(capture)
+    if _adds_up(capture):
+        tensors = {name: own for name, own in tensors.items() if "/" in name}
+    write_checked(Path(path), header, tensors, deflated=True)
     return Path(path)
+
+
+def _adds_up(capture: Capture) -> bool:
+    """Tell whether the parts add up to the whole to the bit; merged captures' do but for rounding."""
+    summed = replace(capture, stats=sums_of(capture.sites, [part.stats for part in capture.parts.values()]))
+    if summed.stats.keys() != capture.stats.keys():
+        return False
+    one, other = (digest(json.dumps(described(own)["sites"]), tensors_of(own)) for own in (capture, summed))
+    return one == other
 
 
 def header_of(capture: Capture) -> dict[str, Any]:
@@ -64,14 +202,14 @@ def all_tensors(capture: Capture) -> dict[str, Tensor]:
     return tensors
 
 
-def load(path: str | Path) -> Capture:
+def load_capture(path: str | Path) -> Capture:
     """Read a capture that :func:`save` wrote.
 
     Raises:
         DataError: if the file is missing, damaged, of another kind, of another format version or of other grids.
     """
     path = Path(path)
-    return capture_from(*read_checked(path, FORMAT, FORMAT_VERSION, _AGAIN), path)
+    return capture_from(*read_checked(path, FORMAT, FORMAT_VERSIONS, _AGAIN), path)
 
 
 def capture_from(header: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> Capture:
@@ -95,17 +233,23 @@ def _capture(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Captur
             raise ValueError(f"the name of a part is {entry['name']!r}")
         own = {key: entry[key] for key in ("about", "n_samples", "sites")}
         parts[entry["name"]] = _whole({**header, **own}, tensors, f"{number}/")
-    whole = _whole(header, tensors, "")
+    derived = all("/" in name for name in tensors)
+    whole = _whole(header, tensors, "", [part.stats for part in parts.values()] if derived else ())
     names = {site.name for site in whole.sites}
     if any({site.name for site in part.sites} - names for part in parts.values()):
         raise ValueError("a part has norm sites that the whole has not")
     return replace(whole, parts=parts)
 
 
-def _whole(header: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str) -> Capture:
-    if not is_count(header["n_samples"]) or not is_int(header["seed"]):
+def _whole(
+    header: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    prefix: str,
+    parts: Sequence[Mapping[str, PairStats]] = (),
+) -> Capture:
+    if not is_count(header["n_samples"]) or type(header["seed"]) is not int:
         raise ValueError("its number of samples or its seed is none")
-    sites, stats = sites_and_stats(header["sites"], header["seed"], tensors, prefix)
+    sites, stats = sites_and_stats(header["sites"], header["seed"], tensors, prefix, parts)
     about = {key: str(header["about"][key]) for key in ("model", "weights", "data")}
     return Capture(
         about={**{key: str(value) for key, value in header["about"].items()}, **about},
@@ -116,3 +260,72 @@ def _whole(header: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str
         seed=header["seed"],
         versions={str(key): str(value) for key, value in header["versions"].items()},
     )
+
+
+_BYTES_OF_A_PAIR = 8  # x and y in float32
+
+
+def raw_bytes(sites: Sequence[NormSite], n_samples: int, sample: int | None = None) -> int:
+    """Return how many bytes the raw pairs of some sites will take, of all tokens or ``sample`` of each sample."""
+    tokens = [min(site.tokens_per_sample, sample or site.tokens_per_sample) for site in sites]
+    return n_samples * sum(n * site.d * _BYTES_OF_A_PAIR for n, site in zip(tokens, sites, strict=True))
+
+
+class RawPairs:
+    """Collects pairs on disk, a site at a time, and puts them in place once all are there.
+
+    The folder then holds one safetensors file a site, ``INDEX-NAME.safetensors``, with x and y, float32
+    ``(tokens, d)``, tokens in the order in which they came. Where tokens differ in size, x and y are ``(pairs,)``, and
+    ``sizes``, int64 ``(tokens,)``, tells them apart.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Make room beside ``folder``; UsageError if that exists already, or cannot be written."""
+        if folder.exists():
+            raise UsageError(f"The folder {folder} exists already; move it away, or choose another --output.")
+        self.folder = folder
+        self._sizes: dict[str, list[int]] = {}
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            self._partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        except OSError as error:
+            raise UsageError(f"Cannot write {folder}: {error.strerror or error}.") from error
+
+    def add(self, site: NormSite, x: Tensor, y: Tensor) -> None:
+        """Append the pairs of some tokens, ``(tokens, d)``."""
+        self._sizes.setdefault(site.name, []).extend([x.shape[1]] * len(x))
+        try:
+            for name, rows in (("x", x), ("y", y)):
+                with (self._partial / f"{site.index}.{name}").open("ab") as file:
+                    file.write(rows.float().cpu().numpy().tobytes())
+        except OSError as error:
+            raise UsageError(f"Cannot write {self.folder}: {error.strerror or error}.") from error
+
+    def finish(self, capture: Capture) -> Path:
+        """Write one file a site and let the folder appear; return it."""
+        try:
+            for site in capture.sites:
+                self._write_site(site, dict(capture.about))
+            self._partial.chmod(0o777 & ~umask())
+            self._partial.rename(self.folder)
+        except OSError as error:
+            raise UsageError(f"Cannot write {self.folder}: {error.strerror or error}.") from error
+        return self.folder
+
+    def discard(self) -> None:
+        """Remove whatever has not been put in place."""
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+    def _write_site(self, site: NormSite, about: dict[str, str]) -> None:
+        parts = {name: self._partial / f"{site.index}.{name}" for name in ("x", "y")}
+        tensors = {name: torch.from_numpy(np.fromfile(part, dtype=np.float32)) for name, part in parts.items()}
+        sizes = self._sizes[site.name]
+        if len(set(sizes)) == 1:
+            tensors = {name: pairs.view(-1, sizes[0]) for name, pairs in tensors.items()}
+        else:
+            tensors["sizes"] = torch.tensor(sizes)
+        name = f"{site.index:03d}-{file_stem(site.name)}.safetensors"
+        write_tensors(tensors, self._partial / name, {**about, "site": site.name})
+        (self._partial / name).chmod(0o666 & ~umask())
+        for part in parts.values():
+            part.unlink()

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from normscope.errors import ModelError, UsageError, count, unknown
-from normscope.fits.curves import CURVES, FREE, Curve
-from normscope.fits.expressions import curve_from
+from normscope.fits.curves.expressions import curve_from
+from normscope.fits.curves.known import CURVES, FREE, Curve
+from normscope.runtime.records import checked, is_bool, is_count, is_int, is_shape, is_text
 from normscope.swaps.start import RMS_NORM
 
 FORMAT = "normscope-swap"
@@ -101,25 +102,8 @@ def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
     return {**content, "seal": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
 
 
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_int(value: Any) -> bool:
-    return type(value) is int and abs(value) < 2**63  # a bool is an int to isinstance
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and value != "" and "\0" not in value
-
-
-def _is_shape(value: Any) -> bool:
-    positive = isinstance(value, tuple) and all(_is_int(size) and size > 0 for size in value)
-    return positive and 0 < len(value) <= _MOST_AXES and math.prod(value) < 2**63
+    return is_text(value) and value != "" and "\0" not in value
 
 
 def _is_eps(value: Any) -> bool:
@@ -127,23 +111,23 @@ def _is_eps(value: Any) -> bool:
 
 
 def _are_texts(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_text, value.values()))
+    return isinstance(value, dict) and all(map(is_text, value.values()))
 
 
 _SITE: dict[str, Callable[[Any], bool]] = {
     "name": _is_name,
     "norm": _is_name,
     "curve": _is_name,
-    "normalized_shape": _is_shape,
-    "channel_axis": lambda value: _is_int(value) and -_MOST_AXES <= value < _MOST_AXES,
-    **dict.fromkeys(("per_channel", "shift", "elementwise_affine", "bias", "activated"), _is_bool),
+    "normalized_shape": lambda value: is_shape(value) and len(value) <= _MOST_AXES,
+    "channel_axis": lambda value: is_int(value) and -_MOST_AXES <= value < _MOST_AXES,
+    **dict.fromkeys(("per_channel", "shift", "elementwise_affine", "bias", "activated"), is_bool),
     "eps": _is_eps,
 }
 _SWAP: dict[str, Callable[[Any], bool]] = {
     "model": _is_name,
-    **dict.fromkeys(("weights", "data", "func", "sha256"), _is_text),
-    "init": lambda value: value is None or _is_text(value),
-    "healed": lambda value: value is None or (_is_int(value) and value >= 0),
+    **dict.fromkeys(("weights", "data", "func", "sha256"), is_text),
+    "init": lambda value: value is None or is_text(value),
+    "healed": lambda value: value is None or is_count(value),
     **dict.fromkeys(("versions", "tied"), _are_texts),
     "sites": lambda value: isinstance(value, list) and value != [],
 }
@@ -204,7 +188,7 @@ def curve_named(text: str) -> Curve:
 
 
 def _record(document: Mapping[str, Any]) -> SwapRecord:
-    values = _checked(document, _SWAP, "swap")
+    values = checked(document, _SWAP, "swap")
     sites = tuple(_site(entry) for entry in values.pop("sites"))
     if len({site.name for site in sites}) != len(sites):
         raise ValueError("it names a site twice")
@@ -216,19 +200,10 @@ def _site(entry: Any) -> SwappedSite:
         raise ValueError(f"one of its sites is {entry!r:.60}")
     shape = entry.get("normalized_shape")
     site = SwappedSite(
-        **_checked({**entry, "normalized_shape": tuple(shape) if isinstance(shape, list) else shape}, _SITE, "site")
+        **checked({**entry, "normalized_shape": tuple(shape) if isinstance(shape, list) else shape}, _SITE, "site")
     )
     if (site.eps is not None) != (site.curve == RMS_NORM):
         raise ValueError(f"the eps of {site.name} is {site.eps!r}, with {site.curve} there")
     if site.curve not in (FREE, RMS_NORM):
         curve_named(site.curve)
     return site
-
-
-def _checked(entry: Mapping[str, Any], holds: Mapping[str, Callable[[Any], bool]], what: str) -> dict[str, Any]:
-    for name, right in holds.items():
-        if name not in entry:
-            raise ValueError(f"the {name} of a {what} is missing")
-        if not right(entry[name]):
-            raise ValueError(f"the {name} of a {what} is {entry[name]!r:.60}")
-    return {name: entry[name] for name in holds}

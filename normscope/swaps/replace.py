@@ -10,16 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from normscope.errors import ModelError, UsageError
-from normscope.fits.curves import Curve
-from normscope.pairs.formulas import gain_and_shift
-from normscope.pairs.kinds import NormKind
-from normscope.pairs.selection import Layers, select
-from normscope.pairs.sites import NormSite
-from normscope.pairs.spread import check_whole
-from normscope.pairs.trials import kind_at
+from normscope.fits.curves.known import Curve
+from normscope.inputs.loaded_model import LoadedModel, module_of
+from normscope.pairs.norms.formulas import gain_and_shift
+from normscope.pairs.norms.kinds import NormKind
+from normscope.pairs.norms.recognition import kind_at
+from normscope.pairs.norms.sites import Layers, NormSite, select
+from normscope.runtime.network import check_whole
 from normscope.swaps.place_hooks import PlaceHooks, check_hooks
-from normscope.swaps.pointwise import PointwiseFunction
-from normscope.swaps.rms_norm import RMSNorm
+from normscope.swaps.pointwise import PointwiseFunction, RMSNorm
 from normscope.swaps.start import Fits, Start, norms_of, only, starts
 
 PLACEMENTS = ("pre-norm", "post-norm", "qk", "final")
@@ -54,8 +53,8 @@ class Swap:
     >>> with Swap(model, {"1": PointwiseFunction("tanh", 8)}):
     ...     print(model[1])
     PointwiseFunction(tanh, 8)
-    >>> model[1]
-    LayerNorm((8,), eps=1e-05, elementwise_affine=True)
+    >>> type(model[1]).__name__
+    'LayerNorm'
     """
 
     def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
@@ -109,7 +108,7 @@ class Swap:
 
 
 def swap(
-    model: nn.Module,
+    model: nn.Module | LoadedModel,
     curve: str | Curve,
     fits: Fits,
     *,
@@ -122,7 +121,7 @@ def swap(
     hear what stands in its place, see :class:`Swap`.
 
     Args:
-        model: the network that was captured, on any device.
+        model: the network that was captured, on any device: what :func:`normscope.load` returned, or any module.
         curve: ``dyt`` (tanh), ``dyisru`` (isru), ``derf`` (erf with shift), any other curve; ``free`` for E[y|x]
             itself, ``best`` for each site's best curve, ``identity`` (linear) for a straight line, or ``rmsnorm`` for
             the norm without centring.
@@ -147,11 +146,11 @@ def swap(
     ...     print(model[1])
     PointwiseFunction(tanh, 8)
     """
-    return Swap(model, replacements(model, curve, fits, sites=sites, init=init))
+    return Swap(module_of(model), replacements(model, curve, fits, sites=sites, init=init))
 
 
 def replacements(
-    model: nn.Module,
+    model: nn.Module | LoadedModel,
     curve: str | Curve,
     fits: Fits,
     *,
@@ -161,17 +160,22 @@ def replacements(
     """Make what :func:`swap` puts in, by module path, and put nothing in.
 
     Arguments and errors are those of :func:`swap`.
+
+    >>> import normscope
+    >>> network = normscope.load("demo_vit", limit=4)
+    >>> replacements(network, "dyt", normscope.capture(network), sites="final")
+    {'norm': PointwiseFunction(tanh, 64)}
     """
-    inner, wanted = uncompiled(model), chosen(norms_of(fits), sites)
+    inner, wanted = uncompiled(module_of(model)), chosen(norms_of(fits), sites)
     check_whole(inner)
     norms = {norm.name: module_at(inner, norm.name) for norm in wanted}
-    where = model_tensor(model)
+    where = model_tensor(inner)
     made = starts(curve, only(fits, wanted), init)
     return {start.norm.name: replacement(norms[start.norm.name], start, where) for start in made}
 
 
 def chosen(sites: Sequence[NormSite], wanted: Layers) -> list[NormSite]:
-    """Pick norm sites by placement, or as :func:`normscope.pairs.selection.select` does.
+    """Pick norm sites by placement, or as :func:`normscope.pairs.norms.sites.select` does.
 
     Raises:
         UsageError: if a part names no site.

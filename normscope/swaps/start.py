@@ -10,11 +10,12 @@ from torch import Tensor
 
 from normscope.errors import UsageError, unknown
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.curves import BEST, FREE, Curve, curves_named
+from normscope.fits.curves.known import BEST, FREE, Curve
+from normscope.fits.curves.lookup import curves_named
 from normscope.fits.fit import fit
-from normscope.fits.forms import Form
+from normscope.fits.solving.objective import Parametrization
 from normscope.pairs.captures import Capture
-from normscope.pairs.sites import NormSite
+from normscope.pairs.norms.sites import NormSite
 
 INITS = ("fit", "theory", "paper")
 PAPER_ALPHA = 0.5  # arXiv 2503.10622, section 5, of all but language models; Derf's too (arXiv 2512.10938)
@@ -116,7 +117,9 @@ def fitted(
     if init == "theory":
         return fit(capture, [curve], theory=True)
     by_gamma = per == "site" and all(stats.gamma_moments is not None for stats in capture.stats.values())
-    has_shift = not (isinstance(curve, Curve) and (curve.amplitude_is_inverse_scale or Form(shift=True).refusal(curve)))
+    has_shift = not (
+        isinstance(curve, Curve) and (curve.amplitude_is_inverse_scale or Parametrization(shift=True).refusal(curve))
+    )
     own_shift = shift if has_shift else None
     return fit(capture, [curve], per=per, shift=own_shift, weights_by="gamma" if by_gamma else "pairs")
 

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from normscope.errors import ModelError, UsageError
-from normscope.files import whole_folder, write_tensors
-from normscope.fits.ceiling import Piecewise, curve_along
-from normscope.fits.curves import CURVES, FREE, Curve
-from normscope.fits.expressions import curve_from
+from normscope.errors import ModelError, UsageError, first_few
+from normscope.fits.curves.expressions import curve_from
+from normscope.fits.curves.known import CURVES, FREE, Curve
+from normscope.fits.solving.ceiling import Piecewise, curve_along
 from normscope.pairs.captures import versions
-from normscope.pairs.norms import ancestor_kind, kind_of
-from normscope.swaps.pointwise import PointwiseFunction
+from normscope.pairs.norms.recognition import ancestor_kind, kind_of
+from normscope.runtime.files import sha256_of, whole_folder, write_tensors
+from normscope.swaps.pointwise import PointwiseFunction, RMSNorm
 from normscope.swaps.record import FILES, RECORD, TENSORS, SwappedSite, SwapRecord, curve_named, damaged, read_record
 from normscope.swaps.replace import Swap, model_tensor, module_at, uncompiled
-from normscope.swaps.rms_norm import RMSNorm
 from normscope.swaps.start import RMS_NORM
-
-_SHOWN = 3  # of the tensors that do not fit
 
 
 def save_swapped(
@@ -64,7 +61,7 @@ def save_swapped(
     ['model.safetensors', 'swap.json']
     """
     model = uncompiled(model)
-    named = {"model": type(model).__name__, "weights": "not named", "data": "not named", **(about or {})}
+    sources = {"model": type(model).__name__, "weights": "not named", "data": "not named", **(about or {})}
     sites = tuple(_site(path, module) for path, module in model.named_modules() if _was_put(module))
     if not sites:
         raise ModelError(
@@ -78,11 +75,11 @@ def save_swapped(
         except ValueError as error:  # a dtype that safetensors does not know
             raise UsageError(f"Cannot write {folder}: {error}.") from error
         record = SwapRecord(
-            **{key: str(named[key]) for key in ("model", "weights", "data")},
+            **{key: str(sources[key]) for key in ("model", "weights", "data")},
             func=func or ", ".join(dict.fromkeys(site.curve for site in sites)),
             init=init,
             healed=healed,
-            sha256=_sha256(partial / TENSORS),
+            sha256=sha256_of([partial / TENSORS]),
             versions=versions(),
             tied=tied,
             sites=sites,
@@ -166,7 +163,10 @@ def _written(curve: Curve, path: str) -> str:
 
 
 def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the state dict as safetensors takes it, each tensor once, and under which other names there are any."""
+    """Return the state dict as safetensors takes it, each tensor once, and under which other names there are any.
+
+    safetensors' own save_model refuses several views of one storage, and writes other bytes of one network each time.
+    """
     kept: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     names: dict[object, str] = {}
@@ -181,8 +181,8 @@ def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
             tied[name] = names[view]
             continue
         names[view] = name
-        own = value.detach().cpu().contiguous()
-        kept[name] = own.clone() if storage in storages else own  # another part of it may have been kept already
+        values = value.detach().cpu().contiguous()
+        kept[name] = values.clone() if storage in storages else values  # another part of it may have been kept already
         storages.add(storage)
     return kept, tied
 
@@ -192,10 +192,9 @@ def _read(folder: Path, record: SwapRecord) -> dict[str, Tensor]:
     if not path.is_file():
         raise ModelError(f"The swap in {folder} has no {TENSORS} beside its {RECORD}; swap again.")
     try:
-        if _sha256(path) != record.sha256:
+        if sha256_of([path]) != record.sha256:
             raise damaged(folder, f"{TENSORS} is not the file that {RECORD} was written with (another sha256)")
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        tensors = load_file(path)
     except (OSError, SafetensorError, ValueError, KeyError, AttributeError, RuntimeError) as error:
         raise ModelError(f"Cannot read {path}: {error}.") from error
     for name, kept in record.tied.items():
@@ -238,8 +237,8 @@ def _module(
             if kind is None or kind.activation is None:
                 raise ModelError(f"The swap in {folder} activates at {site.name}, where a {there} does not.")
             function.also_activate(norm, kind.activation)
-    own = model_tensor(norm, where)
-    return module.to(own.device, own.dtype)
+    like = model_tensor(norm, where)
+    return module.to(like.device, like.dtype)
 
 
 def _check_shapes(site: SwappedSite, tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -254,9 +253,9 @@ def _check_shapes(site: SwappedSite, tensors: Mapping[str, Tensor], folder: Path
     wanted |= {"shift": alpha} if site.shift else {}
     wanted |= {"bias": shape} if site.bias else {}
     for name, sizes in wanted.items():
-        found = tensors.get(f"{site.name}.{name}")
-        if found is None or found.shape != sizes:
-            what = "missing" if found is None else f"{tuple(found.shape)}, not {sizes}"
+        tensor = tensors.get(f"{site.name}.{name}")
+        if tensor is None or tensor.shape != sizes:
+            what = "missing" if tensor is None else f"{tuple(tensor.shape)}, not {sizes}"
             raise damaged(folder, f"{site.name}.{name} is {what}")
 
 
@@ -282,17 +281,10 @@ def _load(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None
         elif mine.is_floating_point() != theirs.is_floating_point():
             misfits.append(f"{name} is {theirs.dtype} and should be {mine.dtype}")
     if misfits:
-        more = f", and {len(misfits) - _SHOWN} more" if len(misfits) > _SHOWN else ""
         raise ModelError(
-            f"The swap in {folder} does not fit this {type(model).__name__}: {', '.join(sorted(misfits)[:_SHOWN])}"
-            f"{more}."
+            f"The swap in {folder} does not fit this {type(model).__name__}: {first_few(sorted(misfits))}."
         )
     try:
         model.load_state_dict(dict(tensors))
     except RuntimeError as error:
         raise ModelError(f"The swap in {folder} does not fit this {type(model).__name__}: {error}.") from error
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

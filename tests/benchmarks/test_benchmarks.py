@@ -2,43 +2,52 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import timm
+import torch
+
+pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 STARNETS = timm.list_models(module="starnet")
 
 
-def run(name, *arguments, check=True):
-    command = [sys.executable, FOLDER / f"{name}.py", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=check)
+@pytest.fixture
+def measured(monkeypatch, tmp_path, capsys):
+    """Run a benchmark within this process, which has imported already, and return its samples."""
+    monkeypatch.syspath_prepend(FOLDER)
+    threads = torch.get_num_threads()
+
+    def samples_of(name, *arguments):
+        module = importlib.import_module(name)
+        if name != "accuracy":  # it asks Triton for its interpreter, which only a new process can
+            monkeypatch.setattr(module, "in_own_process", lambda run, *given, threads: run(*given), raising=False)
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", "--repeats", "1", "--results", str(tmp_path), *arguments])
+        module.main()
+        (path,) = tmp_path.glob(f"{name}-*.json")
+        assert path.name in capsys.readouterr().out.replace("\n", "")
+        record = json.loads(path.read_text(encoding="utf-8"))
+        assert record["benchmark"] == name and record["machine"]["cores"] >= 1 and record["versions"]["torch"]
+        samples = {}
+        for one in record["measurements"]:
+            samples[one["case"], one["way"], one["quantity"]] = one["samples"]
+            assert all(isinstance(value, float) for value in one["samples"])
+        return samples
+
+    with mock.patch.dict(os.environ):
+        yield samples_of
+    torch.set_num_threads(threads)
 
 
-def measured(name, results, *arguments):
-    printed = run(name, "--repeats", "1", "--results", results, *arguments).stdout
-    (path,) = results.glob(f"{name}-*.json")
-    assert path.name in printed.replace("\n", "")
-    record = json.loads(path.read_text(encoding="utf-8"))
-    assert record["benchmark"] == name and record["machine"]["cores"] >= 1 and record["versions"]["torch"]
-    samples = {}
-    for one in record["measurements"]:
-        samples[one["case"], one["way"], one["quantity"]] = one["samples"]
-        assert all(isinstance(value, float) for value in one["samples"])
-    return samples
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return tmp_path_factory.mktemp("results")
-
-
-def test_capture(results):
+def test_capture(measured):
     options = ("--models", "demo_vit", "--threads", "1", "--batches", "3", "--without", "nnsight,torchlens")
-    samples = measured("capture", results, *options)
+    samples = measured("capture", *options)
     seconds, inside, percent = (
         samples["demo_vit, 1 thread", "normscope", name]
         for name in ("pass", "in the hooks", "in the hooks, of the rest")
@@ -50,8 +59,9 @@ def test_capture(results):
     assert len(samples["demo_vit, 3 batches of one sample", "normscope", "peak"]) == 3
 
 
-def test_fit(results):
-    samples = measured("fit", results, "--pairs", "40000", "--sites", "2", "--without", "lmfit")
+def test_fit(measured, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("fit"), "IN_A_ROW", 2)
+    samples = measured("fit", "--pairs", "40000", "--sites", "2", "--without", "lmfit")
     for curve in ("tanh", "isru"):
         assert samples[curve, "scipy curve_fit", "curve_fit takes"] == [1.0]
         for way, sites in (("search of 2 sites", 2), (".fit of 2 sites", 2), (".fit of one site", 1)):
@@ -68,9 +78,9 @@ def test_fit(results):
     assert not any(way == "lmfit" for _, way, _ in samples)
 
 
-def test_channels(results):
+def test_channels(measured):
     sizes = ("--sites", "2", "--channels", "96", "--tokens", "400", "--threads", "1")
-    samples = measured("channels", results, *sizes)
+    samples = measured("channels", *sizes)
     case = "2 sites, 1 thread"
     for way in ("normscope.fit", "scipy curve_fit"):
         (whole,) = samples[case, way, "all"]
@@ -80,9 +90,9 @@ def test_channels(results):
         assert len(off) == 16 and max(off) < 1e-3
 
 
-def test_intervals(results):
+def test_intervals(measured):
     sizes = ("--sources", "16", "--truth", "2000", "--repeats", "10")
-    samples = measured("intervals", results, *sizes)
+    samples = measured("intervals", *sizes)
     for curve in ("tanh", "isru"):
         case = f"{curve}, spread 0.7, 16 sources"
         for way in ("normscope", "scipy curve_fit"):
@@ -94,17 +104,18 @@ def test_intervals(results):
         assert (case, "scipy curve_fit", "R²") not in samples
 
 
-def test_figure(results):
-    samples = measured("figure", results, "--pairs", "40000", "--scatter-up-to", "40000")
+def test_figure(measured, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("figure"), "DPI", 30)
+    samples = measured("figure", "--pairs", "40000", "--scatter-up-to", "40000")
     own = samples["39,936 pairs", "normscope, all rows", "draw and write"]
     empty = samples["nothing", "empty, all rows", "draw and write"]
     found = samples["39,936 pairs", "normscope, all rows", "of an empty figure of the same axes"]
     assert found == [a / b for a, b in zip(own, empty, strict=True)]
 
 
-def test_startup(results):
+def test_startup(measured):
     heavy = "torch,timm,torchaudio,diffusers,transformers,matplotlib"
-    samples = measured("startup", results, "--without", heavy)
+    samples = measured("startup", "--without", heavy)
     python, imported = (samples["", way, "from start to exit"][0] for way in ("python", "import normscope"))
     assert samples["", "import normscope", "of python alone"] == [pytest.approx(imported / python)]
     assert not any("torch" in way for _, way, _ in samples)
@@ -124,20 +135,20 @@ def test_a_missing_peer_is_said_in_a_sentence(monkeypatch):
     assert common.peers_left(parser, parser.parse_args(["--without", "no_such_library"]), peers) == ["numpy"]
 
 
-def test_only_peers_can_be_left_out():
-    done = run("fit", "--without", "lmfti", check=False)
-    assert done.returncode == 2
-    assert "there is no peer 'lmfti' to leave out; the peers are scipy, lmfit" in done.stderr
+def test_only_peers_can_be_left_out(measured, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        measured("fit", "--without", "lmfti")
+    assert "there is no peer 'lmfti' to leave out; the peers are scipy, lmfit" in capsys.readouterr().err
 
 
-def test_healing(results):
-    samples = measured("healing", results, "--models", "demo_vit", "--curves", "dyt", "--steps", "6", "--limit", "64")
+def test_healing(measured):
+    samples = measured("healing", "--models", "demo_vit", "--curves", "dyt", "--steps", "6", "--limit", "64")
     before, after, closed = (samples["demo_vit", "dyt", name][0] for name in ("drift before", "after all", "closed"))
     assert closed == pytest.approx(100 * (1 - after / before)) and after <= before
 
 
-def test_swaps(results):
-    samples = measured("swaps", results, "--models", "demo_vit", "--limit", "2")
+def test_swaps(measured):
+    samples = measured("swaps", "--models", "demo_vit", "--limit", "2")
     for func in ("dyt", "dyisru", "derf"):
         moved = {init: samples["demo_vit", f"{func}, {init}", "relative L2"] for init in ("fit", "paper")}
         assert all(len(own) == 2 for own in moved.values())
@@ -146,34 +157,34 @@ def test_swaps(results):
     assert samples["demo_vit", "rmsnorm", "relative L2"] < samples["demo_vit", "identity", "relative L2"]
 
 
-def test_speed(results):
-    samples = measured("speed", results, "--models", "demo_vit", "--seconds", "0", "--threads", "1")
+def test_speed(measured):
+    samples = measured("speed", "--models", "demo_vit", "--seconds", "0", "--threads", "1")
     case = "demo_vit, the whole network (1×1×8×8), forward"
     assert samples[case, "native, eager", "time"][0] > 0
     assert samples[case, "native, eager", "of native"] == [1.0]
     assert samples[case, "dyt, eager", "of native"][0] > 0
 
 
-def test_accuracy(results):
-    samples = measured("accuracy", results)
+def test_accuracy(measured):
+    samples = measured("accuracy")
     for of, way in (("f", "float32"), ("f", "half precision"), ("f′", "float32 and half precision")):
         (in_a_sum,) = samples[f"{of} of tanh", way, "in a sum"]
         (rounded,) = samples[f"{of} of tanh", way, "rounded"]
         assert 0 < in_a_sum < rounded < 1e-5
 
 
-def test_machine_code(results):
-    samples = measured("machine_code", results, "--targets", "90", "--dtypes", "float32")
+def test_machine_code(measured):
+    samples = measured("machine_code", "--targets", "90", "--dtypes", "float32")
     case = "backward, float32, (32768, 4096)"
     executed, loop = (samples[case, "DyISRU", name][0] for name in ("sm_90", "sm_90 loop"))
     assert 0 < loop < executed
     assert samples[case, "DyISRU", "sm_90 loads of 128 bits"] == [8.0]
 
 
-def test_architectures(results):
+def test_architectures(tmp_path):
     chosen = ("--timm", "vgg,starnet", "--transformers", "GPT2LMHeadModel,BrosModel")
-    run("architectures", "--results", results, *chosen)
-    (path,) = results.glob("architectures-*.json")
+    subprocess.run([sys.executable, FOLDER / "architectures.py", "--results", tmp_path, *chosen], check=True)
+    (path,) = tmp_path.glob("architectures-*.json")
     record = json.loads(path.read_text(encoding="utf-8"))
     assert record["versions"]["timm"] and record["machine"]["cores"] >= 1
     vgg, starnet, gpt2, bros = record["rows"]
@@ -205,8 +216,8 @@ def test_a_process_that_does_not_finish_is_replaced(task, outcome, monkeypatch):
 
 
 @pytest.mark.faults
-def test_scale(results):
-    samples = measured("scale", results, "--images", "160")
+def test_scale(measured):
+    samples = measured("scale", "--images", "160")
     case = "160 images"
     assert samples[case, "1 process, 1 thread each", "speed-up"] == [1.0]
     assert samples[case, "3 processes, 1 thread each", "command"][0] > 0

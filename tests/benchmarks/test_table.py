@@ -1,4 +1,4 @@
-"""What was measured becomes tables, and the pages that show them: all of it from the files alone."""
+"""What was measured becomes tables and a page: all of it from the files alone."""
 
 import importlib
 import json
@@ -8,21 +8,37 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-PAGE, KERNELS, MODELS, README = "docs/benchmarks.md", "docs/kernels.md", "docs/models.md", "README.md"
 
 
-def pages_of(records, root):
-    """Return what table.py makes of records in a copy of the project's pages."""
-    results = root / "results"
-    shutil.rmtree(results, ignore_errors=True)
-    for folder in (root / "docs", results):
-        folder.mkdir(exist_ok=True)
-    for name in (KERNELS, MODELS, README):
-        shutil.copy(FOLDER.parent / name, root / name)
+RECORD = {
+    "benchmark": "fit",
+    "about": "What was measured.",
+    "command": "python benchmarks/fit.py --repeats 3",
+    "date": "2031-01-02T03:04:05+00:00",
+    "commit": "0123abc",
+    "machine": {"cpu": "A CPU", "cores": 3, "memory_gb": 4.5, "os": "An OS"},
+    "threads": [2],
+    "versions": {"python": "3.14", "torch": "9.9"},
+    "left_out": ["a peer"],
+}
+
+
+def page_of(records, folder):
     for number, record in enumerate(records):
-        (results / f"{number}.json").write_text(json.dumps(record), encoding="utf-8")
-    subprocess.run([sys.executable, FOLDER / "table.py", "--results", results, "--root", root], check=True)
-    return {name: (root / name).read_text(encoding="utf-8") for name in (PAGE, KERNELS, MODELS, README)}
+        (folder / f"{number}.json").write_text(json.dumps(record), encoding="utf-8")
+    models = shutil.copy(FOLDER.parent / "docs" / "models.md", folder / "models.md")
+    command = [
+        sys.executable,
+        FOLDER / "table.py",
+        "--results",
+        folder,
+        "--page",
+        folder / "page.md",
+        "--models",
+        models,
+    ]
+    subprocess.run(command, check=True)
+    return (folder / "page.md").read_text(encoding="utf-8")
 
 
 def test_the_page_is_written_from_the_files_alone(tmp_path):
@@ -35,22 +51,13 @@ def test_the_page_is_written_from_the_files_alone(tmp_path):
         "shown": True,
     }
     share = {"case": "a case", "way": "a way", "quantity": "share", "unit": "%", "samples": [95.0], "error": 1.09}
-    record = {
-        "benchmark": "fit",
-        "about": "What was measured.",
-        "command": "python benchmarks/fit.py --repeats 3",
-        "date": "2031-01-02T03:04:05+00:00",
-        "commit": "0123abc",
-        "machine": {"cpu": "A CPU", "cores": 3, "memory_gb": 4.5, "os": "An OS"},
-        "threads": [2],
-        "versions": {"python": "3.14", "torch": "9.9"},
-        "left_out": ["a peer"],
-        "measurements": [taken, share],
-    }
-    pages = pages_of([record], tmp_path)
-    assert "**Measured on a GPU: nothing.**" in pages[KERNELS]
-    _, _, section = pages[PAGE].partition("\n## ")
-    assert section.splitlines() == [
+    record = RECORD | {"measurements": [taken, share]}
+    gpu = {"gpu": "A GPU", "driver_version": "1.2", "cuda": "9"}
+    on_a_gpu = {"benchmark": "gpu_kernels", "machine": record["machine"] | gpu, "failed": ["It is off."], "threads": []}
+    _, first, second = page_of([record, record | on_a_gpu], tmp_path).split("\n## ")
+    assert second.startswith("How fast the kernels are on a GPU\n") and "What failed:\n\n- It is off.\n" in second
+    assert second.endswith("A GPU, driver 1.2, CUDA 9, in A CPU, 3 cores, 4.5 GB, An OS · python 3.14, torch 9.9\n")
+    assert first.splitlines() == [
         "What a fit costs",
         "",
         "What was measured.",
@@ -65,76 +72,6 @@ def test_the_page_is_written_from_the_files_alone(tmp_path):
     ]
 
 
-def of_a_gpu(**changes):
-    def taken(**more):
-        return {
-            "case": "a case",
-            "way": "a way",
-            "quantity": "time",
-            "unit": "ms",
-            "samples": [2.0],
-            "shown": True,
-        } | more
-
-    parts = [
-        {
-            "part": "kernels dyt",
-            "measurements": [taken(), taken(way="hidden", shown=False)],
-            "failures": ["It is off."],
-        },
-        {"part": "networks vit_b16 eager", "measurements": [taken(case="a whole ViT")], "failures": []},
-    ]
-    machine = {
-        "cpu": "A CPU",
-        "cores": 3,
-        "memory_gb": 4.5,
-        "os": "An OS",
-        "gpu": "A GPU",
-        "driver": "1.2",
-        "cuda": "9",
-    }
-    return {
-        "benchmark": "gpu",
-        "about": "What ran.",
-        "command": "python benchmarks/gpu.py",
-        "date": "2031-01-02T03:04:05+00:00",
-        "commit": None,
-        "machine": machine,
-        "threads": [],
-        "versions": {"torch": "9.9"},
-        "left_out": [],
-        "parts": parts,
-    } | changes
-
-
-def test_what_a_gpu_did_is_written_into_all_pages_and_a_rehearsal_into_none(tmp_path):
-    rehearsed = of_a_gpu(command="python benchmarks/gpu.py --rehearse", about="Nothing ran.", date="2032-01-01")
-    before = pages_of([rehearsed], tmp_path)
-    assert "## On a GPU" not in before[PAGE]
-    nothing = "**Measured on a GPU: nothing"
-    assert nothing in before[KERNELS] and "\n- Nothing has been measured on a GPU yet: " in before[README]
-
-    pages = pages_of([rehearsed, of_a_gpu()], tmp_path)
-    machine = [
-        "",
-        "`python benchmarks/gpu.py` · 2031-01-02",
-        "",
-        "A GPU, driver 1.2, CUDA 9, in A CPU, 3 cores, 4.5 GB, An OS · torch 9.9",
-    ]
-    head = ["|  |  | time, ms |", "| :-- | :-- | --: |"]
-    own = [*head, "| a case | a way | 2 |", "", "What was wrong:", "", "- It is off."]
-    beside = "What was measured of the kernels themselves is [beside it](kernels.md)."
-    _, _, section = pages[PAGE].partition("\n## ")
-    of_networks = ["What ran.", "", beside, "", *head, "| a whole ViT | a way | 2 |"]
-    assert section.splitlines() == ["On a GPU", "", *of_networks, *machine]
-    block = "\n".join([*own, *machine])
-    assert block in pages[KERNELS] and "a whole ViT" not in pages[KERNELS] and nothing not in pages[KERNELS]
-    assert "measured on A GPU (2031-01-02):" in pages[README] and "Nothing has been" not in pages[README]
-    for name in (KERNELS, README):  # around the block all is as it was
-        (begun, mark, _), (_, _, ended) = before[name].partition("<!-- python"), before[name].partition("<!-- to here")
-        assert pages[name].startswith(begun + mark) and pages[name].endswith(ended) and begun and ended
-
-
 def test_architectures_are_counted_and_those_refused_listed_by_the_reason(tmp_path):
     def row(library, name, outcome, reason="", **more):
         empty = {"norms": {}, "worst": None, "exit_status": None}
@@ -147,9 +84,9 @@ def test_architectures_are_counted_and_those_refused_listed_by_the_reason(tmp_pa
         row("transformers", "DModel", "refused", "At c.d (input (5, 7)) DModel ends at 1 of 7. Do this."),
         row("transformers", "EModel", "time", "not done after 120 s", exit_status=0),
     ]
-    record = of_a_gpu() | {"benchmark": "architectures", "about": "What ran.", "rows": rows, "parts": []}
-    del record["machine"]["gpu"]
-    before, _, rest = pages_of([record], tmp_path)[MODELS].partition("<!-- python benchmarks/table.py writes")
+    record = RECORD | {"benchmark": "architectures", "about": "What ran.", "rows": rows}
+    page_of([record], tmp_path)
+    before, _, rest = (tmp_path / "models.md").read_text(encoding="utf-8").partition("<!-- python benchmarks/table.py")
     block, _, after = rest.partition("<!-- to here -->")
     assert block.splitlines()[1:-4] == [
         "What ran.",
@@ -173,18 +110,20 @@ def test_architectures_are_counted_and_those_refused_listed_by_the_reason(tmp_pa
         "",
         "- not done after 120 s `EModel` (alone, by the command line: done)",
     ]
-    page = (FOLDER.parent / MODELS).read_text(encoding="utf-8")
+    page = (FOLDER.parent / "docs" / "models.md").read_text(encoding="utf-8")
     assert before and after and page.startswith(before) and page.endswith(after)
 
 
 def test_the_pages_say_what_the_results_do(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     table = importlib.import_module("table")
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(table.RESULTS.glob("*.json"))]
-    written = table.written(FOLDER.parent, list(filter(table.real, records)))
-    assert list(written) == [PAGE, KERNELS, MODELS, README]
-    for name, text in written.items():
-        assert (FOLDER.parent / name).read_text(encoding="utf-8") == text, name
+    records = table.records(table.RESULTS)
+    assert table.PAGE.read_text(encoding="utf-8") == table.page(records)
+    survey = table.MODELS.read_text(encoding="utf-8")
+    assert survey == table.with_survey(survey, records)
+    of_a_gpu = any(record["benchmark"] in table.OF_A_GPU for record in records)
+    kernels = table.PAGE.with_name("kernels.md").read_text(encoding="utf-8")
+    assert ("**Measured on a GPU: nothing.**" in kernels) != of_a_gpu
 
 
 def test_rows_without_a_quantity_in_common_stand_apart(monkeypatch):

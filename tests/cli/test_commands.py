@@ -66,6 +66,7 @@ def test_help_is_fast_and_imports_nothing_heavy(folder):
     assert "Examples: normscope plot" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["plot", "fit", "stats", "capture", "layers", "models"])
 def test_every_commands_help_has_an_example(folder, command):
     done = run(command, "--help", cwd=folder, NO_COLOR="1")
@@ -73,6 +74,7 @@ def test_every_commands_help_has_an_example(folder, command):
     assert f"normscope {command}" in " ".join(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_plot_without_a_model_draws_the_embedded_ones_and_says_so(folder):
     start = time.perf_counter()
     done = run("plot", cwd=folder)
@@ -83,6 +85,7 @@ def test_plot_without_a_model_draws_the_embedded_ones_and_says_so(folder):
     assert all((folder / path).read_bytes()[:4] == b"\x89PNG" for path in drawn)
 
 
+@pytest.mark.slow
 def test_timesteps_are_kept_apart(folder):
     options = ("--timesteps", "980,20", "--guidance", "1", "--limit", "3", "--layers", "2")
     done = run("capture", "demo_dit", *options, "--json", "-o", "dit.safetensors", cwd=folder)
@@ -96,6 +99,7 @@ def test_timesteps_are_kept_apart(folder):
     assert drawn.stdout.splitlines() == [f"dit/{name}" for name in names]
 
 
+@pytest.mark.slow
 def test_json_is_one_document_on_stdout(folder):
     done = run("fit", "demo_vit", "--func", "dyisru", "--layers", "2", "--json", "-o", "fits.json", cwd=folder)
     document = json.loads(done.stdout)
@@ -126,6 +130,7 @@ def test_raw_pairs_are_announced_and_give_the_same_sums(captured):
         assert (abs(ours - expected) <= 1e-12 * np.array(scale)).all()
 
 
+@pytest.mark.slow
 def test_captures_take_the_place_of_models(captured):
     path, _ = captured
     done = run("fit", path.name, "--json", cwd=path.parent)
@@ -138,6 +143,7 @@ def test_captures_take_the_place_of_models(captured):
     assert (path.parent / "one.svg").read_text().startswith("<?xml")
 
 
+@pytest.mark.slow
 def test_layers_as_json_and_as_a_table(folder):
     done = run("layers", "demo_vit", "--json", "--verify", cwd=folder)
     document = json.loads(done.stdout)
@@ -156,6 +162,7 @@ def test_layers_as_json_and_as_a_table(folder):
     assert "the true output of all 17 norms was reproduced" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_narrow_terminal_breaks_no_number(captured):
     path, _ = captured
     wide, narrow = (run("fit", path.name, "-q", cwd=path.parent, COLUMNS=width).stdout for width in ("200", "30"))
@@ -164,6 +171,7 @@ def test_a_narrow_terminal_breaks_no_number(captured):
     assert numbers.findall(narrow.partition("digits")[2]) == numbers.findall(wide.partition("digits")[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [["layers"], ["fit"], ["stats"], ["plot", "--dpi", "40"], ["capture", "-o", "mixed.safetensors"]]
 )
@@ -176,6 +184,7 @@ def test_norms_that_are_not_known_are_reported_by_every_command(folder, command)
     assert {"name": "1", "kind": "OddNorm"}.items() <= skipped[0].items()
 
 
+@pytest.mark.slow
 def test_a_model_without_a_known_norm_is_an_error_that_names_what_there_is(folder):
     (folder / "own.py").write_text(OWN)
     done = run("fit", "py:own.py:unknown", cwd=folder)
@@ -199,6 +208,7 @@ def known_and_unknown():
 """
 
 
+@pytest.mark.slow
 def test_random_weights_are_said_even_when_quiet(folder):
     done = run("fit", "demo_vit", "--weights", "random", "--seed", "3", "--layers", "1", "-q", cwd=folder)
     assert "random weights, seed 3" in done.stderr
@@ -209,6 +219,7 @@ def test_random_weights_are_said_even_when_quiet(folder):
     assert "weights: random weights, seed 0" in (folder / "r.svg").read_text()
 
 
+@pytest.mark.slow
 def test_pipes_get_no_colour_and_no_progress(folder, captured):
     done = run("fit", captured[0].name, cwd=folder)
     assert "\x1b" not in done.stdout + done.stderr
@@ -227,6 +238,7 @@ def test_version(folder):
     assert run("--version", cwd=folder).stdout.startswith("normscope 0.")
 
 
+@pytest.mark.slow
 def test_a_hub_that_does_not_answer_is_said_within_ten_seconds(folder):
     def seconds_and_result():
         start = time.perf_counter()
@@ -243,6 +255,7 @@ def test_a_hub_that_does_not_answer_is_said_within_ten_seconds(folder):
         assert way in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 def test_interruption_leaves_nothing_behind(tmp_path):
     process = subprocess.Popen(
@@ -316,6 +329,7 @@ def _leave_no_room():
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
+@pytest.mark.slow
 def test_a_weights_file_in_timms_format(folder):
     import timm
     from safetensors.torch import save_file
@@ -338,6 +352,7 @@ def test_a_weights_file_in_timms_format(folder):
     assert torch.equal(seen.stats[name].moments[:, 0], random.stats[name].moments[:, 0])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     torch.version.cuda is None or torch.cuda.is_available(), reason="torch says so where it could run CUDA, and cannot"
 )

@@ -19,6 +19,8 @@ from normscope.cli import app
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from runs import CaptureRun, differences, write_images
 
+pytestmark = pytest.mark.slow
+
 CHECKOUT = Path(normscope.__file__).parents[1]
 DIGITS = ("--data", "images", "--batch-size", "4")
 DIT = ("--limit", "3", "--timesteps", "3")

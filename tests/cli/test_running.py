@@ -8,8 +8,7 @@ import typer
 from typer.main import get_command
 
 from normscope.cli import app
-from normscope.cli.running import Run, runs_networks
-from normscope.cli.sources import check_sources
+from normscope.cli.running import RunOptions, check_sources, runs_networks
 from normscope.errors import UsageError
 
 LEFT_OUT = {
@@ -25,7 +24,7 @@ LEFT_OUT = {
     "heal": {"device_map", "dtype", "sample", "verify"},
 }
 OWN_DEFAULTS = {("compare", "weights"), ("heal", "batch_size")}
-FIELDS = {field.name: field.default for field in dataclasses.fields(Run)}
+FIELDS = {field.name: field.default for field in dataclasses.fields(RunOptions)}
 
 
 @pytest.mark.parametrize("command", LEFT_OUT)
@@ -41,11 +40,11 @@ def test_what_is_given_reaches_the_run_and_the_rest_is_as_it_was():
     seen = []
 
     @runs_networks(without=("sample",))
-    def command(model: str, *, run: Run, quiet: bool = False) -> None:
+    def command(model: str, *, run: RunOptions, quiet: bool = False) -> None:
         seen.append((model, run, quiet))
 
     command("demo_vit", limit=3, verify=True, quiet=True)
-    assert seen == [("demo_vit", Run(limit=3, verify=True), True)]
+    assert seen == [("demo_vit", RunOptions(limit=3, verify=True), True)]
     assert "sample" not in inspect.signature(command).parameters
     with pytest.raises(TypeError, match="sample"):
         command("demo_vit", sample=3)
@@ -57,20 +56,20 @@ def test_typer_reads_the_options_where_the_run_stands():
 
     @program.command()
     @runs_networks()
-    def command(model: str, *, run: Run, quiet: bool = False) -> None:
+    def command(model: str, *, run: RunOptions, quiet: bool = False) -> None:
         """Say so."""
         seen.append((model, run, quiet))
 
     get_command(program)(["demo_vit", "--batch-size", "2", "--verify", "--quiet"], standalone_mode=False)
-    assert seen == [("demo_vit", Run(batch_size=2, verify=True), True)]
+    assert seen == [("demo_vit", RunOptions(batch_size=2, verify=True), True)]
 
 
 def test_options_that_only_a_network_can_follow_are_named_for_a_file(tmp_path):
     file = tmp_path / "seen.safetensors"
     file.touch()
-    check_sources([str(file)], Run())
+    check_sources([str(file)], RunOptions())
     with pytest.raises(UsageError, match=r"--batch-size, --verify can have no effect"):
-        check_sources([str(file)], Run(batch_size=2, verify=True))
+        check_sources([str(file)], RunOptions(batch_size=2, verify=True))
 
 
 def test_a_batch_size_is_a_number_or_auto():
@@ -79,7 +78,7 @@ def test_a_batch_size_is_a_number_or_auto():
 
     @program.command()
     @runs_networks()
-    def command(model: str, *, run: Run) -> None:
+    def command(model: str, *, run: RunOptions) -> None:
         """Say so."""
         seen.append(run.batch_size)
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import normscope
 from normscope.cli import app
-from normscope.cli.stopping import stopping_between_chunks
+from normscope.cli.process import stopping_between_chunks
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from runs import CaptureRun, differences, write_images
@@ -63,6 +63,7 @@ def stopped_by(run, number, *more):
     return process.wait(60), run.said()
 
 
+@pytest.mark.slow
 def test_stopped_interrupted_killed_and_gone_on_with(tmp_path, one_thread):
     """Each run goes on from what the one before it left; in the end every image has counted once."""
     data = write_images(tmp_path / "images", IMAGES, corrupt_every=100)
@@ -98,6 +99,7 @@ def test_stopped_interrupted_killed_and_gone_on_with(tmp_path, one_thread):
     assert differences(normscope.load_capture(run.output), whole) == []
 
 
+@pytest.mark.slow
 def test_once_more_stops_at_once(tmp_path):
     """A batch may take minutes; what was kept before stays."""
     (tmp_path / "slow.py").write_text(SLOW)
@@ -180,7 +182,7 @@ def test_a_capture_that_cannot_be_written_leaves_the_checkpoint(tmp_path, monkey
         raise normscope.errors.UsageError("Cannot write it: No space left on device.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("normscope.pairs.storage.save", full)
+        patch.setattr(normscope, "save_capture", full)
         done = captured("-o", str(file), "--checkpoint-every", "0")
     assert done.exit_code == 2 and f"{kept} stays as it was at the last checkpoint: --resume goes on" in done.stderr
     assert kept.is_dir() and not file.exists()

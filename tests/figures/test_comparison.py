@@ -14,7 +14,7 @@ from torch import nn
 import normscope
 from normscope.errors import UsageError
 from normscope.figures.comparison import labels, plot_comparison
-from normscope.figures.scurves import save
+from normscope.figures.scurves import save_figure
 
 ABOUT = {"model": "net$x_{", "weights": "random", "data": "noise"}
 NAMES = ["n0", "n1", "n2", "n3"]
@@ -97,6 +97,7 @@ def test_the_legend_says_what_differs_and_the_heading_what_does_not(pair):
     assert labels([captured(), captured()]) == ["1  24 samples", "2  24 samples"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["light", "dark"])
 @pytest.mark.parametrize("number", [2, 4, 7])
 def test_captures_are_told_apart_from_one_another_and_the_background(style, number):
@@ -164,12 +165,12 @@ def test_many_curves_go_into_rows_of_four(tmp_path):
 def test_one_site_each_is_enough(tmp_path):
     captures = [captured(["n0"]), captured(["n0"], scale=2, weights="w" * 400)]
     _, figure = drawn(captures)
-    assert save(figure, tmp_path / "one.png", captures, 40).stat().st_size > 1000
+    assert save_figure(figure, tmp_path / "one.png", captures, 40).stat().st_size > 1000
 
 
 def test_the_file_says_what_it_shows(pair, tmp_path):
     captures, _, figure = pair
-    content = save(figure, tmp_path / "c.svg", captures).read_text()
+    content = save_figure(figure, tmp_path / "c.svg", captures).read_text()
     assert "net$x_{" in content and "step 2" in content
     description = content.split("<dc:description>")[1].split("</dc:description>")[0]
     assert [about["weights"] for about in json.loads(html.unescape(description))] == ["step 1", "step 2"]

@@ -12,16 +12,16 @@ import torch
 from rich.console import Console
 
 import normscope
-from normscope.batches import Batch, Sample
 from normscope.errors import UsageError
 from normscope.figures.drift import plot_drift
-from normscope.figures.drift_tables import drift_table, parts_table, sites_table
-from normscope.figures.scurves import save
+from normscope.figures.scurves import save_figure
 from normscope.figures.style import style_named
-from normscope.outputs import Outputs
-from normscope.pairs.trace import find_norms
-from normscope.swaps.drift import drift
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.loaded_model import Outputs
+from normscope.pairs.norms.trace import find_norms
+from normscope.swaps.drift.drift import drift
 from normscope.swaps.replace import replacements
+from normscope.tables.drift import drift_table, parts_table, sites_table
 
 ABOUT = {"model": "net$x_{", "weights": "random", "data": "noise"}
 DRAW = torch.Generator().manual_seed(0)
@@ -153,7 +153,7 @@ def test_what_is_not_finite_is_a_cross_and_no_line(reports, tmp_path):
     assert [len(line.get_xdata()) for line in crosses] == [3]
     assert "not finite" in [text.get_text() for text in figure.legends[0].get_texts()]
     assert all(np.isfinite(line.get_ydata()).all() for line in alone.lines)
-    assert save(figure, tmp_path / "worse.png", [], 60).stat().st_size > 1000
+    assert save_figure(figure, tmp_path / "worse.png", [], 60).stat().st_size > 1000
 
 
 def test_identical_norms_are_drawn_on_a_linear_axis(tmp_path):
@@ -162,7 +162,7 @@ def test_identical_norms_are_drawn_on_a_linear_axis(tmp_path):
     report = drift(model, x, {"norms.1": torch.nn.LayerNorm(8)}, func="same", about=ABOUT)
     figure = plot_drift([report])
     assert {ax.get_yscale() for ax in figure.axes} == {"linear"}
-    assert save(figure, tmp_path / "same.svg", [], 60).stat().st_size > 1000
+    assert save_figure(figure, tmp_path / "same.svg", [], 60).stat().st_size > 1000
     assert figure.get_suptitle().startswith("net$x_{ · 6 inputs")
 
 

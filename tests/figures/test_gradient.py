@@ -16,9 +16,9 @@ from torch.func import jacrev, vmap
 import normscope
 from normscope.errors import UsageError
 from normscope.figures.gradient import plot_gradient
-from normscope.figures.scurves import save
+from normscope.figures.scurves import save_figure
 from normscope.figures.style import STYLES
-from normscope.fits.gradient import gradient
+from normscope.fits.views.gradient import gradient
 
 NAMES = ("layer", "group", "rms")
 
@@ -152,7 +152,7 @@ def test_the_figure_says_what_it_shows(figure, seen, tmp_path):
     assert "odd$name_{" in heading and "random weights, seed 0" in heading and "noise & <more>" in heading
     [legend] = figure.legends
     assert len(legend.get_texts()) == 9
-    path = save(figure, tmp_path / "a.png", seen, 40)
+    path = save_figure(figure, tmp_path / "a.png", seen, 40)
     with Image.open(path) as image:
         assert json.loads(image.text["Description"])["model"] == "odd$name_{"
 
@@ -163,6 +163,6 @@ def test_odd_sites_are_drawn_too(tmp_path):
         seen = normscope.capture(nn.Sequential(nn.LayerNorm(8), nn.RMSNorm(8)), [x], diagonal=True)
         for fits in (normscope.fit(seen), ()):
             figure = plot_gradient(seen, fits, style="dark")
-            save(figure, tmp_path / "odd.svg", seen, 40)
+            save_figure(figure, tmp_path / "odd.svg", seen, 40)
     with pytest.raises(UsageError, match="There is no style 'dusk'"):
         plot_gradient(seen, style="dusk")

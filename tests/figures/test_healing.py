@@ -7,8 +7,8 @@ from matplotlib.colors import to_hex
 
 from normscope.errors import UsageError
 from normscope.figures.healing import plot_healing
-from normscope.figures.healing_tables import healing_table
-from normscope.healings import HealReport, Point
+from normscope.swaps.heal.reports import HealReport, TrainingInterval
+from normscope.tables.drift import healing_table
 
 DRIFTS = {
     "start": {"p10": 0.3, "median": 0.5, "p90": 0.8},
@@ -17,12 +17,12 @@ DRIFTS = {
     "whole": {"p10": 0.05, "median": 0.1, "p90": 0.2},
 }
 POINTS = [
-    Point("sites", 1, None, 0.45, True),
-    Point("sites", 2, None, 0.46, False),
-    Point("blocks", 5, 0.2, 0.35, True),
-    Point("blocks", 10, 0.15, None, False),
-    Point("whole", 25, 0.2, 0.2, True),
-    Point("whole", 50, 0.1, 0.12, True),
+    TrainingInterval("sites", 1, None, 0.45, True),
+    TrainingInterval("sites", 2, None, 0.46, False),
+    TrainingInterval("blocks", 5, 0.2, 0.35, True),
+    TrainingInterval("blocks", 10, 0.15, None, False),
+    TrainingInterval("whole", 25, 0.2, 0.2, True),
+    TrainingInterval("whole", 50, 0.1, 0.12, True),
 ]
 REPORT = HealReport(DRIFTS, False, POINTS, 60, 192, 64, 32, 0)
 

@@ -17,9 +17,9 @@ from torch import nn
 import normscope
 from normscope.errors import UsageError
 from normscope.figures.overview import overview
-from normscope.figures.scurves import plot, save
+from normscope.figures.scurves import plot, save_figure
 from normscope.figures.style import STYLES
-from normscope.pairs.sites import NormSite
+from normscope.pairs.norms.sites import NormSite
 
 SHOWN = (0, 2, 5, 7)  # of eight
 ODD = {"model": "odd$name_{", "weights": "random weights, seed 0 $x_{", "data": "noise & <more>"}
@@ -169,6 +169,7 @@ def test_curves_that_are_no_fit_are_said_so():
     assert f"tanh  R² {found[0].r2:.3f}  not converged" in [text.get_text() for text in ax.texts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dpi", [60, 100, 300])
 def test_no_text_runs_into_another(crowded, dpi):
     crowded.set_dpi(dpi)
@@ -225,14 +226,14 @@ def test_style_and_mistakes(seen, fits):
 
 
 def test_its_file_names_every_model_weights_and_versions(figure, seen, tmp_path):
-    path = save(figure, tmp_path / "overview.png", seen, dpi=40)
+    path = save_figure(figure, tmp_path / "overview.png", seen, dpi=40)
     with Image.open(path) as image:
         described = json.loads(image.text["Description"])
         assert image.width == 7 * 40
     assert described == [
         {**capture.about, "versions": dict(capture.versions), "seed": capture.seed} for capture in seen
     ]
-    content = html.unescape(save(figure, tmp_path / "overview.svg", seen, dpi=40).read_text())
+    content = html.unescape(save_figure(figure, tmp_path / "overview.svg", seen, dpi=40).read_text())
     assert ">weights: random weights, seed 0<" in content
     assert json.dumps(described) in content
 

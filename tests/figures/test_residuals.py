@@ -14,8 +14,7 @@ from torch import nn
 import normscope
 from normscope.errors import UsageError
 from normscope.figures.panels import corner_lines, panels_of
-from normscope.figures.residuals import residuals
-from normscope.figures.scurves import plot
+from normscope.figures.scurves import plot, residuals
 from normscope.figures.style import STYLES
 from normscope.fits.curve_fit import CurveFit
 
@@ -205,6 +204,7 @@ def test_a_corner_names_the_best_of_many(seen, fits):
     assert [fit.curve for fit in few.named] == ["curve_0", "curve_1", "curve_2", "curve_3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sites", [1, 4])
 def test_a_legend_of_many_curves_covers_nothing_and_stays_on_the_figure(tokens, sites):
     seen = capture_of(tokens, names=[f"norm{i}" for i in range(sites)])

@@ -15,9 +15,9 @@ from torch import nn
 
 import normscope
 from normscope.errors import UsageError
-from normscope.figures import density
-from normscope.figures.samples import extreme_channels
-from normscope.figures.scurves import plot, save
+from normscope.figures import panels
+from normscope.figures.panels import extreme_channels
+from normscope.figures.scurves import plot, save_figure
 from normscope.figures.style import STYLES
 
 NAMES = ("blocks.0.norm", "blocks.1.norm")
@@ -159,9 +159,9 @@ def test_the_extreme_channel_is_among_the_coloured_ones(figure, seen):
 def test_the_density_holds_every_pair(seen):
     stats = seen.stats[NAMES[0]]
     reach = 2 * float(stats.channel_extremes.abs().max())
-    image = density.image(stats, (-reach, reach), (-64.0, 64.0), 64)
+    image = panels.image(stats, (-reach, reach), (-64.0, 64.0), 64)
     assert image.sum() == pytest.approx(stats.n_pairs)
-    half = density.image(stats, (0.0, reach), (-64.0, 64.0), 64)
+    half = panels.image(stats, (0.0, reach), (-64.0, 64.0), 64)
     edges_at_zero = stats.moments[:, 0].sum(0)
     positive = edges_at_zero[len(edges_at_zero) // 2 :].sum()
     assert half.sum() == pytest.approx(float(positive), rel=1e-3)
@@ -212,7 +212,7 @@ def test_a_site_without_a_finite_token_is_drawn_empty():
 
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
 def test_files_say_what_they_show(figure, seen, tmp_path, kind):
-    path = save(figure, tmp_path / f"figure.{kind}", seen, dpi=60)
+    path = save_figure(figure, tmp_path / f"figure.{kind}", seen, dpi=60)
     content = path.read_bytes()
     if kind == "png":
         with Image.open(path) as image:
@@ -227,7 +227,7 @@ def test_files_say_what_they_show(figure, seen, tmp_path, kind):
         assert b"noise &amp; &lt;more&gt;" in content
     assert len(content) < 3_000_000
     with pytest.raises(UsageError, match="no figure format 'gif'"):
-        save(figure, tmp_path / "figure.gif", seen)
+        save_figure(figure, tmp_path / "figure.gif", seen)
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 

@@ -7,10 +7,9 @@ import pytest
 from rich.console import Console
 
 from normscope.errors import UsageError
-from normscope.figures.published_table import published_table
 from normscope.figures.speed import plot_speed
-from normscope.figures.speed_tables import duration, speed_tables
 from normscope.figures.style import STYLES
+from normscope.tables.speed import duration, published_table, speed_tables
 
 FORWARD, BOTH = "forward", "forward + backward"
 

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,12 +11,12 @@ import torch
 from scipy.optimize import curve_fit
 
 import normscope
-from normscope.fits.curves import CURVES
-from normscope.fits.forms import Form
-from normscope.fits.levels import Level
-from normscope.fits.problems import batches
-from normscope.fits.search import fitted
-from normscope.pairs.binning import PAIR_GRID
+from normscope.fits.curves.known import CURVES
+from normscope.fits.solving.levels import Level
+from normscope.fits.solving.nodes import batches
+from normscope.fits.solving.objective import Parametrization
+from normscope.fits.solving.refits import fitted
+from normscope.pairs.sums.binning import PAIR_GRID
 
 
 @pytest.fixture(scope="session")
@@ -96,24 +97,12 @@ def level_of(moments_of):
 
 @pytest.fixture(scope="session")
 def solved(level_of):
-    """Fit one curve to raw pairs; return amplitude, alpha, shift, residual, straight and converged as attributes."""
+    """Fit one curve to raw pairs; return what CurveFit says of it, and the squared error over all, as attributes."""
 
     def solve(x, y, curve="tanh", form=None, **level):
-        form = form or Form(shift=False)
+        form = form or Parametrization(shift=False)
         [(_, problems)] = batches([level_of(x, y, **level)])
-        found = fitted(problems, CURVES.get(curve, curve) if isinstance(curve, str) else curve, form)
-        return _Solved(found)
+        [row], _ = fitted(problems, CURVES.get(curve, curve) if isinstance(curve, str) else curve, form)
+        return SimpleNamespace(**row, residual=row["rmse"] ** 2 * np.size(x))
 
     return solve
-
-
-class _Solved:
-    def __init__(self, found):
-        self.fitted = found
-        for name in ("amplitude", "alpha", "shift", "residual"):
-            setattr(self, name, float(getattr(found.solutions, name)[0]))
-        self.converged, only_power = bool(found.solutions.converged[0]), bool(found.solutions.only_power[0])
-        is_line = found.curve.power_at_origin == 1
-        self.straight, self.power_law = only_power and is_line, only_power and not is_line
-        self.r2, self.rmse = float(found.goodness.r2[0]), float(found.goodness.rmse[0])
-        self.intervals = {name: (float(low[0]), float(high[0])) for name, (low, high) in found.intervals.items()}

@@ -12,7 +12,9 @@ from torch import nn
 
 import normscope
 from normscope.errors import DataError, UsageError
-from normscope.fits.curves import CURVES
+from normscope.fits.curves.known import CURVES
+from normscope.pairs.capture import captured
+from normscope.pairs.recorder import Summing
 
 NUMPY = {"tanh": np.tanh, "isru": lambda u: u / np.sqrt(1 + u * u)}
 
@@ -46,13 +48,12 @@ def observed():
     """A capture, and all of its raw pairs: of each site x and y, ``(samples, tokens, d)``."""
     pairs = {}
     model = Two()
-    seen = normscope.capture(
-        model,
-        heavy_tailed_batches(),
+    summing = Summing(
         by_gamma=True,
         per_channel=True,
         observe=lambda site, x, y: pairs.setdefault(site.name, []).append((x.clone(), y.clone())),
     )
+    seen = captured(model, heavy_tailed_batches(), summing)
     raw = {
         name: [torch.cat(v).double().view(32, 50, 128).numpy() for v in zip(*rows, strict=True)]
         for name, rows in pairs.items()
@@ -388,6 +389,7 @@ def test_curves_are_ranked_against_their_like_alone(embedded):
     )
 
 
+@pytest.mark.slow
 def test_with_a_shift_all_that_can_have_one_have_it(embedded):
     """Also those for which it decides: of off-centre pairs that follow tanh, tanh is the first of them."""
     for found in normscope.fit(embedded["demo_vit"], "all,linear", shift=True):
@@ -442,6 +444,7 @@ def fitted_together(sites_of):
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     st.sampled_from(["demo_vit", "demo_wav2vec2"]),

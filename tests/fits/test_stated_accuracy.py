@@ -11,6 +11,10 @@ from scipy.optimize import curve_fit
 from torch import nn
 
 import normscope
+from normscope.pairs.capture import captured
+from normscope.pairs.recorder import Summing
+
+pytestmark = pytest.mark.slow
 
 DOCS = Path(__file__).parents[2] / "docs"
 NUMPY = {"tanh": np.tanh, "isru": lambda u: u / np.sqrt(1 + u * u)}
@@ -37,7 +41,7 @@ def networks():
         def keep(site, x, y, kept=kept):
             kept.setdefault(site.name, []).append((x.clone(), y.clone()))
 
-        seen = normscope.capture(network.module, network.inputs, per_channel=True, observe=keep)
+        seen = captured(network, summing=Summing(per_channel=True, observe=keep))
         rows = {
             site: [torch.cat(part).double().numpy() for part in zip(*calls, strict=True)]
             for site, calls in kept.items()

@@ -16,7 +16,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-from normscope.models.base import LoadOptions
+from normscope.inputs.loaded_model import LoadOptions
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -9,11 +9,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from normscope.errors import DataError, ModelError, UsageError
-from normscope.models.base import LoadOptions
+from normscope.inputs.loaded_model import LoadOptions
+from normscope.inputs.splits import ALL, Share
+from normscope.loading import load
 from normscope.models.custom import load_factory
-from normscope.models.registry import load
-from normscope.pairs.hooks import capture
-from normscope.shares import ALL, Share
+from normscope.pairs.capture import capture
 
 MINE = """
 import torch
@@ -279,7 +279,7 @@ def test_options_that_are_the_functions_to_decide(mine, changes, sentence):
 
 def test_prints_do_not_mix_with_results(mine):
     code = (
-        "import json, sys; from normscope.models.registry import load\n"
+        "import json, sys; from normscope.loading import load\n"
         f"model = load({f'{mine}:make'!r}, device='cpu'); print(json.dumps(model.inputs.n_samples))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

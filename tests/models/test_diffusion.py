@@ -8,8 +8,8 @@ from diffusers import AutoencoderKL, DDIMScheduler, DDPMScheduler, DiTPipeline, 
 from safetensors.torch import load_file, save_file
 
 from normscope.errors import ModelError, UsageError
+from normscope.loading import load
 from normscope.models.diffusion import _DIT_SCHEDULER, _PUBLISHED, _build
-from normscope.models.registry import load
 
 TINY = {
     "num_attention_heads": 2,
@@ -203,7 +203,7 @@ def test_dit_xl_is_that_of_its_paper_and_known_without_a_network():
 
 LOAD = """
 import json
-from normscope.models.registry import load
+from normscope.loading import load
 from normscope.errors import NormscopeError
 
 def outcome(name, weights):
@@ -231,6 +231,7 @@ def total_of_the_first_batch(model):
     return model.module(**next(iter(model.inputs)).kwargs)[0].sum().item()
 
 
+@pytest.mark.slow
 def test_repositories_of_the_hub_and_then_of_the_cache(hub, python, pipeline):
     total = total_of_the_first_batch(loaded(pipeline, limit=1))
     serve(hub, pipeline, "tiny/dit")
@@ -254,6 +255,7 @@ def test_repositories_of_the_hub_and_then_of_the_cache(hub, python, pipeline):
     assert hub.requests == []
 
 
+@pytest.mark.slow
 def test_no_hub(python):
     script = load_script(("diffusers:tiny/dit", "random"), ("dit_xl", "pretrained"))
     run = python(script, HF_ENDPOINT="http://hub.invalid")

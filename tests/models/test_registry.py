@@ -9,7 +9,8 @@ import torch
 
 import normscope
 from normscope.errors import DataError, DeviceError, ModelError, UsageError
-from normscope.models.registry import embedded_models, find, list_models, load
+from normscope.loading import load
+from normscope.models.registry import embedded_models, find, list_models
 
 
 def test_listing_models_imports_nothing_heavy():
@@ -124,6 +125,7 @@ def without_torchaudio(request, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_speech_without_torchaudio_is_one_sentence_and_the_rest_works(without_torchaudio):
     done = without_torchaudio("stats", "demo_vit", "demo_wav2vec2")
     assert done.returncode == 3
@@ -137,6 +139,7 @@ def test_speech_without_torchaudio_is_one_sentence_and_the_rest_works(without_to
     assert named.returncode == 0, named.stderr
 
 
+@pytest.mark.slow
 def test_without_a_name_and_torchaudio_the_other_embedded_models_are_taken(without_torchaudio):
     done = without_torchaudio("layers")
     assert done.returncode == 0, done.stderr

@@ -13,10 +13,11 @@ from torchaudio import pipelines
 from torchaudio.models import squim_objective_base, wav2vec2_model
 from torchaudio.pipelines._wav2vec2.utils import _remove_aux_axes
 
-from normscope.batches import Batch
 from normscope.errors import ModelError, UsageError
-from normscope.models import bundles, torch_hub
-from normscope.models.registry import load
+from normscope.inputs.batch import Batch
+from normscope.loading import load
+from normscope.models import speech
+from normscope.models.weights import downloads
 
 TAKEN = [
     key
@@ -113,9 +114,9 @@ def test_waveforms_go_in_one_at_a_time_and_are_normalized_where_the_bundle_says_
 
 @pytest.mark.parametrize("architecture", TAKEN)
 def test_every_bundle_builds_and_says_what_it_takes(architecture):
-    bundle = bundles.find(architecture, architecture)
+    bundle = speech.find(architecture, architecture)
     with torch.device("meta"):
-        taken = bundles.audio_format(bundles.build(bundle), bundle.sample_rate)
+        taken = speech.audio_format(speech.build(bundle), bundle.sample_rate)
     expected = {"C": (8000, 16, 1), "H": (44100, 4096, 2)}
     separates = isinstance(bundle, pipelines.SourceSeparationBundle)
     assert (taken.sample_rate, taken.shortest, taken.channels) == (
@@ -127,7 +128,7 @@ def test_every_bundle_builds_and_says_what_it_takes(architecture):
 def test_shortest_waveform_makes_one_frame(tiny_bundle, extractor):
     tiny_bundle("WAV2VEC2_BASE", extractor_mode=extractor)
     module = load("wav2vec2_base", weights="random", device="cpu").module
-    shortest = bundles.audio_format(module, 16_000).shortest
+    shortest = speech.audio_format(module, 16_000).shortest
     with torch.no_grad():
         assert module(torch.randn(1, shortest))[0].shape == (1, 1, 16)
         with pytest.raises(RuntimeError, match="Kernel size can't be greater than actual input size"):
@@ -139,7 +140,7 @@ def test_other_networks_run_on_a_waveform(architecture):
     model = load(f"torchaudio:{architecture}", weights="random", device="cpu", limit=1)
     assert torch.stack(outputs(model)).isfinite().all()
     waveform = next(iter(model.inputs)).args[0]
-    shortest = bundles.audio_format(model.module, 16_000).shortest
+    shortest = speech.audio_format(model.module, 16_000).shortest
     with torch.no_grad():
         model.module(waveform[..., :shortest])
 
@@ -147,7 +148,7 @@ def test_other_networks_run_on_a_waveform(architecture):
 def test_separation_of_music_runs_in_float32_on_two_channels():
     name = "torchaudio:HDEMUCS_HIGH_MUSDB"
     model = load(name, weights="random", device="cpu", limit=1)
-    shortest = bundles.audio_format(model.module, 44_100).shortest
+    shortest = speech.audio_format(model.module, 44_100).shortest
     waveform = next(iter(model.inputs)).args[0][..., :shortest]
     with torch.no_grad():
         assert model.module(waveform).shape == (1, 4, 2, shortest)
@@ -294,7 +295,7 @@ def test_a_broken_download_is_named_and_can_be_got_rid_of(download_server, archi
     for _ in range(2):
         with pytest.raises(ModelError) as caught:
             load(f"torchaudio:{architecture}", device="cpu")
-        (cached,) = torch_hub.cache().glob(f"*/**/{filename}")
+        (cached,) = downloads.cache().glob(f"*/**/{filename}")
         assert repr(str(cached)) in str(caught.value)
         assert str(caught.value).endswith("Delete it, and the next run fetches it again.")
     assert len(download_server.requests) == 2
@@ -344,9 +345,9 @@ def test_three_scores_are_read_as_one_tensor():
 
 @pytest.mark.parametrize("architecture", ["CONVTASNET_BASE_LIBRI2MIX", "HDEMUCS_HIGH_MUSDB"])
 def test_separated_waveforms_are_a_tensor(architecture):
-    bundle = bundles.find(architecture, architecture)
+    bundle = speech.find(architecture, architecture)
     with torch.device("meta"):
-        outputs_of_it = bundles.outputs_of(bundles.build(bundle))
+        outputs_of_it = speech.outputs_of(speech.build(bundle))
     waveforms = torch.randn(1, 4, 2, 100)
     assert outputs_of_it.kind == "tensor"
     assert outputs_of_it.read(waveforms, Batch()) is waveforms

@@ -3,7 +3,7 @@ import timm
 import torch
 
 from normscope.errors import ModelError
-from normscope.models.registry import load
+from normscope.loading import load
 from normscope.models.vision import _timm_outputs
 
 

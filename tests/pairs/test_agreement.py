@@ -5,6 +5,7 @@ import sys
 import textwrap
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from normscope.pairs.ranks import Ranks, agree_on_batches
@@ -29,6 +30,7 @@ def test_the_smallest_is_taken():
     assert alone.batch_size == 16
 
 
+@pytest.mark.slow
 def test_two_ranks_of_different_memory_count_every_input_once(tmp_path):
     script = tmp_path / "two.py"
     script.write_text(
@@ -36,14 +38,15 @@ def test_two_ranks_of_different_memory_count_every_input_once(tmp_path):
             """
             import torch
             import normscope
+            from normscope.pairs.capture import captured
             from normscope.pairs.ranks import joined
-            from normscope.processes import Place
+            from normscope.runtime.processes import Place
 
             network = normscope.load("demo_vit", device="cpu")
             place = Place.from_environment()
             network.inputs.batch_size = (16, 5)[place.rank]
             with joined(place, torch.device("cpu")) as ranks:
-                seen = normscope.capture(network.module, network.inputs, ranks=ranks)
+                seen = captured(network, ranks=ranks)
             network.inputs.batch_size = 5
             truth = normscope.capture(network.module, network.inputs)
             assert seen.n_samples == truth.n_samples == 64

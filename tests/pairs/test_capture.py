@@ -1,6 +1,7 @@
 """Captures against raw pairs computed independently, and the network left as it was found."""
 
 import collections
+import inspect
 import itertools
 import re
 
@@ -10,9 +11,11 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.batches import Batch, Sample
 from normscope.errors import DataError, ModelError, NormscopeError, UsageError
-from normscope.pairs.binning import PAIR_GRID
+from normscope.inputs.batch import Batch, Sample
+from normscope.pairs.capture import captured
+from normscope.pairs.recorder import Summing
+from normscope.pairs.sums.binning import PAIR_GRID
 
 
 class Network(nn.Module):
@@ -81,11 +84,8 @@ def test_sums_equal_those_of_the_raw_pairs():
 
 def test_an_observer_sees_the_pairs_that_are_summed():
     observed: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    seen = normscope.capture(
-        Network(),
-        inputs(),
-        observe=lambda site, x, y: observed.setdefault(site.name, []).append((x.clone(), y.clone())),
-    )
+    summing = Summing(observe=lambda site, x, y: observed.setdefault(site.name, []).append((x.clone(), y.clone())))
+    seen = captured(Network(), inputs(), summing)
     for name, pairs in observed.items():
         x, y = (torch.cat(rows).double().numpy() for rows in zip(*pairs, strict=True))
         ours = seen.stats[name].moments.sum((0, 2)).numpy()
@@ -128,7 +128,7 @@ def test_layer_norms_y_is_the_output_divided_by_weight_where_weight_is_not_zero(
     outputs = []
     network.first.register_forward_hook(lambda module, args, output: outputs.append(output.detach().clone()))
     ys = []
-    normscope.capture(network, inputs(1), layers="first", observe=lambda site, x, y: ys.append(y.clone()))
+    captured(network, inputs(1), Summing(observe=lambda site, x, y: ys.append(y.clone())), layers="first")
     true = ((outputs[-1] - 0.7) / network.first.weight.detach())[..., 1:]
     assert torch.allclose(ys[0].view(4, 10, 24)[..., 1:], true, rtol=1e-4, atol=1e-4)
     assert torch.isfinite(ys[0]).all()  # although γ is zero in channel 0
@@ -219,7 +219,7 @@ def test_half_precision_input_is_normalized_in_float32(dtype):
     seen = []
     model = nn.Sequential(nn.LayerNorm(16)).to(dtype)
     batch = (torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(0)) * 5).to(dtype)
-    normscope.capture(model, [batch], verify=True, observe=lambda site, x, y: seen.append(y.clone()))
+    captured(model, [batch], Summing(verify=True, observe=lambda site, x, y: seen.append(y.clone())))
     exact = nn.functional.layer_norm(batch.double(), (16,))
     assert torch.allclose(seen[0].view(4, 8, 16).double(), exact, atol=2e-5)
 
@@ -418,3 +418,17 @@ def test_batches_that_are_none(batches, error, sentence):
 def test_unknown_layers_are_named():
     with pytest.raises(UsageError, match="Did you mean 'first'"):
         normscope.capture(Network(), inputs(1), layers="frist")
+
+
+def test_progress_counts_samples():
+    told = []
+    network = normscope.load("demo_vit", limit=20, device="cpu")
+    normscope.capture(network, layers="norm", progress=lambda *step: told.append(step))
+    assert told == [("samples", done, 20) for done in (0, 8, 16, 20)]
+    told.clear()
+    normscope.capture(network.module, iter(list(network.inputs)), progress=lambda *step: told.append(step))
+    assert told == [("samples", done, None) for done in (0, 8, 16, 20)]
+
+
+def test_what_only_commands_need_is_no_option_of_the_public_function():
+    assert not {"ranks", "checkpoints", "observe"} & set(inspect.signature(normscope.capture).parameters)

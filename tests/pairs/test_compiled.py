@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.batches import Batch, Sample
+from normscope.inputs.batch import Batch, Sample
+from normscope.pairs.capture import captured
+from normscope.pairs.recorder import Summing
 
 
 class Block(nn.Module):
@@ -110,9 +112,8 @@ def test_a_padded_encoder_counts_what_is_not_padding():
     samples = tuple(Sample(f"text {i}", i, i) for i in range(len(lengths)))
     batch = Batch((x,), {"src_key_padding_mask": padding}, samples, valid=~padding)
     rows: dict[str, list[torch.Tensor]] = {}
-    seen = normscope.capture(
-        network, [batch], verify=True, observe=lambda site, x, y: rows.setdefault(site.name, []).append(y)
-    )
+    summing = Summing(verify=True, observe=lambda site, x, y: rows.setdefault(site.name, []).append(y))
+    seen = captured(network, [batch], summing)
 
     truth: dict[str, list[torch.Tensor]] = {name: [] for name in seen.stats}
     exact = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(d), enable_nested_tensor=False).double()

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.batches import Batch, Sample
-from normscope.pairs.trace import find_norms
+from normscope.inputs.batch import Batch, Sample
+from normscope.pairs.norms.trace import find_norms
 
 WIDTH = 8
 

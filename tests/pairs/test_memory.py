@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from normscope.batches import Batch, Sample
 from normscope.errors import MemoryEndedError, ModelError
-from normscope.pairs.hooks import capture
-from normscope.pairs.stats import PairStats
+from normscope.inputs.batch import Batch, Sample
+from normscope.pairs.capture import capture, captured
+from normscope.pairs.recorder import Summing
+from normscope.pairs.sums.stats import PairStats
 
 ON_THE_CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried")
 ON_A_GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -163,7 +164,8 @@ def test_a_spread_of_failures_over_several_places():
 def test_an_observer_sees_every_row_once():
     def observed(model):
         rows = {}
-        capture(model, batches(16, 6), observe=lambda site, x, y: rows.setdefault(site.name, []).append((x, y)))
+        observe = Summing(observe=lambda site, x, y: rows.setdefault(site.name, []).append((x, y)))
+        captured(model, batches(16, 6), observe)
         return {name: torch.cat([torch.cat(pair, 1) for pair in own]) for name, own in rows.items()}
 
     truth, seen = observed(network()), observed(network("between the calls", 3))
@@ -221,7 +223,7 @@ def test_an_observer_without_memory_ends_the_capture():
             raise ON_THE_CPU
 
     with pytest.raises(MemoryEndedError, match="the pairs of shared"):
-        capture(network(), batches(16), observe=observe)
+        captured(network(), batches(16), Summing(observe=observe))
 
 
 class Heavy(nn.Module):

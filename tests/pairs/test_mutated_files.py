@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import normscope
 from normscope.errors import DataError
-from normscope.pairs.checked_files import digest, read_checked, write_checked
+from normscope.runtime.sealed_files import digest, read_checked, write_checked
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def test_no_mutated_capture_is_another_capture(mutations, number):
 
 def test_the_counter_sees_what_it_is_there_for(mutations, monkeypatch):
     """Without the digest some mutated files are other captures, and with a reader that trips some are errors."""
-    monkeypatch.setattr("normscope.pairs.checked_files.digest", lambda text, tensors: "0")
+    monkeypatch.setattr("normscope.runtime.sealed_files.digest", lambda text, tensors: "0")
     counts = mutations.mutated_captures(150, seed=7)
     assert counts["another capture"] > 0
     assert not counts.keys() <= mutations.FINE
@@ -57,10 +59,10 @@ CHANGES = {
     "one count more": lambda m, t: (m, {**t, "0.token_scales": t["0.token_scales"] + (t["0.token_scales"] > 0)}),
     "two sites' sums exchanged": lambda m, t: (m, exchanged(t, "0.channel_sums", "1.channel_sums")),
     "a tensor more": lambda m, t: (m, {**t, "9.moments": torch.zeros(3)}),
-    "another shape of the same bytes": lambda m, t: (m, {**t, "0.channel_sums": t["0.channel_sums"].view(1, 2, 8)}),
+    "another shape of the same bytes": lambda m, t: (m, {**t, "0.nonfinite_tokens": t["0.nonfinite_tokens"].view(1)}),
     "another dtype of the same bytes": lambda m, t: (
         m,
-        {**t, "0.channel_sums": t["0.channel_sums"].view(torch.int64)},
+        {**t, "0.nonfinite_tokens": t["0.nonfinite_tokens"].view(torch.float64)},
     ),
     "another model": lambda m, t: ({**m, "normscope": m["normscope"].replace("Sequential", "sequential")}, t),
     "no digest": lambda m, t: ({"normscope": m["normscope"].partition(', "sha256"')[0] + "}"}, t),
@@ -98,18 +100,33 @@ def test_the_digest_is_of_what_it_says():
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex64, torch.uint8, torch.float64])
-@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
-def test_tensors_of_any_kind_come_back(tmp_path, dtype, shape):
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3), (40, 3)])
+@pytest.mark.parametrize("deflated", [False, True])
+def test_tensors_of_any_kind_come_back(tmp_path, dtype, shape, deflated):
     header = {"format": "normscope-test", "version": 1, "text": "é\n", "number": 0.1}
     tensors = {"x": torch.ones(shape, dtype=dtype)}
-    write_checked(tmp_path / "x.safetensors", header, tensors)
-    again, read = read_checked(tmp_path / "x.safetensors", "normscope-test", 1)
+    write_checked(tmp_path / "x.safetensors", header, tensors, deflated=deflated)
+    again, read = read_checked(tmp_path / "x.safetensors", "normscope-test", (1,))
     assert again == header
+    if shape == (40, 3):
+        assert (load_file(tmp_path / "x.safetensors")["x"].nbytes < tensors["x"].nbytes) == deflated
     assert torch.equal(read["x"], tensors["x"]) and read["x"].dtype == dtype
     with pytest.raises(DataError, match="but no other"):
-        read_checked(tmp_path / "x.safetensors", "normscope-other", 1)
-    with pytest.raises(DataError, match="test format version 1; this normscope reads version 2"):
-        read_checked(tmp_path / "x.safetensors", "normscope-test", 2)
+        read_checked(tmp_path / "x.safetensors", "normscope-other", (1,))
+    with pytest.raises(DataError, match="test format version 1; this normscope reads version 2 and 3"):
+        read_checked(tmp_path / "x.safetensors", "normscope-test", (2, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64, torch.int32])
+@given(content=st.binary(max_size=400))
+def test_any_bits_come_back(tmp_path_factory, dtype, content):
+    """NaNs of any payload, infinities, the zero below zero and subnormal numbers among them."""
+    path = tmp_path_factory.mktemp("bits") / "x.safetensors"
+    whole = bytearray(content * 8)
+    x = torch.frombuffer(whole, dtype=torch.uint8).view(dtype) if whole else torch.zeros(0, dtype=dtype)
+    write_checked(path, {"format": "normscope-test", "version": 1}, {"x": x}, deflated=True)
+    _, read = read_checked(path, "normscope-test", (1,))
+    assert read["x"].dtype == dtype and read["x"].numpy().tobytes() == bytes(whole)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +139,7 @@ def test_tensors_of_any_kind_come_back(tmp_path, dtype, shape):
     ],
 )
 def test_another_grid_is_refused(file, change, sentence):
-    header, tensors = read_checked(file, "normscope-capture", 4)
+    header, tensors = read_checked(file, "normscope-capture", (5,))
     write_checked(file, {**header, "grids": change(header["grids"])}, tensors)
     with pytest.raises(DataError, match=sentence):
         normscope.load_capture(file)

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.batches import Batch, Sample
 from normscope.errors import DataError
+from normscope.inputs.batch import Batch, Sample
 
 LENGTHS = (5, 9, 3)
 HEADS, HEAD_DIM = 4, 6

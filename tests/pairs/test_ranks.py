@@ -22,19 +22,20 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import normscope
-from normscope.batches import Batch, Sample
 from normscope.errors import DataError, RankLostError
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.splits import LeftOut
 from normscope.pairs import ranks as ranks_module
-from normscope.pairs.hooks import capture
-from normscope.pairs.packing import packed
+from normscope.pairs.capture import capture, captured
+from normscope.pairs.norms.sites import SkippedNorm
+from normscope.pairs.norms.trace import find_norms
 from normscope.pairs.ranks import ALONE, check_alike, joined, merge_left_out, merge_seen
 from normscope.pairs.recorder import Recorder, Seen, Summing
-from normscope.pairs.sampling import LARGEST_TOKENS, UNIFORM_TOKENS
-from normscope.pairs.sites import SkippedNorm
-from normscope.pairs.stats import PairStats
-from normscope.pairs.trace import find_norms
-from normscope.processes import Place
-from normscope.shares import LeftOut
+from normscope.pairs.storage import all_tensors
+from normscope.pairs.sums.packing import packed
+from normscope.pairs.sums.sampling import LARGEST_TOKENS, UNIFORM_TOKENS
+from normscope.pairs.sums.stats import PairStats
+from normscope.runtime.processes import Place
 
 SIZE = 3
 SUMS = 1e-12  # float64 sums of at most 1e5 terms each, added in another order
@@ -137,7 +138,7 @@ def hand_made_recorder(rank):
     """Return a recorder of two sites, of which each rank has seen other parts, and other sites of them."""
     model = nn.Sequential(nn.LayerNorm(16), nn.LayerNorm(16))
     report = find_norms(model, batch([0]).first_sample())
-    recorder = Recorder(model, Summing(0, None, False, False, False, False, None), report, report.sites)
+    recorder = Recorder(model, Summing(), report, report.sites)
     seen = capture(model, [batch([rank * 2, rank * 2 + 1])]).stats
     late = SkippedNorm(f"late {rank}", "LayerNorm", "löte")
     parts = [{"a": {"1": seen["1"]}}, {"b": seen, "a": {"0": seen["0"]}}, {}]
@@ -151,6 +152,10 @@ def hand_made_recorder(rank):
 
 def refused_to_pickle(*_arguments, **_options):
     raise AssertionError("nothing is pickled")
+
+
+def save(stats, path):
+    save_file({name: tensor.contiguous() for name, tensor in packed(stats).items()}, path)
 
 
 def tell(folder, rank):
@@ -181,15 +186,15 @@ def tell(folder, rank):
         for name, case in [*CASES.items(), ("nobody's", NOBODYS)]:
             make, batches, options = case
             merged = ranks.merged(stats_of(make(), batches[rank], options))
-            save_file(packed(merged), folder / f"{name} {rank}.safetensors")
+            save(merged, folder / f"{name} {rank}.safetensors")
             said["sources"][name] = dataclasses.asdict(merged.sources)
         recorder = hand_made_recorder(rank)
         merge_seen(recorder, ranks)
         for part, stats in recorder.seen.stats.items():
             for site, own in stats.items():
-                save_file(packed(own), folder / f"seen {part} {site} {rank}.safetensors")
+                save(own, folder / f"seen {part} {site} {rank}.safetensors")
         said["seen"] = [recorder.seen.n_samples, [dataclasses.asdict(norm) for norm in recorder.seen.late.values()]]
-        whole = capture(Network(), network_batches(), ranks=ranks)
+        whole = captured(Network(), network_batches(), ranks=ranks)
         normscope.save_capture(whole, folder / f"whole {rank}.safetensors")
         said["skipped"] = [dataclasses.asdict(norm) for norm in whole.skipped]
         (folder / f"{rank}.json").write_text(json.dumps(said))
@@ -229,9 +234,9 @@ def said(folder):
     return {**told[0], "alike": alike}
 
 
-def of_all_ranks(folder, name):
+def of_all_ranks(folder, name, read=load_file):
     """Return what every rank has of it; and check that it is the same to the bit."""
-    one, *others = [load_file(folder / f"{name} {rank}.safetensors") for rank in range(SIZE)]
+    one, *others = [read(folder / f"{name} {rank}.safetensors") for rank in range(SIZE)]
     for other in others:
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one)
@@ -326,9 +331,8 @@ def test_parts_and_sites_that_some_ranks_alone_have_seen(folder, said):
 
 def test_a_capture_by_all_is_the_capture_of_one(folder, said):
     whole = capture(Network(), network_batches())
-    path = normscope.save_capture(whole, folder / "alone.safetensors")
-    tensors = load_file(path)
-    assert_same(of_all_ranks(folder, "whole"), tensors)
+    of_file = of_all_ranks(folder, "whole", lambda path: all_tensors(normscope.load_capture(path)))
+    assert_same(of_file, all_tensors(whole))
     seen = normscope.load_capture(folder / "whole 0.safetensors")
     assert (seen.about, seen.n_samples, list(seen.parts)) == (whole.about, 7, list(whole.parts))
     assert said["skipped"] == [dataclasses.asdict(norm) for norm in whole.skipped]

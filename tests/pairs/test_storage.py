@@ -12,10 +12,10 @@ from torch import nn
 
 import normscope
 from normscope.errors import DataError, NormscopeError
-from normscope.pairs.checked_files import write_checked
-from normscope.pairs.folds import SourcesSeen
-from normscope.pairs.sites import NormSite
-from normscope.pairs.storage import load, save
+from normscope.pairs.norms.sites import NormSite
+from normscope.pairs.storage import all_tensors, header_of, load_capture, save_capture
+from normscope.pairs.sums.sampling import SourcesSeen
+from normscope.runtime.sealed_files import read_checked, write_checked
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +46,11 @@ def seen():
 
 @pytest.fixture(scope="module")
 def file(seen, tmp_path_factory):
-    return save(seen, tmp_path_factory.mktemp("captures") / "seen.safetensors")
+    return save_capture(seen, tmp_path_factory.mktemp("captures") / "seen.safetensors")
 
 
 def test_what_is_loaded_is_what_was_saved(seen, file):
-    again = load(file)
+    again = load_capture(file)
     assert_same(again, seen)
     assert [norm.kind for norm in again.skipped] == ["LocalResponseNorm"]
     assert again.stats["1"].nbytes == seen.stats["1"].nbytes
@@ -69,20 +69,56 @@ def assert_same(again, seen):
             if dataclasses.is_dataclass(a) and not isinstance(a, type) and field.name != "sources":
                 assert all(torch.equal(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
             else:
-                assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+                assert a.stride() == b.stride() and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def of_version_4(capture, path):
+    """Write what normscope wrote before: every fold of a bin that holds pairs, and the whole beside its parts."""
+    tensors = {name: own for name, own in all_tensors(capture).items() if "moments" not in name}
+    for prefix, one in [("", capture), *((f"{number}/", part) for number, part in enumerate(capture.parts.values()))]:
+        for site in one.sites:
+            stats, start = one.stats[site.name], f"{prefix}{site.index}"
+            bins = stats.moments[:, 0].sum(0).nonzero().squeeze(1)
+            tensors[f"{start}.moments.bins"] = bins.int()
+            for name in ("moments", "gamma_moments", "diagonal_moments"):
+                if (own := getattr(stats, name)) is not None:
+                    tensors[f"{start}.{name}"] = own[:, :, bins].contiguous()
+            cells = stats.channel_moments[0].flatten().nonzero().squeeze(1)
+            tensors[f"{start}.channel_moments"] = stats.channel_moments.flatten(1)[:, cells]
+            tensors[f"{start}.channel_moments.cells"] = cells.int()
+    write_checked(path, {"format": "normscope-capture", "version": 4, **header_of(capture)}, tensors)
+    return path
+
+
+def test_a_file_of_version_4_is_read_and_was_larger(seen, file, tmp_path):
+    older = of_version_4(seen, tmp_path / "older.safetensors")
+    again = load_capture(older)
+    assert_same(again, seen)
+    for name, part in seen.parts.items():
+        assert_same(again.parts[name], part)
+    assert file.stat().st_size < older.stat().st_size / 4
+
+
+def test_the_whole_is_kept_where_it_is_not_the_sum_of_its_parts(seen, file, tmp_path):
+    assert all("/" in name for name in load_file(file))
+    other = dataclasses.replace(seen, stats={name: stats.merge(stats) for name, stats in seen.stats.items()})
+    path = save_capture(other, tmp_path / "other.safetensors")
+    assert not all("/" in name for name in load_file(path))
+    assert_same(load_capture(path), other)
+    assert_same(load_capture(path).parts["late"], seen.parts["late"])
 
 
 def test_the_header_says_what_it_is(file):
     with safe_open(file, framework="pt") as opened:
         header = json.loads(opened.metadata()["normscope"])
-    assert (header["format"], header["version"]) == ("normscope-capture", 4)
+    assert (header["format"], header["version"]) == ("normscope-capture", 5)
     assert header["about"] == {"model": "small", "weights": "ours", "data": "noise", "dtype": "float32"}
     assert header["seed"] == 5
     assert header["versions"]["torch"] == torch.__version__.split("+")[0] or header["versions"]["torch"]
 
 
 def test_merging_saved_captures_is_merging_captures(seen, file):
-    double = load(file).merge(seen)
+    double = load_capture(file).merge(seen)
     assert double.stats["1"].n_pairs == 2 * seen.stats["1"].n_pairs
     assert double.n_samples == 18
     other = dataclasses.replace(seen, about={**seen.about, "weights": "others"})
@@ -91,26 +127,22 @@ def test_merging_saved_captures_is_merging_captures(seen, file):
 
 
 def rewritten(file, path, change):
-    with safe_open(file, framework="pt") as opened:
-        header = json.loads(opened.metadata()["normscope"])
-    tensors = load_file(file)
-    header, tensors = change(header, tensors)
-    write_checked(path, header, tensors)
+    write_checked(path, *change(*read_checked(file, "normscope-capture", (5,))))
     return path
 
 
 CHANGES = {
-    "older version": (lambda h, t: (h | {"version": 3}, t), "format version 3; this normscope reads version 4"),
+    "older version": (lambda h, t: (h | {"version": 3}, t), "format version 3; this normscope reads version 4 and 5"),
     "newer version": (lambda h, t: (h | {"version": 99}, t), "format version 99"),
     "other format": (lambda h, t: ({"format": "weights"}, t), "no capture"),
     "no sites": (lambda h, t: (h | {"sites": []}, t), "damaged"),
-    "a missing tensor": (lambda h, t: (h, {k: v for k, v in t.items() if k != "0.density"}), "damaged"),
-    "a wrong shape": (lambda h, t: (h, t | {"0.channel_sums": torch.zeros(2, 3, dtype=torch.float64)}), "damaged"),
-    "a wrong dtype": (lambda h, t: (h, t | {"0.channel_sums": t["0.channel_sums"].float()}), "damaged"),
-    "bins beyond the grid": (lambda h, t: (h, t | {"0.moments.bins": t["0.moments.bins"] + 5000}), "damaged"),
-    "NaN in a sum": (lambda h, t: (h, t | {"0.moments": t["0.moments"] * torch.nan}), "damaged"),
-    "a channel that is none": (lambda h, t: (h, t | {"0.pairs.channel": t["0.pairs.channel"] + 99}), "damaged"),
-    "a place that is none": (lambda h, t: (h, t | {"0.largest.position": -t["0.largest.position"] - 1}), "damaged"),
+    "a missing tensor": (lambda h, t: (h, {k: v for k, v in t.items() if k != "0/0.density"}), "damaged"),
+    "a wrong shape": (lambda h, t: (h, t | {"0/0.channel_sums": torch.zeros(2, 3, dtype=torch.float64)}), "damaged"),
+    "a wrong dtype": (lambda h, t: (h, t | {"0/0.channel_sums": t["0/0.channel_sums"].float()}), "damaged"),
+    "bins beyond the grid": (lambda h, t: (h, t | {"0/0.moments.cells": t["0/0.moments.cells"] + 40000}), "damaged"),
+    "NaN in a sum": (lambda h, t: (h, t | {"0/0.moments": t["0/0.moments"] * torch.nan}), "damaged"),
+    "a channel that is none": (lambda h, t: (h, t | {"0/0.pairs.channel": t["0/0.pairs.channel"] + 99}), "damaged"),
+    "a place that is none": (lambda h, t: (h, t | {"0/0.largest.position": -t["0/0.largest.position"] - 1}), "damaged"),
     "a huge d": (
         lambda h, t: (h | {"sites": [s | {"normalized_shape": [2**40]} for s in h["sites"]]}, t),
         "damaged",
@@ -170,7 +202,7 @@ def cases(changes):
 
 def is_refused(file, path, change):
     with pytest.raises(DataError, match="is damaged"):
-        load(rewritten(file, path / "changed.safetensors", change))
+        load_capture(rewritten(file, path / "changed.safetensors", change))
 
 
 def test_every_field_of_the_header_is_among_the_changes():
@@ -205,7 +237,7 @@ def test_header_that_is_none(file, tmp_path, name, value):
 )
 def test_number_that_no_finite_pairs_leave(file, tmp_path, name, value):
     def change(header, tensors):
-        tensors[f"0.{name}"].view(-1)[0] = value
+        tensors[f"0/0.{name}"].view(-1)[0] = value
         return header, tensors
 
     is_refused(file, tmp_path, change)
@@ -214,7 +246,7 @@ def test_number_that_no_finite_pairs_leave(file, tmp_path, name, value):
 def test_site_that_saw_only_nonfinite_tokens(tmp_path):
     model = nn.Sequential(nn.LayerNorm(8))
     seen = normscope.capture(model, [torch.full((2, 8), torch.nan)])
-    again = load(save(seen, tmp_path / "nonfinite.safetensors"))
+    again = load_capture(save_capture(seen, tmp_path / "nonfinite.safetensors"))
     assert (again.stats["0"].n_pairs, int(again.stats["0"].nonfinite_tokens)) == (0, 2)
     assert torch.equal(again.stats["0"].channel_extremes, seen.stats["0"].channel_extremes)
 
@@ -224,7 +256,7 @@ def test_group_that_saw_only_nonfinite_tokens(tmp_path):
     x = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(0))
     x[:, :4] = torch.nan
     seen = normscope.capture(nn.Sequential(nn.GroupNorm(2, 8)), [x])
-    own = load(save(seen, tmp_path / "nonfinite.safetensors")).stats["0"]
+    own = load_capture(save_capture(seen, tmp_path / "nonfinite.safetensors")).stats["0"]
     assert (own.n_pairs, int(own.nonfinite_tokens)) == (3 * 4 * 5, 3)
     assert torch.equal(own.channel_extremes, seen.stats["0"].channel_extremes)
     assert torch.equal(own.reach, x.nan_to_num().abs().amax((0, 2)))
@@ -237,7 +269,7 @@ def test_group_that_saw_only_nonfinite_tokens(tmp_path):
 def test_files_that_are_not_what_they_say(file, tmp_path, name):
     change, sentence = CHANGES[name]
     with pytest.raises(DataError, match=sentence):
-        load(rewritten(file, tmp_path / "changed.safetensors", change))
+        load_capture(rewritten(file, tmp_path / "changed.safetensors", change))
 
 
 def test_a_file_that_breaks_off_is_told_in_bytes(file, tmp_path):
@@ -256,7 +288,7 @@ def test_a_file_that_breaks_off_is_told_in_bytes(file, tmp_path):
     ]:
         path.write_bytes(content[:size])
         with pytest.raises(DataError) as caught:
-            load(path)
+            load_capture(path)
         assert str(caught.value) == (
             f"Cannot read the capture {path}: {sentence} `normscope capture MODEL -o FILE` writes one."
         )
@@ -271,7 +303,7 @@ def test_a_file_that_is_longer_or_another_is_told(file, tmp_path):
     ]:
         path.write_bytes(changed)
         with pytest.raises(DataError, match=sentence):
-            load(path)
+            load_capture(path)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -285,7 +317,7 @@ def test_mutated_files_are_errors_or_captures(file, tmp_path, data):
     path = tmp_path / "mutated.safetensors"
     path.write_bytes(content[: data.draw(st.sampled_from([len(content), header_end, 20, 0]))])
     try:
-        again = load(path)
+        again = load_capture(path)
     except DataError as error:
         assert str(error).endswith((".", "one."))
         return

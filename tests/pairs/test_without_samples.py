@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.batches import Batch, Sample
+from normscope.inputs.batch import Batch, Sample
 
 LENGTHS = (9, 5, 9, 2, 7, 9, 3, 8)
 TABLE = "encoder.LayerNorm"

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.batches import Batch, Sample
-from normscope.swaps.bench import bench
-from normscope.swaps.drift import drift
+from normscope.inputs.batch import Batch, Sample
+from normscope.swaps.bench.bench import bench
+from normscope.swaps.drift.drift import drift
 from normscope.swaps.pointwise import DyT
 from normscope.swaps.replace import Swap
 
@@ -133,6 +133,7 @@ def test_healing_hears_compiled_parts(x):
     assert healed[0] == healed[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["eager", "compile"])
 def test_bench_times_compiled_code_where_it_says_so_and_there_alone(x, way, monkeypatch):
     model, of_all, of_a_part, compile = network(), Compiler(), Compiler(), torch.compile

@@ -14,9 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import normscope
-from normscope.swaps.pointwise import PointwiseFunction
+from normscope.swaps.pointwise import PointwiseFunction, RMSNorm
 from normscope.swaps.replace import swap
-from normscope.swaps.rms_norm import RMSNorm
 
 WIDTH = 16
 

@@ -12,12 +12,12 @@ from torch.nn.utils import prune
 
 import normscope
 from normscope.errors import ModelError
-from normscope.pairs.trace import find_norms
-from normscope.swaps.bench_norm import commonest, norm_bench
-from normscope.swaps.drift import drift
+from normscope.pairs.norms.trace import find_norms
+from normscope.swaps.bench.single_norm import commonest, norm_bench
+from normscope.swaps.bench.variants import Variant
+from normscope.swaps.drift.drift import drift
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import Swap, replacements
-from normscope.swaps.variants import Variant
 
 WIDTH = 8
 KINDS = ("forward", "pre", "with kwargs", "pre with kwargs", "backward", "pre backward")

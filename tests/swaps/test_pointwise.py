@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from normscope.errors import UsageError
-from normscope.fits.ceiling import Piecewise
-from normscope.fits.curves import CURVES, Curve, curve_of
-from normscope.fits.expressions import curve_from
+from normscope.fits.curves.expressions import curve_from
+from normscope.fits.curves.known import CURVES, Curve, curve_of
+from normscope.fits.solving.ceiling import Piecewise
 from normscope.swaps.pointwise import Derf, DyISRU, DyT, PointwiseFunction
 
 # The papers' formulas in NumPy, by other routes than normscope's own wherever there is another.
@@ -310,6 +310,7 @@ def test_autocast_leaves_it_in_float32(inside):
         assert layer(linear(x)).dtype == inside
 
 
+@pytest.mark.slow
 @everywhere
 def test_compiles_into_one_graph(name):
     torch._dynamo.reset()
@@ -323,6 +324,7 @@ def test_compiles_into_one_graph(name):
     torch.testing.assert_close(given_, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["isru", "free"])
 def test_inductor_compiles_it(name):
     torch._dynamo.reset()
@@ -356,7 +358,7 @@ def test_ddp_trains_every_parameter(tmp_path):
 
 @pytest.mark.parametrize("make", [lambda width: trained("tanh", torch.float32), None], ids=["pointwise", "rmsnorm"])
 def test_torchs_fused_encoder_does_not_take_it_for_a_layer_norm(make):
-    from normscope.swaps.rms_norm import RMSNorm
+    from normscope.swaps.pointwise import RMSNorm
 
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, batch_first=True)

@@ -11,7 +11,7 @@ from torch import nn
 
 import normscope
 from normscope.errors import ModelError, UsageError
-from normscope.pairs.sites import NormSite
+from normscope.pairs.norms.sites import NormSite
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import Swap, chosen, replacements, swap
 
@@ -228,6 +228,7 @@ NETWORKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_whole_networks(name, dtype):

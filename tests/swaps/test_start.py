@@ -34,6 +34,7 @@ def numbers(start):
     return float(start.amplitude), float(start.alpha), None if start.shift is None else float(start.shift)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dyt", "isru", "derf", "identity", "mine=x/(1+abs(x))"])
 def test_a_capture_is_fitted_with_shift_and_by_what_reaches_the_next_layer(seen, plain, name):
     for capture, by in ((seen, "gamma"), (plain, "pairs")):
@@ -61,6 +62,7 @@ def test_fits_are_taken_as_they_are(seen):
     assert [start.curve.name for start in starts("free", fits)] == ["free", "free"]
 
 
+@pytest.mark.slow
 def test_best_is_the_best_of_curves_with_shift(seen):
     best = starts("best", seen)
     expected = [fit for fit in normscope.fit(seen, "best", shift=True, weights_by="gamma") if fit.best]

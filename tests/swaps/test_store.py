@@ -82,6 +82,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("make", "curve", "per"), CASES)
 def test_what_is_given_back_is_the_same_to_the_bit(make, curve, per, dtype, tmp_path):

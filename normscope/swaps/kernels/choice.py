@@ -11,10 +11,10 @@ from importlib.util import find_spec
 import torch
 
 from normscope.errors import UsageError, unknown
-from normscope.pairs.binning.cuda_launcher import EAGER as EAGER
-from normscope.pairs.binning.cuda_launcher import TRITON as TRITON
-from normscope.pairs.binning.cuda_launcher import VARIABLE as VARIABLE
-from normscope.pairs.binning.cuda_launcher import cannot_be_met, why_no_launcher
+from normscope.pairs.sums.binning.cuda_launcher import EAGER as EAGER
+from normscope.pairs.sums.binning.cuda_launcher import TRITON as TRITON
+from normscope.pairs.sums.binning.cuda_launcher import VARIABLE as VARIABLE
+from normscope.pairs.sums.binning.cuda_launcher import cannot_be_met, why_no_launcher
 
 CURVES = ("tanh", "isru", "erf")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

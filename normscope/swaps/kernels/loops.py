@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from normscope.swaps.kernels.functions import derivative, function
+from normscope.swaps.kernels.device_functions import derivative, function
 
 
 @triton.jit

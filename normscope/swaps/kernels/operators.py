@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from normscope.errors import UsageError
-from normscope.fits.curves import CURVES
-from normscope.swaps.kernels import reference
+from normscope.fits.curves.known import CURVES
+from normscope.swaps.kernels import eager
 from normscope.swaps.kernels.choice import EAGER, VARIABLE, by_kernels
 from normscope.swaps.kernels.parameters import Parameters
 
@@ -43,11 +43,11 @@ def pointwise(
     """
     own = Parameters(alpha, shift, weight, bias)
     if by_kernels(curve, x.device, x.dtype):
-        from normscope.swaps.kernels import fused
+        from normscope.swaps.kernels import launch
 
-        return fused.forward(x, own, curve, behind)
+        return launch.forward(x, own, curve, behind)
     own.channel_axes(x, behind)
-    return torch.empty_like(x).copy_(reference.pointwise(x, CURVES[curve].function, own, behind))
+    return torch.empty_like(x).copy_(eager.pointwise(x, CURVES[curve].function, own, behind))
 
 
 @torch.library.custom_op("normscope::pointwise_backward", mutates_args=())
@@ -65,17 +65,8 @@ def pointwise_backward(
 ) -> list[Tensor]:
     """Return the gradients by x, α, s, weight and bias of what :func:`pointwise` returned.
 
-    Args:
-        dy: the gradient by its output.
-        x: as there, as are the others.
-        alpha: as there.
-        shift: as there.
-        weight: as there.
-        bias: as there.
-        curve: as there.
-        behind: as there.
-        of_input: whether that by x is wanted.
-        of_parameters: whether those by the parameters are.
+    ``dy`` is the gradient by its output, ``x`` to ``behind`` are as there, and ``of_input`` and ``of_parameters`` say
+    whether the gradient by x and those by the parameters are wanted.
 
     Returns:
         Five tensors, empty where there is nothing to return: an operator's lists hold nothing but tensors.
@@ -88,13 +79,13 @@ def pointwise_backward(
     _check_shape(dy, x)
     made: tuple[Tensor | None, ...]
     if by_kernels(curve, x.device, x.dtype):
-        from normscope.swaps.kernels import fused
+        from normscope.swaps.kernels import launch
 
-        made = fused.backward(dy, x, own, curve, behind, of_input, of_parameters)
+        made = launch.backward(dy, x, own, curve, behind, of_input, of_parameters)
     else:
         own.channel_axes(x, behind)
         f, derivative = CURVES[curve].function, CURVES[curve].derivative
-        dx, *others = reference.pointwise_backward(dy, x, f, derivative, own, behind)
+        dx, *others = eager.pointwise_backward(dy, x, f, derivative, own, behind)
         # An operator returns none of its inputs, and of one row of float64 the gradient by the bias is dy itself.
         by_parameters = [None if gradient is None else gradient.clone() for gradient in others]
         made = (None if dx is None else torch.empty_like(x).copy_(dx), *by_parameters)
@@ -114,24 +105,13 @@ def _(
 
 
 @pointwise_backward.register_fake
-def _(
-    dy: Tensor,
-    x: Tensor,
-    alpha: Tensor,
-    shift: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    curve: str,
-    behind: int,
-    of_input: bool,
-    of_parameters: bool,
-) -> list[Tensor]:
+def _(dy: Tensor, x: Tensor, *others: Any) -> list[Tensor]:
+    *parameters, _, behind, of_input, of_parameters = others
     _check_shape(dy, x)
-    Parameters(alpha, shift, weight, bias).channel_axes(x, behind)
-    parameters = (alpha, shift, weight, bias)
-    made = [torch.empty_like(x) if of_input else x.new_empty(0)]
-    made += [x.new_empty(0) if part is None or not of_parameters else part.new_empty(part.shape) for part in parameters]
-    return made
+    Parameters(*parameters).channel_axes(x, behind)
+    by_x = torch.empty_like(x) if of_input else x.new_empty(0)
+    given = [part if of_parameters else None for part in parameters]
+    return [by_x, *(x.new_empty(0) if part is None else part.new_empty(part.shape) for part in given)]
 
 
 def _check_shape(dy: Tensor, x: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""What a point-wise function has learned, and which axes of an input it is for."""
+"""What a point-wise function has learned, and how tensors of any strides become rows for the kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -69,3 +69,85 @@ class Parameters:
                 f"{tuple(x.shape)} that has {behind} axes after those of its channels."
             )
         return begin, end
+
+
+@dataclass(frozen=True)
+class Strides:
+    """The strides of one tensor, in elements."""
+
+    outer: int
+    other: int
+    channel: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What several tensors of one shape have in common.
+
+    Attributes:
+        outers: how many of what the others' stride does not span; 1 where it spans all.
+        others: how many elements of one channel are in each.
+        channels: their number.
+        channels_in_columns: whether neighbouring channels are closer together in memory than neighbouring others.
+        strides: of each tensor.
+    """
+
+    outers: int
+    others: int
+    channels: int
+    channels_in_columns: bool
+    strides: tuple[Strides, ...]
+
+
+@dataclass(frozen=True)
+class _Axis:
+    size: int
+    strides: tuple[int, ...]
+
+    def spans(self, inner: _Axis) -> bool:
+        """Whether this axis and the one within it are one axis in memory, in every tensor."""
+        return all(own == stride * inner.size for own, stride in zip(self.strides, inner.strides, strict=True))
+
+
+def layout_of(tensors: Sequence[Tensor], begin: int, end: int) -> Layout | None:
+    """Find the layout of tensors of one shape, none of whose sizes is zero.
+
+    Args:
+        tensors: at least one.
+        begin: the first of the axes that number the channels.
+        end: the axis after the last of them.
+
+    Returns:
+        None if there is none: if the strides of some tensor span its axes neither as one nor as two and the channels.
+
+    >>> import torch
+    >>> layout_of([torch.empty(2, 6, 5, 4)[:, 1:]], begin=3, end=4)
+    Layout(outers=2, others=25, channels=4, channels_in_columns=True, strides=(Strides(outer=120, other=4, channel=1),))
+    >>> layout_of([torch.empty(2, 3, 5)], begin=1, end=2)
+    Layout(outers=2, others=5, channels=3, channels_in_columns=False, strides=(Strides(outer=15, other=1, channel=5),))
+    """
+    by_axis = zip(*(tensor.stride() for tensor in tensors), strict=True)
+    axes = [_Axis(size, strides) for size, strides in zip(tensors[0].shape, by_axis, strict=True)]
+    own = _merged(axes[begin:end])
+    # An expanded tensor's strides of zero decide nothing.
+    rest = _merged(sorted(axes[:begin] + axes[end:], key=lambda axis: max(axis.strides), reverse=True))
+    if len(own) > 1 or len(rest) > 2:
+        return None
+    none = _Axis(1, (0,) * len(tensors))
+    [channel] = own or [none]
+    outer, other = [none, none, *rest][-2:]
+    strides = tuple(map(Strides, outer.strides, other.strides, channel.strides))
+    in_columns = channel.size > 1 and (other.size == 1 or max(channel.strides) <= max(other.strides))
+    return Layout(outer.size, other.size, channel.size, in_columns, strides)
+
+
+def _merged(axes: Sequence[_Axis]) -> list[_Axis]:
+    """Leave out axes of one element, and join neighbours that are one axis in memory."""
+    merged: list[_Axis] = []
+    for axis in axes:
+        if axis.size == 1:
+            continue
+        if merged and merged[-1].spans(axis):
+            axis = _Axis(merged.pop().size * axis.size, axis.strides)
+        merged.append(axis)
+    return merged

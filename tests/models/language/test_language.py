@@ -7,11 +7,11 @@ from safetensors.torch import save_file
 from torch._subclasses import FakeTensorMode
 
 from normscope.errors import ModelError
-from normscope.models.base import LoadOptions
+from normscope.inputs.loaded_model import LoadOptions
+from normscope.loading import load
 from normscope.models.language import _BUILT_IN
-from normscope.models.registry import load
-from normscope.models.weights import with_weights
-from normscope.pairs.hooks import capture
+from normscope.models.weights.checkpoints import with_weights
+from normscope.pairs.capture import capture
 
 
 def class_of(folder):

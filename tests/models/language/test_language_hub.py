@@ -10,13 +10,15 @@ import transformers
 
 from normscope.errors import ModelError
 
+pytestmark = pytest.mark.slow
+
 REPO = "someone/tiny-llama"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 LOAD = """
 import json, sys, torch
 from normscope.errors import NormscopeError
-from normscope.models.registry import load
+from normscope.loading import load
 results = []
 for arguments in json.loads(sys.argv[1]):
     try:

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from normscope.errors import ModelError
-from normscope.models.registry import load
+from normscope.loading import load
 
 
 def load_folder(folder, **changes):
@@ -202,7 +202,7 @@ def test_file_in_place_of_a_folder(folders):
 def test_without_transformers():
     code = (
         "import sys; sys.modules['transformers'] = None\n"
-        "from normscope.models.registry import load\n"
+        "from normscope.loading import load\n"
         "try: load('gpt2', weights='random', device='cpu')\n"
         "except Exception as error: print(type(error).__name__, error)"
     )

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from normscope.fits.curves import CURVES
-from normscope.swaps.kernels import reference
+from normscope.fits.curves.known import CURVES
+from normscope.swaps.kernels import eager
 from normscope.swaps.kernels.parameters import Parameters
 
 PAGE = (Path(__file__).parents[3] / "docs" / "kernels.md").read_text(encoding="utf-8")
@@ -38,7 +38,7 @@ def times_the_least(curve, dtype):
     shift = nn.Parameter(torch.zeros(1)) if CURVES[curve].shifted else None
     alpha, weight, bias = (nn.Parameter(torch.ones(size)) for size in (1, CHANNELS, CHANNELS))
     with Moved() as forward:
-        y = reference.pointwise(x, CURVES[curve].function, Parameters(alpha, shift, weight, bias), behind=0)
+        y = eager.pointwise(x, CURVES[curve].function, Parameters(alpha, shift, weight, bias), behind=0)
     with Moved() as backward:
         y.backward(dy)
     return forward.bytes / (2 * x.nbytes), backward.bytes / (3 * x.nbytes)

@@ -1,7 +1,7 @@
 """The operators in compiled and exported programs.
 
 Run as a script, in Triton's interpreter, this file sends the kernels themselves through opcheck and a compiled graph.
-With NORMSCOPE_KERNEL_TESTS=cuda its tests run on a GPU, and more of them.
+Where there is a GPU its tests run there, and more of them.
 """
 
 import copy
@@ -21,15 +21,14 @@ from normscope.swaps.kernels.choice import CURVES
 from normscope.swaps.pointwise import Derf, DyISRU, DyT, PointwiseFunction
 
 C = 6
-DEVICE = torch.device(os.environ.get("NORMSCOPE_KERNEL_TESTS") or "cpu")
-ON_GPU = DEVICE.type == "cuda"
+ON_GPU = torch.cuda.is_available() and torch.version.hip is None and os.environ.get("TRITON_INTERPRET") != "1"
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 MODES = [
     *itertools.product(("default", "reduce-overhead"), (None, torch.bfloat16), (False, True)),
     ("max-autotune", None, False),  # which tries many kernels for each product of matrices
     ("max-autotune", torch.bfloat16, False),
 ]
-on_a_gpu = pytest.mark.skipif(not ON_GPU, reason="NORMSCOPE_KERNEL_TESTS=cuda asks for them, where there is a GPU.")
-pytestmark = pytest.mark.usefixtures("on_device")
+pytestmark = [pytest.mark.usefixtures("on_device"), *([pytest.mark.gpu] if ON_GPU else [])]
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +106,10 @@ def test_an_exported_program_runs_where_the_kernels_are_not(chosen, monkeypatch,
             torch.testing.assert_close(one.module()(x), net(x), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_kernels_themselves_in_a_compiled_graph():
     pytest.importorskip("triton", reason="Triton is made for Linux alone")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "NORMSCOPE_KERNELS": "triton", "NORMSCOPE_KERNEL_TESTS": ""}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "NORMSCOPE_KERNELS": "triton"}
     subprocess.run([sys.executable, __file__], env=environment, check=True)
 
 
@@ -139,7 +139,7 @@ def in_float64(net: nn.Module, x: torch.Tensor) -> list:
     return [y.detach(), *torch.autograd.grad(y.square().sum(), (x, *exact.parameters()))]
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(("mode", "dtype", "dynamic"), MODES, ids=str)
 def test_compiled_for_a_gpu_and_replayed(mode, dtype, dynamic):
     """Called again and again, as CUDA graphs are warmed up, recorded and replayed."""
@@ -157,7 +157,7 @@ def test_compiled_for_a_gpu_and_replayed(mode, dtype, dynamic):
     assert graphs_left_out() == before, "the compiler made no CUDA graph"
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("curve", CURVES)
 def test_a_graph_of_the_operators_themselves_is_recorded_and_replayed(curve, dtype):
@@ -181,7 +181,7 @@ def test_a_graph_of_the_operators_themselves_is_recorded_and_replayed(curve, dty
             assert torch.equal(replayed, expected)
 
 
-@on_a_gpu
+@pytest.mark.gpu
 def test_an_exported_program_is_compiled_for_a_gpu(tmp_path):
     torch._dynamo.reset()
     net, x = network("tanh").eval(), values(96, 32)

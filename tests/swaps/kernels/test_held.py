@@ -8,21 +8,26 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
 FOLDER = Path(__file__).parent / "held"
-WAYS = {"interpreter": {"TRITON_INTERPRET": "1"}, "gpu": {"NORMSCOPE_KERNEL_TESTS": "cuda"}}
-HAVE_A_GPU = torch.cuda.is_available() and torch.version.hip is None
+ERRORS = "NORMSCOPE_KERNEL_ERRORS"  # a folder for the largest of them, see held/conftest.py
+INTERPRETER = {"TRITON_INTERPRET": "1"}
+GPU = {"NORMSCOPE_KERNEL_TESTS": "cuda"}
+REHEARSED = {**INTERPRETER, "NORMSCOPE_KERNEL_TESTS": "cpu"}
+GIGABYTES = ("test_far.py", "test_memory.py")  # of which no two run at once
 FOR_A_GPU = ("test_far.py", "test_large.py", "test_streams.py")  # nothing of them is for the interpreter
 UNCOVERED = ("test_shapes.py", "test_values.py")  # the other files run the same lines
 
 
 def held(file, way):
     own = ("PYTEST_", "NORMSCOPE_", "TRITON_INTERPRET")
-    ours = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    ours = {name: value for name, value in os.environ.items() if name == ERRORS or not name.startswith(own)}
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", FOLDER / file],
-        env={**ours, **WAYS[way], "OMP_NUM_THREADS": "1"},
+        env={**ours, **way, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
@@ -36,10 +41,12 @@ FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
 def test_the_kernels_agree_with_float64_in_the_interpreter(request, file):
     if file in UNCOVERED:
         request.getfixturevalue("uncovered")
-    held(file, "interpreter")
+    held(file, INTERPRETER)
 
 
-@pytest.mark.skipif(not HAVE_A_GPU, reason="there is no NVIDIA GPU here")
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "file", [pytest.param(file, marks=[pytest.mark.xdist_group("gigabytes")] * (file in GIGABYTES)) for file in FILES]
+)
 def test_the_kernels_agree_with_float64_on_a_gpu(file):
-    held(file, "gpu")
+    held(file, GPU if torch.cuda.is_available() else REHEARSED)

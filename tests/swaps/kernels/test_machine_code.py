@@ -15,6 +15,8 @@ pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
 from normscope.swaps.kernels.launch import BACKWARD as BACKWARD_TILING
 
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 FORWARD, BACKWARD, SLOTS = range(3)
 AT_ONCE = 16  # bytes

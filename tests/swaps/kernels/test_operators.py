@@ -1,6 +1,6 @@
 """The operators in what torch does with operators: opcheck, autograd, autocast, copies, vmap.
 
-With NORMSCOPE_KERNEL_TESTS=cuda they run on a GPU, where Triton's kernels compute what is not float64.
+Where there is a GPU they run there, and Triton's kernels compute what is not float64.
 """
 
 import copy
@@ -25,8 +25,8 @@ from normscope.swaps.kernels.choice import EAGER, VARIABLE
 from normscope.swaps.pointwise import Derf, DyT, PointwiseFunction
 
 CURVES = {"tanh": torch.tanh, "isru": lambda u: u / (1 + u * u).sqrt(), "erf": torch.erf}
-DEVICE = torch.device(os.environ.get("NORMSCOPE_KERNEL_TESTS") or "cpu")
-ON_GPU = DEVICE.type == "cuda"
+ON_GPU = torch.cuda.is_available() and torch.version.hip is None and os.environ.get("TRITON_INTERPRET") != "1"
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # A unit in the last place.
 ONE = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float64: 2.0**-52}
 if ON_GPU:
@@ -47,7 +47,7 @@ LAYOUTS = {
     "one row": (lambda x: x(C), 0),
 }
 everywhere = pytest.mark.parametrize("curve", CURVES)
-pytestmark = pytest.mark.usefixtures("on_device")
+pytestmark = [pytest.mark.usefixtures("on_device"), *([pytest.mark.gpu] if ON_GPU else [])]
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +79,7 @@ def plain(x, alpha, shift, weight, bias, curve, behind):
     return y if bias is None else y + bias
 
 
+@pytest.mark.slow
 @everywhere
 @pytest.mark.parametrize("dtype", ONE)
 @pytest.mark.parametrize(("shift", "bias", "each", "needed"), [(True, True, True, True), (False, False, False, False)])

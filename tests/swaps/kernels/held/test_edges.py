@@ -8,10 +8,10 @@ import pytest
 import torch
 from truth import BY_NUMPY, BY_TORCH, DEVICE, GPU, HALF_ULP, hold, numbers, parameters, truth
 
-from normscope.swaps.kernels import fused, launch
-from normscope.swaps.kernels.layout import layout_of
-from normscope.swaps.kernels.parameters import Parameters
-from normscope.swaps.kernels.reference import Gradients
+from normscope.swaps.kernels import launch
+from normscope.swaps.kernels import launch as fused
+from normscope.swaps.kernels.eager import Gradients
+from normscope.swaps.kernels.parameters import Parameters, layout_of
 
 NAN, INF = math.nan, math.inf
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

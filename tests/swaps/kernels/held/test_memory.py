@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from truth import DEVICE, GPU, agree, hold, numbers, parameters, truth
 
-from normscope.swaps.kernels import fused, launch
+from normscope.swaps.kernels import launch
+from normscope.swaps.kernels import launch as fused
+from normscope.swaps.kernels.eager import Gradients
 from normscope.swaps.kernels.launch import Launch, backward_launches, forward_launch
-from normscope.swaps.kernels.layout import layout_of
-from normscope.swaps.kernels.reference import Gradients
+from normscope.swaps.kernels.parameters import layout_of
 
 HALF = torch.bfloat16
 ALL = "alpha shift weight bias"

@@ -6,8 +6,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from truth import BY_NUMPY, DEVICE, GPU, hold, numbers, parameters
 
-from normscope.swaps.kernels import fused, launch, reference
-from normscope.swaps.kernels.layout import layout_of
+from normscope.swaps.kernels import eager, launch
+from normscope.swaps.kernels import launch as fused
+from normscope.swaps.kernels.parameters import layout_of
 
 ALL = "alpha shift weight bias"
 HALF = torch.bfloat16
@@ -94,7 +95,7 @@ def test_few_tiles_of_a_run_are_empty(pixels):
     x = torch.empty(2, 8, pixels, dtype=HALF, device="meta")
     own = parameters("isru", (8,))
     layout = layout_of([x] * 3, 1, 2)
-    given = launch.backward_launches(x, x, own, reference.Gradients(x, *[None] * 4), layout, "isru")[0].arguments
+    given = launch.backward_launches(x, x, own, eager.Gradients(x, *[None] * 4), layout, "isru")[0].arguments
     tiles = -(-layout.others // given["block_others"])
     runs = -(-tiles // given["steps"])
     assert given["steps"] <= launch.BACKWARD.steps

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from truth import BY_NUMPY, DEVICE, agree, numbers, on_a_gpu, parameters, truth
 
-from normscope.swaps.kernels import fused
+from normscope.swaps.kernels import launch
 from normscope.swaps.kernels.parameters import Parameters
 
 pytestmark = on_a_gpu
@@ -30,7 +30,7 @@ def given(name: str, curve: str, seed: int = 0) -> tuple[Tensor, Tensor, Paramet
 
 
 def all_of(x: Tensor, dy: Tensor, own: Parameters, curve: str, behind: int) -> list[Tensor]:
-    return [fused.forward(x, own, curve, behind), *fused.backward(dy, x, own, curve, behind, True, True)]
+    return [launch.forward(x, own, curve, behind), *launch.backward(dy, x, own, curve, behind, True, True)]
 
 
 def same_bits(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -102,9 +102,9 @@ def test_replayed_from_a_graph_with_other_numbers(name, curve):
     torch.cuda.current_stream().wait_stream(warm)
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(forward):
-        y = fused.forward(x, own, curve, behind)
+        y = launch.forward(x, own, curve, behind)
     with torch.cuda.graph(backward):
-        gradients = fused.backward(dy, x, own, curve, behind, True, True)
+        gradients = launch.backward(dy, x, own, curve, behind, True, True)
     for seed in (10, 20):
         new_x, new_dy, _, _ = given(name, curve, seed)
         x.copy_(new_x)

@@ -1,0 +1,171 @@
+"""``normscope capture``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import normscope
+from normscope.cli.options import AsCsv, AsJson, ByGamma, Diagonal, Layers, Model, PerChannel, Quiet
+from normscope.cli.output import Output, pairs_as_json, skipped_as_json
+from normscope.cli.process import stopping_between_chunks
+from normscope.cli.running import RunOptions, check_models, runs_networks
+from normscope.errors import UsageError
+from normscope.runtime.files import CHECKPOINT, check_writable
+from normscope.runtime.processes import Place
+
+if TYPE_CHECKING:
+    from normscope.inputs.loaded_model import LoadedModel
+    from normscope.pairs.captures import Capture
+    from normscope.pairs.resuming import Checkpoints
+    from normscope.pairs.storage import RawPairs
+
+EXAMPLES = (
+    "Examples: normscope capture demo_vit -o seen.safetensors · normscope plot seen.safetensors --layers all · "
+    "torchrun --nproc-per-node=8 -m normscope capture vit_b16 --data images -o seen.safetensors --resume"
+)
+
+File = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The capture's file (safetensors).")]
+Raw = Annotated[
+    bool, typer.Option("--raw", help="Also write every pair of the chosen layers, into FILE's -raw folder.")
+]
+
+
+def _seconds(given: float) -> float:
+    if not given >= 0:  # of nan, which is no least of a range either
+        raise typer.BadParameter(f"{given} is no number of seconds.")
+    return given
+
+
+Every = Annotated[
+    float,
+    typer.Option(
+        callback=_seconds,
+        metavar="SECONDS",
+        help="How often to keep what was captured so far, in FILE's .checkpoint folder, until the file is written.",
+    ),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on from what an unfinished run kept, if there is one; else from the start.")
+]
+
+
+@runs_networks()
+def capture(
+    model: Model,
+    output: File,
+    *,
+    layers: Layers = "all",
+    raw: Raw = False,
+    checkpoint_every: Every = 300,
+    resume: Resume = False,
+    run: RunOptions,
+    by_gamma: ByGamma = False,
+    per_channel: PerChannel = False,
+    diagonal: Diagonal = False,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run a model and keep what its norms did, in a file that other commands take in place of a model.
+
+    Ctrl-C finishes the batch, keeps what was captured so far, and says how to go on.
+    """
+    say = Output(as_json, quiet, as_csv=as_csv)
+    check_models([model])
+    check_writable(output)
+    place = Place.from_environment()
+    _check_raw(raw, resume, place)
+    from normscope.pairs.resuming import Checkpoints
+    from normscope.pairs.storage import RawPairs
+
+    pairs = RawPairs(output.with_name(f"{output.stem}-raw")) if raw else None
+    kept = Checkpoints(output.with_name(f"{output.name}{CHECKPOINT}"), checkpoint_every, resume or place.restarts > 0)
+    if place.speaks:
+        _check_kept(kept, raw, say)
+    try:
+        network = run.load(model, say)
+        if pairs:
+            _announce(pairs, network, layers, run.sample, say)
+        with run.joined() as ranks, stopping_between_chunks(say.warn, raw) as kept.stopping:
+            seen = run.capture(
+                network,
+                layers,
+                say,
+                ranks,
+                None if raw else kept,
+                by_gamma=by_gamma,
+                per_channel=per_channel,
+                diagonal=diagonal,
+                observe=pairs.add if pairs else None,
+            )
+        if not place.speaks:
+            raise typer.Exit
+        say.account(seen, network.inputs.unreadable)
+        path = _saved(seen, output, kept)
+        folder = pairs.finish(seen) if pairs else None
+    finally:
+        if pairs:
+            pairs.discard()
+    say.result(str(path))
+    sites = pairs_as_json(seen)
+    document = {
+        **seen.about,
+        "file": str(path),
+        "raw": str(folder) if folder else None,
+        "n_samples": seen.n_samples,
+        "unreadable": network.inputs.unreadable,
+        "parts": list(seen.parts),
+        "sites": sites,
+        "skipped": skipped_as_json([seen]),
+    }
+    say.document(document, [{**seen.about, "file": str(path), **site} for site in sites])
+
+
+def _check_raw(raw: bool, resume: bool, place: Place) -> None:
+    """Refuse raw pairs of several runs or ranks: they are written by one, in one go; UsageError."""
+    if raw and not place.alone:
+        raise UsageError(f"--raw writes pairs in their order, which {place.ranks} ranks have none of; leave one out.")
+    if raw and resume:
+        raise UsageError("--raw writes pairs in one go, so that there is nothing to resume; leave one of them out.")
+
+
+def _check_kept(kept: Checkpoints, raw: bool, say: Output) -> None:
+    """Say whether the run goes on from another one; refuse to begin anew beside what that has left."""
+    if raw:
+        return
+    kept.check()
+    if kept.resume:
+        say.remark(f"going on from {kept.folder}" if kept.exist else "nothing to resume; starting from the beginning")
+
+
+def _saved(seen: Capture, output: Path, kept: Checkpoints) -> Path:
+    """Write the capture, and remove what is no longer needed."""
+    try:
+        path = normscope.save_capture(seen, output)
+    except UsageError as error:
+        if not kept.exist:
+            raise
+        raise UsageError(
+            f"{error} {kept.folder} stays as it was at the last checkpoint: --resume goes on from it."
+        ) from error
+    kept.remove()
+    return path
+
+
+def _announce(pairs: RawPairs, network: LoadedModel, layers: str, sample: int | None, say: Output) -> None:
+    """Say how large the raw pairs will be."""
+    from normscope.pairs.norms.sites import select
+    from normscope.pairs.storage import raw_bytes
+
+    sites = select(normscope.find_norms(network).sites, layers)
+    samples = network.inputs.n_samples
+    size = raw_bytes(sites, samples or 1, sample)
+    each = "in all" if samples else "for each sample"
+    told = f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1e3:,.1f} kB"
+    say.warn(
+        f"the raw pairs of {len(sites)} norm sites will take about {told} {each} in {pairs.folder}, if all samples are "
+        "as long as the first"
+    )

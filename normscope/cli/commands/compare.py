@@ -1,0 +1,105 @@
+"""``normscope compare``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import normscope
+from normscope.cli.options import AsCsv, AsJson, By, Dpi, Format, Func, Layers, Models, Quiet, Theme, figure_suffix
+from normscope.cli.output import Output, skipped_as_json
+from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
+from normscope.runtime.files import check_writable
+
+if TYPE_CHECKING:
+    from normscope.fits.views.comparison import Comparison
+
+EXAMPLES = (
+    "Examples: normscope compare monday.safetensors tuesday.safetensors · normscope compare demo_vit demo_wav2vec2 · "
+    "normscope compare vit_b16 --weights step100.pt --weights step200.pt"
+)
+
+_FIGURE = "comparison"
+Checkpoints = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--weights",
+        metavar="pretrained|random|FILE|DIR",
+        help="Pretrained, random, a safetensors or torch file, a swap's folder; again for each to compare.",
+        show_default="pretrained",
+    ),
+]
+Destination = Annotated[Path, typer.Option("--output", "-o", help="A folder, or the figure's file.")]
+
+
+@runs_networks(without=("weights",))
+def compare(
+    models: Models = None,
+    *,
+    func: Func = "tanh,isru",
+    layers: Layers = "all",
+    weights: Checkpoints = None,
+    run: RunOptions,
+    by: By = None,
+    figure_format: Format = None,
+    dpi: Dpi = 200,
+    style: Theme = "light",
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    output: Destination = Path("outputs"),
+    quiet: Quiet = False,
+) -> None:
+    """Compare models, captures, or the checkpoints of a training with the first of them: site by site, in one figure.
+
+    Sites are matched by name, or, where the networks are built differently, by placement and relative depth.
+    """
+    say = Output(as_json, quiet, as_csv=as_csv)
+    names = named_or_embedded(models, say)
+    path = _path(output, figure_format)
+    from normscope.fits.views.comparison import check_curves, check_number, compared
+
+    curves = check_curves(func)
+    sources = [(name, replace(run, weights=own)) for name in names for own in weights or ["pretrained"]]
+
+    from normscope.figures.style import style_named
+    from normscope.tables.comparison import comparison_table, matching_lines
+
+    style_named(style)
+    for name, own in sources:
+        check_sources([name], own)
+    check_by(by, names)
+    if by is None:
+        check_number(len(sources))
+    check_writable(path)
+    seen = list(captures(sources, layers, say, by))
+    found = compared(seen, [normscope.fit(capture, curves) for capture in seen])
+    for line in matching_lines(found):
+        say.result(line)
+    say.result(comparison_table(found.rows))
+    figure = normscope.save_figure(normscope.plot_comparison(seen, found.fits, style=style), path, seen, dpi)
+    say.result(str(figure))
+    rows = [row.as_dict() for row in found.rows]
+    say.document(_document(found, figure, rows), rows)
+
+
+def _path(output: Path, asked: str | None) -> Path:
+    """Decide on the figure's file before anything is run."""
+    suffix = figure_suffix(output, asked, [], None)
+    return output if output.suffix.lower() == f".{suffix}" else output / f"{_FIGURE}.{suffix}"
+
+
+def _document(found: Comparison, figure: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    of_each = [
+        {"capture": number, **capture.about, "samples": capture.n_samples, "seed": capture.seed}
+        for number, capture in enumerate(found.captures, 1)
+    ]
+    return {
+        "figure": str(figure),
+        "compared": of_each,
+        "sites": rows,
+        "unmatched": found.unmatched(),
+        "skipped": skipped_as_json(found.captures),
+    }

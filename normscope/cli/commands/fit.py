@@ -1,0 +1,160 @@
+"""``normscope fit``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import normscope
+from normscope.cli.options import AsCsv, AsJson, By, Func, JsonFile, Layers, Models, Quiet
+from normscope.cli.output import Output, skipped_as_json
+from normscope.cli.running import (
+    RunOptions,
+    captures,
+    check_by,
+    check_sources,
+    family_of,
+    named_or_embedded,
+    runs_networks,
+)
+from normscope.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    from normscope.pairs.captures import Capture
+
+EXAMPLES = (
+    "Examples: normscope fit --func isru · normscope fit vit_b16 --func all --csv · "
+    "normscope fit demo_dit --by timestep · normscope fit demo_vit --per channel --json · "
+    "normscope fit seen.safetensors --pool kind --func best"
+)
+
+LEVELS = ("site", "channel", "token")
+CURVES = "tanh,isru"
+
+Per = Annotated[
+    str, typer.Option(metavar="site|channel|token", help="One fit a site, a channel, or a token: its line, exactly.")
+]
+Pool = Annotated[
+    str | None,
+    typer.Option(metavar="placement|kind|all", help="Fit sites together; a kind: blocks.*.norm1.", show_default=False),
+]
+Amplitude = Annotated[
+    str, typer.Option(metavar="free|theory", help="A is fitted, or such that the curve tends to √d or √(d−1).")
+]
+Theory = Annotated[
+    bool, typer.Option("--theory", help="Fit nothing: A as in theory, α from the mean slope of the tokens' lines.")
+]
+Alpha = Annotated[float | None, typer.Option(help="Fix α; 1 is the ablation without α.", show_default=False)]
+Shift = Annotated[
+    bool | None,
+    typer.Option(
+        "--shift/--no-shift",
+        help="Fit s in f(αx + s) of every curve, or of none; else of derf alone.",
+        show_default=False,
+    ),
+]
+WeightsBy = Annotated[
+    str,
+    typer.Option(
+        metavar="pairs|gamma|x", help="Pairs count alike, by γ² (what the next layer sees), or evenly over x."
+    ),
+]
+Advise = Annotated[
+    bool,
+    typer.Option("--advise", help="Say where to start a norm-free training, kind by kind of site (-o advice.yaml)."),
+]
+
+
+@runs_networks()
+def fit(
+    models: Models = None,
+    *,
+    func: Func = CURVES,
+    per: Per = "site",
+    pool: Pool = None,
+    amplitude: Amplitude = "free",
+    theory: Theory = False,
+    alpha: Alpha = None,
+    shift: Shift = None,
+    weights_by: WeightsBy = "pairs",
+    advise: Advise = False,
+    layers: Layers = "all",
+    run: RunOptions,
+    by: By = None,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    output: JsonFile = None,
+    quiet: Quiet = False,
+) -> None:
+    """Fit y ≈ A·f(αx + s) to every norm's pairs, by least squares over all of them, with honest intervals."""
+    say = Output(as_json, quiet, output, as_csv=as_csv)
+    from normscope.fits.fit import check_fit
+
+    if per not in LEVELS:
+        raise UsageError(unknown("level", per, LEVELS))
+    of_tokens = per == "token"
+    if advise and (per != "site" or pool):
+        raise UsageError("--advise takes the fits of each site by itself; leave --per and --pool out.")
+    form = {"amplitude": amplitude, "theory": theory, "alpha": alpha, "shift": shift}
+    if of_tokens and (func, pool, weights_by, *form.values()) != (CURVES, None, "pairs", "free", False, None, None):
+        raise UsageError(
+            "--per token fits no curve, as each token is a line, exactly; leave out --func, --pool, --weights-by, "
+            "--amplitude, --theory, --alpha and --shift."
+        )
+    how: dict[str, Any] = {"per": "site" if of_tokens else per, "pool": pool, "weights_by": weights_by, **form}
+    check_fit(func, **how)
+    names = named_or_embedded(models, say)
+    check_sources(names, run)
+    check_by(by, names)
+    seen, rows, summaries = [], [], []
+    for capture in captures(
+        [(name, run) for name in names], layers, say, by, by_gamma=weights_by == "gamma", per_channel=per == "channel"
+    ):
+        say.result("{model} · {weights} · {data}".format(**capture.about))
+        seen.append(capture)
+        if of_tokens:
+            rows += _slopes(capture, say)
+        elif advise:
+            rows += _advice(capture, func, how, say)
+        else:
+            own, summary = _fits(capture, func, how, say)
+            rows += own
+            summaries += summary
+    if advise:
+        from normscope.fits.views.advice import NOTE
+
+        document: dict[str, Any] = {"note": NOTE, "advice": rows}
+    else:
+        document = {"slopes": rows} if of_tokens else {"fits": rows, "layerwise": summaries}
+    say.document({**document, "skipped": skipped_as_json(seen)}, rows)
+
+
+def _fits(
+    capture: Capture, func: str, how: dict[str, Any], say: Output
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    from normscope.tables.fit import channels_table, fits_table, layerwise_line
+
+    fits = normscope.fit(capture, func, **how)
+    say.result(channels_table(fits) if how["per"] == "channel" else fits_table(fits))
+    found = normscope.layerwise(fits) if how["per"] == "site" and how["pool"] is None else None
+    if found is None or found.sites < 2:
+        return [one.as_dict() for one in fits], []
+    say.result(layerwise_line(found))
+    return [one.as_dict() for one in fits], [{"model": capture.about["model"], **found.as_dict()}]
+
+
+def _advice(capture: Capture, func: str, how: dict[str, Any], say: Output) -> list[dict[str, Any]]:
+    from normscope.tables.fit import advice_table
+
+    found = normscope.advise(normscope.fit(capture, func, **how), capture.sites, family=family_of(capture))
+    say.result(advice_table(found))
+    return [one.as_dict() for one in found]
+
+
+def _slopes(capture: Capture, say: Output) -> list[dict[str, Any]]:
+    from normscope.tables.fit import slopes_table
+
+    slopes = normscope.token_slopes(capture)
+    say.result(slopes_table(slopes))
+    return [one.as_dict() for one in slopes]

@@ -1,0 +1,82 @@
+"""``normscope gradient``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import normscope
+from normscope.cli.options import (
+    AsCsv,
+    AsJson,
+    By,
+    Destination,
+    Dpi,
+    Format,
+    Func,
+    Layers,
+    Models,
+    Quiet,
+    Theme,
+    figure_path,
+    figure_suffix,
+    figure_title,
+)
+from normscope.cli.output import Output, skipped_as_json
+from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
+from normscope.runtime.files import check_writable
+from normscope.tables.gradient import constants_table, jacobians_table
+
+EXAMPLES = (
+    "Examples: normscope gradient demo_vit · normscope gradient vit_b16 --layers all --json · "
+    "normscope gradient seen.safetensors -o gradient.pdf"
+)
+
+_VIEW = "gradient"
+
+
+@runs_networks()
+def gradient(
+    models: Models = None,
+    *,
+    layers: Layers = "4",
+    func: Func = "tanh,isru",
+    figure_format: Format = None,
+    dpi: Dpi = 200,
+    style: Theme = "light",
+    run: RunOptions,
+    by: By = None,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    output: Destination = Path("outputs"),
+    quiet: Quiet = False,
+) -> None:
+    """Set each norm's Jacobian beside its curves' derivatives, and show whether what DyT and DyISRU assume holds."""
+    say = Output(as_json, quiet, as_csv=as_csv)
+    names = named_or_embedded(models, say)
+    suffix = figure_suffix(output, figure_format, names, by)
+    from normscope.figures.style import style_named
+    from normscope.fits.fit import check_fit
+
+    check_fit(func)
+    style_named(style)
+    check_sources(names, run)
+    check_by(by, names)
+    for name in names:
+        check_writable(figure_path(output, suffix, name, _VIEW, []))
+    seen, views = [], []
+    figures: list[dict[str, Any]] = []
+    for capture in captures([(name, run) for name in names], layers, say, by, diagonal=True):
+        fits = normscope.fit(capture, func)
+        own = normscope.gradient(capture, fits)
+        say.result("{model} · {weights} · {data}".format(**capture.about))
+        say.result(jacobians_table(own))
+        say.result(constants_table(own))
+        path = figure_path(output, suffix, figure_title(capture), _VIEW, [entry["file"] for entry in figures])
+        normscope.save_figure(normscope.plot_gradient(capture, fits, style=style), path, capture, dpi)
+        say.result(str(path))
+        figures.append({**capture.about, "file": str(path), "sites": [site.name for site in capture.sites]})
+        seen.append(capture)
+        views += own
+    rows = [view.as_dict() for view in views]
+    say.document({"gradient": rows, "figures": figures, "skipped": skipped_as_json(seen)}, rows)

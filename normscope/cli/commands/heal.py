@@ -1,0 +1,153 @@
+"""``normscope heal``."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import normscope
+from normscope.cli.commands.swap import Folder, call_that_loads
+from normscope.cli.options import AsCsv, AsJson, Model, OwnBatchSize, Quiet
+from normscope.cli.output import Output
+from normscope.cli.running import RunOptions, check_models, runs_networks
+from normscope.cli.swapping import How, Init, Learner, OneFunc, Per, Shift, Sites, check_kernels
+from normscope.errors import UsageError, count
+from normscope.runtime.files import check_folder_writable, check_writable
+from normscope.runtime.processes import Place
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from normscope.swaps.heal.reports import HealReport
+
+EXAMPLES = (
+    "Examples: normscope heal demo_vit --func dyisru -o healed · "
+    "normscope heal demo_dit --func dyt --steps 200 -o healed --json"
+)
+
+_BATCH_SIZE = 16
+# Where and how fast it runs; and what no option of this command is, which is at its default.
+_OF_THE_MACHINE = ("device", "workers", "batch_size", "sample", "device_map", "dtype", "verify")
+
+Steps = Annotated[
+    int,
+    typer.Option(min=1, help="In all: a tenth of the blocks by themselves, the others end to end; four batches each."),
+]
+
+Restart = Annotated[
+    bool, typer.Option("--restart", help="Discard what an interrupted healing left beside the folder, and begin anew.")
+]
+
+
+@runs_networks(without=("batch_size", "sample", "device_map", "dtype", "verify"))
+def heal(
+    model: Model,
+    output: Folder,
+    *,
+    func: OneFunc = "dyisru",
+    steps: Steps = 1700,
+    init: Init = "fit",
+    sites: Sites = "all",
+    per: Per = "site",
+    shift: Shift = None,
+    batch_size: OwnBatchSize = None,
+    restart: Restart = False,
+    run: RunOptions,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    quiet: Quiet = False,
+) -> None:
+    """Swap a model's norms, and train it back to what it gave: sites alone, then blocks, then end to end."""
+    if not (place := Place.from_environment()).alone:
+        raise UsageError(
+            f"Healing takes its steps in one process, and torchrun started {place.ranks}. Start it without torchrun: "
+            "normscope heal …"
+        )
+    say = Output(as_json, quiet, as_csv=as_csv)
+    check_models([model])
+    from normscope.pairs.ranks import ALONE
+    from normscope.swaps.heal.training import check_asked
+    from normscope.swaps.record import FILES
+
+    how = How.of(func, init, per, shift)
+    check_kernels([how], run.device)
+    check_folder_writable(output, FILES)
+    checkpoint, drawn = (output.with_name(output.name + end) for end in (".healing.safetensors", "-healing.png"))
+    for path in (checkpoint, drawn):
+        check_writable(path)
+    options = {"func": func, "steps": steps, "init": init, "sites": sites, "per": per, "shift": shift}
+    wanted = {"model": model, **options, "batch size": batch_size, **_inputs(run)}
+    if not restart:
+        check_asked(checkpoint, wanted)
+    # Batches of a network of the user's own are as they are, which takes the default of all commands.
+    at_once = batch_size or (RunOptions.batch_size if model.startswith("py:") else _BATCH_SIZE)
+    network = replace(run, batch_size=at_once, dtype="float32").load(model, say)  # half precision swallows small steps
+    learner = Learner.of(network, sites, run.seed, say, ALONE)
+    fits = learner.fits(how, say)
+    swapped = copy.deepcopy(network.module)
+    normscope.Swap(swapped, learner.replacements(how, fits, say))
+    if checkpoint.exists():
+        if restart:
+            checkpoint.unlink()
+        say.remark(f"discarded {checkpoint}, to begin anew" if restart else f"going on from {checkpoint}")
+    try:
+        with say.bars() as progress:
+            report = normscope.heal(
+                network,
+                swapped,
+                learner.learned,
+                learner.held_out,
+                steps=steps,
+                seed=run.seed,
+                checkpoint=checkpoint,
+                asked=wanted,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        if checkpoint.exists():
+            say.warn(f"the same command goes on from {checkpoint}, which holds what was done until its last interval")
+        raise
+    title = " · ".join([network.name, func, network.provenance.description])
+    say.result("{model} · {weights} · {data}".format(**learner.about))
+    healed = None if report.restored else steps
+    folder = normscope.save_swapped(swapped, output, learner.about, func=func, init=how.start or None, healed=healed)
+    asked = {"func": func, "init": init, "per": per, "sites": len(learner.norms)}
+    whole = {**learner.about, "held_out": learner.held_out.description, **asked}
+    _draw(report, title, whole, drawn)
+    checkpoint.unlink(missing_ok=True)
+    _tell(report, say)
+    say.result(str(folder))
+    say.result(str(drawn))
+    say.remark(f"--weights {folder} takes it in every command; in Python, {call_that_loads(model, str(folder))}")
+    files = {"folder": str(folder), "figure": str(drawn)}
+    document = {**whole, **files, **report.as_dict()}
+    say.document(document, [{**whole, **row} for row in _rows(report)])
+
+
+def _inputs(run: RunOptions) -> dict[str, Any]:
+    """List the options that say which network is healed on what, as JSON takes them."""
+    own = {f.name: getattr(run, f.name) for f in fields(run) if f.name not in _OF_THE_MACHINE}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in own.items()}
+
+
+def _tell(report: HealReport, say: Output) -> None:
+    from normscope.tables.drift import healing_table
+
+    say.result(healing_table(report))
+    if report.left_out:
+        say.warn(f"{count(report.left_out, 'sample')} did not fit into the gibibyte of inputs that is kept in memory")
+    if report.restored:
+        say.warn("the drift on the held-out inputs did not fall: what was written has the start values")
+
+
+def _rows(report: HealReport) -> Iterable[dict[str, Any]]:
+    for stage, own in report.drifts.items():
+        yield {"stage": stage, **own, "closed": report.closed_after(stage), "restored": report.restored}
+
+
+def _draw(report: HealReport, title: str, origin: Mapping[str, Any], path: Path) -> None:
+    normscope.save_figure(normscope.plot_healing(report, title), path, origin)

@@ -1,0 +1,102 @@
+"""``normscope plot``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import normscope
+from normscope.cli.options import (
+    AsCsv,
+    AsJson,
+    By,
+    Destination,
+    Dpi,
+    Format,
+    Func,
+    Layers,
+    Models,
+    Quiet,
+    Theme,
+    figure_path,
+    figure_suffix,
+    figure_title,
+)
+from normscope.cli.output import Output, skipped_as_json
+from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
+from normscope.runtime.files import check_writable
+
+EXAMPLES = "Examples: normscope plot · normscope plot vit_b16 --layers 4 --format pdf · normscope plot seen.safetensors"
+
+_OVERVIEW = "overview"
+_VIEW = "scurves"
+Color = Annotated[
+    str,
+    typer.Option(
+        help="Rows of the figure, separated by commas: density, token, channel; residual: E\\[y|x] less a fit."
+    ),
+]
+
+
+@runs_networks()
+def plot(
+    models: Models = None,
+    *,
+    layers: Layers = "4",
+    func: Func = "tanh,isru",
+    color: Color = "density,token,channel",
+    figure_format: Format = None,
+    dpi: Dpi = 200,
+    style: Theme = "light",
+    run: RunOptions,
+    by: By = None,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    output: Destination = Path("outputs"),
+    quiet: Quiet = False,
+) -> None:
+    """Draw the S-curves of a model's norms: all pairs, by token and by channel, under fitted curves.
+
+    Two or more models also share one figure more: a row a model, and four norms across.
+    """
+    say = Output(as_json, quiet, as_csv=as_csv)
+    names = named_or_embedded(models, say)
+    suffix = figure_suffix(output, figure_format, names, by)
+    from normscope.fits.fit import check_fit
+
+    check_fit(func)
+
+    from normscope.figures.scurves import rows_named
+    from normscope.figures.style import style_named
+
+    rows = rows_named(color)
+    style_named(style)
+    check_sources(names, run)
+    check_by(by, names)
+    for name in [*names, *([_OVERVIEW] if len(names) > 1 else [])]:
+        check_writable(figure_path(output, suffix, name, _VIEW, []))
+    figures: list[dict[str, Any]] = []
+    seen, fits = [], []
+    for capture in captures([(name, run) for name in names], layers, say, by):
+        fitted = normscope.fit(capture, func)
+        figure = normscope.plot(capture, fitted, color=rows, style=style)
+        taken = [entry["file"] for entry in figures]
+        path = normscope.save_figure(
+            figure, figure_path(output, suffix, figure_title(capture), _VIEW, taken), capture, dpi
+        )
+        say.result(str(path))
+        sites = [site.name for site in capture.sites]
+        shown = {"file": str(path), "sites": sites, "fits": [found.as_dict() for found in fitted]}
+        figures.append({**capture.about, **shown})
+        seen.append(capture)
+        fits.append(fitted)
+    together = None
+    if len(seen) > 1:
+        taken = [entry["file"] for entry in figures]
+        path = figure_path(output, suffix, _OVERVIEW, _VIEW, taken)
+        together = str(normscope.save_figure(normscope.overview(seen, fits, style=style), path, seen, dpi))
+        say.result(together)
+    drawn = [{"file": figure["file"], **found} for figure in figures for found in figure["fits"]]
+    say.document({"figures": figures, "overview": together, "skipped": skipped_as_json(seen)}, drawn)

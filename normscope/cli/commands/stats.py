@@ -1,0 +1,43 @@
+"""``normscope stats``."""
+
+from __future__ import annotations
+
+import normscope
+from normscope.cli.options import AsCsv, AsJson, By, JsonFile, Layers, Models, Quiet
+from normscope.cli.output import Output, skipped_as_json
+from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
+from normscope.tables.card import card_table, scale_table, tails_table
+
+EXAMPLES = (
+    "Examples: normscope stats vit_b16 · normscope stats demo_vit --layers 8, · "
+    "normscope stats capture.safetensors --json -o cards.json"
+)
+
+
+@runs_networks()
+def stats(
+    models: Models = None,
+    *,
+    layers: Layers = "all",
+    run: RunOptions,
+    by: By = None,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    output: JsonFile = None,
+    quiet: Quiet = False,
+) -> None:
+    """Say what centring and scaling do at every norm, and which channels and tokens make its tails: the norm card."""
+    say = Output(as_json, quiet, output, as_csv=as_csv)
+    names = named_or_embedded(models, say)
+    check_sources(names, run)
+    check_by(by, names)
+    seen, cards = [], []
+    for capture in captures([(name, run) for name in names], layers, say, by):
+        own = normscope.norm_cards(capture)
+        say.result("{model} · {weights} · {data}".format(**capture.about))
+        for table in [card_table(own[0])] if len(own) == 1 else [scale_table(own), tails_table(own)]:
+            say.result(table)
+        seen.append(capture)
+        cards += own
+    rows = [card.as_dict() for card in cards]
+    say.document({"sites": rows, "skipped": skipped_as_json(seen)}, rows)

@@ -1,0 +1,106 @@
+"""``normscope swap``."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import normscope
+from normscope.cli.options import AsCsv, AsJson, Model, Quiet
+from normscope.cli.output import Output
+from normscope.cli.running import RunOptions, check_models, runs_networks
+from normscope.cli.swapping import How, Init, Learner, OneFunc, Per, Shift, Sites, check_kernels
+from normscope.runtime.files import check_folder_writable
+from normscope.runtime.processes import Place
+from normscope.tables.table import swapped_table
+
+if TYPE_CHECKING:
+    from normscope.fits.curve_fit import CurveFit
+    from normscope.pairs.norms.sites import NormSite
+    from normscope.swaps.start import Start
+
+EXAMPLES = (
+    "Examples: normscope swap demo_vit --func dyt -o demo_vit-dyt · "
+    "normscope swap vit_b16 --func dyisru --sites final,pre-norm -o safe · normscope swap demo_dit --func best -o best"
+)
+Folder = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The folder to write; --weights takes it.")]
+
+
+@runs_networks(without=("sample", "device_map", "verify"))
+def swap(
+    model: Model,
+    output: Folder,
+    *,
+    func: OneFunc = "dyt",
+    init: Init = "fit",
+    sites: Sites = "all",
+    per: Per = "site",
+    shift: Shift = None,
+    run: RunOptions,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+    quiet: Quiet = False,
+) -> None:
+    """Put point-wise functions in the place of a model's norms, and write the model: its weights and what is where."""
+    say = Output(as_json, quiet, as_csv=as_csv)
+    check_models([model])
+    from normscope.swaps.record import FILES
+    from normscope.swaps.start import starts
+
+    how = How.of(func, init, per, shift)
+    check_kernels([how], run.device)
+    place = Place.from_environment()
+    if place.speaks:
+        check_folder_writable(output, FILES)
+    network = run.load(model, say)
+    with run.joined() as ranks:
+        learner = Learner.of(network, sites, run.seed, say, ranks)
+        fits = learner.fits(how, say)
+        modules = learner.replacements(how, fits, say)
+    if not place.speaks:
+        raise typer.Exit
+    rows = [_row(start, fits) for start in starts(how.asked, fits, how.begin) if start.norm.name in modules]
+    normscope.Swap(network.module, modules)
+    about = learner.about
+    folder = normscope.save_swapped(network.module, output, about, func=func, init=how.start or None)
+    say.result("{model} · {weights} · {data}".format(**about))
+    say.result(swapped_table(rows))
+    say.result(str(folder))
+    say.remark(f"--weights {folder} takes it in every command; in Python, {call_that_loads(model, str(folder))}")
+    whole = {**about, "folder": str(folder), "func": func, "init": init, "per": per}
+    left_out = [{"model": model, **asdict(norm)} for norm in learner.skipped]
+    say.document({**whole, "sites": rows, "skipped": left_out}, [{**whole, **row} for row in rows])
+
+
+def call_that_loads(model: str, folder: str) -> str:
+    """Write the call that loads it; a network of the user's own is loaded by its name."""
+    own = model.startswith("py:")
+    return f"normscope.load({model!r}, weights={folder!r})" if own else f"normscope.load_swapped({folder!r})"
+
+
+def _row(start: Start, fits: Sequence[CurveFit] | Sequence[NormSite]) -> dict[str, Any]:
+    """Describe what was put at one site; where each channel has numbers of its own, by their medians."""
+    from normscope.fits.curves.known import FREE
+
+    own = [
+        one
+        for one in fits
+        if isinstance(one, normscope.CurveFit) and one.function is start.curve and one.norm is start.norm
+    ]
+    r2 = [one.r2 for one in own if not one.degenerate]
+    has_parameters = start.curve is not None and start.curve.name != FREE
+    return {
+        "site": start.norm.name,
+        "norm": start.norm.kind,
+        "func": start.curve.name if start.curve else "rmsnorm",
+        "A": float(start.amplitude.median()) if has_parameters else None,
+        "alpha": float(start.alpha.median()) if has_parameters else None,
+        "shift": float(start.shift.median()) if has_parameters and start.shift is not None else None,
+        "r2": statistics.median(r2) if r2 else None,
+        "per_channel": start.alpha.numel() > 1,
+    }

@@ -1,0 +1,252 @@
+"""``normscope swap-bench``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import normscope
+from normscope.cli.options import AsJson, Dpi, Format, Quiet, Theme, figure_path, figure_suffix
+from normscope.cli.output import Output
+from normscope.cli.running import RunOptions, check_models, named_or_embedded, runs_networks
+from normscope.cli.swapping import How, Learner, Per, Shift, Sites, check_kernels, inits_there_are
+from normscope.errors import DeviceError, UsageError
+from normscope.models import registry
+from normscope.runtime.files import check_writable
+from normscope.runtime.processes import Place
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from normscope.inputs.loaded_model import LoadedModel
+    from normscope.pairs.norms.sites import NormSite
+    from normscope.swaps.bench.reports import BenchReport, PublishedReport
+    from normscope.swaps.drift.reports import DriftReport
+
+EXAMPLES = (
+    "Examples: normscope swap-bench · normscope swap-bench demo_dit --func dyt,free,rmsnorm --init fit,paper · "
+    "normscope swap-bench vit_b16 --sites least:8 · normscope swap-bench llama_7b --device cuda"
+)
+_VIEWS = ("drift", "speed")
+_PUBLISHED = "llama_7b"
+
+Networks = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Models (`normscope models` lists them); without any, the embedded ones.",
+        show_default=False,
+    ),
+]
+Funcs = Annotated[
+    str,
+    typer.Option(
+        help="What takes the norms' place, separated by commas: dyt (tanh), dyisru (isru), derf, identity, …; rmsnorm; "
+        "free, E\\[y|x] itself; best, each site's own; or your own formula of x."
+    ),
+]
+Inits = Annotated[
+    str,
+    typer.Option(
+        metavar="fit|theory|paper",
+        help="Where to start, or several with commas: own fits; A and α in theory; or A = 1, α = 0.5.",
+    ),
+]
+Full = Annotated[
+    bool, typer.Option("--full", help="Time the whole matrix: whole networks compiled and backward, in every dtype.")
+]
+Seconds = Annotated[
+    float | None,
+    typer.Option(min=0, help="For each model's speed; by default 30, and of --full no limit.", show_default=False),
+]
+Folder = Annotated[Path, typer.Option("--output", "-o", help="A folder for the figures, two of each model.")]
+
+
+@runs_networks(without=("sample", "device_map", "verify"))
+def swap_bench(
+    models: Networks = None,
+    *,
+    func: Funcs = "dyt,dyisru,derf",
+    init: Inits = "fit",
+    sites: Sites = "all",
+    per: Per = "site",
+    shift: Shift = None,
+    full: Full = False,
+    seconds: Seconds = None,
+    figure_format: Format = None,
+    dpi: Dpi = 200,
+    style: Theme = "light",
+    run: RunOptions,
+    as_json: AsJson = False,
+    output: Folder = Path("outputs"),
+    quiet: Quiet = False,
+) -> None:
+    """Replace norms by point-wise functions: how far the outputs move on held-out inputs, and how fast it is."""
+    say = Output(as_json, quiet)
+    from normscope.figures.style import style_named
+    from normscope.models.weights.devices import resolve_device
+    from normscope.swaps.bench.bench import in_words
+
+    suffix = figure_suffix(output, figure_format, [], None)
+    if output.suffix.lower() == f".{suffix}":
+        raise UsageError(f"--output {output} is one file, but each model has {len(_VIEWS)} figures. Name a folder.")
+    style_named(style)
+    there = resolve_device(run.device)
+    where = in_words(there)
+    say.result(f"on {where}" if there.type == "cuda" else f"on {where}; no number here is of a GPU")
+    names = named_or_embedded(models, say)
+    check_models(names)
+    _check_published(names, there)
+    wanted = Wanted.of(func, init, per, shift)
+    check_kernels(wanted.ways, run.device)
+    place = Place.from_environment()
+    for name, view in itertools.product(names if place.speaks else (), _VIEWS):
+        check_writable(figure_path(output, suffix, name, view, []))
+    if not place.alone:
+        say.remark(f"{place.ranks} ranks divide the drift; speed is of the first alone, while the others wait")
+    drifts, speeds, tables = [], [], []
+    figures: list[dict[str, str]] = []
+    for learner, moved in _drifts(names, sites, wanted, run, say):
+        network = learner.network
+        speed = _speed(network, wanted, run, full, seconds, say)
+        if network.name == _PUBLISHED:
+            tables.append(_published(network, wanted, say).as_dict())
+        taken = [entry["file"] for entry in figures]
+        paths = {view: figure_path(output, suffix, network.name, view, taken) for view in _VIEWS}
+        _draw(paths, moved, learner.norms, speed, style, dpi)
+        for view, path in paths.items():
+            say.result(str(path))
+            figures.append({"model": network.name, "view": view, "file": str(path)})
+        drifts += [report.as_dict() for report in moved]
+        speeds.append(speed.as_dict())
+    document = {"device": where, "drift": drifts, "speed": speeds, "figures": figures}
+    say.document({**document, "published": tables} if tables else document)
+
+
+def _check_published(names: Sequence[str], there: torch.device) -> None:
+    """Refuse what cannot be repeated here, before seven billion weights are made."""
+    from normscope.swaps.bench.bench import why_not
+
+    if _PUBLISHED in names and (reason := why_not(there)):
+        raise DeviceError(reason)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be swapped in, and how it starts; UsageError where options do not go together."""
+
+    ways: Sequence[How]
+
+    @classmethod
+    def of(cls, func: str, init: str, per: str, shift: bool | None) -> Wanted:
+        from normscope.fits.curves.lookup import split_names
+
+        inits = [part.strip() for part in init.split(",")]
+        ways: list[How] = []
+        for name in dict.fromkeys(part.lower() if "=" not in part else part for part in split_names(func)):
+            ways += [How.of(name, own, per, shift) for own in dict.fromkeys(inits_there_are(name, inits))]
+        return cls(ways)
+
+    @property
+    def curves(self) -> list[str]:
+        """Names of what can be timed without a fit."""
+        return list(dict.fromkeys(how.func for how in self.ways if how.func not in ("free", "best")))
+
+
+def _drifts(
+    names: Sequence[str], sites: str, wanted: Wanted, run: RunOptions, say: Output
+) -> Iterator[tuple[Learner, list[DriftReport]]]:
+    """Measure the drift of each model; ranks divide its inputs among them, and the first alone gets what they found.
+
+    Raises:
+        typer.Exit: at the end, of all ranks but the first.
+    """
+    speaks = Place.from_environment().speaks
+    with run.joined() as ranks:
+        for name in names:
+            ranks.told(name)  # here the others wait: while the first times one network, none loads the next
+            learner = Learner.of(run.load(name, say), sites, run.seed, say, ranks)
+            moved = _drift(learner, wanted, say)
+            if speaks:
+                yield learner, moved
+    if not speaks:
+        raise typer.Exit
+
+
+def _drift(learner: Learner, wanted: Wanted, say: Output) -> list[DriftReport]:
+    """Measure drift for each function and start, on inputs that nothing was fitted to."""
+    from normscope.tables.drift import drift_table, parts_table, sites_table
+
+    # All of them before the first pass: what cannot be swapped in is not found out behind minutes of others' drift.
+    made = [(how, learner.replacements(how, learner.fits(how, say), say)) for how in wanted.ways]
+    reports = [_drift_of(learner, how, modules, say) for how, modules in made]
+    say.result("{model} · {weights} · {data}".format(**reports[0].about))
+    say.result(drift_table(reports))
+    if any(report.by_part for report in reports):
+        say.result(parts_table(reports))
+    say.result(sites_table(reports))
+    return reports
+
+
+def _drift_of(learner: Learner, how: How, modules: Mapping[str, nn.Module], say: Output) -> DriftReport:
+    with say.bars() as progress:
+        return normscope.drift(
+            learner.network,
+            learner.held_out,
+            modules,
+            func=how.func,
+            init=how.start,
+            progress=progress,
+            ranks=learner.ranks,
+        )
+
+
+def _speed(
+    network: LoadedModel, wanted: Wanted, run: RunOptions, full: bool, seconds: float | None, say: Output
+) -> BenchReport:
+    """Time the network; in the place of an embedded one, which is tiny, its full-size sibling with random weights."""
+    from normscope.models.weights.devices import KEEP, dtype_name
+    from normscope.tables.speed import speed_tables
+
+    if sibling := registry.find(network.name).sibling:
+        say.remark(f"{network.name} is tiny: speed is that of {sibling}, of the same norms, with random weights")
+        size = RunOptions.batch_size if run.batch_size == "auto" else run.batch_size
+        of_sibling = replace(run, weights="random", data=None, limit=size, batch_size=size, shuffle=False)
+        network = of_sibling.load(sibling, say)
+    dtypes = None if full or run.dtype in (None, KEEP) else [dtype_name(run.dtype)]
+    with say.bars() as progress:
+        report = normscope.bench(
+            network, curves=wanted.curves, dtypes=dtypes, full=full, budget=seconds, progress=progress
+        )
+    say.result("{model} · {weights} · {data}".format(**report.about))
+    for table in speed_tables(report):
+        say.result(table)
+    return report
+
+
+def _published(network: LoadedModel, wanted: Wanted, say: Output) -> PublishedReport:
+    from normscope.swaps.bench.bench import published
+    from normscope.tables.speed import published_table
+
+    with say.bars() as progress:
+        report = published(network.module, wanted.curves, outputs=network.outputs, progress=progress)
+    say.result(published_table(report))
+    return report
+
+
+def _draw(
+    paths: Mapping[str, Path],
+    moved: Sequence[DriftReport],
+    norms: Sequence[NormSite],
+    speed: BenchReport,
+    style: str,
+    dpi: int,
+) -> None:
+    normscope.save_figure(normscope.plot_drift(moved, norms, style=style), paths["drift"], moved[0].about, dpi)
+    normscope.save_figure(normscope.plot_speed(speed, style=style), paths["speed"], speed.about, dpi)

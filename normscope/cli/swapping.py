@@ -1,0 +1,241 @@
+"""What the commands that swap norms share: what is asked for, and the start values that follow from a network."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import normscope
+from normscope.errors import UsageError, unknown
+from normscope.inputs.splits import divided
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from normscope.cli.output import Output
+    from normscope.fits.curve_fit import CurveFit
+    from normscope.fits.curves.known import Curve
+    from normscope.inputs.loaded_model import LoadedModel
+    from normscope.inputs.splits import DivisibleInputs, Part
+    from normscope.pairs.captures import Capture
+    from normscope.pairs.norms.sites import NormSite, SkippedNorm
+    from normscope.pairs.ranks import Ranks
+
+_LEAST = re.compile(r"least:([1-9]\d{0,5})")
+_LEVELS = ("site", "channel")
+
+OneFunc = Annotated[
+    str,
+    typer.Option(
+        "--func",
+        help="One curve: dyt (tanh), dyisru (isru), derf, identity, …; free, E\\[y|x] itself; best, each site's own; "
+        "rmsnorm, the norm without centring; or your own formula of x, 'mine=x/(1+abs(x))'.",
+    ),
+]
+Init = Annotated[
+    str,
+    typer.Option(
+        metavar="fit|theory|paper",
+        help="Where to start: this network's own fits; A and α in theory; or A = 1, α = 0.5, as the papers do.",
+    ),
+]
+Sites = Annotated[
+    str,
+    typer.Option(
+        help="Which norms: all; pre-norm, post-norm, qk, final; indices, ranges, names, globs; a number; or least:8, "
+        "those that move the output least."
+    ),
+]
+Per = Annotated[str, typer.Option(metavar="site|channel", help="One A and α a site, or one for each channel.")]
+Shift = Annotated[
+    bool | None,
+    typer.Option("--shift/--no-shift", help="Fit s in f(αx + s), or not; by default it is.", show_default=False),
+]
+
+
+@dataclass(frozen=True)
+class How:
+    """What takes the norms' place, and how its start values are found; UsageError where options contradict.
+
+    Attributes:
+        func: as it was asked for.
+        asked: the curve; or ``free``, ``best`` or ``rmsnorm``, which are none.
+        init: ``fit``, ``theory`` or ``paper``.
+        per: ``site`` or ``channel``.
+        shift: whether s is fitted; None for the default.
+    """
+
+    func: str
+    asked: Curve | str
+    init: str
+    per: str
+    shift: bool | None
+
+    @classmethod
+    def of(cls, func: str, init: str, per: str, shift: bool | None) -> How:
+        """Look up what was asked for."""
+        from normscope.swaps.start import asked_for
+
+        asked = asked_for(func, init)
+        if per not in _LEVELS:
+            raise UsageError(unknown("level", per, _LEVELS))
+        if not isinstance(asked, normscope.Curve) or init != "fit":
+            what = f"--init {init}" if init != "fit" else f"--func {asked}"
+            if per != "site":
+                raise UsageError(f"--per channel fits one curve in each channel: it can have no effect with {what}.")
+            if shift is not None:
+                raise UsageError(
+                    f"Nothing is fitted with an s of its own with {what}; leave --shift and --no-shift out."
+                )
+        return cls(func, asked, init, per, shift)
+
+    @property
+    def needs_pairs(self) -> bool:
+        """Whether start values are made of what the norms did."""
+        return self.start not in ("", "paper")
+
+    @property
+    def start(self) -> str:
+        """The init as reports name it: nothing for an RMSNorm, which has no start values."""
+        from normscope.swaps.start import RMS_NORM
+
+        return "" if self.asked == RMS_NORM else self.init
+
+    @property
+    def begin(self) -> str:
+        """What the fits are taken as: those of theory hold A and α already."""
+        return "fit" if self.needs_pairs else self.init
+
+
+def check_kernels(ways: Sequence[How], device: str) -> None:
+    """Refuse what ``NORMSCOPE_KERNELS`` asks for and the device does not have, before there is any work; UsageError.
+
+    Which curves ``best`` takes, the fits tell: they are looked at when there are modules of them.
+    """
+    import torch
+
+    from normscope.fits.curves.known import BEST
+    from normscope.models.weights.devices import resolve_device
+    from normscope.swaps.kernels.choice import by_kernels
+    from normscope.swaps.start import RMS_NORM
+
+    stand_ins = {BEST: "tanh", RMS_NORM: "linear"}
+    for how in ways:
+        name = how.asked if isinstance(how.asked, str) else how.asked.function_name
+        by_kernels(stand_ins.get(name, name), resolve_device(device), torch.float32)
+
+
+def inits_there_are(func: str, inits: Sequence[str]) -> Sequence[str]:
+    """Of the inits asked for: an RMSNorm has no start values, and free and best are fits themselves."""
+    from normscope.fits.curves.known import BEST, FREE
+    from normscope.swaps.start import RMS_NORM
+
+    if func == RMS_NORM:
+        return inits[:1]
+    return ["fit"] if func in (FREE, BEST) and "fit" in inits else inits
+
+
+@dataclass
+class Learner:
+    """A network, which of its norms are to be swapped, and the inputs that start values are made from.
+
+    Attributes:
+        network: as it was loaded.
+        norms: the sites.
+        skipped: norms that cannot be swapped, as they cannot be observed.
+        least: how many of the norms, those whose swap alone moves the output least; None for all.
+        seed: of the captures.
+        ranks: the processes that divide captures and drift among them; all come to the same start values.
+    """
+
+    network: LoadedModel
+    norms: list[NormSite]
+    skipped: Sequence[SkippedNorm]
+    least: int | None
+    seed: int
+    ranks: Ranks
+    _seen: dict[str, Capture] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, network: LoadedModel, sites: str, seed: int, say: Output, ranks: Ranks) -> Learner:
+        """Find the norms, and choose the sites; UsageError if there are none."""
+        from normscope.swaps.replace import chosen
+
+        least = _LEAST.fullmatch(sites.strip())
+        if sites.strip().startswith("least") and not least:
+            raise UsageError(f"--sites {sites} is not understood; least:8 takes the eight least harmful.")
+        report = normscope.find_norms(network)
+        say.skipped(report.skipped)
+        norms = chosen(report.sites, "all" if least else sites)
+        if least and int(least[1]) > len(norms):
+            raise UsageError(f"--sites {sites} asks for more norms than there are: {len(norms)}.")
+        return cls(network, norms, report.skipped, int(least[1]) if least else None, seed, ranks)
+
+    @property
+    def learned(self) -> DivisibleInputs | Part:
+        """Inputs to fit to, which nothing is judged by."""
+        return self._divided[0]
+
+    @property
+    def held_out(self) -> DivisibleInputs | Part:
+        """Inputs to judge by, which nothing was fitted to."""
+        return self._divided[1]
+
+    @cached_property
+    def _divided(self) -> tuple[DivisibleInputs | Part, DivisibleInputs | Part]:
+        return divided(self.network.inputs, self.network.calibration)
+
+    @property
+    def about(self) -> dict[str, str]:
+        """Name the network, and what start values were fitted to."""
+        seen = next(iter(self._seen.values()), None)
+        return {**self.network.about, "data": seen.about["data"] if seen else "no data, as nothing was fitted"}
+
+    def fits(self, how: How, say: Output) -> list[CurveFit] | list[NormSite]:
+        """Return the fits that start values are taken from; the sites alone where nothing is fitted."""
+        from normscope.swaps.start import fitted
+
+        if not how.needs_pairs:
+            return self.norms
+        return fitted(self._capture(how.per, say), how.asked, how.init, per=how.per, shift=how.shift is not False)
+
+    def replacements(self, how: How, fits: list[CurveFit] | list[NormSite], say: Output) -> dict[str, nn.Module]:
+        """Make what takes each norm's place, by module path; which are least harmful, the inputs learned from tell."""
+        from normscope.swaps import pointwise
+
+        modules = normscope.replacements(self.network, how.asked, fits, init=how.begin)
+        pointwise.check_kernels(modules.values())
+        if self.least is None:
+            return modules
+        with say.bars() as progress:
+            alone = normscope.drift(
+                self.network.module,
+                self.learned,
+                modules,
+                outputs=self.network.outputs,
+                cumulative=False,
+                progress=progress,
+                ranks=self.ranks,
+            )
+        taken = alone.least_harmful(self.least)
+        return {path: module for path, module in modules.items() if path in taken}
+
+    def _capture(self, per: str, say: Output) -> Capture:
+        from normscope.pairs.capture import captured
+        from normscope.pairs.recorder import Summing
+
+        if per not in self._seen:
+            layers = [norm.name for norm in self.norms]
+            summing = Summing(self.seed, by_gamma=per == "site", per_channel=per == "channel")
+            with say.bars() as progress:
+                self._seen[per] = captured(
+                    self.network, self.learned, summing, layers=layers, progress=progress, ranks=self.ranks
+                )
+            inputs = self.network.calibration or self.network.inputs
+            say.observed(self._seen[per], inputs.unreadable)
+        return self._seen[per]

@@ -1,0 +1,182 @@
+"""A curve from a formula that a user types: ``mine=x/(1+abs(x)**3)**(1/3)``.
+
+The formula is parsed by Python's own parser and by nothing else of Python's: its tree is walked once, and what is not
+on the lists below is refused. What comes of it calls torch alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+import warnings
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from normscope.errors import UsageError, count
+from normscope.fits.curves.known import Curve, curve_of
+
+Term = Callable[[Tensor], Tensor]
+
+_LONGEST = 500  # characters
+_DEEPEST = 50  # levels of brackets and operators
+_SIGNS = re.compile(r"[^A-Za-z0-9_ .,+\-*/()]")
+_VARIABLE = ("x", "u")
+_CONSTANTS = {"pi": math.pi, "e": math.e}
+_OPERATORS: dict[type[ast.AST], Callable[..., Tensor]] = {
+    ast.Add: torch.add,
+    ast.Sub: torch.sub,
+    ast.Mult: torch.mul,
+    ast.Div: torch.true_divide,
+    ast.Pow: torch.pow,
+    ast.UAdd: torch.clone,
+    ast.USub: torch.neg,
+}
+
+
+def _cbrt(x: Tensor) -> Tensor:
+    return torch.sign(x) * x.abs().pow(1 / 3)
+
+
+def _clip(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    return torch.minimum(torch.maximum(x, low), high)
+
+
+_FUNCTIONS: dict[str, tuple[Callable[..., Tensor], int]] = {
+    **{
+        name: (getattr(torch, name), 1)
+        for name in (
+            *("abs", "sign", "sqrt", "exp", "expm1", "log", "log1p", "sin", "cos", "tan"),
+            *("sinh", "cosh", "tanh", "asinh", "atan", "arctan", "erf", "sigmoid"),
+        )
+    },
+    "cbrt": (_cbrt, 1),
+    "min": (torch.minimum, 2),
+    "max": (torch.maximum, 2),
+    "minimum": (torch.minimum, 2),
+    "maximum": (torch.maximum, 2),
+    "clip": (_clip, 3),
+}
+_ALLOWED = (
+    "A formula is made of x, numbers, pi, e, + - * / **, brackets and the functions " + ", ".join(_FUNCTIONS) + "."
+)
+
+
+def curve_from(text: str) -> Curve:
+    """Make a curve of ``NAME=FORMULA``, a formula in x (or u).
+
+    Raises:
+        UsageError: if the formula is not understood, saying where, or is no curve
+            (:func:`normscope.fits.curves.known.curve_of`).
+
+    >>> curve_from("mine=x/(1+abs(x)**3)**(1/3)").function(torch.tensor([-1.0, 0.0, 1e3]))
+    tensor([-0.7937,  0.0000,  1.0000])
+    >>> curve_from("mine=tanh(x/3)").formula
+    'tanh(u/3)'
+    """
+    if len(text) > _LONGEST:
+        raise UsageError(f"A formula has at most {_LONGEST} characters; this one has {len(text):,}.")
+    name, equals, formula = (part.strip() for part in text.partition("="))
+    if not equals or not formula:
+        raise UsageError(f"{text!r} is no curve of your own: write NAME=FORMULA, such as mine=x/(1+abs(x)).")
+    return curve_of(_Reader(formula).read(), name, re.sub(r"\bx\b", "u", formula))
+
+
+class _Reader:
+    """Makes a function of a formula."""
+
+    def __init__(self, formula: str) -> None:
+        self.formula = formula
+
+    def read(self) -> Term:
+        strange = _SIGNS.search(self.formula)
+        if strange:
+            power = "; a power is written **" if strange[0] == "^" else ""
+            self.refuse(f"the sign {strange[0]!r} means nothing here{power}", strange.start())
+        tree = self.parsed()
+        term = self.term(tree, 1)
+        if not any(isinstance(node, ast.Name) and node.id in _VARIABLE for node in ast.walk(tree)):
+            raise UsageError(f"The formula {self.formula!r} does not depend on x; a constant cannot be fitted.")
+        self.refuse_no_number(term)
+        return term
+
+    def parsed(self) -> ast.expr:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of Python code that it would be, such as 1or x
+                return ast.parse(self.formula, mode="eval").body
+        except SyntaxError as error:
+            self.refuse(f"it cannot be read ({error.msg})", max((error.offset or 1) - 1, 0))
+        except (ValueError, MemoryError, RecursionError):
+            self.refuse("it is too deeply nested", 0)
+
+    def term(self, node: ast.expr, depth: int) -> Term:
+        """Make a function of x of one node of the tree."""
+        if depth > _DEEPEST:
+            self.refuse(f"it is nested more than {_DEEPEST} levels deep", node.col_offset)
+        if isinstance(node, ast.Name):
+            return self.named(node)
+        if isinstance(node, ast.Constant):
+            return self.constant(node.value, node)
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return _applied(_OPERATORS[type(node.op)], [self.term(side, depth + 1) for side in (node.left, node.right)])
+        if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+            return _applied(_OPERATORS[type(node.op)], [self.term(node.operand, depth + 1)])
+        if isinstance(node, ast.Call):
+            return _applied(self.called(node), [self.term(argument, depth + 1) for argument in node.args])
+        self.refuse(f"{self.written(node)} means nothing here", node.col_offset)
+
+    def named(self, node: ast.Name) -> Term:
+        if node.id in _VARIABLE:
+            return lambda x: x
+        if node.id in _CONSTANTS:
+            return self.constant(_CONSTANTS[node.id], node)
+        if node.id in _FUNCTIONS:
+            self.refuse(f"the function {node.id} has no brackets after it", node.col_offset)
+        self.refuse(f"there is no {node.id!r}", node.col_offset)
+
+    def constant(self, value: object, node: ast.expr) -> Term:
+        if type(value) not in (int, float):
+            self.refuse(f"{self.written(node)} is no real number", node.col_offset)
+        try:
+            number = float(value)  # type: ignore[arg-type]
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            self.refuse("this number is too large for float64", node.col_offset)
+        # A tensor of no dimensions: Python's own numbers would raise an error at 1/0 and overflow.
+        fixed = torch.tensor(number, dtype=torch.float64)
+        return lambda x: fixed
+
+    def called(self, node: ast.Call) -> Callable[..., Tensor]:
+        name = node.func.id if isinstance(node.func, ast.Name) else None
+        if name not in _FUNCTIONS:
+            self.refuse(f"{self.written(node.func)} is no function", node.col_offset)
+        function, arguments = _FUNCTIONS[name]
+        if node.keywords:
+            self.refuse(f"the arguments of {name} have no names", node.col_offset)
+        if len(node.args) != arguments:
+            self.refuse(f"{name} takes {count(arguments, 'argument')}, not {len(node.args)}", node.col_offset)
+        return function
+
+    def written(self, node: ast.expr) -> str:
+        return repr(self.formula[node.col_offset : node.end_col_offset])
+
+    def refuse_no_number(self, term: Term) -> None:
+        """Explain the most likely mistake: a power of negative numbers, such as x**(1/3)."""
+        ones = torch.tensor([-2.5, 2.5, -0.3, 0.3], dtype=torch.float64)
+        if term(ones)[::2].isnan().all() and term(ones)[1::2].isfinite().all():
+            raise UsageError(
+                f"The formula {self.formula!r} is no number for negative x. Roots, logarithms and broken powers have "
+                "none there: take them of abs(x), and give the result its sign, as in sign(x)*abs(x)**(1/3)."
+            )
+
+    def refuse(self, why: str, column: int) -> NoReturn:
+        raise UsageError(f"The formula {self.formula!r} is not understood at column {column + 1}: {why}. {_ALLOWED}")
+
+
+def _applied(function: Callable[..., Tensor], terms: list[Term]) -> Term:
+    return lambda x: function(*(term(x) for term in terms))

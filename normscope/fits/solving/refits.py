@@ -1,0 +1,233 @@
+"""Leave-one-fold-out refits, and the intervals that follow from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curves.known import FREE, Curve
+from normscope.fits.solving.levels import Level
+from normscope.fits.solving.nodes import Problems, batches, goodness
+from normscope.fits.solving.objective import Parametrization, Solutions
+from normscope.fits.solving.solve import least_squares, refined
+
+Attributes = dict[str, Any]  # of a CurveFit, by their names
+
+LEVEL = 0.95
+# Student's t at 97.5 %, for 1, 2, … degrees of freedom: folds are eight at most.
+_STUDENT = torch.tensor([torch.nan, 12.70620, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624]).double()
+
+
+def student(folds: Tensor) -> Tensor:
+    """Number of standard errors that make 95 %, of so many folds each; NaN for fewer than two."""
+    return _STUDENT[(folds - 1).clamp_min(0)]
+
+
+def interval(whole: Tensor, without: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """Delete-a-fold jackknife for folds of unequal size (Busing, Meijer, van der Leeden 1999, eq. 8).
+
+    Args:
+        whole: a number as all pairs give it, ``(problems,)``.
+        without: as all pairs but one fold's give it, ``(problems, folds)``.
+        pairs: number of pairs of each fold, likewise; zero for a fold that does not count.
+
+    Returns:
+        Lower and upper bound of 95 %, ``(problems,)`` each; NaN where fewer than two folds count.
+
+    >>> low, high = interval(torch.tensor([2.0]), torch.tensor([[1.5, 2.5]]), torch.tensor([[10.0, 10.0]]))
+    >>> bool(low < 2 < high)
+    True
+    """
+    counts = pairs > 0
+    folds = counts.sum(-1)
+    share = pairs.sum(-1, keepdim=True) / torch.where(counts, pairs, 1.0)
+    left = torch.where(counts, whole[:, None] - without, 0.0)
+    # With pseudo-values hθ − (h − 1)θ₋ the mean of all is θ + Σ(1 − 1/h)(θ − θ₋).
+    pseudo = whole[:, None] + (share - 1) * left
+    centre = whole + ((1 - 1 / share) * left).sum(-1)
+    squares = torch.where(counts, (pseudo - centre[:, None]).square() / (share - 1).clamp_min(1e-300), 0.0)
+    width = student(folds) * (squares.sum(-1) / folds).sqrt()
+    return whole - width, whole + width
+
+
+def inside_noise(errors: Tensor, best: Tensor, pairs: Tensor) -> Tensor:
+    """Whether the held-out error of one curve passes another's by less than their folds differ.
+
+    Args:
+        errors: of each held-out fold, ``(problems, folds)``.
+        best: of another curve, likewise.
+        pairs: number of pairs of each fold, likewise; zero for a fold that does not count.
+    """
+    difference = torch.where(pairs > 0, errors - best, 0.0)
+    total, number = difference.sum(-1, keepdim=True), pairs.sum(-1, keepdim=True)
+    # A pair's difference, as a fold of many pairs would pass for noise by its size alone.
+    low, _ = interval((total / number)[:, 0], (total - difference) / (number - pairs), pairs)
+    return ~(low > 0)
+
+
+def fitted(problems: Problems, curve: Curve, form: Parametrization) -> tuple[list[Attributes], Tensor]:
+    """Fit one curve to a batch of problems, in a form that it has, and again without each of their folds.
+
+    Returns:
+        Of each problem, attributes of its CurveFit; and the squared error of each fold by what all others gave,
+        ``(problems, folds)``, zero where there is none.
+    """
+    nodes, odd = problems.nodes(), form.odd(curve)
+    objective = form.objective(problems.nodes(odd=odd), curve, problems.levels)
+    if form.theory:
+        solutions = form.in_theory(curve, problems.levels)
+    else:
+        solutions = least_squares(objective, problems.coarse(odd=odd))
+    solutions = replace(solutions, converged=solutions.converged & ~problems.unresolved(solutions.alpha))
+    u = solutions.alpha[:, None] * nodes.x + solutions.shift[:, None]
+    errors = goodness(nodes, problems.tails, solutions.amplitude[:, None] * curve.function(u), _steepness(curve, u))
+    held_out, intervals = torch.zeros_like(problems.n_pairs), {}
+    r2_cv = torch.full_like(solutions.alpha, torch.nan)
+    if problems.occupied.any():
+        others = solutions.of(torch.arange(len(problems)).repeat_interleave(problems.folds))
+        without, held = problems.without_folds(odd=odd), problems.of_folds(odd=odd)
+        if not form.theory:
+            others = refined(objective.on(without), others)
+        left = held.residual(others.predicted(curve, held.x)).view(-1, problems.folds)
+        held_out = torch.where(problems.occupied, left, 0.0)
+        r2_cv = 1 - held_out.sum(-1) / nodes.total
+        r2_without = 1 - without.residual(others.predicted(curve, without.x)) / without.total
+        estimates = _estimates(curve, solutions, errors["r2"]), _estimates(curve, others, r2_without)
+        intervals = _intervals(problems, form, curve, solutions, *estimates)
+    is_line = curve.power_at_origin == 1
+    numbers = {
+        **{name: getattr(solutions, name) for name in ("amplitude", "alpha", "shift", "converged")},
+        "straight": solutions.only_power & is_line,
+        "power_law": solutions.only_power & (not is_line),
+        "reach": solutions.alpha * torch.tensor([level.reach for level in problems.levels], dtype=torch.float64),
+        "r2_cv": r2_cv,
+        **errors,
+    }
+    shared = {"curve": curve.name, "function": curve, "form": form.words(curve)}
+    rows = _rows(numbers, intervals, {**shared, "parameters": len(form.parameters(curve))})
+    return rows, held_out
+
+
+def _rows(numbers: dict[str, Tensor], intervals: dict[str, Tensor], shared: Attributes) -> list[Attributes]:
+    """Attributes of each problem's CurveFit, from columns of numbers."""
+    columns = [values.tolist() for values in (*numbers.values(), *intervals.values())]
+    rows = []
+    for values in zip(*columns, strict=True):
+        row = {**shared, **dict(zip(numbers, values, strict=False))}
+        row["r2_cv"] = None if math.isnan(row["r2_cv"]) else row["r2_cv"]
+        ends = zip(intervals, values[len(numbers) :], strict=True)
+        row["intervals"] = {name: tuple(pair) for name, pair in ends if all(map(math.isfinite, pair))}
+        rows.append(row)
+    return rows
+
+
+def _steepness(curve: Curve, u: Tensor) -> Tensor:
+    """|f′| over its largest value; NaN where that is infinite."""
+    slope = curve.derivative(u).abs()
+    return slope / curve.peak if math.isfinite(curve.peak) else torch.full_like(slope, torch.nan)
+
+
+def _estimates(curve: Curve, solutions: Solutions, r2: Tensor) -> dict[str, Tensor]:
+    """Numbers that have an interval, on the scale on which each is nearest to normal, ``(problems,)``."""
+    steepness = curve.derivative(solutions.shift) * solutions.alpha
+    return {
+        "A": solutions.amplitude,
+        "alpha": solutions.alpha.log(),
+        "C": -2 * solutions.alpha.log(),
+        "slope": solutions.amplitude * steepness,
+        "coefficient": solutions.amplitude * solutions.alpha**curve.power_at_origin * curve.coefficient_at_origin,
+        "shift": solutions.shift,
+        "r2": (1 - r2).log(),
+    }
+
+
+_BACK = {"alpha": torch.exp, "C": torch.exp}
+
+
+def _intervals(
+    problems: Problems,
+    form: Parametrization,
+    curve: Curve,
+    solutions: Solutions,
+    whole: dict[str, Tensor],
+    without: dict[str, Tensor],
+) -> dict[str, Tensor]:
+    """Lower and upper 95 % of each number, ``(problems, 2)``; NaN where the pairs do not tell it."""
+    pairs = torch.where(problems.occupied, problems.n_pairs, 0.0)
+    free, told_apart = form.parameters(curve), ~solutions.only_power & solutions.converged
+    is_line = curve.power_at_origin == 1
+    says = {
+        "A": told_apart & ("A" in free or (curve.amplitude_is_inverse_scale and "α" in free)),
+        "alpha": told_apart & ("α" in free),
+        "C": told_apart & (curve.name == "isru" and "α" in free),
+        "shift": told_apart & ("s" in free),
+        "slope": (told_apart | (solutions.only_power & is_line)) & (not form.theory),
+        "coefficient": solutions.only_power & (not is_line),
+    }
+    bounds = {}
+    for name, estimate in whole.items():
+        low, high = interval(estimate, without[name].view(-1, problems.folds), pairs)
+        if name == "r2":
+            low, high = 1 - high.exp(), 1 - low.exp()
+        elif name in _BACK:
+            low, high = _BACK[name](low), _BACK[name](high)
+        counts = says.get(name, torch.ones_like(told_apart))
+        bounds[name] = torch.stack([low, high], -1).where(counts[:, None], torch.nan)
+    return bounds
+
+
+_DEFAULT = Parametrization()
+
+
+def without_folds(levels: Sequence[Level], fits: Sequence[CurveFit]) -> dict[tuple[str, str], dict[str, Tensor]]:
+    """Fit again without each fold, from where the fits to all pairs ended.
+
+    Args:
+        levels: the sites of a capture.
+        fits: what :func:`normscope.fit` made of it; those of another form than its default are left out.
+
+    Returns:
+        By site and curve, for every level with folds: ``alpha`` and ``slope`` without each fold, and the number of
+        ``pairs`` of the fold that is left out, zero where it holds none; float64 ``(folds,)`` each.
+    """
+    by_place = {(one.site, one.curve): one for one in fits}
+    curves = {one.curve: one.function for one in fits if one.curve != FREE}
+    refits = {}
+    for _, problems in batches([level for level in levels if level.fold_by]):
+        for name, curve in curves.items():
+            in_all = [by_place.get((level.site, name)) for level in problems.levels]
+            known = [one for one in in_all if one is not None and one.form == _DEFAULT.words(curve)]
+            if len(known) == len(problems):
+                for level, one in zip(problems.levels, _without_folds(problems, known), strict=True):
+                    refits[level.site, name] = one
+    return refits
+
+
+def _without_folds(problems: Problems, fits: Sequence[CurveFit]) -> list[dict[str, Tensor]]:
+    """Fit one curve to each problem without each of its folds."""
+    curve = fits[0].function
+    objective = _DEFAULT.objective(problems.without_folds(odd=_DEFAULT.odd(curve)), curve, problems.levels)
+    every = torch.arange(len(problems)).repeat_interleave(problems.folds)
+    others = refined(objective, _solutions(fits).of(every))
+    columns = {
+        "alpha": others.alpha,
+        "slope": others.amplitude * others.alpha * curve.derivative(others.shift),
+        "pairs": torch.where(problems.occupied, problems.n_pairs, 0.0),
+    }
+    by_problem = {name: column.view(-1, problems.folds) for name, column in columns.items()}
+    return [{name: values[number] for name, values in by_problem.items()} for number in range(len(problems))]
+
+
+def _solutions(fits: Sequence[CurveFit]) -> Solutions:
+    def column(name: str) -> Tensor:
+        return torch.tensor([getattr(one, name) for one in fits])
+
+    amplitude, alpha, shift = (column(name).double() for name in ("amplitude", "alpha", "shift"))
+    only_power = column("straight") | column("power_law")
+    return Solutions(amplitude, alpha, shift, only_power, column("converged"))

@@ -1,0 +1,308 @@
+"""Least squares of y ≈ A·f(αx + s) by variable projection: given α and s, A is linear; log α and s are searched.
+
+Many problems are solved at once, each from several starts on a grid, by Newton's method within a trust region.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from normscope.fits.solving.nodes import Nodes, dot
+from normscope.fits.solving.objective import Evaluation, Objective, Solutions, joined_solutions, power_law_until
+
+_GRID_POINTS_A_DECADE = 5
+_GRID_POINTS_AT_KINKS = 32  # a kink that has just passed the farthest pairs is a minimum far narrower than a bend's
+_STEEPEST = 1e3  # α times the smallest |x| that counts, at which curves are step functions
+_SMALLEST_COUNTS = 1e-3  # of all pairs lie below it
+_FLAT = 1e-9  # of Σy²: where no α explains more than another by that, x has no spread to tell them apart
+_RIVAL = 0.99  # of the highest maximum on the coarse nodes: one as high as that may be the highest on all nodes
+_RIVALS = 3
+_BEND = 1e-3  # a curve that saves less than a thousandth of the squared error of its limit has found no bend
+_EXACT = 1e-12  # of Σ(y − ȳ)²: a limit that leaves less than that is the curve
+_CENTRES = (0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98)  # quantiles of x at which a shifted curve may have its centre
+_VALUES_AT_ONCE = 2**18  # which stay in a core's cache
+_DIFFERENCE = 1e-4  # in log α or s, of the gradients that give its derivative
+_RADIUS = 0.3  # about a step of the grid
+CLOSE = 1e-7  # in log α and s: a step after which nothing is left to gain
+_POINTS_ALONG = (33, 9)  # each axis of the finer grids, of one axis and of two
+_WIDER = 4.0  # where the least error lies at the edge of a grid
+_SHARP = 1e-9  # in log α and s: at a kink the error is as sharp as numbers are
+_REFITTED = 1e-4  # in log α and s: a fold changes them by far more, and finer grids of two axes take their time
+_ROUGHLY = 1e-2  # in log α and s: the last step of Newton's method where the squared error is all that counts
+_SMALL_STEP = 1e-6  # in log α and s, in which few kinks lie
+_LAST_STEPS = 2
+_LAST_DIGITS = 1e-14  # of Σ w y², by which the error of one point varies with the order of its sums
+_ROUNDING = 1e-15  # of Σ w y²: the error near a minimum, where only its slope tells which way is down
+_STEPS = 80
+
+
+def least_squares(objective: Objective, coarse: Nodes) -> Solutions:
+    """Fit one curve to several problems, whatever the scales of their x and y.
+
+    Args:
+        objective: on nodes whose x and y have some spread at each problem.
+        coarse: far fewer nodes for the same pairs, on which a first look costs little.
+    """
+    first_look = objective.on(coarse)
+    if len(objective.nodes) > 1 and objective.rugged:
+        alone = zip(objective.alone, first_look.alone, strict=True)
+        return joined_solutions([least_squares(one, few.nodes) for one, few in alone])
+    low, high = _range(first_look)
+    problem, starts = _starts(first_look, low, high)
+    ended = _minimum(objective.of(problem), starts, low[problem], high[problem])
+    order = ended.residual.nan_to_num(torch.inf).argsort(stable=True)
+    order = order[problem[order].argsort(stable=True)]  # problem by problem, the least residual first
+    best = order[torch.searchsorted(problem[order], torch.arange(len(low)))]
+    return _solutions(objective, ended.of(best), low, high)
+
+
+def refined(objective: Objective, near: Solutions) -> Solutions:
+    """Fit one curve to problems of nearly the same pairs as others, from whose solutions the search begins."""
+    if len(objective.nodes) > 1 and objective.rugged:
+        near_each = (near.of(torch.tensor([number])) for number in range(len(objective.nodes)))
+        return joined_solutions([refined(*one) for one in zip(objective.alone, near_each, strict=True)])
+    start = torch.stack([near.alpha.log(), near.shift], -1)
+    width = math.log(_STEEPEST)
+    near_enough = _REFITTED if objective.rugged else None
+    ended = _minimum(objective, start, start[:, 0] - width, start[:, 0] + width, near_enough)
+    if near.only_power.any():  # a line stays one, of another slope
+        ended = objective.at(start).where(near.only_power, ended)
+    return ended.solutions(near.only_power, near.converged)
+
+
+def roughly(coarse: Objective, nodes: Nodes) -> Solutions:
+    """Fit one curve to several variants of each problem, well enough for the squared error: it is right to a millionth.
+
+    Args:
+        coarse: on few nodes of each problem.
+        nodes: so many variants of the first problem, as many of the next, and so on.
+
+    Returns:
+        One solution a variant; whether α means anything is not asked.
+    """
+    low, high = _range(coarse)
+    problem, starts = _starts(coarse, low, high)
+    best = torch.searchsorted(problem, torch.arange(len(low)))  # of each, that of the least error comes first
+    variant = torch.arange(len(low)).repeat_interleave(len(nodes) // len(low))
+    ended = _minimum(coarse.on(nodes), starts[best][variant], low[variant], high[variant], _ROUGHLY)
+    never = torch.zeros(len(nodes), dtype=torch.bool)
+    return ended.solutions(never, ~never)
+
+
+def _range(coarse: Objective) -> tuple[Tensor, Tensor]:
+    """Bounds of log α, ``(problems,)``: where the curve is its power law over all x, and where it is a step at most."""
+    nodes = coarse.nodes
+    if coarse.alpha is not None:
+        only = torch.full((len(nodes),), math.log(coarse.alpha), dtype=torch.float64)
+        return only, only
+    counts = nodes.weight > 0
+    middle = _quantiles(nodes, nodes.x, (0.5,)) if coarse.shifted else 0
+    magnitude = (nodes.x - middle).abs()
+    reach = torch.where(counts, magnitude, 0.0).amax(-1)
+    smallest = _quantiles(nodes, magnitude, (_SMALLEST_COUNTS,))[:, 0]
+    least = torch.where(counts & (magnitude > 0), magnitude, torch.inf).amin(-1)
+    low = (power_law_until(coarse.curve) / reach).log()
+    high = (_STEEPEST / torch.maximum(smallest, least)).log()
+    return low, torch.maximum(high, low + math.log(_STEEPEST))
+
+
+def _quantiles(nodes: Nodes, values: Tensor, shares: tuple[float, ...]) -> Tensor:
+    """Weighted quantiles of values at the nodes: ``(problems, shares)``."""
+    ordered, order = values.sort(-1)
+    weight = nodes.weight.gather(-1, order).cumsum(-1)
+    wanted = torch.tensor(shares, dtype=torch.float64) * weight[:, -1:]
+    at = torch.searchsorted(weight, wanted).clamp_max(values.shape[-1] - 1)
+    return ordered.gather(-1, at)
+
+
+def _starts(coarse: Objective, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Look at a grid of α and centres, and return where the error is least, and where else nearly so.
+
+    Returns:
+        The numbers of the problems, ``(starts,)``, and theta of each start, ``(starts, 2)``.
+    """
+    # Steps that are the same whatever other problems are solved beside this one; the last, to the end of the range,
+    # may be a shorter one.
+    step = math.log(10) / (_GRID_POINTS_A_DECADE if coarse.curve.smooth else _GRID_POINTS_AT_KINKS)
+    steps = torch.arange(1 + math.ceil(float((high - low).max()) / step), dtype=torch.float64) * step
+    log_alpha = torch.minimum(low[:, None] + steps, high[:, None])
+    beyond = low[:, None] + steps - step >= high[:, None]
+    beyond[:, 0] = False
+    centres = torch.zeros(len(low), 1, dtype=torch.float64)
+    if coarse.shifted:
+        centres = torch.cat([centres, _quantiles(coarse.nodes, coarse.nodes.x, _CENTRES)], -1)
+    shift = 0.0 - log_alpha[:, None].exp() * centres[..., None]  # and not −0, which reads as a shift
+    theta = torch.stack([log_alpha[:, None].expand_as(shift), shift], -1).flatten(1, 2)
+    parts = _parts(len(low), theta.shape[1] * coarse.nodes.x.shape[1])
+    errors = torch.cat([coarse.of(part).errors(theta[part]) for part in parts]).view(shift.shape)
+    errors = errors.where(~beyond[:, None], torch.inf)
+    edge = torch.full_like(errors[..., :1], torch.inf)
+    beside = torch.cat([edge, errors, edge], -1)
+    lowest = (errors < beside[..., :-2]) & (errors <= beside[..., 2:])
+    before, after = beside[..., :-2] - errors, beside[..., 2:] - errors
+    lowest_between = torch.nan_to_num((before - after) / (2 * (before + after))).clamp(-0.5, 0.5).flatten(1)
+    errors, lowest = errors.flatten(1), lowest.flatten(1)
+    least, where = errors.min(-1, keepdim=True)
+    lowest.scatter_(1, where, True)
+    lowest &= errors <= least + (1 - _RIVAL) * (coarse.explainable[:, None] - least).abs()
+    chosen = torch.where(lowest, errors, torch.inf).topk(min(_RIVALS, errors.shape[1]), largest=False)
+    problem, rank = (chosen.values < torch.inf).nonzero().unbind(-1)
+    at = chosen.indices[problem, rank]
+    # To the lowest point of the parabola through a minimum and the two points beside it.
+    start = theta[problem, at]
+    return problem, _with_centre_of(start, start[:, 0] + step * lowest_between[problem, at])
+
+
+def _parts(problems: int, values: int) -> list[Tensor]:
+    """Divide the numbers of some problems so that their values, so many each, stay in a core's cache."""
+    at_once = max(1, _VALUES_AT_ONCE // values)
+    return [torch.arange(first, min(first + at_once, problems)) for first in range(0, problems, at_once)]
+
+
+def _minimum(
+    objective: Objective, start: Tensor, low: Tensor, high: Tensor, roughly: float | None = None
+) -> Evaluation:
+    """Find the minimum of the squared error about each start, with log α in [low, high].
+
+    Where ``roughly`` is given, to within about so much in log α and s; otherwise to all digits that the sums have.
+    """
+    if not objective.free:
+        return objective.at(start)
+    if objective.curve.smooth:
+        theta = _descended(objective, start, low, high, roughly or CLOSE)
+    else:
+        theta = _narrowed(objective, start, low, high, roughly or _SHARP)
+    return objective.at(theta) if roughly else _polished(objective, theta, low, high)
+
+
+def _narrowed(objective: Objective, start: Tensor, low: Tensor, high: Tensor, close: float) -> Tensor:
+    """Search finer and finer grids: a point that a kink passes may be a minimum of its own.
+
+    Which of these Newton's method ends in is chance, and hangs on the last digit of a sum.
+    """
+    theta, free = start.clone(), objective.free
+    offsets = _offsets(len(free))
+    spacing = 2 / (_POINTS_ALONG[len(free) - 1] - 1)
+    width = torch.full_like(low, math.log(10) / _GRID_POINTS_AT_KINKS)
+    todo = torch.arange(len(start))
+    for _ in range(_STEPS):
+        remaining, here = objective.of(todo), theta[todo]
+        moves = torch.zeros(len(todo), len(offsets), 2, dtype=torch.float64)
+        moves[..., free] = width[todo, None, None] * offsets
+        log_alpha = (here[:, :1] + moves[..., 0]).clamp(low[todo, None], high[todo, None])
+        tried = _with_centre_of(here[:, None], log_alpha)
+        tried[..., 1] += moves[..., 1]
+        parts = _parts(len(todo), len(offsets) * remaining.nodes.x.shape[1])
+        least = torch.cat([remaining.of(part).errors(tried[part]).argmin(-1) for part in parts])
+        theta[todo] = tried[torch.arange(len(todo)), least]
+        inside = (offsets[least].abs() < 1).all(-1)
+        width[todo] = torch.where(inside, width[todo] * spacing, (width[todo] * _WIDER).clamp_max(1.0))
+        todo = todo[width[todo] > close]
+        if not len(todo):
+            break
+    return theta
+
+
+def _offsets(axes: int) -> Tensor:
+    """A grid of so many axes from −1 to 1, ``(points, axes)``, its middle first, which equal errors leave as it is."""
+    along = torch.linspace(-1, 1, _POINTS_ALONG[axes - 1], dtype=torch.float64)
+    grid = torch.cartesian_prod(*[along] * axes).view(-1, axes)
+    return grid[grid.abs().sum(-1).argsort(stable=True)]
+
+
+def _polished(objective: Objective, theta: Tensor, low: Tensor, high: Tensor) -> Evaluation:
+    """Take Newton's last steps to a minimum that is round, and none at one that is a kink."""
+    here = objective.at(theta)
+    for _ in range(_LAST_STEPS):
+        step = _newton(objective, here, objective.free, _SMALL_STEP)
+        step = step.where((step.abs() < _SMALL_STEP).all(-1, keepdim=True), 0.0)
+        step[:, 0] = (here.theta[:, 0] + step[:, 0]).clamp(low, high) - here.theta[:, 0]
+        there = objective.at(here.theta + step)
+        # So near a minimum the errors differ by rounding alone, and the slope tells.
+        flatter = there.gradient[:, objective.free].norm(dim=-1) < here.gradient[:, objective.free].norm(dim=-1)
+        no_worse = there.residual <= here.residual + _LAST_DIGITS * objective.explainable
+        here = there.where(flatter & no_worse, here)
+    return here
+
+
+def _descended(objective: Objective, start: Tensor, low: Tensor, high: Tensor, close: float) -> Tensor:
+    """Follow the squared error downhill from ``start`` to a minimum, with log α in [low, high]."""
+    ended = objective.at(start.clone())
+    todo = torch.arange(len(start))
+    remaining, here, radius = objective, ended, torch.full_like(low, _RADIUS)
+    for _ in range(_STEPS):
+        step = _newton(remaining, here, objective.free, _DIFFERENCE)
+        length = step.norm(dim=-1)
+        step = step * (radius / length.clamp_min(radius))[:, None]
+        step[:, 0] = (here.theta[:, 0] + step[:, 0]).clamp(low[todo], high[todo]) - here.theta[:, 0]
+        there = remaining.at(here.theta + step)
+        better = there.residual <= here.residual + _ROUNDING * remaining.explainable
+        taken = step.norm(dim=-1)
+        radius = torch.where(better, torch.maximum(radius, 2 * taken), taken / 4)
+        here = there.where(better, here)
+        ended.put(todo, here)
+        going = taken > close
+        if not going.any():
+            break
+        if not going.all():
+            kept = going.nonzero()[:, 0]
+            todo, radius, remaining = todo[kept], radius[kept], remaining.of(kept)
+            here = here.of(kept)
+    return ended.theta
+
+
+def _newton(objective: Objective, here: Evaluation, free: list[int], h: float) -> Tensor:
+    """Newton's step, downhill wherever the error bends: ``(problems, 2)``."""
+    step = torch.zeros_like(here.theta)
+    beside = [objective.at(here.theta + h * torch.eye(2, dtype=torch.float64)[column]).gradient for column in free]
+    bend = torch.stack([(gradient - here.gradient)[:, free] / h for gradient in beside], -1)
+    slope = here.gradient[:, free]
+    values, vectors = torch.linalg.eigh(torch.nan_to_num((bend + bend.mT) / 2))
+    values = values.abs().clamp_min(1e-300)
+    along = (vectors.mT @ torch.nan_to_num(slope)[..., None])[..., 0] / values
+    step[:, free] = -(vectors @ along[..., None])[..., 0]
+    return torch.nan_to_num(step)
+
+
+def _solutions(objective: Objective, ended: Evaluation, low: Tensor, high: Tensor) -> Solutions:
+    """Solutions, marked where A and α are not told apart as the curve's limit for small or for large α does as well."""
+    never = torch.zeros_like(low, dtype=torch.bool)
+    finite = ended.amplitude.isfinite() & ended.residual.isfinite()
+    if objective.alpha is not None:
+        return ended.solutions(never | (objective.fixed_alpha is None), finite)
+    power_law = _power_law(objective, ended, low)
+    step = objective.at(_with_centre_of(ended.theta, high))
+    # Where they differ by rounding alone, x has no spread to tell one α from another.
+    told_apart = torch.maximum(power_law.residual, step.residual) - ended.residual > _FLAT * objective.explainable
+    bends = (step.residual - ended.residual > _BEND * step.residual) & finite
+    only_power = power_law.residual - ended.residual < _BEND * power_law.residual
+    only_power |= power_law.residual < _EXACT * objective.nodes.total
+    if not objective.may_be_only_power:
+        return ended.solutions(never, told_apart & bends & ~only_power)
+    return power_law.where(only_power, ended).solutions(only_power, told_apart & (bends | only_power))
+
+
+def _with_centre_of(theta: Tensor, log_alpha: Tensor) -> Tensor:
+    """Another α, with u = 0 at the same x."""
+    return torch.stack([log_alpha, theta[..., 1] * (log_alpha - theta[..., 0]).exp()], -1)
+
+
+def _power_law(objective: Objective, ended: Evaluation, low: Tensor) -> Evaluation:
+    """The best of the curve's power law at the origin."""
+    if not objective.shifted:
+        return objective.at(torch.stack([low, torch.zeros_like(low)], -1))
+    if not (objective.curve.linear_at_origin and objective.curve.zero_centred):
+        return _minimum(objective, _with_centre_of(ended.theta, low), low, low)
+    # Of a line the place of zero may lie far from all pairs, farther than a search for it would go.
+    nodes = objective.nodes
+    total = nodes.weight.sum(-1)
+    mean_x, mean_y = (dot(nodes.weight, values) / total for values in (nodes.x, nodes.y))
+    x = nodes.x - mean_x[:, None]
+    slope = dot(nodes.weight * x, nodes.y) / dot(nodes.weight * x, x)
+    zero = torch.nan_to_num(mean_x - mean_y / slope, posinf=0.0, neginf=0.0)
+    farthest = torch.maximum((-low).exp() * power_law_until(objective.curve), zero.abs())
+    alpha = power_law_until(objective.curve) / farthest / 2
+    return objective.at(torch.stack([alpha.log(), -alpha * zero], -1))

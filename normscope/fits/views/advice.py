@@ -1,0 +1,230 @@
+"""Start values for the training of a network without norms: those of fits to a trained one, beside the published."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curves.known import FREE
+from normscope.fits.solving.levels import kind_of_site
+from normscope.pairs.norms.sites import NormSite
+
+Feeds = Literal["attention", "other"]
+LANGUAGE, OWN = "language", "your own"
+SOURCE = "arXiv 2503.10622"
+NOTE = (
+    "A norm-free layer is γ·f(αx + s) + β, with one α a layer. Start α (and s) here and its weight γ at A: a fit "
+    "explains a norm's output before γ and β. The x are those of the trained network; one that starts with others "
+    f"needs another α, in inverse proportion. The published α₀ are DyT's, with γ starting at 1 ({SOURCE}, section 7)."
+)
+_ELSEWHERE = 0.5  # the default of section 7, outside language models
+# Section 7, tables of α₀ of LLaMA: norms in attention blocks, and all others, by the width of the network.
+BY_WIDTH: dict[int, tuple[float, float]] = {
+    1024: (1.0, 1.0),
+    2048: (1.0, 0.5),
+    4096: (0.8, 0.2),
+    5120: (0.6, 0.15),
+    8192: (0.2, 0.05),
+}
+# Last parts of module paths that tell what a pre-norm feeds, in transformers and in what it was ported from.
+_ATTENTION = re.compile(
+    r"(input_layernorm|ln_?1|norm_?1|ln_attn|(attention|attn)_norm|pre_?(attention|attn)_?(layer)?norm)"
+)
+_OTHER = re.compile(
+    r"(post_attention_layernorm|ln_?2|norm_?2|ln_mlp|(ffn|mlp|feed_?forward)_norm"
+    r"|pre_?(mlp|ffn|feed_?forward)_?(layer)?norm)"
+)
+
+
+@dataclass(frozen=True)
+class StartingValue:
+    """A number to start from, over the sites of one kind.
+
+    Attributes:
+        value: their median.
+        least: the smallest of them.
+        most: the largest.
+    """
+
+    value: float
+    least: float
+    most: float
+
+
+@dataclass(frozen=True)
+class Published:
+    """α₀ of DyT as it was published.
+
+    Attributes:
+        alpha: the value.
+        of: what networks it was found for, in words.
+    """
+
+    alpha: float
+    of: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Start values of the point-wise functions at one kind of site.
+
+    Attributes:
+        model: the network whose fits these are.
+        kind: module paths that differ in numbers alone, with ``*`` for those.
+        curve: name of f.
+        sites: number of sites whose pairs bend, which all numbers are of.
+        straight: number of sites left out as their pairs do not bend: no α is better than another.
+        not_converged: number of sites left out as the search found no α.
+        nothing: number of sites left out as there was nothing to fit.
+        alpha: α, in units of 1/x; None where every site is left out.
+        shift: s.
+        amplitude: A, where γ starts.
+        feeds: whether these norms come before ``attention`` or something ``other``; None where nothing tells.
+        published: what was published for such a norm; None where nothing was.
+    """
+
+    model: str
+    kind: str
+    curve: str
+    sites: int
+    straight: int
+    not_converged: int
+    nothing: int
+    alpha: StartingValue | None
+    shift: StartingValue | None
+    amplitude: StartingValue | None
+    feeds: Feeds | None
+    published: Published | None
+
+    @property
+    def C(self) -> float | None:  # noqa: N802 - the paper's own sign
+        """DyISRU's constant, 1/α² of the α to start from (arXiv 2503.21708); None for other curves."""
+        return self.alpha.value**-2 if self.alpha and self.curve == "isru" else None
+
+    @property
+    def left_out(self) -> int:
+        """Number of sites of the kind that say nothing."""
+        return self.straight + self.not_converged + self.nothing
+
+    def as_dict(self) -> dict[str, Any]:
+        """A row of JSON or YAML."""
+        starts = {"alpha": self.alpha, "shift": self.shift, "A": self.amplitude}
+        return {
+            "model": self.model,
+            "kind": self.kind,
+            "func": self.curve,
+            **{name: asdict(start) if start else None for name, start in starts.items()},
+            "C": self.C,
+            "sites": self.sites,
+            "left_out": {"straight": self.straight, "not_converged": self.not_converged, "nothing": self.nothing},
+            "feeds": self.feeds or "unknown",
+            "published_alpha": self.published.alpha if self.published else None,
+            "published_of": self.published.of if self.published else None,
+        }
+
+
+def advise(fits: Sequence[CurveFit], sites: Sequence[NormSite] = (), *, family: str | None = None) -> list[Advice]:
+    """Start values, kind by kind of site, from the fits to a trained network.
+
+    The start is the median over the sites of a kind that bend, of α on the log scale, so that 1/α² is the median of C
+    too. α falls by a multiple from the first block to the last, and one site with a few huge activations has an α far
+    below its neighbours': a mean, or a fit to the pairs of all of them together, would follow that one.
+
+    Args:
+        fits: of one network, site by site; those of channels and of ``free`` say nothing of a start and are left out.
+        sites: its norm sites, which tell width and placement. Without them nothing published is named for a language
+            model, as it depends on both.
+        family: as ``normscope models`` lists it. Of ``language`` models the published α₀ depends on the width; None
+            and ``your own`` leave it open.
+
+    Returns:
+        Kind by kind in the order of the network, and curve by curve.
+
+    >>> import normscope
+    >>> network = normscope.load("demo_vit", limit=8)
+    >>> seen = normscope.capture(network.module, network.inputs, about=network.about)
+    >>> [(one.kind, one.sites) for one in advise(normscope.fit(seen, "tanh"), seen.sites, family="vision")]
+    [('blocks.*.norm1', 8), ('blocks.*.norm2', 8), ('norm', 1)]
+    """
+    by_name = {site.name: site for site in sites}
+    groups: dict[tuple[str, str, str], list[CurveFit]] = {}
+    for one in fits:
+        if one.channel is None and one.curve != FREE:
+            groups.setdefault((one.model, kind_of_site(one.site), one.curve), []).append(one)
+    return [
+        _advice(kind, of_kind, [by_name[one.site] for one in of_kind if one.site in by_name], family)
+        for (_, kind, _), of_kind in groups.items()
+    ]
+
+
+def _advice(kind: str, fits: Sequence[CurveFit], sites: Sequence[NormSite], family: str | None) -> Advice:
+    bent = [one for one in fits if one.told_apart]
+    feeds = feeds_of(kind, {site.placement for site in sites})
+    return Advice(
+        model=fits[0].model,
+        kind=kind,
+        curve=fits[0].curve,
+        sites=len(bent),
+        straight=sum(one.doubt in ("straight", "power law") for one in fits),
+        not_converged=sum(one.doubt == "not converged" for one in fits),
+        nothing=sum(one.degenerate for one in fits),
+        alpha=_middle([one.alpha for one in bent], logarithmic=True),
+        shift=_middle([one.shift for one in bent]),
+        amplitude=_middle([one.amplitude for one in bent]),
+        feeds=feeds,
+        published=published(family, {site.d for site in sites}, feeds) if fits[0].curve == "tanh" else None,
+    )
+
+
+def _middle(numbers: Sequence[float], *, logarithmic: bool = False) -> StartingValue | None:
+    if not numbers:
+        return None
+    middle = math.exp(statistics.median(map(math.log, numbers))) if logarithmic else statistics.median(numbers)
+    return StartingValue(middle, min(numbers), max(numbers))
+
+
+def feeds_of(kind: str, placements: set[str | None]) -> Feeds | None:
+    """Layers that a kind of site feeds, by the last part of its name if it is a pre-norm; other, of a ``final`` norm.
+
+    A name is believed only where it means one thing in the libraries: ``norm1`` of a post-norm comes after the
+    attention, and ``self_attn_layer_norm`` before or after it, as the network has it.
+
+    >>> feeds_of("model.layers.*.input_layernorm", {"pre-norm"})
+    'attention'
+    >>> feeds_of("model.layers.*.post_attention_layernorm", {"pre-norm"})
+    'other'
+    """
+    if placements == {"final"}:
+        return "other"
+    name = kind.rpartition(".")[2]
+    if placements != {"pre-norm"}:
+        return None
+    if _ATTENTION.fullmatch(name):
+        return "attention"
+    return "other" if _OTHER.fullmatch(name) else None
+
+
+def published(family: str | None, widths: set[int], feeds: Feeds | None) -> Published | None:
+    """α from which arXiv 2503.10622 starts DyT: of the nearest width it gives, on a scale of ratios.
+
+    >>> published("language", {4096}, "attention")
+    Published(alpha=0.8, of='LLaMA of width 4096, attention')
+    >>> published("vision", {768}, "attention")
+    Published(alpha=0.5, of='all but language models')
+    """
+    if family in (None, OWN):
+        return None
+    if family != LANGUAGE:
+        return Published(_ELSEWHERE, "all but language models")
+    if feeds is None or len(widths) != 1:
+        return None
+    (width,) = widths
+    nearest = min(BY_WIDTH, key=lambda known: abs(math.log(known / width)))
+    attention, other = BY_WIDTH[nearest]
+    which = "" if nearest == width else f", the nearest to {width}"
+    return Published(attention if feeds == "attention" else other, f"LLaMA of width {nearest}{which}, {feeds}")

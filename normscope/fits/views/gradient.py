@@ -1,0 +1,248 @@
+"""The gradient view: a norm's Jacobian beside the curves' derivatives, and how constant what each curve holds is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from normscope.errors import DataError
+from normscope.fits.curve_fit import CurveFit, Interval, as_json
+from normscope.fits.solving.ceiling import ceilings, conditional_mean
+from normscope.fits.solving.levels import levels_of, site_level
+from normscope.fits.solving.nodes import Nodes, Problems, batches, joined
+from normscope.fits.solving.refits import interval
+from normscope.fits.views.jacobians import Constants, Jacobians, constants_by_part, jacobians
+from normscope.pairs.captures import Capture
+from normscope.pairs.norms.formulas import FORMS, form_name
+from normscope.pairs.norms.sites import NormSite
+from normscope.pairs.sums.binning import PAIR_GRID
+from normscope.pairs.sums.stats import PairStats
+
+Array = NDArray[np.float64]
+TAIL_FROM = 0.99  # of the drawn tokens' |x| lie below the tail
+_FORMS = {form_name(form): form for form in FORMS.values()}
+_GROUPS_AN_OCTAVE = 8  # of the mean that is drawn
+
+
+@dataclass(frozen=True)
+class GradientView:
+    """The Jacobian ∂y_i/∂x_j of one norm site.
+
+    Its diagonal's R² are over all pairs. What needs whole tokens, shares and constants, is over the drawn ones.
+
+    Attributes:
+        model: the network.
+        weights: its resolved checkpoint and revision.
+        data: what went through it.
+        site: module path of the norm.
+        kind: its name in the table of norms.
+        d: number of elements of a token.
+        centred: whether the norm takes the token's mean away.
+        reason: why there is no closed form here; all numbers are then NaN. None where there is one.
+        n_tokens: number of uniformly drawn tokens, which every share and constant is over.
+        n_largest: number of tokens of largest |x|, which the smallest shares take too.
+        of_tokens: number of tokens that both were drawn from, and that every R² is over.
+        folds: what intervals and cross-validation hold out, one at a time; None where there are no folds.
+        share: mean over tokens of the part of the Jacobian's squared Frobenius norm that its diagonal holds.
+        least_share: the smallest such part; never less than 1 − 1/d for an RMSNorm, 1 − 2/d for a LayerNorm.
+        tail_share: mean over the pairs of the tail of the part of row i's squares that ∂y_i/∂x_i holds.
+        least_row_share: the smallest such part among all drawn pairs.
+        r2_of_x: R² of the best function of x that was found as a prediction of ∂y_i/∂x_i, over all pairs, each
+            predicted from other folds: what a function of x alone can say of the diagonal. NaN without folds.
+        r2: R² of each fitted curve's derivative as a prediction of ∂y_i/∂x_i, over all pairs and about their mean, by
+            the curve's name; NaN where there is nothing to fit.
+        intervals: 95 % of each R², by the curve's name and ``of_x``: a jackknife over the folds in which the curve
+            stays as it was fitted to all of them. None of what has no folds.
+        constants: for ``all`` pairs, for the ``centre`` and for the ``tail``, the hundredth of largest |x|.
+    """
+
+    model: str
+    weights: str
+    data: str
+    site: str
+    kind: str
+    d: int
+    centred: bool
+    reason: str | None
+    n_tokens: int
+    n_largest: int
+    of_tokens: int
+    folds: Literal["source", "sample"] | None = None
+    share: float = math.nan
+    least_share: float = math.nan
+    tail_share: float = math.nan
+    least_row_share: float = math.nan
+    r2_of_x: float = math.nan
+    r2: dict[str, float] = field(default_factory=dict)
+    intervals: dict[str, Interval] = field(default_factory=dict)
+    constants: dict[str, Constants] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The columns of ``normscope gradient --json``; a number that is none becomes None."""
+        intervals = {f"r2_{name}": bounds for name, bounds in self.intervals.items()}
+        constants = {part: of_part.as_dict() for part, of_part in self.constants.items()}
+        return as_json({**vars(self), "intervals": intervals, "constants": constants})
+
+
+@dataclass(frozen=True)
+class DrawnJacobians:
+    """The Jacobians of the drawn tokens of one site.
+
+    Attributes:
+        x: of the uniformly drawn tokens, float64 ``(tokens, d)``.
+        y: likewise.
+        uniform: their Jacobians.
+        largest_x: of the tokens of largest |x|, float64 ``(tokens, d)``.
+        largest: their Jacobians.
+        tail: |x| from which on a pair lies in the tail.
+    """
+
+    x: Tensor
+    y: Tensor
+    uniform: Jacobians
+    largest_x: Tensor
+    largest: Jacobians
+    tail: float
+
+
+def gradient(capture: Capture, fits: Sequence[CurveFit] = ()) -> list[GradientView]:
+    """Set every site's Jacobian beside its fitted curves' derivatives.
+
+    Args:
+        capture: what :func:`normscope.capture` returned with ``diagonal=True``, or was read from a file.
+        fits: what :func:`normscope.fit` made of it.
+
+    Returns:
+        One :class:`GradientView` a site; its ``reason`` says where there is no closed form.
+
+    Raises:
+        DataError: if the capture holds no sums of the Jacobian's diagonal.
+
+    >>> import normscope
+    >>> from torch import nn
+    >>> x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    >>> seen = normscope.capture(nn.Sequential(nn.LayerNorm(8)), [x], diagonal=True)
+    >>> [view] = gradient(seen, normscope.fit(seen))
+    >>> view.n_tokens, round(view.share, 2), list(view.r2)  # never less than 1 − 2/d
+    (64, 0.78, ['tanh', 'isru'])
+    """
+    return [_view(capture, site, [one for one in fits if one.site == site.name]) for site in capture.sites]
+
+
+def drawn_jacobians(site: NormSite, stats: PairStats) -> DrawnJacobians | str:
+    """Jacobians of a site's drawn tokens, or why there are none, as a clause without a full stop."""
+    if site.grouped:
+        return "a token is a group, of which a capture keeps a part, and may be normalized by running statistics"
+    if site.d < 2:
+        return "a token has one element, and its Jacobian nothing off the diagonal"
+    uniform, largest = stats.tokens.kept(), stats.largest.kept()
+    if not len(uniform.key):
+        return "no finite token went through it"
+    form = _FORMS.get(site.form or "")
+    if form is None:
+        return "it is of no form whose Jacobian is known"
+    x = uniform.x.double()
+    tail = float(np.quantile(x.abs().numpy(), TAIL_FROM, method="inverted_cdf"))
+    return DrawnJacobians(
+        x=x,
+        y=uniform.y.double(),
+        uniform=jacobians(form, uniform.x, site.eps),
+        largest_x=largest.x.double(),
+        largest=jacobians(form, largest.x, site.eps),
+        tail=tail,
+    )
+
+
+def mean_diagonal(site: NormSite, stats: PairStats, least_count: int, width: float) -> tuple[Array, Array]:
+    """E[∂y_i/∂x_i | x] over all pairs of a site, in groups of neighbouring x; two arrays ``(groups,)``.
+
+    Args:
+        site: with a closed form.
+        stats: of that site.
+        least_count: number of pairs that a group holds at least, where there are as many.
+        width: bins that lie within one multiple of it are joined, however many pairs they hold; in units of x.
+
+    Raises:
+        DataError: if the capture holds no sums of the diagonal.
+    """
+    moments = joined(_diagonal_moments(site, stats).sum(0), 2**PAIR_GRID.mantissa_bits // _GROUPS_AN_OCTAVE)
+    x, mean, _ = conditional_mean(moments, least_count, width)
+    return x, mean
+
+
+def _view(capture: Capture, site: NormSite, fits: Sequence[CurveFit]) -> GradientView:
+    stats = capture.stats[site.name]
+    about: dict[str, Any] = {
+        **{key: capture.about[key] for key in ("model", "weights", "data")},
+        **{"site": site.name, "kind": site.kind, "d": site.d, "centred": site.centred, "of_tokens": stats.n_tokens},
+    }
+    # The pairs (x, ∂y_i/∂x_i), given as a fit is given those of x and y.
+    level = site_level(site, stats, _diagonal_moments(site, stats)) if site.has_diagonal else None
+    drawn = drawn_jacobians(site, stats)
+    if level is None or isinstance(drawn, str):
+        return GradientView(**about, reason=str(drawn), n_tokens=0, n_largest=0)
+    in_tail = drawn.x.abs() > drawn.tail
+    both = (drawn.uniform, drawn.largest)
+    # Bins as they were summed, none joined: a derivative may jump, and there is no search that would take long.
+    problems = Problems([level], 2**PAIR_GRID.mantissa_bits)
+    of_curves = {one.curve: _of_curve(one, problems) for one in fits}
+    r2_of_x, of_x = _of_x(problems, capture)
+    intervals = {**{curve: bounds for curve, (_, bounds) in of_curves.items()}, "of_x": of_x}
+    return GradientView(
+        **about,
+        reason=None,
+        n_tokens=len(drawn.x),
+        n_largest=len(drawn.largest_x),
+        folds=level.fold_by,
+        share=float(drawn.uniform.share.mean()),
+        least_share=float(torch.cat([one.share for one in both]).amin()),
+        tail_share=float(drawn.uniform.row_share[in_tail].mean()),
+        least_row_share=float(torch.cat([one.row_share for one in both]).amin()),
+        r2_of_x=r2_of_x,
+        r2={curve: r2 for curve, (r2, _) in of_curves.items()},
+        intervals={name: bounds for name, bounds in intervals.items() if bounds is not None},
+        constants=constants_by_part(drawn.x, drawn.y, drawn.uniform, drawn.tail),
+    )
+
+
+def _diagonal_moments(site: NormSite, stats: PairStats) -> Tensor:
+    if stats.diagonal_moments is None:
+        raise DataError(
+            f"The capture holds no sums of the diagonal of the Jacobian of {site.name}; capture again with "
+            "diagonal=True (normscope capture --diagonal)."
+        )
+    return stats.diagonal_moments
+
+
+def _of_curve(fit: CurveFit, problems: Problems) -> tuple[float, Interval | None]:
+    """R² of a curve's derivative, and its 95 %: the curve stays, and one fold of pairs after another is left out."""
+    if fit.degenerate or problems.levels[0].nothing is not None:
+        return math.nan, None
+
+    def left(nodes: Nodes) -> Tensor:
+        slopes = fit.derivative(nodes.x).where(nodes.weight > 0, 0.0)  # infinite at 0, of some curves
+        return nodes.residual(slopes) / nodes.total
+
+    whole, without = left(problems.nodes()), left(problems.without_folds()).view(1, problems.folds)
+    # As the fits' own: on the scale on which R² is nearest to normal.
+    low, high = interval(whole.log(), without.log(), torch.where(problems.occupied, problems.n_pairs, 0.0))
+    bounds = (float(1 - high.exp()), float(1 - low.exp()))
+    return float(1 - whole), bounds if all(map(math.isfinite, bounds)) else None
+
+
+def _of_x(diagonal: Problems, capture: Capture) -> tuple[float, Interval | None]:
+    """Held-out R² of the best function of x that was found for the diagonal, and its 95 %; NaN without folds."""
+    [level] = diagonal.levels
+    if level.fold_by is None or level.nothing is not None:
+        return math.nan, None
+    for _, problems in batches(levels_of(capture.only([level.site]))):
+        [top] = ceilings(problems, diagonal)
+        return (top.r2, top.interval) if top else (math.nan, None)
+    return math.nan, None

@@ -1,0 +1,202 @@
+"""LoadedModel: a network, inputs to run it on, where its weights come from, and how its outputs are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from normscope.errors import ModelError, UsageError
+from normscope.inputs import splits
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from torch import Tensor, nn
+
+    from normscope.inputs.batch import Batch
+
+
+Kind = Literal["classes", "tokens", "frames", "prediction", "tensor"]
+
+
+def first_tensor(result: Any, batch: Batch) -> Tensor:
+    """Return the tensor itself, or the first floating-point one of a tuple, of a mapping, or of a library's record.
+
+    Raises:
+        ModelError: if there is none.
+
+    >>> import torch
+    >>> from normscope.inputs.batch import Batch
+    >>> first_tensor((torch.zeros(2, 3), torch.tensor([3, 3])), Batch()).shape
+    torch.Size([2, 3])
+    """
+    import torch
+
+    values = [result]
+    if isinstance(result, Mapping):
+        values = list(result.values())
+    elif isinstance(result, (tuple, list)):
+        values = list(result)
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value
+    raise ModelError(f"The model returned a {type(result).__name__} that holds no floating-point tensor to compare.")
+
+
+def without_variances(result: Any, batch: Batch) -> Tensor:
+    """Return what a diffusion transformer predicts, without the variances that some learn behind those channels.
+
+    Args:
+        result: its ``sample``, by itself or in a tuple or record: ``(samples, channels, …)``, at least the channels of
+            the latents.
+        batch: whose keyword ``hidden_states`` are the latents: ``(samples, channels, …)``.
+
+    >>> import torch
+    >>> from normscope.inputs.batch import Batch
+    >>> without_variances((torch.zeros(2, 8, 4, 4),), Batch(kwargs={"hidden_states": torch.zeros(2, 4, 4, 4)})).shape
+    torch.Size([2, 4, 4, 4])
+    """
+    return first_tensor(result, batch)[:, : batch.kwargs["hidden_states"].shape[1]]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """How to read what a forward pass returned.
+
+    Attributes:
+        kind: what the tensor holds: logits of ``classes`` ``(samples, classes)``; logits of the next (or hidden)
+            ``tokens`` ``(samples, positions, vocabulary)``; ``frames`` ``(samples, frames, features)``; the
+            ``prediction`` of a diffusion model, like its latents; or a ``tensor`` of which nothing is known but that
+            axis 0 counts samples.
+        read: from what the module returned, and the batch, to that tensor.
+    """
+
+    kind: Kind = "tensor"
+    read: Callable[[Any, Batch], Tensor] = first_tensor
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where the weights of a network come from.
+
+    Attributes:
+        kind: ``pretrained`` from a hub, ``random``, ``file``, ``embedded`` in this package, or ``custom``: as a
+            factory of the user's made them.
+        description: one line that every table, figure and file prints, with the revision or hash that makes the
+            weights findable again.
+
+    >>> Provenance.random(seed=0)
+    Provenance(kind='random', description='random weights, seed 0')
+    """
+
+    kind: Literal["pretrained", "random", "file", "embedded", "custom"]
+    description: str
+
+    @classmethod
+    def random(cls, seed: int, on: str = "") -> Provenance:
+        """Say that the weights are as their initialization under ``seed`` left them: the CPU's, or that of ``on``."""
+        return cls("random", f"random weights, seed {seed}{f' of a {on}' if on else ''}")
+
+
+class Inputs(splits.DivisibleInputs, Protocol):
+    """Batches to run a network on, on its device and in its dtype."""
+
+    @property
+    def unreadable(self) -> list[str]:
+        """``path: reason`` of each input that the latest iteration left out, in order; among ``n_samples``."""
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Everything that :func:`normscope.load` was asked for, checked, except which model.
+
+    Attributes:
+        batch_size: samples per batch, at most: a number.
+        dtype: of weights and inputs; None to leave them as the library or the user's function makes them.
+    """
+
+    weights: str | Path
+    data: str | None
+    limit: int | None
+    batch_size: int
+    seed: int
+    device: torch.device
+    dtype: torch.dtype | None
+    guidance: float | None = None
+    timesteps: str | int | None = None
+    workers: int | None = None
+    shuffle: bool = False
+    device_map: str | None = None
+
+
+@dataclass
+class LoadedModel:
+    """A network that is ready to run, and what to run it on.
+
+    Attributes:
+        name: the name it was loaded by.
+        module: in eval mode, on the asked-for device and in the asked-for dtype.
+        inputs: batches on the same device, floating-point tensors in a dtype that the module takes.
+        provenance: where the weights come from.
+        outputs: how to read what the module returns.
+        calibration: inputs to learn from, apart from ``inputs``: what a swap's start values are fitted to, and what it
+            is healed on; None where there are none but ``inputs``.
+        fitting: how many inputs a batch takes and why, where that was found out by running it; else empty.
+    """
+
+    name: str
+    module: nn.Module
+    inputs: Inputs
+    provenance: Provenance
+    outputs: Outputs = field(default_factory=Outputs)
+    calibration: Inputs | None = None
+    fitting: str = ""
+
+    @property
+    def about(self) -> dict[str, str]:
+        """Return what every output names: the model, its weights, and the data."""
+        return {
+            "model": self.name,
+            "weights": self.provenance.description,
+            "data": self.inputs.description,
+        }
+
+
+def module_of(model: nn.Module | LoadedModel) -> nn.Module:
+    """Return the module itself, or that of a loaded model."""
+    return model.module if isinstance(model, LoadedModel) else model
+
+
+def unpacked(
+    model: nn.Module | LoadedModel,
+    batches: Iterable[Any] | None,
+    about: Mapping[str, str] | None = None,
+    outputs: Outputs | None = None,
+) -> tuple[nn.Module, Iterable[Any], dict[str, str], Outputs]:
+    """Return a module, batches, what they say of themselves, and how outputs are read, of either way to pass them.
+
+    Args:
+        model: a module; or a loaded model, which has all of them. What is given besides takes the place of its own.
+        batches: None for the loaded model's inputs.
+        about: None for what the loaded model and the batches say.
+        outputs: None for the loaded model's; of a module, the first tensor.
+
+    Raises:
+        UsageError: if there are no batches.
+
+    >>> import normscope
+    >>> module, batches, about, outputs = unpacked(normscope.load("demo_vit", device="cpu"), None)
+    >>> about["data"], outputs.kind
+    ('64 held-out digits', 'classes')
+    """
+    if isinstance(model, LoadedModel):
+        batches = model.inputs if batches is None else batches
+        described = {**model.about, "data": str(getattr(batches, "description", "not named"))}
+        return model.module, batches, {**described, **(about or {})}, outputs or model.outputs
+    if batches is None:
+        raise UsageError(
+            f"A {type(model).__name__} brings no batches: pass some after it, or pass what normscope.load returned."
+        )
+    return model, batches, dict(about or {}), outputs or Outputs()

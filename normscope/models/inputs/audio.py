@@ -1,0 +1,124 @@
+"""Waveforms to run a speech model on: the synthetic utterances of this package, or the user's own recordings."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import soundfile
+import torch
+from torch import Tensor
+from torchaudio.functional import resample
+
+from normscope.errors import DataError, count
+from normscope.inputs.batch import Sample
+from normscope.inputs.loaded_model import Inputs, LoadOptions
+from normscope.models.inputs.file_inputs import FileKind, Files, TensorInputs
+
+# What libsndfile opens, and MP4 is not among it. A single file is tried whatever its name.
+SUFFIXES = frozenset(
+    ".aif .aifc .aiff .au .caf .flac .mp3 .nist .oga .ogg .opus .rf64 .snd .sph .voc .w64 .wav .wave".split()  # noqa: SIM905
+)
+# The filter of torchaudio's resample() takes some 20 bytes for each of these: 1 GB at 50 million.
+_LARGEST_FILTER = 50_000_000
+
+
+@dataclass(frozen=True)
+class AudioFormat:
+    """The format in which a network takes a recording.
+
+    Attributes:
+        sample_rate: in Hz.
+        shortest: the smallest number of samples that it can work on.
+        channels: of a sample ``(channels, samples)``; None for a mono sample ``(samples,)``.
+    """
+
+    sample_rate: int
+    shortest: int
+    channels: int | None = None
+
+
+def audio_inputs(taken: AudioFormat, options: LoadOptions) -> Inputs:
+    """Return the recordings at ``options.data``, or the synthetic utterances of this package where it is None.
+
+    One recording a batch, whatever ``batch_size`` says or is set to: what pads the shorter ones of a batch would enter
+    the statistics of every norm that looks along time.
+
+    Raises:
+        DataError: if there is no recording to be found.
+    """
+    if options.data is None:
+        return synthetic_utterances(taken, options)
+    kind = FileKind("recording", SUFFIXES, lambda path: read(path, taken))
+    return Files(Path(options.data), kind, options, one_by_one=True)
+
+
+def synthetic_utterances(taken: AudioFormat, options: LoadOptions) -> TensorInputs:
+    """Return what voices of espeak-ng said: each voice is a source.
+
+    >>> import torch
+    >>> options = LoadOptions("random", None, 2, 1, 0, torch.device("cpu"), torch.float32)
+    >>> synthetic_utterances(AudioFormat(16_000, shortest=400), options).description
+    'the first 2 of 8 synthetic utterances (espeak-ng)'
+    """
+    folder = files("normscope.models") / "embedded" / "speech"
+    utterances = sorted((file for file in folder.iterdir() if file.name.endswith(".flac")), key=lambda file: file.name)
+    names = [file.name.removesuffix(".flac") for file in utterances]
+    return TensorInputs(
+        [_decoded(io.BytesIO(file.read_bytes()), taken) for file in utterances],
+        [Sample(name, i, i, data="synthetic utterances") for i, name in enumerate(names)],
+        f"{count(len(utterances), 'synthetic utterance')} (espeak-ng)",
+        options,
+        one_by_one=True,
+    )
+
+
+def read(path: Path, taken: AudioFormat) -> Tensor:
+    """Read a recording as a network takes it: float32, whole numbers scaled to ±1, resampled where the rate differs.
+
+    Channels are averaged unless the network takes as many as there are.
+
+    Raises:
+        DataError: if libsndfile cannot read it, or it is empty, damaged, too short, or not finite.
+        OSError: if the file cannot be opened.
+    """
+    with path.open("rb") as file:
+        return _decoded(file, taken)
+
+
+def _decoded(file: BinaryIO, taken: AudioFormat) -> Tensor:
+    waveform, rate = _decode(file)
+    if taken.channels != len(waveform):
+        waveform = waveform.mean(dim=0, keepdim=True).expand(taken.channels or 1, -1)
+    divisor = math.gcd(rate, taken.sample_rate)
+    if (rate // divisor) * (taken.sample_rate // divisor) > _LARGEST_FILTER:
+        raise DataError(f"its {rate:,} Hz and the model's {taken.sample_rate:,} Hz have no simple ratio: resample it")
+    waveform = cast(Tensor, resample(waveform, rate, taken.sample_rate))
+    if not waveform.isfinite().all():
+        raise DataError("it holds samples that are no finite numbers")
+    length = waveform.shape[-1]
+    if length < taken.shortest:
+        raise DataError(
+            f"too short: {count(length, 'sample')} at {taken.sample_rate:,} Hz, and the model needs "
+            f"{taken.shortest:,} or more"
+        )
+    return waveform[0] if taken.channels is None else waveform
+
+
+def _decode(file: BinaryIO) -> tuple[Tensor, int]:
+    """Return all of a recording, float32 (channels, samples), and its sample rate in Hz."""
+    try:
+        with soundfile.SoundFile(file) as recording:
+            promised, rate = recording.frames, recording.samplerate
+            samples = recording.read(dtype="float32", always_2d=True)
+    except soundfile.LibsndfileError as error:
+        raise DataError(f"libsndfile cannot read it ({error.error_string.strip().rstrip('.')})") from error
+    if not len(samples):
+        raise DataError("it holds no samples")
+    if len(samples) < promised:
+        raise DataError(f"it breaks off after {len(samples):,} of {promised:,} samples")
+    return torch.from_numpy(samples.T), rate

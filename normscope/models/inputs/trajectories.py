@@ -1,0 +1,318 @@
+"""Inputs of a diffusion transformer: the latents of its own DDIM trajectories, at some of their timesteps."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from torch import Tensor, nn
+
+from normscope.errors import UsageError, count
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.loaded_model import LoadOptions
+from normscope.inputs.splits import ALL, Chunk, Share
+from normscope.models.inputs.numbered_inputs import NumberedInputs, in_pieces
+from normscope.runtime.network import run
+
+TIMESTEPS = 4  # of a trajectory to run the model at, unless told
+
+_LISTED = 8  # timesteps that a description names one by one
+
+
+def select_timesteps(visited: Sequence[int], wanted: str | int | None = None) -> list[int]:
+    """Pick timesteps of a trajectory.
+
+    Args:
+        visited: the timesteps of the trajectory, in its order.
+        wanted: a lone number for that many of them, evenly along the trajectory, its ends included; timesteps
+            separated by commas (``"980,"`` is that one alone); None for 4.
+
+    Returns:
+        They in the order of the trajectory, each once.
+
+    Raises:
+        UsageError: if ``wanted`` is neither, or names a timestep that the trajectory does not visit.
+
+    >>> select_timesteps(range(980, -1, -20)), select_timesteps(range(980, -1, -20), "0,980,500")
+    ([980, 660, 320, 0], [980, 500, 0])
+    """
+    text = str(TIMESTEPS if wanted is None else wanted)
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(re.fullmatch(r"[+-]?\d{1,18}", part, re.ASCII) for part in parts):
+        raise UsageError(
+            f"The timesteps {text!r} cannot be understood. Give a number of them, 4 for example, or the timesteps "
+            f"themselves, with commas: '{visited[0]},{visited[-1]}', or '{visited[0]},' for one."
+        )
+    numbers = [int(part) for part in parts]
+    if "," not in text:
+        return _evenly(visited, numbers[0])
+    for number in numbers:
+        if number not in visited:
+            near = sorted(sorted(visited, key=lambda timestep: abs(timestep - number))[:2], reverse=True)
+            raise UsageError(
+                f"The trajectory does not visit the timestep {number}: its {len(visited)} go from {visited[0]} to "
+                f"{visited[-1]}. Nearest are {' and '.join(map(str, near))}."
+            )
+    return [timestep for timestep in visited if timestep in numbers]
+
+
+def listed(timesteps: Sequence[int]) -> str:
+    """Name timesteps, or where there are many, how many they are.
+
+    >>> listed([980, 0]), listed([980]), listed(range(980, -1, -20))
+    ('timesteps 980, 0', 'timestep 980', '50 timesteps from 980 to 0')
+    """
+    if len(timesteps) > _LISTED:
+        return f"{len(timesteps)} timesteps from {timesteps[0]} to {timesteps[-1]}"
+    return f"{'timestep' if len(timesteps) == 1 else 'timesteps'} {', '.join(map(str, timesteps))}"
+
+
+def _evenly(visited: Sequence[int], number: int) -> list[int]:
+    if number < 1:
+        raise UsageError(f"The number of timesteps must be at least 1, not {number}.")
+    if number > len(visited):
+        meant = f" For the timestep {number} alone, write '{number},'." if number in visited else ""
+        raise UsageError(f"The trajectory has {len(visited)} timesteps, not {number}.{meant}")
+    if number == 1:
+        return [visited[len(visited) // 2]]
+    return [visited[round(i * (len(visited) - 1) / (number - 1))] for i in range(number)]
+
+
+STEPS = 50  # of a trajectory, as DiTPipeline takes them
+MOST_KEPT = 32 * 2**20  # bytes of latents, for the next time that they are asked for
+
+
+@dataclass(frozen=True)
+class LatentSpace:
+    """The latents and classes that a class-conditional DiT takes.
+
+    Attributes:
+        channels: of a latent.
+        size: height and width of a latent.
+        classes: how many there are; the label ``classes`` stands for none of them.
+    """
+
+    channels: int
+    size: int
+    classes: int
+
+
+class Trajectories(NumberedInputs):
+    """DDIM trajectories without added noise (η = 0), from noise, with a class label for each.
+
+    With guidance each latent runs twice in a batch, once with its label and once with the null label, and a step
+    follows without + guidance · (with − without). Latents are computed when they are first asked for, and the first of
+    them kept: the first batch at the first timestep takes no forward pass, and none goes beyond the last of
+    ``timesteps``.
+
+    Attributes:
+        module: the transformer, which both makes the trajectories and is run on them by whoever takes the batches.
+        scheduler: of training; its timesteps are set.
+        noise: where trajectories start: float32 ``(trajectories, channels, height, width)``, on the CPU.
+        labels: class of each trajectory: int64 ``(trajectories,)``.
+        timesteps: where to run the module, in the order of the trajectory.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        scheduler: DDIMScheduler,
+        noise: Tensor,
+        labels: Tensor,
+        null_class: int,
+        guidance: float,
+        timesteps: Sequence[int],
+        options: LoadOptions,
+        remark: str = "",
+    ) -> None:
+        """Take noise; no step is made yet.
+
+        Args, besides the attributes:
+            null_class: the label that stands for no class.
+            guidance: scale of classifier-free guidance; 1 for none, and then no latent runs twice.
+            options: those that say which trajectories are taken, ``seed``, and those that say how to batch are read.
+            remark: what the description says besides.
+        """
+        super().__init__(len(noise), options)
+        self.module, self.scheduler, self.noise, self.labels = module, scheduler, noise, labels
+        self.timesteps, self._null_class, self._guidance, self._remark = timesteps, null_class, guidance, remark
+        self._kept: dict[tuple[tuple[int, ...], int], Tensor] = {}
+        self._bytes_kept = 0
+
+    @property
+    def description(self) -> str:
+        """Say how many trajectories of which kind there are, and at which timesteps they are taken."""
+        guidance = "no guidance" if self._guidance == 1 else f"guidance {self._guidance:g}"
+        shuffled = "shuffled" if self._options.shuffle else ""
+        about = ", ".join(filter(None, [f"seed {self._options.seed}", guidance, shuffled, self._remark]))
+        trajectories = "trajectory" if len(self.order) == 1 else "trajectories"
+        steps = count(len(self.scheduler.timesteps), "step")
+        return f"{len(self.order)} DDIM {trajectories} of {steps} ({about}), {listed(self.timesteps)}"
+
+    @property
+    def n_samples(self) -> int:
+        """Number of samples: timesteps of trajectories, twice with guidance."""
+        return len(self.order) * len(self.timesteps) * self._runs
+
+    def known_samples(self) -> Iterator[Sample]:
+        """Yield a sample for each timestep of each trajectory that is taken, for each time that it runs there."""
+        for number in self.order:
+            for timestep in self.timesteps:
+                yield from (self._sample(number, timestep, half) for half in range(self._runs))
+
+    def ends(self, share: Share = ALL) -> Iterator[tuple[tuple[Sample, ...], Tensor]]:
+        """Walk each trajectory from its noise to its end, with the module as it is now: nothing is taken, nothing kept.
+
+        Args:
+            share: which of the chunks to walk.
+
+        Yields:
+            samples, one a trajectory; clean latents: float32 ``(trajectories, channels, height, width)``, on the CPU.
+        """
+        visited: list[int] = self.scheduler.timesteps.tolist()
+        for numbers in share.of(in_pieces(share.left(self.order), self._at_once())):
+            latents = self.noise[numbers]
+            for timestep in visited:
+                latents = self._denoised(latents, timestep, numbers)
+            yield tuple(self._sample(number, visited[-1], half=0) for number in numbers), latents
+
+    def _made(self, plan: Iterator[list[int]]) -> Iterator[Chunk]:
+        return (Chunk(numbers, self._walk(numbers)) for numbers in plan)
+
+    def _at_once(self) -> int:
+        """Return how many trajectories run together.
+
+        A latent that runs twice counts as two samples of a batch; both are in one, also where ``batch_size`` is 1.
+        """
+        return max(1, self.batch_size // self._runs)
+
+    def _walk(self, numbers: Sequence[int]) -> Iterator[Batch]:
+        """Yield some trajectories at each of the timesteps."""
+        visited: list[int] = self.scheduler.timesteps.tolist()
+        latents, reached = self.noise[list(numbers)], 0
+        for timestep in self.timesteps:
+            until, key = visited.index(timestep), (tuple(numbers), timestep)
+            if key in self._kept:
+                latents = self._kept[key]
+            else:
+                for passed in visited[reached:until]:
+                    latents = self._denoised(latents, passed, numbers)
+                self._keep(key, latents)
+            reached = until
+            yield self._batch(numbers, timestep, latents)
+
+    def _keep(self, key: tuple[tuple[int, ...], int], latents: Tensor) -> None:
+        """Keep latents for the next time, while there are not many; those of later trajectories are computed again."""
+        if self._bytes_kept + latents.nbytes <= MOST_KEPT:
+            self._bytes_kept += latents.nbytes
+            self._kept[key] = latents
+
+    @torch.inference_mode(False)  # what is kept may later be the input of a pass with gradients
+    @torch.no_grad()
+    def _denoised(self, latents: Tensor, timestep: int, numbers: Sequence[int]) -> Tensor:
+        """Take the step at ``timestep``: in float32 on the CPU, except for the module itself."""
+        output: Tensor = run(self.module, self._batch(numbers, timestep, latents))[0]  # of a copy: latents are kept
+        predicted = output[:, : latents.shape[1]].float().cpu()  # behind these channels are learned variances
+        if self._runs == 2:
+            with_label, without = predicted.chunk(2)
+            predicted = without + self._guidance * (with_label - without)
+        step: Tensor = self.scheduler.step(predicted, timestep, latents, return_dict=False)[0]
+        return step
+
+    def _batch(self, numbers: Sequence[int], timestep: int, latents: Tensor) -> Batch:
+        labels = self.labels[list(numbers)]
+        if self._runs == 2:
+            latents = torch.cat([latents, latents])
+            labels = torch.cat([labels, torch.full_like(labels, self._null_class)])
+        samples = [self._sample(number, timestep, half) for half in range(self._runs) for number in numbers]
+        batch = denoising_batch(latents, timestep, labels, samples)
+        return batch.to(self._options.device, self._options.dtype)
+
+    def _sample(self, trajectory: int, timestep: int, half: int) -> Sample:
+        visited: list[int] = self.scheduler.timesteps.tolist()
+        index = (trajectory * len(visited) + visited.index(timestep)) * 2 + half
+        return Sample(f"trajectory {trajectory}", trajectory, index, data=f"DDIM from seed {self._options.seed}")
+
+    @property
+    def _runs(self) -> int:
+        return 1 if self._guidance == 1 else 2
+
+
+def from_noise(
+    space: LatentSpace,
+    scheduler: DDIMScheduler,
+    options: LoadOptions,
+    *,
+    guidance: float,
+    trajectories: int,
+    remark: str = "",
+) -> Callable[[nn.Module], Trajectories]:
+    """Return what takes a module that is ready to run, and returns its trajectories under ``options.seed``.
+
+    Their labels go through all classes, in an order that the seed chooses, before one comes again. Their noise is what
+    DiTPipeline draws from one generator of that seed, given for each image. Of more trajectories these are the first.
+
+    Args:
+        space: what the module takes.
+        scheduler: of training.
+        options: ``seed``, ``limit``, ``guidance``, ``timesteps`` and those that say how to batch are read.
+        guidance: the model's own, where ``options`` has none.
+        trajectories: how many, at most ``options.limit``.
+        remark: what the description says besides.
+
+    Raises:
+        UsageError: if ``options.guidance`` or ``options.timesteps`` cannot be understood.
+    """
+    order = torch.randperm(space.classes, generator=torch.Generator().manual_seed(options.seed))
+    generator = torch.Generator().manual_seed(options.seed)
+    shape = (space.channels, space.size, space.size)
+    return partial(
+        Trajectories,
+        scheduler=scheduler,
+        noise=torch.stack([torch.randn(shape, generator=generator) for _ in range(trajectories)]),
+        labels=order[torch.arange(trajectories) % len(order)],
+        null_class=space.classes,
+        guidance=guidance if options.guidance is None else _checked(options.guidance),
+        timesteps=chosen_timesteps(scheduler, options),
+        options=options,
+        remark=remark,
+    )
+
+
+def denoising_batch(latents: Tensor, timestep: int, labels: Tensor, samples: Sequence[Sample]) -> Batch:
+    """Return the arguments of one forward pass of a DiT.
+
+    Args:
+        latents: ``(samples, channels, height, width)``.
+        timestep: of all of them.
+        labels: int64 ``(samples,)``.
+        samples: one for each latent.
+    """
+    arguments = {
+        "hidden_states": latents,
+        "timestep": torch.full((len(latents),), timestep),
+        "class_labels": labels,
+        "return_dict": False,
+    }
+    return Batch(kwargs=arguments, samples=tuple(samples), part=f"timestep {timestep}")
+
+
+def chosen_timesteps(scheduler: DDIMScheduler, options: LoadOptions) -> list[int]:
+    """Set the scheduler's timesteps, and return those that ``options.timesteps`` asks for.
+
+    Raises:
+        UsageError: see :func:`select_timesteps`.
+    """
+    scheduler.set_timesteps(min(STEPS, scheduler.config["num_train_timesteps"]))
+    return select_timesteps(scheduler.timesteps.tolist(), options.timesteps)
+
+
+def _checked(guidance: float) -> float:
+    if not (math.isfinite(guidance) and guidance >= 1):
+        raise UsageError(f"The guidance is {guidance:g}; it has to be 1, for none, or more.")
+    return float(guidance)

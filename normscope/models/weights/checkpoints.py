@@ -1,0 +1,300 @@
+"""Weights: pretrained, random, or of a file that is read without executing anything in it, and fitted strictly."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from normscope.errors import ModelError, first_few
+from normscope.inputs.loaded_model import LoadOptions, Provenance
+from normscope.runtime.files import sha256_of
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def dtypes_by_name(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, torch.dtype]:
+    """Return the dtype of each floating-point tensor."""
+    return {name: tensor.dtype for name, tensor in tensors if tensor.is_floating_point()}
+
+
+def dtypes_of_files(paths: Iterable[Path]) -> dict[str, torch.dtype]:
+    """Return the dtype of each floating-point tensor of safetensors files, by its name there; no values are read."""
+    dtypes: dict[str, torch.dtype] = {}
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                if dtype := _DTYPES.get(file.get_slice(name).get_dtype()):
+                    dtypes[name] = dtype
+    return dtypes
+
+
+def converted(
+    provenance: Provenance, before: Mapping[str, torch.dtype], after: Mapping[str, torch.dtype]
+) -> Provenance:
+    """Say in a provenance from which dtypes to which weights were converted; as it was where none of them were.
+
+    Args:
+        provenance: of the weights.
+        before: dtypes by name; those that ``after`` does not have are left out.
+        after: likewise.
+
+    >>> before = {"0.weight": torch.bfloat16, "1.weight": torch.float32}
+    >>> converted(Provenance.random(0), before, dict.fromkeys(before, torch.float32)).description
+    'random weights, seed 0, converted from bfloat16 to float32'
+    """
+    changed = [name for name in before if name in after and before[name] != after[name]]
+    if not changed:
+        return provenance
+    old, new = ([str(dtypes[name]).removeprefix("torch.") for name in changed] for dtypes in (before, after))
+    said = f"converted from {_listed(old)} to {_listed(new)}"
+    return replace(provenance, description=f"{provenance.description}, {said}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " and ".join(sorted(set(names)))
+
+
+def load_file(module: nn.Module, path: Path, name: str) -> Provenance:
+    """Load the state dict in ``path`` into ``module``.
+
+    A state dict may lie under ``state_dict``, ``model`` or their EMA versions. One whose keys are not the model's own
+    goes through the conversion that timm has for that family of models.
+
+    Args:
+        module: on the CPU, in its dtypes, to which weights are converted; half loaded if an error is raised.
+        path: a safetensors file whose name says so, or a torch checkpoint.
+        name: what error messages call the model.
+
+    Raises:
+        ModelError: if the file cannot be read, or does not hold exactly the weights of ``module``.
+    """
+    state_dict = read_state_dict(path)
+    if state_dict.keys() != module.state_dict().keys():
+        state_dict = _converted(state_dict, module)
+    misfits = _misfits(state_dict, module)
+    if not misfits:
+        # Not our own comparison of keys: modules may fill in what older versions of them did not save.
+        result = module.load_state_dict(state_dict, strict=False)
+        misfits = [f"{key} is missing" for key in result.missing_keys]
+        misfits += [f"{key} is not in the model" for key in result.unexpected_keys]
+    if misfits:
+        raise ModelError(f"The weights file {str(path)!r} does not fit {name}: {first_few(misfits)}.")
+    provenance = Provenance("file", f"file {path.name} (sha256 {sha256_of([path])[:12]})")
+    return converted(provenance, dtypes_by_name(state_dict.items()), dtypes_by_name(module.named_parameters()))
+
+
+def read_state_dict(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a safetensors file or torch checkpoint, without unpickling code; ModelError if it is none."""
+    if path.is_dir():
+        raise ModelError(f"The weights {str(path)!r} are a folder. Name the checkpoint file in it.")
+    if not path.is_file():
+        raise ModelError(
+            f"There is no weights file {str(path)!r}. --weights takes pretrained, random, or the path of a file."
+        )
+    if path.stat().st_size == 0:
+        raise ModelError(f"The weights file {str(path)!r} is empty.")
+    import timm.models  # a second or two that only reading a file is worth
+
+    try:
+        state_dict = timm.models.load_state_dict(str(path), weights_only=True)
+    except Exception as error:  # pickle, zipfile, torch and safetensors each have their own
+        if isinstance(error.__cause__ or error, pickle.UnpicklingError):
+            raise ModelError(
+                f"The weights file {str(path)!r} is damaged, or holds Python objects besides tensors. Those would "
+                "have to be unpickled, which can run any code; save the model's state_dict() alone, best as "
+                "safetensors."
+            ) from error
+        kind = "safetensors file" if path.suffix == ".safetensors" else "torch checkpoint"
+        raise ModelError(
+            f"The weights file {str(path)!r} cannot be read: it is no {kind}, or a damaged one "
+            f"({type(error).__name__})."
+        ) from error
+    if not state_dict or not all(isinstance(value, Tensor) for value in state_dict.values()):
+        raise ModelError(f"The weights file {str(path)!r} holds no state dict: a dict of tensors by name.")
+    return dict(state_dict)
+
+
+def _converted(state_dict: dict[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
+    """Return what timm makes of a checkpoint in the format of the model's first publication."""
+    family = sys.modules[type(module).__module__]
+    convert: Any = getattr(family, "checkpoint_filter_fn", None)
+    if convert is None:
+        return state_dict
+    try:
+        return dict(convert(dict(state_dict), module))
+    except Exception:  # it met keys that no format of this family has: the caller names them
+        return state_dict
+
+
+def _misfits(state_dict: dict[str, Tensor], module: nn.Module) -> list[str]:
+    """Name the tensors that torch would refuse for their shape, or copy though their numbers are of another kind."""
+    misfits = []
+    wanted = module.state_dict()
+    for key, value in state_dict.items():
+        if key not in wanted:
+            continue
+        if value.shape != wanted[key].shape:
+            misfits.append(f"{key} is {tuple(value.shape)} and should be {tuple(wanted[key].shape)}")
+        elif wanted[key].is_floating_point() and not value.is_floating_point():  # quantized, or a mask
+            misfits.append(f"{key} is {_dtype(value)} and should be {_dtype(wanted[key])}")
+    return misfits
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def with_weights(
+    name: str,
+    options: LoadOptions,
+    *,
+    build: Callable[[], nn.Module],
+    pretrained: Callable[[], tuple[nn.Module, Provenance]],
+    from_file: Callable[[nn.Module, Path, str], Provenance] = load_file,
+    on_gpu: bool = False,
+) -> tuple[nn.Module, Provenance]:
+    """Make the module with the weights that ``options.weights`` asks for.
+
+    Args:
+        name: what error messages call the model.
+        options: ``weights`` and ``seed`` are read.
+        build: makes the module with fresh weights.
+        pretrained: makes it with the published ones, and says which they are.
+        from_file: loads a file's weights into a fresh module.
+        on_gpu: draw random weights on the GPU that they are for, if they are for one. There are networks whose
+            billions of numbers take minutes on a CPU. A GPU draws others under the same seed.
+
+    Raises:
+        ModelError: if the weights cannot be had or do not fit.
+    """
+    with seeded(options.seed):
+        match options.weights:
+            case "pretrained":
+                return pretrained()
+            case "random" if on_gpu and options.device.type == "cuda" and options.device_map is None:
+                with drawn_on(options.device, options.seed):
+                    return build(), Provenance.random(options.seed, on="GPU")
+            case "random":
+                return build(), Provenance.random(options.seed)
+            case file:
+                module = build()
+                return module, from_file(module, Path(file), name)
+
+
+@contextmanager
+def drawn_on(device: torch.device, seed: int) -> Iterator[None]:
+    """Make a network on a GPU, and draw its weights there under ``seed``; leave the GPU's random state as it was."""
+    with torch.cuda.device(device), torch.random.fork_rng([torch.cuda.current_device()]), device:
+        torch.cuda.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Initialize parameters, which happens on the CPU, under ``seed``; leave the random state as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the GPUs too
+        yield
+
+
+def ready(
+    module: nn.Module, provenance: Provenance, options: LoadOptions, in_float32: Sequence[str] = ()
+) -> tuple[nn.Module, Provenance]:
+    """Put a module into eval mode, and in the asked-for dtype onto the asked-for device, or spread it over several.
+
+    Args:
+        module: on the CPU.
+        provenance: of its weights; what is returned also says from which dtypes to which they were converted.
+        options: dtype, device and device map are read.
+        in_float32: names of parts whose weights are float32 in any dtype, see :func:`cast`.
+    """
+    before = dtypes_by_name(module.named_parameters())
+    cast(module.eval(), options.dtype, in_float32)
+    provenance = converted(provenance, before, dtypes_by_name(module.named_parameters()))
+    return placed(module, options), provenance
+
+
+def cast(module: nn.Module, dtype: torch.dtype | None, in_float32: Collection[str] = ()) -> None:
+    """Convert the floating-point numbers of a module to a dtype, in place; None converts nothing.
+
+    Args:
+        module: any.
+        dtype: of all weights and buffers but those of the following.
+        in_float32: names of modules or tensors, at any depth, whose weights get float32, and whose buffers stay.
+
+    >>> module = nn.ModuleDict({"norm1": nn.Linear(1, 1), "ff": nn.Linear(1, 1)})
+    >>> cast(module, torch.bfloat16, ["norm1"])
+    >>> module["norm1"].weight.dtype, module["ff"].weight.dtype
+    (torch.float32, torch.bfloat16)
+    """
+    if dtype is None:
+        return
+    if not in_float32:
+        # Not diffusers' own to(), which warns of an empty list of modules that should stay in float32.
+        nn.Module.to(module, dtype)
+        return
+    for name, parameter in module.named_parameters():
+        if parameter.is_floating_point():
+            stays = not set(in_float32).isdisjoint(name.split("."))
+            parameter.data = parameter.data.to(torch.float32 if stays else dtype)
+    for path, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if buffer.is_floating_point() and set(in_float32).isdisjoint([*path.split("."), name]):
+                setattr(part, name, buffer.to(dtype))
+
+
+def placed(module: nn.Module, options: LoadOptions) -> nn.Module:
+    """Put a module onto the asked-for device, or spread it over several."""
+    if options.device_map is None:
+        return nn.Module.to(module, options.device)
+    from normscope.models.weights.devices import spread
+
+    return spread(module, options.device)
+
+
+def read_embedded(filename: str) -> tuple[dict[str, Tensor], dict[str, Any], str]:
+    """Return the tensors of a safetensors file of this package, the facts in its header, and its SHA-256.
+
+    >>> tensors, facts, digest = read_embedded("demo_vit.safetensors")
+    >>> facts["config"]["depth"]
+    8
+    """
+    with as_file(files("normscope.models") / "embedded" / filename) as path:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        with safe_open(path, framework="pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+            return tensors, json.loads(file.metadata()["normscope"]), digest
+
+
+def embedded_module(
+    architecture: str, trained_on: str, build: Callable[[dict[str, Any]], nn.Module]
+) -> tuple[Callable[[], nn.Module], Callable[[], tuple[nn.Module, Provenance]]]:
+    """Return the two functions that :func:`with_weights` takes, for a network whose weights are in this package.
+
+    Args:
+        architecture: its name; its weights lie in ``ARCHITECTURE.safetensors``, constructor arguments in the header.
+        trained_on: the training data, in words.
+        build: from the facts in the header to the module.
+    """
+    weights, facts, digest = read_embedded(f"{architecture}.safetensors")
+
+    def pretrained() -> tuple[nn.Module, Provenance]:
+        module = build(facts)
+        module.load_state_dict(weights)
+        return module, Provenance(
+            "embedded", f"embedded {architecture} (trained on {trained_on}, sha256 {digest[:12]})"
+        )
+
+    return lambda: build(facts), pretrained

@@ -1,0 +1,289 @@
+"""Devices and dtypes: what the options mean to torch, and networks that are spread over several devices."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from normscope.errors import DeviceError, ModelError, UsageError, count, unknown
+from normscope.runtime.processes import Place
+
+if TYPE_CHECKING:
+    import torch
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+_LEAST_DRIVERS = {"11": 450, "12": 525, "13": 580}  # of NVIDIA on Linux, for each version of CUDA
+_SECONDS_TO_ANSWER = 10.0  # for nvidia-smi, which takes some where it wakes up many GPUs, and waits on where one hangs
+KEEP = "keep"
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def resolve_device(spec: str) -> torch.device:
+    """Return the device that ``spec`` names, once sure that it is there.
+
+    Of several processes that torchrun started, each has a GPU of its own: that of its number on this machine. Where
+    there is an NVIDIA GPU that torch cannot use, ``auto`` says so in a warning, once.
+
+    Args:
+        spec: ``auto`` (CUDA, else MPS, else the CPU), ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
+
+    Raises:
+        UsageError: if ``spec`` is none of these, or one GPU for several processes.
+        DeviceError: if this machine has no such device, or none for this process.
+
+    >>> resolve_device("cpu")
+    device(type='cpu')
+    """
+    import torch
+
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", spec):
+        raise UsageError(f"There is no device {spec!r}. A device is auto, cpu, cuda, cuda:N or mps.")
+    present, place = _present_devices(), Place.from_environment()
+    if spec == "auto" and present[0] == "cpu" and not _hidden() and (reason := _why_no_cuda()):
+        _warn_of_the_cpu(reason)
+    if not place.alone and (spec.startswith("cuda") or spec == "auto") and "cuda:0" in present:
+        return torch.device(_own_gpu(spec, present, place))
+    if spec == "auto":
+        return torch.device(present[0])
+    if spec not in present and f"{spec}:0" not in present:
+        raise _no_device(spec, present)
+    return torch.device(spec)
+
+
+def _own_gpu(spec: str, present: list[str], place: Place) -> str:
+    """Name the GPU of one of several processes; nccl refuses two on one."""
+    gpus = [name for name in present if name.startswith("cuda")]
+    if ":" in spec and spec in gpus:
+        if place.local_rank:
+            raise UsageError(f"Several processes cannot share {spec}: --device cuda gives each a GPU of its own.")
+        return spec
+    if ":" in spec:
+        raise _no_device(spec, present)
+    if place.local_rank >= len(gpus):
+        raise DeviceError(
+            f"There {'is' if len(gpus) == 1 else 'are'} {count(len(gpus), 'GPU')} on this machine and none for its "
+            f"process number {place.local_rank + 1}: start at most --nproc-per-node={len(gpus)}, or take --device cpu."
+        )
+    return gpus[place.local_rank]
+
+
+def _present_devices() -> list[str]:
+    """Name the devices of this machine, the fastest first."""
+    import torch
+
+    # GPUs are counted by NVIDIA's library, which sees those too that torch has no driver for.
+    cuda = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    if cuda and not torch.cuda.is_available():
+        cuda = []
+    mps = ["mps"] if torch.backends.mps.is_available() else []
+    return [*cuda, *mps, "cpu"]
+
+
+def _no_device(spec: str, present: list[str]) -> DeviceError:
+    said = f"There is no device {spec!r} on this machine. There are: {', '.join(present)}."
+    if not spec.startswith("cuda") or "cuda:0" in present:
+        return DeviceError(said)
+    if _hidden():
+        hidden = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides every GPU from torch: unset it."
+        return DeviceError(f"{said} {hidden}" if _driver() else said)
+    return DeviceError(f"{said} {reason}" if (reason := _why_no_cuda()) else said)
+
+
+def _hidden() -> bool:
+    """Whether the user hides all GPUs."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+
+
+def _why_no_cuda() -> str:
+    """Say, where there is a driver of NVIDIA, why torch cannot use it and what to do; nothing where there is none."""
+    import torch
+
+    driver, cuda = _driver(), torch.version.cuda
+    if not driver:
+        return ""
+    if cuda is None:
+        return (
+            f"nvidia-smi reports an NVIDIA driver, {driver}, but torch {torch.__version__} is built without CUDA: "
+            "install one that is built with it (pytorch.org/get-started)."
+        )
+    begun = (
+        f"nvidia-smi reports the NVIDIA driver {driver}, with which torch {torch.__version__}, built for CUDA {cuda}"
+    )
+    needed = _LEAST_DRIVERS.get(cuda.partition(".")[0])
+    if needed is None or int(driver.partition(".")[0]) >= needed:
+        return f"{begun}, finds no GPU: python -c 'import torch; torch.cuda.init()' says why."
+    return (
+        f"{begun}, cannot run: update the driver to {needed} or later, or install a torch of the same version that is "
+        "built for an older CUDA (pytorch.org/get-started)."
+    )
+
+
+@functools.cache
+def _driver() -> str:
+    """Return the version of NVIDIA's driver as nvidia-smi reports it; nothing where it does not."""
+    if not (command := shutil.which("nvidia-smi")):
+        return ""
+    ask = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(ask, capture_output=True, text=True, timeout=_SECONDS_TO_ANSWER)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
+        return ""
+    version = re.match(r"\d+(\.\d+)*", done.stdout.strip())
+    return version.group() if version and done.returncode == 0 else ""
+
+
+@functools.cache
+def _warn_of_the_cpu(reason: str) -> None:
+    warnings.warn(f"{reason} Until then everything runs on the CPU; --device cpu says so too.", stacklevel=3)
+
+
+def dtype_name(name: str) -> str:
+    """Return the whole name of a floating-point type, as outputs print it.
+
+    Raises:
+        UsageError: if ``name`` is not one of float32, bfloat16, float16, or fp32, bf16, fp16 for short.
+
+    >>> dtype_name("bf16")
+    'bfloat16'
+    """
+    whole = _SHORT.get(name, name)
+    if whole not in DTYPES:
+        raise UsageError(unknown("dtype", name, [*DTYPES, *_SHORT, KEEP]))
+    return whole
+
+
+def resolve_dtype(name: str) -> torch.dtype | None:
+    """Return the floating-point type called ``name``, see :func:`dtype_name`; None for ``keep``.
+
+    Raises:
+        UsageError: if there is no such type.
+
+    >>> resolve_dtype("bfloat16")
+    torch.bfloat16
+    """
+    import torch
+
+    if name == KEEP:
+        return None
+    dtype: torch.dtype = getattr(torch, dtype_name(name))
+    return dtype
+
+
+_ROWS = (nn.ModuleList, nn.Sequential)
+_NAMED = "_no_split_modules"
+_LAST = ("cpu", "disk")
+
+
+def spread(module: nn.Module, device: torch.device, room: Mapping[int | str, int] | None = None) -> nn.Module:
+    """Spread a network as accelerate finds room for it, in place; its repeated blocks stay whole.
+
+    Args:
+        module: in its dtype, on the CPU.
+        device: where its inputs are.
+        room: how many bytes to use of each GPU (its number) and of ``cpu``; None for what is free.
+
+    Raises:
+        ModelError: if memory has no room for any part of it, or the disk none for the rest.
+    """
+    import accelerate
+
+    whole = blocks(module)
+    with quiet():
+        memory = accelerate.utils.get_balanced_memory(module, room, no_split_module_classes=whole)
+        where = accelerate.infer_auto_device_map(module, memory, no_split_module_classes=whole)
+    devices = set(where.values())
+    if devices == {"disk"}:
+        raise ModelError(
+            f"Not even one block of this {type(module).__name__} fits into memory; nothing runs on the disk alone."
+        )
+    # One device that is not the inputs': without hooks nothing would move them there.
+    elsewhere = len(devices) == 1 and torch.empty(0, device=next(iter(devices))).device != device
+    try:
+        with quiet(), offload_folder() as (folder, kept_by):
+            accelerate.dispatch_model(
+                module,
+                where,
+                offload_dir=folder,
+                # A block may read the weights of what it holds past its modules, as attention does, unless its
+                # library is made for accelerate.
+                preload_module_classes=None if hasattr(module, _NAMED) else whole,
+                skip_keys=getattr(module, "_skip_keys_device_placement", None),
+                force_hooks=elsewhere,
+            )
+            kept_by(module)
+    except OSError as error:
+        raise ModelError(
+            f"The disk has no room for what memory does not hold ({error.strerror or error}); TMPDIR names a folder "
+            "on another one."
+        ) from error
+    return module
+
+
+def blocks(module: nn.Module) -> list[str]:
+    """Name the classes whose modules are not to be divided, as they add to their own input.
+
+    Those that the network itself names, as transformers' and diffusers' do; otherwise whatever stands in a row.
+
+    >>> blocks(nn.Sequential(nn.Sequential(nn.Bilinear(2, 2, 2), nn.Bilinear(2, 2, 2)), nn.Identity()))
+    ['Bilinear', 'Identity']
+    """
+    if named := getattr(module, _NAMED, None):
+        return sorted(named)
+    children = (child for part in module.modules() if isinstance(part, _ROWS) for child in part)
+    return sorted({type(child).__name__ for child in children if not isinstance(child, _ROWS)})
+
+
+@contextmanager
+def offload_folder() -> Iterator[tuple[str, Callable[[nn.Module], None]]]:
+    """Make a folder for what goes to the disk, removed with the network that keeps it, or at once where none does.
+
+    It is gone, at the latest, when Python ends.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="normscope-", ignore_cleanup_errors=True)
+    owners: list[Any] = []
+    try:
+        yield folder.name, lambda module: owners.append(weakref.finalize(module, folder.cleanup))
+    finally:
+        if not owners:
+            folder.cleanup()
+
+
+def places(module: nn.Module) -> list[str]:
+    """Name the devices that a network is on: GPUs first, then memory and disk where accelerate keeps parts of it.
+
+    >>> places(nn.Linear(1, 1))
+    ['cpu']
+    """
+    maps = [vars(part)["hf_device_map"] for part in module.modules() if "hf_device_map" in vars(part)]
+    if not maps:
+        return [str(tensor.device) for tensor in [*module.parameters(), *module.buffers()][:1]]
+    names = {f"cuda:{place}" if isinstance(place, int) else str(place) for parts in maps for place in parts.values()}
+    return sorted(names, key=lambda place: (place in _LAST, place))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep accelerate's warnings from the terminal: what is where is said by normscope."""
+    logger: Any = logging.getLogger("accelerate")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,224 @@
+"""Downloads: a server's first answer within a deadline, and files by URL in torch.hub's cache."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import re
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TypeVar
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+import torch
+
+from normscope.errors import ModelError
+
+DEADLINE = 3.0  # seconds for the first answer, which takes less than one where all is well
+
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_OF_FILES = (errno.EACCES, errno.EPERM)  # and of connections that a firewall forbids, which name no file
+
+
+class UnusableCacheError(ModelError):
+    """The folder that downloads go to is full, or may not be written."""
+
+
+def ask(question: Callable[[], object], deadline: float = DEADLINE) -> Exception | None:
+    """Return what ``question`` raises, TimeoutError where it is not done within ``deadline`` seconds, or None.
+
+    In a thread, because the timeouts of HTTP libraries hold for each address that the host's name has, and do not
+    hold for looking that name up.
+
+    >>> ask(lambda: None)
+    >>> ask(lambda: 1 // 0)
+    ZeroDivisionError('integer division or modulo by zero')
+    """
+    outcome: list[Exception | None] = []
+
+    def run() -> None:
+        try:
+            question()
+            outcome.append(None)
+        except Exception as error:  # reason() tells them apart, in the thread that can raise
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(deadline)
+    return outcome[0] if outcome else TimeoutError()
+
+
+def reason(error: Exception, host: str, within: str = f"{DEADLINE:g} s") -> str:
+    """Say in one clause why the hub at ``host`` does not answer; ``within`` is how long was waited for it.
+
+    >>> reason(TimeoutError(), "huggingface.co")
+    'the hub at huggingface.co did not answer within 3 s'
+    """
+    if isinstance(error, HTTPError):
+        return reason_of_status(error.code, host)
+    causes = list(_causes(error))
+    if any(isinstance(cause, socket.gaierror) for cause in causes):
+        return f"the name of the hub, {host}, cannot be resolved"
+    if any(isinstance(cause, ConnectionRefusedError) for cause in causes):
+        return f"the hub at {host} refuses the connection"
+    if any("Timeout" in type(cause).__name__ for cause in causes):
+        return f"the hub at {host} did not answer within {within}"
+    return f"asking the hub at {host} failed with {first_line(error)}"
+
+
+def reason_of_status(status: int, host: str) -> str:
+    """Say in one clause what an HTTP status other than 200 means.
+
+    >>> reason_of_status(404, "huggingface.co")
+    'huggingface.co does not know them (status 404)'
+    """
+    if status == 404:
+        return f"{host} does not know them (status 404)"
+    if status in (401, 403):
+        return f"{host} does not give them to you (status {status}): they are private, gated, or not there"
+    return f"{host} cannot serve them now (status {status})"
+
+
+def ways_on(example: str = "demo_vit") -> str:
+    """Say what to do without a hub; ``example`` is the embedded model that comes nearest to the one asked for."""
+    return (
+        "Name a file with --weights FILE, take --weights random, or use an embedded model, which needs no "
+        f"network: normscope plot {example}."
+    )
+
+
+def check_cache(error: BaseException, folder: Path, variable: str) -> None:
+    """Raise where a download failed on the disk that it was to be written to.
+
+    Args:
+        error: that the download, or reading what it brought, raised.
+        folder: of the cache.
+        variable: of the environment, which says where the cache is.
+
+    Raises:
+        UnusableCacheError: if the folder is full, or must not be written or read.
+
+    >>> check_cache(OSError(errno.ENOSPC, "No space left on device"), Path("/c/hub"), "HF_HOME")
+    Traceback (most recent call last):
+    normscope.models.weights.downloads.UnusableCacheError: The cache /c/hub cannot be used: No space left on device. \
+Set HF_HOME to a folder that has room and can be written to.
+    """
+    for cause in _causes(error):
+        number, file = _error_number(cause), getattr(cause, "filename", None)
+        if number in _OF_DISKS or (number in _OF_FILES and file is not None):
+            what = os.strerror(number) + (f" ({file})" if file else "")
+            raise UnusableCacheError(
+                f"The cache {folder} cannot be used: {what}. Set {variable} to a folder that has room and can be "
+                "written to."
+            ) from error
+
+
+def _error_number(error: BaseException) -> int:
+    """Return the system's number of an error, or 0; libraries written in Rust have it in their message alone."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return int(number[1]) if number else 0
+
+
+def first_line(error: Exception) -> str:
+    """Name an error and say the first line of its message, without the stop at its end.
+
+    >>> first_line(ValueError("too long:\\nsee below"))
+    'ValueError: too long'
+    """
+    line = str(error).strip().partition("\n")[0].rstrip(".:")
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+SILENCE = 20.0  # seconds without a byte after which a download has broken off
+
+T = TypeVar("T")
+
+
+def cache() -> Path:
+    """Return the folder that holds what torch.hub downloads, whether it is there yet or not."""
+    return Path(torch.hub.get_dir())
+
+
+def fetch(url: str, cached: Path, download: Callable[[], T], *, embedded: str) -> T:
+    """Return what ``download`` returns, once sure that it will not wait for a server that does not answer.
+
+    Args:
+        url: https; where the weights are published.
+        cached: the file that they come to lie in.
+        download: brings ``url`` to ``cached`` unless that is there, and may load it.
+        embedded: the model that the message names for want of a network.
+
+    Raises:
+        UnusableCacheError: if the cache cannot take them, or may not be read.
+        ModelError: if the weights cannot be had, or ``download`` fails on them.
+    """
+    try:
+        if not cached.exists():
+            _check_answer(url, embedded)
+        # torch.hub says on stdout what it downloads, where the results of normscope go.
+        with redirect_stdout(sys.stderr), _socket_timeout(SILENCE):
+            return download()
+    except Exception as error:  # of urllib, of the disk, of torch
+        check_cache(error, cache(), "TORCH_HOME")
+        if isinstance(error, ModelError) and not cached.exists():  # the server's answer is none
+            raise
+        raise ModelError(_failure(error, url, cached, embedded)) from error
+
+
+def _failure(error: Exception, url: str, cached: Path, embedded: str) -> str:
+    """Say what went wrong with a download, or with a file that it left in the cache, and what to do about it."""
+    if not cached.exists():
+        return f"The download of {url} broke off: {first_line(error)}. {ways_on(embedded)}"
+    delete = "Delete it, and the next run fetches it again."
+    if isinstance(error, ModelError):
+        return f"{error} It is in torch.hub's cache. {delete}"
+    why = f"it is damaged, or of another network ({first_line(error)})"
+    if isinstance(error, pickle.UnpicklingError):
+        why = "it is damaged, or holds Python objects besides tensors, which can run any code"
+    return f"The file {str(cached)!r} in torch.hub's cache does not load: {why}. {delete}"
+
+
+def _check_answer(url: str, embedded: str) -> None:
+    """Ask for the file's headers alone; raise ModelError if there is no such answer within the deadline."""
+    host = urlsplit(url).netloc
+
+    def question() -> None:
+        with urlopen(Request(url, method="HEAD"), timeout=DEADLINE) as answer:  # noqa: S310 (always https)
+            if answer.headers.get_content_type() == "text/html":
+                raise WebPageError
+
+    failure = ask(question)
+    if failure is not None:
+        is_page = isinstance(failure, WebPageError)
+        why = f"what answers at {host} is a web page" if is_page else reason(failure, host)
+        raise ModelError(f"The weights {url} cannot be had: {why}. {ways_on(embedded)}") from failure
+
+
+class WebPageError(Exception):
+    """The answer is a page to be read by people: a captive portal's, for example."""
+
+
+@contextmanager
+def _socket_timeout(seconds: float) -> Iterator[None]:
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)

@@ -1,0 +1,193 @@
+"""capture(): hooks in, every pair of every norm into its sums, hooks out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import astuple, replace
+from typing import Any
+
+from torch import nn
+
+from normscope.errors import UsageError
+from normscope.inputs.batch import Batch
+from normscope.inputs.loaded_model import LoadedModel, unpacked
+from normscope.inputs.splits import Done, LeftOut, Share, shared
+from normscope.pairs.captures import Capture
+from normscope.pairs.norms.sites import Layers, SkippedNorm, select
+from normscope.pairs.norms.trace import NOT_CALLED, find_norms
+from normscope.pairs.ranks import ALONE, Ranks, agree_on_batches, check_alike, merge_left_out, merge_seen
+from normscope.pairs.recorder import Recorder, Summing
+from normscope.pairs.resuming import Checkpoints, Work
+from normscope.runtime.network import left_as_found, memory_for
+from normscope.runtime.progress import Progress, StageProgress, silent
+
+_ALL = Summing()
+
+
+def capture(
+    model: nn.Module | LoadedModel,
+    batches: Iterable[Any] | None = None,
+    *,
+    layers: Layers = "all",
+    about: Mapping[str, str] | None = None,
+    seed: int = 0,
+    sample: int | None = None,
+    verify: bool = False,
+    by_gamma: bool = False,
+    per_channel: bool = False,
+    diagonal: bool = False,
+    progress: Progress = silent,
+) -> Capture:
+    """Run ``model`` over ``batches`` and sum up the input and the output before the affine step of its norms.
+
+    The model is put into eval mode and run without gradients, on copies of the batches. Its training flags, buffers,
+    dtype, device, the grad mode and torch's RNG state are left as found, and no hook stays, also after an exception or
+    Ctrl-C.
+
+    Args:
+        model: what :func:`normscope.load` returned; or any module on any device.
+        batches: tensors, tuples of arguments, dicts of keyword arguments, or :class:`normscope.Batch`; on the model's
+            device and in its dtype, samples along axis 0. Taken one at a time: any iterable, of any length; one that
+            runs the model itself, as a sampler does, may do so, and nothing of that is recorded. Positions that a
+            Batch, or an ``attention_mask``, marks as padding are in no sum. A norm whose input has no axis of samples
+            has no padding: all its tokens are, once for each batch; they are no sample's, and the site has no folds.
+            None for a loaded model's own inputs.
+        layers: which norm sites, see :func:`normscope.pairs.norms.sites.select`.
+        about: what the capture says of itself: ``model``, ``weights``, ``data``. Files and figures print it. Batches
+            that have a ``description`` say themselves what they were, once they have all been taken; the network says
+            its ``dtype``, or those that it has parameters of. A loaded model says all of it.
+        seed: of the drawing samples.
+        sample: at each call of a norm take only so many tokens of each sample, drawn uniformly, for the impatient;
+            None for all. The capture's ``data`` says so.
+        verify: recompute every norm's true output from our y, its weight and its bias, and fail where they differ.
+        by_gamma: also keep the sums with every pair weighted by the square of its channel's weight γ.
+        per_channel: also keep the sums of each channel, on a coarser grid; d · 17 kB a site.
+        diagonal: also keep the sums of the diagonal of the norm's Jacobian, ∂y_i/∂x_i, which
+            :func:`normscope.gradient` takes; at sites where it is known in closed form.
+        progress: called with ``"samples"``, how many have run, and how many there are: None where nothing tells.
+
+    Returns:
+        A :class:`Capture` on the CPU, whose size does not depend on the number of batches. Where batches name the
+        ``part`` that they belong to, each part is also kept by itself, in :attr:`Capture.parts`.
+
+    Raises:
+        DataError: if there is no batch, or if it cannot be told which tokens of a norm are padding.
+        ModelError: if the model raises, if it calls no norm that normscope knows, or if verification fails.
+        UsageError: if ``layers`` names no site, or ``sample`` no token; or if a module comes without batches.
+        MemoryEndedError: if a single sample takes more memory than there is; larger batches are split.
+
+    >>> import normscope, torch
+    >>> capture(normscope.load("demo_vit", limit=4), layers="norm").stats["norm"].n_pairs
+    4096
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    >>> capture(model, [torch.randn(16, 4), torch.randn(16, 4)], seed=0).stats["1"].n_pairs
+    256
+    """
+    summing = Summing(seed, sample, verify, by_gamma, per_channel, diagonal)
+    return captured(model, batches, summing, layers=layers, about=about, progress=progress)
+
+
+def captured(
+    model: nn.Module | LoadedModel,
+    batches: Iterable[Any] | None = None,
+    summing: Summing = _ALL,
+    *,
+    layers: Layers = "all",
+    about: Mapping[str, str] | None = None,
+    progress: Progress = silent,
+    ranks: Ranks = ALONE,
+    checkpoints: Checkpoints | None = None,
+) -> Capture:
+    """Capture as :func:`capture` does, with what commands need besides; every rank gets the whole.
+
+    ``ranks``, which :func:`normscope.pairs.ranks.joined` gives, divide the batches among them; progress counts those
+    of all as far as each can tell. ``checkpoints`` keep how far the capture is, and are gone on from.
+
+    Raises:
+        UsageError: if a checkpoint is of another capture; and whatever :func:`capture` raises.
+        StoppedError: if the checkpoints were told to stop.
+    """
+    if summing.sample is not None and summing.sample < 1:
+        raise UsageError(
+            f"sample is {summing.sample}: it is a number of tokens, at least 1; without it, all are taken."
+        )
+    model, batches, about, _ = unpacked(model, batches, about)
+    agree_on_batches(batches, ranks)
+    taken = Done()  # by runs before this one: known once the sites are, and before the first chunk is asked for
+    first, chunks = shared(batches, Share(ranks.rank, ranks.size, taken))
+    report = find_norms(model, first)
+    sites = select(report.sites, layers)
+    model = getattr(model, "_orig_mod", model)
+    dtype = " and ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in model.parameters()))
+    unsaid = {"model": type(model).__name__, "weights": "not named", "data": "not named", "dtype": dtype or "not named"}
+    about = {**unsaid, **about}
+    work = Work(Recorder(model, summing, report, sites))
+    settings = _settings(work.recorder, batches, first, about)
+    check_alike(ranks, settings)
+    if checkpoints is not None:
+        taken.add(Done(checkpoints.begin(work, ranks, settings)).numbers)
+    idle = {norm.name: norm for norm in report.skipped if norm.reason == NOT_CALLED}
+    told = StageProgress(progress, "samples", getattr(batches, "n_samples", None), ranks.size)
+    with (
+        left_as_found(model),
+        work.recorder.hooked(),
+        _watched(model, idle, work.recorder.seen.late),
+        memory_for("inputs were made ready"),
+    ):
+        for chunk in chunks:
+            for batch in chunk.batches:
+                work.recorder.run(batch, chunk.numbers[0])
+                told.add(len(batch.samples))
+            work.done.add(chunk.numbers)
+            work.left_out.add(chunk)
+            if checkpoints is not None:
+                checkpoints.after_chunk(work, ranks)
+    if checkpoints is not None:
+        checkpoints.after_share(work, ranks)
+    with contextlib.nullcontext() if checkpoints is None else checkpoints.kept_if_lost(work, ranks):
+        left_out = merge_left_out(work.left_out, ranks)
+        merge_seen(work.recorder, ranks)
+    if isinstance(getattr(batches, "left_out", None), LeftOut):
+        batches.left_out = left_out  # type: ignore[attr-defined]
+    late = work.recorder.seen.late
+    return work.recorder.captured(
+        {**about, **_described(batches)}, [late.get(norm.name, norm) for norm in report.skipped]
+    )
+
+
+def _settings(recorder: Recorder, batches: Iterable[Any], first: Batch, about: Mapping[str, str]) -> dict[str, Any]:
+    """Say what is captured of what: what ranks have to agree in, and what a checkpoint is of."""
+    kept = ("seed", "sample", "by_gamma", "per_channel", "diagonal")
+    summing = {name: getattr(recorder.summing, name) for name in kept}
+    return {
+        "model": about["model"],
+        "weights": about["weights"],
+        "data": _described(batches).get("data", about["data"]),
+        "first sample": list(astuple(first.samples[0])),
+        "number of samples": getattr(batches, "n_samples", None),
+        "dtype": about["dtype"],
+        **summing,
+        "layers": [site.name for site in recorder.sites],
+    }
+
+
+@contextlib.contextmanager
+def _watched(model: nn.Module, idle: Mapping[str, SkippedNorm], late: dict[str, SkippedNorm]) -> Iterator[None]:
+    """Notice norms that the first sample did not call and a later one does: they are skipped for another reason."""
+
+    def noticed(norm: SkippedNorm) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            late[norm.name] = replace(norm, reason="not called by the first sample, only by later ones")
+
+        return hook
+
+    with contextlib.ExitStack() as hooks:
+        for name, norm in idle.items():
+            hooks.callback(model.get_submodule(name).register_forward_pre_hook(noticed(norm)).remove)
+        yield
+
+
+def _described(batches: object) -> dict[str, str]:
+    description = getattr(batches, "description", None)
+    return {} if description is None else {"data": str(description)}

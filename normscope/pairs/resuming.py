@@ -1,0 +1,268 @@
+"""What a capture goes on from, whatever ended it: one file a rank, of the sums and of the inputs that are in them.
+
+Both stand in one file that appears whole or not at all, so that every input counts exactly once, whenever it ended.
+Another number of ranks may go on: rank 0 takes what all left, and the inputs that are left are divided anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from normscope.errors import DataError, RankLostError, StoppedError, UsageError, count
+from normscope.inputs.splits import Done, LeftOut
+from normscope.pairs.captures import Capture
+from normscope.pairs.norms.sites import SkippedNorm
+from normscope.pairs.ranks import Ranks
+from normscope.pairs.recorder import Recorder, Seen
+from normscope.pairs.storage import DAMAGES, described, grids, other_grid, sites_and_stats, tensors_of
+from normscope.runtime.files import check_writable
+from normscope.runtime.sealed_files import read_checked, write_checked
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "normscope-checkpoint"
+FORMAT_VERSIONS = (1, 2)  # that are read; the last one is written
+_PARTIAL = re.compile(r"\.\d+\.safetensors\.\w{8}\.safetensors|\.tmp\w{6}")  # of files.whole_file, and of safetensors
+_NO_ABOUT = {"model": "", "weights": "", "data": ""}
+
+
+@dataclass
+class Work:
+    """How far one rank is.
+
+    Attributes:
+        recorder: with the sums.
+        done: the inputs that are in the sums, or that could not be read.
+        left_out: what reading left out of them.
+    """
+
+    recorder: Recorder
+    done: Done = field(default_factory=Done)
+    left_out: LeftOut = field(default_factory=LeftOut)
+
+
+@dataclass
+class Checkpoints:
+    """Where and when a capture keeps how far it is.
+
+    Attributes:
+        folder: of the ranks' files, which all ranks reach.
+        every: seconds between two of them.
+        resume: whether to go on from what is there.
+        stopping: says whether to stop: asked between two chunks.
+    """
+
+    folder: Path
+    every: float
+    resume: bool = False
+    stopping: Callable[[], bool] = lambda: False
+    _settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    _begun: float = field(default=0.0, repr=False)
+    _last: float = field(default=0.0, repr=False)
+
+    def check(self) -> None:
+        """Refuse to begin anew where another run left what it had, and where nothing could be kept; UsageError."""
+        if self.exist and not self.resume:
+            raise UsageError(
+                f"{self.folder} holds what an unfinished run has captured. --resume goes on from it; remove the folder "
+                "to begin anew."
+            )
+        check_writable(self.folder / "0.safetensors")
+
+    def begin(self, work: Work, ranks: Ranks, settings: Mapping[str, Any]) -> bytes:
+        """Return which inputs are in what other runs left, one byte each, and give rank 0 their sums.
+
+        Raises:
+            UsageError: if that is of another capture, or cannot be rewritten.
+            DataError: if it is damaged.
+        """
+        self._settings, self._begun = settings, time.monotonic()
+        self._last = self._begun
+        if self.resume and ranks.rank == 0 and (files := self._files()):
+            for found in _disjoint([self._read(path, work.recorder) for path in files]):
+                work.recorder.seen = work.recorder.seen.merge(found.seen)
+                work.done.add(found.done.numbers)
+                work.left_out.add(found.left_out)
+            if files != [self._path(ranks)]:  # before another rank takes the place of one of them
+                self._write(work, ranks)
+                for path in files:
+                    if path != self._path(ranks):
+                        path.unlink(missing_ok=True)
+        if ranks.rank == 0:  # before another rank begins to write
+            self._remove_partial()
+        return ranks.from_first(work.done.flags)
+
+    @property
+    def exist(self) -> bool:
+        """Whether there is anything to go on from."""
+        return bool(self._files())
+
+    def after_chunk(self, work: Work, ranks: Ranks) -> None:
+        """Write where it is time to; stop where that was asked for.
+
+        Raises:
+            StoppedError: if it was asked for, once all is written.
+            UsageError: if it was asked for, and cannot be written.
+        """
+        stopping = self.stopping()
+        if not stopping and time.monotonic() - self._last < self.every:
+            return
+        self._keep(work, ranks, must=stopping)
+        if stopping:
+            mine = "" if ranks.size == 1 else " of this rank"
+            raise StoppedError(
+                f"Stopped. What was captured so far, {count(len(work.done), 'input')}{mine}, is kept in {self.folder}; "
+                "the same command with --resume goes on."
+            )
+
+    def after_share(self, work: Work, ranks: Ranks) -> None:
+        """Write before waiting for other ranks, which may take long or be lost; not where all took but a moment."""
+        if ranks.size > 1 and time.monotonic() - self._begun >= self.every:
+            self._keep(work, ranks)
+
+    @contextlib.contextmanager
+    def kept_if_lost(self, work: Work, ranks: Ranks) -> Iterator[None]:
+        """Write what this rank has where another one ends before all have put together what they have."""
+        try:
+            yield
+        except RankLostError:
+            self._keep(work, ranks)
+            raise
+
+    def remove(self) -> None:
+        """Remove what is no longer needed, once the capture is written."""
+        try:
+            for path in self._files():
+                path.unlink(missing_ok=True)
+            self._remove_partial()
+        except OSError as error:
+            logger.warning("Cannot remove %s, which is no longer needed: %s.", self.folder, error.strerror or error)
+        with contextlib.suppress(OSError):  # of another's file in it
+            self.folder.rmdir()
+
+    def _files(self) -> list[Path]:
+        try:
+            return sorted(
+                path for path in self.folder.iterdir() if path.suffix == ".safetensors" and path.stem.isdigit()
+            )
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise UsageError(f"Cannot read {self.folder}: {error.strerror or error}.") from error
+
+    def _remove_partial(self) -> None:
+        """Remove what runs that were killed while they wrote left: each as large as a checkpoint."""
+        with contextlib.suppress(OSError):
+            for path in self.folder.iterdir():
+                if _PARTIAL.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
+
+    def _path(self, ranks: Ranks) -> Path:
+        return self.folder / f"{ranks.rank}.safetensors"
+
+    def _keep(self, work: Work, ranks: Ranks, *, must: bool = False) -> None:
+        """Write; where that fails, a full disk perhaps, the run goes on unless it must be written."""
+        try:
+            self._write(work, ranks)
+        except UsageError as error:
+            if must:
+                raise
+            logger.warning("%s The run goes on; what was kept before stays as it was.", error)
+        self._last = time.monotonic()
+
+    def _write(self, work: Work, ranks: Ranks) -> None:
+        seen = work.recorder.seen.cpu()
+        header: dict[str, Any] = {
+            "format": FORMAT,
+            "version": FORMAT_VERSIONS[-1],
+            "settings": dict(self._settings),
+            "grids": grids(),
+            "samples": dict(seen.n_samples),
+            "first": seen.first,
+            "late": [asdict(norm) for norm in seen.late.values()],
+            "unreadable": [[number, line] for number, line in work.left_out.unreadable.items()],
+            "cut": work.left_out.cut,
+            "parts": [],
+        }
+        tensors = {"done": torch.frombuffer(bytearray(work.done.flags or b"\0"), dtype=torch.uint8)}
+        for number, (part, stats) in enumerate(seen.stats.items()):
+            sites = [site for site in work.recorder.sites if site.name in stats]
+            capture = Capture(_NO_ABOUT, sites, [], stats, 0, work.recorder.summing.seed, {})
+            header["parts"].append({"name": part, "sites": described(capture)["sites"]})
+            tensors |= tensors_of(capture, f"{number}/")
+        write_checked(self._path(ranks), header, tensors)
+
+    def _read(self, path: Path, recorder: Recorder) -> _Found:
+        header, tensors = read_checked(path, FORMAT, FORMAT_VERSIONS, "remove it to capture its inputs again")
+        try:
+            self._check_settings(path, header["settings"])
+            if (grid := other_grid(header["grids"])) is not None:
+                raise ValueError(f"it was summed on another grid: {grid}")
+            return _found(path, header, tensors, recorder)
+        except DAMAGES as error:
+            raise DataError(
+                f"The checkpoint {path} is damaged: {type(error).__name__}: {error}. Remove it to capture its inputs "
+                "again."
+            ) from error
+
+    def _check_settings(self, path: Path, found: Mapping[str, Any]) -> None:
+        found = {"diagonal": False, **found}  # which a file of before there were such sums does not name
+        for name, value in self._settings.items():
+            if found.get(name) != value:
+                raise UsageError(
+                    f"{path} is of another capture: its {name} is {found.get(name)!r:.100}, not {value!r:.100}. Go on "
+                    f"with the options that it was begun with, or remove {self.folder} to begin anew."
+                )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one file holds."""
+
+    path: Path
+    done: Done
+    seen: Seen
+    left_out: LeftOut
+
+
+def _found(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor], recorder: Recorder) -> _Found:
+    stats = {}
+    for number, entry in enumerate(header["parts"]):
+        _, stats[entry["name"]] = sites_and_stats(entry["sites"], recorder.summing.seed, tensors, f"{number}/")
+    late = [SkippedNorm(**norm) for norm in header["late"]]
+    first = {str(part): int(number) for part, number in header["first"].items()}
+    seen = Seen(stats, Counter(header["samples"]), {norm.name: norm for norm in late}, first)
+    left_out = LeftOut({int(number): str(line) for number, line in header["unreadable"]}, int(header["cut"]))
+    return _Found(path, Done(tensors["done"].numpy().tobytes()), seen, left_out)
+
+
+def _disjoint(found: list[_Found]) -> list[_Found]:
+    """Leave out files whose inputs another one has: that one took theirs in, and was lost before it removed them.
+
+    Raises:
+        DataError: if two have some inputs in common, and each some that the other has not.
+    """
+    taken: list[_Found] = []
+    for one in sorted(found, key=lambda one: len(one.done), reverse=True):
+        own = set(one.done.numbers)
+        shared = [(other, own.intersection(other.done.numbers)) for other in taken]
+        overlaps = [(other, common) for other, common in shared if common]
+        if not overlaps:
+            taken.append(one)
+        elif any(common != own for _, common in overlaps):
+            raise DataError(
+                f"{one.path} and {overlaps[0][0].path} hold some of the same inputs, so that they are not of one run. "
+                "Remove one of them to capture its inputs again."
+            )
+    return taken

@@ -1,0 +1,69 @@
+"""From token rows to sums per bin: the grids, and three loops that fill them with the same counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["CHANNEL_GRID", "DENSITY_X_GRID", "DENSITY_Y_GRID", "MOMENTS", "PAIR_GRID", "TOKEN_GRID", "FloatGrid"]
+
+
+_MANTISSA_BITS = 23
+_EXPONENT_BIAS = 127
+_MAGNITUDE_MASK = 0x7FFFFFFF
+
+
+@dataclass(frozen=True)
+class FloatGrid:
+    """Bins of float32 numbers, ``2**mantissa_bits`` an octave from ``2**low`` up to ``2**high``, for both signs.
+
+    Bins are numbered in ascending order of x. The first and the last are counted bins for everything beyond
+    ``2**high``; the middle one holds what is below ``2**low`` of either sign, zero among it.
+
+    >>> grid = FloatGrid(mantissa_bits=6, low=-27, high=18)
+    >>> grid.size
+    5763
+    >>> (grid.index(torch.tensor([-1e9, -1.0, 0.0, 1.0, 1e9])) - grid.centre).tolist()
+    [-2881, -1729, 0, 1729, 2881]
+    """
+
+    mantissa_bits: int
+    low: int
+    high: int
+
+    @property
+    def centre(self) -> int:
+        """Number of the bin that holds zero."""
+        return ((self.high - self.low) << self.mantissa_bits) + 1
+
+    @property
+    def size(self) -> int:
+        """Number of bins, the counted bins below and beyond among them."""
+        return 2 * self.centre + 1
+
+    def index(self, x: Tensor) -> Tensor:
+        """Number the bin of every element of ``x`` (float32, finite, any shape) as int64 of the same shape."""
+        bits = x.contiguous().view(torch.int32)
+        lowest = (self.low + _EXPONENT_BIAS) << self.mantissa_bits
+        magnitude = (bits & _MAGNITUDE_MASK) >> (_MANTISSA_BITS - self.mantissa_bits)
+        steps = (magnitude - (lowest - 1)).clamp_(0, self.centre)
+        return torch.where(bits < 0, -steps, steps).add_(self.centre).long()
+
+    def edges(self) -> Tensor:
+        """Return the ``size + 1`` bounds of the bins in ascending order (float64; the outermost are infinite)."""
+        octaves = torch.arange(self.low, self.high, dtype=torch.float64)
+        mantissas = 1 + torch.arange(2**self.mantissa_bits, dtype=torch.float64) / 2**self.mantissa_bits
+        positive = (2.0 ** octaves[:, None] * mantissas).flatten()
+        positive = torch.cat([positive, torch.tensor([2.0**self.high, torch.inf], dtype=torch.float64)])
+        return torch.cat([-positive.flip(0), positive])
+
+
+PAIR_GRID = FloatGrid(mantissa_bits=6, low=-27, high=18)
+DENSITY_X_GRID = FloatGrid(mantissa_bits=4, low=-27, high=18)
+DENSITY_Y_GRID = FloatGrid(mantissa_bits=3, low=-6, high=7)
+TOKEN_GRID = FloatGrid(mantissa_bits=3, low=-27, high=18)
+CHANNEL_GRID = FloatGrid(mantissa_bits=2, low=-27, high=18)
+
+MOMENTS = ("n", "x", "y", "xx", "xy", "yy")

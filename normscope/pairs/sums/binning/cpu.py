@@ -1,0 +1,201 @@
+"""The fused loop on the CPU: one pass over the tokens fills everything that :mod:`reference` says, compiled by numba.
+
+Tokens are shared out among as many threads as torch has been given. Those are Python's own threads, in which the
+compiled code runs without the interpreter's lock, and not a second pool of OpenMP beside torch's. Each thread adds up
+its folds by itself; what two of them share is joined in the order of the threads, so that the result depends on
+nothing but their number.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from normscope.pairs.sums.binning import reference
+from normscope.pairs.sums.binning.cpu_arrays import CONSTANTS, Rows, SampleArrays, Sums
+from normscope.pairs.sums.binning.cpu_loop import draw, fill, join, join_pairs
+from normscope.pairs.sums.sampling import TokenSample, element_keys
+from normscope.pairs.sums.tokens import Run, Tokens
+
+if TYPE_CHECKING:
+    from normscope.pairs.sums.stats import PairStats
+
+Array = NDArray[Any]
+
+_PAIRS_A_THREAD = 2**17  # at least: below it, a further thread costs more than it saves
+_SHARED = -1  # in place of a fold's number: the sums of a fold that the thread before has begun
+
+
+def add(stats: PairStats, tokens: Tokens) -> None:
+    """Add the pairs of ``tokens``, in the CPU's memory, to everything that ``stats`` keeps."""
+    rows = _rows(tokens)
+    threads = max(1, min(torch.get_num_threads(), rows.rows.size // _PAIRS_A_THREAD, len(rows.rows)))
+    first, *shares = _shared_out(tuple(tokens.runs), threads)
+    views = _views_of(stats)
+    own = views.sums
+    others = [_sums_apart(own) for _ in shares]
+    waiting = [
+        _threads().submit(fill, CONSTANTS, rows, share.runs, other) for share, other in zip(shares, others, strict=True)
+    ]
+    fill(CONSTANTS, rows, first.runs, own)
+    for share, other, done in zip(shares, others, waiting, strict=True):
+        done.result()
+        _join(own, other, share.shared_fold)
+    reference.add_optional(stats, tokens)
+    for sample, by_reach in zip(views.samples, (False, True), strict=True):
+        draw(rows, by_reach, stats.grouped, sample)
+
+
+def _rows(tokens: Tokens) -> Rows:
+    rows = tokens.rows.detach().float().contiguous().numpy()
+    n, d = rows.shape
+    lines, form = tokens.lines, tokens.lines.form
+    return Rows(
+        rows=rows,
+        valid=_all_valid(n) if tokens.valid is None else tokens.valid.numpy(),
+        form=(form.centred, form.about_mean, form.correction, form.clamped) if form else (False, False, 0, False),
+        eps=lines.eps,
+        given=form is None,
+        groups=tokens.groups or 1,
+        positions=tokens.positions,
+        element_keys=_element_keys(d),
+        keys=np.empty(n, np.int64),
+        shift=np.empty(n) if lines.shift is None else lines.shift.numpy(),
+        rstd=np.empty(n) if lines.rstd is None else lines.rstd.numpy(),
+        reach=np.empty(n, np.float32),
+        position=np.empty(n, np.int64),
+        sample=np.empty(n, np.int64),
+    )
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one thread does: runs as :func:`fill` takes them, and the fold among them that the one before has begun."""
+
+    runs: Array
+    shared_fold: int | None
+
+
+@functools.lru_cache(maxsize=16)  # the norms of a forward mostly share their runs
+def _shared_out(runs: tuple[Run, ...], threads: int) -> list[_Share]:
+    """Share tokens out evenly, fold after fold, so that each thread has at most one that another has begun."""
+    total = sum(run.stop - run.start for run in runs)
+    shares: list[list[tuple[int, ...]]] = [[] for _ in range(threads)]
+    done = 0
+    for run in sorted(runs, key=lambda run: run.fold):
+        start = run.start
+        while start < run.stop:
+            number = done * threads // total
+            stop = min(run.stop, start - done - (-(number + 1) * total // threads))
+            shares[number].append((start, stop, run.fold, run.key, run.position + start - run.start, run.sample))
+            done, start = done + stop - start, stop
+    last_folds = [None, *(share[-1][2] for share in shares[:-1] if share)]
+    return [
+        _Share(
+            np.array([(a, b, _SHARED if fold == before else fold, *rest) for a, b, fold, *rest in share], np.int64),
+            before if share[0][2] == before else None,
+        )
+        for share, before in zip(shares, last_folds, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class _Views:
+    """What a PairStats keeps, as arrays; and the tensors themselves, since it may come to keep others."""
+
+    of: tuple[object, ...]
+    sums: Sums
+    samples: tuple[SampleArrays, SampleArrays]
+
+
+_views: WeakKeyDictionary[PairStats, _Views] = WeakKeyDictionary()
+
+
+def _views_of(stats: PairStats) -> _Views:
+    """Return the same views as at the last call: making them anew takes as long as a hundredth of the loop."""
+    kept = (stats.moments, stats.tokens, stats.largest, stats.pairs.x)
+    views = _views.get(stats)
+    if views is None or any(one is not other for one, other in zip(kept, views.of, strict=True)):
+        if not stats.moments.mT.is_contiguous():
+            stats.moments = stats.moments.mT.contiguous().mT
+        samples = (_sample_of(stats.tokens), _sample_of(stats.largest))
+        views = _views[stats] = _Views((stats.moments, *kept[1:]), _sums_of(stats), samples)
+    return views
+
+
+def _sums_of(stats: PairStats) -> Sums:
+    moments, pairs = stats.moments.mT.numpy(), stats.pairs
+    return Sums(
+        moments=moments,
+        shared=moments[0],
+        density=stats.density.numpy(),
+        channel_sums=stats.channel_sums.numpy(),
+        channel_extremes=stats.channel_extremes.numpy(),
+        token_offsets=stats.token_offsets.numpy(),
+        token_scales=stats.token_scales.numpy(),
+        nonfinite_tokens=stats.nonfinite_tokens.view(1).numpy(),
+        pair_key=pairs.key.view(-1).numpy(),
+        pair_x=pairs.x.view(-1).numpy(),
+        pair_y=pairs.y.view(-1).numpy(),
+        pair_channel=pairs.channel.view(-1).numpy(),
+    )
+
+
+def _sample_of(tokens: TokenSample) -> SampleArrays:
+    return SampleArrays(*(getattr(tokens, name).numpy() for name in SampleArrays._fields))
+
+
+# Sums of further threads, kept from call to call: new memory of this size would cost as much as the loop.
+_spare: list[Sums] = []
+
+
+def _sums_apart(own: Sums) -> Sums:
+    """Return sums over nothing for another thread."""
+    apart = _spare.pop() if _spare else Sums(own.moments, *(np.zeros_like(array) for array in own[1:]))
+    infinity = np.full(own.channel_sums.shape[1], np.inf, np.float32)
+    apart.pair_key[:] = own.pair_key  # what would lose to a pair that is there need not be kept
+    return apart._replace(
+        moments=own.moments,
+        channel_sums=np.zeros_like(own.channel_sums),
+        channel_extremes=np.stack([infinity, -infinity]),
+    )
+
+
+def _join(own: Sums, other: Sums, shared_fold: int | None) -> None:
+    """Add another thread's sums, and leave them empty."""
+    if shared_fold is not None:
+        join(own.moments[shared_fold].reshape(-1), other.shared.reshape(-1))
+    join(own.density.reshape(-1), other.density.reshape(-1))
+    for name in ("token_offsets", "token_scales", "nonfinite_tokens"):
+        join(getattr(own, name), getattr(other, name))
+    own.channel_sums[:] += other.channel_sums
+    np.minimum(own.channel_extremes[0], other.channel_extremes[0], out=own.channel_extremes[0])
+    np.maximum(own.channel_extremes[1], other.channel_extremes[1], out=own.channel_extremes[1])
+    join_pairs(own, other)
+    _spare.append(other)
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), "normscope")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not survive in the child
+
+
+@functools.lru_cache(maxsize=16)
+def _all_valid(n: int) -> Array:
+    return np.ones(n, bool)
+
+
+@functools.lru_cache(maxsize=16)
+def _element_keys(d: int) -> Array:
+    return element_keys(d).numpy().view(np.uint64)

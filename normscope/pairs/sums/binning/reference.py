@@ -1,0 +1,165 @@
+"""What is summed over the pairs of a norm, in plain torch: the truth for the faster loops, and what runs elsewhere.
+
+No step waits for a GPU: tokens that must not count go to a bin of their own that is thrown away, so that no size
+depends on the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from normscope.pairs.sums.binning import CHANNEL_GRID, DENSITY_X_GRID, DENSITY_Y_GRID, MOMENTS, PAIR_GRID, TOKEN_GRID
+from normscope.pairs.sums.sampling import GROUPED_WIDTH, LARGEST_TOKENS, NO_KEY, UNIFORM_TOKENS, TokenSample, evenly
+from normscope.pairs.sums.tokens import Tokens
+
+if TYPE_CHECKING:
+    from normscope.pairs.sums.stats import PairStats
+
+_PAIRS_AT_ONCE = 2**20  # bounds the float64 temporaries of one step to about 100 MB
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """The pairs of some tokens, ``(tokens, d)`` each; x and y are zero where a token does not count."""
+
+    x: Tensor
+    y: Tensor
+    bins: Tensor
+    cells: Tensor  # fold and bin in one number, the one behind the last where a token does not count
+    channel: Tensor
+    shift: Tensor  # (tokens, 1)
+    rstd: Tensor  # (tokens, 1)
+    valid: Tensor  # (tokens, 1)
+    counted: Tensor  # (tokens, 1)
+
+
+def add(stats: PairStats, tokens: Tokens) -> None:
+    """Add the pairs of ``tokens`` to everything that ``stats`` keeps."""
+    keys, places = tokens.keys(), tokens.places()
+    for rows, pairs in _in_steps(stats, tokens):
+        _add_moments(stats.moments, pairs)
+        _add_optional(stats, tokens, pairs)
+        stats.nonfinite_tokens += (pairs.valid & ~pairs.counted).sum()
+        _add_density(stats.density, pairs)
+        _add_channels(stats, pairs)
+        _count(stats.token_offsets, pairs.x.mean(1, keepdim=True) * pairs.rstd, pairs.counted)
+        _count(stats.token_scales, 1 / pairs.rstd, pairs.counted)
+        _draw(stats, pairs, keys[rows], (places[0][rows], places[1][rows]))
+
+
+def add_optional(stats: PairStats, tokens: Tokens) -> None:
+    """Add the pairs of ``tokens`` to the sums that are kept where asked for, and to no others."""
+    if any(own is not None for own in (stats.gamma_moments, stats.channel_moments, stats.diagonal_moments)):
+        for _, pairs in _in_steps(stats, tokens):
+            _add_optional(stats, tokens, pairs)
+
+
+def _in_steps(stats: PairStats, tokens: Tokens) -> Iterator[tuple[slice, _Pairs]]:
+    folds = tokens.folds()[:, None]
+    step = max(1, _PAIRS_AT_ONCE // tokens.rows.shape[1])
+    for start in range(0, len(tokens.rows), step):
+        rows = slice(start, start + step)
+        x = tokens.rows[rows].float().double()
+        shift, rstd = tokens.lines.of(x, rows)
+        finite = torch.isfinite(x).all(1, keepdim=True) & torch.isfinite(shift * rstd)
+        valid = torch.ones_like(finite) if tokens.valid is None else tokens.valid[rows, None]
+        counted = valid & finite
+        y = ((x - shift) * rstd).where(counted, 0)
+        x = x.where(counted, 0)
+        bins = PAIR_GRID.index(x.float())
+        cells = (folds[rows] * PAIR_GRID.size + bins).where(counted, stats.moments[:, 0].numel())
+        yield rows, _Pairs(x, y, bins, cells, tokens.channel_of(rows), shift, rstd, valid, counted)
+
+
+def binned_moments(x: Tensor, y: Tensor, index: Tensor, bins: int, weight: Tensor | None = None) -> Tensor:
+    """Sum 1, x, y, x², xy and y² over the pairs of each bin, each pair times its weight.
+
+    Args:
+        x: inputs, float64, of any shape.
+        y: outputs before the affine step, of the same shape.
+        index: bin of each pair, int64; ``bins`` for a pair that is in no sum.
+        bins: number of bins.
+        weight: of each pair; None for one.
+
+    Returns:
+        Shape ``(6, bins)``, float64, in the order of :data:`MOMENTS`. Squares are taken in float64: float32 sums put
+        the variance within a bin off by a tenth.
+    """
+    one = torch.ones_like(x) if weight is None else weight
+    moments = torch.zeros(len(MOMENTS), bins + 1, dtype=torch.float64, device=x.device)
+    for row, values in enumerate((one, one * x, one * y, one * x * x, one * x * y, one * y * y)):
+        moments[row].index_add_(0, index.flatten(), values.flatten())
+    return moments[:, :-1]
+
+
+def _add_density(density: Tensor, pairs: _Pairs) -> None:
+    """Count the pairs per cell; y is taken in float32 here, and may lie beside the edge of its bin by its rounding."""
+    x, size = pairs.x.float(), density.numel()
+    y = (x - pairs.shift.float()) * pairs.rstd.float()
+    cells = DENSITY_X_GRID.index(x) * DENSITY_Y_GRID.size + DENSITY_Y_GRID.index(y)
+    counts = torch.zeros(size + 1, dtype=torch.int64, device=x.device)
+    counts.index_add_(0, cells.where(pairs.counted, size).flatten(), torch.ones_like(cells).flatten())
+    density += counts[:-1].view_as(density)
+
+
+def _add_moments(moments: Tensor, pairs: _Pairs, weight: Tensor | None = None) -> None:
+    folds, words, bins = moments.shape
+    sums = binned_moments(pairs.x, pairs.y, pairs.cells, folds * bins, weight)
+    moments += sums.view(words, folds, bins).transpose(0, 1)
+
+
+def _add_optional(stats: PairStats, tokens: Tokens, pairs: _Pairs) -> None:
+    if stats.gamma_moments is not None:
+        gamma = torch.ones(tokens.channels) if tokens.gamma is None else tokens.gamma
+        weight = gamma.to(pairs.x.device).double().square()
+        _add_moments(stats.gamma_moments, pairs, weight[pairs.channel])
+    if stats.channel_moments is not None:
+        _, channels, bins = stats.channel_moments.shape
+        own = (pairs.channel * bins + CHANNEL_GRID.index(pairs.x.float())).where(pairs.counted, channels * bins)
+        stats.channel_moments += binned_moments(pairs.x, pairs.y, own, channels * bins).view(-1, channels, bins)
+    if stats.diagonal_moments is not None:
+        form = tokens.lines.form
+        assert form is not None  # noqa: S101 - the sums are kept of sites with a form alone
+        _add_moments(stats.diagonal_moments, replace(pairs, y=form.diagonal(pairs.x, tokens.lines.eps)))
+
+
+def _add_channels(stats: PairStats, pairs: _Pairs) -> None:
+    places, narrow = pairs.channel.flatten(), pairs.x.float()
+    for sums, values in zip(stats.channel_sums, (pairs.x, pairs.x.square()), strict=True):
+        sums.index_add_(0, places, values.flatten())
+    low, high = stats.channel_extremes
+    low.scatter_reduce_(0, places, narrow.where(pairs.counted, torch.inf).flatten(), "amin")
+    high.scatter_reduce_(0, places, narrow.where(pairs.counted, -torch.inf).flatten(), "amax")
+
+
+def _count(counts: Tensor, values: Tensor, counted: Tensor) -> None:
+    bins = TOKEN_GRID.index(values.where(counted, 0).float())
+    counts.index_add_(0, bins.flatten(), counted.flatten().long())
+
+
+def _draw(stats: PairStats, pairs: _Pairs, keys: Tensor, places: tuple[Tensor, Tensor]) -> None:
+    """Let single pairs and whole tokens compete for their places in the drawing samples."""
+    counted = pairs.counted[:, 0]
+    x, y, keys = pairs.x.float(), pairs.y.float(), keys.where(counted, NO_KEY)
+    stats.pairs.add(keys, pairs.bins, x, y, pairs.channel)
+    # Least of all rank those of the largest reach; a token that does not count ranks behind all that do.
+    rank = -pairs.x.abs().amax(1).where(counted, -1)
+    by_key = keys.argsort()
+    by_reach = by_key[rank[by_key].argsort(stable=True)]
+    of_uniform, of_largest = by_key[:UNIFORM_TOKENS], by_reach[:LARGEST_TOKENS]
+
+    def taken(which: Tensor, rank: Tensor) -> TokenSample:
+        x, y = pairs.x[which].float(), pairs.y[which].float()
+        drawn = evenly(x, y, GROUPED_WIDTH) if stats.grouped else (x, y)
+        position, sample = places
+        return TokenSample(
+            rank[which], keys[which], *drawn, pairs.rstd[which, 0].float(), position[which], sample[which]
+        )
+
+    stats.tokens = stats.tokens.with_more(taken(of_uniform, torch.zeros_like(rank)), UNIFORM_TOKENS)
+    stats.largest = stats.largest.with_more(taken(of_largest, rank), LARGEST_TOKENS)

@@ -1,0 +1,248 @@
+"""The drawing sample: whole tokens and single pairs, of constant size; and the folds that samples belong to."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from normscope.inputs.batch import Sample
+from normscope.pairs.sums.binning import PAIR_GRID
+
+FOLDS = 8
+
+
+@dataclass(frozen=True)
+class SourcesSeen:
+    """None, one or several sources; of a single one its data set, name and number.
+
+    ``mapped`` is False for a site whose tokens cannot be told apart by sample; it has no folds.
+    """
+
+    number: Literal["none", "one", "several"] = "none"
+    data: str = ""
+    source: str = ""
+    source_index: int = 0
+    mapped: bool = True
+
+    def with_samples(self, samples: Sequence[Sample]) -> SourcesSeen:
+        """Return what has been seen once ``samples`` have."""
+        if self.number == "several":
+            return self
+        seen = self
+        for sample in samples:
+            seen = seen.merged(SourcesSeen("one", sample.data, sample.source, sample.source_index, self.mapped))
+        return seen
+
+    def merged(self, other: SourcesSeen) -> SourcesSeen:
+        """Return what both have seen."""
+        mapped = self.mapped and other.mapped
+        if self.number == "none":
+            return replace(other, mapped=mapped)
+        if other.number == "none" or replace(self, mapped=mapped) == replace(other, mapped=mapped):
+            return replace(self, mapped=mapped)
+        return SourcesSeen("several", mapped=mapped)
+
+    @property
+    def fold(self) -> int:
+        """The fold of the single source, once others come beside it."""
+        return _source_fold(self.data, self.source_index)
+
+    def folds_of(self, samples: Sequence[Sample]) -> list[int]:
+        """Return the fold of each sample."""
+        if not self.mapped:
+            return [0] * len(samples)
+        if self.number == "one":
+            return [sample.index % FOLDS for sample in samples]
+        return [_source_fold(sample.data, sample.source_index) for sample in samples]
+
+
+@functools.lru_cache(maxsize=4096)
+def _source_fold(data: str, source_index: int) -> int:
+    """Deal the sources of a data set out evenly; begin elsewhere for another data set, whose numbers are the same."""
+    first = hashlib.blake2b(data.encode("utf-8", "surrogateescape"), digest_size=1).digest()[0]
+    return (first + source_index) % FOLDS
+
+
+UNIFORM_TOKENS = 64
+LARGEST_TOKENS = 16
+PAIRS_PER_BIN = 4  # a power of two
+GROUPED_WIDTH = 256  # elements that are drawn of a token that is a group of channels over all positions
+
+NO_KEY = torch.iinfo(torch.int64).max
+ONE_ELEMENT_IN = 8  # of a token competes for the places of single pairs; which, its key says
+GOLDEN = -7046029254386353131  # 2^64 / golden ratio as int64: splitmix64's increment (Steele et al. 2014)
+MIX = (-4658895280553007687, -7723592293110705685)
+
+
+@functools.lru_cache(maxsize=4096)
+def sample_key(sample: Sample, seed: int) -> int:
+    """Give a sample a number of 64 bits that depends on nothing but its identity and the seed."""
+    identity = f"{seed}\0{sample.data}\0{sample.source}\0{sample.index}"
+    digest = hashlib.blake2b(identity.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def token_keys(sample_keys: Tensor, positions: Tensor) -> Tensor:
+    """Give tokens their keys: non-negative int64, uniformly distributed.
+
+    Args:
+        sample_keys: what :func:`sample_key` gave for each token's sample, int64.
+        positions: number of each token within its sample, of the same shape.
+
+    Returns:
+        The shape of ``positions``.
+    """
+    return _mix(positions * GOLDEN + sample_keys)
+
+
+def element_keys(d: int) -> Tensor:
+    """Give every place in a token a number, int64 ``(d,)``, by which the keys of its pairs differ."""
+    return _mix((torch.arange(d) + 1) * GOLDEN)
+
+
+def _mix(z: Tensor) -> Tensor:
+    """splitmix64's finalizer, without the sign bit: a bijection of 64 bits that looks random."""
+    z = (z ^ _shift_right(z, 30)) * MIX[0]
+    z = (z ^ _shift_right(z, 27)) * MIX[1]
+    return (z ^ _shift_right(z, 31)) & NO_KEY
+
+
+def _shift_right(z: Tensor, bits: int) -> Tensor:
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _first_element(keys: Tensor) -> Tensor:
+    """Say which of a token's first elements competes; bits of the key that choose no place among a bin's."""
+    return _shift_right(keys, 8) % ONE_ELEMENT_IN
+
+
+def evenly(x: Tensor, y: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Take ``width`` elements of each token, evenly over it, its smallest and its largest x among them.
+
+    >>> evenly(torch.tensor([[3.0, 1.0, 2.0, 9.0, 4.0, 5.0]]), torch.zeros(1, 6), width=4)[0]
+    tensor([[1., 1., 9., 9.]])
+    """
+    places = (torch.arange(width, device=x.device) * x.shape[1] // width).repeat(len(x), 1)
+    places[:, 0], places[:, -1] = x.argmin(1), x.argmax(1)
+    return x.gather(1, places), y.gather(1, places)
+
+
+@dataclass
+class TokenSample:
+    """Whole tokens, at most ``capacity`` of them, those of least ``rank`` (ties: of least ``key``).
+
+    While a capture runs, a sample may hold free places, whose key is the largest int64.
+
+    Attributes:
+        rank: float64 ``(tokens,)``; what the sample is ordered by.
+        key: int64 ``(tokens,)``.
+        x: float32 ``(tokens, d)``; every channel, so that each token draws its straight line. Of tokens that are
+            groups, :data:`GROUPED_WIDTH` elements.
+        y: float32 ``(tokens, d)``.
+        rstd: float32 ``(tokens,)``; the slope of that line.
+        position: int64 ``(tokens,)``; number of the token among those that the norm takes of its sample, padding
+            counted; of its batch, where the sample is not known.
+        sample: int64 ``(tokens,)``; number of that sample within its data set; −1 where it is not known.
+    """
+
+    rank: Tensor
+    key: Tensor
+    x: Tensor
+    y: Tensor
+    rstd: Tensor
+    position: Tensor
+    sample: Tensor
+
+    @classmethod
+    def empty(cls, d: int, device: torch.device, places: int = 0) -> TokenSample:
+        """Return a sample with so many places, all free: of largest rank and key."""
+        rank = torch.full((places,), torch.inf, dtype=torch.float64, device=device)
+        key = torch.full((places,), NO_KEY, dtype=torch.int64, device=device)
+        x, y = torch.zeros(2, places, d, device=device)
+        position, sample = torch.zeros(2, places, dtype=torch.int64, device=device)
+        return cls(rank, key, x, y, torch.zeros(places, device=device), position, sample)
+
+    def with_more(self, other: TokenSample, capacity: int) -> TokenSample:
+        """Return the ``capacity`` tokens of least rank of both; free places come last."""
+        both = {f.name: torch.cat([getattr(self, f.name), getattr(other, f.name)]) for f in fields(self)}
+        by_key = both["key"].argsort()
+        order = by_key[both["rank"][by_key].argsort(stable=True)][:capacity]
+        return TokenSample(**{name: values[order] for name, values in both.items()})
+
+    def with_room(self, places: int) -> TokenSample:
+        """Return the sample with so many places, of which some may be free."""
+        if len(self.key) == places:
+            return self
+        return self.with_more(TokenSample.empty(self.x.shape[1], self.x.device, places), places)
+
+    def kept(self) -> TokenSample:
+        """Return the tokens without the free places, in order."""
+        ordered = self.with_more(TokenSample.empty(self.x.shape[1], self.x.device), len(self.key))
+        keyed = ordered.key != NO_KEY
+        return TokenSample(**{f.name: getattr(ordered, f.name)[keyed] for f in fields(self)})
+
+
+@dataclass
+class PairSample:
+    """Single pairs, at most :data:`PAIRS_PER_BIN` in each bin of x, so that rare tails are drawn like the centre.
+
+    Attributes:
+        key: int64 ``(PAIRS_PER_BIN, bins)``; the largest int64 where there is no pair.
+        x: float32 of the same shape.
+        y: float32 of the same shape.
+        channel: int32 of the same shape.
+    """
+
+    key: Tensor
+    x: Tensor
+    y: Tensor
+    channel: Tensor
+
+    @classmethod
+    def empty(cls, device: torch.device) -> PairSample:
+        shape = (PAIRS_PER_BIN, PAIR_GRID.size)
+        return cls(
+            torch.full(shape, NO_KEY, dtype=torch.int64, device=device),
+            torch.zeros(shape, device=device),
+            torch.zeros(shape, device=device),
+            torch.zeros(shape, dtype=torch.int32, device=device),
+        )
+
+    @property
+    def filled(self) -> Tensor:
+        """Which places hold a pair: bool ``(PAIRS_PER_BIN, bins)``."""
+        return self.key != NO_KEY
+
+    def add(self, keys: Tensor, bins: Tensor, x: Tensor, y: Tensor, channel: Tensor) -> None:
+        """Let one in :data:`ONE_ELEMENT_IN` pairs of some tokens compete for the places of their bins.
+
+        Args:
+            keys: key of each token, int64 ``(tokens,)``; pairs of those without one do not compete.
+            bins: bin of each pair, int64 ``(tokens, d)``.
+            x: inputs, float32 ``(tokens, d)``.
+            y: outputs, float32 ``(tokens, d)``.
+            channel: of each pair, int64 ``(tokens, d)``.
+        """
+        place = torch.arange(x.shape[1], device=x.device)
+        competes = (place % ONE_ELEMENT_IN == _first_element(keys)[:, None]) & (keys != NO_KEY)[:, None]
+        pair_keys = ((keys[:, None] ^ element_keys(x.shape[1]).to(x.device)) * MIX[0]) & NO_KEY
+        places = pair_keys.remainder(PAIRS_PER_BIN) * PAIR_GRID.size + bins
+        self.key.view(-1).scatter_reduce_(0, places.flatten(), pair_keys.where(competes, NO_KEY).flatten(), "amin")
+        won = competes & (self.key.view(-1)[places] == pair_keys)
+        # Pairs that lost write to a place that is thrown away: picking the winners would have to wait for a GPU.
+        target = places.where(won, self.key.numel()).flatten()
+        for name, values in (("x", x), ("y", y), ("channel", channel.int())):
+            own = getattr(self, name).view(-1)
+            longer = torch.cat([own, own[:1]]).scatter_(0, target, values.flatten())
+            setattr(self, name, longer[:-1].view(self.key.shape))
+
+    def merged(self, other: PairSample) -> PairSample:
+        """Return, place by place, the pair of least key."""
+        keep = self.key <= other.key
+        return PairSample(*(torch.where(keep, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))

@@ -1,0 +1,293 @@
+"""PairStats: what is kept of the pairs of one site, of the same size after one batch and after ten thousand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from normscope.errors import DataError
+from normscope.inputs.batch import Sample
+from normscope.pairs.sums.binning import (
+    CHANNEL_GRID,
+    DENSITY_X_GRID,
+    DENSITY_Y_GRID,
+    MOMENTS,
+    PAIR_GRID,
+    TOKEN_GRID,
+    choice,
+)
+from normscope.pairs.sums.sampling import (
+    FOLDS,
+    GROUPED_WIDTH,
+    LARGEST_TOKENS,
+    UNIFORM_TOKENS,
+    PairSample,
+    SourcesSeen,
+    TokenSample,
+    sample_key,
+)
+from normscope.pairs.sums.tokens import Lines, Run, Tokens
+
+_NOBODY = (Sample("tokens of no sample", 0, -1),)
+_SUMS = ("moments", "density", "channel_sums", "token_offsets", "token_scales", "nonfinite_tokens")
+_BY_FOLD = ("moments", "gamma_moments", "diagonal_moments")
+_OPTIONAL = ("gamma_moments", "channel_moments", "diagonal_moments")
+
+
+@dataclass(eq=False)
+class PairStats:
+    """Sums over all pairs (x, y) of one norm site: exact, mergeable, of constant size.
+
+    Attributes:
+        moments: n, Σx, Σy, Σx², Σxy, Σy² per fold and bin of x: float64 ``(folds, 6, bins)``. In memory the six of a
+            bin lie together.
+        density: number of pairs per cell of the two density grids: int64 ``(x bins, y bins)``.
+        channel_sums: Σx and Σx² per channel: float64 ``(2, d)``.
+        channel_extremes: smallest and largest x per channel: float32 ``(2, d)``.
+        token_offsets: number of tokens per bin of mean/σ: int64 ``(token bins,)``.
+        token_scales: number of tokens per bin of σ = 1/rstd: int64 ``(token bins,)``.
+        nonfinite_tokens: number of tokens that hold a NaN or an infinity; they are in no sum.
+        tokens: a uniform sample of whole tokens.
+        largest: the tokens that hold the largest |x|.
+        pairs: single pairs, drawn evenly over the bins.
+        sources: whether the folds are sources or the samples of a single one.
+        seed: of the drawing samples.
+        grouped: whether a token is a group of channels over all positions. Its size may then differ, and the samples
+            of whole tokens hold :data:`GROUPED_WIDTH` of its elements.
+        gamma_moments: where asked for, the moments with every pair weighted by γ², the square of its channel's weight:
+            the error that reaches the next layer is weighted so. Shape and dtype of ``moments``.
+        channel_moments: where asked for, the moments per channel, on a coarser grid and without folds: float64
+            ``(6, d, channel bins)``.
+        diagonal_moments: where asked for, the moments of the pairs (x_i, g_i), where g_i = ∂y_i/∂x_i is the diagonal
+            of the token's Jacobian, in the place of (x_i, y_i): n, Σx, Σg, Σx², Σxg, Σg². Shape and dtype of
+            ``moments``. Of sites alone where it is known in closed form (:attr:`NormSite.has_diagonal`).
+    """
+
+    moments: Tensor
+    density: Tensor
+    channel_sums: Tensor
+    channel_extremes: Tensor
+    token_offsets: Tensor
+    token_scales: Tensor
+    nonfinite_tokens: Tensor
+    tokens: TokenSample
+    largest: TokenSample
+    pairs: PairSample
+    sources: SourcesSeen
+    seed: int
+    grouped: bool = False
+    gamma_moments: Tensor | None = None
+    channel_moments: Tensor | None = None
+    diagonal_moments: Tensor | None = None
+
+    @classmethod
+    def empty(
+        cls,
+        channels: int,
+        seed: int = 0,
+        device: torch.device | None = None,
+        *,
+        grouped: bool = False,
+        by_gamma: bool = False,
+        per_channel: bool = False,
+        diagonal: bool = False,
+    ) -> PairStats:
+        """Return the sums over no pairs at all, for a norm of so many channels."""
+        on = device or torch.device("cpu")
+        infinity = torch.full((channels,), torch.inf, device=on)
+        width = GROUPED_WIDTH if grouped else channels
+        moments = torch.zeros(FOLDS, PAIR_GRID.size, len(MOMENTS), dtype=torch.float64, device=on).mT
+        own = (len(MOMENTS), channels, CHANNEL_GRID.size) if per_channel else None
+        return cls(
+            moments=moments,
+            density=torch.zeros(DENSITY_X_GRID.size, DENSITY_Y_GRID.size, dtype=torch.int64, device=on),
+            channel_sums=torch.zeros(2, channels, dtype=torch.float64, device=on),
+            channel_extremes=torch.stack([infinity, -infinity]),
+            token_offsets=torch.zeros(TOKEN_GRID.size, dtype=torch.int64, device=on),
+            token_scales=torch.zeros(TOKEN_GRID.size, dtype=torch.int64, device=on),
+            nonfinite_tokens=torch.zeros((), dtype=torch.int64, device=on),
+            tokens=TokenSample.empty(width, on, UNIFORM_TOKENS),
+            largest=TokenSample.empty(width, on, LARGEST_TOKENS),
+            pairs=PairSample.empty(on),
+            sources=SourcesSeen(),
+            seed=seed,
+            grouped=grouped,
+            gamma_moments=torch.zeros_like(moments) if by_gamma else None,
+            channel_moments=torch.zeros(own, dtype=torch.float64, device=on) if own else None,
+            diagonal_moments=torch.zeros_like(moments) if diagonal else None,
+        )
+
+    @property
+    def channels(self) -> int:
+        """Number of channels: the elements of a token, unless tokens are groups."""
+        return int(self.channel_sums.shape[1])
+
+    @property
+    def n_pairs(self) -> int:
+        """Number of pairs in the sums."""
+        return int(self.moments[:, 0].sum())
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens in the sums."""
+        return int(self.token_scales.sum())
+
+    @property
+    def reach(self) -> Tensor:
+        """Largest |x| of each channel, float32 ``(d,)``; 0 of a channel that no pair is in."""
+        low, high = self.channel_extremes
+        return torch.maximum(low.abs(), high.abs()).where(low <= high, 0.0)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the sums and samples take at most: a constant of the channels, whatever has been added."""
+        tensors = [getattr(self, f.name) for f in fields(self)]
+        token_bytes = (UNIFORM_TOKENS + LARGEST_TOKENS) * (4 * 8 + 4 * 2 * self.tokens.x.shape[1] + 4)
+        pair_bytes = sum(getattr(self.pairs, f.name).nbytes for f in fields(self.pairs))
+        return int(sum(t.nbytes for t in tensors if isinstance(t, Tensor)) + token_bytes + pair_bytes)
+
+    @property
+    def fold_by(self) -> Literal["source", "sample"] | None:
+        """What the folds are; None where there are fewer than two, so that nothing can be held out."""
+        occupied = int((self.moments[:, 0].sum(1) > 0).sum())
+        if occupied < 2:
+            return None
+        return "sample" if self.sources.number == "one" else "source"
+
+    def update(
+        self,
+        rows: Tensor,
+        lines: Lines,
+        samples: Sequence[Sample],
+        first_token: int = 0,
+        gamma: Tensor | None = None,
+        *,
+        groups: int | None = None,
+        valid: Tensor | None = None,
+        sample: int | None = None,
+        divided: bool = True,
+    ) -> Tensor | None:
+        """Add the pairs of some tokens, and return which of them were data: bool ``(tokens,)``, or None for all.
+
+        Args:
+            rows: input token rows, ``(tokens, d)``, any floating dtype; tokens of one sample lie together, samples in
+                the order of ``samples``.
+            lines: how each token is normalized.
+            samples: samples of the batch. Without any, or where the tokens do not divide evenly among them, the
+                tokens belong to no sample, and the site has no folds.
+            first_token: number, within its sample, of each sample's first token here: for norms that are called
+                several times in a forward pass.
+            gamma: the norm's weight, ``(channels,)``; needed where the sums are weighted by its square.
+            groups: number of groups of a grouped norm, whose tokens come group by group.
+            valid: which tokens are data and not padding, bool ``(tokens,)``; None for all.
+            sample: how many tokens of each sample to take, drawn uniformly; None for all.
+            divided: whether the tokens divide among the samples at all; of those that do not, the first sample and
+                their number in the batch tell one from another.
+        """
+        self.tokens, self.largest = self.tokens.with_room(UNIFORM_TOKENS), self.largest.with_room(LARGEST_TOKENS)
+        per_sample, rest = divmod(len(rows), len(samples) or 1)
+        keyed = samples
+        if rest or not samples or not divided:
+            self._regroup(replace(self.sources, mapped=False))
+            # No two of nobody's tokens are one in the drawing sample, whichever rank or run saw them.
+            keyed = [replace(own, source=f"the batch of {own.source}") for own in samples[:1]] or _NOBODY
+            if not samples:
+                first_token = self.n_tokens + int(self.nonfinite_tokens)
+            samples, per_sample = _NOBODY, len(rows)
+        self._regroup(self.sources.with_samples(samples))
+        runs = [
+            Run(
+                number * per_sample, (number + 1) * per_sample, fold, sample_key(key, self.seed), first_token, own.index
+            )
+            for number, (own, key, fold) in enumerate(zip(samples, keyed, self.sources.folds_of(samples), strict=True))
+        ]
+        tokens = Tokens(rows, lines, runs, self.channels, groups, valid, gamma)
+        if sample is not None:
+            tokens = tokens.sampled(sample)
+        choice.add(self, tokens)
+        return tokens.valid
+
+    def merge(self, other: PairStats) -> PairStats:
+        """Return the sums over the pairs of both; in any order and grouping the same, up to float64's rounding.
+
+        Raises:
+            DataError: if the two were taken of tokens of different size, with different seeds, or if one of them
+                lacks sums that the other has.
+        """
+        if (self.channels, self.grouped, self.seed) != (other.channels, other.grouped, other.seed):
+            raise DataError(
+                f"Cannot merge sums over {self.channels} channels (seed {self.seed}) with sums over {other.channels} "
+                f"(seed {other.seed}); both must agree."
+            )
+        for name in _OPTIONAL:
+            if (getattr(self, name) is None) != (getattr(other, name) is None):
+                raise DataError(f"Cannot merge sums with {name} and sums without; capture both alike.")
+        sources = self.sources.merged(other.sources)
+        mine, theirs = self.regrouped(sources), other.regrouped(sources)
+        low, high = torch.stack([self.channel_extremes, other.channel_extremes]).unbind(1)
+        return replace(
+            mine,
+            **{name: own + getattr(theirs, name) for name, own in mine.sums.items()},
+            channel_extremes=torch.stack([low.amin(0), high.amax(0)]),
+            tokens=self.tokens.with_more(other.tokens, UNIFORM_TOKENS),
+            largest=self.largest.with_more(other.largest, LARGEST_TOKENS),
+            pairs=self.pairs.merged(other.pairs),
+        )
+
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """Return everything of which the sums over two sets of pairs are the sums of both, by name."""
+        every = {name: getattr(self, name) for name in (*_SUMS, *_OPTIONAL)}
+        return {name: own for name, own in every.items() if own is not None}
+
+    def regrouped(self, sources: SourcesSeen) -> PairStats:
+        """Return the same sums with their folds grouped as they are where ``sources`` have been seen."""
+        kept = {name: own for name in _BY_FOLD if (own := getattr(self, name)) is not None}
+        regrouped: dict[str, Any] = {name: self._regrouped(own, sources) for name, own in kept.items()}
+        return replace(self, **regrouped, sources=sources)
+
+    def to(self, device: torch.device | str) -> PairStats:
+        """Return the same sums in a device's memory."""
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value.to(device)
+            if isinstance(value, PairSample):
+                return PairSample(*(moved(getattr(value, f.name)) for f in fields(value)))
+            if isinstance(value, TokenSample):
+                return TokenSample(*(moved(getattr(value, f.name)) for f in fields(value))).kept()
+            return value
+
+        return PairStats(*(moved(getattr(self, f.name)) for f in fields(self)))
+
+    def _regroup(self, sources: SourcesSeen) -> None:
+        """Regroup the folds in place: new memory for a moment would raise the peak for good."""
+        fold = self._joined_fold(sources)
+        for moments in (getattr(self, name) for name in _BY_FOLD):
+            if moments is not None and fold is not None:
+                _join_folds(moments, fold)
+        self.sources = sources
+
+    def _regrouped(self, moments: Tensor, sources: SourcesSeen) -> Tensor:
+        """Return the moments with their folds regrouped for what has been seen by now."""
+        fold = self._joined_fold(sources)
+        return moments if fold is None else _join_folds(moments.clone(), fold)
+
+    def _joined_fold(self, sources: SourcesSeen) -> int | None:
+        """Which fold all pairs become one of: a single source's samples do, beside others. None where they stay."""
+        if self.sources.mapped and not sources.mapped:
+            return 0
+        if sources.mapped and (self.sources.number, sources.number) == ("one", "several"):
+            return self.sources.fold
+        return None
+
+
+def _join_folds(moments: Tensor, into: int) -> Tensor:
+    total = moments.sum(0)
+    moments.zero_()
+    moments[into] = total
+    return moments

@@ -1,0 +1,222 @@
+"""The tokens of one call of one norm: rows that each share one mean and one scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from normscope.pairs.norms.formulas import Form
+from normscope.pairs.sums.sampling import NO_KEY, token_keys
+
+
+def token_rows(x: Tensor, axes: tuple[int, ...], batch_axis: int = 0) -> Tensor:
+    """Move ``axes`` to the end and ``batch_axis`` to the front, and flatten to ``(tokens, d)``.
+
+    >>> token_rows(torch.zeros(2, 8, 3, 3), axes=(1,)).shape
+    torch.Size([18, 8])
+    """
+    others = token_axes(x, axes, batch_axis)
+    d = math.prod(x.shape[axis] for axis in axes)
+    return x.permute(*others, *(axis % x.ndim for axis in axes)).reshape(-1, d)
+
+
+def token_axes(x: Tensor, axes: tuple[int, ...], batch_axis: int = 0) -> list[int]:
+    """List the axes that number the tokens, in the order of :func:`token_rows`: samples first.
+
+    >>> token_axes(torch.zeros(4, 2, 8), axes=(-1,), batch_axis=1)
+    [1, 0]
+    """
+    normalized = {axis % x.ndim for axis in axes}
+    others = [axis for axis in range(x.ndim) if axis not in normalized]
+    if batch_axis in others:
+        others = [batch_axis, *(axis for axis in others if axis != batch_axis)]
+    return others
+
+
+def group_rows(x: Tensor, groups: int) -> Tensor:
+    """Lay ``(samples, channels, *positions)`` out as ``(samples · groups, channels of a group · positions)``.
+
+    >>> group_rows(torch.zeros(2, 8, 3, 3), groups=4).shape
+    torch.Size([8, 18])
+    """
+    return x.reshape(len(x) * groups, -1)
+
+
+def group_channels(n_tokens: int, d: int, channels: int, groups: int) -> Tensor:
+    """Number the channel of every element of :func:`group_rows`: int64 ``(tokens, d)``.
+
+    >>> group_channels(2, 4, channels=4, groups=2)
+    tensor([[0, 0, 1, 1],
+            [2, 2, 3, 3]])
+    """
+    of_a_group = channels // groups
+    first = torch.arange(n_tokens) % groups * of_a_group
+    within = torch.arange(of_a_group).repeat_interleave(d // of_a_group)
+    return first[:, None] + within
+
+
+def by_channel(rows: Tensor, channels: int, groups: int) -> Tensor:
+    """View :func:`group_rows` as ``(samples, channels, positions)``, where a weight per channel is easily applied."""
+    return rows.reshape(len(rows) // groups, channels, -1)
+
+
+def batch_axis(of_one_sample: torch.Size, shape: torch.Size, n_samples: int, positions: int | None) -> int | None:
+    """Find the axis that grew with the number of samples: not the first one where sequences come first.
+
+    It may also count all positions of all samples, and these may be more or fewer than those of the sample known.
+    None where there is no such axis, and tokens cannot be told apart by sample: learned queries, for example.
+    """
+    if n_samples == 1:
+        return 0
+    if len(of_one_sample) != len(shape):
+        return None
+    counts = {n_samples * positions} if positions else set()
+    grown = [axis for axis, one in enumerate(of_one_sample) if shape[axis] in {one * n_samples, *counts}]
+    return min(grown, key=lambda axis: of_one_sample[axis], default=None)
+
+
+def serves_all(
+    of_one_sample: torch.Size, shape: torch.Size, positions_of_one: int | None, positions: int | None
+) -> bool:
+    """Tell of an input in which no axis grew with the number of samples whether none holds samples at all.
+
+    Its axes are then as long as they are for one sample, except for positions. Where the samples have fewer positions
+    than the sample known had, it cannot be told: two short samples may have the tokens of one long one.
+
+    >>> one = torch.Size([1, 9, 8])
+    >>> serves_all(one, torch.Size([1, 12, 8]), 9, 12), serves_all(one, torch.Size([3, 9, 8]), 9, 9)
+    (True, False)
+    """
+    if positions_of_one is None or positions is None or positions < positions_of_one:
+        return False
+    sizes = list(zip(of_one_sample, shape, strict=False))
+    return len(of_one_sample) == len(shape) and all(
+        one == now or (one, now) == (positions_of_one, positions) for one, now in sizes
+    )
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The straight line of each token, y = (x − shift) · rstd: how it follows from x, or the numbers themselves.
+
+    Attributes:
+        form: how it follows from the token's elements; None where the numbers are given.
+        eps: of that form.
+        shift: float64 ``(tokens,)``.
+        rstd: float64 ``(tokens,)``.
+    """
+
+    form: Form | None = None
+    eps: float = 0.0
+    shift: Tensor | None = None
+    rstd: Tensor | None = None
+
+    def of(self, x: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return shift and rstd of the tokens ``rows``, whose elements are ``x``, float64: two ``(tokens, 1)``."""
+        if self.form is not None:
+            return self.form.line(x, self.eps)
+        assert self.shift is not None and self.rstd is not None  # noqa: S101 - one of the two ways is given
+        return self.shift[rows, None], self.rstd[rows, None]
+
+    def y(self, rows: Tensor) -> Tensor:
+        """Return y of every token as it is summed: float64 ``(tokens, d)``, from x as float32 holds it.
+
+        Args:
+            rows: the elements of all tokens, ``(tokens, d)``, of any floating dtype.
+        """
+        x = rows.float().double()
+        shift, rstd = self.of(x, slice(None))
+        return (x - shift) * rstd
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring tokens of one sample.
+
+    Attributes:
+        start: row of the first.
+        stop: row behind the last.
+        fold: that they belong to.
+        key: of the sample, from which the tokens' own keys follow.
+        position: number of the first within its sample.
+        sample: number of the sample within its data set; −1 where it is not known.
+    """
+
+    start: int
+    stop: int
+    fold: int
+    key: int
+    position: int
+    sample: int
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of one call of one norm.
+
+    Attributes:
+        rows: their elements, ``(tokens, d)``, of any floating dtype.
+        lines: how they are normalized.
+        runs: which rows belong to which sample, in the order of the rows and without gaps.
+        channels: number of channels of the norm.
+        groups: number of groups of a grouped norm, whose tokens come group by group; None for other norms.
+        valid: which tokens are data and not padding, bool ``(tokens,)``; None for all.
+        gamma: weight of each channel, ``(channels,)``; where the sums weighted by its square are kept too.
+    """
+
+    rows: Tensor
+    lines: Lines
+    runs: Sequence[Run]
+    channels: int
+    groups: int | None = None
+    valid: Tensor | None = None
+    gamma: Tensor | None = None
+
+    @property
+    def positions(self) -> int:
+        """Number of neighbouring elements of a token that are of one channel."""
+        return 1 if self.groups is None else self.rows.shape[1] * self.groups // self.channels
+
+    def channel_of(self, rows: slice) -> Tensor:
+        """Number the channel of every element of some tokens: int64 ``(tokens, d)``."""
+        taken = range(len(self.rows))[rows]
+        if self.groups is None:
+            return torch.arange(self.channels, device=self.rows.device).expand(len(taken), -1)
+        of_all = group_channels(taken.stop, self.rows.shape[1], self.channels, self.groups)
+        return of_all[rows].to(self.rows.device)
+
+    def folds(self) -> Tensor:
+        """Return the fold of every token: int64 ``(tokens,)``."""
+        return self._of_runs([run.fold for run in self.runs]).to(self.rows.device)
+
+    def keys(self) -> Tensor:
+        """Return the key of every token: int64 ``(tokens,)``; the largest int64 for padding, which draws nothing."""
+        keys = token_keys(self._of_runs([run.key for run in self.runs]), self._positions()).to(self.rows.device)
+        return keys if self.valid is None else keys.where(self.valid, NO_KEY)
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Return of every token its number within its sample, and that sample's number: two int64 ``(tokens,)``."""
+        samples = self._of_runs([run.sample for run in self.runs])
+        return self._positions().to(self.rows.device), samples.to(self.rows.device)
+
+    def sampled(self, count: int) -> Tokens:
+        """Return the same tokens, of which only ``count`` of each run are data: those of least key, of the valid."""
+        keys = self.keys()
+        least = [
+            run.start
+            + keys[run.start : run.stop].topk(min(count, run.stop - run.start), largest=False, sorted=False).indices
+            for run in self.runs
+        ]
+        taken = torch.zeros(len(keys), dtype=torch.bool, device=keys.device).index_fill_(0, torch.cat(least), True)
+        return replace(self, valid=taken if self.valid is None else taken & self.valid)
+
+    def _positions(self) -> Tensor:
+        return torch.arange(len(self.rows)) + self._of_runs([run.position - run.start for run in self.runs])
+
+    def _of_runs(self, values: Sequence[int]) -> Tensor:
+        lengths = torch.tensor([run.stop - run.start for run in self.runs])
+        return torch.tensor(values).repeat_interleave(lengths, output_size=len(self.rows))

@@ -1,0 +1,235 @@
+"""Files and folders that appear whole or not at all, under names that hold nothing dangerous."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from normscope.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+_STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+CHECKPOINT = ".checkpoint"  # how the name of a folder ends that an unfinished capture keeps beside its file
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path that takes the place of ``path`` once the block ends without an exception.
+
+    Where ``path`` is a symbolic link, what it points at is replaced, and the link stays.
+
+    Raises:
+        UsageError: if the file cannot be written there, for whatever reason the system gives.
+    """
+    partial = None
+    try:
+        target = _target(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=target.suffix, dir=target.parent)
+        os.close(handle)
+        partial = Path(name)
+        yield partial
+        partial.chmod(0o666 & ~umask())
+        _settle(partial)
+        partial.replace(target)
+        partial = None
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    finally:
+        if partial is not None:
+            partial.unlink(missing_ok=True)
+
+
+def check_writable(path: Path) -> None:
+    """Refuse what :func:`whole_file` would refuse, before the work that is to be written; leaves nothing behind.
+
+    Raises:
+        UsageError: if the file cannot be written there, for whatever reason the system gives.
+    """
+    try:
+        target = _target(path)
+        # A folder that is missing is not made: another process that just found it could lose it again.
+        folder = next(folder for folder in target.parents if folder.exists())
+        with tempfile.NamedTemporaryFile(prefix=f".{target.name}.", suffix=target.suffix, dir=folder):
+            pass
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path, files: Collection[str]) -> Iterator[Path]:
+    """Yield a temporary folder that takes the place of ``path`` once the block ends without an exception.
+
+    What stood there is removed only where it held all such files and nothing else, or nothing; a symbolic link stays,
+    and what it points at is replaced.
+
+    Args:
+        path: the folder.
+        files: names of the files that the block writes.
+
+    Raises:
+        UsageError: if it cannot be written there, or if something else would have to go.
+    """
+    partial = None
+    try:
+        target = _target_folder(path, files)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        yield partial
+        partial.chmod(0o777 & ~umask())
+        for file in partial.iterdir():
+            file.chmod(0o666 & ~umask())
+            _settle(file)
+        _put_in_place(partial, target)
+        partial = None
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    finally:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_folder_writable(path: Path, files: Collection[str]) -> None:
+    """Refuse what :func:`whole_folder` would refuse, before the work that is to be written; leaves nothing behind.
+
+    Raises:
+        UsageError: if it cannot be written there, or if something else would have to go.
+    """
+    try:
+        target = _target_folder(path, files)
+        above = next(folder for folder in target.parents if folder.exists())
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=above):
+            pass
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write one safetensors file, in a block of :func:`whole_file` or :func:`whole_folder`.
+
+    Raises:
+        OSError: if the system refuses, which safetensors tells with an error of its own that is no OSError.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(tensors), path, metadata=dict(metadata))
+    except SafetensorError as error:
+        named = re.search(r"\(os error (\d+)\)", str(error))
+        raise (OSError(int(named[1]), os.strerror(int(named[1]))) if named else OSError(str(error))) from error
+
+
+def _settle(file: Path) -> None:
+    """Wait until the file is on the disk: some file systems say only then that there is no room for it."""
+    descriptor = os.open(file, os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _target_folder(path: Path, files: Collection[str]) -> Path:
+    """Follow symbolic links to the folder that is to be replaced, and refuse one that holds anything else."""
+    target = Path(os.path.realpath(path))
+    try:
+        known = {entry.name for entry in target.iterdir() if entry.name in files and not entry.is_dir()}
+        # Some of the files without the others are somebody else's: a model.safetensors that was downloaded.
+        others = sorted(entry.name for entry in target.iterdir() if entry.name not in known or len(known) < len(files))
+    except FileNotFoundError:
+        return target
+    except NotADirectoryError:
+        raise UsageError(f"Cannot write {path}: it is a file. Name a folder.") from None
+    if target == Path.cwd() or target == target.parent:
+        raise UsageError(f"Cannot write {path}: it is the folder that this runs in. Name a new one in it.")
+    if others:
+        raise UsageError(
+            f"Cannot write {path}: the folder exists, and {others[0]} in it would be lost. Move it away, or name "
+            "another folder."
+        )
+    return target
+
+
+def _put_in_place(partial: Path, target: Path) -> None:
+    """Rename a folder to where another may be, which comes back if that fails."""
+    if not target.exists():
+        partial.rename(target)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    old = aside / "old"
+    try:
+        target.rename(old)
+        partial.rename(target)
+    finally:
+        if old.exists() and not target.exists():  # whatever came between, an interruption too
+            old.rename(target)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _target(path: Path) -> Path:
+    """Follow symbolic links to the file that is to be replaced, and refuse whatever is none."""
+    target = Path(os.path.realpath(path))  # Path.resolve raises an error of no system's on a loop, in some versions
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        return target
+    if stat.S_ISDIR(mode):
+        raise UsageError(f"Cannot write {path}: it is a folder. Name a file.")
+    if not stat.S_ISREG(mode):
+        # Taking its place would remove a device, a pipe or a socket that somebody else uses.
+        raise UsageError(f"Cannot write {path}: it exists, and is no regular file. Name a file.")
+    return target
+
+
+def _cannot_write(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"Cannot write {path}: {error.strerror or error}.")
+
+
+def visible(text: str) -> str:
+    r"""Write out what would steer a terminal or turn the order of letters, as names of files and modules may hold it.
+
+    Those are the control characters, among them line feeds, the separators of lines and paragraphs, the marks,
+    embeddings, overrides and isolates of bidirectional text, and halves of surrogate pairs (bytes that are no UTF-8).
+
+    >>> print(visible("a\nb \x1b[2J \u202egnp.exe"))
+    a\nb \x1b[2J \u202egnp.exe
+    """
+    return _STEERING.sub(lambda sign: ascii(sign[0])[1:-1], text)
+
+
+def sha256_of(paths: Iterable[Path]) -> str:
+    """Return the SHA-256 of some files' contents, one after the other."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def file_stem(name: str) -> str:
+    """Turn a model's or a site's name into one part of a file name.
+
+    >>> file_stem("timm:vit_tiny_patch16_224"), file_stem("../../etc/passwd")
+    ('timm-vit_tiny_patch16_224', 'etc-passwd')
+    """
+    stem = re.sub(r"[^A-Za-z0-9._]+", "-", name)
+    return re.sub(r"^[-.]+|[-.]+$", "", re.sub(r"\.{2,}", "-", stem))[:120] or "unnamed"
+
+
+def umask() -> int:
+    """Return what this process takes from the modes of new files, which nothing but setting it tells."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,316 @@
+"""A network is lent: whatever is set to run it is put back, whatever happens. accelerate may have spread it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normscope.errors import MemoryEndedError, ModelError, NormscopeError, count
+from normscope.inputs.batch import BY_HAND, Batch
+
+_ALLOCATORS = (
+    *("DefaultCPUAllocator", "MPS backend out of memory", "CUDA out of memory", "CUDA error: out of memory"),
+    *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "Triton Error [CUDA]: out of memory"),
+)
+
+
+@contextlib.contextmanager
+def left_as_found(model: nn.Module, *, timed: bool = False) -> Iterator[KeptBuffers]:
+    """Run the block in eval mode without gradients; put training flags, grad mode, RNG states and buffers back.
+
+    Meanwhile torch runs each module by itself, see :func:`module_by_module`.
+
+    Args:
+        model: the network that is run.
+        timed: leave it to torch instead what it compiles and fuses, for those who want to know how long that takes.
+
+    Yields:
+        The buffers as they were found: passes that must not depend on one another put them back in between.
+    """
+    training = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        buffers = KeptBuffers(model)
+        try:
+            with (
+                contextlib.nullcontext() if timed else module_by_module(),
+                torch.random.fork_rng(cuda_devices(model)),
+                torch.no_grad(),
+            ):
+                yield buffers
+        finally:
+            buffers.put_back()
+    finally:
+        for module, flag in training.items():
+            module.training = flag
+
+
+@contextlib.contextmanager
+def module_by_module() -> Iterator[None]:
+    """Run each module of any network by itself: nothing that torch.compile made, and no encoder layer that torch fuses.
+
+    Neither is for hooks. Compiled code has those that it was compiled with, and of others hears nothing; dynamo would
+    follow them into their sums. A fused :class:`torch.nn.TransformerEncoder` gives nested tensors to the modules that
+    have hooks, and those modules cannot take them.
+
+    >>> compiled = torch.compile(nn.LayerNorm(4), backend=lambda graph, inputs: print("compiling"))
+    >>> with module_by_module():
+    ...     compiled(torch.zeros(1, 4))
+    tensor([[0., 0., 0., 0.]], grad_fn=<NativeLayerNormBackward0>)
+    """
+    _one_by_one.begin()
+    try:
+        yield
+    finally:
+        _one_by_one.end()
+
+
+class _OneByOne:
+    """Two switches of torch's, which the whole process shares: threads that overlap turn them once, and once back."""
+
+    def __init__(self) -> None:
+        self._lock, self._users, self._turned = threading.Lock(), 0, contextlib.ExitStack()
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._users:
+                self._turned.callback(
+                    torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
+                )
+                torch.backends.mha.set_fastpath_enabled(False)
+                self._turned.enter_context(torch.compiler.set_stance("force_eager"))
+            self._users += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._turned.close()
+
+
+_one_by_one = _OneByOne()
+
+
+class KeptBuffers:
+    """The buffers of a network as they are now, to be put back: a forward pass may count its steps in one of them.
+
+    A module that came to hold other buffers, or more of them, gets what else was set on it back too, since that may
+    say what they hold: the longest sequence that a table of positions was made for, for example. What has no values of
+    its own to keep (meta, lazy, sparse and quantized tensors, and subclasses of Tensor) keeps those that it has.
+
+    >>> norm = nn.BatchNorm1d(2)
+    >>> found = KeptBuffers(norm)
+    >>> norm.running_mean += 1
+    >>> found.changed
+    True
+    >>> found.put_back()
+    >>> norm.running_mean
+    tensor([0., 0.])
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Keep a copy of each buffer, on its own device."""
+        scripted = torch.jit.ScriptModule  # whose tensors have a new wrapper whenever they are asked for
+        modules = [module for module in model.modules() if not isinstance(module, scripted)]
+        self._held = [(module, dict(module._buffers), dict(vars(module))) for module in modules]
+        self._values = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if _has_values(buffer)]
+
+    @property
+    def changed(self) -> bool:
+        """Whether any buffer is another, or holds other values."""
+        held = all(_same_objects(module._buffers, buffers) for module, buffers, _ in self._held)
+        return not (held and all(_same_values(buffer, value) for buffer, value in self._values))
+
+    def put_back(self) -> None:
+        """Let every module hold its own buffers again, and these their values; what did not change is not written."""
+        for module, buffers, attributes in self._held:
+            if not _same_objects(module._buffers, buffers):
+                module._buffers.clear()
+                module._buffers.update(buffers)
+                vars(module).clear()
+                vars(module).update(attributes)
+        for buffer, value in self._values:
+            if _same_values(buffer, value):
+                continue
+            with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
+                if _alike(buffer, value):
+                    buffer.copy_(value)
+                else:
+                    buffer.data = value.clone()
+
+
+def _has_values(buffer: Tensor) -> bool:
+    plain = type(buffer) in (Tensor, nn.Parameter) and buffer.layout == torch.strided
+    return plain and not (buffer.is_meta or buffer.is_quantized)
+
+
+def _same_objects(some: Mapping[str, object], others: Mapping[str, object]) -> bool:
+    return len(some) == len(others) and all(value is others.get(name) for name, value in some.items())
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+
+
+def _same_values(buffer: Tensor, value: Tensor) -> bool:
+    """Compare bit by bit: a NaN is what it was, and no count of changes would tell of those made through ``.data``."""
+    return _alike(buffer, value) and torch.equal(_bytes(buffer), _bytes(value))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+
+
+def cuda_devices(model: nn.Module) -> list[int]:
+    """Number the CUDA devices that a network is on."""
+    devices = {parameter.device for parameter in model.parameters()}
+    return sorted(device.index for device in devices if device.type == "cuda" and device.index is not None)
+
+
+def run(model: nn.Module, batch: Batch) -> Any:
+    """Run the model on a copy of a batch, which it may change, and return what it gives.
+
+    Raises:
+        MemoryEndedError: if memory ends meanwhile.
+        ModelError: if the model itself raises anything else.
+    """
+    try:
+        return call(model, batch.copied())
+    except NormscopeError:  # of a hook
+        raise
+    except Exception as error:
+        if not memory_ended(error):
+            line = str(error).strip().partition("\n")[0].rstrip(".")
+            tensors = [value for value in (*batch.args, *batch.kwargs.values()) if isinstance(value, Tensor)]
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+            raise ModelError(
+                f"{type(model).__name__} raised {type(error).__name__} on inputs of the shapes {shapes or '(none)'}: "
+                f"{line or 'without saying why'}.{_about_arguments(error, batch)}"
+            ) from error
+    # Behind the handler: the error's traceback holds the tensors of every frame, and with them the memory.
+    smaller = "smaller batches, " if len(batch.samples) > 1 else ""
+    raise MemoryEndedError(
+        f"{type(model).__name__} takes more memory with {count(len(batch.samples), 'sample')} in a batch than there "
+        f"is. Take {smaller}another device, or a smaller --dtype."
+    )
+
+
+def _about_arguments(error: Exception, batch: Batch) -> str:
+    """Say how a batch becomes arguments, where that may be what a network did not understand; empty elsewhere."""
+    if not (isinstance(error, TypeError) or len(batch.args) > 1 or "list" in str(error)):
+        return ""
+    return (
+        " A tuple or a list is taken for the arguments of forward, one by one, and a dict for its keyword arguments: "
+        f"leave labels out. For a forward that takes a list or a record there is another way. {BY_HAND}"
+    )
+
+
+def call(model: nn.Module, batch: Batch) -> Any:
+    """Run the model on the batch itself, where that is a copy of its own already."""
+    return model(*batch.args, **batch.kwargs)
+
+
+@contextlib.contextmanager
+def memory_for(what: str) -> Iterator[None]:
+    """Say it in a sentence if memory ends in the block while ``what`` was done.
+
+    Raises:
+        MemoryEndedError: if it does.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not memory_ended(error):
+            raise
+        raise MemoryEndedError(f"Memory ended while {what}. Take smaller batches: --batch-size.") from error
+
+
+def memory_ended(error: BaseException) -> bool:
+    """Return whether an allocation failed: on a GPU, whose error has a type of its own, or on the CPU or MPS."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _ALLOCATORS)
+
+
+_HOOK = "_hf_hook"  # accelerate's own name for what it attaches to a module
+
+ForwardHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
+
+
+def is_spread(module: nn.Module) -> bool:
+    """Whether accelerate moves the weights of a module, or what it is called with.
+
+    >>> is_spread(nn.LayerNorm(4))
+    False
+    """
+    return any(hasattr(part, _HOOK) for part in module.modules())
+
+
+def check_whole(model: nn.Module) -> None:
+    """Raise ModelError if accelerate has spread a network whose modules are to be replaced."""
+    if is_spread(model):
+        raise ModelError(
+            f"This {type(model).__name__} is spread by accelerate, and norms are replaced in a network on one device "
+            "alone. Load it without a device map."
+        )
+
+
+@contextlib.contextmanager
+def at_hand(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Have the weights of a module on a device meanwhile, and what it was called with on the same one.
+
+    Args:
+        module: a norm; nothing is done where it is not spread.
+        args: positional arguments that it was called with; those that are tensors are moved.
+        kwargs: keyword arguments, likewise.
+
+    Raises:
+        ModelError: if its weights are on no device even then.
+    """
+    if not is_spread(module):
+        yield args, kwargs
+        return
+    from accelerate.utils import align_module_device
+
+    with contextlib.ExitStack() as aligned:
+        for part in module.modules():
+            aligned.enter_context(align_module_device(part))
+        tensors = [*module.parameters(), *module.buffers()]
+        if any(tensor.is_meta for tensor in tensors):
+            raise ModelError(f"accelerate gives no access to the weights of a {type(module).__name__} it has put away.")
+
+        def moved(value: Any) -> Any:
+            return value.to(tensors[0].device) if tensors and isinstance(value, Tensor) else value
+
+        yield tuple(map(moved, args)), {key: moved(value) for key, value in kwargs.items()}
+
+
+def with_weights_at_hand(module: nn.Module, hook: ForwardHook) -> ForwardHook:
+    """Return a forward hook for a module that runs with its weights :func:`at_hand`."""
+    if not is_spread(module):
+        return hook
+
+    def brought_together(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        with at_hand(module, args, kwargs) as (own_args, own_kwargs):
+            hook(module, own_args, own_kwargs, output)
+
+    return brought_together
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """Return a copy of a module whose weights are :func:`at_hand`, without what accelerate attached to it."""
+    hooks = [getattr(part, _HOOK) for part in module.modules() if hasattr(part, _HOOK)]
+    twin = copy.deepcopy(module, {id(hook): None for hook in hooks})  # each holds the weights of the whole network
+    for part in twin.modules():
+        if part.__dict__.pop(_HOOK, hooks) is not hooks:
+            for name in ("forward", "_old_forward"):
+                part.__dict__.pop(name, None)
+    return twin

@@ -1,0 +1,33 @@
+"""Progress: how far a long call is, told in one way everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+# Called with the name of a stage, how much of it is done, and all of it: None where only the end will tell.
+Progress = Callable[[str, int, int | None], object]
+
+
+def silent(stage: str, done: int, of: int | None) -> None:
+    """Tell nobody."""
+
+
+class StageProgress:
+    """Counts what is done of one stage, and tells of it.
+
+    >>> told = StageProgress(print, "samples", 10)
+    samples 0 10
+    >>> told.add(4)
+    samples 4 10
+    """
+
+    def __init__(self, progress: Progress, stage: str, of: int | None, ranks: int = 1) -> None:
+        """Begin a stage; of several ranks each counts its own share for that of all."""
+        self._progress, self._stage, self._of, self._ranks = progress, stage, of, ranks
+        self._done = 0
+        self.add(0)
+
+    def add(self, number: int) -> None:
+        """Note that so much more is done on this rank."""
+        self._done += number * self._ranks
+        self._progress(self._stage, self._done if self._of is None else min(self._done, self._of), self._of)

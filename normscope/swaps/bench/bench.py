@@ -1,0 +1,371 @@
+"""How fast a network is with point-wise functions in the place of its norms; DyT's published table, repeated."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import math
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch._inductor.config
+from torch import Tensor, nn
+
+from normscope.errors import DeviceError, UsageError, count, unknown
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.loaded_model import LoadedModel, Outputs, unpacked
+from normscope.pairs.norms.trace import find_norms
+from normscope.runtime.network import left_as_found
+from normscope.runtime.progress import Progress, silent
+from normscope.swaps.bench import whole_network
+from normscope.swaps.bench.reports import FUSED, NATIVE, PASSES, BenchReport, Latency, Norms, Passes, PublishedReport
+from normscope.swaps.bench.single_norm import Norm, NormBench, Only, commonest, every, norm_bench
+from normscope.swaps.bench.timing import Measured, judged
+from normscope.swaps.bench.variants import Variant, computed, has_kernel, variants
+from normscope.swaps.bench.whole_network import ModelBench
+from normscope.swaps.kernels.choice import EAGER, VARIABLE, why_not_on
+from normscope.swaps.pointwise import check_kernels
+from normscope.swaps.replace import module_at, uncompiled
+
+CURVES = ("dyt", "dyisru", "derf")
+DTYPES = ("float32", "bfloat16", "float16")
+BUDGET = 30.0
+INTERPRETED = "in Triton's interpreter on the CPU, not on a GPU: the time says nothing"
+_COMPILATIONS = 1000
+
+
+def bench(
+    model: nn.Module | LoadedModel,
+    batch: Batch | None = None,
+    curves: str | Sequence[str] = CURVES,
+    *,
+    dtypes: Sequence[str] | None = None,
+    full: bool = False,
+    budget: float | None = None,
+    outputs: Outputs | None = None,
+    about: dict[str, str] | None = None,
+    only: Only = every,
+    progress: Progress = silent,
+) -> BenchReport:
+    """Time a network's native norms, an RMSNorm, the identity and point-wise functions in their places.
+
+    The norm alone is the commonest class and shape among the network's norms at this batch, on random values; its
+    GB/s count x and y forward, and x, y, dy and dx forward + backward. The whole network runs on the batch, forward +
+    backward to the gradients of all parameters, of a sum of squares of its output. All of it in eval mode. What is
+    compared is timed in turns; only a network that is compiled as a whole is compiled anew for each variant, one after
+    the other. What torch.compile holds of other modules is forgotten.
+
+    Eager and compiled, point-wise functions are plain torch on every device. Where normscope's kernels would compute
+    them (:func:`normscope.swaps.kernels.choice.by_kernels`), they are timed so too: ``fused``, alone and in the eager
+    network, and of ``full`` ``compile + fused``, in the compiled one.
+
+    On the CPU by torch.utils.benchmark; on CUDA by triton.testing.do_bench and by a CUDA graph's replay that rotates
+    buffers beyond the L2 cache.
+
+    Args:
+        model: the network: what :func:`normscope.load` returned, or any module; it is left as found, to the bit.
+            Trained weights do not change how fast it is.
+        batch: what it runs on, on its device and in its dtype. None for a loaded model's first; on a CPU, where a whole
+            one would leave time for one pass, of its first sample.
+        curves: any curve that needs no fit, by name.
+        dtypes: ``float32``, ``bfloat16``, ``float16``; None for the network's own, and of ``full`` for all three.
+        full: the whole matrix. Otherwise the norm alone, eager, fused and compiled, and the whole network eager and
+            fused, forward.
+        budget: seconds that decide on the number of rounds, and whether there is time to compile; the fewest rounds are
+            taken even so (of the norm 4, of the network 1). None for 30, and of ``full`` for no limit: 10 rounds of
+            everything.
+        outputs: how to read what the network returns; a loaded model says it, and
+        about: model, weights and data, for the report.
+        only: whether a case is timed, of those that are otherwise; of the norm alone it is asked before there is a
+            timer. Without the native norm's no row has a ratio or a verdict.
+        progress: called with what is timed next, 0 and 1, as nothing tells how far it is.
+
+    Returns:
+        A :class:`BenchReport`; ``left_out`` says what was not timed.
+
+    Raises:
+        UsageError: if there is no such curve or dtype, a module comes without a batch, or ``NORMSCOPE_KERNELS`` asks
+            for kernels that cannot run here.
+        ModelError: if the network has no norm, or does not run on the batch.
+
+    >>> import torch
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    >>> report = bench(model, Batch((torch.ones(2, 4),)), ["dyt"], budget=0)
+    >>> [row.variant for row in report.rows if row.scope == "model"]
+    ['native', 'rmsnorm', 'identity', 'dyt']
+    >>> import normscope
+    >>> bench(normscope.load("demo_vit", device="cpu"), curves="dyt", budget=0).about["data"]
+    '1 sample of 64 held-out digits'
+    """
+    model, batch, about, outputs = _first_batch(model, batch, about, outputs)
+    own = _tensor_of(model)
+    wanted = _dtypes(dtypes, full, own.dtype)
+    budget = (math.inf if full else BUDGET) if budget is None else budget
+    inner, until = uncompiled(model), time.monotonic() + budget
+    measured: list[Measured] = []
+    left_out: list[str] = []
+    with left_as_found(inner, timed=True), compilations():
+        progress("looking for norms", 0, 1)
+        begun = time.monotonic()
+        found = find_norms(inner, batch)
+        a_pass = time.monotonic() - begun
+        for dtype in wanted:
+            cast = inner if dtype == own.dtype else copy.deepcopy(inner).to(dtype)
+            made = variants(cast, found.sites, curves)
+            check_kernels([module for variant in made for module in variant.modules.values()])
+            norm = norm_bench(cast, made, commonest(found), own.new_empty(0, dtype=dtype))
+            # In its own dtype on the CPU the network has just run; seconds a pass are not spent twice.
+            warm = full or own.device.type != "cpu" or dtype != own.dtype
+            cast_batch = batch.to(own.device, None if dtype == own.dtype else dtype)
+            whole = ModelBench(cast, cast_batch, outputs, made, len(found.sites), warm)
+            for_model = 0.0 if full else whole_network.AT_LEAST * (len(made) + len(whole.fused)) * a_pass
+            if not whole.fused:
+                left_out += without_kernels(own.device)
+            measured += _norm_alone(norm, until, for_model, only, progress, left_out)
+            measured += _whole_network(whole, full, until, only, progress)
+    if not full:
+        left_out.append(_without_full([str(dtype).removeprefix("torch.") for dtype in wanted]))
+    device = in_words(own.device)
+    if own.device.type != "cuda" and any(row.case.way in FUSED for row in measured):
+        measured = [_interpreted(row) if row.case.way in FUSED else row for row in measured]
+        device = f"{device}; fused {INTERPRETED}"
+    return BenchReport(about, device, tuple(judged(measured)), tuple(dict.fromkeys(left_out)))
+
+
+def _first_batch(
+    model: nn.Module | LoadedModel, batch: Batch | None, about: Mapping[str, str] | None, outputs: Outputs | None
+) -> tuple[nn.Module, Batch, dict[str, str], Outputs]:
+    """Return a module, a batch to time it on, what they say of themselves, and how outputs are read."""
+    module, batches, said, outputs = unpacked(model, None if batch is None else [batch], about, outputs)
+    if batch is None:
+        batch = next(iter(batches))
+        batch = batch.first_sample() if _tensor_of(module).device.type == "cpu" else batch
+        said["data"] = f"{count(len(batch.samples), 'sample')} of {said['data']}"
+    return module, batch, said, outputs
+
+
+def in_words(device: torch.device) -> str:
+    """Say what a device is, with the number of threads or the name of the card.
+
+    >>> in_words(torch.device("cpu"))  # doctest: +ELLIPSIS
+    'cpu, ... thread...'
+    """
+    if device.type == "cuda":
+        return f"{device}, {torch.cuda.get_device_name(device)}"
+    if device.type == "cpu":
+        return f"cpu, {count(torch.get_num_threads(), 'thread')}, {platform.machine()}"
+    return str(device)
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[None]:
+    """Let one code object be compiled for every curve, dtype and pass, and forget all of it afterwards.
+
+    Beyond torch's own limit of 8 it would run uncompiled, without a word. The processor's flags say which instructions
+    it has; inductor would compile a program for each and start it, which takes 10 seconds and more.
+    """
+    dynamo = {"recompile_limit": _COMPILATIONS, "accumulated_recompile_limit": _COMPILATIONS}
+    try:
+        with torch._dynamo.config.patch(dynamo), torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
+            yield
+    finally:
+        torch._dynamo.reset()
+
+
+def _norm_alone(
+    norm: NormBench, until: float, for_model: float, only: Only, progress: Progress, left_out: list[str]
+) -> Iterator[Measured]:
+    took = 0.0
+    for ways, passes in itertools.product(norm.ways, PASSES):
+        if not norm.any(ways, passes, only):
+            continue
+        # A compiler that was started goes on; with the backward pass it takes twice as long, and the network waits.
+        ends = time.monotonic() + (0.0 if passes == PASSES[0] else 2 * took + for_model)
+        if "compile" in ways and ends > until:
+            left_out.append(f"The norm alone, compiled, {passes}: there was no room for it in the budget.")
+            continue
+        progress(f"the norm alone, {' and '.join(ways)}, {passes}", 0, 1)
+        begun = time.monotonic()
+        yield from norm.measured(ways, passes, until - for_model, only)
+        took = time.monotonic() - begun
+
+
+def _whole_network(whole: ModelBench, full: bool, until: float, only: Only, progress: Progress) -> Iterator[Measured]:
+    parts = itertools.product(whole.ways, PASSES)
+    for ways, passes in parts if full else itertools.islice(parts, 1):
+        if not whole.any(ways, passes, only):
+            continue
+        progress(f"the whole network, {' and '.join(ways)}, {passes}", 0, 1)
+        yield from whole.measured(ways, passes, until, only)
+
+
+def _interpreted(row: Measured) -> Measured:
+    return dataclasses.replace(row, note="; ".join(note for note in (INTERPRETED, row.note) if note))
+
+
+def without_kernels(device: torch.device) -> list[str]:
+    """Say that nothing is timed with kernels, where that is not a matter of course."""
+    if os.environ.get(VARIABLE) == EAGER:
+        return [f"Fused by normscope's kernels: {VARIABLE}={EAGER} leaves them out."]
+    if device.type == "cuda":
+        reason = why_not_on(device) or "there is none for these functions in this dtype"
+        return [f"Fused by normscope's kernels: none is timed: {reason}."]
+    return []
+
+
+def _without_full(dtypes: Sequence[str]) -> str:
+    others = [name for name in DTYPES if name not in dtypes]
+    parts = ["the whole network forward + backward", "the whole network compiled", *others]
+    return f"Left to --full: {'; '.join(parts)}."
+
+
+def _dtypes(names: Sequence[str] | None, full: bool, own: torch.dtype) -> list[torch.dtype]:
+    if names is None:
+        return list(dict.fromkeys([own, *(getattr(torch, name) for name in DTYPES)])) if full else [own]
+    for name in names:
+        if name not in DTYPES:
+            raise UsageError(unknown("dtype", name, DTYPES))
+    return [getattr(torch, name) for name in dict.fromkeys(names)]
+
+
+def _tensor_of(model: nn.Module) -> Tensor:
+    """Return a tensor on the network's device and in its dtype."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return next((tensor.detach() for tensor in tensors if tensor.is_floating_point()), torch.empty(0))
+
+
+TOKENS, PASSES_TIMED = 4096, 100
+_GB = 1e9
+# 6.74 billion weights of two bytes; their gradients, and without recomputation what the backward pass of 4096 tokens
+# needs besides.
+_FORWARD_BYTES, _BACKWARD_BYTES = 16 * _GB, 70 * _GB
+_NORMS: tuple[Norms, ...] = ("eager", "compile", "fused")
+
+
+def why_not(device: torch.device, passes: Passes = "forward") -> str | None:
+    """Say in a sentence why the table cannot be repeated on a device; None where it can.
+
+    >>> why_not(torch.device("cpu"))
+    'The published table is not repeated on the cpu: LLaMA 7B takes 13.5 GB of weights and 100 passes over 4096 tokens, which are hours without CUDA.'
+    """  # noqa: E501 - one sentence
+    if device.type != "cuda":
+        return (
+            f"The published table is not repeated on the {device.type}: LLaMA 7B takes 13.5 GB of weights and "
+            f"{PASSES_TIMED} passes over {TOKENS} tokens, which are hours without CUDA."
+        )
+    there, needed = torch.cuda.get_device_properties(device).total_memory, _FORWARD_BYTES
+    if passes != "forward":
+        needed = _BACKWARD_BYTES
+    if there < needed:
+        return (
+            f"The published table's passes {passes} are not run: they need {needed / _GB:.0f} GB for 13.5 GB of weights"
+            f" and what else a pass over {TOKENS} tokens keeps, and the device has {there / _GB:.0f} GB."
+        )
+    return None
+
+
+def published(
+    model: nn.Module,
+    curves: Sequence[str] = ("dyt",),
+    *,
+    tokens: int = TOKENS,
+    n_passes: int = PASSES_TIMED,
+    on_cpu: bool = False,
+    outputs: Outputs | None = None,
+    progress: Progress = silent,
+) -> PublishedReport:
+    """Repeat the published table with a network: the time of its norms, and its own, over so many passes.
+
+    The norms' time is that of each class and shape alone, times how many there are.
+
+    Args:
+        model: ``llama_7b`` in bfloat16, with any weights; it is left as found. Another causal language model of
+            transformers is timed just so, and is another table.
+        curves: what takes the norms' places.
+        tokens: of one sequence, drawn at random.
+        n_passes: of each number.
+        on_cpu: run it without CUDA too, with as many passes as are asked for.
+        outputs: how to read what the network returns.
+        progress: as of :func:`bench`.
+
+    Raises:
+        DeviceError: where :func:`why_not` says why, unless ``on_cpu``.
+    """
+    where = next(model.parameters())
+    reason = why_not(where.device)
+    if reason and not (on_cpu and where.device.type == "cpu"):
+        raise DeviceError(reason)
+    batch = of_tokens(model, tokens)
+    notes = _differences(where, tokens, n_passes)
+    rows: list[Latency] = []
+    with left_as_found(model, timed=True), compilations():
+        found = find_norms(model, batch)
+        made = [one for one in variants(model, found.sites, curves) if one.name in (NATIVE, *curves)]
+        whole = ModelBench(model, batch, outputs or Outputs(), made, len(found.sites), True)
+        shapes = [(site.name, site.kind, tuple(found.shapes[site.name])) for site in found.sites]
+        with_kernels = [one for one in made if any(map(has_kernel, one.modules.values()))]
+        if not with_kernels:
+            notes += without_kernels(where.device)
+        for way, passes, one in itertools.product(_NORMS, PASSES, made):
+            if way == "fused" and one not in with_kernels:
+                continue
+            too_little = why_not(where.device, passes) if where.is_cuda else None
+            if too_little:
+                notes.append(too_little)
+                continue
+            progress(f"{one.name}, {way} norms, {n_passes} passes {passes}", 0, 1)
+            placed = _compiled(model, one, [name for name, *_ in shapes]) if way == "compile" else one
+            with computed(way):
+                layer = _norms_seconds(model, one, way, passes, shapes, n_passes)
+                rows.append(Latency(one.name, way, passes, layer, whole.seconds(placed, passes, n_passes)))
+    return PublishedReport(in_words(where.device), tuple(rows), tokens, n_passes, tuple(dict.fromkeys(notes)))
+
+
+def of_tokens(model: nn.Module, number: int) -> Batch:
+    """Return one sequence of so many random tokens for a causal language model of transformers, on its device."""
+    numbers = torch.Generator().manual_seed(0)
+    vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+    ids = torch.randint(vocabulary, (1, number), generator=numbers).to(next(model.parameters()).device)
+    return Batch((), {"input_ids": ids, "use_cache": False}, (Sample("random tokens", 0, 0),))
+
+
+def _differences(where: torch.Tensor, tokens: int, n_passes: int) -> list[str]:
+    ours = {"tokens": tokens, "passes": n_passes, "dtype": str(where.dtype).removeprefix("torch.")}
+    theirs = {"tokens": TOKENS, "passes": PASSES_TIMED, "dtype": "bfloat16"}
+    return [f"Ours has {name} {ours[name]}, the paper {theirs[name]}." for name in ours if ours[name] != theirs[name]]
+
+
+def _compiled(model: nn.Module, one: Variant, names: Sequence[str]) -> Variant:
+    """The same, each norm compiled by itself: what the paper compiles."""
+    own: Mapping[str, nn.Module] = one.modules or {name: module_at(model, name) for name in names}
+    modules: dict[str, nn.Module] = {}
+    for name, module in own.items():
+        called = torch.compile(module, dynamic=False)
+        assert isinstance(called, nn.Module)  # noqa: S101 - of a module, torch makes a module
+        modules[name] = called
+    return Variant(one.name, modules, one.note)
+
+
+def _norms_seconds(
+    model: nn.Module,
+    one: Variant,
+    norms: Norms,
+    passes: Passes,
+    shapes: Sequence[tuple[str, str, tuple[int, ...]]],
+    n_passes: int,
+) -> float:
+    """How long all norms take by themselves: one of each class and shape, times their number."""
+    alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name, kind, shape in shapes:
+        alike.setdefault((kind, shape), []).append(name)
+    total = 0.0
+    for (kind, shape), names in alike.items():
+        norm = Norm(names[0], kind, shape, len(names))
+        bench = norm_bench(model, [one], norm, next(model.parameters()).detach())
+        total += bench.seconds(one.name, norms, passes, n_passes) * len(names)
+    return total

@@ -1,0 +1,311 @@
+"""Timers on CPU and CUDA, and what their samples say beside the norm that would be replaced."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch.utils.benchmark import Timer
+from torch.utils.benchmark.utils.timer import timer as clock
+
+from normscope.swaps.bench.reports import (
+    ALIKE,
+    BESIDE,
+    COPY,
+    FASTER,
+    NATIVE,
+    NOT_RUN,
+    SLOWER,
+    TOO_FEW,
+    Case,
+    Passes,
+    Timing,
+)
+
+Run = Callable[[], object]
+Sampler = Callable[[], list[float]]
+Name = TypeVar("Name", bound=Hashable)
+
+_BLOCK_SECONDS = 0.02  # of a sample of something short: a hundred times what a clock and a loop add
+
+
+@dataclass(frozen=True)
+class TimeQuantiles:
+    """How long something took, in seconds.
+
+    Attributes:
+        minimum: of the samples: with the least of what else the machine did.
+        median: of them.
+        p20: quantile 0.2, or the sample below it.
+        p80: quantile 0.8, or the sample above it: of few samples the interval is the whole of them.
+    """
+
+    minimum: float
+    median: float
+    p20: float
+    p80: float
+
+
+def spread(samples: Sequence[float]) -> TimeQuantiles:
+    """Return minimum, median and quantiles of one sample or more.
+
+    >>> spread([3.0, 1.0, 2.0])
+    TimeQuantiles(minimum=1.0, median=2.0, p20=1.0, p80=3.0)
+    """
+    ordered, last = sorted(samples), len(samples) - 1
+    middle = (ordered[last // 2] + ordered[(last + 1) // 2]) / 2
+    return TimeQuantiles(ordered[0], middle, ordered[math.floor(0.2 * last)], ordered[math.ceil(0.8 * last)])
+
+
+def blocks(run: Run) -> list[float]:
+    """Time something short by torch.utils.benchmark: seconds a call, a sample a block of calls, on all threads."""
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return list(timer.blocked_autorange(min_run_time=_BLOCK_SECONDS).times)
+
+
+def once(run: Run, clock: Callable[[], float] = clock) -> list[float]:
+    """Time one call of something long, without a call before it; the clock waits for CUDA before it looks.
+
+    >>> once(lambda: None, iter([3.0, 5.0]).__next__)
+    [2.0]
+    """
+    return [repeated(run, 1, clock)]
+
+
+def repeated(run: Run, number: int, clock: Callable[[], float] = clock) -> float:
+    """Time so many calls together: the seconds of all of them.
+
+    >>> repeated(lambda: None, 3, iter([3.0, 5.0]).__next__)
+    2.0
+    """
+    begun = clock()
+    for _ in range(number):
+        run()
+    return clock() - begun
+
+
+def in_turns(
+    samplers: Mapping[Name, Sampler],
+    *,
+    at_least: int,
+    at_most: int,
+    until: float = math.inf,
+    now: Callable[[], float] = time.monotonic,
+) -> dict[Name, list[float]]:
+    """Take samples of several things in rounds, each round beginning with another of them.
+
+    Args:
+        samplers: what to sample, by name.
+        at_least: rounds, whatever the time.
+        at_most: rounds, whatever time is left.
+        until: no further round begins that would end after this, as the longest so far took.
+        now: the clock of ``until``.
+
+    Returns:
+        The samples by name, in the order of ``samplers``.
+
+    >>> in_turns({"a": lambda: [1.0], "b": lambda: [2.0, 3.0]}, at_least=2, at_most=2)
+    {'a': [1.0, 1.0], 'b': [2.0, 3.0, 2.0, 3.0]}
+    """
+    names = list(samplers)
+    samples: dict[Name, list[float]] = {name: [] for name in names}
+    longest = 0.0
+    for number in range(at_most if names else 0):
+        begun = now()
+        if number >= at_least and begun + longest > until:
+            break
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            samples[name] += samplers[name]()
+        longest = max(longest, now() - begun)
+    return samples
+
+
+_CALLS = 200  # of one replay
+_REPLAYS = 10
+_LEAST_SETS = 4
+_CACHES = 4  # so many times the L2 cache the buffers are together
+
+Buffers = TypeVar("Buffers")
+
+
+def flushed(run: Run, milliseconds: int = 100) -> list[float]:
+    """Time calls by triton.testing.do_bench, which clears the L2 cache before each: seconds, a sample a call.
+
+    Args:
+        run: what is timed.
+        milliseconds: that all calls together take, about; a quarter of them more to warm up.
+    """
+    from triton.testing import do_bench
+
+    taken = do_bench(run, warmup=milliseconds // 4, rep=milliseconds, return_mode="all")
+    return [one / 1e3 for one in taken]
+
+
+def sets_beyond_cache(nbytes: int, cache: int) -> int:
+    """Return how many buffer sets of ``nbytes`` it takes that together are larger than four times the cache.
+
+    >>> sets_beyond_cache(50_000_000, 60_000_000), sets_beyond_cache(1_000_000_000, 60_000_000)
+    (5, 4)
+    """
+    return max(_LEAST_SETS, math.floor(_CACHES * cache / nbytes) + 1)
+
+
+def cache_of(device: torch.device) -> int:
+    """Return the size of a CUDA device's L2 cache in bytes."""
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+
+
+def replayed(
+    run: Callable[[Buffers], object],
+    sets: Sequence[Buffers],
+    number: int = _REPLAYS,
+    *,
+    calls: int = _CALLS,
+    stream: torch.cuda.Stream | None = None,
+) -> list[float]:
+    """Time the replays of one CUDA graph of about 200 calls: seconds a call, a sample a replay.
+
+    No launch from Python is timed. Each call takes the next of the buffer sets, and what it returns is kept until that
+    set's next turn, so that neither what it reads nor what it writes is still in the cache.
+
+    Args:
+        run: what is timed, of a buffer set.
+        sets: as many as :func:`sets_beyond_cache` says.
+        number: of replays.
+        calls: of one replay; a few more where they are no multiple of the sets.
+        stream: that the calls are captured on; a new one without. A backward pass runs on the stream of its forward
+            pass, and can only be captured on that.
+    """
+    aside: torch.cuda.Stream = stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):  # what is set up at first calls cannot be captured
+        for buffers in sets[:3]:
+            run(buffers)
+    torch.cuda.current_stream().wait_stream(aside)
+    graph, calls = torch.cuda.CUDAGraph(), math.ceil(calls / len(sets)) * len(sets)
+    kept: deque[object] = deque(maxlen=len(sets))
+    # A capture that fails raises before torch.cuda.graph has gone back from its stream; the outer one does.
+    with torch.cuda.stream(aside), torch.cuda.graph(graph, stream=aside):
+        for call in range(calls):
+            kept.append(run(sets[call % len(sets)]))
+    graph.replay()
+    samples = []
+    for _ in range(number):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        samples.append(begin.elapsed_time(end) / 1e3 / calls)
+    return samples
+
+
+# Three samples that all lie below three others are one draw in twenty where nothing differs; two are one in six.
+LEAST_SAMPLES = 3
+_TENSORS: dict[Passes, int] = {"forward": 2, "forward + backward": 4}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The samples of a case.
+
+    Attributes:
+        case: what was timed.
+        samples: in seconds; none where it did not run.
+        compile_seconds: as of :class:`Timing`.
+        note: as of :class:`Timing`.
+    """
+
+    case: Case
+    samples: Sequence[float] = field(default=())
+    compile_seconds: float | None = None
+    note: str = ""
+
+
+def bytes_moved(passes: Passes, elements: int, itemsize: int) -> int:
+    """Return how many bytes a norm alone cannot but move: x and y forward, x, y, dy and dx forward + backward.
+
+    Each is counted once, though a backward pass on its own reads x again: what is shared by all ways to compute it.
+
+    >>> bytes_moved("forward", 1000, 4), bytes_moved("forward + backward", 1000, 2)
+    (8000, 8000)
+    """
+    return _TENSORS[passes] * elements * itemsize
+
+
+def judged(measured: Sequence[Measured]) -> list[Timing]:
+    """Set each row beside the native norm's and the copy's of the same run."""
+    plain = {row.case: _timing(row) for row in measured}
+    copies = {(case.dtype, case.timer): row.gb_per_s for case, row in plain.items() if case.variant == COPY}
+    natives = {_setting(case): row for case, row in plain.items() if case.variant == NATIVE}
+    return [_beside(row, natives.get(_reference(case)), copies) for case, row in plain.items()]
+
+
+def _timing(row: Measured) -> Timing:
+    case = {each.name: getattr(row.case, each.name) for each in dataclasses.fields(Case)}
+    if not row.samples:
+        return Timing(**case, verdict=NOT_RUN, compile_seconds=row.compile_seconds, note=row.note)
+    times = spread(row.samples)
+    nbytes = row.case.nbytes
+    # The identity is an empty CUDA graph, whose replays a clock may not see.
+    rate = None if nbytes is None or times.median == 0 else nbytes / times.median / 1e9
+    return Timing(
+        **case,
+        samples=tuple(row.samples),
+        minimum=times.minimum,
+        median=times.median,
+        p20=times.p20,
+        p80=times.p80,
+        gb_per_s=rate,
+        compile_seconds=row.compile_seconds,
+        note=row.note,
+    )
+
+
+def _beside(row: Timing, native: Timing | None, copies: dict[tuple[str, str], float | None]) -> Timing:
+    median = row.median
+    if median is None:
+        return row
+    rate, copy = row.gb_per_s, copies.get((row.dtype, row.timer))
+    if rate is not None and copy is not None:
+        row = dataclasses.replace(row, share_of_copy=rate / copy)
+    if row.variant in (NATIVE, COPY) or native is None or native.median is None:
+        return row
+    return dataclasses.replace(row, ratio=median / native.median, verdict=verdict(row.samples, native.samples))
+
+
+def verdict(samples: Sequence[float], native: Sequence[float]) -> str:
+    """Say whether one is faster or slower than the other: only what minimum, median and spread say alike.
+
+    >>> verdict([1.0, 1.1, 1.2], [2.0, 2.1, 2.2]), verdict([1.9, 3.1, 3.2], [2.0, 2.1, 2.2])
+    ('faster', 'alike')
+    """
+    own, other = spread(samples), spread(native)
+    if _below(own, other):
+        found = FASTER
+    elif _below(other, own):
+        found = SLOWER
+    else:
+        return ALIKE
+    return found if min(len(samples), len(native)) >= LEAST_SAMPLES else TOO_FEW
+
+
+def _below(one: TimeQuantiles, other: TimeQuantiles) -> bool:
+    """Return whether one took less: at its best, and nearly always; the medians lie between p20 and p80."""
+    return one.minimum < other.minimum and one.p80 < other.p20
+
+
+def _setting(case: Case) -> tuple[str, ...]:
+    return case.way, case.scope, case.passes, case.dtype, case.timer
+
+
+def _reference(case: Case) -> tuple[str, ...]:
+    _, *others = _setting(case)
+    return BESIDE.get(case.way, case.way), *others

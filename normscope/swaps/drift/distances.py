@@ -1,0 +1,355 @@
+"""How far outputs lie from others: sample by sample, in float64; a few numbers are kept per input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import Tensor
+
+from normscope.errors import DataError, ModelError
+from normscope.inputs.batch import Batch
+from normscope.inputs.loaded_model import Kind
+from normscope.pairs.ranks import Ranks
+from normscope.pairs.sums.tokens import batch_axis
+from normscope.swaps.drift.reports import END, OUTPUT, Drift, Quantiles, Swapped
+
+Arranged = tuple[Tensor, Tensor | None]  # (samples, positions, features), and which positions are data
+
+
+def output_by_sample(output: Tensor, batch: Batch, kind: Kind) -> Arranged:
+    """View a network's output, whose axis 0 counts samples, as ``(samples, positions, features)``.
+
+    Positions are told apart where they mean something: in logits of tokens, in frames, and where padding lies there.
+
+    Raises:
+        ModelError: if axis 0 does not count the samples of the batch.
+    """
+    samples = len(batch.samples)
+    if not output.ndim or len(output) != samples:
+        raise ModelError(
+            f"The output that is compared is {tuple(output.shape)}, but axis 0 has to count the samples, of which the "
+            f"batch holds {samples}. Say with normscope.inputs.loaded_model.Outputs how to read it."
+        )
+    padded = batch.valid is not None and output.ndim > 2 and output.shape[1] == batch.valid.shape[1]
+    if kind in ("tokens", "frames") or (kind == "tensor" and padded):
+        return output.reshape(samples, output.shape[1], -1), batch.valid if padded else None
+    return output.reshape(samples, 1, -1), None
+
+
+class SiteLayout:
+    """How the output of one norm site lies; it remembers where positions were found when it could be told.
+
+    Args:
+        path: of the site.
+        of_one_sample: shape of its output of one sample; None where that is not known, and samples come first.
+    """
+
+    def __init__(self, path: str, of_one_sample: torch.Size | None) -> None:
+        self.path, self.of_one_sample = path, of_one_sample
+        self._position_axis: int | None = None
+
+    def by_sample(self, output: Tensor, batch: Batch) -> Arranged:
+        """View it as ``(samples, positions, features)``, with one position where nothing is padded.
+
+        What does not grow with the number of samples belongs to each of them.
+
+        Raises:
+            DataError: if it cannot be told which of its elements are padding.
+        """
+        samples, valid = len(batch.samples), batch.valid
+        positions = None if valid is None else valid.shape[1]
+        axis: int | None = 0
+        if self.of_one_sample is not None:
+            axis = batch_axis(self.of_one_sample, output.shape, samples, positions)
+        if axis is None or output.shape[axis] % samples:
+            return output.reshape(1, 1, -1).expand(samples, -1, -1), None
+        first = output.movedim(axis, 0)
+        if len(first) != samples:  # several rows a sample: its windows, its heads or its positions
+            first = first.reshape(samples, -1, *first.shape[1:])
+        if valid is None or bool(valid.all()):
+            return first.reshape(samples, 1, -1), None
+        along = self._positions(first, valid)
+        if along is None:
+            return first.reshape(samples, 1, -1), None
+        return first.movedim(along, 1).reshape(samples, valid.shape[1], -1), valid
+
+    def _positions(self, first: Tensor, valid: Tensor) -> int | None:
+        along = [axis for axis in range(1, first.ndim) if first.shape[axis] == valid.shape[1]]
+        if len(along) == 1:
+            self._position_axis = along[0]
+        if along and self._position_axis not in along:
+            raise DataError(
+                f"At the norm {self.path} (output {tuple(first.shape)}) it cannot be told which elements are padding, "
+                f"of {valid.shape[1]} positions. Pass samples of one length, or one at a time (--batch-size 1)."
+            )
+        return self._position_axis if along else None
+
+
+_TOP = 5
+_AT_ONCE = 1 << 24  # elements in float64 at a time: logits of a long text over a large vocabulary are gigabytes
+
+
+@dataclass(frozen=True)
+class Distances:
+    """How far the samples of one batch are from the original's, on the CPU.
+
+    Attributes:
+        left_out: samples with nothing to compare to: the original is zero throughout or not finite; bool
+            ``(samples,)``. What the others say of these samples means nothing.
+        nonfinite: samples whose swapped values are not finite, bool ``(samples,)``.
+        relative_l2: ‖swapped − original‖ / ‖original‖, float64 ``(samples,)``; ∞ where not finite.
+        cosine: float64 ``(samples,)``; 0 where the swapped values are zero throughout, −∞ where they are not finite.
+        kl: KL(original ‖ swapped) in nats, a sample's mean over its positions, float64 ``(samples,)``; ∞ where not
+            finite.
+        answers: number of positions with logits, float64 ``(samples,)``.
+        top1: number of them where the largest logit is the same, ``(samples,)``.
+        top5: number of them where the original's largest is among the swapped's five largest; None where there are no
+            more than five.
+        top5_overlap: sum over them of the share of the original's five largest among the swapped's five largest.
+        frames: relative L2 of every single frame, float64 ``(frames,)``.
+    """
+
+    left_out: Tensor
+    nonfinite: Tensor
+    relative_l2: Tensor
+    cosine: Tensor
+    kl: Tensor | None = None
+    answers: Tensor | None = None
+    top1: Tensor | None = None
+    top5: Tensor | None = None
+    top5_overlap: Tensor | None = None
+    frames: Tensor | None = None
+
+
+def distances(original: Tensor, swapped: Tensor, valid: Tensor | None = None, kind: Kind = "tensor") -> Distances:
+    """Compare two tensors sample by sample.
+
+    Args:
+        original: ``(samples, positions, features)``, of any floating dtype and device.
+        swapped: likewise.
+        valid: which positions are data and not padding, bool ``(samples, positions)``; None for all.
+        kind: ``classes`` and ``tokens`` for logits along the last axis, ``frames`` for distances of single positions.
+    """
+    pieces = [_Sums.of(a, b, kind) for a, b in _pieces(original, swapped, valid)]
+    kept = torch.ones(original.shape[:2], dtype=torch.bool) if valid is None else valid.cpu()
+    moved, own, other, both = (
+        torch.cat([getattr(piece, name) for piece in pieces], dim=1) for name in ("moved", "own", "other", "both")
+    )
+    own_total, other_total = own.sum(1), other.sum(1)
+    left_out = (own_total == 0) | ~own_total.isfinite()
+    nonfinite = ~other_total.isfinite() & ~left_out
+    cosine = both.sum(1) / (own_total * other_total).sqrt()
+    found = Distances(
+        left_out,
+        nonfinite,
+        (moved.sum(1) / own_total).sqrt().masked_fill(nonfinite, torch.inf),
+        cosine.masked_fill(other_total == 0, 0.0).masked_fill(nonfinite, -torch.inf),
+    )
+    if kind == "frames":
+        compared = kept & (own > 0) & own.isfinite()
+        frames = (moved / own).sqrt().masked_fill(~other.isfinite(), torch.inf)
+        return replace(found, frames=frames[compared])
+    if kind not in ("classes", "tokens"):
+        return found
+
+    def total(name: str) -> Tensor:
+        return torch.where(kept, torch.cat([getattr(piece, name) for piece in pieces], dim=1), 0.0).sum(1)
+
+    answers = kept.double().sum(1)
+    many = original.shape[-1] > _TOP
+    return replace(
+        found,
+        kl=(total("kl") / answers).masked_fill(nonfinite, torch.inf),
+        answers=answers,
+        top1=total("top1"),
+        top5=total("top5") if many else None,
+        top5_overlap=total("overlap") if many else None,
+    )
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Sums over the features of some positions: float64 ``(samples, positions)`` on the CPU."""
+
+    moved: Tensor
+    own: Tensor
+    other: Tensor
+    both: Tensor
+    kl: Tensor | None = None
+    top1: Tensor | None = None
+    top5: Tensor | None = None
+    overlap: Tensor | None = None
+
+    @classmethod
+    def of(cls, a: Tensor, b: Tensor, kind: Kind) -> _Sums:
+        sums = [((b - a) ** 2).sum(-1), (a * a).sum(-1), (b * b).sum(-1), (a * b).sum(-1)]
+        if kind in ("classes", "tokens"):
+            sums += [_kl(a, b), *_agreement(a, b)]
+        return cls(*(one.double().cpu() for one in sums))
+
+
+def _pieces(original: Tensor, swapped: Tensor, valid: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield some positions at a time in float64, with zeros in place of padding."""
+    samples, positions, features = original.shape
+    step = max(1, _AT_ONCE // max(1, samples * features))
+    for first in range(0, positions, step):
+        own = slice(first, first + step)
+        pair = [_float64(one[:, own]) for one in (original, swapped)]
+        if valid is not None:
+            data = valid[:, own, None].to(pair[0].device)
+            pair = [one.where(data, 0.0) for one in pair]
+        yield pair[0], pair[1]
+
+
+def _float64(tensor: Tensor) -> Tensor:
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()  # mps has no float64
+
+
+def _kl(a: Tensor, b: Tensor) -> Tensor:
+    own, other = a.log_softmax(-1), b.log_softmax(-1)
+    return (own.exp() * (own - other)).sum(-1).clamp_min(0)  # by Gibbs' inequality; rounding may pass it
+
+
+def _agreement(a: Tensor, b: Tensor) -> list[Tensor]:
+    """Return top-1 agreement, the original's first among the swapped's five, and the overlap of the fives."""
+    finite, top = b.isfinite().all(-1), min(_TOP, a.shape[-1])
+    first, fives = a.argmax(-1, keepdim=True), b.topk(top).indices
+    overlap = (a.topk(top).indices.unsqueeze(-1) == fives.unsqueeze(-2)).any(-1).double().mean(-1)
+    found = [(first == b.argmax(-1, keepdim=True)).squeeze(-1), (first == fives).any(-1), overlap]
+    return [torch.where(finite, one.double(), 0.0) for one in found]
+
+
+_OF_ALL = ("left_out", "frames")  # known of more than the samples that are compared
+
+_Key = tuple[int, str, str]  # which configuration, where it was measured, and the part of the data
+Came = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Which sites are swapped at once.
+
+    Attributes:
+        swapped: why just these.
+        site: the one, or the one added last.
+        paths: all of them.
+    """
+
+    swapped: Swapped
+    site: str | None
+    paths: tuple[str, ...]
+
+
+@dataclass
+class Tally:
+    """The distances of one configuration at one place, batch after batch.
+
+    Quantiles do not depend on the order of their values, and sums are exact before they are rounded: who compared which
+    batch makes no difference.
+
+    Attributes:
+        came: the chunk that the first of the batches was in, and its number therein.
+    """
+
+    came: Came
+    _columns: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def add(self, found: Distances) -> None:
+        """Take those of one more batch: of what was compared; samples with nothing to compare to are counted."""
+        for column in fields(found):
+            values = getattr(found, column.name)
+            if values is not None:
+                self.extend(column.name, values if column.name in _OF_ALL else values[~found.left_out])
+
+    def extend(self, name: str, values: Tensor) -> None:
+        """Take more values of one kind, by its name in :class:`Distances`."""
+        self._columns.setdefault(name, []).append(values)
+
+    def columns(self) -> dict[str, Tensor]:
+        """Return all values of each kind that there is: float64."""
+        return {name: torch.cat(parts).double() for name, parts in self._columns.items()}
+
+    def row(self, func: str, init: str, done: Configuration, at: str, part: str = "") -> Drift:
+        """Return their quantiles."""
+        found = {name: values.tolist() for name, values in self.columns().items()}
+        totals = {name: math.fsum(found[name]) for name in ("answers", "top1", "top5", "top5_overlap") if name in found}
+        answers = totals.get("answers")
+        return Drift(
+            func=func,
+            init=init,
+            swapped=done.swapped,
+            site=done.site,
+            sites_swapped=len(done.paths),
+            at=at,
+            part=part,
+            inputs=len(found["relative_l2"]),
+            nonfinite=int(sum(found["nonfinite"])),
+            left_out=int(sum(found["left_out"])),
+            relative_l2=Quantiles.of(found["relative_l2"]),
+            cosine=Quantiles.of(found["cosine"]),
+            kl=Quantiles.of(found["kl"]) if answers else None,
+            top1=_share(totals.get("top1"), answers),
+            top5=_share(totals.get("top5"), answers),
+            top5_overlap=_share(totals.get("top5_overlap"), answers),
+            answers=None if answers is None else int(answers),
+            frames=Quantiles.of(found["frames"]) if "frames" in found else None,
+        )
+
+
+@dataclass
+class Tallies:
+    """What one round of passes found: a tally of each configuration, at each place, for each part of the data.
+
+    Attributes:
+        wanted: the configurations, in the order of their rows.
+    """
+
+    wanted: Sequence[Configuration]
+    _kept: dict[_Key, Tally] = field(default_factory=dict)
+
+    def add(self, done: Configuration, at: str, part: str, found: Distances, came: Came) -> None:
+        """Take the distances of one more batch, which came as this one of this chunk."""
+        self._tally((self.wanted.index(done), at, part), came).add(found)
+
+    @property
+    def at_output(self) -> bool:
+        """Whether there is any batch of which the output was compared."""
+        return any(at == OUTPUT for _, at, _ in self._kept)
+
+    def gathered(self, ranks: Ranks) -> Tallies:
+        """Return what all ranks have found; every rank calls it, also one that found nothing."""
+        if ranks.size == 1:
+            return self
+        columns = {key: tally.columns() for key, tally in self._kept.items()}
+        lengths = [
+            [key, self._kept[key].came, {name: len(own) for name, own in of.items()}] for key, of in columns.items()
+        ]
+        told = ranks.told(lengths)
+        own = [values for of in columns.values() for values in of.values()]
+        everyone = ranks.gathered(torch.cat([torch.zeros(0, dtype=torch.float64), *own]))
+        whole = Tallies(self.wanted)
+        for found, values in zip(told, everyone, strict=True):
+            parts = iter(torch.split(values, [length for _, _, of in found for length in of.values()]))
+            for (number, at, part), came, of in found:
+                tally = whole._tally((number, at, part), tuple(came))
+                for name in of:
+                    tally.extend(name, next(parts))
+        return whole
+
+    def rows(self, func: str, init: str, sites: Sequence[str]) -> list[Drift]:
+        """Return the quantiles: by configuration, by place in the network's order, by part as they came."""
+        order = {at: number for number, at in enumerate([OUTPUT, *sites, END])}
+        ordered = sorted(self._kept, key=lambda key: (key[0], order[key[1]], key[2] != "", self._kept[key].came))
+        return [self._kept[key].row(func, init, self.wanted[key[0]], *key[1:]) for key in ordered]
+
+    def _tally(self, key: _Key, came: Came) -> Tally:
+        tally = self._kept.setdefault(key, Tally(came))
+        tally.came = min(tally.came, came)
+        return tally
+
+
+def _share(total: float | None, of: float | None) -> float | None:
+    return total / of if total is not None and of else None

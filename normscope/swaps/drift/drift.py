@@ -1,0 +1,133 @@
+"""Drift: how far a network's outputs move when something else takes the place of its norms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from normscope.errors import DataError, UsageError
+from normscope.inputs.loaded_model import LoadedModel, Outputs, unpacked
+from normscope.pairs.ranks import ALONE, Ranks
+from normscope.runtime.progress import Progress, StageProgress, silent
+from normscope.swaps.drift.distances import Configuration
+from normscope.swaps.drift.paired_passes import Ends, PairedPasses
+from normscope.swaps.drift.reports import Drift, DriftReport
+from normscope.swaps.replace import uncompiled
+
+
+def drift(
+    model: nn.Module | LoadedModel,
+    batches: Iterable[Any] | None = None,
+    replacements: Mapping[str, nn.Module] | None = None,
+    *,
+    outputs: Outputs | None = None,
+    ends: Ends | None = None,
+    func: str = "",
+    init: str = "",
+    one_at_a_time: bool = True,
+    cumulative: bool = True,
+    about: Mapping[str, str] | None = None,
+    progress: Progress = silent,
+    ranks: Ranks = ALONE,
+) -> DriftReport:
+    """Measure how far the outputs move with all sites swapped, with each alone, and with more and more of them.
+
+    Each batch runs through the network as it is, and again for each of these, from the same state of torch's random
+    numbers and with the buffers that the network was found with. The cumulative order is by the median that each site
+    alone moves the output, the least first: a greedy search that tries every remaining site at each step would take
+    n²/2 passes for n sites in place of 2n, and is not made. A network under ``torch.compile`` runs uncompiled. It is
+    left as found, also after an exception. Where memory ends with a batch, it runs in halves.
+
+    Args:
+        model: the network, with its norms: what :func:`normscope.load` returned, or any module.
+        batches: held-out inputs, as :func:`normscope.capture` takes them; each is taken while the network is as it
+            was. A few numbers per input are kept. Gone through twice where ``cumulative``. None for a loaded model's
+            own inputs.
+        replacements: what takes the place of which norm, by module path, as
+            :func:`normscope.swaps.replace.replacements` makes it; all sites that are swapped at once.
+        outputs: how to read what the network returns, and what it is; a loaded model says it.
+        ends: yields the samples and latents ``(samples, …)`` at the end of trajectories, by the network as it is at
+            the moment of each; they are compared with all sites swapped. Of several ranks each calls it with its own
+            :class:`normscope.inputs.splits.Share`. Trajectories that a loaded model is run on have them.
+        func: what takes the norms' place, and
+        init: with which start values: both stand in every row.
+        one_at_a_time: whether each site is also swapped alone.
+        cumulative: whether sites are also swapped one after the other.
+        about: what the report says of itself: ``model``, ``weights``, ``data``.
+        progress: called after each of the :func:`passes` that samples run through, with what is swapped in, how many
+            samples have run, those of all passes counted, and how many there are.
+        ranks: the processes that divide the batches among them; see :func:`normscope.pairs.ranks.joined`. The same
+            replacements have to be on all of them.
+
+    Returns:
+        The report, the same on every rank, whatever their number. Where batches name their ``part``, the output with
+        all sites swapped is there for each part, too.
+
+    Raises:
+        DataError: if there is no batch, if batches that are needed twice can be iterated only once, or if ranks do not
+            see the same.
+        MemoryEndedError: if a single sample takes more memory than there is.
+        ModelError: if the network raises, has no such modules, or does not call what was swapped in.
+        UsageError: if there is nothing to swap, a module comes without batches, or if a cumulative order is asked for
+            without each site alone.
+
+    >>> import torch
+    >>> from normscope.swaps.pointwise import DyT
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    >>> report = drift(model, [torch.randn(16, 4)], {"1": DyT(8)}, func="dyt", init="paper")
+    >>> report.all.inputs, 0 < report.all.relative_l2.p50 < 2
+    (16, True)
+    >>> import normscope
+    >>> network = normscope.load("demo_vit", limit=4)
+    >>> modules = normscope.replacements(network, "dyt", normscope.capture(network), sites="final")
+    >>> drift(network, replacements=modules).about["data"]
+    'the first 4 of 64 held-out digits'
+    """
+    if not replacements:
+        raise UsageError("There is nothing to swap: the replacements name no module.")
+    if ends is None and isinstance(model, LoadedModel):
+        ends = getattr(model.inputs if batches is None else batches, "ends", None)
+    model, batches, about, outputs = unpacked(model, batches, about, outputs)
+    if cumulative and not one_at_a_time:
+        raise UsageError("The cumulative order follows from each site alone: leave one_at_a_time on, or both off.")
+    sites = list(replacements)
+    if cumulative and len(sites) > 2 and iter(batches) is batches:
+        raise DataError(
+            "The batches can be iterated only once, and the cumulative order is known after the first time; pass a "
+            "list of batches, or cumulative=False."
+        )
+    everything = Configuration("all", None, tuple(sites))
+    alone = [Configuration("one", path, (path,)) for path in sites] if one_at_a_time else []
+    samples = getattr(batches, "n_samples", None)
+    asked = {**about, "func": func, "init": init, "sites": sites, "number of samples": samples}
+    of = None if samples is None else samples * passes(len(sites), one_at_a_time=one_at_a_time, cumulative=cumulative)
+    stage = ", ".join(filter(None, (about.get("model"), func, init))) or "samples"
+    told = StageProgress(progress, stage, of, ranks.size)
+    comparison = PairedPasses(uncompiled(model), batches, replacements, outputs, ranks, told.add, asked)
+    rows = comparison.compared([everything, *alone], ends).rows(func, init, sites)
+    report = DriftReport(func, init, sites, rows, about)
+    return replace(report, rows=[*rows, *_cumulative(comparison, report)]) if cumulative else report
+
+
+def passes(sites: int, *, one_at_a_time: bool = True, cumulative: bool = True) -> int:
+    """Return how many times :func:`drift` runs each sample, trajectories aside: what a progress bar ends at.
+
+    >>> passes(25), passes(25, one_at_a_time=False, cumulative=False)
+    (51, 2)
+    """
+    more = sites - 2 + 1 if cumulative and sites > 2 else 0
+    return 2 + (sites if one_at_a_time else 0) + more
+
+
+def _cumulative(comparison: PairedPasses, report: DriftReport) -> list[Drift]:
+    """Swap one site after the other; what the first alone and all together do is known already."""
+    order = report.least_harmful(len(report.sites))
+    first = next(row for row in report.by_site if row.site == order[0])
+    last = replace(report.all, site=order[-1], frames=None)
+    between = [Configuration("cumulative", order[number - 1], tuple(order[:number])) for number in range(2, len(order))]
+    found = comparison.compared(between).rows(report.func, report.init, report.sites) if between else []
+    known = [first, *found, last] if len(order) > 1 else [first]
+    return [replace(row, swapped="cumulative") for row in known]

@@ -1,0 +1,285 @@
+"""The forward passes of a network with and without its norms, and how far apart what they give lies."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normscope.errors import DataError, MemoryEndedError, ModelError, count
+from normscope.inputs.batch import Batch, Halving, Sample
+from normscope.inputs.loaded_model import Outputs
+from normscope.inputs.splits import LeftOut, Share, shared
+from normscope.pairs.ranks import Ranks, agree_on_batches, check_alike, merge_left_out
+from normscope.runtime.network import KeptBuffers, cuda_devices, left_as_found, memory_ended, run
+from normscope.swaps.drift.distances import Configuration, Distances, SiteLayout, Tallies, distances, output_by_sample
+from normscope.swaps.drift.reports import END, OUTPUT
+from normscope.swaps.replace import Swap, module_at
+
+Ends = Callable[..., Iterable[tuple[Sequence[Sample], Tensor]]]
+_Found = tuple[Configuration, str, str, Distances]  # which swap, where it was measured, and the part of the data
+
+
+@dataclass(frozen=True)
+class _PassesSeen:
+    """What one forward pass gave: the output, and what each site gave at each of its calls."""
+
+    output: Tensor
+    at_sites: Mapping[str, Sequence[Tensor]]
+
+
+class PairedPasses:
+    """A network with and without its norms, over the inputs that ranks divide among them."""
+
+    _buffers: KeptBuffers  # of the model, while it is lent
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Iterable[Any],
+        modules: Mapping[str, nn.Module],
+        outputs: Outputs,
+        ranks: Ranks,
+        advance: Callable[[int], object],
+        asked: Mapping[str, Any],
+    ) -> None:
+        """Keep what to run on what, see :func:`normscope.swaps.drift.drift.drift`.
+
+        ``asked`` has to be so on all ranks.
+        """
+        self.model, self.batches, self.modules = model, batches, modules
+        self.outputs, self.ranks, self.asked = outputs, ranks, asked
+        self._devices = cuda_devices(model)
+        self._share = Share(ranks.rank, ranks.size)
+        self._layouts: dict[tuple[str, int], SiteLayout] = {}
+        self._called: set[str] = set()
+        self._halving = Halving("compared")
+        self._advance = _Advance(advance)
+
+    def compared(self, wanted: Sequence[Configuration], ends: Ends | None = None) -> Tallies:
+        """Run this rank's batches as they are and with each of the swaps, and compare.
+
+        Args:
+            wanted: the swaps.
+            ends: of trajectories, compared with all sites swapped.
+
+        Returns:
+            What all ranks found.
+        """
+        found, left_out = Tallies(wanted), LeftOut()
+        agree_on_batches(self.batches, self.ranks)
+        with left_as_found(self.model) as self._buffers:
+            first, chunks = shared(self.batches, self._share)
+            check_alike(self.ranks, {**self.asked, "first sample": list(astuple(first.samples[0]))})
+            self._learn_layouts(first)
+            for number, chunk in enumerate(chunks):
+                for place, batch in enumerate(chunk.batches):
+                    for done, at, part, moved in self._in_pieces(batch, wanted):
+                        found.add(done, at, part, moved, self._came(number, place))
+                left_out.add(chunk)
+            if ends is not None:
+                self._compare_ends(ends, found)
+        if isinstance(getattr(self.batches, "left_out", None), LeftOut):
+            self.batches.left_out = merge_left_out(left_out, self.ranks)  # type: ignore[attr-defined]
+        found = found.gathered(self.ranks)
+        if not found.at_output:
+            raise DataError("There is no batch to run the model on.")
+        called = {path for one in self.ranks.told(sorted(self._called)) for path in one}
+        if idle := [path for path in self.modules if path not in called]:
+            raise ModelError(f"The network does not call {idle[0]!r} on these inputs, so that a swap there is none.")
+        return found
+
+    def _came(self, chunk: int, batch: int) -> tuple[int, int]:
+        """Number a chunk of this rank's share among those of all ranks."""
+        return chunk * self._share.ranks + self._share.rank, batch
+
+    def _in_pieces(self, batch: Batch, wanted: Sequence[Configuration]) -> Iterator[_Found]:
+        """Compare a batch; in halves, and halves of them, where memory ends.
+
+        Raises:
+            MemoryEndedError: if memory ends at a single sample, or at a batch that cannot be split.
+        """
+        for piece, _ in self._halving.pieces(batch, None):
+            found = self._fitting(piece, wanted)
+            if found is None:
+                self._halving.halve(piece)
+            else:
+                yield from found
+
+    def _fitting(self, batch: Batch, wanted: Sequence[Configuration]) -> list[_Found] | None:
+        """Compare a batch with all of the swaps; None if memory ended at any of them."""
+        whole = len(batch.samples) == 1 or not batch.divisible
+        try:
+            with self._advance.of(len(batch.samples)):
+                return list(self._with_each(batch, wanted))
+        except MemoryEndedError:
+            if whole:
+                raise
+        except (RuntimeError, MemoryError) as error:
+            if not memory_ended(error):
+                raise
+            if whole:
+                raise MemoryEndedError(
+                    f"To compare what the network gives of {count(len(batch.samples), 'sample')} takes more memory "
+                    "than there is. Take another device, or a smaller --dtype."
+                ) from error
+        return None
+
+    def _with_each(self, batch: Batch, wanted: Sequence[Configuration]) -> Iterator[_Found]:
+        original = self._run(batch, self.modules)
+        self._advance()
+        self._called.update(path for path, given in original.at_sites.items() if given)
+        for done in wanted:
+            with self._swapped(done.paths):
+                swapped = self._run(batch, done.paths)
+            for path in done.paths:
+                _check_called(path, original, swapped)
+            yield from self._distances(batch, done, original, swapped)
+            self._advance()
+
+    def _compare_ends(self, ends: Ends, found: Tallies) -> None:
+        """Compare the ends of trajectories, some at a time: each comes while the network is as it has to be."""
+        everything = next(done for done in found.wanted if done.swapped == "all")
+        walk = ends if self.ranks.size == 1 else partial(ends, self._share)
+        with contextlib.ExitStack() as closing:
+            self._buffers.put_back()
+            original = iter(walk())
+            with self._swapped(everything.paths):
+                self._buffers.put_back()
+                swapped = iter(walk())
+            for running in (original, swapped):
+                if isinstance(running, Generator):  # what it holds, a grad mode perhaps, must not outlive this
+                    closing.callback(running.close)
+            for number in itertools.count():
+                self._buffers.put_back()
+                end = next(original, None)
+                if end is None:
+                    break
+                with self._swapped(everything.paths):
+                    self._buffers.put_back()
+                    _, other = next(swapped)
+                samples, latents = end
+                whole = (len(samples), 1, -1)
+                moved = distances(latents.reshape(whole), other.reshape(whole))
+                found.add(everything, END, "", moved, self._came(number, 0))
+
+    @contextlib.contextmanager
+    def _swapped(self, paths: Sequence[str]) -> Iterator[None]:
+        with Swap(self.model, {path: self.modules[path] for path in paths}):
+            yield
+
+    def _run(self, batch: Batch, paths: Iterable[str]) -> _PassesSeen:
+        """Run one batch from the buffers that the network was found with, and watch the modules at some paths."""
+        self._buffers.put_back()
+        given: dict[str, list[Tensor]] = {path: [] for path in paths}
+        with contextlib.ExitStack() as hooks, torch.random.fork_rng(self._devices):
+            for path, kept in given.items():
+                handle = module_at(self.model, path).register_forward_hook(_keeping(kept))
+                hooks.callback(handle.remove)
+            output = self.outputs.read(run(self.model, batch), batch)
+        return _PassesSeen(output.clone(), given)  # it may be a buffer, which the next pass begins without
+
+    def _distances(
+        self, batch: Batch, done: Configuration, original: _PassesSeen, swapped: _PassesSeen
+    ) -> Iterator[_Found]:
+        whole = done.swapped == "all"
+        # Distances of single frames are many numbers per input: they are kept where all sites are swapped.
+        kind = self.outputs.kind if whole or self.outputs.kind != "frames" else "tensor"
+        _check_shape("The output", original.output, swapped.output)
+        (own, valid), (other, _) = (
+            output_by_sample(seen.output, batch, self.outputs.kind) for seen in (original, swapped)
+        )
+        found = distances(own, other, valid, kind)
+        yield done, OUTPUT, "", found
+        if whole and batch.part:
+            yield done, OUTPUT, batch.part, found
+        for path in done.paths if whole else ():
+            if original.at_sites[path]:
+                yield done, path, "", self._at_site(path, batch, original.at_sites[path], swapped.at_sites[path])
+
+    def _at_site(self, path: str, batch: Batch, original: Sequence[Tensor], swapped: Sequence[Tensor]) -> Distances:
+        """Compare what a site gave, over all of its calls."""
+        if len(original) != len(swapped):
+            raise ModelError(
+                f"The network calls {path!r} {len(original)} times, but {len(swapped)} times once swapped."
+            )
+        pairs = []
+        for call, (own, other) in enumerate(zip(original, swapped, strict=True)):
+            _check_shape(f"What {path!r} gives", own, other)
+            layout = self._layouts.get((path, call), SiteLayout(path, None))
+            pairs.append([layout.by_sample(one, batch) for one in (own, other)])
+        if len(pairs) == 1:
+            (own, valid), (other, _) = pairs[0]
+            return distances(own, other, valid)
+        own, other = (torch.cat([_flat(*pair[side]) for pair in pairs], dim=1)[:, None] for side in range(2))
+        return distances(own, other)
+
+    def _learn_layouts(self, first: Batch) -> None:
+        """Find out once how each site's output lies: of one sample alone the axis of samples is shorter."""
+        if self._layouts:
+            return
+        for path, given in self._run(first, self.modules).at_sites.items():
+            for call, one in enumerate(given):
+                self._layouts[path, call] = SiteLayout(path, one.shape)
+
+
+class _Advance:
+    """Counts the samples of each pass once, also where a batch whose memory ended is run again in pieces."""
+
+    def __init__(self, advance: Callable[[int], object]) -> None:
+        self._advance = advance
+        self._samples = self._made = self._again = 0
+
+    def __call__(self) -> None:
+        self._made += self._samples
+        again = min(self._samples, self._again)
+        self._again -= again
+        if self._samples > again:
+            self._advance(self._samples - again)
+
+    @contextlib.contextmanager
+    def of(self, samples: int) -> Iterator[None]:
+        """Tell of passes of so many samples; all of those that end with an exception come again."""
+        self._samples, self._made = samples, 0
+        try:
+            yield
+        except BaseException:
+            self._again += self._made
+            raise
+
+
+def _keeping(kept: list[Tensor]) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            kept.append(output.detach().clone())  # the network may go on to change it in place
+
+    return hook
+
+
+def _flat(arranged: Tensor, valid: Tensor | None) -> Tensor:
+    """Return all that belongs to a sample in one row, with zeros in place of padding."""
+    if valid is not None:
+        arranged = arranged.where(valid[:, :, None].to(arranged.device), 0.0)
+    return arranged.flatten(1)
+
+
+def _check_called(path: str, original: _PassesSeen, swapped: _PassesSeen) -> None:
+    if original.at_sites[path] and not swapped.at_sites[path]:
+        raise ModelError(
+            f"The network calls the norm {path!r}, but not the module that was put in its place: it reaches the norm "
+            "in another way than by its path, and nothing would be swapped there. Leave it out with sites."
+        )
+
+
+def _check_shape(what: str, original: Tensor, swapped: Tensor) -> None:
+    if original.shape != swapped.shape:
+        raise ModelError(
+            f"{what} is {tuple(original.shape)}, and {tuple(swapped.shape)} once norms are swapped: there is nothing "
+            "to compare."
+        )

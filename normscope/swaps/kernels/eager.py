@@ -1,0 +1,83 @@
+"""What the kernels are held to, and what runs where Triton does not: the same in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from normscope.swaps.kernels.parameters import Parameters
+
+Function = Callable[[Tensor], Tensor]
+
+
+class Gradients(NamedTuple):
+    """Of a loss, by the input and by each parameter; None by what there is not, and where nobody wants it."""
+
+    x: Tensor | None
+    alpha: Tensor | None
+    shift: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def pointwise(x: Tensor, function: Function, own: Parameters, behind: int) -> Tensor:
+    """Weight · f(αx + s) + bias in plain torch, in float32 at least.
+
+    Args:
+        x: of any shape.
+        function: f, elementwise.
+        own: the parameters.
+        behind: how many axes of x come after those of the channels.
+
+    Returns:
+        A tensor of x's shape and dtype.
+
+    Raises:
+        UsageError: if x would have to grow to the parameters' shape.
+    """
+    inside = torch.promote_types(x.dtype, torch.float32)
+    there = own.along(behind)
+    u = there.alpha.to(inside) * x.to(inside)
+    if there.shift is not None:
+        u = u + there.shift.to(inside)
+    y = there.weight.to(inside) * function(u)
+    if there.bias is not None:
+        y = y + there.bias.to(inside)
+    if y.shape != x.shape:
+        own.channel_axes(x, behind)
+        y = y.reshape(x.shape)  # where parameters of one number have more axes than x
+    return y.to(x.dtype)
+
+
+def pointwise_backward(
+    dy: Tensor, x: Tensor, function: Function, derivative: Function, own: Parameters, behind: int
+) -> Gradients:
+    """Go back through :func:`pointwise` in plain torch; the sums are float64.
+
+    ``dy`` is the gradient of the loss by :func:`pointwise`'s output, of x's shape; ``derivative`` is f′, and the others
+    are as there.
+
+    Returns:
+        Gradients of the shapes and dtypes of what they are by.
+    """
+    inside = torch.promote_types(x.dtype, torch.float32)
+    there = own.along(behind).each(lambda part: part.to(inside))
+    given, upstream = x.to(inside), dy.to(inside)
+    u = there.alpha * given
+    if there.shift is not None:
+        u = u + there.shift
+    by_shift = there.weight * upstream * derivative(u)
+
+    def summed(terms: Tensor, along: Tensor, parameter: Tensor) -> Tensor:
+        return terms.double().sum_to_size(along.shape).reshape(parameter.shape).to(parameter.dtype)
+
+    return Gradients(
+        x=(there.alpha * by_shift).to(x.dtype).reshape(x.shape),
+        alpha=summed(by_shift * given, there.alpha, own.alpha),
+        shift=None if there.shift is None or own.shift is None else summed(by_shift, there.shift, own.shift),
+        weight=summed(upstream * function(u), there.weight, own.weight),
+        bias=None if there.bias is None or own.bias is None else summed(upstream, there.bias, own.bias),
+    )

@@ -1,0 +1,167 @@
+"""Norm cards as tables for a terminal: a row a site, or all that is known of one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from normscope.tables.table import NARROWEST_NAME, NONE, Column, as_cell, names, several, table_of, words
+
+if TYPE_CHECKING:
+    from normscope.fits.views.card import NormCard, Tails, TailToken
+
+_NAMED = 3  # of a kind, on a whole card
+_NAMED_IN_A_LINE = 2
+_SMALLEST_SHARE = 0.0005  # less is rounded to 0.0 %
+
+
+def scale_table(cards: Sequence[NormCard]) -> Table:
+    """One line a site: what centring and scaling do to its tokens."""
+    columns: list[Column[NormCard]] = [
+        names("site", lambda card: card.site),
+        *several(("|μ|/σ", "95 %", "mean's share", "without"), _centring),
+        *several(("σ 5 %", "50 %", "95 %", "95:5", "eps", "holds to"), _scale),
+        Column("linear", _linear),
+    ]
+    caption = (
+        "|μ|/σ: median and 95th percentile over tokens · mean's share: of a token's x² · without centring: "
+        "Σ(y − RMSNorm(x))²/Σy² · σ: percentiles over tokens, and how many times the 5th the 95th is · eps: share of "
+        "tokens whose y it lowers by 1 % · holds to: the c down to which y(c·x) = y(x), to 1 % for 99 % of the tokens "
+        "· linear: share of pairs where the tanh fitted is within 5 % of its tangent"
+    )
+    return table_of(cards, columns, caption=caption, remark=lambda card: card.degenerate or None)
+
+
+def tails_table(cards: Sequence[NormCard]) -> Table:
+    """One line a site: what is large, and where it is."""
+    columns: list[Column[NormCard]] = [
+        names("site", lambda card: card.site),
+        *several(("kurtosis", "median", "max |x|", "ratio", ">100×", "massive"), lambda card: _tails(card)[:6]),
+        words("channels: of Σx²", lambda card: _tails(card)[6]),
+        words("tokens", lambda card: _tails(card)[7]),
+    ]
+    caption = (
+        "kurtosis: of x, 3 for a normal distribution · median, max: of |x|; ratio of the two; >100×: pairs beyond 100 "
+        "times the median · massive: pairs beyond 100 and beyond 1000 times the median (arXiv 2402.17762) · tokens: "
+        "numbers, within their samples, of the 16 tokens of largest |x|, and how many have each"
+    )
+    return table_of(cards, columns, caption=caption, remark=lambda card: card.degenerate)
+
+
+def card_table(card: NormCard) -> Table:
+    """All of one site's card, a line a question."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(overflow="fold", min_width=2 * NARROWEST_NAME)
+    for question, answer in _answers(card):
+        table.add_row(question, as_cell(answer))
+    return table
+
+
+def _answers(card: NormCard) -> Iterator[tuple[str, str]]:
+    kind = f"{card.kind}, {card.placement}" if card.placement else card.kind
+    yield "site", f"{card.site} ({kind}, eps {card.eps:g})"
+    yield "seen", f"{card.n_pairs:,} pairs of {card.n_tokens:,} tokens"
+    if card.degenerate or card.tails is None or card.scale is None:
+        yield "nothing to say", card.degenerate or ""
+        return
+    if card.centring is not None:
+        p50, p95, share, without = _centring(card)
+        yield "|μ|/σ", f"{p50} for half of the tokens, {p95} for 95 %"
+        yield "the mean's share", f"{share} of a token's x²"
+        off = "it does not centre" if without == NONE else f"y is off by {without} of y² (RMSNorm)"
+        yield "without centring", off
+    p5, p50, p95, spread, touched, holds_to = _scale(card)
+    yield "σ", f"{p5} to {p95} for nine tokens in ten, a factor of {spread}; median {p50}"
+    if card.scale.holds_to_p50 is not None:
+        yield "eps", f"lowers y by 1 % or more for {touched} of the tokens"
+        half = _number(card.scale.holds_to_p50)
+        yield "y(c·x) = y(x)", f"to 1 % down to c = {holds_to} for 99 % of the tokens, {half} for half"
+    linear = "no tanh was found" if card.linear is None else f"{_share(card.linear)} of the pairs"
+    yield "linear range", "all pairs: they do not bend" if card.straight else linear
+    yield from _tail_answers(card.tails)
+
+
+def _tail_answers(tails: Tails) -> Iterator[tuple[str, str]]:
+    yield "kurtosis of x", f"{_number(tails.kurtosis)} (3 for a normal distribution)"
+    ratio = f"{_number(tails.ratio)} times the median, {_number(tails.median)}" if tails.median > 0 else "median 0"
+    yield "largest |x|", f"{_number(tails.largest)} in channel {tails.channel}, {ratio}"
+    if tails.beyond_100 is not None and tails.massive is not None:
+        beyond = f"{tails.beyond_100:,} pairs beyond 100 times the median, {tails.beyond_1000:,} beyond 1000"
+        yield "far out", beyond
+        yield "massive activations", f"{tails.massive:,} (beyond 100 and beyond 1000 times the median)"
+    for place, channel in enumerate(tails.channels):
+        text = f"{channel.channel}: {_share(channel.share)} of Σx², from {_number(channel.low)} to"
+        yield "" if place else "channels", f"{text} {_number(channel.high)}"
+    yield "largest tokens", f"{_positions(tails, _NAMED)} (of the {len(tails.tokens)} of largest |x|)"
+    for token in tails.tokens[:_NAMED]:
+        yield "", _place(token)
+
+
+def _centring(card: NormCard) -> list[str]:
+    centring = card.centring
+    if centring is None:
+        return [NONE] * 4
+    without = NONE if centring.change_without is None else _share(centring.change_without)
+    return [_number(centring.offset_p50), _number(centring.offset_p95), _share(centring.mean_share), without]
+
+
+def _scale(card: NormCard) -> list[str]:
+    scale = card.scale
+    if scale is None:
+        return [NONE] * 6
+    sigmas = [_number(sigma) for sigma in (scale.sigma_p5, scale.sigma_p50, scale.sigma_p95, scale.spread)]
+    if scale.touched is None or scale.holds_to is None:
+        return [*sigmas, NONE, NONE]
+    return [*sigmas, _share(scale.touched), _number(scale.holds_to)]
+
+
+def _linear(card: NormCard) -> str:
+    if card.straight:
+        return "straight"
+    return NONE if card.linear is None else _share(card.linear)
+
+
+def _tails(card: NormCard) -> list[str]:
+    tails = card.tails
+    assert tails is not None  # noqa: S101 - a card without tails is degenerate, and says why
+    return [
+        *(_number(value) for value in (tails.kurtosis, tails.median, tails.largest)),
+        _number(tails.ratio) if tails.median > 0 else NONE,
+        *(NONE if pairs is None else f"{pairs:,}" for pairs in (tails.beyond_100, tails.massive)),
+        ", ".join(f"{channel.channel}: {_share(channel.share)}" for channel in tails.channels[:_NAMED_IN_A_LINE]),
+        _positions(tails, _NAMED_IN_A_LINE),
+    ]
+
+
+def _positions(tails: Tails, most: int) -> str:
+    """Name the positions that most of the largest tokens have."""
+    positions = tails.positions
+    if len(positions) == 1:
+        return f"all are token {positions[0][0]}"
+    if positions[0][1] == 1 and len(positions) > most:
+        return f"{len(positions)} different ones"
+    named = ", ".join(f"{position} ({tokens})" for position, tokens in positions[:most])
+    return named if len(positions) <= most else f"{named}, …"
+
+
+def _place(token: TailToken) -> str:
+    sample = "" if token.sample is None else f"sample {token.sample}, "
+    channel = "" if token.channel is None else f", channel {token.channel}"
+    return f"{sample}token {token.position}{channel}: x = {_number(token.x)}"
+
+
+def _number(value: float) -> str:
+    if math.isinf(value):
+        return "∞"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def _share(share: float) -> str:
+    """Say a share in percent; what is not zero is not said to be."""
+    if 0 < share < _SMALLEST_SHARE:
+        return "<0.1 %"
+    return f"{100 * share:.1f} %"

@@ -1,0 +1,86 @@
+"""Comparisons as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from normscope.errors import count
+from normscope.fits.curves.known import FREE
+from normscope.tables.table import NONE, Column, names, number, several, table_of, words
+
+if TYPE_CHECKING:
+    from normscope.fits.curve_fit import CurveFit, Interval
+    from normscope.fits.views.comparison import Compared, Comparison, Ratio
+
+_RATIOS = "Ratios are to capture 1. R² of 1: of capture 1's curve on these pairs."
+_INTERVALS = "In brackets: 95 %, by folds; * beyond the noise: a ratio's 95 % do not hold 1."
+_PAIRED = "Of the same inputs, each fold is left out of both captures together."
+_INDEPENDENT = "Of different inputs, captures count as independent."
+
+
+def comparison_table(rows: Sequence[Compared]) -> Table:
+    """One line a site, curve and capture; those of one site and curve follow one another."""
+    places = [(row.counterpart, row.fit.curve) for row in rows]
+    begins = [place != above for place, above in zip(places, [None, *places], strict=False)]
+    columns: list[Column[tuple[Compared, bool]]] = [
+        names("site", lambda line: line[0].fit.site if line[1] or line[0].fit.site != line[0].counterpart else ""),
+        words("func", lambda line: line[0].fit.curve if line[1] else ""),
+        Column("", lambda line: str(line[0].number)),
+        Column("d", lambda line: str(line[0].d), len({row.d for row in rows}) > 1),
+        *several(("A", "α", "slope", "R²", "ceiling"), lambda line: _numbers(line[0].fit)),
+        *several(("α ratio", "slope ratio", "R² of 1"), lambda line: _against_first(line[0])),
+    ]
+    return table_of(list(zip(rows, begins, strict=True)), columns, caption=_caption(rows))
+
+
+def matching_lines(comparison: Comparison) -> list[str]:
+    """Say, capture by capture, what it is and how its sites were put beside those of the first."""
+    titles = []
+    for place, capture in enumerate(comparison.captures, 1):
+        known = [capture.about[key] for key in ("model", "weights", "data")]
+        titles.append(f"{place}  {' · '.join(known)} ({count(capture.n_samples, 'sample')})")
+    lines = titles[:1]
+    for place, (title, match) in enumerate(zip(titles[1:], comparison.matches, strict=True), 2):
+        how = "by name" if match.by == "name" else "by placement and relative depth, as most names differ"
+        here, there = map(len, match.unmatched)
+        without = f"; without a counterpart: {here} of 1, {there} of {place}" if here or there else ""
+        lines += [title, f"   {count(len(match.counterparts), 'site')} matched {how}{without}"]
+    return lines
+
+
+def _caption(rows: Sequence[Compared]) -> str:
+    if not any(row.fit.intervals for row in rows):
+        return f"{_RATIOS} No folds: no intervals, and nothing to tell differences from noise by."
+    known = {ratio.paired for row in rows for ratio in (row.alpha, row.slope) if ratio and ratio.interval}
+    how = [text for paired, text in ((True, _PAIRED), (False, _INDEPENDENT)) if paired in known]
+    return " ".join([_RATIOS, _INTERVALS, *how])
+
+
+def _numbers(fit: CurveFit) -> list[str]:
+    if fit.degenerate:
+        return [f"nothing to fit: {fit.nothing}", "", "", "", ""]
+    top = number(fit.r2_ceiling, ".4f")
+    if fit.curve == FREE:
+        return [NONE, NONE, NONE, f"{fit.r2:.4f}", top]
+    alpha = _with(f"{fit.alpha:.4g}", fit.intervals.get("alpha"))
+    shape = [fit.doubt, ""] if fit.doubt else [f"{fit.amplitude:.4g}", alpha]
+    return [*shape, f"{fit.slope:.4g}", f"{fit.r2:.4f}", top]
+
+
+def _against_first(row: Compared) -> list[str]:
+    if row.matched is None:
+        return ["", "", ""]
+    return [_ratio(row.alpha), _ratio(row.slope), number(row.r2_of_first, ".4f")]
+
+
+def _ratio(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return NONE
+    return _with(f"{ratio.value:.3f}", ratio.interval) + ("*" if ratio.in_noise is False else " ")
+
+
+def _with(text: str, interval: Interval | None) -> str:
+    return text if interval is None else f"{text} ({interval[0]:.3g}–{interval[1]:.3g})"

@@ -1,0 +1,179 @@
+"""Drift and healing as tables for a terminal: a row a swap, a part of the data, a site, or a stage."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from normscope.swaps.heal.reports import BLOCKS, SITES, START, WHOLE, HealReport
+from normscope.tables.table import NONE, Column, names, number, several, table_of, words
+
+if TYPE_CHECKING:
+    from normscope.swaps.drift.reports import Drift, DriftReport, Quantiles
+
+    Swap = tuple[DriftReport, Drift]
+
+_NEAR = 0.1  # of the output's length
+_L2 = "relative L2: ‖swapped − original‖ / ‖original‖, median and 90th percentile over inputs"
+
+
+def drift_table(reports: Sequence[DriftReport]) -> Table:
+    """One line a swap: how far the network's output moved with all sites swapped."""
+    rows = [report.all for report in reports]
+    orders, ends = any(report.cumulative for report in reports), any(report.end is not None for report in reports)
+    logits, frames = any(row.kl is not None for row in rows), any(row.frames is not None for row in rows)
+    top5 = any(row.top5 is not None for row in rows)
+    columns: list[Column[Swap]] = [
+        words("func", lambda swap: swap[0].func),
+        words("init", lambda swap: swap[0].init),
+        Column("sites", lambda swap: str(swap[1].sites_swapped)),
+        Column("inputs", lambda swap: str(swap[1].inputs)),
+        *several(("L2", "p90"), lambda swap: _upper(swap[1].relative_l2)),
+        *several(("cosine", "p10"), lambda swap: _lower(swap[1].cosine)),
+        Column(f"≤ {_NEAR}", lambda swap: _near(swap[0]), orders),
+        *several(("KL", "p90"), lambda swap: _upper(swap[1].kl), shown=logits),
+        Column("top-1", lambda swap: number(swap[1].top1, ".1%"), logits),
+        Column("top-5", lambda swap: number(swap[1].top5, ".1%"), top5),
+        Column("of 5", lambda swap: number(swap[1].top5_overlap, ".1%"), top5),
+        *several(("frame L2", "p90"), lambda swap: _upper(swap[1].frames), shown=frames),
+        *several(("end L2", "p90", "cosine"), lambda swap: _end(swap[0].end), shown=ends),
+        _spoilt(rows),
+    ]
+    caption = " · ".join(_explained(rows, orders=orders, logits=logits, top5=top5, frames=frames, ends=ends))
+    return table_of(list(zip(reports, rows, strict=True)), columns, caption=caption)
+
+
+def parts_table(reports: Sequence[DriftReport]) -> Table:
+    """One line a swap and part of the data: the output with all sites swapped, timestep by timestep for example."""
+    rows = [(report, row) for report in reports for row in report.by_part]
+    columns: list[Column[Swap]] = [
+        words("func", lambda swap: swap[0].func if swap[1] is swap[0].by_part[0] else ""),
+        words("init", lambda swap: swap[0].init if swap[1] is swap[0].by_part[0] else ""),
+        words("part", lambda swap: swap[1].part),
+        Column("inputs", lambda swap: str(swap[1].inputs)),
+        *several(("L2", "p90"), lambda swap: _upper(swap[1].relative_l2)),
+        Column("max", lambda swap: _distance(swap[1].relative_l2.max)),
+        *several(("cosine", "p10"), lambda swap: _lower(swap[1].cosine)),
+        _spoilt([row for _, row in rows]),
+    ]
+    caption = f"The output with all sites swapped. {_L2}; cosine: median and 10th percentile"
+    return table_of(rows, columns, caption=caption)
+
+
+def sites_table(reports: Sequence[DriftReport]) -> Table:
+    """One line a site, a column a swap: how far the network's output moved with this site alone swapped."""
+    same_init = len({report.init for report in reports}) == 1
+    columns: list[Column[str]] = [names("site", lambda path: path)]
+    for report in reports:
+        heading = report.func if same_init else f"{report.func} {report.init}".strip()
+        columns.append(Column(heading, _moved_by(report)))
+    caption = (
+        "One site alone swapped: median over inputs of the relative L2 at the network's output; "
+        "!: of some inputs not finite"
+    )
+    return table_of(dict.fromkeys(path for report in reports for path in report.sites), columns, caption=caption)
+
+
+def _near(report: DriftReport) -> str:
+    """Say how many sites can be swapped, one after the other, before the median passes what is still near."""
+    if not report.cumulative:
+        return NONE
+    near = itertools.takewhile(lambda row: row.relative_l2.p50 <= _NEAR, report.cumulative)
+    return str(sum(1 for _ in near))
+
+
+def _moved_by(report: DriftReport) -> Callable[[str], str]:
+    """Return what says how far the output moved with one site alone swapped."""
+    rows = {row.site: row for row in reversed(report.by_site)}
+
+    def moved(path: str) -> str:
+        row = rows.get(path)
+        return NONE if row is None else _distance(row.relative_l2.p50) + ("!" if row.nonfinite else "")
+
+    return moved
+
+
+def _end(row: Drift | None) -> list[str]:
+    return [NONE] * 3 if row is None else [*_upper(row.relative_l2), _lower(row.cosine)[0]]
+
+
+def _upper(quantiles: Quantiles | None) -> list[str]:
+    """The median and the 90th percentile of what is better small."""
+    return [NONE, NONE] if quantiles is None else [_distance(quantiles.p50), _distance(quantiles.p90)]
+
+
+def _lower(cosines: Quantiles) -> list[str]:
+    """The median and the 10th percentile of a cosine, which is none where the values are not finite."""
+    return ["NaN" if value == -math.inf else number(value, ".4f") for value in (cosines.p50, cosines.p10)]
+
+
+def _distance(value: float) -> str:
+    return "∞" if math.isinf(value) else number(value, "#.3g").rstrip(".")
+
+
+def _spoilt(rows: Sequence[Drift]) -> Column[Swap]:
+    """Describe the column of inputs that gave a NaN or an infinity."""
+
+    def spoilt(swap: Swap) -> str:
+        return f"{swap[1].nonfinite} of {swap[1].inputs}" if swap[1].nonfinite else ""
+
+    return Column("not finite", spoilt, any(row.nonfinite for row in rows))
+
+
+def _explained(
+    rows: Sequence[Drift], *, orders: bool, logits: bool, top5: bool, frames: bool, ends: bool
+) -> Iterable[str]:
+    """The meaning of the columns, as far as there is something in them."""
+    yield f"All sites swapped. {_L2}; cosine: median and 10th percentile"
+    if orders:
+        yield f"≤ {_NEAR}: how many sites, the least harmful first, leave a median L2 up to that"
+    if logits:
+        answers = max(row.answers or 0 for row in rows)
+        yield f"KL(original ‖ swapped) in nats; top-1: same first answer, of {answers:,}"
+    if top5:
+        yield "top-5: the original's first among the swapped's five; of 5: share of the original's five among them"
+    if frames:
+        yield "frame L2: relative L2 of single frames"
+    if ends:
+        yield "end: of the latents at the end of trajectories"
+    if any(row.nonfinite for row in rows):
+        yield "not finite: inputs that gave a NaN or an infinity, which count as infinitely far"
+    if left_out := max((row.left_out for row in rows), default=0):
+        yield f"{left_out:,} more left out: the original's own output is zero throughout or not finite"
+
+
+_NAMES = {START: "start values", SITES: "each site alone", BLOCKS: "blocks", WHOLE: "end to end"}
+
+
+def healing_table(report: HealReport) -> Table:
+    """One line a stage: the drift on the held-out inputs after it, and how much of the start's is gone."""
+
+    def kept(stage: str) -> str:
+        points = [point for point in report.points if point.stage == stage]
+        return f"{sum(point.kept for point in points)}/{len(points)}" if points else ""
+
+    def steps(stage: str) -> str:
+        numbers = [point.step for point in report.points if point.stage == stage]
+        return "" if stage in (START, SITES) else str(max(numbers, default=0))
+
+    def drifts(stage: str) -> list[str]:
+        values = [report.drifts[stage][name] for name in ("p10", "median", "p90")]
+        return [f"{value:.4f}" if math.isfinite(value) else "not finite" for value in values]
+
+    columns: list[Column[str]] = [
+        words("after", lambda stage: _NAMES[stage]),
+        Column("steps", steps),
+        Column("kept", kept),
+        *several(("10 %", "median", "90 %"), drifts),
+        Column("closed", lambda stage: "" if stage == START else f"{report.closed_after(stage):.1%}"),
+    ]
+    caption = (
+        f"relative L2 at the output on {report.n_held_out} held-out samples, quantiles over them; learned from "
+        f"{report.n_learned}; kept: intervals of steps, or sites, after which the median had fallen on "
+        f"{report.n_judged} others"
+    )
+    return table_of(report.drifts, columns, caption=caption)

@@ -1,0 +1,208 @@
+"""Fits and advice as tables for a terminal: a row a site and curve."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.table import Table
+
+from normscope.errors import count
+from normscope.fits.curves.known import FREE
+from normscope.tables.table import NONE, Column, as_cell, names, number, several, table_of, with_interval, words
+
+if TYPE_CHECKING:
+    from normscope.fits.curve_fit import CurveFit
+    from normscope.fits.views.advice import Advice, StartingValue
+    from normscope.fits.views.summaries import Layerwise, TokenSlopes
+
+_PASSES = 1.0005  # which the table prints as more than 1
+_SIGMOID = "sigmoid has no offset here; with one it would be tanh, as 1/(1 + e^−u) = (1 + tanh(u/2))/2"
+
+
+def fits_table(fits: Sequence[CurveFit]) -> Table:
+    """One line a site and curve; where the pairs do not bend, A and α give way to the word 'straight'."""
+    rivals = Counter((fit.site, fit.channel, fit.parameters) for fit in fits)
+    columns: list[Column[CurveFit]] = [
+        names("site", lambda fit: fit.site, once=True),
+        words("func", lambda fit: fit.curve + (" *" if fit.best else "")),
+        *several(("params", "A", "α"), lambda fit: _shape(fit)),
+        Column("s", lambda fit: number(fit.shift or None, ".3g"), _shifted(fits)),
+        Column("slope", lambda fit: _slope(fit)),
+        Column("R²", lambda fit: _with_interval(fit, "r2", ".4f")),
+        Column("ceiling", lambda fit: _with_interval(fit, "r2_ceiling", ".4f")),
+        Column("of it", lambda fit: number(fit.of_ceiling, ".3f")),
+        Column("RMSE", lambda fit: f"{fit.rmse:.4g}"),
+        Column("tail", lambda fit: f"{fit.tail_rmse:.4g}"),
+        Column("sat.", lambda fit: number(fit.saturated, ".1%")),
+        Column("rank", lambda fit: _rank(fit, rivals)),
+    ]
+    return table_of(fits, columns, caption=" · ".join(_explained(fits)), remark=lambda fit: fit.nothing, named=2)
+
+
+def channels_table(fits: Sequence[CurveFit]) -> Table:
+    """One line a site and curve: quantiles over the channels, whose fits are in the JSON document and the rows."""
+    groups: dict[tuple[str, str], list[CurveFit]] = {}
+    for fit in fits:
+        groups.setdefault((fit.site, fit.curve), []).append(fit)
+    columns: list[Column[list[str]]] = [
+        names("site", lambda row: row[0], once=True),
+        words("func", lambda row: row[1]),
+        *several(
+            ("channels", "bend", "nothing", "A", "α 5 %", "α", "α 95 %", "R² 5 %", "R²", "R² 95 %"), lambda row: row[2:]
+        ),
+    ]
+    caption = (
+        f"y ≈ {_formula(fits)} in each channel, without folds; medians, 5th and 95th percentiles over the channels: "
+        "A and α of those that bend, R² of all that have something to fit. --json, --csv and -o hold every channel."
+    )
+    return table_of([[*key, *_over_channels(group)] for key, group in groups.items()], columns, caption=caption)
+
+
+def slopes_table(slopes: Sequence[TokenSlopes]) -> Table:
+    """One line a site: how the slopes of its tokens' lines are distributed."""
+    shares = list(slopes[0].slopes) if slopes else []
+    columns: list[Column[TokenSlopes]] = [
+        names("site", lambda row: row.site),
+        Column("tokens", lambda row: f"{row.n_tokens:,}"),
+        *several(
+            [*(f"{share:.0%}" for share in shares), "95:5"],
+            lambda row: [number(value, ".4g") for value in (*row.slopes.values(), row.ratio)],
+        ),
+        Column("error", lambda row: f"{row.largest_error:.1g}" if row.drawn else NONE),
+    ]
+    caption = (
+        "Each token is a line, exactly: its slope is 1/σ (1/ρ without centring). Percentiles over all tokens, and how "
+        "many times the 5th the 95th is; error: largest |y − line| among the elements of "
+        f"{sum(row.drawn for row in slopes):,} drawn tokens."
+    )
+    return table_of(slopes, columns, caption=caption)
+
+
+def layerwise_line(means: Layerwise) -> str:
+    """The two figures of arXiv 2605.14047, in words."""
+    return (
+        f"mean R² over {means.sites} sites: {means.r2:.3f} with {means.func} everywhere, {means.r2_best:.3f} with the "
+        f"best of {count(means.curves, 'curve')} at each, with {count(means.parameters or 0, 'free parameter')} each"
+    )
+
+
+def _shifted(fits: Sequence[CurveFit]) -> bool:
+    return any(fit.shift for fit in fits if not fit.degenerate)
+
+
+def _shape(fit: CurveFit) -> list[str]:
+    """Number of parameters, A and α, or why there are none."""
+    parameters = NONE if fit.parameters is None else str(fit.parameters)
+    if fit.curve == FREE:
+        return [parameters, NONE, _with_interval(fit, "alpha", ".4g") if fit.told_apart else NONE]
+    alpha = _with_interval(fit, "alpha", ".4g") if fit.told_apart else ""
+    return [parameters, fit.doubt or f"{fit.amplitude:.4g}", alpha]
+
+
+def _slope(fit: CurveFit) -> str:
+    """The slope at the origin; of a power law, the law."""
+    if fit.doubt == "power law":
+        return f"{fit.coefficient:.4g}·|x|^{fit.function.power_at_origin:.3g}"
+    return number(fit.slope, ".4g")
+
+
+def _with_interval(fit: CurveFit, name: str, form: str) -> str:
+    return with_interval(number(getattr(fit, name), form), fit.intervals.get(name))
+
+
+def _rank(fit: CurveFit, rivals: Mapping[tuple[str, int | None, int | None], int]) -> str:
+    if fit.rank is None or rivals[fit.site, fit.channel, fit.parameters] == 1:
+        return NONE
+    return f"{fit.rank}{'≈' if fit.in_noise and fit.rank > 1 else ''}"
+
+
+def _over_channels(fits: Sequence[CurveFit]) -> list[str]:
+    fitted = [fit for fit in fits if not fit.degenerate]
+    bend = [fit for fit in fitted if fit.told_apart]
+    alphas, r2 = [fit.alpha for fit in bend], [fit.r2 for fit in fitted]
+    return [
+        *(str(len(fits)), str(len(bend)), str(len(fits) - len(fitted))),
+        _quantile([fit.amplitude for fit in bend], 0.5),
+        *(_quantile(values, share) for values in (alphas, r2) for share in (0.05, 0.5, 0.95)),
+    ]
+
+
+def _explained(fits: Sequence[CurveFit]) -> Iterable[str]:
+    """The meaning of the columns, as far as there is something in them."""
+    weighted = {"gamma": ", pairs weighted by γ²", "x": ", pairs weighted evenly over x"}
+    yield f"y ≈ {_formula(fits)}{weighted.get(fits[0].weights_by, '') if fits else ''}; fitted: {_forms(fits)}"
+    over = ", ".join(sorted({fit.folds for fit in fits if fit.folds}))
+    if over:
+        yield f"±: half of the 95 % interval, a jackknife over folds by {over}"
+        yield "ceiling: R² of the best held-out function of x that was found; of it: the curve's held-out R² over that"
+    else:
+        yield "no folds, and so no intervals and no ceiling"
+    if passing := dict.fromkeys(as_cell(fit.curve) for fit in fits if (fit.of_ceiling or 0) > _PASSES):
+        yield f"of it above 1: {', '.join(passing)} predicts held-out folds better than what the others chose"
+    yield "tail: RMSE beyond the 99th percentile of |x|; sat.: pairs where |f′| is under 5 % of its peak"
+    if len({fit.parameters for fit in fits if fit.parameters is not None}) > 1:
+        yield "rank: among curves with as many free parameters (params)"
+    if any(fit.doubt == "power law" for fit in fits):
+        yield "power law: the pairs tell A and α not apart, only the law k·|x|^p, with the sign of x, under slope"
+    if any(fit.in_noise and fit.rank and fit.rank > 1 for fit in fits):
+        yield "≈: no worse than the first but for noise"
+    if any(fit.best for fit in fits):
+        yield "*: the best"
+    if any(fit.curve == "sigmoid" for fit in fits):
+        yield _SIGMOID
+
+
+def _forms(fits: Sequence[CurveFit]) -> str:
+    """The form that was fitted of most curves, and of each that differs."""
+    forms = {fit.curve: fit.form for fit in fits if fit.curve != FREE}
+    usual = max(forms.values(), key=list(forms.values()).count, default="E[y|x]")
+    return "; ".join([usual, *(f"{curve}: {form}" for curve, form in forms.items() if form != usual)])
+
+
+def _formula(fits: Sequence[CurveFit]) -> str:
+    return "A·f(αx + s)" if _shifted(fits) else "A·f(αx)"
+
+
+def _quantile(values: Sequence[float], share: float) -> str:
+    return f"{np.quantile(values, share):.4g}" if values else NONE
+
+
+def advice_table(advice: Sequence[Advice]) -> Table:
+    """One line a kind of site and curve: where its point-wise functions start, and what was published for such."""
+    from normscope.fits.views.advice import NOTE
+
+    shifted = any(row.shift and (row.shift.least or row.shift.most) for row in advice)
+    columns: list[Column[Advice]] = [
+        names("kind of site", lambda row: row.kind, once=True),
+        words("func", lambda row: row.curve),
+        words("feeds", lambda row: row.feeds or "unknown"),
+        Column("α", lambda row: _start(row.alpha)),
+        Column("C", lambda row: NONE if row.C is None else f"{row.C:.3g}"),
+        Column("s", lambda row: _start(row.shift), shifted),
+        Column("A", lambda row: _start(row.amplitude)),
+        Column("sites", lambda row: str(row.sites)),
+        names("left out", lambda row: _left_out(row), 8),
+        names("published α₀", lambda row: _published(row)),
+    ]
+    caption = f"Medians of the sites of a kind that bend; in brackets, their range. {NOTE}"
+    return table_of(advice, columns, caption=caption)
+
+
+def _published(advice: Advice) -> str:
+    return f"{advice.published.alpha:g} ({advice.published.of})" if advice.published else NONE
+
+
+def _start(start: StartingValue | None) -> str:
+    if start is None:
+        return NONE
+    if start.least == start.most:
+        return f"{start.value:.3g}"
+    return f"{start.value:.3g} ({start.least:.3g} to {start.most:.3g})"
+
+
+def _left_out(row: Advice) -> str:
+    counts = ((row.straight, "straight"), (row.not_converged, "not converged"), (row.nothing, "nothing to fit"))
+    return ", ".join(f"{sites} {why}" for sites, why in counts if sites) or NONE

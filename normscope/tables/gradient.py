@@ -1,0 +1,103 @@
+"""The gradient view as tables for a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from normscope.tables.table import NONE, Column, as_cell, names, number, several, table_of, with_interval, words
+
+if TYPE_CHECKING:
+    from normscope.fits.views.gradient import GradientView
+    from normscope.fits.views.jacobians import Constants
+
+_STEADIER = {"scale": "DyT", "others": "DyISRU", None: "alike"}
+_NOT_COVERED = "not covered"
+
+
+def jacobians_table(views: Sequence[GradientView]) -> Table:
+    """One line a site: what the diagonal holds, and how well each curve's derivative predicts it."""
+    curves = list(dict.fromkeys(curve for view in views for curve in view.r2))
+    columns: list[Column[GradientView]] = [
+        names("site", lambda view: view.site),
+        words("norm", lambda view: view.kind),
+        Column("d", lambda view: str(view.d)),
+        Column("tokens", lambda view: f"{view.n_tokens} of {view.of_tokens:,}"),
+        Column("share", lambda view: number(view.share, ".4f")),
+        Column("least", lambda view: number(view.least_share, ".4f")),
+        Column("in tail", lambda view: number(view.tail_share, ".4f")),
+        *several(["ceiling", *(f"R² {curve}′" for curve in curves)], lambda view: _r2(view, curves)),
+    ]
+    n_largest = max((view.n_largest for view in views), default=0)
+    caption = (
+        "share: of ‖∂y/∂x‖² that the diagonal holds, mean over the tokens drawn; "
+        f"least: the smallest, among the {n_largest} tokens of largest |x| too; "
+        "in tail: of a row's squares, mean over the 1 % of drawn pairs of largest |x|; "
+        "R²: of ∂y_i/∂x_i over all pairs, by each curve's derivative; "
+        f"{_held_out(views)}"
+    )
+    missing = [as_cell(f"{view.site}: {view.reason}") for view in views if view.reason is not None]
+    caption += "".join(f"\n{_NOT_COVERED}: {line}" for line in missing)
+    return _aligned(table_of(views, columns, caption=caption, remark=_remark, named=4))
+
+
+def _aligned(table: Table) -> Table:
+    """Let columns without a number stand at their left."""
+    for column in table.columns:
+        if column.no_wrap:
+            column.justify = "right" if any(letter.isdigit() for letter in "".join(map(str, column.cells))) else "left"
+    return table
+
+
+def _remark(view: GradientView) -> str | None:
+    return None if view.reason is None else _NOT_COVERED
+
+
+def _r2(view: GradientView, curves: Sequence[str]) -> list[str]:
+    r2 = {"of_x": view.r2_of_x, **{curve: view.r2.get(curve, math.nan) for curve in curves}}
+    return [with_interval(number(r2[name], ".4f"), view.intervals.get(name)) for name in r2]
+
+
+def _held_out(views: Sequence[GradientView]) -> str:
+    over = ", ".join(sorted({view.folds for view in views if view.folds}))
+    if not over:
+        return "no folds, and so no intervals and no ceiling"
+    return (
+        "ceiling: by the best held-out function of x that was found; "
+        f"±: half of the 95 % interval, a jackknife over folds by {over}"
+    )
+
+
+def constants_table(views: Sequence[GradientView]) -> Table:
+    """Two lines a site, its centre and its tail: how constant is what DyT holds so, and what DyISRU does."""
+    rows = [(view, part) for view in views for part in (("centre", "tail") if view.reason is None else ("",))]
+    columns: list[Column[tuple[GradientView, str]]] = [
+        names("site", lambda row: row[0].site if row[1] != "tail" else ""),
+        Column("pairs", lambda row: f"{row[0].constants[row[1]].n_pairs:,}" if row[1] else ""),
+        words("of", lambda row: row[1] or _NOT_COVERED),
+        *several(
+            ("1/rstd", "p84/p16", "√C", "p84/p16", "raw √C"),
+            lambda row: _spreads(row[0].constants[row[1]]) if row[1] else [""] * 5,
+        ),
+        words("steadier for", lambda row: _steadier(row[0].constants[row[1]]) if row[1] else ""),
+    ]
+    caption = (
+        "1/rstd (σ, or ρ without centring): what DyT holds constant; √C: what DyISRU does, in the same unit; medians "
+        "over the pairs of the tokens drawn, and the ratio of the quantiles 0.84 and 0.16, which is 1 where the "
+        "assumption is true; alike: within 5 %; raw √C: the ratio for √(x²(d/y² − 1)), with the token's mean in x; "
+        "tail: the 1 % of these pairs of largest |x|"
+    )
+    return _aligned(table_of(rows, columns, caption=caption))
+
+
+def _spreads(constants: Constants) -> list[str]:
+    of_dyt, of_dyisru = constants.scale, constants.others
+    values = (of_dyt.p50, of_dyt.ratio, of_dyisru.p50, of_dyisru.ratio, constants.C.ratio**0.5)
+    return [number(value, ".4g") for value in values]
+
+
+def _steadier(constants: Constants) -> str:
+    return _STEADIER[constants.steadier] if constants.n_pairs else NONE

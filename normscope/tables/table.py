@@ -1,0 +1,184 @@
+"""Records as tables for a terminal: what all tables share, and the short ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+from rich.markup import escape
+from rich.table import Table
+
+from normscope.runtime.files import visible
+
+if TYPE_CHECKING:
+    from normscope.pairs.norms.sites import NormSite
+
+
+NONE = "–"
+NARROWEST_NAME = 12
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class Column(Generic[Row]):
+    """A column of a table; by default of numbers, which stand at its right and are never cut.
+
+    Attributes:
+        heading: what stands above it.
+        cell: from a row to the text of its cell.
+        shown: whether there is anything to show in it.
+        justify: ``left`` or ``right``.
+        narrowest: the least width of a column whose long texts fold; None where no text folds.
+        once: whether a text that is that of the line above gives way to nothing.
+    """
+
+    heading: str
+    cell: Callable[[Row], str]
+    shown: bool = True
+    justify: Literal["left", "right"] = "right"
+    narrowest: int | None = None
+    once: bool = False
+
+
+def names(
+    heading: str, cell: Callable[[Row], str], narrowest: int = NARROWEST_NAME, *, once: bool = False
+) -> Column[Row]:
+    """Describe a column of long names, which fold."""
+    return Column(heading, cell, justify="left", narrowest=narrowest, once=once)
+
+
+def words(heading: str, cell: Callable[[Row], str]) -> Column[Row]:
+    """Describe a column of short words."""
+    return Column(heading, cell, justify="left")
+
+
+def several(
+    headings: Sequence[str],
+    cells: Callable[[Row], Sequence[str]],
+    *,
+    shown: bool = True,
+    narrowest: int | None = None,
+) -> Iterable[Column[Row]]:
+    """Describe columns of numbers whose texts one function gives, a list for each row."""
+    return (
+        Column(heading, lambda row, place=place: cells(row)[place], shown, narrowest=narrowest)  # type: ignore[misc]
+        for place, heading in enumerate(headings)
+    )
+
+
+def table_of(
+    rows: Iterable[Row],
+    columns: Iterable[Column[Row]],
+    *,
+    caption: str = "",
+    remark: Callable[[Row], str | None] = lambda row: None,
+    named: int = 1,
+) -> Table:
+    """Make a table, a line a row.
+
+    Args:
+        rows: records.
+        columns: those that are not ``shown`` are left out.
+        caption: below it; what stands for itself in it has gone through :func:`as_cell`.
+        remark: what is said of a row in place of its numbers; None where it has numbers.
+        named: how many columns come before such a remark.
+    """
+    columns = [column for column in columns if column.shown]
+    table = Table(box=None, pad_edge=False, caption_justify="left", caption=caption)
+    for column in columns:
+        folds = column.narrowest is not None
+        table.add_column(
+            as_cell(column.heading),
+            justify=column.justify,
+            no_wrap=not folds,
+            overflow="fold" if folds else "ellipsis",
+            min_width=column.narrowest,
+        )
+    above: list[str] = []
+    for row in rows:
+        said = remark(row)
+        cells = [column.cell(row) for column in columns[: None if said is None else named]]
+        shown = ["" if columns[n].once and above[n : n + 1] == [text] else text for n, text in enumerate(cells)]
+        table.add_row(*map(as_cell, shown if said is None else [*shown, said]))
+        above = cells
+    for shape in table.columns:
+        if shape.no_wrap:  # rich takes the longest word for the least width, and a number that is cut off is another
+            shape.min_width = max(len(str(cell)) for cell in (shape.header, *shape.cells))
+    return table
+
+
+def as_cell(text: str) -> str:
+    r"""Write a text for a cell, a title or a caption, where nothing in it is markup or obeyed by a terminal.
+
+    >>> as_cell("blocks[0]\n[red]norm")
+    'blocks[0]\\n\\[red]norm'
+    """
+    return escape(visible(text))
+
+
+def number(value: float | None, form: str) -> str:
+    """Write a number, and a dash for one that is none or not finite.
+
+    >>> number(0.91234, ".3f"), number(None, ".3f"), number(math.inf, ".3f")
+    ('0.912', '–', '–')
+    """
+    return NONE if value is None or not math.isfinite(value) else format(value, form)
+
+
+def with_interval(written: str, bounds: tuple[float, float] | None) -> str:
+    """A number, and half of its interval's width to two digits.
+
+    >>> with_interval("0.912", (0.898, 0.926)), with_interval("0.912", None)
+    ('0.912 ±0.014', '0.912')
+    """
+    return written if bounds is None else f"{written} ±{(bounds[1] - bounds[0]) / 2:.2g}"
+
+
+def layers_table(sites: Sequence[NormSite]) -> Table:
+    """One line a norm site."""
+    columns: list[Column[NormSite]] = [
+        Column("", lambda site: str(site.index)),
+        names("site", lambda site: site.name),
+        words("kind", lambda site: site.kind),
+        words("shape", lambda site: "×".join(map(str, site.normalized_shape))),
+        words("axis", lambda site: str(site.channel_axis)),
+        Column("eps", lambda site: f"{site.eps:g}"),
+        words("affine", lambda site: "yes" if site.affine else "no"),
+        words("placement", lambda site: site.placement or NONE),
+        Column("calls", lambda site: str(site.calls)),
+    ]
+    return table_of(sites, columns)
+
+
+def models_table(entries: Sequence[Any]) -> Table:
+    """One line a model; an entry has name, family, description and source."""
+    columns: list[Column[Any]] = [
+        words("model", lambda entry: entry.name),
+        words("family", lambda entry: entry.family),
+        names("what it is", lambda entry: entry.description),
+        names("weights", lambda entry: entry.source),
+    ]
+    return table_of(entries, columns)
+
+
+def swapped_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One line a site; where each channel has numbers of its own, their medians.
+
+    Args:
+        rows: ``site``, ``norm``, ``func``, ``A``, ``alpha``, ``shift``, ``r2`` and ``per_channel`` of each; a number
+            that is none is None.
+    """
+    columns: list[Column[Mapping[str, Any]]] = [
+        names("site", lambda row: row["site"]),
+        words("norm", lambda row: row["norm"]),
+        words("replaced by", lambda row: row["func"]),
+        Column("A", lambda row: number(row["A"], ".4g")),
+        Column("α", lambda row: number(row["alpha"], ".4g")),
+        Column("s", lambda row: number(row["shift"], ".4g"), any(row["shift"] is not None for row in rows)),
+        Column("R²", lambda row: number(row["r2"], ".4f")),
+    ]
+    medians = any(row["per_channel"] for row in rows)
+    return table_of(rows, columns, caption="A, α, s and R² are medians over the channels" if medians else "")

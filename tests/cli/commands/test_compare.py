@@ -1,0 +1,110 @@
+"""``normscope compare``: tables and one figure of several captures, or of a model's checkpoints."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from typer.testing import CliRunner
+
+import normscope
+from normscope.cli import app
+from normscope.pairs import capture as hooks
+
+
+def compare(*arguments, **environment):
+    return CliRunner().invoke(app, ["compare", *map(str, arguments)], env=environment)
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Three captures of one network: of an input, of twice that, and of one more norm."""
+    monkeypatch.chdir(tmp_path)
+    x = torch.randn(24, 6, 8, generator=torch.Generator().manual_seed(0))
+    for number, names in enumerate((["a", "b"], ["a", "b"], ["a", "b", "c"])):
+        model = nn.Sequential()
+        for name in names:
+            model.add_module(name, nn.LayerNorm(8, eps=1e-12))
+        model.forward = lambda x, model=model, scale=number + 1: [norm(scale * x) for norm in model.children()]
+        about = {"model": "net", "weights": f"step {number}", "data": "noise"}
+        normscope.save_capture(normscope.capture(model, [x], about=about), f"{number}.safetensors")
+    return [f"{number}.safetensors" for number in range(3)]
+
+
+def test_the_document_holds_every_row(files, tmp_path):
+    done = compare(*files, "--func", "tanh", "--json", "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    assert document["figure"] == str(tmp_path / "out" / "comparison.png")
+    assert [(one["capture"], one["weights"], one["samples"], one["seed"]) for one in document["compared"]] == [
+        (1, "step 0", 24, 0), (2, "step 1", 24, 0), (3, "step 2", 24, 0)
+    ]  # fmt: skip
+    assert [(row["site"], row["capture"]) for row in document["sites"]] == [(s, n) for s in "ab" for n in (1, 2, 3)]
+    # 1e-4: a third is no power of two, and puts pairs into other bins.
+    assert [row["alpha_ratio"] for row in document["sites"][1:3]] == pytest.approx([1 / 2, 1 / 3], rel=1e-4)
+    assert document["unmatched"] == [{"capture": 3, "site": "c", "lacking_in": 1}]
+    assert document["skipped"] == []
+    with Image.open(document["figure"]) as image:
+        assert [about["weights"] for about in json.loads(image.text["Description"])] == ["step 0", "step 1", "step 2"]
+
+
+@pytest.mark.parametrize("columns", ["60", "200"])
+def test_the_table_says_what_was_matched_and_how(files, columns):
+    done = compare(files[0], files[2], "--func", "tanh", "-o", "one.svg", COLUMNS=columns)
+    assert done.exit_code == 0, done.output
+    text = " ".join(done.stdout.split())
+    assert "1 net · step 0 · noise (24 samples)" in text
+    assert "2 sites matched by name; without a counterpart: 0 of 1, 1 of 2" in text
+    assert "0.333" in text and "Of the same inputs, each fold is left out of both" in text
+    assert done.stdout.splitlines()[-1] == "one.svg"
+
+
+def test_checkpoints_are_weights_given_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs = []
+    captured = hooks.captured
+
+    def counted(network, **options):
+        runs.append(network.about["weights"])
+        return captured(network, **options)
+
+    monkeypatch.setattr(hooks, "captured", counted)
+    weights = ("--weights", "pretrained", "--weights", "random")
+    done = compare("demo_vit", *weights, "--limit", "3", "--layers", "2", "--device", "cpu", "--json", "--func", "tanh")
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    assert len(runs) == 2 and runs[0] != runs[1] == "random weights, seed 0"
+    assert [one["weights"] for one in document["compared"]] == runs
+    assert {row["paired"] for row in document["sites"] if row["capture"] == 2} == {True}
+    assert (tmp_path / "outputs" / "comparison.png").is_file()
+
+
+def test_networks_of_other_names_are_matched_by_depth(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = compare("demo_vit", "demo_wav2vec2", "--limit", "3", "--layers", "3", "--device", "cpu", "--func", "tanh")
+    assert done.exit_code == 0, done.output
+    assert "matched by placement and relative depth" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["0.safetensors"], "two or more captures"),
+        (["demo_vit"], "two or more captures"),
+        (["0.safetensors", "1.safetensors", "--func", "best"], "another at every site"),
+        (["0.safetensors", "1.safetensors", "--style", "drak"], "no style 'drak'"),
+        (["0.safetensors", "1.safetensors", "--format", "gif"], "figure format 'gif'"),
+        (["0.safetensors", "1.safetensors", "-o", "a.png", "--format", "pdf"], "--format asks for pdf"),
+        (["0.safetensors", "demo_vit", "--weights", "random"], "is a capture file"),
+        (["0.safetensors", "none.safetensors"], "no capture file none.safetensors"),
+        (["0.safetensors", "1.safetensors", "-o", "folder.png"], "it is a folder"),
+    ],
+)
+def test_mistakes_are_said_before_anything_is_run(files, tmp_path, monkeypatch, arguments, sentence):
+    (tmp_path / "folder.png").mkdir()
+    monkeypatch.setattr(hooks, "captured", lambda *_, **__: pytest.fail("ran a network"))
+    done = compare(*arguments)
+    assert done.exit_code in (2, 4)
+    assert sentence in " ".join(done.stderr.split())
+    assert done.stdout == ""

@@ -1,0 +1,213 @@
+"""The networks of the papers at full size, from checkpoint files in the libraries' own formats, as a user runs them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import diffusers
+import pytest
+import timm
+import torch
+import torchaudio
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+import normscope
+from normscope.cli import app
+from normscope.fits.curves.known import CURVES
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak memory is read from /proc"),
+    pytest.mark.usefixtures("uncovered"),  # tiny networks run the same lines
+]
+CHECKOUT = Path(normscope.__file__).parents[1]
+DIT_XL = {  # DiT-XL/2 at 256×256 of arXiv 2212.09748, table 1 and appendix A, in diffusers' words
+    "num_attention_heads": 16,
+    "attention_head_dim": 72,
+    "in_channels": 4,
+    "out_channels": 8,
+    "num_layers": 28,
+    "sample_size": 32,
+    "patch_size": 2,
+    "num_embeds_ada_norm": 1000,
+}
+# What the system counts for a process (ru_maxrss) begins with the memory of the one that started it; VmHWM does not.
+REPORTING_ITS_PEAK = """
+import atexit, pathlib
+lines = lambda: pathlib.Path("/proc/self/status").read_text().splitlines()
+atexit.register(lambda: pathlib.Path("peak").write_text(next(line for line in lines() if line.startswith("VmHWM"))))
+from normscope.__main__ import main
+main()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder that is gone afterwards: checkpoints take gigabytes, and pytest keeps its folders."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
+def normscope_in(folder, capfd, *arguments):
+    """Run a command in a process of its own, print its peak memory, and return what it printed."""
+    command = [sys.executable, "-c", REPORTING_ITS_PEAK, *arguments]
+    with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
+        environment = os.environ | {"PYTHONPATH": str(CHECKOUT)}
+        done = subprocess.run(command, cwd=folder, env=environment, stdout=out, stderr=err, timeout=600)
+        out.seek(0)
+        err.seek(0)
+        assert done.returncode == 0, err.read()
+        peak = int((folder / "peak").read_text().split()[1])
+        with capfd.disabled():
+            print(f"\n  {' '.join(arguments[:2])}: peak memory {peak / 2**20:.1f} GiB", end="")
+        return out.read()
+
+
+def a_vit(folder):
+    save_file(timm.create_model("vit_base_patch16_224").state_dict(), folder / "weights.safetensors")
+
+
+def a_wav2vec2(bundle):
+    def make(folder):
+        torch.save(torchaudio.models.wav2vec2_model(**bundle._params).state_dict(), folder / "weights.pth")
+
+    return make
+
+
+def a_dit(folder):
+    diffusers.DiTTransformer2DModel(**DIT_XL).save_pretrained(folder / "dit")
+    (folder / "dit" / "diffusion_pytorch_model.safetensors").rename(folder / "weights.safetensors")
+
+
+CASES = {
+    "vit_b16": (a_vit, "weights.safetensors", {"LayerNorm": 25}, {"pre-norm": 24, "final": 1}),
+    "wav2vec2_large": (
+        a_wav2vec2(torchaudio.pipelines.WAV2VEC2_LARGE),
+        "weights.pth",
+        {"LayerNorm": 50, "GroupNorm": 1},
+        {"post-norm": 49, None: 2},
+    ),
+    "wav2vec2_large_lv60k": (
+        a_wav2vec2(torchaudio.pipelines.WAV2VEC2_LARGE_LV60K),
+        "weights.pth",
+        {"LayerNorm": 57},
+        {"pre-norm": 48, "final": 1, None: 8},
+    ),
+    "dit_xl": (a_dit, "weights.safetensors", {"LayerNorm": 57}, {"pre-norm": 56, "final": 1}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_network_of_the_papers(name, folder, capfd):
+    make, file, kinds, placements = CASES[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        make(folder)
+    run = [name, "--weights", file, "--device", "cpu"]
+    document = json.loads(normscope_in(folder, capfd, "layers", *run, "--verify", "--json"))
+    assert Counter(site["kind"] for site in document["sites"]) == kinds
+    assert Counter(site["placement"] for site in document["sites"]) == placements
+    one_step = ["--timesteps", "980,", "--guidance", "1"] if name == "dit_xl" else []
+    normscope_in(folder, capfd, "capture", *run, *one_step, "--limit", "1", "-o", "seen.safetensors")
+    is_drawn_and_fitted(folder, kinds, f"file {file} (sha256 ")
+
+
+def is_drawn_and_fitted(folder, kinds, weights):
+    """Go on from the capture in this process, which has imported everything already."""
+    seen, sites = str(folder / "seen.safetensors"), sum(kinds.values())
+
+    def document(*arguments):
+        return json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+
+    fits = document("fit", seen)["fits"]
+    assert len(fits) == 2 * sites
+    assert all(found["weights"].startswith(weights) and 0 < found["r2"] <= 1 for found in fits)
+    (drawn,) = document("plot", seen, "--layers", "4", "-o", str(folder))["figures"]
+    assert len(drawn["sites"]) == 4
+    assert Path(drawn["file"]).stat().st_size > 100_000
+
+
+def test_every_view_of_a_vit(folder, capfd):
+    run = (
+        "vit_b16",
+        "--weights",
+        "random",
+        "--device",
+        "cpu",
+        "--limit",
+        "2",
+        "--per-channel",
+        "--diagonal",
+        "-o",
+        "seen.safetensors",
+    )
+    normscope_in(folder, capfd, "capture", *run)
+    seen, drawing = str(folder / "seen.safetensors"), ("--layers", "4", "-o", str(folder))
+
+    def document(*arguments):
+        return json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+
+    fits = document("fit", seen, "--func", "all")["fits"]
+    assert len(fits) == (len(CURVES) - 1) * 25  # derf is erf with one free parameter more
+    assert all(0 < found["r2"] <= 1 for found in fits if found["func"] in ("tanh", "isru", "erf"))
+    channels = document("fit", seen, "--per", "channel")["fits"]
+    assert len(channels) == 2 * 25 * 768 and sum(found["converged"] for found in channels) > 0.99 * len(channels)
+    assert len(document("stats", seen)["sites"]) == 25
+    (view,) = document("gradient", seen, *drawing)["figures"]
+    both = document("compare", seen, seen, *drawing)
+    against = [row for row in both["sites"] if row["r2_of_first"] is not None]
+    assert len(against) == 2 * 4
+    # The curve fitted there explains its own pairs, evaluated at points a sixteenth of an octave apart and at all.
+    assert all(row["r2_of_first"] == pytest.approx(row["r2"], abs=1e-5) for row in against)
+    assert all(Path(file).stat().st_size > 50_000 for file in (view["file"], both["figure"]))
+
+
+def test_a_small_llama_from_the_folder_that_transformers_writes(folder, capfd):
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=512,
+        intermediate_size=1376,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        transformers.LlamaForCausalLM(config).save_pretrained(folder / "llama")
+    letters = {character: number for number, character in enumerate(tokenizers.pre_tokenizers.ByteLevel.alphabet())}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "llama")
+    run = ["transformers:llama", "--device", "cpu"]
+    document = json.loads(normscope_in(folder, capfd, "layers", *run, "--verify", "--json"))
+    kinds = Counter(site["kind"] for site in document["sites"])
+    assert kinds == {"LlamaRMSNorm": 17}
+    assert Counter(site["placement"] for site in document["sites"]) == {"pre-norm": 16, "final": 1}
+    normscope_in(folder, capfd, "capture", *run, "--limit", "4", "-o", "seen.safetensors")
+    is_drawn_and_fitted(folder, kinds, "folder llama")
+
+
+def test_what_a_checkpoint_file_gives_is_what_the_library_computes(folder, capfd):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        network = timm.create_model("vit_base_patch16_224").eval()
+    for parameter in network.parameters():
+        parameter.data.mul_(1.5)  # weights that no seed makes
+    save_file(network.state_dict(), folder / "vit.safetensors")
+    run = ["vit_b16", "--weights", "vit.safetensors", "--limit", "2", "--verify", "--device", "cpu"]
+    normscope_in(folder, capfd, "capture", *run, "-o", "seen.safetensors")
+    seen = normscope.load_capture(folder / "seen.safetensors")
+    inputs = normscope.load("vit_b16", weights="random", limit=2, device="cpu").inputs
+    expected = normscope.capture(network, inputs)
+    for site in seen.sites:
+        ours, theirs = seen.stats[site.name], expected.stats[site.name]
+        assert ours.n_pairs == theirs.n_pairs == 2 * 197 * 768
+        # The sums of two forward passes of the same float32 network, in another number of threads.
+        assert torch.allclose(ours.moments.sum((0, 2)), theirs.moments.sum((0, 2)), rtol=1e-3, atol=1.0)

@@ -1,0 +1,172 @@
+"""``normscope heal``, end to end on a network that comes with it."""
+
+import json
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+import normscope
+from normscope.cli import app
+from normscope.swaps.heal import heal as healing
+from normscope.swaps.heal.lessons import output_errors
+
+QUICK = ("demo_vit", "--steps", "16", "--device", "cpu", "--sites", "blocks.0.*,norm", "--limit", "160")
+
+
+def heal(*arguments):
+    return CliRunner().invoke(app, ["heal", *map(str, arguments)])
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "60")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_network_is_healed_and_written(here):
+    done = heal(*QUICK, "-o", "healed", "--json")
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    assert document["after"]["median"] < document["before"]["median"]
+    assert document["closed"] == pytest.approx(1 - document["after"]["median"] / document["before"]["median"])
+    assert list(document["stages"]) == ["sites", "blocks", "whole"]
+    assert (document["model"], document["func"], document["steps"], document["sites"]) == ("demo_vit", "dyisru", 16, 3)
+    assert sorted(path.name for path in here.iterdir()) == ["healed", "healed-healing.png"]
+    with Image.open("healed-healing.png") as image:
+        assert json.loads(image.text["Description"])["model"] == "demo_vit"
+    # What was written has the drift that was told.
+    network = normscope.load("demo_vit", device="cpu")
+    swapped = normscope.load_swapped("healed", device="cpu")
+    errors = output_errors(network.module, swapped.module, list(network.inputs), network.outputs)
+    # Batches of another size sum in another order, in float32.
+    assert float(errors.quantile(0.5)) == pytest.approx(document["after"]["median"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_table_for_people_and_what_was_interrupted(here, monkeypatch):
+    judge, intervals = healing.Course.judge, []
+
+    def interrupted(course, drift, loss):
+        intervals.append(course.stage)
+        if intervals.count("whole") == 3:
+            raise KeyboardInterrupt
+        return judge(course, drift, loss)
+
+    monkeypatch.setattr(healing.Course, "judge", interrupted)
+    stopped = heal(*QUICK, "-o", "out/healed")
+    assert stopped.exit_code == 130
+    assert "the same command goes on from out/healed.healing.safetensors" in " ".join(stopped.stderr.split())
+    assert [path.name for path in (here / "out").iterdir()] == ["healed.healing.safetensors"]
+    monkeypatch.setattr(healing.Course, "judge", judge)
+    done = heal(*QUICK, "-o", "out/healed")
+    assert done.exit_code == 0, done.output
+    assert "going on from out/healed.healing.safetensors" in done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("demo_vit · embedded demo_vit")
+    rows = [line for line in lines if line.startswith(("start values", "each site alone", "blocks", "end to end"))]
+    assert len(rows) == 4 and rows[-1].endswith("%")
+    assert lines[-2:] == ["out/healed", "out/healed-healing.png"]
+    assert sorted(path.name for path in (here / "out").iterdir()) == ["healed", "healed-healing.png"]
+    # The same as without an interruption.
+    whole = heal(*QUICK, "-o", "whole")
+    assert [line for line in whole.stdout.splitlines() if line in rows] == rows
+
+
+@pytest.fixture(scope="module")
+def leftover(tmp_path_factory):
+    """What an interrupted healing of QUICK to a folder ``healed`` left beside it, as bytes."""
+
+    def interrupt(course, drift, loss):
+        raise KeyboardInterrupt
+
+    folder = tmp_path_factory.mktemp("interrupted")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("normscope.swaps.heal.training.Course.judge", interrupt)
+        # Nothing is written before the first stage is done, which judges too: it is passed over.
+        patched.setattr(healing, "_each_alone", lambda *_: None)
+        assert heal(*QUICK, "-o", folder / "healed").exit_code == 130
+    (path,) = folder.iterdir()
+    assert path.name == "healed.healing.safetensors"
+    return path.read_bytes()
+
+
+@pytest.fixture
+def interrupted(here, leftover):
+    path = here / "healed.healing.safetensors"
+    path.write_bytes(leftover)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (("--func", "dyt"), "its func is 'dyisru', not 'dyt'"),
+        (("--steps", "20"), "its steps is 16, not 20"),
+        (("--no-shift",), "its shift is None, not False"),
+        (("--data", "other"), "its data is None, not 'other'"),
+        (("--weights", "random"), "its weights is 'pretrained', not 'random'"),
+    ],
+)
+def test_what_another_healing_left_is_refused_before_any_work(interrupted, other, told):
+    before = interrupted.read_bytes()
+    done = heal(*QUICK, *other, "-o", "healed")
+    assert done.exit_code == 2
+    said = " ".join(done.stderr.split())
+    assert said.startswith("Error: healed.healing.safetensors is of another healing"), "a network was loaded"
+    assert told in said and "--restart" in said
+    assert interrupted.read_bytes() == before
+
+
+def test_a_damaged_leftover_is_refused_before_any_work(interrupted):
+    interrupted.write_bytes(interrupted.read_bytes()[:-4])
+    done = heal(*QUICK, "-o", "healed")
+    assert done.exit_code == 4
+    assert done.stderr.startswith("Error:") and "--restart" in done.stderr
+
+
+def test_restart_discards_what_was_left_and_begins_anew(interrupted):
+    done = heal(*QUICK, "--func", "dyt", "-o", "healed", "--restart")
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.stderr.split())
+    assert "discarded healed.healing.safetensors, to begin anew" in said and "going on" not in said
+    assert "each site alone" in done.stdout and not interrupted.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "sentence"),
+    [
+        (("demo_vit", "-o", "a", "--func", "thanh"), 2, "Did you mean 'tanh'"),
+        (("demo_vit", "-o", "a", "--steps", "0"), 2, "steps"),
+        (("demo_vit", "-o", "a", "--init", "papers"), 2, "Did you mean 'paper'"),
+        (("demo_vit", "-o", "a", "--sites", "qk"), 2, "No norm here is qk"),
+        (("demo_vat", "-o", "a"), 3, "demo_vit"),
+        (("demo_vit", "-o", "a", "--data", "missing"), 4, "missing"),
+        (("demo_vit", "-o", "."), 2, "the folder that this runs in"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(here, arguments, status, sentence):
+    done = heal(*arguments)
+    assert done.exit_code == status
+    assert sentence in " ".join(done.output.split())
+    assert not list(here.iterdir())
+
+
+FACTORY = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)), [torch.randn(3, 5, 4) for _ in range(8)]
+"""
+
+
+def test_a_network_of_ones_own_is_healed_in_its_own_batches(here):
+    (here / "mine.py").write_text(FACTORY)
+    done = heal("py:mine.py:make", "--steps", "6", "-o", "healed", "--device", "cpu", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["n_held_out"] == 6
+    told = heal("py:mine.py:make", "--steps", "6", "-o", "healed", "--batch-size", "4")
+    assert told.exit_code == 2 and "decides how large its batches are" in told.stderr

@@ -1,0 +1,103 @@
+"""``normscope merge`` as a user meets it: real processes, the file that they write, and what takes it."""
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import normscope
+
+CHECKOUT = Path(normscope.__file__).parents[1]
+
+
+def run(*arguments, cwd):
+    clean = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "FORCE_COLOR")}
+    return subprocess.run(
+        [sys.executable, "-m", "normscope", *arguments],
+        cwd=cwd,
+        env=clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Capture two folders of pictures, a third that holds both, and the second with weights rounded to bfloat16."""
+    folder = tmp_path_factory.mktemp("merge")
+    pixels = np.random.default_rng(0).integers(0, 255, (5, 8, 8), dtype=np.uint8)
+    for i, picture in enumerate(pixels):
+        for name in ("first" if i < 2 else "second", "all"):
+            (folder / name).mkdir(exist_ok=True)
+            Image.fromarray(picture).save(folder / name / f"{i}.png")
+    for name in ("first", "second", "all", "rounded"):
+        data, dtype = ("second", "bf16") if name == "rounded" else (name, "fp32")
+        network = normscope.load("demo_vit", data=folder / data, dtype=dtype)
+        seen = normscope.capture(network.module, network.inputs, layers=2, about=network.about)
+        normscope.save_capture(seen, folder / f"{name}.safetensors")
+    return folder
+
+
+@pytest.mark.slow
+def test_two_runs_are_one(folder):
+    done = run("merge", "first.safetensors", "second.safetensors", "-o", "both.safetensors", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    both, whole = (normscope.load_capture(folder / f"{name}.safetensors") for name in ("both", "all"))
+    assert document["merged"] == ["first.safetensors", "second.safetensors"]
+    assert (document["n_samples"], document["file"]) == (5, "both.safetensors")
+    assert document["data"] == both.about["data"] and " + " in document["data"]
+    assert [site["n_pairs"] for site in document["sites"]] == [stats.n_pairs for stats in whole.stats.values()]
+    for name, stats in whole.stats.items():  # the folds differ: pictures of two folders are numbered in each
+        mine, all_at_once = both.stats[name].moments.sum(0), stats.moments.sum(0)
+        assert torch.equal(mine[0], all_at_once[0])
+        torch.testing.assert_close(mine, all_at_once, rtol=0, atol=1e-12 * float(all_at_once.abs().max()))
+    assert "merged first.safetensors, second.safetensors" in done.stderr
+    fitted = run("fit", "both.safetensors", "--json", "-q", cwd=folder)
+    assert fitted.returncode == 0 and json.loads(fitted.stdout)["fits"][0]["data"] == document["data"]
+
+
+def test_rows_and_quiet(folder):
+    done = run("merge", "first.safetensors", "second.safetensors", "-o", "rows.safetensors", "--csv", "-q", cwd=folder)
+    rows = list(csv.DictReader(io.StringIO(done.stdout)))
+    assert len(rows) == 2 and rows[0]["file"] == "rows.safetensors" and int(rows[0]["n_pairs"]) > 0
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "status", "sentence"),
+    [
+        (["first.safetensors"], 2, "merge takes two captures or more; first.safetensors is one."),
+        (["first.safetensors", "./first.safetensors"], 2, "are one file. Name each capture once."),
+        (
+            ["first.safetensors", "none.safetensors"],
+            4,
+            "Cannot read the capture none.safetensors: No such file or directory;",
+        ),
+        (["first.safetensors", "x" * 300], 4, "x: File name too long;"),
+        (["first.safetensors", "first"], 4, "first is a folder, and no capture;"),
+        (["first.safetensors", "first/0.png"], 4, "Cannot read the capture first/0.png:"),
+        (["first.safetensors", "copy.safetensors"], 4, "first.safetensors and copy.safetensors: both hold sample"),
+        (["first.safetensors", "random.safetensors"], 4, "first.safetensors and random.safetensors: captures of diff"),
+        (["first.safetensors", "rounded.safetensors"], 4, ', converted from float32 to bfloat16".'),
+    ],
+)
+def test_what_is_refused_leaves_no_file(folder, arguments, status, sentence):
+    (folder / "copy.safetensors").write_bytes((folder / "first.safetensors").read_bytes())
+    seen = normscope.load_capture(folder / "second.safetensors")
+    seen.about["weights"] = "random"
+    normscope.save_capture(seen, folder / "random.safetensors")
+    done = run("merge", *arguments, "-o", "refused.safetensors", cwd=folder)
+    assert done.returncode == status
+    assert sentence in done.stderr and done.stderr.count("\n") == 1
+    assert not (folder / "refused.safetensors").exists()

@@ -1,0 +1,107 @@
+"""``normscope plot`` of several models: one figure more, of what was captured for the others."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from typer.testing import CliRunner
+
+import normscope
+from normscope.cli import app
+from normscope.models import registry
+from normscope.pairs import capture as hooks
+
+QUICK = ("--func", "tanh", "--color", "token", "--dpi", "40")
+
+
+def plot(*arguments):
+    return CliRunner().invoke(app, ["plot", *map(str, arguments)])
+
+
+@pytest.fixture
+def captures(tmp_path, monkeypatch, request):
+    """Two files, of networks of one name; without a parameter, of the overview's own."""
+    monkeypatch.chdir(tmp_path)
+    x = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+    for number, weights in enumerate(("made weights", "random weights, seed 0")):
+        model = nn.Sequential(*(nn.LayerNorm(8) for _ in range(5)))
+        about = {"model": getattr(request, "param", "overview"), "weights": weights, "data": "noise"}
+        normscope.save_capture(normscope.capture(model, [x], about=about), f"{number}.safetensors")
+    return ["0.safetensors", "1.safetensors"]
+
+
+def written(folder):
+    return sorted(path.name for path in folder.iterdir() if path.suffix != ".safetensors")
+
+
+def test_several_models_share_a_figure_and_none_is_run_twice(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs = []
+    captured = hooks.captured
+
+    def counted(network, **options):
+        runs.append(network.about["weights"])
+        return captured(network, **options)
+
+    monkeypatch.setattr(hooks, "captured", counted)
+    options = ("--weights", "random", "--limit", "2", "--layers", "0,1,2,3,16", "--device", "cpu", *QUICK)
+    done = plot("demo_vit", "demo_vit", *options)
+    assert done.exit_code == 0, done.output
+    names = ["demo_vit-scurves.png", "demo_vit-scurves-2.png", "overview-scurves.png"]
+    assert done.stdout.splitlines() == [f"outputs/{name}" for name in names]
+    assert runs == ["random weights, seed 0"] * 2
+    with Image.open("outputs/overview-scurves.png") as image:
+        described = json.loads(image.text["Description"])
+        colours = image.convert("L").getcolors()
+    assert [about["weights"] for about in described] == ["random weights, seed 0"] * 2
+    assert len(colours) > 50  # although no figure of one model shows a density here
+
+
+def test_the_document_names_the_overview_which_takes_nobodys_place(captures, tmp_path):
+    done = plot(*captures, "--json", "-o", tmp_path / "out", "--format", "svg", *QUICK)
+    document = json.loads(done.stdout)
+    out = tmp_path / "out"
+    files = [figure["file"] for figure in document["figures"]]
+    assert files == [str(out / "overview-scurves.svg"), str(out / "overview-scurves-2.svg")]
+    assert document["overview"] == str(out / "overview-scurves-3.svg")
+    assert written(out) == ["overview-scurves-2.svg", "overview-scurves-3.svg", "overview-scurves.svg"]
+    content = (out / "overview-scurves-3.svg").read_text()
+    assert "weights: made weights" in content and "weights: random weights, seed 0" in content
+    assert len(document["figures"][0]["fits"]) == 4
+
+
+def test_one_model_has_no_overview(captures, tmp_path):
+    done = plot(captures[0], "--json", "-o", tmp_path / "out", *QUICK)
+    document = json.loads(done.stdout)
+    assert document["overview"] is None
+    assert written(tmp_path / "out") == ["overview-scurves.png"]
+
+
+@pytest.mark.slow
+def test_it_is_drawn_in_the_style_that_was_asked_for(captures, tmp_path):
+    for style in ("light", "dark"):
+        plot(*captures, "--style", style, "-o", tmp_path / style, *QUICK)
+    corners = []
+    for style in ("light", "dark"):
+        with Image.open(tmp_path / style / "overview-scurves-3.png") as image:
+            corners.append(image.convert("RGB").getpixel((0, 0)))
+    assert corners == [(0xFF, 0xFF, 0xFF), (0x14, 0x17, 0x1C)]
+
+
+@pytest.mark.parametrize("captures", ["network"], indirect=True)
+def test_where_it_cannot_be_written_nothing_is_run(captures, tmp_path):
+    (tmp_path / "out" / "overview-scurves.png").mkdir(parents=True)
+    done = plot(*captures, "-o", tmp_path / "out", *QUICK)
+    assert done.exit_code == 2
+    assert "overview-scurves.png: it is a folder" in " ".join(done.stderr.split())
+    assert (done.stdout, written(tmp_path / "out")) == ("", ["overview-scurves.png"])
+
+
+def test_several_embedded_models_do_not_go_into_one_file(captures, tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "embedded_models", lambda: ["demo_vit", "demo_vit"])
+    done = plot("-o", "one.png", *QUICK)
+    assert done.exit_code == 2
+    assert "one.png is one file, but there are 2 models. Name a folder." in " ".join(done.stderr.split())
+    assert written(tmp_path) == []

@@ -1,0 +1,117 @@
+"""``normscope stats`` as a user meets it, in this process: tables, JSON, files, and what is refused."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import normscope
+from normscope.cli import app
+from normscope.tables.card import card_table, scale_table, tails_table
+
+
+def run(*arguments, width="120", status=0):
+    done = CliRunner().invoke(app, ["stats", *map(str, arguments)], env={"COLUMNS": width})
+    assert done.exit_code == status, done.output
+    return done
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """A capture of a massive first token, of norms that centre and that do not, and of one that has nothing to say."""
+    norms = nn.ModuleDict({"ln": nn.LayerNorm(16), "rms": nn.RMSNorm(16), "off": nn.LayerNorm(16)})
+    norms.forward = lambda x: (norms["ln"](x), norms["rms"](0.01 * x), norms["off"](0 * x))
+    x = torch.randn(20, 7, 16, generator=torch.Generator().manual_seed(0))
+    x[:, 0, 3] = torch.linspace(2000, 3000, 20)
+    about = {"model": "planted", "weights": "none", "data": "noise"}
+    return normscope.save_capture(
+        normscope.capture(norms, [x[:8], x[8:]], about=about), tmp_path_factory.mktemp("stats") / "seen.safetensors"
+    )
+
+
+def line(output, site, number):
+    return [row for row in output.splitlines() if row.startswith(site)][number]
+
+
+def test_the_tables_say_what_was_planted(file):
+    out = run(file, "-q").stdout
+    assert "planted · none · noise" in out
+    assert line(out, "ln", 1).rstrip().endswith("all are token 0")
+    assert re.search(r" 20 +20 +3: ", line(out, "ln", 1))  # pairs beyond 100 times the median, and massive ones
+    assert re.search(r" 20 +0 +3: ", line(out, "rms", 1))  # the largest is 30: not beyond 100
+    assert line(out, "rms", 0).count("–") == 1  # what leaving out the centring would do, where there is none
+    assert "all zero" in line(out, "off", 0) and "all zero" in line(out, "off", 1)
+
+
+def test_no_number_is_cut_off_on_a_narrow_terminal(file):
+    wide, narrow = (run(file, "-q", width=width).stdout for width in ("300", "40"))
+    numbers = re.compile(r"\d+\.\d+")
+    for site in ("ln", "rms"):
+        for number in (0, 1):
+            assert numbers.findall(line(narrow, site, number)) == numbers.findall(line(wide, site, number))
+
+
+def test_one_site_gets_its_whole_card(file):
+    out = run(file, "-q", "--layers", "ln").stdout
+    assert "ln (LayerNorm, eps 1e-05)" in out
+    assert "2,240 pairs of 140 tokens" in out
+    assert "in channel 3" in out and "all are token 0 (of the 16 of largest |x|)" in out
+    assert "sample 19, token 0, channel 3: x = 3,000" in out
+    assert "20 (beyond 100 and beyond 1000 times the median)" in out
+    assert "it does not centre" in run(file, "-q", "--layers", "rms").stdout
+    assert re.search("nothing to say +all zero", run(file, "-q", "--layers", "off").stdout)
+
+
+def test_json_is_what_python_gives(file, tmp_path):
+    out = run(file, "--json", "-o", tmp_path / "cards.json")
+    document = json.loads(out.stdout)
+    assert document == {
+        "sites": [c.as_dict() for c in normscope.norm_cards(normscope.load_capture(file))],
+        "skipped": [],
+    }
+    assert json.loads((tmp_path / "cards.json").read_text()) == document
+    ln, _, off = document["sites"]
+    assert {token["position"] for token in ln["tails"]["tokens"]} == {0}
+    assert [token["sample"] for token in ln["tails"]["tokens"]] == list(range(19, 3, -1))
+    assert (off["degenerate"], off["tails"]) == ("all zero", None)
+
+
+def test_the_embedded_models_and_their_parts():
+    out = run("demo_dit", "-q", "--layers", "1", "--limit", "2", "--by", "timestep", "--timesteps", "980,0").stdout
+    assert out.count("demo_dit · ") == 2
+    assert "timestep 980" in out and "timestep 0" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["no_such_model"], 3, "no_such_model"),
+        (["missing.safetensors"], 4, "There is no capture file missing.safetensors"),
+        (["demo_vit", "--by", "timestep"], 2, "demo_vit has no timesteps to keep apart"),
+        (["demo_vit", "-o", "/dev/null/cards.json"], 2, "/dev/null"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(arguments, status, words):
+    done = run(*arguments, status=status)
+    assert words in " ".join(done.output.split())
+    assert "Traceback" not in done.output
+
+
+def test_norms_without_an_answer_show_dashes():
+    norms = nn.Sequential(nn.BatchNorm1d(4), nn.ReLU(), nn.LayerNorm(4, eps=0.0))
+    norms[0].running_var.fill_(4.0)
+    x = torch.randn(30, 4, generator=torch.Generator().manual_seed(0)).round(decimals=3)
+    x[:3] = -1
+    cards = normscope.norm_cards(normscope.capture(norms, [x]))
+    for table in (scale_table(cards), tails_table(cards), *map(card_table, cards)):
+        assert all("nan" not in str(cell) and "inf" not in str(cell) for col in table.columns for cell in col.cells)
+    assert "all pairs: they do not bend" in card_table(cards[0]).columns[1].cells
+    (alone,) = normscope.norm_cards(normscope.capture(norms[2:], [x[None]]))
+    assert "16 different ones (of the 16 of largest |x|)" in card_table(alone).columns[1].cells
+    cells = [next(iter(column.cells)) for column in scale_table(cards).columns]
+    assert cells.count("–") == 6  # four of centring, two of eps
+    assert not math.isnan(float(cells[5]))

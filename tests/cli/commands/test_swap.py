@@ -1,0 +1,115 @@
+"""``normscope swap`` as a user meets it: real processes, the folder that they write, and what takes it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import normscope
+from normscope.cli.commands.layers import layers
+from normscope.cli.commands.swap import swap
+from normscope.errors import NormscopeError
+from normscope.inputs.splits import learned_and_held_out
+from normscope.swaps.start import asked_for, fitted
+
+CHECKOUT = Path(normscope.__file__).parents[1]
+
+
+def run(*arguments, cwd):
+    clean = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "FORCE_COLOR")}
+    return subprocess.run(
+        [sys.executable, "-m", "normscope", *arguments],
+        cwd=cwd,
+        env=clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("swap")
+
+
+@pytest.fixture(scope="module")
+def swapped(folder):
+    done = run("swap", "demo_vit", "--func", "dyt", "-o", "dyt", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "dyt", done
+
+
+@pytest.mark.slow
+def test_it_writes_what_the_python_interface_makes(swapped):
+    path, done = swapped
+    network = normscope.load("demo_vit", device="cpu")
+    learned = network.calibration or learned_and_held_out(network.inputs)[0]
+    seen = normscope.capture(network.module, learned, by_gamma=True)
+    normscope.swap(network.module, "dyt", fitted(seen, asked_for("dyt")))
+    mine, theirs = network.module.state_dict(), normscope.load_swapped(path, device="cpu").module.state_dict()
+    assert mine.keys() == theirs.keys()
+    torch.testing.assert_close(theirs, mine, rtol=1e-6, atol=0)  # two processes may sum in another order
+    lines = done.stdout.splitlines()
+    assert lines[1].split() == ["site", "norm", "replaced", "by", "A", "α", "s", "R²"]
+    assert len(lines) == 2 + 17 + 1
+    site, norm, curve, amplitude, alpha, *_ = lines[-2].split()
+    assert (site, norm, curve, lines[-1]) == ("norm", "LayerNorm", "tanh", "dyt")
+    assert float(alpha) == pytest.approx(float(theirs["norm.alpha"]), rel=1e-3)  # four digits
+    gamma = normscope.load("demo_vit", device="cpu").module.norm.weight
+    torch.testing.assert_close(theirs["norm.weight"], gamma * float(amplitude), rtol=1e-3, atol=0)
+    assert "--weights dyt takes it in every command; in Python, normscope.load_swapped('dyt')" in done.stderr
+
+
+@pytest.mark.slow
+def test_nothing_is_left_to_observe_in_it(folder, swapped):
+    done = run("plot", "demo_vit", "--weights", "dyt", cwd=folder)
+    assert done.returncode == 3
+    assert "demo_vit: swap dyt (dyt in place of 17 norms, of embedded demo_vit" in done.stderr
+    assert "Error: All 17 norms of this VisionTransformer were replaced (tanh), and none is left" in done.stderr
+    assert "random" not in done.stderr
+
+
+def test_some_sites_and_the_rest_is_seen_as_before(tmp_path, capsys):
+    path = tmp_path / "last"
+    swap("demo_vit", path, func="rmsnorm", sites="final", as_json=True, quiet=True)
+    document = json.loads(capsys.readouterr().out)
+    assert [(site["site"], site["func"], site["r2"]) for site in document["sites"]] == [("norm", "rmsnorm", None)]
+    assert (document["folder"], document["skipped"]) == (str(path), [])
+    swap("demo_vit", path, func="free", sites="blocks.0.*", weights=str(path), limit=8)
+    capsys.readouterr()
+    layers(["demo_vit"], weights=str(path), verify=True, as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert [site["name"] for site in document["sites"]][::14] == ["blocks.1.norm1", "norm"]
+    assert document["sites"][-1]["kind"] == "RMSNorm"
+    assert [norm["reason"] for norm in document["skipped"]] == ["a point-wise function (free), no norm"] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "said"),
+    [
+        ({"func": "dytt"}, 2, "There is no curve 'dytt'. Did you mean 'dyt'"),
+        ({"func": "free", "init": "paper"}, 2, "free is what was fitted: there is no paper start of it"),
+        ({"func": "best", "per": "channel"}, 2, "--per channel fits one curve in each channel"),
+        ({"shift": True, "init": "theory"}, 2, "leave --shift and --no-shift out"),
+        ({"per": "token"}, 2, "There is no level 'token'"),
+        ({"output": "full"}, 2, "the folder exists, and mine in it would be lost"),
+        ({"sites": "qk"}, 2, "No norm here is qk; there are final, pre-norm"),
+        ({"device": "cuda:99"}, 5, "There is no device 'cuda:99'"),
+        ({"weights": "full"}, 3, "'full' are a folder"),
+        ({"model": "demo_vit.safetensors"}, 2, "names a file, not a model"),
+    ],
+)
+def test_mistakes_are_said_before_anything_is_fitted(options, status, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("full").mkdir()
+    Path("full/mine").touch()
+    arguments = {"model": "demo_vit", "output": "new"} | options
+    with pytest.raises(NormscopeError, match=said) as refused:
+        swap(**arguments | {"output": Path(arguments["output"])})
+    assert refused.value.exit_status == status
+    assert "samples" not in "".join(capsys.readouterr())
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]

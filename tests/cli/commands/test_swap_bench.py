@@ -1,0 +1,198 @@
+"""``normscope swap-bench`` as a user meets it."""
+
+import json
+import re
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import normscope
+from normscope.cli import app
+from normscope.errors import UsageError
+from normscope.inputs.splits import learned_and_held_out
+from normscope.models.inputs.trajectories import Trajectories
+from normscope.pairs.norms.trace import find_norms
+from normscope.swaps.replace import swap
+from normscope.swaps.store import save_swapped
+
+FACTORY = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + self.layer(self.norm(x)).relu()
+
+def network():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), Block(), Block(), nn.LayerNorm(16))
+    return model, [torch.randn(8, 5, 4) * 3 for _ in range(4)]
+"""
+NAME = "py:net.py:network"
+QUICK = ("--seconds", "0", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("swap-bench")
+    (folder / "net.py").write_text(FACTORY)
+    return folder
+
+
+def run(folder, monkeypatch, *arguments):
+    monkeypatch.chdir(folder)
+    return CliRunner().invoke(app, ["swap-bench", *arguments, *QUICK])
+
+
+@pytest.mark.slow
+def test_the_document_holds_what_the_python_interface_measures(folder, monkeypatch):
+    arguments = (NAME, "--func", "dyt,rmsnorm", "--init", "fit,paper", "--json", "-o", "out")
+    done = run(folder, monkeypatch, *arguments)
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    assert list(document) == ["device", "drift", "speed", "figures"] and document["device"].startswith("cpu")
+    reports = document["drift"]
+    assert [(report["func"], report["init"]) for report in reports] == [
+        ("dyt", "fit"),
+        ("dyt", "paper"),
+        ("rmsnorm", ""),
+    ]
+    network = normscope.load(NAME, device="cpu")
+    learned, held_out = learned_and_held_out(network.inputs)
+    seen = normscope.capture(network.module, learned, by_gamma=True)
+    moved = []
+    for batch in held_out:
+        with torch.no_grad():
+            original = network.module(*batch.args).double().flatten(1)
+            with swap(network.module, "dyt", seen):
+                swapped = network.module(*batch.args).double().flatten(1)
+        moved += ((swapped - original).norm(dim=1) / original.norm(dim=1)).tolist()
+    row = next(row for row in reports[0]["rows"] if row["swapped"] == "all" and row["at"] == "output")
+    assert row["inputs"] == len(moved) == 8
+    # float32 outputs, of which the distances are taken in float64
+    assert row["relative_l2"]["p50"] == pytest.approx(torch.tensor(moved).quantile(0.5).item(), rel=1e-5)
+    assert "8 of 32 samples held out" in reports[0]["data"] and document["speed"][0]["about"]["model"] == NAME
+    for figure in document["figures"]:
+        assert (folder / figure["file"]).read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.slow
+def test_what_is_a_fit_itself_takes_part_once_and_formulas_have_a_place_in_the_figure(folder, monkeypatch):
+    func = "free,best,identity,mine=x/(1+abs(x))"
+    done = run(folder, monkeypatch, NAME, "--func", func, "--init", "paper,fit", "--json")
+    assert done.exit_code == 0, done.output
+    assert [(report["func"], report["init"]) for report in json.loads(done.stdout)["drift"]] == [
+        ("free", "fit"),
+        ("best", "fit"),
+        *((name, init) for name in ("identity", "mine=x/(1+abs(x))") for init in ("paper", "fit")),
+    ]
+
+
+def test_what_cannot_be_swapped_in_is_said_before_anything_is_measured(folder, monkeypatch):
+    (folder / "groups.py").write_text(FACTORY.replace("nn.LayerNorm(16)", "nn.GroupNorm(1, 5)"))
+    monkeypatch.setattr(normscope, "drift", lambda *_, **__: pytest.fail("it measured"))
+    done = run(folder, monkeypatch, "py:groups.py:network", "--func", "dyt,rmsnorm")
+    assert done.exit_code == 3 and "An RMSNorm cannot take the place of" in " ".join(done.stderr.split())
+
+
+@pytest.mark.slow
+def test_speed_says_of_how_many_samples_it_is(folder, monkeypatch):
+    done = run(folder, monkeypatch, NAME, "--func", "dyt", "--init", "paper", "--json")
+    (speed,) = json.loads(done.stdout)["speed"]
+    assert speed["about"]["data"].startswith("1 sample of ")  # on the CPU, the first
+    assert {tuple(row["shape"]) for row in speed["rows"] if row["scope"] == "model"} == {(1, 5, 4)}
+
+
+@pytest.mark.slow
+def test_the_first_line_says_where_it_runs(folder, monkeypatch):
+    done = run(folder, monkeypatch, NAME, "--func", "dyisru", "--init", "paper")
+    assert done.exit_code == 0, done.output
+    first, *_ = done.stdout.splitlines()
+    assert first.startswith("on cpu") and "no number here is of a GPU" in first
+    assert "min  " in done.stdout and re.search("faster$|slower$|alike$|too few", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_least_harmful_sites_are_told_by_the_inputs_learned_from(folder, monkeypatch):
+    done = run(folder, monkeypatch, NAME, "--func", "dyt", "--sites", "least:2", "--json")
+    network = normscope.load(NAME, device="cpu")
+    learned, _ = learned_and_held_out(network.inputs)
+    modules = normscope.replacements(network.module, "dyt", normscope.capture(network.module, learned, by_gamma=True))
+    alone = {}
+    for site, module in modules.items():
+        report = normscope.drift(network.module, learned, {site: module}, one_at_a_time=False, cumulative=False)
+        alone[site] = report.all.relative_l2.p50
+    assert len(alone) == 3
+    assert set(json.loads(done.stdout)["drift"][0]["sites"]) == set(sorted(alone, key=alone.get)[:2])
+
+
+def test_a_network_without_norms_is_refused_and_not_sent_back_to_this_command(tmp_path, monkeypatch):
+    network = normscope.load("demo_vit")
+    sites = find_norms(network.module, next(iter(network.inputs)).first_sample()).sites
+    swap(network.module, "dyt", sites, init="paper")
+    save_swapped(network.module, tmp_path / "all", network.about)
+    done = run(tmp_path, monkeypatch, "demo_vit", "--weights", "all")
+    said = " ".join(done.stderr.split())
+    assert done.exit_code == 3 and "none is left to observe or to replace" in said and "swap-bench" not in said
+
+
+def stopped(*_):
+    raise UsageError("no further")
+
+
+def test_trajectories_are_walked_once_for_the_least_harmful_sites(tmp_path, monkeypatch):
+    walks, ends = [], Trajectories.ends
+    monkeypatch.setattr(Trajectories, "ends", lambda self, *share: (walks.append(self), ends(self, *share))[1])
+    arguments = ("demo_dit", "--limit", "1", "--timesteps", "500,", "--func", "dyt", "--init", "paper")
+    monkeypatch.setattr(
+        "normscope.cli.commands.swap_bench._speed", stopped
+    )  # of its full-size sibling, which takes long
+    done = run(tmp_path, monkeypatch, *arguments, "--sites", "least:2")
+    assert "no further" in done.stderr
+    assert len(walks) == 2  # with the norms, and without
+
+
+@pytest.mark.slow
+def test_an_embedded_model_is_timed_at_full_size(tmp_path, monkeypatch):
+    arguments = ("demo_vit", "--limit", "4", "--batch-size", "1", "--func", "dyt", "--init", "paper", "--json")
+    done = run(tmp_path, monkeypatch, *arguments)
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    (speed,) = document["speed"]
+    assert speed["about"]["model"] == "vit_b16" and speed["about"]["weights"] == "random weights, seed 0"
+    assert "demo_vit is tiny" in done.stderr and "vit_b16: random weights" in done.stderr
+    assert "embedded demo_vit" in document["drift"][0]["weights"]
+    assert {row["sites"] for row in speed["rows"] if row["scope"] == "model"} == {25}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (("--device", "cuda"), 5, "There is no device 'cuda'"),
+        (("--func", "dit"), 2, "There is no curve 'dit'"),
+        (("--init", "best"), 2, "There is no init 'best'"),
+        (("--sites", "least:many"), 2, "least:8 takes the eight least harmful"),
+        (("--sites", "least:9"), 2, "asks for more norms than there are: 3"),
+        (("--sites", "qk"), 2, "No norm here is qk"),
+        (("--per", "token"), 2, "There is no level 'token'"),
+        (("--output", "one.PDF"), 2, "one.PDF is one file, but each model has 2 figures. Name a folder."),
+        (("--func", "free", "--init", "paper"), 2, "free is what was fitted"),
+    ],
+)
+def test_mistakes_are_sentences(folder, monkeypatch, arguments, status, said):
+    if arguments[0] == "--device" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.chdir(folder)
+    done = CliRunner().invoke(app, ["swap-bench", NAME, *QUICK, *arguments])
+    assert done.exit_code == status
+    assert said in " ".join(done.stderr.split())
+
+
+def test_seven_billion_weights_are_not_made_without_cuda(folder, monkeypatch):
+    done = run(folder, monkeypatch, "llama_7b", "--weights", "random")
+    assert done.exit_code == 5 and "LLaMA 7B takes 13.5 GB" in " ".join(done.stderr.split())

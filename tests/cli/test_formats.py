@@ -1,0 +1,186 @@
+"""Every table also as CSV and Parquet: the rows of the JSON document, in flat columns."""
+
+import csv
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+import normscope
+from normscope.cli.formats import as_csv, write_parquet
+
+CHECKOUT = Path(normscope.__file__).parents[1]
+FIT = ("fit", "demo_vit", "--layers", "0,16", "--limit", "9")
+
+
+def run(*arguments, cwd, path=str(CHECKOUT), stdout=subprocess.PIPE):
+    return subprocess.run(
+        [sys.executable, "-m", "normscope", *arguments],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+
+
+def rows_of(text):
+    return list(csv.DictReader(io.StringIO(text, newline="")))
+
+
+def cell(value):
+    """What RFC 4180 leaves of a value of the JSON document."""
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        return ";".join(map(str, value))
+    return json.dumps(value) if isinstance(value, bool | float) else str(value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("records")
+
+
+@pytest.fixture(scope="module")
+def fits(folder):
+    """The fits of one run, as the JSON document on stdout and as Parquet beside it."""
+    done = run(*FIT, "--json", "-o", "fits.PARQUET", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "wrote fits.PARQUET" in done.stderr
+    return json.loads(done.stdout)["fits"]
+
+
+def columns_of(found):
+    """What a fit of the JSON document is as a row: bounds of intervals, and lists as text."""
+    row = {name: value for name, value in found.items() if name not in ("sites", "intervals")}
+    bounds = {
+        f"{name}_{end}": at
+        for name, ends in found["intervals"].items()
+        for end, at in zip(("low", "high"), ends, strict=True)
+    }
+    place = list(found).index("sites")
+    items = list(row.items())
+    return dict([*items[:place], ("sites", ";".join(found["sites"])), *items[place:]]) | bounds
+
+
+def as_read(fits):
+    rows = [columns_of(found) for found in fits]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [{name: cell(row.get(name)) for name in names} for row in rows]
+
+
+@pytest.mark.slow
+def test_csv_holds_what_the_json_document_of_the_same_run_does(folder):
+    done = run(*FIT, "--csv", "-o", "same.json", cwd=folder)
+    expected = json.loads((folder / "same.json").read_text())["fits"]
+    assert len(expected) == 4
+    rows = rows_of(done.stdout)
+    assert rows == as_read(expected)
+    assert [float(row["alpha"]) for row in rows] == [found["alpha"] for found in expected]
+    assert "\r" not in done.stdout and done.stdout.endswith("\n")
+
+
+@pytest.mark.slow
+def test_a_file_is_written_as_its_suffix_says(folder, fits):
+    done = run(*FIT, "-o", "fits.csv", cwd=folder)
+    assert "R²" in done.stdout  # a person still gets the table
+    assert rows_of((folder / "fits.csv").read_text()) == as_read(fits)
+    run("models", "-q", "-o", "models.json", cwd=folder)
+    assert json.loads((folder / "models.json").read_text())["models"]
+
+
+def test_parquet_holds_the_same_in_typed_columns(folder, fits):
+    table = parquet.read_table(folder / "fits.PARQUET")
+    rows = [columns_of(found) for found in fits]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    assert table.column_names == names
+    assert table.to_pylist() == [{name: row.get(name) for name in names} for row in rows]
+    types = {name: str(table.schema.field(name).type) for name in ("site", "alpha", "shift", "n_pairs", "straight")}
+    assert types == {"site": "string", "alpha": "double", "shift": "double", "n_pairs": "int64", "straight": "bool"}
+    assert table.schema.metadata[b"normscope"].decode() == version("normscope")
+
+
+@pytest.mark.slow
+def test_the_other_commands_print_their_rows(folder):
+    layers = rows_of(run("layers", "demo_vit", "demo_dit", "--csv", cwd=folder).stdout)
+    assert [row["model"] for row in layers] == ["demo_vit"] * 17 + ["demo_dit"] * (len(layers) - 17)
+    first = {"index": "0", "normalized_shape": "64", "affine": "true", "placement": "pre-norm"}
+    assert first.items() <= layers[0].items()
+    models = rows_of(run("models", "--csv", cwd=folder).stdout)
+    assert (models[0]["name"], models[0]["embedded"]) == ("demo_vit", "true")
+    seen = run("capture", *FIT[1:], "--csv", "-o", "seen.safetensors", cwd=folder)
+    sums = normscope.load_capture(folder / "seen.safetensors").stats
+    assert {row["name"]: row["n_pairs"] for row in rows_of(seen.stdout)} == {k: str(s.n_pairs) for k, s in sums.items()}
+    plot = ("plot", "seen.safetensors", "--color", "token", "--dpi", "40", "-o", "drawn.png", "--layers", "1")
+    drawn = rows_of(run(*plot, "--csv", cwd=folder).stdout)
+    assert [(row["file"], row["func"]) for row in drawn] == [("drawn.png", "tanh"), ("drawn.png", "isru")]
+
+
+def test_without_pyarrow_nothing_is_run_and_the_extra_is_named(folder):
+    (folder / "without").mkdir()
+    (folder / "without" / "pyarrow.py").write_text("raise ImportError('it is not here')")
+    done = run("fit", "demo_vit", "-o", "none.parquet", cwd=folder, path=f"{folder / 'without'}{os.pathsep}{CHECKOUT}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "Error: Cannot write none.parquet: Parquet needs pyarrow, which cannot be imported (it is not here). "
+        "Install it: pip install 'normscope[parquet]'.\n"
+    )
+    assert not (folder / "none.parquet").exists()
+
+
+def test_a_reader_that_has_seen_enough_ends_it_quietly(folder):
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = run("models", "--csv", cwd=folder, stdout=writing)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_nested_values_become_columns(tmp_path):
+    rows = [
+        {"site": "norm", "intervals": None, "shape": []},
+        {"site": "a", "intervals": {"alpha": [0.5, 0.7], "A": None}, "shape": (3, 4), "of": {"x": {"y": 1}}, "n": 1},
+        {"site": "b", "intervals": {"alpha": (1, 2)}, "shape": [True], "n": 0.5},
+    ]
+    assert as_csv(rows) == (
+        "site,shape,alpha_low,alpha_high,A_low,A_high,of_x_y,n\nnorm,,,,,,,\na,3;4,0.5,0.7,,,1,1\nb,true,1,2,,,,0.5\n"
+    )
+    write_parquet(rows, tmp_path / "rows.parquet")
+    table = parquet.read_table(tmp_path / "rows.parquet")
+    assert table["alpha_low"].to_pylist() == [None, 0.5, 1.0]
+    kinds = {field.name: field.type for field in table.schema}
+    assert kinds["shape"] == pa.string()
+    assert (kinds["n"], kinds["of_x_y"], kinds["A_low"]) == (pa.float64(), pa.int64(), pa.null())
+
+
+@given(st.lists(st.tuples(st.text(st.characters(codec="utf-8"), min_size=1), st.floats(allow_nan=False)), min_size=1))
+def test_every_name_and_number_reads_back_as_it_was(rows):
+    text = as_csv([{"site": site, "alpha": alpha} for site, alpha in rows])
+    back = [(row["site"], float(row["alpha"])) for row in rows_of(text)]
+    assert back == rows
+    assert [math.copysign(1, alpha) for _, alpha in back] == [math.copysign(1, alpha) for _, alpha in rows]
+
+
+@pytest.mark.parametrize("name", ["=1+1", "-", "@x", "+", 'a"b,c', "two\nlines", "lone\rreturn"])
+def test_names_that_mean_something_elsewhere_stay_exact(name):
+    assert rows_of(as_csv([{"site": name}, {"site": "norm"}])) == [{"site": name}, {"site": "norm"}]
+
+
+def test_no_rows_are_an_empty_file(tmp_path):
+    assert as_csv([]) == ""
+    write_parquet([], tmp_path / "none.parquet")
+    assert parquet.read_table(tmp_path / "none.parquet").num_rows == 0

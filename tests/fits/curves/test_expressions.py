@@ -1,0 +1,308 @@
+"""Formulas against Python's own math, and against everything that is no formula."""
+
+import ast
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from scipy import special
+
+from normscope.errors import UsageError
+from normscope.fits.curves import expressions
+from normscope.fits.curves.expressions import curve_from
+from normscope.fits.curves.lookup import curves_named
+
+MATH = {
+    "abs": abs,
+    "sign": lambda x: (x > 0) - (x < 0),
+    "sqrt": math.sqrt,
+    "cbrt": math.cbrt,
+    **{name: getattr(math, name) for name in ("exp", "expm1", "log", "log1p", "sin", "cos", "tan", "sinh", "cosh")},
+    **{name: getattr(math, name) for name in ("tanh", "asinh", "atan", "erf")},
+    "arctan": math.atan,
+    "sigmoid": special.expit,
+    "min": min,
+    "minimum": min,
+    "max": max,
+    "maximum": max,
+    "clip": lambda x, low, high: min(max(x, low), high),
+}
+ARGUMENTS = {"min": 2, "minimum": 2, "max": 2, "maximum": 2, "clip": 3}
+U = np.array([-30.5, -2.0, -0.75, -1e-3, 0.0, 1e-5, 0.25, 1.0, 3.25, 700.0])
+
+
+def combined(terms):
+    """Formulas of formulas, each beside the function that Python's own operators and math make of it."""
+    one, two, three = terms, st.tuples(terms, terms), st.tuples(terms, terms, terms)
+
+    def called(name, given):
+        return f"{name}({', '.join(text for text, _ in given)})", lambda x: MATH[name](*(of(x) for _, of in given))
+
+    return st.one_of(
+        two.map(lambda t: (f"({t[0][0]} + {t[1][0]})", lambda x: t[0][1](x) + t[1][1](x))),
+        two.map(lambda t: (f"({t[0][0]}-{t[1][0]})", lambda x: t[0][1](x) - t[1][1](x))),
+        two.map(lambda t: (f"({t[0][0]}*{t[1][0]})", lambda x: t[0][1](x) * t[1][1](x))),
+        two.map(lambda t: (f"({t[0][0]}/{t[1][0]})", lambda x: t[0][1](x) / t[1][1](x))),
+        two.map(lambda t: (f"abs({t[0][0]})**({t[1][0]})", lambda x: math.pow(abs(t[0][1](x)), t[1][1](x)))),
+        one.map(lambda t: (f"(-{t[0]})", lambda x: -t[1](x))),
+        one.map(lambda t: (f"(+{t[0]})", lambda x: +t[1](x))),
+        st.sampled_from([name for name in MATH if name not in ARGUMENTS]).flatmap(
+            lambda name: one.map(lambda t: called(name, [t]))
+        ),
+        st.sampled_from(["min", "max", "minimum", "maximum"]).flatmap(
+            lambda name: two.map(lambda t: called(name, list(t)))
+        ),
+        three.map(lambda t: called("clip", list(t))),
+    )
+
+
+LEAVES = st.one_of(
+    st.sampled_from([("x", lambda x: x), ("u", lambda x: x)]),
+    st.sampled_from([("pi", lambda x: math.pi), ("e", lambda x: math.e), ("3", lambda x: 3.0)]),
+    st.floats(0.01, 100).map(lambda number: (repr(number), lambda x: number)),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.recursive(LEAVES, combined, max_leaves=8))
+def test_formulas_are_what_pythons_own_math_makes_of_them(made):
+    text, without_x = made[0] + "+x", made[1]
+
+    def expected(x):
+        return without_x(x) + x
+
+    try:
+        term = expressions._Reader(text).read()
+    except UsageError as refused:
+        assert len(text) > 500 or "no number for negative x" in str(refused)
+        return
+    for u in U:
+        try:
+            right = expected(float(u))
+            # Where the last digit of u changes the result, it is not known to more digits than that change.
+            spread = max(abs(expected(float(u) * (1 + by)) - right) for by in (-1e-11, 1e-11))
+        except (ValueError, OverflowError, ZeroDivisionError):
+            continue
+        if math.isfinite(right) and math.isfinite(spread):
+            found = term(torch.tensor(u, dtype=torch.float64)).item()
+            assert found == pytest.approx(right, rel=1e-9, abs=1e-9 + 10 * spread)
+
+
+@pytest.mark.parametrize("name", MATH)
+def test_each_function_is_pythons_own(name):
+    of = "abs(x)" if name in ("sqrt", "log", "log1p") else "x"
+    others = ["0.5", "2"][: ARGUMENTS.get(name, 1) - 1]
+    term = expressions._Reader(f"{name}({', '.join([of, *others])})").read()
+    for u in [-2.5, -0.3, 0.3, 2.5]:
+        expected = MATH[name](abs(u) if of == "abs(x)" else u, *map(float, others))
+        assert term(torch.tensor(u, dtype=torch.float64)).item() == pytest.approx(expected, rel=1e-14)
+
+
+def test_precedence_is_pythons():
+    term = expressions._Reader("-x**2/4+2**-x**2*3-1").read()
+    x = np.linspace(-2, 2, 41)
+    assert term(torch.from_numpy(x)).numpy() == pytest.approx(-(x**2) / 4 + 2 ** -(x**2) * 3 - 1, abs=1e-15)
+
+
+def test_a_formula_becomes_a_curve_with_derivative_and_properties():
+    curve = curve_from(" mine = x/(1+abs(x)**3)**(1/3) ")
+    u = np.array([-300, -1.0, 0.0, 0.5, 20.0])
+    assert (curve.name, curve.formula, curve.source) == ("mine", "u/(1+abs(u)**3)**(1/3)", "yours")
+    assert curve.derivative(torch.from_numpy(u)).numpy() == pytest.approx((1 + abs(u) ** 3) ** (-4 / 3), rel=1e-6)
+    assert curve.limit == pytest.approx(1) and curve.slope_at_origin == pytest.approx(1)
+    assert curve.zero_centred and curve.monotone and curve.smooth and curve.linear_at_origin
+    assert curves_named(f"mine={curve.formula}")[0].formula == curve.formula
+
+
+def test_formulas_that_overflow_on_the_way_have_a_derivative_all_the_same():
+    curve = curve_from("mine=1/(1+exp(-x))")
+    u = torch.tensor([-900.0, -360.0, 0.0, 5.0, 900.0], dtype=torch.float64)
+    slope = torch.sigmoid(u) * torch.sigmoid(-u)
+    assert curve.derivative(u).numpy() == pytest.approx(slope.numpy(), rel=1e-12, abs=1e-100)
+
+
+def test_a_formula_keeps_shape_and_takes_float32():
+    curve = curve_from("mine=clip(x, -1, 2)")
+    for shape in [(), (0,), (2, 3)]:
+        assert curve.function(torch.ones(shape)).shape == shape == curve.derivative(torch.ones(shape)).shape
+    assert curve.function(torch.tensor([-3.0, 3.0])).tolist() == [-1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a=x**(1/3)", "is no number for negative x.*sign\\(x\\)\\*abs\\(x\\)\\*\\*\\(1/3\\)"),
+        ("a=sqrt(x)", "is no number for negative x"),
+        ("a=9**9**9*x", "is nan at u = 0"),
+        ("a=x/9**9**9", "is 0 wherever u is"),
+        ("a=" + "9" * 400 + "*x", "column 1: this number is too large for float64"),
+        ("a=x+1e999", "column 3: this number is too large for float64"),
+        ("a=3*pi", "does not depend on x"),
+        ("a=x*0+3", "is 3 wherever u is"),
+        ("a=exp(x)", "is inf at u = 71"),
+        ("a=1/x", "is inf at u = 0"),
+        ("a=x+tanq(x)", "column 3: 'tanq' is no function.*the functions abs, .*, clip\\."),
+        ("a=x+y", "column 3: there is no 'y'"),
+        ("a=x+sin", "column 3: the function sin has no brackets after it"),
+        ("a=sin(x, x)", "column 1: sin takes 1 argument, not 2"),
+        ("a=2*clip(x)", "column 3: clip takes 3 arguments, not 1"),
+        ("a=sin(**x)", "column 1: the arguments of sin have no names"),
+        ("a=sin(*x)", "column 5: '\\*x' means nothing here"),
+        ("a=x(x)", "'x' is no function"),
+        ("a=x^2", "column 2: the sign '\\^' means nothing here; a power is written \\*\\*"),
+        ("a=(x", "column 1: it cannot be read"),
+        ("a=x)", "column 2: it cannot be read"),
+        ("a=x.__class__", "column 1: 'x.__class__' means nothing here"),
+        ("a=().__class__", "column 1: '\\(\\).__class__' means nothing|does not depend"),
+        ("a=__import__(x)", "'__import__' is no function"),
+        ("a=x if x else x", "'x if x else x' means nothing here"),
+        ("a=x or x", "'x or x' means nothing here"),
+        ("a=not x", "'not x' means nothing here"),
+        ("a=x//2", "'x//2' means nothing here"),
+        ("a=x,x", "'x,x' means nothing here"),
+        ("a=True*x", "'True' is no real number"),
+        ("a=...*x", "'...' is no real number"),
+        ("a=2j*x", "'2j' is no real number"),
+        ("a=lambda x: x", "the sign ':' means nothing here"),
+        ("a=(x:=3)", "the sign ':' means nothing here"),
+        ("a=x[0]", "the sign '\\[' means nothing here"),
+        ("a=x>0", "the sign '>' means nothing here"),
+        ("a='x'", "the sign .'. means nothing here"),
+        ('a=f"{x}"', "the sign '\"' means nothing here"),
+        ("a=x\0", "the sign '.x00' means nothing here"),
+        ("a=x\n+1", "the sign '.n' means nothing here"),
+        ("a=ｓin(x)", "column 1: the sign 'ｓ' means nothing here"),
+        ("a=sin(x for x in x)", "means nothing here"),
+        ("a=" + "(" * 240 + "x" + ")" * 240, "cannot be read|nested"),
+        ("a=" + "-" * 490 + "x", "nested more than 50 levels"),
+        ("a=" + "sin(" * 100 + "x" + ")" * 95, "cannot be read|nested"),
+        ("a=" + "sin(" * 1000 + "x" + ")" * 1000, "at most 500 characters; this one has 5,003"),
+        ("a=", "write NAME=FORMULA"),
+        ("tanh(x)", "write NAME=FORMULA"),
+        ("a==x", "column 1: the sign '='"),
+        ("=x", "cannot be called ''"),
+        ("__import__=x", "cannot be called '__import__'"),
+        ("a.b=x", "cannot be called 'a.b'"),
+        ("Tanh=x", "cannot be called 'Tanh': that name has a meaning already"),
+        ("derf=x", "that name has a meaning already"),
+        ("free=x", "that name has a meaning already"),
+    ],
+)
+def test_what_is_no_formula_is_refused_with_a_sentence_that_says_where(text, message):
+    with pytest.raises(UsageError, match=message) as refused:
+        curve_from(text)
+    assert str(refused.value).endswith(".")
+
+
+TOKENS = [
+    *(
+        "x",
+        "u",
+        "pi",
+        "e",
+        "2",
+        "0",
+        "1e308",
+        "9**9**9",
+        "1j",
+        "True",
+        "None",
+        "...",
+        "_",
+        "__import__",
+        "os",
+        "lambda",
+    ),
+    *(
+        "+",
+        "-",
+        "*",
+        "/",
+        "**",
+        "//",
+        "%",
+        "@",
+        "(",
+        ")",
+        "((",
+        "))",
+        ",",
+        ".",
+        " ",
+        "=",
+        ":=",
+        ":",
+        "[",
+        "]",
+        "{",
+        "}",
+    ),
+    *("sin(", "clip(", "abs(", "min(", "if", " else ", " for ", " in ", " not ", " and ", "await ", "yield ", "*", "~"),
+    *(
+        "'",
+        '"',
+        'f"',
+        "\\",
+        "\n",
+        "\0",
+        "#",
+        "0x",
+        "1_0",
+        "ℯ",
+        "π",
+        "x.x",
+        ".__class__",
+        "x[0]",
+        "\ud800",
+        "eval(",
+        ";",
+    ),
+]
+
+
+def curve_or_usage_error(text):
+    try:
+        curve = curve_from(text)
+    except UsageError:
+        return
+    assert curve.function(torch.linspace(-5, 5, 11, dtype=torch.float64)).isfinite().all()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text())
+@example("\ud800")
+def test_random_text_is_a_curve_or_a_usage_error(text):
+    curve_or_usage_error(text)
+    curve_or_usage_error(f"a={text}")
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.lists(st.sampled_from(TOKENS), max_size=12).map("".join))
+def test_random_tokens_are_a_curve_or_a_usage_error(text):
+    curve_or_usage_error(f"a=x+{text}")
+    curve_or_usage_error(f"a={text}")
+
+
+@pytest.mark.parametrize("error", [MemoryError, RecursionError, ValueError("source code string"), SyntaxError("no")])
+def test_whatever_the_parser_raises_is_a_usage_error(error, monkeypatch):
+    def failing(*_, **__):
+        raise error
+
+    monkeypatch.setattr(expressions.ast, "parse", failing)
+    with pytest.raises(UsageError, match="at column 1"):
+        expressions._Reader("x+1").read()
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_parsers_warnings_are_nobodys_business():
+    with pytest.raises(UsageError, match="means nothing here"):
+        curve_from("a=1or x")
+
+
+def test_nothing_of_python_is_called_but_its_parser():
+    tree = ast.parse(open(expressions.__file__, encoding="utf-8").read())  # noqa: PTH123, SIM115
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    assert not called & {"eval", "exec", "compile", "__import__", "sympify"}

@@ -1,0 +1,364 @@
+"""The ceiling and E[y|x] against laws that are known, and against loops that do the same, one bin at a time."""
+
+import bisect
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import normscope
+from normscope.fits.curves.known import CURVES
+from normscope.fits.solving.ceiling import best_held_out, ceilings, conditional_mean, free
+from normscope.fits.solving.levels import Level
+from normscope.fits.solving.nodes import batches
+from normscope.fits.solving.objective import Parametrization
+from normscope.fits.solving.refits import fitted
+from normscope.pairs.sums.binning import PAIR_GRID
+
+
+def moments_of(x, y):
+    x, y = np.asarray(x, np.float32), np.asarray(y, np.float32).astype(float)
+    bins = PAIR_GRID.index(torch.from_numpy(x)).numpy()
+    x = x.astype(float)
+    weights = (None, x, y, x * x, x * y, y * y)
+    return torch.stack([torch.from_numpy(np.bincount(bins, w, PAIR_GRID.size)).double() for w in weights])
+
+
+def problems_of(moments, counts=None):
+    counts = moments[:, 0] if counts is None else counts
+    [(_, problems)] = batches([Level("norm", (), None, moments, counts, PAIR_GRID, "source", 1.0, 1.0, 1.0, None)])
+    return problems
+
+
+def chosen(moments, counts=None):
+    """The ceiling of E[y|x] alone, without any curve."""
+    problems = problems_of(moments, counts)
+    [found] = best_held_out(problems, torch.zeros(0, 1, len(moments), dtype=torch.float64), [])
+    return found
+
+
+def ceiling(moments, counts=None):
+    found = chosen(moments, counts)
+    return None if found is None else found.r2
+
+
+def groups_of(bins, least_count):
+    """Bins (lists n, Σx, Σy) in groups of at least as many pairs, one bin and then one group at a time."""
+    groups, before, last = [], 0, None
+    for n, x, y in bins:
+        if before // least_count == last:
+            groups[-1] = [a + b for a, b in zip(groups[-1], (n, x, y), strict=True)]
+        else:
+            groups.append([n, x, y])
+        last, before = before // least_count, before + n
+    joined = groups[:1]
+    for group in groups[1:]:
+        # One that fell short joins the one before it; at the very beginning, the one behind it.
+        if group[0] < least_count or joined[-1][0] < least_count:
+            joined[-1] = [a + b for a, b in zip(joined[-1], group, strict=True)]
+        else:
+            joined.append(group)
+    return joined
+
+
+def predicted(x, places, means, slope):
+    right = bisect.bisect_right(places, x)
+    if right in (0, len(places)):
+        end = min(right, len(places) - 1)
+        return means[end] + slope * (x - places[end])
+    share = (x - places[right - 1]) / (places[right] - places[right - 1])
+    return means[right - 1] + share * (means[right] - means[right - 1])
+
+
+def squared_error(held_out, others, least_count, along_line):
+    slope = others[4].sum() / others[3].sum() if along_line and others[3].any() else 0.0
+    groups = groups_of([column[:3].tolist() for column in others.T if column[0] > 0.5], least_count)
+    places, means = [x / n for n, x, _ in groups], [y / n for n, _, y in groups]
+    error = 0.0
+    for n, x, y, xx, xy, yy in (column for column in held_out.T if column[0]):
+        at, mean = x / n, y / n
+        spread = math.sqrt(max(xx / n - at**2, 0))
+        variance, along = max(yy / n - mean**2, 0), 0.0
+        if spread > 1e-7 * abs(at):  # otherwise it is rounding
+            along = min(max((xy / n - at * mean) / spread, -math.sqrt(variance)), math.sqrt(variance))
+        else:
+            spread = 0.0
+        # Two pairs stand for all of a bin, a standard deviation to either side, on its own line of least squares.
+        for side in (-1, 1):
+            off = mean + side * along - predicted(at + side * spread, places, means, slope)
+            error += n / 2 * (off**2 + variance - along**2)
+    return error
+
+
+def plain_ceiling(moments):
+    folds = moments.numpy()
+    folds = folds[:, :, folds[:, 0].sum(0) > 0]
+    whole = folds.sum(0)
+    folds = [fold for fold in folds if fold[0].any()]
+    errors = [
+        [squared_error(fold, whole - fold, 4**power, along_line) for fold in folds]
+        for power in range(8)
+        for along_line in (False, True)
+    ]
+    error = 0.0
+    for fold in range(len(folds)):  # by what did best on the others; a line beyond them has to save a thousandth
+        others = [(sum(own) - own[fold]) * (1.001 if way % 2 else 1) for way, own in enumerate(errors)]
+        error += errors[next(way for way, other in enumerate(others) if other <= min(others) * (1 + 1e-9))][fold]
+    y = whole[2].sum()
+    return 1 - error / (whole[5].sum() - y**2 / whole[0].sum())
+
+
+KINDS = {
+    "heavy tails": lambda x: np.exp(1.5 * np.abs(x)) * x,
+    "few values": lambda x: np.round(x),
+    "one bin": lambda x: 1 + 1e-3 * np.abs(np.tanh(x)),
+    "two scales": lambda x: np.where(x > 0.5, 1e4, 1e-3) * x,
+    "beyond the grid": lambda x: 1e6 * x,
+}
+FOLDS = {
+    "even": lambda x, generator: generator.integers(0, 8, x.size),
+    "some empty": lambda x, generator: generator.choice([1, 4, 5], x.size),
+    "uneven": lambda x, generator: np.minimum(generator.geometric(0.6, x.size) - 1, 7),
+    "tails by themselves": lambda x, generator: np.where(np.abs(x) > np.quantile(np.abs(x), 0.9), 7, 0),
+    "one side each": lambda x, generator: np.where(x > np.median(x), 2, 3),
+}
+
+
+@example("two scales", "even", 2, 0.01, 2019)  # the others' Σx² is lost in the whole's
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(sorted(KINDS)),
+    st.sampled_from(sorted(FOLDS)),
+    st.integers(2, 900),
+    st.sampled_from([0.01, 0.3, 3.0]),
+    st.integers(0, 10**6),
+)
+def test_the_ceiling_is_that_of_plain_loops(kind, folds, pairs, noise, seed):
+    generator = np.random.default_rng(seed)
+    x = KINDS[kind](generator.standard_normal(pairs))
+    y = np.tanh(x) + noise * generator.standard_normal(pairs)
+    fold = FOLDS[folds](x, generator)
+    moments = torch.stack([moments_of(x[fold == k], y[fold == k]) for k in range(8)])
+    if len(np.unique(fold)) < 2:
+        assert ceiling(moments) is None
+        return
+    found = ceiling(moments)
+    if found is None:
+        assert kind == "beyond the grid"  # where bins have no width
+        return
+    # Where y hardly varies about its mean, the share of variance has the rounding of Σy².
+    rounding = 1e-12 * float(moments[:, 5].sum()) / (y.var() * y.size)
+    assert found == pytest.approx(plain_ceiling(moments), rel=1e-12, abs=rounding)
+    # The same sums may lie in memory in any order.
+    assert ceiling(moments.mT.contiguous().mT) == found
+    assert ceiling(moments.transpose(0, 1).contiguous().transpose(0, 1)) == found
+
+
+def test_the_ceiling_of_many_pairs_is_that_of_plain_loops():
+    """As many as it takes for groups of the largest count."""
+    generator = np.random.default_rng(0)
+    x = np.exp(0.8 * generator.standard_normal(40_000)) * generator.standard_normal(40_000)
+    y = np.tanh(x) + 0.3 * generator.standard_normal(x.size)
+    moments = torch.stack([moments_of(x[k::4], y[k::4]) for k in range(4)])
+    assert ceiling(moments) == pytest.approx(plain_ceiling(moments), rel=1e-12)
+
+
+def test_there_is_no_ceiling_without_two_folds_or_without_variance():
+    x = np.linspace(-2, 2, 100)
+    one = moments_of(x, x)
+    nothing = torch.zeros_like(one)
+    assert ceiling(torch.stack([nothing, one, nothing])) is None
+    assert ceiling(torch.stack([nothing, nothing])) is None
+    constant = moments_of(x, np.ones_like(x))
+    assert ceiling(torch.stack([constant, constant])) is None
+
+
+def test_where_x_is_zero_there_is_no_line_to_follow():
+    y = np.random.default_rng(0).standard_normal(400)
+    moments = torch.stack([moments_of(np.zeros(200), half) for half in (y[:200], y[200:])])
+    assert ceiling(moments) == pytest.approx(0, abs=0.05)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(KINDS)), st.integers(0, 500), st.integers(1, 80), st.integers(0, 10**6))
+def test_groups_are_those_of_plain_loops(kind, pairs, least_count, seed):
+    generator = np.random.default_rng(seed)
+    x = KINDS[kind](generator.standard_normal(pairs))
+    moments = moments_of(x, generator.standard_normal(pairs))
+    groups = np.array(groups_of([column[:3].tolist() for column in moments.numpy().T if column[0]], least_count))
+    at, mean, _ = conditional_mean(moments, least_count)
+    assert len(at) == len(groups)
+    if pairs:
+        np.testing.assert_allclose(at, groups[:, 1] / groups[:, 0], rtol=1e-12, atol=1e-300)
+        np.testing.assert_allclose(mean, groups[:, 2] / groups[:, 0], rtol=1e-11, atol=1e-12)
+
+
+def test_weights_weigh_errors_and_means_alike_and_do_not_make_groups():
+    """Pairs of weight two are as good as two pairs, but for how many a group holds."""
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal(20_000)
+    y = np.tanh(x) + 0.3 * generator.standard_normal(x.size)
+    moments = torch.stack([moments_of(x[k::4], y[k::4]) for k in range(4)])
+    plain = ceiling(moments)
+    assert ceiling(2 * moments, moments[:, 0]) == pytest.approx(plain, rel=1e-12)
+    heavy = torch.where(torch.arange(PAIR_GRID.size) > PAIR_GRID.centre, 9.0, 1.0)
+    weighted = ceiling(moments * heavy, moments[:, 0])
+    weight = np.where(x > 0, 9.0, 1.0)
+    truth = 1 - 0.3**2 / np.cov(y, aweights=weight, ddof=0)
+    # As well as the held-out error of so many pairs is known.
+    assert weighted == pytest.approx(truth, abs=0.01) and weighted != pytest.approx(plain, abs=1e-4)
+
+
+def test_free_is_the_mean_of_y_at_x_and_its_slope():
+    generator = np.random.default_rng(0)
+    x = generator.uniform(-3, 3, 100_000)
+    y = np.tanh(x) + 0.1 * generator.standard_normal(x.size)
+    moments = torch.stack([moments_of(x[k::4], y[k::4]) for k in range(4)])
+    counts = moments[:, 0]
+    curve = free(moments.sum(0), counts.sum(0), chosen(moments, counts))
+    at = torch.linspace(-2.8, 2.8, 57, dtype=torch.float64)
+    np.testing.assert_allclose(curve.function(at), np.tanh(at.numpy()), atol=0.04)  # four groups' noise
+    step = 1e-7
+    slopes = (curve.function(at + step) - curve.function(at - step)) / (2 * step)
+    torch.testing.assert_close(curve.derivative(at), slopes, rtol=1e-5, atol=1e-5)
+    assert curve.function(torch.zeros(2, 3)).shape == (2, 3)
+
+
+def test_pairs_without_weight_do_not_count_in_free():
+    """As under γ² where a channel's γ is zero, in bins that it alone fills and in bins that it shares."""
+    x, noise = np.random.default_rng(0).standard_normal((2, 4000))
+    y, counted = np.tanh(x) + 0.1 * noise, np.abs(x) < 1.5
+    weighted = moments_of(x[counted], y[counted])
+    curve = free(weighted, moments_of(x, y)[0], None)
+    assert free(weighted, weighted[0], None).function(torch.zeros(1)) == curve.function(torch.zeros(1))
+    far = curve.function(torch.tensor([-9.0, 9.0], dtype=torch.float64))
+    np.testing.assert_allclose(far, np.tanh([-1.45, 1.45]), atol=0.05)  # of the outermost groups, flat beyond
+
+
+def test_the_ceiling_of_pure_noise_is_zero_although_tail_bins_hold_single_pairs():
+    generator = np.random.default_rng(0)
+    x = generator.standard_cauchy(3000)
+    y = generator.standard_normal(3000)
+    folds = np.arange(3000) % 8
+    moments = torch.stack([moments_of(x[folds == k], y[folds == k]) for k in range(8)])
+    n, total, squares = (moments.sum(0)[row].numpy() for row in (0, 2, 5))
+    occupied = n > 0
+    naive = 1 - (squares - total**2 / np.maximum(n, 1))[occupied].sum() / (squares.sum() - total.sum() ** 2 / 3000)
+    assert naive > 0.3
+    assert ceiling(moments) == pytest.approx(0, abs=0.01)
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.5, 2.0])
+def test_the_ceiling_is_the_share_of_variance_that_is_no_noise(noise):
+    generator = np.random.default_rng(3)
+    x = generator.standard_normal(60_000) * np.exp(generator.standard_normal(60_000))
+    signal = np.sign(x) * np.abs(x) ** 0.3  # bends as few curves do
+    y = signal + noise * generator.standard_normal(x.size)
+    top = ceiling(torch.stack([moments_of(x[k::8], y[k::8]) for k in range(8)]))
+    truth = 1 - noise**2 / np.var(y)
+    # The held-out error of 60,000 pairs is known to 2/√60000 ≈ 1 % of the noise's share.
+    assert top == pytest.approx(truth, abs=0.015 * (1 - truth) + 0.003)
+
+
+def test_every_group_of_the_conditional_mean_holds_enough_pairs():
+    x = np.concatenate([np.full(1, 1.0), np.full(126, 2.0), np.full(1, 3.0), np.full(200, 4.0)])
+    y = np.where(x == 3, 99.0, x)
+    at, mean, _ = conditional_mean(moments_of(x, y), least_count=64)
+    assert len(at) == 2
+    assert mean.max() < 5  # the lone pair at 3 does not stand by itself
+
+
+LAWS = {
+    "tanh": lambda x: 3 * np.tanh(x / 2),
+    "clip": lambda x: np.clip(x, -2, 2),
+    "power": lambda x: np.sign(x) * np.abs(x) ** 0.3,
+    "off centre": lambda x: 2 * np.tanh(x - 0.7),
+}
+NOISE = 0.3
+
+
+def unlike_sources(law, sources, seed):
+    """Pairs of sources that reach differently far; their folds, and the R² of the law itself."""
+    generator = np.random.default_rng(seed)
+    scale = np.exp(0.8 * generator.standard_normal(sources))[:, None]
+    x = scale * generator.standard_normal((sources, 400)) * np.exp(0.5 * generator.standard_normal((sources, 400)))
+    x = x.astype(np.float32).astype(float)
+    noise = NOISE * generator.standard_normal(x.shape)
+    y = LAWS[law](x) + noise
+    moments = torch.stack([moments_of(x[fold::8].ravel(), y[fold::8].ravel()) for fold in range(8)])
+    return moments, 1 - np.sum(noise**2) / np.sum((y - y.mean()) ** 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sources", [3, 8, 16])
+def test_with_few_sources_that_differ_the_interval_holds_the_law_and_hardly_a_curve_passes(sources):
+    """Of E[y|x] alone, chosen on the folds that it is scored on, every sixth curve passed with three sources."""
+    passing, curves, missed, n = 0, 0, 0, 0
+    for law in LAWS:
+        for seed in range(4):
+            moments, truth = unlike_sources(law, sources, seed)
+            problems = problems_of(moments)
+            [top] = ceilings(problems)
+            fits = (fitted(problems, curve, Parametrization(shift=False)) for curve in CURVES.values())
+            held_out = [row["r2_cv"] for [row], _ in fits]
+            passing, curves = passing + sum(own > top.r2 + 1e-6 for own in held_out), curves + len(held_out)
+            low, high = top.interval
+            missed, n = missed + (not low <= truth <= high), n + 1
+            assert max(held_out) <= high
+            # What is found is no better than the law but for chance: 400 pairs a source know R² to 1 % of the noise.
+            assert top.r2 <= truth + 0.02 * (1 - truth)
+    assert passing <= 0.05 * curves
+    assert missed <= 0.1 * n
+
+
+def test_the_ceiling_is_the_same_whatever_curves_are_asked_for(embedded):
+    seen = embedded["demo_vit"].only(["blocks.0.norm1", "blocks.5.norm2", "norm"])
+    tops = {}
+    for asked in ("isru", "all", "mine=x/(1+abs(x)**3)**(1/3)", "free", "best", "derf"):
+        for found in normscope.fit(seen, asked):
+            tops.setdefault(found.site, set()).add((found.r2_ceiling, found.intervals["r2_ceiling"]))
+    assert [len(own) for own in tops.values()] == [1, 1, 1]
+
+
+def test_of_the_ceiling_is_of_the_held_out_r2(embedded):
+    """R² of the pairs that a curve was fitted to is not what a prediction of others is to be held against."""
+    for found in normscope.fit(embedded["demo_wav2vec2"], "tanh"):
+        assert found.of_ceiling == found.r2_cv / found.r2_ceiling
+        assert found.intervals["r2_ceiling"][0] < found.r2_ceiling < found.intervals["r2_ceiling"][1]
+
+
+@pytest.mark.slow
+def test_free_in_sample_is_no_worse_than_held_out_and_no_curve_beats_it(embedded):
+    """At every site of the embedded networks; both are scored on the bins that E[y|x] is made of."""
+    for seen in embedded.values():
+        fits = normscope.fit(seen, "tanh,isru,erf,hardtanh,free")
+        free_of = {found.site: found for found in fits if found.curve == "free"}
+        for found in fits:
+            own = free_of[found.site]
+            assert own.r2 >= own.r2_cv
+            assert found.r2 <= own.r2 + 1e-3 * (1 - own.r2)
+
+
+def test_there_is_no_ceiling_where_the_grid_does_not_resolve_x():
+    """All of x in the one bin about zero: E[y|x] has one value there, and a curve many."""
+    generator = torch.Generator().manual_seed(0)
+    tiny = torch.nn.Sequential(torch.nn.LayerNorm(16, eps=0.0))
+    seen = normscope.capture(tiny, [1e-30 * torch.randn(8, 64, 16, generator=generator)])
+    for found in normscope.fit(seen, "tanh,linear,free"):
+        assert found.folds == "source" and found.r2_ceiling is None and found.of_ceiling is None
+        assert found.as_dict()["r2_ceiling"] is None and "r2_ceiling" not in found.intervals
+
+
+def test_a_function_that_is_infinite_somewhere_is_not_chosen():
+    """As a derivative is at x = 0: infinity less infinity is no error of the other folds."""
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal(4000)
+    y = np.tanh(x) + 0.1 * generator.standard_normal(x.size)
+    problems = problems_of(torch.stack([moments_of(x[k::8], y[k::8]) for k in range(8)]))
+    errors = torch.full((1, 1, 8), 1e-6, dtype=torch.float64)
+    errors[0, 0, 3] = math.inf
+    none = torch.zeros(0, 1, 8, dtype=torch.float64)
+    assert best_held_out(problems, errors, [False]) == best_held_out(problems, none, [])

@@ -1,0 +1,362 @@
+"""The search for α and s against searches over all raw pairs: the same minimum, and to many digits."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import brentq, curve_fit, minimize_scalar
+
+from normscope.fits.curves.known import CURVES
+from normscope.fits.solving.nodes import joined, nodes_of
+from normscope.fits.solving.objective import Objective, Parametrization
+from normscope.fits.solving.solve import CLOSE, _descended, least_squares
+
+NUMPY = {"tanh": np.tanh, "isru": lambda u: u / np.hypot(1, u)}
+SLOPE = {"tanh": lambda u: np.cosh(np.minimum(np.abs(u), 300)) ** -2.0, "isru": lambda u: np.hypot(1, u) ** -3.0}
+SEARCHED = [curve for curve in CURVES.values() if curve.name not in ("linear", "softcap", "sigmoid")]
+# Of those that are a power law at the origin, and so alike at every small scale, α is known only where they end.
+SMOOTH = [curve for curve in SEARCHED if curve.smooth]
+
+
+def residual_of(curve, x, y, alpha, shift=0.0):
+    values = curve.function(torch.from_numpy(alpha * x + shift)).numpy()
+    return float(y @ y - (y @ values) ** 2 / (values @ values))
+
+
+def heavy_tailed(pairs, seed):
+    generator = np.random.default_rng(seed)
+    x = generator.standard_normal(pairs) * np.exp(1.2 * generator.standard_normal(pairs))
+    return x.astype(np.float32).astype(float), generator
+
+
+@pytest.mark.parametrize("name", sorted(NUMPY))
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
+@pytest.mark.parametrize("level", [0.0, 0.6])
+def test_alpha_is_where_the_error_of_all_raw_pairs_is_stationary(solved, name, scale, level):
+    """The two signs of x need not mirror each other: y may be off centre, and one tail longer."""
+    x, generator = heavy_tailed(30_000, 0)
+    x = (scale * np.where(x > 0, 1.7 * x, x)).astype(np.float32).astype(float)
+    y = np.tanh(0.8 * x / scale) + level + 0.2 * generator.standard_normal(x.size)
+
+    def slope(log_alpha):
+        u = math.exp(log_alpha) * x
+        f, g = NUMPY[name](u), u * SLOPE[name](u)
+        return (y @ g) * (f @ f) - (y @ f) * (f @ g)
+
+    found = solved(x, y, name)
+    at = math.log(found.alpha)
+    alpha = math.exp(brentq(slope, at - 1e-3, at + 1e-3, xtol=1e-14))
+    assert found.alpha == pytest.approx(alpha, rel=1e-5)  # third order in bins of 1/16 octave
+    assert found.residual == pytest.approx(residual_of(CURVES[name], x, y, alpha), rel=1e-5)
+    assert found.converged and not found.straight
+
+
+@pytest.mark.parametrize("curve", SMOOTH, ids=lambda curve: curve.name)
+@pytest.mark.parametrize("shift", [0.0, 0.7])
+def test_every_smooth_curve_agrees_with_scipy_on_all_raw_pairs(solved, by_scipy, curve, shift):
+    x, generator = heavy_tailed(20_000, 1)
+    y = 2 * curve.function(torch.from_numpy(0.8 * x + shift)).numpy() + 0.3 * generator.standard_normal(x.size)
+    found = solved(x, y, curve, Parametrization(shift=shift != 0))
+
+    def predicted(x, amplitude, alpha, s=0.0):
+        return amplitude * curve.function(torch.from_numpy(alpha * x + s)).numpy()
+
+    truth = by_scipy(lambda u: curve.function(torch.from_numpy(u)).numpy(), x, y, shifted=shift != 0)
+    ours = [found.amplitude, found.alpha, *([found.shift] if shift else [])]
+    assert ours == pytest.approx(truth, rel=1e-4, abs=1e-4)
+    assert found.residual == pytest.approx(float(np.sum((y - predicted(x, *truth)) ** 2)), rel=5e-5)
+    assert found.converged and not found.straight
+
+
+@pytest.mark.parametrize("curve", [c for c in SEARCHED if not c.smooth], ids=lambda curve: curve.name)
+def test_curves_with_kinks_leave_no_more_than_the_best_of_a_fine_search(solved, curve):
+    x, generator = heavy_tailed(20_000, 2)
+    y = 2 * curve.function(torch.from_numpy(0.8 * x)).numpy() + 0.3 * generator.standard_normal(x.size)
+    found = solved(x, y, curve)
+    best = min(residual_of(curve, x, y, alpha) for alpha in np.geomspace(0.5 * found.alpha, 2 * found.alpha, 1000))
+    assert residual_of(curve, x, y, found.alpha) <= best * (1 + 1e-4)
+    assert found.residual == pytest.approx(residual_of(curve, x, y, found.alpha), rel=1e-4)
+
+
+def test_a_kink_among_the_outermost_pairs_is_found(solved):
+    """With a gain for α in a narrow range only, between where all pairs lie on the line and where too few do."""
+    generator = np.random.default_rng(0)
+    x = generator.uniform(-1, 1, 3000).astype(np.float32).astype(float)
+    y = np.clip(1.1 * x, -1, 1) + 0.01 * generator.standard_normal(x.size)
+    found = solved(x, y, "hardtanh")
+    assert not found.straight
+    assert found.alpha == pytest.approx(1.1, rel=5e-3)
+
+
+def lowest(name, x, y, between):
+    """Least error of all raw pairs for α between two bounds, and where it is."""
+    found = minimize_scalar(
+        lambda at: residual_of(CURVES[name], x, y, math.exp(at)),
+        bounds=np.log(between),
+        method="bounded",
+        options={"xatol": 1e-7},
+    )
+    return float(found.fun), math.exp(found.x)
+
+
+@pytest.mark.parametrize("name", sorted(NUMPY))
+@pytest.mark.parametrize("beside", [-0.3, -0.01, -1e-4, 1e-4, 0.01, 0.3])
+def test_of_two_minima_the_lower_is_found(solved, name, beside):
+    """Two kinds of pairs that bend a thousandfold apart: the larger the far ones' y, the more their bend pays."""
+    generator = np.random.default_rng(1)
+    near = generator.random(20_000) < 0.6
+    x = generator.standard_normal(near.size) * np.where(near, 1e-2, 30.0)
+    noise = 0.1 * generator.standard_normal(near.size)
+
+    def y_of(far):
+        return np.where(near, np.tanh(300 * x), far * np.tanh(0.1 * x)) + noise
+
+    def lead_of_far(far):
+        return lowest(name, x, y_of(far), (10, 3e3))[0] - lowest(name, x, y_of(far), (1e-3, 1))[0]
+
+    y = y_of(brentq(lead_of_far, 1.05, 5, xtol=1e-6) * (1 + beside))
+    (near_error, near_alpha), (far_error, far_alpha) = (lowest(name, x, y, span) for span in ((10, 3e3), (1e-3, 1)))
+    found = solved(x, y, name)
+    assert (near_error < far_error) == (beside < 0)
+    assert found.alpha == pytest.approx(near_alpha if beside < 0 else far_alpha, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(NUMPY))
+def test_pairs_far_from_the_origin_and_close_together_bend_where_all_raw_pairs_do(solved, name):
+    generator = np.random.default_rng(2)
+    x = generator.uniform(4, 5, 20_000)
+    y = np.tanh(0.3 * x) + 0.01 * generator.standard_normal(x.size)
+    found = solved(x, y, name)
+    error, alpha = min(lowest(name, x, y, (bound, 2 * bound)) for bound in np.geomspace(0.01, 5, 10))
+    assert found.alpha == pytest.approx(alpha, rel=3e-3)
+    assert found.residual <= error * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("offset", [0.0, 3.0, -200.0])
+def test_a_shift_finds_a_bend_away_from_the_origin(solved, offset):
+    x, generator = heavy_tailed(20_000, 5)
+    y = 3 * np.tanh(0.9 * x) + 0.2 * generator.standard_normal(x.size)
+    found = solved(x + offset, y, "tanh", Parametrization(shift=True))
+    # x near 200 is known to 1/64 octave at best, which is wider than the bend: its own regression line is what is left.
+    rel = 0.01 if abs(offset) < 10 else 0.5
+    assert found.alpha == pytest.approx(0.9, rel=rel)
+    assert -found.shift / found.alpha == pytest.approx(offset, abs=0.05 if abs(offset) < 10 else 1.0)
+
+
+@pytest.mark.parametrize("name", sorted(NUMPY))
+def test_the_descent_ends_at_the_minimum_from_however_far_off_it_starts(moments_of, name):
+    x, generator = heavy_tailed(5_000, 4)
+    moments = moments_of(x, np.tanh(x) + 0.5 * generator.standard_normal(x.size))[None]
+    nodes = nodes_of(moments, odd=True)
+    minimum = least_squares(Objective(nodes, CURVES[name]), nodes_of(joined(moments, 16), odd=True)).alpha.log()
+    # Far below, every curve is a line, and far above a step: downhill leads back from as far as it can be felt.
+    starts = minimum + torch.linspace(-4, 4, 33, dtype=torch.float64)
+    every = torch.zeros(33, dtype=torch.long)
+    objective = Objective(nodes.of(every), CURVES[name])
+    wide = torch.full((33,), 9.0, dtype=torch.float64)
+    theta = _descended(objective, torch.stack([starts, torch.zeros(33)], -1), minimum - wide, minimum + wide, CLOSE)
+    torch.testing.assert_close(theta[:, 0], minimum.expand(33), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(NUMPY))
+def test_a_fit_evaluates_the_curve_a_few_times_at_all_nodes(moments_of, name):
+    """Time is evaluations: the grid over all decades is for the coarse nodes alone."""
+    x, generator = heavy_tailed(200_000, 3)
+    moments = moments_of(x, np.tanh(x) + 0.5 * generator.standard_normal(x.size))[None]
+    nodes, coarse = nodes_of(moments, odd=True), nodes_of(joined(moments, 32), odd=True)
+    sizes = []
+
+    def counted(function):
+        return lambda u: (sizes.append(u.numel()), function(u))[1]
+
+    curve = CURVES[name]
+    one = replace(curve, function=counted(curve.function), derivative=counted(curve.derivative))
+    alphas = [least_squares(Objective(nodes, own), coarse).alpha for own in (one, curve)]
+    torch.testing.assert_close(*alphas)
+    assert sum(sizes) < 35 * nodes.x.numel()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(SEARCHED),
+    st.floats(-5.8, 4.7),  # at 1e-6 the steepest bends would begin below the grid
+    st.floats(0.7, 20),
+    st.floats(0.1, 30),
+    st.integers(0, 5),
+)
+def test_a_curve_without_noise_is_found_at_any_scale(solved, curve, log_scale, bend, amplitude, seed):
+    """x spans |x| ~ 2e-6 … 1e5, where the grid of bins ends; α·max|x| = bend · about 4."""
+    x = (np.random.default_rng(seed).standard_normal(4000) * 10.0**log_scale).astype(np.float32).astype(float)
+    alpha = bend / 10.0**log_scale
+    y = amplitude * curve.function(torch.from_numpy(alpha * x)).numpy()
+    found = solved(x, y, curve)
+    left = 1 - residual_of(curve, x, y, found.alpha) / float(y @ y)
+    # A bin of 1/16 octave hides what is of third order in its width, and one that holds a kink of second order.
+    assert 1 - left <= (1e-7 if curve.smooth else 1e-4)
+    if curve.smooth:
+        assert found.alpha == pytest.approx(alpha, rel=1e-4)
+        assert found.amplitude == pytest.approx(amplitude, rel=1e-4)
+        assert found.converged
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(["tanh", "isru", "erf", "arctan"]), st.floats(-5, 3), st.integers(0, 100))
+def test_scaling_x_scales_alpha_alone(solved, name, log_factor, seed):
+    generator = np.random.default_rng(seed)
+    x = generator.standard_normal(30_000) * np.exp(generator.standard_normal(30_000))
+    y = 2 * np.tanh(0.7 * x) + 0.3 * generator.standard_normal(x.size)
+    factor = 10.0**log_factor
+    one, other = solved(x, y, name), solved(factor * x, y, name)
+    # Other bins hold the pairs, each of which is right to third order in its width, and what is of that order is as
+    # random as the noise: of a tenth of the pairs R² differed by 2.06e-6 once.
+    assert other.alpha * factor == pytest.approx(one.alpha, rel=2e-5)
+    assert other.amplitude == pytest.approx(one.amplitude, rel=2e-5)
+    assert other.r2 == pytest.approx(one.r2, abs=2e-6)
+
+
+@given(st.floats(-6, 4.7), st.floats(0.01, 100))
+@settings(max_examples=20, deadline=None)
+def test_pairs_on_a_line_are_straight(solved, log_scale, slope):
+    x = np.random.default_rng(0).standard_normal(2000) * 10.0**log_scale
+    for curve in CURVES.values():
+        if curve.linear_at_origin and curve.zero_centred and not curve.amplitude_is_inverse_scale:
+            found = solved(x, slope * x, curve)
+            assert found.straight and found.converged
+            at_origin = found.amplitude * found.alpha * curve.slope_at_origin
+            assert at_origin == pytest.approx(slope, rel=1e-3)
+
+
+def test_pairs_that_bend_outwards_are_straight_too(solved):
+    x = np.random.default_rng(0).standard_normal(4000)
+    assert solved(x, np.sinh(x)).straight
+
+
+def test_with_a_shift_the_line_need_not_pass_the_origin(solved):
+    x, noise = np.random.default_rng(0).standard_normal((2, 4000))
+    found = solved(x, 2 * x - 3 + 0.1 * noise, "tanh", Parametrization(shift=True))
+    assert found.straight
+    predicted = found.amplitude * np.tanh(found.alpha * x + found.shift)
+    slope, offset = np.polyfit(x, 2 * x - 3 + 0.1 * noise, 1)
+    np.testing.assert_allclose(predicted, slope * x + offset, atol=2e-3)
+
+
+def test_a_bend_far_below_the_median_is_found(solved):
+    generator = np.random.default_rng(0)
+    wide = generator.random(20_000) < 0.6
+    x = generator.standard_normal(20_000) * np.where(wide, 1e4, 1e-3)
+    found = solved(x, np.tanh(2000 * x) + 0.01 * generator.standard_normal(x.size))
+    assert found.alpha == pytest.approx(2000, rel=0.02)
+    assert found.converged
+
+
+def test_what_cannot_be_told_is_not_called_converged(solved):
+    generator = np.random.default_rng(0)
+    x, noise = generator.standard_normal((2, 5000))
+    assert not solved(x, np.sign(x)).converged  # a step: any α will do that is large enough
+    assert not solved(np.ones(5000), noise).converged  # x has no spread
+    for scale in (1e6, 1e-9):  # beyond the grid, where bins have no width
+        assert not solved(scale * x, np.tanh(x)).converged
+    for scale in (1e4, 1e-6):
+        assert solved(scale * x, np.tanh(x)).converged
+
+
+@pytest.mark.parametrize("name", ["cubsign", "exproot", "logquad_clip", "power23_clip"])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_of_pairs_that_follow_a_curves_power_law_only_the_law_is_told(solved, name, scale):
+    """A·α^p alone: the sum of squares is the same along it. The law itself is least squares of |x|^p by numpy."""
+    curve, power = CURVES[name], {"cubsign": 3, "exproot": 1 / 2, "logquad_clip": 2, "power23_clip": 2 / 3}[name]
+    generator = np.random.default_rng(0)
+    x = (scale * generator.uniform(-1, 1, 20_000)).astype(np.float32).astype(float)
+    law = np.sign(x) * np.abs(x) ** power
+    y = 0.7 * law + 0.3 * scale**power * generator.standard_normal(x.size)
+    found = solved(x, y, curve)
+    assert found.power_law and found.converged and not found.straight
+    coefficient = found.amplitude * found.alpha**power
+    assert coefficient == pytest.approx(float(law @ y / (law @ law)), rel=5e-4)  # to which the curve is its law
+    bent = solved(x, 2 * scale**power * curve.function(torch.from_numpy(3 * x / scale)).numpy(), curve)
+    assert not bent.power_law and bent.alpha == pytest.approx(3 / scale, rel=1e-2)
+
+
+def test_what_is_told_of_a_power_law_has_an_interval_and_what_is_not_has_none(solved):
+    generator = np.random.default_rng(0)
+    x, noise = generator.standard_normal((2, 8000))
+    y, folds = np.sign(x) * np.abs(x) ** (2 / 3) + 0.1 * noise, np.arange(8000) % 8
+    intervals = solved(x, y, "power23_clip", folds=folds).intervals
+    assert set(intervals) == {"coefficient", "r2"}
+    low, high = intervals["coefficient"]
+    assert low < 1 < high
+    assert high - low < 0.02
+    step = solved(x, np.sign(x), folds=folds)  # any α will do that is large enough, and no slope is told either
+    assert not step.converged and not {"A", "alpha", "slope"} & set(step.intervals)
+
+
+@pytest.mark.parametrize(("bend", "straight"), [(0.02, True), (0.5, False)])
+def test_straight_is_a_matter_of_the_bend(solved, bend, straight):
+    """tanh departs from its tangent by u³/3: for u within ±0.08 noise of 1 % hides that, within ±2 it does not."""
+    generator = np.random.default_rng(1)
+    x, noise = generator.standard_normal((2, 20_000))
+    assert solved(x, np.tanh(bend * x) / bend + 0.01 * noise).straight == straight
+
+
+def test_a_straight_fit_has_the_slope_of_the_line(solved):
+    x, noise = np.random.default_rng(2).standard_normal((2, 5000))
+    for y in (0.3 * x + noise, noise, np.sinh(x)):
+        found = solved(x, y)
+        assert found.straight
+        assert found.amplitude * found.alpha == pytest.approx(float(x @ y / (x @ x)), rel=1e-3)
+
+
+def test_the_identity_is_the_line(solved):
+    x, noise = np.random.default_rng(2).standard_normal((2, 5000))
+    y = 0.3 * x + noise
+    found = solved(x, y, "linear")
+    assert found.straight and found.converged and found.alpha == 1
+    assert found.amplitude == pytest.approx(float(x @ y / (x @ x)), rel=1e-6)
+    given = solved(x, y, "linear", Parametrization(alpha=2.0))
+    assert given.alpha == 2 and 2 * given.amplitude == pytest.approx(found.amplitude, rel=1e-12)
+
+
+def test_softcap_is_tanh_whose_amplitude_is_the_inverse_scale(solved):
+    x, generator = heavy_tailed(20_000, 6)
+    y = 5 * np.tanh(x / 5) + 0.1 * generator.standard_normal(x.size)
+    found = solved(x, y, "softcap")
+    assert found.amplitude == pytest.approx(1 / found.alpha, rel=1e-12)
+    [cap], _ = curve_fit(lambda x, cap: cap * np.tanh(x / cap), x, y, p0=[4.0], xtol=1e-14, ftol=1e-14)
+    assert found.amplitude == pytest.approx(cap, rel=1e-5)
+
+
+def test_a_sigmoid_with_an_offset_would_be_tanh():
+    u = np.linspace(-30, 30, 601)
+    np.testing.assert_allclose(
+        CURVES["sigmoid"].function(torch.from_numpy(u)).numpy(), (1 + np.tanh(u / 2)) / 2, rtol=1e-10, atol=1e-13
+    )
+
+
+@pytest.mark.parametrize(
+    "form",
+    [Parametrization(alpha=1.0), Parametrization(amplitude="theory"), Parametrization(alpha=0.3, shift=True)],
+    ids=str,
+)
+def test_what_is_not_fitted_stays_what_it_was_set_to(solved, form):
+    x, generator = heavy_tailed(20_000, 7)
+    y = 2 * np.tanh(0.8 * x + 0.3) + 0.2 * generator.standard_normal(x.size)
+    found = solved(x, y, "tanh", form, bound=2.5)
+
+    def predicted(x, *free):
+        given = dict(zip(names, free, strict=True))
+        amplitude = 2.5 if form.amplitude == "theory" else given["A"]
+        return amplitude * np.tanh((form.alpha or given.get("alpha")) * x + given.get("s", 0.0))
+
+    names = [*(["A"] if form.amplitude == "free" else []), *(["alpha"] if form.alpha is None else [])]
+    names += ["s"] if form.shift else []
+    ours = {"A": found.amplitude, "alpha": found.alpha, "s": found.shift}
+    starts = ([start] * len(names) for start in (0.05, 0.5, 5.0))  # which know nothing of ours
+    tried = [curve_fit(predicted, x, y, p0=start, xtol=1e-14, ftol=1e-14)[0] for start in starts]
+    truth = min(tried, key=lambda free: np.sum((y - predicted(x, *free)) ** 2))
+    assert [ours[name] for name in names] == pytest.approx(truth, rel=1e-5, abs=1e-5)
+    assert found.alpha == (form.alpha or found.alpha)
+    assert found.amplitude == (2.5 if form.amplitude == "theory" else found.amplitude)

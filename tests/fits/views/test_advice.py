@@ -1,0 +1,221 @@
+"""Advice is held to numpy on the fits' own numbers, to the published table, and to YAML as it is read back."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from torch import nn
+
+import normscope
+from normscope.cli.formats import as_yaml
+from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curves.known import CURVES
+from normscope.fits.views.advice import BY_WIDTH, NOTE, StartingValue, advise, feeds_of, published
+from normscope.pairs.norms.sites import NormSite
+from normscope.tables.fit import advice_table
+
+
+def made(site, alpha=1.0, amplitude=1.0, curve="tanh", **changed):
+    found = CurveFit(
+        model="net", weights="made", data="noise", site=site, curve=curve, amplitude=amplitude, alpha=alpha, shift=0.0,
+        r2=0.9, r2_ceiling=0.95, folds="source", rmse=0.1, n_pairs=100, straight=False, converged=True,
+        function=CURVES[curve],
+    )  # fmt: skip
+    return replace(found, **changed)
+
+
+def site(name, placement="pre-norm", d=8):
+    return NormSite(0, name, "LayerNorm", (d,), -1, d, 1e-6, True, placement, 1, 1, True)
+
+
+def table(advice, width=200):
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
+    console.print(advice_table(advice))
+    return console.export_text()
+
+
+@pytest.mark.parametrize("alphas", [[0.2, 5.0, 0.8], [0.1, 0.4, 1.6, 30.0], [0.7]])
+def test_the_start_is_the_median_and_one_outlier_does_not_move_it(alphas):
+    amplitudes = [3 + n for n, _ in enumerate(alphas)]
+    fits = [made(f"blocks.{n}.norm1", *both) for n, both in enumerate(zip(alphas, amplitudes, strict=True))]
+    (found,) = advise(fits)
+    middle = float(np.exp(np.median(np.log(alphas))))
+    assert found.alpha.value == pytest.approx(middle, rel=1e-12)  # float64's rounding of logarithms
+    assert (found.alpha.least, found.alpha.most) == (min(alphas), max(alphas))
+    assert found.amplitude == StartingValue(float(np.median(amplitudes)), min(amplitudes), max(amplitudes))
+    assert (found.kind, found.sites, found.left_out) == ("blocks.*.norm1", len(alphas), 0)
+
+
+@pytest.mark.parametrize("alphas", [[0.2, 5.0, 0.8], [0.1, 0.4, 1.6, 30.0]])
+def test_c_is_the_median_of_the_sites_own_c(alphas):
+    fits = [made(f"blocks.{n}.norm1", alpha, curve="isru") for n, alpha in enumerate(alphas)]
+    (found,) = advise(fits)
+    assert pytest.approx(float(np.exp(np.median(np.log([fit.C for fit in fits])))), rel=1e-12) == found.C
+    assert advise([made("norm")])[0].C is None
+
+
+def test_sites_that_say_nothing_are_counted_and_left_out():
+    fits = [
+        made("h.0.ln_1", 0.5),
+        made("h.1.ln_1", 1e-6, straight=True),
+        made("h.2.ln_1", 1e-6, converged=False),
+        made("h.3.ln_1", math.nan, math.nan, nothing="all zero", converged=False),
+        made("h.4.ln_1", 0.7),
+        made("h.5.ln_1", 0.6),
+    ]
+    (found,) = advise(fits)
+    assert (found.sites, found.straight, found.not_converged, found.nothing) == (3, 1, 1, 1)
+    assert found.alpha == StartingValue(pytest.approx(0.6), 0.5, 0.7)
+    assert "1 straight, 1 not converged, 1 nothing to fit" in " ".join(table([found]).split())
+
+
+def test_a_kind_without_any_bend_has_no_start_and_says_so():
+    (found,) = advise([made("norm", 1e-6, straight=True)])
+    assert (found.alpha, found.amplitude, found.C, found.sites) == (None, None, None, 0)
+    row = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert (row["alpha"], row["left_out"]["straight"]) == (None, 1)
+    assert "1 straight" in table([found])
+
+
+def test_kinds_and_curves_stay_apart_and_channels_and_free_stay_out():
+    fits = [
+        made("a.0.norm"), made("a.0.norm", curve="isru"), made("b.0.norm"), made("a.1.norm"),
+        made("a.1.norm", 99.0, channel=3), replace(made("a.1.norm", 99.0), curve="free"),
+    ]  # fmt: skip
+    found = [(one.kind, one.curve, one.sites, one.alpha.most) for one in advise(fits)]
+    assert found == [("a.*.norm", "tanh", 2, 1.0), ("a.*.norm", "isru", 1, 1.0), ("b.*.norm", "tanh", 1, 1.0)]
+
+
+@pytest.mark.parametrize(
+    "kind, placement, feeds",
+    [
+        ("model.layers.*.input_layernorm", "pre-norm", "attention"),
+        ("model.layers.*.post_attention_layernorm", "pre-norm", "other"),
+        ("transformer.h.*.ln_1", "pre-norm", "attention"),
+        ("transformer.h.*.ln_2", "pre-norm", "other"),
+        ("layers.*.attention_norm", "pre-norm", "attention"),
+        ("layers.*.ffn_norm", "pre-norm", "other"),
+        ("model.layers.*.pre_feedforward_layernorm", "pre-norm", "other"),
+        ("model.norm", "final", "other"),
+        # What these come before depends on the network, or is no residual branch.
+        ("layers.*.norm1", "post-norm", None),
+        ("layers.*.self_attn_layer_norm", "pre-norm", None),
+        ("layers.*.self_attn.q_norm", "qk", None),
+        ("layers.*.attention.output.LayerNorm", "post-norm", None),
+        ("layers.*.self_attn_layer_norm_of_input_layernorm", "pre-norm", None),
+        ("model.layers.*.input_layernorm", None, None),
+    ],
+)
+def test_what_a_norm_feeds_is_read_only_from_names_that_tell(kind, placement, feeds):
+    assert feeds_of(kind, {placement}) == feeds
+    assert feeds_of(kind, set()) is None
+    assert feeds_of(kind, {"pre-norm", "post-norm"}) is None
+
+
+# As the paper's tables of α₀ for LLaMA print them: width, attention, other.
+TABLE = [(1024, 1.0, 1.0), (2048, 1.0, 0.5), (4096, 0.8, 0.2), (5120, 0.6, 0.15), (8192, 0.2, 0.05)]
+
+
+@pytest.mark.parametrize("width, attention, other", TABLE)
+def test_published_values_are_those_of_the_paper(width, attention, other):
+    assert published("language", {width}, "attention").alpha == attention
+    assert published("language", {width}, "other").alpha == other
+    assert f"LLaMA of width {width}, " in published("language", {width}, "other").of
+    assert len(BY_WIDTH) == len(TABLE)
+
+
+@pytest.mark.parametrize("width, nearest", [(768, 1024), (1500, 2048), (3072, 4096), (6656, 8192), (16384, 8192)])
+def test_between_published_widths_the_nearest_is_named_and_nothing_is_interpolated(width, nearest):
+    found = published("language", {width}, "attention")
+    assert found.alpha == published("language", {nearest}, "attention").alpha
+    assert found.of == f"LLaMA of width {nearest}, the nearest to {width}, attention"
+
+
+@pytest.mark.parametrize(
+    "family, widths, feeds, alpha",
+    [
+        ("vision", {8}, None, 0.5), ("speech", set(), "other", 0.5), ("diffusion", {8}, "attention", 0.5),
+        (None, {4096}, "attention", None), ("your own", {4096}, "attention", None),
+        ("language", {4096}, None, None), ("language", set(), "other", None), ("language", {8, 16}, "other", None),
+    ],
+)  # fmt: skip
+def test_nothing_published_is_claimed_where_it_is_not_known_to_hold(family, widths, feeds, alpha):
+    found = published(family, widths, feeds)
+    assert (found and found.alpha) == alpha
+
+
+def test_only_dyt_has_published_starts_here():
+    norms = [site("layers.0.input_layernorm", d=4096)]
+    fits = [made("layers.0.input_layernorm", curve=curve) for curve in ("tanh", "isru")]
+    tanh, isru = advise(fits, norms, family="language")
+    assert tanh.published.alpha == 0.8 and isru.published is None
+    text = " ".join(table([tanh, isru]).split())
+    assert "0.8 (LLaMA of width 4096, attention)" in text
+    assert "weight γ at A" in text
+
+
+def test_yaml_reads_back_as_the_document():
+    fits = [made("blocks.0.norm1", 1e-7), made("blocks.1.norm1", 123456789.0), made("norm", 1e-6, straight=True)]
+    rows = [found.as_dict() for found in advise(fits, [site("norm", "final")], family="vision")]
+    document = {"note": NOTE, "advice": rows}
+    text = as_yaml(document)
+    assert yaml.safe_load(text) == document == json.loads(json.dumps(document, allow_nan=False))
+    assert "γ" in text and "kind: blocks.*.norm1" in text
+
+
+GOLDEN = """\
+model: net
+kind: blocks.*.norm1
+func: isru
+alpha:
+  value: 0.5
+  least: 0.25
+  most: 1.0
+shift:
+  value: 0.0
+  least: 0.0
+  most: 0.0
+A:
+  value: 2.0
+  least: 2.0
+  most: 2.0
+C: 4.0
+sites: 3
+left_out:
+  straight: 0
+  not_converged: 0
+  nothing: 0
+feeds: attention
+published_alpha: null
+published_of: null
+"""
+
+
+def test_a_row_is_written_as_it_always_was():
+    fits = [made(f"blocks.{n}.norm1", alpha, 2.0, "isru") for n, alpha in enumerate((0.25, 0.5, 1.0))]
+    (found,) = advise(fits, [site("blocks.0.norm1")], family="vision")
+    assert as_yaml(found.as_dict()) == GOLDEN
+
+
+def test_from_a_capture_to_a_start():
+    norms = nn.ModuleList([nn.LayerNorm(16) for _ in range(3)])
+    model = nn.Module()
+    model.blocks = norms
+    model.forward = lambda x: [norm(x * 2.0**n) for n, norm in enumerate(norms)]
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    x = x * torch.exp(0.7 * torch.randn(64, 1, generator=torch.Generator().manual_seed(1)))
+    seen = normscope.capture(model, [x])
+    (found,) = advise(normscope.fit(seen, "tanh"), seen.sites)
+    # The same pairs at x, 2x and 4x: α in ratios of two, but for eps beside the variance, which is 1e-5 of it.
+    assert found.alpha.least / found.alpha.value == pytest.approx(0.5, rel=1e-3)
+    assert found.alpha.most / found.alpha.value == pytest.approx(2, rel=1e-3)
+
+
+def test_no_number_is_broken_in_a_narrow_terminal():
+    fits = [made(f"model.encoder.transformer.layers.{n}.final_layer_norm", 0.1 * (n + 1)) for n in range(3)]
+    assert "0.2 (0.1 to 0.3)" in table(advise(fits, family="speech"), width=100)

@@ -1,0 +1,356 @@
+"""The norm card against raw pairs: numpy's percentiles, scipy's kurtosis, and the real modules called on c·x."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import scipy.optimize
+import scipy.stats
+import torch
+from diffusers.models.normalization import LpNorm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import normscope
+from normscope.pairs.capture import captured
+from normscope.pairs.recorder import Summing
+from normscope.pairs.sums.binning import PAIR_GRID, TOKEN_GRID
+from normscope.pairs.sums.magnitudes import Magnitudes, of_pairs, of_tokens
+
+D, EPS = 96, 1e-5
+ABOUT_THE_MEAN = ("ln", "quiet")
+# Tokens are counted in bins an eighth of an octave wide, evenly filled: a third of such a bin is more than any
+# percentile of some thousands of tokens is off by.
+IN_A_BIN = 0.04
+
+
+def heavy_tailed(samples=40, tokens=60, seed=0):
+    """Tokens of very different mean and σ, with two channels that reach far out."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    x = noise(samples, tokens, D) * torch.exp(0.8 * noise(samples, tokens, 1))
+    x[..., 7] *= 20
+    x[..., 9] *= -8
+    return x + 0.7 * x.std(-1, keepdim=True) * noise(samples, tokens, 1)
+
+
+def observed(model, batches, **options):
+    """A capture, and of every site its raw x and y, float64 ``(tokens, d)``."""
+    raw = {}
+
+    def observe(site, x, y):
+        raw.setdefault(site.name, []).append((x.double().clone(), y.double().clone()))
+
+    named = {name: options.pop(name) for name in ("about", "layers") if name in options}
+    seen = captured(model, batches, Summing(observe=observe, **options), **named)
+    return seen, {name: tuple(map(torch.cat, zip(*rows, strict=True))) for name, rows in raw.items()}
+
+
+def cards_of(model, batches, **options):
+    seen, raw = observed(model, batches, **options)
+    return {card.site: card for card in normscope.norm_cards(seen)}, raw
+
+
+@pytest.fixture(scope="module")
+def norms():
+    return nn.ModuleDict(
+        {
+            "ln": nn.LayerNorm(D, eps=1e-9),
+            "rms": nn.RMSNorm(D, eps=1e-9),
+            "quiet": nn.LayerNorm(D, eps=EPS),
+            "quiet_rms": nn.RMSNorm(D, eps=EPS),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def found(norms):
+    norms.forward = lambda x: [norms[name](x * (3e-3 if "quiet" in name else 1)) for name in norms]
+    return cards_of(norms, [heavy_tailed(), heavy_tailed(seed=1)])
+
+
+def sigma_of(name, x, eps):
+    return np.sqrt((x.var(1, unbiased=False) if name in ABOUT_THE_MEAN else x.square().mean(1)).numpy() + eps)
+
+
+@pytest.mark.parametrize("name", ["ln", "rms"])
+def test_offsets_are_those_of_the_raw_tokens(found, name):
+    cards, raw = found
+    x = raw[name][0]
+    offsets = (x.mean(1).abs() / x.std(1, unbiased=False)).numpy()
+    own = cards[name].centring
+    # For RMSNorm |μ|/√(mean of x²) is counted, of which |μ|/σ takes four times the relative error at |μ|/σ = 2.
+    tolerance = IN_A_BIN * (1 if name == "ln" else 1 + np.percentile(offsets, 95) ** 2)
+    assert own.offset_p50 == pytest.approx(np.percentile(offsets, 50), rel=tolerance)
+    assert own.offset_p95 == pytest.approx(np.percentile(offsets, 95), rel=tolerance)
+    share = (x.mean(1).square() / x.square().mean(1)).mean().item()
+    assert own.mean_share == pytest.approx(
+        share, rel=5e-3
+    )  # bins 12 % wide, filled nearly evenly: see test_stated_accuracy
+
+
+def test_what_is_lost_without_centring_is_what_torchs_rmsnorm_makes_of_it(found):
+    cards, raw = found
+    x = raw["ln"][0]
+    y = nn.LayerNorm(D, eps=0, dtype=torch.float64)(x)
+    z = nn.RMSNorm(D, eps=0, dtype=torch.float64)(x)
+    off = ((y - z).square().mean(1) / y.square().mean(1)).mean().item()
+    assert off > 0.1
+    assert cards["ln"].centring.change_without == pytest.approx(off, rel=5e-3)
+    assert cards["rms"].centring.change_without is None
+
+
+@pytest.mark.parametrize("name", ["ln", "rms", "quiet", "quiet_rms"])
+def test_sigma_is_what_the_raw_tokens_are_divided_by(found, name):
+    cards, raw = found
+    sigma = sigma_of(name, raw[name][0], cards[name].eps)
+    own = cards[name].scale
+    for share, ours in ((5, own.sigma_p5), (50, own.sigma_p50), (95, own.sigma_p95)):
+        assert ours == pytest.approx(np.percentile(sigma, share), rel=IN_A_BIN)
+    assert own.spread == own.sigma_p95 / own.sigma_p5
+
+
+@pytest.mark.parametrize("name", ["quiet", "quiet_rms"])
+def test_eps_touches_the_tokens_whose_y_the_module_makes_smaller(found, norms, name):
+    cards, raw = found
+    x = raw[name][0]
+    with_eps = type(norms[name])(D, eps=EPS, dtype=torch.float64)(x)
+    without = type(norms[name])(D, eps=0, dtype=torch.float64)(x)
+    touched = (with_eps.norm(dim=1) < 0.99 * without.norm(dim=1)).double().mean().item()
+    assert 0.1 < touched < 0.95
+    assert cards[name].scale.touched == pytest.approx(touched, abs=0.01)  # few tokens lie within the last bin
+    assert cards["ln"].scale.touched == 0
+
+
+@pytest.mark.parametrize("name", ["ln", "rms", "quiet", "quiet_rms"])
+def test_y_of_c_times_x_is_that_of_x_down_to_where_the_card_says(found, norms, name):
+    cards, raw = found
+    x, scale = raw[name][0], cards[name].scale
+    norm = type(norms[name])(D, eps=cards[name].eps, dtype=torch.float64)
+
+    def changed(c):
+        return (norm(c * x).norm(dim=1) < 0.99 * norm(x).norm(dim=1)).double().mean().item()
+
+    # As far to either side as a percentile of σ may be off.
+    assert changed(scale.holds_to * (1 + IN_A_BIN)) < 0.01 < changed(scale.holds_to * (1 - IN_A_BIN))
+    assert changed(scale.holds_to_p50 * (1 + IN_A_BIN)) < 0.5 < changed(scale.holds_to_p50 * (1 - IN_A_BIN))
+
+
+def test_an_eps_that_bounds_the_norm():
+    eps = 2.0
+    rows = heavy_tailed(8).flatten(0, 1) * 0.3
+    rows[:24] *= 1e-4
+    norm = LpNorm(dim=-1, eps=eps)
+    cards, raw = cards_of(nn.Sequential(norm), [rows])
+    x, scale = raw["0"][0], cards["0"].scale
+    bounded = (x.norm(dim=1) < eps).double().mean().item()
+    assert 0.04 < bounded < 0.4
+    in_the_bin = ((x.norm(dim=1) / eps).log2().abs() < 0.25).double().mean().item()
+    assert bounded <= scale.touched <= bounded + in_the_bin
+
+    def changed(c):
+        return (norm(c * x).norm(dim=1) < 0.99 * norm(x).norm(dim=1)).double().mean().item()
+
+    assert scale.holds_to == pytest.approx(0.99, rel=IN_A_BIN)
+    median = scale.holds_to_p50
+    assert changed(median * (1 + IN_A_BIN)) < 0.5 < changed(median * (1 - IN_A_BIN))
+
+
+@pytest.mark.parametrize("name", ["ln", "quiet_rms"])
+def test_the_linear_range_is_that_of_the_raw_pairs(found, name):
+    cards, raw = found
+    share = linear_share(*raw[name])
+    assert 0.5 < share < 0.998
+    assert not cards[name].straight
+    assert cards[name].linear == pytest.approx(share, abs=2e-4)
+
+
+def linear_share(x, y):
+    """Share of pairs at which scipy's tanh through all of them is within 5 % of its tangent."""
+    x, y = x.flatten().numpy(), y.flatten().numpy()
+    start = (np.abs(y).max() / 2, 1 / x.std())
+    (_, alpha), _ = scipy.optimize.curve_fit(lambda x, scale, a: scale * np.tanh(a * x), x, y, p0=start)
+    u = np.abs(alpha * x)
+    return np.mean(np.tanh(u) >= 0.95 * u)
+
+
+def test_pairs_that_do_not_bend_are_linear_all_over():
+    x = nn.LayerNorm(D)(torch.randn(500, D)).detach()  # of σ = 1, all of them
+    cards, _ = cards_of(nn.Sequential(nn.LayerNorm(D)), [x])
+    assert (cards["0"].straight, cards["0"].linear) == (True, 1.0)
+
+
+@pytest.mark.parametrize("name", ["ln", "rms", "quiet", "quiet_rms"])
+def test_tails_are_those_of_the_raw_pairs(found, name):
+    cards, raw = found
+    x, tails = raw[name][0], cards[name].tails
+    assert_tails(tails, x)
+    assert {own.channel for own in tails.channels[:2]} == {7, 9}
+
+
+def assert_tails(tails, x):
+    size = x.abs()
+    assert tails.kurtosis == pytest.approx(scipy.stats.kurtosis(x.numpy(), axis=None, fisher=False), rel=1e-6)
+    median = np.median(size)
+    assert tails.median == pytest.approx(median, rel=2e-3)  # an eighth of a bin
+    assert tails.largest == pytest.approx(size.max().item(), rel=1e-7)
+    assert tails.channel == int(size.amax(0).argmax())
+    for number, factor in ((tails.beyond_100, 100), (tails.beyond_1000, 1000)):
+        least, most = ((size > factor * median * edge).sum().item() for edge in (1.01, 0.99))
+        assert least <= number <= most
+    shares = x.square().sum(0) / x.square().sum()
+    for own, (share, channel) in zip(tails.channels, zip(*shares.topk(3), strict=True), strict=True):
+        assert (own.channel, own.share) == (int(channel), pytest.approx(float(share), rel=1e-9))
+        assert (own.low, own.high) == (x[:, channel].min().item(), x[:, channel].max().item())
+    reach, rows = size.amax(1).sort(descending=True)
+    assert [abs(token.x) for token in tails.tokens] == reach[:16].tolist()
+    assert [token.channel for token in tails.tokens] == size[rows[:16]].argmax(1).tolist()
+
+
+def test_the_demo_against_its_raw_pairs():
+    network = normscope.load("demo_vit")
+    cards, raw = cards_of(network.module, network.inputs, layers=2, about=network.about)
+    assert len(cards) == 2
+    for name, card in cards.items():
+        x, y = raw[name]
+        assert_tails(card.tails, x)
+        assert card.linear == pytest.approx(linear_share(x, y), abs=1e-3)  # where it is steep, a bin holds a hundredth
+        assert card.scale.sigma_p50 == pytest.approx(x.std(1, unbiased=False).median().item(), rel=IN_A_BIN)
+        offsets = x.mean(1).abs() / x.std(1, unbiased=False)
+        assert card.centring.offset_p50 == pytest.approx(offsets.median().item(), rel=IN_A_BIN)
+        assert (card.n_pairs, card.n_tokens) == (x.numel(), len(x))
+        per_sample = len(x) // 64
+        for token in card.tails.tokens:  # samples come in order, and all are as long
+            assert x[token.sample * per_sample + token.position, token.channel].item() == token.x
+
+
+def test_massive_activations_are_counted_where_they_were_planted():
+    x = torch.randn(6, 10, D, generator=torch.Generator().manual_seed(0)) * 0.1
+    x[:, 0, 5] = 1500.0
+    x[2, 4, 8] = -160.0
+    x[3, 7, 8] = 90.0  # beyond 1000 times the median, and yet not beyond 100
+    cards, _ = cards_of(nn.Sequential(nn.LayerNorm(D)), [x[:3], x[3:]])
+    tails = cards["0"].tails
+    assert (tails.massive, tails.beyond_1000, tails.channel) == (7, 8, 5)
+    first = [(token.position, token.channel) for token in tails.tokens[:8]]
+    assert first == [(0, 5)] * 6 + [(4, 8), (7, 8)]
+    assert [token.sample for token in tails.tokens[6:8]] == [2, 3]
+    assert sorted(token.sample for token in tails.tokens[:6]) == list(range(6))
+    assert tails.positions[0] == (0, 6)
+
+
+def test_without_half_of_the_input_no_median_tells_what_is_massive():
+    x = torch.randn(40, D).relu_()
+    x[:, ::5] = 0
+    tails = cards_of(nn.Sequential(nn.LayerNorm(D)), [x])[0]["0"].tails
+    assert (tails.median, tails.beyond_100, tails.beyond_1000, tails.massive) == (0, None, None, None)
+
+
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10**6), st.integers(-14, 4), st.booleans())
+def test_what_has_no_units_does_not_change_with_those_of_x(seed, octaves, centred):
+    norm = (nn.LayerNorm if centred else nn.RMSNorm)(D, eps=0.0)
+    x = heavy_tailed(4, 20, seed)
+    cards = [cards_of(nn.Sequential(norm), [own])[0]["0"] for own in (x, x * 2.0**octaves)]
+    plain, scaled = (card.as_dict() for card in cards)
+    for card in (plain, scaled):
+        assert (card["scale"].pop("touched"), card["scale"].pop("holds_to"), card["scale"].pop("holds_to_p50")) == (
+            0,
+            0,
+            0,
+        )
+    assert scaled["centring"] == plain["centring"]
+    # Powers of two move x by whole bins; sums of squares round alike.
+    assert scaled["scale"]["spread"] == pytest.approx(plain["scale"]["spread"], rel=1e-12)
+    assert scaled["linear"] == pytest.approx(plain["linear"], abs=1e-6)  # α is searched to 1e-8
+    for name in ("kurtosis", "ratio", "beyond_100"):
+        assert scaled["tails"][name] == pytest.approx(plain["tails"][name], rel=1e-9)
+    for name in ("sigma_p5", "sigma_p50", "sigma_p95"):
+        assert scaled["scale"][name] == pytest.approx(plain["scale"][name] * 2.0**octaves, rel=1e-12)
+    assert scaled["tails"]["largest"] == plain["tails"]["largest"] * 2.0**octaves
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(2.0**-20, 1e4, width=32), min_size=1, max_size=60), st.floats(0, 1), st.floats(1e-7, 1e5))
+def test_quantiles_and_shares_stay_within_a_bin(values, share, value):
+    counts = torch.bincount(TOKEN_GRID.index(torch.tensor(values)), minlength=TOKEN_GRID.size)
+    found = of_tokens(counts)
+    truth = np.quantile(np.array(values, np.float32), share, method="inverted_cdf")
+    assert truth / 1.126 <= found.quantile(share) <= truth * 1.126 or share == 0
+    least, most = (sum(own <= value * edge for own in values) for edge in (1 / 1.126, 1.126))
+    assert least - 1e-9 <= found.below(value) <= most + 1e-9
+
+
+def test_a_lone_pair_lies_at_its_own_x():
+    moments = torch.zeros(6, PAIR_GRID.size, dtype=torch.float64)
+    x = torch.tensor([-3.003, 1.001, 700.7])
+    moments[0, PAIR_GRID.index(x)] = 1
+    moments[1, PAIR_GRID.index(x)] = x.double()
+    moments[3, PAIR_GRID.index(x)] = x.double().square()
+    found = of_pairs(moments)
+    assert isinstance(found, Magnitudes)
+    for own in x.abs().double().tolist():
+        assert found.below(own * (1 + 1e-9)) - found.below(own * (1 - 1e-9)) == 1
+
+
+class Grouped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.GroupNorm(2, 8), nn.BatchNorm1d(8)])
+
+    def forward(self, x):
+        return [norm(x) for norm in self.norms]
+
+
+def test_norms_that_share_statistics_otherwise_are_asked_only_what_has_a_meaning():
+    x = torch.randn(10, 8, 30, generator=torch.Generator().manual_seed(0)) + 0.5
+    x[4, 5, 17] = 80
+    cards, raw = cards_of(Grouped(), [x])
+    group, batch = cards["norms.0"], cards["norms.1"]
+    rows = raw["norms.0"][0]
+    lost = (nn.LayerNorm(120, 0, dtype=torch.float64)(rows) - nn.RMSNorm(120, 0, dtype=torch.float64)(rows)).square()
+    assert group.centring.change_without == pytest.approx(lost.mean().item(), rel=IN_A_BIN)  # of 20 tokens
+    first = group.tails.tokens[0]
+    assert (first.sample, first.position, first.channel, first.x) == (4, 1, None, 80)
+    assert (group.tails.channel, group.tails.channels[0].channel) == (5, 5)
+    assert batch.centring is None
+    assert (batch.scale.touched, batch.scale.holds_to, batch.scale.holds_to_p50) == (None, None, None)
+    assert batch.tails.largest == 80
+
+
+@pytest.mark.parametrize(
+    ("x", "why"),
+    [
+        (torch.full((3, 8), math.nan), "no finite pair"),
+        (torch.full((3, 8), 1.5), "constant input"),
+        (torch.arange(8.0)[None], "one token"),
+    ],
+)
+def test_sites_with_nothing_to_say_say_so(x, why):
+    (card,) = normscope.norm_cards(normscope.capture(nn.Sequential(nn.LayerNorm(8)), [x]))
+    assert card.degenerate == why
+    assert [card.as_dict()[name] for name in ("centring", "scale", "linear", "tails")] == [None] * 4
+
+
+def test_tokens_that_are_all_mean():
+    x = torch.arange(1.0, 31).repeat_interleave(D).view(30, D)
+    cards, _ = cards_of(nn.RMSNorm(D, eps=0.0), [x])
+    (card,) = cards.values()
+    assert card.centring.mean_share == pytest.approx(1, rel=0.07)  # μ/√(mean of x²) is counted in bins
+    assert card.as_dict()["centring"]["offset_p50"] is None or card.centring.offset_p50 > 2.6
+
+
+def test_the_record_is_json_of_plain_numbers():
+    x = torch.randn(40, D)
+    x[0] = 0  # σ = 0 without eps
+    x = torch.cat([torch.zeros(10, D), x])
+    (card,) = normscope.norm_cards(normscope.capture(nn.Sequential(nn.RMSNorm(D, eps=1e-20)), [x]))
+    text = json.dumps(card.as_dict(), allow_nan=False)
+    assert json.loads(text) == card.as_dict()
+    assert card.as_dict()["scale"]["spread"] == card.scale.spread

@@ -1,0 +1,298 @@
+"""Comparisons are held to raw pairs, to captures that really lack a fold, and to scipy's Student."""
+
+import json
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from torch import nn
+
+import normscope
+from normscope.errors import UsageError
+from normscope.fits.views.comparison import compare, compared, match
+from normscope.pairs.norms.sites import NormSite
+
+D, EPS = 16, 1e-12  # so small that LN(kx) = LN(x) to float32's rounding
+ABOUT = {"model": "net", "weights": "made", "data": "noise"}
+
+
+def noise(seed, tokens=12, samples=32, spread=0.7):
+    """Tokens whose norms differ, so that their pairs bend; and samples that differ, so that intervals have a width."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, tokens, D, generator=draw)
+    of_token, of_sample = torch.randn(samples, tokens, 1, generator=draw), torch.randn(samples, 1, 1, generator=draw)
+    return x * torch.exp(spread * of_token + 0.1 * of_sample)
+
+
+def network(*names, before=lambda x: x):
+    model = nn.Module()
+    for name in names:
+        model.add_module(name, nn.LayerNorm(D, eps=EPS))
+    model.forward = lambda x: [norm(before(x)) for norm in model.children()]
+    return model
+
+
+def captured(x, *names, before=lambda x: x, **about):
+    return normscope.capture(network(*names or ("norm",), before=before), [x], about={**ABOUT, **about})
+
+
+def twice(x):
+    return 2 * x
+
+
+def raw(x):
+    x = x.double().numpy().reshape(-1, D)
+    y = (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + EPS)
+    return x.ravel(), y.ravel()
+
+
+def test_twice_the_input_halves_alpha_and_slope_beyond_all_noise():
+    x = noise(0)
+    first, second = compare([captured(x), captured(x, before=twice)], "tanh")
+    assert (first.number, first.matched, first.alpha, first.r2_of_first) == (1, None, None, None)
+    # 1e-5: float32 inputs fall into other bins of the same width once doubled, all else is equal.
+    assert second.alpha.value == pytest.approx(0.5, rel=1e-5)
+    assert second.slope.value == pytest.approx(0.5, rel=1e-5)
+    # The same in every fold, as the inputs are the same: the pairing takes out what both intervals share.
+    assert second.alpha.paired and second.alpha.interval == pytest.approx((0.5, 0.5), rel=1e-4)
+    low, high = second.fit.intervals["alpha"]
+    assert high / low > 1.05
+    assert second.alpha.in_noise is False and second.slope.in_noise is False
+
+
+def test_a_capture_differs_from_itself_in_nothing():
+    seen = captured(noise(0))
+    for row in compare([seen, seen], "tanh,isru")[1::2]:
+        assert row.alpha.value == row.slope.value == 1
+        assert row.alpha.in_noise and row.slope.in_noise
+        # 1e-5: the fit's own R² is taken on bins eight times as wide.
+        assert row.r2_lost == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize("curve, function", [("tanh", np.tanh), ("isru", lambda u: u / np.sqrt(1 + u * u))])
+def test_the_first_curve_is_held_against_the_raw_pairs_of_the_second(curve, function):
+    x = 3 * noise(1, spread=1.2) + 0.2
+    first, second = compare([captured(noise(0)), captured(x, data="other noise")], curve)
+    own_x, own_y = raw(x)
+    predicted = first.fit.amplitude * function(first.fit.alpha * own_x)
+    truth = 1 - ((own_y - predicted) ** 2).sum() / ((own_y - own_y.mean()) ** 2).sum()
+    # 1e-5: bins of 1/128 octave stand for their pairs to second order.
+    assert second.r2_of_first == pytest.approx(truth, abs=1e-5)
+    assert second.r2_lost == pytest.approx(second.fit.r2 - truth, abs=1e-5)
+    assert second.r2_lost > 0.05
+
+
+def test_a_straight_fit_is_transferred_as_the_line_it_makes():
+    x = noise(0)
+    x = x - x.mean(-1, keepdim=True)
+    x = x / x.square().mean(-1, keepdim=True).sqrt()  # y = x, a line through all pairs
+    first, second = compare([captured(x), captured(1000 * x, data="louder noise")], "tanh")
+    assert first.fit.straight and second.fit.straight
+    # It predicts 1000·y, whose mean is 0: R² = 1 − 999². 1e-3: tanh's line is that of a tanh that hardly bends.
+    assert second.r2_of_first == pytest.approx(1 - 999**2, rel=1e-3)
+    assert second.alpha is None
+    assert second.slope.value == pytest.approx(1e-3, rel=1e-5)
+
+
+def test_of_the_same_inputs_each_fold_is_left_out_of_both():
+    x = noise(2)
+
+    def later(x):  # what another checkpoint makes of the same samples
+        return x * torch.exp(0.3 * x[..., :1].tanh())
+
+    row = compare([captured(x, weights="step 1"), captured(x, before=later, weights="step 2")], "tanh")[1]
+
+    def log_ratio(kept):
+        fits = [normscope.fit(captured(inputs[kept]), "tanh")[0] for inputs in (x, later(x))]
+        return math.log(fits[1].alpha / fits[0].alpha), math.log(fits[1].slope / fits[0].slope)
+
+    fold = torch.arange(len(x)) % 8
+    whole = log_ratio(fold >= 0)
+    without = np.array([log_ratio(fold != f) for f in range(8)])
+    # Of folds of one size, the jackknife's textbook form.
+    errors = np.sqrt(7 / 8 * ((without - without.mean(0)) ** 2).sum(0))
+    for found, centre, error in zip((row.alpha, row.slope), whole, errors, strict=True):
+        width = stats.t.ppf(0.975, 7) * error
+        assert found.paired
+        # 1e-3 of the width: both are searched to 1e-7 in log α, of intervals that are about 1e-2 wide.
+        assert np.log(found.interval) == pytest.approx((centre - width, centre + width), abs=1e-3 * width)
+
+
+def test_each_site_is_paired_with_itself_alone():
+    def seen(shape):
+        model = network("a", "b")
+        model.forward = lambda x: [model.a(shape(x)), model.b(2.0**11 * shape(x))]
+        return normscope.capture(model, [noise(2)], about=ABOUT)
+
+    a, b = compare([seen(lambda x: x), seen(lambda x: x * torch.exp(0.3 * x[..., :1].tanh()))], "tanh")[1::2]
+    # A power of two changes no mantissa, and so no bin; 1e-6: how near log α is searched.
+    assert b.alpha.interval == pytest.approx(a.alpha.interval, rel=1e-6)
+    assert b.fit.alpha == pytest.approx(a.fit.alpha * 2.0**-11, rel=1e-6)
+
+
+def other_samples(x):
+    return captured(noise(3))
+
+
+def another_seed(x):
+    return normscope.capture(network("norm", before=twice), [x], about=ABOUT, seed=1)
+
+
+def more_samples(x):
+    return captured(torch.cat([x, noise(3)]), before=twice)
+
+
+@pytest.mark.parametrize("other", [other_samples, another_seed, more_samples])
+def test_of_other_inputs_errors_add_up_as_squares(other):
+    first, second = compare([captured(noise(0)), other(noise(0))], "tanh")
+    student = stats.t.ppf(0.975, 7)
+    errors = [math.log(high / low) / 2 / student for low, high in (r.fit.intervals["alpha"] for r in (first, second))]
+    width = student * math.hypot(*errors)
+    value = second.fit.alpha / first.fit.alpha
+    assert not second.alpha.paired
+    # 1e-6: t is tabulated to seven digits.
+    assert second.alpha.interval == pytest.approx((value * math.exp(-width), value * math.exp(width)), rel=1e-6)
+
+
+def test_the_fewer_folds_count():
+    few = captured(noise(3, samples=3), data="three")
+    first, second = compare([captured(noise(0)), few], "tanh")
+    students = stats.t.ppf(0.975, [7, 2])
+    errors = [
+        math.log(high / low) / 2 / t
+        for (low, high), t in zip((r.fit.intervals["alpha"] for r in (first, second)), students, strict=True)
+    ]
+    low, high = second.alpha.interval
+    assert math.log(high / low) / 2 == pytest.approx(students[1] * math.hypot(*errors), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_noise_is_called_noise_and_a_difference_is_not():
+    sites = [f"n{number}" for number in range(60)]
+
+    def every(seed, scale):
+        model = network(*sites)
+        model.forward = lambda x: [norm(x[..., n, :]) for n, norm in enumerate(model.children())]
+        x = noise(seed, tokens=8 * len(sites)).unflatten(1, (8, len(sites))) * scale
+        return normscope.capture(model, [x], about={**ABOUT, "data": f"noise {seed}"})
+
+    base = every(0, 1)
+    alike = [row.alpha.in_noise for row in compare([base, every(1, 1)], "tanh")[1::2]]
+    larger = [row.alpha.in_noise for row in compare([base, every(2, 2.5)], "tanh")[1::2]]
+    # 95 % of 60, less three standard deviations of a binomial.
+    assert sum(alike) >= 52
+    assert sum(larger) <= 3
+
+
+def test_what_cannot_be_compared_is_none_and_says_why():
+    x = noise(0)
+    model = network("a", "b")
+    model.forward = lambda x: [model.a(x), model.b(0 * x)]
+    seen = [normscope.capture(model, [x], about=ABOUT), captured(x, "a", "b")]
+    rows = compare(seen, "tanh")
+    empty = rows[3]
+    assert rows[2].fit.nothing == "all zero"
+    assert (empty.counterpart, empty.alpha, empty.slope, empty.r2_of_first, empty.r2_lost) == ("b", *[None] * 4)
+    backwards = compare(seen[::-1], "tanh")[3]
+    assert (backwards.alpha, backwards.r2_of_first) == (None, None)
+    assert json.loads(json.dumps(rows[2].as_dict(), allow_nan=False))["nothing"] == "all zero"
+
+
+def test_without_folds_nothing_is_told_from_noise():
+    second = compare([captured(noise(0)[:1]), captured(2 * noise(0)[:1])], "tanh")[1]
+    assert second.alpha.value == pytest.approx(0.5, rel=1e-5)
+    assert (second.alpha.interval, second.alpha.in_noise) == (None, None)
+    row = second.as_dict()
+    assert (row["alpha_ratio_in_noise"], row["paired"], row["intervals"]) == (None, None, {})
+
+
+def test_rows_go_site_by_site_and_stand_alone():
+    seen = [captured(noise(n), "a", "b", data=f"noise {n}") for n in range(3)]
+    rows = [row.as_dict() for row in compare(seen, "tanh,isru")]
+    places = [(row["counterpart"], row["func"], row["capture"]) for row in rows]
+    assert places == [(s, f, n) for s in "ab" for f in ("tanh", "isru") for n in (1, 2, 3)]
+    assert rows[1]["alpha_ratio"] == rows[1]["alpha"] / rows[0]["alpha"]
+    assert rows[1]["intervals"]["alpha_ratio"][0] < rows[1]["alpha_ratio"] < rows[1]["intervals"]["alpha_ratio"][1]
+    assert [rows[n]["matched"] for n in (0, 1)] == [None, "name"]
+
+
+def test_free_is_held_against_others_by_r2_alone():
+    seen = [captured(noise(0)), captured(2 * noise(0))]
+    second = compare(seen, "free")[1]
+    assert (second.alpha, second.slope) == (None, None)
+    assert second.r2_of_first < second.fit.r2
+    json.dumps(second.as_dict(), allow_nan=False)
+
+
+def sites(*names, placement="pre-norm"):
+    known = ("LayerNorm", (8,), -1, 8, 1e-6, True, placement, 1, 1, True)
+    return [NormSite(number, name, *known) for number, name in enumerate(names)]
+
+
+def test_networks_built_alike_are_matched_by_name():
+    found = match(sites("a", "b", "c", "d"), sites("d", "b", "a"))
+    assert found.by == "name"
+    assert found.counterparts == {"a": "a", "b": "b", "d": "d"}
+    assert found.unmatched == (("c",), ())
+
+
+def test_one_name_that_happens_to_be_shared_makes_no_architecture():
+    first = [*sites("blocks.0", "blocks.1"), *sites("norm", placement="final")]
+    second = [*sites("stem.0", "norm", "layers.1"), *sites("ln_f", placement="final")]
+    found = match(first, second)
+    assert found.by == "depth"
+    assert found.counterparts == {"blocks.0": "stem.0", "blocks.1": "layers.1", "norm": "ln_f"}
+    assert found.unmatched == ((), ("norm",))
+
+
+def test_placements_without_a_counterpart_are_said_to_have_none():
+    found = match(sites("q", placement="qk"), sites("p"))
+    assert found.counterparts == {}
+    assert found.unmatched == (("q",), ("p",))
+
+
+@given(st.integers(1, 60), st.integers(1, 60))
+def test_by_depth_each_site_has_one_counterpart_in_order(here, there):
+    first = sites(*(f"a{n}" for n in range(here)))
+    second = sites(*(f"b{n}" for n in range(there)))
+    pairs = [(int(a[1:]), int(b[1:])) for a, b in match(first, second).counterparts.items()]
+    assert len(pairs) == min(here, there)
+    assert all(a < c and b < d for (a, b), (c, d) in pairwise(pairs))
+    if min(here, there) > 1:
+        assert (pairs[0], pairs[-1]) == ((0, 0), (here - 1, there - 1))
+        # Nowhere farther apart than the rounding to a whole site of the one that has more of them.
+        assert all(abs(a / (here - 1) - b / (there - 1)) <= 0.5 / (max(here, there) - 1) + 1e-12 for a, b in pairs)
+
+
+def test_sites_without_a_counterpart_are_listed_with_who_lacks_them():
+    seen = [captured(noise(0), "a", "b"), captured(noise(0), "a", "b", "c"), captured(noise(0), "a")]
+    found = compared(seen, [normscope.fit(one, "tanh") for one in seen])
+    assert found.unmatched() == [
+        {"capture": 2, "site": "c", "lacking_in": 1},
+        {"capture": 1, "site": "b", "lacking_in": 3},
+    ]
+    assert [(row.counterpart, row.number) for row in found.rows] == [("a", 1), ("a", 2), ("a", 3), ("b", 1), ("b", 2)]
+
+
+@pytest.mark.parametrize(
+    "captures, curves, sentence",
+    [
+        (1, "tanh", "two or more captures"),
+        (2, "best", "another at every site"),
+        (2, "thanh", "Did you mean 'tanh'"),
+    ],
+)
+def test_mistakes_are_said(captures, curves, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        compare([captured(noise(0))] * captures, curves)
+
+
+def test_networks_with_nothing_in_common_are_refused():
+    seen = [captured(noise(0), "q_norm"), captured(noise(0), "first")]
+    with pytest.raises(UsageError, match="No norm site of net has a counterpart"):
+        compare(seen, "tanh")

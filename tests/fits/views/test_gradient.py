@@ -1,0 +1,388 @@
+"""Jacobians against automatic differentiation, and the view of a site against its raw tokens."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.autograd.functional import jacobian
+from torch.func import jacrev, vmap
+
+import normscope
+from normscope.errors import DataError
+from normscope.figures.gradient import plot_gradient
+from normscope.fits.solving.refits import interval
+from normscope.fits.views.gradient import gradient
+from normscope.fits.views.jacobians import jacobians
+from normscope.pairs.capture import captured
+from normscope.pairs.norms.formulas import FORMS, root_mean_square, std_norm
+from normscope.pairs.recorder import Summing
+
+D = 24
+
+
+def noise(tokens, d=D, seed=0, dtype=torch.float32):
+    return torch.randn(tokens, d, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("normalize", FORMS, ids=lambda normalize: normalize.__name__)
+@given(
+    st.integers(0, 1000), st.integers(2, 12), st.floats(-1, 1), st.floats(0, 30), st.sampled_from([1e-12, 0.1, 20.0])
+)
+@settings(max_examples=30, deadline=None)
+def test_jacobians_are_those_of_automatic_differentiation(normalize, seed, d, scale, massive, eps):
+    """An eps of 20 clamps most tokens of the norm that is clamped."""
+    rows = noise(3, d, seed, torch.float64) * 10**scale
+    rows[0, 0] += massive
+    rows[1] += massive
+    form = FORMS[normalize]
+    found = jacobians(form, rows, eps)
+    for token, row in enumerate(rows):
+        truth = jacobian(lambda x: normalize(x[None], eps)[0][0], row)
+        size = 1 / float(found.scale[token])  # to which the rounding of what nearly cancels is relative
+        torch.testing.assert_close(found.diagonal[token], truth.diagonal(), rtol=1e-9, atol=1e-10 * size)
+        torch.testing.assert_close(found.rows[token], truth.square().sum(1), rtol=1e-8, atol=1e-9 * size**2)
+        assert size == pytest.approx(float(normalize(row[None], eps)[1]), rel=1e-12)
+        for i in range(d):
+            moved = row.clone()
+            moved[i] = torch.cat([row[:i], row[i + 1 :]]).mean() if form.about_mean else 0.0
+            without = 1 / float(normalize(moved[None], eps)[1])
+            assert float(found.others[token, i]) == pytest.approx(without, rel=1e-6, abs=1e-6 / size)
+
+
+def observed(module, x, **about):
+    """A capture of one norm, its fits, and its raw tokens as the hooks saw them."""
+    raw = []
+    summing = Summing(diagonal=True, observe=lambda site, x, y: raw.append((x.clone(), y.clone())))
+    seen = captured(nn.Sequential(module), [x], summing, about=about)
+    return seen, normscope.fit(seen), [torch.cat(part).double() for part in zip(*raw, strict=True)]
+
+
+def heavy_tailed(tokens=60):
+    """Fewer tokens than are drawn, so that the drawn ones are all; of different σ and mean, with a massive channel."""
+    x = noise(tokens) * torch.exp(0.7 * noise(tokens, 1, 1)) + 0.3 * noise(tokens, 1, 2)
+    x[:, 5] *= 12
+    return x
+
+
+def weighted(norm):
+    """γ and β that the view must not see: it is about y before the affine step."""
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    return norm
+
+
+@pytest.fixture(scope="module", params=[nn.LayerNorm, nn.RMSNorm], ids=["layer", "rms"])
+def site(request):
+    norm = weighted(request.param(D, eps=1e-2))
+    plain = request.param(D, eps=1e-2, elementwise_affine=False).double()
+    seen, fits, (x, y) = observed(norm, heavy_tailed())
+    torch.testing.assert_close(plain(x), y, rtol=1e-4, atol=1e-5)
+    matrices = torch.stack([jacobian(plain, row) for row in x])
+    return gradient(seen, fits)[0], fits, x, plain(x), matrices
+
+
+def test_shares_are_those_of_the_raw_tokens(site):
+    view, _, x, _, matrices = site
+    diagonals = matrices.diagonal(dim1=1, dim2=2)
+    shares = diagonals.square().sum(1) / matrices.square().sum((1, 2))
+    rows = diagonals.square() / matrices.square().sum(2)
+    assert view.n_tokens == view.of_tokens == len(x)
+    # The capture's x are these very numbers: what differs is float64's rounding.
+    assert view.share == pytest.approx(float(shares.mean()), rel=1e-10)
+    assert view.least_share == pytest.approx(float(shares.min()), rel=1e-10)
+    assert view.least_row_share == pytest.approx(float(rows.min()), rel=1e-8)
+    in_tail = x.abs() > np.quantile(x.abs().numpy(), 0.99, method="inverted_cdf")
+    assert view.tail_share == pytest.approx(float(rows[in_tail].mean()), rel=1e-9)
+    assert view.tail_share < view.share - 0.1  # so that the two cannot be taken for one another
+
+
+def test_r2_is_that_of_the_curves_derivative_by_automatic_differentiation(site):
+    view, fits, x, _, matrices = site
+    diagonals = matrices.diagonal(dim1=1, dim2=2)
+    for found in fits:
+        at = x.clone().requires_grad_()
+        (slopes,) = torch.autograd.grad(found(at).sum(), at)
+        torch.testing.assert_close(found.derivative(x), slopes, rtol=1e-10, atol=1e-12)
+        truth = 1 - (diagonals - slopes).square().mean() / diagonals.var(correction=0)
+        # A bin's pairs stand as two points of the same mean and variance of x: what is left is of third order in its
+        # width, a hundredth of x.
+        assert view.r2[found.curve] == pytest.approx(float(truth), abs=1e-7)
+    assert len({round(value, 6) for value in view.r2.values()}) == 2
+
+
+def test_constants_are_quantiles_over_the_raw_pairs(site):
+    view, _, x, y, _ = site
+    x, y = x.numpy(), y.numpy()
+    mean = x.mean(1, keepdims=True) if view.centred else 0.0
+    scale = np.sqrt(((x - mean) ** 2).mean(1, keepdims=True) + 1e-2) + 0 * x
+    # C from the pairs themselves, by (21) and by (22) of docs/theory.md, in the unit of the scale.
+    t = (x - mean) * (D / (D - 1) if view.centred else 1)
+    top = D - view.centred
+    others = np.sqrt(t**2 * (top / y**2 - 1) * ((D - 1) / D**2 if view.centred else 1 / D))
+    tail = np.abs(x) > np.quantile(np.abs(x), 0.99, method="inverted_cdf")
+    values = {"scale": scale, "others": others, "C": x**2 * (D / y**2 - 1)}
+    for part, inside in (("all", tail | ~tail), ("centre", ~tail), ("tail", tail)):
+        found = view.constants[part]
+        assert found.n_pairs == inside.sum() > 5
+        for name, truth in values.items():
+            quantiles = np.quantile(truth[inside], (0.16, 0.5, 0.84), method="inverted_cdf")
+            spread = getattr(found, name)
+            # y is float32 in the capture: C, a difference, loses what its terms are larger by.
+            assert (spread.p16, spread.p50, spread.p84) == pytest.approx(tuple(quantiles), rel=3e-5)
+            assert spread.ratio == pytest.approx(quantiles[2] / quantiles[0], rel=3e-5)
+
+
+def many_tokens(tokens=4000):
+    """Tokens of which any 64 tell little: they differ in scale and mean."""
+    x = noise(tokens) * torch.exp(0.7 * noise(tokens, 1, 1)) + 0.3 * noise(tokens, 1, 2)
+    x[:, 5] *= 12
+    return x
+
+
+def about_the_mean(diagonals, slopes):
+    return float(1 - (diagonals - slopes).square().mean() / diagonals.var(correction=0))
+
+
+def torchs_own(norm, x):
+    """The Jacobian diagonals of all tokens."""
+    return vmap(jacrev(lambda row: norm(row, (D,), eps=1e-2)))(x.double()).diagonal(dim1=1, dim2=2)
+
+
+CURVES = ("tanh", "isru", "erf", "softsign", "hardtanh")
+
+
+@pytest.mark.parametrize("norm", [nn.functional.layer_norm, nn.functional.rms_norm], ids=["layer", "rms"])
+def test_r2_is_over_all_tokens_whichever_are_drawn(norm):
+    x = many_tokens()
+    module = nn.LayerNorm(D, eps=1e-2) if norm is nn.functional.layer_norm else nn.RMSNorm(D, eps=1e-2)
+    diagonals = torchs_own(norm, x)
+    views, off = [], []
+    for seed in range(3):
+        seen = normscope.capture(nn.Sequential(module), x.split(500), seed=seed, diagonal=True)
+        fits = normscope.fit(seen, CURVES)
+        views += gradient(seen, fits)
+        for found in fits:
+            slopes = found.derivative(x.double())
+            truth = about_the_mean(diagonals, slopes)
+            # As above; a derivative that jumps is taken wrongly of part of the bin in which it does, a hundredth of x
+            # wide: less than a thousandth of the pairs, half of them of either side, so that most of it cancels.
+            tolerance = 1e-7 if found.function.smooth else 1e-4
+            assert views[-1].r2[found.curve] == pytest.approx(truth, abs=tolerance)
+            drawn = seen.stats["0"].tokens.x
+            of_64 = about_the_mean(torchs_own(norm, drawn), found.derivative(drawn))
+            off.append(abs(of_64 - truth) / (views[-1].intervals[found.curve][1] - truth))
+    assert all(view.r2 == views[0].r2 and view.intervals == views[0].intervals for view in views)
+    assert len({view.share for view in views}) == 3  # of the drawn tokens, which differ
+    assert max(off) > 2  # what 64 tokens say lies outside of what all of them do
+
+
+def test_intervals_leave_one_fold_of_raw_tokens_out():
+    x = many_tokens(600)
+    batches = [
+        normscope.Batch((part,), samples=tuple(normscope.Sample(f"{n}", n // 3, n) for n in range(at, at + len(part))))
+        for at, part in zip(range(0, 600, 100), x.split(100), strict=True)
+    ]
+    seen = normscope.capture(nn.Sequential(nn.LayerNorm(D, eps=1e-2)), batches, diagonal=True)
+    fits = normscope.fit(seen, ["tanh", "isru"])
+    [view] = gradient(seen, fits)
+    assert view.folds == "source"
+    diagonals, fold = torchs_own(nn.functional.layer_norm, x), (torch.arange(600) // 3) % 8
+    for found in fits:
+        slopes = found.derivative(x.double())
+        without = [about_the_mean(diagonals[fold != own], slopes[fold != own]) for own in range(8)]
+        whole = about_the_mean(diagonals, slopes)
+        logs = (1 - torch.tensor([without], dtype=torch.float64)).log()
+        pairs = torch.bincount(fold).double()[None] * D
+        low, high = interval(torch.tensor([1 - whole], dtype=torch.float64).log(), logs, pairs)
+        bounds = (float(1 - high.exp()), float(1 - low.exp()))
+        assert view.intervals[found.curve] == pytest.approx(bounds, abs=1e-6)  # ten times what is off in each R²
+        assert bounds[0] < view.r2[found.curve] < bounds[1]
+    document = view.as_dict()
+    assert document["intervals"]["r2_tanh"] == list(view.intervals["tanh"])
+    assert document["folds"] == "source"
+
+
+def test_a_derivative_that_is_infinite_where_no_pair_lies_has_an_interval():
+    """Bins that one fold alone fills are empty without it, and an empty bin is no pair at x = 0."""
+    seen = normscope.capture(nn.Sequential(nn.RMSNorm(D)), [many_tokens(200)], diagonal=True)
+    fits = normscope.fit(seen, ["exproot"])
+    assert float(fits[0].derivative(torch.zeros(1))) == math.inf
+    [view] = gradient(seen, fits)
+    low, high = view.intervals["exproot"]
+    assert low < view.r2["exproot"] < high
+
+
+def test_without_folds_there_is_no_interval_and_no_ceiling():
+    seen = normscope.capture(nn.Sequential(nn.LayerNorm(D)), [many_tokens(50)[None]], diagonal=True)
+    [view] = gradient(seen, normscope.fit(seen))
+    assert (view.folds, view.intervals) == (None, {})
+    assert math.isnan(view.r2_of_x) and all(math.isfinite(r2) for r2 in view.r2.values())
+    assert view.as_dict()["r2_of_x"] is None
+
+
+DEMOS = {"demo_vit": {}, "demo_wav2vec2": {}, "demo_dit": {"limit": 8, "timesteps": "900,500,0"}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEMOS)
+def test_no_curve_passes_the_best_function_of_x(name):
+    network = normscope.load(name, **DEMOS[name])
+    seen = normscope.capture(network.module, network.inputs, layers=6, about=network.about, diagonal=True)
+    fits = normscope.fit(seen, ["tanh", "isru", "erf"])
+    for view in gradient(seen, fits):
+        assert all(view.intervals[curve][0] < view.r2_of_x for curve in view.r2), view.site
+
+
+def test_a_capture_without_the_sums_says_how_to_take_them():
+    model = nn.ModuleDict({"group": nn.GroupNorm(1, 4), "layer": nn.LayerNorm(D)})
+    model.forward = lambda x: [norm(x) for norm in model.values()]
+    seen = normscope.capture(model, [noise(12).view(3, 4, D)])
+    for make in (gradient, plot_gradient):
+        with pytest.raises(DataError) as error:
+            make(seen, normscope.fit(seen))
+        assert str(error.value) == (
+            "The capture holds no sums of the diagonal of the Jacobian of layer; capture again with diagonal=True "
+            "(normscope capture --diagonal)."
+        )
+    [view] = gradient(seen.only("group"))
+    assert "a token is a group" in view.reason
+
+
+def massive(tokens=60, d=100):
+    """One element makes its token's scale alone, and the others are alike: the hundredth that is the tail."""
+    x = noise(tokens, d)
+    x[:, 3] = torch.linspace(40, 4000, tokens)
+    return x
+
+
+def test_the_tail_tells_the_assumptions_apart():
+    """DyISRU is right there, and DyT is not."""
+    seen, fits, _ = observed(nn.RMSNorm(100), massive())
+    [view] = gradient(seen, fits)
+    assert view.constants["tail"].n_pairs > 50
+    assert view.constants["tail"].steadier == "others"
+    assert view.constants["tail"].others.ratio < 1.3 < 4 < view.constants["tail"].scale.ratio
+    assert view.constants["centre"].steadier is None  # there the two are the same
+    assert view.least_row_share < 1e-3
+    assert view.least_share > 1 - 1 / 100 - 1e-6  # the bound (12), which ε only raises
+
+
+def test_where_x_determines_the_diagonal_its_mean_predicts_it_and_only_there():
+    """Permutations of one token have the same ρ, so that ∂y/∂x is a function of x."""
+    one = torch.linspace(-3, 3, 8).repeat(3)
+    seen, fits, _ = observed(nn.RMSNorm(D), one[noise(64).argsort(1)])
+    assert gradient(seen, fits)[0].r2_of_x == pytest.approx(1.0, abs=1e-9)
+    seen, fits, _ = observed(nn.RMSNorm(100), massive()[noise(60, 1).flatten().argsort()])
+    assert gradient(seen, fits)[0].r2_of_x < 0.1
+
+
+def test_the_mean_of_the_diagonal_is_tried_on_other_tokens():
+    """Every token lies about a mean of its own: on the very tokens, x tells which it is, and so all of its slope."""
+    x = noise(64, 64) * torch.exp(noise(64, 1, 4)) * 1e-3 + torch.randperm(64)[:, None] + 1
+    seen, fits, _ = observed(nn.LayerNorm(64), x)
+    assert gradient(seen, fits)[0].r2_of_x < 0.1
+
+
+def test_tokens_without_a_mean_do_not_make_an_rmsnorm_a_layernorm():
+    """The slopes of both are then the same, and their Jacobians are not."""
+    x = noise(20)
+    seen, fits, (x, _) = observed(nn.RMSNorm(D), x - x.mean(1, keepdim=True))
+    truth = jacobian(lambda x: nn.functional.rms_norm(x, (D,), eps=torch.finfo(torch.float32).eps).sum(0), x)
+    matrices = truth.transpose(0, 1)
+    shares = matrices.diagonal(dim1=1, dim2=2).square().sum(1) / matrices.square().sum((1, 2))
+    assert gradient(seen, fits)[0].share == pytest.approx(float(shares.mean()), rel=1e-9)
+
+
+def test_a_norm_by_deviation_is_told_from_an_rmsnorm_by_its_slopes():
+    class ByDeviation(nn.Module):
+        eps = 1e-5
+
+        def forward(self, x):
+            return std_norm(x, self.eps)[0]
+
+    normscope.register_norm(ByDeviation, normalize=std_norm)
+    x = noise(20) + 2
+    seen, fits, (x, _) = observed(ByDeviation(), x)
+    [view] = gradient(seen, fits)
+    truth = torch.stack([jacobian(lambda x: std_norm(x[None], 1e-5)[0][0], row) for row in x])
+    shares = truth.diagonal(dim1=1, dim2=2).square().sum(1) / truth.square().sum((1, 2))
+    assert view.share == pytest.approx(float(shares.mean()), rel=1e-9)
+
+
+def by_largest(rows, eps):
+    rstd = 1 / (rows.abs().amax(-1, keepdim=True) + eps)
+    return rows * rstd, rstd
+
+
+class ByLargest(nn.Module):
+    eps = 1e-5
+
+    def forward(self, x):
+        return by_largest(x, self.eps)[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "x", "reason"),
+    [
+        (nn.GroupNorm(2, 8), noise(4, 8 * 9).view(4, 8, 9), "a token is a group"),
+        (nn.BatchNorm1d(8).eval(), noise(4, 8 * 9).view(4, 8, 9), "running statistics"),
+        (nn.LayerNorm(1), noise(9, 1), "one element"),
+        (nn.LayerNorm(8), torch.full((9, 8), torch.nan), "no finite token"),
+        (ByLargest(), noise(9), "of no form whose Jacobian is known"),
+    ],
+    ids=["group", "batch", "one", "nan", "unknown"],
+)
+def test_what_is_not_covered_is_named(module, x, reason):
+    normscope.register_norm(ByLargest, normalize=by_largest, centred=False)
+    seen, fits, _ = observed(module, x)
+    [view] = gradient(seen, fits)
+    assert reason in view.reason
+    assert view.n_tokens == 0 and not view.constants and not view.r2
+    document = json.loads(json.dumps(view.as_dict(), allow_nan=False))
+    assert document["share"] is None and document["reason"] == view.reason
+
+
+def test_a_clamped_norm_is_an_rmsnorm():
+    class Clamped(nn.Module):
+        eps = 1e-12
+
+        def forward(self, x):
+            return root_mean_square(x, self.eps)[0]
+
+    normscope.register_norm(Clamped, normalize=root_mean_square)
+    views = [gradient(*observed(norm, heavy_tailed())[:2])[0] for norm in (Clamped(), nn.RMSNorm(D, eps=1e-12))]
+    assert views[0].share == pytest.approx(views[1].share, rel=1e-9)
+
+
+def test_a_degenerate_site_has_no_r2():
+    seen, fits, _ = observed(nn.LayerNorm(D), torch.zeros(9, D))
+    [view] = gradient(seen, fits)
+    assert all(found.degenerate for found in fits)
+    assert all(math.isnan(value) for value in view.r2.values())
+    document = json.loads(json.dumps(view.as_dict(), allow_nan=False))
+    assert document["r2"] == {"tanh": None, "isru": None}
+    assert document["constants"]["tail"] == {
+        "n_pairs": 0,
+        **{name: dict.fromkeys(("p16", "p50", "p84", "ratio")) for name in ("scale", "others", "C")},
+        "steadier": None,
+    }
+    assert view.constants["all"].scale.ratio == pytest.approx(1.0)
+
+
+def test_a_file_gives_the_view_that_the_network_gave(tmp_path):
+    about = {"model": "two", "weights": "random weights", "data": "noise"}
+    seen = normscope.capture(
+        nn.Sequential(nn.LayerNorm(D), nn.RMSNorm(D)), [heavy_tailed(300)], about=about, diagonal=True
+    )
+    path = tmp_path / "seen.safetensors"
+    normscope.save_capture(seen, path)
+    read = normscope.load_capture(path)
+    views = [[view.as_dict() for view in gradient(one, normscope.fit(one))] for one in (seen, read)]
+    assert views[0] == views[1]
+    assert [view["site"] for view in views[0]] == ["0", "1"]
+    assert views[0][0]["n_tokens"] == 64 and views[0][0]["of_tokens"] == 300

@@ -1,0 +1,84 @@
+import pytest
+import torch
+
+from normscope.errors import DataError
+from normscope.inputs.batch import Batch, Sample, as_batches
+
+
+def test_only_tensors_of_samples_are_narrowed():
+    samples = tuple(Sample(f"s{i}", i, i) for i in range(3))
+    batch = Batch((torch.arange(6).view(3, 2), 7), {"table": torch.zeros(5), "y": torch.arange(3)}, samples)
+    first = batch.first_sample()
+    assert first.args[0].tolist() == [[0, 1]]
+    assert first.args[1] == 7
+    assert (first.kwargs["table"].shape, first.kwargs["y"].tolist()) == ((5,), [0])
+    assert first.samples == samples[:1]
+
+
+def test_only_floating_tensors_change_their_dtype():
+    batch = next(as_batches([(torch.zeros(2), torch.arange(2))])).to(torch.device("cpu"), torch.bfloat16)
+    assert [tensor.dtype for tensor in batch.args] == [torch.bfloat16, torch.int64]
+
+
+def test_an_axis_of_one_serves_every_sample():
+    (batch,) = as_batches([{"position_ids": torch.arange(5)[None], "x": torch.zeros(8, 5, 16)}])
+    assert len(batch.samples) == 8
+
+
+@pytest.mark.parametrize(
+    ("entry", "sentence"),
+    [
+        ((torch.zeros(4, 2), torch.zeros(8, 2)), "have 4 and 8 entries along axis 0"),
+        (torch.zeros(4, 2, device="meta"), "holds a tensor on the meta device"),
+        ({"x": torch.zeros(2, 3), "attention_mask": torch.full((2, 3), -1e9)}, "holds other values than 0 and 1"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(entry, sentence):
+    with pytest.raises(DataError, match=sentence):
+        list(as_batches([entry]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_a_mask_says_which_positions_are_data(dtype):
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    (batch,) = as_batches([{"x": torch.zeros(2, 3, 4), "attention_mask": mask.to(dtype)}])
+    assert torch.equal(batch.valid, mask.bool())
+
+
+def test_a_mask_of_queries_and_keys_says_nothing():
+    (batch,) = as_batches([{"x": torch.zeros(2, 3, 4), "attention_mask": torch.ones(1, 3).tril().expand(1, 3)}])
+    assert batch.valid is None
+
+
+def test_the_first_samples_of_nested_arguments():
+    (batch,) = as_batches([{"x": torch.arange(4), "more": {"y": torch.arange(4), "size": (2, 2)}}])
+    first = batch.first(3)
+    assert first.kwargs["more"]["y"].tolist() == first.kwargs["x"].tolist() == [0, 1, 2]
+    assert first.kwargs["more"]["size"] == (2, 2)
+    assert len(batch.first(9).samples) == 4
+
+
+def test_every_tensor_is_pinned(monkeypatch):
+    """Stand in for a GPU's driver, without which nothing can be pinned."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 1)
+    batch = Batch((torch.zeros(2), "name"), {"x": torch.ones(2), "more": {"y": torch.ones(2)}}, valid=torch.tensor([2]))
+    pinned = batch.pin_memory()
+    assert pinned.args[0].tolist() == [1, 1]
+    assert pinned.args[1] == "name"
+    assert pinned.kwargs["x"].tolist() == pinned.kwargs["more"]["y"].tolist() == [2, 2]
+    assert pinned.valid.tolist() == [3]
+    assert batch.args[0].tolist() == [0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused_in_every_kind_of_batch(layout):
+    parts = [torch.ones(3, 4), torch.ones(2, 4)]
+    x = torch.nested.nested_tensor(parts, layout=layout)
+    samples = (Sample("a", 0, 0), Sample("b", 1, 1))
+    for entry in (x, (x,), {"x": x}, Batch((x,), samples=samples), Batch(kwargs={"more": {"x": x}}, samples=samples)):
+        with pytest.raises(DataError, match=r"padded = x\.to_padded_tensor\(0\.0\).*args=\(padded,\), samples=samples"):
+            list(as_batches([entry]))
+    padded = x.to_padded_tensor(0.0)
+    (batch,) = as_batches([Batch(args=(padded,), samples=samples, valid=padded[..., 0] != 0)])
+    assert batch.valid.sum(1).tolist() == [3, 2]

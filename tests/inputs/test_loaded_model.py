@@ -1,0 +1,88 @@
+"""What normscope.load returned goes into every step as it is, and gives what its module, inputs and words give."""
+
+import copy
+
+import pytest
+import torch
+
+import normscope
+from normscope.errors import UsageError
+from normscope.inputs.splits import learned_and_held_out
+
+
+@pytest.fixture(scope="module")
+def network():
+    return normscope.load("demo_dit", limit=4, timesteps="980,500", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def seen(network):
+    return normscope.capture(network, layers="0,5")
+
+
+def test_a_capture(network, seen):
+    apart = normscope.capture(network.module, network.inputs, layers="0,5", about=network.about)
+    assert seen.about == apart.about and seen.about["model"] == "demo_dit"
+    assert all(torch.equal(seen.stats[name].moments, own.moments) for name, own in apart.stats.items())
+
+
+def test_other_batches_name_themselves(network):
+    learned, _ = learned_and_held_out(network.inputs)
+    assert normscope.capture(network, learned, layers="0,").about == {
+        **normscope.capture(network, layers="0,").about,
+        "data": learned.description,
+    }
+    unnamed = normscope.capture(network, list(network.inputs)[:1], layers="0,").about
+    assert (unnamed["model"], unnamed["data"]) == ("demo_dit", "not named")
+    mine = normscope.capture(network, layers="0,", about={"weights": "mine"}).about
+    assert mine == {**network.about, "weights": "mine", "dtype": "float32"}
+
+
+def test_a_swap(network, seen):
+    fits = normscope.fit(seen, "dyt")
+    apart = normscope.replacements(network.module, "dyt", fits)
+    assert list(normscope.replacements(network, "dyt", fits)) == list(apart)
+    norm = network.module.get_submodule(next(iter(apart)))
+    with normscope.swap(network, "dyt", fits) as swap:
+        assert swap.model is network.module and network.module.get_submodule(next(iter(apart))) is not norm
+    assert network.module.get_submodule(next(iter(apart))) is norm
+
+
+def test_a_drift_with_the_ends_of_trajectories(network, seen):
+    modules = normscope.replacements(network, "dyt", seen)
+    apart = normscope.drift(
+        network.module,
+        network.inputs,
+        modules,
+        outputs=network.outputs,
+        ends=network.inputs.ends,
+        about=network.about,
+    )
+    report = normscope.drift(network, replacements=modules)
+    assert report.as_dict() == apart.as_dict() and report.end is not None
+
+
+def test_healing_learns_from_what_it_is_not_judged_by():
+    network = normscope.load("demo_vit", limit=8, device="cpu")
+    swapped = copy.deepcopy(network.module)
+    normscope.swap(swapped, "dyt", normscope.capture(network, network.calibration, by_gamma=True), sites="final")
+    again = copy.deepcopy(swapped)
+    report = normscope.heal(network, swapped, steps=2)
+    apart = normscope.heal(network.module, again, network.calibration, network.inputs, outputs=network.outputs, steps=2)
+    assert report.as_dict() == apart.as_dict()
+    with pytest.raises(UsageError, match="learns from some inputs and is judged by others"):
+        normscope.heal(network, swapped, held_out=network.inputs)
+
+
+@pytest.mark.slow
+def test_a_bench_takes_the_first_sample_on_a_cpu(network):
+    report = normscope.bench(network, curves="dyt", budget=0)
+    assert report.about == {**network.about, "data": f"1 sample of {network.about['data']}"}
+
+
+@pytest.mark.parametrize("step", [normscope.capture, normscope.bench])
+def test_a_module_alone_brings_no_batches(step):
+    with pytest.raises(UsageError, match="A LayerNorm brings no batches: pass some"):
+        step(torch.nn.LayerNorm(4))
+    with pytest.raises(UsageError, match="brings no batches"):
+        normscope.drift(torch.nn.LayerNorm(4), replacements={"0": torch.nn.Identity()})

@@ -1,0 +1,171 @@
+"""What is learned from and what is held out never share a source, and together they are everything, once."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+import normscope
+from normscope.errors import DataError
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.splits import ALL, LeftOut, Share, learned_and_held_out
+
+_of_batches = st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=5), min_size=1, max_size=5)
+
+
+def batches_of(sources):
+    """Make batches whose entries are the numbers of their samples, each with the source that is given."""
+    made, number = [], 0
+    for part, of_batch in enumerate(sources):
+        numbers = range(number, number + len(of_batch))
+        samples = [Sample(f"photo {s}", s, i) for s, i in zip(of_batch, numbers, strict=True)]
+        x = torch.tensor(list(numbers)).double()
+        kwargs = {"mask": x[:, None], "more": {"y": x}, "scale": torch.ones(()), "name": "same"}
+        made.append(Batch((x,), kwargs, tuple(samples), x[:, None] > 2, f"timestep {part}"))
+        number += len(of_batch)
+    return made
+
+
+def numbers_in(part):
+    return [sample.index for batch in part for sample in batch.samples]
+
+
+@given(_of_batches)
+def test_sources_stay_together_and_every_sample_is_in_one_part(sources):
+    inputs, flat = batches_of(sources), [source for batch in sources for source in batch]
+    if len(flat) < 2:
+        with pytest.raises(
+            DataError, match=r"The inputs hold 1 sample; to learn from some and hold others out takes two"
+        ):
+            learned_and_held_out(inputs)
+        return
+    parts = learned_and_held_out(inputs)
+    learned, held = (numbers_in(part) for part in parts)
+    assert sorted(learned + held) == list(range(len(flat)))
+    assert (learned, held) == (sorted(learned), sorted(held))
+    assert learned
+    assert held
+    assert [part.n_samples for part in parts] == [len(learned), len(held)]
+    first_seen = list(dict.fromkeys(flat))
+    if len(first_seen) > 1:
+        apart = {flat[number] for number in held}
+        assert not apart & {flat[number] for number in learned}
+        # Every fourth source, in the order in which they come; the last of fewer.
+        assert apart == set(first_seen[3::4] or first_seen[-1:])
+        assert {part.by for part in parts} == {"source"}
+    else:
+        assert held == (list(range(len(flat)))[3::4] or [len(flat) - 1])
+        assert {part.by for part in parts} == {"sample"}
+        assert all(part.description.endswith(", all of one source") for part in parts)
+    again = learned_and_held_out(inputs)
+    assert [numbers_in(part) for part in again] == [numbers_in(part) for part in parts] == [learned, held]
+
+
+@given(_of_batches.filter(lambda sources: sum(map(len, sources)) > 1))
+def test_all_of_a_batch_is_cut_alike(sources):
+    for part in learned_and_held_out(batches_of(sources)):
+        for batch in part:
+            numbers = torch.tensor([sample.index for sample in batch.samples]).double()
+            assert torch.equal(batch.args[0], numbers)
+            assert torch.equal(batch.kwargs["mask"], numbers[:, None])
+            assert torch.equal(batch.kwargs["more"]["y"], numbers)
+            assert torch.equal(batch.kwargs["scale"], torch.ones(()))
+            assert batch.kwargs["name"] == "same"
+            assert torch.equal(batch.valid, numbers[:, None] > 2)
+            assert batch.part == f"timestep {[n for n, own in enumerate(sources) for _ in own][int(numbers[0])]}"
+
+
+def test_plain_tensors_and_descriptions():
+    learned, held = learned_and_held_out([torch.arange(5.0), {"x": torch.arange(5.0, 8.0)}])
+    assert [batch.args[0].tolist() if batch.args else batch.kwargs["x"].tolist() for batch in learned] == [
+        [0.0, 1.0, 2.0, 4.0],
+        [5.0, 6.0],
+    ]
+    assert [batch.args[0].tolist() if batch.args else batch.kwargs["x"].tolist() for batch in held] == [[3.0], [7.0]]
+    assert learned.description == "inputs · 6 of 8 samples to learn from"
+    assert held.description == "inputs · 2 of 8 samples held out"
+
+
+def test_one_name_in_two_data_sets_is_two_sources():
+    inputs = [Batch((torch.zeros(1),), samples=(Sample("cat", 0, 0, data),)) for data in ("mine", "yours")]
+    learned, held = learned_and_held_out(inputs)
+    assert [batch.samples[0].data for part in (learned, held) for batch in part] == ["mine", "yours"]
+
+
+def test_what_cannot_be_iterated_again_is_refused():
+    with pytest.raises(DataError, match=r"The inputs can be iterated only once, .* pass a list of batches"):
+        learned_and_held_out(iter([torch.zeros(4, 8)]))
+    with pytest.raises(DataError, match="The inputs can be iterated only once"):
+        learned_and_held_out(torch.zeros(4, 8) for _ in range(2))
+    with pytest.raises(DataError, match="The inputs hold 0 samples; to learn from some"):
+        learned_and_held_out([])
+
+
+@pytest.mark.parametrize("name", ["demo_vit", "demo_wav2vec2"])
+def test_the_embedded_networks_inputs(name):
+    network = normscope.load(name)
+    learned, held = learned_and_held_out(network.inputs)
+    sources = [{sample.source for batch in part for sample in batch.samples} for part in (learned, held)]
+    assert not sources[0] & sources[1]
+    total = sum(len(batch.samples) for batch in network.inputs)
+    assert learned.n_samples + held.n_samples == total
+    assert f"of {total} samples held out" in held.description
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", ["demo_vit", "demo_wav2vec2", "demo_dit", "a list"])
+def test_the_shares_of_a_part_are_the_part(name, ranks):
+    inputs = batches_of([[0, 1], [1, 2, 3], [4], [5, 0]]) if name == "a list" else normscope.load(name, limit=9).inputs
+    for part in learned_and_held_out(inputs):
+        shares = [list(part.chunks(Share(rank, ranks))) for rank in range(ranks)]
+        in_turn = [shares[position % ranks][position // ranks] for position in range(sum(map(len, shares)))]
+        batches = [batch for chunk in in_turn for batch in chunk.batches]
+        assert [batch.samples for batch in batches] == [batch.samples for batch in part]
+        assert sum(len(batch.samples) for batch in batches) == part.n_samples
+        assert sorted(number for chunk in in_turn for number in chunk.numbers) == list(range(part.n_inputs))
+        assert part.first_sample().samples == batches[0].samples[:1]
+
+
+def test_a_part_walks_its_own_trajectories_of_a_share():
+    learned, held = learned_and_held_out(normscope.load("demo_dit", limit=5, batch_size=2, device="cpu").inputs)
+    for part, expected in ((learned, {0, 1, 2, 4}), (held, {3})):
+        walked = [
+            sample.source_index for rank in range(2) for samples, _ in part.ends(Share(rank, 2)) for sample in samples
+        ]
+        assert sorted(walked) == sorted(expected)
+        assert {sample.source_index for samples, _ in part.ends() for sample in samples} == expected
+
+
+def test_samples_that_are_known_are_not_read(tmp_path):
+    for number in range(8):
+        (tmp_path / f"{number}.png").write_bytes(b"damaged")
+    inputs = normscope.load("demo_vit", data=tmp_path, device="cpu").inputs
+    learned, held = learned_and_held_out(inputs)
+    assert (learned.n_samples, held.n_samples, inputs.unreadable) == (6, 2, [])
+    with pytest.raises(DataError, match="None of the 8 files tried"):
+        held.first_sample()
+
+
+def test_a_part_of_which_nothing_can_be_read(tmp_path):
+    for number in range(4):
+        Image.new("L", (8, 8)).save(tmp_path / f"{number}.png")
+    (tmp_path / "3.png").write_bytes(b"damaged")
+    learned, held = learned_and_held_out(normscope.load("demo_vit", data=tmp_path, device="cpu").inputs)
+    assert sum(len(batch.samples) for batch in learned) == learned.n_samples == 3
+    assert [list(chunk.batches) for chunk in held.chunks(ALL)] == [[]]
+    assert list(held.left_out.unreadable) == [3]
+    with pytest.raises(DataError, match=r"No sample can be read of .* 1 of 4 samples held out\."):
+        held.first_sample()
+
+
+def test_what_a_part_passes_on():
+    inputs = normscope.load("demo_vit", limit=6, device="cpu").inputs
+    learned, held = learned_and_held_out(inputs)
+    learned.batch_size = 2
+    assert (inputs.batch_size, held.batch_size) == (2, 2)
+    learned.left_out = told = LeftOut(cut=3)
+    assert inputs.left_out is held.left_out is told
+    of_a_list, _ = learned_and_held_out([torch.zeros(2, 8), torch.zeros(1, 8)])
+    of_a_list.batch_size, of_a_list.left_out = 8, told
+    assert (of_a_list.batch_size, of_a_list.left_out, of_a_list.n_inputs) == (1, LeftOut(), 2)

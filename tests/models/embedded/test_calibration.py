@@ -1,0 +1,176 @@
+"""What the embedded models learn from, apart from the inputs that they are judged on."""
+
+import io
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from sklearn.datasets import load_digits
+
+from normscope.loading import load
+from normscope.models.registry import embedded_models
+from normscope.models.weights.checkpoints import read_embedded
+
+
+@pytest.fixture(scope="module")
+def demos():
+    return {name: load(name, device="cpu", limit=4 if name == "demo_dit" else None) for name in embedded_models()}
+
+
+def contents(inputs):
+    """Return each sample's values as bytes."""
+    return [
+        tensor.numpy().tobytes()
+        for batch in inputs
+        for tensor in (batch.kwargs["hidden_states"] if batch.kwargs else batch.args[0])
+    ]
+
+
+def keys(inputs):
+    return {(sample.data, sample.source) for batch in inputs for sample in batch.samples}
+
+
+@pytest.mark.parametrize("name", embedded_models())
+def test_nothing_is_both_learned_from_and_held_out(demos, name):
+    demo = demos[name]
+    assert not keys(demo.inputs) & keys(demo.calibration)
+    learned, held_out = contents(demo.calibration), contents(demo.inputs)
+    assert len(learned) == len(set(learned)) == demo.calibration.n_samples > len(held_out)
+    assert not set(learned) & set(held_out)
+
+
+def test_digits_are_those_of_the_training(demos):
+    pixels = {(image * 0.75).astype("float32").tobytes() for image in load_digits().images}
+    digits = contents(demos["demo_vit"].calibration)
+    assert set(digits) <= pixels
+    assert len(digits) == 1437
+    held_out = set(contents(demos["demo_vit"].inputs))
+    assert len(pixels - set(digits)) == 360
+    assert held_out <= pixels - set(digits)
+
+
+def test_no_voice_is_heard_in_both(demos):
+    voices = [
+        {sample.source for batch in inputs for sample in batch.samples}
+        for inputs in (demos["demo_wav2vec2"].calibration, demos["demo_wav2vec2"].inputs)
+    ]
+    assert [len(of_part) for of_part in voices] == [85, 12]
+    assert not voices[0] & voices[1]
+
+
+def test_words_are_as_loud_as_they_were_spoken(demos):
+    """Eight bits a sample are within half a step of the peak, 1/254 of it."""
+    clips, facts, _ = read_embedded("demo_wav2vec2_calibration.safetensors")
+    _, rate = soundfile.read(io.BytesIO(clips["flac"].numpy().tobytes()))
+    assert rate == facts["sample_rate"] == 16_000
+    batches = list(demos["demo_wav2vec2"].calibration)
+    assert len(facts["words"]) == len(batches)
+    for batch, length in zip(batches, clips["lengths"].tolist(), strict=True):
+        (word,) = batch.args
+        assert word.shape == (1, length)
+        peak = word.abs().max() * 2**15
+        assert peak <= 2**15
+        assert peak.item() == pytest.approx(round(peak.item()), abs=0.01)  # of 16 bits, in float32
+        steps = word * (127 * 2**15 / peak)
+        torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-3)
+    loudest, held_out = (
+        torch.stack([batch.args[0].abs().max() for batch in inputs]).quantile(torch.tensor([0.25, 0.5, 0.75]))
+        for inputs in (demos["demo_wav2vec2"].calibration, demos["demo_wav2vec2"].inputs)
+    )
+    torch.testing.assert_close(loudest, held_out, rtol=0.3, atol=0)  # other voices, by the same program
+
+
+def test_most_words_are_read_as_what_was_said(demos):
+    demo = demos["demo_wav2vec2"]
+    labels = read_embedded("demo_wav2vec2.safetensors")[1]["labels"]
+    words = read_embedded("demo_wav2vec2_calibration.safetensors")[1]["words"]
+
+    def reading(batch):
+        with torch.no_grad():
+            letters = demo.module(*batch.args)[0][0].argmax(dim=-1).unique_consecutive()
+        return "".join(labels[letter] for letter in letters if letter)
+
+    some = list(zip(words, demo.calibration, strict=True))[::8]
+    assert sum(reading(batch) == word for word, batch in some) >= 0.9 * len(some)  # 839 of all 850
+
+
+def test_trajectories_start_from_the_next_seed_and_are_seen_at_more_timesteps(demos):
+    following = load("demo_dit", device="cpu", limit=4, seed=1, timesteps=10)
+    ours = demos["demo_dit"].calibration
+    assert contents(ours) == contents(following.inputs)
+    assert ours.description == following.inputs.description
+    assert load("demo_dit", device="cpu", timesteps="980,0").calibration.timesteps == [980, 0]
+    at_most = 2**63 - 1
+    assert load("demo_dit", device="cpu", seed=at_most, limit=1).calibration.noise.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "first"),
+    [
+        (
+            "demo_vit",
+            "1,437 digits of demo_vit's training",
+            "the first 3 of 1,437 digits of demo_vit's training",
+        ),
+        (
+            "demo_wav2vec2",
+            "850 words of 85 synthetic voices of demo_wav2vec2's training",
+            "the first 3 of 850 words of 85 synthetic voices of demo_wav2vec2's training",
+        ),
+        (
+            "demo_dit",
+            "64 DDIM trajectories of 50 steps (seed 1, no guidance), 10 timesteps from 980 to 0",
+            "3 DDIM trajectories of 50 steps (seed 1, no guidance), 10 timesteps from 980 to 0",
+        ),
+    ],
+)
+def test_what_outputs_print_and_limit(name, whole, first):
+    assert load(name, device="cpu").calibration.description == whole
+    limited = load(name, device="cpu", limit=3, batch_size=2, dtype="bfloat16")
+    assert limited.calibration.description == first
+    batches = list(limited.calibration)
+    assert sum(len(batch.samples) for batch in batches) == limited.calibration.n_samples
+    assert len({sample.index for batch in batches for sample in batch.samples}) == limited.calibration.n_samples
+    assert max(len(batch.samples) for batch in batches) == (1 if name == "demo_wav2vec2" else 2)
+    tensors = [
+        tensor for batch in batches for tensor in (*batch.args, *batch.kwargs.values()) if torch.is_tensor(tensor)
+    ]
+    assert {tensor.dtype for tensor in tensors if tensor.is_floating_point()} == {torch.bfloat16}
+    assert limited.calibration.unreadable == []
+
+
+@pytest.mark.parametrize("name", embedded_models())
+def test_iterating_again_gives_the_same_again(name):
+    demo, other = (load(name, device="cpu", limit=2) for _ in range(2))
+    assert contents(demo.calibration) == contents(demo.calibration) == contents(other.calibration)
+
+
+@pytest.mark.parametrize("name", embedded_models())
+def test_with_data_of_ones_own_there_is_none(name, pictures, tmp_path):
+    torch.manual_seed(0)
+    path = tmp_path / "latents.npy"
+    np.save(path, torch.randn(2, 1, 8, 8).numpy())
+    soundfile.write(tmp_path / "noise.wav", torch.randn(16_000).numpy() * 0.1, 16_000)
+    data = {"demo_vit": pictures, "demo_wav2vec2": tmp_path / "noise.wav", "demo_dit": path}[name]
+    assert load(name, device="cpu", data=data).calibration is None
+
+
+@pytest.mark.parametrize("name", ["timm:test_vit"])
+def test_other_models_have_none(name):
+    assert load(name, weights="random", device="cpu", limit=1).calibration is None
+
+
+@pytest.mark.parametrize("name", ["demo_vit", "demo_wav2vec2"])
+def test_nothing_is_read_before_it_is_asked_for(monkeypatch, name):
+    from normscope.models import speech, vision
+
+    read = []
+    for wing in (speech, vision):
+        monkeypatch.setattr(wing, "read_embedded", lambda filename: read.append(filename) or read_embedded(filename))
+    demo = load(name, device="cpu")
+    list(demo.inputs)
+    assert f"{name}_calibration.safetensors" not in read
+    next(iter(demo.calibration))
+    list(demo.calibration)
+    assert read.count(f"{name}_calibration.safetensors") == 1

@@ -1,0 +1,82 @@
+import runpy
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+import normscope
+from normscope.loading import load
+from normscope.models.weights.checkpoints import read_embedded
+
+CARD = (files("normscope.models") / "embedded" / "demo_vit.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return load("demo_vit", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return read_embedded("demo_vit_digits.safetensors")[0]
+
+
+def predictions(model):
+    with torch.no_grad():
+        return torch.cat([model.module(batch.args[0]).argmax(dim=1) for batch in model.inputs])
+
+
+def test_it_reads_the_shipped_digits_as_its_card_says(demo, digits):
+    assert "All 64 shipped digits are read correctly." in CARD
+    assert torch.equal(predictions(demo), digits["labels"])
+
+
+def test_it_reads_the_held_out_digits_as_its_card_says(demo):
+    train = runpy.run_path(str(Path(normscope.__file__).parents[1] / "scripts" / "train_demo_vit.py"))
+    images, labels = train["load_pixels_and_labels"]()
+    *_, held_out = train["split"](len(images), seed=0)
+    with torch.no_grad():
+        read = demo.module(train["to_input"](images[held_out])).argmax(dim=1)
+    right = int((read == labels[held_out]).sum())
+    assert f"**Held-out accuracy: {right}/{len(held_out)} (" in CARD
+
+
+def test_what_outputs_print(demo):
+    assert demo.provenance.kind == "embedded"
+    assert demo.about["weights"].startswith("embedded demo_vit (trained on scikit-learn's digits, sha256 ")
+    assert demo.about["data"] == "64 held-out digits"
+
+
+def test_each_digit_is_a_source(demo):
+    seen = [sample for batch in demo.inputs for sample in batch.samples]
+    assert [sample.source_index for sample in seen] == [sample.index for sample in seen] == list(range(64))
+
+
+def test_limit_takes_the_first_digits():
+    demo = load("demo_vit", limit=5, device="cpu")
+    assert sum(len(batch.samples) for batch in demo.inputs) == 5
+    assert demo.about["data"] == "the first 5 of 64 held-out digits"
+
+
+def test_pictures_of_digits_are_read_as_digits(tmp_path, digits, demo):
+    for number, pixels in enumerate(digits["images"][:20]):
+        grey = Image.fromarray((pixels.float() * 255 / 16).round().to(torch.uint8).numpy())
+        grey.resize((64, 64), Image.Resampling.NEAREST).convert("RGB").save(tmp_path / f"{number:02}.png")
+    from_pictures = load("demo_vit", data=tmp_path, device="cpu")
+    seen = torch.cat([batch.args[0] for batch in from_pictures.inputs])
+    expected = torch.cat([batch.args[0] for batch in demo.inputs])[:20]
+    torch.testing.assert_close(seen, expected, atol=16 / 255, rtol=0)  # the rounding to 8 bits
+    assert torch.equal(predictions(from_pictures), predictions(demo)[:20])
+
+
+def test_other_weights(tmp_path, demo):
+    untrained = load("demo_vit", weights="random", device="cpu")
+    assert untrained.provenance.kind == "random"
+    assert not torch.equal(predictions(untrained), predictions(demo))
+    save_file(demo.module.state_dict(), tmp_path / "same.safetensors")
+    assert torch.equal(
+        predictions(load("demo_vit", weights=str(tmp_path / "same.safetensors"), device="cpu")), predictions(demo)
+    )

@@ -1,0 +1,88 @@
+import re
+from importlib.resources import files
+
+import pytest
+import soundfile
+import torch
+from safetensors.torch import save_file
+
+from normscope.loading import load
+from normscope.models.weights.checkpoints import read_embedded
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return load("demo_wav2vec2", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def facts():
+    return read_embedded("demo_wav2vec2.safetensors")[1]
+
+
+@pytest.fixture(scope="module")
+def words():
+    return read_embedded("demo_wav2vec2_words.safetensors")
+
+
+def heard(model, labels):
+    """Return the greedy CTC reading of each utterance: the best label of each frame, without repeats and blanks."""
+    readings = []
+    for batch in model.inputs:
+        with torch.no_grad():
+            logits, _ = model.module(*batch.args)
+        assert len(logits) == 1
+        best = logits[0].argmax(dim=-1).unique_consecutive()
+        readings.append("".join(labels[label] for label in best if label != 0))
+    return readings
+
+
+def test_it_recognizes_as_many_words_of_held_out_voices_as_its_card_says(demo, facts, words):
+    card = (files("normscope.models") / "embedded" / "demo_wav2vec2.md").read_text()
+    right, of, percent = map(int, re.search(r"(\d+)/(\d+)\s\((\d+) %\)\sof\sthe\sshipped\sclips", card).groups())
+    transcripts = words[1]["words"]
+    assert of == len(transcripts)
+    assert sum(map(str.__eq__, heard(demo, facts["labels"]), transcripts)) == right
+    assert percent == round(100 * right / of)
+    assert f"({100 * facts['held_out_accuracy']:.1f} %)" in card
+
+
+def test_what_outputs_print(demo):
+    assert demo.provenance.kind == "embedded"
+    assert demo.about["weights"].startswith("embedded demo_wav2vec2 (trained on synthetic words, sha256 ")
+    assert demo.about["data"] == f"{demo.inputs.n_samples} held-out words of 12 synthetic voices"
+
+
+def test_each_voice_is_a_source(demo, words):
+    seen = [sample for batch in demo.inputs for sample in batch.samples]
+    assert [sample.source_index for sample in seen] == words[0]["speakers"].tolist()
+    assert len({(sample.source, sample.source_index) for sample in seen}) == 12
+    assert [sample.index for sample in seen] == list(range(len(words[1]["words"])))
+
+
+def test_limit_takes_the_first_words(demo):
+    few = load("demo_wav2vec2", limit=5, device="cpu")
+    assert few.about["data"] == f"the first 5 of {demo.about['data']}"
+    for batch, expected in zip(few.inputs, list(demo.inputs)[:5], strict=True):
+        assert torch.equal(batch.args[0], expected.args[0])
+
+
+def test_recordings_of_words_are_heard_as_the_embedded_ones(tmp_path, demo, facts, words):
+    tensors, about_words, _ = words
+    for number, waveform in enumerate(tensors["waveforms"].split(tensors["lengths"].tolist())[:10]):
+        soundfile.write(tmp_path / f"{number:02}.wav", waveform.numpy(), about_words["sample_rate"])
+    recorded, embedded = (
+        heard(load("demo_wav2vec2", device="cpu", **given), facts["labels"])
+        for given in ({"data": tmp_path}, {"limit": 10})
+    )
+    assert recorded == embedded
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_weights_from_a_file(tmp_path, demo, facts, wrapped):
+    untrained = load("demo_wav2vec2", weights="random", device="cpu", limit=3)
+    assert untrained.provenance.kind == "random"
+    trained = demo.module if wrapped else demo.module.model
+    save_file(trained.state_dict(), tmp_path / "same.safetensors")
+    same = load("demo_wav2vec2", weights=tmp_path / "same.safetensors", device="cpu", limit=3)
+    assert heard(same, facts["labels"]) == heard(demo, facts["labels"])[:3] != heard(untrained, facts["labels"])

@@ -1,0 +1,255 @@
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from timm.data import create_transform, resolve_data_config
+
+from normscope.errors import DataError
+from normscope.loading import load
+from normscope.models.inputs.images import Preprocessing, image_files, image_inputs, photograph_crops
+from normscope.models.vision import _timm_preprocessing
+
+
+@pytest.fixture
+def timm_preprocessing(tiny_vit):
+    return _timm_preprocessing(tiny_vit)
+
+
+def to_pixels(image):
+    """Keep every pixel, so that a test sees which way up an image came."""
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return pixels.view(image.height, image.width, -1).movedim(-1, 0).float()
+
+
+PLAIN = Preprocessing("RGB", to_pixels)
+
+
+def tensors(inputs):
+    return torch.cat([batch.args[0] for batch in inputs])
+
+
+def samples(inputs):
+    return [sample for batch in inputs for sample in batch.samples]
+
+
+def test_preprocessing_is_timms_own(pictures, tiny_vit, timm_preprocessing, options):
+    transform = create_transform(**resolve_data_config({}, model=tiny_vit))
+    expected = [transform(Image.open(pictures / name).convert("RGB")) for name in ("a.png", "b/c.JPG", "b/d.png")]
+    inputs = image_files(pictures, timm_preprocessing, options())
+    assert torch.equal(tensors(inputs), torch.stack(expected))
+
+
+def test_a_folder_in_order_with_each_file_a_source(pictures, options):
+    inputs = image_files(pictures, PLAIN, options(batch_size=2))
+    assert [len(batch.samples) for batch in inputs] == [1, 2], "the second of four files is damaged"
+    seen = samples(inputs)
+    assert [sample.source for sample in seen] == ["a.png", "b/c.JPG", "b/d.png"]
+    assert [(sample.source_index, sample.index) for sample in seen] == [(0, 0), (2, 2), (3, 3)]
+
+
+def test_what_a_capture_keeps_in_the_folder_does_not_make_it_another_data_set(pictures, options):
+    """``normscope capture --data . -o seen.safetensors``: going on, it finds its checkpoint among the images."""
+    kept = pictures / "seen.safetensors.checkpoint"
+    kept.mkdir()
+    for path in (kept / "0.safetensors", pictures / ".seen.safetensors.abcdefgh.safetensors"):
+        path.touch()
+    inputs = image_files(pictures, PLAIN, options())
+    (kept / "0.safetensors").unlink()
+    kept.rmdir()
+    (pictures / ".seen.safetensors.abcdefgh.safetensors").unlink()
+    assert inputs.description == image_files(pictures, PLAIN, options()).description
+
+
+def test_unreadable_and_other_files_are_named_and_counted(pictures, options):
+    inputs = image_files(pictures, PLAIN, options())
+    assert inputs.description == f"{pictures}: 4 images (2 other files left out)"
+    for _ in range(2):
+        list(inputs)
+        assert len(inputs.unreadable) == 1
+        assert inputs.unreadable[0].startswith("b/broken.png: ")
+        assert inputs.description == f"{pictures}: 4 images (1 unreadable, 2 other files left out)"
+
+
+def test_links_to_nothing_are_unreadable(tmp_path, options):
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    (tmp_path / "b.png").symlink_to("gone.png")
+    (tmp_path / "c.png").symlink_to("c.png")  # in a circle
+    (tmp_path / "folder").symlink_to("gone")
+    (tmp_path / ".#a.png").symlink_to("an-editor@host.123")
+    inputs = image_files(tmp_path, PLAIN, options())
+    assert inputs.description == f"{tmp_path}: 3 images (1 other file left out)"
+    assert len(tensors(inputs)) == 1
+    assert inputs.unreadable == [
+        "b.png: a link to gone.png, which does not exist",
+        "c.png: Too many levels of symbolic links",
+    ]
+    assert inputs.description == f"{tmp_path}: 3 images (2 unreadable, 1 other file left out)"
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(DataError, match=r"None of the 2 files tried .* The first is b.png: a link to gone.png"):
+        list(image_files(tmp_path, PLAIN, options()))
+
+
+def test_iterating_again_gives_the_same(pictures, options):
+    inputs = image_files(pictures, PLAIN, options(batch_size=1))
+    assert torch.equal(tensors(inputs), tensors(inputs))
+
+
+def test_limit_takes_the_first_files(pictures, options):
+    inputs = image_files(pictures, PLAIN, options(limit=1))
+    assert [sample.source for sample in samples(inputs)] == ["a.png"]
+    assert inputs.description == f"{pictures}: the first 1 of 4 images (2 other files left out)"
+
+
+def test_images_are_opened_batch_by_batch(tmp_path, options, monkeypatch):
+    for number in range(10):
+        Image.new("RGB", (4, 4)).save(tmp_path / f"{number}.png")
+    opened = []
+    real_open = Image.open
+    monkeypatch.setattr(Image, "open", lambda path, **kwargs: opened.append(path) or real_open(path, **kwargs))
+    batches = iter(image_files(tmp_path, PLAIN, options(batch_size=3)))
+    next(batches)
+    assert len(opened) == 3
+
+
+def test_a_single_file(pictures, options):
+    inputs = image_files(pictures / "b" / "d.png", PLAIN, options())
+    assert [sample.source for sample in samples(inputs)] == ["d.png"]
+    assert inputs.description == f"{pictures}/b/d.png: 1 image"
+
+
+def test_camera_orientation_is_applied(tmp_path, options):
+    pixels = torch.randint(0, 256, (3, 5, 3), dtype=torch.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: rotate by 90° clockwise to see the scene upright
+    Image.fromarray(pixels.numpy()).save(tmp_path / "turned.png", exif=exif)
+    seen = tensors(image_files(tmp_path, PLAIN, options()))
+    assert torch.equal(seen[0], torch.rot90(pixels.movedim(-1, 0).float(), k=-1, dims=(1, 2)))
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "LA", "1", "I;16"])
+def test_every_mode_becomes_rgb(tmp_path, options, mode):
+    Image.new(mode, (4, 4)).save(tmp_path / "image.tiff")
+    assert tensors(image_files(tmp_path, PLAIN, options())).shape == (1, 3, 4, 4)
+
+
+RAMP = np.arange(2**16).reshape(256, 256)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "suffix", "mode"),
+    [
+        ("<u2", "png", "I;16"),
+        ("<u2", "tiff", "I;16"),
+        (">u2", "tiff", "I;16B"),
+        ("<u2", "pgm", "I"),
+        ("i4", "tiff", "I"),
+    ],
+)
+def test_16_bits_are_scaled_to_8(tmp_path, options, dtype, suffix, mode):
+    path = tmp_path / f"ramp.{suffix}"
+    Image.fromarray(RAMP.astype(dtype)).save(path)
+    with Image.open(path) as image:
+        assert image.mode == mode
+    for target in ("RGB", "L"):
+        seen = tensors(image_files(path, Preprocessing(target, to_pixels), options()))
+        assert torch.equal(seen[0, 0], torch.from_numpy(np.rint(RAMP / 257)).float())
+
+
+@pytest.mark.parametrize(
+    "pixels",
+    [RAMP.astype("i4") * 2, -RAMP.astype("i4"), (RAMP / 65535).astype("f4")],
+    ids=["beyond 16 bits", "negative", "float"],
+)
+def test_32_bits_are_unreadable(pictures, options, pixels):
+    Image.fromarray(pixels).save(pictures / "b" / "deep.tiff")
+    inputs = image_files(pictures, PLAIN, options())
+    assert len(samples(inputs)) == 3
+    assert inputs.unreadable[1] == "b/deep.tiff: 32-bit pixels have no defined white point"
+    assert "2 unreadable" in inputs.description
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_an_image_of_no_finite_number_is_unreadable(pictures, options, value):
+    Image.fromarray(np.full((4, 4), value, "f4")).save(pictures / "b" / "deep.tiff")
+    inputs = image_files(pictures, PLAIN, options())
+    assert len(samples(inputs)) == 3
+    assert inputs.unreadable[1] == "b/deep.tiff: it holds no finite number"
+    assert "2 unreadable" in inputs.description
+
+
+@pytest.mark.filterwarnings("error")
+def test_floats_of_which_some_are_nan_are_unreadable(pictures, options):
+    pixels = np.full((4, 4), 0.5, "f4")
+    pixels[0, 0] = np.nan
+    Image.fromarray(pixels).save(pictures / "b" / "deep.tiff")
+    inputs = image_files(pictures, PLAIN, options())
+    assert len(samples(inputs)) == 3
+    assert inputs.unreadable[1] == "b/deep.tiff: 32-bit pixels have no defined white point"
+
+
+def test_decompression_bomb_is_unreadable(pictures, options, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    inputs = image_files(pictures / "a.png", PLAIN, options())
+    with pytest.raises(DataError, match="decompression bomb"):
+        list(inputs)
+
+
+def test_postscript_is_not_run(tmp_path, options):
+    Image.new("RGB", (4, 4)).save(tmp_path / "program.eps")
+    (tmp_path / "program.eps").rename(tmp_path / "program.png")
+    with pytest.raises(DataError, match=r"program.png: not an image that Pillow can read"):
+        list(image_files(tmp_path, PLAIN, options()))
+
+
+def test_no_readable_file_at_all(tmp_path, options):
+    for name in ("a.png", "b.jpg"):
+        (tmp_path / name).write_text("no image")
+    inputs = image_files(tmp_path, PLAIN, options())
+    with pytest.raises(DataError, match=r"None of the 2 files tried .* The first is a.png: not an image"):
+        list(inputs)
+    assert len(inputs.unreadable) == 2
+
+
+def test_nothing_that_could_be_an_image(tmp_path, options):
+    with pytest.raises(DataError, match="holds no image, only 0 other files"):
+        image_files(tmp_path, PLAIN, options())
+    (tmp_path / "notes.txt").write_text("no image")
+    with pytest.raises(DataError, match="holds no image, only 1 other file"):
+        image_files(tmp_path, PLAIN, options())
+    with pytest.raises(DataError, match="There is no file or folder"):
+        image_files(tmp_path / "missing", PLAIN, options())
+
+
+def test_crops_are_squares_of_one_source(options):
+    inputs = photograph_crops(Preprocessing("RGB", lambda image: torch.tensor(image.size)), options())
+    sizes = tensors(inputs)
+    assert sizes.shape == (8, 2)
+    assert torch.equal(sizes[:, 0], sizes[:, 1])
+    assert 0.4 * 512 <= sizes.min() < sizes.max() <= 512
+    assert {(sample.source, sample.source_index) for sample in samples(inputs)} == {("grace_hopper.jpg", 0)}
+    assert [sample.index for sample in samples(inputs)] == list(range(8))
+    assert inputs.description == "8 crops of grace_hopper.jpg (seed 0)"
+
+
+def test_crops_follow_the_seed_and_fewer_are_the_first(timm_preprocessing, options):
+    crops = tensors(photograph_crops(timm_preprocessing, options()))
+    assert torch.equal(tensors(photograph_crops(timm_preprocessing, options(limit=3))), crops[:3])
+    assert torch.equal(tensors(photograph_crops(timm_preprocessing, options(limit=100))), crops)
+    assert not torch.equal(tensors(photograph_crops(timm_preprocessing, options(seed=1))), crops)
+
+
+def test_crops_without_matplotlib(options, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DataError, match="--data PATH"):
+        photograph_crops(PLAIN, options())
+
+
+def test_default_and_data(pictures, options):
+    assert image_inputs(PLAIN, options(data=str(pictures))).description.startswith(str(pictures))
+    model = load("timm:test_vit", weights="random", data=pictures, device="cpu")
+    with torch.no_grad():
+        assert model.module(next(iter(model.inputs)).args[0]).shape == (3, 1000)

@@ -1,0 +1,187 @@
+import hashlib
+
+import pytest
+import torch
+
+from normscope.errors import DataError
+from normscope.models.inputs.text import Reading, TextLines, padded, text_inputs
+
+
+def of_bytes(text):
+    """Read a text as its bytes, at most eight of them."""
+    if text == "nothing":
+        raise DataError("the tokenizer leaves nothing of it")
+    content = list(text.encode())
+    return content[:8], len(content) > 8
+
+
+def as_keywords(ids, mask):
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+READING = Reading(of_bytes, as_keywords, longest=8, pad_id=7)
+
+
+def samples_of(inputs):
+    return [sample for batch in inputs for sample in batch.samples]
+
+
+def texts_of(inputs):
+    """Decode what is no padding, and check that the rest is."""
+    texts = []
+    for batch in inputs:
+        ids, mask = batch.kwargs["input_ids"], batch.kwargs["attention_mask"].bool()
+        assert (ids[~mask] == 7).all()
+        assert torch.equal(batch.valid, mask)
+        texts += [bytes(row[kept].tolist()).decode() for row, kept in zip(ids, mask, strict=True)]
+    return texts
+
+
+def test_page(options):
+    inputs = text_inputs(READING, options(batch_size=5))
+    samples = samples_of(inputs)
+    assert inputs.n_samples == len(samples) == 12
+    assert [sample.index for sample in samples] == [sample.source_index for sample in samples] == list(range(12))
+    assert len({sample.source for sample in samples}) == 12
+    assert {sample.data for sample in samples} == {"page"}
+    assert inputs.description == "normscope's page: 12 texts (12 cut to 8 tokens)"
+
+
+def test_limit_takes_the_first(options):
+    inputs = text_inputs(READING, options(limit=3, batch_size=2))
+    assert [len(batch.samples) for batch in inputs] == [2, 1]
+    assert inputs.n_samples == 3
+    assert inputs.description == "normscope's page: the first 3 of 12 texts (3 cut to 8 tokens)"
+    assert samples_of(inputs) == samples_of(text_inputs(READING, options()))[:3]
+
+
+def test_lines_of_a_file(tmp_path, options):
+    path = tmp_path / "lines.txt"
+    path.write_bytes("\ufeffone\r\n\n  \t\n\u3000\n  two\nnothing\nlong enough\n".encode() + b"\xff\xfe\nlast")
+    inputs = text_inputs(READING, options(data=str(path)))
+    assert texts_of(inputs) == ["one", "  two", "long eno", "last"]
+    assert inputs.unreadable == [
+        "lines.txt line 6: the tokenizer leaves nothing of it",
+        "lines.txt line 8: not UTF-8",
+    ]
+    assert inputs.n_samples == 6
+    samples = samples_of(inputs)
+    assert [sample.source for sample in samples] == [f"lines.txt line {number}" for number in (1, 5, 7, 9)]
+    assert [sample.index for sample in samples] == [sample.source_index for sample in samples] == [0, 1, 3, 5]
+    for _ in range(2):  # counted anew each time
+        list(inputs)
+        assert inputs.description == f"{path}: 6 texts (1 cut to 8 tokens, 2 unreadable)"
+
+
+def test_files_of_a_folder_are_sources(tmp_path, options):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "b.txt").write_text("b1\nb2\n")
+    (tmp_path / "sub" / "a.MD").write_text("\na1\n")
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "table.csv").write_text("no,text")
+    inputs = text_inputs(READING, options(data=str(tmp_path), batch_size=2))
+    assert texts_of(inputs) == ["b1", "b2", "a1"]
+    samples = samples_of(inputs)
+    assert [sample.source for sample in samples] == ["b.txt", "b.txt", "sub/a.MD"]
+    assert [sample.source_index for sample in samples] == [0, 0, 2]
+    assert [sample.index for sample in samples] == [0, 1, 2]
+    assert inputs.description == f"{tmp_path}: 3 texts (1 other file left out)"
+    listing = b"".join(
+        f"{name}\0{(tmp_path / name).stat().st_size}\0".encode() for name in ("b.txt", "empty.txt", "sub/a.MD")
+    )
+    assert {sample.data for sample in samples} == {hashlib.blake2b(listing, digest_size=8).hexdigest()}
+
+
+def test_links_to_nothing_are_unreadable(tmp_path, options):
+    (tmp_path / "a.txt").write_text("a1\n")
+    (tmp_path / "b.txt").symlink_to("gone.txt")
+    inputs = text_inputs(READING, options(data=str(tmp_path)))
+    assert texts_of(inputs) == ["a1"]
+    assert inputs.unreadable == ["b.txt: a link to gone.txt, which does not exist"]
+    assert inputs.description == f"{tmp_path}: 2 texts (1 unreadable)"
+
+
+def test_file_that_vanished_is_unreadable(tmp_path, options):
+    (tmp_path / "a.txt").write_text("a1\n")
+    (tmp_path / "b.txt").write_text("b1\n")
+    inputs = text_inputs(READING, options(data=str(tmp_path)))
+    (tmp_path / "a.txt").unlink()
+    assert texts_of(inputs) == ["b1"]
+    assert inputs.unreadable == ["a.txt: No such file or directory"]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"\n \n", "holds no text: 1 file without a line that is not blank."),
+        (b"", "holds no text"),
+        ("nothing\nö".encode("utf-16"), "can be read. The first is lines.txt line 1: not UTF-8."),
+    ],
+)
+def test_files_without_a_text(tmp_path, options, content, sentence):
+    path = tmp_path / "lines.txt"
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        list(text_inputs(READING, options(data=str(path))))
+    assert sentence in str(caught.value)
+
+
+def test_folder_without_text_files(tmp_path, options):
+    (tmp_path / "picture.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"holds no text file, only 1 other file\."):
+        text_inputs(READING, options(data=str(tmp_path)))
+
+
+def test_padding():
+    batch = padded([[1, 2, 3], [4]], READING)
+    assert batch.kwargs["input_ids"].tolist() == [[1, 2, 3], [4, 7, 7]]
+    assert batch.kwargs["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch.valid.tolist() == [[True, True, True], [True, False, False]]
+    assert bool(padded([[1, 2], [3, 4]], READING).valid.all())
+    multiple = padded([[1, 2, 3], [4]], Reading(of_bytes, as_keywords, multiple=4))
+    assert multiple.valid.sum(1).tolist() == [3, 1]
+    assert multiple.kwargs["input_ids"].shape == (2, 4)
+
+
+def test_any_text_is_found_again_in_any_order_and_by_any_worker(tmp_path, options):
+    numbers = torch.Generator().manual_seed(3)
+    for name in "abc":
+        words = [
+            chr(97 + int(n)) * int(n % 8 + 1) if n < 26 else "" for n in torch.randint(0, 40, (40,), generator=numbers)
+        ]
+        (tmp_path / f"{name}.txt").write_text("\n".join(words) + "\n")
+    (tmp_path / "b.txt").write_bytes(b"\xff\n" + (tmp_path / "b.txt").read_bytes())
+    lines = [
+        (name, number, line)
+        for name in ("a.txt", "b.txt", "c.txt")
+        for number, line in enumerate((tmp_path / name).read_bytes().split(b"\n"), start=1)
+        if line.strip()
+    ]
+    order = torch.randperm(len(lines), generator=torch.Generator().manual_seed(5)).tolist()[:50]
+    for workers in (0, 2):
+        inputs = text_inputs(READING, options(data=str(tmp_path), shuffle=True, seed=5, limit=50, workers=workers))
+        readable = [i for i in order if lines[i][2] != b"\xff"]
+        assert texts_of(inputs) == [lines[i][2].decode() for i in readable]
+        seen = samples_of(inputs)
+        assert [(sample.source, sample.index) for sample in seen] == [(lines[i][0], i) for i in readable]
+        assert [sample.index for sample in inputs.known_samples()] == order
+        assert f"50 of {len(lines)} texts, drawn with seed 5" in inputs.description
+
+
+def test_a_file_that_changed_is_unreadable(tmp_path, options):
+    (tmp_path / "a.txt").write_text("a1\na2\n")
+    (tmp_path / "b.txt").write_text("b1\n")
+    inputs = text_inputs(READING, options(data=str(tmp_path)))
+    (tmp_path / "a.txt").write_text("a1\n")
+    assert texts_of(inputs) == ["b1"]
+    assert inputs.unreadable == [
+        f"a.txt line {number}: the file has changed since its lines were counted" for number in (1, 2)
+    ]
+
+
+def test_a_file_that_cannot_be_opened_counts_as_one(tmp_path):
+    lines = TextLines([("gone.txt", tmp_path / "gone.txt"), ("a.txt", tmp_path / "a.txt")])
+    assert (len(lines), lines.place(0)) == (2, "gone.txt")
+    assert all(isinstance(content, FileNotFoundError) for content in lines.read([0, 1]))
+    (tmp_path / "gone.txt").write_text("back\n")
+    assert [str(content) for content in lines.read([0])] == ["the file has changed since its lines were counted"]

@@ -1,0 +1,370 @@
+"""Trajectories of a tiny DiT against those of diffusers' own pipeline."""
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2DModel
+
+import normscope
+from normscope.errors import ModelError, UsageError
+from normscope.inputs.splits import ALL, Share
+from normscope.models.inputs.trajectories import LatentSpace, from_noise, select_timesteps
+
+VISITED = list(range(980, -1, -20))
+SPACE = LatentSpace(channels=4, size=8, classes=1000)  # DiTPipeline's null class is 1000, whatever the model
+
+
+def tiny_dit(**changes):
+    torch.manual_seed(11)
+    config = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8, "out_channels": 8}
+    return DiTTransformer2DModel(**(config | changes)).eval()
+
+
+def dit_scheduler():
+    return DDIMScheduler(num_train_timesteps=1000, clip_sample=False)
+
+
+@pytest.fixture(scope="module")
+def dit():
+    return tiny_dit()
+
+
+@pytest.fixture
+def trajectories(dit, options):
+    def make(module=dit, guidance=4.0, number=3, **changes):
+        return from_noise(SPACE, dit_scheduler(), options(**changes), guidance=guidance, trajectories=number)(module)
+
+    return make
+
+
+@pytest.fixture
+def calls(dit):
+    """Count the forward passes of the tiny DiT."""
+    seen = []
+    handle = dit.register_forward_pre_hook(lambda *_: seen.append(1))
+    yield seen
+    handle.remove()
+
+
+class Recorder:
+    """Stand where the autoencoder stands, and keep the latents that it would decode."""
+
+    def __init__(self):
+        self.config = type("Config", (), {"scaling_factor": 1.0})
+
+    def decode(self, latents):
+        self.latents = latents
+        return type("Decoded", (), {"sample": latents})
+
+
+def latents_of_the_pipeline(dit, labels, guidance, seed, scheduler):
+    """Return what each call of the transformer got, and the latents at the end."""
+    vae = AutoencoderKL(block_out_channels=(8,), norm_num_groups=1, latent_channels=4)
+    pipeline = DiTPipeline(dit, vae, scheduler)
+    pipeline.vae = Recorder()
+    pipeline.set_progress_bar_config(disable=True)
+    seen = []
+    handle = dit.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append({**kwargs, "hidden_states": args[0]}), with_kwargs=True
+    )
+    generator = torch.Generator().manual_seed(seed)
+    pipeline(labels, guidance, generator=[generator] * len(labels), output_type="pt")
+    handle.remove()
+    return seen, pipeline.vae.latents
+
+
+@pytest.mark.parametrize("guidance", [4.0, 1.5, 1.0])
+def test_every_call_is_that_of_diffusers_own_pipeline(dit, trajectories, guidance):
+    trajectories = trajectories(guidance=guidance, number=3, seed=5, timesteps=50)
+    ours = list(trajectories)
+    theirs, result = latents_of_the_pipeline(
+        dit, trajectories.labels.tolist(), guidance, seed=5, scheduler=dit_scheduler()
+    )
+    assert len(ours) == len(theirs) == 50
+    ((samples, ends),) = trajectories.ends()
+    assert [sample.source for sample in samples] == ["trajectory 0", "trajectory 1", "trajectory 2"]
+    torch.testing.assert_close(ends, result)
+    for batch, call in zip(ours, theirs, strict=True):
+        assert torch.equal(batch.kwargs["timestep"], call["timestep"])
+        assert torch.equal(batch.kwargs["class_labels"], call["class_labels"])
+        torch.testing.assert_close(batch.kwargs["hidden_states"], call["hidden_states"])
+    assert not torch.allclose(ours[0].kwargs["hidden_states"], ours[-1].kwargs["hidden_states"], atol=0.1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prediction_type": "v_prediction"},
+        {"prediction_type": "sample", "clip_sample": True},
+        {"timestep_spacing": "trailing", "beta_schedule": "squaredcos_cap_v2"},
+        {"steps_offset": 1, "set_alpha_to_one": False},
+    ],
+)
+def test_other_schedules_and_no_learned_variance(options, changes):
+    dit = tiny_dit(out_channels=4)
+    settings = {"clip_sample": False} | changes
+    make = from_noise(SPACE, DDIMScheduler(**settings), options(timesteps=50), guidance=2.0, trajectories=2)
+    trajectories = make(dit)
+    ours = list(trajectories)
+    theirs, _ = latents_of_the_pipeline(
+        dit, trajectories.labels.tolist(), 2.0, seed=0, scheduler=DDIMScheduler(**settings)
+    )
+    assert [int(batch.kwargs["timestep"][0]) for batch in ours] == [int(call["timestep"][0]) for call in theirs]
+    for batch, call in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(batch.kwargs["hidden_states"], call["hidden_states"])
+
+
+def test_a_latent_and_its_unlabelled_half_share_a_batch_and_a_source(trajectories):
+    batches = list(trajectories(number=5, batch_size=4, timesteps="980,0"))
+    assert [(batch.part, len(batch.samples)) for batch in batches] == [
+        ("timestep 980", 4),
+        ("timestep 0", 4),
+        ("timestep 980", 4),
+        ("timestep 0", 4),
+        ("timestep 980", 2),
+        ("timestep 0", 2),
+    ]
+    for batch in batches:
+        labelled, unlabelled = batch.kwargs["hidden_states"].chunk(2)
+        assert torch.equal(labelled, unlabelled)
+        half = len(batch.samples) // 2
+        assert (batch.kwargs["class_labels"][:half] < 1000).all()
+        assert (batch.kwargs["class_labels"][half:] == 1000).all()
+        assert [sample.source for sample in batch.samples[:half]] == [sample.source for sample in batch.samples[half:]]
+    seen = [sample for batch in batches for sample in batch.samples]
+    assert {(sample.source, sample.source_index) for sample in seen} == {(f"trajectory {i}", i) for i in range(5)}
+    assert len({sample.index for sample in seen}) == len(seen) == trajectories(number=5, timesteps="980,0").n_samples
+
+
+def test_the_batch_size_changes_nothing_but_the_batches(trajectories):
+    def latents(**changes):
+        by_sample = {}
+        for batch in trajectories(number=3, **changes):
+            by_sample |= dict(zip(batch.samples, batch.kwargs["hidden_states"], strict=True))
+        return by_sample
+
+    alone, together = latents(batch_size=1), latents(batch_size=100)
+    assert alone.keys() == together.keys()
+    assert len(alone) == 24
+    for sample, value in alone.items():
+        torch.testing.assert_close(value, together[sample], rtol=1e-3, atol=1e-3)  # matmuls of other shapes, 50 times
+
+
+def test_fewer_are_the_first_and_the_seed_chooses(trajectories):
+    def start(**changes):
+        batch = next(iter(trajectories(guidance=1.0, **changes)))
+        return batch.kwargs["hidden_states"], batch.kwargs["class_labels"]
+
+    noise, labels = start(number=4)
+    fewer_noise, fewer_labels = start(number=4, limit=2)
+    other_noise, other_labels = start(number=4, seed=1)
+    assert torch.equal(fewer_noise, noise[:2])
+    assert torch.equal(fewer_labels, labels[:2])
+    assert not torch.equal(other_noise, noise)
+    assert not torch.equal(other_labels, labels)
+    assert len(start(number=4, limit=100)[0]) == 4
+
+
+def test_labels_are_distinct_while_there_are_classes_left(options):
+    few = LatentSpace(channels=1, size=8, classes=10)
+    labels = from_noise(few, dit_scheduler(), options(), guidance=1.0, trajectories=25)(None).labels
+    assert sorted(labels[:10].tolist()) == sorted(labels[10:20].tolist()) == list(range(10))
+
+
+def test_the_first_batch_takes_no_forward_pass_and_none_comes_after_the_last(trajectories, calls):
+    ours = trajectories(number=2, timesteps="980,500", batch_size=2)  # one guided latent at a time
+    batches = iter(ours)
+    next(batches)
+    assert len(calls) == 0
+    next(batches)
+    assert len(calls) == VISITED.index(500)
+    list(batches)
+    assert len(calls) == 2 * VISITED.index(500)
+    list(ours)
+    assert len(calls) == 2 * VISITED.index(500), "what was computed once is kept"
+
+
+def test_iterating_again_gives_the_same_also_after_an_interruption(trajectories):
+    interrupted = trajectories(number=2, timesteps="900,880,860")
+    next(iter(interrupted))
+    for first, again in zip(trajectories(number=2, timesteps="900,880,860"), interrupted, strict=True):
+        assert first.samples == again.samples
+        assert first.part == again.part
+        assert torch.equal(first.kwargs["hidden_states"], again.kwargs["hidden_states"])
+
+
+def test_gradients_and_inference_mode_stay_as_they_were(trajectories):
+    ours = trajectories(number=1, timesteps="980,960")
+    with torch.inference_mode():
+        list(ours)
+    latents = [batch.kwargs["hidden_states"] for batch in ours]
+    assert torch.is_grad_enabled()
+    assert not any(tensor.is_inference() or tensor.requires_grad for tensor in latents)
+    ours.module(**list(ours)[1].kwargs)[0].sum().backward()
+
+
+def test_the_random_state_is_left_as_found(trajectories):
+    before = torch.get_rng_state()
+    list(trajectories(number=1, timesteps="980,960"))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_steps_are_taken_in_float32_whatever_the_module_runs_in(trajectories):
+    ours = trajectories(module=tiny_dit().bfloat16(), number=1, timesteps="980,800", dtype=torch.bfloat16)
+    exact = trajectories(number=1, timesteps="980,800")
+    for batch, other in zip(ours, exact, strict=True):
+        assert batch.kwargs["hidden_states"].dtype == torch.bfloat16
+        torch.testing.assert_close(
+            batch.kwargs["hidden_states"].float(), other.kwargs["hidden_states"], rtol=0.1, atol=0.1
+        )
+    assert all(latents.dtype == torch.float32 for latents in ours._kept.values())
+
+
+def test_a_capture_keeps_timesteps_apart_and_leaves_the_steps_out(dit, trajectories):
+    ours = trajectories(number=2, timesteps="980,0")
+    seen = normscope.capture(dit, ours)
+    tokens = 2 * 2 * 16  # trajectories, halves, patches
+    assert {name: part.stats["norm_out"].n_pairs for name, part in seen.parts.items()} == {
+        "timestep 980": tokens * 16,
+        "timestep 0": tokens * 16,
+    }
+    assert seen.stats["norm_out"].n_pairs == 2 * tokens * 16
+    assert len(seen.sites) == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "3 DDIM trajectories of 50 steps (seed 0, guidance 4), timesteps 980, 660, 320, 0"),
+        (
+            {"limit": 1, "guidance": 1.5, "timesteps": "500,"},
+            "1 DDIM trajectory of 50 steps (seed 0, guidance 1.5), timestep 500",
+        ),
+        (
+            {"guidance": 1, "timesteps": 50, "seed": 3},
+            "3 DDIM trajectories of 50 steps (seed 3, no guidance), 50 timesteps from 980 to 0",
+        ),
+    ],
+)
+def test_what_outputs_print(dit, options, changes, said):
+    make = from_noise(SPACE, dit_scheduler(), options(**changes), guidance=4.0, trajectories=3)
+    assert make(dit).description == said
+
+
+@pytest.mark.parametrize(
+    ("wanted", "chosen"),
+    [
+        (None, [980, 660, 320, 0]),
+        (1, [480]),
+        ("2", [980, 0]),
+        (50, VISITED),
+        ("0, 980", [980, 0]),
+        ("980,", [980]),
+        ("20,20,40", [40, 20]),
+    ],
+)
+def test_timesteps(wanted, chosen):
+    assert select_timesteps(VISITED, wanted) == chosen
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sentence"),
+    [
+        ("979,0", "does not visit the timestep 979: its 50 go from 980 to 0. Nearest are 980 and 960."),
+        ("-20,", "does not visit the timestep -20: its 50 go from 980 to 0. Nearest are 20 and 0."),
+        (0, "The number of timesteps must be at least 1, not 0."),
+        ("-3", "The number of timesteps must be at least 1, not -3."),
+        (51, r"The trajectory has 50 timesteps, not 51.$"),
+        ("500", "The trajectory has 50 timesteps, not 500. For the timestep 500 alone, write '500,'."),
+        ("late", "The timesteps 'late' cannot be understood. .*'980,0', or '980,' for one."),
+        ("", "The timesteps '' cannot be understood."),
+        (",", "The timesteps ',' cannot be understood."),
+        ("980;0", "The timesteps '980;0' cannot be understood."),
+        ("9" * 30, "cannot be understood"),
+        ("٣,", "cannot be understood"),
+    ],
+)
+def test_timesteps_that_are_none(wanted, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        select_timesteps(VISITED, wanted)
+
+
+@pytest.mark.parametrize("guidance", [0.5, -1.0, 0.0, float("nan"), float("inf")])
+def test_guidance_that_is_none(options, guidance):
+    with pytest.raises(UsageError, match=r"The guidance is .*; it has to be 1, for none, or more\."):
+        from_noise(SPACE, dit_scheduler(), options(guidance=guidance), guidance=4.0, trajectories=1)
+
+
+def test_a_schedule_of_few_steps_is_walked_whole(dit, options):
+    short = DDIMScheduler(num_train_timesteps=10, clip_sample=False)
+    ours = from_noise(SPACE, short, options(timesteps="9,0"), guidance=1.0, trajectories=1)(dit)
+    assert ours.description.startswith("1 DDIM trajectory of 10 steps")
+    assert [batch.part for batch in ours] == ["timestep 9", "timestep 0"]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_shares_walk_what_one_process_walks(trajectories, shuffle):
+    def inputs():
+        return trajectories(number=5, batch_size=4, timesteps="980,960", shuffle=shuffle)  # two guided ones at a time
+
+    whole = list(inputs().chunks(ALL))
+    assert [len(chunk.numbers) for chunk in whole] == [2, 2, 1]
+    assert sorted(number for chunk in whole for number in chunk.numbers) == list(range(5))
+    batches = [[(batch.samples, batch.kwargs["hidden_states"]) for batch in chunk.batches] for chunk in whole]
+    ends = list(inputs().ends())
+    for rank in range(2):
+        share = Share(rank, 2)
+        for chunk, expected in zip(inputs().chunks(share), batches[rank::2], strict=True):
+            for batch, (samples, latents) in zip(chunk.batches, expected, strict=True):
+                assert batch.samples == samples
+                assert torch.equal(batch.kwargs["hidden_states"], latents)
+        for (samples, latents), (expected_samples, expected) in zip(inputs().ends(share), ends[rank::2], strict=True):
+            assert samples == expected_samples
+            assert torch.equal(latents, expected)
+    assert {sample for some in batches for samples, _ in some for sample in samples} == set(inputs().known_samples())
+    assert inputs().first_sample().samples == (batches[0][0][0][0],)
+
+
+def test_a_trajectory_is_the_same_when_shuffled(trajectories):
+    plain, shuffled = (trajectories(number=4, timesteps="980,", shuffle=shuffle) for shuffle in (False, True))
+    start, other = next(iter(plain)), next(iter(shuffled))
+    assert start.samples != other.samples
+    places = [start.samples.index(sample) for sample in other.samples]
+    for key in ("hidden_states", "class_labels"):
+        assert torch.equal(other.kwargs[key], start.kwargs[key][places])
+    assert shuffled.description == "4 DDIM trajectories of 50 steps (seed 0, guidance 4, shuffled), timestep 980"
+
+
+def test_what_is_kept_has_an_end(trajectories, calls, monkeypatch):
+    monkeypatch.setattr("normscope.models.inputs.trajectories.MOST_KEPT", 5 * 4 * 8 * 8 * 4)  # five latents in float32
+    ours = trajectories(number=4, timesteps="980,960,940", guidance=1.0, batch_size=1)
+    first = [batch.kwargs["hidden_states"] for batch in ours]
+    assert len(calls) == 4 * 2, "each step once, kept or not"
+    assert len(ours._kept) == 5
+    for before, after in zip(first, ours, strict=True):
+        assert torch.equal(before, after.kwargs["hidden_states"])
+    assert len(ours._kept) == 5
+
+
+def test_a_module_that_overwrites_its_latents_makes_the_same_trajectories(dit, trajectories):
+    class Overwriting(torch.nn.Module):
+        def forward(self, hidden_states, **others):
+            result = dit(hidden_states.clone(), **others)
+            hidden_states.zero_()
+            return result
+
+    ((_, expected),) = trajectories(guidance=1.0, timesteps=3).ends()
+    ((_, ends),) = trajectories(Overwriting(), guidance=1.0, timesteps=3).ends()
+    assert torch.equal(ends, expected)
+
+
+def test_an_error_on_the_way_is_told_as_one_of_any_forward_pass(trajectories):
+    def breaks_at_the_third(module, args, kwargs):
+        if kwargs["timestep"][0] == VISITED[2]:
+            raise ValueError("a head fell off")
+
+    dit = tiny_dit()
+    dit.register_forward_pre_hook(breaks_at_the_third, with_kwargs=True)
+    inputs = trajectories(dit, guidance=1.0, number=2, timesteps=f"{VISITED[5]},")
+    told = r"DiTTransformer2DModel raised ValueError on inputs of the shapes \(2, 4, 8, 8\), \(2,\), \(2,\): a head"
+    with pytest.raises(ModelError, match=told):
+        next(iter(inputs))

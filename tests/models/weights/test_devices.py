@@ -1,0 +1,194 @@
+import time
+import warnings
+
+import pytest
+import torch
+
+from normscope.errors import DeviceError, UsageError
+from normscope.models.weights import devices
+from normscope.models.weights.devices import resolve_device, resolve_dtype
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+
+
+@pytest.fixture
+def nvidia_smi(no_gpu, monkeypatch, tmp_path):
+    """Put a program of that name on PATH, on a machine whose GPU, if there is one, torch cannot use."""
+
+    def says(script: str, built_for: str | None = "13.0") -> None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(torch.version, "cuda", built_for)
+
+    forget()
+    yield says
+    forget()
+
+
+def forget():
+    devices._driver.cache_clear()
+    devices._warn_of_the_cpu.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("spec", "device"), [("auto", "cuda:0"), ("cuda", "cuda"), ("cuda:1", "cuda:1"), ("cpu", "cpu")]
+)
+def test_devices_of_a_machine_with_gpus(two_gpus, spec, device):
+    assert resolve_device(spec) == torch.device(device)
+
+
+def test_auto_without_gpu_is_the_cpu(no_gpu):
+    assert resolve_device("auto") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("spec", ["cuda", "cuda:0", "mps"])
+def test_missing_device_is_named_with_those_present(no_gpu, spec):
+    with pytest.raises(DeviceError, match=f"There is no device '{spec}' on this machine. There are: cpu."):
+        resolve_device(spec)
+
+
+def test_index_beyond_the_last_gpu(two_gpus):
+    with pytest.raises(DeviceError, match=r"There are: cuda:0, cuda:1, cpu\."):
+        resolve_device("cuda:2")
+
+
+@pytest.mark.parametrize("spec", ["gpu", "cuda:", "cuda:x", "cpu:0", "CUDA", "", "cuda:-1"])
+def test_malformed_device(spec):
+    with pytest.raises(UsageError, match="A device is auto, cpu, cuda, cuda:N or mps"):
+        resolve_device(spec)
+
+
+def started_by_torchrun(monkeypatch, local_rank):
+    given = {
+        "TORCHELASTIC_RUN_ID": "none",
+        "RANK": str(4 + local_rank),
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": str(local_rank),
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("spec", ["auto", "cuda"])
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_each_of_several_processes_has_a_gpu_of_its_own(two_gpus, monkeypatch, spec, local_rank):
+    started_by_torchrun(monkeypatch, local_rank)
+    assert resolve_device(spec) == torch.device(f"cuda:{local_rank}")
+    assert resolve_device("cpu") == torch.device("cpu")
+
+
+def test_more_processes_than_gpus_are_refused(two_gpus, monkeypatch):
+    started_by_torchrun(monkeypatch, 2)
+    for spec in ("auto", "cuda"):
+        with pytest.raises(DeviceError, match=r"There are 2 GPUs on this machine and none for its process number 3: s"):
+            resolve_device(spec)
+    assert resolve_device("cpu") == torch.device("cpu")
+
+
+def test_several_processes_do_not_share_a_gpu(two_gpus, monkeypatch):
+    started_by_torchrun(monkeypatch, 0)
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+    started_by_torchrun(monkeypatch, 1)
+    with pytest.raises(UsageError, match=r"cannot share cuda:1: --device cuda gives each a GPU of its own\."):
+        resolve_device("cuda:1")
+    with pytest.raises(DeviceError, match="There is no device 'cuda:2' on this machine"):
+        resolve_device("cuda:2")
+
+
+def test_processes_without_gpus_are_on_the_cpu(no_gpu, monkeypatch):
+    started_by_torchrun(monkeypatch, 1)
+    assert resolve_device("auto") == torch.device("cpu")
+    with pytest.raises(DeviceError, match="There is no device 'cuda' on this machine"):
+        resolve_device("cuda")
+
+
+def test_dtypes():
+    assert resolve_dtype("float16") is torch.float16
+    assert [resolve_dtype(name) for name in ("fp32", "bf16", "fp16")] == [torch.float32, torch.bfloat16, torch.float16]
+    with pytest.raises(UsageError, match="There is no dtype 'half'"):
+        resolve_dtype("half")
+    with pytest.raises(UsageError, match="Did you mean 'float32'"):
+        resolve_dtype("flaot32")
+    with pytest.raises(UsageError, match="There are: float32, bfloat16, float16"):
+        resolve_dtype("double")
+
+
+ANSWERS = {
+    "too old": (
+        "echo 470.57.02; echo 470.57.02",
+        "13.0",
+        rf"the NVIDIA driver 470\.57\.02, with which torch {torch.__version__.split('+')[0]}\S*, built for CUDA 13\.0, "
+        r"cannot run: update the driver to 580 or later, or install a torch .* older CUDA",
+    ),
+    "one of CUDA 12": (
+        "echo 470.57.02",
+        "12.8",
+        r"built for CUDA 12\.8, cannot run: update the driver to 525 or later",
+    ),
+    "new enough": ("echo 580.95.05", "13.0", r"driver 580\.95\.05, .* finds no GPU: python -c .* says why\."),
+    "of the CPU alone": ("echo 580.95.05", None, r"driver, 580\.95\.05, but torch \S+ is built without CUDA: install"),
+}
+
+
+@pytest.mark.parametrize("counted", [0, 2])
+@pytest.mark.parametrize("case", ANSWERS)
+def test_a_driver_that_torch_cannot_use_is_named(nvidia_smi, monkeypatch, case, counted):
+    """NVIDIA's library counts the GPUs of an old driver too, which torch cannot run on."""
+    script, built_for, sentence = ANSWERS[case]
+    nvidia_smi(script, built_for)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: counted)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for spec in ("cuda", "cuda:0"):
+        with pytest.raises(DeviceError, match=f"^There is no device '{spec}' on this machine.*{sentence}"):
+            resolve_device(spec)
+    with pytest.warns(UserWarning, match=f"{sentence}.*everything runs on the CPU") as said:
+        assert [resolve_device("auto") for _ in range(2)] == [torch.device("cpu")] * 2
+    assert len(said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resolve_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "echo 'NVIDIA-SMI has failed because it could not communicate with the driver.'; exit 9",
+        "exec sleep 60",
+        "echo 470; exit 3",
+    ],
+    ids=["fails", "hangs", "fails with a number"],
+)
+def test_where_nvidia_smi_says_nothing_nothing_is_said_of_a_driver(nvidia_smi, monkeypatch, script):
+    nvidia_smi(script)
+    monkeypatch.setattr(devices, "_SECONDS_TO_ANSWER", 0.5)
+    began = time.monotonic()
+    with pytest.raises(DeviceError, match=r"^There is no device 'cuda' on this machine\. There are: cpu\.$"):
+        resolve_device("cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resolve_device("auto") == torch.device("cpu")
+    assert time.monotonic() - began < 30  # half a second, and what a busy machine adds
+
+
+def test_gpus_that_the_user_hides_are_not_missed(nvidia_smi, monkeypatch):
+    nvidia_smi("echo 580.95.05")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resolve_device("auto") == torch.device("cpu")
+    with pytest.raises(DeviceError, match=r"CUDA_VISIBLE_DEVICES='' hides every GPU from torch: unset it\.$"):
+        resolve_device("cuda")

@@ -1,0 +1,187 @@
+"""torch.hub's downloads from servers that answer, and from such that do not."""
+
+import errno
+import os
+import pathlib
+import socket
+import threading
+import time
+from http.client import HTTPConnection
+from urllib.request import HTTPSHandler, ProxyHandler, build_opener
+
+import pytest
+import torch
+
+from normscope.errors import ModelError
+from normscope.models.weights import downloads
+from normscope.models.weights.downloads import UnusableCacheError, check_cache
+
+URL = "https://weights.example/models/weights.pth"
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\nContent-Length: 1000\r\nConnection: close\r\n\r\n"
+
+
+class Server:
+    """Answer each connection with the next of ``answers``; None keeps silent."""
+
+    def __init__(self, *answers):
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
+        self.asked, self.kept = 0, []
+        threading.Thread(target=self._serve, args=[answers], daemon=True).start()
+
+    def _serve(self, answers):
+        for answer in answers:
+            connection, _ = self.socket.accept()
+            self.kept.append(connection)
+            connection.recv(10_000)
+            self.asked += 1
+            if answer is not None:
+                connection.sendall(answer)
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Open a server's port wherever https is asked for."""
+
+    servers = []  # one that nobody keeps is closed
+
+    def open_instead(server):
+        servers.append(server)
+
+        class Plain(HTTPSHandler):
+            def https_open(self, request):
+                return self.do_open(
+                    lambda host, timeout: HTTPConnection("127.0.0.1", server.port, timeout=timeout), request
+                )
+
+        monkeypatch.setattr("urllib.request._opener", build_opener(ProxyHandler({}), Plain))
+
+    return open_instead
+
+
+@pytest.fixture
+def fetch(tmp_path):
+    cached = tmp_path / "weights.pth"
+
+    def run():
+        def download():
+            torch.hub.download_url_to_file(URL, str(cached), progress=False)
+            return cached.read_bytes()
+
+        return downloads.fetch(URL, cached, download, embedded="demo_wav2vec2")
+
+    return run
+
+
+def assert_refusal(fetch, reason, within):
+    start = time.monotonic()
+    with pytest.raises(ModelError) as caught:
+        fetch()
+    assert time.monotonic() - start < within
+    assert reason in str(caught.value)
+    assert str(caught.value).endswith("which needs no network: normscope plot demo_wav2vec2.")
+
+
+def test_download(served, fetch):
+    server = Server(HEAD, HEAD + b"x" * 1000)
+    served(server)
+    assert fetch() == b"x" * 1000
+    assert server.asked == 2
+
+
+def test_name_of_no_host(fetch, monkeypatch):
+    monkeypatch.setattr("urllib.request._opener", build_opener(ProxyHandler({})))
+    assert_refusal(fetch, f"The weights {URL} cannot be had: the name of the hub, weights.example, cannot", within=5)
+
+
+def test_closed_port(served, fetch):
+    server = Server()
+    server.socket.close()
+    served(server)
+    assert_refusal(fetch, "the hub at weights.example refuses the connection", within=5)
+
+
+def test_silent_server(served, fetch):
+    served(Server(None))
+    assert_refusal(fetch, "the hub at weights.example did not answer within 3 s", within=5)
+
+
+def test_server_that_falls_silent(served, fetch, monkeypatch):
+    monkeypatch.setattr(downloads, "SILENCE", 0.2)
+    served(Server(HEAD, HEAD + b"..."))
+    assert_refusal(fetch, f"The download of {URL} broke off: TimeoutError", within=5)
+    assert socket.getdefaulttimeout() is None
+
+
+def test_web_page(served, fetch):
+    served(Server(HEAD.replace(b"application/octet-stream", b"text/html; charset=utf-8")))
+    assert_refusal(fetch, "what answers at weights.example is a web page", within=5)
+
+
+@pytest.mark.parametrize(("status", "reason"), [(403, "does not give them to you"), (503, "cannot serve them now")])
+def test_refusing_server(served, fetch, status, reason):
+    served(Server(HEAD.replace(b"200 OK", f"{status} No".encode())))
+    assert_refusal(fetch, f"weights.example {reason} (status {status})", within=5)
+
+
+def test_damaged_file_in_the_cache_is_named(tmp_path):
+    cached = tmp_path / "weights.pth"
+    cached.write_bytes(b"half of a checkpoint")
+    with pytest.raises(ModelError) as caught:
+        downloads.fetch(URL, cached, lambda: torch.load(cached, weights_only=True), embedded="demo_wav2vec2")
+    assert str(caught.value) == (
+        f"The file {str(cached)!r} in torch.hub's cache does not load: it is damaged, or of another network "
+        "(KeyError: 97). Delete it, and the next run fetches it again."
+    )
+
+
+def test_cache_is_where_torch_home_says(monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", "/somewhere/else")
+    assert str(downloads.cache()) == "/somewhere/else/hub"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_cache_that_cannot_take_weights(served, tmp_path, monkeypatch, number):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    served(Server(HEAD))
+    cached = downloads.cache() / "checkpoints" / "weights.pth"
+
+    def download():
+        raise OSError(number, os.strerror(number), str(cached))
+
+    with pytest.raises(UnusableCacheError) as caught:
+        downloads.fetch(URL, cached, download, embedded="demo_wav2vec2")
+    assert str(caught.value) == (
+        f"The cache {tmp_path / 'hub'} cannot be used: {os.strerror(number)} ({cached}). Set TORCH_HOME to a folder "
+        "that has room and can be written to."
+    )
+
+
+def test_a_cache_that_may_not_be_read(tmp_path, monkeypatch):
+    cached = tmp_path / "weights.pth"
+
+    def forbidden(path):
+        raise PermissionError(errno.EACCES, "no", str(path))
+
+    monkeypatch.setattr(pathlib.Path, "exists", forbidden)
+    with pytest.raises(UnusableCacheError, match=r"Permission denied \(.*weights\.pth\)\. Set TORCH_HOME"):
+        downloads.fetch(URL, cached, bytes, embedded="demo_wav2vec2")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_the_cache"),
+    [
+        (OSError(errno.EDQUOT, "quota"), True),
+        (RuntimeError("File system error: No space left on device (os error 28)"), True),  # as libraries in Rust say it
+        (PermissionError(errno.EACCES, "no"), False),  # of a connection, which a firewall forbids
+        (RuntimeError("Connection refused (os error 111)"), False),
+    ],
+)
+def test_errors_of_disks_are_told_from_those_of_networks(error, is_of_the_cache, tmp_path):
+    wrapped = ValueError("the download failed")
+    wrapped.__cause__ = error
+    if is_of_the_cache:
+        with pytest.raises(UnusableCacheError):
+            check_cache(wrapped, tmp_path, "HF_HOME")
+    else:
+        check_cache(wrapped, tmp_path, "HF_HOME")

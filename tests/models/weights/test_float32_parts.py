@@ -1,0 +1,180 @@
+"""Classes of diffusers that keep parts in float32: loaded through accelerate, in the dtypes that diffusers gives."""
+
+import diffusers
+import pytest
+import torch
+from diffusers.utils import import_utils
+
+import normscope
+from normscope.errors import ModelError
+from normscope.loading import load
+from normscope.models.inputs import pipelines
+
+transformers = pytest.importorskip("transformers")
+
+WAN = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 16,
+    "freq_dim": 16,
+    "ffn_dim": 16,
+    "num_layers": 2,
+    "rope_max_seq_len": 32,
+}
+TRANSFORMERS = {
+    "WanTransformer3DModel": WAN,
+    "ChronoEditTransformer3DModel": WAN,
+    "SkyReelsV2Transformer3DModel": WAN,
+    "WanVACETransformer3DModel": WAN | {"vace_layers": [0], "vace_in_channels": 12},
+    "CosmosTransformer3DModel": {
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "num_layers": 1,
+        "mlp_ratio": 2,
+        "text_embed_dim": 16,
+        "adaln_lora_dim": 4,
+        "max_size": (4, 32, 32),
+        "patch_size": (1, 2, 2),
+        "rope_scale": (2.0, 1.0, 1.0),
+        "concat_padding_mask": True,
+        "extra_pos_embed_type": "learnable",
+    },
+    "Kandinsky5Transformer3DModel": {
+        "in_visual_dim": 4,
+        "in_text_dim": 16,
+        "in_text_dim2": 16,
+        "time_dim": 16,
+        "out_visual_dim": 4,
+        "model_dim": 16,
+        "ff_dim": 16,
+        "num_text_blocks": 1,
+        "num_visual_blocks": 1,
+        "axes_dims": (2, 2, 4),
+    },
+    "PixArtTransformer2DModel": {  # which keeps nothing in float32
+        "sample_size": 8,
+        "num_layers": 1,
+        "attention_head_dim": 8,
+        "num_attention_heads": 2,
+        "caption_channels": 16,
+        "cross_attention_dim": 16,
+        "in_channels": 4,
+    },
+}
+
+
+def made(kind):
+    torch.manual_seed(0)
+    return getattr(diffusers, kind)(**TRANSFORMERS[kind])
+
+
+@pytest.fixture(scope="session")
+def wan(tmp_path_factory):
+    """A tiny Wan pipeline in a folder."""
+    folder = tmp_path_factory.mktemp("wan")
+    letters = [(piece, 0.0) for piece in ("<pad>", "</s>", "<unk>")] + [
+        (letter, -2.0) for letter in "▁abcdefghijklmnop"
+    ]
+    torch.manual_seed(3)
+    text = transformers.T5Config(vocab_size=len(letters), d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    vae = diffusers.AutoencoderKLWan(
+        base_dim=3,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4,
+    )
+    diffusers.WanPipeline(
+        tokenizer=transformers.T5Tokenizer(vocab=letters, extra_ids=0),
+        text_encoder=transformers.UMT5EncoderModel(transformers.UMT5Config(**text.to_diff_dict())),
+        vae=vae,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        transformer=made("WanTransformer3DModel"),
+        transformer_2=None,
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def without_accelerate(monkeypatch):
+    monkeypatch.setattr(import_utils, "_accelerate_available", False)
+
+
+def loaded(folder, **options):
+    return load(f"diffusers:{folder}", **({"device": "cpu", "limit": 1, "timesteps": 1} | options))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Let Wan sample a video of one frame of 32 × 32 pixels, and not of 81 of 480 × 832."""
+    sample = diffusers.WanPipeline.__call__
+
+    def smaller(self, prompt=None, generator=None, output_type=None, guidance_scale=5.0):
+        return sample(
+            self,
+            prompt,
+            height=32,
+            width=32,
+            num_frames=1,
+            num_inference_steps=2,
+            guidance_scale=guidance_scale,
+            generator=generator,
+            output_type=output_type,
+            max_sequence_length=16,
+        )
+
+    monkeypatch.setattr(diffusers.WanPipeline, "__call__", smaller)
+
+
+@pytest.mark.parametrize("kind", TRANSFORMERS)
+def test_every_class_loads_with_the_weights_that_were_saved(kind, tmp_path):
+    module = made(kind)
+    module.save_pretrained(tmp_path)
+    read, provenance = pipelines._pretrained("this", type(module), tmp_path.parent, tmp_path)
+    assert provenance.kind == "file" and "converted" not in provenance.description
+    assert read.state_dict().keys() == module.state_dict().keys()
+    assert all(torch.equal(value, module.state_dict()[key]) for key, value in read.state_dict().items())
+
+
+def test_wan_is_captured(wan, small):
+    network = loaded(wan)
+    seen = normscope.capture(network.module, network.inputs, verify=True)
+    assert any(name.endswith("norm1") for name in seen.stats)
+    assert {tensor.dtype for tensor in network.module.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("weights", ["pretrained", "random"])
+def test_in_bfloat16_wan_has_the_dtypes_that_diffusers_gives_it(wan, small, weights):
+    network = loaded(wan, dtype="bfloat16", weights=weights)
+    theirs = diffusers.WanTransformer3DModel.from_pretrained(wan / "transformer", torch_dtype=torch.bfloat16)
+    ours, wanted = ({name: own.dtype for name, own in one.named_parameters()} for one in (network.module, theirs))
+    assert ours == wanted and set(ours.values()) == {torch.float32, torch.bfloat16}
+    for (name, mine), their in zip(network.module.named_buffers(), theirs.buffers(), strict=True):
+        assert mine.dtype == their.dtype, name
+    assert network.about["weights"].endswith(", converted from float32 to bfloat16")
+    seen = normscope.capture(network.module, network.inputs, verify=True)
+    assert set(seen.about["dtype"].split(" and ")) == {"float32", "bfloat16"}
+
+
+def test_without_accelerate_a_sentence_says_what_to_install(wan, without_accelerate):
+    with pytest.raises(ModelError, match=r"WanTransformer3DModel of .* pip install 'normscope\[accelerate\]'"):
+        loaded(wan)
+
+
+def test_without_accelerate_what_keeps_nothing_in_float32_loads(without_accelerate, tmp_path):
+    module = made("PixArtTransformer2DModel")
+    module.save_pretrained(tmp_path)
+    read, _ = pipelines._pretrained("this", type(module), tmp_path.parent, tmp_path)
+    assert all(torch.equal(value, module.state_dict()[key]) for key, value in read.state_dict().items())
+
+
+def test_without_accelerate_wan_runs_with_random_weights(wan, small, without_accelerate):
+    network = loaded(wan, weights="random")
+    assert network.inputs.pipeline.transformer is network.module
+    assert normscope.capture(network.module, network.inputs).n_samples > 0

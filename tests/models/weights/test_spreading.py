@@ -1,0 +1,225 @@
+"""A network that accelerate has spread does, to the bit, what it does on one device."""
+
+import gc
+import itertools
+import sys
+import tempfile
+from pathlib import Path
+
+import accelerate
+import pytest
+import torch
+import transformers
+from accelerate.utils import modeling
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers.integrations import accelerate as of_transformers
+
+import normscope
+from normscope.cli.output import Output
+from normscope.errors import ModelError, UsageError
+from normscope.models.weights.devices import blocks, places, spread
+from normscope.pairs.norms.trace import find_norms
+from normscope.runtime.network import at_hand
+
+CPU = torch.device("cpu")
+ON_DISK = {
+    "demo_vit": 700,
+    "demo_wav2vec2": 700,
+    "demo_dit": 1200,
+    "timm:test_convnext": 700,
+    "llama": 40,
+}  # kB of room
+FACTORY = """
+import torch
+from torch import nn
+
+class Odd(nn.Module):  # an RMSNorm under a name that no table knows
+    def __init__(self, d):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(d) + 0.5), 1e-6
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
+
+class OddNorm(Odd):
+    pass
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner, self.past = nn.LayerNorm(32), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return x + nn.functional.linear(self.inner(self.norm(x)), self.past.weight)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(6)])
+        self.odd, self.mean = OddNorm(32), nn.BatchNorm1d(32)
+        nn.init.normal_(self.mean.running_mean)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.mean(self.odd(x))
+
+def make():
+    return Net(), [torch.randn(40, 32)]
+"""
+
+
+@pytest.fixture
+def room(monkeypatch):
+    """Leave accelerate so many kilobytes of the CPU's memory, and no GPU."""
+
+    def leave(kilobytes):
+        for place in (modeling, of_transformers):
+            own = place.get_max_memory
+            monkeypatch.setattr(
+                place, "get_max_memory", lambda given=None, own=own: own(given or {"cpu": kilobytes * 1024})
+            )
+
+    return leave
+
+
+@pytest.fixture
+def named(tmp_path):
+    """Return what loads a network of a name; for llama, of a tiny one as transformers saves it."""
+
+    def found(name):
+        if name == "factory":
+            (tmp_path / "net.py").write_text(FACTORY)
+            return {"name": f"py:{tmp_path / 'net.py'}:make"}
+        if name != "llama":
+            return {"name": name, "weights": "random" if name.startswith("timm:") else "pretrained", "limit": 3}
+        words = {word: number for number, word in enumerate(["<pad>", "one", "two", "three"])}
+        core = Tokenizer(models.WordLevel(words, unk_token="<pad>"))  # noqa: S106 - a token of text
+        core.pre_tokenizer = pre_tokenizers.Whitespace()
+        transformers.PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(tmp_path)
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+        network = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, **sizes))
+        nn.init.normal_(network.model.norm.weight)
+        network.save_pretrained(tmp_path)
+        (tmp_path / "lines.txt").write_text("one two three\nthree two\n")
+        return {"name": f"transformers:{tmp_path}", "data": tmp_path / "lines.txt"}
+
+    return found
+
+
+def file_of(network, path):
+    seen = normscope.capture(
+        network.module, network.inputs, about=network.about, verify=True, by_gamma=True, per_channel=True
+    )
+    normscope.save_capture(seen, path)
+    return path.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "weights"), [*itertools.product(ON_DISK, [None]), ("llama", "random"), ("llama", "model.safetensors")]
+)
+def test_the_capture_is_the_same_to_the_bit(room, named, tmp_path, name, weights):
+    given = named(name)
+    if weights is not None:
+        given["weights"] = tmp_path / weights if weights.endswith("safetensors") else weights
+    whole = normscope.load(device="cpu", **given)
+    room(ON_DISK[name])
+    apart = normscope.load(device_map="auto", **given)
+    held = [tensor.is_meta for tensor in apart.module.parameters()]
+    assert any(held) and not all(held)
+    assert places(apart.module) == ["cpu", "disk"]
+    assert file_of(whole, tmp_path / "whole.safetensors") == file_of(apart, tmp_path / "apart.safetensors")
+    assert [tensor.is_meta for tensor in apart.module.parameters()] == held
+
+
+def test_norms_outside_of_blocks_and_of_unknown_classes_have_their_weights(room, named, tmp_path):
+    given = named("factory")
+    whole = normscope.load(device="cpu", **given)
+    room(30)
+    apart = normscope.load(device_map="auto", **given)
+    assert apart.module.odd.weight.is_meta
+    assert blocks(apart.module) == ["Block"]
+    found = find_norms(apart.module, next(iter(apart.inputs)))
+    assert [site.kind for site in found.sites[-2:]] == ["OddNorm", "BatchNorm"]
+    assert file_of(whole, tmp_path / "whole.safetensors") == file_of(apart, tmp_path / "apart.safetensors")
+
+
+def test_every_output_names_the_places(room, capsys):
+    say = Output(as_json=False, quiet=False)
+    room(700)
+    say.introduce(normscope.load("demo_vit", device_map="auto"))
+    assert " on cpu and disk in torch.float32" in " ".join(capsys.readouterr().err.split())
+    say.introduce(normscope.load("demo_vit", device="cpu"))
+    assert " on cpu in torch.float32" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_network_that_fits_stays_on_one_device(room):
+    room(10_000)
+    network = normscope.load("demo_vit", device_map="auto", dtype="bf16")
+    assert places(network.module) == ["cpu"]
+    assert {tensor.dtype for tensor in network.module.parameters()} == {torch.bfloat16}
+
+
+def test_the_folder_goes_with_the_network(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    row = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    module = spread(row, CPU, {"cpu": 50_000})
+    (folder,) = tmp_path.iterdir()
+    assert {path.suffix for path in folder.iterdir()} == {".dat", ".json"}
+    del row, module
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(*arguments):
+        Path(arguments[0], "begun.dat").write_bytes(b"begun")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(accelerate.big_modeling, "offload_state_dict", full)
+    row = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    with pytest.raises(ModelError, match=r"The disk has no room .* \(No space left on device\); TMPDIR"):
+        spread(row, CPU, {"cpu": 50_000})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_room_for_a_block_is_refused(room):
+    room(100)
+    with pytest.raises(ModelError, match="Not even one block of this VisionTransformer fits into memory"):
+        normscope.load("demo_vit", device_map="auto")
+
+
+def test_norms_of_a_spread_network_are_not_replaced(room, tmp_path):
+    whole = normscope.load("demo_vit", device="cpu", limit=2)
+    seen = normscope.capture(whole.module, whole.inputs, by_gamma=True, about=whole.about)
+    room(700)
+    apart = normscope.load("demo_vit", device_map="auto", limit=2)
+    with pytest.raises(ModelError, match="This VisionTransformer is spread by accelerate"):
+        normscope.swap(apart.module, "dyt", seen)
+    normscope.swap(whole.module, "dyt", seen)
+    normscope.save_swapped(whole.module, tmp_path / "new", whole.about, func="dyt", init="fit")
+    with pytest.raises(UsageError, match="is a swap, which needs its network on one device: leave device_map out"):
+        normscope.load("demo_vit", weights=tmp_path / "new", device_map="auto")
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(ModelError, match=r"Install it: pip install 'normscope\[accelerate\]'\."):
+        normscope.load("demo_vit", device_map="auto")
+
+
+def test_several_processes_do_not_spread(monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=r"Several processes cannot spread a network"):
+        normscope.load("demo_vit", device_map="auto")
+
+
+def test_nothing_is_computed_with_weights_that_are_nowhere():
+    norm = nn.LayerNorm(4, device="meta")
+    accelerate.hooks.add_hook_to_module(norm, accelerate.hooks.ModelHook())
+    with pytest.raises(ModelError, match="no access to the weights of a LayerNorm"), at_hand(norm, (), {}):
+        pass

@@ -1,0 +1,237 @@
+"""Norms whose tokens are groups of channels over all positions: GroupNorm, InstanceNorm, BatchNorm."""
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import normscope
+from normscope.errors import DataError, ModelError
+from normscope.pairs.norms.recognition import kind_of
+from normscope.pairs.sums.sampling import GROUPED_WIDTH
+from normscope.pairs.sums.stats import PairStats
+from normscope.pairs.sums.tokens import group_channels, group_rows
+
+CHANNELS = 6
+
+
+def norm(name: str) -> nn.Module:
+    """A grouped norm of six channels with trained-like weights and statistics."""
+    module = {
+        "group": nn.GroupNorm(3, CHANNELS, eps=1e-3),
+        "one group": nn.GroupNorm(1, CHANNELS),
+        "instance": nn.InstanceNorm1d(CHANNELS, affine=True),
+        "running instance": nn.InstanceNorm1d(CHANNELS, affine=True, track_running_stats=True),
+        "batch": nn.BatchNorm1d(CHANNELS),
+    }[name]
+    generator = torch.Generator().manual_seed(2)
+    for parameter in module.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    if getattr(module, "running_mean", None) is not None:
+        module.running_mean = torch.randn(CHANNELS, generator=generator)
+        module.running_var = torch.rand(CHANNELS, generator=generator) + 0.1
+    return module
+
+
+NAMES = ["group", "one group", "instance", "running instance", "batch"]
+
+
+def inputs(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.tensor([0.1, 1, 3, 0.5, 10, 2])[:, None]
+    return [torch.randn(2, CHANNELS, length, generator=generator) * scale + scale.flip(0) for length in lengths]
+
+
+def raw_y(name: str, module: nn.Module, x: np.ndarray) -> np.ndarray:
+    """The definition in float64, over numpy arrays ``(samples, channels, positions)``."""
+    if name in ("batch", "running instance"):
+        mean, variance = (getattr(module, f"running_{what}").double().numpy()[:, None] for what in ("mean", "var"))
+        return (x - mean) / np.sqrt(variance + module.eps)
+    groups = {"group": 3, "one group": 1, "instance": CHANNELS}[name]
+    rows = x.reshape(len(x), groups, -1)
+    y = (rows - rows.mean(-1, keepdims=True)) / np.sqrt(rows.var(-1, keepdims=True) + module.eps)
+    return y.reshape(x.shape)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_channels_and_gamma_reproduce_the_modules_output(name):
+    module, (x,) = norm(name).eval(), inputs(7)
+    kind = kind_of(module)
+    rows = kind.rows(module, x)
+    y, rstd = kind.normalize(module, rows, module.eps)
+    channel = group_channels(*rows.shape, CHANNELS, kind.groups(module))
+    gamma = kind.gamma(module, CHANNELS)
+    torch.testing.assert_close(gamma, module.weight.detach())
+    ours = y * gamma[channel] + module.bias.detach()[channel]
+    torch.testing.assert_close(ours, group_rows(module(x), len(rows) // 2).detach(), rtol=1e-5, atol=1e-5)
+    of_position = torch.arange(CHANNELS)[None, :, None].expand(x.shape)
+    assert torch.equal(channel, kind.rows(module, of_position))
+    torch.testing.assert_close(rows * rstd - y, (rows * rstd - y)[:, :1].expand_as(y), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sums_over_tokens_of_different_size_equal_those_of_the_raw_pairs(name):
+    module = norm(name)
+    batches = inputs(1, 512, 33) if name not in ("instance", "running instance") else inputs(2, 512, 33)
+    seen = normscope.capture(nn.Sequential(module), batches, by_gamma=True, per_channel=True, verify=True)
+    assert module.training
+    stats, (site,) = seen.stats["0"], seen.sites
+    raw = [(x.double().numpy(), raw_y(name, module, x.double().numpy())) for x in batches]
+    x, y = (
+        np.concatenate([pair[which].transpose(1, 0, 2).reshape(CHANNELS, -1) for pair in raw], 1) for which in (0, 1)
+    )
+    assert stats.n_pairs == x.size == int(stats.density.sum())
+    groups = {"group": 3, "one group": 1}.get(name, CHANNELS)
+    assert (stats.n_tokens, stats.grouped, site.grouped, site.channels) == (6 * groups, True, True, CHANNELS)
+    assert site.normalized_shape == (CHANNELS // groups, batches[0].shape[-1])
+    n, sum_x, sum_y, sum_xx, sum_xy, sum_yy = stats.moments.sum((0, 2)).numpy()
+    np.testing.assert_allclose([n, sum_x, sum_xx], [x.size, x.sum(), (x**2).sum()], rtol=1e-9)
+    np.testing.assert_allclose([sum_xy, sum_yy], [(x * y).sum(), (y**2).sum()], rtol=1e-5)
+    np.testing.assert_allclose(sum_y, y.sum(), atol=1e-6 * np.abs(y).sum())
+    np.testing.assert_allclose(stats.channel_sums.numpy(), [x.sum(1), (x**2).sum(1)], rtol=1e-9)
+    np.testing.assert_array_equal(stats.channel_extremes.numpy(), [x.min(1), x.max(1)])
+    own = stats.channel_moments.sum(2).numpy()
+    np.testing.assert_allclose(own[:2], [np.full(CHANNELS, x.shape[1]), x.sum(1)], rtol=1e-9)
+    np.testing.assert_allclose(own[5], (y**2).sum(1), rtol=1e-5, atol=1e-6)
+    gamma = module.weight.detach().double().numpy()[:, None] ** 2
+    np.testing.assert_allclose(stats.gamma_moments.sum((0, 2))[5], (gamma * y**2).sum(), rtol=1e-5)
+    assert stats.tokens.x.shape[1] == GROUPED_WIDTH
+    assert float(stats.largest.x.abs().max()) == np.abs(x).max().astype(np.float32)
+
+
+def test_captures_of_other_lengths_merge_to_that_of_all():
+    module = nn.Sequential(norm("group"))
+    batches = [normscope.Batch((x,), {}, samples(number)) for number, x in enumerate(inputs(1, 512, 33))]
+    options = {"by_gamma": True, "per_channel": True}
+    whole = normscope.capture(module, batches, **options)
+    one, two = (normscope.capture(module, part, **options) for part in (batches[:1], batches[1:]))
+    assert one.sites != two.sites  # of another length each
+    assert_same(one.merge(two).stats["0"], whole.stats["0"])
+    assert_same(two.merge(one).stats["0"], whole.stats["0"])
+    with pytest.raises(DataError, match="gamma_moments"):
+        one.merge(normscope.capture(module, batches[1:], per_channel=True))
+
+
+def test_a_grouped_capture_survives_a_file(tmp_path):
+    seen = normscope.capture(nn.Sequential(norm("batch")), inputs(5, 40), by_gamma=True, per_channel=True)
+    read = normscope.load_capture(normscope.save_capture(seen, tmp_path / "seen.safetensors"))
+    assert read.sites == seen.sites and read.skipped == seen.skipped
+    assert_same(read.stats["0"], seen.stats["0"])
+    assert_same(read.merge(seen).stats["0"], seen.merge(seen).stats["0"])
+
+
+def samples(batch: int) -> tuple[normscope.Sample, ...]:
+    return tuple(normscope.Sample(f"speaker {i}", i, i) for i in (2 * batch, 2 * batch + 1))
+
+
+def assert_same(one: PairStats, other: PairStats) -> None:
+    for field in fields(PairStats):
+        ours, theirs = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(ours, torch.Tensor):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-9)
+        elif field.name in ("tokens", "largest", "pairs"):
+            for name in (f.name for f in fields(ours)):
+                assert torch.equal(getattr(ours, name), getattr(theirs, name)), (field.name, name)
+        else:
+            assert ours == theirs, field.name
+
+
+def test_a_batch_norm_without_running_statistics_is_skipped_with_why():
+    model = nn.Sequential(nn.BatchNorm1d(CHANNELS, track_running_stats=False), nn.GroupNorm(2, CHANNELS))
+    seen = normscope.capture(model, inputs(9))
+    assert [site.name for site in seen.sites] == ["1"]
+    assert [(norm.name, "whole batch" in norm.reason) for norm in seen.skipped] == [("0", True)]
+
+
+def test_a_capture_changes_no_running_statistic_and_no_training_flag():
+    model = nn.Sequential(nn.BatchNorm1d(CHANNELS), nn.Sequential(nn.BatchNorm1d(CHANNELS)).eval()).train()
+    model[1].eval()
+    before = {name: values.clone() for name, values in model.state_dict().items()}
+    flags = [module.training for module in model.modules()]
+    normscope.capture(model, inputs(9, 4))
+    assert flags == [module.training for module in model.modules()] == [True, True, False, False]
+    assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
+
+
+def test_each_channel_of_a_batch_norm_is_one_line():
+    module = norm("batch")
+    seen = normscope.capture(nn.Sequential(module), inputs(100), per_channel=True)
+    n, x, y, xx, xy, _ = seen.stats["0"].channel_moments.sum(2)
+    slope = (n * xy - x * y) / (n * xx - x**2)
+    torch.testing.assert_close(slope.float(), (module.running_var + module.eps).rsqrt(), rtol=1e-5, atol=0)
+    assert seen.sites[0].bound == float("inf")
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_an_instance_norm_takes_an_input_without_an_axis_of_samples(affine):
+    module = nn.InstanceNorm2d(CHANNELS, affine=affine, eps=1e-3)
+    x = torch.randn(CHANNELS, 5, 4, generator=torch.Generator().manual_seed(0))
+    one = normscope.Sample("picture", 0, 0)
+    seen = normscope.capture(nn.Sequential(module), [normscope.Batch((x,), {}, (one,))], verify=True)
+    stats, site = seen.stats["0"], seen.sites[0]
+    assert (stats.n_tokens, site.channels, site.normalized_shape) == (CHANNELS, CHANNELS, (1, 5, 4))
+    torch.testing.assert_close(stats.channel_sums[0].float(), x.sum((1, 2)), rtol=1e-5, atol=1e-5)
+
+
+def test_an_instance_norm_of_other_channels_than_it_was_made_for_is_skipped():
+    model = nn.Sequential(nn.InstanceNorm1d(CHANNELS), nn.LayerNorm(8))
+    with pytest.warns(UserWarning, match="num_features"):
+        seen = normscope.capture(model, [torch.randn(2, 4, 8)])
+    assert [norm.reason for norm in seen.skipped] == ["it was made for 6 channels and takes 4"]
+
+
+def test_a_grouped_norm_that_activates_is_captured_before_it_does():
+    from timm.layers import BatchNormAct2d, GroupNormAct
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 8, 4, 4, generator=generator) * 3 + 1
+    for module, plain in ((GroupNormAct(8, 2), nn.GroupNorm(2, 8)), (BatchNormAct2d(8), nn.BatchNorm2d(8))):
+        plain.load_state_dict(module.state_dict())
+        acting, bare = (normscope.capture(nn.Sequential(each), [x], verify=True) for each in (module, plain))
+        assert_same(acting.stats["0"], bare.stats["0"])
+        assert float(acting.stats["0"].moments[:, 5].sum()) > 0 > float(acting.stats["0"].pairs.y.min())
+
+
+def test_padding_is_not_told_apart_in_a_group():
+    model = nn.Sequential(nn.GroupNorm(2, CHANNELS))
+    batch = normscope.Batch((inputs(9)[0],), {}, samples(0), valid=torch.tensor([[True] * 9, [True] * 5 + [False] * 4]))
+    with pytest.raises(DataError, match="which tokens are padding"):
+        normscope.capture(model, [batch])
+
+
+class OnGpu(torch.Tensor):
+    """A mask that says it is on a GPU, and counts how often the host waits for what it holds."""
+
+    waits = 0
+    is_cuda = True
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.waits += function is torch.Tensor.__bool__
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_mask_on_a_gpu_that_is_all_valid_is_no_padding_and_is_asked_once_a_batch(monkeypatch):
+    monkeypatch.setattr(OnGpu, "waits", 0)
+    model = nn.Sequential(nn.GroupNorm(2, CHANNELS), nn.GroupNorm(3, CHANNELS))
+    bare = [normscope.Batch((x,), {}, samples(i)) for i, x in enumerate(inputs(9, 4, 7))]
+    masks = [torch.ones(2, x.shape[2], dtype=torch.bool).as_subclass(OnGpu) for [x] in (batch.args for batch in bare)]
+    marked = [replace(batch, valid=mask) for batch, mask in zip(bare, masks, strict=True)]
+    seen, without = normscope.capture(model, marked), normscope.capture(model, bare)
+    assert OnGpu.waits == len(marked)
+    for name in ("0", "1"):
+        assert_same(seen.stats[name], without.stats[name])
+
+
+def test_channels_of_groups_are_numbered_sample_by_sample():
+    x = torch.arange(2 * 4 * 3).view(2, 4, 3)
+    of_channel = torch.arange(4)[None, :, None].expand(2, 4, 3)
+    assert torch.equal(group_channels(4, 6, channels=4, groups=2), group_rows(of_channel, 2))
+    assert group_rows(x, 2)[1].tolist() == x[0, 2:].flatten().tolist()
+
+
+def test_a_model_of_nothing_but_a_norm_over_the_batch_is_refused():
+    with pytest.raises(ModelError, match="whole batch"):
+        normscope.capture(nn.Sequential(nn.BatchNorm1d(CHANNELS, track_running_stats=False)), inputs(4))

@@ -1,0 +1,338 @@
+"""The table of norms against the modules' own outputs, and the verification against tables that are wrong."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import timm
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from timm.layers import LayerNorm, LayerNorm2d, RmsNorm, RmsNorm2d
+from torch import nn
+
+from normscope.errors import ModelError, UsageError
+from normscope.inputs.batch import Batch, Sample, as_batches
+from normscope.pairs.capture import capture, captured
+from normscope.pairs.norms import recognition
+from normscope.pairs.norms.recognition import kind_of, layer_norm, register_norm, rms_norm
+from normscope.pairs.norms.trace import find_norms
+from normscope.pairs.norms.verification import check, excess
+from normscope.pairs.recorder import Summing
+
+
+def trained(module: nn.Module, seed: int = 0) -> nn.Module:
+    """Give a norm weights and biases that are neither one nor zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    return module.eval()
+
+
+KNOWN = [
+    (nn.LayerNorm(16), (4, 7, 16)),
+    (nn.LayerNorm(16, elementwise_affine=False), (4, 7, 16)),
+    (nn.LayerNorm(16, bias=False, eps=1e-2), (4, 7, 16)),
+    (nn.LayerNorm((3, 16)), (4, 7, 3, 16)),
+    (nn.RMSNorm(16), (4, 7, 16)),
+    (nn.RMSNorm((3, 16), eps=1e-3), (4, 3, 16)),
+    (nn.RMSNorm(16, elementwise_affine=False), (4, 16)),
+    (LayerNorm(16), (4, 7, 16)),
+    (LayerNorm2d(16), (4, 16, 5, 3)),
+    (RmsNorm(16), (4, 7, 16)),
+]
+
+
+@pytest.mark.parametrize(("module", "shape"), KNOWN, ids=lambda value: str(value))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_known_norms_reproduce_their_true_output(module, shape, dtype):
+    module = trained(module).to(dtype)
+    x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3 + 1).to(dtype)
+    assert excess(kind_of(module), module, x, module(x)) <= 1
+    module.float()
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """A table of norms that a test may change."""
+    monkeypatch.setattr(recognition, "_TABLE", dict(recognition._TABLE))
+
+
+class Swapped(nn.Module):
+    """Normalizes over axis 1 of a square input, so that no shape tells it from the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.weight, self.bias, self.eps = self.norm.weight, self.norm.bias, self.norm.eps
+
+    def forward(self, x):
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+class UnitOffset(nn.Module):
+    """RMSNorm whose weight is an offset from one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.full((8,), 0.3)), 1e-6
+
+    def forward(self, x):
+        return rms_norm(x.float(), self.eps)[0] * (1 + self.weight)
+
+
+class Damped(nn.LayerNorm):
+    """A LayerNorm whose eps matters: its inputs are small."""
+
+    def forward(self, x):
+        return nn.functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+def without_eps(rows, eps):
+    return layer_norm(rows, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "right", "wrong"),
+    [
+        (Swapped(), (2, 8, 8), {"axes": 1}, {"axes": -1}),
+        (Damped(8), (2, 5, 8), {}, {"normalize": without_eps}),
+        (
+            UnitOffset(),
+            (2, 5, 8),
+            {"normalize": rms_norm, "affine": lambda norm, y: y * (1 + norm.weight)},
+            {"normalize": rms_norm},
+        ),
+    ],
+    ids=["wrong axis", "missing eps", "weight for 1 + weight"],
+)
+def test_verification_passes_the_right_table_and_fails_the_wrong_one(table, module, shape, right, wrong):
+    batches = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02]
+    model = nn.Sequential(module)
+    register_norm(type(module), **right)
+    assert [site.name for site in capture(model, batches, verify=True).sites] == ["0"]
+    register_norm(type(module), **wrong)
+    with pytest.raises(ModelError, match="Verification failed at 0"):
+        capture(model, batches, verify=True)
+    capture(model, batches)  # without verification the table is believed
+
+
+def test_a_subclass_with_its_own_forward_is_taken_for_what_it_does():
+    class ChannelsFirst(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x.transpose(-2, -1)).transpose(-2, -1)
+
+    class Activated(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x).relu()
+
+    model = nn.Sequential(trained(ChannelsFirst(16)), trained(Activated(9)))
+    report = find_norms(model, next(as_batches([torch.randn(2, 16, 9)])))
+    assert [(site.name, site.kind, site.channel_axis) for site in report.sites] == [("0", "ChannelsFirst", 1)]
+    assert [(norm.name, norm.kind) for norm in report.skipped] == [("1", "Activated")]
+    assert "register_norm" in report.skipped[0].reason
+
+
+def test_one_call_extends_the_table(table):
+    class MyNorm(nn.Module):
+        def forward(self, x):
+            return x / x.abs().sum(dim=1, keepdim=True)
+
+    def unit_norm(rows, eps):
+        rstd = 1 / rows.abs().sum(dim=-1, keepdim=True)
+        return rows * rstd, rstd
+
+    model = nn.Sequential(MyNorm())
+    with pytest.raises(ModelError, match=r"Skipped: 0 \(MyNorm\)"):
+        capture(model, [torch.randn(2, 8, 4)])
+    register_norm(MyNorm, axes=1, normalize=unit_norm, centred=False)
+    seen = capture(model, [torch.randn(2, 8, 4)], verify=True)
+    assert (seen.sites[0].kind, seen.sites[0].normalized_shape) == ("MyNorm", (8,))
+    with pytest.raises(UsageError, match="axes=\\(\\) names none"):
+        register_norm(MyNorm, axes=())
+
+
+rows = st.integers(2, 40).flatmap(
+    lambda d: st.lists(st.floats(-1e4, 1e4, width=32), min_size=d, max_size=d).filter(lambda row: np_std(row) > 1e-2)
+)
+
+
+def np_std(row):
+    mean = sum(row) / len(row)
+    return math.sqrt(sum((x - mean) ** 2 for x in row) / len(row))
+
+
+@given(rows)
+def test_layer_norm_keeps_its_bound_and_its_line(row):
+    x = torch.tensor([row], dtype=torch.float32)
+    y, rstd = layer_norm(x, 1e-6)
+    d = len(row)
+    # float32 rounds x − mean to 2⁻²⁴ of the largest |x|, which the division by σ magnifies.
+    slack = 4 * 2.0**-24 * (1 + float(x.abs().max()) * float(rstd))
+    assert float(y.abs().max()) <= math.sqrt(d - 1) * (1 + 1e-5) + slack
+    line = (x.double() - x.double().mean()) * rstd.double()
+    assert torch.allclose(y.double(), line, rtol=1e-4, atol=8 * slack)
+
+
+@given(rows, st.integers(0, 1))
+def test_dyisru_with_the_other_elements_in_its_constant_is_rms_norm(row, i):
+    """arXiv 2503.21708: with C = Σ_{j≠i} x_j² + d·eps, √d·x_i/√(x_i² + C) is RMSNorm in x_i."""
+    eps, d = 1e-6, len(row)
+    x = torch.tensor(row, dtype=torch.float64)
+    constant = x.square().sum() - x[i].square() + d * eps
+    y, _ = rms_norm(x[None], eps)
+    assert torch.allclose(y[0, i], math.sqrt(d) * x[i] / (x[i].square() + constant).sqrt(), rtol=1e-9, atol=1e-12)
+
+
+def test_rms_norm_without_eps_takes_torchs_own():
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        module = nn.RMSNorm(8, elementwise_affine=False).to(dtype)
+        x = (torch.randn(4, 8, generator=torch.Generator().manual_seed(0)) * 1e-3).to(dtype)
+        assert excess(kind_of(module), module, x, module(x)) <= 1
+
+
+WRONG = {
+    "scaled by 1.03": lambda norm, y: 1.03 * recognition.scale_and_shift(norm, y),
+    "weight for 1 + weight": lambda norm, y: y * (norm.weight.float() - 1) + norm.bias.float(),
+    "no bias": lambda norm, y: y * norm.weight.float(),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_verification_sees_wrong_affine_steps_in_every_dtype(name, dtype):
+    module = trained(nn.LayerNorm(64)).to(dtype)
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    right = kind_of(module)
+    assert excess(right, module, x, module(x)) <= 1 < excess(replace(right, affine=WRONG[name]), module, x, module(x))
+
+
+@pytest.mark.parametrize(("mean", "sigma"), [(0.0, 1e-4), (0.0, 1e4), (30.0, 1.0), (1e3, 0.1), (1e5, 1.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_verification_raises_no_false_alarm(mean, sigma, dtype):
+    x = mean + sigma * torch.randn(16, 256, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for module in (trained(nn.LayerNorm(256)), trained(nn.RMSNorm(256))):
+        module.to(dtype)
+        assert excess(kind_of(module), module, x.to(dtype), module(x.to(dtype))) <= 1
+
+
+@torch.no_grad()
+def test_a_weight_near_zero_leaves_float16_no_digits():
+    module = trained(nn.LayerNorm(64))
+    module.bias.data.zero_()
+    module.weight.data *= 1e-5
+    module.half()
+    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(1)).half()
+    assert 0 < float(module(x).abs().median()) < torch.finfo(torch.float16).smallest_normal
+    right = kind_of(module)
+    assert (
+        excess(right, module, x, module(x))
+        <= 1
+        < excess(replace(right, affine=lambda norm, y: y), module, x, module(x))
+    )
+
+
+def test_timm_models_verify():
+    model = timm.create_model("test_vit").eval()
+    capture(model, [torch.randn(2, 3, 160, 160)], verify=True)
+
+
+TOO_LARGE = r"input \(2, 3, 16\) torch.float32\): the largest \|x\| is {}, and {} what float32 holds \(3.4e\+38\)"
+
+
+@pytest.mark.parametrize(
+    ("module", "reach", "match"),
+    [
+        (nn.LayerNorm(16), 1e30, TOO_LARGE.format(r"1e\+30", "its square passes")),
+        (nn.RMSNorm(16), 2e25, TOO_LARGE.format(r"2e\+25", "its square passes")),
+        (nn.RMSNorm(16), 9e18, TOO_LARGE.format(r"9e\+18", "with d = 16 the sum of squares passes")),
+    ],
+)
+def test_an_input_that_overflows_in_the_module_is_called_so(module, reach, match):
+    x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
+    x[1, 2] = reach * (1 - 2 * (torch.arange(16) % 2))
+    model = nn.Sequential(module)
+    with pytest.raises(ModelError, match=match) as raised:
+        capture(model, [x], verify=True)
+    assert "Verification failed at 0" in str(raised.value) and "in float64" in str(raised.value)
+    assert "axes" not in str(raised.value)
+    capture(model.double(), [x.double()], verify=True)  # as it says
+
+
+def test_half_precision_overflows_where_a_module_computes_in_it():
+    module = trained(RmsNorm2d(16))
+    x = torch.randn(2, 16, 5, 3, generator=torch.Generator().manual_seed(0))
+    x[1, :, 2, 1] *= 300 / x[1, :, 2, 1].abs().max()
+    capture(nn.Sequential(module), [x], verify=True)
+    capture(nn.Sequential(module).bfloat16(), [x.bfloat16()], verify=True)
+    with pytest.raises(
+        ModelError, match=r"the largest \|x\| is 300, and its square passes what float16 holds .*bfloat16"
+    ):
+        capture(nn.Sequential(module).half(), [x.half()], verify=True)
+
+
+def test_an_overflow_does_not_hide_a_wrong_table():
+    module = nn.LayerNorm(16)
+    x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
+    x[1, 2] *= 1e30
+    right = kind_of(module)
+    for kind, match in (
+        (right, "its square passes"),
+        (replace(right, affine=lambda norm, y: 1.01 * y), "Its axes, eps or affine"),
+    ):
+        with pytest.raises(ModelError, match=match):
+            check(kind, "0", module, x, module(x))
+
+
+def test_padding_that_overflows_is_not_verified_as_it_is_not_summed():
+    x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
+    x[1, 2] = 3e38 * (1 - 2 * (torch.arange(16) % 2))
+    valid = torch.tensor([[True] * 3, [True, True, False]])
+    samples = tuple(Sample(f"{i}", i, i) for i in range(2))
+    seen = capture(nn.Sequential(nn.LayerNorm(16)), [Batch((x,), {}, samples, valid)], verify=True)
+    assert seen.stats["0"].n_tokens == 5
+
+
+def test_tokens_that_are_in_no_sum_are_not_verified():
+    x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
+    x[0, 1] = 0.5
+    model = nn.Sequential(nn.LayerNorm(16, eps=0.0))
+    seen = capture(model, [x], verify=True)
+    assert seen.stats["0"].n_tokens == 5 and int(seen.stats["0"].nonfinite_tokens) == 1
+
+
+def test_verification_sees_a_y_that_is_no_straight_line_of_x(table):
+    """What is summed is the line that ``normalize`` names, so that is what has to make the module's output."""
+
+    class BentNorm(nn.Module):
+        def forward(self, x):
+            return x / (1 + x.abs())
+
+    register_norm(BentNorm, axes=-1, normalize=lambda rows, eps: (rows / (1 + rows.abs()), torch.ones(len(rows), 1)))
+    with pytest.raises(ModelError, match="Its axes, eps or affine step"):
+        capture(nn.Sequential(BentNorm()), [torch.randn(2, 3, 16)], verify=True)
+
+
+@pytest.mark.parametrize("module", [nn.LayerNorm(16), nn.BatchNorm1d(16).eval()])
+def test_an_observer_sees_the_summed_y_of_an_input_that_overflows(module):
+    x, ys = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)) * 1e22, []
+    seen = captured(nn.Sequential(module), [x], Summing(observe=lambda site, x, y: ys.append(y.clone())))
+    sums = seen.stats["0"].moments.sum((0, 2))
+    y = torch.cat(ys)
+    assert y.dtype == torch.float32 and torch.isfinite(y).all() and float(sums[5]) > 100
+    # y is rounded to float32, by 2⁻²⁴ at most.
+    torch.testing.assert_close(y.double().square().sum(), sums[5], rtol=2.0**-23, atol=0)
+
+
+@given(st.floats(1e-3, 1e3), st.floats(-100, 100), st.integers(0, 2**31), st.sampled_from([2, 16, 768]))
+def test_rounding_in_float32_is_a_quarter_of_what_is_allowed(sigma, mean, seed, d):
+    x = mean * sigma + sigma * torch.randn(32, d, generator=torch.Generator().manual_seed(seed))
+    for module in (nn.LayerNorm(d, eps=0.01 * sigma**2), nn.RMSNorm(d, eps=0.01 * sigma**2)):
+        assert excess(kind_of(module), module, x, module(x)) <= 0.25
+
+
+def test_a_difference_of_four_millionths_is_no_rounding():
+    x = torch.randn(32, 768, generator=torch.Generator().manual_seed(0))
+    for module in (nn.LayerNorm(768), nn.RMSNorm(768)):
+        kind = replace(kind_of(module), affine=lambda norm, y: (1 + 4e-6) * y)
+        assert excess(kind, module, x, module(x)) > 1

@@ -1,0 +1,261 @@
+"""How the kernels are launched: three a call, of which the host waits for none; and how they compile for a GPU."""
+
+import contextlib
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+triton = pytest.importorskip("triton", reason="Triton is made for Linux alone")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from normscope.inputs.batch import Batch, Sample  # noqa: E402
+from normscope.pairs.norms.formulas import FORMS, layer_norm  # noqa: E402
+from normscope.pairs.norms.trace import find_norms  # noqa: E402
+from normscope.pairs.recorder import Recorder, Summing  # noqa: E402
+from normscope.pairs.sums.binning import choice, cuda, cuda_draw, cuda_loop  # noqa: E402
+from normscope.pairs.sums.stats import PairStats  # noqa: E402
+from normscope.pairs.sums.tokens import Lines, Run, Tokens  # noqa: E402
+
+LAYER_NORM = Lines(FORMS[layer_norm], 1e-6)
+
+
+class NothingWaits(TorchDispatchMode):
+    """Refuses what a host waits for: a copy from the GPU, or one to it that is not from pinned memory and on its own.
+
+    What depends on the data itself, the tensors without any refuse.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.pinned: list[torch.Tensor] = []
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.pinned.append(tensor)
+        return tensor
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        given = [value for value in args if isinstance(value, torch.Tensor)]
+        made = [result] if isinstance(result, torch.Tensor) else []
+        before, after = ({tensor.device.type for tensor in tensors} for tensors in (given, made))
+        assert not (before == {"cuda"} and after == {"cpu"}), function
+        if before == {"cpu"} and after == {"cuda"}:
+            assert any(given[0] is tensor for tensor in self.pinned), function
+            assert (kwargs or {}).get("non_blocking"), function
+        if after == {"cuda"}:
+            self.names.append(function.overloadpacket.__name__)
+        return result
+
+
+AT_MOST = (2**31 - 1, 65_535)  # programs along each axis
+
+
+class Launched:
+    """In place of a kernel: says that it was launched, and on what."""
+
+    def __init__(self, name: str, launches: list[str]) -> None:
+        self.name, self.launches = name, launches
+
+    def __getitem__(self, grid):
+        assert all(isinstance(size, int) and 0 < size <= most for size, most in zip(grid, AT_MOST, strict=False))
+        return self
+
+    def __call__(self, *args, **options):
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        assert all(tensor.device.type == "cuda" for tensor in tensors)
+        assert all(tensor.is_contiguous() or tensor.mT.is_contiguous() for tensor in tensors)
+        self.launches.append(self.name)
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list[str]:
+    """Put nothing but a note in the place of each kernel."""
+    noted: list[str] = []
+    for name in ("describe", "add_pairs", "draw"):
+        monkeypatch.setattr(cuda, name, Launched(name, noted))
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
+    monkeypatch.setattr(cuda, "_stream", lambda device: 0)
+    monkeypatch.setattr(choice, "why_no_launcher", lambda: "")
+    return noted
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    refuses = NothingWaits()
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: refuses.pin(tensor))
+    cuda._runs.cache_clear()
+    yield refuses
+    cuda._runs.cache_clear()
+
+
+@pytest.mark.parametrize("shape", [(3, 2**24 + 300), (2**30, 2)])
+@pytest.mark.parametrize("groups", [None, 1])
+def test_however_large_a_call_is_its_programs_can_be_numbered(monkeypatch, launches, shape, groups):
+    monkeypatch.setattr(cuda, "_runs", lambda runs, device, stream: torch.zeros(5, 1, device=device))
+    with FakeTensorMode():
+        rows, channels = torch.empty(shape, dtype=torch.bfloat16, device="cuda"), shape[1] if groups is None else 1
+        stats = PairStats.empty(channels, device=rows.device, grouped=groups is not None)
+        cuda.add(stats, Tokens(rows, LAYER_NORM, [Run(0, len(rows), 0, 1, 0, 0)], channels, groups))
+    assert len(launches) == 3
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+def test_a_call_is_three_kernels_and_nothing_waits_for_them(waits, launches, groups):
+    with FakeTensorMode():
+        on = torch.device("cuda")
+        stats = PairStats.empty(8, device=on, grouped=groups is not None)
+        rows, valid = torch.randn(30, 8 if groups is None else 20, device=on), torch.ones(30, device=on).bool()
+        tokens = Tokens(rows, LAYER_NORM, [Run(0, 12, 0, 1, 0, 0), Run(12, 30, 1, 2, 0, 1)], 8, groups, valid)
+        with waits:
+            cuda.add(stats, tokens)
+            first = list(waits.names)
+            waits.names.clear()
+            cuda.add(stats, tokens)
+    assert launches == ["describe", "add_pairs", "draw"] * 2
+    assert first.count("_to_copy") == 1  # the runs, which the next norm finds there
+    assert set(waits.names) <= {"empty", "detach", "mT", "transpose"}  # none of which runs anything on the GPU
+
+
+def of_tokens() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(6), nn.RMSNorm(6)).eval()
+
+
+def of_groups() -> nn.Module:
+    return nn.Sequential(nn.GroupNorm(2, 8), nn.BatchNorm1d(8), nn.InstanceNorm1d(8, affine=True)).eval()
+
+
+@pytest.mark.parametrize(("network", "padded"), [(of_tokens, False), (of_tokens, True), (of_groups, False)])
+def test_no_hook_of_a_capture_waits(monkeypatch, waits, launches, network, padded):
+    monkeypatch.setattr(Batch, "padded", padded)  # which is waited for before a batch begins, and never in a hook
+    one, several = ([Sample(source, "ab".index(source), i) for i, source in enumerate(own)] for own in ("aaa", "aab"))
+    report = find_norms(network(), Batch((torch.randn(1, 8, 6),), samples=tuple(one[:1])))
+    with FakeTensorMode(), torch.no_grad():
+        on = torch.device("cuda")
+        with on:
+            recorder = Recorder(network(), Summing(), report, report.sites)
+        x, valid = torch.randn(3, 8, 6, device=on), torch.ones(3, 8, device=on).bool() if padded else None
+        with waits, recorder.hooked():
+            for samples in (one, several, one):  # the folds of one source become those of several
+                recorder.run(Batch((x,), samples=tuple(samples), valid=valid))
+    assert launches == ["describe", "add_pairs", "draw"] * 3 * len(network())
+    assert "_to_copy" in waits.names  # it has seen what is sent to the GPU
+
+
+POINTERS = {
+    "valid": "*i1", "runs": "*i64", "keys": "*i64", "folds": "*i32", "shift": "*fp64", "rstd": "*fp64",
+    "reach": "*fp32", "competing": "*i32", "token_offsets": "*i64", "token_scales": "*i64", "nonfinite_tokens": "*i64",
+    "moments": "*fp64", "density": "*i64", "channel_sums": "*fp64", "channel_extremes": "*fp32",
+    "pair_keys": "*i64", "pair_x": "*fp32", "pair_y": "*fp32", "pair_channel": "*i32",
+    "numbers": "*i64", "samples": "*i64",
+}  # fmt: skip
+OF_TOKENS = {
+    "rank": "*fp64",
+    "key": "*i64",
+    "x": "*fp32",
+    "y": "*fp32",
+    "rstd": "*fp32",
+    "position": "*i64",
+    "sample": "*i64",
+}
+POINTERS |= {f"{sample}_{name}": kind for sample in ("token", "largest") for name, kind in OF_TOKENS.items()}
+FORM = {"eps": 1e-6, "centred": True, "about_mean": True, "correction": 0, "clamped": False, "given": False}
+WARPS = cuda._WARPS_TO_DRAW
+PLACES = {"uniform": 64, "largest": 16, "at_once": 16, "tile": cuda._OFFERED, "pairs_tile": 32 * WARPS}
+KERNELS = {
+    "describe": (cuda_loop.describe, {**FORM, "all_valid": False, "at_once": 1, "tile": cuda._DESCRIBED}, 4),
+    "add_pairs": (cuda_loop.add_pairs, {"grouped": False, "at_once": 1, "tile": cuda._ADDED}, 4),
+    "add_pairs of groups": (cuda_loop.add_pairs, {"grouped": True, "at_once": 1, "tile": cuda._ADDED}, 4),
+    "draw": (cuda_draw.draw, {**PLACES, "grouped_width": 0}, WARPS),
+    "draw of groups": (cuda_draw.draw, {**PLACES, "grouped_width": 256}, WARPS),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_kernels_compile_without_spilled_registers(tmp_path, monkeypatch, name, capability):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel, constants, warps = KERNELS[name]
+    types = {name: POINTERS.get(name, "i32") for name in kernel.arg_names} | {"rows": "*bf16"}
+    source = ASTSource(
+        kernel,
+        {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names},
+        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if types[name][0] == "*"},
+    )
+    monkeypatch.syspath_prepend(Path(__file__).parents[4] / "benchmarks")
+    code = importlib.import_module("disassembly").code_of(source, capability, {"num_warps": warps})
+    assert code.local == 0
+    assert not code.counted(r"(LDL|STL)(\..*)?")
+    assert "acq_rel" not in code.asm["ptx"]  # a fence at every addition
+    if name.startswith("add_pairs"):
+        assert code.counted(r"RED\w*\.E\.ADD\.F64.*")
+        # One lane a word: eight neighbouring lanes to a pair, of which two are masked.
+        assert "threadsPerWarp = [4, 8]" in code.asm["ttgir"]
+
+
+class Driver:
+    """Says of a GPU that is not there which it is, for kernels to be compiled for."""
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+class Compiled:
+    """In place of a kernel: compiles it for what it is called with, by what a launch itself would do."""
+
+    def __init__(self, kernel, made: list) -> None:
+        self.kernel, self.made = kernel, made
+
+    def __getitem__(self, grid):
+        def call(*args, **options):
+            for _ in range(2):  # the second time, Triton looks whether what the kernel takes of its module has changed
+                self.made.append(self.kernel.warmup(*args, grid=grid, **options))
+
+        return call
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("shape", "channels", "groups", "dtype"),
+    [
+        ((20, 768), 768, None, torch.bfloat16),
+        ((20, 1024), 1024, None, torch.float32),
+        ((1, 1), 1, None, torch.float32),
+        ((2, 4096), 64, 2, torch.float16),
+        ((4, 4), 4, 1, torch.float32),
+        ((6, 30), 3, 3, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("given", [False, True])
+def test_the_kernels_compile_for_what_a_capture_launches_them_with(
+    tmp_path, monkeypatch, shape, channels, groups, dtype, given
+):
+    """Numbers of one, and those that are divisible by sixteen, are compiled in: each is a kernel of its own."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    made: list = []
+    for module, name in ((cuda_loop, "describe"), (cuda_loop, "add_pairs"), (cuda_draw, "draw")):
+        monkeypatch.setattr(cuda, name, Compiled(getattr(module, name), made))
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
+    rows = torch.ones(shape, dtype=dtype)
+    line = torch.ones(len(rows), dtype=torch.float64)
+    lines = Lines(shift=line, rstd=line) if given else LAYER_NORM
+    stats = PairStats.empty(channels, grouped=groups is not None)
+    cuda.add(stats, Tokens(rows, lines, [Run(0, len(rows), 0, 1, 0, 0)], channels, groups))
+    assert len(made) == 6
+    assert all("cubin" in kernel.asm and ".local" not in kernel.asm["ptx"] for kernel in made)

@@ -1,0 +1,200 @@
+"""Where Triton cannot build what launches kernels, plain torch computes, and says so once; seen without any GPU."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+triton = pytest.importorskip("triton", reason="Triton is made for Linux alone")
+
+from normscope.errors import UsageError  # noqa: E402
+from normscope.pairs.norms.formulas import FORMS, layer_norm  # noqa: E402
+from normscope.pairs.sums.binning import choice as loops  # noqa: E402
+from normscope.pairs.sums.binning import cuda, cuda_launcher, reference  # noqa: E402
+from normscope.pairs.sums.binning.cuda_launcher import VARIABLE, why_no_launcher  # noqa: E402
+from normscope.pairs.sums.stats import PairStats  # noqa: E402
+from normscope.pairs.sums.tokens import Lines, Run, Tokens  # noqa: E402
+from normscope.swaps.kernels import choice  # noqa: E402
+
+CUDA = torch.device("cuda", 0)
+NO_COMPILER = "Failed to find C compiler"
+
+
+@pytest.fixture(autouse=True)
+def untried(monkeypatch, tmp_path):
+    """Let it be tried anew, in an empty cache, with a GPU of which no more is asked than that it is there."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(triton.runtime.driver, "_active", object())
+    monkeypatch.setattr(choice, "_capability", lambda device: (8, 0))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    forget()
+    yield
+    forget()
+
+
+def forget():
+    """Triton 3.8 remembers which compiler it has found, as a process does that has one all the time."""
+    found = getattr(triton.runtime.build, "_find_compiler", None)
+    for remembered in filter(None, (cuda_launcher._tried, cuda_launcher._warn, found)):
+        remembered.cache_clear()
+
+
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
+    """As in an image for running alone."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+
+
+@pytest.fixture
+def said():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
+
+
+def tried_anew() -> str:
+    forget()
+    return why_no_launcher()
+
+
+needs_a_compiler = pytest.mark.skipif(
+    not (shutil.which("gcc") or shutil.which("clang")) or not cuda_launcher._with_headers(),
+    reason="There is no C compiler here, or no Python.h.",
+)
+
+
+@needs_a_compiler
+def test_a_compiler_and_headers_are_all_that_it_takes(said):
+    assert why_no_launcher() == ""
+    assert choice.by_kernels("tanh", CUDA, torch.float32)
+    assert loops._loop_of("cuda") is cuda.add
+    assert not said
+
+
+@needs_a_compiler
+def test_what_another_compiler_has_left_in_the_cache_says_nothing(monkeypatch, said):
+    assert why_no_launcher() == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.runtime.build, "_build", None)  # not built again where nothing has changed
+        assert tried_anew() == ""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    assert NO_COMPILER in tried_anew()
+
+
+def test_without_a_compiler_point_wise_functions_are_plain_torchs_after_one_warning(no_compiler, said):
+    for curve in ("tanh", "isru", "erf"):
+        assert not choice.by_kernels(curve, CUDA, torch.bfloat16)
+    [warning] = said
+    assert NO_COMPILER in str(warning.message)
+    assert "a C compiler and Python's headers (on Debian and Ubuntu: gcc and python3-dev)" in str(warning.message)
+    assert f"{VARIABLE}=eager" in str(warning.message)
+
+
+def test_a_compiled_function_is_plain_torchs_too(no_compiler, said, monkeypatch):
+    from normscope.swaps.pointwise import DyT
+
+    graphs = []
+    by_kernels = choice.by_kernels
+    monkeypatch.setattr(
+        "normscope.swaps.pointwise.by_kernels", lambda curve, device, dtype: by_kernels(curve, CUDA, dtype)
+    )
+
+    def backend(graph, inputs):
+        graphs.append({str(node.target) for node in graph.graph.nodes})
+        return graph.forward
+
+    torch._dynamo.reset()
+    x = torch.linspace(-2, 2, 8).view(2, 4)
+    y = torch.compile(DyT(4).requires_grad_(False), backend=backend, fullgraph=True)(x)
+    torch._dynamo.reset()
+    torch.testing.assert_close(y, (x / 2).tanh(), rtol=1e-6, atol=0)  # two roundings of float32
+    [targets] = graphs
+    assert "normscope.pointwise.default" not in targets
+    assert len([one for one in said if NO_COMPILER in str(one.message)]) == 1
+
+
+def test_without_a_compiler_a_capture_on_cuda_is_the_references(no_compiler, said, monkeypatch):
+    calls = []
+    monkeypatch.setattr(reference, "add", lambda stats, tokens: calls.append(tokens.rows.device))
+    loops._compiled_loop_of.cache_clear()
+    with FakeTensorMode():
+        stats = PairStats.empty(8, device=CUDA)
+        tokens = Tokens(torch.randn(6, 8, device=CUDA), Lines(FORMS[layer_norm], 1e-6), [Run(0, 6, 0, 1, 0, 0)], 8)
+        loops.add(stats, tokens)
+        loops.add(stats, tokens)
+    assert calls == [CUDA, CUDA]
+    assert not choice.by_kernels("tanh", CUDA, torch.float32)
+    assert len(said) == 1  # of captures and point-wise functions together
+
+
+def test_who_has_asked_for_plain_torch_is_not_warned(no_compiler, said, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "eager")
+    assert not choice.by_kernels("tanh", CUDA, torch.float32)
+    assert loops._loop_of("cuda") is reference.add
+    assert not said
+
+
+def test_who_has_asked_for_kernels_gets_an_error_and_no_plain_torch(no_compiler, said, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "triton")
+    sentence = (
+        rf"^{VARIABLE}=triton cannot be met: Triton cannot build .*{NO_COMPILER}.* Unset it, or say {VARIABLE}=eager\.$"
+    )
+    with pytest.raises(UsageError, match=sentence):
+        choice.by_kernels("tanh", CUDA, torch.float32)
+    with pytest.raises(UsageError, match=sentence):
+        loops._loop_of("cuda")
+    assert not said
+
+
+def test_a_compiler_that_is_not_there_is_named(monkeypatch, said):
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    assert "No such file or directory: '/nowhere/cc'" in why_no_launcher()
+    assert not choice.by_kernels("tanh", CUDA, torch.float32)
+
+
+def test_headers_that_are_not_there_are_named(monkeypatch, tmp_path, said):
+    compiler = tmp_path / "gcc"
+    compiler.write_text("#!/bin/sh\nexit 1\n")
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setattr(cuda_launcher, "_headers", lambda: "/nowhere/include")
+    assert "(gcc ended with status 1, and there is no Python.h in /nowhere/include)" in why_no_launcher()
+
+
+def test_a_cache_that_cannot_be_written_is_named(monkeypatch, tmp_path, said):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert "Not a directory" in why_no_launcher()
+
+
+DRIVER = """
+import torch
+torch.cuda.is_available = lambda: True  # Triton asks nothing more before it builds
+from normscope.pairs.sums.binning.cuda_launcher import why_no_launcher
+print(why_no_launcher())
+"""
+
+
+@pytest.mark.slow
+def test_what_triton_asks_the_gpu_by_is_tried_as_well(tmp_path):
+    """It is built before any launcher, and against libcuda."""
+    ours = {name: value for name, value in os.environ.items() if name not in ("CC", VARIABLE)}
+    for folder, cause in ((str(tmp_path), NO_COMPILER), ("", "")):
+        there = {
+            **ours,
+            "PATH": "",
+            "TRITON_LIBCUDA_PATH": folder,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+        done = subprocess.run([sys.executable, "-c", DRIVER], env=there, capture_output=True, text=True, check=True)
+        assert done.stdout.startswith("Triton cannot build what launches its kernels (")
+        assert cause in done.stdout
+        assert done.stderr.count("UserWarning") == 1

@@ -1,0 +1,208 @@
+"""Whatever adds up the pairs: the same counts, the same sums, the same drawn tokens and pairs as plain torch."""
+
+import contextlib
+import itertools
+import subprocess
+import sys
+import threading
+from dataclasses import fields
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+
+from normscope.pairs.norms.formulas import FORMS, layer_norm, rms_norm, root_mean_square, std_norm
+from normscope.pairs.sums.binning import cpu, reference
+from normscope.pairs.sums.stats import PairStats
+from normscope.pairs.sums.tokens import Lines, Run, Tokens
+
+COUNTS = ("density", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
+
+
+@contextlib.contextmanager
+def shared_out(threads: int):
+    """Let even a few tokens be shared out among so many threads, of the loop alone."""
+    with mock.patch.object(cpu, "_PAIRS_A_THREAD", 1), mock.patch.object(torch, "get_num_threads", lambda: threads):
+        yield
+
+
+def tokens_of(rows: torch.Tensor, lines: Lines, n_samples: int = 3, first: int = 7, **more) -> Tokens:
+    bounds = torch.linspace(0, len(rows), n_samples + 1).long().tolist()
+    folds = [5, 0, 5, 2]
+    runs = [
+        Run(start, stop, folds[number % 4], 977 * number - 10, first, 3 * number - 1)
+        for number, (start, stop) in enumerate(itertools.pairwise(bounds))
+    ]
+    return Tokens(rows, lines, runs, more.pop("channels", rows.shape[1]), **more)
+
+
+def filled(loop, *calls: Tokens, **options) -> PairStats:
+    first = calls[0]
+    stats = PairStats.empty(first.channels, grouped=first.groups is not None, **options)
+    for tokens in calls:
+        loop(stats, tokens)
+    return stats.to("cpu")
+
+
+def assert_same(ours: PairStats, truth: PairStats, *calls: Tokens) -> None:
+    for name in COUNTS:
+        assert torch.equal(getattr(ours, name), getattr(truth, name)), name
+    assert torch.equal(ours.moments[:, 0], truth.moments[:, 0])
+    for name in ("tokens", "largest", "pairs"):
+        mine, theirs = getattr(ours, name), getattr(truth, name)
+        for f in fields(mine):
+            if f.name in ("y", "rstd"):  # rounded to float32 from sums of another order
+                torch.testing.assert_close(getattr(mine, f.name), getattr(theirs, f.name), rtol=3e-7, atol=1e-12)
+            else:
+                assert torch.equal(getattr(mine, f.name), getattr(theirs, f.name)), (name, f.name)
+    # Σ|terms|, of which sums in another order differ by a few 2⁻⁵³ for each halving of the number of terms.
+    second = truth.moments[:, [3, 5]].sum((0, 2)).sqrt()
+    scale = torch.stack([torch.ones(()), second[0], second[1], second[0] ** 2, second.prod(), second[1] ** 2])
+    scale *= torch.tensor([1, 1, 1, 0, 0, 0]) * truth.n_pairs**0.5 + torch.tensor([0, 0, 0, 1, 1, 1])
+    assert ((ours.moments - truth.moments).abs() <= 1e-12 * scale[:, None]).all()
+    torch.testing.assert_close(ours.channel_sums[1], truth.channel_sums[1], rtol=1e-12, atol=0)
+    assert ((ours.channel_sums[0] - truth.channel_sums[0]).abs() <= 1e-12 * scale[1]).all()
+    for name in ("gamma_moments", "channel_moments", "diagonal_moments"):
+        if getattr(truth, name) is not None:
+            assert torch.equal(getattr(ours, name), getattr(truth, name))
+
+
+def rows_of(seed: int, tokens: int, d: int, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(tokens, d, generator=generator) + torch.randn(tokens, 1, generator=generator)
+    return scale * rows * torch.rand(tokens, 1, generator=generator).exp()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 90),
+    st.sampled_from([2, 7, 64, 1023, 1025, 2100]),  # more than one tile of the loop, and nearly one
+    st.sampled_from([layer_norm, rms_norm, root_mean_square, std_norm]),
+    st.sampled_from([1e-6, 1.0, 1e4]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_the_compiled_loop_is_the_reference(seed, n, d, form, scale, dtype, threads, padded):
+    rows = rows_of(seed, n, d, scale).to(dtype)
+    valid = torch.rand(n, generator=torch.Generator().manual_seed(seed)) < 0.7 if padded else None
+    lines = Lines(FORMS[form], 1e-6)
+    calls = [tokens_of(part, lines, first=first, valid=valid) for first, part in ((0, rows), (500, rows * 3 - scale))]
+    with shared_out(threads):
+        assert_same(filled(cpu.add, *calls), filled(reference.add, *calls))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([1, 2, 3, 6]), st.integers(1, 300), st.integers(1, 4))
+def test_the_compiled_loop_is_the_reference_of_grouped_norms(seed, groups, positions, threads):
+    channels = 6
+    rows = rows_of(seed, 5 * groups, channels // groups * positions)
+    tokens = tokens_of(rows, Lines(FORMS[layer_norm], 1e-5), 5, channels=channels, groups=groups)
+    with shared_out(threads):
+        assert_same(filled(cpu.add, tokens), filled(reference.add, tokens))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_given_lines_and_optional_sums(threads):
+    rows = rows_of(0, 40, 12)
+    generator = torch.Generator().manual_seed(1)
+    lines = Lines(
+        shift=torch.randn(40, generator=generator).double(), rstd=torch.rand(40, generator=generator).double()
+    )
+    tokens = tokens_of(rows, lines, gamma=torch.linspace(-1, 2, 12))
+    asked = {"by_gamma": True, "per_channel": True}
+    with shared_out(threads):
+        ours = filled(cpu.add, tokens, **asked)
+    assert_same(ours, filled(reference.add, tokens, **asked))
+    y = (rows.double() - lines.shift[:, None]) * lines.rstd[:, None]
+    torch.testing.assert_close(ours.moments[:, 4].sum(), (rows.double() * y).sum(), rtol=1e-12, atol=0)
+    weighted = (torch.linspace(-1, 2, 12).double() ** 2 * y * y).sum()
+    torch.testing.assert_close(ours.gamma_moments[:, 5].sum(), weighted, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("eps", [1e-6, 0.0])
+def test_tokens_that_are_not_finite_are_counted_apart(bad, eps):
+    rows = rows_of(3, 30, 9)
+    rows[4, 2], rows[17, 8] = bad, bad
+    rows[20] = 2.5  # of no variance: without eps, its y is no number
+    tokens = tokens_of(rows, Lines(FORMS[layer_norm], eps))
+    ours = filled(cpu.add, tokens)
+    assert_same(ours, filled(reference.add, tokens))
+    assert int(ours.nonfinite_tokens) == (2 if eps else 3)
+    assert ours.n_tokens == 30 - int(ours.nonfinite_tokens)
+    assert torch.isfinite(ours.moments).all()
+
+
+def test_numbers_at_the_ends_of_float32():
+    rows = torch.tensor(
+        [[0.0, -0.0, 1e-45, -1e-45], [3.4e38, -3.4e38, 1e38, 1.0], [2.0**18, -(2.0**18), 2.0**-27, 0.5]]
+    )
+    tokens = tokens_of(rows, Lines(FORMS[rms_norm], 1e-6), 1)
+    assert_same(filled(cpu.add, tokens), filled(reference.add, tokens))
+
+
+def test_the_same_number_of_threads_gives_the_same_bits():
+    lines = Lines(FORMS[layer_norm], 1e-6)
+    calls = [tokens_of(rows_of(seed, 200, 64), lines, first=1000 * seed) for seed in range(4)]
+    for threads in (1, 3):
+        with shared_out(threads):
+            one, other = filled(cpu.add, *calls), filled(cpu.add, *calls)
+        assert torch.equal(one.moments, other.moments)
+        assert torch.equal(one.channel_sums, other.channel_sums)
+
+
+def test_captures_in_several_threads_at_once_do_not_meet():
+    lines = Lines(FORMS[layer_norm], 1e-6)
+    calls = [tokens_of(rows_of(seed, 300, 64), lines, first=1000 * seed) for seed in range(6)]
+    alone = filled(cpu.add, *calls)
+    found = []
+    with shared_out(2):
+        workers = [threading.Thread(target=lambda: found.append(filled(cpu.add, *calls))) for _ in range(4)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    assert len(found) == 4
+    for stats in found:
+        assert_same(stats, alone)
+
+
+def test_nothing_waits_for_a_gpu():
+    """Whatever depends on the data raises on tensors that have none."""
+    with FakeTensorMode():
+        for groups, d in ((None, 8), (2, 40)):
+            asked = {"by_gamma": True, "per_channel": True, "diagonal": groups is None}
+            stats = PairStats.empty(8, grouped=groups is not None, **asked)
+            lines = Lines(FORMS[layer_norm], 1e-6)
+            tokens = Tokens(torch.randn(12, d), lines, [Run(0, 6, 0, 1, 0, 0), Run(6, 12, 1, 2, 0, 1)], 8, groups)
+            reference.add(stats, tokens)
+            assert stats.tokens.x.shape[0] == 64
+
+
+CAPTURED = """
+import warnings, normscope, torch
+from torch import nn
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    seen = normscope.capture(nn.Sequential(nn.LayerNorm(8)), [torch.randn(4, 8)])
+print(seen.stats["0"].n_pairs, [str(w.message) for w in said if "numba" in str(w.message)])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "printed"),
+    [
+        ("import sys; sys.modules['numba'] = None", "32 ['numba does not work here"),
+        ("from numba.core.caching import CacheImpl; CacheImpl._locator_classes = []", "32 []"),
+    ],
+    ids=["no numba", "no folder to keep what is compiled"],
+)
+def test_where_numba_cannot_do_all_the_sums_are_taken_all_the_same(before, printed):
+    done = subprocess.run([sys.executable, "-c", before + CAPTURED], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(printed)

@@ -1,0 +1,247 @@
+"""Sums of the Jacobian's diagonal, against automatic differentiation over all tokens."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import jacrev, vmap
+
+import normscope
+from normscope.errors import DataError
+from normscope.pairs.capture import captured as observed
+from normscope.pairs.norms.formulas import root_mean_square, std_norm
+from normscope.pairs.recorder import Summing
+from normscope.pairs.sums.binning import PAIR_GRID, reference
+from normscope.pairs.sums.sampling import FOLDS, SourcesSeen
+
+D, EPS, POSITIONS = 12, 1e-2, 7
+
+
+class Clamped(nn.Module):
+    eps = 2.5  # above some tokens' lengths, and below others'
+
+    def forward(self, x):
+        return root_mean_square(x, self.eps)[0]
+
+
+class ByDeviation(nn.Module):
+    eps = EPS
+
+    def forward(self, x):
+        return std_norm(x, self.eps)[0]
+
+
+class Network(nn.Module):
+    """A norm of every form, weighted where norms have weights, and two whose diagonal nobody sums."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.rms = nn.LayerNorm(D, eps=EPS), nn.RMSNorm(D, eps=EPS)
+        self.clamped, self.deviation = Clamped(), ByDeviation()
+        self.one, self.group = nn.LayerNorm(1), nn.GroupNorm(1, POSITIONS)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+
+    def forward(self, x):
+        self.one(x[..., :1])
+        self.group(x)
+        return [norm(x) for norm in (self.layer, self.rms, self.clamped, self.deviation)]
+
+
+# What torch itself makes of one token.
+TRUTH = {
+    "layer": lambda x: F.layer_norm(x, (D,), eps=EPS),
+    "rms": lambda x: F.rms_norm(x, (D,), eps=EPS),
+    "clamped": lambda x: math.sqrt(D) * F.normalize(x, dim=0, eps=Clamped.eps),
+    "deviation": lambda x: x / torch.sqrt(torch.var(x) + EPS),
+}
+NEVER = ("one", "group")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    normscope.register_norm(Clamped, normalize=root_mean_square)
+    normscope.register_norm(ByDeviation, normalize=std_norm)
+
+
+def samples(numbers):
+    return tuple(normscope.Sample(f"photo {number // 2}", number // 2, number, "noise") for number in numbers)
+
+
+def batch(*numbers, part="", valid=None):
+    """Samples whose tokens differ in scale and mean, each two of one source."""
+    x = torch.stack([torch.randn(POSITIONS, D, generator=torch.Generator().manual_seed(number)) for number in numbers])
+    x = x * torch.linspace(-2, 2, POSITIONS).exp()[:, None] + torch.linspace(-1, 1, POSITIONS)[:, None]
+    return normscope.Batch((x,), samples=samples(numbers), part=part, valid=valid)
+
+
+def whole():
+    """Two parts, of which one has padding, and a token that is no number."""
+    valid = torch.arange(POSITIONS) < torch.tensor([[7], [4], [6]])
+    batches = [batch(0, 1, 2, part="early"), batch(3, 4, 9, part="late", valid=valid), batch(5, 6, part="early")]
+    batches[2].args[0][0, 3, 5] = torch.nan
+    return batches
+
+
+def truth(name, x, folds):
+    """The sums that pairs (x, ∂y/∂x) of some tokens leave, and those of their magnitudes, ``(folds, 6, bins)``."""
+    x = x.double()
+    slopes = vmap(jacrev(TRUTH[name]))(x).diagonal(dim1=1, dim2=2)
+    bins = folds[:, None] * PAIR_GRID.size + PAIR_GRID.index(x.float())
+    return [
+        reference.binned_moments(a, b, bins, FOLDS * PAIR_GRID.size).view(6, FOLDS, -1).transpose(0, 1)
+        for a, b in ((x, slopes), (x.abs(), slopes.abs()))
+    ]
+
+
+def of_batches(name, batches):
+    """The same of the tokens of some batches that are data."""
+    rows, folds = [], []
+    for one in batches:
+        x = one.args[0]
+        data = torch.isfinite(x).all(2) & (torch.tensor(True) if one.valid is None else one.valid)
+        own = torch.tensor(SourcesSeen("several").folds_of(one.samples))
+        rows.append(x[data])
+        folds.append(own[:, None].expand(data.shape)[data])
+    return truth(name, torch.cat(rows), torch.cat(folds))
+
+
+def assert_sums(moments, expected):
+    sums, terms = expected
+    assert torch.equal(moments[:, 0], sums[:, 0])
+    # float64 sums in another order, of terms that the two formulas round differently: some 1e-15 of the slopes' size.
+    assert ((moments - sums).abs() <= 1e-12 * terms.sum((0, 2), keepdim=True)).all()
+
+
+def captured(batches, **options):
+    # A norm that mixes positions refuses padding.
+    layers = [name for name in (*TRUTH, *NEVER) if name != "group" or all(one.valid is None for one in batches)]
+    return normscope.capture(Network(), batches, layers=layers, diagonal=True, **options)
+
+
+@pytest.mark.parametrize("name", TRUTH)
+def test_sums_are_those_of_automatic_differentiation(name):
+    batches = whole()
+    seen = captured(batches, by_gamma=True, per_channel=True)
+    stats = seen.stats[name]
+    assert stats.diagonal_moments.shape == stats.moments.shape and stats.diagonal_moments.dtype == torch.float64
+    assert torch.equal(stats.diagonal_moments[:, 0], stats.moments[:, 0])
+    assert int((stats.moments[:, 0].sum(1) > 0).sum()) > 3  # several folds
+    assert stats.n_tokens == 3 * POSITIONS + 7 + 4 + 6 + 2 * POSITIONS - 1
+    assert_sums(stats.diagonal_moments, of_batches(name, batches))
+    for part in ("early", "late"):
+        own = [one for one in batches if one.part == part]
+        assert_sums(seen.parts[part].stats[name].diagonal_moments, of_batches(name, own))
+
+
+def test_a_clamped_norm_is_clamped_at_some_tokens():
+    lengths = torch.cat([one.args[0].flatten(0, 1) for one in whole()]).norm(dim=1)
+    assert (lengths < Clamped.eps).any() and (lengths > Clamped.eps).any()
+
+
+def test_folds_of_one_source_become_one_beside_another():
+    crops = [dataclasses.replace(batch(number), samples=(normscope.Sample("photo", 3, number),)) for number in (0, 1)]
+    one = captured(crops)
+    assert int((one.stats["layer"].diagonal_moments[:, 0].sum(1) > 0).sum()) == 2
+    both = one.merge(captured([batch(4)]))
+    moments = both.stats["layer"].diagonal_moments
+    assert torch.equal(moments[:, 0], both.stats["layer"].moments[:, 0])
+    assert sorted(moments[:, 0].sum(1).tolist())[-3:] == [0, POSITIONS * D, 2 * POSITIONS * D]
+
+
+def test_a_sample_of_the_tokens():
+    raw = {}
+    summing = Summing(
+        sample=3, diagonal=True, observe=lambda site, x, y: raw.setdefault(site.name, []).append(x.clone())
+    )
+    seen = observed(Network(), [batch(0, 1, 4, 5)], summing, layers=[*TRUTH, *NEVER])
+    folds = torch.tensor(SourcesSeen("several").folds_of(samples((0, 1, 4, 5)))).repeat_interleave(3)
+    for name in TRUTH:
+        x = torch.cat(raw[name])
+        assert len(x) == 12
+        assert_sums(seen.stats[name].diagonal_moments, truth(name, x, folds))
+
+
+def test_two_captures_are_one(tmp_path):
+    first, second = [batch(0, 1, 4)], [batch(5, 8), batch(9)]
+    merged = captured(first).merge(captured(second))
+    files = [normscope.save_capture(captured(own), tmp_path / name) for own, name in ((first, "a"), (second, "b"))]
+    for seen in (merged, normscope.merge_captures(files)):
+        for name in TRUTH:
+            assert_sums(seen.stats[name].diagonal_moments, of_batches(name, first + second))
+        for name in NEVER:
+            assert seen.stats[name].diagonal_moments is None
+    without = normscope.capture(Network(), second, layers=[*TRUTH, *NEVER])
+    for one, other in ((merged, without), (without, merged)):
+        with pytest.raises(DataError, match="Cannot merge sums with diagonal_moments and sums without; capture both"):
+            one.merge(other)
+
+
+def test_a_file_holds_them_to_the_bit(tmp_path):
+    seen = captured(whole())
+    path = normscope.save_capture(seen, tmp_path / "seen.safetensors")
+    again = normscope.load_capture(path)
+    for one, other in ((seen, again), *((seen.parts[part], again.parts[part]) for part in seen.parts)):
+        for name in TRUTH:
+            assert torch.equal(one.stats[name].diagonal_moments, other.stats[name].diagonal_moments)
+            assert one.stats[name].nbytes == other.stats[name].nbytes
+        assert other.stats["one"].diagonal_moments is None
+
+
+def test_files_without_them_are_read_as_before(tmp_path):
+    seen = normscope.capture(Network(), [batch(0, 1, 4)])
+    again = normscope.load_capture(normscope.save_capture(seen, tmp_path / "seen.safetensors"))
+    assert all(stats.diagonal_moments is None for stats in again.stats.values())
+    assert "diagonal_moments" not in again.stats["layer"].sums
+
+
+def test_where_they_are_kept_and_what_they_take():
+    seen, plain = captured([batch(0, 1)]), normscope.capture(Network(), [batch(0, 1)])
+    more = 8 * FOLDS * 6 * PAIR_GRID.size
+    for name in TRUTH:
+        assert seen.stats[name].nbytes == plain.stats[name].nbytes + more
+        assert torch.equal(seen.stats[name].sums["diagonal_moments"], seen.stats[name].diagonal_moments)
+        assert plain.stats[name].diagonal_moments is None
+    for name in NEVER:
+        assert seen.stats[name].nbytes == plain.stats[name].nbytes
+
+
+def test_norms_that_follow_from_no_form_have_none():
+    def by_largest(rows, eps):
+        rstd = 1 / (rows.abs().amax(-1, keepdim=True) + eps)
+        return rows * rstd, rstd
+
+    class ByLargest(nn.Module):
+        eps = EPS
+
+        def forward(self, x):
+            return by_largest(x, self.eps)[0]
+
+    normscope.register_norm(ByLargest, normalize=by_largest, centred=False)
+    model = nn.Sequential(ByLargest(), nn.Flatten(0, 1), nn.BatchNorm1d(D), nn.LayerNorm(D)).eval()
+    seen = normscope.capture(model, [batch(0, 1).args[0]], diagonal=True)
+    assert [stats.diagonal_moments is None for stats in seen.stats.values()] == [True, True, False]
+
+
+def test_steps_of_bounded_memory_add_up(monkeypatch):
+    """A wide batch is taken some tokens at a time."""
+    truth = captured([batch(*range(20))])
+    monkeypatch.setattr(reference, "_PAIRS_AT_ONCE", 5 * D)
+    seen = captured([batch(*range(20))])
+    for name in TRUTH:
+        ours, theirs = seen.stats[name].diagonal_moments, truth.stats[name].diagonal_moments
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)  # the same terms in another order
+
+
+@pytest.mark.parametrize("name", TRUTH)
+def test_half_precision_is_differentiated_where_its_numbers_lie(name):
+    x = batch(0, 1, 2).args[0].bfloat16()
+    seen = normscope.capture(Network().bfloat16(), [x], layers=[name], diagonal=True)
+    folds = seen.stats[name].sources.folds_of([normscope.Sample("", number, number) for number in range(3)])
+    expected = truth(name, x.flatten(0, 1), torch.tensor(folds).repeat_interleave(POSITIONS))
+    moments = seen.stats[name].diagonal_moments
+    assert_sums(moments.sum(0, keepdim=True), [sums.sum(0, keepdim=True) for sums in expected])

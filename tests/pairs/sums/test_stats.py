@@ -1,0 +1,220 @@
+"""Merging is addition: associative, commutative, and the same as having seen everything at once."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from normscope.errors import DataError
+from normscope.inputs.batch import Sample
+from normscope.pairs.norms.formulas import FORMS, layer_norm
+from normscope.pairs.sums.binning import PAIR_GRID, TOKEN_GRID
+from normscope.pairs.sums.sampling import FOLDS, LARGEST_TOKENS, PAIRS_PER_BIN, UNIFORM_TOKENS
+from normscope.pairs.sums.stats import PairStats
+from normscope.pairs.sums.tokens import Lines
+
+D = 6
+LAYER_NORM = Lines(FORMS[layer_norm], 1e-6)
+TOKENS = 5
+PLACE = ("position", "sample")
+
+
+def rows_of(sample: Sample) -> torch.Tensor:
+    """The tokens of a sample: the same whenever it is seen."""
+    generator = torch.Generator().manual_seed(sample.index)
+    return torch.randn(TOKENS, D, generator=generator) * torch.rand(TOKENS, 1, generator=generator) * 10
+
+
+GAMMA = torch.linspace(0.5, 3, D)
+
+
+def stats_of(*samples: Sample, seed: int = 0) -> PairStats:
+    stats = PairStats.empty(D, seed, by_gamma=True, per_channel=True, diagonal=True)
+    if samples:
+        x = torch.cat([rows_of(sample) for sample in samples])
+        stats.update(x, LAYER_NORM, samples, gamma=GAMMA)
+    return stats.to("cpu")
+
+
+def same(a: PairStats, b: PairStats) -> bool:
+    exact = ("density", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
+    return (
+        all(torch.equal(getattr(a, name), getattr(b, name)) for name in exact)
+        and torch.equal(a.moments[:, 0], b.moments[:, 0])
+        # float64 additions in another order: relative 2⁻⁵² each, a few dozen of them.
+        and all(
+            torch.allclose(getattr(a, name), getattr(b, name), rtol=1e-13, atol=1e-11)
+            for name in ("moments", "gamma_moments", "channel_moments", "channel_sums", "diagonal_moments")
+        )
+        and all(torch.equal(getattr(a.tokens, n), getattr(b.tokens, n)) for n in ("key", "x", "y", "rstd", *PLACE))
+        and all(torch.equal(getattr(a.largest, n), getattr(b.largest, n)) for n in ("rank", "key", "x", "y", *PLACE))
+        and all(torch.equal(getattr(a.pairs, n), getattr(b.pairs, n)) for n in ("key", "x", "y", "channel"))
+        and a.sources.number == b.sources.number
+        and a.fold_by == b.fold_by
+    )
+
+
+parts = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30)), max_size=4).map(
+    lambda pairs: [Sample(f"source {source}", source, 40 * source + index) for source, index in dict.fromkeys(pairs)]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(parts, parts, parts)
+def test_merging_is_associative_and_commutative(one, two, three):
+    a, b, c = stats_of(*one), stats_of(*two), stats_of(*three)
+    assert same(a.merge(b).merge(c), a.merge(b.merge(c)))
+    assert same(a.merge(b), b.merge(a))
+    assert same(a.merge(stats_of()), a)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30)), min_size=1, max_size=8, unique=True), st.data())
+def test_merged_parts_are_the_whole(pairs, data):
+    samples = [Sample(f"source {source}", source, 40 * source + index) for source, index in pairs]
+    cut = data.draw(st.integers(0, len(samples)))
+    assert same(stats_of(*samples), stats_of(*samples[:cut]).merge(stats_of(*samples[cut:])))
+
+
+def test_folds_of_one_source_are_its_samples_and_of_several_the_sources():
+    crops = [Sample("photo", 3, index) for index in range(4)]
+    other = Sample("other photo", 9, 17)
+    assert stats_of(crops[0]).fold_by is None
+    by_sample = stats_of(*crops)
+    assert by_sample.fold_by == "sample"
+    assert by_sample.moments[:, 0].sum(1).tolist() == [30.0] * 4 + [0.0] * 4
+    by_source = by_sample.merge(stats_of(other))
+    assert by_source.fold_by == "source"
+    pairs = by_source.moments[:, 0].sum(1)
+    assert pairs[pairs > 0].tolist() in ([120.0, 30.0], [30.0, 120.0])
+    # Sources 3 and 9 of one data set are six folds apart, wherever that data set begins.
+    assert (int((pairs == 30).nonzero()) - int((pairs == 120).nonzero())) % FOLDS == 6
+
+
+def test_equal_names_in_two_data_sets_are_two_sources():
+    one, other = Sample("1.jpg", 0, 0, data="a"), Sample("1.jpg", 0, 0, data="b")
+    merged = stats_of(one).merge(stats_of(other))
+    assert merged.sources.number == "several"
+    assert len(merged.tokens.key.unique()) == 2 * TOKENS
+
+
+def test_merging_with_a_site_that_has_no_folds_leaves_none():
+    unmapped = PairStats.empty(D, by_gamma=True, per_channel=True, diagonal=True)
+    x = torch.randn(5, D, generator=torch.Generator().manual_seed(0))
+    unmapped.update(x, LAYER_NORM, (Sample("c", 2, 2), Sample("d", 3, 3)), gamma=GAMMA)
+    mapped = stats_of(Sample("a", 0, 0), Sample("b", 1, 1))
+    for merged in (mapped.merge(unmapped), unmapped.merge(mapped)):
+        assert merged.fold_by is None
+        assert merged.n_tokens == 15
+
+
+def test_the_largest_tokens_do_not_depend_on_order_where_they_tie():
+    samples = [Sample(f"s{i}", i, i) for i in range(8)]
+    x = torch.randn(8, TOKENS, D, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
+
+    def seen(order):
+        stats = PairStats.empty(D)
+        for i in order:
+            stats.update(x[i], LAYER_NORM, (samples[i],))
+        return stats.to("cpu").largest.key
+
+    assert torch.equal(seen(range(8)), seen(reversed(range(8))))
+
+
+def test_token_histograms_count_sigma_and_mean_over_sigma():
+    samples = [Sample(f"s{i}", i, i) for i in range(20)]
+    stats = stats_of(*samples)
+    x = torch.cat([rows_of(sample) for sample in samples]).double().numpy()
+    sigma = np.sqrt(x.var(1) + 1e-6)
+    edges = TOKEN_GRID.edges().numpy()
+    for counts, values in ((stats.token_scales, sigma), (stats.token_offsets, x.mean(1) / sigma)):
+        assert int(counts.sum()) == len(x)
+        expected, _ = np.histogram(values, np.concatenate([[-1e30], edges[1:-1], [1e30]]))
+        # float32 may put a value that lies on an edge into the bin beside it
+        assert np.abs(counts.numpy() - expected).sum() <= 2
+
+
+def test_tokens_that_belong_to_no_sample_have_no_folds():
+    stats = stats_of(Sample("a", 0, 0), Sample("b", 1, 1))
+    x = torch.randn(5, D)
+    stats.update(x, LAYER_NORM, (Sample("c", 2, 2), Sample("d", 3, 3)))  # 5 tokens for 2 samples
+    assert stats.fold_by is None
+    assert stats.n_tokens == 15
+
+
+def test_the_drawing_sample_is_uniform_over_tokens():
+    samples = [Sample(f"s{index}", index, index) for index in range(100)]
+    picked = torch.zeros(100)
+    for seed in range(40):
+        keys = stats_of(*samples, seed=seed).tokens
+        assert len(keys.key) == UNIFORM_TOKENS
+        every = torch.stack([rows_of(sample) for sample in samples])  # (samples, tokens, d)
+        hits = (every[:, :, None] == keys.x).all(-1).any(-1)
+        picked += hits.sum(1)
+    # 40 draws of 64 from 500 tokens: 25.6 hits a sample on average, standard deviation under 4.8.
+    assert picked.mean().item() == pytest.approx(40 * UNIFORM_TOKENS / 100)
+    assert picked.min() > 6 and picked.max() < 46
+
+
+def test_the_largest_tokens_are_the_largest():
+    samples = [Sample(f"s{index}", index, index) for index in range(30)]
+    every = torch.cat([rows_of(sample) for sample in samples])
+    expected = every.abs().amax(1).sort(descending=True).values[:LARGEST_TOKENS]
+    assert torch.equal(stats_of(*samples).largest.x.abs().amax(1), expected)
+
+
+def test_sums_that_were_moved_or_merged_take_more_tokens():
+    samples = [Sample(f"s{index}", index, index) for index in range(30)]
+    begun = stats_of(samples[0]).merge(stats_of(samples[1]))
+    begun.update(torch.cat([rows_of(sample) for sample in samples[2:]]), LAYER_NORM, samples[2:], gamma=GAMMA)
+    assert same(begun.to("cpu"), stats_of(*samples))
+
+
+def test_sampled_pairs_are_pairs_of_their_bins():
+    samples = [Sample(f"s{index}", index, index) for index in range(30)]
+    stats = stats_of(*samples)
+    every_x = torch.cat([rows_of(sample) for sample in samples])
+    every_y = layer_norm(every_x.double(), 1e-6)[0].float()
+    filled = stats.pairs.filled
+    bins = filled.nonzero()[:, 1]
+    assert torch.equal(PAIR_GRID.index(stats.pairs.x[filled]), bins)
+    known = {
+        (x.item(), y.item(), c)
+        for row in zip(every_x, every_y, strict=True)
+        for c, (x, y) in enumerate(zip(*row, strict=True))
+    }
+    drawn = zip(
+        stats.pairs.x[filled].tolist(),
+        stats.pairs.y[filled].tolist(),
+        stats.pairs.channel[filled].tolist(),
+        strict=True,
+    )
+    assert set(drawn) <= known
+    assert set(bins.tolist()) <= set(stats.moments[:, 0].sum(0).nonzero().squeeze(1).tolist())
+
+
+def test_single_pairs_are_drawn_evenly_over_bins_and_elements():
+    d, tokens = 20, 6000
+    stats = PairStats.empty(d)
+    x = torch.rand(tokens, d, generator=torch.Generator().manual_seed(0)) + 1  # 64 bins of about 1,900 pairs
+    x[:5] *= 1000
+    samples = [Sample(f"s{index}", index, index) for index in range(tokens)]
+    stats.update(x, LAYER_NORM, samples)
+    per_bin, filled = stats.moments[:, 0].sum(0), stats.pairs.filled.sum(0)
+    # An eighth of the pairs compete for four places each: one stays empty of 1,000 pairs once in e³¹ bins.
+    assert (filled[per_bin > 1000] == PAIRS_PER_BIN).all() and (per_bin > 1000).sum() == 64
+    assert 0 < filled[per_bin < 100].sum() < per_bin[per_bin < 100].sum() / 3
+    drawn = torch.bincount(stats.pairs.channel[stats.pairs.filled].long(), minlength=d)
+    assert drawn.min() > 0 and drawn.max() < 6 * drawn.double().mean()
+
+
+def test_sums_that_do_not_belong_together_are_refused():
+    with pytest.raises(DataError, match=r"6 channels .* 7"):
+        PairStats.empty(6).merge(PairStats.empty(7))
+    with pytest.raises(DataError, match="seed 1"):
+        PairStats.empty(6).merge(PairStats.empty(6, seed=1))
+    with pytest.raises(DataError, match="with gamma_moments and sums without"):
+        PairStats.empty(6).merge(PairStats.empty(6, by_gamma=True))
+    with pytest.raises(DataError, match="with diagonal_moments and sums without"):
+        PairStats.empty(6, diagonal=True).merge(PairStats.empty(6))

@@ -1,0 +1,179 @@
+"""Captures of several runs as one: against the capture of all their inputs at once."""
+
+import dataclasses
+import gc
+import itertools
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import normscope
+from normscope.errors import DataError, UsageError
+from normscope.pairs import merging
+from normscope.pairs.storage import all_tensors, header_of
+
+SUMS = 1e-12  # float64 sums of at most 1e7 terms each, added in another order
+
+
+def captured(network, batches, **changes):
+    return normscope.capture(network.module, batches, layers="0,8,16,", about=network.about, **changes)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    network = normscope.load("demo_vit", batch_size=4, limit=24)
+    return network, list(network.inputs)
+
+
+@pytest.fixture(scope="module")
+def thirds(digits):
+    network, batches = digits
+    return [captured(network, batches[first::3]) for first in range(3)]
+
+
+def assert_same_counts_and_sums(one, other):
+    assert one.n_samples == other.n_samples
+    ours, theirs = all_tensors(one), all_tensors(other)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        exact = tensor.dtype != torch.float64 or name.endswith("rank")
+        tolerance = 0.0 if exact else SUMS * float(tensor.abs().max())
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_any_order_is_the_capture_of_all_at_once(digits, thirds, order):
+    network, batches = digits
+    whole = captured(network, batches)
+    merged = normscope.merge_captures([thirds[i] for i in order])
+    assert_same_counts_and_sums(merged, whole)
+    for name, stats in whole.stats.items():
+        assert torch.equal(merged.stats[name].moments[:, 0], stats.moments[:, 0])  # counts to the bit, fold by fold
+        assert merged.stats[name].fold_by == stats.fold_by == "source"
+
+
+def test_files_are_taken_one_after_the_other(thirds, tmp_path, monkeypatch):
+    files = [normscope.save_capture(third, tmp_path / f"{i}.safetensors") for i, third in enumerate(thirds)]
+    alive, most = weakref.WeakSet(), []
+    load = merging.load_capture
+
+    def watched(path):
+        gc.collect()
+        seen = load(path)
+        alive.add(seen.stats[seen.sites[0].name])
+        most.append(len(alive))
+        return seen
+
+    monkeypatch.setattr(merging, "load_capture", watched)
+    merged = normscope.merge_captures(files)
+    assert_same_counts_and_sums(merged, normscope.merge_captures(thirds))
+    assert max(most) <= 2 and len(most) == 3
+
+
+def changed(seen, **about):
+    return dataclasses.replace(seen, about={**seen.about, **about})
+
+
+def with_sites(seen, **values):
+    first, *others = seen.sites
+    return dataclasses.replace(seen, sites=[dataclasses.replace(first, **values), *others])
+
+
+REFUSED = {
+    "model": (lambda seen: changed(seen, model="vit_b16"), "different model: 'demo_vit' and 'vit_b16'"),
+    "weights": (lambda seen: changed(seen, weights="random"), "different weights: .* and 'random'"),
+    "dtype": (lambda seen: changed(seen, dtype="bfloat16"), "different dtype: 'float32' and 'bfloat16'"),
+    "sample": (
+        lambda seen: changed(seen, sample="a sample of 3 tokens"),
+        "all tokens with one of a sample of 3 tokens",
+    ),
+    "layers": (lambda seen: seen.only(2), "different norm sites: .* is in one alone"),
+    "eps": (lambda seen: with_sites(seen, eps=0.5), r"different norm sites: the eps of .* is 1e-06 and 0\.5"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_of_one_kind(thirds, tmp_path, what):
+    change, reason = REFUSED[what]
+    files = [tmp_path / f"{name}.safetensors" for name in ("a", "b", "c")]
+    for file, seen in zip(files, [*thirds[:2], change(thirds[2])], strict=True):
+        normscope.save_capture(seen, file)
+    with pytest.raises(DataError, match=reason) as error:
+        normscope.merge_captures(files)
+    assert str(error.value).startswith(f"Cannot merge {files[0]} and {files[2]}: ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"seed": 3}, r"\(seed 3\)"),
+        ({"by_gamma": True}, "with gamma_moments and sums without"),
+        ({"diagonal": True}, "with diagonal_moments and sums without"),
+    ],
+)
+def test_other_sums(digits, thirds, changes, reason):
+    network, batches = digits
+    with pytest.raises(DataError, match=rf"^Cannot merge capture 1 and capture 2: .*{reason}"):
+        normscope.merge_captures([thirds[0], captured(network, batches[1::3], **changes)])
+
+
+def test_fewer_than_two(thirds):
+    for few, there in (([], "is none"), (thirds[:1], "is one")):
+        with pytest.raises(UsageError, match=f"two captures or more; there {there}"):
+            normscope.merge_captures(few)
+
+
+def test_an_input_that_is_in_two_captures(digits, thirds, tmp_path):
+    """One digit of nine: its tokens may not be among the least of its capture, but some pair of it is."""
+    network, batches = digits
+    for batch in batches[1].samples:
+        again = captured(network, [batches[2], batches[1].take([batches[1].samples.index(batch)])])
+        with pytest.raises(DataError, match=r"capture 2 and capture 3: both hold (sample [4-7]|some samples)"):
+            normscope.merge_captures([thirds[0].only(3), thirds[1].only(3), again.only(3)])
+    twice = thirds[0].merge(thirds[0])  # which counts everything twice, as it says
+    assert twice.n_samples == 2 * thirds[0].n_samples
+
+
+def test_one_of_many_inputs_shows_in_the_pairs_alone():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(32))
+    inputs = torch.randn(800, 1, 4, 32)
+    inputs[400] /= 4  # none of its tokens is among the largest
+    batches = [normscope.Batch((x,), samples=(normscope.Sample(f"{i}", i, i),)) for i, x in enumerate(inputs)]
+    one, other = normscope.capture(model, batches[:401]), normscope.capture(model, batches[400:])
+    for drawn in ("tokens", "largest"):
+        mine, theirs = (getattr(seen.stats["0"], drawn).key for seen in (one, other))
+        assert not torch.isin(mine, theirs).any()
+    with pytest.raises(DataError, match="both hold some samples of the same data"):
+        normscope.merge_captures([one, other])
+    normscope.merge_captures([normscope.capture(model, batches[:400]), other])
+
+
+def test_tokens_of_no_sample_are_those_of_their_batch():
+    """Of the same batch their keys are the same, and yet it is not known of which input they are."""
+
+    class Split(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, x):
+            return self.norm(x.reshape(-1, 8)[:-1])  # one token fewer: they no longer divide among the samples
+
+    batches = [torch.randn(4, 6, 8) for _ in range(2)]
+    one, again, other = (normscope.capture(Split(), [batch]) for batch in (batches[0], *batches))
+    keys = [seen.stats["norm"].tokens.key for seen in (one, again, other)]
+    assert torch.equal(keys[0], keys[1]) and not torch.isin(keys[2], keys[0]).any()
+    for second in (again, other):
+        assert normscope.merge_captures([one, second]).stats["norm"].n_tokens == 2 * 23
+
+
+def test_words_are_joined_once(thirds):
+    named = [changed(seen, data=data) for seen, data in zip(thirds, ("a", "b", "a"), strict=True)]
+    named[1] = dataclasses.replace(named[1], versions={**named[1].versions, "torch": "9.9"})
+    merged = normscope.merge_captures(named)
+    assert merged.about["data"] == "a + b"
+    assert merged.versions["torch"] == f"{named[0].versions['torch']} + 9.9"
+    assert header_of(merged)["n_samples"] == 24

@@ -1,0 +1,480 @@
+"""Captures that were stopped, killed and gone on with, in one process: against one that nothing happened to."""
+
+import dataclasses
+import itertools
+import logging
+import math
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+
+import normscope
+from normscope.errors import DataError, StoppedError, UsageError
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.splits import Chunk, LeftOut
+from normscope.models.inputs.numbered_inputs import in_pieces
+from normscope.pairs import resuming as checkpoints_module
+from normscope.pairs.capture import capture, captured
+from normscope.pairs.ranks import ALONE, Ranks
+from normscope.pairs.recorder import Summing
+from normscope.pairs.resuming import Checkpoints
+from normscope.pairs.sums.binning import PAIR_GRID
+from normscope.pairs.sums.sampling import FOLDS
+from normscope.runtime.sealed_files import write_checked
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from runs import differences
+
+NEVER = math.inf
+UNREADABLE, LATE = {3, 8}, 9
+ABOUT = {"model": "toy", "weights": "trained"}
+
+
+class Network(nn.Module):
+    """Two norms, and one that a single sample calls, which is not the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.other, self.late = nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False), nn.LayerNorm(8)
+
+    def forward(self, x, *, late=False):
+        x = x.to(self.norm.weight.dtype)
+        return self.other(self.norm(x) ** 3) + (self.late(x) if late else 0)
+
+
+class Inputs:
+    """Noise, some of which cannot be read; every other one belongs to another part."""
+
+    def __init__(self, number=11, batch_size=2, name="noise"):
+        self.n_samples, self.batch_size, self.name = number, batch_size, name
+        self.left_out = LeftOut()
+
+    @property
+    def description(self):
+        out = f", {len(self.left_out.unreadable)} unreadable" if self.left_out.unreadable else ""
+        return f"{self.n_samples} of {self.name}{out}" + (f", {self.left_out.cut} cut" if self.left_out.cut else "")
+
+    def chunks(self, share):
+        for numbers in share.of(in_pieces(share.left(range(self.n_samples)), self.batch_size)):
+            read = [number for number in numbers if number not in UNREADABLE]
+            unreadable = {number: f"{number}.png: broken" for number in UNREADABLE.intersection(numbers)}
+            yield Chunk(numbers, [self.batch(number) for number in read], unreadable, cut=int(7 in numbers))
+
+    def first_sample(self):
+        return dataclasses.replace(self.batch(0), part="")
+
+    def batch(self, number):
+        x = torch.randn(1, 40, 8, generator=torch.Generator().manual_seed(number))
+        sample = Sample(f"photo {number}", number, number, self.name)
+        return Batch((x,), {"late": number == LATE}, (sample,), part=f"timestep {number % 2}")
+
+
+class Killed(BaseException):
+    """In place of a signal that cannot be caught."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretended(Ranks):
+    """One of several ranks, whose others run before it or after it; it is killed where it would wait for them."""
+
+    known: dict = dataclasses.field(default_factory=dict)
+
+    def told(self, message):
+        if isinstance(message, dict) and "unreadable" in message:  # what comes behind the last chunk
+            raise Killed
+        return [message]
+
+    def from_first(self, flags):
+        return self.known.setdefault("flags", flags)
+
+
+def ending(after, killed=False):
+    """Say to stop after so many chunks, or be killed then."""
+    left = itertools.count(after - 1, -1)
+
+    def stopping():
+        ends = next(left) <= 0
+        if ends and killed:
+            raise Killed
+        return ends
+
+    return stopping
+
+
+def run(folder, *, inputs=None, ranks=ALONE, every=NEVER, resume=True, stopping=lambda: False, **options):
+    kept = Checkpoints(folder, every, resume, stopping)
+    model = Network().to(options.pop("dtype", torch.float32))
+    about = options.pop("about", ABOUT)
+    summing = Summing(**{name: own for name, own in options.items() if name != "layers"})
+    layers = options.get("layers", "all")
+    seen = captured(model, inputs or Inputs(), summing, layers=layers, about=about, ranks=ranks, checkpoints=kept)
+    kept.remove()
+    return seen
+
+
+def stopped(folder, after, **options):
+    with pytest.raises(StoppedError) as error:
+        run(folder, stopping=ending(after), **options)
+    return str(error.value)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """Return what nothing happened to, in chunks of one and of two: with the same left out."""
+    return {size: capture(Network(), Inputs(batch_size=size), about=ABOUT) for size in (1, 2)}
+
+
+def assert_as_if_nothing_happened(seen, whole):
+    assert differences(seen, whole) == []
+    assert seen.skipped == whole.skipped and "only by later ones" in seen.skipped[0].reason
+    assert seen.about["data"] == "11 of noise, 2 unreadable, 1 cut"
+    assert (seen.n_samples, list(seen.parts)) == (9, ["timestep 0", "timestep 1"])
+
+
+@pytest.mark.parametrize("after", range(1, 7))
+def test_stopped_after_any_chunk(tmp_path, whole, after):
+    inputs = min(2 * after, 11)
+    told = stopped(tmp_path / "kept", after)
+    assert told == (
+        f"Stopped. What was captured so far, {inputs} inputs, is kept in {tmp_path / 'kept'}; the same command with "
+        "--resume goes on."
+    )
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["0.safetensors"]
+    assert_as_if_nothing_happened(run(tmp_path / "kept"), whole[2])
+    assert not (tmp_path / "kept").exists()
+
+
+def test_stopped_again_and_again(tmp_path, whole):
+    for number in range(1, 6):
+        assert f"{2 * number} inputs" in stopped(tmp_path, 1)
+    assert_as_if_nothing_happened(run(tmp_path), whole[2])
+
+
+@pytest.mark.parametrize(
+    "options", [{"by_gamma": True, "per_channel": True, "diagonal": True}, {"sample": 3, "layers": "1,"}]
+)
+def test_whatever_is_summed(tmp_path, options):
+    stopped(tmp_path, 3, **options)
+    alone = capture(Network(), Inputs(), about=ABOUT, **options)
+    assert differences(run(tmp_path, **options), alone) == []
+
+
+def test_killed_between_two_checkpoints(tmp_path, whole):
+    """What came after the last one is captured again, and counts once."""
+    with pytest.raises(Killed):
+        run(tmp_path, every=0, stopping=ending(3, killed=True))
+    (path,) = tmp_path.glob("*")
+    assert load_file(path)["done"].tolist() == [1, 1, 1, 1]
+    assert_as_if_nothing_happened(run(tmp_path), whole[2])
+
+
+def test_killed_before_any(tmp_path, whole):
+    with pytest.raises(Killed):
+        run(tmp_path / "kept", stopping=ending(3, killed=True))
+    assert not (tmp_path / "kept").exists()
+    assert_as_if_nothing_happened(run(tmp_path / "kept"), whole[2])
+
+
+# --- several ranks ------------------------------------------------------------------------------------------------
+
+# Of each rank: chunks until it ends, how, and how often it keeps what it has.
+RANK = st.tuples(st.integers(1, 5), st.booleans(), st.sampled_from([0, NEVER]))
+RUN = st.tuples(st.lists(RANK, min_size=1, max_size=4), st.sets(st.integers(0, 3)), st.booleans())
+
+
+def run_of_ranks(folder, ends):
+    """Run the ranks of one start, each to its own end."""
+    known = {}
+    for rank, (after, killed, every) in enumerate(ends):
+        ranks = Pretended(rank, len(ends), known=known)
+        with pytest.raises((Killed, StoppedError)):
+            run(folder, inputs=Inputs(batch_size=1), ranks=ranks, every=every, stopping=ending(after, killed))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(RUN, max_size=3))
+def test_every_input_counts_once_whatever_happens(whole, runs):
+    with tempfile.TemporaryDirectory() as name:
+        kept, before = Path(name) / "kept", Path(name) / "before"
+        for ends, lost, unfinished in runs:
+            kept.mkdir(exist_ok=True)
+            shutil.copytree(kept, before)
+            run_of_ranks(kept, ends)
+            for path in before.iterdir():  # as if rank 0 had been killed before it removed what it took in
+                if unfinished and not (kept / path.name).exists():
+                    path.rename(kept / path.name)
+            for number in lost:
+                (kept / f"{number}.safetensors").unlink(missing_ok=True)
+            shutil.rmtree(before)
+        seen = run(kept, inputs=Inputs(batch_size=1))
+        assert_as_if_nothing_happened(seen, whole[1])
+        assert not kept.exists()
+
+
+def test_what_ranks_kept_is_taken_in_by_the_first(tmp_path, whole):
+    run_of_ranks(tmp_path, [(1, False, NEVER), (2, False, NEVER), (9, False, 0)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.safetensors", "1.safetensors", "2.safetensors"]
+    done = {path.stem: load_file(path)["done"].nonzero().flatten().tolist() for path in tmp_path.iterdir()}
+    assert done == {"0": [0], "1": [1, 4], "2": [2, 5, 8]}  # the last one's whole share, kept before it waits
+    with pytest.raises(Killed):
+        run(tmp_path, inputs=Inputs(batch_size=1), stopping=ending(1, killed=True))
+    (path,) = tmp_path.iterdir()
+    assert (path.name, load_file(path)["done"].nonzero().flatten().tolist()) == ("0.safetensors", [0, 1, 2, 4, 5, 8])
+    assert_as_if_nothing_happened(run(tmp_path, inputs=Inputs(batch_size=1)), whole[1])
+
+
+def test_what_another_rank_alone_kept_does_not_wait_for_its_place_to_be_taken(tmp_path, whole):
+    """A rank of the next run may write there before the first one, which took it in, ever does."""
+    run_of_ranks(tmp_path, [(1, True, NEVER), (3, False, NEVER)])
+    assert [path.name for path in tmp_path.iterdir()] == ["1.safetensors"]
+    known = {}
+    with pytest.raises(Killed):
+        run(tmp_path, inputs=Inputs(batch_size=1), ranks=Pretended(0, 2, known=known), stopping=ending(1, killed=True))
+    stopped(tmp_path, 1, inputs=Inputs(batch_size=1), ranks=Pretended(1, 2, known=known))
+    done = {path.stem: load_file(path)["done"].nonzero().flatten().tolist() for path in tmp_path.iterdir()}
+    assert done == {"0": [1, 3, 5], "1": [2]}
+    assert_as_if_nothing_happened(run(tmp_path, inputs=Inputs(batch_size=1)), whole[1])
+
+
+def test_what_is_of_the_same_run_and_taken_in_already_is_stale(tmp_path, whole):
+    stopped(tmp_path, 2)
+    shutil.copy(tmp_path / "0.safetensors", tmp_path / "5.safetensors")
+    stopped(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["0.safetensors"]
+    stopped(tmp_path / "more", 1)
+    shutil.copy(tmp_path / "more" / "0.safetensors", tmp_path / "1.safetensors")  # fewer, all of them in the other
+    shutil.rmtree(tmp_path / "more")
+    assert_as_if_nothing_happened(run(tmp_path), whole[2])
+
+
+def test_what_overlaps_is_of_two_runs(tmp_path):
+    run_of_ranks(tmp_path, [(9, True, NEVER), (3, False, NEVER)])
+    stopped(tmp_path / "other", 2, inputs=Inputs(batch_size=1))
+    (tmp_path / "other" / "0.safetensors").rename(tmp_path / "0.safetensors")
+    with pytest.raises(DataError, match=r"0\.safetensors and .*1\.safetensors hold some of the same inputs|1.*and.*0"):
+        run(tmp_path, inputs=Inputs(batch_size=1))
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2  # both are there to choose from
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+OTHERS = {
+    "model": {"about": {**ABOUT, "model": "toys"}},
+    "weights": {"about": {**ABOUT, "weights": "random"}},
+    "data": {"inputs": Inputs(name="rain")},
+    "first sample": {"inputs": Inputs()},
+    "number of samples": {"inputs": Inputs()},
+    "dtype": {"dtype": torch.float64},
+    "seed": {"seed": 3},
+    "sample": {"sample": 7},
+    "by_gamma": {"by_gamma": True},
+    "per_channel": {"per_channel": True},
+    "diagonal": {"diagonal": True},
+    "layers": {"layers": "1,"},
+}
+OTHERS["first sample"]["inputs"].first_sample = lambda: Inputs().batch(1)
+OTHERS["number of samples"]["inputs"].__class__ = type("Uncounted", (Inputs,), {"description": "11 of noise"})
+OTHERS["number of samples"]["inputs"].n_samples = 12
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_capture(tmp_path, name):
+    stopped(tmp_path, 1)
+    before = (tmp_path / "0.safetensors").read_bytes()
+    with pytest.raises(UsageError, match=rf"is of another capture: its {name} is .*, not .*remove .* to begin anew"):
+        run(tmp_path, **OTHERS[name])
+    assert (tmp_path / "0.safetensors").read_bytes() == before
+
+
+def of_version_1(tensors):
+    """Hold every fold of a bin that holds pairs, as checkpoints did before, and captures of format version 4."""
+    older = {name: own for name, own in tensors.items() if "moments" not in name}
+    for name in [name for name in tensors if name.endswith(".moments")]:
+        moments = torch.zeros(FOLDS * PAIR_GRID.size, 6, dtype=torch.float64)
+        moments[tensors[f"{name}.cells"].long()] = tensors[name].T
+        moments = moments.view(FOLDS, -1, 6).mT
+        bins = moments[:, 0].sum(0).nonzero().squeeze(1)
+        older |= {name: moments[:, :, bins].contiguous(), f"{name}.bins": bins.int()}
+    return older
+
+
+def test_a_checkpoint_of_before_there_were_sums_of_the_diagonal(tmp_path, whole):
+    stopped(tmp_path, 3)
+    path = tmp_path / "0.safetensors"
+    header, tensors = checkpoints_module.read_checked(path, checkpoints_module.FORMAT, (2,))
+    del header["settings"]["diagonal"]
+    write_checked(path, {**header, "version": 1}, of_version_1(tensors))
+    with pytest.raises(UsageError, match="its diagonal is False, not True"):
+        run(tmp_path, diagonal=True)
+    assert_as_if_nothing_happened(run(tmp_path), whole[2])
+
+
+def test_all_settings_are_tried(tmp_path):
+    stopped(tmp_path, 1)
+    header, _ = checkpoints_module.read_checked(tmp_path / "0.safetensors", checkpoints_module.FORMAT, (2,))
+    assert header["settings"].keys() == OTHERS.keys()
+
+
+DAMAGES = {
+    "half of it": lambda content: content[: len(content) // 2],
+    "nothing": lambda content: b"",
+    "another bit": lambda content: content[:-9] + bytes([content[-9] ^ 4]) + content[-8:],
+    "another word": lambda content: content.replace(b"timestep 0", b"timestep 4"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged(tmp_path, whole, name):
+    stopped(tmp_path, 2)
+    path = tmp_path / "0.safetensors"
+    changed = DAMAGES[name](path.read_bytes())
+    assert changed != path.read_bytes()
+    path.write_bytes(changed)
+    with pytest.raises(DataError, match=r"checkpoint .*0\.safetensors.*remove it to capture its inputs again\."):
+        run(tmp_path)
+    path.unlink()
+    assert_as_if_nothing_happened(run(tmp_path), whole[2])
+
+
+def test_sums_of_another_version_and_on_another_grid(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints_module, "FORMAT_VERSIONS", (99,))
+        stopped(tmp_path, 1)
+    with pytest.raises(DataError, match="checkpoint format version 99; this normscope reads version"):
+        run(tmp_path)
+    shutil.rmtree(tmp_path)
+    with monkeypatch.context() as patch:
+        other = checkpoints_module.grids()
+        patch.setattr(checkpoints_module, "grids", lambda: {**other, "pairs": [*other["pairs"][:-1], 3]})
+        stopped(tmp_path, 1)
+    with pytest.raises(DataError, match="it was summed on another grid: pairs"):
+        run(tmp_path)
+
+
+def test_a_capture_is_no_checkpoint(tmp_path, whole):
+    tmp_path.joinpath("kept").mkdir()
+    normscope.save_capture(whole[2], tmp_path / "kept" / "0.safetensors")
+    with pytest.raises(DataError, match="is a safetensors file, but no checkpoint"):
+        run(tmp_path / "kept")
+
+
+# --- where it cannot be written -----------------------------------------------------------------------------------
+
+
+def full(*_arguments):
+    raise UsageError("Cannot write there: No space left on device.")
+
+
+def test_a_run_goes_on_where_its_checkpoint_cannot_be_written(tmp_path, whole, monkeypatch, caplog):
+    stopped(tmp_path, 2)
+    before = (tmp_path / "0.safetensors").read_bytes()
+    kept = Checkpoints(tmp_path, 0, resume=True)
+    monkeypatch.setattr(checkpoints_module, "write_checked", full)
+    with caplog.at_level(logging.WARNING):
+        seen = captured(Network(), Inputs(), about=ABOUT, checkpoints=kept)
+    told = [record.getMessage() for record in caplog.records]
+    assert (
+        told
+        == ["Cannot write there: No space left on device. The run goes on; what was kept before stays as it was."] * 4
+    )
+    assert (tmp_path / "0.safetensors").read_bytes() == before
+    assert_as_if_nothing_happened(seen, whole[2])
+
+
+def test_it_does_not_stop_as_if_it_had_been_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints_module, "write_checked", full)
+    with pytest.raises(UsageError, match=r"^Cannot write there: No space left on device\.$"):
+        run(tmp_path, stopping=ending(2))
+
+
+# --- the folder ---------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_begun_anew_beside_what_another_run_left(tmp_path):
+    folder = tmp_path / "kept"
+    Checkpoints(folder, NEVER).check()
+    stopped(folder, 1)
+    with pytest.raises(UsageError, match=r"kept holds what an unfinished run has captured\. --resume goes on from it"):
+        Checkpoints(folder, NEVER).check()
+    Checkpoints(folder, NEVER, resume=True).check()
+
+
+def test_a_place_where_nothing_can_be_kept_is_refused_before_the_run(tmp_path):
+    folder = tmp_path / "kept"
+    folder.write_text("somebody's notes")
+    for resume in (False, True):
+        with pytest.raises(UsageError, match=r"^Cannot write .*kept.0\.safetensors: Not a directory\.$"):
+            Checkpoints(folder, NEVER, resume=resume).check()
+    assert folder.read_text() == "somebody's notes"
+
+
+def test_files_of_others_are_neither_read_nor_removed(tmp_path, whole):
+    mine = ["notes.txt", "backup.safetensors", "0.safetensors.partial"]
+    for name in mine:
+        (tmp_path / name).write_text("mine")
+    assert not Checkpoints(tmp_path, NEVER).exist
+    stopped(tmp_path, 1)
+    assert_as_if_nothing_happened(run(tmp_path), whole[2])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(mine)
+    assert not Checkpoints(tmp_path / "notes.txt", NEVER).exist  # no folder at all
+
+
+def test_what_was_half_written_when_a_run_was_killed_is_removed(tmp_path, monkeypatch):
+    def killed(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise Killed
+
+    folder = tmp_path / "kept"
+    stopped(folder, 1)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("normscope.runtime.sealed_files.write_tensors", killed)
+        patch.setattr("pathlib.Path.unlink", lambda path, missing_ok=False: None)
+        run(folder, every=0)
+    assert len(list(folder.iterdir())) == 2
+    stopped(folder, 1)
+    assert [path.name for path in folder.iterdir()] == ["0.safetensors"]
+    (folder / ".3.safetensors.a_b3c4d5.safetensors").write_bytes(b"half")
+    (folder / ".tmpdOCHPl").write_bytes(b"half")  # which safetensors renames once it is whole
+    run(folder)
+    assert not folder.exists()
+
+
+def test_a_folder_that_cannot_be_read(tmp_path):
+    folder = tmp_path / "kept"
+    folder.symlink_to(folder)
+    with pytest.raises(UsageError, match=r"^Cannot read .*kept: Too many levels of symbolic links\.$"):
+        Checkpoints(folder, NEVER).check()
+
+
+def test_what_cannot_be_removed_does_not_take_the_result_away(tmp_path, whole, monkeypatch, caplog):
+    def refused(path, missing_ok=False):
+        raise PermissionError(13, "Permission denied")
+
+    stopped(tmp_path, 1)
+    monkeypatch.setattr("pathlib.Path.unlink", refused)
+    assert_as_if_nothing_happened(run(tmp_path), whole[2])
+    assert f"Cannot remove {tmp_path}, which is no longer needed: Permission denied." in caplog.text
+
+
+def test_how_often_it_is_written(tmp_path, monkeypatch):
+    """The clock is ours: chunks take 10 s each."""
+    clock, writes = itertools.count(0, 10), []
+    monkeypatch.setattr(checkpoints_module.time, "monotonic", lambda: float(now[0]))
+    monkeypatch.setattr(checkpoints_module, "write_checked", lambda *given: writes.append(now[0]))
+    now = [next(clock)]
+
+    class Slow(Inputs):
+        def batch(self, number):
+            now[0] = next(clock)
+            return super().batch(number)
+
+    run(tmp_path, inputs=Slow(batch_size=1), every=25, resume=False)
+    assert writes == [40, 70, 100]  # the first sample takes the first 10 s, before there is anything to keep

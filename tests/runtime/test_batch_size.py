@@ -1,0 +1,208 @@
+"""`batch_size="auto"`: the network says how many inputs it takes at once."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import normscope
+from normscope.errors import MemoryEndedError, UsageError
+from normscope.inputs.batch import Sample
+from normscope.inputs.loaded_model import LoadOptions
+from normscope.models.inputs.file_inputs import TensorInputs
+from normscope.runtime import batch_size
+from normscope.runtime.batch_size import largest
+
+CPU = torch.device("cpu")
+MB = 2**20
+
+
+def inputs(number: int, **options) -> TensorInputs:
+    tensors = torch.randn(number, 4, generator=torch.Generator().manual_seed(0))
+    samples = [Sample(f"source {i}", i, i) for i in range(number)]
+    one_by_one = options.pop("one_by_one", False)
+    made = LoadOptions("random", None, options.get("limit"), 3, 0, CPU, torch.float32)
+    return TensorInputs(tensors, samples, f"{number} samples", made, one_by_one=one_by_one)
+
+
+class Tight(nn.Module):
+    def __init__(self, at_most: int = 10**6) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(4), nn.Dropout(0.5)
+        self.at_most, self.sizes = at_most, []
+
+    def forward(self, x):
+        assert not self.training and not torch.is_grad_enabled()
+        assert torch.equal(x, x[:1].expand_as(x))  # the first sample, again and again
+        self.sizes.append(len(x))
+        torch.rand(3)
+        if len(x) > self.at_most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return self.dropout(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    ("at_most", "number", "size", "because", "sizes"),
+    [
+        (5, 64, 4, "memory ends at 8", [1, 2, 4, 8]),
+        (5, 6, 4, "memory ends at 6", [1, 2, 4, 6]),
+        (6, 6, 6, "all inputs in one", [1, 2, 4, 6]),
+        (10**6, 1, 1, "all inputs in one", [1]),
+        (1, 7, 1, "memory ends at 2", [1, 2]),
+        (10**6, 2000, 1024, "more are not tried", [2**n for n in range(11)]),
+    ],
+)
+def test_sizes_double_until_memory_ends(at_most, number, size, because, sizes):
+    module, some = Tight(at_most), inputs(number)
+    found = largest(module, some)
+    assert (found.size, found.because, module.sizes) == (size, because, sizes)
+
+
+def test_the_limit_counts_first():
+    assert largest(Tight(), inputs(64, limit=5)).size == 5
+
+
+def test_a_single_sample_that_does_not_fit_is_an_error():
+    with pytest.raises(MemoryEndedError, match="with 1 sample"):
+        largest(Tight(0), inputs(4))
+
+
+def test_inputs_that_are_taken_one_at_a_time_stay_so():
+    module = Tight()
+    assert str(largest(module, inputs(4, one_by_one=True))) == "batches of 1: these inputs are taken one at a time"
+    assert module.sizes == []
+
+
+def test_the_network_is_left_as_found():
+    module = Tight(5).train()
+    torch.manual_seed(3)
+    truth = torch.rand(4)
+    torch.manual_seed(3)
+    largest(module, inputs(64))
+    assert torch.equal(torch.rand(4), truth)
+    assert module.training and module.dropout.training and torch.is_grad_enabled()
+
+
+def test_a_slow_network_is_not_made_to_try_larger_ones(monkeypatch):
+    monkeypatch.setattr(batch_size, "_LONGEST", 0)
+    assert str(largest(Tight(), inputs(4))) == "batches of 1: one takes 0 s already"
+
+
+@pytest.mark.slow
+def test_what_passes_take_is_measured():
+    """In a process of its own: where much was freed before, passes take that, and the process does not grow."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", str(Path(__file__).with_name("measured_memory.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "5 passed" in done.stdout, done.stdout
+
+
+def test_a_control_group_limits_what_is_available(monkeypatch, tmp_path):
+    second, first, root = (tmp_path / name for name in ("second", "first", "root"))
+    for folder in (second, first, root):
+        folder.mkdir()
+    (second / "memory.stat").write_text(f"anon 5\ninactive_file {30 * MB}\n")
+    (second / "memory.max").write_text(f"{100 * MB}\n")
+    (second / "memory.current").write_text(f"{80 * MB}\n")
+    (first / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {10 * MB}\n")
+    (first / "memory.limit_in_bytes").write_text(f"{60 * MB}\n")
+    (first / "memory.usage_in_bytes").write_text(f"{30 * MB}\n")
+    (root / "memory.stat").write_text("inactive_file 0\n")
+    (root / "memory.max").write_text("max\n")
+    for groups, left in (([second], 50), ([first], 40), ([second, root, first], 40)):
+        monkeypatch.setattr(batch_size, "_control_groups", lambda groups=groups: iter(groups))
+        assert batch_size.available() == left * MB
+    monkeypatch.setattr(batch_size, "_control_groups", lambda: iter([root]))
+    assert batch_size.available() > 100 * MB
+
+
+def test_load_sets_what_fits_also_to_learn_from():
+    network = normscope.load("demo_vit", limit=24, batch_size="auto", device="cpu")
+    assert [len(batch.samples) for batch in network.inputs] == [24]
+    assert network.calibration.batch_size == 24
+
+
+def test_what_is_neither_a_number_nor_auto_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="batch_size is 'large'; it has to be a number, or 'auto'"):
+        normscope.load("demo_vit", batch_size="large")
+    (tmp_path / "mine.py").write_text("import torch\ndef make(): return torch.nn.LayerNorm(4), [torch.ones(2, 4)]\n")
+    with pytest.raises(UsageError, match="decides how large its batches are: batch_size can have no effect"):
+        normscope.load(f"py:{tmp_path / 'mine.py'}:make", batch_size="auto")
+
+
+REAL = """
+    import resource, sys, logging
+    import psutil, timm, torch
+    import normscope
+    from normscope.inputs.batch import Sample
+    from normscope.inputs.loaded_model import LoadOptions
+    from normscope.runtime.batch_size import largest
+    from normscope.models.inputs.file_inputs import TensorInputs
+
+    logging.basicConfig(level="WARNING", stream=sys.stdout, format="%(message)s")
+    torch.manual_seed(0)
+    network = timm.create_model("vit_tiny_patch16_224", depth=2, mlp_ratio=32.0, num_classes=0).eval()
+    samples = [Sample(f"image {i}", i, i) for i in range(40)]
+    options = LoadOptions("random", None, None, 32, 0, torch.device("cpu"), torch.float32)
+    images = TensorInputs(torch.randn(40, 3, 224, 224), samples, "40 images", options)
+
+    def counts(inputs):
+        return {name: stats.moments[:, 0].sum() for name, stats in normscope.capture(network, inputs).stats.items()}
+
+    counts(images)  # threads are started, and what is compiled is
+    truth = counts(images)
+    used = psutil.Process().memory_info().vms
+    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, resource.RLIM_INFINITY))
+    try:
+        torch.empty(ROOM * 2, dtype=torch.uint8)
+    except RuntimeError:
+        print("the limit holds")
+"""
+
+
+def run_child(room: int, then: str) -> str:
+    code = textwrap.dedent(REAL).replace("ROOM", str(room)) + textwrap.dedent(then)
+    # Each thread's own arena reserves more of the address space than there is room.
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("the limit holds")
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not hold a process to RLIMIT_AS")
+def test_a_real_lack_of_memory_splits_batches_and_counts_are_right():
+    said = run_child(
+        160 * MB,
+        """
+        seen = counts(images)
+        assert all(seen[name] == truth[name] == 40 * 197 * 192 for name in truth), (seen, truth)
+        """,
+    )
+    # Of an image the wide layer takes 197 · 6144 · 4 bytes, of 32 images 155 MB, and the activation behind it as much.
+    assert "Memory ended with 32 samples in a batch; from here on they are taken 16 at a time." in said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not hold a process to RLIMIT_AS")
+def test_auto_finds_what_a_real_limit_leaves():
+    said = run_child(
+        256 * MB + 240 * MB,
+        """
+        from normscope.runtime import batch_size
+
+        batch_size._LONGEST = float("inf")  # beside other tests a pass may take any time
+        found = largest(network, images)
+        images.batch_size = found.size
+        print(found)
+        seen = counts(images)
+        assert all(seen[name] == truth[name] for name in truth)
+        """,
+    )
+    assert "memory ends at" in said and "Memory ended" not in said
+    assert 4 <= int(said.split("batches of ")[1].split(":")[0]) <= 16  # 9.7 MB and more each, of 240 MB

@@ -1,0 +1,182 @@
+import os
+import socket
+import stat
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from normscope.errors import UsageError
+from normscope.runtime.files import check_folder_writable, check_writable, file_stem, whole_file, whole_folder
+
+
+def test_a_file_appears_once_it_is_whole(tmp_path):
+    target = tmp_path / "new" / "file.txt"
+    with whole_file(target) as partial:
+        partial.write_text("whole")
+        assert not target.exists()
+        assert partial.suffix == ".txt"
+    assert target.read_text() == "whole"
+    assert stat.S_IMODE(target.stat().st_mode) & 0o444 == 0o444 & ~os.umask(os.umask(0o022))
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()])
+def test_an_interrupted_file_never_appears(tmp_path, error):
+    with pytest.raises(type(error)), whole_file(tmp_path / "file.txt") as partial:
+        partial.write_text("half")
+        raise error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_places_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the name of a socket has to be short
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo("fifo")
+    (tmp_path / "link").symlink_to("fifo")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("socket")
+    for place, reason in (
+        (tmp_path, "it is a folder"),
+        (tmp_path / "file" / "below", "Not a directory"),
+        (tmp_path / "loop", "Too many levels of symbolic links"),
+        *((tmp_path / name, "it exists, and is no regular file") for name in ("fifo", "link", "socket")),
+    ):
+        before = sorted(tmp_path.iterdir())
+        with pytest.raises(UsageError, match=reason) as written, whole_file(place):
+            pytest.fail("refused too late")
+        with pytest.raises(UsageError) as checked:
+            check_writable(place)
+        assert str(checked.value) == str(written.value)
+        assert sorted(tmp_path.iterdir()) == before
+    listener.close()
+
+
+def test_what_a_link_points_at_is_replaced_and_the_link_stays(tmp_path):
+    (tmp_path / "kept").mkdir()
+    for name, there in (("old", True), ("new", False)):
+        target, link = tmp_path / "kept" / name, tmp_path / f"link-to-{name}"
+        if there:
+            target.write_text("old")
+        link.symlink_to(target)
+        check_writable(link)
+        with whole_file(link) as partial:
+            partial.write_text("whole")
+        assert link.is_symlink() and target.read_text() == "whole" and not target.is_symlink()
+
+
+def test_checking_leaves_nothing_behind(tmp_path):
+    (tmp_path / "file.txt").write_text("kept")
+    check_writable(tmp_path / "file.txt")
+    check_writable(tmp_path / "new" / "below" / "file.txt")
+    assert [path.name for path in tmp_path.iterdir()] == ["file.txt"]
+    assert (tmp_path / "file.txt").read_text() == "kept"
+
+
+@given(st.text())
+def test_a_stem_is_one_harmless_part_of_a_path(name):
+    stem = file_stem(name)
+    assert stem and not stem.startswith((".", "-")) and ".." not in stem
+    assert set(stem) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
+    assert len(stem) <= 120
+
+
+def write(path, text):
+    with whole_folder(path, ["a"]) as partial:
+        (partial / "a").write_text(text)
+        assert not path.exists() or (path / "a").read_text() != text
+
+
+def test_a_folder_appears_once_it_is_whole_and_takes_the_place_of_its_like(tmp_path):
+    target = tmp_path / "new" / "folder"
+    check_folder_writable(target, ["a"])
+    assert not target.parent.exists()
+    write(target, "first")
+    assert stat.S_IMODE(target.stat().st_mode) == 0o777 & ~os.umask(os.umask(0o022))
+    (tmp_path / "link").symlink_to(target)
+    write(tmp_path / "link", "second")
+    assert (tmp_path / "link").is_symlink()
+    assert (target / "a").read_text() == "second"
+    assert [path.name for path in target.parent.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()])
+def test_an_interrupted_folder_never_appears(tmp_path, error):
+    write(tmp_path / "old", "whole")
+    for name in ("new", "old"):
+        with pytest.raises(type(error)), whole_folder(tmp_path / name, ["a"]) as partial:
+            (partial / "a").write_text("half")
+            raise error
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert (tmp_path / "old" / "a").read_text() == "whole"
+
+
+def test_a_folder_that_cannot_be_put_in_place_leaves_the_old_one(tmp_path, monkeypatch):
+    write(tmp_path / "old", "whole")
+    rename = type(tmp_path).rename
+
+    def refuse(self, target):
+        if (self / "a").exists() and (self / "a").read_text() == "new":
+            raise PermissionError(1, "not now")
+        return rename(self, target)
+
+    monkeypatch.setattr(type(tmp_path), "rename", refuse)
+    with pytest.raises(UsageError, match="not now"):
+        write(tmp_path / "old", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert (tmp_path / "old" / "a").read_text() == "whole"
+
+
+def test_folders_that_hold_something_else_are_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("others", "nested"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "others" / "c").touch()
+    (tmp_path / "nested" / "a").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    for name, reason in (
+        ("others", "c in it would be lost"),
+        ("nested", "a in it would be lost"),
+        ("file", "it is a file"),
+        ("file/below", "Not a directory|it is a file"),
+        (".", "the folder that this runs in"),
+        ("/", "the folder that this runs in|would be lost"),
+        ("loop", "[Ll]evels of symbolic links"),
+        ("long" * 100, "too long"),
+    ):
+        for attempt in (lambda at: check_folder_writable(at, ["a"]), lambda at: write(at, "new")):
+            with pytest.raises(UsageError, match=reason):
+                attempt(type(tmp_path)(name))
+
+
+def test_a_part_of_the_files_is_somebody_elses(tmp_path):
+    (tmp_path / "downloaded").mkdir()
+    (tmp_path / "downloaded" / "a").write_text("weights")
+    for attempt in (check_folder_writable, lambda at, files: whole_folder(at, files).__enter__()):
+        with pytest.raises(UsageError, match="a in it would be lost"):
+            attempt(tmp_path / "downloaded", ["a", "b"])
+    assert (tmp_path / "downloaded" / "a").read_text() == "weights"
+    (tmp_path / "empty").mkdir()
+    with whole_folder(tmp_path / "empty", ["a"]) as partial:
+        (partial / "a").write_text("new")
+    assert (tmp_path / "empty" / "a").read_text() == "new"
+
+
+@pytest.mark.parametrize("moment", [1, 2])
+def test_an_interruption_between_the_two_renames_loses_nothing(tmp_path, monkeypatch, moment):
+    write(tmp_path / "old", "whole")
+    rename, done = type(tmp_path).rename, []
+
+    def interrupted(self, target):
+        moved = rename(self, target)
+        done.append(moved)
+        if len(done) == moment:
+            raise KeyboardInterrupt
+        return moved
+
+    monkeypatch.setattr(type(tmp_path), "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "old", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert (tmp_path / "old" / "a").read_text() == ("whole" if moment == 1 else "new")

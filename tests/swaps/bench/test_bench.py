@@ -1,0 +1,452 @@
+"""What is timed, that nothing of the network is touched, and that nothing is claimed that the samples do not show."""
+
+import copy
+import importlib.machinery
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import normscope
+from normscope.errors import DeviceError, ModelError, UsageError
+from normscope.inputs.batch import Batch
+from normscope.models.registry import find, list_models
+from normscope.pairs.norms.trace import find_norms
+from normscope.swaps.bench import single_norm
+from normscope.swaps.bench.bench import bench, compilations, published, why_not
+from normscope.swaps.bench.reports import ALIKE, COPY, FASTER, NATIVE, NOT_RUN, PUBLISHED, SLOWER, TOO_FEW, Case
+from normscope.swaps.bench.single_norm import commonest, norm_bench
+from normscope.swaps.bench.timing import Measured, bytes_moved, judged, once
+from normscope.swaps.bench.variants import fused, variants
+from normscope.swaps.pointwise import DyT
+
+FORWARD, BOTH = "forward", "forward + backward"
+
+
+class Net(nn.Module):
+    """Three norms of one shape, one of another, and a GroupNorm, in whose place no RMSNorm can be."""
+
+    def __init__(self):
+        super().__init__()
+        self.group = nn.GroupNorm(2, 6)
+        self.grow = nn.Linear(6, 16)
+        self.first, self.second, self.third = (nn.LayerNorm(16) for _ in range(3))
+        self.shrink = nn.Linear(16, 5)
+        self.last = nn.LayerNorm(5)
+
+    def forward(self, x):
+        x = self.grow(self.group(x.mT).mT)
+        return self.last(self.shrink(self.third(self.second(self.first(x)))))
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.fixture
+def batch():
+    return Batch((torch.randn(2, 7, 6, generator=torch.Generator().manual_seed(1)),))
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Stand in for the compiler, which takes seconds: modules that it is given, wrapped as it wraps them."""
+    given = []
+
+    class Wrapped(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self._orig_mod = module
+
+        def forward(self, *args, **kwargs):
+            return self._orig_mod(*args, **kwargs)
+
+    def stand_in(module, **kwargs):
+        given.append((module, kwargs))
+        return Wrapped(module)
+
+    monkeypatch.setattr(torch, "compile", stand_in)
+    return given
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A sample of a norm is one call: what is timed does not hang on how fast the machine is."""
+    monkeypatch.setattr(single_norm, "blocks", once)
+
+
+def case(variant=NATIVE, way="eager", passes=FORWARD, timer="blocks", nbytes=8000, scope="norm"):
+    return Case(variant, way, scope, passes, "float32", timer, (10, 100), 3, nbytes)
+
+
+def verdict(own, native):
+    return judged([Measured(case(), native), Measured(case("dyt"), own)])[1].verdict
+
+
+NATIVES = [10.0, 11.0, 12.0]
+
+
+@pytest.mark.parametrize(
+    ("own", "native", "said"),
+    [
+        ([7.0, 8.0, 9.0], NATIVES, FASTER),
+        ([13.0, 14.0, 15.0], NATIVES, SLOWER),
+        (NATIVES, NATIVES, ALIKE),
+        # The intervals touch, or overlap.
+        ([7.0, 8.0, 10.0], NATIVES, ALIKE),
+        ([7.0, 8.0, 11.0], NATIVES, ALIKE),
+        ([12.0, 13.0, 14.0], NATIVES, ALIKE),
+        ([11.0, 13.0, 14.0], NATIVES, ALIKE),
+        # Faster at its best, slower by median and interval; and the other way round. 9 and 5 are below their p20.
+        ([9.0, 13.0, 13.0, 14.0, 15.0, 16.0], [10.0, 10.0, 11.0, 11.0, 12.0, 12.0], ALIKE),
+        ([7.0, 8.0, 8.0, 9.0, 9.0, 9.0], [5.0, 10.0, 10.0, 11.0, 12.0, 12.0], ALIKE),
+        # As fast at its best.
+        ([5.0, 8.0, 8.0, 9.0, 9.0, 9.0], [5.0, 10.0, 10.0, 11.0, 12.0, 12.0], ALIKE),
+        # Faster at its best and by the median, but not always: p80 is native's median; and the other way round.
+        ([7.0, 8.0, 8.0, 11.0, 11.0, 11.0], [10.0, 10.0, 11.0, 11.0, 12.0, 12.0], ALIKE),
+        ([11.0, 11.0, 13.0, 13.0, 13.0, 13.0], [10.0, 10.0, 11.0, 11.0, 12.0, 12.0], ALIKE),
+        # One straggler, beyond p80, changes nothing.
+        ([7.0, 8.0, 8.0, 9.0, 9.0, 90.0], [10.0, 10.0, 11.0, 11.0, 12.0, 12.0], FASTER),
+        ([13.0, 14.0, 14.0, 15.0, 15.0, 15.0], [10.0, 10.0, 11.0, 11.0, 12.0, 90.0], SLOWER),
+        ([7.0, 8.0], NATIVES, TOO_FEW),
+        ([7.0, 8.0, 9.0], [10.0, 11.0], TOO_FEW),
+        ([13.0, 14.0], [10.0, 11.0], TOO_FEW),
+        ([10.5], [10.0, 11.0], ALIKE),
+        ([], NATIVES, NOT_RUN),
+    ],
+)
+def test_faster_and_slower_are_said_only_where_minimum_median_and_spread_agree(own, native, said):
+    assert verdict(own, native) == said
+
+
+@given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=9), st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=9))
+def test_a_verdict_the_other_way_round_is_the_opposite(own, native):
+    opposite = {FASTER: SLOWER, SLOWER: FASTER, ALIKE: ALIKE, TOO_FEW: TOO_FEW}
+    assert verdict(native, own) == opposite[verdict(own, native)]
+    if verdict(own, native) == FASTER:
+        assert min(own) < min(native) and np.median(own) < np.median(native)
+
+
+def test_what_takes_no_time_has_no_rate_and_is_faster():
+    native, identity = judged([Measured(case(), [1e-6] * 3), Measured(case("identity"), [0.0] * 3)])
+    assert native.gb_per_s == pytest.approx(8.0)
+    assert (identity.gb_per_s, identity.ratio, identity.verdict) == (None, 0.0, FASTER)
+
+
+def test_a_row_is_set_beside_the_native_one_of_its_own_setting():
+    rows = judged(
+        [
+            Measured(case(), [2.0] * 3),
+            Measured(case(way="compile"), [4.0] * 3),
+            Measured(case(passes=BOTH), [16.0] * 3),
+            Measured(case("dyt"), [1.0] * 3),
+            Measured(case("dyt", way="compile"), [1.0] * 3),
+            Measured(case("dyt", passes=BOTH), [1.0] * 3),
+            Measured(case("dyt, Liger", way="fused"), [1.0] * 3),
+            Measured(case("dyt", timer="graph"), [1.0] * 3),
+        ]
+    )
+    assert [row.ratio for row in rows] == [None, None, None, 1 / 2, 1 / 4, 1 / 16, 1 / 2, None]
+    assert rows[0].verdict == rows[-1].verdict == ""
+
+
+def test_bytes_and_the_share_of_a_copy():
+    assert bytes_moved(FORWARD, 10, 4) == 80  # x and y
+    assert bytes_moved(BOTH, 10, 2) == 80  # x, y, dy and dx
+    native, both, copied, whole = judged(
+        [
+            Measured(case(), [1e-6, 2e-6, 9e-6]),
+            Measured(case("dyt", passes=BOTH, nbytes=16000), [8e-6]),
+            Measured(case(COPY), [1e-6] * 3),
+            Measured(case("dyt", scope="model", nbytes=None, timer="passes"), [1.0]),
+        ]
+    )
+    assert native.gb_per_s == pytest.approx(4.0) and native.share_of_copy == pytest.approx(0.5)
+    assert both.gb_per_s == pytest.approx(2.0) and both.share_of_copy == pytest.approx(0.25)
+    assert copied.gb_per_s == pytest.approx(8.0) and copied.ratio is None
+    assert whole.gb_per_s is whole.share_of_copy is None
+
+
+def test_the_commonest_norm_at_its_real_shape(net, batch):
+    norm = commonest(find_norms(net, batch))
+    assert (norm.name, norm.kind, norm.shape, norm.sites) == ("first", "LayerNorm", (2, 7, 16), 3)
+
+
+@pytest.mark.slow
+def test_the_default_part_of_the_matrix(net, batch):
+    report = bench(net, batch, budget=0)
+    names = ["native", "rmsnorm", "identity", "dyt", "dyisru", "derf"]
+    parts = {}
+    for row in report.rows:
+        parts.setdefault((row.scope, row.way, row.passes, row.dtype), []).append(row.variant)
+    assert parts == {
+        ("norm", "eager", FORWARD, "float32"): [*names, COPY],
+        ("norm", "eager", BOTH, "float32"): names,
+        ("model", "eager", FORWARD, "float32"): names,
+    }
+    assert {row.shape for row in report.rows if row.scope == "norm"} == {(2, 7, 16)}
+    assert {row.sites for row in report.rows if row.scope == "norm"} == {3}
+    assert all(row.nbytes == 2 * 2 * 7 * 16 * 4 for row in report.rows if (row.scope, row.passes) == ("norm", FORWARD))
+    assert all(len(row.samples) >= (1 if row.scope == "model" else 4) for row in report.rows)
+    assert all(row.verdict in ("", ALIKE, FASTER, SLOWER, TOO_FEW) for row in report.rows)
+    assert "compiled, forward: there was no room" in report.left_out[0]
+    assert report.left_out[-1] == (
+        "Left to --full: the whole network forward + backward; the whole network compiled; bfloat16; float16."
+    )
+    model_rows = {row.variant: row for row in report.rows if row.scope == "model"}
+    assert model_rows["native"].sites == model_rows["dyt"].sites == 5
+    assert model_rows["rmsnorm"].sites == 4
+    assert model_rows["rmsnorm"].note.startswith("1 of 5 norms left as they are: An RMSNorm cannot take the place")
+
+
+def test_the_whole_matrix(net, batch, compiled, quick):
+    report = bench(net, batch, "dyt", full=True)
+    rows = {(row.scope, row.way, row.passes, row.dtype) for row in report.rows if row.samples and row.variant == "dyt"}
+    whole = {
+        (scope, way, passes, dtype)
+        for scope in ("norm", "model")
+        for way in ("eager", "compile")
+        for passes in (FORWARD, BOTH)
+        for dtype in ("float32", "bfloat16", "float16")
+    }
+    assert rows == whole
+    assert all(row.compile_seconds is not None for row in report.rows if row.way == "compile" and row.samples)
+    assert all(row.compile_seconds is None for row in report.rows if row.way != "compile")
+    assert report.left_out == ()
+    assert {len(row.samples) for row in report.rows} == {10}
+
+
+def test_the_network_is_left_as_it_was_found(net, batch, compiled, quick):
+    net.train()
+    net.first.eval()
+    net.grow.weight.requires_grad_(False)
+    net.shrink.weight.grad = torch.ones_like(net.shrink.weight)
+    before, modules = copy.deepcopy(net.state_dict()), dict(net.named_modules())
+    flags = {name: module.training for name, module in modules.items()}
+    wanted = {name: parameter.requires_grad for name, parameter in net.named_parameters()}
+    output, state = net(*batch.args), torch.get_rng_state()
+    bench(net, batch, ["dyt"], full=True, dtypes=["float32", "bfloat16"])
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert all(module is modules[name] for name, module in net.named_modules())
+    assert flags == {name: module.training for name, module in net.named_modules()}
+    assert wanted == {name: parameter.requires_grad for name, parameter in net.named_parameters()}
+    assert torch.equal(net.shrink.weight.grad, torch.ones(5, 16)) and net.first.weight.grad is None
+    assert torch.equal(net(*batch.args), output) and torch.equal(torch.get_rng_state(), state)
+    assert torch.is_grad_enabled()
+
+
+def test_what_is_timed_is_the_norm_and_its_gradients(net, batch, monkeypatch):
+    """By autograd on the module itself: what the timed call returns."""
+    found = find_norms(net, batch)
+    timed = norm_bench(net, variants(net, found.sites, ["dyt"]), commonest(found), torch.zeros(0))
+    returned = {}
+    monkeypatch.setattr(single_norm, "blocks", lambda run: [returned.setdefault(len(returned), run()) is None])
+    timed.measured(["eager"], BOTH, 0.0)
+    [buffers] = timed.buffers
+    first = returned[0]  # the native norm
+    x = buffers.x.detach().clone().requires_grad_()
+    (net.first(x) * buffers.dy).sum().backward()
+    # The same kernels on the same numbers, in another order of additions at most.
+    for ours, true in zip(first, (x.grad, net.first.weight.grad, net.first.bias.grad), strict=True):
+        torch.testing.assert_close(ours, true)
+
+
+def test_each_variant_is_in_the_network_while_it_is_timed(net, batch, monkeypatch, compiled, quick):
+    seen = []
+    monkeypatch.setattr(Net, "forward", lambda self, x: seen.append(str(self.first)) or Net_forward(self, x))
+    bench(net, batch, ["dyisru"])
+    passes = seen[1:]  # after the pass that finds the norms
+    kinds = [next(k for k in ("LayerNorm", "RMSNorm", "linear", "isru") if k in text) for text in passes]
+    assert kinds[:4] == ["LayerNorm", "RMSNorm", "linear", "isru"]
+    assert kinds[4:8] == ["RMSNorm", "linear", "isru", "LayerNorm"]
+
+
+Net_forward = Net.forward
+
+
+def test_a_network_that_does_not_compile_is_a_row_that_says_why(net, batch, monkeypatch, quick):
+    def broken(module, **kwargs):
+        def call(*args, **kwargs):
+            raise RuntimeError("the back end is missing\nand more")
+
+        return (
+            call
+            if kwargs.get("fullgraph")
+            else types.new_class("Broken", (nn.Module,), {}, lambda ns: ns.update(forward=lambda self, x: call()))()
+        )
+
+    monkeypatch.setattr(torch, "compile", broken)
+    report = bench(net, batch, ["dyt"], full=True, dtypes=["float32"])
+    rows = [row for row in report.rows if row.way == "compile"]
+    assert rows and all((row.verdict, row.median) == (NOT_RUN, None) for row in rows)
+    assert {row.note for row in rows} == {"RuntimeError: the back end is missing"}
+    assert {row.scope for row in rows} == {"norm", "model"}
+
+
+def test_a_network_that_does_not_run_in_a_dtype_is_a_row_that_says_why(net, batch, monkeypatch, quick):
+    def refusing(self, x):
+        if x.dtype == torch.float16:
+            raise TypeError("no float16 here")
+        return Net_forward(self, x)
+
+    monkeypatch.setattr(Net, "forward", refusing)
+    report = bench(net, batch, ["dyt"], dtypes=["float16"], budget=0)
+    rows = [row for row in report.rows if row.scope == "model"]
+    assert [(row.verdict, row.note) for row in rows if row.variant != "rmsnorm"] == [
+        (NOT_RUN, "TypeError: no float16 here")
+    ] * 3
+
+
+@pytest.mark.slow
+def test_compiled_for_real(net, batch):
+    found = find_norms(net, batch)
+    timed = norm_bench(net, variants(net, found.sites, "dyt")[::3], commonest(found), torch.zeros(0))
+    with torch.no_grad(), compilations():
+        rows = timed.measured(["compile"], FORWARD, 0.0)
+    assert [row.case.variant for row in rows] == ["native", "dyt"]
+    # Compiling takes a second, a call of it 10 µs: what is compiled is in no sample.
+    assert all(row.samples and max(row.samples) < row.compile_seconds for row in rows)
+
+
+@pytest.mark.slow
+def test_half_precision_runs_on_the_cpu(batch):
+    net = Net().bfloat16()
+    report = bench(net, batch.to(torch.device("cpu"), torch.bfloat16), ["derf"], dtypes=["float16"], budget=0)
+    assert {row.dtype for row in report.rows} == {"float16"}
+    assert all(row.samples for row in report.rows)
+    assert next(net.parameters()).dtype == torch.bfloat16
+    assert report.left_out[-1].endswith("float32; bfloat16.")
+
+
+@pytest.mark.slow
+def test_a_report_is_json(net, batch):
+    about = {"model": "net", "weights": "none", "data": "noise"}
+    document = json.loads(json.dumps(bench(net, batch, ["dyt"], budget=0, about=about).as_dict()))
+    assert document["about"] == about and document["device"].startswith("cpu, ")
+    assert document["rows"][0]["variant"] == "native" and document["rows"][0]["shape"] == [2, 7, 16]
+    assert len(document["rows"][0]["samples"]) >= 4
+
+
+def test_mistakes(net, batch):
+    with pytest.raises(UsageError, match="There is no dtype 'float8'"):
+        bench(net, batch, dtypes=["float8"])
+    with pytest.raises(UsageError, match="There is no curve 'thanh'"):
+        bench(net, batch, "thanh")
+    with pytest.raises(UsageError, match="free is what was fitted"):
+        bench(net, batch, "free")
+    with pytest.raises(ModelError, match="no normalization of activations"):
+        bench(nn.Linear(2, 2), Batch((torch.ones(1, 2),)))
+
+
+def test_ligers_dyt_beside_ours_where_it_is(monkeypatch):
+    """Liger needs a GPU: its class stands in, and a weight that says it is on one."""
+
+    class LigerDyT(nn.Module):
+        def __init__(self, hidden_size, beta=True, init_alpha=0.5):
+            super().__init__()
+            self.made = hidden_size, beta, init_alpha
+
+    ours = DyT(8, alpha=0.25)
+    assert fused("dyt", ours) == {}
+    for name in ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.dyt"):
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    sys.modules["liger_kernel.transformers.dyt"].LigerDyT = LigerDyT
+    assert fused("dyt", ours) == {}  # on the CPU
+    monkeypatch.setattr(nn.Parameter, "is_cuda", True, raising=False)
+    [(name, module)] = fused("dyt", ours).items()
+    assert name == "dyt, Liger" and module.made == (8, True, 0.25)
+    assert fused("dyisru", normscope.DyISRU(8)) == {}
+
+
+def test_every_embedded_model_has_a_full_size_sibling():
+    siblings = {entry.name: find(entry.sibling) for entry in list_models() if entry.embedded}
+    assert {name: sibling.name for name, sibling in siblings.items()} == {
+        "demo_vit": "vit_b16",
+        "demo_wav2vec2": "wav2vec2_large_lv60k",
+        "demo_dit": "dit_xl",
+    }
+    assert all(sibling.family == find(name).family and not sibling.embedded for name, sibling in siblings.items())
+
+
+def test_the_published_table_is_not_repeated_without_cuda():
+    model = nn.Linear(2, 2)
+    with pytest.raises(DeviceError, match=r"LLaMA 7B takes 13\.5 GB"):
+        published(model)
+
+
+@pytest.mark.parametrize(("gigabytes", "forward", "both"), [(12, True, True), (24, False, True), (80, False, False)])
+def test_what_the_published_table_needs_of_a_card(monkeypatch, gigabytes, forward, both):
+    card = types.SimpleNamespace(total_memory=gigabytes * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    device = torch.device("cuda")
+    assert (why_not(device) is not None, why_not(device, BOTH) is not None) == (forward, both)
+
+
+def test_the_published_table_of_a_tiny_llama(compiled):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    before = dict(model.named_modules())
+    report = published(model, tokens=8, n_passes=2, on_cpu=True)
+    assert [(row.variant, row.norms, row.passes) for row in report.rows] == [
+        (variant, norms, passes)
+        for norms in ("eager", "compile")
+        for passes in (FORWARD, BOTH)
+        for variant in ("native", "dyt")
+    ]
+    assert all(row.layer > 0 and row.model > 0 for row in report.rows)
+    assert set(report.notes) == {
+        "Ours has tokens 8, the paper 4096.",
+        "Ours has passes 2, the paper 100.",
+        "Ours has dtype float32, the paper bfloat16.",
+    }
+    assert report.published == PUBLISHED and "2503.10622" in report.source
+    assert all(module is before[name] for name, module in model.named_modules())
+
+
+def test_only_the_cases_that_are_asked_for_are_timed(net, batch, compiled, quick):
+    def only(case):
+        return case.variant in (NATIVE, "dyt") and case.way == "compile" and case.passes == FORWARD
+
+    report = bench(net, batch, full=True, dtypes=["float32"], budget=60, only=only)
+    cases = [(row.scope, row.variant, row.way, row.passes) for row in report.rows]
+    assert cases == [(scope, name, "compile", FORWARD) for scope in ("norm", "model") for name in (NATIVE, "dyt")]
+    assert len(compiled) == 4 and all(row.ratio for row in report.rows if row.variant == "dyt")
+    assert report.left_out == ()
+
+    eager = bench(net, batch, ["dyt"], full=True, dtypes=["float32"], budget=60, only=lambda case: case.scope == "norm")
+    assert {row.scope for row in eager.rows} == {"norm"} and COPY in {row.variant for row in eager.rows}
+
+
+def test_what_cannot_be_timed_leaves_the_others_to_be(net, batch, monkeypatch):
+    calls = []
+
+    def refuse_the_fifth(run):
+        calls.append(run)
+        if len(calls) == 5:
+            raise RuntimeError("cannot be captured\nand more")
+        return once(run)
+
+    monkeypatch.setattr(single_norm, "blocks", refuse_the_fifth)
+
+    def only(case):
+        return (
+            case.scope == "norm" and case.way == "eager" and case.passes == FORWARD and case.variant in (NATIVE, "dyt")
+        )
+
+    native, dyt = bench(net, batch, ["dyt"], full=True, dtypes=["float32"], only=only).rows
+    assert len(calls) == 10 + 3  # of the third round, the other begins
+    assert (native.verdict, native.note, native.samples) == (NOT_RUN, "RuntimeError: cannot be captured", ())
+    assert len(dyt.samples) == 10 and dyt.note == ""

@@ -1,0 +1,145 @@
+"""Distances against numpy in float64, scipy's relative entropy, torch's cosine similarity, and counting by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import rel_entr, softmax
+
+import normscope.swaps.drift.distances as module
+from normscope.swaps.drift.distances import distances
+from normscope.swaps.drift.reports import Quantiles
+
+DRAW = torch.Generator().manual_seed(0)
+A, B = (torch.randn(6, 5, 12, generator=DRAW) for _ in range(2))
+# Both are float64 sums of some dozen terms in another order.
+CLOSE = {"rtol": 1e-12, "atol": 1e-14}
+
+
+def test_relative_l2_and_cosine_are_those_of_numpy_and_torch():
+    found = distances(A, B)
+    a, b = (one.double().numpy().reshape(6, -1) for one in (A, B))
+    np.testing.assert_allclose(found.relative_l2, np.linalg.norm(b - a, axis=1) / np.linalg.norm(a, axis=1), **CLOSE)
+    wanted = torch.nn.functional.cosine_similarity(A.double().flatten(1), B.double().flatten(1))
+    np.testing.assert_allclose(found.cosine, wanted, **CLOSE)
+    assert not found.left_out.any() and not found.nonfinite.any() and found.kl is None
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(-100, 100).filter(lambda c: abs(c) > 1e-3), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_a_multiple_is_as_far_as_its_factor_says(factor, dtype):
+    a = A.to(dtype).double()
+    found = distances(a, factor * a)
+    np.testing.assert_allclose(found.relative_l2, abs(factor - 1), rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(found.cosine, math.copysign(1, factor), rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["tensor", "classes", "tokens", "frames"])
+def test_equal_tensors_are_not_apart_at_all(kind, dtype):
+    found = distances(A.to(dtype), A.to(dtype).clone(), kind=kind)
+    assert (found.relative_l2 == 0).all() and (found.cosine == 1).all()
+    if found.kl is not None:
+        assert (found.kl == 0).all() and (found.top1 == found.answers).all()
+        assert (found.top5 == 5).all() and (found.top5_overlap == 5).all()
+
+
+def test_kl_is_scipys_relative_entropy():
+    found = distances(A, B, kind="tokens")
+    p, q = (softmax(one.double().numpy(), axis=-1) for one in (A, B))
+    np.testing.assert_allclose(found.kl, rel_entr(p, q).sum(-1).mean(-1), rtol=1e-10)
+    assert found.kl.tolist() != distances(B, A, kind="tokens").kl.tolist()
+
+
+def test_logits_far_apart_have_a_finite_divergence():
+    a, b = torch.tensor([[[0.0, 2000.0]]]), torch.tensor([[[2000.0, 0.0]]])
+    assert distances(a, b, kind="classes").kl.item() == 2000  # all of the mass, times the difference of the logits
+
+
+def test_agreement_is_counted_answer_by_answer():
+    found = distances(A, B, kind="tokens")
+    a, b = (one.numpy().argsort(-1)[..., ::-1] for one in (A, B))
+    assert found.answers.tolist() == [5.0] * 6
+    for sample in range(6):
+        own, other = a[sample], b[sample]
+        assert found.top1[sample] == sum(own[t][0] == other[t][0] for t in range(5))
+        assert found.top5[sample] == sum(own[t][0] in other[t][:5] for t in range(5))
+        shared = sum(len(set(own[t][:5]) & set(other[t][:5])) / 5 for t in range(5))
+        assert found.top5_overlap[sample] == pytest.approx(shared, rel=1e-12)
+    few = distances(A[..., :5], B[..., :5], kind="tokens")
+    assert few.top5 is None and few.top5_overlap is None and few.top1 is not None
+
+
+def test_padding_is_not_compared():
+    valid = torch.arange(5) < torch.tensor([[5], [3], [1], [2], [4], [5]])
+    spoilt = B.clone()
+    spoilt[~valid] = torch.nan
+    original = A.clone()
+    original[~valid] = 1e9
+    for kind in ("tokens", "frames"):
+        found = distances(original, spoilt, valid, kind)
+        for sample, length in enumerate(valid.sum(1)):
+            alone = distances(A[sample : sample + 1, :length], B[sample : sample + 1, :length], kind=kind)
+            for name in ("relative_l2", "cosine", "kl", "answers", "top1", "top5", "top5_overlap"):
+                one, other = getattr(found, name), getattr(alone, name)
+                assert (one is None) == (other is None)
+                if one is not None:
+                    assert one[sample].item() == pytest.approx(other[0].item(), rel=1e-12), name
+    assert len(found.frames) == int(valid.sum())
+
+
+def test_frames_are_compared_one_by_one():
+    found = distances(A, B, kind="frames")
+    a, b = (one.double().numpy() for one in (A, B))
+    wanted = np.linalg.norm(b - a, axis=-1) / np.linalg.norm(a, axis=-1)
+    np.testing.assert_allclose(found.frames, wanted.ravel(), **CLOSE)
+
+
+def test_what_is_not_finite_is_the_worst_and_what_has_no_original_is_left_out():
+    original, swapped = A.clone(), B.clone()
+    swapped[1, 2, 3], swapped[2, 0, 0] = torch.nan, -torch.inf
+    original[3] = 0
+    original[4, 1, 1] = torch.inf
+    swapped[4, 1, 1] = torch.nan
+    swapped[5] = 0
+    found = distances(original, swapped, kind="tokens")
+    assert found.nonfinite.tolist() == [False, True, True, False, False, False]
+    assert found.left_out.tolist() == [False, False, False, True, True, False]
+    assert found.relative_l2[1:3].tolist() == [math.inf] * 2 == found.kl[1:3].tolist()
+    assert found.cosine[1:3].tolist() == [-math.inf] * 2
+    assert found.relative_l2[5] == 1 and found.cosine[5] == 0
+    agreed = distances(A, A.where(swapped.isfinite(), torch.nan), kind="tokens")
+    assert agreed.top1.tolist() == [5, 4, 4, 5, 4, 5] == agreed.top5.tolist()  # of a NaN nothing agrees
+    frames = distances(original, swapped, kind="frames").frames
+    assert len(frames) == 6 * 5 - 5 - 1 and int(frames.isinf().sum()) == 2
+
+
+def test_pieces_make_no_difference(monkeypatch):
+    valid = torch.rand(6, 5, generator=DRAW) > 0.3
+    whole = distances(A, B, valid, "tokens")
+    monkeypatch.setattr(module, "_AT_ONCE", 6 * 12 * 2)
+    pieces = distances(A, B, valid, "tokens")
+    for name in ("relative_l2", "cosine", "kl", "answers", "top1", "top5", "top5_overlap"):
+        torch.testing.assert_close(getattr(pieces, name), getattr(whole, name), rtol=1e-14, atol=0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30))
+def test_quantiles_are_numpys(values):
+    found = Quantiles.of(values)
+    wanted = np.quantile(values, [0, 0.1, 0.5, 0.9, 1])
+    # Interpolation rounds once or twice, in units of the values at both ends.
+    np.testing.assert_allclose([found.min, found.p10, found.p50, found.p90, found.max], wanted, rtol=1e-12, atol=1e-9)
+    assert found.n == len(values)
+
+
+def test_quantiles_that_fall_on_infinity_are_infinite():
+    found = Quantiles.of([1.0] * 8 + [math.inf] * 2)
+    assert (found.p50, found.p90, found.max) == (1.0, math.inf, math.inf)
+    assert Quantiles.of([0.5, 0.6, -math.inf]).p10 == -math.inf
+    assert Quantiles.of([0.5, 0.6, -math.inf]).p50 == 0.5
+    assert Quantiles.of([1.0, math.inf, math.inf]).p50 == math.inf
+    assert math.isnan(Quantiles.of([]).p50)

@@ -1,0 +1,353 @@
+"""Drift against numpy in float64 where a network is small enough, and against what has to be equal where it is not."""
+
+import copy
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import normscope
+from normscope.errors import DataError, ModelError, UsageError
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.loaded_model import Outputs
+from normscope.pairs.norms.trace import find_norms
+from normscope.swaps.drift.drift import drift, passes
+from normscope.swaps.drift.reports import END, OUTPUT
+from normscope.swaps.pointwise import DyISRU, DyT
+from normscope.swaps.replace import replacements
+
+CLASSES = Outputs("classes")
+
+
+class Stack(nn.Module):
+    """A residual network of three blocks; takes (samples, 8), gives (samples, 7)."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 7)
+
+    def forward(self, x):
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x)).relu()
+        return self.head(x)
+
+
+def inputs(n=4, samples=5, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(samples, 8, generator=draw) for _ in range(n)]
+
+
+def dyts(model):
+    return {f"norms.{n}": DyT(8, alpha=0.2 + 0.3 * n) for n in (1, 0, 2)[: len(model.norms)]}
+
+
+def test_a_linear_layer_and_a_norm_by_hand():
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6)).double()
+    with torch.no_grad():
+        model[1].weight.uniform_(0.5, 2), model[1].bias.uniform_(-1, 1)
+    (x,) = inputs(1, 9)
+    function = DyISRU(6, C=2.0).double()
+    report = drift(model, [x[:4].double(), x[4:].double()], {"1": function}, outputs=CLASSES, func="dyisru")
+    weight, bias, gamma, beta = (part.detach().numpy() for part in model.parameters())
+    u = x.double().numpy() @ weight.T + bias
+    norm = gamma * (u - u.mean(1, keepdims=True)) / np.sqrt(u.var(1, keepdims=True) + 1e-5) + beta
+    other = u / np.sqrt(u * u + 2.0)
+    moved = np.linalg.norm(other - norm, axis=1) / np.linalg.norm(norm, axis=1)
+    angles = (other * norm).sum(1) / np.linalg.norm(other, axis=1) / np.linalg.norm(norm, axis=1)
+    row = report.all
+    # α is kept in float32, here as exact 1/√2 to 6e-8.
+    for found, values in ((row.relative_l2, moved), (row.cosine, angles)):
+        wanted = np.quantile(values, [0, 0.1, 0.5, 0.9, 1])
+        np.testing.assert_allclose([found.min, found.p10, found.p50, found.p90, found.max], wanted, rtol=1e-6)
+    assert row.inputs == row.answers == 9
+    assert row.top1 == pytest.approx((norm.argmax(1) == other.argmax(1)).mean())
+    assert [one.relative_l2 for one in report.at_sites] == [row.relative_l2]  # the norm is the network's end
+
+
+def test_identical_copies_move_nothing():
+    model = Stack()
+    copies = {f"norms.{n}": copy.deepcopy(model.norms[n]) for n in range(3)}
+    report = drift(model, inputs(), copies, outputs=CLASSES)
+    for row in report.rows:
+        assert row.relative_l2.max == 0 and row.cosine.min == 1 and row.inputs == 20
+        assert row.at != OUTPUT or (row.kl.max == 0 and row.top1 == row.top5 == row.top5_overlap == 1)
+    assert len(report.rows) == 1 + 3 + 3 + 3
+
+
+def test_each_site_alone_is_as_if_it_were_the_only_one():
+    model, modules = Stack(), dyts(Stack())
+    report = drift(model, inputs(), modules, outputs=CLASSES, func="dyt", init="paper")
+    assert [row.site for row in report.by_site] == list(modules) == list(report.sites)
+    for row in report.by_site:
+        single = drift(model, inputs(), {row.site: modules[row.site]}, outputs=CLASSES, cumulative=False).all
+        assert (row.relative_l2, row.cosine, row.kl, row.top1) == (
+            single.relative_l2, single.cosine, single.kl, single.top1
+        )  # fmt: skip
+        assert (row.func, row.init, row.sites_swapped, row.swapped) == ("dyt", "paper", 1, "one")
+
+
+def test_sites_are_added_in_the_order_of_what_each_does_alone():
+    model, modules = Stack(), dyts(Stack())
+    report = drift(model, inputs(), modules)
+    order = sorted(report.by_site, key=lambda row: row.relative_l2.p50)
+    assert [row.site for row in report.cumulative] == [row.site for row in order] == report.least_harmful(3)
+    assert [row.sites_swapped for row in report.cumulative] == [1, 2, 3]
+    two = {path: modules[path] for path in report.least_harmful(2)}
+    by_hand = [order[0], drift(model, inputs(), two, cumulative=False).all, report.all]
+    assert [row.relative_l2 for row in report.cumulative] == [row.relative_l2 for row in by_hand]
+    assert report.cumulative[2].relative_l2 == report.all.relative_l2
+
+
+def test_a_site_is_compared_at_its_own_output():
+    model, modules = Stack(), dyts(Stack())
+    report = drift(model, inputs(1), modules)
+    (x,) = inputs(1)
+    seen = []
+    for norms in (model.norms, [modules[f"norms.{n}"] for n in range(3)]):
+        h, given = x, []
+        for norm, layer in zip(norms, model.layers, strict=True):
+            given.append(norm(h).detach().double().numpy())
+            h = h + layer(norm(h)).relu()
+        seen.append(given)
+    for row in report.at_sites:
+        own, other = (given[int(row.at[-1])] for given in seen)
+        moved = np.linalg.norm(other - own, axis=1) / np.linalg.norm(own, axis=1)
+        assert row.relative_l2.p50 == pytest.approx(np.median(moved), rel=1e-6)  # the norms' own float32
+
+
+def test_the_model_is_left_as_found_also_after_an_exception():
+    model = Stack().train()
+    model.layers[1].eval()
+    before, flags = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
+    children, state = list(model.modules()), torch.get_rng_state()
+
+    def check():
+        assert list(model.modules()) == children and [m.training for m in model.modules()] == flags
+        assert all(torch.equal(part, before[name]) for name, part in model.state_dict().items())
+        assert torch.equal(torch.get_rng_state(), state) and torch.is_grad_enabled()
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+    modules = dyts(model)
+    drift(model, inputs(), modules)
+    check()
+
+    class Failing(DyT(8).__class__):
+        def forward(self, input):
+            raise ArithmeticError("no more")
+
+    for failing in ({**modules, "norms.2": Failing("tanh", 8)}, {**modules, "norms.9": DyT(8)}):
+        state = torch.get_rng_state()
+        with pytest.raises(ModelError, match=r"ArithmeticError|no module 'norms\.9'"):
+            drift(model, inputs(), failing)
+        check()
+
+
+def test_a_function_that_gives_nan_is_reported_and_not_averaged():
+    class Spoilt(nn.Module):
+        def forward(self, input):
+            return torch.where(input[:, :1] > x[2, 0] - 1e-6, input * torch.nan, input)
+
+    x = torch.cat(inputs(4))
+    x[2, 0] = x[:, 0].max() + 1
+    model = Stack()
+    report = drift(model, list(x.split(5)), {"norms.0": Spoilt(), "norms.1": DyT(8)}, outputs=CLASSES)
+    row = report.all
+    assert (row.inputs, row.nonfinite, row.left_out, row.answers) == (20, 1, 0, 20)
+    assert row.relative_l2.max == math.inf == row.kl.max and math.isfinite(row.relative_l2.p90)
+    assert row.cosine.min == -math.inf and row.top1 < 1
+    document = json.loads(json.dumps(report.as_dict(), allow_nan=False))
+    assert document["rows"][0]["relative_l2"]["max"] is None and document["rows"][0]["nonfinite"] == 1
+    assert [one.nonfinite for one in report.by_site] == [1, 0]
+
+
+def test_parts_of_the_data_are_kept_apart():
+    samples = tuple(Sample(f"s{n}", n, n) for n in range(5))
+    parts = ("timestep 9", "timestep 0")
+    batches = [Batch((x,), samples=samples, part=parts[n % 2]) for n, x in enumerate(inputs())]
+    model, modules = Stack(), dyts(Stack())
+    report = drift(model, batches, modules, outputs=Outputs("prediction"))
+    assert [row.part for row in report.by_part] == list(parts)
+    for number, row in enumerate(report.by_part):
+        alone = drift(model, inputs()[number::2], modules, cumulative=False, one_at_a_time=False).all
+        assert row.relative_l2 == alone.relative_l2 and row.inputs == 10
+    assert report.all.inputs == 20 and not report.all.part
+
+
+def test_padding_is_in_no_distance():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 11))
+    x = torch.randn(3, 6, 8)
+    valid = torch.arange(6) < torch.tensor([[6], [2], [4]])
+    samples = tuple(Sample(f"s{n}", n, n) for n in range(3))
+    padded = drift(model, [Batch((x,), samples=samples, valid=valid)], {"1": DyT(8)}, outputs=Outputs("tokens"))
+    single = [x[n : n + 1, : int(length)] for n, length in enumerate(valid.sum(1))]
+    alone = drift(model, single, {"1": DyT(8)}, outputs=Outputs("tokens"))
+    assert padded.all.answers == alone.all.answers == 12
+    for one, other in zip(padded.rows, alone.rows, strict=True):
+        # Matrix products of other shapes round differently, in float32.
+        assert one.relative_l2.p50 == pytest.approx(other.relative_l2.p50, rel=1e-5)
+        assert one.cosine.p10 == pytest.approx(other.cosine.p10, rel=1e-5)
+        assert one.kl is None or one.kl.max == pytest.approx(other.kl.max, rel=1e-5)
+
+
+def test_frames_are_kept_where_all_sites_are_swapped():
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8))
+    x = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(0))
+    valid = torch.arange(6) < torch.tensor([[6], [2], [4]])
+    samples = tuple(Sample(f"s{n}", n, n) for n in range(3))
+    batches = [Batch((x,), samples=samples, valid=valid)]
+    functions = {path: DyT(8) for path in ("0", "2")}
+    report = drift(model, batches, functions, outputs=Outputs("frames"))
+    with torch.no_grad():
+        original = model(x)[valid].double()
+        swapped = functions["2"](model[1](functions["0"](x)))[valid].double()
+    single = (swapped - original).norm(dim=-1) / original.norm(dim=-1)
+    assert report.all.frames.n == 12
+    assert report.all.frames.p50 == pytest.approx(np.median(single), rel=1e-5)  # float32 in the network
+    assert [row.frames for row in report.rows if row is not report.all] == [None] * (len(report.rows) - 1)
+
+
+def test_sequences_first_are_told_apart_by_sample():
+    class Sequences(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, x):  # (samples, positions, 8), in the middle (positions, samples, 8)
+            return self.norm(x.transpose(0, 1)).transpose(0, 1)
+
+    x = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 5.0, 25.0])[:, None, None]
+    report = drift(Sequences(), [x], {"norm": DyT(8)})
+    assert report.at_sites[0].relative_l2 == report.all.relative_l2 and report.all.inputs == 3
+
+
+def test_a_norm_that_is_called_twice_is_compared_over_both_calls():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, x):
+            return torch.cat([self.norm(x), self.norm(2 * x + 1)], dim=1)
+
+    report = drift(Twice(), inputs(), {"norm": DyT(8)})
+    assert report.at_sites[0].relative_l2.p50 == pytest.approx(report.all.relative_l2.p50, rel=1e-12)
+
+
+def test_what_the_network_changes_in_place_is_a_copy():
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8), nn.LayerNorm(8))
+    x = inputs(1)
+    before = x[0].clone()
+    positional = drift(model, x, {"2": DyT(8)})
+    named = drift(model, [{"input": x[0]}], {"2": DyT(8)})
+    assert torch.equal(x[0], before) and named.rows == positional.rows
+
+
+def test_randomness_is_the_same_in_every_pass():
+    class Noisy(Stack):
+        def forward(self, x):
+            return super().forward(x + torch.randn_like(x))
+
+    model = Noisy()
+    report = drift(model, inputs(), {"norms.0": copy.deepcopy(model.norms[0])}, cumulative=False)
+    assert report.all.relative_l2.max == 0
+
+
+def test_a_norm_that_is_reached_in_another_way_is_noticed():
+    class Hidden(Stack):
+        def __init__(self):
+            super().__init__()
+            self.kept = [self.norms[0]]  # no child module of this name
+
+        def forward(self, x):
+            return self.head(self.kept[0](x))
+
+    model = Hidden()
+    with pytest.raises(ModelError, match=r"calls the norm 'norms\.0', but not the module"):
+        drift(model, inputs(), {"norms.0": DyT(8)})
+    with pytest.raises(ModelError, match=r"does not call 'norms\.1'"):
+        drift(model, inputs(), {"norms.1": DyT(8)})
+
+
+def test_ends_are_compared_while_each_network_is_in_place():
+    model, (x,) = Stack(), inputs(1, 6)
+    samples = [Sample(f"s{n}", n, n) for n in range(6)]
+    taken = []
+
+    def ends():
+        for first in (0, 3):
+            taken.append(type(model.norms[0]).__name__)
+            with torch.no_grad():
+                yield samples[first : first + 3], model(x[first : first + 3])
+
+    report = drift(model, [x], dyts(model), ends=ends)
+    assert taken == ["LayerNorm", "PointwiseFunction"] * 2
+    assert report.end.at == END and report.end.relative_l2.p50 == pytest.approx(report.all.relative_l2.p50, rel=1e-5)
+    assert report.end.inputs == 6 and torch.is_grad_enabled()
+
+    def at_once():
+        return list(ends())
+
+    assert drift(model, [x], dyts(model), ends=at_once).end == report.end
+
+
+def test_progress_counts_what_passes_says():
+    done = []
+    modules = dyts(Stack())
+    for options in ({}, {"cumulative": False}, {"cumulative": False, "one_at_a_time": False}):
+        done.clear()
+        drift(Stack(), inputs(), modules, progress=lambda *told: done.append(told), **options)
+        assert done[-1] == ("samples", 20 * passes(len(modules), **options), None)
+    done.clear()
+    drift(Stack(), inputs(), {"norms.0": DyT(8)}, func="dyt", init="paper", progress=lambda *told: done.append(told))
+    assert done[0] == ("dyt, paper", 0, None) and done[-1] == ("dyt, paper", 20 * passes(1), None)
+
+
+def test_batches_that_come_once_are_enough_for_one_pass():
+    report = drift(Stack(), (x for x in inputs(3)), dyts(Stack()), cumulative=False)
+    assert report.all.inputs == 15
+
+
+def test_mistakes_are_said():
+    model = Stack()
+    modules = dyts(model)
+    with pytest.raises(UsageError, match="nothing to swap"):
+        drift(model, inputs(), {})
+    with pytest.raises(UsageError, match="cumulative order"):
+        drift(model, inputs(), modules, one_at_a_time=False)
+    with pytest.raises(DataError, match="iterated only once"):
+        drift(model, iter(inputs()), modules)
+    with pytest.raises(DataError, match="no batch"):
+        drift(model, [], modules)
+    with pytest.raises(ModelError, match="axis 0 has to count the samples"):
+        drift(model, inputs(), modules, outputs=Outputs("tensor", lambda result, batch: result.sum()))
+    report = drift(model, inputs(), modules, cumulative=False, one_at_a_time=False)
+    with pytest.raises(UsageError, match="one_at_a_time"):
+        report.least_harmful(1)
+    with pytest.raises(UsageError, match="7 sites were asked for; there are 3"):
+        drift(model, inputs(), modules).least_harmful(7)
+
+
+def test_a_diffusion_models_batches_are_the_originals():
+    network = normscope.load("demo_dit", limit=4, timesteps="980,500,0", batch_size=4)
+    sites = find_norms(network.module, next(iter(network.inputs)).first_sample()).sites
+    modules = replacements(network.module, "dyt", sites[:2], init="paper")
+    fresh = normscope.load("demo_dit", limit=4, timesteps="980,500,0", batch_size=4)
+    batches = list(fresh.inputs)  # all latents made before anything is swapped
+    report = drift(network.module, network.inputs, modules, outputs=Outputs("prediction"), cumulative=False)
+    known = drift(fresh.module, batches, modules, outputs=Outputs("prediction"), cumulative=False)
+    assert report.rows == known.rows
+    assert [row.part for row in report.by_part] == ["timestep 980", "timestep 500", "timestep 0"]
+    assert report.all.inputs == 3 * report.by_part[0].inputs > 0
+
+
+def test_a_compiled_network_runs_uncompiled():
+    model, modules = Stack(), dyts(Stack())
+    assert drift(torch.compile(model), inputs(), modules).rows == drift(model, inputs(), modules).rows

@@ -1,0 +1,283 @@
+"""Networks that change tensors in place, with their norms and without: every pass is as if it were the only one."""
+
+import copy
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import normscope
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.loaded_model import Outputs
+from normscope.pairs.norms.trace import find_norms
+from normscope.runtime.network import left_as_found
+from normscope.swaps.bench import whole_network
+from normscope.swaps.bench.reports import NATIVE, PASSES
+from normscope.swaps.bench.variants import Variant
+from normscope.swaps.heal.by_site import norm_pairs
+from normscope.swaps.heal.lessons import Lesson, output_errors, repeatable
+from normscope.swaps.pointwise import DyT
+from normscope.swaps.replace import Swap
+
+WIDTH = 8
+
+
+class OverwritingNorm(nn.Module):
+    """A LayerNorm that takes the mean away from its input itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.linspace(0.5, 2, WIDTH)), 1e-5
+
+    def forward(self, x):
+        x.sub_(x.mean(-1, keepdim=True))
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class Block(nn.Module):
+    """Changes what it is called with, and what its norm gave, and counts its calls."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.lines, self.relu = norm, nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        self.steps += 1
+        x.mul_(1.5)
+        return x + self.steps * self.lines(self.relu(self.norm(x) + 0.1))
+
+
+class Changing(nn.Module):
+    """Doubles its input, and adds to what its blocks gave; a buffer of it decays, and another is made anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block(nn.LayerNorm(WIDTH)), Block(OverwritingNorm())])
+        self.head = nn.Linear(WIDTH, 3)
+        self.register_buffer("decay", torch.ones(()))
+        self.register_buffer("gain", torch.ones(WIDTH))
+
+    def forward(self, x):
+        self.decay.mul_(0.8)
+        self.gain = self.gain * 0.9
+        x.mul_(2)
+        for block in self.blocks:
+            x = block(x)
+            x += 1 - self.decay
+        return self.head(x * self.gain).mean(1)
+
+
+SITES = ("blocks.0.norm", "blocks.1.norm")
+
+
+def inputs(number: int = 4, size: int = 3, seed: int = 0, data: str = "made") -> list[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Batch(
+            (torch.randn(size, 5, WIDTH, generator=generator),),
+            samples=tuple(Sample(f"{data} {i}", i, i, data) for i in range(n * size, (n + 1) * size)),
+        )
+        for n in range(number)
+    ]
+
+
+def dyts() -> dict[str, nn.Module]:
+    return {site: DyT(WIDTH, alpha=0.4 + 0.3 * number) for number, site in enumerate(SITES)}
+
+
+def with_norms_replaced(network: nn.Module, paths=SITES) -> nn.Module:
+    swapped = copy.deepcopy(network)
+    Swap(swapped, {path: dyts()[path] for path in paths})
+    return swapped
+
+
+@torch.no_grad()
+def output_of(network: nn.Module, batch: Batch) -> np.ndarray:
+    """One forward of a fresh copy over a copy."""
+    return copy.deepcopy(network).eval()(batch.args[0].clone()).double().numpy()
+
+
+def distances_by_hand(network: nn.Module, swapped: nn.Module, batches: list[Batch]) -> np.ndarray:
+    pairs = [(output_of(network, batch), output_of(swapped, batch)) for batch in batches]
+    return np.concatenate([np.linalg.norm(b - a, axis=1) / np.linalg.norm(a, axis=1) for a, b in pairs])
+
+
+@pytest.fixture
+def network():
+    made = Changing().eval()
+    values = {name: buffer.clone() for name, buffer in made.named_buffers()}
+    objects = dict(made._buffers)
+    yield made
+    assert all(torch.equal(buffer, values[name]) for name, buffer in made.named_buffers())
+    assert all(made._buffers[name] is buffer for name, buffer in objects.items())
+
+
+@pytest.fixture
+def batches():
+    made = inputs()
+    yield made
+    assert all(torch.equal(batch.args[0], own.args[0]) for batch, own in zip(made, inputs(), strict=True))
+
+
+def test_drift_is_that_of_single_passes_of_fresh_copies(network, batches):
+    report = normscope.drift(network, batches, dyts())
+    rows = {(row.swapped, row.site): row for row in report.rows if row.at == "output"}
+    for key, paths in {("all", None): SITES, ("one", SITES[0]): SITES[:1], ("one", SITES[1]): SITES[1:]}.items():
+        by_hand = distances_by_hand(network, with_norms_replaced(network, paths), batches)
+        assert by_hand.min() > 1e-3
+        # The outputs are float32.
+        assert rows[key].relative_l2.p50 == pytest.approx(float(np.median(by_hand)), rel=1e-5)
+
+
+def test_a_network_that_gives_its_own_buffer_drifts(batches):
+    class Remembering(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(WIDTH)
+            self.register_buffer("state", torch.zeros(3, WIDTH))
+
+        def forward(self, x):
+            return self.state.mul_(0.5).add_(self.norm(x)[:, 0])
+
+    network, function = Remembering().eval(), {"norm": DyT(WIDTH, alpha=0.4)}
+    swapped = copy.deepcopy(network)
+    Swap(swapped, function)
+    by_hand = distances_by_hand(network, swapped, batches)
+    found = normscope.drift(network, batches, function).all.relative_l2.p50
+    assert found == pytest.approx(float(np.median(by_hand)), rel=1e-5) and found > 0.1
+    errors = output_errors(network, swapped, batches, Outputs())
+    np.testing.assert_allclose(errors.numpy(), by_hand, rtol=1e-5)
+
+
+def test_walks_to_an_end_begin_from_the_same_buffers(network, batches):
+    def ends():
+        for batch in batches:
+            with torch.no_grad():
+                yield batch.samples, network(batch.args[0].clone())
+
+    report = normscope.drift(network, batches[:1], dyts(), ends=ends)
+    by_hand = distances_by_hand(network, with_norms_replaced(network), batches)
+    assert report.end.relative_l2.p50 == pytest.approx(float(np.median(by_hand)), rel=1e-5)
+
+
+def test_what_healing_takes_at_a_norm_is_what_it_took_and_gave(network, batches):
+    network = copy.deepcopy(network).double()
+    own = [Batch((batch.args[0].double(),), samples=batch.samples) for batch in batches]
+    functions = {path: function.double() for path, function in dyts().items()}
+    found = norm_pairs(network, functions, own)
+    expected = {path: [] for path in SITES}
+    for batch in own:
+        twin = copy.deepcopy(network)
+        for path in SITES:
+            twin.get_submodule(path).register_forward_pre_hook(
+                lambda module, args, path=path: expected[path].append(args[0].detach().clone().reshape(-1, WIDTH))
+            )
+        with torch.no_grad():
+            twin(batch.args[0].clone())
+    for path, (x, y) in found.items():
+        norm = copy.deepcopy(network.get_submodule(path))
+        true = torch.cat(expected[path])
+        assert torch.equal(x, true)
+        torch.testing.assert_close(y, norm(true.clone()).detach())  # to float64's rounding
+
+
+def test_blocks_are_taught_with_what_the_originals_took_and_gave(network, batches):
+    swapped = with_norms_replaced(network)
+    names = ["blocks.0", "blocks.1"]
+    assert repeatable(network, names, batches[0]) == names
+    lesson = Lesson(network, swapped, Outputs(), names)
+    for taught in (lesson.by_blocks, lesson.whole):
+        swapped.zero_grad()
+        losses = [taught(batches[:2]) for _ in range(2)]
+        assert losses[0] == losses[1] > 0  # of the same buffers and batches
+    swapped.zero_grad()
+    loss = lesson.by_blocks(batches[:1])
+    twin, calls = copy.deepcopy(network), []
+    for name in names:
+        block = twin.get_submodule(name)
+        block.register_forward_pre_hook(lambda module, args: calls.append([args[0].clone()]))
+        block.register_forward_hook(lambda module, args, output: calls[-1].append(output.clone()))
+    with torch.no_grad():
+        twin(batches[0].args[0].clone())
+    own, by_hand = with_norms_replaced(network), 0.0
+    for name, (x, wanted) in zip(names, calls, strict=True):
+        error = (own.get_submodule(name)(x) - wanted).norm() / wanted.norm()
+        by_hand += float(error.detach()) / 2
+        error.backward()
+    assert loss == pytest.approx(by_hand, rel=1e-5)
+    for mine, theirs in zip(swapped.blocks.parameters(), own.blocks.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_healing_reports_the_drift_of_single_passes(network, batches):
+    swapped, held_out = with_norms_replaced(network), inputs(3, seed=5, data="others")
+    found = {name: buffer.clone() for name, buffer in swapped.named_buffers()}
+    before = distances_by_hand(network, swapped, held_out)
+    report = normscope.heal(network, swapped, batches * 2, held_out, steps=20)
+    after = distances_by_hand(network, swapped, held_out)
+    assert report.before["median"] == pytest.approx(float(np.median(before)), rel=1e-5)
+    assert report.after["median"] == pytest.approx(float(np.median(after)), rel=1e-5)
+    assert all(torch.equal(buffer, found[name]) for name, buffer in swapped.named_buffers())
+    assert all(torch.equal(batch.args[0], own.args[0]) for batch, own in zip(held_out, inputs(3, seed=5), strict=True))
+
+
+def test_each_timed_pass_gets_a_copy_that_is_not_timed(network, batches, monkeypatch):
+    under_the_clock, seen, own_forward, copied = [], [], Changing.forward, Batch.copied
+
+    def clocked(function):
+        def timed(run, *rest):
+            under_the_clock.append(True)
+            try:
+                return function(run, *rest)
+            finally:
+                under_the_clock.pop()
+
+        return timed
+
+    def copy_of(batch):
+        assert not under_the_clock
+        return copied(batch)
+
+    def forward(self, x):
+        if under_the_clock:
+            seen.append(x.detach().clone())
+        return own_forward(self, x)
+
+    monkeypatch.setattr(Changing, "forward", forward)
+    monkeypatch.setattr(Batch, "copied", copy_of)
+    for name in ("once", "repeated"):
+        monkeypatch.setattr(whole_network, name, clocked(getattr(whole_network, name)))
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+    report = normscope.bench(
+        network, batches[0], ["dyt"], full=True, dtypes=["float32"], only=lambda case: case.scope == "model"
+    )
+    timed = [row for row in report.rows if row.samples]
+    assert {(row.way, row.passes) for row in timed} == set(itertools.product(("eager", "compile"), PASSES))
+    native = [Variant(NATIVE, {}, "")]
+    whole = whole_network.ModelBench(network, batches[0], Outputs(), native, len(SITES), False)
+    with left_as_found(network):
+        assert whole.seconds(native[0], "forward", 3) > 0
+    assert len(seen) >= sum(len(row.samples) for row in timed) + 3
+    assert all(torch.equal(x, batches[0].args[0]) for x in seen)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_function_that_calls_itself_for_each_part_of_a_nested_tensor_is_looked_at(layout):
+    class Nesting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.nested, self.last = DyT(WIDTH), nn.LayerNorm(WIDTH)
+
+        def forward(self, x):
+            self.nested(torch.nested.nested_tensor([x[0, :2], x[0]], layout=layout))
+            return self.last(x.mul_(2))
+
+    (batch,) = inputs(1)
+    report = find_norms(Nesting(), batch)
+    assert list(report.kinds) == ["last"] and [norm.name for norm in report.skipped] == ["nested"]
+    assert not report.overwriting and torch.equal(batch.args[0], inputs(1)[0].args[0])

@@ -1,0 +1,277 @@
+"""Drift that ranks divide among them is drift, whatever their number; a batch that memory ends with is split."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from normscope.errors import DataError, MemoryEndedError, ModelError, NormscopeError
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.loaded_model import Outputs
+from normscope.inputs.splits import ALL, Chunk
+from normscope.models.inputs.numbered_inputs import in_pieces
+from normscope.pairs.ranks import Ranks
+from normscope.swaps.drift import paired_passes
+from normscope.swaps.drift.drift import drift, passes
+from normscope.swaps.pointwise import DyT
+
+CLASSES = Outputs("classes")
+SCRIPT = """
+import hashlib, json, sys
+import torch
+import normscope
+from normscope.pairs.ranks import joined
+from normscope.runtime.processes import Place
+from normscope.inputs.splits import learned_and_held_out
+from normscope.pairs.capture import captured
+from normscope.pairs.recorder import Summing
+from normscope.swaps.drift.drift import drift
+from normscope.swaps.replace import replacements
+
+network = normscope.load("demo_dit", limit=8, timesteps="980,960", batch_size=2, device="cpu")
+learned, held_out = learned_and_held_out(network.inputs)
+with joined(Place.from_environment(), torch.device("cpu")) as ranks:
+    seen = captured(network, learned, Summing(by_gamma=True), layers="0-1", ranks=ranks)
+    modules = replacements(network.module, "dyt", seen)
+    report = drift(network.module, held_out, modules, outputs=network.outputs, ends=held_out.ends, ranks=ranks)
+    state = {f"{at} {name}": own.tolist() for at, m in modules.items() for name, own in m.state_dict().items()}
+    told = ranks.told([state, report.as_dict()])
+if ranks.rank == 0:
+    assert all(one == told[0] for one in told) and len(told) == int(sys.argv[2])
+    json.dump(told[0], open(sys.argv[1], "w"))
+"""
+
+
+class Stack(nn.Module):
+    """A residual network of three blocks; takes (samples, 8), gives (samples, 7); its memory may end."""
+
+    def __init__(self, fits=99):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head, self.fits = nn.Linear(8, 7), fits
+
+    def forward(self, x):
+        if len(x) > self.fits and type(self.norms[1]) is not nn.LayerNorm:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x)).relu()
+        return self.head(x)
+
+
+@dataclass(frozen=True)
+class Threads(Ranks):
+    """Ranks that are threads of this process."""
+
+    barrier: threading.Barrier = field(default=None)
+    told_so_far: list = field(default_factory=list)
+
+    def gathered(self, tensor):
+        self.told_so_far[self.rank] = tensor
+        self.barrier.wait()
+        everyone = list(self.told_so_far)
+        self.barrier.wait()
+        return everyone
+
+
+def together(size, work):
+    """Return what each of so many ranks makes of ``work(rank)``, or the exception that it ends with."""
+    barrier, told = threading.Barrier(size, timeout=30), [None] * size
+
+    def one(rank):
+        try:
+            return work(Threads(rank, size, "cpu", barrier, told))
+        except NormscopeError as error:  # which all of them come to
+            return error
+        except Exception:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, range(size)))
+
+
+def inputs():
+    draw = torch.Generator().manual_seed(0)
+    batches = [torch.randn(samples, 8, generator=draw) for samples in (5, 1, 4, 7, 3)]
+    batches[3][2, 0] = torch.nan  # nothing to compare to
+    return batches
+
+
+def dyts(model):
+    return {f"norms.{n}": DyT(8, alpha=0.2 + 0.3 * n) for n in (1, 0, 2)}
+
+
+class Spoilt(DyT(8).__class__):
+    def forward(self, input):
+        return torch.where(input[:, :1] > 1.5, input * torch.inf, input)
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_the_report_does_not_depend_on_the_number_of_ranks(size):
+    parts = ("timestep 9", "timestep 5", "timestep 0", "timestep 5", "timestep 9")
+    batches, number = [], 0
+    for x, part in zip(inputs(), parts, strict=True):
+        samples = tuple(Sample(f"s{number + i}", number + i, number + i) for i in range(len(x)))
+        batches.append(Batch((x,), samples=samples, part=part))
+        number += len(x)
+    model = Stack()
+
+    def measured(modules, ranks):
+        return drift(copy.deepcopy(model), batches, copy.deepcopy(modules), outputs=CLASSES, ranks=ranks)
+
+    for modules in (dyts(model), {"norms.0": Spoilt("tanh", 8), "norms.2": DyT(8)}):
+        known = measured(modules, Ranks())
+        for report in together(size, partial(measured, modules)):
+            assert json.dumps(report.as_dict()) == json.dumps(known.as_dict())
+    assert known.all.nonfinite > 0 and known.all.left_out == 1 and known.all.inputs == 19
+    assert [row.part for row in known.by_part] == ["timestep 9", "timestep 5", "timestep 0"]
+
+
+def test_ends_are_walked_by_share():
+    x, model = torch.cat(inputs()[:3]), Stack()
+    walked = []
+
+    def ends_of(own):
+        def ends(share=ALL):
+            walked.append(share)
+            for first in share.of(range(0, 10, 3)):
+                samples = [Sample(f"s{n}", n, n) for n in range(10)][first : first + 3]
+                with torch.no_grad():
+                    yield samples, own(x[first : first + 3])
+
+        return ends
+
+    def measured(ranks):
+        own = copy.deepcopy(model)
+        return drift(own, [x], dyts(own), ends=ends_of(own), ranks=ranks)
+
+    known = measured(Ranks())
+    walked.clear()
+    assert [report.as_dict() for report in together(3, measured)] == [known.as_dict()] * 3
+    assert known.end.inputs == 10 and {share.rank for share in walked} == {0, 1, 2}
+
+
+def test_ranks_decide_together_what_is_wrong():
+    model, modules = Stack(), dyts(Stack())
+    for error in together(2, lambda ranks: drift(copy.deepcopy(model), [], copy.deepcopy(modules), ranks=ranks)):
+        assert isinstance(error, DataError)
+    told = together(
+        2,
+        lambda ranks: drift(
+            copy.deepcopy(model), inputs(), copy.deepcopy(modules), func=("a", "b")[ranks.rank], ranks=ranks
+        ),
+    )
+    assert all(isinstance(error, DataError) and "sees another func" in str(error) for error in told)
+
+
+class Sometimes(Stack):
+    """Calls its norm in batches of four alone."""
+
+    def forward(self, x):
+        return self.norms[0](x) if len(x) == 4 else self.norms[1](x)
+
+
+def test_a_norm_that_one_rank_alone_calls_is_called():
+    model = Sometimes()
+    modules = {path: module for path, module in dyts(model).items() if path != "norms.2"}
+    known = drift(model, inputs(), modules, cumulative=False)
+    reports = together(
+        2, lambda ranks: drift(copy.deepcopy(model), inputs(), copy.deepcopy(modules), cumulative=False, ranks=ranks)
+    )
+    assert [report.rows for report in reports] == [known.rows] * 2
+    for error in together(2, lambda ranks: drift(copy.deepcopy(model), inputs(), dyts(model), ranks=ranks)):
+        assert isinstance(error, ModelError) and "does not call 'norms.2'" in str(error)
+
+
+def test_a_batch_that_memory_ends_with_is_compared_in_halves(caplog):
+    modules, advanced = dyts(Stack()), []
+    report = drift(Stack(fits=2), inputs(), modules, progress=lambda stage, done, of: advanced.append(done))
+    # 5 go as 2, 2, 1; what is known by then holds for the batches that follow.
+    pieces = [piece for x in inputs() for piece in x.split(2)]
+    assert report.as_dict() == drift(Stack(), pieces, modules).as_dict()
+    assert advanced[-1] == 20 * passes(3) and advanced == sorted(set(advanced))
+    assert "Memory ended with 5 samples in a batch; from here on they are compared 2 at a time." in caplog.text
+    with pytest.raises(MemoryEndedError, match="with 1 sample in a batch"):
+        drift(Stack(fits=0), inputs(), modules)
+
+
+def test_memory_may_end_while_outputs_are_compared(monkeypatch):
+    modules, whole = dyts(Stack()), paired_passes.distances
+
+    def scarce(original, *rest):
+        if len(original) > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return whole(original, *rest)
+
+    monkeypatch.setattr(paired_passes, "distances", scarce)
+    fits = 4
+    report = drift(Stack(), inputs()[2:], modules)
+    fits = 99
+    pieces = [inputs()[2], *inputs()[3].split(3), inputs()[4]]
+    assert report.all == drift(Stack(), pieces, modules).all
+    fits = 0
+    with pytest.raises(MemoryEndedError, match="of 1 sample takes more memory"):
+        drift(Stack(), inputs(), modules)
+
+
+@pytest.mark.faults
+def test_processes_that_torchrun_started_find_the_same(tmp_path):
+    script, found = tmp_path / "measure.py", []
+    script.write_text(SCRIPT)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    for size in (1, 3):
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+        start = [] if size == 1 else torchrun
+        file = tmp_path / f"{size}.json"
+        subprocess.run([sys.executable, *start, script, file, str(size)], check=True, timeout=200, env=environment)
+        found.append(json.loads(file.read_text()))
+    assert found[0][1]["rows"][0]["inputs"] == 2 * 2  # trajectories held out, at two timesteps
+    assert any(row["at"] == "end of trajectory" for row in found[0][1]["rows"])
+    assert found[1] == found[0]
+
+
+class Sized:
+    """Numbered inputs in chunks of ``batch_size``."""
+
+    def __init__(self, batch_size):
+        self.batch_size = batch_size
+
+    def __iter__(self):
+        return iter(chunk.batches[0] for chunk in self.chunks(ALL))
+
+    def chunks(self, share):
+        for numbers in share.of(in_pieces(share.left(range(20)), self.batch_size)):
+            yield Chunk(numbers, [self.of(numbers)])
+
+    def first_sample(self):
+        return self.of([0])
+
+    @staticmethod
+    def of(numbers):
+        samples = tuple(Sample(f"{n}", n, n, "noise") for n in numbers)
+        return Batch((torch.cat(inputs()).nan_to_num()[numbers],), samples=samples)
+
+
+def test_ranks_that_found_other_batch_sizes_compare_every_input_once():
+    """``--batch-size auto`` on GPUs of different room, and nothing to fit: drift is the first that divides."""
+
+    model = Stack()  # once: threads that seed torch's generator draw from each other's numbers
+
+    def compared(ranks, batch_size):
+        return drift(copy.deepcopy(model), Sized(batch_size), dyts(model), outputs=CLASSES, ranks=ranks)
+
+    whole = compared(Ranks(), 4)
+    for report in together(2, lambda ranks: compared(ranks, (16, 4)[ranks.rank])):
+        assert report.all.inputs == whole.all.inputs == 20
+        assert report.as_dict() == whole.as_dict()

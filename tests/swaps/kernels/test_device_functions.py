@@ -1,0 +1,228 @@
+"""The kernels' functions, run in Triton's interpreter over the whole range of their dtypes, against float64.
+
+Run as a script, in the interpreter, this file fills what the tests compare.
+"""
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import special
+
+triton = pytest.importorskip("triton", reason="Triton is made for Linux alone")
+
+import triton.language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from normscope.swaps.kernels.device_functions import function  # noqa: E402
+
+ROOT = Path(__file__).parents[3]
+FUNCTIONS = [("f", curve, precise) for curve in ("tanh", "isru", "erf") for precise in (True, False)]
+DERIVATIVES = [("f′", curve, True) for curve in ("tanh", "isru", "erf")]
+ULP = 2.0**-23  # of float32, relative, at most
+
+# How far off the functions may be, relative: roundings counted, of 2⁻²⁴ each.
+PRECISE = {
+    "tanh": 2 * ULP,  # what precise_tanh promises
+    "isru": 2 * ULP,  # half of those of u² and of 1 + u², that of 1/√, that of the product
+    "erf": ULP,
+}
+CHEAP = {
+    "tanh": 2 * ULP,  # the instruction's own error, 2⁻¹¹, is not in the interpreter
+    "isru": 2 * ULP,
+    "erf": 5.82e-5,  # what a polynomial of three coefficients within tanh can do: 5.79e-5
+}
+# Of an exponential that underflows at 88: its argument is rounded twice, its error 88 times as large, or 2 · 88 · 2⁻²⁴.
+DERIVATIVE = {"tanh": 1.1e-5, "isru": 4 * ULP, "erf": 1.1e-5}
+UNDERFLOWS = 2.0**-120  # what is below may have become zero
+
+
+def half(kind):
+    patterns = np.arange(2**16, dtype=np.uint16)
+    return (patterns.astype(np.uint32) << 16).view(np.float32) if kind == "bfloat16" else patterns.view(np.float16)
+
+
+def spread():
+    """Every exponent of float32, and 2,048 mantissas of each; more where the curves bend."""
+    draw = np.random.default_rng(5)
+    exponents = np.concatenate([np.repeat(np.arange(255), 2048), np.repeat(np.arange(120, 132), 20_000)])
+    patterns = exponents.astype(np.uint32) << 23 | draw.integers(2**23, size=len(exponents), dtype=np.uint32)
+    return np.sort(patterns.view(np.float32))
+
+
+def points():
+    with np.errstate(invalid="ignore"):
+        return {kind: half(kind).astype(np.float32) for kind in ("bfloat16", "float16")} | {"float32": spread()}
+
+
+def exact(u, of, curve):
+    v = u.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        if of == "f":
+            isru = np.where(np.isinf(v), np.sign(v), v / np.hypot(v, 1))
+            return {"tanh": np.tanh(v), "isru": isru, "erf": special.erf(v)}[curve]
+        logistic = special.expit(-2 * np.abs(v))
+        return {
+            "tanh": 4 * logistic * special.expit(2 * np.abs(v)),
+            "isru": np.hypot(v, 1) ** -3.0,
+            "erf": 2 / np.sqrt(np.pi) * np.exp(-v * v),
+        }[curve]
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory):
+    path = tmp_path_factory.mktemp("interpreted") / "values"
+    subprocess.run([sys.executable, __file__, path], env={**os.environ, "TRITON_INTERPRET": "1"}, check=True)
+    return pickle.loads(path.read_bytes())  # noqa: S301 - our own
+
+
+def furthest(u, y, of, curve):
+    """The largest relative error where the truth is not about to underflow, and that nothing else is there below."""
+    there = np.isfinite(u)
+    u, y, true = u[there], y[there].astype(np.float64), exact(u[there], of, curve)
+    small = np.abs(true) < UNDERFLOWS
+    assert (np.abs(y[small]) <= 2 * UNDERFLOWS).all()
+    return (np.abs(y - true)[~small] / np.abs(true[~small])).max()
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("of", "curve", "precise"), FUNCTIONS + DERIVATIVES)
+def test_the_error_is_bounded_over_the_whole_range(computed, of, curve, precise, kind):
+    bound = (DERIVATIVE if of == "f′" else PRECISE if precise else CHEAP)[curve]
+    assert furthest(points()[kind], computed[of, curve, precise, kind], of, curve) <= bound
+
+
+def test_tanh_in_float32_is_right_to_two_units_in_the_last_place(computed):
+    u = points()["float32"]
+    true = np.tanh(u.astype(np.float64))
+    unit = np.spacing(np.nextafter(np.abs(true).astype(np.float32), np.float32(0)))  # below 1, not above
+    assert (np.abs(computed["f", "tanh", True, "float32"] - true) <= 2 * unit).all()
+
+
+def test_a_gpu_that_multiplies_and_adds_at_once_makes_of_tanh_no_more_of_an_error():
+    """There each product is not rounded before it is added to; the polynomial is where that matters."""
+    coefficients = np.float32(constants()["NEAR_TANH"])
+    u = np.concatenate([np.linspace(0.01, 1.2, 300_001), np.geomspace(1e-6, 1.2, 300_001)]).astype(np.float32)
+
+    def at_once(a, b, c):  # the product of two float32 is a float64
+        return (a.astype(np.float64) * b + c).astype(np.float32)
+
+    square = u * u
+    near = np.full_like(u, coefficients[-1])
+    for coefficient in coefficients[-2::-1]:
+        near = at_once(near, square, coefficient)
+    y, true = at_once(near * square, u, u), np.tanh(u.astype(np.float64))
+    assert (np.abs(y - true) <= 2 * np.spacing(true.astype(np.float32))).all()
+
+
+@pytest.mark.parametrize(("of", "curve", "precise"), FUNCTIONS + DERIVATIVES)
+def test_zeros_infinities_and_nan_are_what_they_are_of_the_curve(computed, of, curve, precise):
+    u = points()["bfloat16"]
+    y = computed[of, curve, precise, "bfloat16"]
+    assert np.isnan(y[np.isnan(u)]).all() and np.isfinite(y[~np.isnan(u)]).all()
+    far, zero = np.abs(u) >= 1e20, u == 0
+    assert far.sum() > 10_000 and zero.sum() == 2 and np.isinf(u).sum() == 2
+    if of == "f":
+        assert np.array_equal(y[far], np.sign(u[far]))
+        assert (y[zero] == 0).all()
+    else:
+        assert (y[far] == 0).all()
+        assert (np.abs(y[zero] - exact(u[zero], of, curve)) <= ULP).all()  # 2/√π, which is no float32
+
+
+@triton.jit
+def isru(u, y):
+    tl.store(y, function(tl.load(u), "isru", False, False))
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_a_nan_passes_the_clamp_of_isru_on_a_gpu(capability):
+    """There min(NaN, 1e18) is 1e18, unless it is asked for otherwise; the interpreter's is NaN in any case."""
+    target = GPUTarget("cuda", capability, 32)
+    ptx = triton.compile(ASTSource(isru, {"u": "*fp32", "y": "*fp32"}), target=target).asm["ptx"]
+    found = re.findall(r"\b(?:min|max)[.\w]*", ptx)
+    assert found and all(".NaN" in instruction for instruction in found)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("of", "curve", "precise"), FUNCTIONS + DERIVATIVES)
+def test_functions_are_odd_and_derivatives_even_to_the_bit(computed, of, curve, precise, kind):
+    positive, negative = np.split(computed[of, curve, precise, kind], 2)  # patterns of one sign, and of the other
+    there = np.isfinite(np.split(points()[kind], 2)[0])
+    assert np.array_equal(negative[there], -positive[there] if of == "f" else positive[there])
+
+
+@pytest.mark.parametrize(("of", "curve", "precise"), FUNCTIONS + DERIVATIVES)
+def test_functions_stay_between_their_limits_and_go_one_way(computed, of, curve, precise):
+    one_ulp_over = 1 + (ULP if curve == "isru" else 0)  # u times a root that was rounded upwards
+    for kind in ("bfloat16", "float16", "float32"):
+        u, y = points()[kind], computed[of, curve, precise, kind]
+        order = np.argsort(u[u >= 0], kind="stable")
+        y = y[u >= 0][order]
+        assert (y >= 0).all() and (y <= (one_ulp_over if of == "f" else 2 / np.sqrt(np.pi) + ULP)).all()
+        # Neighbours may be closer than the error, twice 2 ulp; what is written in float16 goes one way.
+        written, slack = (y.astype(np.float16), 0) if kind == "float16" else (y, 4 * ULP)
+        steps = np.diff(written.astype(np.float64)) * (1 if of == "f" else -1)
+        assert (steps >= -slack * y[1:]).all()
+
+
+@pytest.mark.parametrize("curve", ["tanh", "isru", "erf"])
+def test_the_derivative_is_that_of_the_function(computed, curve):
+    u = points()["float16"]
+    chosen = (u > 2**-6) & (u < 5)
+    at, step = u[chosen].astype(np.float64), 1e-5
+    slope = (exact(at + step, "f", curve) - exact(at - step, "f", curve)) / (2 * step)
+    y = computed["f′", curve, True, "float16"][chosen]
+    np.testing.assert_allclose(y, slope, rtol=1e-6, atol=1e-10)  # f‴·step²/6, and float64's 2⁻⁵³/step
+
+
+def constants():
+    """The tuples of numbers in functions.py, as they are written there."""
+    text = (ROOT / "normscope/swaps/kernels/device_functions.py").read_text(encoding="utf-8")
+    found = re.findall(r"^(\w+) = tl.constexpr\(\s*\(([^()]*)\)", text, re.MULTILINE)
+    return {name: [float(number) for number in numbers.split(",") if number.strip()] for name, numbers in found}
+
+
+def test_the_coefficients_are_those_that_their_script_makes():
+    script = ROOT / "scripts/kernel_coefficients.py"
+    made = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
+    for line in made.splitlines():
+        name, _, numbers = line.partition(" ")
+        # To 1e-4: the last coefficient is what rounding in the search moves most, and still matters least.
+        assert constants()[name] == pytest.approx([float(number) for number in numbers.split(",")], rel=1e-4)
+    assert len(made.splitlines()) == len(constants()) == 2
+
+
+def test_no_polynomial_of_three_coefficients_is_better_in_erf():
+    """The error alternates: one that were smaller everywhere would differ from it by a quadratic with three zeros.
+
+    (De la Vallée-Poussin: the best error is at least the smallest of the extremes.)
+    """
+    u = np.linspace(0.01, 3, 100_001)
+    off = np.tanh(u * np.polyval(constants()["ERF_AS_TANH"][::-1], u * u)) / special.erf(u) - 1
+    runs = np.split(off, np.flatnonzero(np.diff(np.sign(off))) + 1)
+    assert sum(np.abs(run).max() > 5.75e-5 for run in runs) == 4 and np.abs(off).max() < 5.82e-5
+
+
+def test_the_polynomial_of_tanh_is_off_by_less_than_it_is_rounded():
+    u = np.linspace(0.01, 1.2, 100_001)
+    exactly = u + u**3 * np.polyval(np.float32(constants()["NEAR_TANH"][::-1]).astype(np.float64), u * u)
+    assert np.abs(exactly / np.tanh(u) - 1).max() < ULP / 4
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import accuracy_kernel
+
+    values = {
+        (of, curve, precise, kind): accuracy_kernel.run(u, of, curve, precise)
+        for of, curve, precise in FUNCTIONS + DERIVATIVES
+        for kind, u in points().items()
+    }
+    Path(sys.argv[1]).write_bytes(pickle.dumps(values))
