@@ -45,7 +45,7 @@ _HELD = {"scale": "tanh", "others": "isru"}  # which curve's derivation holds it
 
 
 @dataclass(frozen=True)
-class _Column:
+class _SiteColumn:
     """Everything that the panels of one site are drawn from."""
 
     site: NormSite
@@ -98,7 +98,7 @@ def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), *, style: str
             if isinstance(drawn, DrawnJacobians):
                 below.set_visible(True)
                 of_site = [fit for fit in fits if fit.site == site.name]
-                _draw(above, below, _Column(site, stats, view, drawn, of_site, theme))
+                _draw(above, below, _SiteColumn(site, stats, view, drawn, of_site, theme))
                 head_panel(above, site, f"{view.n_tokens} of {view.of_tokens:,} tokens", width - 0.1)
             else:
                 _decline(above, f"No closed form: {drawn}.", theme)
@@ -111,7 +111,7 @@ def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), *, style: str
     return figure
 
 
-def _draw(above: Axes, below: Axes, column: _Column) -> None:
+def _draw(above: Axes, below: Axes, column: _SiteColumn) -> None:
     _draw_diagonal(above, column)
     _draw_constants(below, column)
 
@@ -129,7 +129,7 @@ def _decline(ax: Axes, reason: str, style: Style) -> None:
     )
 
 
-def _draw_diagonal(ax: Axes, column: _Column) -> None:
+def _draw_diagonal(ax: Axes, column: _SiteColumn) -> None:
     drawn, style = column.drawn, column.style
     grey, marked = style.faint, style.channels[0]
     for x, diagonal, colour in (
@@ -168,7 +168,7 @@ def _draw_diagonal(ax: Axes, column: _Column) -> None:
     _notes(ax, style, lines)
 
 
-def _draw_constants(ax: Axes, column: _Column) -> None:
+def _draw_constants(ax: Axes, column: _SiteColumn) -> None:
     drawn, style = column.drawn, column.style
     x, largest = drawn.x.abs().flatten(), drawn.largest_x.abs().flatten()
     grouped = {name: _grouped(x, _of_pairs(getattr(drawn.uniform, name), drawn.x)) for name in _HELD}

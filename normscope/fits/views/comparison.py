@@ -285,7 +285,7 @@ def compared(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]]) ->
         raise UsageError(
             f"No norm site of {first.about['model']} has a counterpart: no two share their name or their placement."
         )
-    base, *beside = (_Seen(capture, of_capture) for capture, of_capture in zip(captures, fits, strict=True))
+    base, *beside = (_SeenCapture(capture, of_capture) for capture, of_capture in zip(captures, fits, strict=True))
     rows = []
     for site, curve in base.fits:
         others = [
@@ -298,7 +298,7 @@ def compared(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]]) ->
     return Comparison(captures, fits, matches, rows)
 
 
-class _Seen:
+class _SeenCapture:
     """One capture, by site, and by site and curve."""
 
     def __init__(self, capture: Capture, fits: Sequence[CurveFit]) -> None:
@@ -311,7 +311,7 @@ class _Seen:
 
 
 def _against(
-    first: _Seen, other: _Seen, number: int, by: Literal["name", "depth"], place: tuple[str, str, str]
+    first: _SeenCapture, other: _SeenCapture, number: int, by: Literal["name", "depth"], place: tuple[str, str, str]
 ) -> Compared:
     site, name, curve = place
     base, beside = first.fits[site, curve], other.fits[name, curve]

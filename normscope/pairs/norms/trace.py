@@ -51,7 +51,7 @@ class NormReport:
 
 
 @dataclass
-class _Call:
+class _FirstCall:
     """First call of a module: kept alive until the pass ends, so that no other tensor takes its place in memory."""
 
     name: str
@@ -202,7 +202,7 @@ def _parents(name: str) -> list[str]:
     return [name[: dot.start()] for dot in re.finditer(r"\.|^(?=.)", name)]
 
 
-def _no_norms(calls: dict[str, _Call], named: dict[str, nn.Module]) -> set[str]:
+def _no_norms(calls: dict[str, _FirstCall], named: dict[str, nn.Module]) -> set[str]:
     """Names of suspects that turned out to be no norms: to weigh alone, to be part of a norm or only to hold one."""
     sites = {name for name, call in calls.items() if isinstance(call.kind, NormKind)}
     weigh_alone_or_part = {
@@ -216,9 +216,9 @@ def _no_norms(calls: dict[str, _Call], named: dict[str, nn.Module]) -> set[str]:
 @contextlib.contextmanager
 def _calls_of(
     named: dict[str, nn.Module], weighing: dict[str, nn.Module], watch: FunctionWatch
-) -> Iterator[dict[str, _Call]]:
+) -> Iterator[dict[str, _FirstCall]]:
     """Note the first call of each suspect, and let the watch forget what those do that are named, or found, a norm."""
-    calls: dict[str, _Call] = {}
+    calls: dict[str, _FirstCall] = {}
     suspects = {**named, **weighing}
     # The last is at work: it may call itself.
     before: dict[str, list[tuple[_Input | None, tuple[int, int]]]] = {name: [] for name in suspects}
@@ -245,7 +245,7 @@ def _calls_of(
                 # Now, while the input is what the norm saw: the network may go on to add to it in place.
                 with watch.paused(), at_hand(module, args, kwargs) as (own_args, own_kwargs):
                     kind = _resolve(module, own_args, own_kwargs, output)
-                call = _Call(name, module, x, output, kind, mark[1], overwrites, of_weights=watch.is_weight(x))
+                call = _FirstCall(name, module, x, output, kind, mark[1], overwrites, of_weights=watch.is_weight(x))
                 calls[name] = call
             else:
                 watch.tensorless[name] = None
@@ -296,7 +296,7 @@ def _resolve(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
     return known
 
 
-def _site(index: int, call: _Call, kind: NormKind) -> NormSite:
+def _site(index: int, call: _FirstCall, kind: NormKind) -> NormSite:
     x = call.input
     axes = (1,) if kind.groups is not None else kind.axes(call.module, x.ndim)
     return NormSite(

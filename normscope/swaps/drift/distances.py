@@ -133,7 +133,7 @@ def distances(original: Tensor, swapped: Tensor, valid: Tensor | None = None, ki
         valid: which positions are data and not padding, bool ``(samples, positions)``; None for all.
         kind: ``classes`` and ``tokens`` for logits along the last axis, ``frames`` for distances of single positions.
     """
-    pieces = [_Sums.of(a, b, kind) for a, b in _pieces(original, swapped, valid)]
+    pieces = [_DistanceSums.of(a, b, kind) for a, b in _pieces(original, swapped, valid)]
     kept = torch.ones(original.shape[:2], dtype=torch.bool) if valid is None else valid.cpu()
     moved, own, other, both = (
         torch.cat([getattr(piece, name) for piece in pieces], dim=1) for name in ("moved", "own", "other", "both")
@@ -171,7 +171,7 @@ def distances(original: Tensor, swapped: Tensor, valid: Tensor | None = None, ki
 
 
 @dataclass(frozen=True)
-class _Sums:
+class _DistanceSums:
     """Sums over the features of some positions: float64 ``(samples, positions)`` on the CPU."""
 
     moved: Tensor
@@ -184,7 +184,7 @@ class _Sums:
     overlap: Tensor | None = None
 
     @classmethod
-    def of(cls, a: Tensor, b: Tensor, kind: Kind) -> _Sums:
+    def of(cls, a: Tensor, b: Tensor, kind: Kind) -> _DistanceSums:
         sums = [((b - a) ** 2).sum(-1), (a * a).sum(-1), (b * b).sum(-1), (a * b).sum(-1)]
         if kind in ("classes", "tokens"):
             sums += [_kl(a, b), *_agreement(a, b)]

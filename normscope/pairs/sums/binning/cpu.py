@@ -77,7 +77,7 @@ def _rows(tokens: Tokens) -> Rows:
 
 
 @dataclass(frozen=True)
-class _Share:
+class _ThreadShare:
     """What one thread does: runs as :func:`fill` takes them, and the fold among them that the one before has begun."""
 
     runs: Array
@@ -85,7 +85,7 @@ class _Share:
 
 
 @functools.lru_cache(maxsize=16)  # the norms of a forward mostly share their runs
-def _shared_out(runs: tuple[Run, ...], threads: int) -> list[_Share]:
+def _shared_out(runs: tuple[Run, ...], threads: int) -> list[_ThreadShare]:
     """Share tokens out evenly, fold after fold, so that each thread has at most one that another has begun."""
     total = sum(run.stop - run.start for run in runs)
     shares: list[list[tuple[int, ...]]] = [[] for _ in range(threads)]
@@ -99,7 +99,7 @@ def _shared_out(runs: tuple[Run, ...], threads: int) -> list[_Share]:
             done, start = done + stop - start, stop
     last_folds = [None, *(share[-1][2] for share in shares[:-1] if share)]
     return [
-        _Share(
+        _ThreadShare(
             np.array([(a, b, _SHARED if fold == before else fold, *rest) for a, b, fold, *rest in share], np.int64),
             before if share[0][2] == before else None,
         )
