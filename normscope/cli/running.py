@@ -224,6 +224,8 @@ def check_by(by: str | None, names: Sequence[str]) -> None:
 
 
 def _without_parts(name: str, by: str) -> UsageError:
+    if _is_file(name):
+        return UsageError(f"{name} keeps no {by}s apart; `normscope capture MODEL --by {by} -o {name}` does.")
     return UsageError(f"{name} has no {by}s to keep apart; diffusion models have.")
 
 
@@ -250,7 +252,7 @@ def captures(
         if not _is_file(name):
             with run.joined() as ranks:
                 network = run.load(name, output)
-                seen = run.capture(network, layers, output, ranks, **kept)
+                seen = run.capture(network, layers, output, ranks, by_part=by is not None, **kept)
                 output.account(seen, network.inputs.unreadable)
                 del network  # before there is another
         elif speaks:

@@ -37,6 +37,7 @@ def capture(
     by_gamma: bool = False,
     per_channel: bool = False,
     diagonal: bool = False,
+    by_part: bool = False,
     progress: Progress = silent,
 ) -> Capture:
     """Run ``model`` over ``batches`` and sum up the input and the output before the affine step of its norms.
@@ -65,11 +66,12 @@ def capture(
         per_channel: also keep the sums of each channel, on a coarser grid; d · 17 kB a site.
         diagonal: also keep the sums of the diagonal of the norm's Jacobian, ∂y_i/∂x_i, which
             :func:`normscope.gradient` takes; at sites where it is known in closed form.
+        by_part: also keep the sums of each part of the data by itself, in :attr:`Capture.parts`, where batches name the
+            ``part`` that they belong to: a diffusion model's timesteps. Each part takes the memory of a whole.
         progress: called with ``"samples"``, how many have run, and how many there are: None where nothing tells.
 
     Returns:
-        A :class:`Capture` on the CPU, whose size does not depend on the number of batches. Where batches name the
-        ``part`` that they belong to, each part is also kept by itself, in :attr:`Capture.parts`.
+        A :class:`Capture` on the CPU, whose size does not depend on the number of batches.
 
     Raises:
         DataError: if there is no batch, or if it cannot be told which tokens of a norm are padding.
@@ -84,7 +86,7 @@ def capture(
     >>> capture(model, [torch.randn(16, 4), torch.randn(16, 4)], seed=0).stats["1"].n_pairs
     256
     """
-    summing = Summing(seed, sample, verify, by_gamma, per_channel, diagonal)
+    summing = Summing(seed, sample, verify, by_gamma, per_channel, diagonal, by_part)
     return captured(model, batches, summing, layers=layers, about=about, progress=progress)
 
 
@@ -158,7 +160,7 @@ def captured(
 
 def _settings(recorder: Recorder, batches: Iterable[Any], first: Batch, about: Mapping[str, str]) -> dict[str, Any]:
     """Say what is captured of what: what ranks have to agree in, and what a checkpoint is of."""
-    kept = ("seed", "sample", "by_gamma", "per_channel", "diagonal")
+    kept = ("seed", "sample", "by_gamma", "per_channel", "diagonal", "by_part")
     summing = {name: getattr(recorder.summing, name) for name in kept}
     return {
         "model": about["model"],

@@ -28,7 +28,7 @@ class Capture:
         n_samples: number of samples that went through the network.
         seed: of the drawing samples.
         versions: of Python and the libraries.
-        parts: captures of parts of the data, each by its name (``timestep 980``), where batches named theirs.
+        parts: captures of parts of the data, each by its name (``timestep 980``), where they were asked for.
     """
 
     about: Mapping[str, str]
@@ -56,7 +56,7 @@ class Capture:
 
         Raises:
             DataError: if the two are not of the same model, weights, dtype and sites, or not the same sample of the
-                tokens.
+                tokens, or if one alone keeps parts.
         """
         for key in ("model", "weights", "dtype"):
             mine, theirs = (about.get(key, "not named") for about in (self.about, other.about))
@@ -67,6 +67,12 @@ class Capture:
             raise DataError(f"Cannot merge a capture of {samples[0]} with one of {samples[1]}; take the same of both.")
         if found := _other_site(self.sites, other.sites):
             raise DataError(f"Cannot merge captures of different norm sites: {found}; capture the same layers of both.")
+        if bool(self.parts) != bool(other.parts):
+            part = next(iter(self.parts or other.parts))
+            raise DataError(
+                f"Cannot merge a capture that keeps its parts, such as {part!r}, with one that does not; capture "
+                "both the same way."
+            )
         about = {**self.about, "data": _joined(self.about["data"], other.about["data"])}
         if self.about.get("part") != other.about.get("part"):
             about.pop("part", None)

@@ -82,6 +82,7 @@ class Summing:
     by_gamma: bool = False
     per_channel: bool = False
     diagonal: bool = False
+    by_part: bool = False
     observe: Observer | None = None
 
 
@@ -132,6 +133,8 @@ class Recorder:
                 something twice, or while pairs are being summed.
             ModelError: if the network raises anything else.
         """
+        if not self.summing.by_part:
+            batch = replace(batch, part="")
         self.seen.begin_part(batch.part, number)
         for piece, summed in self._halving.pieces(batch, Counter[str]()):
             if self._fits(piece, summed):

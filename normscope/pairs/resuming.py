@@ -206,7 +206,9 @@ class Checkpoints:
     def _read(self, path: Path, recorder: Recorder) -> _Found:
         header, tensors = read_checked(path, FORMAT, FORMAT_VERSIONS, "remove it to capture its inputs again")
         try:
-            self._check_settings(path, header["settings"])
+            kept_apart = any(part["name"] for part in header["parts"])
+            # A file of before there was such a choice does not name it.
+            self._check_settings(path, {"diagonal": False, "by_part": kept_apart, **header["settings"]})
             if (grid := other_grid(header["grids"])) is not None:
                 raise ValueError(f"it was summed on another grid: {grid}")
             return _found(path, header, tensors, recorder)
@@ -217,7 +219,6 @@ class Checkpoints:
             ) from error
 
     def _check_settings(self, path: Path, found: Mapping[str, Any]) -> None:
-        found = {"diagonal": False, **found}  # which a file of before there were such sums does not name
         for name, value in self._settings.items():
             if found.get(name) != value:
                 raise UsageError(

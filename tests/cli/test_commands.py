@@ -88,7 +88,7 @@ def test_plot_without_a_model_draws_the_embedded_ones_and_says_so(folder):
 @pytest.mark.slow
 def test_timesteps_are_kept_apart(folder):
     options = ("--timesteps", "980,20", "--guidance", "1", "--limit", "3", "--layers", "2")
-    done = run("capture", "demo_dit", *options, "--json", "-o", "dit.safetensors", cwd=folder)
+    done = run("capture", "demo_dit", *options, "--by", "timestep", "--json", "-o", "dit.safetensors", cwd=folder)
     assert json.loads(done.stdout)["parts"] == ["timestep 980", "timestep 20"]
     fits = json.loads(run("fit", "dit.safetensors", "--by", "timestep", "--json", cwd=folder).stdout)["fits"]
     apart = [normscope.load_capture(folder / "dit.safetensors").parts[part] for part in ("timestep 980", "timestep 20")]
@@ -97,6 +97,11 @@ def test_timesteps_are_kept_apart(folder):
     drawn = run("plot", "dit.safetensors", "--by", "timestep", "--color", "token", "-o", "dit", cwd=folder)
     names = ["demo_dit-timestep-980-scurves.png", "demo_dit-timestep-20-scurves.png", "overview-scurves.png"]
     assert drawn.stdout.splitlines() == [f"dit/{name}" for name in names]
+    plain = run("capture", "demo_dit", *options, "--json", "-o", "whole.safetensors", cwd=folder)
+    assert json.loads(plain.stdout)["parts"] == []
+    refused = run("fit", "whole.safetensors", "--by", "timestep", cwd=folder)
+    assert refused.returncode == 2 and "whole.safetensors keeps no timesteps apart" in refused.stderr
+    assert "--by timestep -o whole.safetensors" in " ".join(refused.stderr.split())
 
 
 @pytest.mark.slow

@@ -27,7 +27,18 @@ DIT = ("--limit", "3", "--timesteps", "3")
 # By the name of what is run: its arguments, where FILE stands for a file of its own.
 COMMANDS = {
     "vit": ("capture", "demo_vit", *DIGITS, "--layers", "4", "-o", "FILE.safetensors"),
-    "dit": ("capture", "demo_dit", *DIT, "--layers", "3", "--per-channel", "-o", "FILE.safetensors"),
+    "dit": (
+        "capture",
+        "demo_dit",
+        *DIT,
+        "--layers",
+        "3",
+        "--per-channel",
+        "--by",
+        "timestep",
+        "-o",
+        "FILE.safetensors",
+    ),
     "two": ("fit", "demo_vit", "demo_dit", "--limit", "3", "--layers", "2", "--func", "tanh", "--json"),
     "table": ("fit", "demo_vit", *DIGITS, "--layers", "2", "--func", "tanh", "--output", "FILE.csv"),
     "plot": ("plot", "demo_vit", *DIGITS, "--layers", "2", "--func", "tanh", "--output", "FILE.png"),

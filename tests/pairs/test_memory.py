@@ -136,8 +136,8 @@ def test_whatever_is_kept_is_kept_once(place, options):
 @pytest.mark.parametrize("place", PLACES)
 def test_parts_keep_their_own(place):
     sizes = (7, 16, 16, 4)
-    truth = capture(network(), batches(*sizes, parts=True))
-    seen = capture(network(place, 5), batches(*sizes, parts=True))
+    truth = capture(network(), batches(*sizes, parts=True), by_part=True)
+    seen = capture(network(place, 5), batches(*sizes, parts=True), by_part=True)
     assert_captures_alike(seen, truth)
     assert {part: own.n_samples for part, own in seen.parts.items()} == {"timestep 0": 23, "timestep 1": 20}
 

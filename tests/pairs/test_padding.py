@@ -170,7 +170,7 @@ def test_parts_sum_up_to_the_whole_and_survive_files_merges_and_choices(tmp_path
         return [Batch((x[i],), {}, samples(i), part=f"timestep {i % 2}") for i in numbers]
 
     model = Two()
-    seen = normscope.capture(model, batches(0, 1, 2, 3), by_gamma=True)
+    seen = normscope.capture(model, batches(0, 1, 2, 3), by_gamma=True, by_part=True)
     assert list(seen.parts) == ["timestep 0", "timestep 1"]
     assert {part.n_samples for part in seen.parts.values()} == {2} and seen.n_samples == 4
     for name, stats in seen.stats.items():
@@ -184,7 +184,7 @@ def test_parts_sum_up_to_the_whole_and_survive_files_merges_and_choices(tmp_path
     for part, own in read.parts.items():
         assert own.about == seen.parts[part].about and own.sites == seen.parts[part].sites
         assert_same_sums(own.stats["second"], seen.parts[part].stats["second"])
-    both = read.merge(normscope.capture(model, batches(4, 6), by_gamma=True))
+    both = read.merge(normscope.capture(model, batches(4, 6), by_gamma=True, by_part=True))
     assert (both.parts["timestep 0"].n_samples, both.parts["timestep 1"].n_samples) == (4, 2)
     pairs = {part: own.stats["first"].n_pairs for part, own in both.parts.items()}
     assert sum(pairs.values()) == both.stats["first"].n_pairs
@@ -192,3 +192,9 @@ def test_parts_sum_up_to_the_whole_and_survive_files_merges_and_choices(tmp_path
     assert "part" not in early.merge(late).about and early.merge(early).about["part"] == "timestep 0"
     chosen = both.only("second")
     assert [list(part.stats) for part in chosen.parts.values()] == [["second"], ["second"]]
+    whole = normscope.capture(model, batches(0, 1, 2, 3), by_gamma=True)  # nobody asked for parts
+    assert not whole.parts and whole.n_samples == 4
+    for name, stats in whole.stats.items():
+        assert_same_sums(stats, seen.stats[name])
+    with pytest.raises(DataError, match="Cannot merge a capture that keeps its parts, such as 'timestep 0', with one"):
+        whole.merge(seen)

@@ -194,7 +194,7 @@ def tell(folder, rank):
             for site, own in stats.items():
                 save(own, folder / f"seen {part} {site} {rank}.safetensors")
         said["seen"] = [recorder.seen.n_samples, [dataclasses.asdict(norm) for norm in recorder.seen.late.values()]]
-        whole = captured(Network(), network_batches(), ranks=ranks)
+        whole = captured(Network(), network_batches(), Summing(by_part=True), ranks=ranks)
         normscope.save_capture(whole, folder / f"whole {rank}.safetensors")
         said["skipped"] = [dataclasses.asdict(norm) for norm in whole.skipped]
         (folder / f"{rank}.json").write_text(json.dumps(said))
@@ -330,7 +330,7 @@ def test_parts_and_sites_that_some_ranks_alone_have_seen(folder, said):
 
 
 def test_a_capture_by_all_is_the_capture_of_one(folder, said):
-    whole = capture(Network(), network_batches())
+    whole = capture(Network(), network_batches(), by_part=True)
     of_file = of_all_ranks(folder, "whole", lambda path: all_tensors(normscope.load_capture(path)))
     assert_same(of_file, all_tensors(whole))
     seen = normscope.load_capture(folder / "whole 0.safetensors")

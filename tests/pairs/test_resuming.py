@@ -113,7 +113,7 @@ def run(folder, *, inputs=None, ranks=ALONE, every=NEVER, resume=True, stopping=
     kept = Checkpoints(folder, every, resume, stopping)
     model = Network().to(options.pop("dtype", torch.float32))
     about = options.pop("about", ABOUT)
-    summing = Summing(**{name: own for name, own in options.items() if name != "layers"})
+    summing = Summing(**{"by_part": True, **{name: own for name, own in options.items() if name != "layers"}})
     layers = options.get("layers", "all")
     seen = captured(model, inputs or Inputs(), summing, layers=layers, about=about, ranks=ranks, checkpoints=kept)
     kept.remove()
@@ -129,7 +129,7 @@ def stopped(folder, after, **options):
 @pytest.fixture(scope="module")
 def whole():
     """Return what nothing happened to, in chunks of one and of two: with the same left out."""
-    return {size: capture(Network(), Inputs(batch_size=size), about=ABOUT) for size in (1, 2)}
+    return {size: capture(Network(), Inputs(batch_size=size), about=ABOUT, by_part=True) for size in (1, 2)}
 
 
 def assert_as_if_nothing_happened(seen, whole):
@@ -163,7 +163,7 @@ def test_stopped_again_and_again(tmp_path, whole):
 )
 def test_whatever_is_summed(tmp_path, options):
     stopped(tmp_path, 3, **options)
-    alone = capture(Network(), Inputs(), about=ABOUT, **options)
+    alone = capture(Network(), Inputs(), about=ABOUT, by_part=True, **options)
     assert differences(run(tmp_path, **options), alone) == []
 
 
@@ -278,6 +278,7 @@ OTHERS = {
     "by_gamma": {"by_gamma": True},
     "per_channel": {"per_channel": True},
     "diagonal": {"diagonal": True},
+    "by_part": {"by_part": False},
     "layers": {"layers": "1,"},
 }
 OTHERS["first sample"]["inputs"].first_sample = lambda: Inputs().batch(1)
@@ -310,7 +311,7 @@ def test_a_checkpoint_of_before_there_were_sums_of_the_diagonal(tmp_path, whole)
     stopped(tmp_path, 3)
     path = tmp_path / "0.safetensors"
     header, tensors = checkpoints_module.read_checked(path, checkpoints_module.FORMAT, (2,))
-    del header["settings"]["diagonal"]
+    del header["settings"]["diagonal"], header["settings"]["by_part"]
     write_checked(path, {**header, "version": 1}, of_version_1(tensors))
     with pytest.raises(UsageError, match="its diagonal is False, not True"):
         run(tmp_path, diagonal=True)
@@ -379,7 +380,7 @@ def test_a_run_goes_on_where_its_checkpoint_cannot_be_written(tmp_path, whole, m
     kept = Checkpoints(tmp_path, 0, resume=True)
     monkeypatch.setattr(checkpoints_module, "write_checked", full)
     with caplog.at_level(logging.WARNING):
-        seen = captured(Network(), Inputs(), about=ABOUT, checkpoints=kept)
+        seen = captured(Network(), Inputs(), Summing(by_part=True), about=ABOUT, checkpoints=kept)
     told = [record.getMessage() for record in caplog.records]
     assert (
         told

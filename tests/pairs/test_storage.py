@@ -41,6 +41,7 @@ def seen():
         by_gamma=True,
         per_channel=True,
         diagonal=True,
+        by_part=True,
     )
 
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import normscope
-from normscope.cli.options import AsCsv, AsJson, ByGamma, Diagonal, Layers, Model, PerChannel, Quiet
+from normscope.cli.options import AsCsv, AsJson, By, ByGamma, Diagonal, Layers, Model, PerChannel, Quiet
 from normscope.cli.output import Output, pairs_as_json, skipped_as_json
 from normscope.cli.process import stopping_between_chunks
-from normscope.cli.running import RunOptions, check_models, runs_networks
+from normscope.cli.running import RunOptions, check_by, check_models, runs_networks
 from normscope.errors import UsageError
 from normscope.runtime.files import CHECKPOINT, check_writable
 from normscope.runtime.processes import Place
@@ -65,6 +65,7 @@ def capture(
     by_gamma: ByGamma = False,
     per_channel: PerChannel = False,
     diagonal: Diagonal = False,
+    by: By = None,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
     quiet: Quiet = False,
@@ -75,6 +76,7 @@ def capture(
     """
     say = Output(as_json, quiet, as_csv=as_csv)
     check_models([model])
+    check_by(by, [model])
     check_writable(output)
     place = Place.from_environment()
     _check_raw(raw, resume, place)
@@ -99,6 +101,7 @@ def capture(
                 by_gamma=by_gamma,
                 per_channel=per_channel,
                 diagonal=diagonal,
+                by_part=by is not None,
                 observe=pairs.add if pairs else None,
             )
         if not place.speaks:

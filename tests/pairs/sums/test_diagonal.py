@@ -120,7 +120,7 @@ def assert_sums(moments, expected):
 def captured(batches, **options):
     # A norm that mixes positions refuses padding.
     layers = [name for name in (*TRUTH, *NEVER) if name != "group" or all(one.valid is None for one in batches)]
-    return normscope.capture(Network(), batches, layers=layers, diagonal=True, **options)
+    return normscope.capture(Network(), batches, layers=layers, diagonal=True, by_part=True, **options)
 
 
 @pytest.mark.parametrize("name", TRUTH)
