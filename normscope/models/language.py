@@ -214,12 +214,7 @@ class _Network:
         if left_out := sorted(report["unexpected_keys"]):
             logger.warning("%s: %s has no place for %s.", self.name, self.kind.__name__, first_few(left_out))
         _check(report | {"unexpected_keys": []}, f"The weights of {repository.name} do not fit {self.kind.__name__}")
-        if repository.is_folder:
-            folder = Path(repository.name).resolve().name
-            provenance = Provenance("file", f"folder {folder} (sha256 {sha256_of(files)[:12]})")
-        else:
-            provenance = Provenance("pretrained", f"{repository.name}@{repository.commit[:12]}")
-        return module, _converted(provenance, dtypes_of_files(files), module)
+        return module, _converted(repository.provenance(files), dtypes_of_files(files), module)
 
     def of_file(self, path: Path) -> tuple[nn.Module, Provenance]:
         """Load the weights of a file, which has to hold those of this class and no others, except for a head's."""

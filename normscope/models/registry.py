@@ -92,6 +92,12 @@ _NAMED = (
     ),
     ModelEntry("dit_xl", "diffusion", "DiT-XL/2 at 256×256, ImageNet-1k", "diffusers:facebook/DiT-XL-2-256"),
     ModelEntry("dit_xl_512", "diffusion", "DiT-XL/2 at 512×512, ImageNet-1k", "diffusers:facebook/DiT-XL-2-512"),
+    ModelEntry(
+        "minilm",
+        "language",
+        "all-MiniLM-L6-v2: BERT of 22 million weights, for sentences, post-norm",
+        "transformers:sentence-transformers/all-MiniLM-L6-v2",
+    ),
     ModelEntry("gpt2", "language", "GPT-2 of 124 million weights", "transformers:openai-community/gpt2"),
     ModelEntry("llama_7b", "language", "LLaMA of 7 billion weights", "transformers:huggyllama/llama-7b"),
 )

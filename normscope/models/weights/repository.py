@@ -25,8 +25,10 @@ from huggingface_hub import (
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
 from normscope.errors import ModelError
+from normscope.inputs.loaded_model import Provenance
 from normscope.models.weights import downloads
 from normscope.models.weights.downloads import UnusableCacheError
+from normscope.runtime.files import sha256_of
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +156,11 @@ def _is_intact(blob: Path) -> bool | None:
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"  # names the files of weights that are in several
 
+# Repositories that scripts/ fetch from elsewhere, where the hub cannot be reached: the SHA-256 of the hub's weights.
+COPIES = {
+    "sentence-transformers/all-MiniLM-L6-v2": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+}
+
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -170,6 +177,12 @@ class HubSilentError(ModelError):
         self.reason = reason
 
 
+def copy_of(repo: str) -> Path:
+    """Return the folder of a copy of one of :data:`COPIES`, which need not be there: below XDG_CACHE_HOME."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "normscope", repo.replace("/", "--"))
+
+
 @dataclass
 class Repository:
     """A folder, or a repository of the hub, whose files are fetched one by one, all of one commit.
@@ -177,14 +190,19 @@ class Repository:
     Attributes:
         name: path of the folder, or OWNER/NAME on the hub.
         commit: of the files that were fetched so far; empty for a folder.
+        copied: OWNER/NAME on the hub of what the folder is a copy of; empty for any other.
     """
 
     name: str
     commit: str = field(default="", init=False)
+    copied: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
-        """Tell a folder from a repository; ModelError if it can be neither."""
+        """Tell a folder from a repository, and take a copy in its place; ModelError if it can be neither."""
         if self.is_folder:
+            return
+        if self.name in COPIES and copy_of(self.name).is_dir():
+            self.copied, self.name = self.name, str(copy_of(self.name))
             return
         if Path(self.name).exists():
             raise ModelError(f"{self.name!r} is a file. Name the folder that it is in, or a repository of the hub.")
@@ -260,6 +278,24 @@ class Repository:
             raise ModelError(f"{self.name} lacks weights that its {INDEX} names: {', '.join(missing[:3]) or 'none'}.")
         return [path for path in files.values() if path is not None]
 
+    def provenance(self, files: Iterable[Path]) -> Provenance:
+        """Say where the weights in some files of it come from.
+
+        Raises:
+            ModelError: if they are those of a copy, and not what the hub has.
+        """
+        if not self.is_folder:
+            return Provenance("pretrained", f"{self.name}@{self.commit[:12]}")
+        digest = sha256_of(files)
+        if not self.copied:
+            return Provenance("file", f"folder {Path(self.name).resolve().name} (sha256 {digest[:12]})")
+        if digest != COPIES[self.copied]:
+            raise ModelError(
+                f"The copy of {self.copied} in {self.name} does not hold the weights that the hub has (another "
+                "sha256). Remove that folder, and fetch it again."
+            )
+        return Provenance("pretrained", f"{self.copied} (sha256 {digest[:12]})")
+
     def where(self) -> dict[str, Any]:
         """Return the keyword arguments that make ``from_pretrained`` read these very files, and ask no hub."""
         return {"local_files_only": True, **({"revision": self.commit} if self.commit else {})}
@@ -273,7 +309,8 @@ class Repository:
                 raise
             if not isinstance(cause, EntryNotFoundError):
                 why = reason(cause, filename) if isinstance(cause, Exception) else str(error)
-                raise HubSilentError(str(error), why) from cause
+                elsewhere = " normscope's scripts/fetch_minilm.py gets the same from the package registry."
+                raise HubSilentError(f"{error}{elsewhere if self.name in COPIES else ''}", why) from cause
             if self.commit:  # huggingface_hub notes in its cache that the file is not there
                 with suppress(Exception):
                     hf_hub_download(self.name, filename, revision=self.commit)

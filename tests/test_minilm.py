@@ -1,0 +1,109 @@
+"""A real pretrained network, all-MiniLM-L6-v2, through all that people come for; scripts/fetch_minilm.py brings it."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from scipy.optimize import curve_fit
+
+import normscope
+from normscope.models.weights.repository import COPIES, copy_of
+
+REPOSITORY = "sentence-transformers/all-MiniLM-L6-v2"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not copy_of(REPOSITORY).is_dir(), reason="python scripts/fetch_minilm.py has not been run"),
+]
+N_SITES = 13
+
+
+def normscope_run(*arguments, cwd):
+    done = subprocess.run((sys.executable, "-m", "normscope", *arguments), cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("minilm")
+    normscope_run(
+        "capture", "minilm", "--raw", "--verify", "--diagonal", "--device", "cpu", "-o", "seen.safetensors", cwd=folder
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(folder):
+    return normscope.load_capture(folder / "seen.safetensors")
+
+
+def raw_pairs(folder, site):
+    [path] = (folder / "seen-raw").glob(f"{site.index:03d}-*.safetensors")
+    return load_file(path)
+
+
+def test_its_weights_are_said_to_be_the_hubs(seen):
+    assert seen.about["model"] == "minilm"
+    assert seen.about["weights"] == f"{REPOSITORY} (sha256 {COPIES[REPOSITORY][:12]})"
+    assert len(seen.sites) == N_SITES and not seen.skipped
+    assert {site.placement for site in seen.sites} == {"post-norm"}
+
+
+def test_every_pair_is_what_transformers_itself_computes(folder, seen):
+    """The hidden states that transformers returns are the outputs of every second norm, after the affine step."""
+    import transformers
+
+    bert = transformers.BertModel.from_pretrained(copy_of(REPOSITORY), local_files_only=True).eval()
+    network = normscope.load("minilm", device="cpu")
+    rows = []
+    with torch.no_grad():
+        for batch in network.inputs:
+            states = bert(**batch.kwargs, output_hidden_states=True).hidden_states
+            rows.append(torch.stack([state[batch.valid] for state in states]))
+    states = torch.cat(rows, 1).numpy()  # (7, tokens, 384)
+    outputs = [site for site in seen.sites if ".attention." not in site.name]
+    assert len(outputs) == len(states) == 7
+    for site, state in zip(outputs, states, strict=True):
+        norm = bert.get_submodule(site.name)
+        y = raw_pairs(folder, site)["y"]
+        ours = y * norm.weight.detach().numpy() + norm.bias.detach().numpy()
+        np.testing.assert_allclose(ours, state, rtol=1e-4, atol=1e-4)  # float32, through other batches' roundings
+
+
+def test_tanh_is_what_scipy_finds_on_the_raw_pairs(folder, seen):
+    for fit in normscope.fit(seen.only("0,12"), "tanh"):
+        pairs = raw_pairs(folder, next(site for site in seen.sites if site.name == fit.site))
+        x, y = pairs["x"].astype(float).ravel(), pairs["y"].astype(float).ravel()
+        (amplitude, alpha), _ = curve_fit(lambda x, a, b: a * np.tanh(b * x), x, y, (np.abs(y).max(), 0.3))
+        left = ((y - amplitude * np.tanh(alpha * x)) ** 2).sum()
+        # The sums of two points a bin of 1/64 octave stand for its pairs: a relative error of about 1e-6.
+        assert fit.alpha == pytest.approx(abs(alpha), rel=1e-4)
+        assert fit.amplitude == pytest.approx(abs(amplitude), rel=1e-4)
+        assert fit.r2 == pytest.approx(1 - left / ((y - y.mean()) ** 2).sum(), abs=1e-6)
+
+
+def test_every_command_takes_it(folder):
+    (folder / "page.txt").write_text("A norm divides each token by its own size.\nWhat is large stays in bounds.\n" * 8)
+    fits = json.loads(normscope_run("fit", "seen.safetensors", "--func", "all", "--json", cwd=folder))["fits"]
+    assert {fit["site"] for fit in fits} == {
+        site.name for site in normscope.load_capture(folder / "seen.safetensors").sites
+    }
+    assert len(fits) == N_SITES * 18
+    cards = json.loads(normscope_run("stats", "seen.safetensors", "--json", cwd=folder))["sites"]
+    assert len(cards) == N_SITES
+    views = json.loads(
+        normscope_run("gradient", "seen.safetensors", "--layers", "all", "--json", "-o", "out", cwd=folder)
+    )["gradient"]
+    assert {view["site"] for view in views} == {card["site"] for card in cards}
+    normscope_run("plot", "seen.safetensors", "--layers", "all", "--color", "token,channel", "-o", "out", cwd=folder)
+    assert (folder / "out" / "minilm-scurves.png").read_bytes()[:4] == b"\x89PNG"
+    network = normscope.load("minilm", data=folder / "page.txt", device="cpu", limit=8)
+    fitted = normscope.capture(network, by_gamma=True)
+    moved = normscope.drift(network, replacements=normscope.replacements(network, "dyt", fitted))
+    assert 0.2 < moved.all.relative_l2.p50 < 1.5  # without training a swap costs most of the output
+    same = normscope.drift(network, replacements=normscope.replacements(network, "rmsnorm", fitted))
+    assert same.all.relative_l2.p50 < moved.all.relative_l2.p50  # a norm that still rescales each token costs less
