@@ -102,7 +102,7 @@ _NAMED = (
     ModelEntry("llama_7b", "language", "LLaMA of 7 billion weights", "transformers:huggyllama/llama-7b"),
 )
 _PREFIXED = (
-    ModelEntry("timm:NAME", "vision", "any architecture of timm, with or without .tag", "timm:NAME"),
+    ModelEntry("timm:NAME", "vision", "any of timm, with or without .tag; hf-hub:OWNER/NAME of the hub", "timm:NAME"),
     ModelEntry("torchaudio:BUNDLE", "speech", "a bundle of torchaudio that takes waveforms", "torchaudio:BUNDLE"),
     ModelEntry(
         "diffusers:REPO_OR_DIR", "diffusion", "a DiT, or a pipeline with a transformer", "diffusers:REPO_OR_DIR"

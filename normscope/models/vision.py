@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import timm
@@ -23,22 +24,22 @@ from normscope.models.inputs.file_inputs import LazyInputs, TensorInputs
 from normscope.models.inputs.images import Preprocessing, image_inputs
 from normscope.models.weights.checkpoints import embedded_module, read_embedded, ready, with_weights
 
-HUB_FILE = "model.safetensors"
+_OF_HUB = "hf-hub:"  # as timm writes it
 
 
 def load_timm(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
-    """Load a model of timm, by timm's name for it, with or without ``.tag``.
+    """Load a model of timm, by its name there, with or without ``.tag``, or a repository, ``hf-hub:OWNER/NAME``.
 
     Raises:
         ModelError: if timm does not know it, or its weights cannot be had or do not fit.
         DataError: if there is no image at ``options.data``.
     """
-    config = _pretrained_config(name, architecture)
+    if architecture.startswith(_OF_HUB):
+        architecture, pretrained = _of_repository(name, architecture.partition(":")[2])
+    else:
+        pretrained = partial(_pretrained, name, architecture, _pretrained_config(name, architecture))
     module, provenance = with_weights(
-        name,
-        options,
-        build=lambda: timm.create_model(architecture),
-        pretrained=lambda: _pretrained(name, architecture, config),
+        name, options, build=lambda: timm.create_model(architecture), pretrained=pretrained
     )
     inputs = image_inputs(_timm_preprocessing(module), options)
     module, provenance = ready(module, provenance, options)
@@ -83,10 +84,37 @@ def _pretrained(name: str, architecture: str, config: Any) -> tuple[nn.Module, P
             f"The weights of {name} are not on a model hub but at {config.url}. Download that file and name it "
             "with --weights FILE."
         )
-    repo = config.hf_hub_id
-    path, commit = repository.fetch(repo, HUB_FILE)
+    path, commit = repository.fetch(config.hf_hub_id, repository.WEIGHTS)
+    return _created(name, architecture, config.hf_hub_id, commit, path)
+
+
+def _of_repository(name: str, repo: str) -> tuple[str, Callable[[], tuple[nn.Module, Provenance]]]:
+    """Return timm's name for the network that a repository's config.json describes, and how to load its weights."""
+    from normscope.models.weights.repository import Repository
+
+    hub = Repository(repo)
+    if hub.is_folder:
+        raise ModelError(f"{name} names a folder, {repo!r}; {_OF_HUB}OWNER/NAME is a repository of the hub.")
+    config = hub.json("config.json")
+    known = (config or {}).get("architecture")
+    if not isinstance(known, str):
+        raise ModelError(f"{repo} holds no network of timm: it has no config.json that names an architecture.")
+    if not timm.is_model(known):
+        raise ModelError(f"{repo} is a {known!r}, which timm {timm.__version__} does not know.")
+    architecture = f"{_OF_HUB}{repo}@{hub.commit}"
+
+    def pretrained() -> tuple[nn.Module, Provenance]:
+        return _created(name, architecture, repo, hub.commit, hub.weights()[0])
+
+    return architecture, pretrained
+
+
+def _created(name: str, architecture: str, repo: str, commit: str, path: Path) -> tuple[nn.Module, Provenance]:
+    """Let timm make a network with the weights at ``path``, which were fetched from ``repo`` at ``commit``."""
+    from normscope.models.weights import repository
+
     # The commit makes timm read the very file that was fetched; the name keeps it from looking for a pickle.
-    source = {"hf_hub_id": f"{repo}@{commit}", "hf_hub_filename": HUB_FILE, "url": None}
+    source = {"hf_hub_id": f"{repo}@{commit}", "hf_hub_filename": repository.WEIGHTS, "url": None}
     with repository.damage_named([path]):
         try:
             module = timm.create_model(architecture, pretrained=True, pretrained_cfg_overlay=source)

@@ -1,13 +1,16 @@
 """Loading through the hub's own protocol, spoken by a server on this machine."""
 
 import hashlib
+import json
 import os
 import re
 import socket
 from pathlib import Path
 
 import pytest
+import timm
 import torch
+from safetensors.torch import save
 
 from normscope.errors import ModelError
 from normscope.models.inputs.images import image_inputs
@@ -86,6 +89,53 @@ def test_weights_of_the_hub_are_the_weights_that_run(hub, python, tiny_vit, opti
     assert second.result == first.result
     assert "is taken from the cache: the hub at 127.0.0.1" in second.stderr
     assert second.seconds < 10
+
+
+OF_HUB = "someone/fine-tuned.vit"
+
+
+def with_seven_classes(hub):
+    """Put a network on the hub that timm has no name for: an architecture of its with another head."""
+    torch.manual_seed(77)
+    module = timm.create_model("test_vit", num_classes=7).eval()
+    module.pretrained_cfg.update(mean=(0.1, 0.2, 0.3), std=(1, 1, 1))  # which timm's own test_vit has not
+    config = {"architecture": "test_vit", "num_classes": 7, "pretrained_cfg": module.pretrained_cfg}
+    hub.files = {
+        f"{OF_HUB}/config.json": json.dumps(config).encode(),
+        f"{OF_HUB}/model.safetensors": save(module.state_dict()),
+    }
+    return module
+
+
+def test_a_repository_that_timm_has_no_name_for(hub, python, options):
+    module = with_seven_classes(hub)
+    load = LOAD.replace("timm:test_vit", f"timm:hf-hub:{OF_HUB}")
+    outcome = python(load, HF_ENDPOINT=hub.url)
+    assert outcome.result is not None, outcome.stderr
+    assert outcome.result["about"]["model"] == f"timm:hf-hub:{OF_HUB}"
+    assert outcome.result["about"]["weights"] == f"{OF_HUB}@{COMMIT[:12]}"
+    batch = next(iter(image_inputs(_timm_preprocessing(module), options(limit=2))))
+    with torch.no_grad():
+        torch.testing.assert_close(torch.tensor(outcome.result["logits"]), module(batch.args[0]))
+    again = python(load, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="1")
+    assert again.result == outcome.result, again.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (None, "holds no network of timm: it has no config.json that names an architecture"),
+        ({"model_type": "vit"}, "holds no network of timm: it has no config.json that names an architecture"),
+        ({"architecture": "vit_of_nobody"}, "is a 'vit_of_nobody', which timm"),
+    ],
+)
+def test_a_repository_that_is_none_of_timm(hub, python, config, sentence):
+    with_seven_classes(hub)
+    hub.files[f"{OF_HUB}/config.json"] = json.dumps(config).encode()
+    if config is None:
+        del hub.files[f"{OF_HUB}/config.json"]
+    outcome = python(LOAD.replace("timm:test_vit", f"timm:hf-hub:{OF_HUB}"), HF_ENDPOINT=hub.url)
+    assert outcome.result["error"] == "ModelError" and f"{OF_HUB} {sentence}" in outcome.result["sentence"]
 
 
 def test_silent_hub_with_a_filled_cache(hub, silent_server, python):
