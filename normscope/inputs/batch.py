@@ -7,13 +7,12 @@ one word that they share.
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from normscope.errors import DataError, count
+from normscope.errors import count
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +22,9 @@ logger = logging.getLogger(__name__)
 # How to pass what a batch cannot be told from: lists of images, records, objects.
 BY_HAND = (
     "Pass a normscope.Batch, which names its samples. With one sample in it, its arguments can be anything: "
-    "normscope.Batch(args=(x,), samples=(normscope.Sample('image 7', source_index=7, index=7),)) calls forward(x)."
+    "normscope.Batch(args=(x,), samples=(normscope.Sample('image 7', source_index=7, index=7),)) calls forward(x). "
+    "Or say how the model is run on what your loader gives: "
+    "normscope.capture(model, loader, forward=lambda model, batch: …)."
 )
 
 
@@ -54,7 +55,8 @@ class Batch:
         kwargs: keyword arguments of ``module.forward``.
         samples: one :class:`Sample` for each entry of axis 0.
         valid: which positions of each sample are data and not padding: bool ``(samples, positions)``; None for all.
-        part: what a capture keeps apart besides the whole, ``timestep 980`` for example; empty for nothing.
+        part: what a capture can keep apart besides the whole, ``timestep 980`` for example; empty for nothing.
+        forward: runs the module on them, as ``forward(module, *args, **kwargs)``; None for ``module.forward`` itself.
     """
 
     args: tuple[Any, ...] = ()
@@ -62,6 +64,7 @@ class Batch:
     samples: tuple[Sample, ...] = ()
     valid: torch.Tensor | None = None
     part: str = ""
+    forward: Callable[..., Any] | None = None
 
     def first_sample(self) -> Batch:
         """Return the batch that holds this batch's first sample alone."""
@@ -83,6 +86,8 @@ class Batch:
         def part(value: Any) -> Any:
             if isinstance(value, Mapping):
                 return {key: part(own) for key, own in value.items()}
+            if self.forward is not None and isinstance(value, (tuple, list)):  # one entry of a user's own loader
+                return type(value)(*map(part, value)) if hasattr(value, "_fields") else type(value)(map(part, value))
             whole = isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == len(self.samples)
             return value[which] if whole else value
 
@@ -127,9 +132,9 @@ class Batch:
         def counts(value: Any) -> bool:
             return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == len(self.samples)
 
-        leaves = list(_leaves((*self.args, self.kwargs)))
+        values = list(leaves((*self.args, self.kwargs), of_lists=self.forward is not None))
         serving = (torch.Tensor, torch.dtype, torch.device, int, float, complex, str, bytes, type(None))
-        return any(map(counts, leaves)) and all(isinstance(leaf, serving) for leaf in leaves)
+        return any(map(counts, values)) and all(isinstance(value, serving) for value in values)
 
     def to(self, device: torch.device, dtype: torch.dtype | None, kept: Container[torch.dtype] = ()) -> Batch:
         """Move every tensor to ``device``, and floating-point ones to ``dtype``; without waiting where pinned.
@@ -164,11 +169,13 @@ class Batch:
         )
 
 
-def _leaves(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield what arguments hold: the entries of mappings, and of lists of plain numbers."""
+def leaves(values: Iterable[Any], *, of_lists: bool = False) -> Iterator[Any]:
+    """Yield what arguments hold: the entries of mappings, of lists of plain numbers, and of all lists if asked for."""
     for value in values:
         if isinstance(value, Mapping):
-            yield from _leaves(value.values())
+            yield from leaves(value.values(), of_lists=of_lists)
+        elif isinstance(value, (list, tuple)) and of_lists:
+            yield from leaves(value, of_lists=True)
         elif isinstance(value, (list, tuple)) and all(isinstance(one, (int, float, type(None))) for one in value):
             yield from value
         else:
@@ -257,105 +264,3 @@ class Halving:
             self._verb,
             self._at_most,
         )
-
-
-def as_batches(batches: Iterable[Any]) -> Iterator[Batch]:
-    """Yield a :class:`Batch` for each tensor, tuple of arguments, dict of keyword arguments, or Batch.
-
-    An ``attention_mask`` of zeros and ones, ``(samples, positions)``, among the keyword arguments says which
-    positions are padding, where the Batch does not say it itself. The samples of anything but a Batch are numbered
-    through, and each counts as a source of its own. What tells their data set from others is a hash of the first batch.
-
-    Raises:
-        DataError: if an entry is none of these, holds no tensor with an axis of samples or no sample, if its tensors
-            disagree on the number of samples, or one of them is nested.
-
-    >>> import torch
-    >>> [batch.samples[-1].index for batch in as_batches([torch.zeros(2, 3), (torch.zeros(2, 3),)])]
-    [1, 3]
-    """
-    seen, data = 0, ""
-    for number, entry in enumerate(batches):
-        if isinstance(entry, Batch):
-            _refuse_nested(entry.args, entry.kwargs, number)
-            batch = entry
-        else:
-            args, kwargs, first = _arguments(entry, number)
-            data = data or _digest(first)
-            count = len(first)
-            samples = tuple(Sample(f"sample {seen + i}", seen + i, seen + i, data) for i in range(count))
-            seen += count
-            batch = Batch(args, kwargs, samples)
-        if not batch.samples:
-            raise DataError(f"Batch {number} holds no sample.")
-        yield replace(batch, valid=_valid(batch))
-
-
-def _valid(batch: Batch) -> torch.Tensor | None:
-    """Return which positions are data; None where nothing tells."""
-    import torch
-
-    mask = batch.kwargs.get("attention_mask")
-    if batch.valid is not None or not isinstance(mask, torch.Tensor):
-        return batch.valid
-    if mask.ndim != 2 or len(mask) != len(batch.samples):  # of queries and keys, not of samples and positions
-        return None
-    if not bool(((mask == 0) | (mask == 1)).all()):
-        raise DataError(
-            "An attention_mask of samples and positions holds other values than 0 and 1, so that it cannot be told "
-            "which positions are padding. Say it in the valid of a normscope.Batch."
-        )
-    return mask != 0
-
-
-def _refuse_nested(args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int) -> None:
-    """Refuse tensors that have no axes to tell samples and positions by."""
-    import torch
-
-    if any(isinstance(value, torch.Tensor) and value.is_nested for value in _leaves((*args, kwargs))):
-        raise DataError(
-            f"Batch {number} holds a nested tensor, of which norms see tokens of no known sample. Pad it, "
-            "padded = x.to_padded_tensor(0.0), and say which positions are data, bool (samples, positions): "
-            "normscope.Batch(args=(padded,), samples=samples, valid=valid), with a normscope.Sample for each sample."
-        )
-
-
-def _arguments(entry: Any, number: int) -> tuple[tuple[Any, ...], Mapping[str, Any], torch.Tensor]:
-    """Tell positional from keyword arguments, and find the tensor whose axis 0 counts samples."""
-    import torch
-
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = {}
-    match entry:
-        case torch.Tensor():
-            args = (entry,)
-        case tuple() | list():
-            args = tuple(entry)
-        case Mapping():
-            kwargs = entry
-        case _:
-            raise DataError(
-                f"Batch {number} is a {type(entry).__name__}; a batch is a tensor, a tuple of arguments, "
-                f"or a dict of keyword arguments. {BY_HAND}"
-            )
-    _refuse_nested(args, kwargs, number)
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.ndim]
-    if not tensors:
-        raise DataError(f"Batch {number} holds no tensor whose axis 0 counts samples. {BY_HAND}")
-    if any(tensor.is_meta for tensor in tensors):
-        raise DataError(f"Batch {number} holds a tensor on the meta device, which has no values to run a model on.")
-    counting = [tensor for tensor in tensors if len(tensor) != 1] or tensors  # an axis of one serves every sample
-    if len({len(tensor) for tensor in counting}) > 1:
-        sizes = " and ".join(str(size) for size in dict.fromkeys(len(tensor) for tensor in counting))
-        raise DataError(
-            f"The tensors of batch {number} have {sizes} entries along axis 0, so that it cannot be told how many "
-            f"samples it holds. {BY_HAND}"
-        )
-    return args, kwargs, counting[0]
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    import torch
-
-    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return hashlib.blake2b(content, digest_size=8).hexdigest()

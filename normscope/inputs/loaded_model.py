@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from normscope.errors import ModelError, UsageError
 from normscope.inputs import splits
+from normscope.inputs.entries import Entries
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from normscope.inputs.batch import Batch
+    from normscope.inputs.entries import Forward
 
 
 Kind = Literal["classes", "tokens", "frames", "prediction", "tensor"]
@@ -174,6 +176,7 @@ def unpacked(
     batches: Iterable[Any] | None,
     about: Mapping[str, str] | None = None,
     outputs: Outputs | None = None,
+    forward: Forward | None = None,
 ) -> tuple[nn.Module, Iterable[Any], dict[str, str], Outputs]:
     """Return a module, batches, what they say of themselves, and how outputs are read, of either way to pass them.
 
@@ -182,6 +185,7 @@ def unpacked(
         batches: None for the loaded model's inputs.
         about: None for what the loaded model and the batches say.
         outputs: None for the loaded model's; of a module, the first tensor.
+        forward: runs the module on an entry of the batches, see :func:`normscope.inputs.entries.as_batches`.
 
     Raises:
         UsageError: if there are no batches.
@@ -193,10 +197,16 @@ def unpacked(
     """
     if isinstance(model, LoadedModel):
         batches = model.inputs if batches is None else batches
-        described = {**model.about, "data": str(getattr(batches, "description", "not named"))}
+        described = {**model.about, "data": str(getattr(batches, "description", None) or "not named")}
+        batches = _read_for(batches, model.module, forward)
         return model.module, batches, {**described, **(about or {})}, outputs or model.outputs
     if batches is None:
         raise UsageError(
             f"A {type(model).__name__} brings no batches: pass some after it, or pass what normscope.load returned."
         )
-    return model, batches, dict(about or {}), outputs or Outputs()
+    return model, _read_for(batches, model, forward), dict(about or {}), outputs or Outputs()
+
+
+def _read_for(batches: Iterable[Any], model: nn.Module, forward: Forward | None) -> Iterable[Any]:
+    """Return inputs that divide themselves as they are, and others as what the network takes of them."""
+    return batches if hasattr(batches, "chunks") else Entries(batches, model, forward)

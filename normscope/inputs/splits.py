@@ -8,7 +8,8 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from normscope.errors import DataError, count
-from normscope.inputs.batch import Batch, Sample, as_batches
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.entries import as_batches, taken_once
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,7 +136,7 @@ def shared(batches: Iterable[Any], share: Share) -> tuple[Batch, Iterator[Chunk]
 
     Args:
         batches: inputs with ``chunks(share)`` and ``first_sample()``, see :class:`DivisibleInputs`; or any iterable
-            that :func:`normscope.inputs.batch.as_batches` takes, of which each entry counts as one input.
+            that :func:`normscope.inputs.entries.as_batches` takes, of which each entry counts as one input.
         share: of this process.
 
     Raises:
@@ -318,7 +319,7 @@ def learned_and_held_out(inputs: Iterable[Any]) -> tuple[Part, Part]:
     >>> learned.n_samples, held_out.n_samples
     (6, 2)
     """
-    if iter(inputs) is inputs:
+    if taken_once(inputs):
         raise DataError(
             "The inputs can be iterated only once, and a part of them has to be held out; pass a list of batches."
         )

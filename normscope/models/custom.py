@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from normscope.errors import DataError, ModelError, NormscopeError, UsageError, count, unknown
-from normscope.inputs.batch import Batch, as_batches
+from normscope.inputs.batch import Batch
+from normscope.inputs.entries import as_batches
 from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Provenance
 from normscope.inputs.splits import ALL, Chunk, LeftOut, Share
 from normscope.models.inputs.numbered_inputs import drawn
@@ -89,12 +90,19 @@ class FactoryBatches:
     """
 
     def __init__(
-        self, name: str, batches: Iterable[Any], code: UserCode, options: LoadOptions, kept: Sequence[torch.dtype] = ()
+        self,
+        name: str,
+        model: nn.Module,
+        batches: Iterable[Any],
+        code: UserCode,
+        options: LoadOptions,
+        kept: Sequence[torch.dtype] = (),
     ) -> None:
         """Look at the first batch; a list is counted.
 
         Args:
             name: what errors call the model.
+            model: which takes what it can of each batch.
             batches: as the factory returned them.
             code: what runs the factory's code.
             options: limit, order, device and dtype.
@@ -105,10 +113,11 @@ class FactoryBatches:
             DataError: if there is none, or it is no batch.
         """
         self.batch_size, self.left_out = 1, LeftOut()
-        self._name, self._batches, self._code, self._options, self._kept = name, batches, code, options, kept
+        self._name, self._model, self._batches, self._code = name, model, batches, code
+        self._options, self._kept = options, kept
         if options.shuffle and not isinstance(batches, list):
             raise UsageError(f"{name} returned batches that can be taken only in their order: to shuffle takes a list.")
-        sizes = [len(batch.samples) for batch in as_batches(batches)] if isinstance(batches, list) else None
+        sizes = [len(batch.samples) for batch in as_batches(batches, model)] if isinstance(batches, list) else None
         self._sizes = None if sizes is None else [sizes[i] for i in self._order(len(sizes))]
         self._once = code.over(batches) if isinstance(batches, Iterator) else None
         self._first = _END if self._once is None else next(self._once, _END)
@@ -190,7 +199,7 @@ class FactoryBatches:
                     return
 
     def _in_order(self) -> Iterable[tuple[int, Batch]]:
-        numbered = enumerate(as_batches(self._entries()))
+        numbered = enumerate(as_batches(self._entries(), self._model))
         if not self._options.shuffle:
             return numbered
         batches = list(numbered)
@@ -249,7 +258,7 @@ def load_factory(name: str, architecture: str, options: LoadOptions) -> LoadedMo
         returned = factory()
     module, batches = _pair(name, returned)
     kept = _dtypes_kept(module, options)
-    inputs = FactoryBatches(name, batches, code, options, kept)
+    inputs = FactoryBatches(name, module, batches, code, options, kept)
     if options.weights == "pretrained":
         version = f"sha256 {sha256_of([path])[:12]}, " if is_file else ""
         provenance = Provenance("custom", f"as {name} made them ({version}seed {options.seed})")

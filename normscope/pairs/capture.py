@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -21,6 +21,9 @@ from normscope.pairs.recorder import Recorder, Summing
 from normscope.pairs.resuming import Checkpoints, Work
 from normscope.runtime.network import left_as_found, memory_for
 from normscope.runtime.progress import Progress, StageProgress, silent
+
+if TYPE_CHECKING:
+    from normscope.inputs.entries import Forward
 
 _ALL = Summing()
 
@@ -38,6 +41,7 @@ def capture(
     per_channel: bool = False,
     diagonal: bool = False,
     by_part: bool = False,
+    forward: Forward | None = None,
     progress: Progress = silent,
 ) -> Capture:
     """Run ``model`` over ``batches`` and sum up the input and the output before the affine step of its norms.
@@ -49,7 +53,9 @@ def capture(
     Args:
         model: what :func:`normscope.load` returned; or any module on any device.
         batches: tensors, tuples of arguments, dicts of keyword arguments, or :class:`normscope.Batch`; on the model's
-            device and in its dtype, samples along axis 0. Taken one at a time: any iterable, of any length; one that
+            device and in its dtype, samples along axis 0. Labels beside them, as a DataLoader gives them, are left out,
+            and a list of images is taken one by one, see :func:`normscope.inputs.entries.as_batches`. Taken one at a
+            time: any iterable, of any length; one that
             runs the model itself, as a sampler does, may do so, and nothing of that is recorded. Positions that a
             Batch, or an ``attention_mask``, marks as padding are in no sum. A norm whose input has no axis of samples
             has no padding: all its tokens are, once for each batch; they are no sample's, and the site has no folds.
@@ -68,6 +74,7 @@ def capture(
             :func:`normscope.gradient` takes; at sites where it is known in closed form.
         by_part: also keep the sums of each part of the data by itself, in :attr:`Capture.parts`, where batches name the
             ``part`` that they belong to: a diffusion model's timesteps. Each part takes the memory of a whole.
+        forward: runs the model on an entry of ``batches``, whatever that is: ``lambda model, batch: model(batch.x)``.
         progress: called with ``"samples"``, how many have run, and how many there are: None where nothing tells.
 
     Returns:
@@ -87,7 +94,7 @@ def capture(
     256
     """
     summing = Summing(seed, sample, verify, by_gamma, per_channel, diagonal, by_part)
-    return captured(model, batches, summing, layers=layers, about=about, progress=progress)
+    return captured(model, batches, summing, layers=layers, about=about, forward=forward, progress=progress)
 
 
 def captured(
@@ -97,6 +104,7 @@ def captured(
     *,
     layers: Layers = "all",
     about: Mapping[str, str] | None = None,
+    forward: Forward | None = None,
     progress: Progress = silent,
     ranks: Ranks = ALONE,
     checkpoints: Checkpoints | None = None,
@@ -114,7 +122,7 @@ def captured(
         raise UsageError(
             f"sample is {summing.sample}: it is a number of tokens, at least 1; without it, all are taken."
         )
-    model, batches, about, _ = unpacked(model, batches, about)
+    model, batches, about, _ = unpacked(model, batches, about, forward=forward)
     agree_on_batches(batches, ranks)
     taken = Done()  # by runs before this one: known once the sites are, and before the first chunk is asked for
     first, chunks = shared(batches, Share(ranks.rank, ranks.size, taken))

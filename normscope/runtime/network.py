@@ -213,6 +213,8 @@ def _about_arguments(error: Exception, batch: Batch) -> str:
 
 def call(model: nn.Module, batch: Batch) -> Any:
     """Run the model on the batch itself, where that is a copy of its own already."""
+    if batch.forward is not None:
+        return batch.forward(model, *batch.args, **batch.kwargs)
     return model(*batch.args, **batch.kwargs)
 
 

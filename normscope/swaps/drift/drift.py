@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from normscope.errors import DataError, UsageError
+from normscope.inputs.entries import taken_once
 from normscope.inputs.loaded_model import LoadedModel, Outputs, unpacked
 from normscope.pairs.ranks import ALONE, Ranks
 from normscope.runtime.progress import Progress, StageProgress, silent
@@ -94,7 +95,7 @@ def drift(
     if cumulative and not one_at_a_time:
         raise UsageError("The cumulative order follows from each site alone: leave one_at_a_time on, or both off.")
     sites = list(replacements)
-    if cumulative and len(sites) > 2 and iter(batches) is batches:
+    if cumulative and len(sites) > 2 and taken_once(batches):
         raise DataError(
             "The batches can be iterated only once, and the cumulative order is known after the first time; pass a "
             "list of batches, or cumulative=False."

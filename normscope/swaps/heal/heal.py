@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from normscope.errors import DataError, ModelError, UsageError
-from normscope.inputs.batch import Batch, as_batches
+from normscope.inputs.batch import Batch
+from normscope.inputs.entries import as_batches, taken_once
 from normscope.inputs.loaded_model import LoadedModel, Outputs, unpacked
 from normscope.inputs.splits import divided
 from normscope.runtime.network import left_as_found
@@ -109,7 +110,7 @@ def heal(
     teacher, student = uncompiled(module), uncompiled(swapped)
     sites = swapped_sites(teacher, student)
     _check(student, steps)
-    reported = list(held_out) if iter(held_out) is held_out else held_out
+    reported = list(held_out) if taken_once(held_out) else held_out
     path = None if checkpoint is None else Path(checkpoint)
     if path is not None:
         check_asked(path, asked or {})

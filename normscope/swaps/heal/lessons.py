@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.linalg import vector_norm
 
 from normscope.errors import DataError
-from normscope.inputs.batch import Batch, as_batches, copied_arguments
+from normscope.inputs.batch import Batch, copied_arguments
+from normscope.inputs.entries import as_batches
 from normscope.inputs.loaded_model import Outputs
 from normscope.inputs.splits import learned_and_held_out
 from normscope.runtime.network import KeptBuffers, run

@@ -12,7 +12,8 @@ from timm.layers import LayerNorm, LayerNorm2d, RmsNorm, RmsNorm2d
 from torch import nn
 
 from normscope.errors import ModelError, UsageError
-from normscope.inputs.batch import Batch, Sample, as_batches
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.entries import as_batches
 from normscope.pairs.capture import capture, captured
 from normscope.pairs.norms import recognition
 from normscope.pairs.norms.recognition import kind_of, layer_norm, register_norm, rms_norm

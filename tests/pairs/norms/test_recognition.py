@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import normscope
-from normscope.inputs.batch import as_batches
+from normscope.inputs.entries import as_batches
 from normscope.pairs.norms.formulas import rms_norm
 from normscope.pairs.norms.trace import find_norms
 

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchaudio.models import wav2vec2_model
 
-from normscope.inputs.batch import as_batches
+from normscope.inputs.entries import as_batches
 from normscope.pairs.norms.trace import find_norms
 
 

@@ -1,0 +1,224 @@
+"""What people's own loaders give, against the same tensors passed by hand."""
+
+import logging
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import normscope
+from normscope.errors import DataError, ModelError
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.entries import as_batches
+
+WIDTH = 8
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        return self.norm(x)
+
+
+class Masked(Plain):
+    """As timm's ViT is called: what comes second is a mask, and a label would be taken for one."""
+
+    def forward(self, x, attn_mask=None):
+        assert attn_mask is None or attn_mask.ndim == 2
+        return self.norm(x if attn_mask is None else x * attn_mask[..., None])
+
+
+class Lengths(Plain):
+    def forward(self, x, lengths=None):
+        assert lengths is not None
+        return self.norm(x * lengths[:, None, None])
+
+
+class Named(Plain):
+    def forward(self, pixel_values, labels=None):
+        return self.norm(pixel_values)
+
+
+class Anything(Plain):
+    def forward(self, *args, **kwargs):
+        return self.norm(args[0] if args else kwargs["x"])
+
+
+x, y = torch.randn(6, 5, WIDTH, generator=torch.Generator().manual_seed(0)), torch.arange(6)
+
+
+def sums_of(model, batches, **options):
+    torch.manual_seed(0)
+    return normscope.capture(model, batches, **options).stats["norm"]
+
+
+def assert_as_by_hand(stats, model=None, by_hand=x):
+    truth = sums_of(model or Plain(), [Batch((by_hand,), samples=samples(len(by_hand)))])
+    assert torch.equal(stats.moments[:, 0].sum(0), truth.moments[:, 0].sum(0))
+    # float64 sums of the same numbers in another order.
+    torch.testing.assert_close(stats.moments.sum(0), truth.moments.sum(0), rtol=1e-12, atol=1e-9)
+
+
+def samples(number):
+    return tuple(Sample(f"{i}", i, i) for i in range(number))
+
+
+Pair = namedtuple("Pair", "image label")
+PixelPair = namedtuple("PixelPair", "label pixel_values")
+LABELLED = {
+    "a DataLoader of (x, label)": (Plain, DataLoader(TensorDataset(x, y), batch_size=4)),
+    "of a network with a mask": (Masked, DataLoader(TensorDataset(x, y), batch_size=4)),
+    "captions": (Masked, [(x, ["a", "b", "c", "d", "e", "f"])]),
+    "a dict under other names": (Plain, [{"image": x, "label": y}]),
+    "a dict with the network's name": (Named, [{"pixel_values": x, "target": y}]),
+    "a dict with labels of the network's": (Named, [{"pixel_values": x, "labels": y}]),
+    "a namedtuple in order": (Plain, [Pair(x, y)]),
+    "a namedtuple by name": (Named, [PixelPair(y, x)]),
+    "whatever a network takes": (Anything, [{"x": x, "label": y}]),
+    "compiled": (lambda: torch.compile(Plain(), backend="eager"), [(x, y)]),
+}
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_labels_beside_the_inputs_are_no_inputs(name):
+    make, batches = LABELLED[name]
+    assert_as_by_hand(sums_of(make(), batches))
+
+
+def test_what_is_left_out_is_said_once(caplog):
+    with caplog.at_level(logging.WARNING):
+        normscope.capture(Masked(), DataLoader(TensorDataset(x, y), batch_size=2))
+    # Once for the capture, and no more than once for the look at the first sample.
+    (said,) = {record.getMessage() for record in caplog.records}
+    assert said.startswith(
+        "Of each batch entry 1 (int64 (2,)) is left out: the forward of Masked takes x and attn_mask."
+    )
+    assert said.endswith("To pass more, say how: forward=lambda model, batch: model(…).")
+    assert len(caplog.records) == 1
+
+
+def test_what_a_network_asks_for_is_no_label():
+    lengths = torch.tensor([1, 2, 3, 4, 5, 6])
+    assert_as_by_hand(sums_of(Lengths(), [(x, lengths)]), by_hand=x * lengths[:, None, None])
+    mask = (torch.arange(5) < 3).float().expand(6, 5)
+    assert_as_by_hand(sums_of(Masked(), [(x, mask)]), by_hand=x * mask[..., None])
+
+
+def test_what_a_network_has_no_name_for_is_not_left_out_in_silence():
+    with pytest.raises(ModelError, match="unexpected keyword argument 'attention_mask'"):
+        normscope.capture(Plain(), [{"x": x, "attention_mask": torch.ones(6, 5)}])
+
+
+def test_lists_of_images_are_taken_one_by_one():
+    from torchvision.models import swin_t
+    from torchvision.models.detection import FasterRCNN
+    from torchvision.models.detection.rpn import AnchorGenerator
+    from torchvision.ops import MultiScaleRoIAlign
+
+    torch.manual_seed(0)
+    backbone = swin_t().features[:1]  # a convolution, and a LayerNorm
+    backbone.append(nn.Sequential()).out_channels = 96
+    backbone.forward = lambda x: nn.Sequential.forward(backbone, x).permute(0, 3, 1, 2).contiguous()
+    model = FasterRCNN(
+        backbone,
+        num_classes=2,
+        min_size=32,
+        max_size=64,
+        rpn_anchor_generator=AnchorGenerator(((16,),), ((1.0,),)),
+        box_roi_pool=MultiScaleRoIAlign(["0"], 2, 0),
+    )
+    images = [torch.rand(3, 32, 40), torch.rand(3, 48, 32), torch.rand(3, 64, 64)]
+    targets = [{"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}] * 3
+    inputs = []
+    backbone[0][2].register_forward_pre_hook(lambda norm, args: inputs.append(args[0].detach().double()))
+    with torch.no_grad():
+        for image in images:
+            model.eval()([image])
+    truth = torch.cat([one.flatten() for one in inputs])
+    for batches in ([(images, targets)], [images], [(images,)]):
+        seen = normscope.capture(model, batches)
+        (site,) = seen.sites
+        assert seen.n_samples == 3 and seen.stats[site.name].n_pairs == len(truth)
+        torch.testing.assert_close(seen.stats[site.name].moments[:, 1].sum(), truth.sum())
+
+
+class Record:
+    """No tensor, tuple or dict: a graph's, or a simulation's own."""
+
+    def __init__(self, values):
+        self.values = values
+
+
+def test_forward_takes_whatever_a_loader_gives():
+    records = [Record(x[:4]), Record(x[4:])]
+    with pytest.raises(DataError, match=r"a batch is a tensor.* forward=lambda model, batch: …"):
+        normscope.capture(Plain(), records)
+    seen = normscope.capture(Plain(), records, forward=lambda model, batch: model(batch.values))
+    assert seen.n_samples == 2  # of which nobody says how many are in one
+    assert_as_by_hand(seen.stats["norm"])
+
+
+@pytest.mark.parametrize(
+    "entry", [(x, y), {"x": x, "more": [y, {"z": x}]}, Pair(x, y), [x, y]], ids=lambda e: type(e).__name__
+)
+def test_forward_counts_samples_where_tensors_agree(entry):
+    def forward(model, batch):
+        return model(batch["x"] if isinstance(batch, dict) else batch[0])
+
+    seen = normscope.capture(Plain(), [entry], forward=forward)
+    assert seen.n_samples == 6 and seen.stats["norm"].fold_by == "source"
+    assert_as_by_hand(seen.stats["norm"])
+
+
+def test_forward_knows_padding():
+    mask = torch.arange(5) < torch.tensor([1, 2, 3, 4, 5, 5])[:, None]
+    entry = {"x": x, "attention_mask": mask}
+    seen = normscope.capture(Plain(), [entry], forward=lambda model, batch: model(batch["x"]))
+    assert seen.stats["norm"].n_tokens == 20
+    assert_as_by_hand(seen.stats["norm"], by_hand=x[mask][:, None])
+
+
+def test_a_batch_says_itself_how_the_network_is_run():
+    """So that whatever takes batches takes those too: a swap's drift, for example."""
+    batch = Batch((Record(x),), samples=samples(1), forward=lambda model, batch: model(batch.values))
+    network = nn.Sequential(Plain(), nn.Linear(WIDTH, 2))
+    batch = Batch((Record(x[:1]),), samples=samples(1), forward=lambda model, batch: model(batch.values))
+    seen = normscope.capture(network, [batch], by_gamma=True)
+    report = normscope.drift(network, [batch], normscope.replacements(network, "dyt", seen))
+    with torch.no_grad():
+        original = network(x[:1])
+        with normscope.swap(network, "dyt", seen):
+            moved = network(x[:1])
+    assert report.all.relative_l2.p50 == pytest.approx(float((moved - original).norm() / original.norm()), rel=1e-5)
+
+
+def test_loaders_are_not_started_to_be_looked_at():
+    class Started(list):
+        times = 0
+
+        def __iter__(self):
+            Started.times += 1
+            return super().__iter__()
+
+    normscope.capture(Plain(), Started([(x, y)]))
+    assert Started.times == 1  # of a DataLoader with workers, each start is processes
+
+
+def test_a_factory_may_return_a_loader_with_labels(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import torch\nfrom torch import nn\nfrom torch.utils.data import DataLoader, TensorDataset\n"
+        "def make():\n    x = torch.arange(96.0).view(6, 2, 8)\n"
+        "    return nn.Sequential(nn.LayerNorm(8)), DataLoader(TensorDataset(x, torch.arange(6)), batch_size=4)\n"
+    )
+    network = normscope.load(f"py:{tmp_path / 'own.py'}:make", device="cpu")
+    assert normscope.capture(network).stats["0"].n_pairs == 96
+
+
+def test_nothing_is_left_out_where_no_network_is_known():
+    (batch,) = as_batches([(x, y)])
+    assert len(batch.args) == 2
