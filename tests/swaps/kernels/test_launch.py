@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
-FOLDER = Path(__file__).parent / "held"
+FOLDER = Path(__file__).parent / "launch"
 ERRORS = "NORMSCOPE_KERNEL_ERRORS"  # a folder for the largest of them, see launch/conftest.py
 INTERPRETER = {"TRITON_INTERPRET": "1"}
 GPU = {"NORMSCOPE_KERNEL_TESTS": "cuda"}
