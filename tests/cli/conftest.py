@@ -30,5 +30,5 @@ def started(
 
 
 @pytest.fixture(scope="session")
-def process():
+def run():
     return started

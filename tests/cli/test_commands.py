@@ -27,19 +27,17 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def captured(process, folder):
-    done = process(
-        "capture", "demo_vit", "-o", "seen.safetensors", "--raw", "--layers", "0,16", "--limit", "9", cwd=folder
-    )
+def captured(run, folder):
+    done = run("capture", "demo_vit", "-o", "seen.safetensors", "--raw", "--layers", "0,16", "--limit", "9", cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder / "seen.safetensors", done
 
 
-def test_help_is_fast_and_imports_nothing_heavy(process, folder):
+def test_help_is_fast_and_imports_nothing_heavy(run, folder):
     seconds = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = process("--help", cwd=folder)
+        done = run("--help", cwd=folder)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert done.returncode == 0
@@ -49,23 +47,23 @@ def test_help_is_fast_and_imports_nothing_heavy(process, folder):
         "try: main()\nexcept SystemExit: pass\n"
         "print([m for m in ('torch', 'numpy') if m in sys.modules], file=sys.stderr)"
     )
-    done = process("plot", "--help", cwd=folder, command=(sys.executable, "-c", code))
+    done = run("plot", "--help", cwd=folder, command=(sys.executable, "-c", code))
     assert done.stderr.strip() == "[]"
     assert "Examples: normscope plot" in done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["plot", "fit", "stats", "capture", "layers", "models"])
-def test_every_commands_help_has_an_example(process, folder, command):
-    done = process(command, "--help", cwd=folder, NO_COLOR="1")
+def test_every_commands_help_has_an_example(run, folder, command):
+    done = run(command, "--help", cwd=folder, NO_COLOR="1")
     assert done.returncode == 0
     assert f"normscope {command}" in " ".join(done.stdout.split())
 
 
 @pytest.mark.slow
-def test_plot_without_a_model_draws_the_embedded_ones_and_says_so(process, folder):
+def test_plot_without_a_model_draws_the_embedded_ones_and_says_so(run, folder):
     start = time.perf_counter()
-    done = process("plot", cwd=folder)
+    done = run("plot", cwd=folder)
     assert time.perf_counter() - start < 60
     drawn = [f"outputs/{name}-scurves.png" for name in ("demo_vit", "demo_wav2vec2", "demo_dit", "overview")]
     assert (done.returncode, done.stdout.splitlines()) == (0, drawn)
@@ -74,22 +72,22 @@ def test_plot_without_a_model_draws_the_embedded_ones_and_says_so(process, folde
 
 
 @pytest.mark.slow
-def test_timesteps_are_kept_apart(process, folder):
+def test_timesteps_are_kept_apart(run, folder):
     options = ("--timesteps", "980,20", "--guidance", "1", "--limit", "3", "--layers", "2")
-    done = process("capture", "demo_dit", *options, "--json", "-o", "dit.safetensors", cwd=folder)
+    done = run("capture", "demo_dit", *options, "--json", "-o", "dit.safetensors", cwd=folder)
     assert json.loads(done.stdout)["parts"] == ["timestep 980", "timestep 20"]
-    fits = json.loads(process("fit", "dit.safetensors", "--by", "timestep", "--json", cwd=folder).stdout)["fits"]
+    fits = json.loads(run("fit", "dit.safetensors", "--by", "timestep", "--json", cwd=folder).stdout)["fits"]
     apart = [normscope.load_capture(folder / "dit.safetensors").parts[part] for part in ("timestep 980", "timestep 20")]
     assert [found["alpha"] for found in fits] == [own.alpha for part in apart for own in normscope.fit(part)]
     assert fits[0]["data"].endswith("timesteps 980, 20 · timestep 980")
-    drawn = process("plot", "dit.safetensors", "--by", "timestep", "--color", "token", "-o", "dit", cwd=folder)
+    drawn = run("plot", "dit.safetensors", "--by", "timestep", "--color", "token", "-o", "dit", cwd=folder)
     names = ["demo_dit-timestep-980-scurves.png", "demo_dit-timestep-20-scurves.png", "overview-scurves.png"]
     assert drawn.stdout.splitlines() == [f"dit/{name}" for name in names]
 
 
 @pytest.mark.slow
-def test_json_is_one_document_on_stdout(process, folder):
-    done = process("fit", "demo_vit", "--func", "dyisru", "--layers", "2", "--json", "-o", "fits.json", cwd=folder)
+def test_json_is_one_document_on_stdout(run, folder):
+    done = run("fit", "demo_vit", "--func", "dyisru", "--layers", "2", "--json", "-o", "fits.json", cwd=folder)
     document = json.loads(done.stdout)
     assert json.loads((folder / "fits.json").read_text()) == document
     assert [found["func"] for found in document["fits"]] == ["isru", "isru"]
@@ -119,21 +117,21 @@ def test_raw_pairs_are_announced_and_give_the_same_sums(captured):
 
 
 @pytest.mark.slow
-def test_captures_take_the_place_of_models(process, captured):
+def test_captures_take_the_place_of_models(run, captured):
     path, _ = captured
-    done = process("fit", path.name, "--json", cwd=path.parent)
+    done = run("fit", path.name, "--json", cwd=path.parent)
     from_file = json.loads(done.stdout)["fits"]
-    live = process("fit", "demo_vit", "--layers", "0,16", "--limit", "9", "--json", cwd=path.parent)
+    live = run("fit", "demo_vit", "--layers", "0,16", "--limit", "9", "--json", cwd=path.parent)
     assert from_file == json.loads(live.stdout)["fits"]
-    drawn = process("plot", path.name, "--layers", "norm", "-o", "one.svg", "--json", cwd=path.parent)
+    drawn = run("plot", path.name, "--layers", "norm", "-o", "one.svg", "--json", cwd=path.parent)
     figure = json.loads(drawn.stdout)["figures"][0]
     assert (figure["file"], figure["sites"]) == ("one.svg", ["norm"])
     assert (path.parent / "one.svg").read_text().startswith("<?xml")
 
 
 @pytest.mark.slow
-def test_layers_as_json_and_as_a_table(process, folder):
-    done = process("layers", "demo_vit", "--json", "--verify", cwd=folder)
+def test_layers_as_json_and_as_a_table(run, folder):
+    done = run("layers", "demo_vit", "--json", "--verify", cwd=folder)
     document = json.loads(done.stdout)
     assert list(document) == ["model", "sites", "skipped"]
     assert document["sites"][-1] == {
@@ -151,9 +149,9 @@ def test_layers_as_json_and_as_a_table(process, folder):
 
 
 @pytest.mark.slow
-def test_a_narrow_terminal_breaks_no_number(process, captured):
+def test_a_narrow_terminal_breaks_no_number(run, captured):
     path, _ = captured
-    wide, narrow = (process("fit", path.name, "-q", cwd=path.parent, COLUMNS=width).stdout for width in ("200", "30"))
+    wide, narrow = (run("fit", path.name, "-q", cwd=path.parent, COLUMNS=width).stdout for width in ("200", "30"))
     assert "…" not in narrow
     numbers = re.compile(r"\d+\.\d+|\d+,\d+")
     assert numbers.findall(narrow.partition("digits")[2]) == numbers.findall(wide.partition("digits")[2])
@@ -163,9 +161,9 @@ def test_a_narrow_terminal_breaks_no_number(process, captured):
 @pytest.mark.parametrize(
     "command", [["layers"], ["fit"], ["stats"], ["plot", "--dpi", "40"], ["capture", "-o", "mixed.safetensors"]]
 )
-def test_norms_that_are_not_known_are_reported_by_every_command(process, folder, command):
+def test_norms_that_are_not_known_are_reported_by_every_command(run, folder, command):
     (folder / "own.py").write_text(OWN)
-    done = process(*command, "py:own.py:known_and_unknown", "--json", cwd=folder)
+    done = run(*command, "py:own.py:known_and_unknown", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "skipped 1 (OddNorm): no form that is known reproduces its output" in done.stderr
     skipped = json.loads(done.stdout)["skipped"]
@@ -173,9 +171,9 @@ def test_norms_that_are_not_known_are_reported_by_every_command(process, folder,
 
 
 @pytest.mark.slow
-def test_a_model_without_a_known_norm_is_an_error_that_names_what_there_is(process, folder):
+def test_a_model_without_a_known_norm_is_an_error_that_names_what_there_is(run, folder):
     (folder / "own.py").write_text(OWN)
-    done = process("fit", "py:own.py:unknown", cwd=folder)
+    done = run("fit", "py:own.py:unknown", cwd=folder)
     assert done.returncode == 3
     assert "calls no normalization layer that normscope knows. Skipped: 0 (OddNorm)" in done.stderr
 
@@ -197,40 +195,40 @@ def known_and_unknown():
 
 
 @pytest.mark.slow
-def test_random_weights_are_said_even_when_quiet(process, folder):
-    done = process("fit", "demo_vit", "--weights", "random", "--seed", "3", "--layers", "1", "-q", cwd=folder)
+def test_random_weights_are_said_even_when_quiet(run, folder):
+    done = run("fit", "demo_vit", "--weights", "random", "--seed", "3", "--layers", "1", "-q", cwd=folder)
     assert "random weights, seed 3" in done.stderr
     assert "random weights, seed 3" in done.stdout
-    drawn = process("plot", "demo_vit", "--weights", "random", "-o", "r.svg", "-q", cwd=folder)
+    drawn = run("plot", "demo_vit", "--weights", "random", "-o", "r.svg", "-q", cwd=folder)
     assert drawn.stdout == "r.svg\n"
     assert "random weights, seed 0" in drawn.stderr
     assert "weights: random weights, seed 0" in (folder / "r.svg").read_text()
 
 
 @pytest.mark.slow
-def test_pipes_get_no_colour_and_no_progress(process, folder, captured):
-    done = process("fit", captured[0].name, cwd=folder)
+def test_pipes_get_no_colour_and_no_progress(run, folder, captured):
+    done = run("fit", captured[0].name, cwd=folder)
     assert "\x1b" not in done.stdout + done.stderr
     assert "blocks.0.norm1  tanh" in done.stdout
-    done = process("fit", captured[0].name, cwd=folder, FORCE_COLOR="1", NO_COLOR="1")
+    done = run("fit", captured[0].name, cwd=folder, FORCE_COLOR="1", NO_COLOR="1")
     assert "\x1b[3" not in done.stdout + done.stderr
 
 
-def test_the_checkouts_script_runs_the_same_app(process, folder):
-    done = process("models", "--json", cwd=folder, command=(sys.executable, str(CHECKOUT / "cli.py")))
+def test_the_checkouts_script_runs_the_same_app(run, folder):
+    done = run("models", "--json", cwd=folder, command=(sys.executable, str(CHECKOUT / "cli.py")))
     names = [entry["name"] for entry in json.loads(done.stdout)["models"]]
     assert names[:3] == ["demo_vit", "demo_wav2vec2", "demo_dit"]
 
 
-def test_version(process, folder):
-    assert process("--version", cwd=folder).stdout.startswith("normscope 0.")
+def test_version(run, folder):
+    assert run("--version", cwd=folder).stdout.startswith("normscope 0.")
 
 
 @pytest.mark.slow
-def test_a_hub_that_does_not_answer_is_said_within_ten_seconds(process, folder):
+def test_a_hub_that_does_not_answer_is_said_within_ten_seconds(run, folder):
     def seconds_and_result():
         start = time.perf_counter()
-        done = process(
+        done = run(
             "plot", "vit_b16", "--layers", "4", cwd=folder, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(folder)
         )
         return time.perf_counter() - start, done
@@ -267,16 +265,16 @@ def test_interruption_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_interruption_before_a_command_is_there(process, folder):
+def test_interruption_before_a_command_is_there(run, folder):
     (folder / "interrupting").mkdir()
     (folder / "interrupting" / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     for command in ((sys.executable, "-m", "normscope"), (sys.executable, str(CHECKOUT / "cli.py"))):
-        done = process("models", cwd=folder, command=command, PYTHONPATH=f"{folder / 'interrupting'}:{CHECKOUT}")
+        done = run("models", cwd=folder, command=command, PYTHONPATH=f"{folder / 'interrupting'}:{CHECKOUT}")
         assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_interruption_after_a_command_leaves_its_status(process, folder):
+def test_interruption_after_a_command_leaves_its_status(run, folder):
     code = (
         "import atexit, os, signal\n"
         "from normscope.__main__ import main\n"
@@ -284,32 +282,32 @@ def test_interruption_after_a_command_leaves_its_status(process, folder):
         "main()"
     )
     for arguments, status in ((["--version"], 0), (["plot", "--limit", "0"], 2)):
-        done = process(*arguments, cwd=folder, command=(sys.executable, "-c", code))
+        done = run(*arguments, cwd=folder, command=(sys.executable, "-c", code))
         assert done.returncode == status
         assert "Traceback" not in done.stderr and "Interrupt" not in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["models"], ["models", "--json"]], ids=" ".join)
-def test_a_closed_pipe_ends_quietly(process, folder, arguments):
+def test_a_closed_pipe_ends_quietly(run, folder, arguments):
     reading, writing = os.pipe()
     os.close(reading)
     try:
-        done = process(*arguments, cwd=folder, stdout=writing)
+        done = run(*arguments, cwd=folder, stdout=writing)
     finally:
         os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.usefixtures("uncovered")  # coverage writes a file of its own, for which there is no room either
-def test_a_stdout_that_takes_nothing_is_said(process, folder):
+def test_a_stdout_that_takes_nothing_is_said(run, folder):
     shell = ("sh", "-c", f'exec "{sys.executable}" -m normscope "$@" >&-', "sh")
-    done = process("models", cwd=folder, command=shell)
+    done = run("models", cwd=folder, command=shell)
     assert (done.returncode, done.stderr) == (2, "Error: Standard output is closed; give it a file or a pipe.\n")
     mute = ("sh", "-c", f'exec "{sys.executable}" -m normscope "$@" 2>&-', "sh")
-    assert "demo_vit" in process("models", cwd=folder, command=mute).stdout
+    assert "demo_vit" in run("models", cwd=folder, command=mute).stdout
     for arguments in (["models"], ["models", "--json"], ["--help"]):
         with (folder / "full.txt").open("w") as full:
-            done = process(*arguments, cwd=folder, stdout=full, before=_leave_no_room)
+            done = run(*arguments, cwd=folder, stdout=full, before=_leave_no_room)
         assert (done.returncode, done.stderr) == (2, "Error: Cannot write to standard output: File too large.\n")
 
 
@@ -318,14 +316,14 @@ def _leave_no_room():
 
 
 @pytest.mark.slow
-def test_a_weights_file_in_timms_format(process, folder):
+def test_a_weights_file_in_timms_format(run, folder):
     import timm
     from safetensors.torch import save_file
 
     torch.manual_seed(11)
     model = timm.create_model("test_vit").eval()
     save_file(model.state_dict(), folder / "weights.safetensors")
-    done = process(
+    done = run(
         *("capture", "timm:test_vit", "--weights", "weights.safetensors", "--limit", "2"),
         *("-o", "file.safetensors", "--verify"),
         cwd=folder,
@@ -344,13 +342,13 @@ def test_a_weights_file_in_timms_format(process, folder):
 @pytest.mark.skipif(
     torch.version.cuda is None or torch.cuda.is_available(), reason="torch says so where it could run CUDA, and cannot"
 )
-def test_a_missing_cuda_runtime_is_not_what_swap_bench_begins_with(process, folder):
-    done = process("swap-bench", "demo_vitt", cwd=folder, CUDA_HOME="/usr/local")
+def test_a_missing_cuda_runtime_is_not_what_swap_bench_begins_with(run, folder):
+    done = run("swap-bench", "demo_vitt", cwd=folder, CUDA_HOME="/usr/local")
     assert done.returncode == 3
     assert done.stderr.startswith("Error: There is no model 'demo_vitt'.")
 
 
-def test_other_warnings_of_torch_about_extensions_are_heard(process, folder):
+def test_other_warnings_of_torch_about_extensions_are_heard(run, folder):
     script = (
         "import logging, sys, normscope.cli as cli; sys.argv = ['normscope', '--version']\n"
         "try: cli.main()\n"
@@ -358,5 +356,5 @@ def test_other_warnings_of_torch_about_extensions_are_heard(process, folder):
         "for said in ('No CUDA runtime is found, using %s', 'another'):\n"
         "    logging.getLogger('torch.utils.cpp_extension').warning(said)\n"
     )
-    done = process(cwd=folder, command=(sys.executable, "-c", script))
+    done = run(cwd=folder, command=(sys.executable, "-c", script))
     assert done.stderr == "another\n"

@@ -156,44 +156,6 @@ def test_what_the_batches_run_themselves_is_not_recorded():
     assert seen.n_pairs == 3 * LENGTHS[0] * WIDTH
 
 
-def test_parts_sum_up_to_the_whole_and_survive_files_merges_and_choices(tmp_path):
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
-
-        def forward(self, x):
-            return self.second(self.first(x) * 2 + x)
-
-    def batches(*numbers):
-        x = {number: sequences()[number % 3] for number in numbers}
-        return [Batch((x[i],), {}, samples(i), part=f"timestep {i % 2}") for i in numbers]
-
-    model = Two()
-    seen = normscope.capture(model, batches(0, 1, 2, 3), by_gamma=True)
-    assert list(seen.parts) == ["timestep 0", "timestep 1"]
-    assert {part.n_samples for part in seen.parts.values()} == {2} and seen.n_samples == 4
-    for name, stats in seen.stats.items():
-        one, two = (part.stats[name] for part in seen.parts.values())
-        assert_same_sums(one.merge(two), stats)
-        np.testing.assert_allclose(
-            stats.gamma_moments.sum((0, 2)), (one.gamma_moments + two.gamma_moments).sum((0, 2)), rtol=1e-12
-        )
-    read = normscope.load_capture(normscope.save_capture(seen, tmp_path / "seen.safetensors"))
-    assert list(read.parts) == list(seen.parts)
-    for part, own in read.parts.items():
-        assert own.about == seen.parts[part].about and own.sites == seen.parts[part].sites
-        assert_same_sums(own.stats["second"], seen.parts[part].stats["second"])
-    both = read.merge(normscope.capture(model, batches(4, 6), by_gamma=True))
-    assert (both.parts["timestep 0"].n_samples, both.parts["timestep 1"].n_samples) == (4, 2)
-    pairs = {part: own.stats["first"].n_pairs for part, own in both.parts.items()}
-    assert sum(pairs.values()) == both.stats["first"].n_pairs
-    early, late = both.parts.values()
-    assert "part" not in early.merge(late).about and early.merge(early).about["part"] == "timestep 0"
-    chosen = both.only("second")
-    assert [list(part.stats) for part in chosen.parts.values()] == [["second"], ["second"]]
-
-
 TEXT_LENGTHS = (9, 5, 9, 2, 7, 9, 3, 8)
 TEXT_WIDTH = 16
 TABLE = "encoder.LayerNorm"
@@ -314,3 +276,41 @@ def test_learned_queries_beside_padded_text_all_count():
     seen = normscope.capture(Queries(), [batch_of(texts())]).stats["norm"]
     assert seen.n_pairs == len(TEXT_LENGTHS) * 5 * TEXT_WIDTH
     assert seen.fold_by == "source", "each sample has queries of its own"
+
+
+def test_parts_sum_up_to_the_whole_and_survive_files_merges_and_choices(tmp_path):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
+
+        def forward(self, x):
+            return self.second(self.first(x) * 2 + x)
+
+    def batches(*numbers):
+        x = {number: sequences()[number % 3] for number in numbers}
+        return [Batch((x[i],), {}, samples(i), part=f"timestep {i % 2}") for i in numbers]
+
+    model = Two()
+    seen = normscope.capture(model, batches(0, 1, 2, 3), by_gamma=True)
+    assert list(seen.parts) == ["timestep 0", "timestep 1"]
+    assert {part.n_samples for part in seen.parts.values()} == {2} and seen.n_samples == 4
+    for name, stats in seen.stats.items():
+        one, two = (part.stats[name] for part in seen.parts.values())
+        assert_same_sums(one.merge(two), stats)
+        np.testing.assert_allclose(
+            stats.gamma_moments.sum((0, 2)), (one.gamma_moments + two.gamma_moments).sum((0, 2)), rtol=1e-12
+        )
+    read = normscope.load_capture(normscope.save_capture(seen, tmp_path / "seen.safetensors"))
+    assert list(read.parts) == list(seen.parts)
+    for part, own in read.parts.items():
+        assert own.about == seen.parts[part].about and own.sites == seen.parts[part].sites
+        assert_same_sums(own.stats["second"], seen.parts[part].stats["second"])
+    both = read.merge(normscope.capture(model, batches(4, 6), by_gamma=True))
+    assert (both.parts["timestep 0"].n_samples, both.parts["timestep 1"].n_samples) == (4, 2)
+    pairs = {part: own.stats["first"].n_pairs for part, own in both.parts.items()}
+    assert sum(pairs.values()) == both.stats["first"].n_pairs
+    early, late = both.parts.values()
+    assert "part" not in early.merge(late).about and early.merge(early).about["part"] == "timestep 0"
+    chosen = both.only("second")
+    assert [list(part.stats) for part in chosen.parts.values()] == [["second"], ["second"]]

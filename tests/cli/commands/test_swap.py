@@ -20,8 +20,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def swapped(process, folder):
-    done = process("swap", "demo_vit", "--func", "dyt", "-o", "dyt", cwd=folder)
+def swapped(run, folder):
+    done = run("swap", "demo_vit", "--func", "dyt", "-o", "dyt", cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder / "dyt", done
 
@@ -48,8 +48,8 @@ def test_it_writes_what_the_python_interface_makes(swapped):
 
 
 @pytest.mark.slow
-def test_nothing_is_left_to_observe_in_it(process, folder, swapped):
-    done = process("plot", "demo_vit", "--weights", "dyt", cwd=folder)
+def test_nothing_is_left_to_observe_in_it(run, folder, swapped):
+    done = run("plot", "demo_vit", "--weights", "dyt", cwd=folder)
     assert done.returncode == 3
     assert "demo_vit: swap dyt (dyt in place of 17 norms, of embedded demo_vit" in done.stderr
     assert "Error: All 17 norms of this VisionTransformer were replaced (tanh), and none is left" in done.stderr
