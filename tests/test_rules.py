@@ -1,4 +1,4 @@
-"""The rules of the house: which way imports point, and how many rooms of which size there are; docs/architecture.md."""
+"""The rules of the house: which way imports point, how many rooms of which size, where tests are; its page."""
 
 import ast
 import contextlib
@@ -47,6 +47,48 @@ LIBRARIES = {
     "accelerate": {"models", "runtime/network.py"},
     "pyarrow": {"cli/formats.py"},
     "typer": {"cli"},
+}
+TESTS = PACKAGE.parent / "tests"
+# Tests that are named for what they ask of several rooms.
+ACROSS_ROOMS = {
+    "cli/test_full_size.py": "the networks of the papers, through every command",
+    "cli/test_hostile_names.py": "names that steer a terminal, in every output",
+    "cli/test_mistakes.py": "a user's mistakes, in every command",
+    "cli/test_ranks.py": "every command under torchrun",
+    "fits/test_stated_accuracy.py": "what docs/ state of errors that come of bins, in fits, cards and gradients",
+    "models/embedded/test_calibration.py": "what the embedded networks learn from, whichever loads them",
+    "models/language/": "networks of transformers: loading, refusals and the hub, with fixtures of their own",
+    "swaps/test_compiled.py": "drift, healing and bench of compiled networks",
+    "swaps/test_in_place.py": "drift, healing and bench of networks that change tensors in place",
+}
+# What holds rooms that have no tests under their own name.
+HELD_BY = {
+    "cli/test_commands.py": {"cli/commands/capture"},
+    "cli/test_mistakes.py": {"cli/options"},
+    "cli/commands/test_stats.py": {"tables/card"},
+    "cli/commands/test_swap_bench.py": {"cli/swapping"},
+    "cli/commands/test_gradient.py": {"tables/gradient"},
+    "figures/test_scurves.py": {"figures/panels"},
+    "figures/test_drift.py": {"tables/drift"},
+    "figures/test_speed.py": {"tables/speed"},
+    "fits/curves/test_known.py": {"fits/curves/functions", "fits/curves/properties"},
+    "fits/solving/test_solve.py": {"fits/solving/objective"},
+    "fits/test_fit.py": {"fits/curve_fit"},
+    "fits/views/test_gradient.py": {"fits/views/jacobians"},
+    "models/inputs/test_numbered_inputs.py": {"models/inputs/file_inputs"},
+    "models/language/": {"models/inputs/tokenizer"},
+    "pairs/norms/test_kinds_grouped.py": {"pairs/sums/tokens"},
+    "pairs/sums/binning/test_cpu.py": {"pairs/sums/binning/reference"},
+    "pairs/sums/binning/test_cuda_loop.py": {"pairs/sums/binning/cuda_draw"},
+    "pairs/test_merging.py": {"pairs/captures"},
+    "pairs/test_storage.py": {"pairs/sums/packing"},
+    "swaps/bench/test_bench.py": {
+        f"swaps/bench/{room}" for room in ("reports", "single_norm", "variants", "whole_network")
+    },
+    "swaps/drift/test_drift.py": {"swaps/drift/reports"},
+    "swaps/heal/test_heal.py": {f"swaps/heal/{room}" for room in ("by_site", "lessons", "training")},
+    "swaps/test_store.py": {"swaps/record"},
+    "tables/test_fit.py": {"tables/table"},
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 MODULES = {
@@ -132,6 +174,43 @@ def test_rooms_are_few_and_of_a_size():
         path.relative_to(PACKAGE).as_posix() for path in FILES if path.read_text(encoding="utf-8").count("\n") > 400
     ]
     assert not long
+
+
+def named_after_a_room(path: Path) -> bool:
+    """Whether tests stand in the place of a room under its name, or in a folder of its name."""
+    place, name = path.relative_to(TESTS).parent, path.stem.removeprefix("test_")
+    if (PACKAGE / place).with_suffix(".py").is_file():
+        return True
+    rooms = [room.name.partition(".")[0] for room in (PACKAGE / place).glob("*")]
+    return any(name == room or name.startswith(f"{room}_") for room in rooms)
+
+
+def test_tests_are_named_after_the_room_that_they_try():
+    """test_ROOM.py or test_ROOM_TOPIC.py; the room may be a folder."""
+    wings = [path.name for path in PACKAGE.iterdir() if path.is_dir()]
+    files = {path.relative_to(TESTS).as_posix(): path for wing in wings for path in (TESTS / wing).rglob("test_*.py")}
+    others = [place for place, path in files.items() if not named_after_a_room(path)]
+    assert [place for place in others if not place.startswith(tuple(ACROSS_ROOMS))] == []
+
+
+def held_by_its_name(room: Path) -> bool:
+    """Whether tests in its place are named after a room, or after the room that it is a part of (cpu_loop: cpu)."""
+    beside = TESTS / room.relative_to(PACKAGE).parent
+    names = [path.stem.removeprefix("test_") for path in beside.glob("test_*.py")]
+    own = any(f"_{room.stem}_" in f"_{name}_" or room.stem.startswith(f"{name}_") for name in names)
+    return own or (beside / room.stem).is_dir()
+
+
+def test_every_room_has_tests_that_its_name_finds():
+    """What is short, and has none, is seen through the rooms that it is for."""
+    rooms = [
+        path for path in FILES if path.name != "__init__.py" and path.read_text(encoding="utf-8").count("\n") > 100
+    ]
+    without = {path.relative_to(PACKAGE).with_suffix("").as_posix() for path in rooms if not held_by_its_name(path)}
+    listed = set().union(*HELD_BY.values())
+    assert without - listed == set(), "name a file of tests after it, or say in HELD_BY which one holds it"
+    assert {room for room in listed - without if (PACKAGE / f"{room}.py").is_file()} == set(), "HELD_BY need not say it"
+    assert [place for place in (*ACROSS_ROOMS, *HELD_BY) if not (TESTS / place).exists()] == []
 
 
 def test_the_page_of_the_house_shows_its_rooms():

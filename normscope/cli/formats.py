@@ -114,7 +114,7 @@ def write_parquet(rows: Sequence[Row], path: Path) -> None:
     written = io.BytesIO()  # pyarrow puts what the system says into words of its own
     parquet.write_table(pa.table(columns).replace_schema_metadata({"normscope": version("normscope")}), written)
     with whole_file(path) as partial:
-        partial.write_bytes(written.getbuffer())
+        partial.write_bytes(written.getvalue())
 
 
 def _columns(table: Sequence[Row]) -> list[str]:

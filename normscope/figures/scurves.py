@@ -264,7 +264,7 @@ def save_figure(figure: Figure, path: str | Path, shown: Any, dpi: int = 200) ->
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "normscope"}):
         figure.savefig(drawn, dpi=dpi, format=kind, metadata={key: text, **dates})
     with whole_file(path) as partial:
-        partial.write_bytes(drawn.getbuffer())
+        partial.write_bytes(drawn.getvalue())
     return path
 
 

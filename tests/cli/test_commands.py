@@ -21,33 +21,19 @@ import normscope
 CHECKOUT = Path(normscope.__file__).parents[1]
 
 
-def run(*arguments, cwd, command=(sys.executable, "-m", "normscope"), stdout=subprocess.PIPE, before=None, **changes):
-    clean = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "FORCE_COLOR", "HF_ENDPOINT")}
-    return subprocess.run(
-        [*command, *arguments],
-        cwd=cwd,
-        env=clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT)} | changes,
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        preexec_fn=before,
-        text=True,
-        timeout=120,
-    )
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("cli")
 
 
 @pytest.fixture(scope="module")
-def captured(folder):
+def captured(run, folder):
     done = run("capture", "demo_vit", "-o", "seen.safetensors", "--raw", "--layers", "0,16", "--limit", "9", cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder / "seen.safetensors", done
 
 
-def test_help_is_fast_and_imports_nothing_heavy(folder):
+def test_help_is_fast_and_imports_nothing_heavy(run, folder):
     seconds = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -68,14 +54,14 @@ def test_help_is_fast_and_imports_nothing_heavy(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["plot", "fit", "stats", "capture", "layers", "models"])
-def test_every_commands_help_has_an_example(folder, command):
+def test_every_commands_help_has_an_example(run, folder, command):
     done = run(command, "--help", cwd=folder, NO_COLOR="1")
     assert done.returncode == 0
     assert f"normscope {command}" in " ".join(done.stdout.split())
 
 
 @pytest.mark.slow
-def test_plot_without_a_model_draws_the_embedded_ones_and_says_so(folder):
+def test_plot_without_a_model_draws_the_embedded_ones_and_says_so(run, folder):
     start = time.perf_counter()
     done = run("plot", cwd=folder)
     assert time.perf_counter() - start < 60
@@ -86,7 +72,7 @@ def test_plot_without_a_model_draws_the_embedded_ones_and_says_so(folder):
 
 
 @pytest.mark.slow
-def test_timesteps_are_kept_apart(folder):
+def test_timesteps_are_kept_apart(run, folder):
     options = ("--timesteps", "980,20", "--guidance", "1", "--limit", "3", "--layers", "2")
     done = run("capture", "demo_dit", *options, "--by", "timestep", "--json", "-o", "dit.safetensors", cwd=folder)
     assert json.loads(done.stdout)["parts"] == ["timestep 980", "timestep 20"]
@@ -105,7 +91,7 @@ def test_timesteps_are_kept_apart(folder):
 
 
 @pytest.mark.slow
-def test_json_is_one_document_on_stdout(folder):
+def test_json_is_one_document_on_stdout(run, folder):
     done = run("fit", "demo_vit", "--func", "dyisru", "--layers", "2", "--json", "-o", "fits.json", cwd=folder)
     document = json.loads(done.stdout)
     assert json.loads((folder / "fits.json").read_text()) == document
@@ -136,7 +122,7 @@ def test_raw_pairs_are_announced_and_give_the_same_sums(captured):
 
 
 @pytest.mark.slow
-def test_captures_take_the_place_of_models(captured):
+def test_captures_take_the_place_of_models(run, captured):
     path, _ = captured
     done = run("fit", path.name, "--json", cwd=path.parent)
     from_file = json.loads(done.stdout)["fits"]
@@ -149,7 +135,7 @@ def test_captures_take_the_place_of_models(captured):
 
 
 @pytest.mark.slow
-def test_layers_as_json_and_as_a_table(folder):
+def test_layers_as_json_and_as_a_table(run, folder):
     done = run("layers", "demo_vit", "--json", "--verify", cwd=folder)
     document = json.loads(done.stdout)
     assert list(document) == ["model", "sites", "skipped"]
@@ -168,7 +154,7 @@ def test_layers_as_json_and_as_a_table(folder):
 
 
 @pytest.mark.slow
-def test_a_narrow_terminal_breaks_no_number(captured):
+def test_a_narrow_terminal_breaks_no_number(run, captured):
     path, _ = captured
     wide, narrow = (run("fit", path.name, "-q", cwd=path.parent, COLUMNS=width).stdout for width in ("200", "30"))
     assert "…" not in narrow
@@ -180,7 +166,7 @@ def test_a_narrow_terminal_breaks_no_number(captured):
 @pytest.mark.parametrize(
     "command", [["layers"], ["fit"], ["stats"], ["plot", "--dpi", "40"], ["capture", "-o", "mixed.safetensors"]]
 )
-def test_norms_that_are_not_known_are_reported_by_every_command(folder, command):
+def test_norms_that_are_not_known_are_reported_by_every_command(run, folder, command):
     (folder / "own.py").write_text(OWN)
     done = run(*command, "py:own.py:known_and_unknown", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -190,7 +176,7 @@ def test_norms_that_are_not_known_are_reported_by_every_command(folder, command)
 
 
 @pytest.mark.slow
-def test_a_model_without_a_known_norm_is_an_error_that_names_what_there_is(folder):
+def test_a_model_without_a_known_norm_is_an_error_that_names_what_there_is(run, folder):
     (folder / "own.py").write_text(OWN)
     done = run("fit", "py:own.py:unknown", cwd=folder)
     assert done.returncode == 3
@@ -214,7 +200,7 @@ def known_and_unknown():
 
 
 @pytest.mark.slow
-def test_random_weights_are_said_even_when_quiet(folder):
+def test_random_weights_are_said_even_when_quiet(run, folder):
     done = run("fit", "demo_vit", "--weights", "random", "--seed", "3", "--layers", "1", "-q", cwd=folder)
     assert "random weights, seed 3" in done.stderr
     assert "random weights, seed 3" in done.stdout
@@ -225,7 +211,7 @@ def test_random_weights_are_said_even_when_quiet(folder):
 
 
 @pytest.mark.slow
-def test_pipes_get_no_colour_and_no_progress(folder, captured):
+def test_pipes_get_no_colour_and_no_progress(run, folder, captured):
     done = run("fit", captured[0].name, cwd=folder)
     assert "\x1b" not in done.stdout + done.stderr
     assert "blocks.0.norm1  tanh" in done.stdout
@@ -233,18 +219,18 @@ def test_pipes_get_no_colour_and_no_progress(folder, captured):
     assert "\x1b[3" not in done.stdout + done.stderr
 
 
-def test_the_checkouts_script_runs_the_same_app(folder):
+def test_the_checkouts_script_runs_the_same_app(run, folder):
     done = run("models", "--json", cwd=folder, command=(sys.executable, str(CHECKOUT / "cli.py")))
     names = [entry["name"] for entry in json.loads(done.stdout)["models"]]
     assert names[:3] == ["demo_vit", "demo_wav2vec2", "demo_dit"]
 
 
-def test_version(folder):
+def test_version(run, folder):
     assert run("--version", cwd=folder).stdout.startswith("normscope 0.")
 
 
 @pytest.mark.slow
-def test_a_hub_that_does_not_answer_is_said_within_ten_seconds(folder):
+def test_a_hub_that_does_not_answer_is_said_within_ten_seconds(run, folder):
     def seconds_and_result():
         start = time.perf_counter()
         done = run(
@@ -284,7 +270,7 @@ def test_interruption_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_interruption_before_a_command_is_there(folder):
+def test_interruption_before_a_command_is_there(run, folder):
     (folder / "interrupting").mkdir()
     (folder / "interrupting" / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     for command in ((sys.executable, "-m", "normscope"), (sys.executable, str(CHECKOUT / "cli.py"))):
@@ -293,7 +279,7 @@ def test_interruption_before_a_command_is_there(folder):
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_interruption_after_a_command_leaves_its_status(folder):
+def test_interruption_after_a_command_leaves_its_status(run, folder):
     code = (
         "import atexit, os, signal\n"
         "from normscope.__main__ import main\n"
@@ -307,7 +293,7 @@ def test_interruption_after_a_command_leaves_its_status(folder):
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["models"], ["models", "--json"]], ids=" ".join)
-def test_a_closed_pipe_ends_quietly(folder, arguments):
+def test_a_closed_pipe_ends_quietly(run, folder, arguments):
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -318,7 +304,7 @@ def test_a_closed_pipe_ends_quietly(folder, arguments):
 
 
 @pytest.mark.usefixtures("uncovered")  # coverage writes a file of its own, for which there is no room either
-def test_a_stdout_that_takes_nothing_is_said(folder):
+def test_a_stdout_that_takes_nothing_is_said(run, folder):
     shell = ("sh", "-c", f'exec "{sys.executable}" -m normscope "$@" >&-', "sh")
     done = run("models", cwd=folder, command=shell)
     assert (done.returncode, done.stderr) == (2, "Error: Standard output is closed; give it a file or a pipe.\n")
@@ -335,7 +321,7 @@ def _leave_no_room():
 
 
 @pytest.mark.slow
-def test_a_weights_file_in_timms_format(folder):
+def test_a_weights_file_in_timms_format(run, folder):
     import timm
     from safetensors.torch import save_file
 
@@ -361,13 +347,13 @@ def test_a_weights_file_in_timms_format(folder):
 @pytest.mark.skipif(
     torch.version.cuda is None or torch.cuda.is_available(), reason="torch says so where it could run CUDA, and cannot"
 )
-def test_a_missing_cuda_runtime_is_not_what_swap_bench_begins_with(folder):
+def test_a_missing_cuda_runtime_is_not_what_swap_bench_begins_with(run, folder):
     done = run("swap-bench", "demo_vitt", cwd=folder, CUDA_HOME="/usr/local")
     assert done.returncode == 3
     assert done.stderr.startswith("Error: There is no model 'demo_vitt'.")
 
 
-def test_other_warnings_of_torch_about_extensions_are_heard(folder):
+def test_other_warnings_of_torch_about_extensions_are_heard(run, folder):
     script = (
         "import logging, sys, normscope.cli as cli; sys.argv = ['normscope', '--version']\n"
         "try: cli.main()\n"

@@ -324,3 +324,20 @@ def test_mutated_files_are_errors_or_captures(file, tmp_path, data):
         return
     with contextlib.suppress(NormscopeError):
         assert len(normscope.fit(again)) == 2 * len(again.sites)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda grids: {**grids, "pairs": [7, -27, 18]}, r"was summed on another grid: pairs \[7, -27, 18\]"),
+        (lambda grids: {**grids, "tokens": [3, -27, 19]}, r"was summed on another grid: tokens \[3, -27, 19\]"),
+        (lambda grids: {}, "was summed on another grid: pairs None"),
+        (lambda grids: None, "is damaged"),
+    ],
+)
+def test_another_grid_is_refused(file, tmp_path, change, sentence):
+    header, tensors = read_checked(file, "normscope-capture", (5,))
+    other = tmp_path / "seen.safetensors"
+    write_checked(other, {**header, "grids": change(header["grids"])}, tensors)
+    with pytest.raises(DataError, match=sentence):
+        normscope.load_capture(other)

@@ -60,16 +60,8 @@ def test_the_table_says_what_was_matched_and_how(files, columns):
     assert done.stdout.splitlines()[-1] == "one.svg"
 
 
-def test_checkpoints_are_weights_given_again(tmp_path, monkeypatch):
+def test_checkpoints_are_weights_given_again(tmp_path, monkeypatch, runs):
     monkeypatch.chdir(tmp_path)
-    runs = []
-    captured = hooks.captured
-
-    def counted(network, **options):
-        runs.append(network.about["weights"])
-        return captured(network, **options)
-
-    monkeypatch.setattr(hooks, "captured", counted)
     weights = ("--weights", "pretrained", "--weights", "random")
     done = compare("demo_vit", *weights, "--limit", "3", "--layers", "2", "--device", "cpu", "--json", "--func", "tanh")
     assert done.exit_code == 0, done.output

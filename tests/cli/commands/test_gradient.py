@@ -18,13 +18,6 @@ def gradient(*arguments):
     return CliRunner().invoke(app, ["gradient", *map(str, arguments)])
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "60")
-    return tmp_path
-
-
 def test_tables_and_a_figure(here):
     done = gradient("demo_vit", *QUICK)
     assert done.exit_code == 0, done.output

@@ -18,13 +18,6 @@ def heal(*arguments):
     return CliRunner().invoke(app, ["heal", *map(str, arguments)])
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "60")
-    return tmp_path
-
-
 @pytest.mark.slow
 def test_a_network_is_healed_and_written(here):
     done = heal(*QUICK, "-o", "healed", "--json")

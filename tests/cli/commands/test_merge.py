@@ -3,10 +3,6 @@
 import csv
 import io
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,20 +10,6 @@ import torch
 from PIL import Image
 
 import normscope
-
-CHECKOUT = Path(normscope.__file__).parents[1]
-
-
-def run(*arguments, cwd):
-    clean = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "FORCE_COLOR")}
-    return subprocess.run(
-        [sys.executable, "-m", "normscope", *arguments],
-        cwd=cwd,
-        env=clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +30,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_two_runs_are_one(folder):
+def test_two_runs_are_one(run, folder):
     done = run("merge", "first.safetensors", "second.safetensors", "-o", "both.safetensors", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
@@ -66,7 +48,7 @@ def test_two_runs_are_one(folder):
     assert fitted.returncode == 0 and json.loads(fitted.stdout)["fits"][0]["data"] == document["data"]
 
 
-def test_rows_and_quiet(folder):
+def test_rows_and_quiet(run, folder):
     done = run("merge", "first.safetensors", "second.safetensors", "-o", "rows.safetensors", "--csv", "-q", cwd=folder)
     rows = list(csv.DictReader(io.StringIO(done.stdout)))
     assert len(rows) == 2 and rows[0]["file"] == "rows.safetensors" and int(rows[0]["n_pairs"]) > 0
@@ -92,7 +74,7 @@ def test_rows_and_quiet(folder):
         (["first.safetensors", "rounded.safetensors"], 4, ', converted from float32 to bfloat16".'),
     ],
 )
-def test_what_is_refused_leaves_no_file(folder, arguments, status, sentence):
+def test_what_is_refused_leaves_no_file(run, folder, arguments, status, sentence):
     (folder / "copy.safetensors").write_bytes((folder / "first.safetensors").read_bytes())
     seen = normscope.load_capture(folder / "second.safetensors")
     seen.about["weights"] = "random"

@@ -1,9 +1,6 @@
 """``normscope swap`` as a user meets it: real processes, the folder that they write, and what takes it."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,20 +13,6 @@ from normscope.errors import NormscopeError
 from normscope.inputs.splits import learned_and_held_out
 from normscope.swaps.start import asked_for, fitted
 
-CHECKOUT = Path(normscope.__file__).parents[1]
-
-
-def run(*arguments, cwd):
-    clean = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "FORCE_COLOR")}
-    return subprocess.run(
-        [sys.executable, "-m", "normscope", *arguments],
-        cwd=cwd,
-        env=clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -37,7 +20,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def swapped(folder):
+def swapped(run, folder):
     done = run("swap", "demo_vit", "--func", "dyt", "-o", "dyt", cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder / "dyt", done
@@ -65,7 +48,7 @@ def test_it_writes_what_the_python_interface_makes(swapped):
 
 
 @pytest.mark.slow
-def test_nothing_is_left_to_observe_in_it(folder, swapped):
+def test_nothing_is_left_to_observe_in_it(run, folder, swapped):
     done = run("plot", "demo_vit", "--weights", "dyt", cwd=folder)
     assert done.returncode == 3
     assert "demo_vit: swap dyt (dyt in place of 17 norms, of embedded demo_vit" in done.stderr

@@ -6,8 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import normscope
+from normscope.errors import ModelError, UsageError
 from normscope.inputs.entries import as_batches
-from normscope.pairs.norms.formulas import rms_norm
+from normscope.pairs.capture import capture
+from normscope.pairs.norms.recognition import register_norm, rms_norm
 from normscope.pairs.norms.trace import find_norms
 
 
@@ -207,3 +209,41 @@ def test_groups_and_statistics_of_other_sizes_are_no_fit():
         ("0.0", True),
         ("0.1", False),
     ]
+
+
+def test_a_subclass_with_its_own_forward_is_taken_for_what_it_does():
+    class ChannelsFirst(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x.transpose(-2, -1)).transpose(-2, -1)
+
+    class Activated(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x).relu()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(ChannelsFirst(16), Activated(9)).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    report = find_norms(model, next(as_batches([torch.randn(2, 16, 9)])))
+    assert [(site.name, site.kind, site.channel_axis) for site in report.sites] == [("0", "ChannelsFirst", 1)]
+    assert [(norm.name, norm.kind) for norm in report.skipped] == [("1", "Activated")]
+    assert "register_norm" in report.skipped[0].reason
+
+
+def test_one_call_extends_the_table(table):
+    class MyNorm(nn.Module):
+        def forward(self, x):
+            return x / x.abs().sum(dim=1, keepdim=True)
+
+    def unit_norm(rows, eps):
+        rstd = 1 / rows.abs().sum(dim=-1, keepdim=True)
+        return rows * rstd, rstd
+
+    model = nn.Sequential(MyNorm())
+    with pytest.raises(ModelError, match=r"Skipped: 0 \(MyNorm\)"):
+        capture(model, [torch.randn(2, 8, 4)])
+    register_norm(MyNorm, axes=1, normalize=unit_norm, centred=False)
+    seen = capture(model, [torch.randn(2, 8, 4)], verify=True)
+    assert (seen.sites[0].kind, seen.sites[0].normalized_shape) == ("MyNorm", (8,))
+    with pytest.raises(UsageError, match="axes=\\(\\) names none"):
+        register_norm(MyNorm, axes=())

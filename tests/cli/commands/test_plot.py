@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 import normscope
 from normscope.cli import app
 from normscope.models import registry
-from normscope.pairs import capture as hooks
 
 QUICK = ("--func", "tanh", "--color", "token", "--dpi", "40")
 
@@ -36,16 +35,8 @@ def written(folder):
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".safetensors")
 
 
-def test_several_models_share_a_figure_and_none_is_run_twice(tmp_path, monkeypatch):
+def test_several_models_share_a_figure_and_none_is_run_twice(tmp_path, monkeypatch, runs):
     monkeypatch.chdir(tmp_path)
-    runs = []
-    captured = hooks.captured
-
-    def counted(network, **options):
-        runs.append(network.about["weights"])
-        return captured(network, **options)
-
-    monkeypatch.setattr(hooks, "captured", counted)
     options = ("--weights", "random", "--limit", "2", "--layers", "0,1,2,3,16", "--device", "cpu", *QUICK)
     done = plot("demo_vit", "demo_vit", *options)
     assert done.exit_code == 0, done.output

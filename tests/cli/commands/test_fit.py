@@ -2,10 +2,6 @@
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,19 +10,6 @@ from typer.testing import CliRunner
 
 import normscope
 from normscope.cli import app
-
-CHECKOUT = Path(__file__).parents[3]
-
-
-def process(*arguments, cwd):
-    return subprocess.run(
-        [sys.executable, "-m", "normscope", *map(str, arguments)],
-        cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
 
 
 def run(*arguments, cwd):

@@ -1,4 +1,4 @@
-"""The kernels held to float64 by the tests in held/, in a process of their own: in the interpreter, and on a GPU."""
+"""The kernels held to float64 by the tests in launch/, in a process of their own: in the interpreter, and on a GPU."""
 
 import os
 import subprocess
@@ -12,8 +12,8 @@ pytestmark = pytest.mark.slow
 
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
-FOLDER = Path(__file__).parent / "held"
-ERRORS = "NORMSCOPE_KERNEL_ERRORS"  # a folder for the largest of them, see held/conftest.py
+FOLDER = Path(__file__).parent / "launch"
+ERRORS = "NORMSCOPE_KERNEL_ERRORS"  # a folder for the largest of them, see launch/conftest.py
 INTERPRETER = {"TRITON_INTERPRET": "1"}
 GPU = {"NORMSCOPE_KERNEL_TESTS": "cuda"}
 REHEARSED = {**INTERPRETER, "NORMSCOPE_KERNEL_TESTS": "cpu"}

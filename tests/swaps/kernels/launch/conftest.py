@@ -1,4 +1,4 @@
-"""What is here runs in a process whose kernels Triton interprets, or on a GPU: test_held.py starts it."""
+"""What is here runs in a process whose kernels Triton interprets, or on a GPU: test_launch.py starts it."""
 
 import json
 import os
