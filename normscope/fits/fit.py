@@ -12,8 +12,8 @@ from torch import Tensor
 
 from normscope.errors import UsageError
 from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curves.expressions import curves_named, split_names
 from normscope.fits.curves.known import BEST, CURVES, FREE, Curve
-from normscope.fits.curves.lookup import curves_named, split_names
 from normscope.fits.solving.ceiling import Ceiling, ceilings, free
 from normscope.fits.solving.levels import Level, check_levels, levels_of
 from normscope.fits.solving.nodes import Problems, batches, goodness, nodes_of, tails

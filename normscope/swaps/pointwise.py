@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from normscope.errors import UsageError
+from normscope.fits.curves.expressions import curves_named
 from normscope.fits.curves.known import CURVES, Curve
-from normscope.fits.curves.lookup import curves_named
 from normscope.fits.solving.ceiling import Piecewise
 from normscope.swaps.kernels import eager, operators
 from normscope.swaps.kernels.choice import by_kernels

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from normscope.errors import UsageError, unknown
 from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curves.expressions import curves_named
 from normscope.fits.curves.known import BEST, FREE, Curve
-from normscope.fits.curves.lookup import curves_named
 from normscope.fits.fit import fit
 from normscope.fits.solving.objective import Parametrization
 from normscope.pairs.captures import Capture

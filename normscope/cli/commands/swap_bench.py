@@ -145,7 +145,7 @@ class Wanted:
 
     @classmethod
     def of(cls, func: str, init: str, per: str, shift: bool | None) -> Wanted:
-        from normscope.fits.curves.lookup import split_names
+        from normscope.fits.curves.expressions import split_names
 
         inits = [part.strip() for part in init.split(",")]
         ways: list[How] = []

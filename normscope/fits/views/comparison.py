@@ -11,8 +11,8 @@ import torch
 
 from normscope.errors import UsageError
 from normscope.fits.curve_fit import CurveFit, Interval
+from normscope.fits.curves.expressions import split_names
 from normscope.fits.curves.known import BEST, FREE, Curve
-from normscope.fits.curves.lookup import split_names
 from normscope.fits.fit import check_fit, fit
 from normscope.fits.solving.levels import Level, levels_of
 from normscope.fits.solving.nodes import nodes_of

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import os
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -18,8 +22,9 @@ from normscope.pairs.sums.binning import (
     MOMENTS,
     PAIR_GRID,
     TOKEN_GRID,
-    choice,
+    reference,
 )
+from normscope.pairs.sums.binning.cuda_launcher import TRITON, VARIABLE, cannot_be_met, why_no_launcher
 from normscope.pairs.sums.sampling import (
     FOLDS,
     GROUPED_WIDTH,
@@ -36,6 +41,7 @@ _NOBODY = (Sample("tokens of no sample", 0, -1),)
 _SUMS = ("moments", "density", "channel_sums", "token_offsets", "token_scales", "nonfinite_tokens")
 _BY_FOLD = ("moments", "gamma_moments", "diagonal_moments")
 _OPTIONAL = ("gamma_moments", "channel_moments", "diagonal_moments")
+_COMPILED_BY = {"cpu": "numba", "cuda": "triton"}
 
 
 @dataclass(eq=False)
@@ -208,7 +214,7 @@ class PairStats:
         tokens = Tokens(rows, lines, runs, self.channels, groups, valid, gamma)
         if sample is not None:
             tokens = tokens.sampled(sample)
-        choice.add(self, tokens)
+        add(self, tokens)
         return tokens.valid
 
     def merge(self, other: PairStats) -> PairStats:
@@ -291,3 +297,39 @@ def _join_folds(moments: Tensor, into: int) -> Tensor:
     moments.zero_()
     moments[into] = total
     return moments
+
+
+def add(stats: PairStats, tokens: Tokens) -> None:
+    """Add the pairs of ``tokens`` to everything that ``stats``, on the same device, keeps.
+
+    The fastest loop that the device has does it. All put each pair into the same bin.
+
+    Raises:
+        UsageError: on CUDA, if ``NORMSCOPE_KERNELS=triton`` asks for kernels and Triton cannot launch any.
+    """
+    if tokens.rows.numel():
+        _loop_of(tokens.rows.device.type)(stats, tokens)
+
+
+def _loop_of(device: str) -> Callable[[PairStats, Tokens], None]:
+    loop = _compiled_loop_of(device)
+    if device != "cuda" or loop is reference.add or not (reason := why_no_launcher()):
+        return loop
+    if os.environ.get(VARIABLE) == TRITON:
+        raise cannot_be_met(reason)
+    return reference.add
+
+
+@functools.cache
+def _compiled_loop_of(device: str) -> Callable[[PairStats, Tokens], None]:
+    if device not in _COMPILED_BY:
+        return reference.add
+    try:
+        loop: Callable[[PairStats, Tokens], None] = import_module(f"normscope.pairs.sums.binning.{device}").add
+    except ImportError as error:
+        warnings.warn(
+            f"{_COMPILED_BY[device]} does not work here ({error}): the same sums are taken in plain torch, and slowly.",
+            stacklevel=2,
+        )
+        return reference.add
+    return loop

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from normscope.errors import ModelError
-from normscope.fits.curves.lookup import split_names
+from normscope.fits.curves.expressions import split_names
 from normscope.pairs.norms.sites import NormSite
 from normscope.swaps.bench.reports import FUSED, NATIVE, Way
 from normscope.swaps.kernels import choice
