@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -199,7 +198,7 @@ def listed(names: Sequence[str]) -> str:
 
 def skipped_as_json(captures: Iterable[Capture]) -> list[dict[str, str]]:
     """List the norms that were not observed, with the model that each belongs to."""
-    return [{"model": capture.about["model"], **asdict(norm)} for capture in captures for norm in capture.skipped]
+    return [{"model": capture.about["model"], **norm.as_dict()} for capture in captures for norm in capture.skipped]
 
 
 def pairs_as_json(capture: Capture) -> list[dict[str, str | int]]:

@@ -178,7 +178,7 @@ def merge_seen(recorder: Recorder, ranks: Ranks) -> None:
         return
     own = recorder.seen
     named = {part: list(stats) for part, stats in own.stats.items()}
-    late = [asdict(norm) for norm in own.late.values()]
+    late = [norm.as_dict() for norm in own.late.values()]
     told = ranks.told({"named": named, "samples": own.n_samples, "late": late, "first": own.first})
     sites = {site.name: site for site in recorder.sites}
     wanted = _union([one["named"] for one in told])

@@ -12,7 +12,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +190,7 @@ class Checkpoints:
             "grids": grids(),
             "samples": dict(seen.n_samples),
             "first": seen.first,
-            "late": [asdict(norm) for norm in seen.late.values()],
+            "late": [norm.as_dict() for norm in seen.late.values()],
             "unreadable": [[number, line] for number, line in work.left_out.unreadable.items()],
             "cut": work.left_out.cut,
             "parts": [],

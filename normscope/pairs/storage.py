@@ -187,7 +187,7 @@ def header_of(capture: Capture) -> dict[str, Any]:
         "seed": capture.seed,
         "versions": dict(capture.versions),
         "grids": grids(),
-        "skipped": [asdict(norm) for norm in capture.skipped],
+        "skipped": [norm.as_dict() for norm in capture.skipped],
         **described(capture),
         "parts": [{"name": name, **described(part)} for name, part in capture.parts.items()],
     }

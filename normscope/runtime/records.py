@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Record:
-    """A dataclass that tells itself as JSON holds it: its fields by their names."""
+    """A dataclass that JSON holds: its fields by their names, then the properties that ``_properties`` names."""
+
+    _properties: ClassVar[tuple[str, ...]] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return what JSON holds; a number that is not finite is None."""
-        return {field.name: as_json(getattr(self, field.name)) for field in fields(self)}  # type: ignore[arg-type]
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        return {name: as_json(getattr(self, name)) for name in (*names, *self._properties)}
 
 
 def as_json(value: Any) -> Any:
@@ -23,7 +26,9 @@ def as_json(value: Any) -> Any:
     {'shape': [2, 3], 'r2': None}
     """
     if is_dataclass(value):
-        return value.as_dict() if isinstance(value, Record) else Record.as_dict(value)  # type: ignore[arg-type]
+        if isinstance(value, Record):
+            return value.as_dict()
+        return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {name: as_json(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):

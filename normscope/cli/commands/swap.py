@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -73,7 +72,7 @@ def swap(
     say.result(str(folder))
     say.remark(f"--weights {folder} takes it in every command; in Python, {call_that_loads(model, str(folder))}")
     whole = {**about, "folder": str(folder), "func": func, "init": init, "per": per}
-    left_out = [{"model": model, **asdict(norm)} for norm in learner.skipped]
+    left_out = [{"model": model, **norm.as_dict()} for norm in learner.skipped]
     say.document({**whole, "sites": rows, "skipped": left_out}, [{**whole, **row} for row in rows])
 
 

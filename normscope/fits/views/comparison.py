@@ -20,6 +20,7 @@ from normscope.fits.solving.refits import interval, student, without_folds
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.stats import PairStats
+from normscope.runtime.records import as_json
 
 NAMESAKES = 0.5  # of the sites of the smaller network: where more are shared, the two are built alike
 
@@ -183,16 +184,14 @@ class Compared:
         fitted = self.fit.as_dict()
         row = {"capture": self.number, "counterpart": self.counterpart, "matched": self.matched, "d": self.d}
         row |= {name: fitted[name] for name in _FITTED}
-        intervals = dict(fitted["intervals"])
-        for name, over_first in (("alpha_ratio", self.alpha), ("slope_ratio", self.slope)):
-            row[name] = over_first.value if over_first else None
-            row[f"{name}_in_noise"] = over_first.in_noise if over_first else None
-            if over_first and over_first.interval:
-                intervals[name] = list(over_first.interval)
-        row["paired"] = next(
-            (over_first.paired for over_first in (self.alpha, self.slope) if over_first and over_first.interval), None
-        )
-        return {**row, "r2_of_first": self.r2_of_first, "r2_lost": self.r2_lost, "intervals": intervals}
+        ratios = {"alpha_ratio": self.alpha, "slope_ratio": self.slope}
+        for name, over_first in ratios.items():
+            row |= {name: over_first and over_first.value, f"{name}_in_noise": over_first and over_first.in_noise}
+        bounded = {name: over_first for name, over_first in ratios.items() if over_first and over_first.interval}
+        row["paired"] = next((over_first.paired for over_first in bounded.values()), None)
+        row |= {"r2_of_first": self.r2_of_first, "r2_lost": self.r2_lost}
+        row["intervals"] = fitted["intervals"] | {name: over_first.interval for name, over_first in bounded.items()}
+        return {name: as_json(value) for name, value in row.items()}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from normscope.errors import DataError, UsageError
 from normscope.runtime.progress import Progress
+from normscope.runtime.records import as_json
 from normscope.runtime.sealed_files import read_checked, write_checked
 from normscope.swaps.heal.reports import START, TrainingInterval
 
@@ -65,9 +66,9 @@ class Course:
         return kept
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything but the moments, as JSON takes it."""
-        own = {name: value for name, value in vars(self).items() if name not in ("moments", "points")}
-        return {**own, "points": [asdict(point) for point in self.points]}
+        """Everything but the moments; an infinite drift stays one, since the training goes on from it."""
+        stored = {name: value for name, value in vars(self).items() if name != "moments"}
+        return stored | {"points": as_json(self.points)}
 
     @classmethod
     def of(cls, document: Mapping[str, Any], moments: dict[str, dict[str, Tensor]]) -> Course:
