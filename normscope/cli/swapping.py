@@ -222,8 +222,8 @@ class Learner:
                 progress=progress,
                 ranks=self.ranks,
             )
-        taken = alone.least_harmful(self.least)
-        return {path: module for path, module in modules.items() if path in taken}
+        paths = alone.least_harmful(self.least)
+        return {path: module for path, module in modules.items() if path in paths}
 
     def _capture(self, per: str, say: Output) -> Capture:
         from normscope.pairs.capture import captured

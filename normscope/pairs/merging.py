@@ -42,17 +42,17 @@ def merge_captures(captures: Sequence[Source]) -> Capture:
     merged = _loaded(captures[0])
     for number in range(1, len(captures)):
         other = _loaded(captures[number])
-        if found := _twice(merged, other):
+        if common := _twice(merged, other):
             first = next(i for i in range(number) if _twice(_loaded(captures[i]), other))
             raise DataError(
-                f"Cannot merge {names[first]} and {names[number]}: both hold {found}, and merged it would be counted "
+                f"Cannot merge {names[first]} and {names[number]}: both hold {common}, and merged it would be counted "
                 "twice. Capture other inputs, or leave one of the two out."
             )
         try:
             merged = merged.merge(other)
         except DataError as error:
-            told = str(error).removeprefix("Cannot merge ")
-            raise DataError(f"Cannot merge {names[0]} and {names[number]}: {told}") from None
+            reason = str(error).removeprefix("Cannot merge ")
+            raise DataError(f"Cannot merge {names[0]} and {names[number]}: {reason}") from None
     return merged
 
 

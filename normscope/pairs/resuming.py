@@ -90,10 +90,10 @@ class Checkpoints:
         self._settings, self._begun = settings, time.monotonic()
         self._last = self._begun
         if self.resume and ranks.rank == 0 and (files := self._files()):
-            for found in _disjoint([self._read(path, work.recorder) for path in files]):
-                work.recorder.seen = work.recorder.seen.merge(found.seen)
-                work.done.add(found.done.numbers)
-                work.left_out.add(found.left_out)
+            for stored in _disjoint([self._read(path, work.recorder) for path in files]):
+                work.recorder.seen = work.recorder.seen.merge(stored.seen)
+                work.done.add(stored.done.numbers)
+                work.left_out.add(stored.left_out)
             if files != [self._path(ranks)]:  # before another rank takes the place of one of them
                 self._write(work, ranks)
                 for path in files:
@@ -203,31 +203,31 @@ class Checkpoints:
             tensors |= tensors_of(capture, f"{number}/")
         write_checked(self._path(ranks), header, tensors)
 
-    def _read(self, path: Path, recorder: Recorder) -> _Found:
+    def _read(self, path: Path, recorder: Recorder) -> _Stored:
         header, tensors = read_checked(path, FORMAT, FORMAT_VERSIONS, "remove it to capture its inputs again")
         try:
             self._check_settings(path, header["settings"])
             if (grid := other_grid(header["grids"])) is not None:
                 raise ValueError(f"it was summed on another grid: {grid}")
-            return _found(path, header, tensors, recorder)
+            return _stored(path, header, tensors, recorder)
         except DAMAGES as error:
             raise DataError(
                 f"The checkpoint {path} is damaged: {type(error).__name__}: {error}. Remove it to capture its inputs "
                 "again."
             ) from error
 
-    def _check_settings(self, path: Path, found: Mapping[str, Any]) -> None:
-        found = {"diagonal": False, **found}  # which a file of before there were such sums does not name
+    def _check_settings(self, path: Path, stored: Mapping[str, Any]) -> None:
+        stored = {"diagonal": False, **stored}  # which a file of before there were such sums does not name
         for name, value in self._settings.items():
-            if found.get(name) != value:
+            if stored.get(name) != value:
                 raise UsageError(
-                    f"{path} is of another capture: its {name} is {found.get(name)!r:.100}, not {value!r:.100}. Go on "
+                    f"{path} is of another capture: its {name} is {stored.get(name)!r:.100}, not {value!r:.100}. Go on "
                     f"with the options that it was begun with, or remove {self.folder} to begin anew."
                 )
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Stored:
     """What one file holds."""
 
     path: Path
@@ -236,7 +236,7 @@ class _Found:
     left_out: LeftOut
 
 
-def _found(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor], recorder: Recorder) -> _Found:
+def _stored(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor], recorder: Recorder) -> _Stored:
     stats = {}
     for number, entry in enumerate(header["parts"]):
         _, stats[entry["name"]] = sites_and_stats(entry["sites"], recorder.summing.seed, tensors, f"{number}/")
@@ -244,25 +244,25 @@ def _found(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor],
     first = {str(part): int(number) for part, number in header["first"].items()}
     seen = Seen(stats, Counter(header["samples"]), {norm.name: norm for norm in late}, first)
     left_out = LeftOut({int(number): str(line) for number, line in header["unreadable"]}, int(header["cut"]))
-    return _Found(path, Done(tensors["done"].numpy().tobytes()), seen, left_out)
+    return _Stored(path, Done(tensors["done"].numpy().tobytes()), seen, left_out)
 
 
-def _disjoint(found: list[_Found]) -> list[_Found]:
+def _disjoint(stored: list[_Stored]) -> list[_Stored]:
     """Leave out files whose inputs another one has: that one took theirs in, and was lost before it removed them.
 
     Raises:
         DataError: if two have some inputs in common, and each some that the other has not.
     """
-    taken: list[_Found] = []
-    for one in sorted(found, key=lambda one: len(one.done), reverse=True):
-        own = set(one.done.numbers)
-        shared = [(other, own.intersection(other.done.numbers)) for other in taken]
+    kept: list[_Stored] = []
+    for one in sorted(stored, key=lambda one: len(one.done), reverse=True):
+        numbers = set(one.done.numbers)
+        shared = [(other, numbers.intersection(other.done.numbers)) for other in kept]
         overlaps = [(other, common) for other, common in shared if common]
         if not overlaps:
-            taken.append(one)
-        elif any(common != own for _, common in overlaps):
+            kept.append(one)
+        elif any(common != numbers for _, common in overlaps):
             raise DataError(
                 f"{one.path} and {overlaps[0][0].path} hold some of the same inputs, so that they are not of one run. "
                 "Remove one of them to capture its inputs again."
             )
-    return taken
+    return kept

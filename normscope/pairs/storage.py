@@ -99,8 +99,8 @@ def sites_and_stats(
     stats = sums_of(sites, parts)
     for site, seen in zip(sites, sources, strict=True):
         if not parts:
-            own = of_sites.get(f"{prefix}{site.index}", {})
-            stats[site.name] = unpacked(site.channels, seen, seed, own, grouped=site.grouped)
+            of_site = of_sites.get(f"{prefix}{site.index}", {})
+            stats[site.name] = unpacked(site.channels, seen, seed, of_site, grouped=site.grouped)
         whole = stats[site.name]
         if (site.channels, site.grouped, seen) != (whole.channels, whole.grouped, whole.sources):
             raise ValueError(f"{site.name} is not the sum of its parts")
@@ -117,11 +117,11 @@ def grids() -> dict[str, list[int]]:
     return {name: _numbers(grid) for name, grid in _GRIDS.items()}
 
 
-def other_grid(found: Mapping[str, Any]) -> str | None:
+def other_grid(stored: Mapping[str, Any]) -> str | None:
     """Say which of the grids in a file is another than this normscope's; None where all are the same."""
     for name, grid in _GRIDS.items():
-        if found.get(name) != _numbers(grid):
-            return f"{name} {found.get(name)!r}, where this normscope has {_numbers(grid)!r}"
+        if stored.get(name) != _numbers(grid):
+            return f"{name} {stored.get(name)!r}, where this normscope has {_numbers(grid)!r}"
     return None
 
 
@@ -167,7 +167,7 @@ def save_capture(capture: Capture, path: str | Path) -> Path:
     header = {"format": FORMAT, "version": FORMAT_VERSIONS[-1], **header_of(capture)}
     tensors = all_tensors(capture)
     if _adds_up(capture):
-        tensors = {name: own for name, own in tensors.items() if "/" in name}
+        tensors = {name: tensor for name, tensor in tensors.items() if "/" in name}
     write_checked(Path(path), header, tensors, deflated=True)
     return Path(path)
 
@@ -177,7 +177,7 @@ def _adds_up(capture: Capture) -> bool:
     summed = replace(capture, stats=sums_of(capture.sites, [part.stats for part in capture.parts.values()]))
     if summed.stats.keys() != capture.stats.keys():
         return False
-    one, other = (digest(json.dumps(described(own)["sites"]), tensors_of(own)) for own in (capture, summed))
+    one, other = (digest(json.dumps(described(each)["sites"]), tensors_of(each)) for each in (capture, summed))
     return one == other
 
 
@@ -231,8 +231,8 @@ def _capture(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Captur
     for number, entry in enumerate(header["parts"]):
         if not is_text(entry["name"]) or not entry["name"] or entry["name"] in parts:
             raise ValueError(f"the name of a part is {entry['name']!r}")
-        own = {key: entry[key] for key in ("about", "n_samples", "sites")}
-        parts[entry["name"]] = _whole({**header, **own}, tensors, f"{number}/")
+        of_part = {key: entry[key] for key in ("about", "n_samples", "sites")}
+        parts[entry["name"]] = _whole({**header, **of_part}, tensors, f"{number}/")
     derived = all("/" in name for name in tensors)
     whole = _whole(header, tensors, "", [part.stats for part in parts.values()] if derived else ())
     names = {site.name for site in whole.sites}

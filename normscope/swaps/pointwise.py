@@ -104,13 +104,13 @@ class PointwiseFunction(nn.Module):
             (input,) = named.values()
         if input.is_nested:
             return of_each(self, input)
-        own, behind = (self.alpha, self.shift, self.weight, self.bias), self._behind(input)
+        parameters, behind = (self.alpha, self.shift, self.weight, self.bias), self._behind(input)
         if by_kernels(self.curve.function_name, input.device, input.dtype):
-            operators.check_no_tangents(input, *own)
-            output = operators.pointwise(input, *own, self.curve.function_name, behind)
+            operators.check_no_tangents(input, *parameters)
+            output = operators.pointwise(input, *parameters, self.curve.function_name, behind)
         else:
             function = self.curve.function if self.table is None else self.table
-            output = eager.pointwise(input, function, Parameters(*own), behind)
+            output = eager.pointwise(input, function, Parameters(*parameters), behind)
         output = output.to(dtype_after(input, self.weight))
         return output if self._activate is None else self._activate(self, output)
 
@@ -141,15 +141,15 @@ class PointwiseFunction(nn.Module):
         return (-self.channel_axis if self.channel_axis < 0 else input.ndim - self.channel_axis) - 1
 
     def _one_or_each(self, name: str, value: float | Tensor) -> Tensor:
-        given = torch.as_tensor(value, dtype=torch.float32).detach().clone()
-        if given.numel() == 1:
-            return given.reshape(1)
-        if given.numel() != math.prod(self.normalized_shape):
+        tensor = torch.as_tensor(value, dtype=torch.float32).detach().clone()
+        if tensor.numel() == 1:
+            return tensor.reshape(1)
+        if tensor.numel() != math.prod(self.normalized_shape):
             raise UsageError(
-                f"{name} has {given.numel()} numbers; it takes one, or one for each of the "
+                f"{name} has {tensor.numel()} numbers; it takes one, or one for each of the "
                 f"{math.prod(self.normalized_shape)} channels."
             )
-        return given.reshape(self.normalized_shape)
+        return tensor.reshape(self.normalized_shape)
 
 
 def dtype_after(input: Tensor, weight: Tensor | None) -> torch.dtype:
@@ -251,10 +251,10 @@ def Derf(  # noqa: N802 - the paper's own name
 
 
 def _curve_named(name: str) -> Curve:
-    found = curves_named(name)
-    if len(found) != 1:
-        raise UsageError(f"{name!r} names {len(found)} curves; a point-wise function has one of {', '.join(CURVES)}.")
-    return found[0]
+    curves = curves_named(name)
+    if len(curves) != 1:
+        raise UsageError(f"{name!r} names {len(curves)} curves; a point-wise function has one of {', '.join(CURVES)}.")
+    return curves[0]
 
 
 class RMSNorm(nn.Module):

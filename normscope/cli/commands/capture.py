@@ -33,10 +33,10 @@ Raw = Annotated[
 ]
 
 
-def _seconds(given: float) -> float:
-    if not given >= 0:  # of nan, which is no least of a range either
-        raise typer.BadParameter(f"{given} is no number of seconds.")
-    return given
+def _seconds(seconds: float) -> float:
+    if not seconds >= 0:  # of nan, which is no least of a range either
+        raise typer.BadParameter(f"{seconds} is no number of seconds.")
+    return seconds
 
 
 Every = Annotated[
@@ -164,8 +164,8 @@ def _announce(pairs: RawPairs, network: LoadedModel, layers: str, sample: int | 
     samples = network.inputs.n_samples
     size = raw_bytes(sites, samples or 1, sample)
     each = "in all" if samples else "for each sample"
-    told = f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1e3:,.1f} kB"
+    amount = f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1e3:,.1f} kB"
     say.warn(
-        f"the raw pairs of {len(sites)} norm sites will take about {told} {each} in {pairs.folder}, if all samples are "
-        "as long as the first"
+        f"the raw pairs of {len(sites)} norm sites will take about {amount} {each} in {pairs.folder}, if all samples "
+        "are as long as the first"
     )

@@ -130,8 +130,8 @@ def heal(
 
 def _inputs(run: RunOptions) -> dict[str, Any]:
     """List the options that say which network is healed on what, as JSON takes them."""
-    own = {f.name: getattr(run, f.name) for f in fields(run) if f.name not in _OF_THE_MACHINE}
-    return {name: str(value) if isinstance(value, Path) else value for name, value in own.items()}
+    options = {f.name: getattr(run, f.name) for f in fields(run) if f.name not in _OF_THE_MACHINE}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
 
 
 def _tell(report: HealReport, say: Output) -> None:
@@ -145,8 +145,8 @@ def _tell(report: HealReport, say: Output) -> None:
 
 
 def _rows(report: HealReport) -> Iterable[dict[str, Any]]:
-    for stage, own in report.drifts.items():
-        yield {"stage": stage, **own, "closed": report.closed_after(stage), "restored": report.restored}
+    for stage, quantiles in report.drifts.items():
+        yield {"stage": stage, **quantiles, "closed": report.closed_after(stage), "restored": report.restored}
 
 
 def _draw(report: HealReport, title: str, origin: Mapping[str, Any], path: Path) -> None:

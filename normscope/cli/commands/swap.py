@@ -78,20 +78,20 @@ def swap(
 
 def call_that_loads(model: str, folder: str) -> str:
     """Write the call that loads it; a network of the user's own is loaded by its name."""
-    own = model.startswith("py:")
-    return f"normscope.load({model!r}, weights={folder!r})" if own else f"normscope.load_swapped({folder!r})"
+    from_python = model.startswith("py:")
+    return f"normscope.load({model!r}, weights={folder!r})" if from_python else f"normscope.load_swapped({folder!r})"
 
 
 def _row(start: Start, fits: Sequence[CurveFit] | Sequence[NormSite]) -> dict[str, Any]:
     """Describe what was put at one site; where each channel has numbers of its own, by their medians."""
     from normscope.fits.curves.known import FREE
 
-    own = [
+    of_site = [
         one
         for one in fits
         if isinstance(one, normscope.CurveFit) and one.function is start.curve and one.norm is start.norm
     ]
-    r2 = [one.r2 for one in own if not one.degenerate]
+    r2 = [one.r2 for one in of_site if not one.degenerate]
     has_parameters = start.curve is not None and start.curve.name != FREE
     return {
         "site": start.norm.name,

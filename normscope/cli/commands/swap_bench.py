@@ -117,8 +117,8 @@ def swap_bench(
         speed = _speed(network, wanted, run, full, seconds, say)
         if network.name == _PUBLISHED:
             tables.append(_published(network, wanted, say).as_dict())
-        taken = [entry["file"] for entry in figures]
-        paths = {view: figure_path(output, suffix, network.name, view, taken) for view in _VIEWS}
+        files = [entry["file"] for entry in figures]
+        paths = {view: figure_path(output, suffix, network.name, view, files) for view in _VIEWS}
         _draw(paths, moved, learner.norms, speed, style, dpi)
         for view, path in paths.items():
             say.result(str(path))
@@ -150,7 +150,7 @@ class Wanted:
         inits = [part.strip() for part in init.split(",")]
         ways: list[How] = []
         for name in dict.fromkeys(part.lower() if "=" not in part else part for part in split_names(func)):
-            ways += [How.of(name, own, per, shift) for own in dict.fromkeys(inits_there_are(name, inits))]
+            ways += [How.of(name, start, per, shift) for start in dict.fromkeys(inits_there_are(name, inits))]
         return cls(ways)
 
     @property
@@ -184,8 +184,8 @@ def _drift(learner: Learner, wanted: Wanted, say: Output) -> list[DriftReport]:
     from normscope.tables.drift import drift_table, parts_table, sites_table
 
     # All of them before the first pass: what cannot be swapped in is not found out behind minutes of others' drift.
-    made = [(how, learner.replacements(how, learner.fits(how, say), say)) for how in wanted.ways]
-    reports = [_drift_of(learner, how, modules, say) for how, modules in made]
+    replacements = [(how, learner.replacements(how, learner.fits(how, say), say)) for how in wanted.ways]
+    reports = [_drift_of(learner, how, modules, say) for how, modules in replacements]
     say.result("{model} · {weights} · {data}".format(**reports[0].about))
     say.result(drift_table(reports))
     if any(report.by_part for report in reports):

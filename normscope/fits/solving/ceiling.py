@@ -231,9 +231,9 @@ class Piecewise:
         return np.concatenate([[self.beyond], between, [self.beyond]])
 
     def __call__(self, u: Tensor) -> Tensor:
-        given = u.detach().double().numpy()
-        outside = given - np.clip(given, self.at[0], self.at[-1])
-        return torch.from_numpy(np.asarray(np.interp(given, self.at, self.mean) + self.beyond * outside))
+        points = u.detach().double().numpy()
+        outside = points - np.clip(points, self.at[0], self.at[-1])
+        return torch.from_numpy(np.asarray(np.interp(points, self.at, self.mean) + self.beyond * outside))
 
     def slope(self, u: Tensor) -> Tensor:
         return torch.from_numpy(np.asarray(self.slopes[np.searchsorted(self.at, u.detach().double().numpy())]))

@@ -324,8 +324,8 @@ class Parametrization:
         >>> Parametrization(amplitude="theory", shift=True).words(CURVES["tanh"])
         'α, s; A from theory'
         """
-        given = [
+        fixed = [
             *(["A, α from theory"] if self.theory else ["A from theory"] if self.needs_bound else []),
             *([f"α = {self.alpha:g}"] if self.alpha is not None else []),
         ]
-        return "; ".join(part for part in (", ".join(self.parameters(curve)), *given) if part)
+        return "; ".join(part for part in (", ".join(self.parameters(curve)), *fixed) if part)

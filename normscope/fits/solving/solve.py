@@ -240,11 +240,11 @@ def _descended(objective: Objective, start: Tensor, low: Tensor, high: Tensor, c
         step[:, 0] = (here.theta[:, 0] + step[:, 0]).clamp(low[todo], high[todo]) - here.theta[:, 0]
         there = remaining.at(here.theta + step)
         better = there.residual <= here.residual + _ROUNDING * remaining.explainable
-        taken = step.norm(dim=-1)
-        radius = torch.where(better, torch.maximum(radius, 2 * taken), taken / 4)
+        length = step.norm(dim=-1)
+        radius = torch.where(better, torch.maximum(radius, 2 * length), length / 4)
         here = there.where(better, here)
         ended.put(todo, here)
-        going = taken > close
+        going = length > close
         if not going.any():
             break
         if not going.all():

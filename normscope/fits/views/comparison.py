@@ -61,8 +61,8 @@ def match(first: Sequence[NormSite], second: Sequence[NormSite]) -> Match:
     shared = set(here) & set(there)
     by_name = len(shared) > NAMESAKES * min(len(here), len(there))
     pairs = {name: name for name in here if name in shared} if by_name else _by_depth(first, second)
-    taken = set(pairs.values())
-    unmatched = tuple(n for n in here if n not in pairs), tuple(n for n in there if n not in taken)
+    counterparts = set(pairs.values())
+    unmatched = tuple(n for n in here if n not in pairs), tuple(n for n in there if n not in counterparts)
     return Match("name" if by_name else "depth", pairs, unmatched)
 
 

@@ -84,8 +84,8 @@ def of_sites(ends: dict[str, Ends], additions: list[Addition]) -> dict[str, str 
             before = last_added.get(_identity(operand), -1)
             last_added[_identity(operand)] = max(before, number if overwritten else math.inf)
     placements = {name: _of_site(name, end, last_added) for name, end in ends.items()}
-    by_pattern = {_pattern(name): found for name, found in reversed(placements.items()) if found is not None}
-    placements = {name: found or by_pattern.get(_pattern(name)) for name, found in placements.items()}
+    by_pattern = {_pattern(name): known for name, known in reversed(placements.items()) if known is not None}
+    placements = {name: placement or by_pattern.get(_pattern(name)) for name, placement in placements.items()}
     repeated = Counter(_pattern(name) for name in placements)
     if any(placements.values()):
         for name in reversed(placements):

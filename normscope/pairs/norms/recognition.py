@@ -103,14 +103,14 @@ def kind_of(module: nn.Module) -> NormKind | None:
 
 def ancestor_kind(module: nn.Module) -> NormKind | None:
     """Look up the nearest known ancestor's way, for a subclass whose own ``forward`` may do something else with it."""
-    found = _nearest(module)
-    return found if isinstance(found, NormKind) else None
+    nearest = _nearest(module)
+    return nearest if isinstance(nearest, NormKind) else None
 
 
 def refusal(module: nn.Module) -> str | None:
     """Say why a module of a known class, or of one made from it, is no norm site; None where nothing is against it."""
-    found = _nearest(module)
-    return found if isinstance(found, str) else None
+    nearest = _nearest(module)
+    return nearest if isinstance(nearest, str) else None
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -202,19 +202,19 @@ def identified(module: nn.Module, call: _Call, x: Tensor, output: Tensor, ancest
     except Exception as error:  # of code that is not ours, on inputs that it was not made for
         return f"it could not be tried on other inputs ({type(error).__name__}); {register}"
     fitting = [kind for kind in candidates if all(_fits(kind, module, s) for s in shown)]
-    found = [kind for each in fitting if (kind := _at_precision(each, module, _Shown(x, output)))]
+    kinds = [kind for each in fitting if (kind := _at_precision(each, module, _Shown(x, output)))]
     gain, _ = gain_and_shift(module)
     if gain is not None and gain.numel() > 1 and not fitting and gain.numel() not in x.shape:
         return f"its weight has {gain.numel()} elements, as many as no axis of its input; {register}"
-    if not found:
+    if not kinds:
         tried = (each for kind in fitting for each in _at_precisions(kind))
         if too_large := next(filter(None, (overflow_in(kind, module, x, output) for kind in tried)), None):
             return f"its output is of no form on this input, which is too large for it: {too_large}"
         differs = "no form that is known" if ancestor is None else f"neither {ancestor.name}'s nor another known form"
         return f"{differs} reproduces its output over any axis; {register}"
-    if any(not _same_y(found[0], other, module, s.input) for other in found[1:] for s in (*shown[:2], _Shown(x, x))):
+    if any(not _same_y(kinds[0], other, module, s.input) for other in kinds[1:] for s in (*shown[:2], _Shown(x, x))):
         return f"its output fits more than one form (weights of zero hide y); {register}"
-    return found[0]
+    return kinds[0]
 
 
 @torch.no_grad()
@@ -253,8 +253,9 @@ def kind_at(module: nn.Module, site: NormSite) -> NormKind | str:
     known = kind_of(module) or refusal(module)
     if known is not None:
         return known
-    own = (tensor for tensor in itertools.chain(module.parameters(), module.buffers()) if tensor.is_floating_point())
-    like, twin = next(own, torch.zeros(())), _twin(module).eval()
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    like = next((tensor for tensor in tensors if tensor.is_floating_point()), torch.zeros(()))
+    twin = _twin(module).eval()
     for shape in _shapes_at(site):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
         try:

@@ -175,9 +175,9 @@ def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
 
 def with_input(args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a norm with ``x`` in the place of the tensor that it normalizes."""
-    own = input_of(args, kwargs)
-    return tuple(x if value is own else value for value in args), {
-        name: x if value is own else value for name, value in kwargs.items()
+    normalized = input_of(args, kwargs)
+    return tuple(x if value is normalized else value for value in args), {
+        name: x if value is normalized else value for name, value in kwargs.items()
     }
 
 
@@ -233,15 +233,15 @@ def _calls_of(
 
     def leave(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            x, (own, mark) = input_of(args, kwargs), before[name].pop()
+            x, (kept_input, mark) = input_of(args, kwargs), before[name].pop()
             with watch.paused():
-                overwrites = own is not None and own.changed
+                overwrites = kept_input is not None and kept_input.changed
             if name in calls:
                 calls[name].calls += 1
                 calls[name].overwrites |= overwrites
                 calls[name].of_weights &= x is not None and watch.is_weight(x)
-            elif x is not None and own is not None and isinstance(output, Tensor):
-                args, kwargs = with_input(args, kwargs, own.copy) if overwrites else (args, kwargs)
+            elif x is not None and kept_input is not None and isinstance(output, Tensor):
+                args, kwargs = with_input(args, kwargs, kept_input.copy) if overwrites else (args, kwargs)
                 # Now, while the input is what the norm saw: the network may go on to add to it in place.
                 with watch.paused(), at_hand(module, args, kwargs) as (own_args, own_kwargs):
                     kind = _resolve(module, own_args, own_kwargs, output)

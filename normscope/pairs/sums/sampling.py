@@ -238,8 +238,8 @@ class PairSample:
         # Pairs that lost write to a place that is thrown away: picking the winners would have to wait for a GPU.
         target = places.where(won, self.key.numel()).flatten()
         for name, values in (("x", x), ("y", y), ("channel", channel.int())):
-            own = getattr(self, name).view(-1)
-            longer = torch.cat([own, own[:1]]).scatter_(0, target, values.flatten())
+            drawn = getattr(self, name).view(-1)
+            longer = torch.cat([drawn, drawn[:1]]).scatter_(0, target, values.flatten())
             setattr(self, name, longer[:-1].view(self.key.shape))
 
     def merged(self, other: PairSample) -> PairSample:

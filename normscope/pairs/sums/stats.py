@@ -107,7 +107,7 @@ class PairStats:
         infinity = torch.full((channels,), torch.inf, device=on)
         width = GROUPED_WIDTH if grouped else channels
         moments = torch.zeros(FOLDS, PAIR_GRID.size, len(MOMENTS), dtype=torch.float64, device=on).mT
-        own = (len(MOMENTS), channels, CHANNEL_GRID.size) if per_channel else None
+        by_channel = (len(MOMENTS), channels, CHANNEL_GRID.size) if per_channel else None
         return cls(
             moments=moments,
             density=torch.zeros(DENSITY_X_GRID.size, DENSITY_Y_GRID.size, dtype=torch.int64, device=on),
@@ -123,7 +123,7 @@ class PairStats:
             seed=seed,
             grouped=grouped,
             gamma_moments=torch.zeros_like(moments) if by_gamma else None,
-            channel_moments=torch.zeros(own, dtype=torch.float64, device=on) if own else None,
+            channel_moments=torch.zeros(by_channel, dtype=torch.float64, device=on) if by_channel else None,
             diagonal_moments=torch.zeros_like(moments) if diagonal else None,
         )
 
@@ -200,16 +200,16 @@ class PairStats:
         if rest or not samples or not divided:
             self._regroup(replace(self.sources, mapped=False))
             # No two of nobody's tokens are one in the drawing sample, whichever rank or run saw them.
-            keyed = [replace(own, source=f"the batch of {own.source}") for own in samples[:1]] or _NOBODY
+            keyed = [replace(one, source=f"the batch of {one.source}") for one in samples[:1]] or _NOBODY
             if not samples:
                 first_token = self.n_tokens + int(self.nonfinite_tokens)
             samples, per_sample = _NOBODY, len(rows)
         self._regroup(self.sources.with_samples(samples))
         runs = [
             Run(
-                number * per_sample, (number + 1) * per_sample, fold, sample_key(key, self.seed), first_token, own.index
+                number * per_sample, (number + 1) * per_sample, fold, sample_key(key, self.seed), first_token, one.index
             )
-            for number, (own, key, fold) in enumerate(zip(samples, keyed, self.sources.folds_of(samples), strict=True))
+            for number, (one, key, fold) in enumerate(zip(samples, keyed, self.sources.folds_of(samples), strict=True))
         ]
         tokens = Tokens(rows, lines, runs, self.channels, groups, valid, gamma)
         if sample is not None:
@@ -237,7 +237,7 @@ class PairStats:
         low, high = torch.stack([self.channel_extremes, other.channel_extremes]).unbind(1)
         return replace(
             mine,
-            **{name: own + getattr(theirs, name) for name, own in mine.sums.items()},
+            **{name: total + getattr(theirs, name) for name, total in mine.sums.items()},
             channel_extremes=torch.stack([low.amin(0), high.amax(0)]),
             tokens=self.tokens.with_more(other.tokens, UNIFORM_TOKENS),
             largest=self.largest.with_more(other.largest, LARGEST_TOKENS),
@@ -248,12 +248,12 @@ class PairStats:
     def sums(self) -> dict[str, Tensor]:
         """Return everything of which the sums over two sets of pairs are the sums of both, by name."""
         every = {name: getattr(self, name) for name in (*_SUMS, *_OPTIONAL)}
-        return {name: own for name, own in every.items() if own is not None}
+        return {name: total for name, total in every.items() if total is not None}
 
     def regrouped(self, sources: SourcesSeen) -> PairStats:
         """Return the same sums with their folds grouped as they are where ``sources`` have been seen."""
-        kept = {name: own for name in _BY_FOLD if (own := getattr(self, name)) is not None}
-        regrouped: dict[str, Any] = {name: self._regrouped(own, sources) for name, own in kept.items()}
+        kept = {name: moments for name in _BY_FOLD if (moments := getattr(self, name)) is not None}
+        regrouped: dict[str, Any] = {name: self._regrouped(moments, sources) for name, moments in kept.items()}
         return replace(self, **regrouped, sources=sources)
 
     def to(self, device: torch.device | str) -> PairStats:

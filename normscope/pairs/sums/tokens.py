@@ -183,10 +183,10 @@ class Tokens:
 
     def channel_of(self, rows: slice) -> Tensor:
         """Number the channel of every element of some tokens: int64 ``(tokens, d)``."""
-        taken = range(len(self.rows))[rows]
+        numbers = range(len(self.rows))[rows]
         if self.groups is None:
-            return torch.arange(self.channels, device=self.rows.device).expand(len(taken), -1)
-        of_all = group_channels(taken.stop, self.rows.shape[1], self.channels, self.groups)
+            return torch.arange(self.channels, device=self.rows.device).expand(len(numbers), -1)
+        of_all = group_channels(numbers.stop, self.rows.shape[1], self.channels, self.groups)
         return of_all[rows].to(self.rows.device)
 
     def folds(self) -> Tensor:
@@ -211,8 +211,8 @@ class Tokens:
             + keys[run.start : run.stop].topk(min(count, run.stop - run.start), largest=False, sorted=False).indices
             for run in self.runs
         ]
-        taken = torch.zeros(len(keys), dtype=torch.bool, device=keys.device).index_fill_(0, torch.cat(least), True)
-        return replace(self, valid=taken if self.valid is None else taken & self.valid)
+        drawn = torch.zeros(len(keys), dtype=torch.bool, device=keys.device).index_fill_(0, torch.cat(least), True)
+        return replace(self, valid=drawn if self.valid is None else drawn & self.valid)
 
     def _positions(self) -> Tensor:
         return torch.arange(len(self.rows)) + self._of_runs([run.position - run.start for run in self.runs])

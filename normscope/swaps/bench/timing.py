@@ -144,8 +144,8 @@ def flushed(run: Run, milliseconds: int = 100) -> list[float]:
     """
     from triton.testing import do_bench
 
-    taken = do_bench(run, warmup=milliseconds // 4, rep=milliseconds, return_mode="all")
-    return [one / 1e3 for one in taken]
+    times = do_bench(run, warmup=milliseconds // 4, rep=milliseconds, return_mode="all")
+    return [one / 1e3 for one in times]
 
 
 def sets_beyond_cache(nbytes: int, cache: int) -> int:
@@ -287,14 +287,14 @@ def verdict(samples: Sequence[float], native: Sequence[float]) -> str:
     >>> verdict([1.0, 1.1, 1.2], [2.0, 2.1, 2.2]), verdict([1.9, 3.1, 3.2], [2.0, 2.1, 2.2])
     ('faster', 'alike')
     """
-    own, other = spread(samples), spread(native)
-    if _below(own, other):
-        found = FASTER
-    elif _below(other, own):
-        found = SLOWER
+    of_samples, of_native = spread(samples), spread(native)
+    if _below(of_samples, of_native):
+        word = FASTER
+    elif _below(of_native, of_samples):
+        word = SLOWER
     else:
         return ALIKE
-    return found if min(len(samples), len(native)) >= LEAST_SAMPLES else TOO_FEW
+    return word if min(len(samples), len(native)) >= LEAST_SAMPLES else TOO_FEW
 
 
 def _below(one: TimeQuantiles, other: TimeQuantiles) -> bool:

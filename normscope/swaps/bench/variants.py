@@ -95,10 +95,10 @@ def _ligers(name: str, module: nn.Module) -> dict[str, nn.Module]:
         return {}
     if not module.weight.is_cuda or module.channel_axis != -1 or module.weight.ndim != 1 or module.shift is not None:
         return {}
-    made: nn.Module = import_module("liger_kernel.transformers.dyt").LigerDyT(
+    layer: nn.Module = import_module("liger_kernel.transformers.dyt").LigerDyT(
         module.weight.numel(), beta=module.bias is not None, init_alpha=module.alpha.detach().item()
     )
-    return {f"{name}, Liger": made.to(module.weight.device, module.weight.dtype)}
+    return {f"{name}, Liger": layer.to(module.weight.device, module.weight.dtype)}
 
 
 def _variant(model: nn.Module, sites: Sequence[NormSite], name: str) -> Variant:

@@ -155,11 +155,11 @@ def swapped_sites(original: nn.Module, swapped: nn.Module) -> list[str]:
     Raises:
         UsageError: if there are none, or if they are the same module.
     """
-    own = dict(original.named_modules())
+    modules = dict(original.named_modules())
     sites: list[str] = []
     for name, module in swapped.named_modules():
         inside = any(name.startswith(f"{site}.") for site in sites)
-        if not inside and (name not in own or type(module) is not type(own[name])):
+        if not inside and (name not in modules or type(module) is not type(modules[name])):
             sites.append(name)
     if original is swapped or not sites:
         raise UsageError("Nothing was swapped: heal takes the original network and a copy of it with norms replaced.")
@@ -193,7 +193,8 @@ def _stages(
 ) -> None:
     """Go through the stages that are not done yet, and note after each what the held-out drift is."""
     parameters = dict(lesson.swapped.named_parameters())
-    within = {name: own for name, own in parameters.items() if name.startswith(tuple(f"{b}." for b in lesson.blocks))}
+    blocks = tuple(f"{block}." for block in lesson.blocks)
+    within = {name: parameter for name, parameter in parameters.items() if name.startswith(blocks)}
     for_blocks = plan.steps // _BLOCKS_ONE_IN if within else 0
 
     def taught(stage: str, lessons: Callable[[list[Batch]], float]) -> Callable[[int], float]:
@@ -228,12 +229,12 @@ def _each_alone(
     }
     pairs = norm_pairs(lesson.original, functions, pool.learned)
     for number, (name, (x, y)) in enumerate(pairs.items(), 1):
-        own = dict(functions[name].named_parameters())
-        before = {key: value.detach().clone() for key, value in own.items()}
-        restore(own, least_squares(functions[name], x, y))
+        parameters = dict(functions[name].named_parameters())
+        before = {key: value.detach().clone() for key, value in parameters.items()}
+        restore(parameters, least_squares(functions[name], x, y))
         course.step = number
         if not course.judge(drift(), None):
-            restore(own, before)
+            restore(parameters, before)
         progress(SITES, number, len(pairs))
 
 

@@ -61,8 +61,10 @@ class Course:
         """Add a point, and say whether the drift fell."""
         kept = drift < self.drift
         self.drift = drift if kept else self.drift
-        told = loss if loss is not None and math.isfinite(loss) else None
-        self.points.append(TrainingInterval(self.stage, self.step, told, drift if math.isfinite(drift) else None, kept))
+        finite_loss = loss if loss is not None and math.isfinite(loss) else None
+        self.points.append(
+            TrainingInterval(self.stage, self.step, finite_loss, drift if math.isfinite(drift) else None, kept)
+        )
         return kept
 
     def as_dict(self) -> dict[str, Any]:
@@ -161,8 +163,8 @@ def _put(
     moments: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
     optimizer.state.clear()
-    for name, own in moments.items():
-        optimizer.state[parameters[name]] = {key: value.clone() for key, value in own.items()}
+    for name, of_parameter in moments.items():
+        optimizer.state[parameters[name]] = {key: value.clone() for key, value in of_parameter.items()}
 
 
 _FORMAT = "normscope-healing"
@@ -228,9 +230,9 @@ def load_checkpoint(path: Path, settings: Mapping[str, Any], parameters: Mapping
     check_settings(path, header.get("settings"), settings)
     try:
         course = Course.of(header["course"], _stored_moments(tensors, parameters))
-        for own in (course.drifts[START], *course.drifts.values()):
-            if not all(isinstance(own[name], float) for name in ("p10", "median", "p90")):
-                raise TypeError(f"a drift is {own}")
+        for quantiles in (course.drifts[START], *course.drifts.values()):
+            if not all(isinstance(quantiles[name], float) for name in ("p10", "median", "p90")):
+                raise TypeError(f"a drift is {quantiles}")
         values = {name: tensors[f"parameter/{name}"] for name in parameters}
         for name, value in values.items():
             if value.shape != parameters[name].shape or value.dtype != parameters[name].dtype:
