@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +104,10 @@ class Output:
         unbounded = self._results.options.update(width=_WIDTH_OF_A_PIPE)
         self._results.width = max(self._results.width, self._results.measure(shown, options=unbounded).minimum)
         self._results.print(shown)
+
+    def heading(self, about: Mapping[str, str]) -> None:
+        """Say above a table which network it is of, with which weights and data."""
+        self.result("{model} · {weights} · {data}".format(**about))
 
     def document(self, document: dict[str, Any], rows: Sequence[Row] | None = None) -> None:
         """Print the result in the form that was asked for, and write it to the file if one was given.

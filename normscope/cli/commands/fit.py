@@ -111,7 +111,7 @@ def fit(
     for capture in captures(
         [(name, run) for name in names], layers, say, by, by_gamma=weights_by == "gamma", per_channel=per == "channel"
     ):
-        say.result("{model} · {weights} · {data}".format(**capture.about))
+        say.heading(capture.about)
         seen.append(capture)
         if of_tokens:
             rows += _slopes(capture, say)

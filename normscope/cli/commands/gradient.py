@@ -69,7 +69,7 @@ def gradient(
     for capture in captures([(name, run) for name in names], layers, say, by, diagonal=True):
         fits = normscope.fit(capture, func)
         of_capture = normscope.gradient(capture, fits)
-        say.result("{model} · {weights} · {data}".format(**capture.about))
+        say.heading(capture.about)
         say.result(jacobians_table(of_capture))
         say.result(constants_table(of_capture))
         path = figure_path(output, suffix, figure_title(capture), _VIEW, [entry["file"] for entry in figures])

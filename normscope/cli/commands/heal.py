@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import normscope
-from normscope.cli.commands.swap import Folder, call_that_loads
+from normscope.cli.commands.swap import Folder, remark_on_loading
 from normscope.cli.options import AsCsv, AsJson, Model, OwnBatchSize, Quiet
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models, runs_networks
@@ -112,7 +112,7 @@ def heal(
             say.warn(f"the same command goes on from {checkpoint}, which holds what was done until its last interval")
         raise
     title = " · ".join([network.name, func, network.provenance.description])
-    say.result("{model} · {weights} · {data}".format(**learner.about))
+    say.heading(learner.about)
     healed = None if report.restored else steps
     folder = normscope.save_swapped(swapped, output, learner.about, func=func, init=how.start or None, healed=healed)
     asked = {"func": func, "init": init, "per": per, "sites": len(learner.norms)}
@@ -122,7 +122,7 @@ def heal(
     _tell(report, say)
     say.result(str(folder))
     say.result(str(drawn))
-    say.remark(f"--weights {folder} takes it in every command; in Python, {call_that_loads(model, str(folder))}")
+    remark_on_loading(model, str(folder), say)
     files = {"folder": str(folder), "figure": str(drawn)}
     document = {**whole, **files, **report.as_dict()}
     say.document(document, [{**whole, **row} for row in _rows(report)])

@@ -83,9 +83,8 @@ def plot(
         fitted = normscope.fit(capture, func)
         figure = normscope.plot(capture, fitted, color=rows, style=style)
         files = [entry["file"] for entry in figures]
-        path = normscope.save_figure(
-            figure, figure_path(output, suffix, figure_title(capture), _VIEW, files), capture, dpi
-        )
+        path = figure_path(output, suffix, figure_title(capture), _VIEW, files)
+        normscope.save_figure(figure, path, capture, dpi)
         say.result(str(path))
         sites = [site.name for site in capture.sites]
         shown = {"file": str(path), "sites": sites, "fits": [one.as_dict() for one in fitted]}

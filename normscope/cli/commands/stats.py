@@ -34,7 +34,7 @@ def stats(
     seen, cards = [], []
     for capture in captures([(name, run) for name in names], layers, say, by):
         of_capture = normscope.norm_cards(capture)
-        say.result("{model} · {weights} · {data}".format(**capture.about))
+        say.heading(capture.about)
         alone = len(of_capture) == 1
         for table in [card_table(of_capture[0])] if alone else [scale_table(of_capture), tails_table(of_capture)]:
             say.result(table)

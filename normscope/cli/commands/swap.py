@@ -67,19 +67,20 @@ def swap(
     normscope.Swap(network.module, modules)
     about = learner.about
     folder = normscope.save_swapped(network.module, output, about, func=func, init=how.start or None)
-    say.result("{model} · {weights} · {data}".format(**about))
+    say.heading(about)
     say.result(swapped_table(rows))
     say.result(str(folder))
-    say.remark(f"--weights {folder} takes it in every command; in Python, {call_that_loads(model, str(folder))}")
+    remark_on_loading(model, str(folder), say)
     whole = {**about, "folder": str(folder), "func": func, "init": init, "per": per}
     left_out = [{"model": model, **norm.as_dict()} for norm in learner.skipped]
     say.document({**whole, "sites": rows, "skipped": left_out}, [{**whole, **row} for row in rows])
 
 
-def call_that_loads(model: str, folder: str) -> str:
-    """Write the call that loads it; a network of the user's own is loaded by its name."""
-    from_python = model.startswith("py:")
-    return f"normscope.load({model!r}, weights={folder!r})" if from_python else f"normscope.load_swapped({folder!r})"
+def remark_on_loading(model: str, folder: str, say: Output) -> None:
+    """Say how the folder is loaded; a network of the user's own is loaded by its name."""
+    by_name = model.startswith("py:")
+    call = f"normscope.load({model!r}, weights={folder!r})" if by_name else f"normscope.load_swapped({folder!r})"
+    say.remark(f"--weights {folder} takes it in every command; in Python, {call}")
 
 
 def _row(start: Start, fits: Sequence[CurveFit] | Sequence[NormSite]) -> dict[str, Any]:

@@ -186,7 +186,7 @@ def _drift(learner: Learner, wanted: Wanted, say: Output) -> list[DriftReport]:
     # All of them before the first pass: what cannot be swapped in is not found out behind minutes of others' drift.
     replacements = [(how, learner.replacements(how, learner.fits(how, say), say)) for how in wanted.ways]
     reports = [_drift_of(learner, how, modules, say) for how, modules in replacements]
-    say.result("{model} · {weights} · {data}".format(**reports[0].about))
+    say.heading(reports[0].about)
     say.result(drift_table(reports))
     if any(report.by_part for report in reports):
         say.result(parts_table(reports))
@@ -224,7 +224,7 @@ def _speed(
         report = normscope.bench(
             network, curves=wanted.curves, dtypes=dtypes, full=full, budget=seconds, progress=progress
         )
-    say.result("{model} · {weights} · {data}".format(**report.about))
+    say.heading(report.about)
     for table in speed_tables(report):
         say.result(table)
     return report
