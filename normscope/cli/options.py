@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def _path(text: str) -> Path:
-    if not text:  # which pathlib takes for the current folder
+    if not text:  # pathlib takes it for the current folder
         raise UsageError("--data is empty; name a file or a folder.")
     return Path(text)
 
 
 def _of_64_bits(number: int | None) -> int | None:
-    # A callback, since the help would show a maximum of the option's own with all its digits.
+    # A callback, as the help would show a max= with all its digits.
     if number is not None and not -(2**63) <= number < 2**63:
         raise typer.BadParameter(f"{number} takes more than 64 bits.")
     return number

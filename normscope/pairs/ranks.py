@@ -1,4 +1,4 @@
-"""Shards in, one capture out: what processes that torchrun started tell one another, through torch.distributed.
+"""Shards in, one capture out: what the processes of torchrun exchange through torch.distributed.
 
 Nothing is pickled: texts travel as bytes in tensors. Every rank has the result.
 """
@@ -70,7 +70,7 @@ class Ranks:
         return [json.loads(one.cpu().numpy().tobytes().decode("utf-8", "surrogateescape")) for one in everyone]
 
     def from_first(self, flags: bytes) -> bytes:
-        """Return what rank 0 has."""
+        """Rank 0's bytes, on every rank."""
         of_rank = torch.frombuffer(bytearray(flags), dtype=torch.uint8) if flags else torch.zeros(0, dtype=torch.uint8)
         return self.gathered(of_rank if self.rank == 0 else of_rank[:0])[0].cpu().numpy().tobytes()
 
@@ -129,7 +129,7 @@ ALONE = Ranks()
 
 @contextlib.contextmanager
 def joined(place: Place, device: torch.device) -> Iterator[Ranks]:
-    """Join the processes that torchrun started, meanwhile; alone where it started none.
+    """Join the processes that torchrun started for the time of the block; alone without torchrun.
 
     Args:
         place: of this process.
@@ -141,8 +141,8 @@ def joined(place: Place, device: torch.device) -> Iterator[Ranks]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store, rank, size = next(rendezvous("env://", timeout=_PATIENCE))
-    # What a rank that was lost has left in the store, its address for one, is not for those that were started anew;
-    # nor is what was left there when ranks joined for the model before.
+    # A name of its own: what a lost rank left in the store, such as its address, would mislead the restarted ones, and
+    # so would what was left there when ranks joined for the model before.
     store_of_run = dist.PrefixStore(f"normscope, restart {place.restarts}, {next(_joins)}", store)  # type: ignore[attr-defined]
     backend = "nccl" if device.type == "cuda" else "gloo"
     _together(dist.init_process_group, backend, store=store_of_run, rank=rank, world_size=size, timeout=_PATIENCE)
@@ -194,7 +194,7 @@ def merge_seen(recorder: Recorder, ranks: Ranks) -> None:
 
 
 def _seen(samples: Mapping[str, int], late: Iterable[Mapping[str, Any]], first: Mapping[str, int]) -> Seen:
-    """Make what was told of it again, without the sums."""
+    """What a rank has seen, from its message: without the sums."""
     norms = [SkippedNorm(**norm) for norm in late]
     return Seen({}, Counter(samples), {norm.name: norm for norm in norms}, dict(first))
 
@@ -208,7 +208,7 @@ def merge_left_out(left_out: LeftOut, ranks: Ranks) -> LeftOut:
 
 
 def _together(collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    """Call what all ranks have to call; RankLostError where one of them is no longer there."""
+    """Call a collective of torch.distributed; RankLostError where a rank is gone."""
     try:
         collective(*arguments, **options)
     except RuntimeError as error:

@@ -1,6 +1,6 @@
-"""What a capture goes on from, whatever ended it: one file a rank, of the sums and of the inputs that are in them.
+"""Checkpoints of a capture, one file a rank: the sums so far, and which inputs are in them.
 
-Both stand in one file that appears whole or not at all, so that every input counts exactly once, whenever it ended.
+Both stand in one file that appears whole or not at all, so that every input counts once, whenever the run ended.
 Another number of ranks may go on: rank 0 takes what all left, and the inputs that are left are divided anew.
 """
 
@@ -54,7 +54,7 @@ class Work:
 
 @dataclass
 class Checkpoints:
-    """Where and when a capture keeps how far it is.
+    """Where and when a capture saves its state.
 
     Attributes:
         folder: of the ranks' files, which all ranks reach.
@@ -72,7 +72,7 @@ class Checkpoints:
     _last: float = field(default=0.0, repr=False)
 
     def check(self) -> None:
-        """Refuse to begin anew where another run left what it had, and where nothing could be kept; UsageError."""
+        """Refuse to start over where another run left checkpoints, or where none could be written; UsageError."""
         if self.exist and not self.resume:
             raise UsageError(
                 f"{self.folder} holds what an unfinished run has captured. --resume goes on from it; remove the folder "
@@ -81,7 +81,7 @@ class Checkpoints:
         check_writable(self.folder / "0.safetensors")
 
     def begin(self, work: Work, ranks: Ranks, settings: Mapping[str, Any]) -> bytes:
-        """Return which inputs are in what other runs left, one byte each, and give rank 0 their sums.
+        """Return which inputs earlier runs have done, one byte each, and give rank 0 their sums.
 
         Raises:
             UsageError: if that is of another capture, or cannot be rewritten.
@@ -109,7 +109,7 @@ class Checkpoints:
         return bool(self._files())
 
     def after_chunk(self, work: Work, ranks: Ranks) -> None:
-        """Write where it is time to; stop where that was asked for.
+        """Write if it is time to; stop if asked to.
 
         Raises:
             StoppedError: if it was asked for, once all is written.
@@ -127,13 +127,13 @@ class Checkpoints:
             )
 
     def after_share(self, work: Work, ranks: Ranks) -> None:
-        """Write before waiting for other ranks, which may take long or be lost; not where all took but a moment."""
+        """Write before waiting for other ranks, which may take long or be lost; not after a short run."""
         if ranks.size > 1 and time.monotonic() - self._begun >= self.every:
             self._keep(work, ranks)
 
     @contextlib.contextmanager
     def kept_if_lost(self, work: Work, ranks: Ranks) -> Iterator[None]:
-        """Write what this rank has where another one ends before all have put together what they have."""
+        """Write what this rank has if another one is lost before all have merged."""
         try:
             yield
         except RankLostError:
@@ -162,7 +162,7 @@ class Checkpoints:
             raise UsageError(f"Cannot read {self.folder}: {error.strerror or error}.") from error
 
     def _remove_partial(self) -> None:
-        """Remove what runs that were killed while they wrote left: each as large as a checkpoint."""
+        """Remove the partial files of runs that were killed while writing: each is as large as a checkpoint."""
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():
                 if _PARTIAL.fullmatch(path.name):

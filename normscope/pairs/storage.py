@@ -77,7 +77,7 @@ def sites_and_stats(
     prefix: str = "",
     parts: Sequence[Mapping[str, PairStats]] = (),
 ) -> tuple[list[NormSite], dict[str, PairStats]]:
-    """Make again what :func:`described` gave as ``sites`` and :func:`tensors_of` as tensors.
+    """Rebuild sites and sums from the ``sites`` of :func:`described` and the tensors of :func:`tensors_of`.
 
     Args:
         entries: the ``sites``.
@@ -118,7 +118,7 @@ def grids() -> dict[str, list[int]]:
 
 
 def other_grid(stored: Mapping[str, Any]) -> str | None:
-    """Say which of the grids in a file is another than this normscope's; None where all are the same."""
+    """The first grid in a file that differs from this normscope's, in words; None if all are the same."""
     for name, grid in _GRIDS.items():
         if stored.get(name) != _numbers(grid):
             return f"{name} {stored.get(name)!r}, where this normscope has {_numbers(grid)!r}"
@@ -173,7 +173,7 @@ def save_capture(capture: Capture, path: str | Path) -> Path:
 
 
 def _adds_up(capture: Capture) -> bool:
-    """Tell whether the parts add up to the whole to the bit; merged captures' do but for rounding."""
+    """Whether the parts add up to the whole to the bit; those of merged captures do but for rounding."""
     summed = replace(capture, stats=sums_of(capture.sites, [part.stats for part in capture.parts.values()]))
     if summed.stats.keys() != capture.stats.keys():
         return False
@@ -213,7 +213,7 @@ def load_capture(path: str | Path) -> Capture:
 
 
 def capture_from(header: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> Capture:
-    """Make a capture again of what :func:`header_of` and :func:`all_tensors` gave; DataError, naming ``path``."""
+    """Rebuild a capture from :func:`header_of` and :func:`all_tensors`; DataError, naming ``path``."""
     try:
         if other := other_grid(header["grids"]):
             raise DataError(

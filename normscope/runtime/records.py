@@ -1,4 +1,4 @@
-"""Records as JSON, and back from documents that others wrote: one way for all of them."""
+"""Records as JSON, and checked values back from JSON documents: one way for all of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Record:
 
 
 def as_json(value: Any) -> Any:
-    """Return records, mappings and sequences, one in another, as dicts and lists; a number that is none as None.
+    """Nested records, mappings and sequences as dicts and lists; a number that is not finite as None.
 
     >>> as_json({"shape": (2, 3), "r2": float("nan")})
     {'shape': [2, 3], 'r2': None}

@@ -125,7 +125,7 @@ def capture(
 
 
 def _check_raw(raw: bool, resume: bool, place: Place) -> None:
-    """Refuse raw pairs of several runs or ranks: they are written by one, in one go; UsageError."""
+    """Refuse raw pairs of several runs or ranks, as one process writes them in one go; UsageError."""
     if raw and not place.alone:
         raise UsageError(f"--raw writes pairs in their order, which {place.ranks} ranks have none of; leave one out.")
     if raw and resume:
@@ -133,7 +133,7 @@ def _check_raw(raw: bool, resume: bool, place: Place) -> None:
 
 
 def _check_kept(kept: Checkpoints, raw: bool, say: Output) -> None:
-    """Say whether the run goes on from another one; refuse to begin anew beside what that has left."""
+    """Say whether the run resumes another one; refuse to start over beside what that left."""
     if raw:
         return
     kept.check()

@@ -30,7 +30,7 @@ EXAMPLES = (
 )
 
 _BATCH_SIZE = 16
-# Where and how fast it runs; and what no option of this command is, which is at its default.
+# Options of where and how fast it runs, and those that this command does not have.
 _OF_THE_MACHINE = ("device", "workers", "batch_size", "sample", "device_map", "dtype", "verify")
 
 Steps = Annotated[
@@ -83,7 +83,7 @@ def heal(
     wanted = {"model": model, **options, "batch size": batch_size, **_inputs(run)}
     if not restart:
         check_asked(checkpoint, wanted)
-    # Batches of a network of the user's own are as they are, which takes the default of all commands.
+    # The batches of a py: network are taken as they are, which is what the default of all commands means.
     at_once = batch_size or (RunOptions.batch_size if model.startswith("py:") else _BATCH_SIZE)
     network = replace(run, batch_size=at_once, dtype="float32").load(model, say)  # half precision swallows small steps
     learner = Learner.of(network, sites, run.seed, say, ALONE)

@@ -170,7 +170,7 @@ def _drifts(
     speaks = Place.from_environment().speaks
     with run.joined() as ranks:
         for name in names:
-            ranks.told(name)  # here the others wait: while the first times one network, none loads the next
+            ranks.told(name)  # the others wait here: none loads the next network while the first times this one
             learner = Learner.of(run.load(name, say), sites, run.seed, say, ranks)
             moved = _drift(learner, wanted, say)
             if speaks:
@@ -183,7 +183,7 @@ def _drift(learner: Learner, wanted: Wanted, say: Output) -> list[DriftReport]:
     """Measure drift for each function and start, on inputs that nothing was fitted to."""
     from normscope.tables.drift import drift_table, parts_table, sites_table
 
-    # All of them before the first pass: what cannot be swapped in is not found out behind minutes of others' drift.
+    # All before the first pass: what cannot be swapped in should fail at once, not after minutes of drift.
     replacements = [(how, learner.replacements(how, learner.fits(how, say), say)) for how in wanted.ways]
     reports = [_drift_of(learner, how, modules, say) for how, modules in replacements]
     say.heading(reports[0].about)
@@ -210,7 +210,7 @@ def _drift_of(learner: Learner, how: How, modules: Mapping[str, nn.Module], say:
 def _speed(
     network: LoadedModel, wanted: Wanted, run: RunOptions, full: bool, seconds: float | None, say: Output
 ) -> BenchReport:
-    """Time the network; in the place of an embedded one, which is tiny, its full-size sibling with random weights."""
+    """Time the network; for an embedded one, which is tiny, its full-size sibling with random weights."""
     from normscope.models.weights.devices import KEEP, dtype_name
     from normscope.tables.speed import speed_tables
 

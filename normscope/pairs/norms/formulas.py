@@ -127,7 +127,7 @@ def form_name(form: Form) -> str:
 
 
 def gain_and_shift(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-    """Return what the module keeps to multiply y by and to add to it, flat and in float32; None where it has none.
+    """The weight and bias that a module keeps, flat and in float32; None where it has none.
 
     They have one of the usual names or, where neither has, are all that the module learns: the weight, then the bias.
 

@@ -115,7 +115,7 @@ def _identity(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def _pattern(name: str) -> str:
-    """Forget which block it is: a path's part that is a number. The 1 of ``norm1`` is none."""
+    """A path without the numbers of its blocks; the 1 of ``norm1`` is no such number."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "#", name)
 
 
@@ -138,7 +138,7 @@ class FunctionWatch(TorchFunctionMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Look away from what normscope does itself."""
+        """Ignore what normscope itself calls."""
         self.on_pause = True
         yield
         self.on_pause = False
@@ -148,7 +148,7 @@ class FunctionWatch(TorchFunctionMode):
         return len(self.functional), len(self.additions)
 
     def forget_since(self, mark: tuple[int, int]) -> None:
-        """Forget what a norm was seen to do inside: x − mean is no branch, and its own function no other norm."""
+        """Forget what went on inside a norm: its x − mean is no branch, and the function it calls no other norm."""
         for key in list(self.functional)[mark[0] :]:
             del self.functional[key]
         del self.additions[mark[1] :]

@@ -108,7 +108,7 @@ def ancestor_kind(module: nn.Module) -> NormKind | None:
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Say why a module of a known class, or of one made from it, is no norm site; None where nothing is against it."""
+    """Why a module of a known class, or of a subclass, is no norm site; None where it may be one."""
     nearest = _nearest(module)
     return nearest if isinstance(nearest, str) else None
 
@@ -244,7 +244,7 @@ def ignores_scale(module: nn.Module, call: _Call, x: Tensor) -> bool:
 
 @torch.no_grad()
 def kind_at(module: nn.Module, site: NormSite) -> NormKind | str:
-    """Say how a module normalizes that was found at a site before, without running the network; or why it is no norm.
+    """How the module at a known site normalizes, without running the network; or why it is no norm.
 
     Args:
         module: it is not called; where its class is in no table a copy of it is, in eval mode and on noise.
@@ -267,7 +267,7 @@ def kind_at(module: nn.Module, site: NormSite) -> NormKind | str:
 
 
 def _shapes_at(site: NormSite) -> Iterator[list[int]]:
-    """List what inputs may look like that have the site's channels at their place."""
+    """Shapes of inputs that have the site's channels in their place."""
     if site.grouped:
         yield [2, site.channels, *site.normalized_shape[1:]]
         return
@@ -282,7 +282,7 @@ def _shapes_at(site: NormSite) -> Iterator[list[int]]:
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """Return a copy to be called, of which no hook hears."""
+    """A copy without hooks, to be called."""
     twin = copied(module)
     twin._forward_hooks.clear()
     twin._forward_pre_hooks.clear()
@@ -292,7 +292,7 @@ def _twin(module: nn.Module) -> nn.Module:
 def _probed(
     module: nn.Module, call: _Call, x: Tensor, shape: list[int], probes: tuple[tuple[float, float], ...] = _PROBES
 ) -> list[_Shown]:
-    """Ask a float32 copy for its output on noise; no hook and no state of the module sees it."""
+    """The output of a float32 copy on noise; the module's hooks and state stay untouched."""
     twin, shown = _twin(module).float(), []
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(x.device)
     for mean, sigma in probes:

@@ -70,7 +70,7 @@ class _FirstCall:
 
 
 class _Input:
-    """The input of a norm as it was before the norm was at work."""
+    """The input of a norm as it was before the norm ran."""
 
     def __init__(self, x: Tensor) -> None:
         self.copy = x.detach().clone()
@@ -203,7 +203,7 @@ def _parents(name: str) -> list[str]:
 
 
 def _no_norms(calls: dict[str, _FirstCall], named: dict[str, nn.Module]) -> set[str]:
-    """Names of suspects that turned out to be no norms: to weigh alone, to be part of a norm or only to hold one."""
+    """Names of suspects that are no norms: they only multiply by a weight, are part of a norm, or only hold one."""
     sites = {name for name, call in calls.items() if isinstance(call.kind, NormKind)}
     weigh_alone_or_part = {
         name for name in calls.keys() - named.keys() if name not in sites or sites & {*_parents(name)}
@@ -217,10 +217,10 @@ def _no_norms(calls: dict[str, _FirstCall], named: dict[str, nn.Module]) -> set[
 def _calls_of(
     named: dict[str, nn.Module], weighing: dict[str, nn.Module], watch: FunctionWatch
 ) -> Iterator[dict[str, _FirstCall]]:
-    """Note the first call of each suspect, and let the watch forget what those do that are named, or found, a norm."""
+    """Note the first call of each suspect, and let the watch forget what those that are norms do inside."""
     calls: dict[str, _FirstCall] = {}
     suspects = {**named, **weighing}
-    # The last is at work: it may call itself.
+    # The last one is running: it may call itself.
     before: dict[str, list[tuple[_Input | None, tuple[int, int]]]] = {name: [] for name in suspects}
 
     def enter(name: str) -> Callable[..., None]:
@@ -263,7 +263,7 @@ def _calls_of(
 
 @contextlib.contextmanager
 def _entered(model: nn.Module, watch: FunctionWatch) -> Iterator[None]:
-    """Tell the watch which module is at work, so that a function can be reported with its place."""
+    """Tell the watch which module is running, so that a function can be reported with its place."""
 
     def enter(name: str) -> Callable[..., None]:
         return lambda module, args: watch.path.append(name)

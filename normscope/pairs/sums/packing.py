@@ -1,4 +1,4 @@
-"""The sums of one site as the tensors that a file holds, and back: what holds nothing takes no place."""
+"""The sums of one site as the tensors of a file, and back; empty bins take no space."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def packed(stats: PairStats) -> dict[str, Tensor]:
 def unpacked(
     channels: int, sources: SourcesSeen, seed: int, tensors: Mapping[str, Tensor], *, grouped: bool
 ) -> PairStats:
-    """Make again what :func:`packed` took apart.
+    """Rebuild the sums that :func:`packed` took apart.
 
     Raises:
         ValueError: if a tensor is none that finite pairs leave; KeyError if one is missing.
@@ -82,7 +82,7 @@ def unpacked(
 
 
 def _moments_of(stats: PairStats) -> list[tuple[str, Tensor]]:
-    """Name the moments by fold and bin that there are."""
+    """The moments by fold and bin that this site keeps, by name."""
     every = [(name, getattr(stats, name)) for name in ("moments", "gamma_moments", "diagonal_moments")]
     return [(name, moments) for name, moments in every if moments is not None]
 
@@ -103,7 +103,7 @@ def _cells(tensors: Mapping[str, Tensor]) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def _check(stats: PairStats, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError where there is something that no finite pairs leave, and that a fit or a figure trips over."""
+    """Raise ValueError for numbers that finite pairs never give, on which a fit or a figure would fail."""
     moments = _rows(tensors["moments"])
     n = moments[:, :1]
     if not bool((n.ge(0) & n.eq(n.floor())).all()) or not float(n.sum()) <= _MOST:

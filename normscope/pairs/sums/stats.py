@@ -199,7 +199,7 @@ class PairStats:
         keyed = samples
         if rest or not samples or not divided:
             self._regroup(replace(self.sources, mapped=False))
-            # No two of nobody's tokens are one in the drawing sample, whichever rank or run saw them.
+            # Tokens of no sample get distinct keys in the drawing sample, whichever rank or run saw them.
             keyed = [replace(one, source=f"the batch of {one.source}") for one in samples[:1]] or _NOBODY
             if not samples:
                 first_token = self.n_tokens + int(self.nonfinite_tokens)
@@ -246,7 +246,7 @@ class PairStats:
 
     @property
     def sums(self) -> dict[str, Tensor]:
-        """Return everything of which the sums over two sets of pairs are the sums of both, by name."""
+        """Everything that simply adds up when two sets of pairs are merged, by name."""
         every = {name: getattr(self, name) for name in (*_SUMS, *_OPTIONAL)}
         return {name: total for name, total in every.items() if total is not None}
 
@@ -284,7 +284,7 @@ class PairStats:
         return moments if fold is None else _join_folds(moments.clone(), fold)
 
     def _joined_fold(self, sources: SourcesSeen) -> int | None:
-        """Which fold all pairs become one of: a single source's samples do, beside others. None where they stay."""
+        """The fold that all pairs join, as a single source's samples do beside other sources; None if folds stay."""
         if self.sources.mapped and not sources.mapped:
             return 0
         if sources.mapped and (self.sources.number, sources.number) == ("one", "several"):

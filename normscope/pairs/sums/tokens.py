@@ -82,7 +82,7 @@ def batch_axis(of_one_sample: torch.Size, shape: torch.Size, n_samples: int, pos
 def serves_all(
     of_one_sample: torch.Size, shape: torch.Size, positions_of_one: int | None, positions: int | None
 ) -> bool:
-    """Tell of an input in which no axis grew with the number of samples whether none holds samples at all.
+    """Whether an input in which no axis grew with the number of samples is the same for all samples.
 
     Its axes are then as long as they are for one sample, except for positions. Where the samples have fewer positions
     than the sample known had, it cannot be told: two short samples may have the tokens of one long one.
@@ -199,7 +199,7 @@ class Tokens:
         return keys if self.valid is None else keys.where(self.valid, NO_KEY)
 
     def places(self) -> tuple[Tensor, Tensor]:
-        """Return of every token its number within its sample, and that sample's number: two int64 ``(tokens,)``."""
+        """Each token's number within its sample, and that sample's number: two int64 ``(tokens,)``."""
         samples = self._of_runs([run.sample for run in self.runs])
         return self._positions().to(self.rows.device), samples.to(self.rows.device)
 

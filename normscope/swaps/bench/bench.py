@@ -119,7 +119,7 @@ def bench(
             candidates = variants(cast, report.sites, curves)
             check_kernels([module for variant in candidates for module in variant.modules.values()])
             norm = norm_bench(cast, candidates, commonest(report), tensor.new_empty(0, dtype=dtype))
-            # In its own dtype on the CPU the network has just run; seconds a pass are not spent twice.
+            # On the CPU the network has just run in its own dtype; no need to warm it up again, at seconds a pass.
             warm = full or tensor.device.type != "cpu" or dtype != tensor.dtype
             cast_batch = batch.to(tensor.device, None if dtype == tensor.dtype else dtype)
             whole = ModelBench(cast, cast_batch, outputs, candidates, len(report.sites), warm)
@@ -140,7 +140,7 @@ def bench(
 def _first_batch(
     model: nn.Module | LoadedModel, batch: Batch | None, about: Mapping[str, str] | None, outputs: Outputs | None
 ) -> tuple[nn.Module, Batch, dict[str, str], Outputs]:
-    """Return a module, a batch to time it on, what they say of themselves, and how outputs are read."""
+    """The module, a batch to time it on, what is known of both, and how outputs are read."""
     module, batches, said, outputs = unpacked(model, None if batch is None else [batch], about, outputs)
     if batch is None:
         batch = next(iter(batches))
@@ -150,7 +150,7 @@ def _first_batch(
 
 
 def in_words(device: torch.device) -> str:
-    """Say what a device is, with the number of threads or the name of the card.
+    """Name a device, with its number of threads or the name of the card.
 
     >>> in_words(torch.device("cpu"))  # doctest: +ELLIPSIS
     'cpu, ... thread...'
@@ -209,7 +209,7 @@ def _interpreted(row: Measured) -> Measured:
 
 
 def without_kernels(device: torch.device) -> list[str]:
-    """Say that nothing is timed with kernels, where that is not a matter of course."""
+    """A remark that nothing is timed with kernels, where one would expect them."""
     if os.environ.get(VARIABLE) == EAGER:
         return [f"Fused by normscope's kernels: {VARIABLE}={EAGER} leaves them out."]
     if device.type == "cuda":
@@ -248,7 +248,7 @@ _NORMS: tuple[Norms, ...] = ("eager", "compile", "fused")
 
 
 def why_not(device: torch.device, passes: Passes = "forward") -> str | None:
-    """Say in a sentence why the table cannot be repeated on a device; None where it can.
+    """Why the table cannot be repeated on a device, in a sentence; None where it can.
 
     >>> why_not(torch.device("cpu"))
     'The published table is not repeated on the cpu: LLaMA 7B takes 13.5 GB of weights and 100 passes over 4096 tokens, which are hours without CUDA.'
@@ -359,7 +359,7 @@ def _norms_seconds(
     shapes: Sequence[tuple[str, str, tuple[int, ...]]],
     n_passes: int,
 ) -> float:
-    """How long all norms take by themselves: one of each class and shape, times their number."""
+    """Seconds of all norms by themselves: one of each class and shape, times their number."""
     alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for name, kind, shape in shapes:
         alike.setdefault((kind, shape), []).append(name)

@@ -71,7 +71,7 @@ def every(case: Case) -> bool:
 
 
 def commonest(report: NormReport) -> Norm:
-    """Return the class and shape that most norms of a network have; of several as common, the first called."""
+    """The class and shape that most norms of a network have; of several equally common, the first called."""
     counted = Counter((site.kind, tuple(report.shapes[site.name])) for site in report.sites)
     (kind, shape), number = counted.most_common(1)[0]
     first = next(site for site in report.sites if (site.kind, tuple(report.shapes[site.name])) == (kind, shape))
@@ -151,7 +151,7 @@ class NormBench:
         return {way: kernel for name, module in self.modules.items() for way, kernel in fused(name, module).items()}
 
     def _prepared(self, module: nn.Module, way: Way, passes: Passes) -> tuple[Call, float | None]:
-        """Return what is timed after a first call, and, of what is compiled, the seconds of that."""
+        """What is timed, after a first call, and the seconds of that call where it compiled."""
         called = torch.compile(module, fullgraph=True, dynamic=False) if way == "compile" else module
         run = _step(called, require_gradients(module), passes)
         [first] = once(lambda: run(self.buffers[0]))
@@ -203,7 +203,7 @@ def norm_bench(model: nn.Module, candidates: Sequence[Variant], norm: Norm, wher
 
 
 def first_line(error: Exception) -> str:
-    """Name an error and say the first line of its message."""
+    """The name of an error and the first line of its message."""
     line = str(error).strip().partition("\n")[0]
     return line if isinstance(error, ModelError) else f"{type(error).__name__}: {line}"
 

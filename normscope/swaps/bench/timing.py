@@ -64,13 +64,13 @@ def spread(samples: Sequence[float]) -> TimeQuantiles:
 
 
 def blocks(run: Run) -> list[float]:
-    """Time something short by torch.utils.benchmark: seconds a call, a sample a block of calls, on all threads."""
+    """Time something short with torch.utils.benchmark, on all threads: seconds a call, one sample a block of calls."""
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     return list(timer.blocked_autorange(min_run_time=_BLOCK_SECONDS).times)
 
 
 def once(run: Run, clock: Callable[[], float] = clock) -> list[float]:
-    """Time one call of something long, without a call before it; the clock waits for CUDA before it looks.
+    """Time one call of something long, without a warm-up; CUDA is waited for.
 
     >>> once(lambda: None, iter([3.0, 5.0]).__next__)
     [2.0]
@@ -230,7 +230,7 @@ class Measured:
 
 
 def bytes_moved(passes: Passes, elements: int, itemsize: int) -> int:
-    """Return how many bytes a norm alone cannot but move: x and y forward, x, y, dy and dx forward + backward.
+    """Bytes that a norm alone has to move at least: x and y forward, x, y, dy and dx forward + backward.
 
     Each is counted once, though a backward pass on its own reads x again: what is shared by all ways to compute it.
 
@@ -282,7 +282,7 @@ def _beside(row: Timing, native: Timing | None, copies: dict[tuple[str, str], fl
 
 
 def verdict(samples: Sequence[float], native: Sequence[float]) -> str:
-    """Say whether one is faster or slower than the other: only what minimum, median and spread say alike.
+    """Whether one is faster or slower than the other: only if minimum, median and spread agree.
 
     >>> verdict([1.0, 1.1, 1.2], [2.0, 2.1, 2.2]), verdict([1.9, 3.1, 3.2], [2.0, 2.1, 2.2])
     ('faster', 'alike')
@@ -298,7 +298,7 @@ def verdict(samples: Sequence[float], native: Sequence[float]) -> str:
 
 
 def _below(one: TimeQuantiles, other: TimeQuantiles) -> bool:
-    """Return whether one took less: at its best, and nearly always; the medians lie between p20 and p80."""
+    """Whether one took less time, at its best and nearly always; the medians lie between p20 and p80."""
     return one.minimum < other.minimum and one.p80 < other.p20
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark puts in the place of a network's norms: start values do not change speed, so there are no fits."""
+"""What a benchmark puts in the norms' place; without fits, as start values do not change speed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def has_kernel(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def computed(way: Way) -> Iterator[None]:
-    """Let a network within be computed as a way says.
+    """Compute networks within the block as a way says.
 
     Point-wise functions by kernels where it is fused, else by plain torch; parts that were compiled before as they are
     where it is compiled, else by plain torch as well.

@@ -100,7 +100,7 @@ class ModelBench:
         return sample
 
     def _failure(self, one: Variant, case: Case) -> str | None:
-        """Run it once, untimed; say why it cannot, where it cannot: not every network runs in every dtype."""
+        """Run it once, untimed, and return why it fails, if it does: not every network runs in every dtype."""
         try:
             self._sampler(one, case)()
         except Exception as error:

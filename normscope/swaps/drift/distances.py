@@ -1,4 +1,4 @@
-"""How far outputs lie from others: sample by sample, in float64; a few numbers are kept per input."""
+"""Distances between outputs, sample by sample in float64; a few numbers are kept per input."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ class Tally:
     _columns: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def add(self, compared: Distances) -> None:
-        """Take those of one more batch: of what was compared; samples with nothing to compare to are counted."""
+        """Add the distances of one more batch; samples with nothing to compare to are only counted."""
         for column in fields(compared):
             values = getattr(compared, column.name)
             if values is not None:
@@ -303,7 +303,7 @@ class Tally:
 
 @dataclass
 class Tallies:
-    """What one round of passes found: a tally of each configuration, at each place, for each part of the data.
+    """The distances of one round of passes: a tally for each configuration, place and part of the data.
 
     Attributes:
         wanted: the configurations, in the order of their rows.
@@ -322,7 +322,7 @@ class Tallies:
         return any(at == OUTPUT for _, at, _ in self._kept)
 
     def gathered(self, ranks: Ranks) -> Tallies:
-        """Return what all ranks have found; every rank calls it, also one that found nothing."""
+        """The tallies of all ranks together; every rank calls it, also one without a batch."""
         if ranks.size == 1:
             return self
         columns = {key: tally.columns() for key, tally in self._kept.items()}

@@ -1,4 +1,4 @@
-"""The forward passes of a network with and without its norms, and how far apart what they give lies."""
+"""Forward passes of a network with and without its norms, and the distances between their outputs."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class PairedPasses:
                 yield done, path, "", self._at_site(path, batch, original.at_sites[path], swapped.at_sites[path])
 
     def _at_site(self, path: str, batch: Batch, original: Sequence[Tensor], swapped: Sequence[Tensor]) -> Distances:
-        """Compare what a site gave, over all of its calls."""
+        """Compare the outputs of a site, over all of its calls."""
         if len(original) != len(swapped):
             raise ModelError(
                 f"The network calls {path!r} {len(original)} times, but {len(swapped)} times once swapped."
@@ -221,7 +221,7 @@ class PairedPasses:
         return distances(before, after)
 
     def _learn_layouts(self, first: Batch) -> None:
-        """Find out once how each site's output lies: of one sample alone the axis of samples is shorter."""
+        """Find the axis of samples in each site's output, once: it is shorter for a single sample."""
         if self._layouts:
             return
         for path, outputs in self._run(first, self.modules).at_sites.items():
@@ -230,7 +230,7 @@ class PairedPasses:
 
 
 class _Advance:
-    """Counts the samples of each pass once, also where a batch whose memory ended is run again in pieces."""
+    """Counts the samples of each pass once, also where memory ended and a batch is run again in pieces."""
 
     def __init__(self, advance: Callable[[int], object]) -> None:
         self._advance = advance
@@ -245,7 +245,7 @@ class _Advance:
 
     @contextlib.contextmanager
     def of(self, samples: int) -> Iterator[None]:
-        """Tell of passes of so many samples; all of those that end with an exception come again."""
+        """Report the block's passes over so many samples; after an exception they are run again, and count once."""
         self._samples, self._made = samples, 0
         try:
             yield

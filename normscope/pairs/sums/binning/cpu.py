@@ -1,4 +1,4 @@
-"""The fused loop on the CPU: one pass over the tokens fills everything that :mod:`reference` says, compiled by numba.
+"""The fused loop on the CPU: one pass over the tokens fills all that :mod:`reference` does, compiled by numba.
 
 Tokens are shared out among as many threads as torch has been given. Those are Python's own threads, in which the
 compiled code runs without the interpreter's lock, and not a second pool of OpenMP beside torch's. Each thread adds up
@@ -120,7 +120,7 @@ _views: WeakKeyDictionary[PairStats, _Views] = WeakKeyDictionary()
 
 
 def _views_of(stats: PairStats) -> _Views:
-    """Return the same views as at the last call: making them anew takes as long as a hundredth of the loop."""
+    """The views of the last call, as making them anew costs a hundredth of the loop."""
     kept = (stats.moments, stats.tokens, stats.largest, stats.pairs.x)
     views = _views.get(stats)
     if views is None or any(one is not other for one, other in zip(kept, views.of, strict=True)):
@@ -158,7 +158,7 @@ _spare: list[Sums] = []
 
 
 def _sums_apart(sums: Sums) -> Sums:
-    """Return sums over nothing for another thread."""
+    """Empty sums for another thread."""
     apart = _spare.pop() if _spare else Sums(sums.moments, *(np.zeros_like(array) for array in sums[1:]))
     infinity = np.full(sums.channel_sums.shape[1], np.inf, np.float32)
     apart.pair_key[:] = sums.pair_key  # what would lose to a pair that is there need not be kept
