@@ -92,7 +92,7 @@ def check_fit(
     weights_by: str = "pairs",
     **form: Any,
 ) -> None:
-    """Refuse what :func:`fit` would of any capture, before there is one; UsageError. It takes the same arguments."""
+    """Refuse arguments that :func:`fit` would refuse for any capture; UsageError."""
     _wanted(curves, Parametrization(**form))
     check_levels(per, pool, weights_by)
 
@@ -158,7 +158,7 @@ def _fits(
     for name, curve in curves.items():
         rows[name], held_out[name] = fitted(problems, curve, form)
     for parameters in {of_curve[0]["parameters"] for of_curve in rows.values()}:
-        # A shift given to some curves alone would decide which of all are first.
+        # A shift for some curves only would decide the ranking.
         alike = [name for name, of_curve in rows.items() if of_curve[0]["parameters"] == parameters]
         _rank(problems, [rows[name] for name in alike], torch.stack([held_out[name] for name in alike]))
     of_levels = []

@@ -189,7 +189,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return memo[id(value)]
     copied: Any
     if isinstance(value, torch.Tensor):
-        # A deep copy would copy all of the memory that a part of a larger batch is a view of.
+        # A deep copy would copy all of the storage that a slice of a larger batch is a view of.
         copied = value.detach().clone()
         if value.requires_grad:
             copied.requires_grad_()

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some inputs that are read together, and what became of them.
+    """Inputs that are read together, as batches, and what was left out of them.
 
     Attributes:
         numbers: of the inputs.

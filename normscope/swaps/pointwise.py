@@ -18,7 +18,7 @@ from normscope.swaps.kernels.parameters import Parameters
 
 
 class PointwiseFunction(nn.Module):
-    """weight · f(αx + s) + bias, elementwise: no element of the output hangs on another of the input.
+    """weight · f(αx + s) + bias, elementwise: no element of the output depends on another of the input.
 
     Computed in float32 at least and returned in the input's dtype, as norms do.
 
@@ -58,8 +58,8 @@ class PointwiseFunction(nn.Module):
     ['alpha', 'bias', 'weight']
     """
 
-    # No norm's: of two NaN, none is the other's equal, and so nn.TransformerEncoderLayer keeps from its fused path,
-    # which would take this weight and bias for those of a LayerNorm.
+    # A NaN equals no other, so that nn.TransformerEncoderLayer does not take its fused path, which would use this
+    # weight and bias as those of a LayerNorm.
     eps = math.nan
 
     in_place_of: str = ""

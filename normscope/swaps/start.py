@@ -137,7 +137,7 @@ def norms_of(fits: Fits) -> list[NormSite]:
 
 
 def only(fits: Fits, norms: Sequence[NormSite]) -> Fits:
-    """Return what there is of some norm sites."""
+    """The fits of some norm sites."""
     names = [norm.name for norm in norms]
     return fits.only(names) if isinstance(fits, Capture) else [one for one in fits if _norm_of(one).name in names]
 

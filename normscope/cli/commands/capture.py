@@ -127,9 +127,9 @@ def capture(
 def _check_raw(raw: bool, resume: bool, place: Place) -> None:
     """Refuse raw pairs of several runs or ranks, as one process writes them in one go; UsageError."""
     if raw and not place.alone:
-        raise UsageError(f"--raw writes pairs in their order, which {place.ranks} ranks have none of; leave one out.")
+        raise UsageError(f"--raw needs a single process, and torchrun started {place.ranks}; drop --raw or torchrun.")
     if raw and resume:
-        raise UsageError("--raw writes pairs in one go, so that there is nothing to resume; leave one of them out.")
+        raise UsageError("--raw writes all pairs in one go, so there is nothing to resume; drop --raw or --resume.")
 
 
 def _check_kept(kept: Checkpoints, raw: bool, say: Output) -> None:

@@ -49,7 +49,7 @@ class Solutions(Batched):
 
 
 def joined_solutions(parts: Sequence[Solutions]) -> Solutions:
-    """Put those of several batches one after the other."""
+    """Concatenate the solutions of several batches."""
     return Solutions(*(torch.cat(values) for values in zip(*(vars(part).values() for part in parts), strict=True)))
 
 
@@ -232,7 +232,7 @@ class Parametrization:
     shift: bool | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself."""
+        """Refuse arguments that contradict one another."""
         if self.amplitude not in AMPLITUDES:
             raise UsageError(unknown("amplitude", self.amplitude, AMPLITUDES))
         if self.alpha is not None and not 0 < self.alpha < math.inf:

@@ -119,7 +119,7 @@ def _quantiles(nodes: Nodes, values: Tensor, shares: tuple[float, ...]) -> Tenso
 
 
 def _starts(coarse: Objective, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Look at a grid of α and centres, and return where the error is least, and where else nearly so.
+    """The points of a grid of α and centres where the error is least, or nearly so.
 
     Returns:
         The numbers of the problems, ``(starts,)``, and theta of each start, ``(starts, 2)``.

@@ -1,4 +1,4 @@
-"""Start values for the training of a network without norms: those of fits to a trained one, beside the published."""
+"""Start values for the training of a network without norms: from fits to a trained one, beside the published values."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Advice:
 
     @property
     def left_out(self) -> int:
-        """Number of sites of the kind that say nothing."""
+        """Number of sites of the kind that give no start value."""
         return self.straight + self.not_converged + self.nothing
 
     def as_dict(self) -> dict[str, Any]:

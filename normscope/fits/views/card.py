@@ -154,7 +154,7 @@ LINEAR_UP_TO = 0.3994581122927263  # the u at which tanh u is 0.95 u
 
 @dataclass(frozen=True)
 class Centring:
-    """Effect of taking the mean away, over all tokens.
+    """Effect of subtracting the mean, over all tokens.
 
     Attributes:
         offset_p50: median of the tokens' |μ|/σ, with σ as the norm has it, eps included.
@@ -173,7 +173,7 @@ class Centring:
 
 @dataclass(frozen=True)
 class Scale(Record):
-    """σ that tokens are divided by, and how far eps lets y be the same for c·x as for x; over all tokens.
+    """The σ that tokens are divided by, and for which c eps still leaves y(c·x) = y(x); over all tokens.
 
     Attributes:
         sigma_p5: 5th percentile of σ = 1/rstd, in units of x; without its mean where the norm leaves that out.
@@ -276,7 +276,7 @@ def _card(capture: Capture, site: NormSite, bend: CurveFit) -> NormCard:
         eps=site.eps,
         n_pairs=stats.n_pairs,
         n_tokens=stats.n_tokens,
-        # Tokens that are all mean have no y, and yet much to tell.
+        # Tokens that are nothing but their mean have no y, and still their σ and tails.
         degenerate=None if bend.nothing == CONSTANT_OUTPUT else bend.nothing,
     )
     if card.degenerate:

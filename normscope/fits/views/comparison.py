@@ -1,4 +1,4 @@
-"""Differences of captures, site by site: of models, of data, or of the checkpoints of a training."""
+"""Differences between captures, site by site: between models, data, or the checkpoints of a training."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _by_depth(first: Sequence[NormSite], second: Sequence[NormSite]) -> dict[str
 
 
 def _evenly(few: int, many: int) -> list[int]:
-    """So few numbers below ``many``, evenly from the first to the last; of one, the middle."""
+    """A few numbers below ``many``, evenly from the first to the last; of one, the middle."""
     if few == 1:
         return [(many - 1) // 2]
     return [round(i * (many - 1) / (few - 1)) for i in range(few)]
@@ -110,7 +110,7 @@ Refits = dict[str, torch.Tensor]  # one fit without each of its folds, of :func:
 def ratio(
     name: str, base: CurveFit, other: CurveFit, folds: tuple[int, int], refits: tuple[Refits, Refits] | None
 ) -> Ratio | None:
-    """Divide ``alpha`` or ``slope`` of a fit by that of the first; None where one of them is none.
+    """Ratio of a fit's ``alpha`` or ``slope`` to that of the first; None where either is not finite.
 
     Args:
         name: of the two.
@@ -152,7 +152,7 @@ _FITTED = (
 
 @dataclass(frozen=True)
 class Compared:
-    """One curve at one norm site of one of several captures, held against the first of them.
+    """One curve at one norm site of a capture, compared with the first capture.
 
     Attributes:
         number: of the capture, from 1; the others are held against that one.
@@ -176,7 +176,7 @@ class Compared:
 
     @property
     def r2_lost(self) -> float | None:
-        """By how much less the curve of the first capture explains these pairs than their own does."""
+        """How much less R² the first capture's curve has on these pairs than their own curve."""
         return None if self.r2_of_first is None else self.fit.r2 - self.r2_of_first
 
     def as_dict(self) -> dict[str, Any]:
@@ -221,7 +221,7 @@ class Comparison:
 
 
 def compare(captures: Sequence[Capture], curves: str | Sequence[str | Curve] = "tanh,isru") -> list[Compared]:
-    """Hold captures against the first of them: models, data, or the checkpoints of a training.
+    """Compare captures with the first of them: models, data, or the checkpoints of a training.
 
     Sites are matched by name where the networks are built alike and otherwise by placement and depth, see
     :func:`normscope.fits.views.comparison.match`. Those without a counterpart in any other capture are left out.

@@ -113,7 +113,7 @@ class DrawnJacobians:
 
 
 def gradient(capture: Capture, fits: Sequence[CurveFit] = ()) -> list[GradientView]:
-    """Set every site's Jacobian beside its fitted curves' derivatives.
+    """Compare every site's Jacobian with the derivatives of its fitted curves.
 
     Args:
         capture: what :func:`normscope.capture` returned with ``diagonal=True``, or was read from a file.

@@ -90,7 +90,7 @@ class TokenSlopes:
         slopes: quantiles of 1/σ over all of them, in units of 1/x, by their shares; from a histogram of eight bins an
             octave, so that each is right to 9 %.
         ratio: the slope that 5 % of the tokens pass over that which 95 % do: 1 where one line fits all of them.
-        drawn: number of drawn tokens that were held against their r2_of lines.
+        drawn: number of drawn tokens that were held against their own lines.
         largest_error: largest |y − (x − μ)/σ| among their elements: what rounding leaves.
     """
 
@@ -145,7 +145,7 @@ def _slopes(capture: Capture, site: str) -> TokenSlopes:
 
 
 def _largest_error(stats: PairStats) -> float:
-    """Hold every drawn token against the line of slope rstd through its r2_of mean."""
+    """Largest distance of the drawn tokens' elements from the line of slope rstd through each token's mean."""
     if not len(stats.tokens.key):
         return math.nan
     x, y, rstd = stats.tokens.x.double(), stats.tokens.y.double(), stats.tokens.rstd.double()

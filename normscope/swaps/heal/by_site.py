@@ -28,7 +28,7 @@ _LEAST_VARIANCE = 1e-10  # of f over a channel's tokens, as a share of its mean 
 def norm_pairs(
     original: nn.Module, functions: dict[str, PointwiseFunction], batches: Sequence[Batch]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Run the original, and return what its norms took and gave where a point-wise function is to take their place.
+    """Run the original, and return inputs and outputs of the norms that point-wise functions replace.
 
     Every pass begins from the buffers that it has now, and leaves them and its batch so.
 
@@ -78,7 +78,7 @@ def norm_pairs(
 
 
 def least_squares(function: PointwiseFunction, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """Find the parameters of a point-wise function that come nearest to y, from where it is.
+    """The parameters of a point-wise function that come nearest to y, searched from its present ones.
 
     Args:
         function: it stays as it is.
@@ -131,7 +131,7 @@ def _innermost(site: str, model: nn.Module) -> Iterator[str]:
 
 
 def _search(function: PointwiseFunction, free: dict[str, Tensor], x: Tensor, y: Tensor) -> None:
-    """Move α and s downhill, with the weight and bias that belong to them; stay where that is nowhere finite."""
+    """Move α and s downhill, with their best weight and bias; stay where nothing is finite."""
     start = {name: value.detach().clone() for name, value in free.items()}
     search = torch.optim.LBFGS(list(free.values()), max_iter=_SEARCH_STEPS, line_search_fn="strong_wolfe")
     total = y.square().sum().clamp_min(torch.finfo(y.dtype).tiny)
@@ -160,7 +160,7 @@ def _of(function: PointwiseFunction, free: dict[str, Tensor], x: Tensor) -> Tens
 
 
 def _projected(function: PointwiseFunction, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the weight and bias that come nearest, in the closed form of a straight line through (f, y)."""
+    """The best weight and bias, in closed form: a straight line through (f, y)."""
     old = function.weight.detach().double().cpu().flatten()
     if old.numel() == 1 and f.shape[1] > 1:
         return (f * y).sum().div(f.square().sum().clamp_min(1e-300)).reshape(1), None

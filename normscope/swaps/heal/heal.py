@@ -1,4 +1,4 @@
-"""Healing: train a swapped network back towards the original's outputs, in steps that are kept only if they helped."""
+"""Healing: training a swapped network back towards the original's outputs; only steps that help are kept."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def heal(
 
 
 def swapped_sites(original: nn.Module, swapped: nn.Module) -> list[str]:
-    """Return the paths at which a network has another module than the original, and not for a part of it alone.
+    """The outermost paths at which a network has another module than the original.
 
     Raises:
         UsageError: if there are none, or if they are the same module.
@@ -168,7 +168,7 @@ def swapped_sites(original: nn.Module, swapped: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class HealSettings:
-    """How many steps there are, and by which seed batches are drawn."""
+    """The number of steps, and the seed that batches are drawn with."""
 
     steps: int
     seed: int
@@ -191,7 +191,7 @@ def _stages(
     saved: Callable[[Course], None],
     progress: Progress,
 ) -> None:
-    """Go through the stages that are not done yet, and note after each what the held-out drift is."""
+    """Run the stages that are not done yet, and record the held-out drift after each."""
     parameters = dict(lesson.swapped.named_parameters())
     blocks = tuple(f"{block}." for block in lesson.blocks)
     within = {name: parameter for name, parameter in parameters.items() if name.startswith(blocks)}
@@ -219,7 +219,7 @@ def _stages(
 def _each_alone(
     lesson: Lesson, sites: Sequence[str], pool: Pool, course: Course, drift: Callable[[], float], progress: Progress
 ) -> None:
-    """Give one site after the other what fits its norm best, and keep it where the drift at the output fell."""
+    """Fit one site after the other to its norm, and keep the fit where the drift at the output fell."""
     course.enter(SITES)
     modules = {name: lesson.swapped.get_submodule(name) for name in sites}
     functions = {
@@ -250,7 +250,7 @@ def _quantiles(errors: Tensor) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _trainable(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
-    """Yield all parameters, to be trained; which of them were to be is put back afterwards."""
+    """Yield all parameters with gradients on; ``requires_grad`` is put back afterwards."""
     wanted = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:
         model.requires_grad_(True)

@@ -1,4 +1,4 @@
-"""What a swapped network is taught: the original's outputs of its blocks, on inputs that are drawn by seed."""
+"""What a swapped network learns: the outputs of the original and of its blocks, on inputs drawn by a seed."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def relative_errors(output: Tensor, wanted: Tensor, valid: Tensor | None = None,
 
 
 def training_loss(output: Tensor, wanted: Tensor, valid: Tensor | None) -> Tensor:
-    """Return the mean relative L2 over the samples; samples of almost no norm count by what is typical of others."""
+    """The mean relative L2 over the samples; samples of almost no norm are divided by a tenth of a typical one."""
     return relative_errors(output, wanted, valid, least=_LEAST_OF_TYPICAL).mean()
 
 
 def pooled_loss(output: Tensor, wanted: Tensor, valid: Tensor | None) -> Tensor:
-    """Return the relative L2 of all samples and positions together, by which none of them leads the others."""
+    """The relative L2 of all samples and positions together, so that none dominates."""
     if valid is not None and output.shape[:2] == valid.shape:
         kept = valid.to(output.device).view(*valid.shape, *[1] * (output.ndim - 2))
         output, wanted = output * kept, wanted * kept
@@ -95,7 +95,7 @@ _OF_BLOCKS = 2.0  # the weight of what blocks give beside what the network gives
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a block, as it was then: the network may go on to change in place what it was called with or gave.
+    """One call of a block, with copies: the network may change its arguments and outputs in place later.
 
     Attributes:
         args: positional arguments; none where they were not asked for.
@@ -187,7 +187,7 @@ class Lesson:
 
 @contextlib.contextmanager
 def watched(network: nn.Module, blocks: Sequence[str], *, arguments: bool = False) -> Iterator[Watched]:
-    """Note every call of some blocks of a network: what they gave, and where asked for what they were called with."""
+    """Record every call of some blocks: their outputs, and with ``arguments`` what they were called with."""
     seen = Watched()
     entered: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {path: [] for path in blocks}
 
@@ -216,9 +216,9 @@ def watched(network: nn.Module, blocks: Sequence[str], *, arguments: bool = Fals
 
 @torch.no_grad()
 def repeatable(original: nn.Module, blocks: Sequence[str], batch: Batch) -> list[str]:
-    """Keep the blocks that give the same again when called again as in a forward pass.
+    """The blocks that give the same output when called again with the same arguments.
 
-    One that fills a cache of its own gives something else; there is nothing to teach it by itself.
+    A block that fills a cache gives something else, and cannot be trained by itself.
     """
     buffers = KeptBuffers(original)
     with watched(original, blocks, arguments=True) as seen:
@@ -250,7 +250,7 @@ _MOST_JUDGED = 100  # samples that decide which steps are kept
 
 @dataclass(frozen=True)
 class Pool:
-    """Inputs to learn from, divided again: what decides which steps are kept is learned from by none of them.
+    """Inputs to learn from, and, apart from them, inputs that decide which steps are kept.
 
     Attributes:
         learned: batches to take steps on.
@@ -296,7 +296,7 @@ class Pool:
 
     @property
     def digest(self) -> str:
-        """Hash of the inputs, by which a checkpoint knows them again."""
+        """Hash of the inputs, by which a checkpoint recognizes them."""
         content = hashlib.blake2b(digest_size=16)
         for batch in (*self.learned, None, *self.judged):
             if batch is None:
@@ -328,7 +328,7 @@ def joined(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
-    """Return what a tensor holds, of whatever dtype, in order."""
+    """The bytes of a tensor's elements, in order."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 

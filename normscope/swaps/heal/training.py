@@ -1,4 +1,4 @@
-"""The course of a training: intervals that are kept only if the drift fell; and the file that it goes on from."""
+"""A training in intervals that are kept only if the drift fell, and the checkpoint that it resumes from."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Saved = Callable[["Course"], None]
 
 @dataclass
 class Course:
-    """Where a training stands; with the network's parameters and the optimizer's moments all that it goes on from.
+    """The state of a training, all that it resumes from besides the network's parameters.
 
     Attributes:
         drift: of the network as it is, on the inputs that decide.
@@ -99,7 +99,7 @@ class Stage:
 
 
 def train(stage: Stage, course: Course, drift: Callable[[], float], saved: Saved, progress: Progress) -> None:
-    """Go through a stage, from where the course stands; what remains is the best that was.
+    """Run a stage, from where the course stands; the best parameters remain.
 
     Adam with a warm-up and a cosine to zero, gradients clipped. After each interval the drift decides: where it did
     not fall, parameters and moments are what they were before, and the learning rate is lowered.
@@ -180,7 +180,7 @@ def save_checkpoint(
     course: Course,
     parameters: Mapping[str, nn.Parameter],
 ) -> None:
-    """Write where a training stands, whole or not at all.
+    """Write the state of a training, whole or not at all.
 
     Args:
         path: of the file.
@@ -200,7 +200,7 @@ def save_checkpoint(
 
 
 def check_asked(path: Path, asked: Mapping[str, Any]) -> None:
-    """Refuse to go on from what was asked for otherwise, before any work; a file that is not there is none.
+    """Refuse a checkpoint of a healing with other options, before any work; no file is no checkpoint.
 
     Args:
         path: of the file.
@@ -218,7 +218,7 @@ def check_asked(path: Path, asked: Mapping[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path, settings: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> Course | None:
-    """Put a network where a training left it, and return the course that goes on; None where there is no file.
+    """Restore a network from a checkpoint, and return the course; None where there is no file.
 
     Raises:
         UsageError: if the checkpoint is of another training.
@@ -244,9 +244,9 @@ def load_checkpoint(path: Path, settings: Mapping[str, Any], parameters: Mapping
 
 
 def check_settings(path: Path, stored: Any, settings: Mapping[str, Any]) -> None:
-    """Refuse to go on from what was begun otherwise; UsageError that names the first thing that differs."""
+    """Refuse a checkpoint with other settings; UsageError that names the first that differs."""
     for name, before, value in _differing(stored, settings):
-        # A list of all sites, or a hash, would tell nobody anything.
+        # A list of all sites, or a hash, would say nothing.
         what = f"its {name} is {before!r:.60}, not {value}" if isinstance(value, int) else f"other {name}"
         raise _of_another(path, what)
 

@@ -1,4 +1,4 @@
-"""What the kernels are held to, and what runs where Triton does not: the same in plain torch."""
+"""Point-wise functions in plain torch: the truth for the kernels, and what runs where Triton does not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 class Gradients(NamedTuple):
-    """Of a loss, by the input and by each parameter; None by what there is not, and where nobody wants it."""
+    """Gradients of a loss by the input and each parameter; None where there is no such parameter or none is wanted."""
 
     x: Tensor | None
     alpha: Tensor | None

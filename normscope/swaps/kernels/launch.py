@@ -1,4 +1,4 @@
-"""Launches of Triton's kernels: which tiles they take of which tensors, forward and backward."""
+"""Launches of the Triton kernels: which tiles of which tensors, forward and backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL_REGISTERS = 255  # of a thread: said in so many words, ptxas does not spill 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a kernel is spread over a GPU. What is here was chosen by counting instructions; no time has been measured.
+    """How a kernel is spread over a GPU: chosen by counting instructions, not by timing.
 
     Attributes:
         warps: of a program.
@@ -53,7 +53,7 @@ ADDING: dict[str, int | None] = {"num_warps": 4}
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel with everything that it is called with.
+    """One kernel with its grid, arguments and options.
 
     Attributes:
         kernel: of :mod:`normscope.swaps.kernels.loops`.
@@ -73,7 +73,7 @@ class Launch:
 
 
 def forward_launch(x: Tensor, y: Tensor, parameters: Parameters, layout: Layout, curve: str) -> Launch:
-    """Return what fills y, which has x's layout.
+    """The launch that fills y, which has x's layout.
 
     Args:
         x: not empty.
@@ -96,7 +96,7 @@ def forward_launch(x: Tensor, y: Tensor, parameters: Parameters, layout: Layout,
 def backward_launches(
     dy: Tensor, x: Tensor, parameters: Parameters, gradients: Gradients, layout: Layout, curve: str
 ) -> list[Launch]:
-    """Return what fills the gradients that are not None, one after the other: the pass over x, and that over the slots.
+    """The launches that fill the gradients that are not None: the pass over x, then that over the slots.
 
     Args:
         dy: of x's shape.
