@@ -148,7 +148,7 @@ class NormBench:
     def _of(self, way: Way) -> dict[str, nn.Module]:
         if way not in FUSED:
             return self.modules
-        return {way: kernel for name, module in self.modules.items() for way, kernel in fused(name, module).items()}
+        return {called: kernel for named in self.modules.items() for called, kernel in fused(*named).items()}
 
     def _prepared(self, module: nn.Module, way: Way, passes: Passes) -> tuple[Call, float | None]:
         """What is timed, after a first call, and the seconds of that call where it compiled."""
