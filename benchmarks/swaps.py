@@ -9,7 +9,7 @@ import torch
 from common import Measurement, finish, names, options
 
 import normscope
-from normscope.fits.curves.lookup import curves_named
+from normscope.fits.curves.expressions import curves_named
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import LoadedModel
 from normscope.models.registry import embedded_models

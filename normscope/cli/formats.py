@@ -1,4 +1,4 @@
-"""Rows of a table as CSV and Parquet: what the JSON document holds for each, in flat columns. Documents as YAML."""
+"""Tables as CSV and Parquet, with the JSON document's values in flat columns; documents as YAML."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def as_yaml(document: Mapping[str, Any]) -> str:
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse a file of no form that results are written in; UsageError that names them."""
+    """Refuse a suffix that results are not written in; UsageError that names those that are."""
     if path.suffix.lower() not in (CSV, PARQUET, *YAML, *_JSON):
         raise UsageError(
             f"--output {path} ends in {path.suffix}, but a result's file ends in .csv, .parquet, .yaml, .yml or .json."
@@ -132,7 +132,7 @@ def _line(cells: Sequence[Any]) -> str:
 
 
 def _kind(values: Sequence[Any]) -> type[bool | int | float | str] | None:
-    """Return the narrowest type that holds them all; None where there is none but None."""
+    """The narrowest type that holds all values; None if all are None."""
     kinds = {type(value) for value in values if value is not None}
     if not kinds:
         return None

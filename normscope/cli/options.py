@@ -14,26 +14,26 @@ if TYPE_CHECKING:
     from normscope.pairs.captures import Capture
 
 
-def _path(given: str) -> Path:
-    if not given:  # which pathlib takes for the current folder
+def _path(text: str) -> Path:
+    if not text:  # pathlib takes it for the current folder
         raise UsageError("--data is empty; name a file or a folder.")
-    return Path(given)
+    return Path(text)
 
 
 def _of_64_bits(number: int | None) -> int | None:
-    # A callback, since the help would show a maximum of the option's own with all its digits.
+    # A callback, as the help would show a max= with all its digits.
     if number is not None and not -(2**63) <= number < 2**63:
         raise typer.BadParameter(f"{number} takes more than 64 bits.")
     return number
 
 
-def _size(given: str | int) -> int | Literal["auto"]:
-    if given == "auto":
+def _size(text: str | int) -> int | Literal["auto"]:
+    if text == "auto":
         return "auto"
     try:
-        size = int(given)
+        size = int(text)
     except ValueError:
-        raise typer.BadParameter(f"{given!r} is neither a number nor auto.") from None
+        raise typer.BadParameter(f"{text!r} is neither a number nor auto.") from None
     if size < 1:
         raise typer.BadParameter(f"{size} is less than 1.")
     _of_64_bits(size)
@@ -208,7 +208,7 @@ def figure_suffix(output: Path, asked: str | None, names: list[str], by: str | N
     named = output.suffix.lower().removeprefix(".")
     if named not in _FORMATS:
         if named and not output.is_dir():
-            known = ", ".join(f".{own}" for own in _FORMATS)
+            known = ", ".join(f".{ending}" for ending in _FORMATS)
             raise UsageError(
                 f"--output {output} ends in .{named}, but a figure's file ends in one of {known}. To name a folder "
                 "with a dot, make it first."
@@ -228,10 +228,10 @@ def figure_title(capture: Capture) -> str:
     return " ".join(capture.about[key] for key in ("model", "part") if key in capture.about)
 
 
-def figure_path(output: Path, suffix: str, title: str, view: str, taken: list[str]) -> Path:
+def figure_path(output: Path, suffix: str, title: str, view: str, used: list[str]) -> Path:
     """Name the figure's file after its model and view; two captures of one model do not overwrite each other."""
     if output.suffix.lower() == f".{suffix}":
         return output
     stem = f"{file_stem(title)}-{view}"
-    names = (output / f"{stem}{number}.{suffix}" for number in ("", *(f"-{n}" for n in range(2, len(taken) + 2))))
-    return next(path for path in names if str(path) not in taken)
+    names = (output / f"{stem}{number}.{suffix}" for number in ("", *(f"-{n}" for n in range(2, len(used) + 2))))
+    return next(path for path in names if str(path) not in used)

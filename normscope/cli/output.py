@@ -6,8 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,18 +44,18 @@ def print_error(sentence: str) -> None:
 
 
 def print_stop(sentence: str) -> None:
-    """Print that the command stopped as it was told to, and how to go on, on stderr; the first rank alone says it."""
+    """Print on stderr that the command was stopped and how to go on; only the first rank does."""
     if Place.from_environment().speaks:
         _console(stderr=True).print(_harmless(sentence), soft_wrap=True)
 
 
 def _harmless(text: str) -> str:
-    """Write out what a terminal would obey, in names that come from files; every text is one line."""
+    """Escape what a terminal would obey in names that come from files; every text is one line."""
     return escape(visible(text))
 
 
 class Output:
-    """One command's way of speaking; of several ranks the first one alone speaks, and writes.
+    """A command's output; of several ranks only the first one prints and writes.
 
     Attributes:
         as_json: results are one JSON document on stdout, and nothing else is there.
@@ -85,12 +84,12 @@ class Output:
         return self.as_json or self.as_csv
 
     def remark(self, text: str) -> None:
-        """Say something that is no result, unless quiet."""
+        """Print a remark on stderr, unless quiet."""
         if self._speaks and not self.quiet:
             self._remarks.print(_harmless(text), soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """Say something that nobody must miss."""
+        """Print a warning on stderr, also when quiet."""
         if self._speaks:
             self._remarks.print(f"[yellow]{_harmless(text)}[/]", soft_wrap=True)
 
@@ -101,10 +100,14 @@ class Output:
         if isinstance(shown, str):
             self._results.print(_harmless(shown), soft_wrap=True)
             return
-        # A number broken over two lines reads as two numbers: a table is rather wider than a narrow terminal.
+        # A number broken over two lines would read as two: better a table that is wider than the terminal.
         unbounded = self._results.options.update(width=_WIDTH_OF_A_PIPE)
         self._results.width = max(self._results.width, self._results.measure(shown, options=unbounded).minimum)
         self._results.print(shown)
+
+    def heading(self, about: Mapping[str, str]) -> None:
+        """Say above a table which network it is of, with which weights and data."""
+        self.result("{model} · {weights} · {data}".format(**about))
 
     def document(self, document: dict[str, Any], rows: Sequence[Row] | None = None) -> None:
         """Print the result in the form that was asked for, and write it to the file if one was given.
@@ -172,7 +175,7 @@ class Output:
 
     @contextlib.contextmanager
     def bars(self) -> Iterator[Progress]:
-        """Show a bar for each stage that what is called tells of, on a terminal and only there."""
+        """Show a progress bar for each stage, on a terminal only."""
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bars
 
@@ -189,7 +192,7 @@ class Output:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Write names as a sentence does.
+    """Names in a row, as in a sentence.
 
     >>> listed(["cuda:0", "cpu", "disk"])
     'cuda:0, cpu and disk'
@@ -199,7 +202,7 @@ def listed(names: Sequence[str]) -> str:
 
 def skipped_as_json(captures: Iterable[Capture]) -> list[dict[str, str]]:
     """List the norms that were not observed, with the model that each belongs to."""
-    return [{"model": capture.about["model"], **asdict(norm)} for capture in captures for norm in capture.skipped]
+    return [{"model": capture.about["model"], **norm.as_dict()} for capture in captures for norm in capture.skipped]
 
 
 def pairs_as_json(capture: Capture) -> list[dict[str, str | int]]:

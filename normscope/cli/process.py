@@ -1,4 +1,4 @@
-"""The process: Ctrl-C and the signal that ends a job; output that nobody reads, or that nothing fits into."""
+"""The process: Ctrl-C and SIGTERM; closed pipes and full disks under its output."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Stream(io.TextIOWrapper):
             raise self._lost(error) from error
 
     def _lost(self, error: OSError) -> StreamError:
-        # What is still in the buffer goes nowhere, instead of failing again when the interpreter exits.
+        # What is still in the buffer is dropped, as it would fail again when the interpreter exits.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())
         os.close(nowhere)
@@ -96,7 +96,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextlib.contextmanager
 def stopping_between_chunks(say: Callable[[str], None], never: bool = False) -> Iterator[Callable[[], bool]]:
-    """Yield what tells whether to stop, in place of being interrupted anywhere; a second signal interrupts at once.
+    """Yield a function that says whether to stop between chunks; a second signal interrupts at once.
 
     Not so under torchrun, which passes on what the terminal has told all processes already: a second signal is none of
     the user's. It kills them after half a minute.

@@ -1,4 +1,4 @@
-"""What the commands that swap norms share: what is asked for, and the start values that follow from a network."""
+"""What the commands that swap norms share: their options, and the start values that a network gives."""
 
 from __future__ import annotations
 
@@ -113,9 +113,9 @@ class How:
 
 
 def check_kernels(ways: Sequence[How], device: str) -> None:
-    """Refuse what ``NORMSCOPE_KERNELS`` asks for and the device does not have, before there is any work; UsageError.
+    """Refuse kernels that ``NORMSCOPE_KERNELS`` asks for and the device does not have, before any work; UsageError.
 
-    Which curves ``best`` takes, the fits tell: they are looked at when there are modules of them.
+    The curves that ``best`` takes are known from the fits only: they are checked once there are modules.
     """
     import torch
 
@@ -131,7 +131,7 @@ def check_kernels(ways: Sequence[How], device: str) -> None:
 
 
 def inits_there_are(func: str, inits: Sequence[str]) -> Sequence[str]:
-    """Of the inits asked for: an RMSNorm has no start values, and free and best are fits themselves."""
+    """The inits that apply to a func: an RMSNorm has no start values, and free and best are fits themselves."""
     from normscope.fits.curves.known import BEST, FREE
     from normscope.swaps.start import RMS_NORM
 
@@ -205,7 +205,7 @@ class Learner:
         return fitted(self._capture(how.per, say), how.asked, how.init, per=how.per, shift=how.shift is not False)
 
     def replacements(self, how: How, fits: list[CurveFit] | list[NormSite], say: Output) -> dict[str, nn.Module]:
-        """Make what takes each norm's place, by module path; which are least harmful, the inputs learned from tell."""
+        """Make what takes each norm's place, by module path; the inputs learned from decide which are least harmful."""
         from normscope.swaps import pointwise
 
         modules = normscope.replacements(self.network, how.asked, fits, init=how.begin)
@@ -222,8 +222,8 @@ class Learner:
                 progress=progress,
                 ranks=self.ranks,
             )
-        taken = alone.least_harmful(self.least)
-        return {path: module for path, module in modules.items() if path in taken}
+        paths = alone.least_harmful(self.least)
+        return {path: module for path, module in modules.items() if path in paths}
 
     def _capture(self, per: str, say: Output) -> Capture:
         from normscope.pairs.capture import captured

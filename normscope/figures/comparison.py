@@ -16,8 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import UsageError, count
-from normscope.figures.style import Style, style_named
-from normscope.figures.text import scale_by_factors, wrapped
+from normscope.figures.style import Style, scale_by_factors, style_named, wrapped
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import FREE
 from normscope.fits.views.comparison import check_number, match

@@ -16,10 +16,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import UsageError, count
-from normscope.figures.style import Style, style_named
-from normscope.figures.text import legend_columns, scale_by_factors, tail, width_of, wrapped
+from normscope.figures.style import Style, legend_columns, scale_by_factors, style_named, tail, width_of, wrapped
+from normscope.fits.curves.expressions import curves_named
 from normscope.fits.curves.known import CURVES
-from normscope.fits.curves.lookup import curves_named
 from normscope.pairs.norms.sites import NormSite
 from normscope.runtime.files import visible
 from normscope.swaps.drift.reports import Drift, DriftReport, Quantiles

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from normscope.figures.panels import outline
-from normscope.figures.style import Style, style_named
-from normscope.figures.text import head_figure, head_panel
+from normscope.figures.style import Style, head_figure, head_panel, style_named
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.views.gradient import DrawnJacobians, GradientView, drawn_jacobians, gradient, mean_diagonal
 from normscope.pairs.captures import Capture

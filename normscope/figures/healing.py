@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
-from normscope.figures.style import Style, style_named
-from normscope.figures.text import wrapped
+from normscope.figures.style import Style, style_named, wrapped
 from normscope.swaps.heal.reports import BLOCKS, SITES, START, WHOLE, HealReport, TrainingInterval
 
 _INCHES = (6.4, 2.5)

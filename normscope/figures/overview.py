@@ -14,8 +14,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from normscope.errors import UsageError, count
 from normscope.figures.panels import Panel, corner_lines, corner_text, draw_panel, legend_handles, panels_of
-from normscope.figures.style import style_named
-from normscope.figures.text import legend_columns, tail, title_of, wrapped
+from normscope.figures.style import legend_columns, style_named, tail, title_of, wrapped
 from normscope.fits.curve_fit import CurveFit
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import select

@@ -39,8 +39,7 @@ from normscope.figures.panels import (
     token_scales,
     whole_range,
 )
-from normscope.figures.style import style_named
-from normscope.figures.text import head_figure, head_panel, legend_columns
+from normscope.figures.style import head_figure, head_panel, legend_columns, style_named
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import FREE
 from normscope.pairs.captures import Capture

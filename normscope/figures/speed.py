@@ -13,9 +13,8 @@ from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import NormscopeError, UsageError
 from normscope.figures.panels import outline
-from normscope.figures.style import Style, style_named
-from normscope.figures.text import width_of, wrapped
-from normscope.fits.curves.lookup import curves_named
+from normscope.figures.style import Style, style_named, width_of, wrapped
+from normscope.fits.curves.expressions import curves_named
 from normscope.swaps.bench.reports import BESIDE, FASTER, SLOWER, TOO_FEW, BenchReport, Timing
 from normscope.tables.speed import SCOPES, duration
 

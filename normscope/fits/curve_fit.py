@@ -12,6 +12,7 @@ from torch import Tensor
 
 from normscope.fits.curves.known import FREE, Curve
 from normscope.pairs.norms.sites import NormSite
+from normscope.runtime.records import as_json
 
 Interval = tuple[float, float]
 
@@ -166,8 +167,8 @@ class CurveFit:
 
     def as_dict(self) -> dict[str, Any]:
         """The columns of ``normscope fit --json``; a number that is none becomes None."""
-        row = {_COLUMNS.get(name, name): getattr(self, name) for name in _ATTRIBUTES}
-        return as_json(row | dict.fromkeys(("A", "alpha", "shift", "C") if self.curve == FREE else ()))
+        row = {_COLUMNS.get(name, name): as_json(getattr(self, name)) for name in _ATTRIBUTES}
+        return row | dict.fromkeys(("A", "alpha", "shift", "C") if self.curve == FREE else ())
 
 
 _COLUMNS = {"curve": "func", "amplitude": "A"}
@@ -177,20 +178,3 @@ _ATTRIBUTES = (
     *("weights_by", "r2_cv", "of_ceiling", "tail_rmse", "centre_rmse", "largest_error", "largest_error_at"),
     *("saturated", "reach", "parameters", "rank", "in_noise", "best", "nothing", "intervals"),
 )
-
-
-def as_json(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn numbers that are none into None and tuples into lists, all the way down.
-
-    >>> as_json({"r2": math.nan, "C": (0.5, math.inf)})
-    {'r2': None, 'C': [0.5, None]}
-    """
-    return {name: _as_json(value) for name, value in row.items()}
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return as_json(value)
-    if isinstance(value, (list, tuple)):
-        return [_as_json(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

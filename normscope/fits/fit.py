@@ -12,8 +12,8 @@ from torch import Tensor
 
 from normscope.errors import UsageError
 from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curves.expressions import curves_named, split_names
 from normscope.fits.curves.known import BEST, CURVES, FREE, Curve
-from normscope.fits.curves.lookup import curves_named, split_names
 from normscope.fits.solving.ceiling import Ceiling, ceilings, free
 from normscope.fits.solving.levels import Level, check_levels, levels_of
 from normscope.fits.solving.nodes import Problems, batches, goodness, nodes_of, tails
@@ -92,7 +92,7 @@ def check_fit(
     weights_by: str = "pairs",
     **form: Any,
 ) -> None:
-    """Refuse what :func:`fit` would of any capture, before there is one; UsageError. It takes the same arguments."""
+    """Refuse arguments that :func:`fit` would refuse for any capture; UsageError."""
     _wanted(curves, Parametrization(**form))
     check_levels(per, pool, weights_by)
 
@@ -158,7 +158,7 @@ def _fits(
     for name, curve in curves.items():
         rows[name], held_out[name] = fitted(problems, curve, form)
     for parameters in {of_curve[0]["parameters"] for of_curve in rows.values()}:
-        # A shift given to some curves alone would decide which of all are first.
+        # A shift for some curves only would decide the ranking.
         alike = [name for name, of_curve in rows.items() if of_curve[0]["parameters"] == parameters]
         _rank(problems, [rows[name] for name in alike], torch.stack([held_out[name] for name in alike]))
     of_levels = []

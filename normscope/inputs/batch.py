@@ -85,7 +85,7 @@ class Batch:
 
         def part(value: Any) -> Any:
             if isinstance(value, Mapping):
-                return {key: part(own) for key, own in value.items()}
+                return {key: part(entry) for key, entry in value.items()}
             if self.forward is not None and isinstance(value, (tuple, list)):  # one entry of a user's own loader
                 return type(value)(*map(part, value)) if hasattr(value, "_fields") else type(value)(map(part, value))
             whole = isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == len(self.samples)
@@ -158,7 +158,7 @@ class Batch:
 
         def changed(value: Any) -> Any:
             if isinstance(value, Mapping):
-                return {key: changed(own) for key, own in value.items()}
+                return {key: changed(entry) for key, entry in value.items()}
             return change(value) if isinstance(value, torch.Tensor) else value
 
         return replace(
@@ -185,7 +185,7 @@ def leaves(values: Iterable[Any], *, of_lists: bool = False) -> Iterator[Any]:
 def copied_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return copies of the arguments of one call, see :meth:`Batch.copied`."""
     memo: dict[int, Any] = {}
-    return tuple(_copied(value, memo) for value in args), {name: _copied(own, memo) for name, own in kwargs.items()}
+    return tuple(_copied(value, memo) for value in args), {name: _copied(value, memo) for name, value in kwargs.items()}
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -194,27 +194,27 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
     if id(value) in memo:
         return memo[id(value)]
-    made: Any
+    copied: Any
     if isinstance(value, torch.Tensor):
-        # A deep copy would copy all of the memory that a part of a larger batch is a view of.
-        made = value.detach().clone()
+        # A deep copy would copy all of the storage that a slice of a larger batch is a view of.
+        copied = value.detach().clone()
         if value.requires_grad:
-            made.requires_grad_()
+            copied.requires_grad_()
     elif isinstance(value, torch.nn.Module):
-        made = value
+        copied = value
     elif type(value) is dict:
-        made = {key: _copied(own, memo) for key, own in value.items()}
+        copied = {key: _copied(entry, memo) for key, entry in value.items()}
     elif type(value) in (list, tuple):
-        made = type(value)(_copied(own, memo) for own in value)
+        copied = type(value)(_copied(entry, memo) for entry in value)
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        made = type(value)._make(_copied(own, memo) for own in value)  # type: ignore[attr-defined]
+        copied = type(value)._make(_copied(entry, memo) for entry in value)  # type: ignore[attr-defined]
     else:
         try:
-            made = copy.deepcopy(value, memo)
+            copied = copy.deepcopy(value, memo)
         except Exception:  # of an object of the user's own: a lock, an open file
-            made = value
-    memo[id(value)] = made
-    return made
+            copied = value
+    memo[id(value)] = copied
+    return copied
 
 
 _T = TypeVar("_T")

@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some inputs that are read together, and what became of them.
+    """Inputs that are read together, as batches, and what was left out of them.
 
     Attributes:
         numbers: of the inputs.
@@ -247,8 +247,8 @@ class Part:
 
     def chunks(self, share: Share) -> Iterator[Chunk]:
         """Yield the chunks of one process's share, also those that hold nothing of this part."""
-        own = hasattr(self.inputs, "chunks")
-        chunks = self.inputs.chunks(share) if own else shared(self.inputs, share)[1]
+        has_chunks = hasattr(self.inputs, "chunks")
+        chunks = self.inputs.chunks(share) if has_chunks else shared(self.inputs, share)[1]
         return (replace(chunk, batches=self._own(chunk.batches)) for chunk in chunks)
 
     def first_sample(self) -> Batch:
@@ -274,15 +274,15 @@ class Part:
 
     def _own(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for batch in batches:
-            own = [i for i, sample in enumerate(batch.samples) if _key(sample, self.by) in self._keys]
-            if own:
-                yield batch if len(own) == len(batch.samples) else batch.take(own)
+            rows = [i for i, sample in enumerate(batch.samples) if _key(sample, self.by) in self._keys]
+            if rows:
+                yield batch if len(rows) == len(batch.samples) else batch.take(rows)
 
     def _own_ends(self, ends: Iterable[tuple[Sequence[Sample], Tensor]]) -> Iterator[tuple[Sequence[Sample], Tensor]]:
         for samples, latents in ends:
-            own = [i for i, sample in enumerate(samples) if _key(sample, self.by) in self._keys]
-            if own:
-                yield [samples[i] for i in own], latents[own]
+            rows = [i for i, sample in enumerate(samples) if _key(sample, self.by) in self._keys]
+            if rows:
+                yield [samples[i] for i in rows], latents[rows]
 
 
 def divided(

@@ -1,4 +1,4 @@
-"""Captures of different runs as one: what :meth:`Capture.merge` does, of many, and of no input twice."""
+"""Captures of several runs merged into one, with no input counted twice."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def merge_captures(captures: Sequence[Source]) -> Capture:
     merged = _loaded(captures[0])
     for number in range(1, len(captures)):
         other = _loaded(captures[number])
-        if found := _twice(merged, other):
+        if common := _twice(merged, other):
             first = next(i for i in range(number) if _twice(_loaded(captures[i]), other))
             raise DataError(
-                f"Cannot merge {names[first]} and {names[number]}: both hold {found}, and merged it would be counted "
+                f"Cannot merge {names[first]} and {names[number]}: both hold {common}, and merged it would be counted "
                 "twice. Capture other inputs, or leave one of the two out."
             )
         try:
             merged = merged.merge(other)
         except DataError as error:
-            told = str(error).removeprefix("Cannot merge ")
-            raise DataError(f"Cannot merge {names[0]} and {names[number]}: {told}") from None
+            reason = str(error).removeprefix("Cannot merge ")
+            raise DataError(f"Cannot merge {names[0]} and {names[number]}: {reason}") from None
     return merged
 
 
@@ -65,7 +65,7 @@ def _name(source: Source, number: int) -> str:
 
 
 def _twice(one: Capture, other: Capture) -> str | None:
-    """Name an input that both captures drew tokens or pairs of; None where none shows."""
+    """An input that both captures drew tokens or pairs from; None if none shows."""
     if one.seed != other.seed:  # the keys of one say nothing of the other's
         return None
     both = [(stats, other.stats[name]) for name, stats in one.stats.items() if name in other.stats]
@@ -82,7 +82,7 @@ def _samples_of_both(one: PairStats, other: PairStats) -> Iterator[int]:
 
 
 def _identified(drawn: TokenSample) -> tuple[Tensor, Tensor]:
-    """Return keys and samples of the drawn tokens, but of those of no sample, which do not name theirs."""
+    """Keys and samples of the drawn tokens whose sample is known."""
     known = (drawn.sample >= 0) & (drawn.key != NO_KEY)
     return drawn.key[known], drawn.sample[known]
 

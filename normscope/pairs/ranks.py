@@ -1,4 +1,4 @@
-"""Shards in, one capture out: what processes that torchrun started tell one another, through torch.distributed.
+"""Shards in, one capture out: what the processes of torchrun exchange through torch.distributed.
 
 Nothing is pickled: texts travel as bytes in tensors. Every rank has the result.
 """
@@ -51,12 +51,12 @@ class Ranks:
         """Return every rank's tensor, in the order of ranks; they may differ in size along axis 0 alone."""
         if self.size == 1:
             return [tensor]
-        own = tensor.to(self.device).contiguous()
+        here = tensor.to(self.device).contiguous()
         lengths = [torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(self.size)]
-        _together(dist.all_gather, lengths, torch.tensor(len(own), device=self.device))
+        _together(dist.all_gather, lengths, torch.tensor(len(here), device=self.device))
         longest = max(int(length) for length in lengths)
-        padded = own.new_zeros(longest, *own.shape[1:])
-        padded[: len(own)] = own
+        padded = here.new_zeros(longest, *here.shape[1:])
+        padded[: len(here)] = here
         everyone = [torch.empty_like(padded) for _ in range(self.size)]
         _together(dist.all_gather, everyone, padded)
         return [one[: int(length)].to(tensor.device) for one, length in zip(everyone, lengths, strict=True)]
@@ -70,9 +70,9 @@ class Ranks:
         return [json.loads(one.cpu().numpy().tobytes().decode("utf-8", "surrogateescape")) for one in everyone]
 
     def from_first(self, flags: bytes) -> bytes:
-        """Return what rank 0 has."""
-        own = torch.frombuffer(bytearray(flags), dtype=torch.uint8) if flags else torch.zeros(0, dtype=torch.uint8)
-        return self.gathered(own if self.rank == 0 else own[:0])[0].cpu().numpy().tobytes()
+        """Rank 0's bytes, on every rank."""
+        of_rank = torch.frombuffer(bytearray(flags), dtype=torch.uint8) if flags else torch.zeros(0, dtype=torch.uint8)
+        return self.gathered(of_rank if self.rank == 0 else of_rank[:0])[0].cpu().numpy().tobytes()
 
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum of every rank's tensor, in its memory layout."""
@@ -87,16 +87,16 @@ class Ranks:
         if self.size == 1:
             return stats
         seen = [SourcesSeen(**one) for one in self.told(asdict(stats.sources))]
-        own = stats.regrouped(functools.reduce(SourcesSeen.merged, seen))
-        low, high = own.channel_extremes.unbind(0)
-        totals: dict[str, Any] = {name: self.total(value) for name, value in own.sums.items()}
+        regrouped = stats.regrouped(functools.reduce(SourcesSeen.merged, seen))
+        low, high = regrouped.channel_extremes.unbind(0)
+        totals: dict[str, Any] = {name: self.total(value) for name, value in regrouped.sums.items()}
         return replace(
-            own,
+            regrouped,
             **totals,
             channel_extremes=torch.stack([self.least(low), -self.least(-high)]),
-            tokens=self._tokens(own.tokens, UNIFORM_TOKENS),
-            largest=self._tokens(own.largest, LARGEST_TOKENS),
-            pairs=self._pairs(own.pairs),
+            tokens=self._tokens(regrouped.tokens, UNIFORM_TOKENS),
+            largest=self._tokens(regrouped.largest, LARGEST_TOKENS),
+            pairs=self._pairs(regrouped.pairs),
         )
 
     def _reduced(self, tensor: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
@@ -112,7 +112,7 @@ class Ranks:
     def _tokens(self, sample: TokenSample, capacity: int) -> TokenSample:
         kept = sample.kept()
         columns = [self.gathered(getattr(kept, field.name)) for field in fields(TokenSample)]
-        everyone = [TokenSample(*own) for own in zip(*columns, strict=True)]
+        everyone = [TokenSample(*of_rank) for of_rank in zip(*columns, strict=True)]
         return functools.reduce(lambda one, other: one.with_more(other, capacity), everyone)
 
     def _pairs(self, sample: PairSample) -> PairSample:
@@ -121,7 +121,7 @@ class Ranks:
         claim = torch.where(sample.filled & (sample.key == key), self.rank, self.size)
         mine = (self.least(claim) == self.rank) & (claim == self.rank)
         values = {name: getattr(sample, name) for name in ("x", "y", "channel")}
-        return PairSample(key, **{name: self.total(own.where(mine, 0)) for name, own in values.items()})
+        return PairSample(key, **{name: self.total(value.where(mine, 0)) for name, value in values.items()})
 
 
 ALONE = Ranks()
@@ -129,7 +129,7 @@ ALONE = Ranks()
 
 @contextlib.contextmanager
 def joined(place: Place, device: torch.device) -> Iterator[Ranks]:
-    """Join the processes that torchrun started, meanwhile; alone where it started none.
+    """Join the processes that torchrun started for the time of the block; alone without torchrun.
 
     Args:
         place: of this process.
@@ -141,11 +141,11 @@ def joined(place: Place, device: torch.device) -> Iterator[Ranks]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store, rank, size = next(rendezvous("env://", timeout=_PATIENCE))
-    # What a rank that was lost has left in the store, its address for one, is not for those that were started anew;
-    # nor is what was left there when ranks joined for the model before.
-    own = dist.PrefixStore(f"normscope, restart {place.restarts}, {next(_joins)}", store)  # type: ignore[attr-defined]
+    # A name of its own: what a lost rank left in the store, such as its address, would mislead the restarted ones, and
+    # so would what was left there when ranks joined for the model before.
+    store_of_run = dist.PrefixStore(f"normscope, restart {place.restarts}, {next(_joins)}", store)  # type: ignore[attr-defined]
     backend = "nccl" if device.type == "cuda" else "gloo"
-    _together(dist.init_process_group, backend, store=own, rank=rank, world_size=size, timeout=_PATIENCE)
+    _together(dist.init_process_group, backend, store=store_of_run, rank=rank, world_size=size, timeout=_PATIENCE)
     try:
         yield Ranks(place.rank, place.ranks, device if device.type == "cuda" else torch.device("cpu"))
     finally:
@@ -161,9 +161,9 @@ def agree_on_batches(batches: object, ranks: Ranks) -> None:
     """
     if ranks.size == 1:
         return
-    own = getattr(batches, "batch_size", None)
-    sizes = [size for size in ranks.told(own) if size is not None]
-    if own is not None and own != min(sizes):  # a DataLoader's cannot be set
+    batch_size = getattr(batches, "batch_size", None)
+    sizes = [size for size in ranks.told(batch_size) if size is not None]
+    if batch_size is not None and batch_size != min(sizes):  # a DataLoader's cannot be set
         batches.batch_size = min(sizes)  # type: ignore[attr-defined]
 
 
@@ -176,25 +176,25 @@ def merge_seen(recorder: Recorder, ranks: Ranks) -> None:
     """
     if ranks.size == 1:
         return
-    own = recorder.seen
-    named = {part: list(stats) for part, stats in own.stats.items()}
-    late = [asdict(norm) for norm in own.late.values()]
-    told = ranks.told({"named": named, "samples": own.n_samples, "late": late, "first": own.first})
+    seen = recorder.seen
+    named = {part: list(stats) for part, stats in seen.stats.items()}
+    late = [norm.as_dict() for norm in seen.late.values()]
+    of_ranks = ranks.told({"named": named, "samples": seen.n_samples, "late": late, "first": seen.first})
     sites = {site.name: site for site in recorder.sites}
-    wanted = _union([one["named"] for one in told])
+    wanted = _union([one["named"] for one in of_ranks])
     stats: dict[str, dict[str, PairStats]] = {}
     for part, names in wanted.items():
-        mine = own.stats.get(part, {})
+        mine = seen.stats.get(part, {})
         stats[part] = {
             name: ranks.merged(mine.get(name) or recorder.empty(sites[name], torch.device(ranks.device)))
             for name in names
         }
-    others = [_seen(one["samples"], one["late"], one["first"]) for one in told]
+    others = [_seen(one["samples"], one["late"], one["first"]) for one in of_ranks]
     recorder.seen = replace(functools.reduce(Seen.merge, others), stats=stats)
 
 
 def _seen(samples: Mapping[str, int], late: Iterable[Mapping[str, Any]], first: Mapping[str, int]) -> Seen:
-    """Make what was told of it again, without the sums."""
+    """What a rank has seen, from its message: without the sums."""
     norms = [SkippedNorm(**norm) for norm in late]
     return Seen({}, Counter(samples), {norm.name: norm for norm in norms}, dict(first))
 
@@ -208,7 +208,7 @@ def merge_left_out(left_out: LeftOut, ranks: Ranks) -> LeftOut:
 
 
 def _together(collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    """Call what all ranks have to call; RankLostError where one of them is no longer there."""
+    """Call a collective of torch.distributed; RankLostError where a rank is gone."""
     try:
         collective(*arguments, **options)
     except RuntimeError as error:

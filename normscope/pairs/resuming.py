@@ -1,6 +1,6 @@
-"""What a capture goes on from, whatever ended it: one file a rank, of the sums and of the inputs that are in them.
+"""Checkpoints of a capture, one file a rank: the sums so far, and which inputs are in them.
 
-Both stand in one file that appears whole or not at all, so that every input counts exactly once, whenever it ended.
+Both stand in one file that appears whole or not at all, so that every input counts once, whenever the run ended.
 Another number of ranks may go on: rank 0 takes what all left, and the inputs that are left are divided anew.
 """
 
@@ -12,7 +12,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class Work:
 
 @dataclass
 class Checkpoints:
-    """Where and when a capture keeps how far it is.
+    """Where and when a capture saves its state.
 
     Attributes:
         folder: of the ranks' files, which all ranks reach.
@@ -72,7 +72,7 @@ class Checkpoints:
     _last: float = field(default=0.0, repr=False)
 
     def check(self) -> None:
-        """Refuse to begin anew where another run left what it had, and where nothing could be kept; UsageError."""
+        """Refuse to start over where another run left checkpoints, or where none could be written; UsageError."""
         if self.exist and not self.resume:
             raise UsageError(
                 f"{self.folder} holds what an unfinished run has captured. --resume goes on from it; remove the folder "
@@ -81,7 +81,7 @@ class Checkpoints:
         check_writable(self.folder / "0.safetensors")
 
     def begin(self, work: Work, ranks: Ranks, settings: Mapping[str, Any]) -> bytes:
-        """Return which inputs are in what other runs left, one byte each, and give rank 0 their sums.
+        """Return which inputs earlier runs have done, one byte each, and give rank 0 their sums.
 
         Raises:
             UsageError: if that is of another capture, or cannot be rewritten.
@@ -90,10 +90,10 @@ class Checkpoints:
         self._settings, self._begun = settings, time.monotonic()
         self._last = self._begun
         if self.resume and ranks.rank == 0 and (files := self._files()):
-            for found in _disjoint([self._read(path, work.recorder) for path in files]):
-                work.recorder.seen = work.recorder.seen.merge(found.seen)
-                work.done.add(found.done.numbers)
-                work.left_out.add(found.left_out)
+            for stored in _disjoint([self._read(path, work.recorder) for path in files]):
+                work.recorder.seen = work.recorder.seen.merge(stored.seen)
+                work.done.add(stored.done.numbers)
+                work.left_out.add(stored.left_out)
             if files != [self._path(ranks)]:  # before another rank takes the place of one of them
                 self._write(work, ranks)
                 for path in files:
@@ -109,7 +109,7 @@ class Checkpoints:
         return bool(self._files())
 
     def after_chunk(self, work: Work, ranks: Ranks) -> None:
-        """Write where it is time to; stop where that was asked for.
+        """Write if it is time to; stop if asked to.
 
         Raises:
             StoppedError: if it was asked for, once all is written.
@@ -127,13 +127,13 @@ class Checkpoints:
             )
 
     def after_share(self, work: Work, ranks: Ranks) -> None:
-        """Write before waiting for other ranks, which may take long or be lost; not where all took but a moment."""
+        """Write before waiting for other ranks, which may take long or be lost; not after a short run."""
         if ranks.size > 1 and time.monotonic() - self._begun >= self.every:
             self._keep(work, ranks)
 
     @contextlib.contextmanager
     def kept_if_lost(self, work: Work, ranks: Ranks) -> Iterator[None]:
-        """Write what this rank has where another one ends before all have put together what they have."""
+        """Write what this rank has if another one is lost before all have merged."""
         try:
             yield
         except RankLostError:
@@ -162,7 +162,7 @@ class Checkpoints:
             raise UsageError(f"Cannot read {self.folder}: {error.strerror or error}.") from error
 
     def _remove_partial(self) -> None:
-        """Remove what runs that were killed while they wrote left: each as large as a checkpoint."""
+        """Remove the partial files of runs that were killed while writing: each is as large as a checkpoint."""
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():
                 if _PARTIAL.fullmatch(path.name):
@@ -190,7 +190,7 @@ class Checkpoints:
             "grids": grids(),
             "samples": dict(seen.n_samples),
             "first": seen.first,
-            "late": [asdict(norm) for norm in seen.late.values()],
+            "late": [norm.as_dict() for norm in seen.late.values()],
             "unreadable": [[number, line] for number, line in work.left_out.unreadable.items()],
             "cut": work.left_out.cut,
             "parts": [],
@@ -203,7 +203,7 @@ class Checkpoints:
             tensors |= tensors_of(capture, f"{number}/")
         write_checked(self._path(ranks), header, tensors)
 
-    def _read(self, path: Path, recorder: Recorder) -> _Found:
+    def _read(self, path: Path, recorder: Recorder) -> _Stored:
         header, tensors = read_checked(path, FORMAT, FORMAT_VERSIONS, "remove it to capture its inputs again")
         try:
             kept_apart = any(part["name"] for part in header["parts"])
@@ -211,24 +211,24 @@ class Checkpoints:
             self._check_settings(path, {"diagonal": False, "by_part": kept_apart, **header["settings"]})
             if (grid := other_grid(header["grids"])) is not None:
                 raise ValueError(f"it was summed on another grid: {grid}")
-            return _found(path, header, tensors, recorder)
+            return _stored(path, header, tensors, recorder)
         except DAMAGES as error:
             raise DataError(
                 f"The checkpoint {path} is damaged: {type(error).__name__}: {error}. Remove it to capture its inputs "
                 "again."
             ) from error
 
-    def _check_settings(self, path: Path, found: Mapping[str, Any]) -> None:
+    def _check_settings(self, path: Path, stored: Mapping[str, Any]) -> None:
         for name, value in self._settings.items():
-            if found.get(name) != value:
+            if stored.get(name) != value:
                 raise UsageError(
-                    f"{path} is of another capture: its {name} is {found.get(name)!r:.100}, not {value!r:.100}. Go on "
+                    f"{path} is of another capture: its {name} is {stored.get(name)!r:.100}, not {value!r:.100}. Go on "
                     f"with the options that it was begun with, or remove {self.folder} to begin anew."
                 )
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Stored:
     """What one file holds."""
 
     path: Path
@@ -237,7 +237,7 @@ class _Found:
     left_out: LeftOut
 
 
-def _found(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor], recorder: Recorder) -> _Found:
+def _stored(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor], recorder: Recorder) -> _Stored:
     stats = {}
     for number, entry in enumerate(header["parts"]):
         _, stats[entry["name"]] = sites_and_stats(entry["sites"], recorder.summing.seed, tensors, f"{number}/")
@@ -245,25 +245,25 @@ def _found(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor],
     first = {str(part): int(number) for part, number in header["first"].items()}
     seen = Seen(stats, Counter(header["samples"]), {norm.name: norm for norm in late}, first)
     left_out = LeftOut({int(number): str(line) for number, line in header["unreadable"]}, int(header["cut"]))
-    return _Found(path, Done(tensors["done"].numpy().tobytes()), seen, left_out)
+    return _Stored(path, Done(tensors["done"].numpy().tobytes()), seen, left_out)
 
 
-def _disjoint(found: list[_Found]) -> list[_Found]:
+def _disjoint(stored: list[_Stored]) -> list[_Stored]:
     """Leave out files whose inputs another one has: that one took theirs in, and was lost before it removed them.
 
     Raises:
         DataError: if two have some inputs in common, and each some that the other has not.
     """
-    taken: list[_Found] = []
-    for one in sorted(found, key=lambda one: len(one.done), reverse=True):
-        own = set(one.done.numbers)
-        shared = [(other, own.intersection(other.done.numbers)) for other in taken]
+    kept: list[_Stored] = []
+    for one in sorted(stored, key=lambda one: len(one.done), reverse=True):
+        numbers = set(one.done.numbers)
+        shared = [(other, numbers.intersection(other.done.numbers)) for other in kept]
         overlaps = [(other, common) for other, common in shared if common]
         if not overlaps:
-            taken.append(one)
-        elif any(common != own for _, common in overlaps):
+            kept.append(one)
+        elif any(common != numbers for _, common in overlaps):
             raise DataError(
                 f"{one.path} and {overlaps[0][0].path} hold some of the same inputs, so that they are not of one run. "
                 "Remove one of them to capture its inputs again."
             )
-    return taken
+    return kept

@@ -77,7 +77,7 @@ def sites_and_stats(
     prefix: str = "",
     parts: Sequence[Mapping[str, PairStats]] = (),
 ) -> tuple[list[NormSite], dict[str, PairStats]]:
-    """Make again what :func:`described` gave as ``sites`` and :func:`tensors_of` as tensors.
+    """Rebuild sites and sums from the ``sites`` of :func:`described` and the tensors of :func:`tensors_of`.
 
     Args:
         entries: the ``sites``.
@@ -99,8 +99,8 @@ def sites_and_stats(
     stats = sums_of(sites, parts)
     for site, seen in zip(sites, sources, strict=True):
         if not parts:
-            own = of_sites.get(f"{prefix}{site.index}", {})
-            stats[site.name] = unpacked(site.channels, seen, seed, own, grouped=site.grouped)
+            of_site = of_sites.get(f"{prefix}{site.index}", {})
+            stats[site.name] = unpacked(site.channels, seen, seed, of_site, grouped=site.grouped)
         whole = stats[site.name]
         if (site.channels, site.grouped, seen) != (whole.channels, whole.grouped, whole.sources):
             raise ValueError(f"{site.name} is not the sum of its parts")
@@ -117,11 +117,11 @@ def grids() -> dict[str, list[int]]:
     return {name: _numbers(grid) for name, grid in _GRIDS.items()}
 
 
-def other_grid(found: Mapping[str, Any]) -> str | None:
-    """Say which of the grids in a file is another than this normscope's; None where all are the same."""
+def other_grid(stored: Mapping[str, Any]) -> str | None:
+    """The first grid in a file that differs from this normscope's, in words; None if all are the same."""
     for name, grid in _GRIDS.items():
-        if found.get(name) != _numbers(grid):
-            return f"{name} {found.get(name)!r}, where this normscope has {_numbers(grid)!r}"
+        if stored.get(name) != _numbers(grid):
+            return f"{name} {stored.get(name)!r}, where this normscope has {_numbers(grid)!r}"
     return None
 
 
@@ -167,17 +167,17 @@ def save_capture(capture: Capture, path: str | Path) -> Path:
     header = {"format": FORMAT, "version": FORMAT_VERSIONS[-1], **header_of(capture)}
     tensors = all_tensors(capture)
     if _adds_up(capture):
-        tensors = {name: own for name, own in tensors.items() if "/" in name}
+        tensors = {name: tensor for name, tensor in tensors.items() if "/" in name}
     write_checked(Path(path), header, tensors, deflated=True)
     return Path(path)
 
 
 def _adds_up(capture: Capture) -> bool:
-    """Tell whether the parts add up to the whole to the bit; merged captures' do but for rounding."""
+    """Whether the parts add up to the whole to the bit; those of merged captures do but for rounding."""
     summed = replace(capture, stats=sums_of(capture.sites, [part.stats for part in capture.parts.values()]))
     if summed.stats.keys() != capture.stats.keys():
         return False
-    one, other = (digest(json.dumps(described(own)["sites"]), tensors_of(own)) for own in (capture, summed))
+    one, other = (digest(json.dumps(described(each)["sites"]), tensors_of(each)) for each in (capture, summed))
     return one == other
 
 
@@ -187,7 +187,7 @@ def header_of(capture: Capture) -> dict[str, Any]:
         "seed": capture.seed,
         "versions": dict(capture.versions),
         "grids": grids(),
-        "skipped": [asdict(norm) for norm in capture.skipped],
+        "skipped": [norm.as_dict() for norm in capture.skipped],
         **described(capture),
         "parts": [{"name": name, **described(part)} for name, part in capture.parts.items()],
     }
@@ -213,7 +213,7 @@ def load_capture(path: str | Path) -> Capture:
 
 
 def capture_from(header: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> Capture:
-    """Make a capture again of what :func:`header_of` and :func:`all_tensors` gave; DataError, naming ``path``."""
+    """Rebuild a capture from :func:`header_of` and :func:`all_tensors`; DataError, naming ``path``."""
     try:
         if other := other_grid(header["grids"]):
             raise DataError(
@@ -231,8 +231,8 @@ def _capture(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Captur
     for number, entry in enumerate(header["parts"]):
         if not is_text(entry["name"]) or not entry["name"] or entry["name"] in parts:
             raise ValueError(f"the name of a part is {entry['name']!r}")
-        own = {key: entry[key] for key in ("about", "n_samples", "sites")}
-        parts[entry["name"]] = _whole({**header, **own}, tensors, f"{number}/")
+        of_part = {key: entry[key] for key in ("about", "n_samples", "sites")}
+        parts[entry["name"]] = _whole({**header, **of_part}, tensors, f"{number}/")
     derived = all("/" in name for name in tensors)
     whole = _whole(header, tensors, "", [part.stats for part in parts.values()] if derived else ())
     names = {site.name for site in whole.sites}

@@ -35,7 +35,7 @@ _FILES = (
 
 
 class Gauge:
-    """Compares what passes take, at their peak, with what there is room for."""
+    """Compares the peak memory of passes with the room there is."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         """Note what is in use before the first pass.
@@ -75,7 +75,7 @@ class Gauge:
 
 
 def available() -> int:
-    """Return how many bytes this process can still take before something is swapped, refused or killed.
+    """Bytes that this process can still take before something is swapped, refused or killed.
 
     >>> available() > 0
     True
@@ -105,7 +105,7 @@ def _in_use(device: torch.device) -> int:
 
 
 def _left_to_groups() -> Iterator[int]:
-    """Yield what the control groups of this process, and those that these are in, leave to it: containers have them."""
+    """Yield what the control groups of this process and their parents leave to it, as in a container."""
     for group in _control_groups():
         for limit, use, given_back in _FILES:
             with contextlib.suppress(OSError, ValueError):  # the root has none, and a limit may be the word max

@@ -132,7 +132,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
 
 
 def _settle(file: Path) -> None:
-    """Wait until the file is on the disk: some file systems say only then that there is no room for it."""
+    """Wait until the file is on the disk, as some file systems report a full disk only then."""
     descriptor = os.open(file, os.O_RDWR)
     try:
         os.fsync(descriptor)
@@ -197,7 +197,7 @@ def _cannot_write(path: Path, error: OSError) -> UsageError:
 
 
 def visible(text: str) -> str:
-    r"""Write out what would steer a terminal or turn the order of letters, as names of files and modules may hold it.
+    r"""Escape what would steer a terminal or reverse text, as names of files and modules may contain it.
 
     Those are the control characters, among them line feeds, the separators of lines and paragraphs, the marks,
     embeddings, overrides and isolates of bidirectional text, and halves of surrogate pairs (bytes that are no UTF-8).
@@ -229,7 +229,7 @@ def file_stem(name: str) -> str:
 
 
 def umask() -> int:
-    """Return what this process takes from the modes of new files, which nothing but setting it tells."""
+    """The umask of this process, which can only be read by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -1,4 +1,4 @@
-"""A network is lent: whatever is set to run it is put back, whatever happens. accelerate may have spread it."""
+"""Running a lent network: whatever is changed for it is put back. accelerate may have spread it."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
 @contextlib.contextmanager
 def memory_for(what: str) -> Iterator[None]:
-    """Say it in a sentence if memory ends in the block while ``what`` was done.
+    """Turn running out of memory in the block into a sentence that says ``what`` was being done.
 
     Raises:
         MemoryEndedError: if it does.
@@ -267,7 +267,7 @@ def check_whole(model: nn.Module) -> None:
 def at_hand(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Have the weights of a module on a device meanwhile, and what it was called with on the same one.
+    """Keep the weights of a module on a device within the block, and its arguments on the same one.
 
     Args:
         module: a norm; nothing is done where it is not spread.

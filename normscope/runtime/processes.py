@@ -31,12 +31,12 @@ class Place:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Place:
         """Return the place that torchrun gave this process; the only one where it was started without."""
-        given = os.environ if environment is None else environment
-        if "TORCHELASTIC_RUN_ID" not in given:
+        variables = os.environ if environment is None else environment
+        if "TORCHELASTIC_RUN_ID" not in variables:
             return cls()
 
         def number(name: str, default: int) -> int:
-            return int(given.get(name, default))
+            return int(variables.get(name, default))
 
         return cls(
             number("RANK", 0),

@@ -1,4 +1,4 @@
-"""Progress: how far a long call is, told in one way everywhere."""
+"""Progress of long calls, reported in one way everywhere."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ Progress = Callable[[str, int, int | None], object]
 
 
 def silent(stage: str, done: int, of: int | None) -> None:
-    """Tell nobody."""
+    """Report nothing."""
 
 
 class StageProgress:
-    """Counts what is done of one stage, and tells of it.
+    """Counts what is done of one stage, and reports it.
 
     >>> told = StageProgress(print, "samples", 10)
     samples 0 10
@@ -28,6 +28,6 @@ class StageProgress:
         self.add(0)
 
     def add(self, number: int) -> None:
-        """Note that so much more is done on this rank."""
+        """Count and report what this rank has done since."""
         self._done += number * self._ranks
         self._progress(self._stage, self._done if self._of is None else min(self._done, self._of), self._of)

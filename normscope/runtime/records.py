@@ -1,29 +1,34 @@
-"""Records as JSON, and back from documents that others wrote: one way for all of them."""
+"""Records as JSON, and checked values back from JSON documents: one way for all of them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Record:
-    """A dataclass that tells itself as JSON holds it: its fields by their names."""
+    """A dataclass that JSON holds: its fields by their names, then the properties that ``_properties`` names."""
+
+    _properties: ClassVar[tuple[str, ...]] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return what JSON holds; a number that is not finite is None."""
-        return {field.name: as_json(getattr(self, field.name)) for field in fields(self)}  # type: ignore[arg-type]
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        return {name: as_json(getattr(self, name)) for name in (*names, *self._properties)}
 
 
 def as_json(value: Any) -> Any:
-    """Return records, mappings and sequences, one in another, as dicts and lists; a number that is none as None.
+    """Nested records, mappings and sequences as dicts and lists; a number that is not finite as None.
 
     >>> as_json({"shape": (2, 3), "r2": float("nan")})
     {'shape': [2, 3], 'r2': None}
     """
     if is_dataclass(value):
-        return value.as_dict() if isinstance(value, Record) else Record.as_dict(value)  # type: ignore[arg-type]
+        if isinstance(value, Record):
+            return value.as_dict()
+        return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {name: as_json(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):

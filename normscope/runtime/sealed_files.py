@@ -1,4 +1,4 @@
-"""Files that cannot be wrong: safetensors with a JSON header, and a digest of both that reading verifies."""
+"""Files that are verified when read: safetensors with a JSON header and a digest of both."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_checked(
     """
     kept, kinds = _deflated(tensors) if deflated else (tensors, {})
     text = json.dumps({**header, _DEFLATED: kinds} if kinds else header)
-    # Under one key: safetensors writes several in any order, and the same capture would be other files.
+    # Under one key: safetensors writes several in any order, and equal captures would make different files.
     sealed = text[:-1] + _seal(digest(text, kept))
     with whole_file(path) as partial:
         write_tensors(kept, partial, {HEADER: sealed})
@@ -111,7 +111,7 @@ def _inflated(small: Tensor, dtype: str, shape: list[int]) -> Tensor:
 
 
 def _why_not(path: Path) -> str:
-    """Say what is wrong with a file that safetensors refuses: mostly it is not all there.
+    """What is wrong with a file that safetensors refuses: mostly it is truncated.
 
     It begins with the length of its header, 8 bytes, little-endian; the header says where each tensor's bytes end.
     """

@@ -24,7 +24,7 @@ _DICTS = [name for kind, options in _HOOKS.items() for name in (kind, *options)]
 
 
 def check_hooks(path: str, norm: nn.Module, module: nn.Module, places: int) -> None:
-    """Refuse hooks that cannot be heard together, and warn of those that stay with the norm.
+    """Refuse hooks that cannot be shared, and warn of those that stay with the norm.
 
     Args:
         path: of the norm.

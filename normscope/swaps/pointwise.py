@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from normscope.errors import UsageError
+from normscope.fits.curves.expressions import curves_named
 from normscope.fits.curves.known import CURVES, Curve
-from normscope.fits.curves.lookup import curves_named
 from normscope.fits.solving.ceiling import Piecewise
 from normscope.swaps.kernels import eager, operators
 from normscope.swaps.kernels.choice import by_kernels
@@ -18,7 +18,7 @@ from normscope.swaps.kernels.parameters import Parameters
 
 
 class PointwiseFunction(nn.Module):
-    """weight · f(αx + s) + bias, elementwise: no element of the output hangs on another of the input.
+    """weight · f(αx + s) + bias, elementwise: no element of the output depends on another of the input.
 
     Computed in float32 at least and returned in the input's dtype, as norms do.
 
@@ -58,8 +58,8 @@ class PointwiseFunction(nn.Module):
     ['alpha', 'bias', 'weight']
     """
 
-    # No norm's: of two NaN, none is the other's equal, and so nn.TransformerEncoderLayer keeps from its fused path,
-    # which would take this weight and bias for those of a LayerNorm.
+    # A NaN equals no other, so that nn.TransformerEncoderLayer does not take its fused path, which would use this
+    # weight and bias as those of a LayerNorm.
     eps = math.nan
 
     in_place_of: str = ""
@@ -104,13 +104,13 @@ class PointwiseFunction(nn.Module):
             (input,) = named.values()
         if input.is_nested:
             return of_each(self, input)
-        own, behind = (self.alpha, self.shift, self.weight, self.bias), self._behind(input)
+        parameters, behind = (self.alpha, self.shift, self.weight, self.bias), self._behind(input)
         if by_kernels(self.curve.function_name, input.device, input.dtype):
-            operators.check_no_tangents(input, *own)
-            output = operators.pointwise(input, *own, self.curve.function_name, behind)
+            operators.check_no_tangents(input, *parameters)
+            output = operators.pointwise(input, *parameters, self.curve.function_name, behind)
         else:
             function = self.curve.function if self.table is None else self.table
-            output = eager.pointwise(input, function, Parameters(*own), behind)
+            output = eager.pointwise(input, function, Parameters(*parameters), behind)
         output = output.to(dtype_after(input, self.weight))
         return output if self._activate is None else self._activate(self, output)
 
@@ -141,15 +141,15 @@ class PointwiseFunction(nn.Module):
         return (-self.channel_axis if self.channel_axis < 0 else input.ndim - self.channel_axis) - 1
 
     def _one_or_each(self, name: str, value: float | Tensor) -> Tensor:
-        given = torch.as_tensor(value, dtype=torch.float32).detach().clone()
-        if given.numel() == 1:
-            return given.reshape(1)
-        if given.numel() != math.prod(self.normalized_shape):
+        tensor = torch.as_tensor(value, dtype=torch.float32).detach().clone()
+        if tensor.numel() == 1:
+            return tensor.reshape(1)
+        if tensor.numel() != math.prod(self.normalized_shape):
             raise UsageError(
-                f"{name} has {given.numel()} numbers; it takes one, or one for each of the "
+                f"{name} has {tensor.numel()} numbers; it takes one, or one for each of the "
                 f"{math.prod(self.normalized_shape)} channels."
             )
-        return given.reshape(self.normalized_shape)
+        return tensor.reshape(self.normalized_shape)
 
 
 def dtype_after(input: Tensor, weight: Tensor | None) -> torch.dtype:
@@ -251,10 +251,10 @@ def Derf(  # noqa: N802 - the paper's own name
 
 
 def _curve_named(name: str) -> Curve:
-    found = curves_named(name)
-    if len(found) != 1:
-        raise UsageError(f"{name!r} names {len(found)} curves; a point-wise function has one of {', '.join(CURVES)}.")
-    return found[0]
+    curves = curves_named(name)
+    if len(curves) != 1:
+        raise UsageError(f"{name!r} names {len(curves)} curves; a point-wise function has one of {', '.join(CURVES)}.")
+    return curves[0]
 
 
 class RMSNorm(nn.Module):

@@ -1,4 +1,4 @@
-"""What a saved swap says of itself: swap.json, read with every value checked."""
+"""swap.json, the record of a saved swap, read with every value checked."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def read_record(folder: str | Path) -> SwapRecord:
 
 
 def damaged(folder: Path, why: str) -> ModelError:
-    """Make the error that says what of a saved swap is wrong."""
+    """The error that says what is wrong with a saved swap."""
     return ModelError(f"The swap in {folder} is damaged: {why}.")
 
 

@@ -63,15 +63,15 @@ class Swap:
         check_whole(inner)
         if "" in self.modules:
             raise ModelError(f"The {type(inner).__name__} is itself the norm; put it into an nn.Sequential to swap it.")
-        own = {path: module_at(inner, path) for path in self.modules}
+        norms = {path: module_at(inner, path) for path in self.modules}
         self._places: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
-        replaced = {id(norm): self.modules[path] for path, norm in own.items()}
+        replaced = {id(norm): self.modules[path] for path, norm in norms.items()}
         # A module that several parents hold is replaced in each.
         for parent in inner.modules():
             for name, child in parent._modules.items():  # named_children() names a child only once
                 if child is not None and id(child) in replaced:
                     self._places.append((parent, name, child, replaced[id(child)]))
-        pairs = {id(norm): (path, norm, self.modules[path]) for path, norm in own.items()}
+        pairs = {id(norm): (path, norm, self.modules[path]) for path, norm in norms.items()}
         places = Counter(id(module) for _, _, module in pairs.values())
         for path, norm, module in pairs.values():
             check_hooks(path, norm, module, places[id(module)])
@@ -170,8 +170,8 @@ def replacements(
     check_whole(inner)
     norms = {norm.name: module_at(inner, norm.name) for norm in wanted}
     where = model_tensor(inner)
-    made = starts(curve, only(fits, wanted), init)
-    return {start.norm.name: replacement(norms[start.norm.name], start, where) for start in made}
+    start_values = starts(curve, only(fits, wanted), init)
+    return {start.norm.name: replacement(norms[start.norm.name], start, where) for start in start_values}
 
 
 def chosen(sites: Sequence[NormSite], wanted: Layers) -> list[NormSite]:
@@ -215,7 +215,7 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
         raise ModelError(f"The norm {site.name} ({type(norm).__name__}) cannot be replaced: {kind}.")
     gain, offset = kind.gain_and_offset(norm, site.channels)
     own_gain, own_shift = gain_and_shift(norm)
-    own = model_tensor(norm, where)
+    like = model_tensor(norm, where)
     shape, axis = _channels_of(site, kind)
     bias = own_shift is not None or bool(offset.any())
     elementwise = own_gain is not None or bias or bool((gain != gain[0]).any())
@@ -235,7 +235,7 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
             elementwise_affine=elementwise or start.amplitude.numel() > 1,
             bias=bias,
         )
-    module = module.to(own.device, own.dtype)
+    module = module.to(like.device, like.dtype)
     weight = gain.cpu().double() * start.amplitude
     with torch.no_grad():
         for name, values in (("weight", weight), ("bias", offset)):
@@ -244,7 +244,7 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
                 part.copy_((values if part.numel() > 1 else values[:1]).reshape(part.shape))
     if not all(bool(part.isfinite().all()) for part in module.parameters()):
         largest = f"weight {weight.abs().max():.3g}, α {start.alpha.abs().max():.3g}"
-        raise ModelError(f"The start values of {site.name} ({largest}) do not fit into {own.dtype}.")
+        raise ModelError(f"The start values of {site.name} ({largest}) do not fit into {like.dtype}.")
     if isinstance(module, PointwiseFunction) and kind.activation is not None:
         module.also_activate(norm, kind.activation)
     return module
@@ -266,8 +266,8 @@ def module_at(model: nn.Module, path: str) -> nn.Module:
 
 def model_tensor(module: nn.Module, otherwise: Tensor | None = None) -> Tensor:
     """Return a tensor whose device and dtype a module that takes the place of ``module`` gets."""
-    own = itertools.chain(module.parameters(), module.buffers())
-    floating = (tensor for tensor in own if tensor.is_floating_point())
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    floating = (tensor for tensor in tensors if tensor.is_floating_point())
     return next(floating, torch.zeros(()) if otherwise is None else otherwise)
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from normscope.errors import UsageError, unknown
 from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curves.expressions import curves_named
 from normscope.fits.curves.known import BEST, FREE, Curve
-from normscope.fits.curves.lookup import curves_named
 from normscope.fits.fit import fit
 from normscope.fits.solving.objective import Parametrization
 from normscope.pairs.captures import Capture
@@ -69,16 +69,16 @@ def starts(curve: str | Curve, fits: Fits, init: str = "fit") -> list[Start]:
         fits = fitted(fits, asked, init)
     elif init == "theory":
         raise UsageError("Start values from theory are made of a capture, not of fits; pass the capture.")
-    made = [one for one in fits if isinstance(one, CurveFit)]
-    wanted = [one for one in made if (one.best if name == BEST else one.curve == name)]
+    curve_fits = [one for one in fits if isinstance(one, CurveFit)]
+    wanted = [one for one in curve_fits if (one.best if name == BEST else one.curve == name)]
     if not wanted and known is not None:  # a fit with a shift is a fit of erf, under the name derf
-        wanted = [one for one in made if one.function.function_name == known.function_name]
+        wanted = [one for one in curve_fits if one.function.function_name == known.function_name]
     if not wanted:
         raise UsageError(f"None of the fits is of {name}. Fit it first: normscope.fit(capture, {name!r}).")
     sites: dict[str, list[CurveFit]] = {}
     for one in wanted:
         sites.setdefault(one.site, []).append(one)
-    return [_of_fits(own) for own in sites.values()]
+    return [_of_fits(of_site) for of_site in sites.values()]
 
 
 def asked_for(curve: str | Curve, init: str = "fit") -> Curve | str:
@@ -137,16 +137,16 @@ def norms_of(fits: Fits) -> list[NormSite]:
 
 
 def only(fits: Fits, norms: Sequence[NormSite]) -> Fits:
-    """Return what there is of some norm sites."""
+    """The fits of some norm sites."""
     names = [norm.name for norm in norms]
     return fits.only(names) if isinstance(fits, Capture) else [one for one in fits if _norm_of(one).name in names]
 
 
 def _one_curve(curve: str | Curve) -> Curve:
-    found = curves_named(curve if isinstance(curve, str) else [curve])
-    if len(found) != 1:
-        raise UsageError(f"A swap puts one curve everywhere, or each site's best; {curve!r} names {len(found)}.")
-    return found[0]
+    curves = curves_named(curve if isinstance(curve, str) else [curve])
+    if len(curves) != 1:
+        raise UsageError(f"A swap puts one curve everywhere, or each site's best; {curve!r} names {len(curves)}.")
+    return curves[0]
 
 
 def _norm_of(one: CurveFit | NormSite) -> NormSite:

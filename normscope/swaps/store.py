@@ -142,7 +142,7 @@ def _site(path: str, module: nn.Module) -> SwappedSite:
 
 
 def _written(curve: Curve, path: str) -> str:
-    """Write a curve such that it can be made again: by its name, or by its formula if that is what it computes."""
+    """A curve in writing, to be made again: its name, or its formula if that is what it computes."""
     if isinstance(curve.function, Piecewise):
         return FREE
     if CURVES.get(curve.name) == curve:

@@ -161,7 +161,7 @@ def _number(value: float) -> str:
 
 
 def _share(share: float) -> str:
-    """Say a share in percent; what is not zero is not said to be."""
+    """A share in percent; what is not zero does not read as 0.0 %."""
     if 0 < share < _SMALLEST_SHARE:
         return "<0.1 %"
     return f"{100 * share:.1f} %"

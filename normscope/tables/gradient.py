@@ -72,7 +72,7 @@ def _held_out(views: Sequence[GradientView]) -> str:
 
 
 def constants_table(views: Sequence[GradientView]) -> Table:
-    """Two lines a site, its centre and its tail: how constant is what DyT holds so, and what DyISRU does."""
+    """Two lines a site, its centre and its tail: how constant what DyT and DyISRU assume constant is."""
     rows = [(view, part) for view in views for part in (("centre", "tail") if view.reason is None else ("",))]
     columns: list[Column[tuple[GradientView, str]]] = [
         names("site", lambda row: row[0].site if row[1] != "tail" else ""),

@@ -105,7 +105,7 @@ def table_of(
         table.add_row(*map(as_cell, shown if said is None else [*shown, said]))
         above = cells
     for shape in table.columns:
-        if shape.no_wrap:  # rich takes the longest word for the least width, and a number that is cut off is another
+        if shape.no_wrap:  # rich takes the longest word as the least width, but a number must not be cut
             shape.min_width = max(len(str(cell)) for cell in (shape.header, *shape.cells))
     return table
 

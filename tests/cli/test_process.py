@@ -171,7 +171,7 @@ def test_raw_pairs_cannot_be_resumed(tmp_path):
     done = captured("-o", str(tmp_path / "seen.safetensors"), "--resume", "--raw")
     assert done.exit_code == 2
     assert (
-        "Error: --raw writes pairs in one go, so that there is nothing to resume; leave one of them out." in done.stderr
+        "Error: --raw writes all pairs in one go, so there is nothing to resume; drop --raw or --resume." in done.stderr
     )
 
 

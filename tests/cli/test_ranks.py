@@ -139,7 +139,7 @@ def test_files_are_the_same_and_written_once(folder):
     [
         ("no such layer", 2, "Error: There are no layers 99"),
         ("no such option", 2, "No such option"),
-        ("raw", 2, "Error: --raw writes pairs in their order, which 2 ranks have none of; leave one out."),
+        ("raw", 2, "Error: --raw needs a single process, and torchrun started 2; drop --raw or torchrun."),
     ],
 )
 def test_mistakes_are_sentences(folder, name, status, sentence):

@@ -49,3 +49,18 @@ def test_a_record_in_another_names_its_fields_itself():
         "second": {"x": {"renamed": 1}},
     }
     assert as_json(Inner(Renamed((2,)))) == {"value": {"renamed": [2]}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Square(Record):
+    side: float
+    _properties = ("area",)
+
+    @property
+    def area(self):
+        return self.side**2
+
+
+def test_properties_that_are_told_stand_behind_the_fields():
+    assert list(Square(3.0).as_dict().items()) == [("side", 3.0), ("area", 9.0)]
+    assert as_json([Square(math.inf)]) == [{"side": None, "area": None}]

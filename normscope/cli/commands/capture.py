@@ -33,10 +33,10 @@ Raw = Annotated[
 ]
 
 
-def _seconds(given: float) -> float:
-    if not given >= 0:  # of nan, which is no least of a range either
-        raise typer.BadParameter(f"{given} is no number of seconds.")
-    return given
+def _seconds(seconds: float) -> float:
+    if not seconds >= 0:  # of nan, which is no least of a range either
+        raise typer.BadParameter(f"{seconds} is no number of seconds.")
+    return seconds
 
 
 Every = Annotated[
@@ -128,15 +128,15 @@ def capture(
 
 
 def _check_raw(raw: bool, resume: bool, place: Place) -> None:
-    """Refuse raw pairs of several runs or ranks: they are written by one, in one go; UsageError."""
+    """Refuse raw pairs of several runs or ranks, as one process writes them in one go; UsageError."""
     if raw and not place.alone:
-        raise UsageError(f"--raw writes pairs in their order, which {place.ranks} ranks have none of; leave one out.")
+        raise UsageError(f"--raw needs a single process, and torchrun started {place.ranks}; drop --raw or torchrun.")
     if raw and resume:
-        raise UsageError("--raw writes pairs in one go, so that there is nothing to resume; leave one of them out.")
+        raise UsageError("--raw writes all pairs in one go, so there is nothing to resume; drop --raw or --resume.")
 
 
 def _check_kept(kept: Checkpoints, raw: bool, say: Output) -> None:
-    """Say whether the run goes on from another one; refuse to begin anew beside what that has left."""
+    """Say whether the run resumes another one; refuse to start over beside what that left."""
     if raw:
         return
     kept.check()
@@ -167,8 +167,8 @@ def _announce(pairs: RawPairs, network: LoadedModel, layers: str, sample: int | 
     samples = network.inputs.n_samples
     size = raw_bytes(sites, samples or 1, sample)
     each = "in all" if samples else "for each sample"
-    told = f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1e3:,.1f} kB"
+    amount = f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1e3:,.1f} kB"
     say.warn(
-        f"the raw pairs of {len(sites)} norm sites will take about {told} {each} in {pairs.folder}, if all samples are "
-        "as long as the first"
+        f"the raw pairs of {len(sites)} norm sites will take about {amount} {each} in {pairs.folder}, if all samples "
+        "are as long as the first"
     )

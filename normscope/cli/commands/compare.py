@@ -62,27 +62,27 @@ def compare(
     from normscope.fits.views.comparison import check_curves, check_number, compared
 
     curves = check_curves(func)
-    sources = [(name, replace(run, weights=own)) for name in names for own in weights or ["pretrained"]]
+    sources = [(name, replace(run, weights=checkpoint)) for name in names for checkpoint in weights or ["pretrained"]]
 
     from normscope.figures.style import style_named
     from normscope.tables.comparison import comparison_table, matching_lines
 
     style_named(style)
-    for name, own in sources:
-        check_sources([name], own)
+    for name, options in sources:
+        check_sources([name], options)
     check_by(by, names)
     if by is None:
         check_number(len(sources))
     check_writable(path)
     seen = list(captures(sources, layers, say, by))
-    found = compared(seen, [normscope.fit(capture, curves) for capture in seen])
-    for line in matching_lines(found):
+    comparison = compared(seen, [normscope.fit(capture, curves) for capture in seen])
+    for line in matching_lines(comparison):
         say.result(line)
-    say.result(comparison_table(found.rows))
-    figure = normscope.save_figure(normscope.plot_comparison(seen, found.fits, style=style), path, seen, dpi)
+    say.result(comparison_table(comparison.rows))
+    figure = normscope.save_figure(normscope.plot_comparison(seen, comparison.fits, style=style), path, seen, dpi)
     say.result(str(figure))
-    rows = [row.as_dict() for row in found.rows]
-    say.document(_document(found, figure, rows), rows)
+    rows = [row.as_dict() for row in comparison.rows]
+    say.document(_document(comparison, figure, rows), rows)
 
 
 def _path(output: Path, asked: str | None) -> Path:
@@ -91,15 +91,15 @@ def _path(output: Path, asked: str | None) -> Path:
     return output if output.suffix.lower() == f".{suffix}" else output / f"{_FIGURE}.{suffix}"
 
 
-def _document(found: Comparison, figure: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _document(comparison: Comparison, figure: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
     of_each = [
         {"capture": number, **capture.about, "samples": capture.n_samples, "seed": capture.seed}
-        for number, capture in enumerate(found.captures, 1)
+        for number, capture in enumerate(comparison.captures, 1)
     ]
     return {
         "figure": str(figure),
         "compared": of_each,
         "sites": rows,
-        "unmatched": found.unmatched(),
-        "skipped": skipped_as_json(found.captures),
+        "unmatched": comparison.unmatched(),
+        "skipped": skipped_as_json(comparison.captures),
     }

@@ -111,15 +111,15 @@ def fit(
     for capture in captures(
         [(name, run) for name in names], layers, say, by, by_gamma=weights_by == "gamma", per_channel=per == "channel"
     ):
-        say.result("{model} · {weights} · {data}".format(**capture.about))
+        say.heading(capture.about)
         seen.append(capture)
         if of_tokens:
             rows += _slopes(capture, say)
         elif advise:
             rows += _advice(capture, func, how, say)
         else:
-            own, summary = _fits(capture, func, how, say)
-            rows += own
+            fit_rows, summary = _fits(capture, func, how, say)
+            rows += fit_rows
             summaries += summary
     if advise:
         from normscope.fits.views.advice import NOTE
@@ -137,19 +137,19 @@ def _fits(
 
     fits = normscope.fit(capture, func, **how)
     say.result(channels_table(fits) if how["per"] == "channel" else fits_table(fits))
-    found = normscope.layerwise(fits) if how["per"] == "site" and how["pool"] is None else None
-    if found is None or found.sites < 2:
+    summary = normscope.layerwise(fits) if how["per"] == "site" and how["pool"] is None else None
+    if summary is None or summary.sites < 2:
         return [one.as_dict() for one in fits], []
-    say.result(layerwise_line(found))
-    return [one.as_dict() for one in fits], [{"model": capture.about["model"], **found.as_dict()}]
+    say.result(layerwise_line(summary))
+    return [one.as_dict() for one in fits], [{"model": capture.about["model"], **summary.as_dict()}]
 
 
 def _advice(capture: Capture, func: str, how: dict[str, Any], say: Output) -> list[dict[str, Any]]:
     from normscope.tables.fit import advice_table
 
-    found = normscope.advise(normscope.fit(capture, func, **how), capture.sites, family=family_of(capture))
-    say.result(advice_table(found))
-    return [one.as_dict() for one in found]
+    advice = normscope.advise(normscope.fit(capture, func, **how), capture.sites, family=family_of(capture))
+    say.result(advice_table(advice))
+    return [one.as_dict() for one in advice]
 
 
 def _slopes(capture: Capture, say: Output) -> list[dict[str, Any]]:

@@ -68,15 +68,15 @@ def gradient(
     figures: list[dict[str, Any]] = []
     for capture in captures([(name, run) for name in names], layers, say, by, diagonal=True):
         fits = normscope.fit(capture, func)
-        own = normscope.gradient(capture, fits)
-        say.result("{model} · {weights} · {data}".format(**capture.about))
-        say.result(jacobians_table(own))
-        say.result(constants_table(own))
+        of_capture = normscope.gradient(capture, fits)
+        say.heading(capture.about)
+        say.result(jacobians_table(of_capture))
+        say.result(constants_table(of_capture))
         path = figure_path(output, suffix, figure_title(capture), _VIEW, [entry["file"] for entry in figures])
         normscope.save_figure(normscope.plot_gradient(capture, fits, style=style), path, capture, dpi)
         say.result(str(path))
         figures.append({**capture.about, "file": str(path), "sites": [site.name for site in capture.sites]})
         seen.append(capture)
-        views += own
+        views += of_capture
     rows = [view.as_dict() for view in views]
     say.document({"gradient": rows, "figures": figures, "skipped": skipped_as_json(seen)}, rows)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import normscope
-from normscope.cli.commands.swap import Folder, call_that_loads
+from normscope.cli.commands.swap import Folder, remark_on_loading
 from normscope.cli.options import AsCsv, AsJson, Model, OwnBatchSize, Quiet
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models, runs_networks
@@ -30,7 +30,7 @@ EXAMPLES = (
 )
 
 _BATCH_SIZE = 16
-# Where and how fast it runs; and what no option of this command is, which is at its default.
+# Options of where and how fast it runs, and those that this command does not have.
 _OF_THE_MACHINE = ("device", "workers", "batch_size", "sample", "device_map", "dtype", "verify")
 
 Steps = Annotated[
@@ -83,7 +83,7 @@ def heal(
     wanted = {"model": model, **options, "batch size": batch_size, **_inputs(run)}
     if not restart:
         check_asked(checkpoint, wanted)
-    # Batches of a network of the user's own are as they are, which takes the default of all commands.
+    # The batches of a py: network are taken as they are, which is what the default of all commands means.
     at_once = batch_size or (RunOptions.batch_size if model.startswith("py:") else _BATCH_SIZE)
     network = replace(run, batch_size=at_once, dtype="float32").load(model, say)  # half precision swallows small steps
     learner = Learner.of(network, sites, run.seed, say, ALONE)
@@ -112,7 +112,7 @@ def heal(
             say.warn(f"the same command goes on from {checkpoint}, which holds what was done until its last interval")
         raise
     title = " · ".join([network.name, func, network.provenance.description])
-    say.result("{model} · {weights} · {data}".format(**learner.about))
+    say.heading(learner.about)
     healed = None if report.restored else steps
     folder = normscope.save_swapped(swapped, output, learner.about, func=func, init=how.start or None, healed=healed)
     asked = {"func": func, "init": init, "per": per, "sites": len(learner.norms)}
@@ -122,7 +122,7 @@ def heal(
     _tell(report, say)
     say.result(str(folder))
     say.result(str(drawn))
-    say.remark(f"--weights {folder} takes it in every command; in Python, {call_that_loads(model, str(folder))}")
+    remark_on_loading(model, str(folder), say)
     files = {"folder": str(folder), "figure": str(drawn)}
     document = {**whole, **files, **report.as_dict()}
     say.document(document, [{**whole, **row} for row in _rows(report)])
@@ -130,8 +130,8 @@ def heal(
 
 def _inputs(run: RunOptions) -> dict[str, Any]:
     """List the options that say which network is healed on what, as JSON takes them."""
-    own = {f.name: getattr(run, f.name) for f in fields(run) if f.name not in _OF_THE_MACHINE}
-    return {name: str(value) if isinstance(value, Path) else value for name, value in own.items()}
+    options = {f.name: getattr(run, f.name) for f in fields(run) if f.name not in _OF_THE_MACHINE}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
 
 
 def _tell(report: HealReport, say: Output) -> None:
@@ -145,8 +145,8 @@ def _tell(report: HealReport, say: Output) -> None:
 
 
 def _rows(report: HealReport) -> Iterable[dict[str, Any]]:
-    for stage, own in report.drifts.items():
-        yield {"stage": stage, **own, "closed": report.closed_after(stage), "restored": report.restored}
+    for stage, quantiles in report.drifts.items():
+        yield {"stage": stage, **quantiles, "closed": report.closed_after(stage), "restored": report.restored}
 
 
 def _draw(report: HealReport, title: str, origin: Mapping[str, Any], path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -61,5 +60,5 @@ def _document(name: str, report: NormReport) -> dict[str, Any]:
     return {
         "model": name,
         "sites": [{key: getattr(site, key) for key in _FIELDS} for site in report.sites],
-        "skipped": [asdict(norm) for norm in report.skipped],
+        "skipped": [norm.as_dict() for norm in report.skipped],
     }

@@ -55,7 +55,7 @@ def merge(
 
 
 def _check_files(files: list[str]) -> None:
-    """Refuse what is no merge before the first file is read; DataError and UsageError."""
+    """Refuse files that cannot be merged, before the first is read; DataError and UsageError."""
     if len(files) == 1:
         raise UsageError(f"merge takes two captures or more; {files[0]} is one. Name the others beside it.")
     known: dict[tuple[int, int], str] = {}

@@ -82,21 +82,20 @@ def plot(
     for capture in captures([(name, run) for name in names], layers, say, by):
         fitted = normscope.fit(capture, func)
         figure = normscope.plot(capture, fitted, color=rows, style=style)
-        taken = [entry["file"] for entry in figures]
-        path = normscope.save_figure(
-            figure, figure_path(output, suffix, figure_title(capture), _VIEW, taken), capture, dpi
-        )
+        files = [entry["file"] for entry in figures]
+        path = figure_path(output, suffix, figure_title(capture), _VIEW, files)
+        normscope.save_figure(figure, path, capture, dpi)
         say.result(str(path))
         sites = [site.name for site in capture.sites]
-        shown = {"file": str(path), "sites": sites, "fits": [found.as_dict() for found in fitted]}
+        shown = {"file": str(path), "sites": sites, "fits": [one.as_dict() for one in fitted]}
         figures.append({**capture.about, **shown})
         seen.append(capture)
         fits.append(fitted)
     together = None
     if len(seen) > 1:
-        taken = [entry["file"] for entry in figures]
-        path = figure_path(output, suffix, _OVERVIEW, _VIEW, taken)
+        files = [entry["file"] for entry in figures]
+        path = figure_path(output, suffix, _OVERVIEW, _VIEW, files)
         together = str(normscope.save_figure(normscope.overview(seen, fits, style=style), path, seen, dpi))
         say.result(together)
-    drawn = [{"file": figure["file"], **found} for figure in figures for found in figure["fits"]]
+    drawn = [{"file": figure["file"], **fit_row} for figure in figures for fit_row in figure["fits"]]
     say.document({"figures": figures, "overview": together, "skipped": skipped_as_json(seen)}, drawn)

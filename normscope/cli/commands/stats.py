@@ -33,11 +33,12 @@ def stats(
     check_by(by, names)
     seen, cards = [], []
     for capture in captures([(name, run) for name in names], layers, say, by):
-        own = normscope.norm_cards(capture)
-        say.result("{model} · {weights} · {data}".format(**capture.about))
-        for table in [card_table(own[0])] if len(own) == 1 else [scale_table(own), tails_table(own)]:
+        of_capture = normscope.norm_cards(capture)
+        say.heading(capture.about)
+        alone = len(of_capture) == 1
+        for table in [card_table(of_capture[0])] if alone else [scale_table(of_capture), tails_table(of_capture)]:
             say.result(table)
         seen.append(capture)
-        cards += own
+        cards += of_capture
     rows = [card.as_dict() for card in cards]
     say.document({"sites": rows, "skipped": skipped_as_json(seen)}, rows)

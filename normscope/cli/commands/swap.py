@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,31 +67,32 @@ def swap(
     normscope.Swap(network.module, modules)
     about = learner.about
     folder = normscope.save_swapped(network.module, output, about, func=func, init=how.start or None)
-    say.result("{model} · {weights} · {data}".format(**about))
+    say.heading(about)
     say.result(swapped_table(rows))
     say.result(str(folder))
-    say.remark(f"--weights {folder} takes it in every command; in Python, {call_that_loads(model, str(folder))}")
+    remark_on_loading(model, str(folder), say)
     whole = {**about, "folder": str(folder), "func": func, "init": init, "per": per}
-    left_out = [{"model": model, **asdict(norm)} for norm in learner.skipped]
+    left_out = [{"model": model, **norm.as_dict()} for norm in learner.skipped]
     say.document({**whole, "sites": rows, "skipped": left_out}, [{**whole, **row} for row in rows])
 
 
-def call_that_loads(model: str, folder: str) -> str:
-    """Write the call that loads it; a network of the user's own is loaded by its name."""
-    own = model.startswith("py:")
-    return f"normscope.load({model!r}, weights={folder!r})" if own else f"normscope.load_swapped({folder!r})"
+def remark_on_loading(model: str, folder: str, say: Output) -> None:
+    """Say how the folder is loaded; a network of the user's own is loaded by its name."""
+    by_name = model.startswith("py:")
+    call = f"normscope.load({model!r}, weights={folder!r})" if by_name else f"normscope.load_swapped({folder!r})"
+    say.remark(f"--weights {folder} takes it in every command; in Python, {call}")
 
 
 def _row(start: Start, fits: Sequence[CurveFit] | Sequence[NormSite]) -> dict[str, Any]:
     """Describe what was put at one site; where each channel has numbers of its own, by their medians."""
     from normscope.fits.curves.known import FREE
 
-    own = [
+    of_site = [
         one
         for one in fits
         if isinstance(one, normscope.CurveFit) and one.function is start.curve and one.norm is start.norm
     ]
-    r2 = [one.r2 for one in own if not one.degenerate]
+    r2 = [one.r2 for one in of_site if not one.degenerate]
     has_parameters = start.curve is not None and start.curve.name != FREE
     return {
         "site": start.norm.name,

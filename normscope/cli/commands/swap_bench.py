@@ -117,8 +117,8 @@ def swap_bench(
         speed = _speed(network, wanted, run, full, seconds, say)
         if network.name == _PUBLISHED:
             tables.append(_published(network, wanted, say).as_dict())
-        taken = [entry["file"] for entry in figures]
-        paths = {view: figure_path(output, suffix, network.name, view, taken) for view in _VIEWS}
+        files = [entry["file"] for entry in figures]
+        paths = {view: figure_path(output, suffix, network.name, view, files) for view in _VIEWS}
         _draw(paths, moved, learner.norms, speed, style, dpi)
         for view, path in paths.items():
             say.result(str(path))
@@ -145,12 +145,12 @@ class Wanted:
 
     @classmethod
     def of(cls, func: str, init: str, per: str, shift: bool | None) -> Wanted:
-        from normscope.fits.curves.lookup import split_names
+        from normscope.fits.curves.expressions import split_names
 
         inits = [part.strip() for part in init.split(",")]
         ways: list[How] = []
         for name in dict.fromkeys(part.lower() if "=" not in part else part for part in split_names(func)):
-            ways += [How.of(name, own, per, shift) for own in dict.fromkeys(inits_there_are(name, inits))]
+            ways += [How.of(name, start, per, shift) for start in dict.fromkeys(inits_there_are(name, inits))]
         return cls(ways)
 
     @property
@@ -170,7 +170,7 @@ def _drifts(
     speaks = Place.from_environment().speaks
     with run.joined() as ranks:
         for name in names:
-            ranks.told(name)  # here the others wait: while the first times one network, none loads the next
+            ranks.told(name)  # the others wait here: none loads the next network while the first times this one
             learner = Learner.of(run.load(name, say), sites, run.seed, say, ranks)
             moved = _drift(learner, wanted, say)
             if speaks:
@@ -183,10 +183,10 @@ def _drift(learner: Learner, wanted: Wanted, say: Output) -> list[DriftReport]:
     """Measure drift for each function and start, on inputs that nothing was fitted to."""
     from normscope.tables.drift import drift_table, parts_table, sites_table
 
-    # All of them before the first pass: what cannot be swapped in is not found out behind minutes of others' drift.
-    made = [(how, learner.replacements(how, learner.fits(how, say), say)) for how in wanted.ways]
-    reports = [_drift_of(learner, how, modules, say) for how, modules in made]
-    say.result("{model} · {weights} · {data}".format(**reports[0].about))
+    # All before the first pass: what cannot be swapped in should fail at once, not after minutes of drift.
+    replacements = [(how, learner.replacements(how, learner.fits(how, say), say)) for how in wanted.ways]
+    reports = [_drift_of(learner, how, modules, say) for how, modules in replacements]
+    say.heading(reports[0].about)
     say.result(drift_table(reports))
     if any(report.by_part for report in reports):
         say.result(parts_table(reports))
@@ -210,7 +210,7 @@ def _drift_of(learner: Learner, how: How, modules: Mapping[str, nn.Module], say:
 def _speed(
     network: LoadedModel, wanted: Wanted, run: RunOptions, full: bool, seconds: float | None, say: Output
 ) -> BenchReport:
-    """Time the network; in the place of an embedded one, which is tiny, its full-size sibling with random weights."""
+    """Time the network; for an embedded one, which is tiny, its full-size sibling with random weights."""
     from normscope.models.weights.devices import KEEP, dtype_name
     from normscope.tables.speed import speed_tables
 
@@ -224,7 +224,7 @@ def _speed(
         report = normscope.bench(
             network, curves=wanted.curves, dtypes=dtypes, full=full, budget=seconds, progress=progress
         )
-    say.result("{model} · {weights} · {data}".format(**report.about))
+    say.heading(report.about)
     for table in speed_tables(report):
         say.result(table)
     return report

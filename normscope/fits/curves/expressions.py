@@ -1,6 +1,6 @@
-"""A curve from a formula that a user types: ``mine=x/(1+abs(x)**3)**(1/3)``.
+"""Curves as users write them: by name, or as a formula such as ``mine=x/(1+abs(x)**3)**(1/3)``.
 
-The formula is parsed by Python's own parser and by nothing else of Python's: its tree is walked once, and what is not
+A formula is parsed by Python's own parser and by nothing else of Python's: its tree is walked once, and what is not
 on the lists below is refused. What comes of it calls torch alone.
 """
 
@@ -10,14 +10,14 @@ import ast
 import math
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from normscope.errors import UsageError, count
-from normscope.fits.curves.known import Curve, curve_of
+from normscope.errors import UsageError, count, unknown
+from normscope.fits.curves.known import BUILT_IN, BY_NAME, NO_CURVES, Curve, curve_of
 
 Term = Callable[[Tensor], Tensor]
 
@@ -63,6 +63,56 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Tensor], int]] = {
 _ALLOWED = (
     "A formula is made of x, numbers, pi, e, + - * / **, brackets and the functions " + ", ".join(_FUNCTIONS) + "."
 )
+
+
+def split_names(names: str) -> list[str]:
+    """Split at the commas that lie outside parentheses.
+
+    >>> split_names("tanh, mine=clip(x, -1, 2), free")
+    ['tanh', 'mine=clip(x, -1, 2)', 'free']
+    """
+    parts, depth = [""], 0
+    for sign in names:
+        depth = max(depth + (sign == "(") - (sign == ")"), 0)
+        if sign == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return [part.strip() for part in parts]
+
+
+def curves_named(names: str | Sequence[str | Curve]) -> list[Curve]:
+    """Look curves up by name or alias, separated by commas or as a list, each once.
+
+    Args:
+        names: names of built-in curves, in any case; ``all`` of them, derf as erf; ``NAME=FORMULA`` for one of your own
+            (:func:`curve_from`); and, in a list, curves themselves.
+
+    Raises:
+        UsageError: if there is no such curve, if a formula is not understood, or if two curves share a name.
+
+    >>> [curve.name for curve in curves_named("dyt,isru,tanh")]
+    ['tanh', 'isru']
+    >>> [curve.name for curve in curves_named(["Derf", "mine=x/(1+abs(x)**3)**(1/3)"])]
+    ['derf', 'mine']
+    """
+    parts = split_names(names) if isinstance(names, str) else names
+    curves: dict[str, Curve] = {}
+    for part in dict.fromkeys(parts):
+        for curve in [part] if isinstance(part, Curve) else _curves_of(part.strip()):
+            if curves.setdefault(curve.name, curve) is not curve:
+                raise UsageError(f"Two curves are called {curve.name!r}. Give each a name of its own.")
+    return list(curves.values())
+
+
+def _curves_of(part: str) -> Sequence[Curve]:
+    if "=" in part:
+        return [curve_from(part)]
+    if part.lower() == "all":
+        return BUILT_IN
+    if part.lower() not in BY_NAME:
+        raise UsageError(unknown("curve", part, [*BY_NAME, *NO_CURVES]))
+    return [BY_NAME[part.lower()]]
 
 
 def curve_from(text: str) -> Curve:

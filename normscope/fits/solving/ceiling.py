@@ -199,7 +199,7 @@ def free(moments: Tensor, counts: Tensor, top: Ceiling | None) -> Curve:
 
 
 def curve_along(line: Piecewise) -> Curve:
-    """Make the curve called free of lines between points."""
+    """The curve called free, made of lines between points."""
     return Curve(
         name=FREE,
         aliases=(),
@@ -231,9 +231,9 @@ class Piecewise:
         return np.concatenate([[self.beyond], between, [self.beyond]])
 
     def __call__(self, u: Tensor) -> Tensor:
-        given = u.detach().double().numpy()
-        outside = given - np.clip(given, self.at[0], self.at[-1])
-        return torch.from_numpy(np.asarray(np.interp(given, self.at, self.mean) + self.beyond * outside))
+        points = u.detach().double().numpy()
+        outside = points - np.clip(points, self.at[0], self.at[-1])
+        return torch.from_numpy(np.asarray(np.interp(points, self.at, self.mean) + self.beyond * outside))
 
     def slope(self, u: Tensor) -> Tensor:
         return torch.from_numpy(np.asarray(self.slopes[np.searchsorted(self.at, u.detach().double().numpy())]))
@@ -274,7 +274,7 @@ def _errors(sums: Array, counts: Array, held: Nodes) -> Array:
 
 
 def _groups(n: Array, first: Places, least_counts: Sequence[int]) -> Iterator[Places]:
-    """Join neighbouring bins so that each group holds a least count of pairs, or all that its fold has.
+    """Join neighbouring bins so that each group holds a least number of pairs, or all of its fold.
 
     Groups are cut wherever the number of pairs before a bin passes a multiple of the least count, and a group that
     fell short joins the one before it. The first of a fold never does, unless it is all there is.

@@ -1,4 +1,4 @@
-"""Levels: the pairs that one fit explains, of a site, of one of its channels, or of several sites together."""
+"""Levels: the pairs of one fit, from a site, one of its channels, or several sites together."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def levels_of(
 
 
 def check_levels(per: str, pool: str | None, weights_by: str) -> None:
-    """Refuse what :func:`levels_of` would, before there is a capture; UsageError."""
+    """Refuse arguments that :func:`levels_of` would refuse, before there is a capture; UsageError."""
     for what, value, known in (("level", per, PER), ("pool", pool, POOLS), ("weighting", weights_by, WEIGHTS)):
         if value is not None and value not in known:
             raise UsageError(unknown(what, value, known))

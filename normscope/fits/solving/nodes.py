@@ -209,7 +209,7 @@ class Problems:
     """
 
     def __init__(self, levels: Sequence[Level], bins_an_octave: int) -> None:
-        """Bring the sums of all levels together, on bins of so many an octave."""
+        """Stack the sums of all levels, on so many bins an octave."""
         self.levels, self.folds = levels, len(levels[0].moments)
         self._nodes: dict[tuple[str, bool], Nodes] = {}
         grid = levels[0].grid

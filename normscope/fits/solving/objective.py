@@ -49,7 +49,7 @@ class Solutions(Batched):
 
 
 def joined_solutions(parts: Sequence[Solutions]) -> Solutions:
-    """Put those of several batches one after the other."""
+    """Concatenate the solutions of several batches."""
     return Solutions(*(torch.cat(values) for values in zip(*(vars(part).values() for part in parts), strict=True)))
 
 
@@ -232,7 +232,7 @@ class Parametrization:
     shift: bool | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself."""
+        """Refuse arguments that contradict one another."""
         if self.amplitude not in AMPLITUDES:
             raise UsageError(unknown("amplitude", self.amplitude, AMPLITUDES))
         if self.alpha is not None and not 0 < self.alpha < math.inf:
@@ -324,8 +324,8 @@ class Parametrization:
         >>> Parametrization(amplitude="theory", shift=True).words(CURVES["tanh"])
         'α, s; A from theory'
         """
-        given = [
+        fixed = [
             *(["A, α from theory"] if self.theory else ["A from theory"] if self.needs_bound else []),
             *([f"α = {self.alpha:g}"] if self.alpha is not None else []),
         ]
-        return "; ".join(part for part in (", ".join(self.parameters(curve)), *given) if part)
+        return "; ".join(part for part in (", ".join(self.parameters(curve)), *fixed) if part)

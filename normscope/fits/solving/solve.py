@@ -119,7 +119,7 @@ def _quantiles(nodes: Nodes, values: Tensor, shares: tuple[float, ...]) -> Tenso
 
 
 def _starts(coarse: Objective, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Look at a grid of α and centres, and return where the error is least, and where else nearly so.
+    """The points of a grid of α and centres where the error is least, or nearly so.
 
     Returns:
         The numbers of the problems, ``(starts,)``, and theta of each start, ``(starts, 2)``.
@@ -240,11 +240,11 @@ def _descended(objective: Objective, start: Tensor, low: Tensor, high: Tensor, c
         step[:, 0] = (here.theta[:, 0] + step[:, 0]).clamp(low[todo], high[todo]) - here.theta[:, 0]
         there = remaining.at(here.theta + step)
         better = there.residual <= here.residual + _ROUNDING * remaining.explainable
-        taken = step.norm(dim=-1)
-        radius = torch.where(better, torch.maximum(radius, 2 * taken), taken / 4)
+        length = step.norm(dim=-1)
+        radius = torch.where(better, torch.maximum(radius, 2 * length), length / 4)
         here = there.where(better, here)
         ended.put(todo, here)
-        going = taken > close
+        going = length > close
         if not going.any():
             break
         if not going.all():

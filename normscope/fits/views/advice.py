@@ -1,4 +1,4 @@
-"""Start values for the training of a network without norms: those of fits to a trained one, beside the published."""
+"""Start values for the training of a network without norms: from fits to a trained one, beside the published values."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import math
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import FREE
 from normscope.fits.solving.levels import kind_of_site
 from normscope.pairs.norms.sites import NormSite
+from normscope.runtime.records import as_json
 
 Feeds = Literal["attention", "other"]
 LANGUAGE, OWN = "language", "your own"
@@ -108,17 +109,18 @@ class Advice:
 
     @property
     def left_out(self) -> int:
-        """Number of sites of the kind that say nothing."""
+        """Number of sites of the kind that give no start value."""
         return self.straight + self.not_converged + self.nothing
 
     def as_dict(self) -> dict[str, Any]:
         """A row of JSON or YAML."""
-        starts = {"alpha": self.alpha, "shift": self.shift, "A": self.amplitude}
         return {
             "model": self.model,
             "kind": self.kind,
             "func": self.curve,
-            **{name: asdict(start) if start else None for name, start in starts.items()},
+            "alpha": as_json(self.alpha),
+            "shift": as_json(self.shift),
+            "A": as_json(self.amplitude),
             "C": self.C,
             "sites": self.sites,
             "left_out": {"straight": self.straight, "not_converged": self.not_converged, "nothing": self.nothing},

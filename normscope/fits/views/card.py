@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from normscope.fits.curve_fit import CurveFit, as_json
+from normscope.fits.curve_fit import CurveFit
 from normscope.fits.fit import fit
 from normscope.fits.solving.levels import CONSTANT_OUTPUT
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.magnitudes import Array, Magnitudes, of_pairs, of_tokens
 from normscope.pairs.sums.stats import PairStats
+from normscope.runtime.records import Record
 
 MASSIVE_SIZE, MASSIVE_RATIO = 100, 1000  # arXiv 2402.17762, section 2
 _CHANNELS_NAMED = 3
@@ -51,7 +51,7 @@ class TailToken:
 
 
 @dataclass(frozen=True)
-class Tails:
+class Tails(Record):
     """Large activations. Of all pairs, but for ``tokens``, which are the 16 of largest |x|.
 
     Attributes:
@@ -75,6 +75,8 @@ class Tails:
     massive: int | None
     channels: tuple[TailChannel, ...]
     tokens: tuple[TailToken, ...]
+
+    _properties = ("ratio",)
 
     @property
     def ratio(self) -> float:
@@ -152,7 +154,7 @@ LINEAR_UP_TO = 0.3994581122927263  # the u at which tanh u is 0.95 u
 
 @dataclass(frozen=True)
 class Centring:
-    """Effect of taking the mean away, over all tokens.
+    """Effect of subtracting the mean, over all tokens.
 
     Attributes:
         offset_p50: median of the tokens' |μ|/σ, with σ as the norm has it, eps included.
@@ -170,8 +172,8 @@ class Centring:
 
 
 @dataclass(frozen=True)
-class Scale:
-    """σ that tokens are divided by, and how far eps lets y be the same for c·x as for x; over all tokens.
+class Scale(Record):
+    """The σ that tokens are divided by, and for which c eps still leaves y(c·x) = y(x); over all tokens.
 
     Attributes:
         sigma_p5: 5th percentile of σ = 1/rstd, in units of x; without its mean where the norm leaves that out.
@@ -191,6 +193,8 @@ class Scale:
     holds_to: float | None
     holds_to_p50: float | None
 
+    _properties = ("spread",)
+
     @property
     def spread(self) -> float:
         """The 95th percentile of σ over the 5th."""
@@ -198,7 +202,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class NormCard:
+class NormCard(Record):
     """One norm's effect on its tokens, at a glance.
 
     Attributes:
@@ -236,15 +240,6 @@ class NormCard:
     straight: bool = False
     tails: Tails | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """The columns of ``normscope stats --json``; a number that is none becomes None."""
-        whole = asdict(self)
-        if self.scale is not None:
-            whole["scale"]["spread"] = self.scale.spread
-        if self.tails is not None:
-            whole["tails"]["ratio"] = self.tails.ratio
-        return as_json(whole)
-
 
 def norm_cards(capture: Capture) -> list[NormCard]:
     """Norm cards of all sites of a capture: the effects of centring and scaling, and what makes the tails.
@@ -281,7 +276,7 @@ def _card(capture: Capture, site: NormSite, bend: CurveFit) -> NormCard:
         eps=site.eps,
         n_pairs=stats.n_pairs,
         n_tokens=stats.n_tokens,
-        # Tokens that are all mean have no y, and yet much to tell.
+        # Tokens that are nothing but their mean have no y, and still their σ and tails.
         degenerate=None if bend.nothing == CONSTANT_OUTPUT else bend.nothing,
     )
     if card.degenerate:

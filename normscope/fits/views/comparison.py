@@ -1,4 +1,4 @@
-"""Differences of captures, site by site: of models, of data, or of the checkpoints of a training."""
+"""Differences between captures, site by site: between models, data, or the checkpoints of a training."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from normscope.errors import UsageError
 from normscope.fits.curve_fit import CurveFit, Interval
+from normscope.fits.curves.expressions import split_names
 from normscope.fits.curves.known import BEST, FREE, Curve
-from normscope.fits.curves.lookup import split_names
 from normscope.fits.fit import check_fit, fit
 from normscope.fits.solving.levels import Level, levels_of
 from normscope.fits.solving.nodes import nodes_of
@@ -20,6 +20,7 @@ from normscope.fits.solving.refits import interval, student, without_folds
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.stats import PairStats
+from normscope.runtime.records import as_json
 
 NAMESAKES = 0.5  # of the sites of the smaller network: where more are shared, the two are built alike
 
@@ -60,8 +61,8 @@ def match(first: Sequence[NormSite], second: Sequence[NormSite]) -> Match:
     shared = set(here) & set(there)
     by_name = len(shared) > NAMESAKES * min(len(here), len(there))
     pairs = {name: name for name in here if name in shared} if by_name else _by_depth(first, second)
-    taken = set(pairs.values())
-    unmatched = tuple(n for n in here if n not in pairs), tuple(n for n in there if n not in taken)
+    counterparts = set(pairs.values())
+    unmatched = tuple(n for n in here if n not in pairs), tuple(n for n in there if n not in counterparts)
     return Match("name" if by_name else "depth", pairs, unmatched)
 
 
@@ -76,7 +77,7 @@ def _by_depth(first: Sequence[NormSite], second: Sequence[NormSite]) -> dict[str
 
 
 def _evenly(few: int, many: int) -> list[int]:
-    """So few numbers below ``many``, evenly from the first to the last; of one, the middle."""
+    """A few numbers below ``many``, evenly from the first to the last; of one, the middle."""
     if few == 1:
         return [(many - 1) // 2]
     return [round(i * (many - 1) / (few - 1)) for i in range(few)]
@@ -109,7 +110,7 @@ Refits = dict[str, torch.Tensor]  # one fit without each of its folds, of :func:
 def ratio(
     name: str, base: CurveFit, other: CurveFit, folds: tuple[int, int], refits: tuple[Refits, Refits] | None
 ) -> Ratio | None:
-    """Divide ``alpha`` or ``slope`` of a fit by that of the first; None where one of them is none.
+    """Ratio of a fit's ``alpha`` or ``slope`` to that of the first; None where either is not finite.
 
     Args:
         name: of the two.
@@ -151,7 +152,7 @@ _FITTED = (
 
 @dataclass(frozen=True)
 class Compared:
-    """One curve at one norm site of one of several captures, held against the first of them.
+    """One curve at one norm site of a capture, compared with the first capture.
 
     Attributes:
         number: of the capture, from 1; the others are held against that one.
@@ -175,7 +176,7 @@ class Compared:
 
     @property
     def r2_lost(self) -> float | None:
-        """By how much less the curve of the first capture explains these pairs than their own does."""
+        """How much less R² the first capture's curve has on these pairs than their own curve."""
         return None if self.r2_of_first is None else self.fit.r2 - self.r2_of_first
 
     def as_dict(self) -> dict[str, Any]:
@@ -183,16 +184,14 @@ class Compared:
         fitted = self.fit.as_dict()
         row = {"capture": self.number, "counterpart": self.counterpart, "matched": self.matched, "d": self.d}
         row |= {name: fitted[name] for name in _FITTED}
-        intervals = dict(fitted["intervals"])
-        for name, over_first in (("alpha_ratio", self.alpha), ("slope_ratio", self.slope)):
-            row[name] = over_first.value if over_first else None
-            row[f"{name}_in_noise"] = over_first.in_noise if over_first else None
-            if over_first and over_first.interval:
-                intervals[name] = list(over_first.interval)
-        row["paired"] = next(
-            (over_first.paired for over_first in (self.alpha, self.slope) if over_first and over_first.interval), None
-        )
-        return {**row, "r2_of_first": self.r2_of_first, "r2_lost": self.r2_lost, "intervals": intervals}
+        ratios = {"alpha_ratio": self.alpha, "slope_ratio": self.slope}
+        for name, over_first in ratios.items():
+            row |= {name: over_first and over_first.value, f"{name}_in_noise": over_first and over_first.in_noise}
+        bounded = {name: over_first for name, over_first in ratios.items() if over_first and over_first.interval}
+        row["paired"] = next((over_first.paired for over_first in bounded.values()), None)
+        row |= {"r2_of_first": self.r2_of_first, "r2_lost": self.r2_lost}
+        row["intervals"] = fitted["intervals"] | {name: over_first.interval for name, over_first in bounded.items()}
+        return {name: as_json(value) for name, value in row.items()}
 
 
 @dataclass(frozen=True)
@@ -222,7 +221,7 @@ class Comparison:
 
 
 def compare(captures: Sequence[Capture], curves: str | Sequence[str | Curve] = "tanh,isru") -> list[Compared]:
-    """Hold captures against the first of them: models, data, or the checkpoints of a training.
+    """Compare captures with the first of them: models, data, or the checkpoints of a training.
 
     Sites are matched by name where the networks are built alike and otherwise by placement and depth, see
     :func:`normscope.fits.views.comparison.match`. Those without a counterpart in any other capture are left out.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from normscope.errors import DataError
-from normscope.fits.curve_fit import CurveFit, Interval, as_json
+from normscope.fits.curve_fit import CurveFit, Interval
 from normscope.fits.solving.ceiling import ceilings, conditional_mean
 from normscope.fits.solving.levels import levels_of, site_level
 from normscope.fits.solving.nodes import Nodes, Problems, batches, joined
@@ -24,6 +24,7 @@ from normscope.pairs.norms.formulas import FORMS, form_name
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.binning import PAIR_GRID
 from normscope.pairs.sums.stats import PairStats
+from normscope.runtime.records import Record
 
 Array = NDArray[np.float64]
 TAIL_FROM = 0.99  # of the drawn tokens' |x| lie below the tail
@@ -32,7 +33,7 @@ _GROUPS_AN_OCTAVE = 8  # of the mean that is drawn
 
 
 @dataclass(frozen=True)
-class GradientView:
+class GradientView(Record):
     """The Jacobian ∂y_i/∂x_j of one norm site.
 
     Its diagonal's R² are over all pairs. What needs whole tokens, shares and constants, is over the drawn ones.
@@ -86,9 +87,8 @@ class GradientView:
 
     def as_dict(self) -> dict[str, Any]:
         """The columns of ``normscope gradient --json``; a number that is none becomes None."""
-        intervals = {f"r2_{name}": bounds for name, bounds in self.intervals.items()}
-        constants = {part: of_part.as_dict() for part, of_part in self.constants.items()}
-        return as_json({**vars(self), "intervals": intervals, "constants": constants})
+        row = super().as_dict()
+        return row | {"intervals": {f"r2_{name}": bounds for name, bounds in row["intervals"].items()}}
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class DrawnJacobians:
 
 
 def gradient(capture: Capture, fits: Sequence[CurveFit] = ()) -> list[GradientView]:
-    """Set every site's Jacobian beside its fitted curves' derivatives.
+    """Compare every site's Jacobian with the derivatives of its fitted curves.
 
     Args:
         capture: what :func:`normscope.capture` returned with ``diagonal=True``, or was read from a file.

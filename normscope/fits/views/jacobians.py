@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from normscope.fits.curve_fit import as_json
 from normscope.pairs.norms.formulas import Form
+from normscope.runtime.records import Record
 
 
 @dataclass(frozen=True)
@@ -82,25 +82,23 @@ _ALIKE = 0.05  # two spreads that differ by less are called alike: they are over
 
 
 @dataclass(frozen=True)
-class Spread:
+class Spread(Record):
     """Quantiles 0.16, 0.50 and 0.84 of some positive numbers: two thirds lie between them. NaN of no numbers."""
 
     p16: float
     p50: float
     p84: float
 
+    _properties = ("ratio",)
+
     @property
     def ratio(self) -> float:
         """p84/p16: 1 of a constant."""
         return self.p84 / self.p16 if self.p16 > 0 else math.nan
 
-    def as_dict(self) -> dict[str, Any]:
-        """The columns of ``--json``; a number that is none becomes None."""
-        return as_json({**vars(self), "ratio": self.ratio})
-
 
 @dataclass(frozen=True)
-class Constants:
+class Constants(Record):
     """Spreads of what the curves' derivations hold constant, over some pairs of the uniformly drawn tokens.
 
     Attributes:
@@ -116,6 +114,8 @@ class Constants:
     others: Spread
     C: Spread
 
+    _properties = ("steadier",)
+
     @property
     def steadier(self) -> Literal["scale", "others"] | None:
         """The one of ``scale`` and ``others`` of smaller ratio; None where they differ by less than 5 %."""
@@ -123,11 +123,6 @@ class Constants:
         if not abs(math.log(scale / others)) > _ALIKE:
             return None
         return "scale" if scale < others else "others"
-
-    def as_dict(self) -> dict[str, Any]:
-        """The columns of ``--json``."""
-        spreads = {name: getattr(self, name).as_dict() for name in ("scale", "others", "C")}
-        return {"n_pairs": self.n_pairs, **spreads, "steadier": self.steadier}
 
 
 def constants_by_part(x: Tensor, y: Tensor, jacobians: Jacobians, tail: float) -> dict[str, Constants]:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from normscope.fits.curve_fit import CurveFit, as_json
+from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import FREE
 from normscope.pairs.captures import Capture
 from normscope.pairs.sums.magnitudes import of_tokens
 from normscope.pairs.sums.stats import PairStats
+from normscope.runtime.records import Record, as_json
 
 
 @dataclass(frozen=True)
-class Layerwise:
+class Layerwise(Record):
     """The two figures of arXiv 2605.14047, which reports 70.2 and 91.6 % for a ViT and curves found by evolution.
 
     Both are means over sites of R², with A, α and s of each site's own, and over curves of as many free parameters.
@@ -35,10 +36,6 @@ class Layerwise:
     sites: int
     curves: int
     parameters: int | None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The columns of ``normscope fit --json``."""
-        return asdict(self)
 
 
 def layerwise(fits: Sequence[CurveFit]) -> Layerwise | None:
@@ -93,7 +90,7 @@ class TokenSlopes:
         slopes: quantiles of 1/σ over all of them, in units of 1/x, by their shares; from a histogram of eight bins an
             octave, so that each is right to 9 %.
         ratio: the slope that 5 % of the tokens pass over that which 95 % do: 1 where one line fits all of them.
-        drawn: number of drawn tokens that were held against their r2_of lines.
+        drawn: number of drawn tokens that were held against their own lines.
         largest_error: largest |y − (x − μ)/σ| among their elements: what rounding leaves.
     """
 
@@ -111,8 +108,9 @@ class TokenSlopes:
         """The columns of ``normscope fit --per token --json``; a number that is none becomes None."""
         about = ("model", "weights", "data", "site", "n_tokens", "drawn")
         slopes = {f"slope_{100 * share:g}": slope for share, slope in self.slopes.items()}
-        ratios = {"ratio": self.ratio, "largest_error": self.largest_error}
-        return as_json({**{name: getattr(self, name) for name in about}, **slopes, **ratios})
+        row = {name: getattr(self, name) for name in about} | slopes
+        row |= {"ratio": self.ratio, "largest_error": self.largest_error}
+        return {name: as_json(value) for name, value in row.items()}
 
 
 def token_slopes(capture: Capture) -> list[TokenSlopes]:
@@ -147,7 +145,7 @@ def _slopes(capture: Capture, site: str) -> TokenSlopes:
 
 
 def _largest_error(stats: PairStats) -> float:
-    """Hold every drawn token against the line of slope rstd through its r2_of mean."""
+    """Largest distance of the drawn tokens' elements from the line of slope rstd through each token's mean."""
     if not len(stats.tokens.key):
         return math.nan
     x, y, rstd = stats.tokens.x.double(), stats.tokens.y.double(), stats.tokens.rstd.double()

@@ -123,11 +123,11 @@ FORMS: dict[Normalize, Form] = {
 
 def form_name(form: Form) -> str:
     """Name a form of :data:`FORMS` by its function."""
-    return next(normalize.__name__ for normalize, own in FORMS.items() if own is form)
+    return next(normalize.__name__ for normalize, each in FORMS.items() if each is form)
 
 
 def gain_and_shift(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-    """Return what the module keeps to multiply y by and to add to it, flat and in float32; None where it has none.
+    """The weight and bias that a module keeps, flat and in float32; None where it has none.
 
     They have one of the usual names or, where neither has, are all that the module learns: the weight, then the bias.
 
@@ -153,12 +153,12 @@ def channel_vectors(module: nn.Module) -> list[nn.Parameter]:
     >>> [tuple(vector.shape) for vector in channel_vectors(nn.LayerNorm(3))], channel_vectors(nn.Linear(3, 3))
     ([(3,), (3,)], [])
     """
-    own = list(module.parameters(recurse=False))
-    if len(own) not in (1, 2) or any(next(child.parameters(), None) is not None for child in module.children()):
+    parameters = list(module.parameters(recurse=False))
+    if len(parameters) not in (1, 2) or any(next(child.parameters(), None) is not None for child in module.children()):
         return []
-    vectors = [each for each in own if not is_lazy(each) and each.is_floating_point() and each.ndim]
-    alike = len({vector.numel() for vector in vectors}) == 1
-    return vectors if len(vectors) == len(own) and alike and all(max(v.shape) == v.numel() > 1 for v in vectors) else []
+    vectors = [each for each in parameters if not is_lazy(each) and each.is_floating_point() and each.ndim]
+    alike = len(vectors) == len(parameters) and len({vector.numel() for vector in vectors}) == 1
+    return vectors if alike and all(max(vector.shape) == vector.numel() > 1 for vector in vectors) else []
 
 
 def scale_and_shift(module: nn.Module, y: Tensor) -> Tensor:

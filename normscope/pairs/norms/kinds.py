@@ -97,8 +97,8 @@ class NormKind:
     def gain_and_offset(self, module: nn.Module, channels: int) -> tuple[Tensor, Tensor]:
         """Return what the affine step makes of y, gain · y + offset, each float32 ``(channels,)``."""
         groups = self.groups(module) if self.groups is not None else 1
-        own = itertools.chain(module.parameters(), module.buffers())
-        device = next((tensor.device for tensor in own), None)
+        tensors = itertools.chain(module.parameters(), module.buffers())
+        device = next((tensor.device for tensor in tensors), None)
         # In float64, which mps has not, so that taking the offset away again leaves the gain as it was, to the bit.
         dtype = torch.float32 if device is not None and device.type == "mps" else torch.float64
         zero = torch.zeros(groups, channels // groups, dtype=dtype, device=device)

@@ -84,8 +84,8 @@ def of_sites(ends: dict[str, Ends], additions: list[Addition]) -> dict[str, str 
             before = last_added.get(_identity(operand), -1)
             last_added[_identity(operand)] = max(before, number if overwritten else math.inf)
     placements = {name: _of_site(name, end, last_added) for name, end in ends.items()}
-    by_pattern = {_pattern(name): found for name, found in reversed(placements.items()) if found is not None}
-    placements = {name: found or by_pattern.get(_pattern(name)) for name, found in placements.items()}
+    by_pattern = {_pattern(name): known for name, known in reversed(placements.items()) if known is not None}
+    placements = {name: placement or by_pattern.get(_pattern(name)) for name, placement in placements.items()}
     repeated = Counter(_pattern(name) for name in placements)
     if any(placements.values()):
         for name in reversed(placements):
@@ -115,7 +115,7 @@ def _identity(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def _pattern(name: str) -> str:
-    """Forget which block it is: a path's part that is a number. The 1 of ``norm1`` is none."""
+    """A path without the numbers of its blocks; the 1 of ``norm1`` is no such number."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "#", name)
 
 
@@ -138,7 +138,7 @@ class FunctionWatch(TorchFunctionMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Look away from what normscope does itself."""
+        """Ignore what normscope itself calls."""
         self.on_pause = True
         yield
         self.on_pause = False
@@ -148,7 +148,7 @@ class FunctionWatch(TorchFunctionMode):
         return len(self.functional), len(self.additions)
 
     def forget_since(self, mark: tuple[int, int]) -> None:
-        """Forget what a norm was seen to do inside: x − mean is no branch, and its own function no other norm."""
+        """Forget what went on inside a norm: its x − mean is no branch, and the function it calls no other norm."""
         for key in list(self.functional)[mark[0] :]:
             del self.functional[key]
         del self.additions[mark[1] :]

@@ -103,14 +103,14 @@ def kind_of(module: nn.Module) -> NormKind | None:
 
 def ancestor_kind(module: nn.Module) -> NormKind | None:
     """Look up the nearest known ancestor's way, for a subclass whose own ``forward`` may do something else with it."""
-    found = _nearest(module)
-    return found if isinstance(found, NormKind) else None
+    nearest = _nearest(module)
+    return nearest if isinstance(nearest, NormKind) else None
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Say why a module of a known class, or of one made from it, is no norm site; None where nothing is against it."""
-    found = _nearest(module)
-    return found if isinstance(found, str) else None
+    """Why a module of a known class, or of a subclass, is no norm site; None where it may be one."""
+    nearest = _nearest(module)
+    return nearest if isinstance(nearest, str) else None
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -202,19 +202,19 @@ def identified(module: nn.Module, call: _Call, x: Tensor, output: Tensor, ancest
     except Exception as error:  # of code that is not ours, on inputs that it was not made for
         return f"it could not be tried on other inputs ({type(error).__name__}); {register}"
     fitting = [kind for kind in candidates if all(_fits(kind, module, s) for s in shown)]
-    found = [kind for each in fitting if (kind := _at_precision(each, module, _Shown(x, output)))]
+    kinds = [kind for each in fitting if (kind := _at_precision(each, module, _Shown(x, output)))]
     gain, _ = gain_and_shift(module)
     if gain is not None and gain.numel() > 1 and not fitting and gain.numel() not in x.shape:
         return f"its weight has {gain.numel()} elements, as many as no axis of its input; {register}"
-    if not found:
+    if not kinds:
         tried = (each for kind in fitting for each in _at_precisions(kind))
         if too_large := next(filter(None, (overflow_in(kind, module, x, output) for kind in tried)), None):
             return f"its output is of no form on this input, which is too large for it: {too_large}"
         differs = "no form that is known" if ancestor is None else f"neither {ancestor.name}'s nor another known form"
         return f"{differs} reproduces its output over any axis; {register}"
-    if any(not _same_y(found[0], other, module, s.input) for other in found[1:] for s in (*shown[:2], _Shown(x, x))):
+    if any(not _same_y(kinds[0], other, module, s.input) for other in kinds[1:] for s in (*shown[:2], _Shown(x, x))):
         return f"its output fits more than one form (weights of zero hide y); {register}"
-    return found[0]
+    return kinds[0]
 
 
 @torch.no_grad()
@@ -244,7 +244,7 @@ def ignores_scale(module: nn.Module, call: _Call, x: Tensor) -> bool:
 
 @torch.no_grad()
 def kind_at(module: nn.Module, site: NormSite) -> NormKind | str:
-    """Say how a module normalizes that was found at a site before, without running the network; or why it is no norm.
+    """How the module at a known site normalizes, without running the network; or why it is no norm.
 
     Args:
         module: it is not called; where its class is in no table a copy of it is, in eval mode and on noise.
@@ -253,8 +253,9 @@ def kind_at(module: nn.Module, site: NormSite) -> NormKind | str:
     known = kind_of(module) or refusal(module)
     if known is not None:
         return known
-    own = (tensor for tensor in itertools.chain(module.parameters(), module.buffers()) if tensor.is_floating_point())
-    like, twin = next(own, torch.zeros(())), _twin(module).eval()
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    like = next((tensor for tensor in tensors if tensor.is_floating_point()), torch.zeros(()))
+    twin = _twin(module).eval()
     for shape in _shapes_at(site):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
         try:
@@ -266,7 +267,7 @@ def kind_at(module: nn.Module, site: NormSite) -> NormKind | str:
 
 
 def _shapes_at(site: NormSite) -> Iterator[list[int]]:
-    """List what inputs may look like that have the site's channels at their place."""
+    """Shapes of inputs that have the site's channels in their place."""
     if site.grouped:
         yield [2, site.channels, *site.normalized_shape[1:]]
         return
@@ -281,7 +282,7 @@ def _shapes_at(site: NormSite) -> Iterator[list[int]]:
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """Return a copy to be called, of which no hook hears."""
+    """A copy without hooks, to be called."""
     twin = copied(module)
     twin._forward_hooks.clear()
     twin._forward_pre_hooks.clear()
@@ -291,7 +292,7 @@ def _twin(module: nn.Module) -> nn.Module:
 def _probed(
     module: nn.Module, call: _Call, x: Tensor, shape: list[int], probes: tuple[tuple[float, float], ...] = _PROBES
 ) -> list[_Shown]:
-    """Ask a float32 copy for its output on noise; no hook and no state of the module sees it."""
+    """The output of a float32 copy on noise; the module's hooks and state stay untouched."""
     twin, shown = _twin(module).float(), []
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(x.device)
     for mean, sigma in probes:

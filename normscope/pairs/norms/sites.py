@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from normscope.errors import UsageError, unknown
+from normscope.runtime.records import Record
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class NormSite:
 
 
 @dataclass(frozen=True)
-class SkippedNorm:
+class SkippedNorm(Record):
     """A normalization that normscope saw and could not observe, and why."""
 
     name: str

@@ -70,7 +70,7 @@ class _FirstCall:
 
 
 class _Input:
-    """The input of a norm as it was before the norm was at work."""
+    """The input of a norm as it was before the norm ran."""
 
     def __init__(self, x: Tensor) -> None:
         self.copy = x.detach().clone()
@@ -175,9 +175,9 @@ def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
 
 def with_input(args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a norm with ``x`` in the place of the tensor that it normalizes."""
-    own = input_of(args, kwargs)
-    return tuple(x if value is own else value for value in args), {
-        name: x if value is own else value for name, value in kwargs.items()
+    normalized = input_of(args, kwargs)
+    return tuple(x if value is normalized else value for value in args), {
+        name: x if value is normalized else value for name, value in kwargs.items()
     }
 
 
@@ -203,7 +203,7 @@ def _parents(name: str) -> list[str]:
 
 
 def _no_norms(calls: dict[str, _FirstCall], named: dict[str, nn.Module]) -> set[str]:
-    """Names of suspects that turned out to be no norms: to weigh alone, to be part of a norm or only to hold one."""
+    """Names of suspects that are no norms: they only multiply by a weight, are part of a norm, or only hold one."""
     sites = {name for name, call in calls.items() if isinstance(call.kind, NormKind)}
     weigh_alone_or_part = {
         name for name in calls.keys() - named.keys() if name not in sites or sites & {*_parents(name)}
@@ -217,10 +217,10 @@ def _no_norms(calls: dict[str, _FirstCall], named: dict[str, nn.Module]) -> set[
 def _calls_of(
     named: dict[str, nn.Module], weighing: dict[str, nn.Module], watch: FunctionWatch
 ) -> Iterator[dict[str, _FirstCall]]:
-    """Note the first call of each suspect, and let the watch forget what those do that are named, or found, a norm."""
+    """Note the first call of each suspect, and let the watch forget what those that are norms do inside."""
     calls: dict[str, _FirstCall] = {}
     suspects = {**named, **weighing}
-    # The last is at work: it may call itself.
+    # The last one is running: it may call itself.
     before: dict[str, list[tuple[_Input | None, tuple[int, int]]]] = {name: [] for name in suspects}
 
     def enter(name: str) -> Callable[..., None]:
@@ -233,15 +233,15 @@ def _calls_of(
 
     def leave(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            x, (own, mark) = input_of(args, kwargs), before[name].pop()
+            x, (kept_input, mark) = input_of(args, kwargs), before[name].pop()
             with watch.paused():
-                overwrites = own is not None and own.changed
+                overwrites = kept_input is not None and kept_input.changed
             if name in calls:
                 calls[name].calls += 1
                 calls[name].overwrites |= overwrites
                 calls[name].of_weights &= x is not None and watch.is_weight(x)
-            elif x is not None and own is not None and isinstance(output, Tensor):
-                args, kwargs = with_input(args, kwargs, own.copy) if overwrites else (args, kwargs)
+            elif x is not None and kept_input is not None and isinstance(output, Tensor):
+                args, kwargs = with_input(args, kwargs, kept_input.copy) if overwrites else (args, kwargs)
                 # Now, while the input is what the norm saw: the network may go on to add to it in place.
                 with watch.paused(), at_hand(module, args, kwargs) as (own_args, own_kwargs):
                     kind = _resolve(module, own_args, own_kwargs, output)
@@ -263,7 +263,7 @@ def _calls_of(
 
 @contextlib.contextmanager
 def _entered(model: nn.Module, watch: FunctionWatch) -> Iterator[None]:
-    """Tell the watch which module is at work, so that a function can be reported with its place."""
+    """Tell the watch which module is running, so that a function can be reported with its place."""
 
     def enter(name: str) -> Callable[..., None]:
         return lambda module, args: watch.path.append(name)

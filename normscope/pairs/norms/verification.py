@@ -1,4 +1,4 @@
-"""The module's true output, recomputed from the y that is summed, its weight and its bias."""
+"""The module's true output, recomputed from the summed y and the module's weight and bias."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def check(
 
 
 def overflow(kind: NormKind, rows: Tensor) -> str | None:
-    """Say in a clause that every one of some tokens is too large for the module that normalizes them.
+    """A clause that says that all of these tokens are too large for the module that normalizes them.
 
     Args:
         kind: how the module normalizes.
@@ -118,7 +118,7 @@ def overflow(kind: NormKind, rows: Tensor) -> str | None:
 
 
 def overflow_in(kind: NormKind, module: nn.Module, x: Tensor, output: Tensor) -> str | None:
-    """Say in a clause where that is so, that all tokens whose output is not ours are too large for the module."""
+    """A clause that says that all tokens with another output than ours are too large for the module, if they are."""
     rows = kind.rows(module, x)
     return overflow(kind, rows[(_times(kind, module, rows, kind.rows(module, output)) > 1).to(rows.device)])
 
@@ -128,7 +128,7 @@ def _computed_in(kind: NormKind, dtype: torch.dtype) -> torch.dtype:
 
 
 def _times(kind: NormKind, module: nn.Module, rows: Tensor, true: Tensor) -> Tensor:
-    """Return how far a module's output is from ours, as a multiple of what rounding explains.
+    """How far a module's output is from ours, as a multiple of what rounding explains.
 
     Args:
         kind: how the module is thought to normalize.

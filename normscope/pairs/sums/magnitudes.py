@@ -1,4 +1,4 @@
-"""How magnitudes are distributed, from counts per bin: quantiles, shares and means over all that were counted."""
+"""Distributions of magnitudes from counts per bin: quantiles, shares and means."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Magnitudes:
 
 
 def of_pairs(moments: Tensor) -> Magnitudes:
-    """Say how |x| is distributed over all pairs; within a bin, by its own mean and spread.
+    """Distribution of |x| over all pairs; within a bin, by its own mean and spread.
 
     A bin that holds one pair, as those of the tails do, holds it at its own x.
 
@@ -73,7 +73,7 @@ def of_pairs(moments: Tensor) -> Magnitudes:
 
 
 def of_tokens(counts: Tensor) -> Magnitudes:
-    """Say how the magnitude of something that tokens are counted by, μ/σ or σ, is distributed over them.
+    """Distribution over tokens of the magnitude that they are counted by, μ/σ or σ.
 
     Bins are an eighth of an octave wide, at most 12 %.
 

@@ -1,4 +1,4 @@
-"""The sums of one site as the tensors that a file holds, and back: what holds nothing takes no place."""
+"""The sums of one site as the tensors of a file, and back; empty bins take no space."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def packed(stats: PairStats) -> dict[str, Tensor]:
     """Return the tensors of one site by their names in docs/file-formats.md; bins and cells of no pair are left out."""
     packed = {name: getattr(stats, name) for name in _DENSE}
     cells = _rows(stats.moments)[:, 0].nonzero().squeeze(1)
-    packed |= {name: _rows(own)[cells].T for name, own in _moments_of(stats)} | {"moments.cells": cells.int()}
+    packed |= {name: _rows(moments)[cells].T for name, moments in _moments_of(stats)} | {"moments.cells": cells.int()}
     if stats.channel_moments is not None:
         cells = stats.channel_moments[0].flatten().nonzero().squeeze(1)
         packed["channel_moments"] = stats.channel_moments.flatten(1)[:, cells]
@@ -41,7 +41,7 @@ def packed(stats: PairStats) -> dict[str, Tensor]:
 def unpacked(
     channels: int, sources: SourcesSeen, seed: int, tensors: Mapping[str, Tensor], *, grouped: bool
 ) -> PairStats:
-    """Make again what :func:`packed` took apart.
+    """Rebuild the sums that :func:`packed` took apart.
 
     Raises:
         ValueError: if a tensor is none that finite pairs leave; KeyError if one is missing.
@@ -60,8 +60,8 @@ def unpacked(
     for name in _DENSE:
         getattr(stats, name).copy_(_like(getattr(stats, name), tensors[name], name))
     cells, shape = _cells(tensors)
-    for name, own in _moments_of(stats):
-        _rows(own)[cells] = _rows(_like(torch.empty(shape, dtype=torch.float64), tensors[name], name))
+    for name, moments in _moments_of(stats):
+        _rows(moments)[cells] = _rows(_like(torch.empty(shape, dtype=torch.float64), tensors[name], name))
     if stats.channel_moments is not None:
         cells = _within(tensors["channel_moments.cells"].long(), stats.channel_moments[0].numel())
         kept = torch.empty(len(MOMENTS), len(cells), dtype=torch.float64)
@@ -82,9 +82,9 @@ def unpacked(
 
 
 def _moments_of(stats: PairStats) -> list[tuple[str, Tensor]]:
-    """Name the moments by fold and bin that there are."""
+    """The moments by fold and bin that this site keeps, by name."""
     every = [(name, getattr(stats, name)) for name in ("moments", "gamma_moments", "diagonal_moments")]
-    return [(name, own) for name, own in every if own is not None]
+    return [(name, moments) for name, moments in every if moments is not None]
 
 
 def _rows(moments: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def _cells(tensors: Mapping[str, Tensor]) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def _check(stats: PairStats, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError where there is something that no finite pairs leave, and that a fit or a figure trips over."""
+    """Raise ValueError for numbers that finite pairs never give, on which a fit or a figure would fail."""
     moments = _rows(tensors["moments"])
     n = moments[:, :1]
     if not bool((n.ge(0) & n.eq(n.floor())).all()) or not float(n.sum()) <= _MOST:
@@ -116,11 +116,11 @@ def _check(stats: PairStats, tensors: Mapping[str, Tensor]) -> None:
     channel = tensors["pairs.channel"]
     if not bool((channel.ge(0) & channel.lt(stats.channels)).all()):
         raise ValueError("its pairs name channels that do not exist")
-    if any(bool((own.position < 0).any()) for own in (stats.tokens, stats.largest)):
+    if any(bool((sample.position < 0).any()) for sample in (stats.tokens, stats.largest)):
         raise ValueError("its tokens name places that do not exist")
     low, high = stats.channel_extremes
     untouched = low.isposinf() & high.isneginf() & (stats.channel_sums == 0).all(0)  # until the first token comes
-    finite = {name: own for name, own in tensors.items() if name.startswith(_FINITE)}
+    finite = {name: tensor for name, tensor in tensors.items() if name.startswith(_FINITE)}
     if stats.grouped or not n.any():  # a group's tokens come without the others'
         finite["channel_extremes"] = stats.channel_extremes[:, ~untouched]
     for name, values in finite.items():

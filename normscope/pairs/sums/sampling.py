@@ -64,7 +64,7 @@ class SourcesSeen:
 
 @functools.lru_cache(maxsize=4096)
 def _source_fold(data: str, source_index: int) -> int:
-    """Deal the sources of a data set out evenly; begin elsewhere for another data set, whose numbers are the same."""
+    """The fold of a source: dealt out evenly, starting elsewhere for each data set, as their numbers are the same."""
     first = hashlib.blake2b(data.encode("utf-8", "surrogateescape"), digest_size=1).digest()[0]
     return (first + source_index) % FOLDS
 
@@ -169,7 +169,7 @@ class TokenSample:
         return cls(rank, key, x, y, torch.zeros(places, device=device), position, sample)
 
     def with_more(self, other: TokenSample, capacity: int) -> TokenSample:
-        """Return the ``capacity`` tokens of least rank of both; free places come last."""
+        """The ``capacity`` tokens of least rank among both samples; free places come last."""
         both = {f.name: torch.cat([getattr(self, f.name), getattr(other, f.name)]) for f in fields(self)}
         by_key = both["key"].argsort()
         order = by_key[both["rank"][by_key].argsort(stable=True)][:capacity]
@@ -238,8 +238,8 @@ class PairSample:
         # Pairs that lost write to a place that is thrown away: picking the winners would have to wait for a GPU.
         target = places.where(won, self.key.numel()).flatten()
         for name, values in (("x", x), ("y", y), ("channel", channel.int())):
-            own = getattr(self, name).view(-1)
-            longer = torch.cat([own, own[:1]]).scatter_(0, target, values.flatten())
+            drawn = getattr(self, name).view(-1)
+            longer = torch.cat([drawn, drawn[:1]]).scatter_(0, target, values.flatten())
             setattr(self, name, longer[:-1].view(self.key.shape))
 
     def merged(self, other: PairSample) -> PairSample:

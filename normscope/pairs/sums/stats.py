@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import os
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -18,8 +22,9 @@ from normscope.pairs.sums.binning import (
     MOMENTS,
     PAIR_GRID,
     TOKEN_GRID,
-    choice,
+    reference,
 )
+from normscope.pairs.sums.binning.cuda_launcher import TRITON, VARIABLE, cannot_be_met, why_no_launcher
 from normscope.pairs.sums.sampling import (
     FOLDS,
     GROUPED_WIDTH,
@@ -36,6 +41,7 @@ _NOBODY = (Sample("tokens of no sample", 0, -1),)
 _SUMS = ("moments", "density", "channel_sums", "token_offsets", "token_scales", "nonfinite_tokens")
 _BY_FOLD = ("moments", "gamma_moments", "diagonal_moments")
 _OPTIONAL = ("gamma_moments", "channel_moments", "diagonal_moments")
+_COMPILED_BY = {"cpu": "numba", "cuda": "triton"}
 
 
 @dataclass(eq=False)
@@ -101,7 +107,7 @@ class PairStats:
         infinity = torch.full((channels,), torch.inf, device=on)
         width = GROUPED_WIDTH if grouped else channels
         moments = torch.zeros(FOLDS, PAIR_GRID.size, len(MOMENTS), dtype=torch.float64, device=on).mT
-        own = (len(MOMENTS), channels, CHANNEL_GRID.size) if per_channel else None
+        by_channel = (len(MOMENTS), channels, CHANNEL_GRID.size) if per_channel else None
         return cls(
             moments=moments,
             density=torch.zeros(DENSITY_X_GRID.size, DENSITY_Y_GRID.size, dtype=torch.int64, device=on),
@@ -117,7 +123,7 @@ class PairStats:
             seed=seed,
             grouped=grouped,
             gamma_moments=torch.zeros_like(moments) if by_gamma else None,
-            channel_moments=torch.zeros(own, dtype=torch.float64, device=on) if own else None,
+            channel_moments=torch.zeros(by_channel, dtype=torch.float64, device=on) if by_channel else None,
             diagonal_moments=torch.zeros_like(moments) if diagonal else None,
         )
 
@@ -193,22 +199,22 @@ class PairStats:
         keyed = samples
         if rest or not samples or not divided:
             self._regroup(replace(self.sources, mapped=False))
-            # No two of nobody's tokens are one in the drawing sample, whichever rank or run saw them.
-            keyed = [replace(own, source=f"the batch of {own.source}") for own in samples[:1]] or _NOBODY
+            # Tokens of no sample get distinct keys in the drawing sample, whichever rank or run saw them.
+            keyed = [replace(one, source=f"the batch of {one.source}") for one in samples[:1]] or _NOBODY
             if not samples:
                 first_token = self.n_tokens + int(self.nonfinite_tokens)
             samples, per_sample = _NOBODY, len(rows)
         self._regroup(self.sources.with_samples(samples))
         runs = [
             Run(
-                number * per_sample, (number + 1) * per_sample, fold, sample_key(key, self.seed), first_token, own.index
+                number * per_sample, (number + 1) * per_sample, fold, sample_key(key, self.seed), first_token, one.index
             )
-            for number, (own, key, fold) in enumerate(zip(samples, keyed, self.sources.folds_of(samples), strict=True))
+            for number, (one, key, fold) in enumerate(zip(samples, keyed, self.sources.folds_of(samples), strict=True))
         ]
         tokens = Tokens(rows, lines, runs, self.channels, groups, valid, gamma)
         if sample is not None:
             tokens = tokens.sampled(sample)
-        choice.add(self, tokens)
+        add(self, tokens)
         return tokens.valid
 
     def merge(self, other: PairStats) -> PairStats:
@@ -231,7 +237,7 @@ class PairStats:
         low, high = torch.stack([self.channel_extremes, other.channel_extremes]).unbind(1)
         return replace(
             mine,
-            **{name: own + getattr(theirs, name) for name, own in mine.sums.items()},
+            **{name: total + getattr(theirs, name) for name, total in mine.sums.items()},
             channel_extremes=torch.stack([low.amin(0), high.amax(0)]),
             tokens=self.tokens.with_more(other.tokens, UNIFORM_TOKENS),
             largest=self.largest.with_more(other.largest, LARGEST_TOKENS),
@@ -240,14 +246,14 @@ class PairStats:
 
     @property
     def sums(self) -> dict[str, Tensor]:
-        """Return everything of which the sums over two sets of pairs are the sums of both, by name."""
+        """Everything that simply adds up when two sets of pairs are merged, by name."""
         every = {name: getattr(self, name) for name in (*_SUMS, *_OPTIONAL)}
-        return {name: own for name, own in every.items() if own is not None}
+        return {name: total for name, total in every.items() if total is not None}
 
     def regrouped(self, sources: SourcesSeen) -> PairStats:
         """Return the same sums with their folds grouped as they are where ``sources`` have been seen."""
-        kept = {name: own for name in _BY_FOLD if (own := getattr(self, name)) is not None}
-        regrouped: dict[str, Any] = {name: self._regrouped(own, sources) for name, own in kept.items()}
+        kept = {name: moments for name in _BY_FOLD if (moments := getattr(self, name)) is not None}
+        regrouped: dict[str, Any] = {name: self._regrouped(moments, sources) for name, moments in kept.items()}
         return replace(self, **regrouped, sources=sources)
 
     def to(self, device: torch.device | str) -> PairStats:
@@ -278,7 +284,7 @@ class PairStats:
         return moments if fold is None else _join_folds(moments.clone(), fold)
 
     def _joined_fold(self, sources: SourcesSeen) -> int | None:
-        """Which fold all pairs become one of: a single source's samples do, beside others. None where they stay."""
+        """The fold that all pairs join, as a single source's samples do beside other sources; None if folds stay."""
         if self.sources.mapped and not sources.mapped:
             return 0
         if sources.mapped and (self.sources.number, sources.number) == ("one", "several"):
@@ -291,3 +297,39 @@ def _join_folds(moments: Tensor, into: int) -> Tensor:
     moments.zero_()
     moments[into] = total
     return moments
+
+
+def add(stats: PairStats, tokens: Tokens) -> None:
+    """Add the pairs of ``tokens`` to everything that ``stats``, on the same device, keeps.
+
+    The fastest loop that the device has does it. All put each pair into the same bin.
+
+    Raises:
+        UsageError: on CUDA, if ``NORMSCOPE_KERNELS=triton`` asks for kernels and Triton cannot launch any.
+    """
+    if tokens.rows.numel():
+        _loop_of(tokens.rows.device.type)(stats, tokens)
+
+
+def _loop_of(device: str) -> Callable[[PairStats, Tokens], None]:
+    loop = _compiled_loop_of(device)
+    if device != "cuda" or loop is reference.add or not (reason := why_no_launcher()):
+        return loop
+    if os.environ.get(VARIABLE) == TRITON:
+        raise cannot_be_met(reason)
+    return reference.add
+
+
+@functools.cache
+def _compiled_loop_of(device: str) -> Callable[[PairStats, Tokens], None]:
+    if device not in _COMPILED_BY:
+        return reference.add
+    try:
+        loop: Callable[[PairStats, Tokens], None] = import_module(f"normscope.pairs.sums.binning.{device}").add
+    except ImportError as error:
+        warnings.warn(
+            f"{_COMPILED_BY[device]} does not work here ({error}): the same sums are taken in plain torch, and slowly.",
+            stacklevel=2,
+        )
+        return reference.add
+    return loop

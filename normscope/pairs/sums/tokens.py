@@ -82,7 +82,7 @@ def batch_axis(of_one_sample: torch.Size, shape: torch.Size, n_samples: int, pos
 def serves_all(
     of_one_sample: torch.Size, shape: torch.Size, positions_of_one: int | None, positions: int | None
 ) -> bool:
-    """Tell of an input in which no axis grew with the number of samples whether none holds samples at all.
+    """Whether an input in which no axis grew with the number of samples is the same for all samples.
 
     Its axes are then as long as they are for one sample, except for positions. Where the samples have fewer positions
     than the sample known had, it cannot be told: two short samples may have the tokens of one long one.
@@ -183,10 +183,10 @@ class Tokens:
 
     def channel_of(self, rows: slice) -> Tensor:
         """Number the channel of every element of some tokens: int64 ``(tokens, d)``."""
-        taken = range(len(self.rows))[rows]
+        numbers = range(len(self.rows))[rows]
         if self.groups is None:
-            return torch.arange(self.channels, device=self.rows.device).expand(len(taken), -1)
-        of_all = group_channels(taken.stop, self.rows.shape[1], self.channels, self.groups)
+            return torch.arange(self.channels, device=self.rows.device).expand(len(numbers), -1)
+        of_all = group_channels(numbers.stop, self.rows.shape[1], self.channels, self.groups)
         return of_all[rows].to(self.rows.device)
 
     def folds(self) -> Tensor:
@@ -199,7 +199,7 @@ class Tokens:
         return keys if self.valid is None else keys.where(self.valid, NO_KEY)
 
     def places(self) -> tuple[Tensor, Tensor]:
-        """Return of every token its number within its sample, and that sample's number: two int64 ``(tokens,)``."""
+        """Each token's number within its sample, and that sample's number: two int64 ``(tokens,)``."""
         samples = self._of_runs([run.sample for run in self.runs])
         return self._positions().to(self.rows.device), samples.to(self.rows.device)
 
@@ -211,8 +211,8 @@ class Tokens:
             + keys[run.start : run.stop].topk(min(count, run.stop - run.start), largest=False, sorted=False).indices
             for run in self.runs
         ]
-        taken = torch.zeros(len(keys), dtype=torch.bool, device=keys.device).index_fill_(0, torch.cat(least), True)
-        return replace(self, valid=taken if self.valid is None else taken & self.valid)
+        drawn = torch.zeros(len(keys), dtype=torch.bool, device=keys.device).index_fill_(0, torch.cat(least), True)
+        return replace(self, valid=drawn if self.valid is None else drawn & self.valid)
 
     def _positions(self) -> Tensor:
         return torch.arange(len(self.rows)) + self._of_runs([run.position - run.start for run in self.runs])

@@ -103,8 +103,8 @@ def bench(
     '1 sample of 64 held-out digits'
     """
     model, batch, about, outputs = _first_batch(model, batch, about, outputs)
-    own = _tensor_of(model)
-    wanted = _dtypes(dtypes, full, own.dtype)
+    tensor = _tensor_of(model)
+    wanted = _dtypes(dtypes, full, tensor.dtype)
     budget = (math.inf if full else BUDGET) if budget is None else budget
     inner, until = uncompiled(model), time.monotonic() + budget
     measured: list[Measured] = []
@@ -112,26 +112,26 @@ def bench(
     with left_as_found(inner, timed=True), compilations():
         progress("looking for norms", 0, 1)
         begun = time.monotonic()
-        found = find_norms(inner, batch)
+        report = find_norms(inner, batch)
         a_pass = time.monotonic() - begun
         for dtype in wanted:
-            cast = inner if dtype == own.dtype else copy.deepcopy(inner).to(dtype)
-            made = variants(cast, found.sites, curves)
-            check_kernels([module for variant in made for module in variant.modules.values()])
-            norm = norm_bench(cast, made, commonest(found), own.new_empty(0, dtype=dtype))
-            # In its own dtype on the CPU the network has just run; seconds a pass are not spent twice.
-            warm = full or own.device.type != "cpu" or dtype != own.dtype
-            cast_batch = batch.to(own.device, None if dtype == own.dtype else dtype)
-            whole = ModelBench(cast, cast_batch, outputs, made, len(found.sites), warm)
-            for_model = 0.0 if full else whole_network.AT_LEAST * (len(made) + len(whole.fused)) * a_pass
+            cast = inner if dtype == tensor.dtype else copy.deepcopy(inner).to(dtype)
+            candidates = variants(cast, report.sites, curves)
+            check_kernels([module for variant in candidates for module in variant.modules.values()])
+            norm = norm_bench(cast, candidates, commonest(report), tensor.new_empty(0, dtype=dtype))
+            # On the CPU the network has just run in its own dtype; no need to warm it up again, at seconds a pass.
+            warm = full or tensor.device.type != "cpu" or dtype != tensor.dtype
+            cast_batch = batch.to(tensor.device, None if dtype == tensor.dtype else dtype)
+            whole = ModelBench(cast, cast_batch, outputs, candidates, len(report.sites), warm)
+            for_model = 0.0 if full else whole_network.AT_LEAST * (len(candidates) + len(whole.fused)) * a_pass
             if not whole.fused:
-                left_out += without_kernels(own.device)
+                left_out += without_kernels(tensor.device)
             measured += _norm_alone(norm, until, for_model, only, progress, left_out)
             measured += _whole_network(whole, full, until, only, progress)
     if not full:
         left_out.append(_without_full([str(dtype).removeprefix("torch.") for dtype in wanted]))
-    device = in_words(own.device)
-    if own.device.type != "cuda" and any(row.case.way in FUSED for row in measured):
+    device = in_words(tensor.device)
+    if tensor.device.type != "cuda" and any(row.case.way in FUSED for row in measured):
         measured = [_interpreted(row) if row.case.way in FUSED else row for row in measured]
         device = f"{device}; fused {INTERPRETED}"
     return BenchReport(about, device, tuple(judged(measured)), tuple(dict.fromkeys(left_out)))
@@ -140,7 +140,7 @@ def bench(
 def _first_batch(
     model: nn.Module | LoadedModel, batch: Batch | None, about: Mapping[str, str] | None, outputs: Outputs | None
 ) -> tuple[nn.Module, Batch, dict[str, str], Outputs]:
-    """Return a module, a batch to time it on, what they say of themselves, and how outputs are read."""
+    """The module, a batch to time it on, what is known of both, and how outputs are read."""
     module, batches, said, outputs = unpacked(model, None if batch is None else [batch], about, outputs)
     if batch is None:
         batch = next(iter(batches))
@@ -150,7 +150,7 @@ def _first_batch(
 
 
 def in_words(device: torch.device) -> str:
-    """Say what a device is, with the number of threads or the name of the card.
+    """Name a device, with its number of threads or the name of the card.
 
     >>> in_words(torch.device("cpu"))  # doctest: +ELLIPSIS
     'cpu, ... thread...'
@@ -209,7 +209,7 @@ def _interpreted(row: Measured) -> Measured:
 
 
 def without_kernels(device: torch.device) -> list[str]:
-    """Say that nothing is timed with kernels, where that is not a matter of course."""
+    """A remark that nothing is timed with kernels, where one would expect them."""
     if os.environ.get(VARIABLE) == EAGER:
         return [f"Fused by normscope's kernels: {VARIABLE}={EAGER} leaves them out."]
     if device.type == "cuda":
@@ -224,9 +224,9 @@ def _without_full(dtypes: Sequence[str]) -> str:
     return f"Left to --full: {'; '.join(parts)}."
 
 
-def _dtypes(names: Sequence[str] | None, full: bool, own: torch.dtype) -> list[torch.dtype]:
+def _dtypes(names: Sequence[str] | None, full: bool, of_network: torch.dtype) -> list[torch.dtype]:
     if names is None:
-        return list(dict.fromkeys([own, *(getattr(torch, name) for name in DTYPES)])) if full else [own]
+        return list(dict.fromkeys([of_network, *(getattr(torch, name) for name in DTYPES)])) if full else [of_network]
     for name in names:
         if name not in DTYPES:
             raise UsageError(unknown("dtype", name, DTYPES))
@@ -248,7 +248,7 @@ _NORMS: tuple[Norms, ...] = ("eager", "compile", "fused")
 
 
 def why_not(device: torch.device, passes: Passes = "forward") -> str | None:
-    """Say in a sentence why the table cannot be repeated on a device; None where it can.
+    """Why the table cannot be repeated on a device, in a sentence; None where it can.
 
     >>> why_not(torch.device("cpu"))
     'The published table is not repeated on the cpu: LLaMA 7B takes 13.5 GB of weights and 100 passes over 4096 tokens, which are hours without CUDA.'
@@ -304,14 +304,14 @@ def published(
     notes = _differences(where, tokens, n_passes)
     rows: list[Latency] = []
     with left_as_found(model, timed=True), compilations():
-        found = find_norms(model, batch)
-        made = [one for one in variants(model, found.sites, curves) if one.name in (NATIVE, *curves)]
-        whole = ModelBench(model, batch, outputs or Outputs(), made, len(found.sites), True)
-        shapes = [(site.name, site.kind, tuple(found.shapes[site.name])) for site in found.sites]
-        with_kernels = [one for one in made if any(map(has_kernel, one.modules.values()))]
+        report = find_norms(model, batch)
+        candidates = [one for one in variants(model, report.sites, curves) if one.name in (NATIVE, *curves)]
+        whole = ModelBench(model, batch, outputs or Outputs(), candidates, len(report.sites), True)
+        shapes = [(site.name, site.kind, tuple(report.shapes[site.name])) for site in report.sites]
+        with_kernels = [one for one in candidates if any(map(has_kernel, one.modules.values()))]
         if not with_kernels:
             notes += without_kernels(where.device)
-        for way, passes, one in itertools.product(_NORMS, PASSES, made):
+        for way, passes, one in itertools.product(_NORMS, PASSES, candidates):
             if way == "fused" and one not in with_kernels:
                 continue
             too_little = why_not(where.device, passes) if where.is_cuda else None
@@ -342,9 +342,9 @@ def _differences(where: torch.Tensor, tokens: int, n_passes: int) -> list[str]:
 
 def _compiled(model: nn.Module, one: Variant, names: Sequence[str]) -> Variant:
     """The same, each norm compiled by itself: what the paper compiles."""
-    own: Mapping[str, nn.Module] = one.modules or {name: module_at(model, name) for name in names}
+    norms: Mapping[str, nn.Module] = one.modules or {name: module_at(model, name) for name in names}
     modules: dict[str, nn.Module] = {}
-    for name, module in own.items():
+    for name, module in norms.items():
         called = torch.compile(module, dynamic=False)
         assert isinstance(called, nn.Module)  # noqa: S101 - of a module, torch makes a module
         modules[name] = called
@@ -359,7 +359,7 @@ def _norms_seconds(
     shapes: Sequence[tuple[str, str, tuple[int, ...]]],
     n_passes: int,
 ) -> float:
-    """How long all norms take by themselves: one of each class and shape, times their number."""
+    """Seconds of all norms by themselves: one of each class and shape, times their number."""
     alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for name, kind, shape in shapes:
         alike.setdefault((kind, shape), []).append(name)

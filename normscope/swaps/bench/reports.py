@@ -52,7 +52,7 @@ class Case(Record):
 
 @dataclass(frozen=True)
 class Timing(Case):
-    """How long it took, and what that says.
+    """How long a case took, and what that says.
 
     Attributes:
         samples: seconds of one pass, each; none where it did not run.
@@ -105,7 +105,7 @@ class BenchReport(Record):
 
 @dataclass(frozen=True)
 class Latency:
-    """One cell pair of the table: seconds of all passes together.
+    """One pair of cells of the published table: seconds of all passes together.
 
     Attributes:
         variant: ``native`` (an RMSNorm), or a curve.
@@ -137,7 +137,7 @@ PUBLISHED = (
 
 @dataclass(frozen=True)
 class PublishedReport(Record):
-    """Ours beside what was published, never one for the other.
+    """Our seconds beside the published ones.
 
     Attributes:
         device: what ours ran on.

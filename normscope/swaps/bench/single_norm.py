@@ -71,7 +71,7 @@ def every(case: Case) -> bool:
 
 
 def commonest(report: NormReport) -> Norm:
-    """Return the class and shape that most norms of a network have; of several as common, the first called."""
+    """The class and shape that most norms of a network have; of several equally common, the first called."""
     counted = Counter((site.kind, tuple(report.shapes[site.name])) for site in report.sites)
     (kind, shape), number = counted.most_common(1)[0]
     first = next(site for site in report.sites if (site.kind, tuple(report.shapes[site.name])) == (kind, shape))
@@ -121,7 +121,7 @@ class NormBench:
         missing = [(name, way, why) for way in plain for name, why in self.missing.items() if wanted(name, way)]
         rows = [self._not_run(name, way, passes, why) for name, way, why in missing]
         ready: dict[tuple[Way, str], tuple[Call, float | None]] = {}
-        modules = {(way, name): own for way in ways for name, own in self._of(way).items() if wanted(name, way)}
+        modules = {(way, name): module for way in ways for name, module in self._of(way).items() if wanted(name, way)}
         for (way, name), module in modules.items():
             try:
                 with computed(way):
@@ -134,10 +134,10 @@ class NormBench:
         failed: dict[tuple[Way, str, str], str] = {}
         kept_going = {key: _noting(key, one, failed) for key, one in samplers.items()}
         samples = in_turns(kept_going, at_least=AT_LEAST, at_most=AT_MOST, until=until)
-        for key, own in samples.items():
+        for key, times in samples.items():
             way, name, timer = key
             case, why = self._case(name, way, passes, timer), failed.get(key, "")
-            rows.append(Measured(case, () if why else own, ready[way, name][1], why))
+            rows.append(Measured(case, () if why else times, ready[way, name][1], why))
         return rows
 
     def seconds(self, variant: str, way: Way, passes: Passes, number: int) -> float:
@@ -148,10 +148,10 @@ class NormBench:
     def _of(self, way: Way) -> dict[str, nn.Module]:
         if way not in FUSED:
             return self.modules
-        return {called: made for name, own in self.modules.items() for called, made in fused(name, own).items()}
+        return {called: kernel for named in self.modules.items() for called, kernel in fused(*named).items()}
 
     def _prepared(self, module: nn.Module, way: Way, passes: Passes) -> tuple[Call, float | None]:
-        """Return what is timed after a first call, and, of what is compiled, the seconds of that."""
+        """What is timed, after a first call, and the seconds of that call where it compiled."""
         called = torch.compile(module, fullgraph=True, dynamic=False) if way == "compile" else module
         run = _step(called, require_gradients(module), passes)
         [first] = once(lambda: run(self.buffers[0]))
@@ -176,20 +176,20 @@ class NormBench:
         return Case(variant, way, "norm", passes, dtype, timer, self.norm.shape, self.norm.sites, nbytes)
 
 
-def norm_bench(model: nn.Module, made: Sequence[Variant], norm: Norm, where: Tensor) -> NormBench:
+def norm_bench(model: nn.Module, candidates: Sequence[Variant], norm: Norm, where: Tensor) -> NormBench:
     """Copy the norm and its replacements, and fill the buffers with random values.
 
     Args:
         model: the network, in the dtype that is timed; it is left as it is.
-        made: what :func:`normscope.swaps.bench.variants.variants` made of it.
+        candidates: what :func:`normscope.swaps.bench.variants.variants` made of it.
         norm: which one.
         where: a tensor whose device and dtype the buffers get.
     """
     native = module_at(model, norm.name)
-    modules = {one.name: one.modules.get(norm.name) for one in made}
+    modules = {one.name: one.modules.get(norm.name) for one in candidates}
     modules[NATIVE] = native
     there = {name: unheard(module) for name, module in modules.items() if module is not None}
-    notes = {one.name: one.note for one in made}
+    notes = {one.name: one.note for one in candidates}
     missing = {name: notes[name] for name, module in modules.items() if module is None}
     generator = torch.Generator(where.device).manual_seed(_SEED)
 
@@ -203,7 +203,7 @@ def norm_bench(model: nn.Module, made: Sequence[Variant], norm: Norm, where: Ten
 
 
 def first_line(error: Exception) -> str:
-    """Name an error and say the first line of its message."""
+    """The name of an error and the first line of its message."""
     line = str(error).strip().partition("\n")[0]
     return line if isinstance(error, ModelError) else f"{type(error).__name__}: {line}"
 

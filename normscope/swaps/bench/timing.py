@@ -64,13 +64,13 @@ def spread(samples: Sequence[float]) -> TimeQuantiles:
 
 
 def blocks(run: Run) -> list[float]:
-    """Time something short by torch.utils.benchmark: seconds a call, a sample a block of calls, on all threads."""
+    """Time something short with torch.utils.benchmark, on all threads: seconds a call, one sample a block of calls."""
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     return list(timer.blocked_autorange(min_run_time=_BLOCK_SECONDS).times)
 
 
 def once(run: Run, clock: Callable[[], float] = clock) -> list[float]:
-    """Time one call of something long, without a call before it; the clock waits for CUDA before it looks.
+    """Time one call of something long, without a warm-up; CUDA is waited for.
 
     >>> once(lambda: None, iter([3.0, 5.0]).__next__)
     [2.0]
@@ -144,8 +144,8 @@ def flushed(run: Run, milliseconds: int = 100) -> list[float]:
     """
     from triton.testing import do_bench
 
-    taken = do_bench(run, warmup=milliseconds // 4, rep=milliseconds, return_mode="all")
-    return [one / 1e3 for one in taken]
+    times = do_bench(run, warmup=milliseconds // 4, rep=milliseconds, return_mode="all")
+    return [one / 1e3 for one in times]
 
 
 def sets_beyond_cache(nbytes: int, cache: int) -> int:
@@ -230,7 +230,7 @@ class Measured:
 
 
 def bytes_moved(passes: Passes, elements: int, itemsize: int) -> int:
-    """Return how many bytes a norm alone cannot but move: x and y forward, x, y, dy and dx forward + backward.
+    """Bytes that a norm alone has to move at least: x and y forward, x, y, dy and dx forward + backward.
 
     Each is counted once, though a backward pass on its own reads x again: what is shared by all ways to compute it.
 
@@ -282,23 +282,23 @@ def _beside(row: Timing, native: Timing | None, copies: dict[tuple[str, str], fl
 
 
 def verdict(samples: Sequence[float], native: Sequence[float]) -> str:
-    """Say whether one is faster or slower than the other: only what minimum, median and spread say alike.
+    """Whether one is faster or slower than the other: only if minimum, median and spread agree.
 
     >>> verdict([1.0, 1.1, 1.2], [2.0, 2.1, 2.2]), verdict([1.9, 3.1, 3.2], [2.0, 2.1, 2.2])
     ('faster', 'alike')
     """
-    own, other = spread(samples), spread(native)
-    if _below(own, other):
-        found = FASTER
-    elif _below(other, own):
-        found = SLOWER
+    of_samples, of_native = spread(samples), spread(native)
+    if _below(of_samples, of_native):
+        word = FASTER
+    elif _below(of_native, of_samples):
+        word = SLOWER
     else:
         return ALIKE
-    return found if min(len(samples), len(native)) >= LEAST_SAMPLES else TOO_FEW
+    return word if min(len(samples), len(native)) >= LEAST_SAMPLES else TOO_FEW
 
 
 def _below(one: TimeQuantiles, other: TimeQuantiles) -> bool:
-    """Return whether one took less: at its best, and nearly always; the medians lie between p20 and p80."""
+    """Whether one took less time, at its best and nearly always; the medians lie between p20 and p80."""
     return one.minimum < other.minimum and one.p80 < other.p20
 
 

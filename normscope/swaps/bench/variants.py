@@ -1,4 +1,4 @@
-"""What a benchmark puts in the place of a network's norms: start values do not change speed, so there are no fits."""
+"""What a benchmark puts in the norms' place; without fits, as start values do not change speed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from normscope.errors import ModelError
-from normscope.fits.curves.lookup import split_names
+from normscope.fits.curves.expressions import split_names
 from normscope.pairs.norms.sites import NormSite
 from normscope.swaps.bench.reports import FUSED, NATIVE, Way
 from normscope.swaps.kernels import choice
@@ -77,7 +77,7 @@ def has_kernel(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def computed(way: Way) -> Iterator[None]:
-    """Let a network within be computed as a way says.
+    """Compute networks within the block as a way says.
 
     Point-wise functions by kernels where it is fused, else by plain torch; parts that were compiled before as they are
     where it is compiled, else by plain torch as well.
@@ -95,10 +95,10 @@ def _ligers(name: str, module: nn.Module) -> dict[str, nn.Module]:
         return {}
     if not module.weight.is_cuda or module.channel_axis != -1 or module.weight.ndim != 1 or module.shift is not None:
         return {}
-    made: nn.Module = import_module("liger_kernel.transformers.dyt").LigerDyT(
+    layer: nn.Module = import_module("liger_kernel.transformers.dyt").LigerDyT(
         module.weight.numel(), beta=module.bias is not None, init_alpha=module.alpha.detach().item()
     )
-    return {f"{name}, Liger": made.to(module.weight.device, module.weight.dtype)}
+    return {f"{name}, Liger": layer.to(module.weight.device, module.weight.dtype)}
 
 
 def _variant(model: nn.Module, sites: Sequence[NormSite], name: str) -> Variant:

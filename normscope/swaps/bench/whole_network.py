@@ -33,7 +33,7 @@ class ModelBench:
         model: in the dtype that is timed.
         batch: likewise.
         outputs: how to read what the network returns.
-        made: the variants.
+        candidates: the variants.
         sites: how many norms there are.
         warm: whether a pass of each goes before those that are timed.
     """
@@ -41,14 +41,14 @@ class ModelBench:
     model: nn.Module
     batch: Batch
     outputs: Outputs
-    made: Sequence[Variant]
+    candidates: Sequence[Variant]
     sites: int
     warm: bool
 
     @property
     def fused(self) -> list[Variant]:
         """What kernels compute."""
-        return [one for one in self.made if any(map(has_kernel, one.modules.values()))]
+        return [one for one in self.candidates if any(map(has_kernel, one.modules.values()))]
 
     @property
     def ways(self) -> tuple[tuple[Way, ...], ...]:
@@ -90,7 +90,7 @@ class ModelBench:
             return repeated(lambda: run(next(batches)), number)
 
     def _of(self, way: Way) -> Sequence[Variant]:
-        return self.fused if way in FUSED else self.made
+        return self.fused if way in FUSED else self.candidates
 
     def _sampler(self, one: Variant, case: Case) -> Sampler:
         def sample() -> list[float]:
@@ -100,7 +100,7 @@ class ModelBench:
         return sample
 
     def _failure(self, one: Variant, case: Case) -> str | None:
-        """Run it once, untimed; say why it cannot, where it cannot: not every network runs in every dtype."""
+        """Run it once, untimed, and return why it fails, if it does: not every network runs in every dtype."""
         try:
             self._sampler(one, case)()
         except Exception as error:
@@ -129,12 +129,12 @@ class ModelBench:
             if passes == "forward":
                 yield lambda batch: call(called, batch)
                 return
-            found = {parameter: parameter.requires_grad for parameter in self.model.parameters()}
+            required_before = {parameter: parameter.requires_grad for parameter in self.model.parameters()}
             try:
                 parameters = require_gradients(self.model)
                 yield lambda batch: self._both(called, batch, parameters)
             finally:
-                for parameter, required in found.items():
+                for parameter, required in required_before.items():
                     parameter.requires_grad_(required)
 
     def _both(self, called: nn.Module, batch: Batch, parameters: Sequence[Tensor]) -> object:

@@ -1,4 +1,4 @@
-"""How far outputs lie from others: sample by sample, in float64; a few numbers are kept per input."""
+"""Distances between outputs, sample by sample in float64; a few numbers are kept per input."""
 
 from __future__ import annotations
 
@@ -135,25 +135,25 @@ def distances(original: Tensor, swapped: Tensor, valid: Tensor | None = None, ki
     """
     pieces = [_DistanceSums.of(a, b, kind) for a, b in _pieces(original, swapped, valid)]
     kept = torch.ones(original.shape[:2], dtype=torch.bool) if valid is None else valid.cpu()
-    moved, own, other, both = (
-        torch.cat([getattr(piece, name) for piece in pieces], dim=1) for name in ("moved", "own", "other", "both")
+    moved, before, after, both = (
+        torch.cat([getattr(piece, name) for piece in pieces], dim=1) for name in ("moved", "before", "after", "both")
     )
-    own_total, other_total = own.sum(1), other.sum(1)
-    left_out = (own_total == 0) | ~own_total.isfinite()
-    nonfinite = ~other_total.isfinite() & ~left_out
-    cosine = both.sum(1) / (own_total * other_total).sqrt()
-    found = Distances(
+    before_total, after_total = before.sum(1), after.sum(1)
+    left_out = (before_total == 0) | ~before_total.isfinite()
+    nonfinite = ~after_total.isfinite() & ~left_out
+    cosine = both.sum(1) / (before_total * after_total).sqrt()
+    result = Distances(
         left_out,
         nonfinite,
-        (moved.sum(1) / own_total).sqrt().masked_fill(nonfinite, torch.inf),
-        cosine.masked_fill(other_total == 0, 0.0).masked_fill(nonfinite, -torch.inf),
+        (moved.sum(1) / before_total).sqrt().masked_fill(nonfinite, torch.inf),
+        cosine.masked_fill(after_total == 0, 0.0).masked_fill(nonfinite, -torch.inf),
     )
     if kind == "frames":
-        compared = kept & (own > 0) & own.isfinite()
-        frames = (moved / own).sqrt().masked_fill(~other.isfinite(), torch.inf)
-        return replace(found, frames=frames[compared])
+        compared = kept & (before > 0) & before.isfinite()
+        frames = (moved / before).sqrt().masked_fill(~after.isfinite(), torch.inf)
+        return replace(result, frames=frames[compared])
     if kind not in ("classes", "tokens"):
-        return found
+        return result
 
     def total(name: str) -> Tensor:
         return torch.where(kept, torch.cat([getattr(piece, name) for piece in pieces], dim=1), 0.0).sum(1)
@@ -161,7 +161,7 @@ def distances(original: Tensor, swapped: Tensor, valid: Tensor | None = None, ki
     answers = kept.double().sum(1)
     many = original.shape[-1] > _TOP
     return replace(
-        found,
+        result,
         kl=(total("kl") / answers).masked_fill(nonfinite, torch.inf),
         answers=answers,
         top1=total("top1"),
@@ -175,8 +175,8 @@ class _DistanceSums:
     """Sums over the features of some positions: float64 ``(samples, positions)`` on the CPU."""
 
     moved: Tensor
-    own: Tensor
-    other: Tensor
+    before: Tensor
+    after: Tensor
     both: Tensor
     kl: Tensor | None = None
     top1: Tensor | None = None
@@ -196,10 +196,10 @@ def _pieces(original: Tensor, swapped: Tensor, valid: Tensor | None) -> Iterator
     samples, positions, features = original.shape
     step = max(1, _AT_ONCE // max(1, samples * features))
     for first in range(0, positions, step):
-        own = slice(first, first + step)
-        pair = [_float64(one[:, own]) for one in (original, swapped)]
+        window = slice(first, first + step)
+        pair = [_float64(one[:, window]) for one in (original, swapped)]
         if valid is not None:
-            data = valid[:, own, None].to(pair[0].device)
+            data = valid[:, window, None].to(pair[0].device)
             pair = [one.where(data, 0.0) for one in pair]
         yield pair[0], pair[1]
 
@@ -209,8 +209,8 @@ def _float64(tensor: Tensor) -> Tensor:
 
 
 def _kl(a: Tensor, b: Tensor) -> Tensor:
-    own, other = a.log_softmax(-1), b.log_softmax(-1)
-    return (own.exp() * (own - other)).sum(-1).clamp_min(0)  # by Gibbs' inequality; rounding may pass it
+    of_a, of_b = a.log_softmax(-1), b.log_softmax(-1)
+    return (of_a.exp() * (of_a - of_b)).sum(-1).clamp_min(0)  # by Gibbs' inequality; rounding may pass it
 
 
 def _agreement(a: Tensor, b: Tensor) -> list[Tensor]:
@@ -218,8 +218,8 @@ def _agreement(a: Tensor, b: Tensor) -> list[Tensor]:
     finite, top = b.isfinite().all(-1), min(_TOP, a.shape[-1])
     first, fives = a.argmax(-1, keepdim=True), b.topk(top).indices
     overlap = (a.topk(top).indices.unsqueeze(-1) == fives.unsqueeze(-2)).any(-1).double().mean(-1)
-    found = [(first == b.argmax(-1, keepdim=True)).squeeze(-1), (first == fives).any(-1), overlap]
-    return [torch.where(finite, one.double(), 0.0) for one in found]
+    shares = [(first == b.argmax(-1, keepdim=True)).squeeze(-1), (first == fives).any(-1), overlap]
+    return [torch.where(finite, one.double(), 0.0) for one in shares]
 
 
 _OF_ALL = ("left_out", "frames")  # known of more than the samples that are compared
@@ -257,12 +257,12 @@ class Tally:
     came: Came
     _columns: dict[str, list[Tensor]] = field(default_factory=dict)
 
-    def add(self, found: Distances) -> None:
-        """Take those of one more batch: of what was compared; samples with nothing to compare to are counted."""
-        for column in fields(found):
-            values = getattr(found, column.name)
+    def add(self, compared: Distances) -> None:
+        """Add the distances of one more batch; samples with nothing to compare to are only counted."""
+        for column in fields(compared):
+            values = getattr(compared, column.name)
             if values is not None:
-                self.extend(column.name, values if column.name in _OF_ALL else values[~found.left_out])
+                self.extend(column.name, values if column.name in _OF_ALL else values[~compared.left_out])
 
     def extend(self, name: str, values: Tensor) -> None:
         """Take more values of one kind, by its name in :class:`Distances`."""
@@ -274,8 +274,10 @@ class Tally:
 
     def row(self, func: str, init: str, done: Configuration, at: str, part: str = "") -> Drift:
         """Return their quantiles."""
-        found = {name: values.tolist() for name, values in self.columns().items()}
-        totals = {name: math.fsum(found[name]) for name in ("answers", "top1", "top5", "top5_overlap") if name in found}
+        columns = {name: values.tolist() for name, values in self.columns().items()}
+        totals = {
+            name: math.fsum(columns[name]) for name in ("answers", "top1", "top5", "top5_overlap") if name in columns
+        }
         answers = totals.get("answers")
         return Drift(
             func=func,
@@ -285,23 +287,23 @@ class Tally:
             sites_swapped=len(done.paths),
             at=at,
             part=part,
-            inputs=len(found["relative_l2"]),
-            nonfinite=int(sum(found["nonfinite"])),
-            left_out=int(sum(found["left_out"])),
-            relative_l2=Quantiles.of(found["relative_l2"]),
-            cosine=Quantiles.of(found["cosine"]),
-            kl=Quantiles.of(found["kl"]) if answers else None,
+            inputs=len(columns["relative_l2"]),
+            nonfinite=int(sum(columns["nonfinite"])),
+            left_out=int(sum(columns["left_out"])),
+            relative_l2=Quantiles.of(columns["relative_l2"]),
+            cosine=Quantiles.of(columns["cosine"]),
+            kl=Quantiles.of(columns["kl"]) if answers else None,
             top1=_share(totals.get("top1"), answers),
             top5=_share(totals.get("top5"), answers),
             top5_overlap=_share(totals.get("top5_overlap"), answers),
             answers=None if answers is None else int(answers),
-            frames=Quantiles.of(found["frames"]) if "frames" in found else None,
+            frames=Quantiles.of(columns["frames"]) if "frames" in columns else None,
         )
 
 
 @dataclass
 class Tallies:
-    """What one round of passes found: a tally of each configuration, at each place, for each part of the data.
+    """The distances of one round of passes: a tally for each configuration, place and part of the data.
 
     Attributes:
         wanted: the configurations, in the order of their rows.
@@ -310,9 +312,9 @@ class Tallies:
     wanted: Sequence[Configuration]
     _kept: dict[_Key, Tally] = field(default_factory=dict)
 
-    def add(self, done: Configuration, at: str, part: str, found: Distances, came: Came) -> None:
+    def add(self, done: Configuration, at: str, part: str, compared: Distances, came: Came) -> None:
         """Take the distances of one more batch, which came as this one of this chunk."""
-        self._tally((self.wanted.index(done), at, part), came).add(found)
+        self._tally((self.wanted.index(done), at, part), came).add(compared)
 
     @property
     def at_output(self) -> bool:
@@ -320,20 +322,21 @@ class Tallies:
         return any(at == OUTPUT for _, at, _ in self._kept)
 
     def gathered(self, ranks: Ranks) -> Tallies:
-        """Return what all ranks have found; every rank calls it, also one that found nothing."""
+        """The tallies of all ranks together; every rank calls it, also one without a batch."""
         if ranks.size == 1:
             return self
         columns = {key: tally.columns() for key, tally in self._kept.items()}
         lengths = [
-            [key, self._kept[key].came, {name: len(own) for name, own in of.items()}] for key, of in columns.items()
+            [key, self._kept[key].came, {name: len(column) for name, column in of.items()}]
+            for key, of in columns.items()
         ]
-        told = ranks.told(lengths)
-        own = [values for of in columns.values() for values in of.values()]
-        everyone = ranks.gathered(torch.cat([torch.zeros(0, dtype=torch.float64), *own]))
+        of_ranks = ranks.told(lengths)
+        here = [values for of in columns.values() for values in of.values()]
+        everyone = ranks.gathered(torch.cat([torch.zeros(0, dtype=torch.float64), *here]))
         whole = Tallies(self.wanted)
-        for found, values in zip(told, everyone, strict=True):
-            parts = iter(torch.split(values, [length for _, _, of in found for length in of.values()]))
-            for (number, at, part), came, of in found:
+        for of_rank, values in zip(of_ranks, everyone, strict=True):
+            parts = iter(torch.split(values, [length for _, _, of in of_rank for length in of.values()]))
+            for (number, at, part), came, of in of_rank:
                 tally = whole._tally((number, at, part), tuple(came))
                 for name in of:
                     tally.extend(name, next(parts))

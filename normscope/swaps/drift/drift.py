@@ -106,8 +106,8 @@ def drift(
     asked = {**about, "func": func, "init": init, "sites": sites, "number of samples": samples}
     of = None if samples is None else samples * passes(len(sites), one_at_a_time=one_at_a_time, cumulative=cumulative)
     stage = ", ".join(filter(None, (about.get("model"), func, init))) or "samples"
-    told = StageProgress(progress, stage, of, ranks.size)
-    comparison = PairedPasses(uncompiled(model), batches, replacements, outputs, ranks, told.add, asked)
+    counter = StageProgress(progress, stage, of, ranks.size)
+    comparison = PairedPasses(uncompiled(model), batches, replacements, outputs, ranks, counter.add, asked)
     rows = comparison.compared([everything, *alone], ends).rows(func, init, sites)
     report = DriftReport(func, init, sites, rows, about)
     return replace(report, rows=[*rows, *_cumulative(comparison, report)]) if cumulative else report
@@ -129,6 +129,6 @@ def _cumulative(comparison: PairedPasses, report: DriftReport) -> list[Drift]:
     first = next(row for row in report.by_site if row.site == order[0])
     last = replace(report.all, site=order[-1], frames=None)
     between = [Configuration("cumulative", order[number - 1], tuple(order[:number])) for number in range(2, len(order))]
-    found = comparison.compared(between).rows(report.func, report.init, report.sites) if between else []
-    known = [first, *found, last] if len(order) > 1 else [first]
+    between_rows = comparison.compared(between).rows(report.func, report.init, report.sites) if between else []
+    known = [first, *between_rows, last] if len(order) > 1 else [first]
     return [replace(row, swapped="cumulative") for row in known]

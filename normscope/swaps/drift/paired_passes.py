@@ -1,4 +1,4 @@
-"""The forward passes of a network with and without its norms, and how far apart what they give lies."""
+"""Forward passes of a network with and without its norms, and the distances between their outputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from normscope.swaps.drift.reports import END, OUTPUT
 from normscope.swaps.replace import Swap, module_at
 
 Ends = Callable[..., Iterable[tuple[Sequence[Sample], Tensor]]]
-_Found = tuple[Configuration, str, str, Distances]  # which swap, where it was measured, and the part of the data
+_Entry = tuple[Configuration, str, str, Distances]  # which swap, where it was measured, and the part of the data
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class PairedPasses:
         Returns:
             What all ranks found.
         """
-        found, left_out = Tallies(wanted), LeftOut()
+        tallies, left_out = Tallies(wanted), LeftOut()
         agree_on_batches(self.batches, self.ranks)
         with left_as_found(self.model) as self._buffers:
             first, chunks = shared(self.batches, self._share)
@@ -81,38 +81,38 @@ class PairedPasses:
             for number, chunk in enumerate(chunks):
                 for place, batch in enumerate(chunk.batches):
                     for done, at, part, moved in self._in_pieces(batch, wanted):
-                        found.add(done, at, part, moved, self._came(number, place))
+                        tallies.add(done, at, part, moved, self._came(number, place))
                 left_out.add(chunk)
             if ends is not None:
-                self._compare_ends(ends, found)
+                self._compare_ends(ends, tallies)
         if isinstance(getattr(self.batches, "left_out", None), LeftOut):
             self.batches.left_out = merge_left_out(left_out, self.ranks)  # type: ignore[attr-defined]
-        found = found.gathered(self.ranks)
-        if not found.at_output:
+        tallies = tallies.gathered(self.ranks)
+        if not tallies.at_output:
             raise DataError("There is no batch to run the model on.")
         called = {path for one in self.ranks.told(sorted(self._called)) for path in one}
         if idle := [path for path in self.modules if path not in called]:
             raise ModelError(f"The network does not call {idle[0]!r} on these inputs, so that a swap there is none.")
-        return found
+        return tallies
 
     def _came(self, chunk: int, batch: int) -> tuple[int, int]:
         """Number a chunk of this rank's share among those of all ranks."""
         return chunk * self._share.ranks + self._share.rank, batch
 
-    def _in_pieces(self, batch: Batch, wanted: Sequence[Configuration]) -> Iterator[_Found]:
+    def _in_pieces(self, batch: Batch, wanted: Sequence[Configuration]) -> Iterator[_Entry]:
         """Compare a batch; in halves, and halves of them, where memory ends.
 
         Raises:
             MemoryEndedError: if memory ends at a single sample, or at a batch that cannot be split.
         """
         for piece, _ in self._halving.pieces(batch, None):
-            found = self._fitting(piece, wanted)
-            if found is None:
+            rows = self._fitting(piece, wanted)
+            if rows is None:
                 self._halving.halve(piece)
             else:
-                yield from found
+                yield from rows
 
-    def _fitting(self, batch: Batch, wanted: Sequence[Configuration]) -> list[_Found] | None:
+    def _fitting(self, batch: Batch, wanted: Sequence[Configuration]) -> list[_Entry] | None:
         """Compare a batch with all of the swaps; None if memory ended at any of them."""
         whole = len(batch.samples) == 1 or not batch.divisible
         try:
@@ -131,10 +131,10 @@ class PairedPasses:
                 ) from error
         return None
 
-    def _with_each(self, batch: Batch, wanted: Sequence[Configuration]) -> Iterator[_Found]:
+    def _with_each(self, batch: Batch, wanted: Sequence[Configuration]) -> Iterator[_Entry]:
         original = self._run(batch, self.modules)
         self._advance()
-        self._called.update(path for path, given in original.at_sites.items() if given)
+        self._called.update(path for path, outputs in original.at_sites.items() if outputs)
         for done in wanted:
             with self._swapped(done.paths):
                 swapped = self._run(batch, done.paths)
@@ -143,9 +143,9 @@ class PairedPasses:
             yield from self._distances(batch, done, original, swapped)
             self._advance()
 
-    def _compare_ends(self, ends: Ends, found: Tallies) -> None:
+    def _compare_ends(self, ends: Ends, tallies: Tallies) -> None:
         """Compare the ends of trajectories, some at a time: each comes while the network is as it has to be."""
-        everything = next(done for done in found.wanted if done.swapped == "all")
+        everything = next(done for done in tallies.wanted if done.swapped == "all")
         walk = ends if self.ranks.size == 1 else partial(ends, self._share)
         with contextlib.ExitStack() as closing:
             self._buffers.put_back()
@@ -167,7 +167,7 @@ class PairedPasses:
                 samples, latents = end
                 whole = (len(samples), 1, -1)
                 moved = distances(latents.reshape(whole), other.reshape(whole))
-                found.add(everything, END, "", moved, self._came(number, 0))
+                tallies.add(everything, END, "", moved, self._came(number, 0))
 
     @contextlib.contextmanager
     def _swapped(self, paths: Sequence[str]) -> Iterator[None]:
@@ -177,60 +177,60 @@ class PairedPasses:
     def _run(self, batch: Batch, paths: Iterable[str]) -> _PassesSeen:
         """Run one batch from the buffers that the network was found with, and watch the modules at some paths."""
         self._buffers.put_back()
-        given: dict[str, list[Tensor]] = {path: [] for path in paths}
+        at_sites: dict[str, list[Tensor]] = {path: [] for path in paths}
         with contextlib.ExitStack() as hooks, torch.random.fork_rng(self._devices):
-            for path, kept in given.items():
+            for path, kept in at_sites.items():
                 handle = module_at(self.model, path).register_forward_hook(_keeping(kept))
                 hooks.callback(handle.remove)
             output = self.outputs.read(run(self.model, batch), batch)
-        return _PassesSeen(output.clone(), given)  # it may be a buffer, which the next pass begins without
+        return _PassesSeen(output.clone(), at_sites)  # it may be a buffer, which the next pass begins without
 
     def _distances(
         self, batch: Batch, done: Configuration, original: _PassesSeen, swapped: _PassesSeen
-    ) -> Iterator[_Found]:
+    ) -> Iterator[_Entry]:
         whole = done.swapped == "all"
         # Distances of single frames are many numbers per input: they are kept where all sites are swapped.
         kind = self.outputs.kind if whole or self.outputs.kind != "frames" else "tensor"
         _check_shape("The output", original.output, swapped.output)
-        (own, valid), (other, _) = (
+        (before, valid), (after, _) = (
             output_by_sample(seen.output, batch, self.outputs.kind) for seen in (original, swapped)
         )
-        found = distances(own, other, valid, kind)
-        yield done, OUTPUT, "", found
+        moved = distances(before, after, valid, kind)
+        yield done, OUTPUT, "", moved
         if whole and batch.part:
-            yield done, OUTPUT, batch.part, found
+            yield done, OUTPUT, batch.part, moved
         for path in done.paths if whole else ():
             if original.at_sites[path]:
                 yield done, path, "", self._at_site(path, batch, original.at_sites[path], swapped.at_sites[path])
 
     def _at_site(self, path: str, batch: Batch, original: Sequence[Tensor], swapped: Sequence[Tensor]) -> Distances:
-        """Compare what a site gave, over all of its calls."""
+        """Compare the outputs of a site, over all of its calls."""
         if len(original) != len(swapped):
             raise ModelError(
                 f"The network calls {path!r} {len(original)} times, but {len(swapped)} times once swapped."
             )
         pairs = []
-        for call, (own, other) in enumerate(zip(original, swapped, strict=True)):
-            _check_shape(f"What {path!r} gives", own, other)
+        for call, (before, after) in enumerate(zip(original, swapped, strict=True)):
+            _check_shape(f"What {path!r} gives", before, after)
             layout = self._layouts.get((path, call), SiteLayout(path, None))
-            pairs.append([layout.by_sample(one, batch) for one in (own, other)])
+            pairs.append([layout.by_sample(one, batch) for one in (before, after)])
         if len(pairs) == 1:
-            (own, valid), (other, _) = pairs[0]
-            return distances(own, other, valid)
-        own, other = (torch.cat([_flat(*pair[side]) for pair in pairs], dim=1)[:, None] for side in range(2))
-        return distances(own, other)
+            (before, valid), (after, _) = pairs[0]
+            return distances(before, after, valid)
+        before, after = (torch.cat([_flat(*pair[side]) for pair in pairs], dim=1)[:, None] for side in range(2))
+        return distances(before, after)
 
     def _learn_layouts(self, first: Batch) -> None:
-        """Find out once how each site's output lies: of one sample alone the axis of samples is shorter."""
+        """Find the axis of samples in each site's output, once: it is shorter for a single sample."""
         if self._layouts:
             return
-        for path, given in self._run(first, self.modules).at_sites.items():
-            for call, one in enumerate(given):
+        for path, outputs in self._run(first, self.modules).at_sites.items():
+            for call, one in enumerate(outputs):
                 self._layouts[path, call] = SiteLayout(path, one.shape)
 
 
 class _Advance:
-    """Counts the samples of each pass once, also where a batch whose memory ended is run again in pieces."""
+    """Counts the samples of each pass once, also where memory ended and a batch is run again in pieces."""
 
     def __init__(self, advance: Callable[[int], object]) -> None:
         self._advance = advance
@@ -245,7 +245,7 @@ class _Advance:
 
     @contextlib.contextmanager
     def of(self, samples: int) -> Iterator[None]:
-        """Tell of passes of so many samples; all of those that end with an exception come again."""
+        """Report the block's passes over so many samples; after an exception they are run again, and count once."""
         self._samples, self._made = samples, 0
         try:
             yield

@@ -28,7 +28,7 @@ _LEAST_VARIANCE = 1e-10  # of f over a channel's tokens, as a share of its mean 
 def norm_pairs(
     original: nn.Module, functions: dict[str, PointwiseFunction], batches: Sequence[Batch]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Run the original, and return what its norms took and gave where a point-wise function is to take their place.
+    """Run the original, and return inputs and outputs of the norms that point-wise functions replace.
 
     Every pass begins from the buffers that it has now, and leaves them and its batch so.
 
@@ -40,41 +40,45 @@ def norm_pairs(
     seen: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in functions}
     with contextlib.ExitStack() as hooks:
         current: list[Batch] = []
-        taken: dict[str, Tensor] = {}
+        inputs: dict[str, Tensor] = {}
 
         def some(name: str, value: Tensor) -> Tensor:
             rows = _rows(functions[name], value, current[0].valid)
             return rows[:: max(1, len(rows) // quota)][:quota].to("cpu", torch.float64, copy=True)
 
-        def taken_of(name: str) -> Any:
+        def keep_input(name: str) -> Any:
             def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 x = input_of(args, kwargs)
                 if x is not None and len(seen[name]) * quota < _MOST_TOKENS:
-                    taken[name] = some(name, x)  # now: the norm itself may change it in place
+                    inputs[name] = some(name, x)  # now: the norm itself may change it in place
 
             return hook
 
-        def given_of(name: str) -> Any:
+        def keep_output(name: str) -> Any:
             def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-                if name in taken:
-                    seen[name].append((taken.pop(name), some(name, output)))
+                if name in inputs:
+                    seen[name].append((inputs.pop(name), some(name, output)))
 
             return hook
 
         for name in functions:
             norm = original.get_submodule(name)
-            hooks.callback(norm.register_forward_pre_hook(taken_of(name), with_kwargs=True).remove)
-            hooks.callback(norm.register_forward_hook(given_of(name)).remove)
+            hooks.callback(norm.register_forward_pre_hook(keep_input(name), with_kwargs=True).remove)
+            hooks.callback(norm.register_forward_hook(keep_output(name)).remove)
         buffers = KeptBuffers(original)
         for batch in batches:
             current[:] = [batch]
             run(original, batch)
             buffers.put_back()
-    return {name: (torch.cat([x for x, _ in own]), torch.cat([y for _, y in own])) for name, own in seen.items() if own}
+    return {
+        name: (torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]))
+        for name, pairs in seen.items()
+        if pairs
+    }
 
 
 def least_squares(function: PointwiseFunction, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """Find the parameters of a point-wise function that come nearest to y, from where it is.
+    """The parameters of a point-wise function that come nearest to y, searched from its present ones.
 
     Args:
         function: it stays as it is.
@@ -101,9 +105,11 @@ def least_squares(function: PointwiseFunction, x: Tensor, y: Tensor) -> dict[str
             _search(function, free, x, y)
     with torch.no_grad():
         weight, bias = _projected(function, _of(function, free, x), y)
-    found: dict[str, Tensor] = {**free, "weight": weight, **({} if bias is None else {"bias": bias})}
-    own = dict(function.named_parameters())
-    return {name: value.detach().reshape(own[name].shape).to(own[name]) for name, value in found.items()}
+    solution: dict[str, Tensor] = {**free, "weight": weight, **({} if bias is None else {"bias": bias})}
+    parameters = dict(function.named_parameters())
+    return {
+        name: value.detach().reshape(parameters[name].shape).to(parameters[name]) for name, value in solution.items()
+    }
 
 
 def blocks_of(sites: Iterable[str], model: nn.Module) -> list[str]:
@@ -125,7 +131,7 @@ def _innermost(site: str, model: nn.Module) -> Iterator[str]:
 
 
 def _search(function: PointwiseFunction, free: dict[str, Tensor], x: Tensor, y: Tensor) -> None:
-    """Move α and s downhill, with the weight and bias that belong to them; stay where that is nowhere finite."""
+    """Move α and s downhill, with their best weight and bias; stay where nothing is finite."""
     start = {name: value.detach().clone() for name, value in free.items()}
     search = torch.optim.LBFGS(list(free.values()), max_iter=_SEARCH_STEPS, line_search_fn="strong_wolfe")
     total = y.square().sum().clamp_min(torch.finfo(y.dtype).tiny)
@@ -154,7 +160,7 @@ def _of(function: PointwiseFunction, free: dict[str, Tensor], x: Tensor) -> Tens
 
 
 def _projected(function: PointwiseFunction, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the weight and bias that come nearest, in the closed form of a straight line through (f, y)."""
+    """The best weight and bias, in closed form: a straight line through (f, y)."""
     old = function.weight.detach().double().cpu().flatten()
     if old.numel() == 1 and f.shape[1] > 1:
         return (f * y).sum().div(f.square().sum().clamp_min(1e-300)).reshape(1), None

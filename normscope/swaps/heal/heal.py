@@ -1,4 +1,4 @@
-"""Healing: train a swapped network back towards the original's outputs, in steps that are kept only if they helped."""
+"""Healing: training a swapped network back towards the original's outputs; only steps that help are kept."""
 
 from __future__ import annotations
 
@@ -151,16 +151,16 @@ def heal(
 
 
 def swapped_sites(original: nn.Module, swapped: nn.Module) -> list[str]:
-    """Return the paths at which a network has another module than the original, and not for a part of it alone.
+    """The outermost paths at which a network has another module than the original.
 
     Raises:
         UsageError: if there are none, or if they are the same module.
     """
-    own = dict(original.named_modules())
+    modules = dict(original.named_modules())
     sites: list[str] = []
     for name, module in swapped.named_modules():
         inside = any(name.startswith(f"{site}.") for site in sites)
-        if not inside and (name not in own or type(module) is not type(own[name])):
+        if not inside and (name not in modules or type(module) is not type(modules[name])):
             sites.append(name)
     if original is swapped or not sites:
         raise UsageError("Nothing was swapped: heal takes the original network and a copy of it with norms replaced.")
@@ -169,7 +169,7 @@ def swapped_sites(original: nn.Module, swapped: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class HealSettings:
-    """How many steps there are, and by which seed batches are drawn."""
+    """The number of steps, and the seed that batches are drawn with."""
 
     steps: int
     seed: int
@@ -192,9 +192,10 @@ def _stages(
     saved: Callable[[Course], None],
     progress: Progress,
 ) -> None:
-    """Go through the stages that are not done yet, and note after each what the held-out drift is."""
+    """Run the stages that are not done yet, and record the held-out drift after each."""
     parameters = dict(lesson.swapped.named_parameters())
-    within = {name: own for name, own in parameters.items() if name.startswith(tuple(f"{b}." for b in lesson.blocks))}
+    blocks = tuple(f"{block}." for block in lesson.blocks)
+    within = {name: parameter for name, parameter in parameters.items() if name.startswith(blocks)}
     for_blocks = plan.steps // _BLOCKS_ONE_IN if within else 0
 
     def taught(stage: str, lessons: Callable[[list[Batch]], float]) -> Callable[[int], float]:
@@ -219,7 +220,7 @@ def _stages(
 def _each_alone(
     lesson: Lesson, sites: Sequence[str], pool: Pool, course: Course, drift: Callable[[], float], progress: Progress
 ) -> None:
-    """Give one site after the other what fits its norm best, and keep it where the drift at the output fell."""
+    """Fit one site after the other to its norm, and keep the fit where the drift at the output fell."""
     course.enter(SITES)
     modules = {name: lesson.swapped.get_submodule(name) for name in sites}
     functions = {
@@ -229,12 +230,12 @@ def _each_alone(
     }
     pairs = norm_pairs(lesson.original, functions, pool.learned)
     for number, (name, (x, y)) in enumerate(pairs.items(), 1):
-        own = dict(functions[name].named_parameters())
-        before = {key: value.detach().clone() for key, value in own.items()}
-        restore(own, least_squares(functions[name], x, y))
+        parameters = dict(functions[name].named_parameters())
+        before = {key: value.detach().clone() for key, value in parameters.items()}
+        restore(parameters, least_squares(functions[name], x, y))
         course.step = number
         if not course.judge(drift(), None):
-            restore(own, before)
+            restore(parameters, before)
         progress(SITES, number, len(pairs))
 
 
@@ -250,7 +251,7 @@ def _quantiles(errors: Tensor) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _trainable(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
-    """Yield all parameters, to be trained; which of them were to be is put back afterwards."""
+    """Yield all parameters with gradients on; ``requires_grad`` is put back afterwards."""
     wanted = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:
         model.requires_grad_(True)

@@ -1,4 +1,4 @@
-"""What a swapped network is taught: the original's outputs of its blocks, on inputs that are drawn by seed."""
+"""What a swapped network learns: the outputs of the original and of its blocks, on inputs drawn by a seed."""
 
 from __future__ import annotations
 
@@ -24,44 +24,44 @@ from normscope.swaps.drift.distances import output_by_sample
 _LEAST_OF_TYPICAL = 0.1  # of the batch's root mean square norm: a sample of almost nothing must not lead the training
 
 
-def relative_errors(found: Tensor, wanted: Tensor, valid: Tensor | None = None, *, least: float = 0.0) -> Tensor:
-    """Relative L2 of each sample, ‖found − wanted‖ / ‖wanted‖ over all that is not padding.
+def relative_errors(output: Tensor, wanted: Tensor, valid: Tensor | None = None, *, least: float = 0.0) -> Tensor:
+    """Relative L2 of each sample, ‖output − wanted‖ / ‖wanted‖ over all that is not padding.
 
     Args:
-        found: ``(samples, …)``.
+        output: ``(samples, …)``.
         wanted: likewise.
         valid: which positions are data, bool ``(samples, positions)``; None for all, and where the tensors do not have
             those positions.
         least: the smallest ‖wanted‖ to divide by, as a share of its root mean square over the samples.
 
     Returns:
-        ``(samples,)``, in the dtype of what was found, float32 at least.
+        ``(samples,)``, in the dtype of ``output``, float32 at least.
 
     >>> relative_errors(torch.tensor([[3.0, 5.0], [1.0, 0.0]]), torch.tensor([[3.0, 4.0], [1.0, 0.0]]))
     tensor([0.2000, 0.0000])
     """
-    inside = torch.promote_types(found.dtype, torch.float32)
-    found, wanted = found.to(inside), wanted.to(inside)
-    if valid is not None and found.shape[:2] == valid.shape:
-        kept = valid.to(found.device).view(*valid.shape, *[1] * (found.ndim - 2))
-        found, wanted = found * kept, wanted * kept
+    inside = torch.promote_types(output.dtype, torch.float32)
+    output, wanted = output.to(inside), wanted.to(inside)
+    if valid is not None and output.shape[:2] == valid.shape:
+        kept = valid.to(output.device).view(*valid.shape, *[1] * (output.ndim - 2))
+        output, wanted = output * kept, wanted * kept
     norms = vector_norm(wanted.flatten(1), dim=1)
     floor = least * norms.square().mean().sqrt() + torch.finfo(inside).tiny
-    errors: Tensor = vector_norm((found - wanted).flatten(1), dim=1) / norms.clamp_min(floor)
+    errors: Tensor = vector_norm((output - wanted).flatten(1), dim=1) / norms.clamp_min(floor)
     return errors
 
 
-def training_loss(found: Tensor, wanted: Tensor, valid: Tensor | None) -> Tensor:
-    """Return the mean relative L2 over the samples; samples of almost no norm count by what is typical of others."""
-    return relative_errors(found, wanted, valid, least=_LEAST_OF_TYPICAL).mean()
+def training_loss(output: Tensor, wanted: Tensor, valid: Tensor | None) -> Tensor:
+    """The mean relative L2 over the samples; samples of almost no norm are divided by a tenth of a typical one."""
+    return relative_errors(output, wanted, valid, least=_LEAST_OF_TYPICAL).mean()
 
 
-def pooled_loss(found: Tensor, wanted: Tensor, valid: Tensor | None) -> Tensor:
-    """Return the relative L2 of all samples and positions together, by which none of them leads the others."""
-    if valid is not None and found.shape[:2] == valid.shape:
-        kept = valid.to(found.device).view(*valid.shape, *[1] * (found.ndim - 2))
-        found, wanted = found * kept, wanted * kept
-    error: Tensor = vector_norm(found - wanted) / vector_norm(wanted).clamp_min(torch.finfo(torch.float32).tiny)
+def pooled_loss(output: Tensor, wanted: Tensor, valid: Tensor | None) -> Tensor:
+    """The relative L2 of all samples and positions together, so that none dominates."""
+    if valid is not None and output.shape[:2] == valid.shape:
+        kept = valid.to(output.device).view(*valid.shape, *[1] * (output.ndim - 2))
+        output, wanted = output * kept, wanted * kept
+    error: Tensor = vector_norm(output - wanted) / vector_norm(wanted).clamp_min(torch.finfo(torch.float32).tiny)
     return error
 
 
@@ -79,10 +79,10 @@ def output_errors(original: nn.Module, swapped: nn.Module, batches: Iterable[Bat
     for batch in batches:
         wanted = outputs.read(run(original, batch), batch).clone()  # it may be a buffer
         output_by_sample(wanted, batch, outputs.kind)  # which refuses what has no axis of samples
-        found = outputs.read(run(swapped, batch), batch).clone()
-        for own in buffers:
-            own.put_back()
-        errors.append(relative_errors(found, wanted, batch.valid).double().cpu())
+        output = outputs.read(run(swapped, batch), batch).clone()
+        for kept in buffers:
+            kept.put_back()
+        errors.append(relative_errors(output, wanted, batch.valid).double().cpu())
     return torch.cat([torch.zeros(0, dtype=torch.float64), *errors]).nan_to_num(nan=torch.inf)
 
 
@@ -96,17 +96,17 @@ _OF_BLOCKS = 2.0  # the weight of what blocks give beside what the network gives
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a block, as it was then: the network may go on to change in place what it was called with or gave.
+    """One call of a block, with copies: the network may change its arguments and outputs in place later.
 
     Attributes:
         args: positional arguments; none where they were not asked for.
         kwargs: keyword arguments, likewise.
-        given: the floating-point tensors that it returned.
+        outputs: the floating-point tensors that it returned.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    given: list[Tensor]
+    outputs: list[Tensor]
 
 
 @dataclass
@@ -153,11 +153,11 @@ class Lesson:
                 wanted = self.outputs.read(run(self.original, batch), batch).clone()  # it may be a buffer
                 of_original.put_back()
             with torch.enable_grad(), watched(self.swapped, self.blocks) as learned:
-                found = self.outputs.read(run(self.swapped, batch), batch)
-                loss = training_loss(found, wanted, batch.valid)
+                output = self.outputs.read(run(self.swapped, batch), batch)
+                loss = training_loss(output, wanted, batch.valid)
                 total += float(loss.detach()) / len(batches)
                 hidden = [
-                    _loss(mine.given, theirs.given, batch.valid)
+                    _loss(mine.outputs, theirs.outputs, batch.valid)
                     for path, calls in taught.calls.items()
                     for mine, theirs in zip(learned.calls[path], calls, strict=True)
                 ]
@@ -175,11 +175,11 @@ class Lesson:
             with torch.no_grad(), watched(self.original, self.blocks, arguments=True) as taught:
                 run(self.original, batch)
                 of_original.put_back()
-            calls = [(path, call) for path, own in taught.calls.items() for call in own]
+            calls = [(path, call) for path, of_block in taught.calls.items() for call in of_block]
             for path, call in calls:
                 with torch.enable_grad():
-                    found = self.swapped.get_submodule(path)(*call.args, **call.kwargs)
-                    loss = _loss(tensors_in(found), call.given, batch.valid)
+                    output = self.swapped.get_submodule(path)(*call.args, **call.kwargs)
+                    loss = _loss(tensors_in(output), call.outputs, batch.valid)
                     (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach()) / len(calls) / len(batches)
             of_swapped.put_back()
@@ -188,7 +188,7 @@ class Lesson:
 
 @contextlib.contextmanager
 def watched(network: nn.Module, blocks: Sequence[str], *, arguments: bool = False) -> Iterator[Watched]:
-    """Note every call of some blocks of a network: what they gave, and where asked for what they were called with."""
+    """Record every call of some blocks: their outputs, and with ``arguments`` what they were called with."""
     seen = Watched()
     entered: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {path: [] for path in blocks}
 
@@ -200,9 +200,9 @@ def watched(network: nn.Module, blocks: Sequence[str], *, arguments: bool = Fals
 
     def leave(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, result: Any) -> None:
-            given = [tensor.clone() for tensor in tensors_in(result)]
+            outputs = [tensor.clone() for tensor in tensors_in(result)]
             called_with = entered[path].pop() if arguments else ((), {})
-            seen.calls.setdefault(path, []).append(Call(*called_with, given))
+            seen.calls.setdefault(path, []).append(Call(*called_with, outputs))
 
         return hook
 
@@ -217,9 +217,9 @@ def watched(network: nn.Module, blocks: Sequence[str], *, arguments: bool = Fals
 
 @torch.no_grad()
 def repeatable(original: nn.Module, blocks: Sequence[str], batch: Batch) -> list[str]:
-    """Keep the blocks that give the same again when called again as in a forward pass.
+    """The blocks that give the same output when called again with the same arguments.
 
-    One that fills a cache of its own gives something else; there is nothing to teach it by itself.
+    A block that fills a cache gives something else, and cannot be trained by itself.
     """
     buffers = KeptBuffers(original)
     with watched(original, blocks, arguments=True) as seen:
@@ -231,16 +231,16 @@ def repeatable(original: nn.Module, blocks: Sequence[str], batch: Batch) -> list
 
 
 def _gives_it_again(original: nn.Module, path: str, call: Call) -> bool:
-    wanted = call.given
-    found = tensors_in(original.get_submodule(path)(*call.args, **call.kwargs))
-    if not wanted or len(found) != len(wanted) or any(a.shape != b.shape for a, b in zip(found, wanted, strict=True)):
+    wanted = call.outputs
+    again = tensors_in(original.get_submodule(path)(*call.args, **call.kwargs))
+    if not wanted or len(again) != len(wanted) or any(a.shape != b.shape for a, b in zip(again, wanted, strict=True)):
         return False
     # Not to the bit: kernels on a GPU may sum in another order.
-    return all(float(relative_errors(a[None], b[None])) < 1e-3 for a, b in zip(found, wanted, strict=True))
+    return all(float(relative_errors(a[None], b[None])) < 1e-3 for a, b in zip(again, wanted, strict=True))
 
 
-def _loss(found: Sequence[Tensor], wanted: Sequence[Tensor], valid: Tensor | None) -> Tensor:
-    pairs = zip(found, wanted, strict=True)
+def _loss(outputs: Sequence[Tensor], wanted: Sequence[Tensor], valid: Tensor | None) -> Tensor:
+    pairs = zip(outputs, wanted, strict=True)
     return torch.stack([pooled_loss(mine, theirs.detach(), valid) for mine, theirs in pairs]).mean()
 
 
@@ -251,7 +251,7 @@ _MOST_JUDGED = 100  # samples that decide which steps are kept
 
 @dataclass(frozen=True)
 class Pool:
-    """Inputs to learn from, divided again: what decides which steps are kept is learned from by none of them.
+    """Inputs to learn from, and, apart from them, inputs that decide which steps are kept.
 
     Attributes:
         learned: batches to take steps on.
@@ -270,21 +270,21 @@ class Pool:
         Raises:
             DataError: if there are fewer than two samples.
         """
-        taken: list[Batch] = []
+        kept: list[Batch] = []
         size = left_out = 0
         for batch in as_batches(inputs):
             size += sum(tensor.nbytes for tensor in _tensors(batch))
-            if taken and size > MOST_BYTES:
+            if kept and size > MOST_BYTES:
                 left_out += len(batch.samples)
             else:
-                taken.append(batch)
-        if not taken:
+                kept.append(batch)
+        if not kept:
             raise DataError("There is no batch to learn from.")
-        learned, judged = learned_and_held_out(taken)
+        learned, judged = learned_and_held_out(kept)
         rest: list[Batch] = []
         while judged.n_samples > _MOST_JUDGED:
-            own = list(judged)
-            more, judged = learned_and_held_out(own)
+            batches = list(judged)
+            more, judged = learned_and_held_out(batches)
             rest += more
         return cls([*learned, *rest], list(judged), left_out)
 
@@ -297,7 +297,7 @@ class Pool:
 
     @property
     def digest(self) -> str:
-        """Hash of the inputs, by which a checkpoint knows them again."""
+        """Hash of the inputs, by which a checkpoint recognizes them."""
         content = hashlib.blake2b(digest_size=16)
         for batch in (*self.learned, None, *self.judged):
             if batch is None:
@@ -329,7 +329,7 @@ def joined(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
-    """Return what a tensor holds, of whatever dtype, in order."""
+    """The bytes of a tensor's elements, in order."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 

@@ -1,10 +1,10 @@
-"""The course of a training: intervals that are kept only if the drift fell; and the file that it goes on from."""
+"""A training in intervals that are kept only if the drift fell, and the checkpoint that it resumes from."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from normscope.errors import DataError, UsageError
 from normscope.runtime.progress import Progress
+from normscope.runtime.records import as_json
 from normscope.runtime.sealed_files import read_checked, write_checked
 from normscope.swaps.heal.reports import START, TrainingInterval
 
@@ -27,7 +28,7 @@ Saved = Callable[["Course"], None]
 
 @dataclass
 class Course:
-    """Where a training stands; with the network's parameters and the optimizer's moments all that it goes on from.
+    """The state of a training, all that it resumes from besides the network's parameters.
 
     Attributes:
         drift: of the network as it is, on the inputs that decide.
@@ -60,14 +61,16 @@ class Course:
         """Add a point, and say whether the drift fell."""
         kept = drift < self.drift
         self.drift = drift if kept else self.drift
-        told = loss if loss is not None and math.isfinite(loss) else None
-        self.points.append(TrainingInterval(self.stage, self.step, told, drift if math.isfinite(drift) else None, kept))
+        finite_loss = loss if loss is not None and math.isfinite(loss) else None
+        self.points.append(
+            TrainingInterval(self.stage, self.step, finite_loss, drift if math.isfinite(drift) else None, kept)
+        )
         return kept
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything but the moments, as JSON takes it."""
-        own = {name: value for name, value in vars(self).items() if name not in ("moments", "points")}
-        return {**own, "points": [asdict(point) for point in self.points]}
+        """Everything but the moments; an infinite drift stays one, since the training goes on from it."""
+        stored = {name: value for name, value in vars(self).items() if name != "moments"}
+        return stored | {"points": as_json(self.points)}
 
     @classmethod
     def of(cls, document: Mapping[str, Any], moments: dict[str, dict[str, Tensor]]) -> Course:
@@ -96,7 +99,7 @@ class Stage:
 
 
 def train(stage: Stage, course: Course, drift: Callable[[], float], saved: Saved, progress: Progress) -> None:
-    """Go through a stage, from where the course stands; what remains is the best that was.
+    """Run a stage, from where the course stands; the best parameters remain.
 
     Adam with a warm-up and a cosine to zero, gradients clipped. After each interval the drift decides: where it did
     not fall, parameters and moments are what they were before, and the learning rate is lowered.
@@ -160,8 +163,8 @@ def _put(
     moments: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
     optimizer.state.clear()
-    for name, own in moments.items():
-        optimizer.state[parameters[name]] = {key: value.clone() for key, value in own.items()}
+    for name, of_parameter in moments.items():
+        optimizer.state[parameters[name]] = {key: value.clone() for key, value in of_parameter.items()}
 
 
 _FORMAT = "normscope-healing"
@@ -177,7 +180,7 @@ def save_checkpoint(
     course: Course,
     parameters: Mapping[str, nn.Parameter],
 ) -> None:
-    """Write where a training stands, whole or not at all.
+    """Write the state of a training, whole or not at all.
 
     Args:
         path: of the file.
@@ -197,7 +200,7 @@ def save_checkpoint(
 
 
 def check_asked(path: Path, asked: Mapping[str, Any]) -> None:
-    """Refuse to go on from what was asked for otherwise, before any work; a file that is not there is none.
+    """Refuse a checkpoint of a healing with other options, before any work; no file is no checkpoint.
 
     Args:
         path: of the file.
@@ -215,7 +218,7 @@ def check_asked(path: Path, asked: Mapping[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path, settings: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> Course | None:
-    """Put a network where a training left it, and return the course that goes on; None where there is no file.
+    """Restore a network from a checkpoint, and return the course; None where there is no file.
 
     Raises:
         UsageError: if the checkpoint is of another training.
@@ -227,9 +230,9 @@ def load_checkpoint(path: Path, settings: Mapping[str, Any], parameters: Mapping
     check_settings(path, header.get("settings"), settings)
     try:
         course = Course.of(header["course"], _stored_moments(tensors, parameters))
-        for own in (course.drifts[START], *course.drifts.values()):
-            if not all(isinstance(own[name], float) for name in ("p10", "median", "p90")):
-                raise TypeError(f"a drift is {own}")
+        for quantiles in (course.drifts[START], *course.drifts.values()):
+            if not all(isinstance(quantiles[name], float) for name in ("p10", "median", "p90")):
+                raise TypeError(f"a drift is {quantiles}")
         values = {name: tensors[f"parameter/{name}"] for name in parameters}
         for name, value in values.items():
             if value.shape != parameters[name].shape or value.dtype != parameters[name].dtype:
@@ -241,9 +244,9 @@ def load_checkpoint(path: Path, settings: Mapping[str, Any], parameters: Mapping
 
 
 def check_settings(path: Path, stored: Any, settings: Mapping[str, Any]) -> None:
-    """Refuse to go on from what was begun otherwise; UsageError that names the first thing that differs."""
+    """Refuse a checkpoint with other settings; UsageError that names the first that differs."""
     for name, before, value in _differing(stored, settings):
-        # A list of all sites, or a hash, would tell nobody anything.
+        # A list of all sites, or a hash, would say nothing.
         what = f"its {name} is {before!r:.60}, not {value}" if isinstance(value, int) else f"other {name}"
         raise _of_another(path, what)
 

@@ -75,7 +75,7 @@ def plain_torch() -> Iterator[None]:
 
 
 def _why_not(curve: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Say what keeps the kernels from computing it; nothing where they can."""
+    """Why the kernels cannot compute it; empty where they can."""
     if curve not in CURVES:
         return f"there is no kernel for the curve {curve}, only for {', '.join(CURVES)}"
     if dtype not in DTYPES:
@@ -86,7 +86,7 @@ def _why_not(curve: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def why_not_on(device: torch.device) -> str:
-    """Say why no kernel runs on a device; nothing where they do."""
+    """Why no kernel runs on a device; empty where they do."""
     if not _with_triton():
         return "Triton is not installed"
     if device.type == "cpu" and not interpreted():

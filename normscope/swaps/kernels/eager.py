@@ -1,4 +1,4 @@
-"""What the kernels are held to, and what runs where Triton does not: the same in plain torch."""
+"""Point-wise functions in plain torch: the truth for the kernels, and what runs where Triton does not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 class Gradients(NamedTuple):
-    """Of a loss, by the input and by each parameter; None by what there is not, and where nobody wants it."""
+    """Gradients of a loss by the input and each parameter; None where there is no such parameter or none is wanted."""
 
     x: Tensor | None
     alpha: Tensor | None
@@ -23,13 +23,13 @@ class Gradients(NamedTuple):
     bias: Tensor | None
 
 
-def pointwise(x: Tensor, function: Function, own: Parameters, behind: int) -> Tensor:
+def pointwise(x: Tensor, function: Function, parameters: Parameters, behind: int) -> Tensor:
     """Weight · f(αx + s) + bias in plain torch, in float32 at least.
 
     Args:
         x: of any shape.
         function: f, elementwise.
-        own: the parameters.
+        parameters: α, s, weight and bias.
         behind: how many axes of x come after those of the channels.
 
     Returns:
@@ -39,7 +39,7 @@ def pointwise(x: Tensor, function: Function, own: Parameters, behind: int) -> Te
         UsageError: if x would have to grow to the parameters' shape.
     """
     inside = torch.promote_types(x.dtype, torch.float32)
-    there = own.along(behind)
+    there = parameters.along(behind)
     u = there.alpha.to(inside) * x.to(inside)
     if there.shift is not None:
         u = u + there.shift.to(inside)
@@ -47,13 +47,13 @@ def pointwise(x: Tensor, function: Function, own: Parameters, behind: int) -> Te
     if there.bias is not None:
         y = y + there.bias.to(inside)
     if y.shape != x.shape:
-        own.channel_axes(x, behind)
+        parameters.channel_axes(x, behind)
         y = y.reshape(x.shape)  # where parameters of one number have more axes than x
     return y.to(x.dtype)
 
 
 def pointwise_backward(
-    dy: Tensor, x: Tensor, function: Function, derivative: Function, own: Parameters, behind: int
+    dy: Tensor, x: Tensor, function: Function, derivative: Function, parameters: Parameters, behind: int
 ) -> Gradients:
     """Go back through :func:`pointwise` in plain torch; the sums are float64.
 
@@ -64,20 +64,22 @@ def pointwise_backward(
         Gradients of the shapes and dtypes of what they are by.
     """
     inside = torch.promote_types(x.dtype, torch.float32)
-    there = own.along(behind).each(lambda part: part.to(inside))
-    given, upstream = x.to(inside), dy.to(inside)
-    u = there.alpha * given
+    there = parameters.along(behind).each(lambda part: part.to(inside))
+    values, upstream = x.to(inside), dy.to(inside)
+    u = there.alpha * values
     if there.shift is not None:
         u = u + there.shift
     by_shift = there.weight * upstream * derivative(u)
 
-    def summed(terms: Tensor, along: Tensor, parameter: Tensor) -> Tensor:
+    def summed(terms: Tensor, along: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+        if along is None or parameter is None:
+            return None
         return terms.double().sum_to_size(along.shape).reshape(parameter.shape).to(parameter.dtype)
 
     return Gradients(
         x=(there.alpha * by_shift).to(x.dtype).reshape(x.shape),
-        alpha=summed(by_shift * given, there.alpha, own.alpha),
-        shift=None if there.shift is None or own.shift is None else summed(by_shift, there.shift, own.shift),
-        weight=summed(upstream * function(u), there.weight, own.weight),
-        bias=None if there.bias is None or own.bias is None else summed(upstream, there.bias, own.bias),
+        alpha=summed(by_shift * values, there.alpha, parameters.alpha),
+        shift=summed(by_shift, there.shift, parameters.shift),
+        weight=summed(upstream * function(u), there.weight, parameters.weight),
+        bias=summed(upstream, there.bias, parameters.bias),
     )

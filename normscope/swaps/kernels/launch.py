@@ -1,4 +1,4 @@
-"""Launches of Triton's kernels: which tiles they take of which tensors, forward and backward."""
+"""Launches of the Triton kernels: which tiles of which tensors, forward and backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL_REGISTERS = 255  # of a thread: said in so many words, ptxas does not spill 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a kernel is spread over a GPU. What is here was chosen by counting instructions; no time has been measured.
+    """How a kernel is spread over a GPU: chosen by counting instructions, not by timing.
 
     Attributes:
         warps: of a program.
@@ -53,7 +53,7 @@ ADDING: dict[str, int | None] = {"num_warps": 4}
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel with everything that it is called with.
+    """One kernel with its grid, arguments and options.
 
     Attributes:
         kernel: of :mod:`normscope.swaps.kernels.loops`.
@@ -72,13 +72,13 @@ class Launch:
         self.kernel[self.grid](**self.arguments, **self.options)
 
 
-def forward_launch(x: Tensor, y: Tensor, own: Parameters, layout: Layout, curve: str) -> Launch:
-    """Return what fills y, which has x's layout.
+def forward_launch(x: Tensor, y: Tensor, parameters: Parameters, layout: Layout, curve: str) -> Launch:
+    """The launch that fills y, which has x's layout.
 
     Args:
         x: not empty.
         y: of x's shape and dtype.
-        own: the parameters, contiguous.
+        parameters: α, s, weight and bias, contiguous.
         layout: of x and y.
         curve: ``tanh``, ``isru`` or ``erf``.
     """
@@ -86,28 +86,28 @@ def forward_launch(x: Tensor, y: Tensor, own: Parameters, layout: Layout, curve:
     blocks = _parts(layout.channels, constants["block_channels"])
     tiles = _parts(layout.others, constants["block_others"])
     arguments = {
-        **{"x": x, "y": y}, **vars(own), **_sizes(layout, "x y", constants["multiple"]),
-        **_each(own), **constants, "curve": curve,
+        **{"x": x, "y": y}, **vars(parameters), **_sizes(layout, "x y", constants["multiple"]),
+        **_each(parameters), **constants, "curve": curve,
     }  # fmt: skip
     options = FORWARD.options if constants["multiple"] > 1 else {**FORWARD.options, "maxnreg": ALL_REGISTERS}
     return Launch(loops.forward, (blocks * tiles * layout.outers,), arguments, options)
 
 
 def backward_launches(
-    dy: Tensor, x: Tensor, own: Parameters, gradients: Gradients, layout: Layout, curve: str
+    dy: Tensor, x: Tensor, parameters: Parameters, gradients: Gradients, layout: Layout, curve: str
 ) -> list[Launch]:
-    """Return what fills the gradients that are not None, one after the other: the pass over x, and that over the slots.
+    """The launches that fill the gradients that are not None: the pass over x, then that over the slots.
 
     Args:
         dy: of x's shape.
         x: not empty.
-        own: the parameters, contiguous.
+        parameters: α, s, weight and bias, contiguous.
         gradients: contiguous, but for that by x.
         layout: of dy, x and the gradient by x; where that is not wanted, of x a second time.
         curve: as of :func:`forward_launch`.
     """
     filled = [] if gradients.x is None else [gradients.x]
-    constants, each = _constants(layout, BACKWARD, [x, dy, *filled]), _each(own)
+    constants, each = _constants(layout, BACKWARD, [x, dy, *filled]), _each(parameters)
     blocks = _parts(layout.channels, constants["block_channels"])
     tiles = _parts(layout.others, constants["block_others"])
     # Where each element is loaded by itself, its addresses take the registers of half of the steps.
@@ -120,11 +120,12 @@ def backward_launches(
         name: None
         if getattr(gradients, name) is None
         else x.new_empty(programs * (layout.channels if each[f"{name}_each"] else blocks), dtype=torch.float32)
-        for name in vars(own)
+        for name in vars(parameters)
     }
     named_slots = {f"{name}_slots": slot for name, slot in slots.items()}
     arguments = {
-        **{"dy": dy, "x": x, "dx": gradients.x, "alpha": own.alpha, "shift": own.shift, "weight": own.weight},
+        **{"dy": dy, "x": x, "dx": gradients.x},
+        **{name: part for name, part in vars(parameters).items() if name != "bias"},
         **named_slots, **_sizes(layout, "dy x dx", constants["multiple"]), "programs": programs,
         **each, **constants, "curve": curve, "steps": steps,
     }  # fmt: skip
@@ -140,9 +141,9 @@ def backward_launches(
     return launches
 
 
-def _each(own: Parameters) -> dict[str, bool]:
+def _each(parameters: Parameters) -> dict[str, bool]:
     """Say which parameters hold one number a channel."""
-    return {f"{name}_each": part is not None and part.numel() > 1 for name, part in vars(own).items()}
+    return {f"{name}_each": part is not None and part.numel() > 1 for name, part in vars(parameters).items()}
 
 
 def _parts(number: int, size: int) -> int:
@@ -204,11 +205,13 @@ def tile(width: int, height: int, elements: int, most: int) -> tuple[int, int]:
 
 def _aligned(layout: Layout, width: int, vector: int) -> bool:
     """Whether all rows begin where a thread can load ``vector`` elements at once."""
-    for own in layout.strides:
-        if not any(vars(own).values()):  # one number, expanded
+    for strides in layout.strides:
+        if not any(vars(strides).values()):  # one number, expanded
             continue
-        row, column = (own.other, own.channel) if layout.channels_in_columns else (own.channel, own.other)
-        if column != 1 or row % vector or own.outer % vector or max(row, own.outer) >= 2**31:
+        column, row = strides.other, strides.channel
+        if layout.channels_in_columns:
+            column, row = row, column
+        if column != 1 or row % vector or strides.outer % vector or max(row, strides.outer) >= 2**31:
             return False
     return width % vector == 0 and width < 2**31  # the kernels multiply in the bits of what they are given
 
@@ -220,19 +223,19 @@ def _sizes(layout: Layout, names: str, multiple: int) -> dict[str, int]:
     """
     of_other, of_channel = (multiple, 1) if layout.channels_in_columns else (1, multiple)
     sizes = {"outers": layout.outers, "others": layout.others // of_channel, "channels": layout.channels // of_other}
-    for name, own in zip(names.split(), layout.strides, strict=True):
-        sizes[f"{name}_outer"] = own.outer // multiple
-        sizes[f"{name}_other"] = own.other // of_other
-        sizes[f"{name}_channel"] = own.channel // of_channel
+    for name, strides in zip(names.split(), layout.strides, strict=True):
+        sizes[f"{name}_outer"] = strides.outer // multiple
+        sizes[f"{name}_other"] = strides.other // of_other
+        sizes[f"{name}_channel"] = strides.channel // of_channel
     return sizes
 
 
-def forward(x: Tensor, own: Parameters, curve: str, behind: int) -> Tensor:
+def forward(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Tensor:
     """Return weight · f(αx + s) + bias, in one pass over x.
 
     Args:
         x: float32, bfloat16 or float16, of any shape and strides.
-        own: the parameters, each float32, bfloat16 or float16.
+        parameters: α, s, weight and bias, each float32, bfloat16 or float16.
         curve: ``tanh``, ``isru`` or ``erf``.
         behind: how many axes of x come after those of the channels.
 
@@ -242,19 +245,19 @@ def forward(x: Tensor, own: Parameters, curve: str, behind: int) -> Tensor:
     Raises:
         UsageError: if the parameters are for other channels than x has.
     """
-    axes = own.channel_axes(x, behind)
+    axes = parameters.channel_axes(x, behind)
     y = torch.empty_like(x)
     if x.numel() > 0:
         (there, y_there), layout = _laid_out([x, y], axes)
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-            forward_launch(there, y_there, own.each(Tensor.contiguous), layout, curve).run()
+            forward_launch(there, y_there, parameters.each(Tensor.contiguous), layout, curve).run()
         if y_there is not y:
             y.copy_(y_there)
     return y
 
 
 def backward(
-    dy: Tensor, x: Tensor, own: Parameters, curve: str, behind: int, of_input: bool, of_parameters: bool
+    dy: Tensor, x: Tensor, parameters: Parameters, curve: str, behind: int, of_input: bool, of_parameters: bool
 ) -> Gradients:
     """Go back through :func:`forward` in one pass over dy and x, and one over what its programs have summed.
 
@@ -267,24 +270,25 @@ def backward(
     Raises:
         UsageError: as there.
     """
-    axes = own.channel_axes(x, behind)
+    axes = parameters.channel_axes(x, behind)
     room = torch.empty if x.numel() > 0 else torch.zeros
-    made = Gradients(
+    gradients = Gradients(
         torch.empty_like(x) if of_input else None,
         *(
             room(part.shape, dtype=part.dtype, device=part.device) if of_parameters and part is not None else None
-            for part in vars(own).values()
+            for part in vars(parameters).values()
         ),
     )
     if x.numel() > 0 and (of_input or of_parameters):
-        (dy_there, x_there, dx_there), layout = _laid_out([dy, x, x if made.x is None else made.x], axes)
-        wanted = made if made.x is None else made._replace(x=dx_there)
+        (dy_there, x_there, dx_there), layout = _laid_out([dy, x, x if gradients.x is None else gradients.x], axes)
+        wanted = gradients if gradients.x is None else gradients._replace(x=dx_there)
+        parameters = parameters.each(Tensor.contiguous)
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-            for launch in backward_launches(dy_there, x_there, own.each(Tensor.contiguous), wanted, layout, curve):
+            for launch in backward_launches(dy_there, x_there, parameters, wanted, layout, curve):
                 launch.run()
-        if made.x is not None and dx_there is not made.x:
-            made.x.copy_(dx_there)
-    return made
+        if gradients.x is not None and dx_there is not gradients.x:
+            gradients.x.copy_(dx_there)
+    return gradients
 
 
 def _laid_out(tensors: Sequence[Tensor], axes: tuple[int, int]) -> tuple[list[Tensor], Layout]:

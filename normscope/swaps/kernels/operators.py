@@ -41,13 +41,13 @@ def pointwise(
     >>> pointwise(torch.tensor([[0.75, -3e38]]), one, None, torch.tensor([1.0, 2.0]), None, "isru", 0)
     tensor([[ 0.6000, -2.0000]])
     """
-    own = Parameters(alpha, shift, weight, bias)
+    parameters = Parameters(alpha, shift, weight, bias)
     if by_kernels(curve, x.device, x.dtype):
         from normscope.swaps.kernels import launch
 
-        return launch.forward(x, own, curve, behind)
-    own.channel_axes(x, behind)
-    return torch.empty_like(x).copy_(eager.pointwise(x, CURVES[curve].function, own, behind))
+        return launch.forward(x, parameters, curve, behind)
+    parameters.channel_axes(x, behind)
+    return torch.empty_like(x).copy_(eager.pointwise(x, CURVES[curve].function, parameters, behind))
 
 
 @torch.library.custom_op("normscope::pointwise_backward", mutates_args=())
@@ -75,24 +75,24 @@ def pointwise_backward(
         UsageError: as there; if dy is not of x's shape; and where a second derivative is asked for, or several
             gradients at once.
     """
-    own = Parameters(alpha, shift, weight, bias)
+    parameters = Parameters(alpha, shift, weight, bias)
     _check_shape(dy, x)
-    made: tuple[Tensor | None, ...]
+    gradients: tuple[Tensor | None, ...]
     if by_kernels(curve, x.device, x.dtype):
         from normscope.swaps.kernels import launch
 
-        made = launch.backward(dy, x, own, curve, behind, of_input, of_parameters)
+        gradients = launch.backward(dy, x, parameters, curve, behind, of_input, of_parameters)
     else:
-        own.channel_axes(x, behind)
+        parameters.channel_axes(x, behind)
         f, derivative = CURVES[curve].function, CURVES[curve].derivative
-        dx, *others = eager.pointwise_backward(dy, x, f, derivative, own, behind)
+        dx, *others = eager.pointwise_backward(dy, x, f, derivative, parameters, behind)
         # An operator returns none of its inputs, and of one row of float64 the gradient by the bias is dy itself.
         by_parameters = [None if gradient is None else gradient.clone() for gradient in others]
-        made = (None if dx is None else torch.empty_like(x).copy_(dx), *by_parameters)
-    wanted = (of_input, *[of_parameters] * len(vars(own)))
+        gradients = (None if dx is None else torch.empty_like(x).copy_(dx), *by_parameters)
+    wanted = (of_input, *[of_parameters] * len(vars(parameters)))
     return [
         x.new_empty(0) if gradient is None or not needed else gradient
-        for gradient, needed in zip(made, wanted, strict=True)
+        for gradient, needed in zip(gradients, wanted, strict=True)
     ]
 
 
@@ -110,14 +110,14 @@ def _(dy: Tensor, x: Tensor, *others: Any) -> list[Tensor]:
     _check_shape(dy, x)
     Parameters(*parameters).channel_axes(x, behind)
     by_x = torch.empty_like(x) if of_input else x.new_empty(0)
-    given = [part if of_parameters else None for part in parameters]
-    return [by_x, *(x.new_empty(0) if part is None else part.new_empty(part.shape) for part in given)]
+    wanted = [part if of_parameters else None for part in parameters]
+    return [by_x, *(x.new_empty(0) if part is None else part.new_empty(part.shape) for part in wanted)]
 
 
 def _check_shape(dy: Tensor, x: Tensor) -> None:
     if dy.shape != x.shape or dy.device != x.device:
-        given, expected = (f"{tuple(tensor.shape)} on {tensor.device}" for tensor in (dy, x))
-        raise UsageError(f"A gradient of {given} is not that of an output of {expected}.")
+        received, expected = (f"{tuple(tensor.shape)} on {tensor.device}" for tensor in (dy, x))
+        raise UsageError(f"A gradient of {received} is not that of an output of {expected}.")
 
 
 def check_no_tangents(*tensors: Tensor | None) -> None:

@@ -106,7 +106,7 @@ class _Axis:
 
     def spans(self, inner: _Axis) -> bool:
         """Whether this axis and the one within it are one axis in memory, in every tensor."""
-        return all(own == stride * inner.size for own, stride in zip(self.strides, inner.strides, strict=True))
+        return all(stride == within * inner.size for stride, within in zip(self.strides, inner.strides, strict=True))
 
 
 def layout_of(tensors: Sequence[Tensor], begin: int, end: int) -> Layout | None:
@@ -128,13 +128,13 @@ def layout_of(tensors: Sequence[Tensor], begin: int, end: int) -> Layout | None:
     """
     by_axis = zip(*(tensor.stride() for tensor in tensors), strict=True)
     axes = [_Axis(size, strides) for size, strides in zip(tensors[0].shape, by_axis, strict=True)]
-    own = _merged(axes[begin:end])
+    channels = _merged(axes[begin:end])
     # An expanded tensor's strides of zero decide nothing.
     rest = _merged(sorted(axes[:begin] + axes[end:], key=lambda axis: max(axis.strides), reverse=True))
-    if len(own) > 1 or len(rest) > 2:
+    if len(channels) > 1 or len(rest) > 2:
         return None
     none = _Axis(1, (0,) * len(tensors))
-    [channel] = own or [none]
+    [channel] = channels or [none]
     outer, other = [none, none, *rest][-2:]
     strides = tuple(map(Strides, outer.strides, other.strides, channel.strides))
     in_columns = channel.size > 1 and (other.size == 1 or max(channel.strides) <= max(other.strides))

@@ -12,8 +12,7 @@ from scipy import special
 
 from normscope.errors import UsageError
 from normscope.fits.curves import expressions
-from normscope.fits.curves.expressions import curve_from
-from normscope.fits.curves.lookup import curves_named
+from normscope.fits.curves.expressions import curve_from, curves_named
 
 MATH = {
     "abs": abs,

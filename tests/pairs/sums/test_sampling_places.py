@@ -7,7 +7,8 @@ from torch import nn
 import normscope
 from normscope.inputs.batch import Batch, Sample
 from normscope.pairs.norms.formulas import FORMS, layer_norm
-from normscope.pairs.sums.binning import choice, cpu, reference
+from normscope.pairs.sums import stats as loops
+from normscope.pairs.sums.binning import cpu, reference
 from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import Lines
 
@@ -40,7 +41,7 @@ def largest(seen: normscope.Capture, count: int) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("loop", [cpu.add, reference.add])
 def test_a_planted_token_is_found_through_padding_merging_and_files(tmp_path, monkeypatch, loop):
-    monkeypatch.setattr(choice, "_loop_of", lambda device: loop)
+    monkeypatch.setattr(loops, "_loop_of", lambda device: loop)
     model = nn.Sequential(nn.LayerNorm(WIDTH))
     one = normscope.capture(model, [batch((4, 9, None), (7, 5, 3)), batch((30, 12, 11))])
     two = normscope.capture(model, [batch((55, 6, 0), (2, 7, None))])

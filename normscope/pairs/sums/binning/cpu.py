@@ -1,4 +1,4 @@
-"""The fused loop on the CPU: one pass over the tokens fills everything that :mod:`reference` says, compiled by numba.
+"""The fused loop on the CPU: one pass over the tokens fills all that :mod:`reference` does, compiled by numba.
 
 Tokens are shared out among as many threads as torch has been given. Those are Python's own threads, in which the
 compiled code runs without the interpreter's lock, and not a second pool of OpenMP beside torch's. Each thread adds up
@@ -40,15 +40,15 @@ def add(stats: PairStats, tokens: Tokens) -> None:
     threads = max(1, min(torch.get_num_threads(), rows.rows.size // _PAIRS_A_THREAD, len(rows.rows)))
     first, *shares = _shared_out(tuple(tokens.runs), threads)
     views = _views_of(stats)
-    own = views.sums
-    others = [_sums_apart(own) for _ in shares]
+    sums = views.sums
+    others = [_sums_apart(sums) for _ in shares]
     waiting = [
         _threads().submit(fill, CONSTANTS, rows, share.runs, other) for share, other in zip(shares, others, strict=True)
     ]
-    fill(CONSTANTS, rows, first.runs, own)
+    fill(CONSTANTS, rows, first.runs, sums)
     for share, other, done in zip(shares, others, waiting, strict=True):
         done.result()
-        _join(own, other, share.shared_fold)
+        _join(sums, other, share.shared_fold)
     reference.add_optional(stats, tokens)
     for sample, by_reach in zip(views.samples, (False, True), strict=True):
         draw(rows, by_reach, stats.grouped, sample)
@@ -120,7 +120,7 @@ _views: WeakKeyDictionary[PairStats, _Views] = WeakKeyDictionary()
 
 
 def _views_of(stats: PairStats) -> _Views:
-    """Return the same views as at the last call: making them anew takes as long as a hundredth of the loop."""
+    """The views of the last call, as making them anew costs a hundredth of the loop."""
     kept = (stats.moments, stats.tokens, stats.largest, stats.pairs.x)
     views = _views.get(stats)
     if views is None or any(one is not other for one, other in zip(kept, views.of, strict=True)):
@@ -157,29 +157,29 @@ def _sample_of(tokens: TokenSample) -> SampleArrays:
 _spare: list[Sums] = []
 
 
-def _sums_apart(own: Sums) -> Sums:
-    """Return sums over nothing for another thread."""
-    apart = _spare.pop() if _spare else Sums(own.moments, *(np.zeros_like(array) for array in own[1:]))
-    infinity = np.full(own.channel_sums.shape[1], np.inf, np.float32)
-    apart.pair_key[:] = own.pair_key  # what would lose to a pair that is there need not be kept
+def _sums_apart(sums: Sums) -> Sums:
+    """Empty sums for another thread."""
+    apart = _spare.pop() if _spare else Sums(sums.moments, *(np.zeros_like(array) for array in sums[1:]))
+    infinity = np.full(sums.channel_sums.shape[1], np.inf, np.float32)
+    apart.pair_key[:] = sums.pair_key  # what would lose to a pair that is there need not be kept
     return apart._replace(
-        moments=own.moments,
-        channel_sums=np.zeros_like(own.channel_sums),
+        moments=sums.moments,
+        channel_sums=np.zeros_like(sums.channel_sums),
         channel_extremes=np.stack([infinity, -infinity]),
     )
 
 
-def _join(own: Sums, other: Sums, shared_fold: int | None) -> None:
+def _join(sums: Sums, other: Sums, shared_fold: int | None) -> None:
     """Add another thread's sums, and leave them empty."""
     if shared_fold is not None:
-        join(own.moments[shared_fold].reshape(-1), other.shared.reshape(-1))
-    join(own.density.reshape(-1), other.density.reshape(-1))
+        join(sums.moments[shared_fold].reshape(-1), other.shared.reshape(-1))
+    join(sums.density.reshape(-1), other.density.reshape(-1))
     for name in ("token_offsets", "token_scales", "nonfinite_tokens"):
-        join(getattr(own, name), getattr(other, name))
-    own.channel_sums[:] += other.channel_sums
-    np.minimum(own.channel_extremes[0], other.channel_extremes[0], out=own.channel_extremes[0])
-    np.maximum(own.channel_extremes[1], other.channel_extremes[1], out=own.channel_extremes[1])
-    join_pairs(own, other)
+        join(getattr(sums, name), getattr(other, name))
+    sums.channel_sums[:] += other.channel_sums
+    np.minimum(sums.channel_extremes[0], other.channel_extremes[0], out=sums.channel_extremes[0])
+    np.maximum(sums.channel_extremes[1], other.channel_extremes[1], out=sums.channel_extremes[1])
+    join_pairs(sums, other)
     _spare.append(other)
 
 

@@ -195,11 +195,11 @@ def _add_token(tokens: Any, t: int, key: Any, constants: Any, moments: Any, sums
     shift, rstd, density = tokens.shift[t], tokens.rstd[t], sums.density.reshape(-1)
     first_channel = t % tokens.groups * (d // tokens.positions)
     for first in range(0, d, _TILE):
-        own = slice(first, min(first + _TILE, d))
-        _index(row[own], shift, rstd, constants, tile)
-        _add_pairs(row[own], shift, rstd, tile, moments, density)
+        part = slice(first, min(first + _TILE, d))
+        _index(row[part], shift, rstd, constants, tile)
+        _add_pairs(row[part], shift, rstd, tile, moments, density)
         channels = (first_channel, first, tokens.positions)
-        _draw_pairs(row[own], (shift, rstd), tile.bins, key, tokens.element_keys[own], channels, constants, sums)
+        _draw_pairs(row[part], (shift, rstd), tile.bins, key, tokens.element_keys[part], channels, constants, sums)
     mean = tokens.shift[t] if tokens.form[0] else _total(row) / d
     tile.y[0], tile.y[1] = mean * rstd, 1 / rstd
     scalar_bits = tile.y.view(np.int32)
@@ -241,11 +241,11 @@ def _add_token_to_channels(tokens: Any, t: int, sums: Any) -> None:
     positions = tokens.positions
     held = tokens.rows.shape[1] // positions
     for number in range(held):
-        own = tokens.rows[t, number * positions : (number + 1) * positions]
-        low, high = _extremes(own)
+        elements = tokens.rows[t, number * positions : (number + 1) * positions]
+        low, high = _extremes(elements)
         channel = t % tokens.groups * held + number
-        sums.channel_sums[0, channel] += _total(own)
-        sums.channel_sums[1, channel] += _squares(own, 0.0)
+        sums.channel_sums[0, channel] += _total(elements)
+        sums.channel_sums[1, channel] += _squares(elements, 0.0)
         sums.channel_extremes[0, channel] = min(sums.channel_extremes[0, channel], low)
         sums.channel_extremes[1, channel] = max(sums.channel_extremes[1, channel], high)
 
@@ -350,9 +350,9 @@ def _move(into: Any, other: Any) -> None:
 
 
 @_exact
-def join_pairs(own: Any, other: Any) -> None:
+def join_pairs(sums: Any, other: Any) -> None:
     """Take the drawn pairs of lesser keys."""
-    for i in range(own.pair_key.size):
-        if other.pair_key[i] < own.pair_key[i]:
-            own.pair_key[i], own.pair_x[i], own.pair_y[i] = other.pair_key[i], other.pair_x[i], other.pair_y[i]
-            own.pair_channel[i] = other.pair_channel[i]
+    for i in range(sums.pair_key.size):
+        if other.pair_key[i] < sums.pair_key[i]:
+            sums.pair_key[i], sums.pair_x[i], sums.pair_y[i] = other.pair_key[i], other.pair_x[i], other.pair_y[i]
+            sums.pair_channel[i] = other.pair_channel[i]

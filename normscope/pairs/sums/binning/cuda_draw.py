@@ -86,8 +86,8 @@ def _draw_tokens(
 ) -> None:  # fmt: skip
     """Let all tokens compete for the places of one sample: the best there is takes that of the last, while it may."""
     slots = tl.arange(0, places)
-    ranks, taken = tl.load(own_rank + slots), tl.load(own_key + slots)
-    last_rank, last_key, slot = _last(ranks, taken, slots)
+    ranks, kept_keys = tl.load(own_rank + slots), tl.load(own_key + slots)
+    last_rank, last_key, slot = _last(ranks, kept_keys, slots)
     start = 0
     while start < n:
         token = start + tl.arange(0, tile)
@@ -109,12 +109,12 @@ def _draw_tokens(
             tl.store(own_position + slot, tl.load(numbers + best))
             tl.store(own_sample + slot, tl.load(samples + best))
             ranks = tl.where(slots == slot, best_rank, ranks)
-            taken = tl.where(slots == slot, best_key, taken)
-            last_rank, last_key, slot = _last(ranks, taken, slots)
+            kept_keys = tl.where(slots == slot, best_key, kept_keys)
+            last_rank, last_key, slot = _last(ranks, kept_keys, slots)
             offered &= (token != best) & _before(rank, key, last_rank, last_key)
         start += tile
     tl.store(own_rank + slots, ranks)
-    tl.store(own_key + slots, taken)
+    tl.store(own_key + slots, kept_keys)
 
 
 @triton.jit
@@ -172,9 +172,9 @@ def draw(
         token = (program - 2) * at_once + tl.arange(0, at_once)
         waiting = tl.where(tl.load(competing + token, mask=token < n, other=0) > 0, token, n)
         while tl.min(waiting, 0) < n:
-            own = tl.min(waiting, 0)
+            drawn = tl.min(waiting, 0)
             _draw_pairs(
-                rows + own.to(tl.int64) * d, tl.load(keys + own), tl.load(shift + own), tl.load(rstd + own),
-                own % groups * per_token, positions, d, pair_keys, pair_x, pair_y, pair_channel, pairs_tile,
+                rows + drawn.to(tl.int64) * d, tl.load(keys + drawn), tl.load(shift + drawn), tl.load(rstd + drawn),
+                drawn % groups * per_token, positions, d, pair_keys, pair_x, pair_y, pair_channel, pairs_tile,
             )  # fmt: skip
-            waiting = tl.where(waiting == own, n, waiting)
+            waiting = tl.where(waiting == drawn, n, waiting)

@@ -24,7 +24,7 @@ PyMODINIT_FUNC PyInit_{_NAME}(void) {{{{ return PyModule_Create(&definition); }}
 
 
 def why_no_launcher() -> str:
-    """Say why Triton cannot launch a kernel on this machine's GPU; nothing where it can.
+    """Why Triton cannot launch a kernel on this machine's GPU; empty where it can.
 
     It is tried once a process, before the first launch. Where it fails, and ``NORMSCOPE_KERNELS`` says nothing of who
     computes, the user is warned once.
@@ -36,7 +36,7 @@ def why_no_launcher() -> str:
 
 
 def cannot_be_met(reason: str) -> UsageError:
-    """Return what is raised where ``NORMSCOPE_KERNELS=triton`` asks for kernels that there are not.
+    """The error for ``NORMSCOPE_KERNELS=triton`` where there are no kernels.
 
     >>> str(cannot_be_met("Triton is not installed"))
     'NORMSCOPE_KERNELS=triton cannot be met: Triton is not installed. Unset it, or say NORMSCOPE_KERNELS=eager.'
@@ -61,7 +61,7 @@ def _tried() -> str:
 
 
 def _compiler() -> str:
-    """Name what Triton builds with: what its cache holds of another machine's compiler says nothing of this one's."""
+    """What Triton builds with, in words, so that a cache from another machine is not mistaken for this one's."""
     named = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     return f"{named and shutil.which(named)}, {_headers()}, {'with' if _with_headers() else 'without'} Python.h"
 

@@ -54,7 +54,7 @@ def add(stats: PairStats, tokens: Tokens) -> None:
 
 def add_optional(stats: PairStats, tokens: Tokens) -> None:
     """Add the pairs of ``tokens`` to the sums that are kept where asked for, and to no others."""
-    if any(own is not None for own in (stats.gamma_moments, stats.channel_moments, stats.diagonal_moments)):
+    if any(moments is not None for moments in (stats.gamma_moments, stats.channel_moments, stats.diagonal_moments)):
         for _, pairs in _in_steps(stats, tokens):
             _add_optional(stats, tokens, pairs)
 
@@ -120,8 +120,8 @@ def _add_optional(stats: PairStats, tokens: Tokens, pairs: _Pairs) -> None:
         _add_moments(stats.gamma_moments, pairs, weight[pairs.channel])
     if stats.channel_moments is not None:
         _, channels, bins = stats.channel_moments.shape
-        own = (pairs.channel * bins + CHANNEL_GRID.index(pairs.x.float())).where(pairs.counted, channels * bins)
-        stats.channel_moments += binned_moments(pairs.x, pairs.y, own, channels * bins).view(-1, channels, bins)
+        cells = (pairs.channel * bins + CHANNEL_GRID.index(pairs.x.float())).where(pairs.counted, channels * bins)
+        stats.channel_moments += binned_moments(pairs.x, pairs.y, cells, channels * bins).view(-1, channels, bins)
     if stats.diagonal_moments is not None:
         form = tokens.lines.form
         assert form is not None  # noqa: S101 - the sums are kept of sites with a form alone

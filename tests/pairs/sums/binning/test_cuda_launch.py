@@ -19,7 +19,8 @@ from normscope.inputs.batch import Batch, Sample  # noqa: E402
 from normscope.pairs.norms.formulas import FORMS, layer_norm  # noqa: E402
 from normscope.pairs.norms.trace import find_norms  # noqa: E402
 from normscope.pairs.recorder import Recorder, Summing  # noqa: E402
-from normscope.pairs.sums.binning import choice, cuda, cuda_draw, cuda_loop  # noqa: E402
+from normscope.pairs.sums import stats as loops  # noqa: E402
+from normscope.pairs.sums.binning import cuda, cuda_draw, cuda_loop  # noqa: E402
 from normscope.pairs.sums.stats import PairStats  # noqa: E402
 from normscope.pairs.sums.tokens import Lines, Run, Tokens  # noqa: E402
 
@@ -83,7 +84,7 @@ def launches(monkeypatch) -> list[str]:
         monkeypatch.setattr(cuda, name, Launched(name, noted))
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
     monkeypatch.setattr(cuda, "_stream", lambda device: 0)
-    monkeypatch.setattr(choice, "why_no_launcher", lambda: "")
+    monkeypatch.setattr(loops, "why_no_launcher", lambda: "")
     return noted
 
 

@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
 from normscope.errors import UsageError  # noqa: E402
 from normscope.pairs.norms.formulas import FORMS, layer_norm  # noqa: E402
-from normscope.pairs.sums.binning import choice as loops  # noqa: E402
+from normscope.pairs.sums import stats as loops  # noqa: E402
 from normscope.pairs.sums.binning import cuda, cuda_launcher, reference  # noqa: E402
 from normscope.pairs.sums.binning.cuda_launcher import VARIABLE, why_no_launcher  # noqa: E402
 from normscope.pairs.sums.stats import PairStats  # noqa: E402
