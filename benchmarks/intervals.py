@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import normscope
 
 PEERS = ("scipy",)
-QUANTITIES = {"A": "A", "alpha": "α", "slope": "slope at the origin", "r2": "R²"}
+QUANTITIES = {"amplitude": "A", "alpha": "α", "slope": "slope at the origin", "r2": "R²"}
 SPREADS = (0.2, 0.7)
 SOURCES = ("16", "64", "256")
 TOKENS, CHANNELS = 8, 32
@@ -106,7 +106,9 @@ def drawn(generator: np.random.Generator, spread: float, sources: int, sets: int
 def true_values(generator: np.random.Generator, spread: float, sources: int) -> dict[str, dict[str, float]]:
     """Fit both curves to very many sources."""
     fits = normscope.fit(normscope.capture(Sites(1), batches_of(generator, spread, sources)), tuple(CURVES))
-    return {one.curve: {"A": one.amplitude, "alpha": one.alpha, "slope": one.slope, "r2": one.r2} for one in fits}
+    return {
+        one.curve: {"amplitude": one.amplitude, "alpha": one.alpha, "slope": one.slope, "r2": one.r2} for one in fits
+    }
 
 
 def batches_of(generator: np.random.Generator, spread: float, sources: int) -> Iterator[Tensor]:
@@ -138,7 +140,7 @@ def simulated(
             for flat_x, flat_y in zip(x.unbind(2), model(x), strict=True):
                 pairs = [values.double().flatten().numpy() for values in (flat_x, flat_y)]
                 for curve, true in truth.items():
-                    held[curve, REFERENCE].count(as_if_independent(curve, *pairs, (true["A"], true["alpha"])))
+                    held[curve, REFERENCE].count(as_if_independent(curve, *pairs, (true["amplitude"], true["alpha"])))
     return held
 
 
@@ -149,7 +151,7 @@ def as_if_independent(
     from scipy.optimize import curve_fit
 
     (a, alpha), covariance = curve_fit(lambda x, a, alpha: a * CURVES[curve](alpha * x), x, y, p0=start)
-    gradients = {"A": (a, [1, 0]), "alpha": (alpha, [0, 1]), "slope": (a * alpha, [alpha, a])}
+    gradients = {"amplitude": (a, [1, 0]), "alpha": (alpha, [0, 1]), "slope": (a * alpha, [alpha, a])}
     widths = {name: NORMAL * math.sqrt(np.array(by) @ covariance @ by) for name, (_, by) in gradients.items()}
     return {name: (value - widths[name], value + widths[name]) for name, (value, _) in gradients.items()}
 

@@ -53,3 +53,4 @@ from .swaps.replace import Swap as Swap
 from .swaps.replace import replacements as replacements
 from .swaps.replace import swap as swap
 from .swaps.store import save_swapped as save_swapped
+from .tables.notebook import table as table

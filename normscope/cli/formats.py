@@ -10,34 +10,11 @@ from typing import Any, TypeAlias
 
 from normscope.errors import UsageError
 from normscope.runtime.files import whole_file
+from normscope.runtime.records import flat
 
 Row: TypeAlias = Mapping[str, Any]
 CSV, PARQUET, YAML = ".csv", ".parquet", (".yaml", ".yml")
 _JSON = (".json", "")
-_INTERVALS = "intervals"
-
-
-def flat(row: Row) -> dict[str, Any]:
-    """Bring a row's nested values into columns of their own, or into one text.
-
-    A pair of numbers in ``intervals`` becomes two columns, ``alpha_low`` and ``alpha_high``; an entry of any other
-    mapping a column ``mapping_entry``; and every list one text, its elements separated by semicolons.
-
-    >>> flat({"site": "norm", "intervals": {"alpha": [0.5, 0.7]}, "normalized_shape": [3, 4]})
-    {'site': 'norm', 'alpha_low': 0.5, 'alpha_high': 0.7, 'normalized_shape': '3;4'}
-    """
-    columns: dict[str, Any] = {}
-    for name, value in row.items():
-        if name == _INTERVALS:
-            for what, interval in (value or {}).items():
-                columns[f"{what}_low"], columns[f"{what}_high"] = interval or (None, None)
-        elif isinstance(value, Mapping):
-            columns |= flat({f"{name}_{entry}": inner for entry, inner in value.items()})
-        elif isinstance(value, list | tuple):
-            columns[name] = ";".join(str(_cell(element)) for element in value)
-        else:
-            columns[name] = value
-    return columns
 
 
 def as_csv(rows: Sequence[Row]) -> str:

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from normscope.fits.curves.known import FREE, Curve
 from normscope.pairs.norms.sites import NormSite
-from normscope.runtime.records import as_json
+from normscope.runtime.records import Tabled, as_json
 
 Interval = tuple[float, float]
 
 
-@dataclass(frozen=True)
-class CurveFit:
+@dataclass(frozen=True, repr=False)
+class CurveFit(Tabled):
     """y ≈ A·f(αx + s) at one norm site, or one of its channels, by least squares over all of its pairs.
 
     Numbers are NaN where there was nothing to fit.
@@ -54,8 +54,8 @@ class CurveFit:
         largest_error_at: their x.
         saturated: share of the pairs at which |f′| is under 5 % of its largest value.
         reach: α·max|x|.
-        intervals: of A, α, shift, C, slope, coefficient, r2 and r2_ceiling by those names: 95 %, by a jackknife over
-            the folds; none of a number that the pairs do not tell.
+        intervals: of amplitude, alpha, shift, C, slope, coefficient, r2 and r2_ceiling by those names: 95 %, by a
+            jackknife over the folds; none of a number that the pairs do not tell.
         parameters: number of free parameters.
         rank: place among the curves of as many free parameters that were fitted at that site, by held-out error;
             without folds, by error.
@@ -144,6 +144,14 @@ class CurveFit:
         """Whether there was nothing to fit."""
         return self.nothing is not None
 
+    def __repr__(self) -> str:
+        place = self.site if self.channel is None else f"{self.site}, channel {self.channel}"
+        if self.degenerate:
+            return f"CurveFit {self.curve} at {place}: {self.nothing}"
+        shift = f", s {self.shift:.3g}" if self.shift else ""
+        numbers = self.doubt or f"A {self.amplitude:.4g}, α {self.alpha:.4g}{shift}"
+        return f"CurveFit {self.curve} at {place}: {'' if self.curve == FREE else f'{numbers}, '}R² {self.r2:.4f}"
+
     def __call__(self, x: Tensor) -> Tensor:
         """Evaluate the fitted curve at x, of any shape, in float64."""
         return self.amplitude * self.function.function(self.alpha * x.double() + self.shift)
@@ -167,11 +175,10 @@ class CurveFit:
 
     def as_dict(self) -> dict[str, Any]:
         """The columns of ``normscope fit --json``; a number that is none becomes None."""
-        row = {_COLUMNS.get(name, name): as_json(getattr(self, name)) for name in _ATTRIBUTES}
-        return row | dict.fromkeys(("A", "alpha", "shift", "C") if self.curve == FREE else ())
+        row = {name: as_json(getattr(self, name)) for name in _ATTRIBUTES}
+        return row | dict.fromkeys(("amplitude", "alpha", "shift", "C") if self.curve == FREE else ())
 
 
-_COLUMNS = {"curve": "func", "amplitude": "A"}
 _ATTRIBUTES = (
     *("model", "weights", "data", "site", "curve", "amplitude", "alpha", "shift", "C", "slope", "r2", "r2_ceiling"),
     *("rmse", "n_pairs", "converged", "straight", "power_law", "coefficient", "folds", "channel", "sites", "form"),

@@ -20,6 +20,7 @@ from normscope.fits.solving.nodes import Problems, batches, goodness, nodes_of, 
 from normscope.fits.solving.objective import Parametrization
 from normscope.fits.solving.refits import Attributes, fitted, inside_noise
 from normscope.pairs.captures import Capture
+from normscope.runtime.records import Records
 
 
 def fit(
@@ -33,7 +34,7 @@ def fit(
     alpha: float | None = None,
     shift: bool | None = None,
     weights_by: str = "pairs",
-) -> list[CurveFit]:
+) -> Records[CurveFit]:
     """Fit curves to every site of a capture, from its binned sums: the cost does not depend on the number of pairs.
 
     Args:
@@ -54,7 +55,8 @@ def fit(
             ``by_gamma``; or evenly over ``x``, so that the tails count as much as the centre.
 
     Returns:
-        One :class:`CurveFit` for each site (or channel, or pool) and curve, sites first.
+        One :class:`CurveFit` for each site (or channel, or pool) and curve, sites first; a list, of which
+        ``fits["norm"]`` and ``fits["norm", "tanh"]`` are those of a site and that of a curve there.
 
     Raises:
         UsageError: if there is no such curve, level or form, or if they contradict one another.
@@ -64,8 +66,9 @@ def fit(
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
     >>> seen = normscope.capture(model, [torch.randn(64, 4, generator=torch.Generator().manual_seed(0))])
-    >>> [one.curve for one in fit(seen, "dyt")]
-    ['tanh']
+    >>> fits = fit(seen, "dyt")
+    >>> fits["1", "tanh"] is fits[0], fits
+    (True, 1 CurveFit: 1 site × 1 curve)
     """
     form = Parametrization(amplitude, theory, alpha, shift)
     wanted = _wanted(curves, form)
@@ -81,7 +84,7 @@ def fit(
     }
     for numbers, problems in batches(levels):
         fits |= zip(numbers, _fits(problems, wanted, form, [abouts[number] for number in numbers]), strict=True)
-    return [one for number in sorted(fits) for one in fits[number]]
+    return Records(one for number in sorted(fits) for one in fits[number])
 
 
 def check_fit(

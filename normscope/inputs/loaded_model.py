@@ -133,7 +133,7 @@ class LoadOptions:
     device_map: str | None = None
 
 
-@dataclass
+@dataclass(repr=False)
 class LoadedModel:
     """A network that is ready to run, and what to run it on.
 
@@ -155,6 +155,9 @@ class LoadedModel:
     outputs: Outputs = field(default_factory=Outputs)
     calibration: Inputs | None = None
     fitting: str = ""
+
+    def __repr__(self) -> str:
+        return f"LoadedModel {self.name}: {type(self.module).__name__} · {' · '.join(list(self.about.values())[1:])}"
 
     @property
     def about(self) -> dict[str, str]:

@@ -8,15 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import metadata
 
-from normscope.errors import DataError
+from normscope.errors import DataError, count
 from normscope.pairs.norms.sites import Layers, NormSite, SkippedNorm, select
 from normscope.pairs.sums.stats import PairStats
+from normscope.runtime.records import Tabled
 
 _AND = " + "
 
 
-@dataclass
-class Capture:
+@dataclass(repr=False)
+class Capture(Tabled):
     """What the norms of one network did to one set of inputs.
 
     Attributes:
@@ -39,6 +40,18 @@ class Capture:
     seed: int
     versions: Mapping[str, str]
     parts: Mapping[str, Capture] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        pairs = sorted({stats.n_pairs for stats in self.stats.values()})
+        each = (
+            f"{pairs[0]:,} pairs each"
+            if len(pairs) == 1
+            else f"{pairs[0]:,} to {pairs[-1]:,} pairs"
+            if pairs
+            else "no pairs"
+        )
+        samples = count(self.n_samples, "sample")
+        return f"Capture {self.about['model']}: {count(len(self.sites), 'site')}, {samples}, {each}"
 
     def only(self, layers: Layers) -> Capture:
         """Return the capture of some of the sites, see :func:`normscope.pairs.norms.sites.select`."""

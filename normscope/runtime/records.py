@@ -1,11 +1,20 @@
-"""Records as JSON, and checked values back from JSON documents: one way for all of them."""
+"""Records as JSON, as flat columns and as tables, and checked values back from JSON: one way for all of them."""
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex, TypeVar, overload
+
+from normscope.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    import pandas
+
+_INTERVALS = "intervals"
+R = TypeVar("R")
 
 
 class Record:
@@ -19,21 +28,122 @@ class Record:
         return {name: as_json(getattr(self, name)) for name in (*names, *self._properties)}
 
 
+class Tabled:
+    """What :func:`normscope.table` makes tables of: in a notebook by itself, in a terminal by ``table()``."""
+
+    def table(self) -> Any:
+        """Return the tables that the command line prints of this, as :func:`normscope.table` does."""
+        # The tables stand above all records, which do not know them: they are found by name, when they are asked for.
+        return importlib.import_module("normscope.tables.notebook").table(self)
+
+    def _repr_html_(self) -> str:
+        html: str = self.table()._repr_html_()
+        return html
+
+    def __repr__(self) -> str:
+        about = [getattr(self, name) for name in ("curve", "site", "model") if hasattr(self, name)]
+        return " · ".join([type(self).__name__, *map(str, about)])
+
+
+class Records(list[R], Tabled):
+    """Records of one kind: a list that is also indexed by site, or by site and curve.
+
+    >>> from types import SimpleNamespace
+    >>> fits = Records(SimpleNamespace(site=site, curve=curve) for site in ("a", "b") for curve in ("tanh", "isru"))
+    >>> fits["b", "isru"] is fits[3], len(fits["a"])
+    (True, 2)
+    """
+
+    @overload
+    def __getitem__(self, index: SupportsIndex | tuple[str, str]) -> R: ...
+    @overload
+    def __getitem__(self, index: slice | str) -> Records[R]: ...
+    def __getitem__(self, index: Any) -> Any:
+        """Return a record by its number; those of a slice or of a site; or that of a site and a curve.
+
+        Raises:
+            UsageError: if there is no such site, or no such curve there.
+        """
+        if isinstance(index, str):
+            return Records(_those(self, "site", index))
+        if isinstance(index, tuple):
+            site, curve = index
+            return _those(_those(self, "site", site), "curve", curve)[0]
+        return Records(super().__getitem__(index)) if isinstance(index, slice) else super().__getitem__(index)
+
+    def __repr__(self) -> str:
+        if not self:
+            return "no records"
+        counts = {name: len(_values(self, name)) for name in ("site", "curve")}
+        over = " × ".join(f"{number} {name}{'s' * (number > 1)}" for name, number in counts.items() if number)
+        return f"{len(self)} {type(self[0]).__name__}{'s' * (len(self) > 1)}{over and f': {over}'}"
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return a DataFrame with the columns of the command's CSV: intervals as ``alpha_low`` and ``alpha_high``.
+
+        Raises:
+            UsageError: if pandas is not installed.
+        """
+        try:
+            library = importlib.import_module("pandas")
+        except ImportError as error:
+            raise UsageError("to_pandas needs pandas. Install it: pip install 'normscope[pandas]'.") from error
+        frame: pandas.DataFrame = library.DataFrame([flat(as_json(record)) for record in self])
+        return frame
+
+
+def _values(records: Iterable[Any], name: str) -> list[Any]:
+    return list(dict.fromkeys(getattr(record, name) for record in records if hasattr(record, name)))
+
+
+def _those(records: Iterable[R], name: str, value: str) -> list[R]:
+    """Those records whose attribute ``name`` is ``value``; UsageError where there is none."""
+    chosen = [record for record in records if getattr(record, name, None) == value]
+    if not chosen:
+        raise UsageError(unknown(name, value, [str(known) for known in _values(records, name)]))
+    return chosen
+
+
 def as_json(value: Any) -> Any:
     """Nested records, mappings and sequences as dicts and lists; a number that is not finite as None.
 
     >>> as_json({"shape": (2, 3), "r2": float("nan")})
     {'shape': [2, 3], 'r2': None}
     """
+    if hasattr(value, "as_dict"):
+        return value.as_dict()
     if is_dataclass(value):
-        if isinstance(value, Record):
-            return value.as_dict()
         return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {name: as_json(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [as_json(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Bring a row's nested values into columns of their own, or into one text.
+
+    A pair of numbers in ``intervals`` becomes two columns, ``alpha_low`` and ``alpha_high``; an entry of any other
+    mapping a column ``mapping_entry``; and every list one text, its elements separated by semicolons.
+
+    >>> flat({"site": "norm", "intervals": {"alpha": [0.5, 0.7]}, "normalized_shape": [3, 4]})
+    {'site': 'norm', 'alpha_low': 0.5, 'alpha_high': 0.7, 'normalized_shape': '3;4'}
+    """
+    columns: dict[str, Any] = {}
+    for name, value in row.items():
+        if name == _INTERVALS:
+            for what, interval in (value or {}).items():
+                columns[f"{what}_low"], columns[f"{what}_high"] = interval or (None, None)
+        elif isinstance(value, Mapping):
+            columns |= flat({f"{name}_{entry}": inner for entry, inner in value.items()})
+        elif isinstance(value, list | tuple):
+            columns[name] = ";".join(
+                str(element).lower() if isinstance(element, bool) else str(element) for element in value
+            )
+        else:
+            columns[name] = value
+    return columns
 
 
 def checked(document: Mapping[str, Any], holds: Mapping[str, Callable[[Any], bool]], what: str) -> dict[str, Any]:

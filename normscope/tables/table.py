@@ -168,14 +168,14 @@ def swapped_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """One line a site; where each channel has numbers of its own, their medians.
 
     Args:
-        rows: ``site``, ``norm``, ``func``, ``A``, ``alpha``, ``shift``, ``r2`` and ``per_channel`` of each; a number
-            that is none is None.
+        rows: ``site``, ``norm``, ``curve``, ``amplitude``, ``alpha``, ``shift``, ``r2`` and ``per_channel`` of each; a
+            number that is none is None.
     """
     columns: list[Column[Mapping[str, Any]]] = [
         names("site", lambda row: row["site"]),
         words("norm", lambda row: row["norm"]),
-        words("replaced by", lambda row: row["func"]),
-        Column("A", lambda row: number(row["A"], ".4g")),
+        words("replaced by", lambda row: row["curve"]),
+        Column("A", lambda row: number(row["amplitude"], ".4g")),
         Column("α", lambda row: number(row["alpha"], ".4g")),
         Column("s", lambda row: number(row["shift"], ".4g"), any(row["shift"] is not None for row in rows)),
         Column("R²", lambda row: number(row["r2"], ".4f")),

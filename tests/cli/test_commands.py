@@ -95,7 +95,7 @@ def test_json_is_one_document_on_stdout(run, folder):
     done = run("fit", "demo_vit", "--func", "dyisru", "--layers", "2", "--json", "-o", "fits.json", cwd=folder)
     document = json.loads(done.stdout)
     assert json.loads((folder / "fits.json").read_text()) == document
-    assert [found["func"] for found in document["fits"]] == ["isru", "isru"]
+    assert [found["curve"] for found in document["fits"]] == ["isru", "isru"]
     assert [found["site"] for found in document["fits"]] == ["blocks.0.norm1", "norm"]
     assert document["fits"][0]["folds"] == "source"
     assert document["skipped"] == []

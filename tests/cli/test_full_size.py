@@ -154,7 +154,7 @@ def test_every_view_of_a_vit(folder, capfd):
 
     fits = document("fit", seen, "--func", "all")["fits"]
     assert len(fits) == (len(CURVES) - 1) * 25  # derf is erf with one free parameter more
-    assert all(0 < found["r2"] <= 1 for found in fits if found["func"] in ("tanh", "isru", "erf"))
+    assert all(0 < found["r2"] <= 1 for found in fits if found["curve"] in ("tanh", "isru", "erf"))
     channels = document("fit", seen, "--per", "channel")["fits"]
     assert len(channels) == 2 * 25 * 768 and sum(found["converged"] for found in channels) > 0.99 * len(channels)
     assert len(document("stats", seen)["sites"]) == 25

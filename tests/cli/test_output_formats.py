@@ -125,7 +125,7 @@ def test_the_other_commands_print_their_rows(folder):
     assert {row["name"]: row["n_pairs"] for row in rows_of(seen.stdout)} == {k: str(s.n_pairs) for k, s in sums.items()}
     plot = ("plot", "seen.safetensors", "--color", "token", "--dpi", "40", "-o", "drawn.png", "--layers", "1")
     drawn = rows_of(run(*plot, "--csv", cwd=folder).stdout)
-    assert [(row["file"], row["func"]) for row in drawn] == [("drawn.png", "tanh"), ("drawn.png", "isru")]
+    assert [(row["file"], row["curve"]) for row in drawn] == [("drawn.png", "tanh"), ("drawn.png", "isru")]
 
 
 def test_without_pyarrow_nothing_is_run_and_the_extra_is_named(folder):

@@ -216,7 +216,7 @@ def test_free_is_the_mean_of_y_at_x_and_no_curve_beats_it(observed):
         off = y.ravel() - free(torch.from_numpy(x.ravel())).numpy()
         y = y.ravel()
         assert free.r2 == pytest.approx(1 - off @ off / ((y - y.mean()) @ (y - y.mean())), abs=2e-4)
-        assert free.as_dict()["A"] is None and free.rank is None
+        assert free.as_dict()["amplitude"] is None and free.rank is None
 
 
 def test_best_is_the_curve_that_predicts_held_out_folds_best(observed):
@@ -281,7 +281,7 @@ def test_captures_merged_in_any_order_fit_the_same():
 def nothing_of(model, x, curve="tanh"):
     [found] = normscope.fit(normscope.capture(model, [x]), curve)
     shown = found.as_dict()
-    numbers = ("A", "alpha", "C", "slope", "r2", "rmse", "tail_rmse", "saturated", "reach", "r2_cv")
+    numbers = ("amplitude", "alpha", "C", "slope", "r2", "rmse", "tail_rmse", "saturated", "reach", "r2_cv")
     assert all(shown[name] is None for name in numbers)
     assert found.degenerate and not found.converged
     assert torch.isnan(found(torch.ones(1))).all()
@@ -347,16 +347,16 @@ def test_json_says_what_the_fit_is(observed):
     found = next(one for one in normscope.fit(observed[0], "isru"))
     shown = found.as_dict()
     assert list(shown)[:14] == [
-        *("model", "weights", "data", "site", "func", "A", "alpha", "shift", "C"),
+        *("model", "weights", "data", "site", "curve", "amplitude", "alpha", "shift", "C"),
         *("slope", "r2", "r2_ceiling", "rmse", "n_pairs"),
     ]
     assert shown["C"] == pytest.approx(1 / shown["alpha"] ** 2)
-    assert shown["slope"] == pytest.approx(shown["A"] * shown["alpha"])
-    assert set(shown["intervals"]) == {"A", "alpha", "C", "slope", "r2", "r2_ceiling"}
+    assert shown["slope"] == pytest.approx(shown["amplitude"] * shown["alpha"])
+    assert set(shown["intervals"]) == {"amplitude", "alpha", "C", "slope", "r2", "r2_ceiling"}
     for name, (low, high) in shown["intervals"].items():
         assert low < shown[name] < high
     x = torch.tensor([-3.0, 0.5])
-    assert found(x).numpy() == pytest.approx(shown["A"] * NUMPY["isru"](shown["alpha"] * x.double().numpy()))
+    assert found(x).numpy() == pytest.approx(shown["amplitude"] * NUMPY["isru"](shown["alpha"] * x.double().numpy()))
     step = 1e-6
     slope = (found(x + step) - found(x - step)) / ((x + step).double() - (x - step).double())
     torch.testing.assert_close(found.derivative(x), slope, rtol=1e-5, atol=0)
@@ -402,7 +402,7 @@ def test_with_a_shift_all_that_can_have_one_have_it(embedded):
         ("erf", None, "erf"),
     ):
         [found] = normscope.fit(embedded["demo_vit"].only(["norm"]), asked, shift=shift)
-        assert found.curve == found.as_dict()["func"] == called
+        assert found.curve == found.as_dict()["curve"] == called
         assert (found.shift != 0) == (called == "derf")
     with pytest.raises(UsageError, match="exproot rises vertically"):
         normscope.fit(embedded["demo_vit"], "exproot", shift=True)

@@ -64,7 +64,8 @@ def gradient(
     check_by(by, names)
     for name in names:
         check_writable(figure_path(output, suffix, name, _VIEW, []))
-    seen, views = [], []
+    seen: list[normscope.Capture] = []
+    views: list[normscope.GradientView] = []
     figures: list[dict[str, Any]] = []
     for capture in captures([(name, run) for name in names], layers, say, by, diagonal=True):
         fits = normscope.fit(capture, func)

@@ -31,7 +31,8 @@ def stats(
     names = named_or_embedded(models, say)
     check_sources(names, run)
     check_by(by, names)
-    seen, cards = [], []
+    seen: list[normscope.Capture] = []
+    cards: list[normscope.NormCard] = []
     for capture in captures([(name, run) for name in names], layers, say, by):
         of_capture = normscope.norm_cards(capture)
         say.heading(capture.about)

@@ -97,8 +97,8 @@ def _row(start: Start, fits: Sequence[CurveFit] | Sequence[NormSite]) -> dict[st
     return {
         "site": start.norm.name,
         "norm": start.norm.kind,
-        "func": start.curve.name if start.curve else "rmsnorm",
-        "A": float(start.amplitude.median()) if has_parameters else None,
+        "curve": start.curve.name if start.curve else "rmsnorm",
+        "amplitude": float(start.amplitude.median()) if has_parameters else None,
         "alpha": float(start.alpha.median()) if has_parameters else None,
         "shift": float(start.shift.median()) if has_parameters and start.shift is not None else None,
         "r2": statistics.median(r2) if r2 else None,

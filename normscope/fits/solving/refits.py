@@ -137,7 +137,7 @@ def _estimates(curve: Curve, solutions: Solutions, r2: Tensor) -> dict[str, Tens
     """Numbers that have an interval, on the scale on which each is nearest to normal, ``(problems,)``."""
     steepness = curve.derivative(solutions.shift) * solutions.alpha
     return {
-        "A": solutions.amplitude,
+        "amplitude": solutions.amplitude,
         "alpha": solutions.alpha.log(),
         "C": -2 * solutions.alpha.log(),
         "slope": solutions.amplitude * steepness,
@@ -163,7 +163,7 @@ def _intervals(
     free, told_apart = form.parameters(curve), ~solutions.only_power & solutions.converged
     is_line = curve.power_at_origin == 1
     says = {
-        "A": told_apart & ("A" in free or (curve.amplitude_is_inverse_scale and "α" in free)),
+        "amplitude": told_apart & ("A" in free or (curve.amplitude_is_inverse_scale and "α" in free)),
         "alpha": told_apart & ("α" in free),
         "C": told_apart & (curve.name == "isru" and "α" in free),
         "shift": told_apart & ("s" in free),

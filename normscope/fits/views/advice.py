@@ -13,7 +13,7 @@ from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import FREE
 from normscope.fits.solving.levels import kind_of_site
 from normscope.pairs.norms.sites import NormSite
-from normscope.runtime.records import as_json
+from normscope.runtime.records import Records, Tabled, as_json
 
 Feeds = Literal["attention", "other"]
 LANGUAGE, OWN = "language", "your own"
@@ -70,8 +70,8 @@ class Published:
     of: str
 
 
-@dataclass(frozen=True)
-class Advice:
+@dataclass(frozen=True, repr=False)
+class Advice(Tabled):
     """Start values of the point-wise functions at one kind of site.
 
     Attributes:
@@ -117,10 +117,10 @@ class Advice:
         return {
             "model": self.model,
             "kind": self.kind,
-            "func": self.curve,
+            "curve": self.curve,
             "alpha": as_json(self.alpha),
             "shift": as_json(self.shift),
-            "A": as_json(self.amplitude),
+            "amplitude": as_json(self.amplitude),
             "C": self.C,
             "sites": self.sites,
             "left_out": {"straight": self.straight, "not_converged": self.not_converged, "nothing": self.nothing},
@@ -130,7 +130,7 @@ class Advice:
         }
 
 
-def advise(fits: Sequence[CurveFit], sites: Sequence[NormSite] = (), *, family: str | None = None) -> list[Advice]:
+def advise(fits: Sequence[CurveFit], sites: Sequence[NormSite] = (), *, family: str | None = None) -> Records[Advice]:
     """Start values, kind by kind of site, from the fits to a trained network.
 
     The start is the median over the sites of a kind that bend, of α on the log scale, so that 1/α² is the median of C
@@ -158,10 +158,10 @@ def advise(fits: Sequence[CurveFit], sites: Sequence[NormSite] = (), *, family: 
     for one in fits:
         if one.channel is None and one.curve != FREE:
             groups.setdefault((one.model, kind_of_site(one.site), one.curve), []).append(one)
-    return [
+    return Records(
         _advice(kind, of_kind, [by_name[one.site] for one in of_kind if one.site in by_name], family)
         for (_, kind, _), of_kind in groups.items()
-    ]
+    )
 
 
 def _advice(kind: str, fits: Sequence[CurveFit], sites: Sequence[NormSite], family: str | None) -> Advice:

@@ -17,7 +17,7 @@ from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.magnitudes import Array, Magnitudes, of_pairs, of_tokens
 from normscope.pairs.sums.stats import PairStats
-from normscope.runtime.records import Record
+from normscope.runtime.records import Record, Records, Tabled
 
 MASSIVE_SIZE, MASSIVE_RATIO = 100, 1000  # arXiv 2402.17762, section 2
 _CHANNELS_NAMED = 3
@@ -201,8 +201,8 @@ class Scale(Record):
         return self.sigma_p95 / self.sigma_p5 if self.sigma_p5 > 0 else math.inf
 
 
-@dataclass(frozen=True)
-class NormCard(Record):
+@dataclass(frozen=True, repr=False)
+class NormCard(Tabled, Record):
     """One norm's effect on its tokens, at a glance.
 
     Attributes:
@@ -241,7 +241,7 @@ class NormCard(Record):
     tails: Tails | None = None
 
 
-def norm_cards(capture: Capture) -> list[NormCard]:
+def norm_cards(capture: Capture) -> Records[NormCard]:
     """Norm cards of all sites of a capture: the effects of centring and scaling, and what makes the tails.
 
     Everything is of all tokens and pairs, from their sums; only the tokens that are named are drawn ones.
@@ -261,7 +261,7 @@ def norm_cards(capture: Capture) -> list[NormCard]:
     (5.0, 0.96, 0.0)
     """
     bends = {one.site: one for one in fit(capture, "tanh")}
-    return [_card(capture, site, bends[site.name]) for site in capture.sites]
+    return Records(_card(capture, site, bends[site.name]) for site in capture.sites)
 
 
 def _card(capture: Capture, site: NormSite, bend: CurveFit) -> NormCard:

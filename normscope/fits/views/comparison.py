@@ -20,7 +20,7 @@ from normscope.fits.solving.refits import interval, student, without_folds
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.stats import PairStats
-from normscope.runtime.records import as_json
+from normscope.runtime.records import Records, Tabled, as_json
 
 NAMESAKES = 0.5  # of the sites of the smaller network: where more are shared, the two are built alike
 
@@ -145,13 +145,13 @@ def _log_error(interval: Interval | None, folds: int) -> float:
 
 
 _FITTED = (
-    *("site", "func", "A", "alpha", "C", "slope", "shift", "r2", "r2_ceiling", "n_pairs"),
+    *("site", "curve", "amplitude", "alpha", "C", "slope", "shift", "r2", "r2_ceiling", "n_pairs"),
     *("folds", "straight", "converged", "nothing"),
 )
 
 
-@dataclass(frozen=True)
-class Compared:
+@dataclass(frozen=True, repr=False)
+class Compared(Tabled):
     """One curve at one norm site of a capture, compared with the first capture.
 
     Attributes:
@@ -173,6 +173,16 @@ class Compared:
     alpha: Ratio | None = None
     slope: Ratio | None = None
     r2_of_first: float | None = None
+
+    @property
+    def site(self) -> str:
+        """Module path of the first capture's site."""
+        return self.fit.site
+
+    @property
+    def curve(self) -> str:
+        """Name of the curve."""
+        return self.fit.curve
 
     @property
     def r2_lost(self) -> float | None:
@@ -220,7 +230,7 @@ class Comparison:
         ]
 
 
-def compare(captures: Sequence[Capture], curves: str | Sequence[str | Curve] = "tanh,isru") -> list[Compared]:
+def compare(captures: Sequence[Capture], curves: str | Sequence[str | Curve] = "tanh,isru") -> Records[Compared]:
     """Compare captures with the first of them: models, data, or the checkpoints of a training.
 
     Sites are matched by name where the networks are built alike and otherwise by placement and depth, see
@@ -251,7 +261,7 @@ def compare(captures: Sequence[Capture], curves: str | Sequence[str | Curve] = "
     """
     names = check_curves(curves)
     check_number(len(captures))
-    return list(compared(captures, [fit(capture, names) for capture in captures]).rows)
+    return Records(compared(captures, [fit(capture, names) for capture in captures]).rows)
 
 
 def check_curves(curves: str | Sequence[str | Curve]) -> list[str | Curve]:

@@ -24,7 +24,7 @@ from normscope.pairs.norms.formulas import FORMS, form_name
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.binning import PAIR_GRID
 from normscope.pairs.sums.stats import PairStats
-from normscope.runtime.records import Record
+from normscope.runtime.records import Record, Records, Tabled
 
 Array = NDArray[np.float64]
 TAIL_FROM = 0.99  # of the drawn tokens' |x| lie below the tail
@@ -32,8 +32,8 @@ _FORMS = {form_name(form): form for form in FORMS.values()}
 _GROUPS_AN_OCTAVE = 8  # of the mean that is drawn
 
 
-@dataclass(frozen=True)
-class GradientView(Record):
+@dataclass(frozen=True, repr=False)
+class GradientView(Tabled, Record):
     """The Jacobian ∂y_i/∂x_j of one norm site.
 
     Its diagonal's R² are over all pairs. What needs whole tokens, shares and constants, is over the drawn ones.
@@ -112,7 +112,7 @@ class DrawnJacobians:
     tail: float
 
 
-def gradient(capture: Capture, fits: Sequence[CurveFit] = ()) -> list[GradientView]:
+def gradient(capture: Capture, fits: Sequence[CurveFit] = ()) -> Records[GradientView]:
     """Compare every site's Jacobian with the derivatives of its fitted curves.
 
     Args:
@@ -133,7 +133,7 @@ def gradient(capture: Capture, fits: Sequence[CurveFit] = ()) -> list[GradientVi
     >>> view.n_tokens, round(view.share, 2), list(view.r2)  # never less than 1 − 2/d
     (64, 0.78, ['tanh', 'isru'])
     """
-    return [_view(capture, site, [one for one in fits if one.site == site.name]) for site in capture.sites]
+    return Records(_view(capture, site, [one for one in fits if one.site == site.name]) for site in capture.sites)
 
 
 def drawn_jacobians(site: NormSite, stats: PairStats) -> DrawnJacobians | str:

@@ -12,7 +12,7 @@ from normscope.fits.curves.known import FREE
 from normscope.pairs.captures import Capture
 from normscope.pairs.sums.magnitudes import of_tokens
 from normscope.pairs.sums.stats import PairStats
-from normscope.runtime.records import Record, as_json
+from normscope.runtime.records import Record, Records, Tabled, as_json
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def layerwise(fits: Sequence[CurveFit]) -> Layerwise | None:
 SHARES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 
-@dataclass(frozen=True)
-class TokenSlopes:
+@dataclass(frozen=True, repr=False)
+class TokenSlopes(Tabled):
     """The slopes of all tokens' lines y = (x − μ)/σ at one norm site.
 
     Attributes:
@@ -113,7 +113,7 @@ class TokenSlopes:
         return {name: as_json(value) for name, value in row.items()}
 
 
-def token_slopes(capture: Capture) -> list[TokenSlopes]:
+def token_slopes(capture: Capture) -> Records[TokenSlopes]:
     """Distributions of the slopes of the tokens' lines, site by site.
 
     A fit per token needs no search: a norm is linear on each token, and R² is 1.
@@ -124,7 +124,7 @@ def token_slopes(capture: Capture) -> list[TokenSlopes]:
     >>> token_slopes(seen)[0].n_tokens
     64
     """
-    return [_slopes(capture, site.name) for site in capture.sites]
+    return Records(_slopes(capture, site.name) for site in capture.sites)
 
 
 def _slopes(capture: Capture, site: str) -> TokenSlopes:

@@ -44,7 +44,7 @@ _OPTIONAL = ("gamma_moments", "channel_moments", "diagonal_moments")
 _COMPILED_BY = {"cpu": "numba", "cuda": "triton"}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PairStats:
     """Sums over all pairs (x, y) of one norm site: exact, mergeable, of constant size.
 
@@ -126,6 +126,9 @@ class PairStats:
             channel_moments=torch.zeros(by_channel, dtype=torch.float64, device=on) if by_channel else None,
             diagonal_moments=torch.zeros_like(moments) if diagonal else None,
         )
+
+    def __repr__(self) -> str:
+        return f"PairStats: {self.n_pairs:,} pairs of {self.n_tokens:,} tokens, {self.channels:,} channels"
 
     @property
     def channels(self) -> int:

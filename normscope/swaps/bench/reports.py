@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from normscope.runtime.records import Record
+from normscope.runtime.records import Record, Tabled
 
 Way = Literal["eager", "compile", "fused", "compile + fused"]
 Scope = Literal["norm", "model"]
@@ -86,8 +86,8 @@ class Timing(Case):
     note: str = ""
 
 
-@dataclass(frozen=True)
-class BenchReport(Record):
+@dataclass(frozen=True, repr=False)
+class BenchReport(Tabled, Record):
     """How fast a network is with each point-wise function in the place of its norms.
 
     Attributes:
@@ -101,6 +101,9 @@ class BenchReport(Record):
     device: str
     rows: tuple[Timing, ...]
     left_out: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"BenchReport {self.about.get('model', '')}: {len(self.rows)} timings on {self.device}"
 
 
 @dataclass(frozen=True)

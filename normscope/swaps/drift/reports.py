@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from normscope.errors import UsageError
-from normscope.runtime.records import Record
+from normscope.errors import UsageError, count
+from normscope.runtime.records import Record, Tabled
 
 OUTPUT, END = "output", "end of trajectory"
 Swapped = Literal["all", "one", "cumulative"]
@@ -108,8 +108,8 @@ class Drift(Record):
     frames: Quantiles | None = None
 
 
-@dataclass(frozen=True)
-class DriftReport(Record):
+@dataclass(frozen=True, repr=False)
+class DriftReport(Tabled, Record):
     """What one swap did to a network's outputs.
 
     Attributes:
@@ -125,6 +125,10 @@ class DriftReport(Record):
     sites: Sequence[str]
     rows: Sequence[Drift]
     about: Mapping[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        how = " ".join(filter(None, ("DriftReport", self.func, self.init)))
+        return f"{how}: {count(len(self.sites), 'site')} swapped, relative L2 {self.all.relative_l2.p50:.3g}"
 
     @property
     def all(self) -> Drift:

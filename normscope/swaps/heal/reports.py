@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from normscope.runtime.records import Record, as_json
+from normscope.runtime.records import Record, Tabled, as_json
 
 START, SITES, BLOCKS, WHOLE = "start", "sites", "blocks", "whole"
 
@@ -31,8 +31,8 @@ class TrainingInterval:
     kept: bool
 
 
-@dataclass(frozen=True)
-class HealReport(Record):
+@dataclass(frozen=True, repr=False)
+class HealReport(Tabled, Record):
     """What a healing did: relative L2 at the output against the original, in quantiles over samples.
 
     Attributes:
@@ -55,6 +55,9 @@ class HealReport(Record):
     n_judged: int
     n_held_out: int
     left_out: int
+
+    def __repr__(self) -> str:
+        return f"HealReport: relative L2 {self.before['median']:.3g} → {self.after['median']:.3g} in {self.steps} steps"
 
     @property
     def before(self) -> Mapping[str, float]:

@@ -60,7 +60,7 @@ def test_some_sites_and_the_rest_is_seen_as_before(tmp_path, capsys):
     path = tmp_path / "last"
     swap("demo_vit", path, func="rmsnorm", sites="final", as_json=True, quiet=True)
     document = json.loads(capsys.readouterr().out)
-    assert [(site["site"], site["func"], site["r2"]) for site in document["sites"]] == [("norm", "rmsnorm", None)]
+    assert [(site["site"], site["curve"], site["r2"]) for site in document["sites"]] == [("norm", "rmsnorm", None)]
     assert (document["folder"], document["skipped"]) == (str(path), [])
     swap("demo_vit", path, func="free", sites="blocks.0.*", weights=str(path), limit=8)
     capsys.readouterr()

@@ -171,7 +171,7 @@ def test_yaml_reads_back_as_the_document():
 GOLDEN = """\
 model: net
 kind: blocks.*.norm1
-func: isru
+curve: isru
 alpha:
   value: 0.5
   least: 0.25
@@ -180,7 +180,7 @@ shift:
   value: 0.0
   least: 0.0
   most: 0.0
-A:
+amplitude:
   value: 2.0
   least: 2.0
   most: 2.0

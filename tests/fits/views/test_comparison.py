@@ -214,7 +214,7 @@ def test_without_folds_nothing_is_told_from_noise():
 def test_rows_go_site_by_site_and_stand_alone():
     seen = [captured(noise(n), "a", "b", data=f"noise {n}") for n in range(3)]
     rows = [row.as_dict() for row in compare(seen, "tanh,isru")]
-    places = [(row["counterpart"], row["func"], row["capture"]) for row in rows]
+    places = [(row["counterpart"], row["curve"], row["capture"]) for row in rows]
     assert places == [(s, f, n) for s in "ab" for f in ("tanh", "isru") for n in (1, 2, 3)]
     assert rows[1]["alpha_ratio"] == rows[1]["alpha"] / rows[0]["alpha"]
     assert rows[1]["intervals"]["alpha_ratio"][0] < rows[1]["alpha_ratio"] < rows[1]["intervals"]["alpha_ratio"][1]

@@ -1,0 +1,117 @@
+"""table(): the tables of any record, as text in a terminal and as HTML in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from normscope.errors import UsageError
+from normscope.fits.curve_fit import CurveFit
+from normscope.fits.views.advice import Advice
+from normscope.fits.views.card import NormCard
+from normscope.fits.views.comparison import Compared
+from normscope.fits.views.gradient import GradientView
+from normscope.fits.views.summaries import TokenSlopes
+from normscope.pairs.captures import Capture
+from normscope.swaps.bench.reports import BenchReport
+from normscope.swaps.drift.reports import DriftReport
+from normscope.swaps.heal.reports import HealReport
+from normscope.tables.card import scale_table, tails_table
+from normscope.tables.comparison import comparison_table
+from normscope.tables.drift import drift_table, healing_table, parts_table, sites_table
+from normscope.tables.fit import advice_table, channels_table, fits_table, slopes_table
+from normscope.tables.gradient import constants_table, jacobians_table
+from normscope.tables.speed import speed_tables
+from normscope.tables.table import layers_table
+
+_WIDEST = 240  # characters
+
+
+class Tables:
+    """Tables below one another: text in a terminal, HTML in a notebook, and rich's own in ``tables``."""
+
+    def __init__(self, tables: Iterable[Table]) -> None:
+        """Keep the tables."""
+        self.tables = list(tables)
+
+    def __repr__(self) -> str:
+        console = Console(width=_WIDEST, color_system=None)
+        with console.capture() as printed:
+            for table in self.tables:
+                console.print(table, width=console.measure(table).maximum)
+        return "\n".join(line.rstrip() for line in printed.get().splitlines())
+
+    def _repr_html_(self) -> str:
+        return "\n".join(map(_html, self.tables))
+
+
+def table(records: Any) -> Tables:
+    """Return the tables that the command line prints, of a capture, of a record, or of a list of records of one kind.
+
+    Raises:
+        UsageError: if there are none, or they are of no kind that has tables.
+
+    >>> import normscope
+    >>> seen = normscope.capture(normscope.load("demo_vit", limit=2), layers="norm")
+    >>> print(table(seen))
+             site  kind       shape  axis    eps  affine  placement  calls
+    16       norm  LayerNorm  64     -1    1e-06  yes     final          1
+    """
+    rows = list(records) if isinstance(records, (list, tuple)) else [records]
+    if not rows:
+        raise UsageError("There is no record to make a table of.")
+    for kind, tables in _OF.items():
+        if isinstance(rows[0], kind):
+            return Tables(tables(rows))
+    raise UsageError(f"There is no table of a {type(rows[0]).__name__}; of {', '.join(kind.__name__ for kind in _OF)}.")
+
+
+def _of_fits(fits: Sequence[CurveFit]) -> list[Table]:
+    return [fits_table(fits) if fits[0].channel is None else channels_table(fits)]
+
+
+def _of_drifts(reports: Sequence[DriftReport]) -> list[Table]:
+    by_part = [parts_table(reports)] if any(report.by_part for report in reports) else []
+    by_site = [sites_table(reports)] if any(report.by_site for report in reports) else []
+    return [drift_table(reports), *by_part, *by_site]
+
+
+_OF: dict[type, Callable[[Sequence[Any]], list[Table]]] = {
+    Capture: lambda captures: [layers_table(capture.sites) for capture in captures],
+    CurveFit: _of_fits,
+    NormCard: lambda cards: [scale_table(cards), tails_table(cards)],
+    GradientView: lambda views: [jacobians_table(views), constants_table(views)],
+    TokenSlopes: lambda slopes: [slopes_table(slopes)],
+    Compared: lambda rows: [comparison_table(rows)],
+    Advice: lambda advice: [advice_table(advice)],
+    DriftReport: _of_drifts,
+    BenchReport: lambda reports: [table for report in reports for table in speed_tables(report)],
+    HealReport: lambda reports: [healing_table(report) for report in reports],
+}
+
+
+def _html(table: Table) -> str:
+    """Write a table with what stands in its cells, and nothing in them as HTML."""
+    sides = [column.justify for column in table.columns]
+    heads = [str(column.header) for column in table.columns]
+    rows = zip(*(column.cells for column in table.columns), strict=True)
+    lines = [_row("th", heads, sides), *(_row("td", map(str, row), sides) for row in rows)]
+    caption = f"<caption style='caption-side: bottom; text-align: left'>{_plain(str(table.caption or ''))}</caption>"
+    title = f"<p><b>{_plain(str(table.title))}</b></p>" if table.title else ""
+    return f"{title}<table>{caption}{''.join(lines)}</table>"
+
+
+def _row(tag: str, cells: Iterable[str], sides: Sequence[str]) -> str:
+    written = (
+        f"<{tag} style='text-align: {side}'>{_plain(cell)}</{tag}>" for cell, side in zip(cells, sides, strict=True)
+    )
+    return f"<tr>{''.join(written)}</tr>"
+
+
+def _plain(markup: str) -> str:
+    return escape(Text.from_markup(markup).plain)
