@@ -4,9 +4,11 @@ import math
 import re
 from pathlib import Path
 
+import normscope
 from normscope.fits.curves.known import CURVES
 
-PAGE = (Path(__file__).parents[1] / "docs" / "curves.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "curves.md").read_text(encoding="utf-8")
 
 
 def row(curve):
@@ -23,6 +25,11 @@ def row(curve):
 def test_the_page_lists_every_curve_as_it_is():
     rows = [line for line in PAGE.splitlines() if line.startswith("| `") and "`--func`" not in line]
     assert rows == [row(curve) for curve in CURVES.values()]
+
+
+def test_the_reference_names_everything_public():
+    named = re.findall(r"^::: normscope\.(\w+)$", (DOCS / "reference.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(named) == sorted(set(dir(normscope)) & {*normscope.__all__})
 
 
 def test_the_python_of_the_page_runs():
