@@ -23,8 +23,9 @@ CONFIGS = {
     "ibert": ("IBertForMaskedLM", SMALL | {"max_position_embeddings": 22}),
     "longformer": ("LongformerModel", SMALL | {"attention_window": [8, 8], "max_position_embeddings": 600}),
     "canine": ("CanineModel", {key: SMALL[key] for key in list(SMALL)[1:]}),
-    "vit": ("ViTModel", {key: SMALL[key] for key in list(SMALL)[1:]}),
-    "clip": ("CLIPModel", {"text_config": SMALL, "vision_config": SMALL}),
+    "time_series": ("PatchTSTModel", {"num_input_channels": 1, "d_model": 16, "num_hidden_layers": 1, "ffn_dim": 16}),
+    "video": ("VideoMAEModel", {key: SMALL[key] for key in list(SMALL)[1:]}),
+    "boxes": ("LayoutLMv3Model", SMALL | {"coordinate_size": 2, "shape_size": 4}),
 }
 
 

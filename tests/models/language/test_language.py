@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 from normscope.errors import ModelError
 from normscope.inputs.loaded_model import LoadOptions
 from normscope.loading import load
-from normscope.models.language import _BUILT_IN
+from normscope.models.transformers import _BUILT_IN
 from normscope.models.weights.checkpoints import with_weights
 from normscope.pairs.capture import capture
 

@@ -1,4 +1,4 @@
-"""Language models: whatever transformers loads that reads text, without running code that comes with the weights."""
+"""Models of transformers that read, see or hear, without running code that comes with the weights."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from normscope.errors import ModelError, first_few
-from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Outputs, Provenance
+from normscope.inputs.loaded_model import Inputs, Kind, LoadedModel, LoadOptions, Outputs, Provenance
+from normscope.models.inputs.processors import load_processor, processed_images
 from normscope.models.inputs.text import text_inputs
 from normscope.models.inputs.tokenizer import load_tokenizer, reading_of
 from normscope.models.weights import downloads
@@ -33,7 +34,14 @@ from normscope.runtime.files import sha256_of
 
 logger = logging.getLogger(__name__)
 
-_HEADS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM")
+Takes = Literal["texts", "images"]
+
+_FAMILIES: dict[Takes, str] = {"texts": "language", "images": "vision"}
+# What a head gives, and for which of the library's tasks it is.
+_HEADS: dict[Kind, tuple[str, ...]] = {
+    "tokens": ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"),
+    "classes": ("IMAGE_CLASSIFICATION",),
+}
 _BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
     "openai-community/gpt2": ("gpt2", {"architectures": ["GPT2LMHeadModel"]}),
     "huggyllama/llama-7b": (
@@ -55,34 +63,37 @@ _BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def load_transformers(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
-    """Load a model of transformers that reads text, from a folder or a repository of the hub.
+    """Load a model of transformers, from a folder or a repository of the hub.
 
-    The head is the one that the configuration names, if it is of a causal, masked or sequence-to-sequence language
-    model, and left out otherwise. An encoder–decoder model gets the same text on both sides. Weights are made in
-    the asked-for dtype at once; the few tensors that transformers keeps in float32 in any dtype stay so.
+    The head is the one that the configuration names, if it gives tokens, classes or frames, and left out otherwise; of
+    a model that cuts out what is asked for (SAM), the part that sees. An encoder–decoder model gets the same text on
+    both sides. Weights are made in the asked-for dtype at once; the few tensors that transformers keeps in float32 in
+    any dtype stay so.
 
     Raises:
-        ModelError: if transformers is not installed or does not know the model, the model takes no text or asks for
-            code of its own, or its weights or tokenizer cannot be had or do not fit.
-        DataError: if there is no text at ``options.data``.
+        ModelError: if transformers is not installed or does not know the model, the model takes what is not to be had
+            here or asks for code of its own, or its weights, tokenizer or processor cannot be had or do not fit.
+        DataError: if there is nothing at ``options.data`` that the model takes.
     """
     library = _library(name)
     repository = Repository(str(Path(architecture).expanduser()))
     with _quiet(library):
         config = _config(library, name, repository, options)
-        network = _Network(library, name, _kind(library, name, config), config, options.dtype, options.device_map)
-        tokenizer = _tokenizer(library, name, repository, options)
+        kind, config = _kind(library, config)
+        takes = _takes(library, name, kind)
+        network = _Network(library, name, kind, config, options.dtype, options.device_map)
+        reader = _reader(library, name, repository, takes, options)
         if options.weights in ("pretrained", "random"):
             module, provenance = with_weights(
                 name, options, build=network.fresh, pretrained=lambda: network.of(repository), on_gpu=True
             )
         else:  # transformers makes the module around the weights: there is no fresh one to fill
             module, provenance = network.of_file(Path(options.weights))
-    inputs = text_inputs(reading_of(module, config, tokenizer), options)
-    outputs = Outputs("tokens" if _has_head(library, type(module).__name__) else "tensor")
+    inputs = _inputs(takes, reader, module, config, options)
     if not hasattr(module, "hf_device_map"):  # spread while it was read
         module = placed(module, options)
-    return LoadedModel(name, module.eval(), inputs, provenance, outputs)
+    outputs = _outputs(library, type(module).__name__)
+    return LoadedModel(name, module.eval(), inputs, provenance, outputs, family=_FAMILIES[takes])
 
 
 def _library(name: str) -> Any:
@@ -154,34 +165,73 @@ def _tokenizer(library: Any, name: str, repository: Repository, options: LoadOpt
         raise
 
 
-def _kind(library: Any, name: str, config: Any) -> Any:
-    """Choose the class: with the head that the configuration names, or without any."""
+def _kind(library: Any, config: Any) -> tuple[Any, Any]:
+    """Choose the class, with the head that the configuration names or without any, and its configuration."""
     named = (config.architectures or [""])[0]
-    automatic = library.models.auto.modeling_auto
-    if _has_head(library, named):
-        kind = getattr(library, named)
-        text_is_enough = True
-    else:
-        try:
-            mapped = automatic.MODEL_MAPPING[type(config)]
-        except KeyError as error:
-            raise ModelError(f"transformers {library.__version__} has no model for {type(config).__name__}.") from error
-        classes = mapped if isinstance(mapped, (tuple, list)) else (mapped,)
-        kind = next((known for known in classes if known.__name__ == named), classes[0])
-        text_is_enough = kind.input_modalities in ("text", ("text",))
-    if kind.main_input_name != "input_ids" or not text_is_enough:
-        takes = kind.main_input_name if kind.main_input_name != "input_ids" else " and ".join(kind.input_modalities)
-        raise ModelError(
-            f"{name} is a {kind.__name__}, which takes {takes}: text is not enough. Make it and its inputs in a "
-            "function of yours, and name that: py:FILE:FACTORY."
-        )
-    return kind
+    if any(_is_for(library, named, tasks) for tasks in _HEADS.values()):
+        return getattr(library, named), config
+    try:
+        mapped = library.models.auto.modeling_auto.MODEL_MAPPING[type(config)]
+    except KeyError as error:
+        raise ModelError(f"transformers {library.__version__} has no model for {type(config).__name__}.") from error
+    classes = mapped if isinstance(mapped, (tuple, list)) else (mapped,)
+    kind = next((known for known in classes if known.__name__ == named), classes[0])
+    if _is_for(library, kind.__name__, ("MASK_GENERATION",)) and hasattr(config, "vision_config"):
+        return _kind(library, config.vision_config)
+    if hasattr(config, "mask_ratio"):  # of a masked autoencoder, which then sees every patch, as fine-tuned ones do
+        config.mask_ratio = 0.0
+    return kind, config
 
 
-def _has_head(library: Any, kind: str) -> bool:
-    """Return whether a class of transformers ends in a causal, masked or sequence-to-sequence language model's head."""
+def _is_for(library: Any, kind: str, tasks: Iterable[str]) -> bool:
+    """Return whether transformers has a class for one of these tasks."""
     automatic = library.models.auto.modeling_auto
-    return any(kind in getattr(automatic, f"MODEL_FOR_{head}_MAPPING_NAMES").values() for head in _HEADS)
+    for task in tasks:
+        for names in getattr(automatic, f"MODEL_FOR_{task}_MAPPING_NAMES", {}).values():
+            if kind in (names if isinstance(names, (tuple, list)) else (names,)):
+                return True
+    return False
+
+
+def _takes(library: Any, name: str, kind: Any) -> Takes:
+    """Say what a class is run on."""
+    modalities = {kind.input_modalities} if isinstance(kind.input_modalities, str) else {*kind.input_modalities}
+    parameters = [one for one in inspect.signature(kind.forward).parameters.values() if one.kind is not one.VAR_KEYWORD]
+    needed = {one.name for one in parameters if one.default is one.empty} - {"self"}
+    main = kind.main_input_name
+    if main == "input_ids" and (modalities == {"text"} or _is_for(library, kind.__name__, _HEADS["tokens"])):
+        return "texts"
+    of_videos = (
+        kind.config_class.model_type in library.models.auto.modeling_auto.MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES
+    )
+    if main == "pixel_values" and modalities == {"image"} and needed <= {main} and not of_videos:
+        return "images"
+    wanted = main if main not in ("input_ids", "pixel_values") else " and ".join(sorted(modalities | needed - {main}))
+    raise ModelError(
+        f"{name} is a {kind.__name__}, which takes {wanted}: texts, images, recordings, or images with texts are not "
+        "enough. Make it and its inputs in a function of yours, and name that: py:FILE:FACTORY."
+    )
+
+
+def _reader(library: Any, name: str, repository: Repository, takes: Takes, options: LoadOptions) -> Any:
+    """Return what makes inputs of data: a tokenizer, or a processor."""
+    if takes == "texts":
+        return _tokenizer(library, name, repository, options)
+    return load_processor(library, name, repository, "AutoImageProcessor")
+
+
+def _inputs(takes: Takes, reader: Any, module: nn.Module, config: Any, options: LoadOptions) -> Inputs:
+    if takes == "texts":
+        return text_inputs(reading_of(module, config, reader), options)
+    return processed_images(reader, module, config, options)
+
+
+def _outputs(library: Any, kind: str) -> Outputs:
+    """Say how outputs are read: by the head, if there is one of those that are known."""
+    for outputs, tasks in _HEADS.items():
+        if _is_for(library, kind, tasks):
+            return Outputs(outputs)
+    return Outputs("tensor")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,98 @@
+"""Folders of tiny networks that see or hear, as transformers saves them, each with its processor; made weights."""
+
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+SIDE = 32
+SQUARE = {"height": SIDE, "width": SIDE}
+ENCODER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+PATCHED = ENCODER | {"image_size": SIDE, "patch_size": 8}
+SWIN = {"image_size": SIDE, "patch_size": 4, "embed_dim": 8, "depths": [2, 2], "num_heads": [1, 2], "window_size": 4}
+DECODER = {
+    "decoder_hidden_size": 16,
+    "decoder_num_hidden_layers": 1,
+    "decoder_num_attention_heads": 2,
+    "decoder_intermediate_size": 32,
+}
+SAM = {
+    "vision_config": {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": SIDE,
+        "patch_size": 8,
+        "mlp_dim": 32,
+        "output_channels": 8,
+        "window_size": 2,
+        "global_attn_indexes": [1],
+    },
+    "prompt_encoder_config": {"hidden_size": 8, "image_size": SIDE, "patch_size": 8, "image_embedding_size": 4},
+    "mask_decoder_config": {
+        "hidden_size": 8,
+        "mlp_dim": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "iou_head_hidden_dim": 16,
+    },
+}
+
+
+def whole(name, **changes):
+    return lambda: getattr(transformers, name)(size=SQUARE, **changes)
+
+
+def cropped(name):
+    return lambda: getattr(transformers, name)(size={"shortest_edge": SIDE}, crop_size=SQUARE)
+
+
+# What a folder's configuration names, its configuration, and its processor.
+SEEING = {
+    "vit": ("ViTForImageClassification", PATCHED | {"num_labels": 7}, whole("ViTImageProcessor")),
+    "dinov2": ("Dinov2Model", PATCHED, cropped("BitImageProcessor")),
+    "dinov3": ("DINOv3ViTModel", PATCHED, whole("DINOv3ViTImageProcessor")),
+    "beit": ("BeitForImageClassification", PATCHED, whole("BeitImageProcessor", do_center_crop=False)),
+    "beit_masked": ("BeitForMaskedImageModeling", PATCHED, whole("BeitImageProcessor", do_center_crop=False)),
+    "swin": ("SwinForImageClassification", SWIN | {"num_labels": 6}, whole("ViTImageProcessor")),
+    "mae": ("ViTMAEForPreTraining", PATCHED | DECODER, whole("ViTImageProcessor")),
+    "sam": (
+        "SamModel",
+        SAM,
+        lambda: transformers.SamImageProcessor(size={"longest_edge": SIDE}, pad_size=SQUARE),
+    ),
+    "clip_vision": ("CLIPVisionModelWithProjection", PATCHED, cropped("CLIPImageProcessor")),
+    "siglip_vision": ("SiglipVisionModel", PATCHED, whole("SiglipImageProcessor")),
+}
+KINDS = {**SEEING}
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    """Save a tiny network of a kind, with weights that no seed of the tests makes, and return its folder."""
+    root, made = tmp_path_factory.mktemp("multimodal"), {}
+
+    def save(kind):
+        if kind not in made:
+            name, changes, processor = KINDS[kind]
+            network = getattr(transformers, name)
+            folder = made[kind] = root / kind
+            with torch.random.fork_rng():
+                torch.manual_seed(1234)
+                network(network.config_class(**changes)).save_pretrained(folder)
+            processor().save_pretrained(folder)
+        return made[kind]
+
+    return save
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Make a folder of three images of three sizes, one of them a square."""
+    folder = tmp_path / "images"
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    for name, shape in {"a.png": (48, 64, 3), "b.png": (40, 40, 3), "c.jpg": (60, 36, 3)}.items():
+        pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        Image.fromarray(pixels.numpy()).save(folder / name)
+    return folder
