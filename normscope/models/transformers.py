@@ -8,17 +8,17 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normscope.errors import ModelError, first_few
-from normscope.inputs.loaded_model import Inputs, Kind, LoadedModel, LoadOptions, Outputs, Provenance
-from normscope.models.inputs.processors import load_processor, processed_images
-from normscope.models.inputs.text import text_inputs
-from normscope.models.inputs.tokenizer import load_tokenizer, reading_of
+from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Provenance
+from normscope.models.inputs.modalities import FAMILIES, has_head, inputs_of, is_for, outputs_of, readers_of, taken_by
+from normscope.models.inputs.tokenizer import load_tokenizer
 from normscope.models.weights import downloads
 from normscope.models.weights.checkpoints import (
     converted,
@@ -34,14 +34,6 @@ from normscope.runtime.files import sha256_of
 
 logger = logging.getLogger(__name__)
 
-Takes = Literal["texts", "images"]
-
-_FAMILIES: dict[Takes, str] = {"texts": "language", "images": "vision"}
-# What a head gives, and for which of the library's tasks it is.
-_HEADS: dict[Kind, tuple[str, ...]] = {
-    "tokens": ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"),
-    "classes": ("IMAGE_CLASSIFICATION",),
-}
 _BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
     "openai-community/gpt2": ("gpt2", {"architectures": ["GPT2LMHeadModel"]}),
     "huggyllama/llama-7b": (
@@ -80,20 +72,21 @@ def load_transformers(name: str, architecture: str, options: LoadOptions) -> Loa
     with _quiet(library):
         config = _config(library, name, repository, options)
         kind, config = _kind(library, config)
-        takes = _takes(library, name, kind)
+        takes = taken_by(library, name, kind)
         network = _Network(library, name, kind, config, options.dtype, options.device_map)
-        reader = _reader(library, name, repository, takes, options)
+        tokenizer = partial(_tokenizer, library, name, repository, options)
+        readers = readers_of(library, name, repository, kind, takes, tokenizer)
         if options.weights in ("pretrained", "random"):
             module, provenance = with_weights(
                 name, options, build=network.fresh, pretrained=lambda: network.of(repository), on_gpu=True
             )
         else:  # transformers makes the module around the weights: there is no fresh one to fill
             module, provenance = network.of_file(Path(options.weights))
-    inputs = _inputs(takes, reader, module, config, options)
+    inputs = inputs_of(takes, readers, module, config, options)
     if not hasattr(module, "hf_device_map"):  # spread while it was read
         module = placed(module, options)
-    outputs = _outputs(library, type(module).__name__)
-    return LoadedModel(name, module.eval(), inputs, provenance, outputs, family=_FAMILIES[takes])
+    outputs = outputs_of(library, module, takes)
+    return LoadedModel(name, module.eval(), inputs, provenance, outputs, family=FAMILIES[takes])
 
 
 def _library(name: str) -> Any:
@@ -168,7 +161,7 @@ def _tokenizer(library: Any, name: str, repository: Repository, options: LoadOpt
 def _kind(library: Any, config: Any) -> tuple[Any, Any]:
     """Choose the class, with the head that the configuration names or without any, and its configuration."""
     named = (config.architectures or [""])[0]
-    if any(_is_for(library, named, tasks) for tasks in _HEADS.values()):
+    if has_head(library, named):
         return getattr(library, named), config
     try:
         mapped = library.models.auto.modeling_auto.MODEL_MAPPING[type(config)]
@@ -176,62 +169,11 @@ def _kind(library: Any, config: Any) -> tuple[Any, Any]:
         raise ModelError(f"transformers {library.__version__} has no model for {type(config).__name__}.") from error
     classes = mapped if isinstance(mapped, (tuple, list)) else (mapped,)
     kind = next((known for known in classes if known.__name__ == named), classes[0])
-    if _is_for(library, kind.__name__, ("MASK_GENERATION",)) and hasattr(config, "vision_config"):
+    if is_for(library, kind.__name__, ("MASK_GENERATION",)) and hasattr(config, "vision_config"):
         return _kind(library, config.vision_config)
     if hasattr(config, "mask_ratio"):  # of a masked autoencoder, which then sees every patch, as fine-tuned ones do
         config.mask_ratio = 0.0
     return kind, config
-
-
-def _is_for(library: Any, kind: str, tasks: Iterable[str]) -> bool:
-    """Return whether transformers has a class for one of these tasks."""
-    automatic = library.models.auto.modeling_auto
-    for task in tasks:
-        for names in getattr(automatic, f"MODEL_FOR_{task}_MAPPING_NAMES", {}).values():
-            if kind in (names if isinstance(names, (tuple, list)) else (names,)):
-                return True
-    return False
-
-
-def _takes(library: Any, name: str, kind: Any) -> Takes:
-    """Say what a class is run on."""
-    modalities = {kind.input_modalities} if isinstance(kind.input_modalities, str) else {*kind.input_modalities}
-    parameters = [one for one in inspect.signature(kind.forward).parameters.values() if one.kind is not one.VAR_KEYWORD]
-    needed = {one.name for one in parameters if one.default is one.empty} - {"self"}
-    main = kind.main_input_name
-    if main == "input_ids" and (modalities == {"text"} or _is_for(library, kind.__name__, _HEADS["tokens"])):
-        return "texts"
-    of_videos = (
-        kind.config_class.model_type in library.models.auto.modeling_auto.MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES
-    )
-    if main == "pixel_values" and modalities == {"image"} and needed <= {main} and not of_videos:
-        return "images"
-    wanted = main if main not in ("input_ids", "pixel_values") else " and ".join(sorted(modalities | needed - {main}))
-    raise ModelError(
-        f"{name} is a {kind.__name__}, which takes {wanted}: texts, images, recordings, or images with texts are not "
-        "enough. Make it and its inputs in a function of yours, and name that: py:FILE:FACTORY."
-    )
-
-
-def _reader(library: Any, name: str, repository: Repository, takes: Takes, options: LoadOptions) -> Any:
-    """Return what makes inputs of data: a tokenizer, or a processor."""
-    if takes == "texts":
-        return _tokenizer(library, name, repository, options)
-    return load_processor(library, name, repository, "AutoImageProcessor")
-
-
-def _inputs(takes: Takes, reader: Any, module: nn.Module, config: Any, options: LoadOptions) -> Inputs:
-    if takes == "texts":
-        return text_inputs(reading_of(module, config, reader), options)
-    return processed_images(reader, module, config, options)
-
-
-def _outputs(library: Any, kind: str) -> Outputs:
-    """Say how outputs are read: by the head, if there is one of those that are known."""
-    for outputs, tasks in _HEADS.items():
-        if _is_for(library, kind, tasks):
-            return Outputs(outputs)
-    return Outputs("tensor")
 
 
 @dataclass(frozen=True)

@@ -201,6 +201,21 @@ def _chunk(numbers: Sequence[int], samples: Sequence[tuple[Sample, Any]], unread
     return Chunk(numbers, [Batch((torch.stack(tensors),), samples=records)], unreadable)
 
 
+def text_beside(path: Path) -> str | None:
+    """Return what stands in the text file of the same name, as one line; None where there is none.
+
+    Raises:
+        DataError: if it is no UTF-8.
+    """
+    beside = path.with_suffix(".txt")
+    if not beside.is_file():
+        return None
+    try:
+        return " ".join(beside.read_text(encoding="utf-8-sig").split())
+    except UnicodeDecodeError as error:
+        raise DataError(f"{beside.name} is not UTF-8") from error
+
+
 def listing_digest(root: Path, paths: Iterable[Path]) -> str:
     """Tell a data set from others by its files' names and sizes, wherever it lies and whatever part is taken."""
     digest = hashlib.blake2b(digest_size=8)

@@ -1,6 +1,7 @@
 """Folders of tiny networks that see or hear, as transformers saves them, each with its processor; made weights."""
 
 import pytest
+import soundfile
 import torch
 import transformers
 from PIL import Image
@@ -64,11 +65,65 @@ SEEING = {
     "clip_vision": ("CLIPVisionModelWithProjection", PATCHED, cropped("CLIPImageProcessor")),
     "siglip_vision": ("SiglipVisionModel", PATCHED, whole("SiglipImageProcessor")),
 }
-KINDS = {**SEEING}
+WAVES = ENCODER | {
+    "vocab_size": 30,
+    "conv_dim": [8] * 7,
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 2,
+    "num_feat_extract_layers": 7,
+    "classifier_proj_size": 16,
+}
+LAYERED = WAVES | {"feat_extract_norm": "layer", "do_stable_layer_norm": True}  # as the large ones have it
+WHISPER = {
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "num_mel_bins": 40,
+    "max_source_positions": 200,  # 4 s
+    "max_target_positions": 60,
+    "vocab_size": 300,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 299,
+}
+SPECTRAL = ENCODER | {"patch_size": 8, "max_length": 290, "num_mel_bins": 32, "frequency_stride": 6, "time_stride": 6}
+
+
+def waves(**changes):
+    return lambda: transformers.Wav2Vec2FeatureExtractor(**changes)
+
+
+def mel():
+    return transformers.WhisperFeatureExtractor(feature_size=40, chunk_length=4)
+
+
+def spectrogram():
+    return transformers.ASTFeatureExtractor(num_mel_bins=32, max_length=290)
+
+
+HEARING = {
+    "wav2vec2": ("Wav2Vec2ForCTC", WAVES, waves()),
+    "wav2vec2_large": ("Wav2Vec2ForPreTraining", LAYERED, waves(return_attention_mask=True)),
+    "wav2vec2_classes": ("Wav2Vec2ForSequenceClassification", WAVES | {"num_labels": 5}, waves()),
+    "hubert": ("HubertModel", LAYERED, waves(return_attention_mask=True)),
+    "wavlm": ("WavLMForCTC", WAVES, waves()),
+    "whisper": ("WhisperForConditionalGeneration", WHISPER, mel),
+    "whisper_bare": ("WhisperModel", WHISPER, mel),
+    "whisper_classes": ("WhisperForAudioClassification", WHISPER | {"num_labels": 4}, mel),
+    "ast": ("ASTForAudioClassification", SPECTRAL | {"num_labels": 9}, spectrogram),
+    "ast_bare": ("ASTModel", SPECTRAL, spectrogram),
+}
+WRITING = ("whisper", "whisper_bare")
+KINDS = {**SEEING, **HEARING}
 
 
 @pytest.fixture(scope="session")
-def saved(tmp_path_factory):
+def saved(tokenizer, tmp_path_factory):
     """Save a tiny network of a kind, with weights that no seed of the tests makes, and return its folder."""
     root, made = tmp_path_factory.mktemp("multimodal"), {}
 
@@ -81,6 +136,8 @@ def saved(tmp_path_factory):
                 torch.manual_seed(1234)
                 network(network.config_class(**changes)).save_pretrained(folder)
             processor().save_pretrained(folder)
+            if kind in WRITING:
+                tokenizer.save_pretrained(folder)
         return made[kind]
 
     return save
@@ -95,4 +152,18 @@ def images(tmp_path):
     for name, shape in {"a.png": (48, 64, 3), "b.png": (40, 40, 3), "c.jpg": (60, 36, 3)}.items():
         pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
         Image.fromarray(pixels.numpy()).save(folder / name)
+    return folder
+
+
+@pytest.fixture
+def recordings(tmp_path):
+    """Make a folder of three recordings, of which one is in stereo, one at another rate and two have a transcript."""
+    folder = tmp_path / "recordings"
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    for name, (seconds, rate, channels) in {"a": (1.1, 16_000, 1), "b": (2.2, 16_000, 2), "c": (0.7, 8_000, 1)}.items():
+        noise = 0.1 * torch.randn(round(seconds * rate), channels, generator=generator)
+        soundfile.write(folder / f"{name}.wav", noise.numpy(), rate)
+    (folder / "a.txt").write_text("What is said.\n")
+    (folder / "c.txt").write_text("And a\nsecond line.\n")
     return folder
