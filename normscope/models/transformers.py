@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normscope.errors import ModelError, first_few
+from normscope.errors import ModelError, NormscopeError, first_few
 from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Provenance
 from normscope.models.inputs.modalities import FAMILIES, has_head, inputs_of, is_for, outputs_of, readers_of, taken_by
 from normscope.models.inputs.tokenizer import load_tokenizer
@@ -72,7 +72,7 @@ def load_transformers(name: str, architecture: str, options: LoadOptions) -> Loa
     with _quiet(library):
         config = _config(library, name, repository, options)
         kind, config = _kind(library, config)
-        takes = taken_by(library, name, kind)
+        takes = taken_by(library, name, repository, kind, options.data)
         network = _Network(library, name, kind, config, options.dtype, options.device_map)
         tokenizer = partial(_tokenizer, library, name, repository, options)
         readers = readers_of(library, name, repository, kind, takes, tokenizer)
@@ -82,7 +82,15 @@ def load_transformers(name: str, architecture: str, options: LoadOptions) -> Loa
             )
         else:  # transformers makes the module around the weights: there is no fresh one to fill
             module, provenance = network.of_file(Path(options.weights))
-    inputs = inputs_of(takes, readers, module, config, options)
+    try:
+        inputs = inputs_of(takes, readers, module, config, options)
+    except NormscopeError:
+        raise
+    except Exception as error:  # of any processor, at what is run by default
+        raise ModelError(
+            f"What lies beside {name} makes no inputs for it: {downloads.first_line(error)}. Name data with --data, or "
+            "another folder."
+        ) from error
     if not hasattr(module, "hf_device_map"):  # spread while it was read
         module = placed(module, options)
     outputs = outputs_of(library, module, takes)

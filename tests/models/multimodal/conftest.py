@@ -1,5 +1,7 @@
 """Folders of tiny networks that see or hear, as transformers saves them, each with its processor; made weights."""
 
+import copy
+
 import pytest
 import soundfile
 import torch
@@ -63,6 +65,11 @@ SEEING = {
         lambda: transformers.SamImageProcessor(size={"longest_edge": SIDE}, pad_size=SQUARE),
     ),
     "clip_vision": ("CLIPVisionModelWithProjection", PATCHED, cropped("CLIPImageProcessor")),
+    "siglip2_vision": (
+        "Siglip2VisionModel",
+        ENCODER | {"patch_size": 8, "num_patches": 16},
+        lambda: transformers.Siglip2ImageProcessor(patch_size=8, max_num_patches=20),
+    ),
     "siglip_vision": ("SiglipVisionModel", PATCHED, whole("SiglipImageProcessor")),
 }
 WAVES = ENCODER | {
@@ -119,26 +126,95 @@ HEARING = {
     "ast_bare": ("ASTModel", SPECTRAL, spectrogram),
 }
 WRITING = ("whisper", "whisper_bare")
-KINDS = {**SEEING, **HEARING}
+READING = {"vocab_size": 300, "max_position_embeddings": 48} | ENCODER
+LLAMA = ENCODER | {"model_type": "llama", "vocab_size": 300, "max_position_embeddings": 2048}
+SPECIAL = ["<image>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+IMAGE, START, END, PAD, VIDEO = range(258, 263)  # behind the 256 bytes and two tokens more
+BOTH = {"text_config": READING, "vision_config": PATCHED, "projection_dim": 8}
+LLAVA = {
+    "text_config": LLAMA,
+    "vision_config": PATCHED | {"model_type": "clip_vision_model"},
+    "image_token_index": IMAGE,
+    "image_token_id": IMAGE,
+}
+QWEN = {
+    "text_config": LLAMA
+    | {
+        "model_type": "qwen2_vl_text",
+        "num_key_value_heads": 1,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+    },
+    "vision_config": {"depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 8, "mlp_ratio": 2},
+    "image_token_id": PAD,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def clip(tokenizer):
+    return transformers.CLIPProcessor(cropped("CLIPImageProcessor")(), tokenizer)
+
+
+def siglip(tokenizer):
+    return transformers.SiglipProcessor(whole("SiglipImageProcessor")(), tokenizer)
+
+
+def llava(tokenizer):
+    return transformers.LlavaProcessor(
+        cropped("CLIPImageProcessor")(),
+        tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+
+
+def qwen(tokenizer):
+    size = {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 32 * 32, "longest_edge": 48 * 48}}
+    return transformers.Qwen2VLProcessor(
+        transformers.Qwen2VLImageProcessor(**size),
+        tokenizer,
+        transformers.Qwen2VLVideoProcessor(patch_size=8, merge_size=2),
+        chat_template=TEMPLATE,
+    )
+
+
+PAIRED = {
+    "clip": ("CLIPModel", BOTH, clip),
+    "siglip": ("SiglipModel", BOTH, siglip),
+    "llava": ("LlavaForConditionalGeneration", LLAVA, llava),
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration", QWEN, qwen),
+}
+KINDS = {**SEEING, **HEARING, **PAIRED}
 
 
 @pytest.fixture(scope="session")
 def saved(tokenizer, tmp_path_factory):
     """Save a tiny network of a kind, with weights that no seed of the tests makes, and return its folder."""
-    root, made = tmp_path_factory.mktemp("multimodal"), {}
+    root, folders = tmp_path_factory.mktemp("multimodal"), {}
+
+    with_special = copy.deepcopy(tokenizer)
+    with_special.add_special_tokens({"additional_special_tokens": SPECIAL})
 
     def save(kind):
-        if kind not in made:
+        if kind not in folders:
             name, changes, processor = KINDS[kind]
             network = getattr(transformers, name)
-            folder = made[kind] = root / kind
+            folder = folders[kind] = root / kind
             with torch.random.fork_rng():
                 torch.manual_seed(1234)
                 network(network.config_class(**changes)).save_pretrained(folder)
-            processor().save_pretrained(folder)
+            made = processor(with_special) if kind in PAIRED else processor()
+            made.save_pretrained(folder)
             if kind in WRITING:
                 tokenizer.save_pretrained(folder)
-        return made[kind]
+        return folders[kind]
 
     return save
 
@@ -167,3 +243,11 @@ def recordings(tmp_path):
     (folder / "a.txt").write_text("What is said.\n")
     (folder / "c.txt").write_text("And a\nsecond line.\n")
     return folder
+
+
+@pytest.fixture
+def pairs(images):
+    """Give the images texts of three lengths."""
+    for name, text in {"a": "A short one.", "b": "A longer line, of more words.", "c": "Another!"}.items():
+        (images / f"{name}.txt").write_text(f"{text}\n")
+    return images

@@ -14,10 +14,22 @@ from normscope.errors import DataError, ModelError
 from normscope.loading import load
 
 BARE = {"beit_masked": "BeitModel", "mae": "ViTMAEModel", "sam": "SamVisionModel", "clip_vision": "CLIPVisionModel"}
-KINDS = ["vit", "dinov2", "dinov3", "beit", "beit_masked", "swin", "mae", "sam", "clip_vision", "siglip_vision"]
+KINDS = [
+    "siglip2_vision",
+    "vit",
+    "dinov2",
+    "dinov3",
+    "beit",
+    "beit_masked",
+    "swin",
+    "mae",
+    "sam",
+    "clip_vision",
+    "siglip_vision",
+]
 CLASSES = {"vit": 7, "swin": 6, "beit": 2}
 # What of an image a norm at the network's front sees: patches of 8 pixels, and a class token; Swin's are of 4.
-FIRST = {"swin": 64, "sam": 16, "siglip_vision": 16}
+FIRST = {"swin": 64, "sam": 16, "siglip_vision": 16, "siglip2_vision": 16}
 
 
 def load_folder(folder, **changes):
@@ -56,7 +68,7 @@ def test_every_norm_is_verified_and_fitted(saved, kind):
     assert seen.about["family"] == "vision"
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mae"])  # which masks patches at random there
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("mae", "siglip2_vision")])
 def test_outputs_are_those_of_transformers_on_images_of_ones_own(saved, images, kind):
     model = load_folder(saved(kind), data=images)
     expected = theirs_of(saved(kind), model.module, sorted(images.iterdir()))
@@ -67,6 +79,34 @@ def test_outputs_are_those_of_transformers_on_images_of_ones_own(saved, images, 
     padded = " (padded to squares, and what pads them counts)" if kind == "sam" else ""
     assert model.about["data"] == f"{images}: 3 images{padded}"
     assert len({sample.source for batch in model.inputs for sample in batch.samples}) == 3
+
+
+def test_patches_that_pad_a_row_of_them_are_in_no_sum(saved, images):
+    """SigLIP 2's processor keeps an image's shape, and pads its patches to one number: they are taken off again."""
+    folder = saved("siglip2_vision")
+    model = load_folder(folder, data=images)
+    processor = AutoImageProcessor.from_pretrained(folder)
+    given = processor(
+        images=[Image.open(path).convert("RGB") for path in sorted(images.iterdir())], return_tensors="pt"
+    )
+    patches = given.pixel_attention_mask.sum(1).tolist()
+    assert len(set(patches)) > 1 and min(patches) < 20
+    norm, taken = "encoder.layers.1.layer_norm1", []
+    whole = type(model.module).from_pretrained(folder).eval()
+    whole.get_submodule(norm).register_forward_pre_hook(lambda module, args: taken.append(args[0]))
+    with torch.no_grad():
+        expected = whole(**given)[0]
+    for batch in model.inputs:
+        with torch.no_grad():
+            found = model.module(**batch.kwargs)[0]
+        for row, sample in zip(found, batch.samples, strict=True):
+            theirs = expected[sample.index, : patches[sample.index]]
+            torch.testing.assert_close(row, theirs, rtol=1e-4, atol=1e-5)  # float32, masked there
+    seen = normscope.capture(model, verify=True).stats
+    assert seen["head.layernorm"].n_pairs == 3 * 16 and seen[norm].n_pairs == sum(patches) * 16
+    x = taken[0][given.pixel_attention_mask.bool()].double()
+    found = seen[norm].moments.sum((0, 2))[[1, 3]]
+    torch.testing.assert_close(found, torch.stack([x.sum(), (x * x).sum()]), rtol=1e-4, atol=1e-3)
 
 
 def test_a_masked_autoencoder_sees_every_patch_in_order(saved, images):
