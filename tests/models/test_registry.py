@@ -85,6 +85,14 @@ def test_find_looks_names_up_without_running_anything():
         find("demo_vti")
 
 
+def test_a_library_of_several_families_lists_them():
+    assert find("transformers:somewhere/vit").families == ["language", "vision", "speech"]
+    assert find("timm:test_vit").families == ["vision"]
+    assert {entry.family for entry in list_models() if entry.name.startswith("transformers:")} == {
+        "language, vision, speech"
+    }
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_and_inputs_share_the_dtype(dtype):
     model = load("timm:test_vit", weights="random", dtype=str(dtype).removeprefix("torch."), device="cpu", limit=1)

@@ -1,6 +1,7 @@
 """Folders of tiny networks that see or hear, as transformers saves them, each with its processor; made weights."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import soundfile
@@ -192,6 +193,17 @@ PAIRED = {
     "qwen2_vl": ("Qwen2VLForConditionalGeneration", QWEN, qwen),
 }
 KINDS = {**SEEING, **HEARING, **PAIRED}
+QUICK = ("vit", "mae", "sam", "wav2vec2", "whisper", "ast", "clip", "llava")
+
+
+def pytest_collection_modifyitems(items):
+    """Mark slow what is of a kind that others stand for."""
+    for item in items:
+        if item.path.parent != Path(__file__).parent:
+            continue
+        kind = getattr(item, "callspec", None) and item.callspec.params.get("kind")
+        if kind in KINDS and kind not in QUICK:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
