@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from normscope.errors import ModelError, NormscopeError, first_few
 from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Provenance
-from normscope.models.inputs.modalities import FAMILIES, has_head, inputs_of, is_for, outputs_of, readers_of, taken_by
+from normscope.models.inputs.modalities import FAMILIES, has_head, inputs_of, outputs_of, readers_of, taken_by
+from normscope.models.inputs.processors import masks
 from normscope.models.inputs.tokenizer import load_tokenizer
 from normscope.models.weights import downloads
 from normscope.models.weights.checkpoints import (
@@ -34,6 +35,7 @@ from normscope.runtime.files import sha256_of
 
 logger = logging.getLogger(__name__)
 
+_OF_PROMPTS = ("sam", "sam_hq")  # whose vision encoder is a model by itself, and needs no points or boxes
 _BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
     "openai-community/gpt2": ("gpt2", {"architectures": ["GPT2LMHeadModel"]}),
     "huggyllama/llama-7b": (
@@ -71,7 +73,7 @@ def load_transformers(name: str, architecture: str, options: LoadOptions) -> Loa
     repository = Repository(str(Path(architecture).expanduser()))
     with _quiet(library):
         config = _config(library, name, repository, options)
-        kind, config = _kind(library, config)
+        kind, config = _kind(library, name, config)
         takes = taken_by(library, name, repository, kind, options.data)
         network = _Network(library, name, kind, config, options.dtype, options.device_map)
         tokenizer = partial(_tokenizer, library, name, repository, options)
@@ -166,7 +168,7 @@ def _tokenizer(library: Any, name: str, repository: Repository, options: LoadOpt
         raise
 
 
-def _kind(library: Any, config: Any) -> tuple[Any, Any]:
+def _kind(library: Any, name: str, config: Any) -> tuple[Any, Any]:
     """Choose the class, with the head that the configuration names or without any, and its configuration."""
     named = (config.architectures or [""])[0]
     if has_head(library, named):
@@ -177,9 +179,10 @@ def _kind(library: Any, config: Any) -> tuple[Any, Any]:
         raise ModelError(f"transformers {library.__version__} has no model for {type(config).__name__}.") from error
     classes = mapped if isinstance(mapped, (tuple, list)) else (mapped,)
     kind = next((known for known in classes if known.__name__ == named), classes[0])
-    if is_for(library, kind.__name__, ("MASK_GENERATION",)) and hasattr(config, "vision_config"):
-        return _kind(library, config.vision_config)
-    if hasattr(config, "mask_ratio"):  # of a masked autoencoder, which then sees every patch, as fine-tuned ones do
+    if config.model_type in _OF_PROMPTS:
+        return _kind(library, name, config.vision_config)
+    if masks(config):
+        logger.warning("%s: its mask is left out (mask_ratio %g), and every patch is seen.", name, config.mask_ratio)
         config.mask_ratio = 0.0
     return kind, config
 

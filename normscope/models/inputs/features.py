@@ -154,6 +154,7 @@ def heard_inputs(extractor: Any, tokenizer: Any, module: nn.Module, config: Any,
     if options.data is None:
         samples, waveforms, transcripts, total = utterances(taken)
         heard = [hearing.prepared(*pair) for pair in zip(waveforms, transcripts, strict=True)]
+        total += ", each with what it says" if tokenizer is not None else ""
         return TensorInputs(heard, samples, total, options, one_by_one=True, cut_to=hearing.longest)
     writes = tokenizer is not None
     kind = FileKind(

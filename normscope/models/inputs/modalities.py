@@ -83,9 +83,9 @@ def taken_by(library: Any, name: str, repository: Repository, kind: Any, data: s
     needed = {one.name for one in parameters if one.default is one.empty} - {"self"}
     main = kind.main_input_name
     reads = main == "input_ids" and (modalities == {"text"} or is_for(library, kind.__name__, _READING))
-    if "image" in modalities and is_for(library, kind.__name__, _SEEING_AND_READING):
-        without = reads and not has_processor(repository)
-        return "texts" if without or (main == "input_ids" and not _may_hold_images(data)) else "prompts"
+    if main == "input_ids" and "image" in modalities and is_for(library, kind.__name__, _SEEING_AND_READING):
+        alone = not _may_hold_images(data) or (reads and not has_processor(repository))
+        return "texts" if alone else "prompts"
     if reads:
         return "texts"
     if modalities == {"image", "text"} and is_for(library, kind.__name__, ("ZERO_SHOT_IMAGE_CLASSIFICATION",)):
@@ -98,7 +98,7 @@ def taken_by(library: Any, name: str, repository: Repository, kind: Any, data: s
     if main in _WAVES and "audio" in modalities and needed <= {main} and "input_ids" not in names:
         registry.check_torchaudio(name)
         return "recordings"
-    wanted = main if main not in ("input_ids", "pixel_values") else " and ".join(sorted(modalities | needed - _PIXELS))
+    wanted = " and ".join([f"{main} ({' and '.join(sorted(modalities))})", *sorted(needed - {main} - _PIXELS)])
     raise ModelError(
         f"{name} is a {kind.__name__}, which takes {wanted}: texts, images, recordings, or images with texts are not "
         "enough. Make it and its inputs in a function of yours, and name that: py:FILE:FACTORY."

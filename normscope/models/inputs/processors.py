@@ -82,17 +82,20 @@ def arguments(made: Mapping[str, Any], module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def masks(config: Any) -> bool:
+    """Whether a bare network leaves patches out, at random, as it did when it was trained."""
+    masked: bool = config.model_type == "vit_mae"
+    return masked
+
+
 def processed_images(processor: Any, module: nn.Module, config: Any, options: LoadOptions) -> Inputs:
     """Return the images at ``options.data``, or crops of the photograph, as an image processor makes them.
 
     Raises:
         DataError: if there is no image to be found.
     """
-    remarks = []
-    if getattr(processor, "do_pad", False) and getattr(processor, "pad_size", None):
-        remarks.append("padded to squares, and what pads them counts")
-    if hasattr(config, "mask_ratio"):
-        remarks.append("no patch is masked")
+    pads = getattr(processor, "do_pad", False) and getattr(processor, "pad_size", None)
+    remarks = ("padded to squares, and what pads them counts",) if pads else ()
 
     def prepared(image: Image.Image) -> Prepared:
         made = processor(images=image, return_tensors="pt")
@@ -100,11 +103,11 @@ def processed_images(processor: Any, module: nn.Module, config: Any, options: Lo
         mask = made.get("pixel_mask")
         if mask is not None and not bool(mask.all()):
             raise DataError("the model's processor pads it, and which tokens are padding cannot be told")
-        if hasattr(config, "mask_ratio"):
+        if masks(config):
             kwargs["noise"] = _in_order(kwargs["pixel_values"], config)
         return Prepared(Batch(kwargs=kwargs))
 
-    return image_inputs(Preprocessing("RGB", prepared, tuple(remarks)), options)
+    return image_inputs(Preprocessing("RGB", prepared, remarks), options)
 
 
 def _in_order(pixels: Tensor, config: Any) -> Tensor:

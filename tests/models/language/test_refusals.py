@@ -172,10 +172,10 @@ def test_code_to_generate_with_is_not_run(evil):
     [
         (
             "time_series",
-            "is a PatchTSTModel, which takes past_values: texts, images, recordings, or images with texts ",
+            "is a PatchTSTModel, which takes past_values (time): texts, images, recordings, or images with texts ",
         ),
-        ("video", "is a VideoMAEModel, which takes video: texts, images, recordings, or images with texts are not "),
-        ("boxes", "is a LayoutLMv3Model, which takes"),
+        ("video", "is a VideoMAEModel, which takes pixel_values (video): texts, images, recordings, or images "),
+        ("boxes", "is a LayoutLMv3Model, which takes input_ids ("),
     ],
 )
 def test_models_that_take_something_else(folders, kind, sentence):

@@ -10,7 +10,6 @@ import transformers
 
 import normscope
 from normscope.errors import DataError, ModelError
-from normscope.inputs.batch import Batch, Sample
 from normscope.loading import load
 from normscope.models.inputs.audio import AudioFormat, utterances
 
@@ -98,8 +97,12 @@ def test_frames_are_counted_as_the_network_counts_them(saved, kind):
     behind = [lengths_of(len(waveform)) for waveform in SPOKEN]
     frames = [int(model.module._get_feat_extract_output_lengths(torch.tensor(len(waveform)))) for waveform in SPOKEN]
     assert frames == [lengths[-1] for lengths in behind]
+    extractor = transformers.AutoFeatureExtractor.from_pretrained(saved(kind))
+    by_hand = [extractor(waveform.numpy(), sampling_rate=16_000, return_tensors="pt") for waveform in SPOKEN]
+    alone = normscope.capture(model.module, [{"input_values": made.input_values} for made in by_hand])
     for site in seen.sites:
         found = seen.stats[site.name].n_pairs
+        torch.testing.assert_close(sums(seen.stats[site.name]), sums(alone.stats[site.name]), rtol=1e-12, atol=1e-9)
         if "conv_layers" in site.name:  # a GroupNorm's channels are its convolution's as well
             layer = int(site.name.split("conv_layers.")[1].split(".")[0])
             assert found == 8 * sum(lengths[layer] for lengths in behind)
@@ -151,7 +154,9 @@ def test_whisper_hears_what_is_said_and_no_silence_behind_it(saved, tokenizer):
 
 
 def test_whisper_writes_what_is_said(saved, tokenizer):
-    first = next(iter(load_folder(saved("whisper")).inputs))
+    model = load_folder(saved("whisper"))
+    assert model.about["data"] == "8 synthetic utterances (espeak-ng), each with what it says"
+    first = next(iter(model.inputs))
     assert first.kwargs["decoder_input_ids"].tolist() == [[299, *tokenizer(SAID[0])["input_ids"][:-1]]]
     assert first.valid is None and list(first.valid_within) == ["model.encoder"]
     assert SAID[0] == "A quiet river runs behind the old paper mill."
@@ -193,30 +198,6 @@ def test_a_swap_of_whisper_drifts_by_what_is_heard_and_written(saved):
     seen = normscope.capture(model)
     report = normscope.drift(model, replacements=normscope.replacements(model, "dyt", seen))
     assert report.all.inputs == 3 and report.all.answers == sum(len(text) + 1 for text in SAID[:3])
-
-
-def test_batches_by_hand_keep_their_own_masks():
-    """A part of a network that counts other positions than the rest: each by its own mask."""
-
-    class Both(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encoder, self.decoder = (torch.nn.Sequential(torch.nn.LayerNorm(4)) for _ in range(2))
-
-        def forward(self, x, y):
-            return self.decoder(y) + self.encoder(x).mean(1, keepdim=True)
-
-    x, y = torch.randn(2, 7, 4), torch.randn(2, 5, 4)
-    heard, written = torch.arange(7) < torch.tensor([[3], [6]]), torch.arange(5) < torch.tensor([[5], [2]])
-    pair = (Sample("a", 0, 0), Sample("b", 1, 1))
-    batch = Batch((x, y), samples=pair, valid=written, valid_within={"encoder": heard})
-    seen = normscope.capture(Both(), [batch])
-    assert (seen.stats["encoder.0"].n_pairs, seen.stats["decoder.0"].n_pairs) == (9 * 4, 7 * 4)
-    assert_sums_of(seen.stats["encoder.0"], x[heard], torch.nn.LayerNorm(4))
-    assert batch.padded and torch.equal(batch.take([1]).valid_at("encoder.0"), heard[1:])
-    apart = normscope.capture(Both(), [batch.take([0]), batch.take([1])])
-    for name, stats in apart.stats.items():
-        torch.testing.assert_close(sums(stats), sums(seen.stats[name]), rtol=1e-12, atol=1e-12)
 
 
 def test_a_recording_too_short_for_one_frame(saved, tmp_path):

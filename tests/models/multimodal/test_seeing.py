@@ -109,9 +109,9 @@ def test_patches_that_pad_a_row_of_them_are_in_no_sum(saved, images):
     torch.testing.assert_close(found, torch.stack([x.sum(), (x * x).sum()]), rtol=1e-4, atol=1e-3)
 
 
-def test_a_masked_autoencoder_sees_every_patch_in_order(saved, images):
+def test_a_masked_autoencoder_sees_every_patch_in_order(saved, images, caplog):
     model = load_folder(saved("mae"), data=images)
-    assert model.about["data"] == f"{images}: 3 images (no patch is masked)"
+    assert "its mask is left out (mask_ratio 0.75), and every patch is seen." in caplog.text
     (batch,) = model.inputs
     embedded, mask, _ = model.module.embeddings(**batch.kwargs)
     assert embedded.shape == (3, 17, 16) and not mask.any()
