@@ -148,6 +148,16 @@ def test_speech_without_torchaudio_is_one_sentence_and_the_rest_works(without_to
 
 
 @pytest.mark.slow
+def test_a_folder_that_hears_needs_torchaudio(without_torchaudio, tmp_path):
+    folder = tmp_path / "wav2vec2"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "wav2vec2", "architectures": ["Wav2Vec2Model"]}')
+    done = without_torchaudio("layers", f"transformers:{folder}", "--weights", "random")
+    assert done.returncode == 3
+    assert done.stderr.startswith(f"Error: transformers:{folder} needs torchaudio, which ")
+
+
+@pytest.mark.slow
 def test_without_a_name_and_torchaudio_the_other_embedded_models_are_taken(without_torchaudio):
     done = without_torchaudio("layers")
     assert done.returncode == 0, done.stderr
