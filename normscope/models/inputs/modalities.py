@@ -175,9 +175,14 @@ def inputs_of(takes: Takes, readers: tuple[Any, ...], module: nn.Module, config:
 def both_embeddings(result: Any, batch: Batch) -> Tensor:
     """Return what a network that looks at images and texts apart makes of each pair: ``(samples, 2 · features)``.
 
+    Raises:
+        ModelError: if it returned no such embeddings.
+
     >>> both_embeddings({"image_embeds": torch.zeros(3, 8), "text_embeds": torch.ones(3, 8)}, Batch()).shape
     torch.Size([3, 16])
     """
+    if not {"image_embeds", "text_embeds"} <= {*result}:
+        raise ModelError(f"The model returned {', '.join(result)}, and no embeddings of images and texts to compare.")
     return torch.cat([result["image_embeds"], result["text_embeds"]], dim=-1)
 
 
