@@ -40,11 +40,13 @@ def load(
         weights: ``pretrained``; ``random`` for freshly initialized ones under ``seed``; the path of a safetensors
             file or torch checkpoint that fits the model; or a folder that :func:`normscope.save_swapped` or
             ``normscope swap`` wrote: the network has in its norms' places what was put there.
-        data: a file, or a folder that is read recursively: images, recordings or text, as the model takes, or a file
-            of latents; None for the model's own default inputs.
+        data: a file, or a folder that is read recursively: images, recordings or text, as the model takes, images
+            with the texts that lie beside them (NAME.jpg and NAME.txt), or a file of latents; None for the model's
+            own default inputs.
         limit: take at most so many samples; of a diffusion model, so many trajectories.
         batch_size: samples per batch, at most; ``auto`` for as many as there is memory for, which runs the network on
-            the first one. Waveforms are taken one at a time.
+            the first one. Recordings, and prompts that hold an image, are
+            taken one at a time.
         seed: of random weights and of the choice of default inputs. torch's global random state is left as it is.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
         dtype: ``float32``, ``bfloat16`` or ``float16``, or ``fp32``, ``bf16`` or ``fp16`` for short: of weights and

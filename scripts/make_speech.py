@@ -53,6 +53,7 @@ def main() -> None:
         waveform = synthesize(sentence, voice)
         path = args.out / f"{number}_{voice.accent}_{voice.variant}.flac"
         soundfile.write(path, waveform.numpy(), SAMPLE_RATE, subtype="PCM_16")
+        path.with_suffix(".txt").write_text(f"{sentence}\n", encoding="utf-8")  # which a decoder reads
         print(f"{path.name}  {len(waveform) / SAMPLE_RATE:.2f} s  {path.stat().st_size / 1000:.0f} kB  {sentence}")
     print(espeak_version())
 

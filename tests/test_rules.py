@@ -57,7 +57,6 @@ ACROSS_ROOMS = {
     "cli/test_ranks.py": "every command under torchrun",
     "fits/test_stated_accuracy.py": "what docs/ state of errors that come of bins, in fits, cards and gradients",
     "models/embedded/test_calibration.py": "what the embedded networks learn from, whichever loads them",
-    "models/language/": "networks of transformers: loading, refusals and the hub, with fixtures of their own",
     "swaps/test_compiled.py": "drift, healing and bench of compiled networks",
     "swaps/test_in_place.py": "drift, healing and bench of networks that change tensors in place",
 }
@@ -76,7 +75,7 @@ HELD_BY = {
     "fits/test_fit.py": {"fits/curve_fit"},
     "fits/views/test_gradient.py": {"fits/views/jacobians"},
     "models/inputs/test_numbered_inputs.py": {"models/inputs/file_inputs"},
-    "models/language/": {"models/inputs/tokenizer"},
+    "models/transformers/": {f"models/inputs/{room}" for room in ("tokenizer", "processors", "modalities", "features")},
     "pairs/norms/test_kinds_grouped.py": {"pairs/sums/tokens"},
     "pairs/sums/binning/test_cpu.py": {"pairs/sums/binning/reference"},
     "pairs/sums/binning/test_cuda_loop.py": {"pairs/sums/binning/cuda_draw"},

@@ -276,7 +276,7 @@ def _parts(name: str, capture: Capture, by: str | None) -> list[Capture]:
 def family_of(capture: Capture) -> str | None:
     """Return the family of a captured model; None of one that only its user knows."""
     try:
-        return registry.find(capture.about["model"]).family
+        return capture.about.get("family") or registry.find(capture.about["model"]).families[0]
     except ModelError:
         return None
 

@@ -57,6 +57,8 @@ class Batch:
         valid: which positions of each sample are data and not padding: bool ``(samples, positions)``; None for all.
         part: what a capture can keep apart besides the whole, ``timestep 980`` for example; empty for nothing.
         forward: runs the module on them, as ``forward(module, *args, **kwargs)``; None for ``module.forward`` itself.
+        valid_within: the same as ``valid`` for parts of the network that count other positions, by the path of the
+            module: of an encoder that hears, beside a decoder that writes.
     """
 
     args: tuple[Any, ...] = ()
@@ -65,6 +67,18 @@ class Batch:
     valid: torch.Tensor | None = None
     part: str = ""
     forward: Callable[..., Any] | None = None
+    valid_within: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def valid_at(self, path: str) -> torch.Tensor | None:
+        """Return which positions are data where the network counts as the module of this path does; None for all.
+
+        >>> import torch
+        >>> batch = Batch(valid=torch.ones(1, 4), valid_within={"encoder": torch.ones(1, 9)})
+        >>> batch.valid_at("encoder.layers.0").shape, batch.valid_at("encoders").shape
+        (torch.Size([1, 9]), torch.Size([1, 4]))
+        """
+        around = [module for module in self.valid_within if f"{path}.".startswith(f"{module}.")]
+        return self.valid_within[max(around, key=len)] if around else self.valid
 
     def first_sample(self) -> Batch:
         """Return the batch that holds this batch's first sample alone."""
@@ -98,6 +112,7 @@ class Batch:
             kwargs=part(self.kwargs),
             samples=samples,
             valid=part(self.valid),
+            valid_within=part(self.valid_within),
         )
 
     def copied(self) -> Batch:
@@ -118,7 +133,8 @@ class Batch:
     @property
     def padded(self) -> bool:
         """Whether any position is padding; of a mask on a GPU, that is waited for."""
-        return self.valid is not None and not bool(self.valid.all())
+        masks = [mask for mask in (self.valid, *self.valid_within.values()) if mask is not None]
+        return not all(bool(mask.all()) for mask in masks)
 
     @property
     def divisible(self) -> bool:
@@ -166,6 +182,7 @@ class Batch:
             args=tuple(changed(value) for value in self.args),
             kwargs=changed(self.kwargs),
             valid=changed(self.valid),
+            valid_within=changed(self.valid_within),
         )
 
 

@@ -280,7 +280,7 @@ def _valid(batch: Batch) -> Tensor | None:
     if batch.forward is not None and isinstance(batch.args[0], Mapping):
         arguments = batch.args[0]
     mask = arguments.get("attention_mask")
-    if batch.valid is not None or not isinstance(mask, torch.Tensor):
+    if batch.valid is not None or batch.valid_within or not isinstance(mask, torch.Tensor):
         return batch.valid
     if mask.ndim != 2 or len(mask) != len(batch.samples):  # of queries and keys, not of samples and positions
         return None

@@ -146,6 +146,7 @@ class LoadedModel:
         calibration: inputs to learn from, apart from ``inputs``: what a swap's start values are fitted to, and what it
             is healed on; None where there are none but ``inputs``.
         fitting: how many inputs a batch takes and why, where that was found out by running it; else empty.
+        family: what kind of network it is, as ``normscope models`` lists it, where the name alone does not tell.
     """
 
     name: str
@@ -155,17 +156,19 @@ class LoadedModel:
     outputs: Outputs = field(default_factory=Outputs)
     calibration: Inputs | None = None
     fitting: str = ""
+    family: str = ""
 
     def __repr__(self) -> str:
         return f"LoadedModel {self.name}: {type(self.module).__name__} · {' · '.join(list(self.about.values())[1:])}"
 
     @property
     def about(self) -> dict[str, str]:
-        """Return what every output names: the model, its weights, and the data."""
+        """Return what every output names: the model, its weights, and the data; and its family, where that is known."""
         return {
             "model": self.name,
             "weights": self.provenance.description,
             "data": self.inputs.description,
+            **({"family": self.family} if self.family else {}),
         }
 
 

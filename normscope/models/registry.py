@@ -33,7 +33,7 @@ class ModelEntry:
 
     Attributes:
         name: what the user types; in a name like ``timm:NAME``, NAME stands for whatever the library knows.
-        family: what kind of network it is.
+        family: what kind of network it is; of a library that has several, all of them: the network says which.
         description: one line.
         source: ``library:architecture`` that the weights belong to; the library ``embedded`` is this package.
         sibling: name of the full-size model whose norms and placements an embedded one has in small: speed is
@@ -45,6 +45,11 @@ class ModelEntry:
     description: str
     source: str
     sibling: str = ""
+
+    @property
+    def families(self) -> list[str]:
+        """List the kinds that it may be."""
+        return self.family.split(", ")
 
     @property
     def embedded(self) -> bool:
@@ -108,7 +113,10 @@ _PREFIXED = (
         "diffusers:REPO_OR_DIR", "diffusion", "a DiT, or a pipeline with a transformer", "diffusers:REPO_OR_DIR"
     ),
     ModelEntry(
-        "transformers:REPO_OR_DIR", "language", "a model of transformers that reads text", "transformers:REPO_OR_DIR"
+        "transformers:REPO_OR_DIR",
+        "language, vision, speech",
+        "a model of transformers that reads, sees or hears",
+        "transformers:REPO_OR_DIR",
     ),
     ModelEntry(
         "py:FILE_OR_MODULE:FACTORY",
@@ -124,7 +132,7 @@ _LOADERS = {
     "timm": "vision:load_timm",
     "torchaudio": "speech:load_torchaudio",
     "diffusers": "diffusion:load_diffusers",
-    "transformers": "language:load_transformers",
+    "transformers": "transformers:load_transformers",
     "py": "custom:load_factory",
 }
 
@@ -153,7 +161,7 @@ def loader_of(entry: ModelEntry) -> Loader:
     >>> loader_of(find("demo_vit")).__name__
     'load_demo_vit'
     """
-    if entry.family in ("language", "diffusion"):
+    if entry.library == "transformers" or entry.family == "diffusion":
         _error_of_torchaudio()
     module_name, _, function_name = (_LOADERS.get(entry.source) or _LOADERS[entry.library]).partition(":")
     loader: Loader = getattr(importlib.import_module(f"normscope.models.{module_name}"), function_name)
@@ -217,14 +225,20 @@ def check_device_map(device_map: str | None, device: str) -> None:
 
 def check_library(entry: ModelEntry) -> None:
     """Raise ModelError if a speech model is asked for where torchaudio cannot be imported."""
-    if entry.family != "speech" or (error := _error_of_torchaudio()) is None:
+    if entry.family == "speech":
+        check_torchaudio(entry.name)
+
+
+def check_torchaudio(name: str) -> None:
+    """Raise ModelError, which says that the model of this name needs it, if torchaudio cannot be imported."""
+    if (error := _error_of_torchaudio()) is None:
         return
     if isinstance(error, ModuleNotFoundError) and error.name == "torchaudio":
         reason = "is not installed"
     else:
         reason = f"cannot be imported ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
     raise ModelError(
-        f"{entry.name} needs torchaudio, which {reason}. Install it: pip install torchaudio. Where it refuses the "
+        f"{name} needs torchaudio, which {reason}. Install it: pip install torchaudio. Where it refuses the "
         f"torch that is installed ({metadata.version('torch')}), pip install 'normscope[speech]' brings releases of "
         "both that belong together."
     ) from error

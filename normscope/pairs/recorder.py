@@ -286,12 +286,15 @@ class Recorder:
         """
         assert self._batch is not None  # noqa: S101 - as the hooks do nothing without one
         n_samples = len(self._batch.samples)
-        positions = None if self._batch.valid is None else self._batch.valid.shape[1]
+        mask = self._batch.valid_at(name)
+        positions = None if mask is None else mask.shape[1]
         axis = batch_axis(of_one_sample, shape, n_samples, positions)
         if n_samples == 1:
             return axis
         of_weights = name in self.report.of_weights and shape == of_one_sample
-        if of_weights or (axis is None and serves_all(of_one_sample, shape, self.report.positions, positions)):
+        if of_weights or (
+            axis is None and serves_all(of_one_sample, shape, self.report.positions.get(name), positions)
+        ):
             self._serving_all.add(name)
         return None if name in self._serving_all else axis
 
@@ -299,11 +302,12 @@ class Recorder:
         self, site: NormSite, kind: NormKind, module: nn.Module, x: Tensor, batch_axis: int | None
     ) -> Tensor | None:
         """Tell which rows are data and not padding: bool ``(tokens,)``, or None for all."""
-        if not self._padded or self._batch is None or self._batch.valid is None:
+        valid = self._batch.valid_at(site.name) if self._padded and self._batch is not None else None
+        if valid is None:
             return None
         if site.name in self.report.of_weights or site.name in self._serving_all:
             return None
-        valid = self._batch.valid.to(x.device)
+        valid = valid.to(x.device)
         axes = [] if kind.groups else token_axes(x, kind.axes(module, x.ndim), batch_axis or 0)
         sizes = [x.shape[axis] for axis in axes]
         if sizes == [valid.numel()]:  # samples and positions in one axis

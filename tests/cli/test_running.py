@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -13,7 +14,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from normscope.cli import app
-from normscope.cli.running import RunOptions, check_sources, runs_networks
+from normscope.cli.running import RunOptions, check_sources, family_of, runs_networks
 from normscope.errors import UsageError
 
 LEFT_OUT = {
@@ -75,6 +76,19 @@ def test_options_that_only_a_network_can_follow_are_named_for_a_file(tmp_path):
     check_sources([str(file)], RunOptions())
     with pytest.raises(UsageError, match=r"--batch-size, --verify can have no effect"):
         check_sources([str(file)], RunOptions(batch_size=2, verify=True))
+
+
+@pytest.mark.parametrize(
+    ("about", "family"),
+    [
+        ({"model": "transformers:owner/name", "family": "speech"}, "speech"),
+        ({"model": "transformers:owner/name"}, "language"),  # captured when transformers' networks all read text
+        ({"model": "timm:test_vit"}, "vision"),
+        ({"model": "MyNetwork"}, None),
+    ],
+)
+def test_a_capture_says_its_family_where_the_name_does_not(about, family):
+    assert family_of(SimpleNamespace(about=about)) == family
 
 
 def test_a_batch_size_is_a_number_or_auto():

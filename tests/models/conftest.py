@@ -156,3 +156,18 @@ def pictures(tmp_path):
     (folder / "notes.txt").write_text("no image")
     (folder / "b" / "table.csv").write_text("no,image")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """Make a tokenizer whose tokens are bytes, with an end-of-sequence token behind each text."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate(["<pad>", "</s>", *alphabet])}
+    core = Tokenizer(models.BPE(vocabulary, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="</s>")  # noqa: S106

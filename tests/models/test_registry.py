@@ -85,6 +85,14 @@ def test_find_looks_names_up_without_running_anything():
         find("demo_vti")
 
 
+def test_a_library_of_several_families_lists_them():
+    assert find("transformers:somewhere/vit").families == ["language", "vision", "speech"]
+    assert find("timm:test_vit").families == ["vision"]
+    assert {entry.family for entry in list_models() if entry.name.startswith("transformers:")} == {
+        "language, vision, speech"
+    }
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_and_inputs_share_the_dtype(dtype):
     model = load("timm:test_vit", weights="random", dtype=str(dtype).removeprefix("torch."), device="cpu", limit=1)
@@ -137,6 +145,16 @@ def test_speech_without_torchaudio_is_one_sentence_and_the_rest_works(without_to
 
     named = without_torchaudio("layers", "gpt2", "--weights", "random", "--json")  # transformers imports torchaudio
     assert named.returncode == 0, named.stderr
+
+
+@pytest.mark.slow
+def test_a_folder_that_hears_needs_torchaudio(without_torchaudio, tmp_path):
+    folder = tmp_path / "wav2vec2"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "wav2vec2", "architectures": ["Wav2Vec2Model"]}')
+    done = without_torchaudio("layers", f"transformers:{folder}", "--weights", "random")
+    assert done.returncode == 3
+    assert done.stderr.startswith(f"Error: transformers:{folder} needs torchaudio, which ")
 
 
 @pytest.mark.slow

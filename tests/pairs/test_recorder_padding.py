@@ -320,3 +320,29 @@ def test_parts_sum_up_to_the_whole_and_survive_files_merges_and_choices(tmp_path
         assert_same_sums(stats, seen.stats[name])
     with pytest.raises(DataError, match="Cannot merge a capture that keeps its parts, such as 'timestep 0', with one"):
         whole.merge(seen)
+
+
+def test_parts_of_a_network_that_count_other_positions_have_masks_of_their_own():
+    """A part of a network that counts other positions than the rest: each by its own mask."""
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.decoder = (nn.Sequential(nn.LayerNorm(4)) for _ in range(2))
+
+        def forward(self, x, y):
+            return self.decoder(y) + self.encoder(x).mean(1, keepdim=True)
+
+    x, y = torch.randn(2, 7, 4), torch.randn(2, 5, 4)
+    heard, written = torch.arange(7) < torch.tensor([[3], [6]]), torch.arange(5) < torch.tensor([[5], [2]])
+    pair = (Sample("a", 0, 0), Sample("b", 1, 1))
+    batch = Batch((x, y), samples=pair, valid=written, valid_within={"encoder": heard})
+    seen = normscope.capture(Both(), [batch])
+    assert (seen.stats["encoder.0"].n_pairs, seen.stats["decoder.0"].n_pairs) == (9 * 4, 7 * 4)
+    n, total = seen.stats["encoder.0"].moments.sum((0, 2))[:2]
+    assert n == 9 * 4 and total == pytest.approx(float(x[heard].double().sum()), rel=1e-12)
+    assert batch.padded and torch.equal(batch.take([1]).valid_at("encoder.0"), heard[1:])
+    apart = normscope.capture(Both(), [batch.take([0]), batch.take([1])])
+    for name, stats in apart.stats.items():
+        ours, theirs = (one.moments.sum((0, 2)) for one in (stats, seen.stats[name]))
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)  # sums of float64 in another order

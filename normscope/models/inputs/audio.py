@@ -65,15 +65,19 @@ def synthetic_utterances(taken: AudioFormat, options: LoadOptions) -> TensorInpu
     >>> synthetic_utterances(AudioFormat(16_000, shortest=400), options).description
     'the first 2 of 8 synthetic utterances (espeak-ng)'
     """
+    samples, waveforms, _, total = utterances(taken)
+    return TensorInputs(waveforms, samples, total, options, one_by_one=True)
+
+
+def utterances(taken: AudioFormat) -> tuple[list[Sample], list[Tensor], list[str], str]:
+    """Return the synthetic utterances: which samples they are, their waveforms, what they say, and how many of what."""
     folder = files("normscope.models") / "embedded" / "speech"
-    utterances = sorted((file for file in folder.iterdir() if file.name.endswith(".flac")), key=lambda file: file.name)
-    names = [file.name.removesuffix(".flac") for file in utterances]
-    return TensorInputs(
-        [_decoded(io.BytesIO(file.read_bytes()), taken) for file in utterances],
+    names = sorted(file.name.removesuffix(".flac") for file in folder.iterdir() if file.name.endswith(".flac"))
+    return (
         [Sample(name, i, i, data="synthetic utterances") for i, name in enumerate(names)],
-        f"{count(len(utterances), 'synthetic utterance')} (espeak-ng)",
-        options,
-        one_by_one=True,
+        [_decoded(io.BytesIO((folder / f"{name}.flac").read_bytes()), taken) for name in names],
+        [(folder / f"{name}.txt").read_text(encoding="utf-8").strip() for name in names],
+        f"{count(len(names), 'synthetic utterance')} (espeak-ng)",
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from normscope.errors import DataError, count
 from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import Inputs, LoadOptions
-from normscope.models.inputs.file_inputs import FileKind, Files, TensorInputs
+from normscope.models.inputs.file_inputs import FileKind, Files, Prepared, TensorInputs
 
 CROPS = 8
 SMALLEST_CROP = 0.4  # of the photograph's short edge: a face or a badge, not one button
@@ -29,11 +29,14 @@ class Preprocessing:
 
     Attributes:
         mode: PIL mode that images are converted to first: ``RGB`` or ``L``.
-        transform: from an image of that mode to a float32 tensor (channels, height, width).
+        transform: from an image of that mode to a float32 tensor (channels, height, width), or to what a processor
+            makes of it.
+        remarks: what the description of files says besides.
     """
 
     mode: str
-    transform: Callable[[Image.Image], Tensor]
+    transform: Callable[[Image.Image], Tensor | Prepared]
+    remarks: tuple[str, ...] = ()
 
 
 def image_inputs(preprocessing: Preprocessing, options: LoadOptions) -> Inputs:
@@ -53,16 +56,29 @@ def image_files(root: Path, preprocessing: Preprocessing, options: LoadOptions) 
     Raises:
         DataError: if ``root`` is missing, or a folder without a single image.
     """
-    suffixes = {suffix for suffix, kind in Image.registered_extensions().items() if kind in _formats()}
 
-    def read(path: Path) -> Tensor:
-        try:
-            image = _read(path, preprocessing.mode)
-        except UnidentifiedImageError as error:
-            raise DataError("not an image that Pillow can read") from error
-        return preprocessing.transform(image)
+    def read(path: Path) -> Tensor | Prepared:
+        return preprocessing.transform(read_image(path, preprocessing.mode))
 
-    return Files(root, FileKind("image", frozenset(suffixes), read), options)
+    return Files(root, FileKind("image", suffixes(), read, remarks=preprocessing.remarks), options)
+
+
+def suffixes() -> frozenset[str]:
+    """Return those of the files that are opened: of a folder's other files nothing is tried."""
+    return frozenset(suffix for suffix, kind in Image.registered_extensions().items() if kind in _formats())
+
+
+def read_image(path: Path, mode: str) -> Image.Image:
+    """Read an image, upright and in 8 bits.
+
+    Raises:
+        DataError: if Pillow cannot read it, or it has no such bits.
+        OSError: if the file cannot be opened.
+    """
+    try:
+        return _read(path, mode)
+    except UnidentifiedImageError as error:
+        raise DataError("not an image that Pillow can read") from error
 
 
 def photograph_crops(preprocessing: Preprocessing, options: LoadOptions) -> TensorInputs:
@@ -71,17 +87,23 @@ def photograph_crops(preprocessing: Preprocessing, options: LoadOptions) -> Tens
     Raises:
         DataError: if matplotlib's sample data are not installed.
     """
+    crops, samples, total = crops_of_photograph(preprocessing.mode, options)
+    return TensorInputs([preprocessing.transform(crop) for crop in crops], samples, total, options)
+
+
+def crops_of_photograph(mode: str, options: LoadOptions) -> tuple[list[Image.Image], list[Sample], str]:
+    """Return the crops themselves, which samples they are, and how many of what.
+
+    Raises:
+        DataError: if matplotlib's sample data are not installed.
+    """
     path = _photograph()
-    photograph = _read(path, preprocessing.mode)
+    photograph = _read(path, mode)
     generator = torch.Generator().manual_seed(options.seed)
     number = min(CROPS, options.limit or CROPS)
     crops = [photograph.crop(_square_in(photograph.size, generator)) for _ in range(number)]
-    return TensorInputs(
-        [preprocessing.transform(crop) for crop in crops],
-        [Sample(path.name, source_index=0, index=i, data="matplotlib") for i in range(number)],
-        f"{count(number, 'crop')} of {path.name} (seed {options.seed})",
-        options,
-    )
+    samples = [Sample(path.name, source_index=0, index=i, data="matplotlib") for i in range(number)]
+    return crops, samples, f"{count(number, 'crop')} of {path.name} (seed {options.seed})"
 
 
 def _photograph() -> Path:

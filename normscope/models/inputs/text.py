@@ -129,6 +129,7 @@ def _state(document: Traversable) -> tuple[int, int] | None:
 
 
 LONGEST = 512  # tokens of one text, at most
+_PAGE = files("normscope.models") / "embedded" / "page.txt"
 
 
 @dataclass(frozen=True)
@@ -233,8 +234,7 @@ def text_inputs(reading: Reading, options: LoadOptions) -> Texts:
         DataError: if there is no text to be found.
     """
     if options.data is None:
-        page = files("normscope.models") / "embedded" / "page.txt"
-        return Texts("normscope's page", [("page.txt", page)], reading, options, data="page", source_is_line=True)
+        return Texts("normscope's page", [("page.txt", _PAGE)], reading, options, data="page", source_is_line=True)
     root = Path(options.data)
     paths, left_out = find_files(root, "text file", _SUFFIXES)
     return Texts(
@@ -246,6 +246,16 @@ def text_inputs(reading: Reading, options: LoadOptions) -> Texts:
         source_is_line=not root.is_dir(),
         remarks=(f"{count(left_out, 'other file')} left out",) if left_out else (),
     )
+
+
+def lines_of_page(number: int) -> list[str]:
+    """Return so many lines of the page of our own, from the first again where it has no more.
+
+    >>> len(lines_of_page(13)), lines_of_page(1)[0][:13]
+    (13, 'The ferry lef')
+    """
+    lines = _PAGE.read_text(encoding="utf-8").splitlines()
+    return [lines[index % len(lines)] for index in range(number)]
 
 
 def padded(tokens: Sequence[Sequence[int]], reading: Reading) -> Batch:

@@ -37,7 +37,7 @@ class NormReport:
         overwriting: names of the sites that change their own input, so that a hook behind them does not see it.
         keeps_state: whether the pass changed a buffer.
         of_weights: names of the sites whose input is a parameter or made of such alone: no token of theirs is padding.
-        positions: how many the mask of padding had for each sample; None without a mask.
+        positions: how many the mask of padding had for each sample, of the sites that there is a mask for.
     """
 
     sites: list[NormSite]
@@ -47,7 +47,7 @@ class NormReport:
     overwriting: frozenset[str] = frozenset()
     keeps_state: bool = False
     of_weights: frozenset[str] = frozenset()
-    positions: int | None = None
+    positions: dict[str, int] = field(default_factory=dict, repr=False)
 
 
 @dataclass
@@ -142,7 +142,8 @@ def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> No
     shapes = {site.name: calls[site.name].input.shape for site in sites}
     overwriting = frozenset(site.name for site in sites if calls[site.name].overwrites)
     of_weights = frozenset(site.name for site in sites if calls[site.name].of_weights)
-    positions = None if batch.valid is None else batch.valid.shape[1]
+    masks = {site.name: batch.valid_at(site.name) for site in sites}
+    positions = {name: mask.shape[1] for name, mask in masks.items() if mask is not None}
     return NormReport(sites, skipped, kinds, shapes, overwriting, keeps_state, of_weights, positions)
 
 

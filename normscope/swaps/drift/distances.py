@@ -59,7 +59,7 @@ class SiteLayout:
         Raises:
             DataError: if it cannot be told which of its elements are padding.
         """
-        samples, valid = len(batch.samples), batch.valid
+        samples, valid = len(batch.samples), batch.valid_at(self.path)
         positions = None if valid is None else valid.shape[1]
         axis: int | None = 0
         if self.of_one_sample is not None:

@@ -43,7 +43,7 @@ def norm_pairs(
         inputs: dict[str, Tensor] = {}
 
         def some(name: str, value: Tensor) -> Tensor:
-            rows = _rows(functions[name], value, current[0].valid)
+            rows = _rows(functions[name], value, current[0].valid_at(name))
             return rows[:: max(1, len(rows) // quota)][:quota].to("cpu", torch.float64, copy=True)
 
         def keep_input(name: str) -> Any:

@@ -157,7 +157,7 @@ class Lesson:
                 loss = training_loss(output, wanted, batch.valid)
                 total += float(loss.detach()) / len(batches)
                 hidden = [
-                    _loss(mine.outputs, theirs.outputs, batch.valid)
+                    _loss(mine.outputs, theirs.outputs, batch.valid_at(path))
                     for path, calls in taught.calls.items()
                     for mine, theirs in zip(learned.calls[path], calls, strict=True)
                 ]
@@ -179,7 +179,7 @@ class Lesson:
             for path, call in calls:
                 with torch.enable_grad():
                     output = self.swapped.get_submodule(path)(*call.args, **call.kwargs)
-                    loss = _loss(tensors_in(output), call.outputs, batch.valid)
+                    loss = _loss(tensors_in(output), call.outputs, batch.valid_at(path))
                     (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach()) / len(calls) / len(batches)
             of_swapped.put_back()
@@ -322,10 +322,15 @@ def joined(batches: Sequence[Batch]) -> list[Batch]:
             return list(batches)
         kwargs = {name: _joined([batch.kwargs[name] for batch in batches], batches) for name in batches[0].kwargs}
         valid = _joined([batch.valid for batch in batches], batches)
+        if len({frozenset(batch.valid_within) for batch in batches}) > 1:
+            return list(batches)
+        within = {
+            path: _joined([batch.valid_within[path] for batch in batches], batches) for path in batches[0].valid_within
+        }
     except ValueError:
         return list(batches)
     samples = tuple(sample for batch in batches for sample in batch.samples)
-    return [replace(batches[0], args=args, kwargs=kwargs, samples=samples, valid=valid, part="")]
+    return [replace(batches[0], args=args, kwargs=kwargs, samples=samples, valid=valid, part="", valid_within=within)]
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
@@ -353,7 +358,7 @@ def _joined(values: Sequence[Any], batches: Sequence[Batch]) -> Any:
 def _tensors(value: Any) -> list[Tensor]:
     """List the tensors of a batch or of its arguments."""
     if isinstance(value, Batch):
-        return _tensors([value.args, value.kwargs, value.valid])
+        return _tensors([value.args, value.kwargs, value.valid, value.valid_within])
     if isinstance(value, Tensor):
         return [value]
     values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from scipy.special import rel_entr, softmax
 
 import normscope.swaps.drift.distances as module
-from normscope.swaps.drift.distances import distances
+from normscope.inputs.batch import Batch, Sample
+from normscope.swaps.drift.distances import SiteLayout, distances
 from normscope.swaps.drift.reports import Quantiles
 
 DRAW = torch.Generator().manual_seed(0)
@@ -143,3 +144,13 @@ def test_quantiles_that_fall_on_infinity_are_infinite():
     assert Quantiles.of([0.5, 0.6, -math.inf]).p50 == 0.5
     assert Quantiles.of([1.0, math.inf, math.inf]).p50 == math.inf
     assert math.isnan(Quantiles.of([]).p50)
+
+
+def test_a_site_in_a_part_with_a_mask_of_its_own_is_compared_by_that():
+    valid = torch.arange(5) < torch.tensor([[5], [3], [1], [2], [4], [5]])
+    samples = tuple(Sample(f"{i}", i, i) for i in range(6))
+    batch = Batch((A,), samples=samples, valid_within={"encoder": valid})
+    arranged, found = SiteLayout("encoder.norm", torch.Size([1, 5, A.shape[-1]])).by_sample(A, batch)
+    assert torch.equal(found, valid) and arranged.shape == A.shape
+    arranged, found = SiteLayout("decoder.norm", torch.Size([1, 5, A.shape[-1]])).by_sample(A, batch)
+    assert found is None and arranged.shape == (6, 1, 5 * A.shape[-1])

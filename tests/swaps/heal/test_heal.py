@@ -18,7 +18,7 @@ from normscope.inputs.loaded_model import Outputs
 from normscope.runtime.sealed_files import read_checked, write_checked
 from normscope.swaps.heal import heal, training
 from normscope.swaps.heal.by_site import least_squares, norm_pairs
-from normscope.swaps.heal.lessons import Pool, output_errors, repeatable
+from normscope.swaps.heal.lessons import Lesson, Pool, joined, output_errors, repeatable
 from normscope.swaps.pointwise import PointwiseFunction
 
 SITES = ["blocks.0.1", "blocks.1.1"]
@@ -223,6 +223,24 @@ def test_padding_is_no_data(networks):
         for batch in (Batch((x[:, :2],), samples=samples), Batch((junk,), samples=samples, valid=valid))
     ]
     torch.testing.assert_close(*errors)
+
+
+def test_a_mask_of_a_part_alone_hides_its_padding_from_what_is_learned(networks):
+    original, swapped = networks
+    x = torch.randn(8, 4, 8)
+    junk, valid = x.clone(), torch.arange(4).expand(8, 4) < 2
+    junk[:, 2:] = 1e3
+    samples, part = LEARN[0].samples, SITES[0].rpartition(".")[0]
+    masked = Batch((junk,), samples=samples, valid_within={part: valid})
+    functions = {SITES[0]: swapped.get_submodule(SITES[0])}
+    short = Batch((x[:, :2],), samples=samples)
+    for own, padded in zip(*(norm_pairs(original, functions, [one])[SITES[0]] for one in (short, masked)), strict=True):
+        torch.testing.assert_close(own, padded)
+    lesson = Lesson(original, swapped, Outputs(), [part])
+    assert lesson.by_blocks([short]) == pytest.approx(lesson.by_blocks([masked]), rel=1e-5)  # float32
+    (both,) = joined([masked, masked])
+    assert torch.equal(both.valid_within[part], torch.cat([valid, valid])) and both.valid is None
+    assert len(joined([masked, short])) == 2
 
 
 class _StopError(Exception):

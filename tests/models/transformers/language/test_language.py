@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 from normscope.errors import ModelError
 from normscope.inputs.loaded_model import LoadOptions
 from normscope.loading import load
-from normscope.models.language import _BUILT_IN
+from normscope.models.transformers import _BUILT_IN
 from normscope.models.weights.checkpoints import with_weights
 from normscope.pairs.capture import capture
 
@@ -78,6 +78,7 @@ def test_provenance_and_description(folders, lines):
     assert model.provenance.kind == "file"
     assert model.about["weights"].startswith("folder gpt2 (sha256 ")
     assert model.about["data"] == f"{lines}: the first 3 of 4 texts (1 cut to 30 tokens)"
+    assert model.about["family"] == model.family == "language"
     described = load_folder(folders / "t5", data=lines).inputs.description
     assert described == f"{lines}: 4 texts (the decoder reads the same text)"
 

@@ -1,4 +1,4 @@
-"""Language models: whatever transformers loads that reads text, without running code that comes with the weights."""
+"""Models of transformers that read, see or hear, without running code that comes with the weights."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from normscope.errors import ModelError, first_few
-from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Outputs, Provenance
-from normscope.models.inputs.text import text_inputs
-from normscope.models.inputs.tokenizer import load_tokenizer, reading_of
+from normscope.errors import ModelError, NormscopeError, first_few
+from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Provenance
+from normscope.models.inputs.modalities import FAMILIES, has_head, inputs_of, outputs_of, readers_of, taken_by
+from normscope.models.inputs.processors import masks
+from normscope.models.inputs.tokenizer import load_tokenizer
 from normscope.models.weights import downloads
 from normscope.models.weights.checkpoints import (
     converted,
@@ -33,7 +35,7 @@ from normscope.runtime.files import sha256_of
 
 logger = logging.getLogger(__name__)
 
-_HEADS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM")
+_OF_PROMPTS = ("sam", "sam_hq")  # whose vision encoder is a model by itself, and needs no points or boxes
 _BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
     "openai-community/gpt2": ("gpt2", {"architectures": ["GPT2LMHeadModel"]}),
     "huggyllama/llama-7b": (
@@ -55,34 +57,46 @@ _BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def load_transformers(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
-    """Load a model of transformers that reads text, from a folder or a repository of the hub.
+    """Load a model of transformers, from a folder or a repository of the hub.
 
-    The head is the one that the configuration names, if it is of a causal, masked or sequence-to-sequence language
-    model, and left out otherwise. An encoder–decoder model gets the same text on both sides. Weights are made in
-    the asked-for dtype at once; the few tensors that transformers keeps in float32 in any dtype stay so.
+    The head is the one that the configuration names, if it gives tokens, classes or frames, and left out otherwise; of
+    a model that cuts out what is asked for (SAM), the part that sees. An encoder–decoder model gets the same text on
+    both sides. Weights are made in the asked-for dtype at once; the few tensors that transformers keeps in float32 in
+    any dtype stay so.
 
     Raises:
-        ModelError: if transformers is not installed or does not know the model, the model takes no text or asks for
-            code of its own, or its weights or tokenizer cannot be had or do not fit.
-        DataError: if there is no text at ``options.data``.
+        ModelError: if transformers is not installed or does not know the model, the model takes what is not to be had
+            here or asks for code of its own, or its weights, tokenizer or processor cannot be had or do not fit.
+        DataError: if there is nothing at ``options.data`` that the model takes.
     """
     library = _library(name)
     repository = Repository(str(Path(architecture).expanduser()))
     with _quiet(library):
         config = _config(library, name, repository, options)
-        network = _Network(library, name, _kind(library, name, config), config, options.dtype, options.device_map)
-        tokenizer = _tokenizer(library, name, repository, options)
+        kind, config = _kind(library, name, config)
+        takes = taken_by(library, name, repository, kind, options.data)
+        network = _Network(library, name, kind, config, options.dtype, options.device_map)
+        tokenizer = partial(_tokenizer, library, name, repository, options)
+        readers = readers_of(library, name, repository, kind, takes, tokenizer)
         if options.weights in ("pretrained", "random"):
             module, provenance = with_weights(
                 name, options, build=network.fresh, pretrained=lambda: network.of(repository), on_gpu=True
             )
         else:  # transformers makes the module around the weights: there is no fresh one to fill
             module, provenance = network.of_file(Path(options.weights))
-    inputs = text_inputs(reading_of(module, config, tokenizer), options)
-    outputs = Outputs("tokens" if _has_head(library, type(module).__name__) else "tensor")
+    try:
+        inputs = inputs_of(takes, readers, module, config, options)
+    except NormscopeError:
+        raise
+    except Exception as error:  # of any processor, at what is run by default
+        raise ModelError(
+            f"What lies beside {name} makes no inputs for it: {downloads.first_line(error)}. Name data with --data, or "
+            "another folder."
+        ) from error
     if not hasattr(module, "hf_device_map"):  # spread while it was read
         module = placed(module, options)
-    return LoadedModel(name, module.eval(), inputs, provenance, outputs)
+    outputs = outputs_of(library, module, takes)
+    return LoadedModel(name, module.eval(), inputs, provenance, outputs, family=FAMILIES[takes])
 
 
 def _library(name: str) -> Any:
@@ -154,34 +168,23 @@ def _tokenizer(library: Any, name: str, repository: Repository, options: LoadOpt
         raise
 
 
-def _kind(library: Any, name: str, config: Any) -> Any:
-    """Choose the class: with the head that the configuration names, or without any."""
+def _kind(library: Any, name: str, config: Any) -> tuple[Any, Any]:
+    """Choose the class, with the head that the configuration names or without any, and its configuration."""
     named = (config.architectures or [""])[0]
-    automatic = library.models.auto.modeling_auto
-    if _has_head(library, named):
-        kind = getattr(library, named)
-        text_is_enough = True
-    else:
-        try:
-            mapped = automatic.MODEL_MAPPING[type(config)]
-        except KeyError as error:
-            raise ModelError(f"transformers {library.__version__} has no model for {type(config).__name__}.") from error
-        classes = mapped if isinstance(mapped, (tuple, list)) else (mapped,)
-        kind = next((known for known in classes if known.__name__ == named), classes[0])
-        text_is_enough = kind.input_modalities in ("text", ("text",))
-    if kind.main_input_name != "input_ids" or not text_is_enough:
-        takes = kind.main_input_name if kind.main_input_name != "input_ids" else " and ".join(kind.input_modalities)
-        raise ModelError(
-            f"{name} is a {kind.__name__}, which takes {takes}: text is not enough. Make it and its inputs in a "
-            "function of yours, and name that: py:FILE:FACTORY."
-        )
-    return kind
-
-
-def _has_head(library: Any, kind: str) -> bool:
-    """Return whether a class of transformers ends in a causal, masked or sequence-to-sequence language model's head."""
-    automatic = library.models.auto.modeling_auto
-    return any(kind in getattr(automatic, f"MODEL_FOR_{head}_MAPPING_NAMES").values() for head in _HEADS)
+    if has_head(library, named):
+        return getattr(library, named), config
+    try:
+        mapped = library.models.auto.modeling_auto.MODEL_MAPPING[type(config)]
+    except KeyError as error:
+        raise ModelError(f"transformers {library.__version__} has no model for {type(config).__name__}.") from error
+    classes = mapped if isinstance(mapped, (tuple, list)) else (mapped,)
+    kind = next((known for known in classes if known.__name__ == named), classes[0])
+    if config.model_type in _OF_PROMPTS:
+        return _kind(library, name, config.vision_config)
+    if masks(config):
+        logger.warning("%s: its mask is left out (mask_ratio %g), and every patch is seen.", name, config.mask_ratio)
+        config.mask_ratio = 0.0
+    return kind, config
 
 
 @dataclass(frozen=True)

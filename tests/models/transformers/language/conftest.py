@@ -3,7 +3,6 @@
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 TEXTS = ["One two three.", "A longer line, of more words than the first.", "Four!", "Ein Käfig, ¿y si no?"]
 SMALL = {
@@ -23,21 +22,10 @@ CONFIGS = {
     "ibert": ("IBertForMaskedLM", SMALL | {"max_position_embeddings": 22}),
     "longformer": ("LongformerModel", SMALL | {"attention_window": [8, 8], "max_position_embeddings": 600}),
     "canine": ("CanineModel", {key: SMALL[key] for key in list(SMALL)[1:]}),
-    "vit": ("ViTModel", {key: SMALL[key] for key in list(SMALL)[1:]}),
-    "clip": ("CLIPModel", {"text_config": SMALL, "vision_config": SMALL}),
+    "time_series": ("PatchTSTModel", {"num_input_channels": 1, "d_model": 16, "num_hidden_layers": 1, "ffn_dim": 16}),
+    "video": ("VideoMAEModel", {key: SMALL[key] for key in list(SMALL)[1:]}),
+    "boxes": ("LayoutLMv3Model", SMALL | {"coordinate_size": 2, "shape_size": 4}),
 }
-
-
-@pytest.fixture(scope="session")
-def tokenizer():
-    """Make a tokenizer whose tokens are bytes, with an end-of-sequence token behind each text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate(["<pad>", "</s>", *alphabet])}
-    core = Tokenizer(models.BPE(vocabulary, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    core.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="</s>")  # noqa: S106
 
 
 @pytest.fixture(scope="session")

@@ -170,11 +170,15 @@ def test_code_to_generate_with_is_not_run(evil):
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        ("vit", "is a ViTModel, which takes pixel_values: text is not enough."),
-        ("clip", "is a CLIPModel, which takes image and text: text is not enough."),
+        (
+            "time_series",
+            "is a PatchTSTModel, which takes past_values (time): texts, images, recordings, or images with texts ",
+        ),
+        ("video", "is a VideoMAEModel, which takes pixel_values (video): texts, images, recordings, or images "),
+        ("boxes", "is a LayoutLMv3Model, which takes input_ids ("),
     ],
 )
-def test_models_that_take_no_text(folders, kind, sentence):
+def test_models_that_take_something_else(folders, kind, sentence):
     with pytest.raises(ModelError) as caught:
         load_folder(folders / kind)
     assert sentence in str(caught.value)

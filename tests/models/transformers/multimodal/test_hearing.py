@@ -1,0 +1,233 @@
+"""Networks of transformers that hear: features by their own extractors, frames that are data, and decoders' tokens."""
+
+import itertools
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+import transformers
+
+import normscope
+from normscope.errors import DataError, ModelError
+from normscope.loading import load
+from normscope.models.inputs.audio import AudioFormat, utterances
+
+KINDS = ["wav2vec2", "wav2vec2_large", "wav2vec2_classes", "hubert", "wavlm", "whisper", "whisper_bare"]
+KINDS += ["whisper_classes", "ast", "ast_bare"]
+CLASSES = {"wav2vec2_classes": 5, "whisper_classes": 4, "ast": 9}
+BARE = {"wav2vec2_large": "Wav2Vec2Model"}
+CONVOLUTIONS = list(zip((10, 3, 3, 3, 3, 2, 2), (5, 2, 2, 2, 2, 2, 2), strict=True))
+_, SPOKEN, SAID, _ = utterances(AudioFormat(16_000, shortest=1))
+
+
+def load_folder(folder, **changes):
+    return load(f"transformers:{folder}", device="cpu", **changes)
+
+
+def lengths_of(samples):
+    """Return the length behind each convolution of wav2vec 2.0."""
+    return list(itertools.accumulate(CONVOLUTIONS, lambda n, layer: (n - layer[0]) // layer[1] + 1, initial=samples))[
+        1:
+    ]
+
+
+def sums(stats):
+    """Return n, Σx, Σy, Σx², Σxy and Σy² of all pairs."""
+    return stats.moments.sum((0, 2))
+
+
+def assert_sums_of(stats, x, norm):
+    """Compare sums with those of rows ``(tokens, d)`` that were taken by hand."""
+    y = torch.nn.functional.layer_norm(x.double(), x.shape[-1:], eps=norm.eps)
+    x = x.double()
+    expected = torch.stack([torch.ones_like(x), x, y, x * x, x * y, y * y]).flatten(1).sum(1)
+    torch.testing.assert_close(sums(stats), expected, rtol=1e-9, atol=1e-6)  # y in float64 from the same float32 x
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_norm_is_verified_and_fitted(saved, kind):
+    model = load_folder(saved(kind), limit=2)
+    assert model.family == "speech" == model.about["family"]
+    assert model.about["data"].startswith("the first 2 of 8 synthetic utterances (espeak-ng)")
+    named = transformers.AutoConfig.from_pretrained(saved(kind)).architectures
+    assert type(model.module).__name__ == BARE.get(kind, named[0])
+    seen = normscope.capture(model, verify=True)
+    norms = [name for name, part in model.module.named_modules() if type(part).__name__ in ("LayerNorm", "GroupNorm")]
+    assert {site.name for site in seen.sites} == set(norms) and not seen.skipped
+    assert len(normscope.fit(seen, "tanh")) == len(norms)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_are_those_of_transformers_on_recordings_of_ones_own(saved, tokenizer, recordings, kind):
+    model = load_folder(saved(kind), data=recordings, batch_size=8)
+    extractor = transformers.AutoFeatureExtractor.from_pretrained(saved(kind))
+    whole = type(model.module).from_pretrained(saved(kind)).eval()
+    start = {"a.wav": b"What is said.", "b.wav": b"", "c.wav": b"And a second line."}
+    writes = kind in ("whisper", "whisper_bare")
+    batches = list(model.inputs)
+    assert [len(batch.samples) for batch in batches] == [1, 1, 1] and not model.inputs.unreadable
+    for batch in batches:
+        (sample,) = batch.samples
+        waveform, rate = soundfile.read(recordings / sample.source, dtype="float32", always_2d=True)
+        if rate == 8000:
+            continue  # resampled: another library's filter would give others
+        given = extractor(waveform.mean(1), sampling_rate=16_000, return_tensors="pt")
+        if writes:
+            tokens = [299, *tokenizer(start[sample.source].decode())["input_ids"][:-1]]
+            given["decoder_input_ids"] = torch.tensor([tokens])
+            assert batch.kwargs["decoder_input_ids"].tolist() == [tokens]
+        with torch.no_grad():
+            expected = whole(**given)[0]
+            found = model.outputs.read(model.module(**batch.kwargs), batch)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # rounding of float32
+    kinds = {"whisper": "tokens", "whisper_bare": "tensor", "ast_bare": "tensor"}
+    assert model.outputs.kind == ("classes" if kind in CLASSES else kinds.get(kind, "frames"))
+    if kind in CLASSES:
+        assert expected.shape == (1, CLASSES[kind])
+    reads = " (the decoder reads NAME.txt, or without one the start alone" if writes else ""
+    others = "" if writes else " (2 other files left out"
+    assert model.about["data"] == f"{recordings}: 3 recordings{reads or others})"
+
+
+@pytest.mark.parametrize("kind", ["wav2vec2", "wav2vec2_large", "hubert", "wavlm"])
+def test_frames_are_counted_as_the_network_counts_them(saved, kind):
+    model = load_folder(saved(kind))
+    seen = normscope.capture(model)
+    behind = [lengths_of(len(waveform)) for waveform in SPOKEN]
+    frames = [int(model.module._get_feat_extract_output_lengths(torch.tensor(len(waveform)))) for waveform in SPOKEN]
+    assert frames == [lengths[-1] for lengths in behind]
+    extractor = transformers.AutoFeatureExtractor.from_pretrained(saved(kind))
+    by_hand = [extractor(waveform.numpy(), sampling_rate=16_000, return_tensors="pt") for waveform in SPOKEN]
+    alone = normscope.capture(model.module, [{"input_values": made.input_values} for made in by_hand])
+    for site in seen.sites:
+        found = seen.stats[site.name].n_pairs
+        torch.testing.assert_close(sums(seen.stats[site.name]), sums(alone.stats[site.name]), rtol=1e-12, atol=1e-9)
+        if "conv_layers" in site.name:  # a GroupNorm's channels are its convolution's as well
+            layer = int(site.name.split("conv_layers.")[1].split(".")[0])
+            assert found == 8 * sum(lengths[layer] for lengths in behind)
+        else:
+            assert found == sum(frames) * site.d
+
+
+@pytest.mark.parametrize("kind", ["wav2vec2_large", "hubert"])
+def test_sums_are_those_of_a_padded_batch_without_its_padding(saved, kind):
+    """By the extractor's own mask, subsampled by the network's own function: where padding mixes into nothing."""
+    seen = normscope.capture(model := load_folder(saved(kind)))
+    extractor = transformers.AutoFeatureExtractor.from_pretrained(saved(kind))
+    padded = extractor([w.numpy() for w in SPOKEN], sampling_rate=16_000, padding=True, return_tensors="pt")
+    name = next(site.name for site in seen.sites if site.name.endswith("encoder.layers.1.final_layer_norm"))
+    norm, taken = model.module.get_submodule(name), []
+    hook = norm.register_forward_pre_hook(lambda module, args: taken.append(args[0]))
+    with torch.no_grad():
+        model.module(**padded)
+    hook.remove()
+    kept = model.module._get_feature_vector_attention_mask(taken[0].shape[1], padded.attention_mask)
+    assert not kept.all()
+    x = taken[0][kept].double()
+    found = sums(seen.stats[name])
+    assert found[0] == x.numel()
+    expected = torch.stack([x.sum(), (x * x).sum()])
+    torch.testing.assert_close(found[[1, 3]], expected, rtol=1e-4, atol=1e-3)  # float32 in another order
+
+
+def test_whisper_hears_what_is_said_and_no_silence_behind_it(saved, tokenizer):
+    model = load_folder(saved("whisper"))
+    seen = normscope.capture(model, verify=True)
+    extractor = transformers.AutoFeatureExtractor.from_pretrained(saved("whisper"))
+    frames, inner = 0, []
+    name = "model.encoder.layer_norm"
+    norm = model.module.get_submodule(name)
+    for waveform in SPOKEN:
+        made = extractor(waveform.numpy(), sampling_rate=16_000, return_tensors="pt", return_attention_mask=True)
+        heard = int(model.module._get_feat_extract_output_lengths(made.attention_mask.sum()))
+        hook = norm.register_forward_pre_hook(lambda module, args, heard=heard: inner.append(args[0][0, :heard]))
+        with torch.no_grad():
+            model.module.model.encoder(made.input_features)
+        hook.remove()
+        frames += heard
+    assert frames < 8 * 200
+    tokens = sum(len(tokenizer(text)["input_ids"]) for text in SAID)  # a start for the end
+    for site in seen.sites:
+        assert seen.stats[site.name].n_pairs == (frames if ".encoder." in site.name else tokens) * site.d, site.name
+    assert_sums_of(seen.stats[name], torch.cat(inner), norm)
+
+
+def test_whisper_writes_what_is_said(saved, tokenizer):
+    model = load_folder(saved("whisper"))
+    assert model.about["data"] == "8 synthetic utterances (espeak-ng), each with what it says"
+    first = next(iter(model.inputs))
+    assert first.kwargs["decoder_input_ids"].tolist() == [[299, *tokenizer(SAID[0])["input_ids"][:-1]]]
+    assert first.valid is None and list(first.valid_within) == ["model.encoder"]
+    assert SAID[0] == "A quiet river runs behind the old paper mill."
+
+
+def test_patches_of_a_spectrogram_that_hold_no_sound_are_in_no_sum(saved):
+    model = load_folder(saved("ast"))
+    seen = normscope.capture(model, verify=True)
+    across, along = (32 - 8) // 6 + 1, (290 - 8) // 6 + 1
+    tokens = 0
+    for waveform in SPOKEN:
+        frames = 1 + (len(waveform) - 400) // 160  # Kaldi's frames of 25 ms each 10 ms
+        tokens += 2 + across * min(along, -(-frames // 6))
+    assert tokens < 8 * (2 + across * along)
+    for site in seen.sites:
+        pooled = site.name == "classifier.layernorm"
+        assert seen.stats[site.name].n_pairs == (8 if pooled else tokens) * site.d
+    name = "audio_spectrogram_transformer.encoder.layer.0.layernorm_before"
+    name = name if name in seen.stats else next(site.name for site in seen.sites if "before" in site.name)
+    for batch, waveform in zip(model.inputs, SPOKEN, strict=True):
+        heard = batch.valid[0, 2:].view(across, along).any(0).sum()
+        assert int(heard) == min(along, -(-(1 + (len(waveform) - 400) // 160) // 6))
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("whisper", "4 s"), ("ast", "290 frames")])
+def test_what_is_cut_is_said(saved, tmp_path, kind, limit):
+    noise = 0.1 * np.random.default_rng(0).standard_normal(16_000 * 5).astype(np.float32)
+    soundfile.write(tmp_path / "long.wav", noise, 16_000)
+    soundfile.write(tmp_path / "short.wav", noise[:9000], 16_000)
+    model = load_folder(saved(kind), data=tmp_path)
+    batches = list(model.inputs)
+    assert f"1 cut to {limit}" in model.about["data"] and model.inputs.left_out.cut == 1
+    assert [batch.padded for batch in batches] == [False, True]
+
+
+def test_a_swap_of_whisper_drifts_by_what_is_heard_and_written(saved):
+    """Masks of the encoder go where those of the whole network go."""
+    model = load_folder(saved("whisper"), limit=3)
+    seen = normscope.capture(model)
+    report = normscope.drift(model, replacements=normscope.replacements(model, "dyt", seen))
+    assert report.all.inputs == 3 and report.all.answers == sum(len(text) + 1 for text in SAID[:3])
+
+
+def test_a_recording_too_short_for_one_frame(saved, tmp_path):
+    noise = 0.1 * np.random.default_rng(0).standard_normal(400).astype(np.float32)
+    soundfile.write(tmp_path / "enough.wav", noise, 16_000)
+    soundfile.write(tmp_path / "short.wav", noise[:399], 16_000)
+    model = load_folder(saved("wav2vec2"), data=tmp_path)
+    assert normscope.capture(model, verify=True).n_samples == 1
+    (line,) = model.inputs.unreadable
+    assert line == "short.wav: too short: 399 samples at 16,000 Hz, and the model needs 400 or more"
+
+
+def test_what_is_missing_is_said(saved, tmp_path, recordings):
+    folder = tmp_path / "whisper"
+    folder.mkdir()
+    for path in saved("whisper").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"holds no tokenizer\.json, so that no text can be read for"):
+        load_folder(folder)
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(ModelError, match=r"so that no recording can be made ready for"):
+        load_folder(folder)
+    lines = tmp_path / "lines.txt"
+    lines.write_text("One line.\n")
+    with pytest.raises(
+        DataError, match=r"can be read as a recording\. The first is lines\.txt: libsndfile cannot read"
+    ):
+        list(load_folder(saved("wav2vec2"), data=lines).inputs)
+    (recordings / "a.txt").write_text("word " * 100)
+    model = load_folder(saved("whisper"), data=recordings)
+    assert len(list(model.inputs)) == 2
+    assert model.inputs.unreadable == ["a.wav: its transcript has 500 tokens, and the model writes 60 at most"]

@@ -1,0 +1,181 @@
+"""Networks of transformers that take images with texts: apart, as CLIP and SigLIP, or as one prompt."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+import normscope
+from normscope.errors import DataError, ModelError
+from normscope.loading import load
+
+PROMPTS = {"a": "A short one.", "b": "A longer line, of more words.", "c": "Another!"}
+
+
+def load_folder(folder, **changes):
+    return load(f"transformers:{folder}", device="cpu", **changes)
+
+
+def whole_of(folder, module):
+    return type(module).from_pretrained(folder).eval()
+
+
+def image(folder, name):
+    return Image.open(next(folder.glob(f"{name}.[pj]*g"))).convert("RGB")
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "outputs"),
+    [
+        ("clip", "vision", "tensor"),
+        ("siglip", "vision", "tensor"),
+        ("llava", "language", "tokens"),
+        ("qwen2_vl", "language", "tokens"),
+    ],
+)
+def test_every_norm_is_verified_and_fitted(saved, kind, family, outputs):
+    model = load_folder(saved(kind), limit=2)
+    assert (model.family, model.outputs.kind) == (family, outputs)
+    assert model.about["data"].startswith("2 crops of grace_hopper.jpg (seed 0), each with a line of normscope's page")
+    assert type(model.module).__name__ == json.loads((saved(kind) / "config.json").read_text())["architectures"][0]
+    seen = normscope.capture(model, verify=True)
+    norms = [name for name, part in model.module.named_modules() if type(part).__name__.endswith("Norm")]
+    assert {site.name for site in seen.sites} == set(norms) and not seen.skipped and seen.n_samples == 2
+    assert len(normscope.fit(seen, "tanh")) == len(norms)
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_images_and_texts_apart(saved, pairs, kind):
+    folder = saved(kind)
+    model = load_folder(folder, data=pairs)
+    assert model.about["data"] == f"{pairs}: 3 images (each with the text in NAME.txt)"
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    padding = {"padding": "max_length", "max_length": 48} if kind == "siglip" else {"padding": True}
+    given = processor(
+        images=[image(pairs, name) for name in PROMPTS], text=list(PROMPTS.values()), return_tensors="pt", **padding
+    )
+    with torch.no_grad():
+        expected = whole_of(folder, model.module)(**given)
+        found = {
+            sample.source[0]: row
+            for batch in model.inputs
+            for sample, row in zip(batch.samples, model.outputs.read(model.module(**batch.kwargs), batch), strict=True)
+        }
+    theirs = torch.cat([expected.image_embeds, expected.text_embeds], -1)
+    torch.testing.assert_close(torch.stack([found[name] for name in PROMPTS]), theirs, rtol=1e-4, atol=1e-5)  # float32
+    seen = normscope.capture(model, verify=True)
+    written = int(given.attention_mask.sum())
+    assert written == sum(len(text) + 1 for text in PROMPTS.values())
+    patches = 17 if kind == "clip" else 16
+    for site in seen.sites:
+        tokens = {True: written, False: 3 * patches}[site.name.startswith("text_model")]
+        if site.name in ("vision_model.post_layernorm", "vision_model.head.layernorm") and kind == "clip":
+            tokens = 3  # of the class token alone
+        elif site.name.endswith("head.layernorm"):
+            tokens = 3
+        assert seen.stats[site.name].n_pairs == tokens * site.d, site.name
+
+
+def test_padding_of_a_text_is_in_no_sum_beside_an_image(saved, pairs):
+    """The same sums one pair at a time; SigLIP's texts are padded in either."""
+    together, alone = (normscope.capture(load_folder(saved("siglip"), data=pairs, batch_size=n)) for n in (8, 1))
+    batch = next(iter(load_folder(saved("siglip"), data=pairs).inputs))
+    assert len(batch.samples) == 3 and batch.padded and list(batch.valid_within) == ["text_model"]
+    for name, stats in together.stats.items():
+        ours, theirs = (one.moments.sum((0, 2)) for one in (stats, alone.stats[name]))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)  # float32 in batches of other sizes
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
+def test_an_image_among_the_tokens_of_a_prompt(saved, pairs, kind):
+    folder = saved(kind)
+    model = load_folder(folder, data=pairs)
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    begin = "<image>\n{}" if kind == "llava" else "user: <|vision_start|><|image_pad|><|vision_end|>{}assistant: "
+    whole, tokens, patches = whole_of(folder, model.module), 0, 0
+    for batch, (name, text) in zip(model.inputs, PROMPTS.items(), strict=True):
+        given = processor(images=image(pairs, name), text=begin.format(text), return_tensors="pt")
+        assert torch.equal(given["input_ids"], batch.kwargs["input_ids"])
+        with torch.no_grad():
+            expected = whole(**given).logits
+            found = model.outputs.read(model.module(**batch.kwargs), batch)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # the same pass, in float32
+        tokens += given["input_ids"].numel()
+        patches += 17 if kind == "llava" else int(given["image_grid_thw"].prod())
+    seen = normscope.capture(model, verify=True)
+    for site in seen.sites:
+        if ".language_model." in site.name:
+            assert seen.stats[site.name].n_pairs == tokens * site.d, site.name
+        elif ".blocks." in site.name or ".encoder." in site.name:
+            assert seen.stats[site.name].n_pairs == patches * site.d, site.name
+    report = normscope.drift(model, replacements=normscope.replacements(model, "dyt", seen))
+    assert report.all.answers == tokens
+
+
+def test_what_reads_and_sees_takes_texts_alone(saved, tmp_path):
+    lines = tmp_path / "lines.txt"
+    lines.write_text("One line.\nAnd a longer one.\n")
+    model = load_folder(saved("llava"), data=lines)
+    assert model.family == "language" and model.about["data"].startswith(f"{lines}: 2 texts")
+    seen = normscope.capture(model, verify=True)
+    assert {norm.reason for norm in seen.skipped} == {"not called"}
+    tokens = len("One line.") + len("And a longer one.") + 2
+    assert seen.stats["model.language_model.norm"].n_pairs == tokens * 16
+
+
+def test_long_texts_are_cut_and_that_is_said(saved, pairs):
+    (pairs / "b.txt").write_text("word " * 300)
+    for kind, limit in (("clip", 48), ("qwen2_vl", 512)):
+        model = load_folder(saved(kind), data=pairs)
+        lengths = [batch.kwargs["input_ids"].shape[1] for batch in model.inputs for _ in batch.samples]
+        assert f"1 cut to {limit} tokens" in model.about["data"] and len(lengths) == 3
+        assert limit <= max(lengths) < limit + 60
+
+
+def test_what_lacks_a_text_is_named(saved, pairs, images):
+    (pairs / "c.txt").unlink()
+    model = load_folder(saved("clip"), data=pairs)
+    assert normscope.capture(model).n_samples == 2
+    assert model.inputs.unreadable == ["c.jpg: there is no text in c.txt beside it"]
+    with pytest.raises(DataError, match=r"holds no image, only 1 other file"):
+        load_folder(saved("clip"), data=_only_text(pairs))
+
+
+def _only_text(folder):
+    target = folder / "texts"
+    target.mkdir()
+    (target / "a.txt").write_text("A line.\n")
+    return target
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing", "sentence"),
+    [
+        ("clip", "tokenizer.json", "holds no tokenizer.json, so that no text can be read for"),
+        ("clip", "processor_config.json", "so that no image with a text can be made ready for"),
+        ("llava", "processor_config.json", "so that no image with a text can be made ready for"),
+    ],
+)
+def test_what_is_missing_is_said(saved, tmp_path, kind, missing, sentence):
+    folder = tmp_path / kind
+    folder.mkdir()
+    for path in saved(kind).iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    (folder / missing).unlink()
+    with pytest.raises(ModelError) as caught:
+        load_folder(folder)
+    assert sentence in str(caught.value)
+
+
+def test_a_template_of_a_folder_cannot_reach_out(saved, tmp_path):
+    """transformers renders it in jinja's sandbox: what would run code is an error, and the folder's own fault."""
+    folder = tmp_path / "evil"
+    folder.mkdir()
+    for path in saved("qwen2_vl").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    reach = "{{ messages.__class__.__base__.__subclasses__() }}<|image_pad|>"
+    (folder / "chat_template.jinja").write_text(reach)
+    with pytest.raises(ModelError, match=r"makes no inputs for it: .*unsafe"):
+        load_folder(folder)
