@@ -78,6 +78,29 @@ class Outputs:
 
 
 @dataclass(frozen=True)
+class Task:
+    """What a network is for, as far as its head and the labels of its inputs tell: its quality is measured by that.
+
+    Attributes:
+        measure: ``top-1`` of classes, by the samples' labels; ``words`` that are spelled rightly from frames, likewise;
+            ``perplexity`` of a causal and ``pseudo-perplexity`` of a masked language model, by the text itself;
+            ``spearman`` of embeddings, by the scores of pairs of sentences; None where nothing tells.
+        untold: why nothing does, as a clause.
+        letters: of words: what each output of a frame stands for, the first for none.
+        mask_id: of a masked language model: the token that stands for a hidden one.
+        unmasked: token ids that are never hidden: those that the tokenizer puts around and between texts.
+        pooling: from the embeddings of tokens to that of a text: their mean, or that of the first or last token.
+    """
+
+    measure: Literal["top-1", "words", "perplexity", "pseudo-perplexity", "spearman"] | None = None
+    untold: str = "nothing tells what the network is for (in Python, pass quality=, a function of the module)"
+    letters: str = ""
+    mask_id: int | None = None
+    unmasked: frozenset[int] = frozenset()
+    pooling: Literal["mean", "first", "last"] = "mean"
+
+
+@dataclass(frozen=True)
 class Provenance:
     """Where the weights of a network come from.
 
@@ -144,6 +167,7 @@ class LoadedModel:
         calibration: inputs to learn from, apart from ``inputs``: what a swap's start values are fitted to, and what it
             is healed on; None where there are none but ``inputs``.
         fitting: how many inputs a batch takes and why, where that was found out by running it; else empty.
+        task: what the network is for, by which its quality is measured before and after a swap.
     """
 
     name: str
@@ -153,6 +177,7 @@ class LoadedModel:
     outputs: Outputs = field(default_factory=Outputs)
     calibration: Inputs | None = None
     fitting: str = ""
+    task: Task = field(default_factory=Task)
 
     @property
     def about(self) -> dict[str, str]:

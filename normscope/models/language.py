@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from normscope.errors import ModelError, first_few
 from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Outputs, Provenance
+from normscope.models.inputs.sentence_pairs import pairs_or_texts
 from normscope.models.inputs.text import text_inputs
 from normscope.models.inputs.tokenizer import load_tokenizer, reading_of
+from normscope.models.tasks import language_task
 from normscope.models.weights import downloads
 from normscope.models.weights.checkpoints import (
     converted,
@@ -78,11 +80,14 @@ def load_transformers(name: str, architecture: str, options: LoadOptions) -> Loa
             )
         else:  # transformers makes the module around the weights: there is no fresh one to fill
             module, provenance = network.of_file(Path(options.weights))
-    inputs = text_inputs(reading_of(module, config, tokenizer), options)
-    outputs = Outputs("tokens" if _has_head(library, type(module).__name__) else "tensor")
+    has_head = _has_head(library, type(module).__name__)
+    reading = reading_of(module, config, tokenizer)
+    inputs = text_inputs(reading, options) if has_head else pairs_or_texts(reading, options)
+    outputs = Outputs("tokens" if has_head else "tensor")
+    task = language_task(library, module, tokenizer, repository, inputs)
     if not hasattr(module, "hf_device_map"):  # spread while it was read
         module = placed(module, options)
-    return LoadedModel(name, module.eval(), inputs, provenance, outputs)
+    return LoadedModel(name, module.eval(), inputs, provenance, outputs, task=task)
 
 
 def _library(name: str) -> Any:
