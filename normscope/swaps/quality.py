@@ -65,14 +65,14 @@ class Judge:
     def of(
         cls,
         model: nn.Module | LoadedModel,
-        function: QualityFunction | None,
+        by: QualityFunction | Task | None,
         batches: Iterable[Any],
         outputs: Outputs,
         progress: Progress,
     ) -> Judge:
-        """Judge by the user's function, where there is one, and otherwise by what a loaded model is for."""
+        """Judge as the user says it, and otherwise by what a loaded model is for."""
         task = model.task if isinstance(model, LoadedModel) else Task()
-        return cls(function or task, batches, outputs, progress)
+        return cls(task if by is None else by, batches, outputs, progress)
 
     def add(self, name: str, model: nn.Module) -> None:
         """Measure a network, which is left as found; nothing where inputs do not tell how well it does.
@@ -86,7 +86,7 @@ class Judge:
             return
         with left_as_found(model) as buffers:
             if not isinstance(self._by, Task):
-                found = _Found(_own_name(self._by), None, None, "", Score(_number(self._by(model))))
+                found = _Finding(_own_name(self._by), None, None, "", Score(_number(self._by(model))))
             else:
                 assert self._by.measure is not None  # noqa: S101  # there would be a reason
                 samples = getattr(self._batches, "n_samples", None)
@@ -114,7 +114,7 @@ class Judge:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Finding:
     """A score, and what all scores of the same inputs have in common; see :class:`Quality`."""
 
     name: str
@@ -169,7 +169,7 @@ class _Passes:
                         self.told.add(len(piece.samples))
 
 
-def _top1(passes: _Passes, task: Task) -> _Found:
+def _top1(passes: _Passes, task: Task) -> _Finding:
     """Share of samples whose largest logit is that of their class; one that is not finite is wrong."""
     right: list[bool] = []
     samples: list[Sample] = []
@@ -181,7 +181,7 @@ def _top1(passes: _Passes, task: Task) -> _Found:
     return _accuracy("top-1 accuracy", "labelled sample", right, samples)
 
 
-def _words(passes: _Passes, task: Task) -> _Found:
+def _words(passes: _Passes, task: Task) -> _Finding:
     """Share of words that are spelled rightly by the likeliest letter of each frame, without repeats and blanks."""
     right: list[bool] = []
     samples: list[Sample] = []
@@ -201,17 +201,17 @@ def _labels(batch: Batch, kind: type) -> list[Any]:
     return labels
 
 
-def _accuracy(name: str, noun: str, right: Sequence[bool], samples: Sequence[Sample]) -> _Found:
+def _accuracy(name: str, noun: str, right: Sequence[bool], samples: Sequence[Sample]) -> _Finding:
     if not right:
         raise UntoldError("there is no sample to judge by")
     interval = None
     if len({(sample.data, sample.source) for sample in samples}) == len(samples):  # else they are not independent
         wilson = stats.binomtest(sum(right), len(right)).proportion_ci(0.95, method="wilson")
         interval = (float(wilson.low), float(wilson.high))
-    return _Found(name, True, len(right), count(len(right), noun), Score(sum(right) / len(right), interval))
+    return _Finding(name, True, len(right), count(len(right), noun), Score(sum(right) / len(right), interval))
 
 
-def _perplexity(passes: _Passes, task: Task) -> _Found:
+def _perplexity(passes: _Passes, task: Task) -> _Finding:
     """exp of the mean of −log p over all tokens that have tokens before them in their text."""
     surprises: list[float] = []
     n = texts = 0
@@ -222,8 +222,8 @@ def _perplexity(passes: _Passes, task: Task) -> _Found:
             own, kept = ids[row, valid[row]], valid[row].to(logits.device)
             if len(own) < 2:
                 continue
-            causal = causal or _is_causal(passes, batch, row)
             surprises.append(_surprise(logits[row][kept][:-1], own[1:]))
+            causal = causal or _is_causal(passes, batch, row)
             n, texts = n + len(own) - 1, texts + 1
     return _exp_of_mean("perplexity", surprises, n, f"{count(n, 'token')} of {count(texts, 'text')}")
 
@@ -254,7 +254,7 @@ def _is_causal(passes: _Passes, batch: Batch, row: int) -> bool:
     return True
 
 
-def _pseudo_perplexity(passes: _Passes, task: Task) -> _Found:
+def _pseudo_perplexity(passes: _Passes, task: Task) -> _Finding:
     """exp of the mean of −log p of tokens, each hidden alone behind the mask token (Salazar et al., 1910.14659)."""
     total = sum(int(_words_of(batch, task).sum()) for batch in as_batches(passes.batches))
     taken = min(total, MASKED_TOKENS)
@@ -310,14 +310,14 @@ def _surprise(logits: Tensor, ids: Tensor) -> float:
     return math.fsum(parts) if all(map(math.isfinite, parts)) else math.inf
 
 
-def _exp_of_mean(name: str, surprises: Sequence[float], n: int, over: str) -> _Found:
+def _exp_of_mean(name: str, surprises: Sequence[float], n: int, over: str) -> _Finding:
     if not n:
         raise UntoldError("no text has a token to predict")
     mean = math.inf if math.inf in surprises else math.fsum(surprises) / n
-    return _Found(name, False, n, over, Score(math.exp(mean) if mean < 700 else math.inf))  # beyond is no float64
+    return _Finding(name, False, n, over, Score(math.exp(mean) if mean < 700 else math.inf))  # beyond is no float64
 
 
-def _spearman(passes: _Passes, task: Task) -> _Found:
+def _spearman(passes: _Passes, task: Task) -> _Finding:
     """Spearman's rank correlation of the cosines of pairs of sentences and people's scores."""
     waiting: dict[int, Tensor] = {}
     cosines, scores = [], []
@@ -336,7 +336,7 @@ def _spearman(passes: _Passes, task: Task) -> _Found:
         warnings.simplefilter("ignore", stats.ConstantInputWarning)  # which is NaN, and shown as none
         found = float(stats.spearmanr(cosines, scores).statistic)
     over = f"{count(len(scores), 'pair')} of sentences, {_POOLED[task.pooling]}"
-    return _Found("Spearman's rank correlation", True, len(scores), over, Score(found))
+    return _Finding("Spearman's rank correlation", True, len(scores), over, Score(found))
 
 
 _POOLED = {"mean": "mean of the tokens", "first": "the first token", "last": "the last token"}
@@ -352,7 +352,7 @@ def _pooled(output: Tensor, batch: Batch, task: Task) -> list[Tensor]:
     return embeddings
 
 
-_MEASURES: dict[str, Callable[[_Passes, Task], _Found]] = {
+_MEASURES: dict[str, Callable[[_Passes, Task], _Finding]] = {
     "top-1": _top1,
     "words": _words,
     "perplexity": _perplexity,

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from normscope.errors import DataError, UsageError
-from normscope.inputs.loaded_model import LoadedModel, Outputs, unpacked
+from normscope.inputs.loaded_model import LoadedModel, Outputs, Task, unpacked
 from normscope.pairs.ranks import ALONE, Ranks
 from normscope.runtime.progress import Progress, StageProgress, silent
 from normscope.swaps.drift.distances import Configuration
@@ -30,7 +30,7 @@ def drift(
     init: str = "",
     one_at_a_time: bool = True,
     cumulative: bool = True,
-    quality: QualityFunction | None = None,
+    quality: QualityFunction | Task | None = None,
     about: Mapping[str, str] | None = None,
     progress: Progress = silent,
     ranks: Ranks = ALONE,
@@ -60,8 +60,8 @@ def drift(
         cumulative: whether sites are also swapped one after the other.
         quality: a function of yours that says how well the network does what it is for: from the module, in eval mode
             and without gradients, to a number. It is called with no site swapped and with all, by the first rank. None
-            for what a loaded model's task says, on the same batches: accuracy by labels, perplexity, …; see
-            :class:`normscope.inputs.loaded_model.Task`.
+            for a loaded model's own task, on the same batches: accuracy by labels, perplexity, …; see
+            :class:`normscope.inputs.loaded_model.Task`, which can be given, too.
         about: what the report says of itself: ``model``, ``weights``, ``data``.
         progress: called after each of the :func:`passes` that samples run through, with what is swapped in, how many
             samples have run, those of all passes counted, and how many there are.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from normscope.errors import DataError, ModelError, UsageError
 from normscope.inputs.batch import Batch, as_batches
-from normscope.inputs.loaded_model import LoadedModel, Outputs, unpacked
+from normscope.inputs.loaded_model import LoadedModel, Outputs, Task, unpacked
 from normscope.inputs.splits import divided
 from normscope.runtime.network import left_as_found
 from normscope.runtime.progress import Progress, silent
@@ -52,7 +52,7 @@ def heal(
     seed: int = 0,
     checkpoint: str | Path | None = None,
     asked: Mapping[str, Any] | None = None,
-    quality: QualityFunction | None = None,
+    quality: QualityFunction | Task | None = None,
     progress: Progress = silent,
 ) -> HealReport:
     """Train a swapped network, in place, until it gives what the original gives.

@@ -1,0 +1,331 @@
+"""Quality against scikit-learn, scipy and transformers' own loss; before and after a swap, and after healing."""
+
+import copy
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from scipy import stats
+from sklearn.metrics import accuracy_score
+from torch import nn
+from torch.nn import functional as F
+
+import normscope
+from normscope.errors import UsageError
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.loaded_model import LoadedModel, Outputs, Provenance, Task
+from normscope.pairs.ranks import Ranks
+from normscope.runtime.progress import silent
+from normscope.swaps import quality
+from normscope.swaps.drift.drift import drift
+from normscope.swaps.heal.heal import heal
+from normscope.swaps.pointwise import DyT
+from normscope.swaps.quality import Judge
+
+TINY = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+MASK, AROUND = 39, (37, 38)
+
+
+def judged(task, module, batches, outputs):
+    judge = Judge(task, batches, outputs, silent)
+    judge.add("original", module)
+    return judge
+
+
+def texts(lengths, seed=0, labels=None):
+    """Return token ids of some texts, and a right-padded batch of them: ids from 1 to 36."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(1, 37, (length,), generator=draw) for length in lengths]
+    ids, mask = torch.zeros(len(rows), max(lengths), dtype=torch.long), torch.zeros(len(rows), max(lengths)).long()
+    for number, row in enumerate(rows):
+        ids[number, : len(row)], mask[number, : len(row)] = row, 1
+    samples = tuple(
+        Sample(f"text {n}", n if labels is None else n // 2, n, label=labels and labels[n // 2])
+        for n in range(len(rows))
+    )
+    return rows, Batch(kwargs={"input_ids": ids, "attention_mask": mask}, samples=samples)
+
+
+def gpt2(**changes):
+    torch.manual_seed(3)
+    config = transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=64, **changes)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    with torch.no_grad():  # of fresh weights all tokens are alike, and any mistake would give the same number
+        for parameter in model.parameters():
+            parameter.mul_(6 if parameter.ndim > 1 else 1)
+    return model
+
+
+def bert(name="BertForMaskedLM", **changes):
+    torch.manual_seed(4)
+    model = getattr(transformers, name)(transformers.BertConfig(**TINY, **changes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(6 if parameter.ndim > 1 else 1)
+    return model
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return normscope.load("demo_vit", device="cpu")
+
+
+def plain_logits(module, batches):
+    with torch.no_grad():
+        return torch.cat([module(batch.args[0]) for batch in batches]).double()
+
+
+def test_top_1_is_scikit_learns_accuracy_before_and_after(digits):
+    labels = [sample.label for batch in digits.inputs for sample in batch.samples]
+    modules = {f"blocks.{n}.norm1": DyT(64, alpha=0.4) for n in range(8)}
+    report = drift(digits, None, modules, one_at_a_time=False, cumulative=False)
+    before = accuracy_score(labels, plain_logits(digits.module, digits.inputs).argmax(1))
+    with normscope.Swap(digits.module, modules):
+        after = accuracy_score(labels, plain_logits(digits.module, digits.inputs).argmax(1))
+    found = report.quality
+    assert (found.name, found.n, found.over, found.higher_is_better) == (
+        *("top-1 accuracy", 64, "64 labelled samples", True),
+    )
+    assert {name: score.value for name, score in found.scores.items()} == {"original": before, "swapped": after}
+    assert after < before and report.no_quality == ""
+    # Wilson's interval by its formula; both are float64.
+    z, p, n = stats.norm.ppf(0.975), after, 64
+    middle, half = (
+        (p + z * z / 2 / n) / (1 + z * z / n),
+        z * math.sqrt(p * (1 - p) / n + z * z / 4 / n**2) / (1 + z * z / n),
+    )
+    assert found.scores["swapped"].interval == pytest.approx((middle - half, middle + half), rel=1e-9)
+    document = json.loads(json.dumps(report.as_dict(), allow_nan=False))
+    assert document["quality"]["scores"]["swapped"]["value"] == after and document["no_quality"] == ""
+
+
+def test_samples_that_share_a_source_get_no_interval():
+    batch = Batch((torch.eye(4),), samples=tuple(Sample("one photograph", 0, n, label=n) for n in range(4)))
+    score = judged(Task("top-1"), nn.Identity(), [batch], Outputs("classes")).quality.scores["original"]
+    assert (score.value, score.interval) == (1.0, None)
+
+
+def test_words_are_read_as_ctc_reads_them():
+    network = normscope.load("demo_wav2vec2", limit=12, device="cpu")
+    found = judged(network.task, network.module, network.inputs, network.outputs).quality
+    right = 0
+    for batch in network.inputs:
+        with torch.no_grad():
+            frames = network.module(*batch.args)[0][0].argmax(-1).tolist()
+        word = "".join("-|'ABCDEFGHIJKLMNOPQRSTUVWXYZ"[place] for place, _ in itertools.groupby(frames))
+        right += word.replace("-", "") == batch.samples[0].label
+    assert found.scores["original"].value == right / 12 and 8 <= right < 12  # one of the first twelve is misread
+    assert (found.name, found.over) == ("word accuracy", "12 words")
+
+
+def test_perplexity_is_that_of_transformers_own_loss():
+    model = gpt2()
+    rows, batch = texts([7, 1, 12, 2])
+    losses = []
+    with torch.no_grad():
+        for row in rows:
+            if len(row) > 1:
+                losses += [float(model(row[None], labels=row[None]).loss)] * (len(row) - 1)
+    found = judged(Task("perplexity"), model, [batch], Outputs("tokens")).quality
+    # transformers computes the loss in float32.
+    assert found.scores["original"].value == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
+    assert (found.n, found.over, found.higher_is_better) == (6 + 11 + 1, "18 tokens of 3 texts", False)
+
+
+def test_perplexity_does_not_depend_on_batches_or_pieces(monkeypatch):
+    model = gpt2()
+    _, batch = texts([7, 9, 12, 4])
+    whole = judged(Task("perplexity"), model, [batch], Outputs("tokens")).quality
+    monkeypatch.setattr(quality, "_AT_ONCE", 3 * 40)  # three positions at a time
+    parts = [batch.take([0]), batch.take([3, 1, 2])]
+    pieces = judged(Task("perplexity"), model, parts, Outputs("tokens")).quality
+    # Float32 matrices of other sizes sum in another order.
+    assert pieces.scores["original"].value == pytest.approx(whole.scores["original"].value, rel=1e-5)
+
+
+def test_a_model_that_looks_ahead_has_no_perplexity():
+    _, batch = texts([7, 9])
+    judge = judged(Task("perplexity"), bert("BertLMHeadModel"), [batch], Outputs("tokens"))
+    assert judge.quality is None and "looks at the tokens that it would have to predict" in judge.untold
+    decoder = judged(Task("perplexity"), bert("BertLMHeadModel", is_decoder=True), [batch], Outputs("tokens"))
+    assert decoder.quality.n == 6 + 8
+
+
+@pytest.mark.parametrize("most", [256, 5])
+def test_pseudo_perplexity_is_that_of_a_plain_loop(monkeypatch, most):
+    monkeypatch.setattr(quality, "MASKED_TOKENS", most)
+    model = bert()
+    rows, batch = texts([6, 9, 4])
+    for row, length in zip(rows, (6, 9, 4), strict=True):
+        row[0], row[length - 1] = AROUND
+    for number, row in enumerate(rows):
+        batch.kwargs["input_ids"][number, : len(row)] = row
+    surprises = []
+    for row in rows:
+        for place in range(1, len(row) - 1):
+            hidden = row.clone()
+            hidden[place] = MASK
+            with torch.no_grad():
+                logits = model(hidden[None]).logits[0, place].double()
+            surprises.append(-float(logits.log_softmax(-1)[row[place]]))
+    taken = surprises if most > 13 else [surprises[number * 13 // 5] for number in range(5)]
+    task = Task("pseudo-perplexity", mask_id=MASK, unmasked=frozenset(AROUND))
+    found = judged(task, model, [batch], Outputs("tokens")).quality
+    # Padded rows sum in another order, in float32.
+    assert found.scores["original"].value == pytest.approx(math.exp(np.mean(taken)), rel=1e-5)
+    of = "5 tokens, each masked alone, evenly among 13" if most == 5 else "13 tokens, each masked alone"
+    assert (found.n, found.over) == (len(taken), of)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first", "last"])
+def test_spearman_is_scipys_on_embeddings_by_hand(pooling):
+    model = bert("BertModel")
+    scores = [4.5, 0.0, 2.0, 2.0, 3.5]
+    rows, batch = texts([3, 8, 5, 5, 9, 4, 6, 7, 3, 2], labels=scores)
+    with torch.no_grad():
+        alone = [model(row[None]).last_hidden_state[0].double() for row in rows]
+    pooled = [{"mean": one.mean(0), "first": one[0], "last": one[-1]}[pooling].numpy() for one in alone]
+    cosines = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in zip(pooled[::2], pooled[1::2], strict=True)]
+    # In pieces that divide a pair, as halved batches do.
+    parts = [batch.take(range(3)), batch.take(range(3, 10))]
+    found = judged(Task("spearman", pooling=pooling), model, parts, Outputs("tensor")).quality
+    assert found.scores["original"].value == pytest.approx(stats.spearmanr(cosines, scores).statistic, abs=1e-12)
+    assert found.n == 5 and found.over.startswith("5 pairs of sentences, ")
+
+
+def test_one_pair_has_no_rank_correlation():
+    _, batch = texts([3, 8], labels=[1.5])
+    judge = judged(Task("spearman"), bert("BertModel"), [batch], Outputs("tensor"))
+    assert judge.quality is None and "there are 1" in judge.untold
+
+
+class Block(nn.Module):
+    """A norm and a layer of 4 channels; its memory ends with more samples than fit."""
+
+    def __init__(self, fits=99):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.head, self.fits = nn.LayerNorm(4), nn.Linear(4, 3), fits
+
+    def forward(self, x):
+        if len(x) > self.fits:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return self.head(self.norm(x))
+
+
+def labelled(n=10, seed=1):
+    x = torch.randn(n, 4, generator=torch.Generator().manual_seed(seed))
+    return Batch((x,), samples=tuple(Sample(f"s{i}", i, i, label=i % 3) for i in range(n)))
+
+
+class KeptBatches(list):
+    description, left_out, unreadable = "ten points", None, ()
+
+
+def loaded(module, task=None):
+    provenance, outputs = Provenance("custom", "made here"), Outputs("classes")
+    batches = KeptBatches([labelled()])
+    return LoadedModel("block", module, batches, provenance, outputs, task=task or Task("top-1"))
+
+
+def test_batches_are_halved_where_memory_ends():
+    whole = judged(Task("top-1"), Block(), [labelled()], Outputs("classes")).quality
+    halved = judged(Task("top-1"), Block(fits=3), [labelled()], Outputs("classes")).quality
+    assert halved == whole and whole.n == 10
+
+
+def test_what_is_not_finite_is_wrong_and_none_in_json():
+    class Spoilt(nn.Module):
+        def forward(self, x):
+            return torch.full_like(x, math.nan)
+
+    report = drift(loaded(Block()), None, {"norm": Spoilt()})
+    assert report.quality.scores["swapped"].value == 0 < report.quality.scores["original"].value
+    model = gpt2()
+    _, batch = texts([7, 9])
+    network = LoadedModel(
+        "g", model, KeptBatches([batch]), Provenance("custom", ""), Outputs("tokens"), task=Task("perplexity")
+    )
+    report = drift(network, None, {"transformer.ln_f": Spoilt()})
+    assert report.quality.scores["swapped"].value == math.inf
+    assert report.as_dict()["quality"]["scores"]["swapped"]["value"] is None
+
+
+def test_a_function_of_ones_own_sees_the_network_swapped_and_left_as_found():
+    model = Block().train()
+    x = labelled().args[0]
+    seen = []
+
+    def brightness(module):
+        seen.append((type(module.norm).__name__, module.training, torch.is_grad_enabled()))
+        return module(x).mean()
+
+    function = DyT(4)
+    report = drift(model, [x], {"norm": function}, quality=brightness)
+    assert seen == [("LayerNorm", False, False), ("PointwiseFunction", False, False)] and model.training
+    with torch.no_grad():
+        wanted = {"original": float(model(x).mean()), "swapped": float(model.head(function(x)).mean())}
+    assert {name: score.value for name, score in report.quality.scores.items()} == pytest.approx(wanted)
+    assert (report.quality.name, report.quality.n, report.quality.higher_is_better) == ("brightness", None, None)
+    # It takes the place of what a loaded model's labels tell, too.
+    assert drift(loaded(model), None, {"norm": function}, quality=lambda module: 7).quality.name == "quality"
+    with pytest.raises(UsageError, match=r"quality= returned a str; it has to return a number\."):
+        drift(model, [x], {"norm": function}, quality=lambda module: "good")
+
+
+def test_why_there_is_none_is_said():
+    function = {"norm": DyT(4)}
+    plain = drift(Block(), [labelled()], function)
+    assert plain.quality is None and "pass quality=" in plain.no_quality
+    other = drift(loaded(Block()), [labelled().args[0]], function)
+    assert (other.quality, other.no_quality) == (None, "the samples have no labels")
+    once = drift(loaded(Block()), iter([labelled()]), function, cumulative=False)
+    assert (once.quality, once.no_quality) == (None, "the batches can be iterated only once")
+
+
+def test_the_first_rank_measures_and_all_know():
+    report = drift(loaded(Block()), None, {"norm": DyT(4)})
+    judge = Judge(Task("top-1"), [], Outputs("classes"), silent)
+
+    class Second(Ranks):
+        def told(self, message):
+            assert message == [None, ""]
+            document = report.as_dict()
+            return [[document["quality"], ""], message]
+
+    judge.settle(Second(rank=1, size=2))
+    assert judge.quality == report.quality and report.quality.scores["original"].interval is not None
+
+
+def test_healing_says_the_same_number_before_and_after():
+    network = loaded(Block())
+    swapped = copy.deepcopy(network.module)
+    normscope.Swap(swapped, {"norm": DyT(4)})
+    first = copy.deepcopy(swapped)
+    x = torch.randn(40, 4, generator=torch.Generator().manual_seed(7))
+    report = heal(network, swapped, list(x.split(4)), [labelled()], steps=40)
+    labels = [sample.label for sample in labelled().samples]
+    wanted = {}
+    for name, module in (("original", network.module), ("swapped", first), ("healed", swapped)):
+        wanted[name] = accuracy_score(labels, plain_logits(module, [labelled()]).argmax(1))
+    assert {name: score.value for name, score in report.quality.scores.items()} == wanted
+    assert report.as_dict()["quality"]["scores"]["healed"]["value"] == wanted["healed"]
+
+    def weight(module):
+        return module.head.weight.sum()
+
+    own = heal(network, copy.deepcopy(first), list(x.split(4)), [labelled()], steps=4, quality=weight).quality
+    assert own.scores["original"] == own.scores["swapped"] != own.scores["healed"]
+    without = heal(network.module, copy.deepcopy(first), list(x.split(4)), [labelled()], steps=4)
+    assert without.quality is None and "pass quality=" in without.no_quality
+
+
+def test_cross_entropy_of_half_precision_is_summed_in_float64():
+    logits = torch.randn(50, 30, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ids = torch.arange(50) % 30
+    wanted = F.cross_entropy(logits.double(), ids, reduction="sum")
+    assert quality._surprise(logits, ids) == pytest.approx(float(wanted), rel=1e-12)
