@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from normscope.inputs.batch import Batch
+    from normscope.inputs.batch import Batch, Sample
 
 
 Kind = Literal["classes", "tokens", "frames", "prediction", "tensor"]
@@ -84,20 +84,23 @@ class Task:
     Attributes:
         measure: ``top-1`` of classes, by the samples' labels; ``words`` that are spelled rightly from frames, likewise;
             ``perplexity`` of a causal and ``pseudo-perplexity`` of a masked language model, by the text itself;
-            ``spearman`` of embeddings, by the scores of pairs of sentences; None where nothing tells.
+            ``spearman`` of embeddings, by the scores of pairs of sentences; ``denoising`` of latents, by the noise that
+            was added; None where nothing tells.
         untold: why nothing does, as a clause.
         letters: of words: what each output of a frame stands for, the first for none.
         mask_id: of a masked language model: the token that stands for a hidden one.
         unmasked: token ids that are never hidden: those that the tokenizer puts around and between texts.
         pooling: from the embeddings of tokens to that of a text: their mean, or that of the first or last token.
+        truth: of denoising: what a perfect network would predict of some samples, on the CPU: ``(samples, …)``.
     """
 
-    measure: Literal["top-1", "words", "perplexity", "pseudo-perplexity", "spearman"] | None = None
+    measure: Literal["top-1", "words", "perplexity", "pseudo-perplexity", "spearman", "denoising"] | None = None
     untold: str = "nothing tells what the network is for (in Python, pass quality=, a function of the module)"
     letters: str = ""
     mask_id: int | None = None
     unmasked: frozenset[int] = frozenset()
     pooling: Literal["mean", "first", "last"] = "mean"
+    truth: Callable[[Sequence[Sample]], Tensor] | None = None
 
 
 @dataclass(frozen=True)

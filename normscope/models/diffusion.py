@@ -15,7 +15,7 @@ from torch import nn
 
 from normscope.errors import ModelError
 from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Provenance, Task, without_variances
-from normscope.models.inputs.latents import read_latents
+from normscope.models.inputs.latents import NoisedLatents, read_latents
 from normscope.models.inputs.trajectories import LatentSpace, from_noise
 from normscope.models.weights.checkpoints import embedded_module, load_file, read_embedded, ready, with_weights
 from normscope.models.weights.repository import HubSilentError, Repository
@@ -138,16 +138,11 @@ def _loaded(
     name: str, module: nn.Module, inputs: Callable[[nn.Module], Inputs], provenance: Provenance, options: LoadOptions
 ) -> LoadedModel:
     module, provenance = ready(module, provenance, options)
-    return LoadedModel(
-        name, module, inputs(module), provenance, Outputs("prediction", without_variances), task=_task(options)
-    )
-
-
-def _task(options: LoadOptions) -> Task:
-    """Say why no label judges a prediction."""
-    if options.data is not None:
-        return Task(untold="how good samples are, predictions for single timesteps do not tell")
-    return Task(untold="the latents are of the network's own trajectories, of which no true noise is known")
+    own = inputs(module)
+    task = Task(untold="the latents are of the network's own trajectories, of which no true noise is known")
+    if isinstance(own, NoisedLatents):
+        task = Task("denoising", truth=own.truth)
+    return LoadedModel(name, module, own, provenance, Outputs("prediction", without_variances), task=task)
 
 
 def _inputs(

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from normscope.inputs.batch import Batch, Halving, Sample, as_batches
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
 from normscope.pairs.ranks import Ranks
 from normscope.runtime.network import KeptBuffers, left_as_found, run
-from normscope.runtime.progress import Progress, StageProgress
+from normscope.runtime.progress import Progress
 from normscope.swaps.drift.distances import in_float64
 from normscope.swaps.drift.reports import Quality, Score
 
@@ -89,8 +90,7 @@ class Judge:
                 found = _Finding(_own_name(self._by), None, None, "", Score(_number(self._by(model))))
             else:
                 assert self._by.measure is not None  # noqa: S101  # there would be a reason
-                samples = getattr(self._batches, "n_samples", None)
-                told = StageProgress(self._progress, f"quality of the {name}", samples)
+                told = partial(self._progress, f"quality of the {name}")
                 passes = _Passes(model, self._batches, self._outputs, buffers, told)
                 try:
                     found = _MEASURES[self._by.measure](passes, self._by)
@@ -142,20 +142,31 @@ class _Passes:
     """The forward passes of one network, each from the buffers that it was found with; in halves where memory ends."""
 
     def __init__(
-        self, model: nn.Module, batches: Iterable[Any], outputs: Outputs, buffers: KeptBuffers, told: StageProgress
+        self,
+        model: nn.Module,
+        batches: Iterable[Any],
+        outputs: Outputs,
+        buffers: KeptBuffers,
+        told: Callable[[int, int | None], object],
     ) -> None:
-        self.batches, self.told = batches, told
-        self._model, self._outputs, self._buffers = model, outputs, buffers
+        self.batches = batches
+        self._model, self._outputs, self._buffers, self._told = model, outputs, buffers, told
 
     def output(self, batch: Batch) -> Tensor:
         """Return what the network gives of a batch."""
         self._buffers.put_back()
         return self._outputs.read(run(self._model, batch), batch)
 
-    def answers(self, batches: Iterable[Batch] | None = None) -> Iterator[tuple[Batch, Tensor]]:
-        """Yield batches, or the pieces that there is memory for, and what the network gives of each."""
-        halving = Halving("judged")
-        for batch in as_batches(self.batches) if batches is None else batches:
+    def answers(self, batches: Iterable[Any] | None = None, of: int | None = None) -> Iterator[tuple[Batch, Tensor]]:
+        """Yield batches, or the pieces that there is memory for, and what the network gives of each.
+
+        Args:
+            batches: None for the inputs themselves.
+            of: how many samples they hold; None for what the inputs say.
+        """
+        batches = self.batches if batches is None else batches
+        of, done, halving = of or getattr(batches, "n_samples", None), 0, Halving("judged")
+        for batch in as_batches(batches):
             for piece, _ in halving.pieces(batch, None):
                 try:
                     output = self.output(piece)
@@ -165,8 +176,8 @@ class _Passes:
                     halving.halve(piece)
                 else:
                     yield piece, output
-                    if batches is None:
-                        self.told.add(len(piece.samples))
+                    done += len(piece.samples)
+                    self._told(done, of)
 
 
 def _top1(passes: _Passes, task: Task) -> _Finding:
@@ -261,7 +272,7 @@ def _pseudo_perplexity(passes: _Passes, task: Task) -> _Finding:
     chosen = {number * total // taken for number in range(taken)} if taken else set()
     surprises = [
         _surprise(logits[row, sample.index][None], torch.tensor([sample.label]))
-        for batch, logits in passes.answers(_masked(passes.batches, task, chosen))
+        for batch, logits in passes.answers(_masked(passes.batches, task, chosen), taken)
         for row, sample in enumerate(batch.samples)
     ]
     of = f"{count(taken, 'token')}, each masked alone" + (f", evenly among {total:,}" if taken < total else "")
@@ -352,10 +363,24 @@ def _pooled(output: Tensor, batch: Batch, task: Task) -> list[Tensor]:
     return embeddings
 
 
+def _denoising(passes: _Passes, task: Task) -> _Finding:
+    """Mean squared error of the prediction, as in training; infinite where anything is not finite."""
+    assert task.truth is not None  # noqa: S101  # of this measure
+    errors: list[float] = []
+    for batch, output in passes.answers():
+        wanted = task.truth(batch.samples).double()
+        errors += (in_float64(output).cpu() - wanted).square().flatten(1).mean(1).nan_to_num(nan=math.inf).tolist()
+    if not errors:
+        raise UntoldError("there is no sample to judge by")
+    mean = math.inf if math.inf in errors else math.fsum(errors) / len(errors)
+    return _Finding("denoising error", False, len(errors), count(len(errors), "noised latent"), Score(mean))
+
+
 _MEASURES: dict[str, Callable[[_Passes, Task], _Finding]] = {
     "top-1": _top1,
     "words": _words,
     "perplexity": _perplexity,
     "pseudo-perplexity": _pseudo_perplexity,
     "spearman": _spearman,
+    "denoising": _denoising,
 }

@@ -7,10 +7,13 @@ import pytest
 import timm
 import torch
 import transformers
+from diffusers import DDIMScheduler
 from PIL import Image
 from sklearn.metrics import accuracy_score
 
 import normscope
+from normscope.models.inputs.latents import read_latents
+from normscope.models.inputs.trajectories import LatentSpace
 from normscope.models.tasks import class_task
 from normscope.swaps.pointwise import DyT
 
@@ -190,3 +193,50 @@ def test_poolings_that_are_not_made_here_are_named(folder, tmp_path):
 def test_a_language_model_reads_the_lines_of_a_table_as_texts(folder, tmp_path):
     (tmp_path / "pairs.tsv").write_text(PAIRS)
     assert language(folder("LlamaForCausalLM"), data=tmp_path / "pairs.tsv").inputs.n_samples == 4
+
+
+def test_predictions_of_ones_own_latents_are_judged_by_the_noise(tmp_path):
+    clean = torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    np.save(tmp_path / "latents.npy", clean.numpy())
+    network = normscope.load("demo_dit", data=tmp_path / "latents.npy", timesteps="900,100", device="cpu")
+    modules = {"transformer_blocks.0.norm3": DyT(64, alpha=0.1)}
+    report = normscope.drift(network, replacements=modules, one_at_a_time=False, cumulative=False)
+    errors = []
+    for batch in network.inputs:
+        with torch.no_grad():
+            predicted = network.module(**batch.kwargs)[0].double()
+        errors += [float(((own - clean[n]) ** 2).mean()) for n, own in enumerate(predicted)]  # demo_dit predicts x₀
+    found = report.quality
+    assert found.scores["original"].value == pytest.approx(np.mean(errors), rel=1e-9) and len(errors) == found.n == 10
+    assert (found.name, found.higher_is_better) == ("denoising error", False)
+
+
+@pytest.mark.parametrize("predicts", ["epsilon", "v_prediction"])
+def test_what_noise_was_added_follows_from_the_latents_that_went_in(tmp_path, options, predicts):
+    clean = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    np.save(tmp_path / "latents.npy", clean.numpy())
+    scheduler = DDIMScheduler(prediction_type=predicts)
+    latents = read_latents(tmp_path / "latents.npy", LatentSpace(1, 8, 10), scheduler, options(timesteps="980,500"))
+    for batch, timestep in zip(latents, (980, 500), strict=True):
+        share = scheduler.alphas_cumprod[timestep].double()
+        noise = (batch.kwargs["hidden_states"].double() - share.sqrt() * clean) / (1 - share).sqrt()
+        wanted = noise if predicts == "epsilon" else share.sqrt() * noise - (1 - share).sqrt() * clean
+        # The noised latents are float32.
+        torch.testing.assert_close(latents.truth(batch.samples).double(), wanted, rtol=0, atol=1e-5)
+
+
+def test_language_models_are_judged_by_their_own_text(folder, tmp_path):
+    lines = ["abc bca", "a b cab abc", "x", "hij k cb a"]
+    (tmp_path / "lines.txt").write_text("\n".join(lines))
+    for name, norm, around in (
+        ("LlamaForCausalLM", "model.norm", 1),
+        ("BertForMaskedLM", "bert.embeddings.LayerNorm", 2),
+    ):
+        network = language(folder(name), data=tmp_path / "lines.txt", batch_size=3)
+        report = normscope.drift(network, replacements={norm: DyT(16)}, one_at_a_time=False, cumulative=False)
+        tokens = sum(len(sample) - around for batch in network.inputs for sample in texts_of(batch))
+        assert report.quality.n == tokens and 1 < report.quality.scores["original"].value < 100
+
+
+def texts_of(batch):
+    return [ids[kept] for ids, kept in zip(batch.kwargs["input_ids"], batch.valid, strict=True)]
