@@ -91,16 +91,26 @@ class Task:
         mask_id: of a masked language model: the token that stands for a hidden one.
         unmasked: token ids that are never hidden: those that the tokenizer puts around and between texts.
         pooling: from the embeddings of tokens to that of a text: their mean, or that of the first or last token.
-        truth: of denoising: what a perfect network would predict of some samples, on the CPU: ``(samples, …)``.
+        truth: of denoising: what a perfect network would predict of some samples, on the CPU: ``(samples, …)``, or None
+            for samples that it does not know.
+
+    >>> Task("spearman", pooling="first").untold
+    ''
     """
 
     measure: Literal["top-1", "words", "perplexity", "pseudo-perplexity", "spearman", "denoising"] | None = None
-    untold: str = "nothing tells what the network is for (in Python, pass quality=, a function of the module)"
+    untold: str = ""
     letters: str = ""
     mask_id: int | None = None
     unmasked: frozenset[int] = frozenset()
     pooling: Literal["mean", "first", "last"] = "mean"
-    truth: Callable[[Sequence[Sample]], Tensor] | None = None
+    truth: Callable[[Sequence[Sample]], Tensor | None] | None = None
+
+    def __post_init__(self) -> None:
+        """Say that nothing tells what the network is for, where no other reason is given."""
+        if self.measure is None and not self.untold:
+            why = "nothing tells what the network is for (in Python, pass quality=, a function of the module)"
+            object.__setattr__(self, "untold", why)
 
 
 @dataclass(frozen=True)

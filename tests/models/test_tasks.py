@@ -209,6 +209,9 @@ def test_predictions_of_ones_own_latents_are_judged_by_the_noise(tmp_path):
     found = report.quality
     assert found.scores["original"].value == pytest.approx(np.mean(errors), rel=1e-9) and len(errors) == found.n == 10
     assert (found.name, found.higher_is_better) == ("denoising error", False)
+    others = [dict(batch.kwargs) for batch in network.inputs]
+    report = normscope.drift(network, others, modules, one_at_a_time=False, cumulative=False)
+    assert report.quality is None and "not known what noise" in report.no_quality
 
 
 @pytest.mark.parametrize("predicts", ["epsilon", "v_prediction"])

@@ -15,7 +15,7 @@ from normscope.runtime.progress import Progress, StageProgress, silent
 from normscope.swaps.drift.distances import Configuration
 from normscope.swaps.drift.paired_passes import Ends, PairedPasses
 from normscope.swaps.drift.reports import Drift, DriftReport
-from normscope.swaps.quality import Judge, QualityFunction
+from normscope.swaps.quality.judge import Judge, QualityFunction
 from normscope.swaps.replace import Swap, uncompiled
 
 

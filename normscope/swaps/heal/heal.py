@@ -32,7 +32,7 @@ from normscope.swaps.heal.training import (
     train,
 )
 from normscope.swaps.pointwise import PointwiseFunction
-from normscope.swaps.quality import Judge, QualityFunction
+from normscope.swaps.quality.judge import Judge, QualityFunction
 from normscope.swaps.replace import uncompiled
 
 STEPS = 1700

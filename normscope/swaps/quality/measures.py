@@ -1,12 +1,11 @@
-"""Quality: how well a network does what it is for, measured by labels, by the text itself, or by people's scores."""
+"""What a network is judged by: labels, the text itself, people's scores, or the noise that was added."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,16 +13,12 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normscope.errors import DataError, MemoryEndedError, UsageError, count
+from normscope.errors import DataError, MemoryEndedError, count
 from normscope.inputs.batch import Batch, Halving, Sample, as_batches
-from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
-from normscope.pairs.ranks import Ranks
-from normscope.runtime.network import KeptBuffers, left_as_found, run
-from normscope.runtime.progress import Progress
+from normscope.inputs.loaded_model import Outputs, Task
+from normscope.runtime.network import KeptBuffers, run
 from normscope.swaps.drift.distances import in_float64
-from normscope.swaps.drift.reports import Quality, Score
-
-QualityFunction = Callable[[nn.Module], float]
+from normscope.swaps.drift.reports import Score
 
 MASKED_TOKENS = 256  # of a masked language model that are hidden, one at a time: each takes a pass over its text
 _AT_ONCE = 1 << 24  # logits in float64 at a time
@@ -34,87 +29,8 @@ class UntoldError(DataError):
     """What a network was run on does not tell how well it does."""
 
 
-class Judge:
-    """Measures how well one network after another does what it is for, on the same inputs.
-
-    >>> import normscope
-    >>> network = normscope.load("demo_vit", device="cpu")
-    >>> judge = Judge.of(network, None, network.inputs, network.outputs, lambda stage, done, of: None)
-    >>> judge.add("original", network.module)
-    >>> judge.quality.name, judge.quality.scores["original"].value
-    ('top-1 accuracy', 1.0)
-    """
-
-    def __init__(
-        self, by: Task | QualityFunction, batches: Iterable[Any], outputs: Outputs, progress: Progress
-    ) -> None:
-        """Keep what to measure.
-
-        Args:
-            by: what the network is for; or a function of the user's, which takes it.
-            batches: held-out inputs, which a function does not look at.
-            outputs: how to read what the network returns.
-            progress: called with the network and what was done of it.
-        """
-        self._by, self._batches, self._outputs, self._progress = by, batches, outputs, progress
-        self.quality: Quality | None = None
-        self.untold = by.untold if isinstance(by, Task) and by.measure is None else ""
-        if not self.untold and isinstance(by, Task) and iter(batches) is batches:
-            self.untold = "the batches can be iterated only once"
-
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module | LoadedModel,
-        by: QualityFunction | Task | None,
-        batches: Iterable[Any],
-        outputs: Outputs,
-        progress: Progress,
-    ) -> Judge:
-        """Judge as the user says it, and otherwise by what a loaded model is for."""
-        task = model.task if isinstance(model, LoadedModel) else Task()
-        return cls(task if by is None else by, batches, outputs, progress)
-
-    def add(self, name: str, model: nn.Module) -> None:
-        """Measure a network, which is left as found; nothing where inputs do not tell how well it does.
-
-        Raises:
-            UsageError: if a function of the user's returns no number.
-            ModelError: if the network raises.
-            MemoryEndedError: if a single sample takes more memory than there is.
-        """
-        if self.untold:
-            return
-        with left_as_found(model) as buffers:
-            if not isinstance(self._by, Task):
-                found = _Finding(_own_name(self._by), None, None, "", Score(_number(self._by(model))))
-            else:
-                assert self._by.measure is not None  # noqa: S101  # there would be a reason
-                told = partial(self._progress, f"quality of the {name}")
-                passes = _Passes(model, self._batches, self._outputs, buffers, told)
-                try:
-                    found = _MEASURES[self._by.measure](passes, self._by)
-                except UntoldError as error:
-                    self.quality, self.untold = None, str(error)
-                    return
-        scores = {} if self.quality is None else self.quality.scores
-        self.quality = Quality(found.name, found.higher_is_better, found.n, found.over, {**scores, name: found.score})
-
-    def settle(self, ranks: Ranks) -> None:
-        """Let all ranks know what the first of them measured."""
-        if ranks.size == 1:
-            return
-        quality, self.untold = ranks.told([self.quality and asdict(self.quality), self.untold])[0]
-        if quality is not None:
-            scores = {
-                name: Score(own["value"], own["interval"] and tuple(own["interval"]))
-                for name, own in quality.pop("scores").items()
-            }
-            self.quality = Quality(**quality, scores=scores)
-
-
 @dataclass(frozen=True)
-class _Finding:
+class Finding:
     """A score, and what all scores of the same inputs have in common; see :class:`Quality`."""
 
     name: str
@@ -124,21 +40,7 @@ class _Finding:
     score: Score
 
 
-def _own_name(function: QualityFunction) -> str:
-    name = getattr(function, "__name__", type(function).__name__)
-    return "quality" if name == "<lambda>" else name
-
-
-def _number(value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise UsageError(
-            f"The function passed as quality= returned a {type(value).__name__}; it has to return a number."
-        ) from None
-
-
-class _Passes:
+class Passes:
     """The forward passes of one network, each from the buffers that it was found with; in halves where memory ends."""
 
     def __init__(
@@ -180,7 +82,7 @@ class _Passes:
                     self._told(done, of)
 
 
-def _top1(passes: _Passes, task: Task) -> _Finding:
+def _top1(passes: Passes, task: Task) -> Finding:
     """Share of samples whose largest logit is that of their class; one that is not finite is wrong."""
     right: list[bool] = []
     samples: list[Sample] = []
@@ -192,7 +94,7 @@ def _top1(passes: _Passes, task: Task) -> _Finding:
     return _accuracy("top-1 accuracy", "labelled sample", right, samples)
 
 
-def _words(passes: _Passes, task: Task) -> _Finding:
+def _words(passes: Passes, task: Task) -> Finding:
     """Share of words that are spelled rightly by the likeliest letter of each frame, without repeats and blanks."""
     right: list[bool] = []
     samples: list[Sample] = []
@@ -212,23 +114,24 @@ def _labels(batch: Batch, kind: type) -> list[Any]:
     return labels
 
 
-def _accuracy(name: str, noun: str, right: Sequence[bool], samples: Sequence[Sample]) -> _Finding:
+def _accuracy(name: str, noun: str, right: Sequence[bool], samples: Sequence[Sample]) -> Finding:
     if not right:
         raise UntoldError("there is no sample to judge by")
     interval = None
     if len({(sample.data, sample.source) for sample in samples}) == len(samples):  # else they are not independent
         wilson = stats.binomtest(sum(right), len(right)).proportion_ci(0.95, method="wilson")
         interval = (float(wilson.low), float(wilson.high))
-    return _Finding(name, True, len(right), count(len(right), noun), Score(sum(right) / len(right), interval))
+    return Finding(name, True, len(right), count(len(right), noun), Score(sum(right) / len(right), interval))
 
 
-def _perplexity(passes: _Passes, task: Task) -> _Finding:
+def _perplexity(passes: Passes, task: Task) -> Finding:
     """exp of the mean of −log p over all tokens that have tokens before them in their text."""
     surprises: list[float] = []
     n = texts = 0
     causal = False
     for batch, logits in passes.answers():
         ids, valid = _tokens(batch)
+        _check_positions(logits, ids.shape)
         for row in range(len(ids)):
             own, kept = ids[row, valid[row]], valid[row].to(logits.device)
             if len(own) < 2:
@@ -239,7 +142,7 @@ def _perplexity(passes: _Passes, task: Task) -> _Finding:
     return _exp_of_mean("perplexity", surprises, n, f"{count(n, 'token')} of {count(texts, 'text')}")
 
 
-def _is_causal(passes: _Passes, batch: Batch, row: int) -> bool:
+def _is_causal(passes: Passes, batch: Batch, row: int) -> bool:
     """Return whether logits stay when the last token of a text is another one; False where they are not finite.
 
     Which classes of transformers look ahead, no name tells: BertLMHeadModel does, unless its configuration says so.
@@ -265,18 +168,24 @@ def _is_causal(passes: _Passes, batch: Batch, row: int) -> bool:
     return True
 
 
-def _pseudo_perplexity(passes: _Passes, task: Task) -> _Finding:
+def _pseudo_perplexity(passes: Passes, task: Task) -> Finding:
     """exp of the mean of −log p of tokens, each hidden alone behind the mask token (Salazar et al., 1910.14659)."""
     total = sum(int(_words_of(batch, task).sum()) for batch in as_batches(passes.batches))
     taken = min(total, MASKED_TOKENS)
     chosen = {number * total // taken for number in range(taken)} if taken else set()
     surprises = [
-        _surprise(logits[row, sample.index][None], torch.tensor([sample.label]))
+        surprise
         for batch, logits in passes.answers(_masked(passes.batches, task, chosen), taken)
-        for row, sample in enumerate(batch.samples)
+        for surprise in _hidden_surprises(batch, logits)
     ]
     of = f"{count(taken, 'token')}, each masked alone" + (f", evenly among {total:,}" if taken < total else "")
     return _exp_of_mean("pseudo-perplexity", surprises, taken, of)
+
+
+def _hidden_surprises(batch: Batch, logits: Tensor) -> Iterator[float]:
+    _check_positions(logits, _tokens(batch)[0].shape)
+    for row, sample in enumerate(batch.samples):
+        yield _surprise(logits[row, sample.index][None], torch.tensor([sample.label]))
 
 
 def _masked(batches: Iterable[Any], task: Task, chosen: set[int]) -> Iterator[Batch]:
@@ -312,6 +221,12 @@ def _tokens(batch: Batch) -> tuple[Tensor, Tensor]:
     return ids, torch.ones_like(ids, dtype=torch.bool) if batch.valid is None else batch.valid.to(ids.device)
 
 
+def _check_positions(output: Tensor, wanted: Sequence[int]) -> None:
+    """Refuse what does not give each token a vector of its own."""
+    if output.ndim != 3 or tuple(output.shape[: len(wanted)]) != tuple(wanted):
+        raise UntoldError(f"the network gives {tuple(output.shape)}, which is not a vector for each of the tokens")
+
+
 def _surprise(logits: Tensor, ids: Tensor) -> float:
     """Return the sum of −log p of tokens ``(positions,)`` under logits ``(positions, vocabulary)``, in float64."""
     step, parts = max(1, _AT_ONCE // logits.shape[-1]), []
@@ -321,19 +236,20 @@ def _surprise(logits: Tensor, ids: Tensor) -> float:
     return math.fsum(parts) if all(map(math.isfinite, parts)) else math.inf
 
 
-def _exp_of_mean(name: str, surprises: Sequence[float], n: int, over: str) -> _Finding:
+def _exp_of_mean(name: str, surprises: Sequence[float], n: int, over: str) -> Finding:
     if not n:
         raise UntoldError("no text has a token to predict")
     mean = math.inf if math.inf in surprises else math.fsum(surprises) / n
-    return _Finding(name, False, n, over, Score(math.exp(mean) if mean < 700 else math.inf))  # beyond is no float64
+    return Finding(name, False, n, over, Score(math.exp(mean) if mean < 700 else math.inf))  # beyond is no float64
 
 
-def _spearman(passes: _Passes, task: Task) -> _Finding:
+def _spearman(passes: Passes, task: Task) -> Finding:
     """Spearman's rank correlation of the cosines of pairs of sentences and people's scores."""
     waiting: dict[int, Tensor] = {}
     cosines, scores = [], []
     for batch, output in passes.answers():
         scored = _labels(batch, float)
+        _check_positions(output, (len(batch.samples),) if batch.valid is None else batch.valid.shape)
         for sample, score, embedding in zip(batch.samples, scored, _pooled(output, batch, task), strict=True):
             first = waiting.pop(sample.source_index, None)
             if first is None:
@@ -347,7 +263,7 @@ def _spearman(passes: _Passes, task: Task) -> _Finding:
         warnings.simplefilter("ignore", stats.ConstantInputWarning)  # which is NaN, and shown as none
         found = float(stats.spearmanr(cosines, scores).statistic)
     over = f"{count(len(scores), 'pair')} of sentences, {_POOLED[task.pooling]}"
-    return _Finding("Spearman's rank correlation", True, len(scores), over, Score(found))
+    return Finding("Spearman's rank correlation", True, len(scores), over, Score(found))
 
 
 _POOLED = {"mean": "mean of the tokens", "first": "the first token", "last": "the last token"}
@@ -363,20 +279,24 @@ def _pooled(output: Tensor, batch: Batch, task: Task) -> list[Tensor]:
     return embeddings
 
 
-def _denoising(passes: _Passes, task: Task) -> _Finding:
+def _denoising(passes: Passes, task: Task) -> Finding:
     """Mean squared error of the prediction, as in training; infinite where anything is not finite."""
     assert task.truth is not None  # noqa: S101  # of this measure
     errors: list[float] = []
     for batch, output in passes.answers():
-        wanted = task.truth(batch.samples).double()
-        errors += (in_float64(output).cpu() - wanted).square().flatten(1).mean(1).nan_to_num(nan=math.inf).tolist()
+        wanted = task.truth(batch.samples)
+        if wanted is None:
+            raise UntoldError("it is not known what noise was added to the samples")
+        errors += (
+            (in_float64(output).cpu() - wanted.double()).square().flatten(1).mean(1).nan_to_num(nan=math.inf).tolist()
+        )
     if not errors:
         raise UntoldError("there is no sample to judge by")
     mean = math.inf if math.inf in errors else math.fsum(errors) / len(errors)
-    return _Finding("denoising error", False, len(errors), count(len(errors), "noised latent"), Score(mean))
+    return Finding("denoising error", False, len(errors), count(len(errors), "noised latent"), Score(mean))
 
 
-_MEASURES: dict[str, Callable[[_Passes, Task], _Finding]] = {
+MEASURES: dict[str, Callable[[Passes, Task], Finding]] = {
     "top-1": _top1,
     "words": _words,
     "perplexity": _perplexity,

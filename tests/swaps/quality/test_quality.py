@@ -20,11 +20,11 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Provenance, Task
 from normscope.pairs.ranks import Ranks
 from normscope.runtime.progress import silent
-from normscope.swaps import quality
 from normscope.swaps.drift.drift import drift
 from normscope.swaps.heal.heal import heal
 from normscope.swaps.pointwise import DyT
-from normscope.swaps.quality import Judge
+from normscope.swaps.quality import measures
+from normscope.swaps.quality.judge import Judge
 
 TINY = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 MASK, AROUND = 39, (37, 38)
@@ -140,7 +140,7 @@ def test_perplexity_does_not_depend_on_batches_or_pieces(monkeypatch):
     model = gpt2()
     _, batch = texts([7, 9, 12, 4])
     whole = judged(Task("perplexity"), model, [batch], Outputs("tokens")).quality
-    monkeypatch.setattr(quality, "_AT_ONCE", 3 * 40)  # three positions at a time
+    monkeypatch.setattr(measures, "_AT_ONCE", 3 * 40)  # three positions at a time
     parts = [batch.take([0]), batch.take([3, 1, 2])]
     pieces = judged(Task("perplexity"), model, parts, Outputs("tokens")).quality
     # Float32 matrices of other sizes sum in another order.
@@ -157,7 +157,7 @@ def test_a_model_that_looks_ahead_has_no_perplexity():
 
 @pytest.mark.parametrize("most", [256, 5])
 def test_pseudo_perplexity_is_that_of_a_plain_loop(monkeypatch, most):
-    monkeypatch.setattr(quality, "MASKED_TOKENS", most)
+    monkeypatch.setattr(measures, "MASKED_TOKENS", most)
     model = bert()
     rows, batch = texts([6, 9, 4])
     for row, length in zip(rows, (6, 9, 4), strict=True):
@@ -328,4 +328,21 @@ def test_cross_entropy_of_half_precision_is_summed_in_float64():
     logits = torch.randn(50, 30, generator=torch.Generator().manual_seed(0)).bfloat16()
     ids = torch.arange(50) % 30
     wanted = F.cross_entropy(logits.double(), ids, reduction="sum")
-    assert quality._surprise(logits, ids) == pytest.approx(float(wanted), rel=1e-12)
+    assert measures._surprise(logits, ids) == pytest.approx(float(wanted), rel=1e-12)
+
+
+@pytest.mark.parametrize("task", [Task("perplexity"), Task("spearman"), Task("pseudo-perplexity", mask_id=MASK)])
+def test_what_gives_tokens_no_vectors_of_their_own_is_not_judged(task):
+    class Pooled(nn.Module):
+        def forward(self, input_ids, attention_mask):
+            return input_ids[:, :4].float()
+
+    _, batch = texts([5, 5, 6, 7], labels=[1.0, 2.0])
+    judge = judged(task, Pooled(), [batch], Outputs("tokens"))
+    assert judge.quality is None and "the network gives (4, 4), which is not a vector for each" in judge.untold
+
+
+@pytest.mark.parametrize("measure", ["perplexity", "pseudo-perplexity"])
+def test_batches_without_token_ids_are_not_judged(measure):
+    judge = judged(Task(measure, mask_id=MASK), nn.Identity(), [torch.zeros(2, 3)], Outputs("tokens"))
+    assert judge.quality is None and "no input_ids" in judge.untold
