@@ -132,7 +132,7 @@ def _pair(place: str, row: Sequence[str], columns: Sequence[str]) -> tuple[str, 
             raise ValueError
     except ValueError:
         raise DataError(
-            f"{place} is no pair of sentences: {', '.join(_COLUMNS)}, the last of them a number. To read lines as "
-            "texts, name a .txt file."
+            f"{place} is no pair of sentences; a line is {', '.join(_COLUMNS)}, the last of them a number. To read "
+            "lines as texts, name a .txt file."
         ) from None
     return first, second, value
