@@ -26,6 +26,7 @@ from .fits.views.summaries import token_slopes as token_slopes
 from .inputs.batch import Batch as Batch
 from .inputs.batch import Sample as Sample
 from .inputs.loaded_model import LoadedModel as LoadedModel
+from .inputs.loaded_model import Task as Task
 from .loading import load as load
 from .loading import load_swapped as load_swapped
 from .models.registry import list_models as list_models
@@ -43,6 +44,7 @@ from .swaps.bench.reports import Timing as Timing
 from .swaps.drift.drift import drift as drift
 from .swaps.drift.reports import Drift as Drift
 from .swaps.drift.reports import DriftReport as DriftReport
+from .swaps.drift.reports import Quality as Quality
 from .swaps.heal.heal import heal as heal
 from .swaps.heal.reports import HealReport as HealReport
 from .swaps.pointwise import Derf as Derf

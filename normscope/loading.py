@@ -40,9 +40,10 @@ def load(
         weights: ``pretrained``; ``random`` for freshly initialized ones under ``seed``; the path of a safetensors
             file or torch checkpoint that fits the model; or a folder that :func:`normscope.save_swapped` or
             ``normscope swap`` wrote: the network has in its norms' places what was put there.
-        data: a file, or a folder that is read recursively: images, recordings or text, as the model takes, images
-            with the texts that lie beside them (NAME.jpg and NAME.txt), or a file of latents; None for the model's
-            own default inputs.
+        data: a file, or a folder that is read recursively: images (labelled, where each class has a sub-folder),
+            recordings or text, as the model takes, images with the texts that lie beside them (NAME.jpg and NAME.txt),
+            a file of latents, or for embeddings of texts a ``.tsv`` or ``.csv`` file of pairs of sentences with
+            scores; None for the model's own default inputs.
         limit: take at most so many samples; of a diffusion model, so many trajectories.
         batch_size: samples per batch, at most; ``auto`` for as many as there is memory for, which runs the network on
             the first one. Recordings, and prompts that hold an image, are

@@ -38,12 +38,15 @@ class Sample:
         source_index: number of the source within the data set.
         index: number of the sample within the data set.
         data: what tells the data set from others; sources of the same name in two data sets are two sources.
+        label: what the sample is known to be, where it is: the number of its class, its word, or the score of the pair
+            of sentences that it is one of.
     """
 
     source: str
     source_index: int
     index: int
     data: str = ""
+    label: int | float | str | None = None
 
 
 @dataclass(frozen=True)

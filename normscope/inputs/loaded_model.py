@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from normscope.inputs.batch import Batch
+    from normscope.inputs.batch import Batch, Sample
     from normscope.inputs.entries import Forward
 
 
@@ -77,6 +77,42 @@ class Outputs:
 
     kind: Kind = "tensor"
     read: Callable[[Any, Batch], Tensor] = first_tensor
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a network is for, as far as its head and the labels of its inputs tell: its quality is measured by that.
+
+    Attributes:
+        measure: ``top-1`` of classes, by the samples' labels; ``words`` that are spelled rightly from frames, likewise;
+            ``perplexity`` of a causal and ``pseudo-perplexity`` of a masked language model, by the text itself;
+            ``spearman`` of embeddings, by the scores of pairs of sentences; ``denoising`` of latents, by the noise that
+            was added; None where nothing tells.
+        untold: why nothing does, as a clause.
+        letters: of words: what each output of a frame stands for, the first for none.
+        mask_id: of a masked language model: the token that stands for a hidden one.
+        unmasked: token ids that are never hidden: those that the tokenizer puts around and between texts.
+        pooling: from the embeddings of tokens to that of a text: their mean, or that of the first or last token.
+        truth: of denoising: what a perfect network would predict of some samples, on the CPU: ``(samples, …)``, or None
+            for samples that it does not know.
+
+    >>> Task("spearman", pooling="first").untold
+    ''
+    """
+
+    measure: Literal["top-1", "words", "perplexity", "pseudo-perplexity", "spearman", "denoising"] | None = None
+    untold: str = ""
+    letters: str = ""
+    mask_id: int | None = None
+    unmasked: frozenset[int] = frozenset()
+    pooling: Literal["mean", "first", "last"] = "mean"
+    truth: Callable[[Sequence[Sample]], Tensor | None] | None = None
+
+    def __post_init__(self) -> None:
+        """Say that nothing tells what the network is for, where no other reason is given."""
+        if self.measure is None and not self.untold:
+            why = "nothing tells what the network is for (in Python, pass quality=, a function of the module)"
+            object.__setattr__(self, "untold", why)
 
 
 @dataclass(frozen=True)
@@ -147,6 +183,7 @@ class LoadedModel:
             is healed on; None where there are none but ``inputs``.
         fitting: how many inputs a batch takes and why, where that was found out by running it; else empty.
         family: what kind of network it is, as ``normscope models`` lists it, where the name alone does not tell.
+        task: what the network is for, by which its quality is measured before and after a swap.
     """
 
     name: str
@@ -157,9 +194,11 @@ class LoadedModel:
     calibration: Inputs | None = None
     fitting: str = ""
     family: str = ""
+    task: Task = field(default_factory=Task)
 
     def __repr__(self) -> str:
-        return f"LoadedModel {self.name}: {type(self.module).__name__} · {' · '.join(list(self.about.values())[1:])}"
+        about = self.about
+        return f"LoadedModel {self.name}: {type(self.module).__name__} · {about['weights']} · {about['data']}"
 
     @property
     def about(self) -> dict[str, str]:

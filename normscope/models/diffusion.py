@@ -14,8 +14,8 @@ from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
 from torch import nn
 
 from normscope.errors import ModelError
-from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Provenance, without_variances
-from normscope.models.inputs.latents import read_latents
+from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Provenance, Task, without_variances
+from normscope.models.inputs.latents import NoisedLatents, read_latents
 from normscope.models.inputs.trajectories import LatentSpace, from_noise
 from normscope.models.weights.checkpoints import embedded_module, load_file, read_embedded, ready, with_weights
 from normscope.models.weights.repository import HubSilentError, Repository
@@ -138,7 +138,11 @@ def _loaded(
     name: str, module: nn.Module, inputs: Callable[[nn.Module], Inputs], provenance: Provenance, options: LoadOptions
 ) -> LoadedModel:
     module, provenance = ready(module, provenance, options)
-    return LoadedModel(name, module, inputs(module), provenance, Outputs("prediction", without_variances))
+    own = inputs(module)
+    task = Task(untold="the latents are of the network's own trajectories, of which no true noise is known")
+    if isinstance(own, NoisedLatents):
+        task = Task("denoising", truth=own.truth)
+    return LoadedModel(name, module, own, provenance, Outputs("prediction", without_variances), task=task)
 
 
 def _inputs(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torchaudio.pipelines._wav2vec2 import utils
 
 from normscope.errors import ModelError, UsageError, unknown
 from normscope.inputs.batch import Sample
-from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Provenance
+from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Provenance, Task
 from normscope.models.inputs.audio import AudioFormat, audio_inputs
 from normscope.models.inputs.file_inputs import LazyInputs, TensorInputs
 from normscope.models.weights import downloads
@@ -210,6 +210,7 @@ def _receptive_field(extractor: Any) -> int:
 
 
 EMBEDDED = "demo_wav2vec2"
+_UNTOLD = Task(untold="the recordings come without what is said in them")
 
 
 def load_torchaudio(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
@@ -232,7 +233,7 @@ def load_torchaudio(name: str, architecture: str, options: LoadOptions) -> Loade
     )
     inputs = audio_inputs(audio_format(module, bundle.sample_rate), options)
     module, provenance = ready(module, provenance, options)
-    return LoadedModel(name, module, inputs, provenance, outputs_of(module))
+    return LoadedModel(name, module, inputs, provenance, outputs_of(module), task=_UNTOLD)
 
 
 def load_demo_wav2vec2(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
@@ -263,14 +264,15 @@ def load_demo_wav2vec2(name: str, architecture: str, options: LoadOptions) -> Lo
     inputs = _held_out_words(options) if options.data is None else audio_inputs(taken, options)
     calibration = LazyInputs(partial(_training_words, options)) if options.data is None else None
     module, provenance = ready(module, provenance, options)
-    return LoadedModel(name, module, inputs, provenance, outputs_of(module), calibration)
+    task = _UNTOLD if options.data is not None else Task("words", letters="".join(facts["labels"]))
+    return LoadedModel(name, module, inputs, provenance, outputs_of(module), calibration, task=task)
 
 
 def _held_out_words(options: LoadOptions) -> Inputs:
     clips, facts, _ = read_embedded(f"{EMBEDDED}_words.safetensors")
     waveforms = (clips["waveforms"].float() * facts["scale"]).split(clips["lengths"].tolist())
     total = f"{len(waveforms)} held-out words of {len(facts['voices'])} synthetic voices"
-    return _words(waveforms, clips["speakers"], facts["voices"], total, EMBEDDED, options)
+    return _words(waveforms, clips["speakers"], facts, total, EMBEDDED, options)
 
 
 def _training_words(options: LoadOptions) -> TensorInputs:
@@ -279,12 +281,18 @@ def _training_words(options: LoadOptions) -> TensorInputs:
     words = torch.split(torch.from_numpy(loudest_is_one), clips["lengths"].tolist())
     waveforms = [word * peak for word, peak in zip(words, clips["peaks"], strict=True)]
     total = f"{len(waveforms)} words of {len(facts['voices'])} synthetic voices of {EMBEDDED}'s training"
-    return _words(waveforms, clips["speakers"], facts["voices"], total, f"{EMBEDDED} training", options)
+    return _words(waveforms, clips["speakers"], facts, total, f"{EMBEDDED} training", options)
 
 
 def _words(
-    waveforms: Sequence[Tensor], speakers: Tensor, voices: Sequence[str], total: str, data: str, options: LoadOptions
+    waveforms: Sequence[Tensor],
+    speakers: Tensor,
+    facts: Mapping[str, Any],
+    total: str,
+    data: str,
+    options: LoadOptions,
 ) -> TensorInputs:
-    """Return spoken words, one a batch; each voice is a source."""
-    samples = [Sample(voices[speaker], speaker, i, data=data) for i, speaker in enumerate(speakers.tolist())]
+    """Return spoken words, one a batch; each voice is a source, and the word itself the label."""
+    spoken = zip(speakers.tolist(), facts["words"], strict=True)
+    samples = [Sample(facts["voices"][voice], voice, i, data, word) for i, (voice, word) in enumerate(spoken)]
     return TensorInputs(waveforms, samples, total, options, one_by_one=True)

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from normscope.errors import ModelError, NormscopeError, first_few
 from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Provenance
-from normscope.models.inputs.modalities import FAMILIES, has_head, inputs_of, outputs_of, readers_of, taken_by
 from normscope.models.inputs.processors import masks
 from normscope.models.inputs.tokenizer import load_tokenizer
+from normscope.models.modalities import FAMILIES, has_head, inputs_of, outputs_of, readers_of, taken_by
+from normscope.models.tasks import transformers_task
 from normscope.models.weights import downloads
 from normscope.models.weights.checkpoints import (
     converted,
@@ -85,7 +86,7 @@ def load_transformers(name: str, architecture: str, options: LoadOptions) -> Loa
         else:  # transformers makes the module around the weights: there is no fresh one to fill
             module, provenance = network.of_file(Path(options.weights))
     try:
-        inputs = inputs_of(takes, readers, module, config, options)
+        inputs = inputs_of(library, takes, readers, module, config, options)
     except NormscopeError:
         raise
     except Exception as error:  # of any processor, at what is run by default
@@ -96,7 +97,8 @@ def load_transformers(name: str, architecture: str, options: LoadOptions) -> Loa
     if not hasattr(module, "hf_device_map"):  # spread while it was read
         module = placed(module, options)
     outputs = outputs_of(library, module, takes)
-    return LoadedModel(name, module.eval(), inputs, provenance, outputs, family=FAMILIES[takes])
+    task = transformers_task(library, module, readers[0] if takes == "texts" else None, repository, inputs, outputs)
+    return LoadedModel(name, module.eval(), inputs, provenance, outputs, family=FAMILIES[takes], task=task)
 
 
 def _library(name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,21 @@ import timm.models
 import torch
 from PIL import Image
 from timm.data.config import resolve_model_data_config
+from timm.data.imagenet_info import ImageNetInfo, infer_imagenet_subset
 from timm.data.transforms_factory import create_transform
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from normscope.errors import ModelError, unknown
 from normscope.inputs.batch import Sample
-from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Provenance
+from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Provenance, Task
 from normscope.models.inputs.file_inputs import LazyInputs, TensorInputs
 from normscope.models.inputs.images import Preprocessing, image_inputs
+from normscope.models.tasks import class_task
 from normscope.models.weights.checkpoints import embedded_module, read_embedded, ready, with_weights
 
 _OF_HUB = "hf-hub:"  # as timm writes it
+_DIGITS = 10  # classes of demo_vit
 
 
 def load_timm(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
@@ -43,7 +46,10 @@ def load_timm(name: str, architecture: str, options: LoadOptions) -> LoadedModel
     )
     inputs = image_inputs(_timm_preprocessing(module), options)
     module, provenance = ready(module, provenance, options)
-    return LoadedModel(name, module, inputs, provenance, _timm_outputs(module))
+    outputs, task = _timm_outputs(module), Task(untold="the network has no classes that labels could be compared to")
+    if outputs.kind == "classes":
+        task = class_task(inputs, *_timm_classes(module))
+    return LoadedModel(name, module, inputs, provenance, outputs, task=task)
 
 
 def names_like(name: str) -> list[str]:
@@ -140,6 +146,14 @@ def _timm_outputs(module: Any) -> Outputs:
     return Outputs("classes" if module.num_classes % 64 else "tensor")
 
 
+def _timm_classes(module: Any) -> tuple[int, Sequence[str]]:
+    """Return how many classes there are, and their names, in order: its own, or those of the ImageNet of so many."""
+    names: Sequence[str] = module.pretrained_cfg.get("label_names") or ()
+    if not names and (subset := infer_imagenet_subset(module)):
+        names = ImageNetInfo(subset).label_names()  # type: ignore[no-untyped-call]
+    return module.num_classes, list(names)
+
+
 def load_demo_vit(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
     """Load the embedded ViT; its default inputs are digits that were held out from its training.
 
@@ -156,7 +170,8 @@ def load_demo_vit(name: str, architecture: str, options: LoadOptions) -> LoadedM
     inputs = _digit_inputs(options)
     calibration = LazyInputs(partial(_training_digits, options)) if options.data is None else None
     module, provenance = ready(module, provenance, options)
-    return LoadedModel(name, module, inputs, provenance, Outputs("classes"), calibration)
+    task = Task("top-1") if options.data is None else class_task(inputs, _DIGITS)
+    return LoadedModel(name, module, inputs, provenance, Outputs("classes"), calibration, task=task)
 
 
 def _digit_inputs(options: LoadOptions) -> Inputs:
@@ -173,18 +188,18 @@ def _digit_inputs(options: LoadOptions) -> Inputs:
     if options.data is not None:
         return image_inputs(Preprocessing("L", transform), options)
     total = f"{len(digits['images'])} held-out digits"
-    return _digits(digits["images"], pixels_to_input, total, "demo_vit", options)
+    return _digits(digits, pixels_to_input, total, "demo_vit", options)
 
 
 def _training_digits(options: LoadOptions) -> TensorInputs:
     digits, pixels_to_input, _ = read_embedded("demo_vit_calibration.safetensors")
     total = f"{len(digits['images']):,} digits of demo_vit's training"
-    return _digits(digits["images"], pixels_to_input, total, "demo_vit training", options)
+    return _digits(digits, pixels_to_input, total, "demo_vit training", options)
 
 
 def _digits(
-    pixels: Tensor, pixels_to_input: Mapping[str, float], total: str, data: str, options: LoadOptions
+    digits: Mapping[str, Tensor], pixels_to_input: Mapping[str, float], total: str, data: str, options: LoadOptions
 ) -> TensorInputs:
-    images = pixels[:, None].float() * pixels_to_input["scale"] + pixels_to_input["offset"]  # (n, 1, 8, 8)
-    samples = [Sample(f"digit {i}", source_index=i, index=i, data=data) for i in range(len(images))]
+    images = digits["images"][:, None].float() * pixels_to_input["scale"] + pixels_to_input["offset"]  # (n, 1, 8, 8)
+    samples = [Sample(f"digit {i}", i, i, data, label) for i, label in enumerate(digits["labels"].tolist())]
     return TensorInputs(list(images), samples, total, options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -13,7 +13,7 @@ from normscope.swaps.heal.reports import BLOCKS, SITES, START, WHOLE, HealReport
 from normscope.tables.table import NONE, Column, names, number, several, table_of, words
 
 if TYPE_CHECKING:
-    from normscope.swaps.drift.reports import Drift, DriftReport, Quantiles
+    from normscope.swaps.drift.reports import Drift, DriftReport, Quality, Quantiles, Score
 
     Swap = tuple[DriftReport, Drift]
 
@@ -177,3 +177,40 @@ def healing_table(report: HealReport) -> Table:
         f"{report.n_judged} others"
     )
     return table_of(report.drifts, columns, caption=caption)
+
+
+def quality_table(found: Mapping[tuple[str, str], Quality]) -> Table:
+    """One line a network: how well it does what it is for.
+
+    Args:
+        found: what was measured, by what took the norms' place and its start values. What the original scores, which
+            all have in common, is the first line.
+    """
+    first = next(iter(found.values()))
+    networks = {("original", ""): first.scores["original"]}
+    for (func, init), quality in found.items():
+        networks[func, init] = quality.scores["swapped"]
+        if healed := quality.scores.get("healed"):
+            networks[f"{func}, healed", init] = healed
+    form = ".1%" if first.name.endswith("accuracy") else "#.5g"
+    columns: list[Column[tuple[str, str]]] = [
+        words("norms", lambda network: network[0]),
+        words("init", lambda network: network[1]),
+        Column(first.name, lambda network: _score(networks[network].value, form)),
+        Column(
+            "95 %", lambda network: _bounds(networks[network], form), any(own.interval for own in networks.values())
+        ),
+    ]
+    better = {True: "higher is better", False: "lower is better", None: "a function of your own"}[
+        first.higher_is_better
+    ]
+    interval = "95 %: Wilson's interval" if networks["original", ""].interval else ""
+    return table_of(networks, columns, caption=" · ".join(filter(None, [first.over, better, interval])))
+
+
+def _score(value: float, form: str) -> str:
+    return "∞" if value == math.inf else number(value, form)
+
+
+def _bounds(score: Score, form: str) -> str:
+    return "" if score.interval is None else " – ".join(format(bound, form) for bound in score.interval)

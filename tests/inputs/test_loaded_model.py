@@ -59,6 +59,7 @@ def test_a_drift_with_the_ends_of_trajectories(network, seen):
         modules,
         outputs=network.outputs,
         ends=network.inputs.ends,
+        quality=network.task,
         about=network.about,
     )
     report = normscope.drift(network, replacements=modules)
@@ -71,7 +72,8 @@ def test_healing_learns_from_what_it_is_not_judged_by():
     normscope.swap(swapped, "dyt", normscope.capture(network, network.calibration, by_gamma=True), sites="final")
     again = copy.deepcopy(swapped)
     report = normscope.heal(network, swapped, steps=2)
-    apart = normscope.heal(network.module, again, network.calibration, network.inputs, outputs=network.outputs, steps=2)
+    own = {"outputs": network.outputs, "quality": network.task}
+    apart = normscope.heal(network.module, again, network.calibration, network.inputs, **own, steps=2)
     assert report.as_dict() == apart.as_dict()
     with pytest.raises(UsageError, match="learns from some inputs and is judged by others"):
         normscope.heal(network, swapped, held_out=network.inputs)

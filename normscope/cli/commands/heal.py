@@ -119,7 +119,7 @@ def heal(
     whole = {**learner.about, "held_out": learner.held_out.description, **asked}
     _draw(report, title, whole, drawn)
     checkpoint.unlink(missing_ok=True)
-    _tell(report, say)
+    _tell(report, func, how.start, say)
     say.result(str(folder))
     say.result(str(drawn))
     remark_on_loading(model, str(folder), say)
@@ -134,10 +134,14 @@ def _inputs(run: RunOptions) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
 
 
-def _tell(report: HealReport, say: Output) -> None:
-    from normscope.tables.drift import healing_table
+def _tell(report: HealReport, func: str, init: str, say: Output) -> None:
+    from normscope.tables.drift import healing_table, quality_table
 
     say.result(healing_table(report))
+    if report.quality:
+        say.result(quality_table({(func, init): report.quality}))
+    else:
+        say.result(f"No quality: {report.no_quality}.")
     if report.left_out:
         say.warn(f"{count(report.left_out, 'sample')} did not fit into the gibibyte of inputs that is kept in memory")
     if report.restored:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,7 @@ class Files(ReadInputs):
 
     Attributes:
         paths: all that there are.
+        classes: the number of the class that each sub-folder of the root holds, where that is known.
     """
 
     def __init__(self, root: Path, kind: FileKind, options: LoadOptions, *, one_by_one: bool = False) -> None:
@@ -155,6 +156,7 @@ class Files(ReadInputs):
             DataError: if ``root`` is missing, or a folder without a single file of that kind.
         """
         self.root, self.kind = root, kind
+        self.classes: Mapping[str, int] = {}
         self.paths, self._others = find_files(root, kind.noun, kind.suffixes)
         companions = [path.with_suffix(kind.beside) for path in self.paths] if kind.beside else []
         companions = [path for path in companions if path.is_file() and root.is_dir()]
@@ -187,7 +189,8 @@ class Files(ReadInputs):
         return map(self._sample, self.order)
 
     def _sample(self, number: int) -> Sample:
-        return Sample(name_in(self.root, self.paths[number]), number, number, self._data)
+        name = name_in(self.root, self.paths[number])
+        return Sample(name, number, number, self._data, self.classes.get(name.partition("/")[0]))
 
 
 def _chunk(numbers: Sequence[int], samples: Sequence[tuple[Sample, Any]], unreadable: dict[int, str]) -> Chunk:

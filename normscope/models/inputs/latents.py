@@ -84,6 +84,24 @@ class NoisedLatents(ReadInputs):
             batches.append(denoising_batch(noised, timestep, self._labels[which], samples))
         return Chunk(numbers, batches)
 
+    def truth(self, samples: Sequence[Sample]) -> Tensor | None:
+        """Return what a perfect network would predict of some samples: ε, x₀ or v, as the scheduler says.
+
+        Args:
+            samples: of :meth:`known_samples`.
+
+        Returns:
+            float32 ``(samples, channels, height, width)``, on the CPU; None if any sample is of other inputs.
+        """
+        if any(sample.data != self._data for sample in samples):
+            return None
+        numbers = [sample.source_index for sample in samples]
+        clean, noise = self._latents[numbers].float(), torch.stack([self._noise(number) for number in numbers])
+        steps = torch.tensor([sample.index % self._scheduler.config["num_train_timesteps"] for sample in samples])
+        velocity = self._scheduler.get_velocity(clean, noise, steps)  # type: ignore[arg-type]  # all integers do
+        by_name = {"epsilon": noise, "sample": clean, "v_prediction": velocity}
+        return by_name[self._scheduler.config["prediction_type"]]
+
     def known_samples(self) -> Iterator[Sample]:
         """Yield a sample for each timestep of each latent that is taken."""
         return (self._sample(number, timestep) for number in self.order for timestep in self.timesteps)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from normscope.errors import MemoryEndedError, ModelError, NormscopeError, UsageError, count
 from normscope.inputs.batch import Batch, Sample
-from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Outputs, Provenance, without_variances
+from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Outputs, Provenance, Task, without_variances
 from normscope.inputs.splits import Chunk
 from normscope.models.inputs.numbered_inputs import NumberedInputs
 from normscope.models.inputs.trajectories import listed, select_timesteps
@@ -236,7 +236,8 @@ def load_pipeline(name: str, folder: Path, components: Mapping[str, Any], option
             nn.Module.to(component, options.device)
     module, provenance = ready(module, provenance, options, _in_float32(kind) or ())
     inputs = PipelineCalls(pipeline, options)
-    return LoadedModel(name, module, inputs, provenance, Outputs("prediction", without_variances))
+    task = Task(untold="the latents are of the pipeline's own trajectories, of which no true noise is known")
+    return LoadedModel(name, module, inputs, provenance, Outputs("prediction", without_variances), task=task)
 
 
 def _known(component: list[Any]) -> bool:

@@ -197,14 +197,15 @@ def _pieces(original: Tensor, swapped: Tensor, valid: Tensor | None) -> Iterator
     step = max(1, _AT_ONCE // max(1, samples * features))
     for first in range(0, positions, step):
         window = slice(first, first + step)
-        pair = [_float64(one[:, window]) for one in (original, swapped)]
+        pair = [in_float64(one[:, window]) for one in (original, swapped)]
         if valid is not None:
             data = valid[:, window, None].to(pair[0].device)
             pair = [one.where(data, 0.0) for one in pair]
         yield pair[0], pair[1]
 
 
-def _float64(tensor: Tensor) -> Tensor:
+def in_float64(tensor: Tensor) -> Tensor:
+    """Return it in float64, on its device or, where that has none, on the CPU."""
     return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()  # mps has no float64
 
 

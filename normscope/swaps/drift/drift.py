@@ -10,13 +10,14 @@ from torch import nn
 
 from normscope.errors import DataError, UsageError
 from normscope.inputs.entries import taken_once
-from normscope.inputs.loaded_model import LoadedModel, Outputs, unpacked
+from normscope.inputs.loaded_model import LoadedModel, Outputs, Task, unpacked
 from normscope.pairs.ranks import ALONE, Ranks
 from normscope.runtime.progress import Progress, StageProgress, silent
 from normscope.swaps.drift.distances import Configuration
 from normscope.swaps.drift.paired_passes import Ends, PairedPasses
 from normscope.swaps.drift.reports import Drift, DriftReport
-from normscope.swaps.replace import uncompiled
+from normscope.swaps.quality.judge import Judge, QualityFunction
+from normscope.swaps.replace import Swap, uncompiled
 
 
 def drift(
@@ -30,6 +31,7 @@ def drift(
     init: str = "",
     one_at_a_time: bool = True,
     cumulative: bool = True,
+    quality: QualityFunction | Task | None = None,
     about: Mapping[str, str] | None = None,
     progress: Progress = silent,
     ranks: Ranks = ALONE,
@@ -57,6 +59,10 @@ def drift(
         init: with which start values: both stand in every row.
         one_at_a_time: whether each site is also swapped alone.
         cumulative: whether sites are also swapped one after the other.
+        quality: a function of yours that says how well the network does what it is for: from the module, in eval mode
+            and without gradients, to a number. It is called with no site swapped and with all, by the first rank. None
+            for a loaded model's own task, on the same batches: accuracy by labels, perplexity, …; see
+            :class:`normscope.inputs.loaded_model.Task`, which can be given, too.
         about: what the report says of itself: ``model``, ``weights``, ``data``.
         progress: called after each of the :func:`passes` that samples run through, with what is swapped in, how many
             samples have run, those of all passes counted, and how many there are.
@@ -72,8 +78,8 @@ def drift(
             see the same.
         MemoryEndedError: if a single sample takes more memory than there is.
         ModelError: if the network raises, has no such modules, or does not call what was swapped in.
-        UsageError: if there is nothing to swap, a module comes without batches, or if a cumulative order is asked for
-            without each site alone.
+        UsageError: if there is nothing to swap, a module comes without batches, if a cumulative order is asked for
+            without each site alone, or if ``quality`` returns no number.
 
     >>> import torch
     >>> from normscope.swaps.pointwise import DyT
@@ -86,12 +92,18 @@ def drift(
     >>> modules = normscope.replacements(network, "dyt", normscope.capture(network), sites="final")
     >>> drift(network, replacements=modules).about["data"]
     'the first 4 of 64 held-out digits'
+    >>> images = torch.cat([batch.args[0] for batch in network.inputs])
+    >>> report = drift(network, replacements=modules, quality=lambda module: float(module(images).mean()))
+    >>> sorted(report.quality.scores)
+    ['original', 'swapped']
     """
     if not replacements:
         raise UsageError("There is nothing to swap: the replacements name no module.")
     if ends is None and isinstance(model, LoadedModel):
         ends = getattr(model.inputs if batches is None else batches, "ends", None)
+    loaded = model
     model, batches, about, outputs = unpacked(model, batches, about, outputs)
+    judge = Judge.of(loaded, quality, batches, outputs, progress)
     if cumulative and not one_at_a_time:
         raise UsageError("The cumulative order follows from each site alone: leave one_at_a_time on, or both off.")
     sites = list(replacements)
@@ -107,10 +119,18 @@ def drift(
     of = None if samples is None else samples * passes(len(sites), one_at_a_time=one_at_a_time, cumulative=cumulative)
     stage = ", ".join(filter(None, (about.get("model"), func, init))) or "samples"
     counter = StageProgress(progress, stage, of, ranks.size)
-    comparison = PairedPasses(uncompiled(model), batches, replacements, outputs, ranks, counter.add, asked)
+    network = uncompiled(model)
+    comparison = PairedPasses(network, batches, replacements, outputs, ranks, counter.add, asked)
     rows = comparison.compared([everything, *alone], ends).rows(func, init, sites)
     report = DriftReport(func, init, sites, rows, about)
-    return replace(report, rows=[*rows, *_cumulative(comparison, report)]) if cumulative else report
+    if cumulative:
+        report = replace(report, rows=[*rows, *_cumulative(comparison, report)])
+    if ranks.rank == 0:
+        judge.add("original", network)
+        with Swap(network, replacements):
+            judge.add("swapped", network)
+    judge.settle(ranks)
+    return replace(report, quality=judge.quality, no_quality=judge.untold)
 
 
 def passes(sites: int, *, one_at_a_time: bool = True, cumulative: bool = True) -> int:

@@ -108,6 +108,38 @@ class Drift(Record):
     frames: Quantiles | None = None
 
 
+@dataclass(frozen=True)
+class Score(Record):
+    """How well one network does what it is for.
+
+    Attributes:
+        value: of what was measured.
+        interval: 95 % interval of a share, after Wilson; None of anything else, and of inputs that are not independent.
+    """
+
+    value: float
+    interval: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Quality(Record):
+    """How well a network does what it is for, with its norms and with something else in their place.
+
+    Attributes:
+        name: what was measured: ``top-1``, ``perplexity``, …; of a function of the user's its own name.
+        higher_is_better: whether it grows with quality; None where only the user knows.
+        n: number of images, words, tokens or pairs that it was measured on; None where only the user knows.
+        over: they in words.
+        scores: of each network: ``original``; ``swapped``; and where it was healed, ``healed``.
+    """
+
+    name: str
+    higher_is_better: bool | None
+    n: int | None
+    over: str
+    scores: Mapping[str, Score]
+
+
 @dataclass(frozen=True, repr=False)
 class DriftReport(Tabled, Record):
     """What one swap did to a network's outputs.
@@ -118,6 +150,9 @@ class DriftReport(Tabled, Record):
         sites: paths of the swapped sites, in the network's order.
         rows: everything that was measured.
         about: ``model``, ``weights`` and ``data`` in words, as far as they were told.
+        quality: how well the network does what it is for, on the same inputs, with no site swapped and with all; None
+            where nothing tells.
+        no_quality: why there is none; else empty.
     """
 
     func: str
@@ -125,6 +160,8 @@ class DriftReport(Tabled, Record):
     sites: Sequence[str]
     rows: Sequence[Drift]
     about: Mapping[str, str] = field(default_factory=dict)
+    quality: Quality | None = None
+    no_quality: str = ""
 
     def __repr__(self) -> str:
         how = " ".join(filter(None, ("DriftReport", self.func, self.init)))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from normscope.errors import DataError, ModelError, UsageError
 from normscope.inputs.batch import Batch
 from normscope.inputs.entries import as_batches, taken_once
-from normscope.inputs.loaded_model import LoadedModel, Outputs, unpacked
+from normscope.inputs.loaded_model import LoadedModel, Outputs, Task, unpacked
 from normscope.inputs.splits import divided
 from normscope.runtime.network import left_as_found
 from normscope.runtime.progress import Progress, silent
@@ -33,6 +33,7 @@ from normscope.swaps.heal.training import (
     train,
 )
 from normscope.swaps.pointwise import PointwiseFunction
+from normscope.swaps.quality.judge import Judge, QualityFunction
 from normscope.swaps.replace import uncompiled
 
 STEPS = 1700
@@ -52,6 +53,7 @@ def heal(
     seed: int = 0,
     checkpoint: str | Path | None = None,
     asked: Mapping[str, Any] | None = None,
+    quality: QualityFunction | Task | None = None,
     progress: Progress = silent,
 ) -> HealReport:
     """Train a swapped network, in place, until it gives what the original gives.
@@ -77,6 +79,9 @@ def heal(
             for none.
         asked: what else the checkpoint says of itself, as JSON takes it; a call that asks for something else does not
             go on from it.
+        quality: a function of yours that says how well a network does what it is for, as :func:`normscope.drift` takes
+            it: of the original, and of the swapped one with its start values and healed. None for what a loaded
+            model's task says, on the held-out inputs.
         progress: called with the stage, what was done of it, and all of it.
 
     Returns:
@@ -85,7 +90,7 @@ def heal(
 
     Raises:
         UsageError: if nothing was swapped, if one of ``learn`` and ``held_out`` is missing, if the network is in half
-            precision, or if the checkpoint is of another healing.
+            precision, if the checkpoint is of another healing, or if ``quality`` returns no number.
         DataError: if there are too few inputs, or the checkpoint is damaged.
 
     >>> import copy, normscope
@@ -106,14 +111,18 @@ def heal(
         learn, held_out = divided(original.inputs, original.calibration)
     if learn is None or held_out is None:
         raise UsageError("Healing learns from some inputs and is judged by others: pass both, or a loaded model alone.")
+    loaded = original
     module, learn, _, outputs = unpacked(original, learn, outputs=outputs)
     teacher, student = uncompiled(module), uncompiled(swapped)
     sites = swapped_sites(teacher, student)
     _check(student, steps)
     reported = list(held_out) if taken_once(held_out) else held_out
+    judge = Judge.of(loaded, quality, reported, outputs, progress)
     path = None if checkpoint is None else Path(checkpoint)
     if path is not None:
         check_asked(path, asked or {})
+    for name, network in (("original", teacher), ("swapped", student)):
+        judge.add(name, network)
     with left_as_found(teacher), left_as_found(student), _trainable(student) as parameters:
         pool = Pool.of(learn)
         blocks = repeatable(teacher, blocks_of(sites, teacher), pool.learned[0])
@@ -144,10 +153,10 @@ def heal(
         if not course.done:
             course.done, course.moments = True, {}
             saved(course)
+    judge.add("healed", student)
     n_learned, n_judged = (sum(len(batch.samples) for batch in part) for part in (pool.learned, pool.judged))
-    return HealReport(
-        course.drifts, restored, course.points, steps, n_learned, n_judged, course.n_held_out, pool.left_out
-    )
+    counts = (n_learned, n_judged, course.n_held_out, pool.left_out)
+    return HealReport(course.drifts, restored, course.points, steps, *counts, judge.quality, judge.untold)
 
 
 def swapped_sites(original: nn.Module, swapped: nn.Module) -> list[str]:

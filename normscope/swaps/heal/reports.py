@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from normscope.runtime.records import Record, Tabled, as_json
+from normscope.swaps.drift.reports import Quality
 
 START, SITES, BLOCKS, WHOLE = "start", "sites", "blocks", "whole"
 
@@ -45,6 +46,9 @@ class HealReport(Tabled, Record):
         n_judged: samples that decided which steps are kept.
         n_held_out: samples that the drifts are of.
         left_out: samples to learn from that did not fit into memory.
+        quality: how well the original does what it is for, and the swapped network with its start values and healed,
+            on the held-out inputs; None where nothing tells.
+        no_quality: why there is none; else empty.
     """
 
     drifts: Mapping[str, Mapping[str, float]]
@@ -55,6 +59,8 @@ class HealReport(Tabled, Record):
     n_judged: int
     n_held_out: int
     left_out: int
+    quality: Quality | None = None
+    no_quality: str = ""
 
     def __repr__(self) -> str:
         return f"HealReport: relative L2 {self.before['median']:.3g} → {self.after['median']:.3g} in {self.steps} steps"

@@ -163,3 +163,21 @@ def test_a_network_of_ones_own_is_healed_in_its_own_batches(here):
     assert json.loads(done.stdout)["n_held_out"] == 6
     told = heal("py:mine.py:make", "--steps", "6", "-o", "healed", "--batch-size", "4")
     assert told.exit_code == 2 and "decides how large its batches are" in told.stderr
+
+
+@pytest.mark.slow
+def test_quality_before_and_after_stands_in_the_document_and_below_the_table(here):
+    done = heal(*QUICK, "-o", "healed", "--json")
+    quality = json.loads(done.stdout)["quality"]
+    network = normscope.load("demo_vit", device="cpu")
+    healed = normscope.load_swapped("healed", device="cpu").module
+    for name, module in (("original", network.module), ("healed", healed)):
+        right = [
+            int(module(batch.args[0])[row].argmax()) == sample.label
+            for batch in network.inputs
+            for row, sample in enumerate(batch.samples)
+        ]
+        assert quality["scores"][name]["value"] == sum(right) / 64
+    assert quality["name"] == "top-1 accuracy" and list(quality["scores"]) == ["original", "swapped", "healed"]
+    done = heal(*QUICK, "-o", "again")
+    assert "dyisru, healed" in done.stdout and "64 labelled samples" in done.stdout

@@ -5,10 +5,12 @@ import re
 
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 import normscope
 from normscope.cli import app
+from normscope.cli.commands import swap_bench
 from normscope.errors import UsageError
 from normscope.inputs.splits import learned_and_held_out
 from normscope.models.inputs.trajectories import Trajectories
@@ -158,6 +160,25 @@ def test_trajectories_are_walked_once_for_the_least_harmful_sites(tmp_path, monk
 
 
 @pytest.mark.slow
+def test_quality_is_a_table_or_a_reason_why_there_is_none(folder, monkeypatch):
+    done = run(folder, monkeypatch, NAME, "--func", "dyt", "--init", "paper")
+    assert done.exit_code == 0, done.output
+    assert "No quality: nothing tells what the network is for (in Python, pass quality=" in done.stdout
+    images = folder / "images"
+    for name in ("3", "7"):
+        (images / name).mkdir(parents=True)
+        Image.new("L", (8, 8), 40 * int(name)).save(images / name / "a.png")
+
+    def stop(*_):
+        raise UsageError("It has been measured.")
+
+    monkeypatch.setattr(swap_bench, "_speed", stop)
+    done = run(folder, monkeypatch, "demo_vit", "--data", "images", "--func", "dyt", "--init", "paper")
+    assert done.stderr.endswith("It has been measured.\n")
+    assert "top-1 accuracy" in done.stdout and "1 labelled sample · higher is better" in " ".join(done.stdout.split())
+
+
+@pytest.mark.slow
 def test_an_embedded_model_is_timed_at_full_size(tmp_path, monkeypatch):
     arguments = ("demo_vit", "--limit", "4", "--batch-size", "1", "--func", "dyt", "--init", "paper", "--json")
     done = run(tmp_path, monkeypatch, *arguments)
@@ -167,6 +188,9 @@ def test_an_embedded_model_is_timed_at_full_size(tmp_path, monkeypatch):
     assert speed["about"]["model"] == "vit_b16" and speed["about"]["weights"] == "random weights, seed 0"
     assert "demo_vit is tiny" in done.stderr and "vit_b16: random weights" in done.stderr
     assert "embedded demo_vit" in document["drift"][0]["weights"]
+    quality = document["drift"][0]["quality"]
+    assert quality["scores"]["original"] == {"value": 1.0, "interval": [pytest.approx(0.5101, abs=1e-4), 1.0]}
+    assert (quality["name"], quality["n"], list(quality["scores"])) == ("top-1 accuracy", 4, ["original", "swapped"])
     assert {row["sites"] for row in speed["rows"] if row["scope"] == "model"} == {25}
 
 

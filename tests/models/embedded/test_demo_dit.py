@@ -71,7 +71,7 @@ def test_default_inputs(demo):
 
 def test_every_norm_at_every_timestep():
     few = load("demo_dit", device="cpu", limit=8)
-    seen = normscope.capture(few.module, few.inputs, about=few.about, verify=True)
+    seen = normscope.capture(few.module, few.inputs, about=few.about, verify=True, by_part=True)
     assert len(seen.sites) == 17
     assert [site.placement for site in seen.sites] == ["pre-norm"] * 16 + ["final"]
     assert list(seen.parts) == ["timestep 980", "timestep 660", "timestep 320", "timestep 0"]

@@ -100,7 +100,7 @@ def test_each_prompt_is_a_source_and_each_timestep_a_part(saved):
     samples = [sample for batch in model.inputs for sample in batch.samples]
     assert [sample.source for sample in samples] == ["prompt 0"] * 4 + ["prompt 1"] * 4
     assert len({sample.index for sample in samples}) == 8
-    seen = normscope.capture(model.module, model.inputs, verify=True)
+    seen = normscope.capture(model.module, model.inputs, verify=True, by_part=True)
     assert list(seen.parts) == ["timestep 950", "timestep 0"]
     assert seen.stats["norm_out"].n_pairs == 8 * 64 * 24  # samples, patches, channels
 

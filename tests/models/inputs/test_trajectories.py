@@ -224,7 +224,7 @@ def test_steps_are_taken_in_float32_whatever_the_module_runs_in(trajectories):
 
 def test_a_capture_keeps_timesteps_apart_and_leaves_the_steps_out(dit, trajectories):
     ours = trajectories(number=2, timesteps="980,0")
-    seen = normscope.capture(dit, ours)
+    seen = normscope.capture(dit, ours, by_part=True)
     tokens = 2 * 2 * 16  # trajectories, halves, patches
     assert {name: part.stats["norm_out"].n_pairs for name, part in seen.parts.items()} == {
         "timestep 980": tokens * 16,

@@ -128,7 +128,8 @@ def test_the_report_does_not_depend_on_the_number_of_ranks(size):
     model = Stack()
 
     def measured(modules, ranks):
-        return drift(copy.deepcopy(model), batches, copy.deepcopy(modules), outputs=CLASSES, ranks=ranks)
+        own = {"outputs": CLASSES, "quality": lambda network: network(batches[0].args[0]).mean()}
+        return drift(copy.deepcopy(model), batches, copy.deepcopy(modules), **own, ranks=ranks)
 
     for modules in (dyts(model), {"norms.0": Spoilt("tanh", 8), "norms.2": DyT(8)}):
         known = measured(modules, Ranks())

@@ -22,6 +22,7 @@ from normscope.models.inputs.processors import (
     processed_images,
     prompts,
 )
+from normscope.models.inputs.sentence_pairs import pairs_or_texts
 from normscope.models.inputs.text import text_inputs
 from normscope.models.inputs.tokenizer import reading_of
 from normscope.models.weights.repository import Repository
@@ -147,7 +148,9 @@ def readers_of(
             return (load_processor(library, name, repository, "AutoProcessor"),)
 
 
-def inputs_of(takes: Takes, readers: tuple[Any, ...], module: nn.Module, config: Any, options: LoadOptions) -> Inputs:
+def inputs_of(
+    library: Any, takes: Takes, readers: tuple[Any, ...], module: nn.Module, config: Any, options: LoadOptions
+) -> Inputs:
     """Return the inputs of a network, as its own ``readers`` make them of data.
 
     Raises:
@@ -155,7 +158,10 @@ def inputs_of(takes: Takes, readers: tuple[Any, ...], module: nn.Module, config:
     """
     match takes:
         case "texts":
-            return text_inputs(reading_of(module, config, *readers), options)
+            reading = reading_of(module, config, *readers)
+            if has_head(library, type(module).__name__):
+                return text_inputs(reading, options)
+            return pairs_or_texts(reading, options)  # of which embeddings are made
         case "images":
             (processor,) = readers
             return processed_images(processor, module, config, options)

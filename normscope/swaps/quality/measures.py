@@ -1,0 +1,307 @@
+"""What a network is judged by: labels, the text itself, people's scores, or the noise that was added."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from scipy import stats
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from normscope.errors import DataError, MemoryEndedError, count
+from normscope.inputs.batch import Batch, Halving, Sample
+from normscope.inputs.entries import as_batches
+from normscope.inputs.loaded_model import Outputs, Task
+from normscope.runtime.network import KeptBuffers, run
+from normscope.swaps.drift.distances import in_float64
+from normscope.swaps.drift.reports import Score
+
+MASKED_TOKENS = 256  # of a masked language model that are hidden, one at a time: each takes a pass over its text
+_AT_ONCE = 1 << 24  # logits in float64 at a time
+_STILL = 1e-3  # relative L2 by which a causal model's logits may move: kernels sum in an order of their own
+
+
+class UntoldError(DataError):
+    """What a network was run on does not tell how well it does."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A score, and what all scores of the same inputs have in common; see :class:`Quality`."""
+
+    name: str
+    higher_is_better: bool | None
+    n: int | None
+    over: str
+    score: Score
+
+
+class Passes:
+    """The forward passes of one network, each from the buffers that it was found with; in halves where memory ends."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Iterable[Any],
+        outputs: Outputs,
+        buffers: KeptBuffers,
+        told: Callable[[int, int | None], object],
+    ) -> None:
+        self.batches = batches
+        self._model, self._outputs, self._buffers, self._told = model, outputs, buffers, told
+
+    def output(self, batch: Batch) -> Tensor:
+        """Return what the network gives of a batch."""
+        self._buffers.put_back()
+        return self._outputs.read(run(self._model, batch), batch)
+
+    def answers(self, batches: Iterable[Any] | None = None, of: int | None = None) -> Iterator[tuple[Batch, Tensor]]:
+        """Yield batches, or the pieces that there is memory for, and what the network gives of each.
+
+        Args:
+            batches: None for the inputs themselves.
+            of: how many samples they hold; None for what the inputs say.
+        """
+        batches = self.batches if batches is None else batches
+        of, done, halving = of or getattr(batches, "n_samples", None), 0, Halving("judged")
+        for batch in as_batches(batches):
+            for piece, _ in halving.pieces(batch, None):
+                try:
+                    output = self.output(piece)
+                except MemoryEndedError:
+                    if len(piece.samples) == 1 or not piece.divisible:
+                        raise
+                    halving.halve(piece)
+                else:
+                    yield piece, output
+                    done += len(piece.samples)
+                    self._told(done, of)
+
+
+def _top1(passes: Passes, task: Task) -> Finding:
+    """Share of samples whose largest logit is that of their class; one that is not finite is wrong."""
+    right: list[bool] = []
+    samples: list[Sample] = []
+    for batch, logits in passes.answers():
+        labels = torch.tensor(_labels(batch, int))
+        finite = logits.isfinite().all(-1).cpu()
+        right += ((logits.argmax(-1).cpu() == labels) & finite).tolist()
+        samples += batch.samples
+    return _accuracy("top-1 accuracy", "labelled sample", right, samples)
+
+
+def _words(passes: Passes, task: Task) -> Finding:
+    """Share of words that are spelled rightly by the likeliest letter of each frame, without repeats and blanks."""
+    right: list[bool] = []
+    samples: list[Sample] = []
+    for batch, logits in passes.answers():
+        finite = logits.isfinite().flatten(1).all(1).tolist()
+        for frames, word, whole in zip(logits.argmax(-1), _labels(batch, str), finite, strict=True):
+            letters = "".join(task.letters[place] for place in frames.unique_consecutive().tolist() if place)
+            right.append(whole and letters == word)
+        samples += batch.samples
+    return _accuracy("word accuracy", "word", right, samples)
+
+
+def _labels(batch: Batch, kind: type) -> list[Any]:
+    labels = [sample.label for sample in batch.samples]
+    if not all(isinstance(label, kind) for label in labels):
+        raise UntoldError("the samples have no labels")
+    return labels
+
+
+def _accuracy(name: str, noun: str, right: Sequence[bool], samples: Sequence[Sample]) -> Finding:
+    if not right:
+        raise UntoldError("there is no sample to judge by")
+    interval = None
+    if len({(sample.data, sample.source) for sample in samples}) == len(samples):  # else they are not independent
+        wilson = stats.binomtest(sum(right), len(right)).proportion_ci(0.95, method="wilson")
+        interval = (float(wilson.low), float(wilson.high))
+    return Finding(name, True, len(right), count(len(right), noun), Score(sum(right) / len(right), interval))
+
+
+def _perplexity(passes: Passes, task: Task) -> Finding:
+    """exp of the mean of −log p over all tokens that have tokens before them in their text."""
+    surprises: list[float] = []
+    n = texts = 0
+    causal = False
+    for batch, logits in passes.answers():
+        ids, valid = _tokens(batch)
+        _check_positions(logits, ids.shape)
+        for row in range(len(ids)):
+            own, kept = ids[row, valid[row]], valid[row].to(logits.device)
+            if len(own) < 2:
+                continue
+            surprises.append(_surprise(logits[row][kept][:-1], own[1:]))
+            causal = causal or _is_causal(passes, batch, row)
+            n, texts = n + len(own) - 1, texts + 1
+    return _exp_of_mean("perplexity", surprises, n, f"{count(n, 'token')} of {count(texts, 'text')}")
+
+
+def _is_causal(passes: Passes, batch: Batch, row: int) -> bool:
+    """Return whether logits stay when the last token of a text is another one; False where they are not finite.
+
+    Which classes of transformers look ahead, no name tells: BertLMHeadModel does, unless its configuration says so.
+
+    Raises:
+        UntoldError: if they change.
+    """
+    one = batch.take([row])
+    ids, valid = _tokens(one)
+    last = int(valid[0].nonzero()[-1])
+    before = passes.output(one)[0, :last].clone()
+    other = next(
+        (token for token in ids[0].tolist() if token != ids[0, last]), (int(ids[0, last]) + 1) % before.shape[-1]
+    )
+    changed = ids.clone()
+    changed[0, last] = other
+    after = passes.output(replace(one, kwargs={**one.kwargs, "input_ids": changed}))[0, :last]
+    if not bool(before.isfinite().all() & after.isfinite().all()):
+        return False
+    own, moved = in_float64(before[valid[0, :last]]), in_float64(after[valid[0, :last]])
+    if float((moved - own).norm()) > _STILL * float(own.norm()):
+        raise UntoldError("the network looks at the tokens that it would have to predict, as no causal model does")
+    return True
+
+
+def _pseudo_perplexity(passes: Passes, task: Task) -> Finding:
+    """exp of the mean of −log p of tokens, each hidden alone behind the mask token (Salazar et al., 1910.14659)."""
+    total = sum(int(_words_of(batch, task).sum()) for batch in as_batches(passes.batches))
+    taken = min(total, MASKED_TOKENS)
+    chosen = {number * total // taken for number in range(taken)} if taken else set()
+    surprises = [
+        surprise
+        for batch, logits in passes.answers(_masked(passes.batches, task, chosen), taken)
+        for surprise in _hidden_surprises(batch, logits)
+    ]
+    of = f"{count(taken, 'token')}, each masked alone" + (f", evenly among {total:,}" if taken < total else "")
+    return _exp_of_mean("pseudo-perplexity", surprises, taken, of)
+
+
+def _hidden_surprises(batch: Batch, logits: Tensor) -> Iterator[float]:
+    _check_positions(logits, _tokens(batch)[0].shape)
+    for row, sample in enumerate(batch.samples):
+        yield _surprise(logits[row, sample.index][None], torch.tensor([sample.label]))
+
+
+def _masked(batches: Iterable[Any], task: Task, chosen: set[int]) -> Iterator[Batch]:
+    """Yield copies of texts with one token hidden in each; a sample's index is its place, and its label the token."""
+    number = 0
+    for batch in as_batches(batches):
+        ids, _ = _tokens(batch)
+        at_once = max(len(batch.samples), getattr(batches, "batch_size", 1))
+        for row, words in enumerate(_words_of(batch, task)):
+            places = words.nonzero().flatten().tolist()
+            own = [place for order, place in enumerate(places, start=number) if order in chosen]
+            number += len(places)
+            for first in range(0, len(own), at_once):
+                piece = own[first : first + at_once]
+                copies, rows = batch.take([row] * len(piece)), torch.arange(len(piece))
+                hidden = copies.kwargs["input_ids"].clone()
+                hidden[rows, piece] = task.mask_id
+                samples = tuple(replace(batch.samples[row], index=place, label=int(ids[row, place])) for place in piece)
+                yield replace(copies, kwargs={**copies.kwargs, "input_ids": hidden}, samples=samples)
+
+
+def _words_of(batch: Batch, task: Task) -> Tensor:
+    """Return which tokens may be hidden: neither padding nor what the tokenizer puts around texts."""
+    ids, valid = _tokens(batch)
+    return valid & ~torch.isin(ids, torch.tensor(sorted(task.unmasked), device=ids.device))
+
+
+def _tokens(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return token ids and which of them are data, ``(samples, positions)``."""
+    ids = batch.kwargs.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
+        raise UntoldError("the batches have no input_ids of samples and positions")
+    return ids, torch.ones_like(ids, dtype=torch.bool) if batch.valid is None else batch.valid.to(ids.device)
+
+
+def _check_positions(output: Tensor, wanted: Sequence[int]) -> None:
+    """Refuse what does not give each token a vector of its own."""
+    if output.ndim != 3 or tuple(output.shape[: len(wanted)]) != tuple(wanted):
+        raise UntoldError(f"the network gives {tuple(output.shape)}, which is not a vector for each of the tokens")
+
+
+def _surprise(logits: Tensor, ids: Tensor) -> float:
+    """Return the sum of −log p of tokens ``(positions,)`` under logits ``(positions, vocabulary)``, in float64."""
+    step, parts = max(1, _AT_ONCE // logits.shape[-1]), []
+    for first in range(0, len(ids), step):
+        own = in_float64(logits[first : first + step])
+        parts.append(float(F.cross_entropy(own, ids[first : first + step].to(own.device), reduction="sum")))
+    return math.fsum(parts) if all(map(math.isfinite, parts)) else math.inf
+
+
+def _exp_of_mean(name: str, surprises: Sequence[float], n: int, over: str) -> Finding:
+    if not n:
+        raise UntoldError("no text has a token to predict")
+    mean = math.inf if math.inf in surprises else math.fsum(surprises) / n
+    return Finding(name, False, n, over, Score(math.exp(mean) if mean < 700 else math.inf))  # beyond is no float64
+
+
+def _spearman(passes: Passes, task: Task) -> Finding:
+    """Spearman's rank correlation of the cosines of pairs of sentences and people's scores."""
+    waiting: dict[int, Tensor] = {}
+    cosines, scores = [], []
+    for batch, output in passes.answers():
+        scored = _labels(batch, float)
+        _check_positions(output, (len(batch.samples),) if batch.valid is None else batch.valid.shape)
+        for sample, score, embedding in zip(batch.samples, scored, _pooled(output, batch, task), strict=True):
+            first = waiting.pop(sample.source_index, None)
+            if first is None:
+                waiting[sample.source_index] = embedding
+            else:
+                cosines.append(float(F.cosine_similarity(first, embedding, dim=0)))
+                scores.append(score)
+    if len(set(scores)) < 2:
+        raise UntoldError(f"a rank correlation takes pairs of different scores, and there are {len(set(scores))}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", stats.ConstantInputWarning)  # which is NaN, and shown as none
+        found = float(stats.spearmanr(cosines, scores).statistic)
+    over = f"{count(len(scores), 'pair')} of sentences, {_POOLED[task.pooling]}"
+    return Finding("Spearman's rank correlation", True, len(scores), over, Score(found))
+
+
+_POOLED = {"mean": "mean of the tokens", "first": "the first token", "last": "the last token"}
+
+
+def _pooled(output: Tensor, batch: Batch, task: Task) -> list[Tensor]:
+    """Return the embedding of each text, float64 ``(features,)`` on the CPU; padding is in none."""
+    embeddings = []
+    for row, tokens in enumerate(output):
+        kept = tokens if batch.valid is None else tokens[batch.valid[row].to(tokens.device)]
+        own = in_float64(kept).cpu()
+        embeddings.append({"mean": own.mean(0), "first": own[0], "last": own[-1]}[task.pooling])
+    return embeddings
+
+
+def _denoising(passes: Passes, task: Task) -> Finding:
+    """Mean squared error of the prediction, as in training; infinite where anything is not finite."""
+    assert task.truth is not None  # noqa: S101  # of this measure
+    errors: list[float] = []
+    for batch, output in passes.answers():
+        wanted = task.truth(batch.samples)
+        if wanted is None:
+            raise UntoldError("it is not known what noise was added to the samples")
+        errors += (
+            (in_float64(output).cpu() - wanted.double()).square().flatten(1).mean(1).nan_to_num(nan=math.inf).tolist()
+        )
+    if not errors:
+        raise UntoldError("there is no sample to judge by")
+    mean = math.inf if math.inf in errors else math.fsum(errors) / len(errors)
+    return Finding("denoising error", False, len(errors), count(len(errors), "noised latent"), Score(mean))
+
+
+MEASURES: dict[str, Callable[[Passes, Task], Finding]] = {
+    "top-1": _top1,
+    "words": _words,
+    "perplexity": _perplexity,
+    "pseudo-perplexity": _pseudo_perplexity,
+    "spearman": _spearman,
+    "denoising": _denoising,
+}
