@@ -24,11 +24,11 @@ OTHERS = ("free", "best", "identity", "rmsnorm")
 ABOUT = """
 How far the output of a network moves, at each of its held-out inputs, when all of its norms are swapped: relative L2,
 ‖swapped − original‖ / ‖original‖; 1 is as far as zero is. The demo networks are embedded toys; minilm is
-all-MiniLM-L6-v2, a pretrained one, on the package's page of texts. What is fitted is fitted to calibration inputs, which
-are others (of minilm nine of the twelve texts), with s; by γ², per channel by pairs alike. Samples are inputs: the number before the
-parentheses is the median over them, those within are the smallest and the largest. Of paper's: the median over that of
-the same function with A = 1, α = 0.5, s = 0, γ and β kept. free is E[y|x] itself, as far as the pairs tell it, with
-one shape for all channels of a site.
+all-MiniLM-L6-v2, a pretrained one, on the package's page of texts. What is fitted is fitted to calibration inputs,
+which are others (of minilm nine of the twelve texts), with s; by γ², per channel by pairs alike. Samples are inputs:
+the number before the parentheses is the median over them, those within are the smallest and the largest. Of paper's:
+the median over that of the same function with A = 1, α = 0.5, s = 0, γ and β kept. free is E[y|x] itself, as far as
+the pairs tell it, with one shape for all channels of a site.
 """
 
 
