@@ -168,7 +168,7 @@ Diagonal = Annotated[
 Layers = Annotated[
     str,
     typer.Option(
-        help="A number of sites evenly over the depth; or indices, ranges, names, globs ('0,4-7,*.norm1'); or all."
+        help="A number of sites along the depth, of all kinds; indices, ranges, names, globs ('0,4-7,*.norm1'); or all."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")]

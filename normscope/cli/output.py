@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from normscope.inputs.loaded_model import LoadedModel
     from normscope.pairs.captures import Capture
-    from normscope.pairs.norms.sites import SkippedNorm
+    from normscope.pairs.norms.sites import NormSite, SkippedNorm
     from normscope.runtime.progress import Progress
 
 _WIDTH_OF_A_PIPE = 1000  # a table that goes to a file or a program is as wide as it needs to be
@@ -163,6 +163,14 @@ class Output:
             if left_out := int(stats.nonfinite_tokens):
                 tokens = f"{left_out:,} of {stats.n_tokens + left_out:,} tokens"
                 self.warn(f"{site.name}: {tokens} hold a NaN or an infinity, and are in no sum")
+
+    def chosen(self, sites: Sequence[NormSite], asked: str, option: str = "--layers") -> None:
+        """Say which sites a lone number took."""
+        from normscope.pairs.norms.sites import is_number
+
+        if is_number(asked):
+            named = ", ".join(f"{site.index} {site.name}" for site in sites)
+            self.remark(f"{option} {asked} takes one of each stretch of the depth, by turns of every kind: {named}")
 
     def skipped(self, norms: Iterable[SkippedNorm]) -> None:
         """Name every norm that was seen and not observed."""

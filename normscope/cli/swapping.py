@@ -172,6 +172,7 @@ class Learner:
         report = normscope.find_norms(network)
         say.skipped(report.skipped)
         norms = chosen(report.sites, "all" if least else sites)
+        say.chosen(norms, sites, "--sites")
         if least and int(least[1]) > len(norms):
             raise UsageError(f"--sites {sites} asks for more norms than there are: {len(norms)}.")
         return cls(network, norms, report.skipped, int(least[1]) if least else None, seed, ranks)

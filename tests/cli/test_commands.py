@@ -96,7 +96,7 @@ def test_json_is_one_document_on_stdout(run, folder):
     document = json.loads(done.stdout)
     assert json.loads((folder / "fits.json").read_text()) == document
     assert [found["func"] for found in document["fits"]] == ["isru", "isru"]
-    assert [found["site"] for found in document["fits"]] == ["blocks.0.norm1", "norm"]
+    assert [found["site"] for found in document["fits"]] == ["blocks.1.norm2", "blocks.6.norm1"]
     assert document["fits"][0]["folds"] == "source"
     assert document["skipped"] == []
     assert "64 held-out digits" in done.stderr

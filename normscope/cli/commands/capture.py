@@ -107,6 +107,7 @@ def capture(
         if not place.speaks:
             raise typer.Exit
         say.account(seen, network.inputs.unreadable)
+        say.chosen(seen.sites, layers)
         path = _saved(seen, output, kept)
         folder = pairs.finish(seen) if pairs else None
     finally:
