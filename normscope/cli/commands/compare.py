@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import normscope
-from normscope.cli.options import AsCsv, AsJson, By, Dpi, Format, Func, Layers, Models, Quiet, Theme, figure_suffix
+from normscope.cli.options import (
+    MODEL,
+    AsCsv,
+    AsJson,
+    By,
+    Dpi,
+    Format,
+    Func,
+    Layers,
+    Models,
+    Quiet,
+    Theme,
+    figure_suffix,
+)
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
 from normscope.runtime.files import check_writable
@@ -27,12 +40,13 @@ Checkpoints = Annotated[
     list[str] | None,
     typer.Option(
         "--weights",
-        metavar="pretrained|random|FILE|DIR",
-        help="Pretrained, random, a safetensors or torch file, a swap's folder; again for each to compare.",
+        metavar="NAME|FILE|DIR",
+        rich_help_panel=MODEL,
+        help="pretrained, random, a safetensors or torch file, a swap's folder; again for each to compare.",
         show_default="pretrained",
     ),
 ]
-Destination = Annotated[Path, typer.Option("--output", "-o", help="A folder, or the figure's file.")]
+Destination = Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="A folder, or the figure's file.")]
 
 
 @runs_networks(without=("weights",))

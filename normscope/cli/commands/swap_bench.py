@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import normscope
-from normscope.cli.options import AsJson, Dpi, Format, Quiet, Theme, figure_path, figure_suffix
+from normscope.cli.options import (
+    RUNNING,
+    SWAP,
+    AsJson,
+    Dpi,
+    Format,
+    Quiet,
+    Theme,
+    figure_path,
+    figure_suffix,
+    seconds_asked,
+)
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models, named_or_embedded, runs_networks
 from normscope.cli.swapping import How, Learner, Per, Shift, Sites, check_kernels, inits_there_are
@@ -47,25 +58,41 @@ Networks = Annotated[
 Funcs = Annotated[
     str,
     typer.Option(
+        metavar="CURVES",
+        rich_help_panel=SWAP,
         help="What takes the norms' place, separated by commas: dyt (tanh), dyisru (isru), derf, identity, …; rmsnorm; "
-        "free, E\\[y|x] itself; best, each site's own; or your own formula of x."
+        "free, E\\[y|x] itself; best, each site's own; or your own formula of x.",
     ),
 ]
 Inits = Annotated[
     str,
     typer.Option(
-        metavar="fit|theory|paper",
-        help="Where to start, or several with commas: own fits; A and α in theory; or A = 1, α = 0.5.",
+        metavar="START",
+        rich_help_panel=SWAP,
+        help="Where to start, or several with commas: fit, own fits; theory, A and α in theory; paper, A = 1, α = 0.5.",
     ),
 ]
 Full = Annotated[
-    bool, typer.Option("--full", help="Time the whole matrix: whole networks compiled and backward, in every dtype.")
+    bool,
+    typer.Option(
+        "--full",
+        rich_help_panel=RUNNING,
+        help="Time the whole matrix: whole networks compiled and backward, in every dtype.",
+    ),
 ]
 Seconds = Annotated[
     float | None,
-    typer.Option(min=0, help="For each model's speed; by default 30, and of --full no limit.", show_default=False),
+    typer.Option(
+        metavar="SECONDS",
+        callback=seconds_asked,
+        rich_help_panel=RUNNING,
+        help="For each model's speed; by default 30, and of --full no limit.",
+        show_default=False,
+    ),
 ]
-Folder = Annotated[Path, typer.Option("--output", "-o", help="A folder for the figures, two of each model.")]
+Folder = Annotated[
+    Path, typer.Option("--output", "-o", metavar="DIR", help="A folder for the figures, two of each model.")
+]
 
 
 @runs_networks(without=("sample", "device_map", "verify"))
