@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 from normscope.cli.formats import CSV, PARQUET, YAML, Row, as_csv, as_yaml, check_parquet, check_suffix, write_parquet
 from normscope.errors import UsageError, count
@@ -54,6 +55,12 @@ def _harmless(text: str) -> str:
     return escape(visible(text))
 
 
+def _print_words(console: Console, text: str, style: str = "") -> None:
+    """Print sentences: a terminal's lines end between words, and what goes to a file or a program is one line."""
+    words = Text(visible(text), style=style, overflow="ignore")
+    console.print(words, soft_wrap=not console.is_terminal, crop=False)
+
+
 class Output:
     """A command's output; of several ranks only the first one prints and writes.
 
@@ -86,12 +93,12 @@ class Output:
     def remark(self, text: str) -> None:
         """Print a remark on stderr, unless quiet."""
         if self._speaks and not self.quiet:
-            self._remarks.print(_harmless(text), soft_wrap=True)
+            _print_words(self._remarks, text)
 
     def warn(self, text: str) -> None:
         """Print a warning on stderr, also when quiet."""
         if self._speaks:
-            self._remarks.print(f"[yellow]{_harmless(text)}[/]", soft_wrap=True)
+            _print_words(self._remarks, text, "yellow")
 
     def result(self, shown: Table | str) -> None:
         """Show a result to a person; with ``--json`` the document takes its place, with ``--csv`` its rows."""
@@ -100,14 +107,21 @@ class Output:
         if isinstance(shown, str):
             self._results.print(_harmless(shown), soft_wrap=True)
             return
-        # A number broken over two lines would read as two: better a table that is wider than the terminal.
+        # A number broken over two lines would read as two: better what is wider than a terminal of fewer columns yet.
+        width = self._results.width
         unbounded = self._results.options.update(width=_WIDTH_OF_A_PIPE)
-        self._results.width = max(self._results.width, self._results.measure(shown, options=unbounded).minimum)
+        self._results.width = max(width, self._results.measure(shown, options=unbounded).minimum)
         self._results.print(shown)
+        self._results.width = width
+
+    def sentences(self, text: str) -> None:
+        """Show a result in words, which go on in a new line between words; a path would break at its spaces."""
+        if self._speaks and not self.for_programs:
+            _print_words(self._results, text)
 
     def heading(self, about: Mapping[str, str]) -> None:
         """Say above a table which network it is of, with which weights and data."""
-        self.result("{model} · {weights} · {data}".format(**about))
+        self.sentences("{model} · {weights} · {data}".format(**about))
 
     def document(self, document: dict[str, Any], rows: Sequence[Row] | None = None) -> None:
         """Print the result in the form that was asked for, and write it to the file if one was given.

@@ -28,16 +28,16 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
     columns: list[Column[CurveFit]] = [
         names("site", lambda fit: fit.site, once=True),
         words("func", lambda fit: fit.curve + (" *" if fit.best else "")),
-        *several(("params", "A", "α"), lambda fit: _shape(fit)),
-        Column("s", lambda fit: number(fit.shift or None, ".3g"), _shifted(fits)),
-        Column("slope", lambda fit: _slope(fit)),
+        *several(("params", "A", "α"), lambda fit: _shape(fit), (7, 0, 0)),
+        Column("s", lambda fit: number(fit.shift or None, ".3g"), _shifted(fits), drop=1),
+        Column("slope", lambda fit: _slope(fit), drop=3),
         Column("R²", lambda fit: _with_interval(fit, "r2", ".4f")),
-        Column("ceiling", lambda fit: _with_interval(fit, "r2_ceiling", ".4f")),
-        Column("of it", lambda fit: number(fit.of_ceiling, ".3f")),
-        Column("RMSE", lambda fit: f"{fit.rmse:.4g}"),
-        Column("tail", lambda fit: f"{fit.tail_rmse:.4g}"),
-        Column("sat.", lambda fit: number(fit.saturated, ".1%")),
-        Column("rank", lambda fit: _rank(fit, rivals)),
+        Column("ceiling", lambda fit: _with_interval(fit, "r2_ceiling", ".4f"), drop=2),
+        Column("of it", lambda fit: number(fit.of_ceiling, ".3f"), drop=4),
+        Column("RMSE", lambda fit: f"{fit.rmse:.4g}", drop=5),
+        Column("tail", lambda fit: f"{fit.tail_rmse:.4g}", drop=6),
+        Column("sat.", lambda fit: number(fit.saturated, ".1%"), drop=8),
+        Column("rank", lambda fit: _rank(fit, rivals), drop=1),
     ]
     return table_of(fits, columns, caption=" · ".join(_explained(fits)), remark=lambda fit: fit.nothing, named=2)
 
@@ -51,7 +51,9 @@ def channels_table(fits: Sequence[CurveFit]) -> Table:
         names("site", lambda row: row[0], once=True),
         words("func", lambda row: row[1]),
         *several(
-            ("channels", "bend", "nothing", "A", "α 5 %", "α", "α 95 %", "R² 5 %", "R²", "R² 95 %"), lambda row: row[2:]
+            ("channels", "bend", "nothing", "A", "α 5 %", "α", "α 95 %", "R² 5 %", "R²", "R² 95 %"),
+            lambda row: row[2:],
+            (3, 2, 4, 0, 1, 0, 1, 1, 0, 1),
         ),
     ]
     caption = (
@@ -66,12 +68,12 @@ def slopes_table(slopes: Sequence[TokenSlopes]) -> Table:
     shares = list(slopes[0].slopes) if slopes else []
     columns: list[Column[TokenSlopes]] = [
         names("site", lambda row: row.site),
-        Column("tokens", lambda row: f"{row.n_tokens:,}"),
+        Column("tokens", lambda row: f"{row.n_tokens:,}", drop=2),
         *several(
             [*(f"{share:.0%}" for share in shares), "95:5"],
             lambda row: [number(value, ".4g") for value in (*row.slopes.values(), row.ratio)],
         ),
-        Column("error", lambda row: f"{row.largest_error:.1g}" if row.drawn else NONE),
+        Column("error", lambda row: f"{row.largest_error:.1g}" if row.drawn else NONE, drop=3),
     ]
     caption = (
         "Each token is a line, exactly: its slope is 1/σ (1/ρ without centring). Percentiles over all tokens, and how "
@@ -178,14 +180,14 @@ def advice_table(advice: Sequence[Advice]) -> Table:
     columns: list[Column[Advice]] = [
         names("kind of site", lambda row: row.kind, once=True),
         words("func", lambda row: row.curve),
-        words("feeds", lambda row: row.feeds or "unknown"),
+        words("feeds", lambda row: row.feeds or "unknown", 2),
         Column("α", lambda row: _start(row.alpha)),
-        Column("C", lambda row: NONE if row.C is None else f"{row.C:.3g}"),
-        Column("s", lambda row: _start(row.shift), shifted),
+        Column("C", lambda row: NONE if row.C is None else f"{row.C:.3g}", drop=3),
+        Column("s", lambda row: _start(row.shift), shifted, drop=1),
         Column("A", lambda row: _start(row.amplitude)),
-        Column("sites", lambda row: str(row.sites)),
-        names("left out", lambda row: _left_out(row), 8),
-        names("published α₀", lambda row: _published(row)),
+        Column("sites", lambda row: str(row.sites), drop=4),
+        names("left out", lambda row: _left_out(row), 5),
+        names("published α₀", lambda row: _published(row), 1),
     ]
     caption = f"Medians of the sites of a kind that bend; in brackets, their range. {NOTE}"
     return table_of(advice, columns, caption=caption)

@@ -91,7 +91,7 @@ def compare(
     seen = list(captures(sources, layers, say, by))
     comparison = compared(seen, [normscope.fit(capture, curves) for capture in seen])
     for line in matching_lines(comparison):
-        say.result(line)
+        say.sentences(line)
     say.result(comparison_table(comparison.rows))
     figure = normscope.save_figure(normscope.plot_comparison(seen, comparison.fits, style=style), path, seen, dpi)
     say.result(str(figure))

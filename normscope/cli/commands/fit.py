@@ -168,7 +168,7 @@ def _fits(
     summary = normscope.layerwise(fits) if how["per"] == "site" and how["pool"] is None else None
     if summary is None or summary.sites < 2:
         return [one.as_dict() for one in fits], []
-    say.result(layerwise_line(summary))
+    say.sentences(layerwise_line(summary))
     return [one.as_dict() for one in fits], [{"model": capture.about["model"], **summary.as_dict()}]
 
 
