@@ -257,7 +257,7 @@ JsonFile = Annotated[
         "--output",
         "-o",
         metavar="FILE",
-        help="Write the result to this file: rows as .csv or .parquet, all of it as .json or .yaml.",
+        help="Write the result to this file: tables as .tex or .md, rows as .csv or .parquet, all as .json or .yaml.",
         show_default=False,
     ),
 ]

@@ -14,7 +14,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from normscope.cli.formats import CSV, PARQUET, YAML, Row, as_csv, as_yaml, check_parquet, check_suffix, write_parquet
+from normscope.cli.formats import (
+    CSV,
+    LATEX,
+    MARKDOWN,
+    PARQUET,
+    YAML,
+    Row,
+    as_csv,
+    as_yaml,
+    check_parquet,
+    check_suffix,
+    write_parquet,
+)
 from normscope.errors import UsageError, count
 from normscope.runtime.files import check_writable, visible, whole_file
 from normscope.runtime.processes import Place
@@ -67,10 +79,13 @@ class Output:
     Attributes:
         as_json: results are one JSON document on stdout, and nothing else is there.
         quiet: leave out progress and remarks; warnings stay.
-        file: where the result is written to, if anywhere: its rows if it ends in .csv or .parquet, else the whole
-            document, as YAML if it ends in .yaml or .yml and as JSON if it ends in .json or has no suffix.
+        file: where the result is written to, if anywhere: its rows if it ends in .csv or .parquet, its tables if it
+            ends in .tex or .md, else the whole document, as YAML if it ends in .yaml or .yml and as JSON if it ends in
+            .json or has no suffix.
         as_csv: results are rows on stdout, and nothing else is there.
     """
+
+    _tables: list[tuple[str, Table]]
 
     def __init__(self, as_json: bool, quiet: bool, file: Path | None = None, *, as_csv: bool = False) -> None:
         """Keep how to speak; UsageError if ``file`` cannot be written or has another suffix, before anything is run."""
@@ -82,6 +97,7 @@ class Output:
             check_writable(file)
             if file.suffix.lower() == PARQUET:
                 check_parquet(file)
+        self._above, self._tables = "", []
         self._speaks = Place.from_environment().speaks
         self._results, self._remarks = _console(stderr=False), _console(stderr=True)
 
@@ -102,6 +118,10 @@ class Output:
 
     def result(self, shown: Table | str) -> None:
         """Show a result to a person; with ``--json`` the document takes its place, with ``--csv`` its rows."""
+        if isinstance(shown, str):
+            self._above = shown
+        else:
+            self._tables.append((self._above, shown))
         if self.for_programs or not self._speaks:
             return
         if isinstance(shown, str):
@@ -121,7 +141,8 @@ class Output:
 
     def heading(self, about: Mapping[str, str]) -> None:
         """Say above a table which network it is of, with which weights and data."""
-        self.sentences("{model} · {weights} · {data}".format(**about))
+        self._above = "{model} · {weights} · {data}".format(**about)
+        self.sentences(self._above)
 
     def document(self, document: dict[str, Any], rows: Sequence[Row] | None = None) -> None:
         """Print the result in the form that was asked for, and write it to the file if one was given.
@@ -145,11 +166,18 @@ class Output:
         else:
             if suffix == CSV and rows is not None:
                 text = as_csv(rows)
+            elif suffix in (LATEX, MARKDOWN):
+                text = self._as_markup(suffix)
             elif suffix in YAML:
                 text = as_yaml(document)
             with whole_file(self.file) as partial:
                 partial.write_text(text, encoding="utf-8", newline="")
         self.remark(f"wrote {self.file}")
+
+    def _as_markup(self, suffix: str) -> str:
+        from normscope.tables.markup import as_latex, as_markdown
+
+        return as_latex(self._tables) if suffix == LATEX else as_markdown(self._tables)
 
     def introduce(self, network: LoadedModel) -> None:
         """Say which network runs, with which weights, where; random weights are said so even when quiet."""

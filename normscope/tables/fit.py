@@ -101,7 +101,7 @@ def _shape(fit: CurveFit) -> list[str]:
     if fit.curve == FREE:
         return [parameters, NONE, _with_interval(fit, "alpha", ".4g") if fit.told_apart else NONE]
     alpha = _with_interval(fit, "alpha", ".4g") if fit.told_apart else ""
-    return [parameters, fit.doubt or f"{fit.amplitude:.4g}", alpha]
+    return [parameters, fit.doubt or with_interval(f"{fit.amplitude:.4g}", fit.intervals.get("A")), alpha]
 
 
 def _slope(fit: CurveFit) -> str:

@@ -49,7 +49,7 @@ class AdaptiveTable(Table):
         widths = _widths(chosen, options.max_width)
         across = sum(widths) + len(_GAP) * (len(widths) - 1)
         if self.title:
-            yield from _wrapped(_plain(self.title), max(across, _LEAST_CAPTION), options, "bold")
+            yield from _wrapped(plain(self.title), max(across, _LEAST_CAPTION), options, "bold")
         yield from _lines(
             [column.folded_heading(width) for column, width in zip(chosen, widths, strict=True)],
             chosen,
@@ -58,7 +58,7 @@ class AdaptiveTable(Table):
         )
         for row in range(self.row_count):
             yield from self._row(row, kept, chosen, widths, options.max_width)
-        below = [_plain(self.caption)] if self.caption else []
+        below = [plain(self.caption)] if self.caption else []
         if dropped := [self.labels[number] for number in range(len(columns)) if number not in kept]:
             needed = sum(column.wanted for column in columns) + len(_GAP) * (len(columns) - 1)
             below.append(f"Left out at {options.max_width} columns: {', '.join(dropped)}; {needed} have room for all.")
@@ -95,7 +95,7 @@ class AdaptiveTable(Table):
             return
         indent = sum(widths[:before]) + len(_GAP) * before
         room = max(sum(widths) + len(_GAP) * (len(widths) - 1), min(width, indent + _LEAST_CAPTION)) - indent
-        said = _folded(_plain(list(self.columns[spanning].cells)[row]), max(room, 1))
+        said = _folded(plain(list(self.columns[spanning].cells)[row]), max(room, 1))
         yield from _lines([*cells, said], [*columns[:before], None], [*widths[:before], 0])
 
 
@@ -104,9 +104,9 @@ class _ColumnTexts:
 
     def __init__(self, table: AdaptiveTable, number: int) -> None:
         column = table.columns[number]
-        self.heading = _plain(column.header)
+        self.heading = plain(column.header)
         self.right = column.justify == "right"
-        self.cells = [_plain(cell) for cell in column.cells]
+        self.cells = [plain(cell) for cell in column.cells]
         own = [cell for row, cell in enumerate(self.cells) if row not in table.spans or table.spans[row] > number]
         folds = table.folding[number]
         least = max(column.min_width or 0, _longest_piece(self.heading.split(" ")))
@@ -124,9 +124,12 @@ class _ColumnTexts:
 
 
 def _widths(columns: Sequence[_ColumnTexts], width: int) -> list[int]:
-    """What each column gets: its least, and of the rest what it can use, those that lack most first."""
-    widths = [column.least for column in columns]
-    left = width - sum(widths) - len(_GAP) * (len(widths) - 1)
+    """What each column gets: what it wants if all can have that, and of the rest more where most is lacking."""
+    room = width - len(_GAP) * (len(columns) - 1)
+    widths = [column.wanted for column in columns]
+    if sum(widths) > room:
+        widths = [column.least for column in columns]
+    left = room - sum(widths)
     while (
         left > 0
         and (lacking := max(range(len(columns)), key=lambda n: columns[n].natural / max(widths[n], 1), default=None))
@@ -158,7 +161,8 @@ def _wrapped(text: str, width: int, options: ConsoleOptions, style: str) -> Iter
             yield Text(line, style=style, no_wrap=True, overflow="ignore")
 
 
-def _plain(text: object) -> str:
+def plain(text: object) -> str:
+    """A cell, heading, title or caption of a table without its markup."""
     return text.plain if isinstance(text, Text) else Text.from_markup(str(text)).plain
 
 

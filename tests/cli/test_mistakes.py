@@ -93,7 +93,7 @@ MISTAKES = [
     *[
         ([*command, "-o", name], 2, f"--output {name} ends in {suffix}, but a result's file ends in .csv, .parquet,")
         for command in (["fit", "demo_vit"], ["stats", "demo_vit"], ["layers", "demo_vit"], ["models"])
-        for name, suffix in (("t.tex", ".tex"), ("new/t.md", ".md"))
+        for name, suffix in (("t.txt", ".txt"), ("new/t.html", ".html"))
     ],
     (["fit", "demo_vit", "demo_vitt"], 3, "There is no model 'demo_vitt'. Did you mean"),
     (["fit", "demo_vit", "nowhere.safetensors"], 4, "There is no capture file nowhere.safetensors"),
