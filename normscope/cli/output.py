@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
     from normscope.pairs.norms.sites import NormSite, SkippedNorm
     from normscope.runtime.progress import Progress
 
+_LONG_SECONDS = 20.0  # from here on it is said how long something will take
+_EARLY_SECONDS = 3.0  # what an estimate is made of
+_SECONDS_BETWEEN_LINES = 30.0
 _WIDTH_OF_A_PIPE = 1000  # a table that goes to a file or a program is as wide as it needs to be
 
 
@@ -219,18 +224,17 @@ class Output:
         for norm in norms:
             self.warn(f"skipped {norm.name} ({norm.kind}): {norm.reason}")
 
-    @property
-    def _without_bars(self) -> bool:
-        return self.quiet or not self._speaks or not self._remarks.is_terminal
-
     @contextlib.contextmanager
     def bars(self) -> Iterator[Progress]:
-        """Show a progress bar for each stage, on a terminal only."""
+        """Show a progress bar for each stage; lines now and then where stderr is no terminal; nothing when quiet."""
+        if not self._remarks.is_terminal:
+            yield ProgressLines(self.remark)
+            return
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bars
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Bars(*columns, console=self._remarks, disable=self._without_bars, transient=True) as bars:
+        with Bars(*columns, console=self._remarks, disable=self.quiet or not self._speaks, transient=True) as bars:
             tasks: dict[str, TaskID] = {}
 
             def progress(stage: str, done: int, of: int | None) -> None:
@@ -239,6 +243,52 @@ class Output:
                 bars.update(tasks[stage], completed=done)
 
             yield progress
+
+
+class ProgressLines:
+    """Progress in lines: how long a stage will take, if that is long, and every half a minute how far it is.
+
+    >>> clock = iter([0.0, 2.0, 4.0, 20.0, 40.0])
+    >>> told = ProgressLines(print, now=clock.__next__)
+    >>> for done in (0, 2, 4, 20, 40):
+    ...     told("samples", done, 100)
+    samples: 4 of 100, about 100 s in all
+    samples: 40 of 100, about 60 s left
+    """
+
+    def __init__(self, say: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
+        """Begin to listen; ``say`` prints a line."""
+        self._say, self._now = say, now
+        self._stage, self._begun, self._first, self._last, self._spoken = "", math.nan, 0, 0, -math.inf
+
+    def __call__(self, stage: str, done: int, of: int | None) -> None:
+        """Take what :data:`normscope.runtime.progress.Progress` is told."""
+        now = self._now()
+        if stage != self._stage or done < self._last:
+            self._stage, self._begun, self._first, self._spoken = stage, now, done, -math.inf
+        self._last = done
+        took, early = now - self._begun, self._spoken == -math.inf
+        if done == self._first or took < _EARLY_SECONDS or now - self._spoken < _SECONDS_BETWEEN_LINES:
+            return
+        if of is None:
+            ends, long = "", took > _LONG_SECONDS
+        else:
+            whole = took * (of - self._first) / (done - self._first)
+            ends = f", about {_rounded(whole)} in all" if early else f", about {_rounded(whole - took)} left"
+            long = whole > _LONG_SECONDS
+        if done != of and (long or not early):
+            self._say(f"{stage}: {done:,}{'' if of is None else f' of {of:,}'}{ends}")
+            self._spoken = now
+
+
+def _rounded(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 2 * 60
+        else f"{seconds / 60:.0f} min"
+        if seconds < 2 * 3600
+        else f"{seconds / 3600:.1f} h"
+    )
 
 
 def listed(names: Sequence[str]) -> str:
