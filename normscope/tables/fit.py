@@ -28,16 +28,16 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
     columns: list[Column[CurveFit]] = [
         names("site", lambda fit: fit.site, once=True),
         words("func", lambda fit: fit.curve + (" *" if fit.best else "")),
-        *several(("params", "A", "α"), lambda fit: _shape(fit), (7, 0, 0)),
-        Column("s", lambda fit: number(fit.shift or None, ".3g"), _shifted(fits), drop=1),
-        Column("slope", lambda fit: _slope(fit), drop=3),
+        *several(("params", "A", "α"), lambda fit: _shape(fit), (8, 1, 0)),
+        Column("s", lambda fit: number(fit.shift or None, ".3g"), _shifted(fits), drop=2),
+        Column("slope", lambda fit: _slope(fit), drop=4),
         Column("R²", lambda fit: _with_interval(fit, "r2", ".4f")),
-        Column("ceiling", lambda fit: _with_interval(fit, "r2_ceiling", ".4f"), drop=2),
-        Column("of it", lambda fit: number(fit.of_ceiling, ".3f"), drop=4),
-        Column("RMSE", lambda fit: f"{fit.rmse:.4g}", drop=5),
-        Column("tail", lambda fit: f"{fit.tail_rmse:.4g}", drop=6),
-        Column("sat.", lambda fit: number(fit.saturated, ".1%"), drop=8),
-        Column("rank", lambda fit: _rank(fit, rivals), drop=1),
+        Column("ceiling", lambda fit: _with_interval(fit, "r2_ceiling", ".4f"), drop=3),
+        Column("of it", lambda fit: number(fit.of_ceiling, ".3f"), drop=5),
+        Column("RMSE", lambda fit: f"{fit.rmse:.4g}", drop=6),
+        Column("tail", lambda fit: f"{fit.tail_rmse:.4g}", drop=7),
+        Column("sat.", lambda fit: number(fit.saturated, ".1%"), drop=9),
+        Column("rank", lambda fit: _rank(fit, rivals), drop=2),
     ]
     return table_of(fits, columns, caption=" · ".join(_explained(fits)), remark=lambda fit: fit.nothing, named=2)
 
@@ -72,6 +72,7 @@ def slopes_table(slopes: Sequence[TokenSlopes]) -> Table:
         *several(
             [*(f"{share:.0%}" for share in shares), "95:5"],
             lambda row: [number(value, ".4g") for value in (*row.slopes.values(), row.ratio)],
+            [int(not 0.05 <= share <= 0.95) for share in shares],
         ),
         Column("error", lambda row: f"{row.largest_error:.1g}" if row.drawn else NONE, drop=3),
     ]

@@ -13,8 +13,8 @@ from rich.text import Text
 
 _GAP = "  "
 _LEAST_CAPTION = 80
-# A long name may go on in a new line after a dot, a slash or a space; not within a number such as 0.8910 or 1/8.
-_BREAKS = re.compile(r"(?<=\.)(?![\d./\s])|(?<=[^\W\d]/)(?=\w)|(?<= )")
+# A long name may go on in a new line after a dot, a slash, a colon, a hyphen or a space; not within 0.8910 or 1/8.
+_BREAKS = re.compile(r"(?<=\.)(?![\d./\s])|(?<=[^\W\d][/:-])(?=\w)|(?<= )")
 _COMFORTABLE = 24  # of a column that folds, as long as another can give way
 _LONGEST_PIECE = 32  # of a name without any of these, which no table has room for
 
@@ -61,7 +61,7 @@ class AdaptiveTable(Table):
         below = [plain(self.caption)] if self.caption else []
         if dropped := [self.labels[number] for number in range(len(columns)) if number not in kept]:
             needed = sum(column.wanted for column in columns) + len(_GAP) * (len(columns) - 1)
-            below.append(f"Left out at {options.max_width} columns: {', '.join(dropped)}; {needed} have room for all.")
+            below.append(f"Left out at a width of {options.max_width}, as all takes {needed}: {', '.join(dropped)}.")
         for text in below:
             yield from _wrapped(text, max(across, _LEAST_CAPTION), options, "table.caption")
 

@@ -156,7 +156,7 @@ def layers_table(sites: Sequence[NormSite]) -> Table:
 def models_table(entries: Sequence[Any]) -> Table:
     """One line a model; an entry has name, family, description and source."""
     columns: list[Column[Any]] = [
-        words("model", lambda entry: entry.name),
+        names("model", lambda entry: entry.name),
         words("family", lambda entry: entry.family, 1),
         names("what it is", lambda entry: entry.description),
         names("weights", lambda entry: entry.source),

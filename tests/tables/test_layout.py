@@ -4,12 +4,20 @@ import io
 import re
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from torch import nn
 
+import normscope
+from normscope.tables.card import scale_table, tails_table
+from normscope.tables.comparison import comparison_table
+from normscope.tables.drift import drift_table, sites_table
+from normscope.tables.fit import advice_table, channels_table, fits_table, slopes_table
+from normscope.tables.gradient import constants_table, jacobians_table
 from normscope.tables.layout import AdaptiveTable
-from normscope.tables.table import Column, layers_table, names, several, table_of, words
+from normscope.tables.table import Column, layers_table, models_table, names, several, table_of, words
 
 _PATHS = st.lists(
     st.sampled_from(["encoder", "layers", "11", "feature_projection", "norm1", "0"]), min_size=1, max_size=7
@@ -48,7 +56,7 @@ def test_no_number_and_no_word_is_broken_at_any_width(rows, width):
 
 
 def left_out(text):
-    found = re.search(r"Left out at \d+ columns: (.*?);", " ".join(text.split()))
+    found = re.search(r"Left out at a width of \d+, as all takes \d+: (.*?)\.$", " ".join(text.split()))
     return f"{found[1]}," if found else ""
 
 
@@ -92,3 +100,56 @@ def test_what_always_stays_is_never_narrowed():
 def test_the_short_tables_are_adaptive_too(width):
     assert isinstance(layers_table([]), AdaptiveTable)
     assert printed(layers_table([]), width).split()[0] == "site"
+
+
+@pytest.fixture(scope="module")
+def tables():
+    """Every table of a small network, with the folds of eight sources and a site that holds nothing."""
+    network = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 8), nn.RMSNorm(8))
+    x = torch.randn(8, 6, 32, generator=torch.Generator().manual_seed(0)) ** 3
+    with torch.no_grad():
+        network[3].weight.zero_()
+        network[3].bias.zero_()
+    seen = normscope.capture(network, list(x.split(1)), diagonal=True, per_channel=True)
+    fits = normscope.fit(seen, "all")
+    views = normscope.gradient(seen, normscope.fit(seen))
+    cards = normscope.norm_cards(seen)
+    moved = [
+        normscope.drift(network, [x], normscope.replacements(network, func, seen, sites="0,1"), func=func, init="fit")
+        for func in ("tanh", "isru", "derf")
+    ]
+    return {
+        "fit": fits_table(fits),
+        "channels": channels_table(normscope.fit(seen, per="channel")),
+        "slopes": slopes_table(normscope.token_slopes(seen)),
+        "advice": advice_table(normscope.advise(normscope.fit(seen), seen.sites)),
+        "scale": scale_table(cards),
+        "tails": tails_table(cards),
+        "jacobians": jacobians_table(views),
+        "constants": constants_table(views),
+        "comparison": comparison_table(normscope.compare([seen, seen])),
+        "drift": drift_table(moved),
+        "sites": sites_table(moved),
+        "layers": layers_table(seen.sites),
+        "models": models_table(normscope.list_models()),
+    }
+
+
+NAMES = ["fit", "channels", "slopes", "advice", "scale", "tails", "jacobians", "constants", "comparison"]
+NAMES += ["drift", "sites", "layers", "models"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_table_breaks_no_number_at_any_width(tables, name):
+    def numbers(text):
+        return set(re.findall(r"[\d.,]*\d[\d.,]*", text))
+
+    console = Console(width=60)
+    assert console.measure(tables[name], options=console.options.update(width=1000)).minimum <= 60
+    whole = printed(tables[name], 1000)
+    for width in range(60, 201, 4):
+        text = printed(tables[name], width)
+        assert max(map(len, text.splitlines())) <= width, width
+        shown = text.partition("Left out at a width of")[0]
+        assert numbers(shown) <= numbers(whole), width
+        assert numbers(shown) == numbers(whole) or shown != text, width

@@ -54,7 +54,7 @@ def test_no_number_is_cut_off_on_a_narrow_terminal(file):
         for number in (0, 1):
             shown, all_of_them = (numbers.findall(line(text, site, number)) for text in (narrow, wide))
             assert 2 <= len(shown) < len(all_of_them) and set(shown) <= set(all_of_them)
-    assert narrow.count("Left out at 60 columns: ") == 2 and "Left out" not in wide
+    assert narrow.count("Left out at a width of 60") == 2 and "Left out" not in wide
 
 
 def test_one_site_gets_its_whole_card(file):
