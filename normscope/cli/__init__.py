@@ -50,7 +50,7 @@ class _InPanels(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         params = _without_types(super().get_params(ctx))
         for param in params:
-            if param.param_type_name == "option" and param.rich_help_panel is None:
+            if param.param_type_name == "option" and getattr(param, "rich_help_panel", None) is None:
                 param.rich_help_panel = OUTPUT
         return sorted(params, key=lambda param: PANELS.index(param.rich_help_panel or PANELS[0]))
 
