@@ -10,7 +10,7 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from normscope.cli.commands import (
     capture,
@@ -26,6 +26,7 @@ from normscope.cli.commands import (
     swap,
     swap_bench,
 )
+from normscope.cli.options import OUTPUT, PANELS
 from normscope.cli.output import print_error, print_stop
 from normscope.cli.process import StreamError, flush_streams, guard_streams
 from normscope.errors import NormscopeError, StoppedError
@@ -33,8 +34,32 @@ from normscope.errors import NormscopeError, StoppedError
 _INTERRUPTED = 130
 
 
+def _without_types(params: list[Any]) -> list[Any]:
+    """Name no type in the help beside a flag, which takes no value, or an argument, whose name says it."""
+    for param in params:
+        if param.param_type_name == "argument":
+            param.display_type_rich = lambda ctx: None
+        elif param.is_flag and param.metavar is None:
+            param.metavar = ""
+    return params
+
+
+class _InPanels(TyperCommand):
+    """Sorts the options of the help into panels."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params = _without_types(super().get_params(ctx))
+        for param in params:
+            if param.param_type_name == "option" and getattr(param, "rich_help_panel", None) is None:
+                param.rich_help_panel = OUTPUT
+        return sorted(params, key=lambda param: PANELS.index(param.rich_help_panel or PANELS[0]))
+
+
 class _Group(TyperGroup):
     """Turns what normscope raises on purpose into one sentence and an exit status."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types(super().get_params(ctx))
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -54,7 +79,7 @@ app = typer.Typer(
     name="normscope",
     cls=_Group,
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="See what the normalization layers of a pretrained network really do.",
@@ -72,6 +97,8 @@ app.command("capture", epilog=capture.EXAMPLES)(capture.capture)
 app.command("merge", epilog=merge.EXAMPLES)(merge.merge)
 app.command("layers", epilog=layers.EXAMPLES)(layers.layers)
 app.command("models", epilog=models.EXAMPLES)(models.models)
+for _command in app.registered_commands:
+    _command.cls = _InPanels
 
 
 def _print_version(asked: bool) -> None:

@@ -14,6 +14,7 @@ from normscope.runtime.records import flat
 
 Row: TypeAlias = Mapping[str, Any]
 CSV, PARQUET, YAML = ".csv", ".parquet", (".yaml", ".yml")
+LATEX, MARKDOWN = ".tex", ".md"
 _JSON = (".json", "")
 
 
@@ -49,9 +50,10 @@ def as_yaml(document: Mapping[str, Any]) -> str:
 
 def check_suffix(path: Path) -> None:
     """Refuse a suffix that results are not written in; UsageError that names those that are."""
-    if path.suffix.lower() not in (CSV, PARQUET, *YAML, *_JSON):
+    if path.suffix.lower() not in (CSV, PARQUET, *YAML, LATEX, MARKDOWN, *_JSON):
         raise UsageError(
-            f"--output {path} ends in {path.suffix}, but a result's file ends in .csv, .parquet, .yaml, .yml or .json."
+            f"--output {path} ends in {path.suffix}, but a result's file ends in .csv, .parquet, .tex, .md, .yaml, "
+            ".yml or .json."
         )
 
 

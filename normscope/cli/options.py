@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,10 +21,32 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
+# The panels of a command's help, in its order; an option that names none is of the last.
+MODEL, DATA, FIT, SWAP, RUNNING, OUTPUT = PANELS = ("Model", "Data", "Fit", "Swap", "Running", "Output")
+
+
 def _of_64_bits(number: int | None) -> int | None:
-    # A callback, as the help would show a max= with all its digits.
     if number is not None and not -(2**63) <= number < 2**63:
         raise typer.BadParameter(f"{number} takes more than 64 bits.")
+    return number
+
+
+def at_least(least: int, most: int | None = None) -> Callable[[int | None], int | None]:
+    """Refuse numbers that are too small or too large; a callback, as the help shows min= and max= at length."""
+
+    def check(number: int | None) -> int | None:
+        if number is not None and (number < least or (most is not None and number > most)):
+            allowed = f"at least {least}" if most is None else f"from {least} to {most}"
+            raise typer.BadParameter(f"{number} is not {allowed}.")
+        return _of_64_bits(number)
+
+    return check
+
+
+def seconds_asked(number: float | None) -> float | None:
+    """Refuse what is no time; a callback."""
+    if number is not None and not number >= 0:  # nan among others, which is no least of a range either
+        raise typer.BadParameter(f"{number} is no number of seconds.")
     return number
 
 
@@ -52,8 +75,9 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model; `normscope
 Weights = Annotated[
     str,
     typer.Option(
-        metavar="pretrained|random|FILE|DIR",
-        help="Pretrained, random, a safetensors or torch file, or a folder that `normscope swap` wrote.",
+        metavar="NAME|FILE|DIR",
+        rich_help_panel=MODEL,
+        help="pretrained, random, a safetensors or torch file, or a folder that `normscope swap` wrote.",
     ),
 ]
 Data = Annotated[
@@ -61,6 +85,7 @@ Data = Annotated[
     typer.Option(
         parser=_path,
         metavar="PATH",
+        rich_help_panel=DATA,
         help="A file or folder of images, audio, text or latents, as the model takes; by default its own inputs.",
         show_default=False,
     ),
@@ -68,8 +93,9 @@ Data = Annotated[
 Limit = Annotated[
     int | None,
     typer.Option(
-        min=1,
-        callback=_of_64_bits,
+        metavar="N",
+        callback=at_least(1),
+        rich_help_panel=DATA,
         help="Take at most so many samples; of a diffusion model, trajectories.",
         show_default=False,
     ),
@@ -77,14 +103,18 @@ Limit = Annotated[
 BatchSize = Annotated[
     Any,  # int | Literal["auto"], which Typer refuses to read
     typer.Option(
-        parser=_size, metavar="N|auto", help="Samples per forward pass, at most; auto doubles them until memory ends."
+        parser=_size,
+        metavar="N|auto",
+        rich_help_panel=RUNNING,
+        help="Samples per forward pass, at most; auto doubles them until memory ends.",
     ),
 ]
 OwnBatchSize = Annotated[
     int | None,
     typer.Option(
-        min=1,
-        callback=_of_64_bits,
+        metavar="N",
+        callback=at_least(1),
+        rich_help_panel=RUNNING,
         help="Samples per forward pass, at most; by default 16, and of py: as its batches are.",
         show_default=False,
     ),
@@ -92,21 +122,35 @@ OwnBatchSize = Annotated[
 Sample = Annotated[
     int | None,
     typer.Option(
-        min=1,
-        callback=_of_64_bits,
+        metavar="N",
+        callback=at_least(1),
+        rich_help_panel=DATA,
         help="Take only so many tokens of each sample at every norm, drawn uniformly: faster, and less exact.",
         show_default=False,
     ),
 ]
 Seed = Annotated[
-    int, typer.Option(callback=_of_64_bits, help="Of random weights, default inputs, --shuffle and drawing samples.")
+    int,
+    typer.Option(
+        metavar="N",
+        callback=_of_64_bits,
+        rich_help_panel=RUNNING,
+        help="Of random weights, default inputs, --shuffle and drawing samples.",
+    ),
 ]
-Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda[:N]|mps", help="Where the network runs.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        metavar="DEVICE", rich_help_panel=RUNNING, help="Where the network runs: auto, cpu, cuda, cuda:1 …, mps."
+    ),
+]
 Dtype = Annotated[
     str | None,
     typer.Option(
-        metavar="float32|bfloat16|float16|keep",
-        help="Of weights and inputs (fp32, bf16, fp16); keep converts no weights. By default float32, and of py: keep.",
+        metavar="DTYPE",
+        rich_help_panel=RUNNING,
+        help="Of weights and inputs: float32, bfloat16, float16 (fp32, bf16, fp16); keep converts no weights. "
+        "By default float32, and of py: keep.",
         show_default=False,
     ),
 ]
@@ -114,6 +158,7 @@ DeviceMap = Annotated[
     str | None,
     typer.Option(
         metavar="auto",
+        rich_help_panel=RUNNING,
         help="Spread a network that one device has no room for over GPUs, memory and disk (needs accelerate).",
         show_default=False,
     ),
@@ -121,18 +166,24 @@ DeviceMap = Annotated[
 Workers = Annotated[
     int | None,
     typer.Option(
-        min=0,
-        callback=_of_64_bits,
+        metavar="N",
+        callback=at_least(0),
+        rich_help_panel=RUNNING,
         help="Processes that read inputs, 0 for none but this one; by default as many as suit the device.",
         show_default=False,
     ),
 ]
 Shuffle = Annotated[
-    bool, typer.Option("--shuffle", help="Take the inputs in an order drawn with --seed, before --limit.")
+    bool,
+    typer.Option(
+        "--shuffle", rich_help_panel=DATA, help="Take the inputs in an order drawn with --seed, before --limit."
+    ),
 ]
 Guidance = Annotated[
     float | None,
     typer.Option(
+        metavar="NUMBER",
+        rich_help_panel=DATA,
         help="Scale of classifier-free guidance along a diffusion model's trajectory, 1 for none; by default its own.",
         show_default=False,
     ),
@@ -140,46 +191,73 @@ Guidance = Annotated[
 Timesteps = Annotated[
     str | None,
     typer.Option(
+        metavar="N|LIST",
+        rich_help_panel=DATA,
         help="Of a diffusion model: a number of timesteps evenly along its trajectory, or a list: '980,500,0', '980,'.",
         show_default=False,
     ),
 ]
 By = Annotated[
     str | None,
-    typer.Option(metavar="timestep", help="Keep a diffusion model's timesteps apart.", show_default=False),
+    typer.Option(
+        metavar="timestep", rich_help_panel=DATA, help="Keep a diffusion model's timesteps apart.", show_default=False
+    ),
 ]
 Verify = Annotated[
-    bool, typer.Option("--verify", help="Recompute every norm's true output from y, and fail where it differs.")
+    bool,
+    typer.Option(
+        "--verify",
+        rich_help_panel=RUNNING,
+        help="Recompute every norm's true output from y, and fail where it differs.",
+    ),
 ]
 Func = Annotated[
     str,
     typer.Option(
+        metavar="CURVES",
+        rich_help_panel=FIT,
         help="Curves, separated by commas: tanh (dyt), isru (dyisru), erf, derf (erf with a shift), …; all; free, "
-        "E\\[y|x] itself; best, of all; or your own formula of x, 'mine=x/(1+abs(x))'."
+        "E\\[y|x] itself; best, of all; or your own formula of x, 'mine=x/(1+abs(x))'.",
     ),
 ]
 ByGamma = Annotated[
-    bool, typer.Option("--by-gamma", help="Also keep sums weighted by γ², for `fit --weights-by gamma`.")
+    bool,
+    typer.Option("--by-gamma", help="Also keep sums weighted by γ², for `fit --weights-by gamma`."),
 ]
-PerChannel = Annotated[bool, typer.Option("--per-channel", help="Also keep sums per channel, for `fit --per channel`.")]
+PerChannel = Annotated[
+    bool,
+    typer.Option("--per-channel", help="Also keep sums per channel, for `fit --per channel`."),
+]
 Diagonal = Annotated[
-    bool, typer.Option("--diagonal", help="Also keep sums of the diagonal of each norm's Jacobian, for `gradient`.")
+    bool,
+    typer.Option(
+        "--diagonal",
+        help="Also keep sums of the diagonal of each norm's Jacobian, for `gradient`.",
+    ),
 ]
 Layers = Annotated[
     str,
     typer.Option(
-        help="A number of sites evenly over the depth; or indices, ranges, names, globs ('0,4-7,*.norm1'); or all."
+        metavar="N|LIST|all",
+        rich_help_panel=MODEL,
+        help="A number of sites along the depth, of all kinds; indices, ranges, names, globs ('0,4-7,*.norm1'); all.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")]
-AsCsv = Annotated[bool, typer.Option("--csv", help="Print the table's rows as CSV on stdout, and nothing else there.")]
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON document on stdout, and nothing else there."),
+]
+AsCsv = Annotated[
+    bool,
+    typer.Option("--csv", help="Print the table's rows as CSV on stdout, and nothing else there."),
+]
 JsonFile = Annotated[
     Path | None,
     typer.Option(
         "--output",
         "-o",
         metavar="FILE",
-        help="Write the result to this file: rows as .csv or .parquet, all of it as .json or .yaml.",
+        help="Write the result to this file: tables as .tex or .md, rows as .csv or .parquet, all as .json or .yaml.",
         show_default=False,
     ),
 ]
@@ -189,11 +267,26 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no r
 _FORMATS = ("png", "svg", "pdf")
 Format = Annotated[
     str | None,
-    typer.Option("--format", metavar="png|svg|pdf", help="Of the figure; by default png.", show_default=False),
+    typer.Option(
+        "--format",
+        metavar="png|svg|pdf",
+        help="Of the figure; by default png.",
+        show_default=False,
+    ),
 ]
-Dpi = Annotated[int, typer.Option(min=20, max=1200, help="Dots per inch, also of the points within svg and pdf.")]
+Dpi = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        callback=at_least(20, 1200),
+        help="Dots per inch, also of the points within svg and pdf.",
+    ),
+]
 Theme = Annotated[str, typer.Option(metavar="light|dark", help="Of the figure.")]
-Destination = Annotated[Path, typer.Option("--output", "-o", help="A folder; or, for one model, the figure's file.")]
+Destination = Annotated[
+    Path,
+    typer.Option("--output", "-o", metavar="PATH", help="A folder; or, for one model, the figure's file."),
+]
 
 
 def figure_suffix(output: Path, asked: str | None, names: list[str], by: str | None) -> str:

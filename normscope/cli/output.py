@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
-from normscope.cli.formats import CSV, PARQUET, YAML, Row, as_csv, as_yaml, check_parquet, check_suffix, write_parquet
+from normscope.cli.formats import (
+    CSV,
+    LATEX,
+    MARKDOWN,
+    PARQUET,
+    YAML,
+    Row,
+    as_csv,
+    as_yaml,
+    check_parquet,
+    check_suffix,
+    write_parquet,
+)
 from normscope.errors import UsageError, count
 from normscope.runtime.files import check_writable, visible, whole_file
 from normscope.runtime.processes import Place
@@ -24,9 +39,12 @@ if TYPE_CHECKING:
 
     from normscope.inputs.loaded_model import LoadedModel
     from normscope.pairs.captures import Capture
-    from normscope.pairs.norms.sites import SkippedNorm
+    from normscope.pairs.norms.sites import NormSite, SkippedNorm
     from normscope.runtime.progress import Progress
 
+_LONG_SECONDS = 20.0  # from here on it is said how long something will take
+_EARLY_SECONDS = 3.0  # what an estimate is made of
+_SECONDS_BETWEEN_LINES = 30.0
 _WIDTH_OF_A_PIPE = 1000  # a table that goes to a file or a program is as wide as it needs to be
 
 
@@ -54,16 +72,25 @@ def _harmless(text: str) -> str:
     return escape(visible(text))
 
 
+def _print_words(console: Console, text: str, style: str = "") -> None:
+    """Print sentences: a terminal's lines end between words, and what goes to a file or a program is one line."""
+    words = Text(visible(text), style=style, overflow="ignore")
+    console.print(words, soft_wrap=not console.is_terminal, crop=False)
+
+
 class Output:
     """A command's output; of several ranks only the first one prints and writes.
 
     Attributes:
         as_json: results are one JSON document on stdout, and nothing else is there.
         quiet: leave out progress and remarks; warnings stay.
-        file: where the result is written to, if anywhere: its rows if it ends in .csv or .parquet, else the whole
-            document, as YAML if it ends in .yaml or .yml and as JSON if it ends in .json or has no suffix.
+        file: where the result is written to, if anywhere: its rows if it ends in .csv or .parquet, its tables if it
+            ends in .tex or .md, else the whole document, as YAML if it ends in .yaml or .yml and as JSON if it ends in
+            .json or has no suffix.
         as_csv: results are rows on stdout, and nothing else is there.
     """
+
+    _tables: list[tuple[str, Table]]
 
     def __init__(self, as_json: bool, quiet: bool, file: Path | None = None, *, as_csv: bool = False) -> None:
         """Keep how to speak; UsageError if ``file`` cannot be written or has another suffix, before anything is run."""
@@ -75,6 +102,7 @@ class Output:
             check_writable(file)
             if file.suffix.lower() == PARQUET:
                 check_parquet(file)
+        self._above, self._tables = "", []
         self._speaks = Place.from_environment().speaks
         self._results, self._remarks = _console(stderr=False), _console(stderr=True)
 
@@ -86,28 +114,40 @@ class Output:
     def remark(self, text: str) -> None:
         """Print a remark on stderr, unless quiet."""
         if self._speaks and not self.quiet:
-            self._remarks.print(_harmless(text), soft_wrap=True)
+            _print_words(self._remarks, text)
 
     def warn(self, text: str) -> None:
         """Print a warning on stderr, also when quiet."""
         if self._speaks:
-            self._remarks.print(f"[yellow]{_harmless(text)}[/]", soft_wrap=True)
+            _print_words(self._remarks, text, "yellow")
 
     def result(self, shown: Table | str) -> None:
         """Show a result to a person; with ``--json`` the document takes its place, with ``--csv`` its rows."""
+        if isinstance(shown, str):
+            self._above = shown
+        else:
+            self._tables.append((self._above, shown))
         if self.for_programs or not self._speaks:
             return
         if isinstance(shown, str):
             self._results.print(_harmless(shown), soft_wrap=True)
             return
-        # A number broken over two lines would read as two: better a table that is wider than the terminal.
+        # A number broken over two lines would read as two: better what is wider than a terminal of fewer columns yet.
+        width = self._results.width
         unbounded = self._results.options.update(width=_WIDTH_OF_A_PIPE)
-        self._results.width = max(self._results.width, self._results.measure(shown, options=unbounded).minimum)
+        self._results.width = max(width, self._results.measure(shown, options=unbounded).minimum)
         self._results.print(shown)
+        self._results.width = width
+
+    def sentences(self, text: str) -> None:
+        """Show a result in words, which go on in a new line between words; a path would break at its spaces."""
+        if self._speaks and not self.for_programs:
+            _print_words(self._results, text)
 
     def heading(self, about: Mapping[str, str]) -> None:
         """Say above a table which network it is of, with which weights and data."""
-        self.result("{model} · {weights} · {data}".format(**about))
+        self._above = "{model} · {weights} · {data}".format(**about)
+        self.sentences(self._above)
 
     def document(self, document: dict[str, Any], rows: Sequence[Row] | None = None) -> None:
         """Print the result in the form that was asked for, and write it to the file if one was given.
@@ -131,11 +171,18 @@ class Output:
         else:
             if suffix == CSV and rows is not None:
                 text = as_csv(rows)
+            elif suffix in (LATEX, MARKDOWN):
+                text = self._as_markup(suffix)
             elif suffix in YAML:
                 text = as_yaml(document)
             with whole_file(self.file) as partial:
                 partial.write_text(text, encoding="utf-8", newline="")
         self.remark(f"wrote {self.file}")
+
+    def _as_markup(self, suffix: str) -> str:
+        from normscope.tables.markup import as_latex, as_markdown
+
+        return as_latex(self._tables) if suffix == LATEX else as_markdown(self._tables)
 
     def introduce(self, network: LoadedModel) -> None:
         """Say which network runs, with which weights, where; random weights are said so even when quiet."""
@@ -164,23 +211,30 @@ class Output:
                 tokens = f"{left_out:,} of {stats.n_tokens + left_out:,} tokens"
                 self.warn(f"{site.name}: {tokens} hold a NaN or an infinity, and are in no sum")
 
+    def chosen(self, sites: Sequence[NormSite], asked: str, option: str = "--layers") -> None:
+        """Say which sites a lone number took."""
+        from normscope.pairs.norms.sites import is_number
+
+        if is_number(asked):
+            named = ", ".join(f"{site.index} {site.name}" for site in sites)
+            self.remark(f"{option} {asked} takes one of each stretch of the depth, by turns of every kind: {named}")
+
     def skipped(self, norms: Iterable[SkippedNorm]) -> None:
         """Name every norm that was seen and not observed."""
         for norm in norms:
             self.warn(f"skipped {norm.name} ({norm.kind}): {norm.reason}")
 
-    @property
-    def _without_bars(self) -> bool:
-        return self.quiet or not self._speaks or not self._remarks.is_terminal
-
     @contextlib.contextmanager
     def bars(self) -> Iterator[Progress]:
-        """Show a progress bar for each stage, on a terminal only."""
+        """Show a progress bar for each stage; lines now and then where stderr is no terminal; nothing when quiet."""
+        if not self._remarks.is_terminal:
+            yield ProgressLines(self.remark)
+            return
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bars
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Bars(*columns, console=self._remarks, disable=self._without_bars, transient=True) as bars:
+        with Bars(*columns, console=self._remarks, disable=self.quiet or not self._speaks, transient=True) as bars:
             tasks: dict[str, TaskID] = {}
 
             def progress(stage: str, done: int, of: int | None) -> None:
@@ -189,6 +243,52 @@ class Output:
                 bars.update(tasks[stage], completed=done)
 
             yield progress
+
+
+class ProgressLines:
+    """Progress in lines: how long a stage will take, if that is long, and every half a minute how far it is.
+
+    >>> clock = iter([0.0, 2.0, 4.0, 20.0, 40.0])
+    >>> told = ProgressLines(print, now=clock.__next__)
+    >>> for done in (0, 2, 4, 20, 40):
+    ...     told("samples", done, 100)
+    samples: 4 of 100, about 100 s in all
+    samples: 40 of 100, about 60 s left
+    """
+
+    def __init__(self, say: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
+        """Begin to listen; ``say`` prints a line."""
+        self._say, self._now = say, now
+        self._stage, self._begun, self._first, self._last, self._spoken = "", math.nan, 0, 0, -math.inf
+
+    def __call__(self, stage: str, done: int, of: int | None) -> None:
+        """Take what :data:`normscope.runtime.progress.Progress` is told."""
+        now = self._now()
+        if stage != self._stage or done < self._last:
+            self._stage, self._begun, self._first, self._spoken = stage, now, done, -math.inf
+        self._last = done
+        took, early = now - self._begun, self._spoken == -math.inf
+        if done == self._first or took < _EARLY_SECONDS or now - self._spoken < _SECONDS_BETWEEN_LINES:
+            return
+        if of is None:
+            ends, long = "", took > _LONG_SECONDS
+        else:
+            whole = took * (of - self._first) / (done - self._first)
+            ends = f", about {_rounded(whole)} in all" if early else f", about {_rounded(whole - took)} left"
+            long = whole > _LONG_SECONDS
+        if done != of and (long or not early):
+            self._say(f"{stage}: {done:,}{'' if of is None else f' of {of:,}'}{ends}")
+            self._spoken = now
+
+
+def _rounded(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 2 * 60
+        else f"{seconds / 60:.0f} min"
+        if seconds < 2 * 3600
+        else f"{seconds / 3600:.1f} h"
+    )
 
 
 def listed(names: Sequence[str]) -> str:

@@ -254,10 +254,12 @@ def captures(
                 network = run.load(name, output)
                 seen = run.capture(network, layers, output, ranks, by_part=by is not None, **kept)
                 output.account(seen, network.inputs.unreadable)
+                output.chosen(seen.sites, layers)
                 del network  # before there is another
         elif speaks:
             seen = normscope.load_capture(name).only(layers)
             output.account(seen)
+            output.chosen(seen.sites, layers)
         if speaks:
             yield from _parts(name, seen, by)
     if not speaks:

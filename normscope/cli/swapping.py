@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import normscope
+from normscope.cli.options import SWAP
 from normscope.errors import UsageError, unknown
 from normscope.inputs.splits import divided
 
@@ -33,6 +34,8 @@ OneFunc = Annotated[
     str,
     typer.Option(
         "--func",
+        metavar="CURVE",
+        rich_help_panel=SWAP,
         help="One curve: dyt (tanh), dyisru (isru), derf, identity, …; free, E\\[y|x] itself; best, each site's own; "
         "rmsnorm, the norm without centring; or your own formula of x, 'mine=x/(1+abs(x))'.",
     ),
@@ -40,21 +43,31 @@ OneFunc = Annotated[
 Init = Annotated[
     str,
     typer.Option(
-        metavar="fit|theory|paper",
-        help="Where to start: this network's own fits; A and α in theory; or A = 1, α = 0.5, as the papers do.",
+        metavar="START",
+        rich_help_panel=SWAP,
+        help="Where to start: fit, this network's own fits; theory, A and α in theory; paper, A = 1 and α = 0.5.",
     ),
 ]
 Sites = Annotated[
     str,
     typer.Option(
+        metavar="N|LIST|all",
+        rich_help_panel=SWAP,
         help="Which norms: all; pre-norm, post-norm, qk, final; indices, ranges, names, globs; a number; or least:8, "
-        "those that move the output least."
+        "those that move the output least.",
     ),
 ]
-Per = Annotated[str, typer.Option(metavar="site|channel", help="One A and α a site, or one for each channel.")]
+Per = Annotated[
+    str, typer.Option(metavar="LEVEL", rich_help_panel=SWAP, help="One A and α a site, or one for each channel.")
+]
 Shift = Annotated[
     bool | None,
-    typer.Option("--shift/--no-shift", help="Fit s in f(αx + s), or not; by default it is.", show_default=False),
+    typer.Option(
+        "--shift/--no-shift",
+        rich_help_panel=SWAP,
+        help="Fit s in f(αx + s), or not; by default it is.",
+        show_default=False,
+    ),
 ]
 
 
@@ -172,6 +185,7 @@ class Learner:
         report = normscope.find_norms(network)
         say.skipped(report.skipped)
         norms = chosen(report.sites, "all" if least else sites)
+        say.chosen(norms, sites, "--sites")
         if least and int(least[1]) > len(norms):
             raise UsageError(f"--sites {sites} asks for more norms than there are: {len(norms)}.")
         return cls(network, norms, report.skipped, int(least[1]) if least else None, seed, ranks)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from normscope.tables.table import NARROWEST_NAME, NONE, Column, as_cell, names, several, table_of, words
+from normscope.tables.table import NONE, Column, as_cell, names, several, table_of, words
 
 if TYPE_CHECKING:
     from normscope.fits.views.card import NormCard, Tails, TailToken
@@ -22,9 +22,14 @@ def scale_table(cards: Sequence[NormCard]) -> Table:
     """One line a site: what centring and scaling do to its tokens."""
     columns: list[Column[NormCard]] = [
         names("site", lambda card: card.site),
-        *several(("|μ|/σ", "95 %", "mean's share", "without"), _centring),
-        *several(("σ 5 %", "50 %", "95 %", "95:5", "eps", "holds to"), _scale),
-        Column("linear", _linear),
+        *several(("|μ|/σ", "95 %", "mean's share", "without"), _centring, (0, 0, 4, 1)),
+        *several(
+            ("σ 5 %", "50 %", "95 %", "95:5", "eps", "holds to"),
+            _scale,
+            (3, 0, 3, 0, 5, 6),
+            labels=("σ 5 %", "σ 50 %", "σ 95 %"),
+        ),
+        Column("linear", _linear, drop=2),
     ]
     caption = (
         "|μ|/σ: median and 95th percentile over tokens · mean's share: of a token's x² · without centring: "
@@ -39,9 +44,13 @@ def tails_table(cards: Sequence[NormCard]) -> Table:
     """One line a site: what is large, and where it is."""
     columns: list[Column[NormCard]] = [
         names("site", lambda card: card.site),
-        *several(("kurtosis", "median", "max |x|", "ratio", ">100×", "massive"), lambda card: _tails(card)[:6]),
-        words("channels: of Σx²", lambda card: _tails(card)[6]),
-        words("tokens", lambda card: _tails(card)[7]),
+        *several(
+            ("kurtosis", "median", "max |x|", "ratio", ">100×", "massive"),
+            lambda card: _tails(card)[:6],
+            (0, 4, 0, 3, 5, 0),
+        ),
+        words("channels: of Σx²", lambda card: _tails(card)[6], 1),
+        words("tokens", lambda card: _tails(card)[7], 2),
     ]
     caption = (
         "kurtosis: of x, 3 for a normal distribution · median, max: of |x|; ratio of the two; >100×: pairs beyond 100 "
@@ -55,7 +64,7 @@ def card_table(card: NormCard) -> Table:
     """All of one site's card, a line a question."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True, style="dim")
-    table.add_column(overflow="fold", min_width=2 * NARROWEST_NAME)
+    table.add_column(overflow="fold", min_width=24)
     for question, answer in _answers(card):
         table.add_row(question, as_cell(answer))
     return table

@@ -25,15 +25,17 @@ def comparison_table(rows: Sequence[Compared]) -> Table:
     """One line a site, curve and capture; those of one site and curve follow one another."""
     places = [(row.counterpart, row.fit.curve) for row in rows]
     begins = [place != above for place, above in zip(places, [None, *places], strict=False)]
+    differ = len({row.d for row in rows}) > 1
     columns: list[Column[tuple[Compared, bool]]] = [
         names("site", lambda line: line[0].fit.site if line[1] or line[0].fit.site != line[0].counterpart else ""),
-        words("func", lambda line: line[0].fit.curve if line[1] else ""),
+        words("curve", lambda line: line[0].fit.curve if line[1] else ""),
         Column("", lambda line: str(line[0].number)),
-        Column("d", lambda line: str(line[0].d), len({row.d for row in rows}) > 1),
-        *several(("A", "α", "slope", "R²", "ceiling"), lambda line: _numbers(line[0].fit)),
-        *several(("α ratio", "slope ratio", "R² of 1"), lambda line: _against_first(line[0])),
+        Column("d", lambda line: str(line[0].d), differ, drop=7),
+        *several(("A", "α", "slope", "R²", "ceiling"), lambda line: _numbers(line[0].fit), (3, 0, 5, 0, 6)),
+        *several(("α ratio", "slope ratio", "R² of 1"), lambda line: _against_first(line[0]), (1, 4, 2)),
     ]
-    return table_of(list(zip(rows, begins, strict=True)), columns, caption=_caption(rows))
+    lines = list(zip(rows, begins, strict=True))
+    return table_of(lines, columns, caption=_caption(rows), remark=_nothing, named=3 + differ)
 
 
 def matching_lines(comparison: Comparison) -> list[str]:
@@ -59,9 +61,12 @@ def _caption(rows: Sequence[Compared]) -> str:
     return " ".join([_RATIOS, _INTERVALS, *how])
 
 
+def _nothing(line: tuple[Compared, bool]) -> str | None:
+    fit = line[0].fit
+    return f"nothing to fit: {fit.nothing}" if fit.degenerate else None
+
+
 def _numbers(fit: CurveFit) -> list[str]:
-    if fit.degenerate:
-        return [f"nothing to fit: {fit.nothing}", "", "", "", ""]
     top = number(fit.r2_ceiling, ".4f")
     if fit.curve == FREE:
         return [NONE, NONE, NONE, f"{fit.r2:.4f}", top]

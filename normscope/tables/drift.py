@@ -29,18 +29,30 @@ def drift_table(reports: Sequence[DriftReport]) -> Table:
     top5 = any(row.top5 is not None for row in rows)
     columns: list[Column[Swap]] = [
         words("func", lambda swap: swap[0].func),
-        words("init", lambda swap: swap[0].init),
-        Column("sites", lambda swap: str(swap[1].sites_swapped)),
-        Column("inputs", lambda swap: str(swap[1].inputs)),
-        *several(("L2", "p90"), lambda swap: _upper(swap[1].relative_l2)),
-        *several(("cosine", "p10"), lambda swap: _lower(swap[1].cosine)),
-        Column(f"≤ {_NEAR}", lambda swap: _near(swap[0]), orders),
-        *several(("KL", "p90"), lambda swap: _upper(swap[1].kl), shown=logits),
-        Column("top-1", lambda swap: number(swap[1].top1, ".1%"), logits),
-        Column("top-5", lambda swap: number(swap[1].top5, ".1%"), top5),
-        Column("of 5", lambda swap: number(swap[1].top5_overlap, ".1%"), top5),
-        *several(("frame L2", "p90"), lambda swap: _upper(swap[1].frames), shown=frames),
-        *several(("end L2", "p90", "cosine"), lambda swap: _end(swap[0].end), shown=ends),
+        words("init", lambda swap: swap[0].init, 2),
+        Column("sites", lambda swap: str(swap[1].sites_swapped), drop=3),
+        Column("inputs", lambda swap: str(swap[1].inputs), drop=5),
+        *several(("L2", "p90"), lambda swap: _upper(swap[1].relative_l2), (0, 2), labels=("", "p90 of L2")),
+        *several(("cosine", "p10"), lambda swap: _lower(swap[1].cosine), (0, 3), labels=("", "p10 of cosine")),
+        Column(f"≤ {_NEAR}", lambda swap: _near(swap[0]), orders, drop=1),
+        *several(("KL", "p90"), lambda swap: _upper(swap[1].kl), (1, 4), labels=("", "p90 of KL"), shown=logits),
+        Column("top-1", lambda swap: number(swap[1].top1, ".1%"), logits, drop=1),
+        Column("top-5", lambda swap: number(swap[1].top5, ".1%"), top5, drop=3),
+        Column("of 5", lambda swap: number(swap[1].top5_overlap, ".1%"), top5, drop=4),
+        *several(
+            ("frame L2", "p90"),
+            lambda swap: _upper(swap[1].frames),
+            (2, 4),
+            labels=("", "p90 of frame L2"),
+            shown=frames,
+        ),
+        *several(
+            ("end L2", "p90", "cosine"),
+            lambda swap: _end(swap[0].end),
+            (2, 4, 4),
+            labels=("", "p90 of end L2", "cosine of the end"),
+            shown=ends,
+        ),
         _spoilt(rows),
     ]
     caption = " · ".join(_explained(rows, orders=orders, logits=logits, top5=top5, frames=frames, ends=ends))
@@ -52,12 +64,12 @@ def parts_table(reports: Sequence[DriftReport]) -> Table:
     rows = [(report, row) for report in reports for row in report.by_part]
     columns: list[Column[Swap]] = [
         words("func", lambda swap: swap[0].func if swap[1] is swap[0].by_part[0] else ""),
-        words("init", lambda swap: swap[0].init if swap[1] is swap[0].by_part[0] else ""),
+        words("init", lambda swap: swap[0].init if swap[1] is swap[0].by_part[0] else "", 2),
         words("part", lambda swap: swap[1].part),
-        Column("inputs", lambda swap: str(swap[1].inputs)),
-        *several(("L2", "p90"), lambda swap: _upper(swap[1].relative_l2)),
-        Column("max", lambda swap: _distance(swap[1].relative_l2.max)),
-        *several(("cosine", "p10"), lambda swap: _lower(swap[1].cosine)),
+        Column("inputs", lambda swap: str(swap[1].inputs), drop=4),
+        *several(("L2", "p90"), lambda swap: _upper(swap[1].relative_l2), (0, 1)),
+        Column("max", lambda swap: _distance(swap[1].relative_l2.max), drop=3),
+        *several(("cosine", "p10"), lambda swap: _lower(swap[1].cosine), (0, 3)),
         _spoilt([row for _, row in rows]),
     ]
     caption = f"The output with all sites swapped. {_L2}; cosine: median and 10th percentile"
@@ -68,9 +80,9 @@ def sites_table(reports: Sequence[DriftReport]) -> Table:
     """One line a site, a column a swap: how far the network's output moved with this site alone swapped."""
     same_init = len({report.init for report in reports}) == 1
     columns: list[Column[str]] = [names("site", lambda path: path)]
-    for report in reports:
+    for place, report in enumerate(reports):
         heading = report.func if same_init else f"{report.func} {report.init}".strip()
-        columns.append(Column(heading, _moved_by(report)))
+        columns.append(Column(heading, _moved_by(report), drop=int(place > 0)))
     caption = (
         "One site alone swapped: median over inputs of the relative L2 at the network's output; "
         "!: of some inputs not finite"

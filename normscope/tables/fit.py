@@ -27,17 +27,17 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
     rivals = Counter((fit.site, fit.channel, fit.parameters) for fit in fits)
     columns: list[Column[CurveFit]] = [
         names("site", lambda fit: fit.site, once=True),
-        words("func", lambda fit: fit.curve + (" *" if fit.best else "")),
-        *several(("params", "A", "α"), lambda fit: _shape(fit)),
-        Column("s", lambda fit: number(fit.shift or None, ".3g"), _shifted(fits)),
-        Column("slope", lambda fit: _slope(fit)),
+        words("curve", lambda fit: fit.curve + (" *" if fit.best else "")),
+        *several(("params", "A", "α"), lambda fit: _shape(fit), (8, 1, 0)),
+        Column("s", lambda fit: number(fit.shift or None, ".3g"), _shifted(fits), drop=2),
+        Column("slope", lambda fit: _slope(fit), drop=4),
         Column("R²", lambda fit: _with_interval(fit, "r2", ".4f")),
-        Column("ceiling", lambda fit: _with_interval(fit, "r2_ceiling", ".4f")),
-        Column("of it", lambda fit: number(fit.of_ceiling, ".3f")),
-        Column("RMSE", lambda fit: f"{fit.rmse:.4g}"),
-        Column("tail", lambda fit: f"{fit.tail_rmse:.4g}"),
-        Column("sat.", lambda fit: number(fit.saturated, ".1%")),
-        Column("rank", lambda fit: _rank(fit, rivals)),
+        Column("ceiling", lambda fit: _with_interval(fit, "r2_ceiling", ".4f"), drop=3),
+        Column("of it", lambda fit: number(fit.of_ceiling, ".3f"), drop=5),
+        Column("RMSE", lambda fit: f"{fit.rmse:.4g}", drop=6),
+        Column("tail", lambda fit: f"{fit.tail_rmse:.4g}", drop=7),
+        Column("sat.", lambda fit: number(fit.saturated, ".1%"), drop=9),
+        Column("rank", lambda fit: _rank(fit, rivals), drop=2),
     ]
     return table_of(fits, columns, caption=" · ".join(_explained(fits)), remark=lambda fit: fit.nothing, named=2)
 
@@ -49,9 +49,11 @@ def channels_table(fits: Sequence[CurveFit]) -> Table:
         groups.setdefault((fit.site, fit.curve), []).append(fit)
     columns: list[Column[list[str]]] = [
         names("site", lambda row: row[0], once=True),
-        words("func", lambda row: row[1]),
+        words("curve", lambda row: row[1]),
         *several(
-            ("channels", "bend", "nothing", "A", "α 5 %", "α", "α 95 %", "R² 5 %", "R²", "R² 95 %"), lambda row: row[2:]
+            ("channels", "bend", "nothing", "A", "α 5 %", "α", "α 95 %", "R² 5 %", "R²", "R² 95 %"),
+            lambda row: row[2:],
+            (3, 2, 4, 0, 1, 0, 1, 1, 0, 1),
         ),
     ]
     caption = (
@@ -66,12 +68,13 @@ def slopes_table(slopes: Sequence[TokenSlopes]) -> Table:
     shares = list(slopes[0].slopes) if slopes else []
     columns: list[Column[TokenSlopes]] = [
         names("site", lambda row: row.site),
-        Column("tokens", lambda row: f"{row.n_tokens:,}"),
+        Column("tokens", lambda row: f"{row.n_tokens:,}", drop=2),
         *several(
             [*(f"{share:.0%}" for share in shares), "95:5"],
             lambda row: [number(value, ".4g") for value in (*row.slopes.values(), row.ratio)],
+            [int(not 0.05 <= share <= 0.95) for share in shares],
         ),
-        Column("error", lambda row: f"{row.largest_error:.1g}" if row.drawn else NONE),
+        Column("error", lambda row: f"{row.largest_error:.1g}" if row.drawn else NONE, drop=3),
     ]
     caption = (
         "Each token is a line, exactly: its slope is 1/σ (1/ρ without centring). Percentiles over all tokens, and how "
@@ -99,7 +102,7 @@ def _shape(fit: CurveFit) -> list[str]:
     if fit.curve == FREE:
         return [parameters, NONE, _with_interval(fit, "alpha", ".4g") if fit.told_apart else NONE]
     alpha = _with_interval(fit, "alpha", ".4g") if fit.told_apart else ""
-    return [parameters, fit.doubt or f"{fit.amplitude:.4g}", alpha]
+    return [parameters, fit.doubt or with_interval(f"{fit.amplitude:.4g}", fit.intervals.get("amplitude")), alpha]
 
 
 def _slope(fit: CurveFit) -> str:
@@ -177,15 +180,15 @@ def advice_table(advice: Sequence[Advice]) -> Table:
     shifted = any(row.shift and (row.shift.least or row.shift.most) for row in advice)
     columns: list[Column[Advice]] = [
         names("kind of site", lambda row: row.kind, once=True),
-        words("func", lambda row: row.curve),
-        words("feeds", lambda row: row.feeds or "unknown"),
+        words("curve", lambda row: row.curve),
+        words("feeds", lambda row: row.feeds or "unknown", 2),
         Column("α", lambda row: _start(row.alpha)),
-        Column("C", lambda row: NONE if row.C is None else f"{row.C:.3g}"),
-        Column("s", lambda row: _start(row.shift), shifted),
+        Column("C", lambda row: NONE if row.C is None else f"{row.C:.3g}", drop=3),
+        Column("s", lambda row: _start(row.shift), shifted, drop=1),
         Column("A", lambda row: _start(row.amplitude)),
-        Column("sites", lambda row: str(row.sites)),
-        names("left out", lambda row: _left_out(row), 8),
-        names("published α₀", lambda row: _published(row)),
+        Column("sites", lambda row: str(row.sites), drop=4),
+        names("left out", lambda row: _left_out(row), 5),
+        names("published α₀", lambda row: _published(row), 1),
     ]
     caption = f"Medians of the sites of a kind that bend; in brackets, their range. {NOTE}"
     return table_of(advice, columns, caption=caption)

@@ -23,13 +23,17 @@ def jacobians_table(views: Sequence[GradientView]) -> Table:
     curves = list(dict.fromkeys(curve for view in views for curve in view.r2))
     columns: list[Column[GradientView]] = [
         names("site", lambda view: view.site),
-        words("norm", lambda view: view.kind),
-        Column("d", lambda view: str(view.d)),
-        Column("tokens", lambda view: f"{view.n_tokens} of {view.of_tokens:,}"),
-        Column("share", lambda view: number(view.share, ".4f")),
-        Column("least", lambda view: number(view.least_share, ".4f")),
-        Column("in tail", lambda view: number(view.tail_share, ".4f")),
-        *several(["ceiling", *(f"R² {curve}′" for curve in curves)], lambda view: _r2(view, curves)),
+        words("norm", lambda view: view.kind, 9),
+        Column("d", lambda view: str(view.d), drop=8),
+        Column("tokens", lambda view: f"{view.n_tokens} of {view.of_tokens:,}", drop=7),
+        Column("share", lambda view: number(view.share, ".4f"), drop=4),
+        Column("least", lambda view: number(view.least_share, ".4f"), drop=6),
+        Column("in tail", lambda view: number(view.tail_share, ".4f"), drop=5),
+        *several(
+            ["ceiling", *(f"R² {curve}′" for curve in curves)],
+            lambda view: _r2(view, curves),
+            (3, 0, *[1] * (len(curves) - 1)),
+        ),
     ]
     n_largest = max((view.n_largest for view in views), default=0)
     caption = (
@@ -47,7 +51,7 @@ def jacobians_table(views: Sequence[GradientView]) -> Table:
 def _aligned(table: Table) -> Table:
     """Let columns without a number stand at their left."""
     for column in table.columns:
-        if column.no_wrap:
+        if column is not table.columns[0]:
             column.justify = "right" if any(letter.isdigit() for letter in "".join(map(str, column.cells))) else "left"
     return table
 
@@ -76,13 +80,14 @@ def constants_table(views: Sequence[GradientView]) -> Table:
     rows = [(view, part) for view in views for part in (("centre", "tail") if view.reason is None else ("",))]
     columns: list[Column[tuple[GradientView, str]]] = [
         names("site", lambda row: row[0].site if row[1] != "tail" else ""),
-        Column("pairs", lambda row: f"{row[0].constants[row[1]].n_pairs:,}" if row[1] else ""),
+        Column("pairs", lambda row: f"{row[0].constants[row[1]].n_pairs:,}" if row[1] else "", drop=3),
         words("of", lambda row: row[1] or _NOT_COVERED),
         *several(
             ("1/rstd", "p84/p16", "√C", "p84/p16", "raw √C"),
             lambda row: _spreads(row[0].constants[row[1]]) if row[1] else [""] * 5,
+            (0, 0, 0, 0, 2),
         ),
-        words("steadier for", lambda row: _steadier(row[0].constants[row[1]]) if row[1] else ""),
+        words("steadier for", lambda row: _steadier(row[0].constants[row[1]]) if row[1] else "", 1),
     ]
     caption = (
         "1/rstd (σ, or ρ without centring): what DyT holds constant; √C: what DyISRU does, in the same unit; medians "

@@ -59,8 +59,8 @@ def table(records: Any) -> Tables:
     >>> import normscope
     >>> seen = normscope.capture(normscope.load("demo_vit", limit=2), layers="norm")
     >>> print(table(seen))
-        site          kind       shape  axis    eps  affine  placement  calls
-    16  norm          LayerNorm  64     -1    1e-06  yes     final          1
+        site  kind       shape  axis    eps  affine  placement  calls
+    16  norm  LayerNorm  64     -1    1e-06  yes     final          1
     """
     rows = list(records) if isinstance(records, (list, tuple)) else [records]
     if not rows:

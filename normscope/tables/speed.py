@@ -55,10 +55,10 @@ def _table(title: str, rows: Sequence[Timing], widest: int) -> Table:
     alone = rows[0].scope == "norm"
     columns: list[Column[Timing]] = [
         words("", lambda row: row.variant),
-        *several(("time", "min", "p20–p80", "ratio"), _times),
-        Column("GB/s", lambda row: number(row.gb_per_s, ".3g"), alone),
-        Column("copy", lambda row: number(row.share_of_copy, ".0%"), alone),
-        names("", lambda row: row.verdict, 8),
+        *several(("time", "min", "p20–p80", "ratio"), _times, (0, 2, 1, 0)),
+        Column("GB/s", lambda row: number(row.gb_per_s, ".3g"), alone, drop=3),
+        Column("copy", lambda row: number(row.share_of_copy, ".0%"), alone, drop=4),
+        names("", lambda row: row.verdict),
     ]
     table = table_of(rows, columns)
     table.title, table.title_justify, table.title_style = as_cell(title), "left", ""
@@ -121,10 +121,10 @@ def published_table(report: PublishedReport) -> Table:
     )
     columns: list[Column[tuple[str, str, str]]] = [
         words("norms", lambda key: key[0]),
-        names("", lambda key: key[1], 0),
-        names("", lambda key: key[2], 0),
-        *several(("layer", "model"), lambda key: _seconds(ours.get(key)), narrowest=0),
-        *several(("layer, published", "model, published"), lambda key: _seconds(theirs.get(key)), narrowest=0),
+        names("", lambda key: key[1]),
+        names("", lambda key: key[2]),
+        *several(("layer", "model"), lambda key: _seconds(ours.get(key))),
+        *several(("layer, published", "model, published"), lambda key: _seconds(theirs.get(key))),
     ]
     caption = (
         f"Seconds of all passes; layer: of all norms. Ours: {report.device}, {count(report.tokens, 'token')}, "

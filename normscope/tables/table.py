@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +12,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from normscope.runtime.files import visible
+from normscope.tables.layout import AdaptiveTable
 
 if TYPE_CHECKING:
     from normscope.pairs.norms.sites import NormSite
 
 
 NONE = "–"
-NARROWEST_NAME = 12
 
 Row = TypeVar("Row")
 
@@ -31,7 +32,9 @@ class Column(Generic[Row]):
         cell: from a row to the text of its cell.
         shown: whether there is anything to show in it.
         justify: ``left`` or ``right``.
-        narrowest: the least width of a column whose long texts fold; None where no text folds.
+        folds: whether its long texts may take several lines.
+        drop: how soon the column gives way where a table is wider than the terminal: 0 never, the largest first.
+        label: what it is called where it gave way, if its heading does not say it.
         once: whether a text that is that of the line above gives way to nothing.
     """
 
@@ -39,33 +42,35 @@ class Column(Generic[Row]):
     cell: Callable[[Row], str]
     shown: bool = True
     justify: Literal["left", "right"] = "right"
-    narrowest: int | None = None
+    folds: bool = False
+    drop: int = 0
+    label: str = ""
     once: bool = False
 
 
-def names(
-    heading: str, cell: Callable[[Row], str], narrowest: int = NARROWEST_NAME, *, once: bool = False
-) -> Column[Row]:
-    """Describe a column of long names, which fold."""
-    return Column(heading, cell, justify="left", narrowest=narrowest, once=once)
+def names(heading: str, cell: Callable[[Row], str], drop: int = 0, *, once: bool = False) -> Column[Row]:
+    """Describe a column of long names or sentences, which fold."""
+    return Column(heading, cell, justify="left", folds=True, drop=drop, once=once)
 
 
-def words(heading: str, cell: Callable[[Row], str]) -> Column[Row]:
+def words(heading: str, cell: Callable[[Row], str], drop: int = 0) -> Column[Row]:
     """Describe a column of short words."""
-    return Column(heading, cell, justify="left")
+    return Column(heading, cell, justify="left", drop=drop)
 
 
 def several(
     headings: Sequence[str],
     cells: Callable[[Row], Sequence[str]],
+    drops: Sequence[int] = (),
     *,
+    labels: Sequence[str] = (),
     shown: bool = True,
-    narrowest: int | None = None,
 ) -> Iterable[Column[Row]]:
     """Describe columns of numbers whose texts one function gives, a list for each row."""
+    every = itertools.zip_longest(headings, drops, labels)
     return (
-        Column(heading, lambda row, place=place: cells(row)[place], shown, narrowest=narrowest)  # type: ignore[misc]
-        for place, heading in enumerate(headings)
+        Column(heading, lambda row, place=place: cells(row)[place], shown, drop=drop or 0, label=label or "")  # type: ignore[misc]
+        for place, (heading, drop, label) in enumerate(every)
     )
 
 
@@ -76,7 +81,7 @@ def table_of(
     caption: str = "",
     remark: Callable[[Row], str | None] = lambda row: None,
     named: int = 1,
-) -> Table:
+) -> AdaptiveTable:
     """Make a table, a line a row.
 
     Args:
@@ -84,29 +89,24 @@ def table_of(
         columns: those that are not ``shown`` are left out.
         caption: below it; what stands for itself in it has gone through :func:`as_cell`.
         remark: what is said of a row in place of its numbers; None where it has numbers.
-        named: how many columns come before such a remark.
+        named: how many columns, of those shown, come before such a remark.
     """
     columns = [column for column in columns if column.shown]
-    table = Table(box=None, pad_edge=False, caption_justify="left", caption=caption)
+    table = AdaptiveTable(caption)
     for column in columns:
-        folds = column.narrowest is not None
-        table.add_column(
-            as_cell(column.heading),
-            justify=column.justify,
-            no_wrap=not folds,
-            overflow="fold" if folds else "ellipsis",
-            min_width=column.narrowest,
-        )
+        table.add_column(as_cell(column.heading), justify=column.justify)
+        table.priorities.append(column.drop)
+        table.labels.append(column.label or column.heading)
+        table.folding.append(column.folds)
     above: list[str] = []
-    for row in rows:
+    for number_of_row, row in enumerate(rows):
         said = remark(row)
         cells = [column.cell(row) for column in columns[: None if said is None else named]]
         shown = ["" if columns[n].once and above[n : n + 1] == [text] else text for n, text in enumerate(cells)]
         table.add_row(*map(as_cell, shown if said is None else [*shown, said]))
+        if said is not None:
+            table.spans[number_of_row] = named
         above = cells
-    for shape in table.columns:
-        if shape.no_wrap:  # rich takes the longest word as the least width, but a number must not be cut
-            shape.min_width = max(len(str(cell)) for cell in (shape.header, *shape.cells))
     return table
 
 
@@ -143,12 +143,12 @@ def layers_table(sites: Sequence[NormSite]) -> Table:
         Column("", lambda site: str(site.index)),
         names("site", lambda site: site.name),
         words("kind", lambda site: site.kind),
-        words("shape", lambda site: "×".join(map(str, site.normalized_shape))),
-        words("axis", lambda site: str(site.channel_axis)),
-        Column("eps", lambda site: f"{site.eps:g}"),
-        words("affine", lambda site: "yes" if site.affine else "no"),
-        words("placement", lambda site: site.placement or NONE),
-        Column("calls", lambda site: str(site.calls)),
+        words("shape", lambda site: "×".join(map(str, site.normalized_shape)), 1),
+        words("axis", lambda site: str(site.channel_axis), 5),
+        Column("eps", lambda site: f"{site.eps:g}", drop=4),
+        words("affine", lambda site: "yes" if site.affine else "no", 3),
+        words("placement", lambda site: site.placement or NONE, 2),
+        Column("calls", lambda site: str(site.calls), drop=6),
     ]
     return table_of(sites, columns)
 
@@ -156,8 +156,8 @@ def layers_table(sites: Sequence[NormSite]) -> Table:
 def models_table(entries: Sequence[Any]) -> Table:
     """One line a model; an entry has name, family, description and source."""
     columns: list[Column[Any]] = [
-        words("model", lambda entry: entry.name),
-        words("family", lambda entry: entry.family),
+        names("model", lambda entry: entry.name),
+        words("family", lambda entry: entry.family, 1),
         names("what it is", lambda entry: entry.description),
         names("weights", lambda entry: entry.source),
     ]
@@ -173,7 +173,7 @@ def swapped_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """
     columns: list[Column[Mapping[str, Any]]] = [
         names("site", lambda row: row["site"]),
-        words("norm", lambda row: row["norm"]),
+        words("norm", lambda row: row["norm"], 1),
         words("replaced by", lambda row: row["curve"]),
         Column("A", lambda row: number(row["amplitude"], ".4g")),
         Column("α", lambda row: number(row["alpha"], ".4g")),

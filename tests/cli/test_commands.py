@@ -15,8 +15,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import normscope
+from normscope.cli import app
+from normscope.cli.options import PANELS
 
 CHECKOUT = Path(normscope.__file__).parents[1]
 
@@ -50,6 +53,44 @@ def test_help_is_fast_and_imports_nothing_heavy(run, folder):
     done = run("plot", "--help", cwd=folder, command=(sys.executable, "-c", code))
     assert done.stderr.strip() == "[]"
     assert "Examples: normscope plot" in done.stdout
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("command", [command.name for command in app.registered_commands])
+def test_help_leaves_the_descriptions_half_the_width(command, width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    done = CliRunner().invoke(app, [command, "-h"])
+    assert done.exit_code == 0
+    assert done.stdout == CliRunner().invoke(app, [command, "--help"]).stdout
+    panels = re.findall(r"^╭─ (\w+) ─", done.stdout, flags=re.MULTILINE)
+    assert panels == [name for name in ("Arguments", *PANELS) if name in panels]
+    for types in ("<", "INTEGER", "x>=", "range", "Options"):
+        assert types not in done.stdout.replace("ranges", "").partition("╭")[2]
+    for line in done.stdout.splitlines():
+        if re.match(r"│[ *]+-", line):
+            *_, description = re.split(r"\s{2,}", line.strip("│ "))
+            assert line.index(description) <= width / 2 + 1, line
+
+
+def test_numbers_that_are_too_small_or_too_large_are_refused():
+    for arguments, sentence in (
+        (["fit", "--limit", "0"], "0 is not at least 1."),
+        (["plot", "--dpi", "19"], "19 is not from 20 to 1200."),
+        (["fit", "--workers", "-1"], "-1 is not at least 0."),
+        (["fit", "--limit", str(2**63)], "takes more than 64 bits."),
+        (["swap-bench", "--seconds", "nan"], "nan is no number of seconds."),
+        (["heal", "demo_vit", "-o", "x", "--steps", "0"], "0 is not at least 1."),
+    ):
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 2 and sentence in " ".join(done.stderr.replace("│", "").split())
+
+
+def test_completion_is_installed_and_completes(run, folder):
+    environment = {"_NORMSCOPE_COMPLETE": "complete_bash", "COMP_WORDS": "normscope swap", "COMP_CWORD": "1"}
+    code = "import sys; sys.argv[0] = 'normscope'; from normscope.cli import main; main()"
+    done = run(cwd=folder, command=(sys.executable, "-c", code), **environment)
+    assert done.stdout.split() == ["swap-bench", "swap"]
+    assert "--install-completion" in CliRunner().invoke(app, ["--help"]).stdout
 
 
 @pytest.mark.slow
@@ -96,7 +137,7 @@ def test_json_is_one_document_on_stdout(run, folder):
     document = json.loads(done.stdout)
     assert json.loads((folder / "fits.json").read_text()) == document
     assert [found["curve"] for found in document["fits"]] == ["isru", "isru"]
-    assert [found["site"] for found in document["fits"]] == ["blocks.0.norm1", "norm"]
+    assert [found["site"] for found in document["fits"]] == ["blocks.1.norm2", "blocks.6.norm1"]
     assert document["fits"][0]["folds"] == "source"
     assert document["skipped"] == []
     assert "64 held-out digits" in done.stderr
@@ -159,7 +200,9 @@ def test_a_narrow_terminal_breaks_no_number(run, captured):
     wide, narrow = (run("fit", path.name, "-q", cwd=path.parent, COLUMNS=width).stdout for width in ("200", "30"))
     assert "…" not in narrow
     numbers = re.compile(r"\d+\.\d+|\d+,\d+")
-    assert numbers.findall(narrow.partition("digits")[2]) == numbers.findall(wide.partition("digits")[2])
+    shown, every = (numbers.findall(text.partition("digits")[2]) for text in (narrow, wide))
+    assert 4 < len(shown) < len(every) and set(shown) <= set(every)
+    assert "Left out at a width of " in narrow and "Left out" not in wide
 
 
 @pytest.mark.slow

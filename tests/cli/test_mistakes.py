@@ -29,7 +29,7 @@ MISTAKES = [
     (["plot", "--format", "gif"], 2, "There is no figure format 'gif'."),
     (["plot", "-o", "x.png", "--format", "pdf"], 2, "ends in .png, but --format asks for pdf"),
     (["plot", "demo_vit", "vit_b16", "-o", "x.png"], 2, "is one file, but there are 2 models"),
-    (["plot", "--limit", "0"], 2, "greater than or equal to 1"),
+    (["plot", "--limit", "0"], 2, "0 is not at least 1."),
     (["plot", "--wieghts", "random"], 2, "--weights"),
     (["fit", "--per", "tokens"], 2, "There is no level 'tokens'. Did you mean 'token'?"),
     *[
@@ -65,7 +65,7 @@ MISTAKES = [
     (["plot", "notes.txt"], 4, "Cannot read the capture notes.txt"),
     (["plot", "seen.safetensors", "--limit", "3"], 2, "--limit can have no effect"),
     (["fit", "seen.safetensors", "--sample", "3"], 2, "--sample can have no effect"),
-    (["fit", "demo_vit", "--sample", "0"], 2, "greater than or equal to 1"),
+    (["fit", "demo_vit", "--sample", "0"], 2, "0 is not at least 1."),
     (["capture", "demo_vit", "-o", "notes.txt/below.safetensors"], 2, "Cannot write"),
     (["capture", "demo_vit", "-o", "seen.safetensors", "--raw"], 2, "seen-raw exists already"),
     (["capture", "demo_vit"], 2, "--output"),
@@ -93,7 +93,7 @@ MISTAKES = [
     *[
         ([*command, "-o", name], 2, f"--output {name} ends in {suffix}, but a result's file ends in .csv, .parquet,")
         for command in (["fit", "demo_vit"], ["stats", "demo_vit"], ["layers", "demo_vit"], ["models"])
-        for name, suffix in (("t.tex", ".tex"), ("new/t.md", ".md"))
+        for name, suffix in (("t.txt", ".txt"), ("new/t.html", ".html"))
     ],
     (["fit", "demo_vit", "demo_vitt"], 3, "There is no model 'demo_vitt'. Did you mean"),
     (["fit", "demo_vit", "nowhere.safetensors"], 4, "There is no capture file nowhere.safetensors"),

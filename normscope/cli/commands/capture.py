@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import normscope
-from normscope.cli.options import AsCsv, AsJson, By, ByGamma, Diagonal, Layers, Model, PerChannel, Quiet
+from normscope.cli.options import (
+    RUNNING,
+    AsCsv,
+    AsJson,
+    By,
+    ByGamma,
+    Diagonal,
+    Layers,
+    Model,
+    PerChannel,
+    Quiet,
+    seconds_asked,
+)
 from normscope.cli.output import Output, pairs_as_json, skipped_as_json
 from normscope.cli.process import stopping_between_chunks
 from normscope.cli.running import RunOptions, check_by, check_models, runs_networks
@@ -33,22 +45,22 @@ Raw = Annotated[
 ]
 
 
-def _seconds(seconds: float) -> float:
-    if not seconds >= 0:  # of nan, which is no least of a range either
-        raise typer.BadParameter(f"{seconds} is no number of seconds.")
-    return seconds
-
-
 Every = Annotated[
     float,
     typer.Option(
-        callback=_seconds,
+        callback=seconds_asked,
         metavar="SECONDS",
+        rich_help_panel=RUNNING,
         help="How often to keep what was captured so far, in FILE's .checkpoint folder, until the file is written.",
     ),
 ]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on from what an unfinished run kept, if there is one; else from the start.")
+    bool,
+    typer.Option(
+        "--resume",
+        rich_help_panel=RUNNING,
+        help="Go on from what an unfinished run kept, if there is one; else from the start.",
+    ),
 ]
 
 
@@ -107,6 +119,7 @@ def capture(
         if not place.speaks:
             raise typer.Exit
         say.account(seen, network.inputs.unreadable)
+        say.chosen(seen.sites, layers)
         path = _saved(seen, output, kept)
         folder = pairs.finish(seen) if pairs else None
     finally:

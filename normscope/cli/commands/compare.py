@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import normscope
-from normscope.cli.options import AsCsv, AsJson, By, Dpi, Format, Func, Layers, Models, Quiet, Theme, figure_suffix
+from normscope.cli.options import (
+    MODEL,
+    AsCsv,
+    AsJson,
+    By,
+    Dpi,
+    Format,
+    Func,
+    Layers,
+    Models,
+    Quiet,
+    Theme,
+    figure_suffix,
+)
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
 from normscope.runtime.files import check_writable
@@ -27,12 +40,13 @@ Checkpoints = Annotated[
     list[str] | None,
     typer.Option(
         "--weights",
-        metavar="pretrained|random|FILE|DIR",
-        help="Pretrained, random, a safetensors or torch file, a swap's folder; again for each to compare.",
+        metavar="NAME|FILE|DIR",
+        rich_help_panel=MODEL,
+        help="pretrained, random, a safetensors or torch file, a swap's folder; again for each to compare.",
         show_default="pretrained",
     ),
 ]
-Destination = Annotated[Path, typer.Option("--output", "-o", help="A folder, or the figure's file.")]
+Destination = Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="A folder, or the figure's file.")]
 
 
 @runs_networks(without=("weights",))
@@ -77,7 +91,7 @@ def compare(
     seen = list(captures(sources, layers, say, by))
     comparison = compared(seen, [normscope.fit(capture, curves) for capture in seen])
     for line in matching_lines(comparison):
-        say.result(line)
+        say.sentences(line)
     say.result(comparison_table(comparison.rows))
     figure = normscope.save_figure(normscope.plot_comparison(seen, comparison.fits, style=style), path, seen, dpi)
     say.result(str(figure))

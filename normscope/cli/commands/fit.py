@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import normscope
-from normscope.cli.options import AsCsv, AsJson, By, Func, JsonFile, Layers, Models, Quiet
+from normscope.cli.options import FIT, AsCsv, AsJson, By, Func, JsonFile, Layers, Models, Quiet
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import (
     RunOptions,
@@ -33,23 +33,45 @@ LEVELS = ("site", "channel", "token")
 CURVES = "tanh,isru"
 
 Per = Annotated[
-    str, typer.Option(metavar="site|channel|token", help="One fit a site, a channel, or a token: its line, exactly.")
+    str,
+    typer.Option(
+        metavar="LEVEL",
+        rich_help_panel=FIT,
+        help="One fit a site, a channel, or a token (its line, exactly).",
+    ),
 ]
 Pool = Annotated[
     str | None,
-    typer.Option(metavar="placement|kind|all", help="Fit sites together; a kind: blocks.*.norm1.", show_default=False),
+    typer.Option(
+        metavar="PARTS",
+        rich_help_panel=FIT,
+        help="Fit sites together: of a placement, of a kind (blocks.*.norm1), or all.",
+        show_default=False,
+    ),
 ]
 Amplitude = Annotated[
-    str, typer.Option(metavar="free|theory", help="A is fitted, or such that the curve tends to √d or √(d−1).")
+    str,
+    typer.Option(
+        metavar="HOW",
+        rich_help_panel=FIT,
+        help="free: A is fitted; theory: it is such that the curve tends to √d or √(d−1).",
+    ),
 ]
 Theory = Annotated[
-    bool, typer.Option("--theory", help="Fit nothing: A as in theory, α from the mean slope of the tokens' lines.")
+    bool,
+    typer.Option(
+        "--theory", rich_help_panel=FIT, help="Fit nothing: A as in theory, α from the mean slope of the tokens' lines."
+    ),
 ]
-Alpha = Annotated[float | None, typer.Option(help="Fix α; 1 is the ablation without α.", show_default=False)]
+Alpha = Annotated[
+    float | None,
+    typer.Option(metavar="NUMBER", rich_help_panel=FIT, help="Fix α; 1 is the ablation without α.", show_default=False),
+]
 Shift = Annotated[
     bool | None,
     typer.Option(
         "--shift/--no-shift",
+        rich_help_panel=FIT,
         help="Fit s in f(αx + s) of every curve, or of none; else of derf alone.",
         show_default=False,
     ),
@@ -57,12 +79,18 @@ Shift = Annotated[
 WeightsBy = Annotated[
     str,
     typer.Option(
-        metavar="pairs|gamma|x", help="Pairs count alike, by γ² (what the next layer sees), or evenly over x."
+        metavar="HOW",
+        rich_help_panel=FIT,
+        help="pairs: all count alike; gamma: by γ² (what the next layer sees); x: evenly over x.",
     ),
 ]
 Advise = Annotated[
     bool,
-    typer.Option("--advise", help="Say where to start a norm-free training, kind by kind of site (-o advice.yaml)."),
+    typer.Option(
+        "--advise",
+        rich_help_panel=FIT,
+        help="Say where to start a norm-free training, kind by kind of site (-o advice.yaml).",
+    ),
 ]
 
 
@@ -140,7 +168,7 @@ def _fits(
     summary = normscope.layerwise(fits) if how["per"] == "site" and how["pool"] is None else None
     if summary is None or summary.sites < 2:
         return [one.as_dict() for one in fits], []
-    say.result(layerwise_line(summary))
+    say.sentences(layerwise_line(summary))
     return [one.as_dict() for one in fits], [{"model": capture.about["model"], **summary.as_dict()}]
 
 

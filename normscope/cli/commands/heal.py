@@ -11,7 +11,7 @@ import typer
 
 import normscope
 from normscope.cli.commands.swap import Folder, remark_on_loading
-from normscope.cli.options import AsCsv, AsJson, Model, OwnBatchSize, Quiet
+from normscope.cli.options import RUNNING, SWAP, AsCsv, AsJson, Model, OwnBatchSize, Quiet, at_least
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models, runs_networks
 from normscope.cli.swapping import How, Init, Learner, OneFunc, Per, Shift, Sites, check_kernels
@@ -35,11 +35,21 @@ _OF_THE_MACHINE = ("device", "workers", "batch_size", "sample", "device_map", "d
 
 Steps = Annotated[
     int,
-    typer.Option(min=1, help="In all: a tenth of the blocks by themselves, the others end to end; four batches each."),
+    typer.Option(
+        metavar="N",
+        callback=at_least(1),
+        rich_help_panel=SWAP,
+        help="In all: a tenth of the blocks by themselves, the others end to end; four batches each.",
+    ),
 ]
 
 Restart = Annotated[
-    bool, typer.Option("--restart", help="Discard what an interrupted healing left beside the folder, and begin anew.")
+    bool,
+    typer.Option(
+        "--restart",
+        rich_help_panel=RUNNING,
+        help="Discard what an interrupted healing left beside the folder, and begin anew.",
+    ),
 ]
 
 

@@ -35,7 +35,8 @@ _VIEW = "scurves"
 Color = Annotated[
     str,
     typer.Option(
-        help="Rows of the figure, separated by commas: density, token, channel; residual: E\\[y|x] less a fit."
+        metavar="ROWS",
+        help="Rows of the figure, separated by commas: density, token, channel; residual: E\\[y|x] less a fit.",
     ),
 ]
 

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import normscope
-from normscope.cli.options import AsJson, Dpi, Format, Quiet, Theme, figure_path, figure_suffix
+from normscope.cli.options import (
+    RUNNING,
+    SWAP,
+    AsJson,
+    Dpi,
+    Format,
+    Quiet,
+    Theme,
+    figure_path,
+    figure_suffix,
+    seconds_asked,
+)
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models, named_or_embedded, runs_networks
 from normscope.cli.swapping import How, Learner, Per, Shift, Sites, check_kernels, inits_there_are
@@ -35,6 +46,7 @@ EXAMPLES = (
 )
 _VIEWS = ("drift", "speed")
 _PUBLISHED = "llama_7b"
+CURVES = "dyt,dyisru,derf"
 
 Networks = Annotated[
     list[str] | None,
@@ -47,37 +59,60 @@ Networks = Annotated[
 Funcs = Annotated[
     str,
     typer.Option(
+        metavar="CURVES",
+        rich_help_panel=SWAP,
         help="What takes the norms' place, separated by commas: dyt (tanh), dyisru (isru), derf, identity, …; rmsnorm; "
-        "free, E\\[y|x] itself; best, each site's own; or your own formula of x."
+        "free, E\\[y|x] itself; best, each site's own; or your own formula of x.",
     ),
 ]
 Inits = Annotated[
     str,
     typer.Option(
-        metavar="fit|theory|paper",
-        help="Where to start, or several with commas: own fits; A and α in theory; or A = 1, α = 0.5.",
+        metavar="START",
+        rich_help_panel=SWAP,
+        help="Where to start, or several with commas: fit, own fits; theory, A and α in theory; paper, A = 1, α = 0.5.",
     ),
 ]
 Full = Annotated[
-    bool, typer.Option("--full", help="Time the whole matrix: whole networks compiled and backward, in every dtype.")
+    bool,
+    typer.Option(
+        "--full",
+        rich_help_panel=RUNNING,
+        help="Time the whole matrix: whole networks compiled and backward, in every dtype.",
+    ),
+]
+Quick = Annotated[
+    bool,
+    typer.Option(
+        "--quick", rich_help_panel=RUNNING, help="One curve, dyt or that of --func, and the fewest timings there are."
+    ),
 ]
 Seconds = Annotated[
     float | None,
-    typer.Option(min=0, help="For each model's speed; by default 30, and of --full no limit.", show_default=False),
+    typer.Option(
+        metavar="SECONDS",
+        callback=seconds_asked,
+        rich_help_panel=RUNNING,
+        help="For each model's speed; by default 30, and of --full no limit.",
+        show_default=False,
+    ),
 ]
-Folder = Annotated[Path, typer.Option("--output", "-o", help="A folder for the figures, two of each model.")]
+Folder = Annotated[
+    Path, typer.Option("--output", "-o", metavar="DIR", help="A folder for the figures, two of each model.")
+]
 
 
 @runs_networks(without=("sample", "device_map", "verify"))
 def swap_bench(
     models: Networks = None,
     *,
-    func: Funcs = "dyt,dyisru,derf",
+    func: Funcs = CURVES,
     init: Inits = "fit",
     sites: Sites = "all",
     per: Per = "site",
     shift: Shift = None,
     full: Full = False,
+    quick: Quick = False,
     seconds: Seconds = None,
     figure_format: Format = None,
     dpi: Dpi = 200,
@@ -103,6 +138,8 @@ def swap_bench(
     names = named_or_embedded(models, say)
     check_models(names)
     _check_published(names, there)
+    if quick:
+        func, seconds = _quickly(func, full, seconds)
     wanted = Wanted.of(func, init, per, shift)
     check_kernels(wanted.ways, run.device)
     place = Place.from_environment()
@@ -127,6 +164,19 @@ def swap_bench(
         speeds.append(speed.as_dict())
     document = {"device": where, "drift": drifts, "speed": speeds, "figures": figures}
     say.document({**document, "published": tables} if tables else document)
+
+
+def _quickly(func: str, full: bool, seconds: float | None) -> tuple[str, float]:
+    """The curve and the seconds of ``--quick``; UsageError where other options ask for more."""
+    from normscope.fits.curves.expressions import split_names
+
+    if full or seconds is not None:
+        raise UsageError(f"--quick takes the fewest timings; leave {'--full' if full else '--seconds'} out.")
+    if func == CURVES:
+        return "dyt", 0.0
+    if len(split_names(func)) > 1:
+        raise UsageError(f"--quick takes one curve, and --func {func} names several.")
+    return func, 0.0
 
 
 def _check_published(names: Sequence[str], there: torch.device) -> None:
@@ -216,6 +266,7 @@ def _speed(
 ) -> BenchReport:
     """Time the network; for an embedded one, which is tiny, its full-size sibling with random weights."""
     from normscope.models.weights.devices import KEEP, dtype_name
+    from normscope.swaps.bench.bench import BUDGET
     from normscope.tables.speed import speed_tables
 
     if sibling := registry.find(network.name).sibling:
@@ -223,6 +274,9 @@ def _speed(
         size = RunOptions.batch_size if run.batch_size == "auto" else run.batch_size
         of_sibling = replace(run, weights="random", data=None, limit=size, batch_size=size, shuffle=False)
         network = of_sibling.load(sibling, say)
+    if not full and seconds != 0:
+        limit = BUDGET if seconds is None else seconds
+        say.remark(f"timing {network.name} takes about {limit:.0f} s; --quick takes the fewest timings")
     dtypes = None if full or run.dtype in (None, KEEP) else [dtype_name(run.dtype)]
     with say.bars() as progress:
         report = normscope.bench(

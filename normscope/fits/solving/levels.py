@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from normscope.errors import DataError, UsageError, unknown
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.sites import NormSite
+from normscope.pairs.norms.sites import NormSite, kind_of_site
 from normscope.pairs.sums.binning import CHANNEL_GRID, PAIR_GRID, FloatGrid
 from normscope.pairs.sums.magnitudes import of_tokens
 from normscope.pairs.sums.stats import PairStats
@@ -92,15 +91,6 @@ def check_levels(per: str, pool: str | None, weights_by: str) -> None:
         raise UsageError(
             "Channels are fitted site by site, and γ² is one number in each; leave pool and weights by gamma out."
         )
-
-
-def kind_of_site(name: str) -> str:
-    """The kind of a site: its module path with ``*`` for the parts that are numbers.
-
-    >>> kind_of_site("blocks.11.norm1")
-    'blocks.*.norm1'
-    """
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _shared(site: NormSite, pool: str) -> str:

@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import FREE
-from normscope.fits.solving.levels import kind_of_site
-from normscope.pairs.norms.sites import NormSite
+from normscope.pairs.norms.sites import NormSite, kind_of_site
 from normscope.runtime.records import Records, Tabled, as_json
 
 Feeds = Literal["attention", "other"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -84,13 +85,32 @@ _NAMED_IN_AN_ERROR = 30
 Layers = str | int | Sequence[int | str]
 
 
+def kind_of_site(name: str) -> str:
+    """The kind of a site: its module path with ``*`` for the parts that are numbers.
+
+    >>> kind_of_site("blocks.11.norm1")
+    'blocks.*.norm1'
+    """
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def is_number(layers: str) -> bool:
+    """Whether layers are asked for by a lone number, so that which they are is left to :func:`select`.
+
+    >>> is_number("4"), is_number("4,")
+    (True, False)
+    """
+    return re.fullmatch(r"\s*-?\d+\s*", layers) is not None
+
+
 def select(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:
     """Pick norm sites.
 
     Args:
         sites: what :func:`normscope.pairs.norms.trace.find_norms` found.
-        layers: ``"all"``; a lone number for that many sites evenly over the depth; or indices, ranges (``4-11``, both
-            ends included), module paths and globs, as a list or separated by commas (``"8,"`` is the site 8 alone).
+        layers: ``"all"``; a lone number for that many sites along the depth, one of each of as many equal stretches,
+            by turns of every kind (:func:`kind_of_site`) that a stretch holds; or indices, ranges (``4-11``, both ends
+            included), module paths and globs, as a list or separated by commas (``"8,"`` is the site 8 alone).
 
     Returns:
         The sites in the order of their first calls, each once.
@@ -99,14 +119,18 @@ def select(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:
         UsageError: if a part names no site.
 
     >>> from normscope.pairs.norms.sites import NormSite
-    >>> names = [f"blocks.{i}.norm" for i in range(9)]
+    >>> names = [f"blocks.{i // 2}.norm{i % 2 + 1}" for i in range(8)] + ["norm"]
     >>> known = ("LayerNorm", (8,), -1, 8, 1e-6, True, None, 1, 1, True)
     >>> sites = [NormSite(i, name, *known) for i, name in enumerate(names)]
-    >>> [site.index for site in select(sites, 3)], [site.index for site in select(sites, "0,6-7,blocks.3.*")]
-    ([0, 4, 8], [0, 3, 6, 7])
+    >>> [site.name for site in select(sites, 3)]
+    ['blocks.0.norm2', 'blocks.2.norm1', 'norm']
+    >>> [site.index for site in select(sites, "0,4-5,blocks.3.*")]
+    [0, 4, 5, 6, 7]
     """
-    if isinstance(layers, int) or (isinstance(layers, str) and re.fullmatch(r"\s*-?\d+\s*", layers)):
-        return _evenly(sites, int(layers))
+    if isinstance(layers, str) and is_number(layers):
+        layers = int(layers)
+    if isinstance(layers, int):
+        return _along_depth(sites, layers)
     parts = layers.split(",") if isinstance(layers, str) else layers
     chosen: set[int] = set()
     for part in parts:
@@ -118,15 +142,25 @@ def select(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:
     return [site for site in sites if site.index in chosen]
 
 
-def _evenly(sites: Sequence[NormSite], count: int) -> list[NormSite]:
+def _along_depth(sites: Sequence[NormSite], count: int) -> list[NormSite]:
+    """Take one site of each of ``count`` equal stretches: of the kind taken least so far, nearest the middle.
+
+    Sites alternate in most networks (norm1, norm2, norm1 …): any even step would see one kind alone.
+    """
     if count < 1:
         hint = "" if count else " To name the norm site with the number 0, add a comma: '0,'."
         raise UsageError(f"The number of layers must be at least 1, not {count}.{hint}")
-    if count >= len(sites):
-        return list(sites)
-    if count == 1:
-        return [sites[len(sites) // 2]]
-    return [sites[round(i * (len(sites) - 1) / (count - 1))] for i in range(count)]
+    count = min(count, len(sites))
+    kinds = [(kind_of_site(site.name), site.kind) for site in sites]
+    taken: Counter[tuple[str, str]] = Counter()
+    chosen = []
+    for stretch in range(count):
+        first, end = (len(sites) * edge // count for edge in (stretch, stretch + 1))
+        middle = (first + end - 1) / 2
+        place = min(range(first, end), key=lambda n: (taken[kinds[n]], abs(n - middle)))
+        taken[kinds[place]] += 1
+        chosen.append(sites[place])
+    return chosen
 
 
 def _matching(sites: Sequence[NormSite], text: str) -> list[int]:

@@ -25,12 +25,12 @@ def test_tables_and_a_figure(here):
     assert lines[0].startswith("demo_vit · embedded demo_vit")
     assert lines[-1] == "outputs/demo_vit-gradient.png"
     heads = [line.split() for line in lines if line.startswith("site")]
-    assert heads[0][-4:] == ["R²", "tanh′", "R²", "isru′"]  # although the terminal is too narrow for it
-    assert heads[0][-5] == "ceiling" and lines[2].count("±") == 3
+    assert heads[0][-4:] == ["R²", "tanh′", "R²", "isru′"]
+    assert lines[2].count("±") == 2
+    assert ": norm, d, tokens, share, least, in tail, ceiling." in " ".join(done.stdout.split())
     assert "over all pairs" in " ".join(done.stdout.split())
-    assert heads[1][-2:] == ["steadier", "for"]
-    tails = [cells for line in lines if (cells := line.split())[1:2] == ["tail"]]
-    assert len(tails) == 4 and all(tail[-1] in ("alike", "DyT", "DyISRU") for tail in tails)
+    tails = [cells for line in lines if (cells := line.split())[:1] == ["tail"]]
+    assert len(tails) == 4 and all(len(tail) in (5, 6) for tail in tails)
     with Image.open("outputs/demo_vit-gradient.png") as image:
         assert json.loads(image.text["Description"])["model"] == "demo_vit"
 

@@ -220,3 +220,27 @@ def test_mistakes_are_sentences(folder, monkeypatch, arguments, status, said):
 def test_seven_billion_weights_are_not_made_without_cuda(folder, monkeypatch):
     done = run(folder, monkeypatch, "llama_7b", "--weights", "random")
     assert done.exit_code == 5 and "LLaMA 7B takes 13.5 GB" in " ".join(done.stderr.split())
+
+
+def test_quick_takes_one_curve_and_the_fewest_timings(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    done = CliRunner().invoke(app, ["swap-bench", NAME, "--quick", "--device", "cpu", "--json", "-o", "quick"])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    assert [report["func"] for report in document["drift"]] == ["dyt"]
+    rows = document["speed"][0]["rows"]
+    assert {len(row["samples"]) for row in rows if row["scope"] == "model"} == {1}
+    assert {row["variant"] for row in rows if row["scope"] == "model"} == {"native", "rmsnorm", "identity", "dyt"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--full",), "leave --full out"),
+        (("--seconds", "5"), "leave --seconds out"),
+        (("--func", "dyt,derf"), "--quick takes one curve, and --func dyt,derf names several."),
+    ],
+)
+def test_quick_refuses_what_is_not(arguments, sentence):
+    done = CliRunner().invoke(app, ["swap-bench", "demo_vit", "--quick", *arguments])
+    assert done.exit_code == 2 and sentence in " ".join(done.stderr.split())

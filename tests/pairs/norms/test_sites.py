@@ -1,29 +1,36 @@
+from collections import Counter
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from normscope.errors import UsageError
-from normscope.pairs.norms.sites import NormSite, select
+from normscope.pairs.norms.sites import NormSite, kind_of_site, select
+
+
+def site(index: int, name: str, kind: str = "LayerNorm") -> NormSite:
+    return NormSite(index, name, kind, (8,), -1, 8, 1e-6, True, None, 1, 1, True)
 
 
 def sites(count: int) -> list[NormSite]:
-    return [
-        NormSite(i, f"blocks.{i // 2}.norm{i % 2 + 1}", "LayerNorm", (8,), -1, 8, 1e-6, True, None, 1, 1, True)
-        for i in range(count)
-    ]
+    """Sites of a ViT: those of the blocks by turns, and one more."""
+    names = [f"blocks.{i // 2}.norm{i % 2 + 1}" for i in range(count - 1)]
+    return [site(i, name) for i, name in enumerate([*names, "norm"])]
 
 
 @pytest.mark.parametrize(
     ("layers", "expected"),
     [
         ("all", list(range(25))),
-        ("4", [0, 8, 16, 24]),
-        (4, [0, 8, 16, 24]),
+        ("4", [2, 9, 14, 24]),
+        (4, [2, 9, 14, 24]),
         ("1", [12]),
         ("99", list(range(25))),
         ("8,", [8]),
         ("0,3-5,24", [0, 3, 4, 5, 24]),
         ([0, 3], [0, 3]),
         ("blocks.2.norm2", [5]),
-        ("blocks.1?.norm1", [20, 22, 24]),
+        ("blocks.1?.norm1", [20, 22]),
         ("24,0,0", [0, 24]),
     ],
 )
@@ -52,6 +59,33 @@ def test_layers_that_are_none(layers, sentence):
 def test_indices_stay_those_of_the_network_in_a_part_of_it():
     part = select(sites(25), "3,8,20")
     assert [site.index for site in select(part, "8,")] == [8]
-    assert [site.index for site in select(part, "2")] == [3, 20]
+    assert [site.index for site in select(part, "2")] == [3, 8]
     with pytest.raises(UsageError, match="numbered 3, 8, 20"):
         select(part, "4,")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("blocks.11.norm1", "blocks.*.norm1"), ("norm", "norm"), ("0", "*"), ("a1.b2.3.4", "a1.b2.*.*")],
+)
+def test_numbers_between_dots_make_no_kind(name, kind):
+    assert kind_of_site(name) == kind
+
+
+@given(st.lists(st.sampled_from(["norm1", "norm2", "q_norm", "final"]), min_size=1, max_size=60), st.integers(1, 70))
+def test_a_number_takes_one_site_of_each_stretch_and_every_kind_by_turns(kinds, number):
+    network = [site(i, f"blocks.{i}.{kind}") for i, kind in enumerate(kinds)]
+    chosen = [one.index for one in select(network, number)]
+    assert len(chosen) == min(number, len(kinds))
+    assert chosen == sorted(set(chosen))
+    taken = Counter()
+    for stretch, index in enumerate(chosen):
+        first, end = (edge * len(kinds) // len(chosen) for edge in (stretch, stretch + 1))
+        assert first <= index < end
+        taken[kinds[index]] += 1
+        assert taken[kinds[index]] <= 1 + min(taken[kind] for kind in kinds[first:end])
+
+
+def test_no_class_of_norm_is_missed_where_paths_are_numbers_alone():
+    network = [site(i, str(i), ("LayerNorm", "RMSNorm")[i % 2]) for i in range(32)]
+    assert Counter(one.kind for one in select(network, 4)) == {"LayerNorm": 2, "RMSNorm": 2}

@@ -1,0 +1,155 @@
+"""Tables at any width: what stays, what gives way, and that nothing is broken."""
+
+import io
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from torch import nn
+
+import normscope
+from normscope.tables.card import scale_table, tails_table
+from normscope.tables.comparison import comparison_table
+from normscope.tables.drift import drift_table, sites_table
+from normscope.tables.fit import advice_table, channels_table, fits_table, slopes_table
+from normscope.tables.gradient import constants_table, jacobians_table
+from normscope.tables.layout import AdaptiveTable
+from normscope.tables.table import Column, layers_table, models_table, names, several, table_of, words
+
+_PATHS = st.lists(
+    st.sampled_from(["encoder", "layers", "11", "feature_projection", "norm1", "0"]), min_size=1, max_size=7
+)
+_NUMBERS = st.floats(-1e4, 1e4).map("{:.4f}".format) | st.just("0.8910 ±0.014")
+_ROWS = st.lists(st.tuples(_PATHS.map(".".join), st.lists(_NUMBERS, min_size=8, max_size=8)), min_size=1, max_size=5)
+
+
+def printed(table, width):
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(table)
+    return console.file.getvalue()
+
+
+def of(rows, drops=(0, 7, 1, 6, 2, 5, 3, 4)):
+    headings = [f"column {n}" for n in range(8)]
+    columns = [names("site", lambda row: row[0]), *several(headings, lambda row: row[1], drops)]
+    return table_of(
+        rows, columns, caption="All R² of 0.8910 and more, over some folds by source; a caption has 12 words"
+    )
+
+
+@given(_ROWS, st.integers(60, 200))
+def test_no_number_and_no_word_is_broken_at_any_width(rows, width):
+    table = of(rows)
+    text = printed(table, width)
+    assert all(len(line) <= width for line in text.splitlines())
+    kept = [cell for column in table.columns[1:] if f"{column.header}," not in left_out(text) for cell in column.cells]
+    whole = re.split(r"\s{2,}|\n", text)
+    for cell in kept:
+        assert cell in whole, cell
+    parts = {part for path, _ in rows for part in path.split(".")}
+    assert parts <= set(re.split(r"[\s.]+", text))
+    said = {word for word in table.caption.split(" ") if word}
+    assert said <= set(re.split(r"\s+", text))
+
+
+def left_out(text):
+    found = re.search(r"Left out at a width of \d+, as all takes \d+: (.*?)\.$", " ".join(text.split()))
+    return f"{found[1]}," if found else ""
+
+
+@given(_ROWS, st.integers(60, 200))
+def test_columns_give_way_in_their_order_and_are_named(rows, width):
+    text = printed(of(rows), width)
+    gone = re.findall(r"column (\d)", left_out(text))
+    order = sorted(range(1, 8), key=(0, 7, 1, 6, 2, 5, 3, 4).__getitem__, reverse=True)
+    assert set(map(int, gone)) == set(order[: len(gone)])
+    assert text.split("Left out")[0].split().count("column") == 8 - len(gone)
+
+
+def test_a_wide_terminal_shows_all_on_one_line_a_row():
+    text = printed(of([("encoder.layers.0.norm", ["0.5"] * 8)]), 200)
+    assert text.splitlines()[1].split() == ["encoder.layers.0.norm", *["0.5"] * 8]
+    assert "Left out" not in text
+    assert not any(line.endswith(" ") for line in text.splitlines())
+
+
+def test_names_fold_after_dots_and_in_no_number():
+    rows = ["model.encoder.layers.0.layer_norm", "2402.17762 of owner/model"]
+    columns = [names("site", lambda row: row), *several(["a", "b"], lambda _: ["1" * 20] * 2)]
+    text = printed(table_of(rows, columns), 60)
+    first = [line.partition(" ")[0] for line in text.splitlines()]
+    assert first == ["site", "model.encoder.", "layers.0.", "layer_norm", "2402.17762", "owner/model"][: len(first)]
+
+
+def test_a_remark_takes_the_room_of_the_numbers_and_none_of_their_own():
+    columns = [words("site", str), Column("A", lambda _: "1.0"), Column("α", lambda _: "0.5")]
+    table = table_of("ab", columns, remark=lambda row: "all of its pairs are alike" if row == "b" else None)
+    assert printed(table, 60).splitlines() == ["site    A    α", "a     1.0  0.5", "b     all of its pairs are alike"]
+
+
+def test_what_always_stays_is_never_narrowed():
+    table = table_of(["a"], several(["x", "y"], lambda _: ["1" * 40] * 2))
+    console = Console(width=60)
+    assert console.measure(table, options=console.options.update(width=1000)).minimum == 82
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_short_tables_are_adaptive_too(width):
+    assert isinstance(layers_table([]), AdaptiveTable)
+    assert printed(layers_table([]), width).split()[0] == "site"
+
+
+@pytest.fixture(scope="module")
+def tables():
+    """Every table of a small network, with the folds of eight sources and a site that holds nothing."""
+    network = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 8), nn.RMSNorm(8))
+    x = torch.randn(8, 6, 32, generator=torch.Generator().manual_seed(0)) ** 3
+    with torch.no_grad():
+        network[3].weight.zero_()
+        network[3].bias.zero_()
+    seen = normscope.capture(network, list(x.split(1)), diagonal=True, per_channel=True)
+    fits = normscope.fit(seen, "all")
+    views = normscope.gradient(seen, normscope.fit(seen))
+    cards = normscope.norm_cards(seen)
+    moved = [
+        normscope.drift(network, [x], normscope.replacements(network, func, seen, sites="0,1"), func=func, init="fit")
+        for func in ("tanh", "isru", "derf")
+    ]
+    return {
+        "fit": fits_table(fits),
+        "channels": channels_table(normscope.fit(seen, per="channel")),
+        "slopes": slopes_table(normscope.token_slopes(seen)),
+        "advice": advice_table(normscope.advise(normscope.fit(seen), seen.sites)),
+        "scale": scale_table(cards),
+        "tails": tails_table(cards),
+        "jacobians": jacobians_table(views),
+        "constants": constants_table(views),
+        "comparison": comparison_table(normscope.compare([seen, seen])),
+        "drift": drift_table(moved),
+        "sites": sites_table(moved),
+        "layers": layers_table(seen.sites),
+        "models": models_table(normscope.list_models()),
+    }
+
+
+NAMES = ["fit", "channels", "slopes", "advice", "scale", "tails", "jacobians", "constants", "comparison"]
+NAMES += ["drift", "sites", "layers", "models"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_table_breaks_no_number_at_any_width(tables, name):
+    def numbers(text):
+        return set(re.findall(r"[\d.,]*\d[\d.,]*", text))
+
+    console = Console(width=60)
+    assert console.measure(tables[name], options=console.options.update(width=1000)).minimum <= 60
+    whole = printed(tables[name], 1000)
+    for width in range(60, 201, 4):
+        text = printed(tables[name], width)
+        assert max(map(len, text.splitlines())) <= width, width
+        shown = text.partition("Left out at a width of")[0]
+        assert numbers(shown) <= numbers(whole), width
+        assert numbers(shown) == numbers(whole) or shown != text, width

@@ -1,0 +1,139 @@
+"""Tables for papers and pages, read back by a small reader of LaTeX."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from normscope.cli import app
+from normscope.tables.markup import as_latex, as_markdown, latex, latex_number
+from normscope.tables.table import names, several, table_of
+
+COMMANDS = {
+    r"\textbackslash": "\\", r"\textasciitilde": "~", r"\textasciicircum": "^", r"\ldots": "…", r"\alpha": "α",
+    r"\beta": "β", r"\gamma": "γ", r"\mu": "μ", r"\rho": "ρ", r"\sigma": "σ", r"\Sigma": "Σ", r"\partial": "∂",
+    r"\surd": "√", r"\|": "‖", r"\infty": "∞", r"\cdot": "·", r"\times": "×", r"\pm": "±", r"\leq": "≤",
+    r"\geq": "≥", r"\approx": "≈", r"\,": " ", **{f"\\{letter}": letter for letter in "&%$#_{}"},
+}  # fmt: skip
+TOKEN = re.compile(r"\\(?:[A-Za-z]+|.)|.", re.DOTALL)
+
+
+def read(text):
+    """What LaTeX sets, and fails as LaTeX does: on unbalanced braces, on specials, on Greek outside of math."""
+    read, math, depth, parts = [], False, 0, TOKEN.findall(text)
+    for part in parts:
+        if part == "$":
+            math = not math
+        elif part in "{}":
+            depth += 1 if part == "{" else -1
+            assert depth >= 0
+        elif part.startswith("\\"):
+            assert part in COMMANDS, part
+            assert math or part[1:] in "&%$#_{}" or part.startswith((r"\text", r"\ldots"))
+            read.append(COMMANDS[part])
+        elif math and part in "^_":
+            read.append(part)
+        else:
+            assert part not in "&%#_~^", text
+            assert math or part not in "<>|"
+            if not (math and part == " "):
+                read.append(part)
+    assert not math and not depth
+    return "".join(read)
+
+
+@given(st.text(st.sampled_from([chr(code) for code in range(32, 127)]), max_size=20))
+def test_every_name_is_set_as_it_stands(name):
+    assert re.sub(r"\s", "", read(latex(name))) == re.sub(r"\s", "", name)
+
+
+@pytest.mark.parametrize(
+    ("shown", "written"),
+    [
+        ("0.8910 ±0.014", r"$0.8910 \pm 0.014$"),
+        ("-0.0001", "$-0.0001$"),
+        ("1e-06", r"$1 \times 10^{-6}$"),
+        ("12,345", "$12{,}345$"),
+        ("45.9%", r"$45.9\%$"),
+        ("2≈", r"$2\approx$"),
+        ("–", "--"),
+        ("|μ|/σ", r"$| \mu |$/$\sigma$"),
+        ("blocks.*.norm_1", r"blocks.{*}.norm\_1"),
+    ],
+)
+def test_numbers_keep_their_digits_in_math(shown, written):
+    assert latex_number(shown) == written
+
+
+def table():
+    columns = [names("site", lambda row: row[0]), *several(["A", "R²"], lambda row: row[1:])]
+    rows = [("[0].norm_1", "1.0", "0.8910 ±0.014"), ("*", "", "")]
+    remark = {"*": "nothing | to fit"}
+    return table_of(rows, columns, caption="R²: of 5 % & more", remark=lambda row: remark.get(row[0]))
+
+
+def test_a_table_for_booktabs():
+    assert as_latex([("a_b · 5 %", table())]).splitlines() == [
+        "% a_b · 5 %",
+        r"\begin{tabular}{lrr}",
+        r"\toprule",
+        r"site & A & R$^2$ \\",
+        r"\midrule",
+        r"{[}0{]}.norm\_1 & $1.0$ & $0.8910 \pm 0.014$ \\",
+        r"{*} & \multicolumn{2}{l}{nothing $|$ to fit} \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+        "% R²: of 5 % & more",
+    ]
+
+
+def test_a_table_for_a_page():
+    assert as_markdown([("a_b", table())]).splitlines() == [
+        r"a\_b",
+        "",
+        "| site | A | R² |",
+        "|:---|---:|---:|",
+        r"| \[0\].norm\_1 | 1.0 | 0.8910 ±0.014 |",
+        r"| \* | nothing \| to fit |  |",
+        "",
+        "R²: of 5 % & more",
+    ]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("fit", "--func", "all"), ("fit", "--per", "token"), ("stats",), ("stats", "--layers", "3,"), ("fit", "--advise")],
+    ids=" ".join,
+)
+def test_what_commands_write_can_be_set_by_any_latex(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    name, *options = command
+    for suffix in ("tex", "md"):
+        done = CliRunner().invoke(
+            app, [name, "demo_vit", "--limit", "4", *options, "-o", str(tmp_path / f"t.{suffix}")]
+        )
+        assert done.exit_code == 0, done.output
+    text = (tmp_path / "t.tex").read_text()
+    assert text.startswith("% demo_vit · embedded demo_vit")
+    for body in re.findall(r"\\begin\{tabular\}\{([lr]+)\}\n(.*?)\\end\{tabular\}", text, re.DOTALL):
+        sides, lines = body[0], [line for line in body[1].splitlines() if not re.fullmatch(r"\\\w+rule", line)]
+        assert len(lines) > 2 and body[1].isascii()
+        for line in lines:
+            assert line.endswith(r" \\")
+            cells = re.split(r"(?<!\\)&", line.removesuffix(r" \\"))
+            assert len(cells) == len(sides) or r"\multicolumn" in cells[-1]
+            for cell in cells:
+                read(cell.partition("{l}")[2] if r"\multicolumn" in cell else cell)
+    assert "|:---|" in (tmp_path / "t.md").read_text()
+
+
+def test_the_digits_are_those_of_the_terminal(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    done = CliRunner().invoke(app, ["fit", "demo_vit", "--limit", "8", "-q", "-o", str(tmp_path / "t.tex")])
+    text = (tmp_path / "t.tex").read_text()
+    shown = re.findall(r"\d+\.\d+ ±[\d.]+", done.stdout)
+    written = re.findall(r"\$(\d+\.\d+) \\pm ([\d.]+)\$", text)
+    assert len(shown) > 17 * 3 and [f"{value} ±{half}" for value, half in written] == shown
+    assert re.search(r"tanh & \$2\$ & \$[\d.]+ \\pm [\d.]+\$ & \$[\d.]+ \\pm", text)  # A's interval, and α's
