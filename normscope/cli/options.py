@@ -193,6 +193,18 @@ Format = Annotated[
 ]
 Dpi = Annotated[int, typer.Option(min=20, max=1200, help="Dots per inch, also of the points within svg and pdf.")]
 Theme = Annotated[str, typer.Option(metavar="light|dark", help="Of the figure.")]
+Width = Annotated[
+    float | None,
+    typer.Option(min=2, max=100, help="Of the figure, in inches; a paper's text has 5.5 or so.", show_default=False),
+]
+Title = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT|none",
+        help="Above the figure; none leaves out names, weights and data, which the file itself holds still.",
+        show_default=False,
+    ),
+]
 Destination = Annotated[Path, typer.Option("--output", "-o", help="A folder; or, for one model, the figure's file.")]
 
 

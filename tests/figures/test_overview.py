@@ -122,7 +122,7 @@ def test_each_panel_shows_its_own_pairs_and_curves(figure, seen, fits):
                 line = next(line for line in ax.get_lines() if line.get_color() == colour)
                 np.testing.assert_allclose(line.get_ydata(), found(torch.from_numpy(np.asarray(line.get_xdata()))))
                 assert f"{found.curve}  R² {found.r2:.3f}" in [text.get_text() for text in ax.texts]
-            assert f"best held-out f(x): R² {found.r2_ceiling:.3f}" in [text.get_text() for text in ax.texts]
+            assert f"best f(x)  R² {found.r2_ceiling:.3f}" in [text.get_text() for text in ax.texts]
             assert any(line.get_color() == STYLES["light"].ink for line in ax.get_lines())
 
 
@@ -132,7 +132,7 @@ def test_one_legend_says_what_is_what(figure):
     labels = [text.get_text() for text in legend.get_texts()]
     assert labels[:4] == [
         "all pairs (log scale, each panel its own)",
-        "E[y|x], the mean of y at x",
+        "E[y|x], where there are pairs enough",
         "A·tanh(αx), least squares",
         "A·isru(αx), least squares",
     ]
