@@ -69,7 +69,6 @@ HELD_BY = {
     "cli/commands/test_swap_bench.py": {"cli/swapping"},
     "cli/commands/test_gradient.py": {"tables/gradient"},
     "figures/test_scurves.py": {"figures/panels", "figures/notes"},
-    "figures/test_residuals.py": {"figures/legends"},
     "figures/test_drift.py": {"tables/drift"},
     "figures/test_speed.py": {"tables/speed"},
     "fits/curves/test_known.py": {"fits/curves/functions", "fits/curves/properties"},
