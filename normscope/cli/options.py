@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from normscope.errors import UsageError, unknown
-from normscope.runtime.files import file_stem
+from normscope.runtime.files import check_writable, file_stem
 
 if TYPE_CHECKING:
     from normscope.pairs.captures import Capture
@@ -205,6 +205,10 @@ Title = Annotated[
         show_default=False,
     ),
 ]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Draw it into this .png, .svg or .pdf.", show_default=False),
+]
 Destination = Annotated[Path, typer.Option("--output", "-o", help="A folder; or, for one model, the figure's file.")]
 
 
@@ -233,6 +237,17 @@ def figure_suffix(output: Path, asked: str | None, names: list[str], by: str | N
     if by is not None:
         raise UsageError(f"--output {output} is one file, but --by {by} draws a figure for each. Name a folder.")
     return named
+
+
+def check_plot(plot: Path | None, names: list[str], by: str | None) -> None:
+    """Refuse, before anything is run, a file that no figure of one capture can be written to; UsageError."""
+    if plot is not None:
+        if plot.suffix.lower().removeprefix(".") not in _FORMATS:
+            raise UsageError(f"--plot {plot} names no figure: its file ends in .png, .svg or .pdf.")
+        if len(names) > 1 or by is not None:
+            many = f"there are {len(names)} models" if len(names) > 1 else f"--by {by} makes several captures"
+            raise UsageError(f"--plot {plot} is one file, but {many}. Give one at a time.")
+        check_writable(plot)
 
 
 def figure_title(capture: Capture) -> str:

@@ -225,7 +225,7 @@ def _draw_ratios(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], th
         ax.plot(x, ratio, marker=line.marker, ms=2.6, mew=0, color=line.colour, ls="")
         ax.vlines(x, 1, ratio, color=line.colour, lw=0.7, alpha=0.8)
     ax.axhline(1, color=theme.faint, lw=0.9, zorder=0)
-    ax.set_title(f"the same, as a multiple of {_plain(lines[0].label)}", loc="left")
+    ax.set_title(f"each site swapped alone, as a multiple of {_plain(lines[0].label)}", loc="left")
     if ax.dataLim.y0 > 0 and _MANY_TIMES * ax.dataLim.y0 < ax.dataLim.y1 < math.inf:
         scale_by_factors(ax)
     ax.set_ylabel("ratio of medians")

@@ -112,7 +112,7 @@ def test_ranges_stand_beside_one_another_and_no_bands_overlay(reports):
 
 def test_what_coincides_is_told_apart_by_its_ratio_to_the_first(reports):
     measured, sites = reports
-    ratios = titled(plot_drift(measured, sites))["the same, as a multiple of dyt · paper"]
+    ratios = titled(plot_drift(measured, sites))["each site swapped alone, as a multiple of dyt · paper"]
     drawn = [line for line in ratios.lines if line.get_marker() in "os" and len(line.get_xdata())]
     first = np.array([row.relative_l2.p50 for row in measured[0].by_site])
     assert len(drawn) == 2
