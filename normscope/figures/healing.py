@@ -45,12 +45,15 @@ def plot_healing(report: HealReport, title: str = "", *, style: str = "light") -
         alone = [point for point in report.points if point.stage == SITES]
         trained = [point for point in report.points if point.stage != SITES]
         shares = [*([0.6] if alone else []), 1.5, 1.1]
-        *of_sites, course, drifts = figure.subplots(1, len(shares), width_ratios=shares)
+        grid = figure.add_gridspec(1, len(shares), width_ratios=shares)
+        first = figure.add_subplot(grid[0])
+        course = figure.add_subplot(grid[1], sharey=first) if alone else first
+        drifts = figure.add_subplot(grid[-1])
         _draw_course(course, trained, theme)
-        for ax in of_sites:
-            _draw_sites(ax, alone, theme)
-            course.sharey(ax) if not trained else ax.sharey(course)
-        first = of_sites[0] if of_sites else course
+        if alone:
+            _draw_sites(first, alone, theme)
+            course.tick_params(axis="y", which="both", labelleft=False)
+        first.tick_params(axis="y", which="minor", labelsize=LEAST_POINTS)
         first.set_ylabel("relative L2")
         _draw_drifts(drifts, report, theme)
         if title:
@@ -157,7 +160,8 @@ def _draw_drifts(ax: Axes, report: HealReport, style: Style) -> None:
             (4, 0),
             textcoords="offset points",
             va="center",
-            fontsize=6,
+            fontsize=LEAST_POINTS,
+            bbox={"facecolor": style.background, "edgecolor": "none", "pad": 0.5},  # lines do not run through it
         )
     ax.set_xlim(-0.5, len(stages) - 0.2)
     ax.set_ylim(bottom=0)
