@@ -97,8 +97,8 @@ class XAxis:
 def number(value: float) -> str:
     """Write a tick's number, with a true minus sign.
 
-    >>> number(-0.5), number(200000.0)
-    ('−0.5', '2e+05')
+    >>> number(-0.5), number(2e6)
+    ('−0.5', '2e+06')
     """
     return f"{value:g}".replace("-", "−")
 

@@ -111,6 +111,12 @@ def test_every_row_says_which_weights_and_data(figure, seen):
     assert "weights: random weights, seed 0" in headings(figure)[1].splitlines()
 
 
+def test_parts_of_the_data_are_told_apart():
+    seen = [capture_of(["norm"], model="net", part=f"timestep {t}") for t in (980, 0)]
+    assert [text.splitlines()[0] for text in headings(overview(seen))] == ["net · timestep 980", "net · timestep 0"]
+    assert plot(seen[0]).get_suptitle() == "net · timestep 980 · 40 samples"
+
+
 def test_each_panel_shows_its_own_pairs_and_curves(figure, seen, fits):
     for row, capture, own in zip(panels(figure), seen, fits, strict=True):
         for ax, site in zip(row, (capture.sites[i] for i in SHOWN), strict=True):
