@@ -44,12 +44,12 @@ def main() -> None:
         fits = normscope.fit(seen)
         case = f"{sum(stats.n_pairs for stats in seen.stats.values()):,} pairs"
         for name, rows in ROWS.items():
-            ways[case, f"normscope, {name}"] = functools.partial(normscope.plot, seen, fits, color=rows)
+            ways[case, f"normscope, {name}"] = functools.partial(normscope.plot, seen, fits, rows=rows)
         if pairs <= args.scatter_up_to:
             ways[case, "scatter"] = functools.partial(scattered, raw)
         ways[case, "hexbin"] = functools.partial(hexbinned, raw)
     for name, rows in ROWS.items():
-        ways["nothing", f"empty, {name}"] = functools.partial(emptied, normscope.plot(seen, fits, color=rows))
+        ways["nothing", f"empty, {name}"] = functools.partial(emptied, normscope.plot(seen, fits, rows=rows))
     ways["nothing", "empty, four panels"] = lambda: panels()[0]
     seconds = drawn_and_written(ways, seen, args.repeats)
     finish(

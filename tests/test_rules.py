@@ -67,7 +67,7 @@ HELD_BY = {
     "cli/commands/test_stats.py": {"tables/card"},
     "cli/commands/test_swap_bench.py": {"cli/swapping"},
     "cli/commands/test_gradient.py": {"tables/gradient"},
-    "figures/test_scurves.py": {"figures/panels"},
+    "figures/test_scurves.py": {"figures/panels", "figures/notes"},
     "figures/test_speed.py": {"tables/speed"},
     "fits/curves/test_known.py": {"fits/curves/functions", "fits/curves/properties"},
     "fits/solving/test_solve.py": {"fits/solving/objective"},

@@ -15,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from normscope.cli.commands import (
     capture,
     compare,
+    curves,
     fit,
     gradient,
     heal,
@@ -96,6 +97,7 @@ app.command("heal", epilog=heal.EXAMPLES)(heal.heal)
 app.command("capture", epilog=capture.EXAMPLES)(capture.capture)
 app.command("merge", epilog=merge.EXAMPLES)(merge.merge)
 app.command("layers", epilog=layers.EXAMPLES)(layers.layers)
+app.command("curves", epilog=curves.EXAMPLES)(curves.curves)
 app.command("models", epilog=models.EXAMPLES)(models.models)
 for _command in app.registered_commands:
     _command.cls = _InPanels

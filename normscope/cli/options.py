@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from normscope.errors import UsageError, unknown
-from normscope.runtime.files import file_stem
+from normscope.runtime.files import check_writable, file_stem
 
 if TYPE_CHECKING:
     from normscope.pairs.captures import Capture
@@ -47,6 +47,13 @@ def seconds_asked(number: float | None) -> float | None:
     """Refuse what is no time; a callback."""
     if number is not None and not number >= 0:  # nan among others, which is no least of a range either
         raise typer.BadParameter(f"{number} is no number of seconds.")
+    return number
+
+
+def inches(number: float | None) -> float | None:
+    """Refuse widths that no figure has; a callback."""
+    if number is not None and not 2 <= number <= 100:
+        raise typer.BadParameter(f"{number:g} is not from 2 to 100 inches.")
     return number
 
 
@@ -283,6 +290,27 @@ Dpi = Annotated[
     ),
 ]
 Theme = Annotated[str, typer.Option(metavar="light|dark", help="Of the figure.")]
+Width = Annotated[
+    float | None,
+    typer.Option(
+        metavar="INCHES",
+        callback=inches,
+        help="Of the figure; a paper's text has 5.5 or so.",
+        show_default=False,
+    ),
+]
+Title = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT|none",
+        help="Above the figure; none leaves out names, weights and data, which the file itself holds still.",
+        show_default=False,
+    ),
+]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Draw it into this .png, .svg or .pdf.", show_default=False),
+]
 Destination = Annotated[
     Path,
     typer.Option("--output", "-o", metavar="PATH", help="A folder; or, for one model, the figure's file."),
@@ -314,6 +342,17 @@ def figure_suffix(output: Path, asked: str | None, names: list[str], by: str | N
     if by is not None:
         raise UsageError(f"--output {output} is one file, but --by {by} draws a figure for each. Name a folder.")
     return named
+
+
+def check_plot(plot: Path | None, names: list[str], by: str | None) -> None:
+    """Refuse, before anything is run, a file that no figure of one capture can be written to; UsageError."""
+    if plot is not None:
+        if plot.suffix.lower().removeprefix(".") not in _FORMATS:
+            raise UsageError(f"--plot {plot} names no figure: its file ends in .png, .svg or .pdf.")
+        if len(names) > 1 or by is not None:
+            many = f"there are {len(names)} models" if len(names) > 1 else f"--by {by} makes several captures"
+            raise UsageError(f"--plot {plot} is one file, but {many}. Give one at a time.")
+        check_writable(plot)
 
 
 def figure_title(capture: Capture) -> str:

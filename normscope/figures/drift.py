@@ -16,7 +16,16 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import UsageError, count
-from normscope.figures.style import Style, legend_columns, scale_by_factors, style_named, tail, width_of, wrapped
+from normscope.figures.style import (
+    LEAST_POINTS,
+    Style,
+    legend_columns,
+    scale_by_factors,
+    style_named,
+    tail,
+    width_of,
+    wrapped,
+)
 from normscope.fits.curves.expressions import curves_named
 from normscope.fits.curves.known import CURVES
 from normscope.pairs.norms.sites import NormSite
@@ -28,7 +37,7 @@ _SITE_INCHES, _PANEL_INCHES, _LINE_INCHES = 0.2, 1.5, 0.125
 _NAME_INCHES = 1.45  # of a site, which stands upright
 _MANY_TIMES = 4
 _DODGE = 0.62  # of the distance of two sites, over which the swaps are spread
-_SMALL, _TINY, _TITLE = FontProperties(size=6.2), FontProperties(size=5.4), FontProperties(size=7.5)
+_SMALL, _TINY, _TITLE = FontProperties(size=6.2), FontProperties(size=LEAST_POINTS), FontProperties(size=7.5)
 _INITS = {"fit": ("o", "-"), "theory": ("D", (0, (4, 1.5))), "paper": ("s", (0, (1, 1.2)))}
 _PLACEMENTS = {"pre-norm": "^", "post-norm": "v", "qk": "d", "final": "s", None: "x"}
 _OUTSIDE: dict[str, Any] = {"ls": "", "clip_on": False, "in_layout": False}
@@ -44,7 +53,6 @@ class _DriftLine:
     colour: Any
     marker: str
     dashes: Any
-    thickness: float
     offset: float
 
 
@@ -52,9 +60,10 @@ def plot_drift(reports: Sequence[DriftReport], sites: Sequence[NormSite] = (), *
     """Draw how far a network's output moves: medians over inputs, and from the 10th to the 90th percentile.
 
     Above, the output with each site swapped alone, and each site's own output with all swapped; below, the output
-    against the number of sites swapped, the least harmful first, and for each part of the data with all swapped. A
-    relative L2 of 1, the dotted line, is as far as zero is from the original. A panel of which nothing was measured
-    is left out; what is not finite stands as a cross at its upper edge.
+    against the number of sites swapped, the least harmful first, and for each part of the data with all swapped. Of
+    several swaps, whose medians may coincide on such axes, one panel more shows the ratios of the medians to those of
+    the first. A relative L2 of 1, the dotted line, is as far as zero is from the original. A panel of which nothing was
+    measured is left out; what is not finite stands as a cross at its upper edge.
 
     Args:
         reports: of one network; a colour a function, a marker and dashes an init.
@@ -84,16 +93,20 @@ def plot_drift(reports: Sequence[DriftReport], sites: Sequence[NormSite] = (), *
     ]
     names = [tail(path, _NAME_INCHES, _TINY) for path in paths]
     foot = max(width_of(name, _TINY) for name in names) if wide else 0.0
-    rows = len(wide) + bool(narrow)
+    ratios = len(reports) > 1 and _any(reports, "by_site")
+    rows = len(wide) + bool(narrow) + ratios
     extra = foot + _LINE_INCHES * (len(heading) + math.ceil(len(handles) / abreast)) + 0.5
     with matplotlib.rc_context(theme.rc()):
         figure = Figure(figsize=(width, _PANEL_INCHES * rows + 0.35 * rows + extra), layout="constrained")
         grid = figure.add_gridspec(rows, max(1, len(narrow)))
         upper = [figure.add_subplot(grid[row, :]) for row in range(len(wide))]
-        lower = [figure.add_subplot(grid[-1, column]) for column in range(len(narrow))]
+        lower = [figure.add_subplot(grid[len(wide) + ratios, column]) for column in range(len(narrow))]
         for ax, draw in zip([*upper, *lower], [*wide, *narrow], strict=True):
             draw(ax, lines, paths, theme)
             _finish(ax, theme)
+        if ratios:
+            upper.append(figure.add_subplot(grid[len(wide), :]))
+            _draw_ratios(upper[-1], lines, paths, theme)
         for ax in upper:
             _name_sites(ax, names if ax is upper[-1] else [])
         if upper:
@@ -115,9 +128,7 @@ def _lines(reports: Sequence[DriftReport], theme: Style) -> list[_DriftLine]:
         marker, dashes = _INITS.get(report.init, ("o", "-"))
         offset = _DODGE * ((number + 0.5) / len(reports) - 0.5)
         label = " · ".join(part for part in (report.func, report.init) if part)
-        # Curves of one shape drift alike, and one line would hide another of its thickness.
-        thickness = 0.9 + 0.7 * min(3, sum(later.init == report.init for later in reports[number + 1 :]))
-        lines.append(_DriftLine(report, label, colours[report.func], marker, dashes, thickness, offset))
+        lines.append(_DriftLine(report, label, colours[report.func], marker, dashes, offset))
     return lines
 
 
@@ -163,7 +174,7 @@ def _handles(
             color=line.colour,
             marker=line.marker,
             ms=3,
-            lw=line.thickness,
+            lw=0.9,
             ls=line.dashes,
             label=_plain(line.label),
         )
@@ -200,16 +211,31 @@ def _draw_at_sites(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], 
     ax.set_title("each site's own output, all sites swapped", loc="left")
 
 
+def _draw_ratios(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
+    """Each median over the first swap's, with each site swapped alone: what differs where they seem to coincide."""
+    first = {row.site: row.relative_l2.p50 for row in lines[0].report.by_site}
+    for line in lines[1:]:
+        rows = {row.site: row.relative_l2.p50 for row in line.report.by_site}
+        points = [
+            (number + line.offset, rows[path] / first[path])
+            for number, path in enumerate(paths)
+            if path in rows and 0 < first.get(path, 0) < math.inf and math.isfinite(rows[path])
+        ]
+        x, ratio = [x for x, _ in points], [ratio for _, ratio in points]
+        ax.plot(x, ratio, marker=line.marker, ms=2.6, mew=0, color=line.colour, ls="")
+        ax.vlines(x, 1, ratio, color=line.colour, lw=0.7, alpha=0.8)
+    ax.axhline(1, color=theme.faint, lw=0.9, zorder=0)
+    ax.set_title(f"each site swapped alone, as a multiple of {_plain(lines[0].label)}", loc="left")
+    if ax.dataLim.y0 > 0 and _MANY_TIMES * ax.dataLim.y0 < ax.dataLim.y1 < math.inf:
+        scale_by_factors(ax)
+    ax.set_ylabel("ratio of medians")
+    ax.grid(axis="y", color=theme.faint, alpha=0.25, lw=0.5)
+
+
 def _draw_cumulative(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
     for line in lines:
-        points = [(row.sites_swapped, row.relative_l2) for row in line.report.cumulative]
-        known = [(x, q) for x, q in points if math.isfinite(q.p50)]
-        x, medians = [x for x, _ in known], [q.p50 for _, q in known]
-        ax.plot(x, medians, color=line.colour, ls=line.dashes, lw=line.thickness, zorder=3)
-        ax.plot(x, medians, color=line.colour, ls="", marker=line.marker, ms=1.2 + line.thickness, mew=0, zorder=3)
-        upper = [q.p90 if math.isfinite(q.p90) else math.nan for _, q in known]
-        ax.fill_between(x, [q.p10 for _, q in known], upper, color=line.colour, alpha=0.1, lw=0, zorder=1)
-        _cross_out(ax, [(x, q) for x, q in points if _infinite(q)], line)
+        rows = [(row.sites_swapped, row) for row in line.report.cumulative]
+        _draw_dots(ax, line, rows, line.offset, joined=True)
     ax.set_title("the output, one site more at a time", loc="left")
     ax.set_xlabel("number of sites swapped, the least harmful first")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))

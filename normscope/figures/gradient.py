@@ -19,8 +19,10 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
+from normscope.errors import count
+from normscope.figures.notes import Words, broken, foot_inches, frame, heading, provenance, write_above
 from normscope.figures.panels import outline
-from normscope.figures.style import Style, head_figure, head_panel, style_named
+from normscope.figures.style import Style, head_panel, style_named
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.views.gradient import DrawnJacobians, GradientView, drawn_jacobians, gradient, mean_diagonal
 from normscope.pairs.captures import Capture
@@ -35,7 +37,6 @@ _PANEL_INCHES = (2.35, 2.05)
 _LETTERS_ACROSS = 36
 _ENTRY_INCHES = 3.1  # of the legend
 _LINE_INCHES = 0.135
-_NOTE_POINTS = 7.0  # from one note to the next
 _MOST_POINTS = 20_000
 _LEAST_COUNT = 32  # pairs that a point of a drawn mean or median takes at least
 _GROUPS_AN_OCTAVE = 2  # of the medians
@@ -84,7 +85,11 @@ def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), *, style: str
         inches = max(0.5 + width * across, _ENTRY_INCHES + 0.4)
         abreast = int(inches / _ENTRY_INCHES)
         foot = _LINE_INCHES * math.ceil(len(handles) / abreast)
-        figure = Figure(figsize=(inches, 0.75 + height * 2 * blocks + foot), layout="constrained")
+        notes = 0.11 * (5 + len({fit.curve for fit in fits}))
+        below_all = [provenance(capture.about)]
+        height_of_all = 0.75 + (2 * height + notes) * blocks + foot + foot_inches(below_all, inches)
+        figure = Figure(figsize=(inches, height_of_all))
+        title = heading(capture.about, count(capture.n_samples, "sample"))
         axes = figure.subplots(2 * blocks, across, squeeze=False)
         for ax in axes.flat:
             ax.set_visible(False)
@@ -97,22 +102,23 @@ def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), *, style: str
             if isinstance(drawn, DrawnJacobians):
                 below.set_visible(True)
                 of_site = [fit for fit in fits if fit.site == site.name]
-                _draw(above, below, _SiteColumn(site, stats, view, drawn, of_site, theme))
-                head_panel(above, site, f"{view.n_tokens} of {view.of_tokens:,} tokens", width - 0.1)
+                pad = _draw(above, below, _SiteColumn(site, stats, view, drawn, of_site, theme))
+                head_panel(above, site, f"{view.n_tokens} of {view.of_tokens:,} tokens", width - 0.3, pad)
             else:
                 _decline(above, f"No closed form: {drawn}.", theme)
                 head_panel(above, site, f"{view.of_tokens:,} tokens", width - 0.1)
             if place == 0:
                 above.set_ylabel("diagonal of the Jacobian", labelpad=1)
                 below.set_ylabel("1/rstd and √C, in units of x", labelpad=1)
-        head_figure(figure, capture)
-        figure.legend(handles=handles, loc="outside lower center", ncols=abreast)
+        frame(figure, title, below_all, theme, handles=handles, ncols=abreast)
     return figure
 
 
-def _draw(above: Axes, below: Axes, column: _SiteColumn) -> None:
+def _draw(above: Axes, below: Axes, column: _SiteColumn) -> float:
+    """Draw both panels of a site, and return the pad of a title above them."""
     _draw_diagonal(above, column)
     _draw_constants(below, column)
+    return write_above(above, _notes_of_diagonal(column))
 
 
 def _decline(ax: Axes, reason: str, style: Style) -> None:
@@ -154,17 +160,25 @@ def _draw_diagonal(ax: Axes, column: _SiteColumn) -> None:
             ax.plot(
                 grid, fit.derivative(grid), color=colour, ls=dashes, lw=1.1, zorder=4, path_effects=outline(style, 0.8)
             )
-    ax.set_ylim(0, 1.5 * ax.get_ylim()[1])  # room for the notes
-    ax.set_xlabel("norm input x (asinh axis)", labelpad=1)
-    view = column.view
-    lines = [(f"the diagonal holds {_written(100 * view.share, '.1f')} % of ‖J‖²", style.ink)]
-    lines.append((f"of a row in the tail {_written(100 * view.tail_share, '.1f')} %", style.ink))
-    lines.append((f"best held-out function of x: R² {_with_interval(view, 'of_x', view.r2_of_x)}", style.ink))
+    ax.set_ylim(0, None)
+    ax.set_xlabel("norm input x (asinh scale)", labelpad=1)
+
+
+def _notes_of_diagonal(column: _SiteColumn) -> list[Words]:
+    """How much the diagonal holds, and how well functions of x predict it."""
+    view, style, room = column.view, column.style, _PANEL_INCHES[0] - 0.35
+    shares = [
+        f"diagonal: {_written(100 * view.share, '.1f')} % of ‖J‖²",
+        f"tail {_written(100 * view.tail_share, '.1f')} %",
+    ]
+    best = ["best f(x)", f"R² {_with_interval(view, 'of_x', view.r2_of_x)}"]
+    lines = [*broken(shares, style.ink, room), *broken(best, style.ink, room)]
+    looks = style.looks(fit.curve for fit in column.fits)
     for fit in column.fits:
         r2 = _with_interval(view, fit.curve, view.r2[fit.curve])
-        text = "nothing to fit" if fit.degenerate else f"derivative's R² {r2}"
-        lines.append((f"{fit.curve}  {text}", looks[fit.curve][0]))
-    _notes(ax, style, lines)
+        parts = ["nothing to fit"] if fit.degenerate else [f"derivative's R² {r2}"]
+        lines += broken([fit.curve, *parts], looks[fit.curve][0], room)
+    return lines
 
 
 def _draw_constants(ax: Axes, column: _SiteColumn) -> None:
@@ -177,8 +191,9 @@ def _draw_constants(ax: Axes, column: _SiteColumn) -> None:
     for name, curve in _HELD.items():
         colour, dashes = style.looks()[curve]
         at, quantiles = grouped[name]
-        ax.fill_between(at, quantiles[0], quantiles[2], color=colour, alpha=0.18, lw=0)
-        ax.plot(at, quantiles[::2].T, color=colour, ls=dashes, lw=0.5)
+        if name == "scale":  # the two ranges nearly coincide, and two fills would be one grey
+            ax.fill_between(at, quantiles[0], quantiles[2], color=colour, alpha=0.18, lw=0)
+        ax.plot(at, quantiles[::2].T, color=colour, ls=dashes, lw=0.8)
         ax.plot(at, quantiles[1], color=colour, ls=dashes, lw=1.2, zorder=3, path_effects=outline(style, 0.8))
         far = largest > drawn.tail
         values = _of_pairs(getattr(drawn.largest, name), drawn.largest_x)
@@ -187,8 +202,6 @@ def _draw_constants(ax: Axes, column: _SiteColumn) -> None:
             *_thinned(largest[far], values[far]), color=colour, marker=marker, s=4, lw=0.5, alpha=0.6, rasterized=True
         )
     ax.set(xscale="log", yscale="log")
-    low, high = ax.get_ylim()
-    ax.set_ylim(low, high * (high / low) ** 0.18)  # room for the notes
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
     ax.yaxis.set_minor_locator(NullLocator())
     for axis in (ax.xaxis, ax.yaxis):
@@ -196,12 +209,12 @@ def _draw_constants(ax: Axes, column: _SiteColumn) -> None:
     ax.axvline(drawn.tail, color=style.faint, lw=0.7, ls=":", zorder=1)
     ax.set_xlabel("|x|", labelpad=1)
     sign = "σ" if column.view.centred else "ρ"
-    lines = []
+    lines: list[Words] = []
     for part in ("centre", "tail"):
         constants = column.view.constants[part]
-        ratios = f"{sign} {_written(constants.scale.ratio, '.3g')}   √C {_written(constants.others.ratio, '.3g')}"
-        lines.append((f"p84/p16 in the {part}: {ratios}", style.ink))
-    _notes(ax, style, lines)
+        ratios = f"{sign} {_written(constants.scale.ratio, '.3g')}  √C {_written(constants.others.ratio, '.3g')}"
+        lines.append([(f"p84/p16 in the {part}: {ratios}", style.ink)])
+    write_above(ax, lines)
 
 
 def _of_pairs(values: Tensor, x: Tensor) -> Tensor:
@@ -250,24 +263,6 @@ def _with_interval(view: GradientView, name: str, r2: float) -> str:
     return with_interval(_written(r2, ".2f"), view.intervals.get(name))
 
 
-def _notes(ax: Axes, style: Style, lines: Sequence[tuple[str, str]]) -> None:
-    """Texts, each in its colour, below one another in the upper right corner."""
-    for number, (text, colour) in enumerate(lines):
-        ax.annotate(
-            text,
-            (0.99, 0.99),
-            (0, -_NOTE_POINTS * number),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            color=colour,
-            ha="right",
-            va="top",
-            fontsize=5.4,
-            path_effects=outline(style),
-            zorder=6,
-        )
-
-
 def _handles(fits: Sequence[CurveFit], style: Style) -> list[Artist]:
     """The legend: points, lines, dashes and bands."""
     handles: list[Artist] = [
@@ -282,7 +277,12 @@ def _handles(fits: Sequence[CurveFit], style: Style) -> list[Artist]:
     labels = {"scale": "1/rstd (σ or ρ), which DyT holds constant", "others": "√C in its unit, which DyISRU does"}
     for name, curve in _HELD.items():
         colour, dashes = style.looks()[curve]
-        handles.append(Patch(facecolor=colour, alpha=0.4, label=f"{labels[name]}: median, 16–84 %"))
+        label = f"{labels[name]}: median, 16–84 %"
+        handles.append(
+            Patch(facecolor=colour, alpha=0.4, label=label)
+            if name == "scale"
+            else Line2D([], [], color=colour, ls=dashes, lw=1.1, label=label)
+        )
     marks = f"o and x: both, in the tail of the {LARGEST_TOKENS} tokens of largest |x|"
     handles.append(Line2D([], [], color=style.ink, ls="", marker="x", ms=3, mew=0.6, label=marks))
     handles.append(Line2D([], [], color=style.faint, ls=":", lw=0.9, label="where the tail begins: 1 % of the pairs"))

@@ -11,12 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
-from normscope.figures.style import Style, style_named, wrapped
+from normscope.figures.style import LEAST_POINTS, Style, style_named, wrapped
 from normscope.swaps.heal.reports import BLOCKS, SITES, START, WHOLE, HealReport, TrainingInterval
 
 _INCHES = (6.4, 2.5)
-_SITES_SHARE = 0.12  # of the width that the steps take: sites take none of them
-_STAGES = (SITES, BLOCKS, WHOLE)
 _NAMES = {START: "start\nvalues", SITES: "each site\nalone", BLOCKS: "blocks", WHOLE: "end\nto end"}
 _TITLE = FontProperties(size=7.5)
 _HEALED = 0.2  # of the start's drift
@@ -25,8 +23,9 @@ _HEALED = 0.2  # of the start's drift
 def plot_healing(report: HealReport, title: str = "", *, style: str = "light") -> Figure:
     """Draw the course of a healing, and the drift on inputs that nothing of it has seen, before and after each stage.
 
-    To the left the training loss, a step wide for each interval, and the median drift on the inputs that decide: a
-    filled marker where it fell and the interval was kept, an open one where the steps were taken back. To the right
+    To the left the median drift on the inputs that decide, after each site by itself, which takes no steps; then beside
+    the training loss, which is a step wide for each interval: a filled marker where it fell and the interval was kept,
+    an open one where the steps were taken back. To the right
     medians on the held-out inputs, and bars from the 10th to the 90th percentile.
 
     Args:
@@ -43,8 +42,19 @@ def plot_healing(report: HealReport, title: str = "", *, style: str = "light") -
     theme = style_named(style)
     with matplotlib.rc_context(theme.rc()):
         figure = Figure(figsize=_INCHES, layout="constrained")
-        course, drifts = figure.subplots(1, 2, width_ratios=(1.9, 1))
-        _draw_course(course, report.points, theme)
+        alone = [point for point in report.points if point.stage == SITES]
+        trained = [point for point in report.points if point.stage != SITES]
+        shares = [*([0.6] if alone else []), 1.5, 1.1]
+        grid = figure.add_gridspec(1, len(shares), width_ratios=shares)
+        first = figure.add_subplot(grid[0])
+        course = figure.add_subplot(grid[1], sharey=first) if alone else first
+        drifts = figure.add_subplot(grid[-1])
+        _draw_course(course, trained, theme)
+        if alone:
+            _draw_sites(first, alone, theme)
+            course.tick_params(axis="y", which="both", labelleft=False)
+        first.tick_params(axis="y", which="minor", labelsize=LEAST_POINTS)
+        first.set_ylabel("relative L2")
         _draw_drifts(drifts, report, theme)
         if title:
             lines = wrapped(title, _INCHES[0] - 0.3, _TITLE)
@@ -60,6 +70,24 @@ def _draw_course(ax: Axes, points: Sequence[TrainingInterval], style: Style) -> 
         lines = [(place, point.loss) for place, point in of_stage if point.loss is not None]
         lines = [(edges[stage][0], lines[0][1]), *lines] if lines else []  # each is of the steps before it
         ax.plot(*zip(*lines, strict=True) if lines else ((), ()), color=loss, lw=1.1, ds="steps-pre")
+    _draw_judged(ax, places, points, style)
+    if any(value > 0 for value in (*(p.drift or 0 for p in points), *(p.loss or 0 for p in points))):
+        ax.set_yscale("log")
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter("{x:g}")
+        ax.tick_params(axis="y", which="minor", labelsize=LEAST_POINTS)
+    for stage, (low, high) in edges.items():
+        ax.axvline(low, color=style.faint, lw=0.6, ls=":")
+        _say_above(ax, _NAMES[stage].replace("\n", " "), (low + high) / 2, style)
+    _name_steps(ax, edges)
+    ax.plot([], [], color=loss, lw=1.1, label="training loss")
+    ax.plot([], [], ls="", marker="o", ms=2.8, color=judged, label="median drift, kept")
+    ax.plot([], [], ls="", marker="o", ms=2.8, mfc=style.background, color=judged, label="taken back")
+    ax.legend(loc="upper right", fontsize=LEAST_POINTS)
+
+
+def _draw_judged(ax: Axes, places: Sequence[float], points: Sequence[TrainingInterval], style: Style) -> None:
+    """Mark the median drift after each interval: filled where it was kept."""
     shown = [(place, point) for place, point in zip(places, points, strict=True) if point.drift is not None]
     for kept in (True, False):
         some = [(place, point.drift) for place, point in shown if point.kept == kept]
@@ -69,50 +97,42 @@ def _draw_course(ax: Axes, points: Sequence[TrainingInterval], style: Style) -> 
             marker="o",
             ms=2.8,
             mew=0.7,
-            color=judged,
-            mfc=judged if kept else style.background,
+            color=style.curves[0],
+            mfc=style.curves[0] if kept else style.background,
         )
-    if any(value > 0 for value in (*(p.drift or 0 for p in points), *(p.loss or 0 for p in points))):
-        ax.set_yscale("log")
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.yaxis.set_minor_formatter("{x:g}")
-        ax.tick_params(axis="y", which="minor", labelsize=5)
-    for stage, (low, high) in edges.items():
-        if stage != SITES:
-            ax.axvline(low, color=style.faint, lw=0.6, ls=":")
-        ax.annotate(
-            _NAMES[stage].replace("\n", " ") if stage != SITES else "sites",
-            ((low + high) / 2, 1.0),
-            (0, 2),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            ha="center",
-            va="bottom",
-            fontsize=6,
-            color=style.faint,
-        )
-    _name_steps(ax, edges)
-    ax.set_ylabel("relative L2")
-    ax.plot([], [], color=loss, lw=1.1, label="training loss")
-    ax.plot([], [], ls="", marker="o", ms=2.8, color=judged, label="median drift, kept")
-    ax.plot([], [], ls="", marker="o", ms=2.8, mfc=style.background, color=judged, label="taken back")
-    ax.legend(loc="upper right", fontsize=5.8)
+
+
+def _draw_sites(ax: Axes, points: Sequence[TrainingInterval], style: Style) -> None:
+    """The sites, each by itself, in the order in which they were tried."""
+    _draw_judged(ax, [point.step for point in points], points, style)
+    _say_above(ax, "each site alone", (points[0].step + points[-1].step) / 2, style)
+    ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    ax.set_xlim(0.5, max(point.step for point in points) + 0.5)
+    ax.set_xlabel("sites")
+
+
+def _say_above(ax: Axes, text: str, x: float, style: Style) -> None:
+    ax.annotate(
+        text,
+        (x, 1.0),
+        (0, 2),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        ha="center",
+        va="bottom",
+        fontsize=LEAST_POINTS,
+        color=style.faint,
+    )
 
 
 def _places(points: Sequence[TrainingInterval]) -> tuple[list[float], dict[str, tuple[float, float]]]:
-    """Places of the points, and of the beginning and end of each stage; steps count through, and sites stand before."""
-    last = {stage: max((point.step for point in points if point.stage == stage), default=0) for stage in _STAGES}
-    width = {SITES: _SITES_SHARE * max(1, last[BLOCKS] + last[WHOLE])}
-    edges, end = {}, -width[SITES]
-    for stage in _STAGES:
-        if last[stage]:
-            edges[stage] = (end, end + width.get(stage, last[stage]))
-        end = 0.0 if stage == SITES else end + last[stage]
-    places = [
-        edges[point.stage][0] + (edges[point.stage][1] - edges[point.stage][0]) * point.step / last[point.stage]
-        for point in points
-    ]
-    return places, edges
+    """Places of the points, and of the beginning and end of each stage: steps count through."""
+    edges, end = {}, 0.0
+    for stage in (BLOCKS, WHOLE):
+        if last := max((point.step for point in points if point.stage == stage), default=0):
+            edges[stage] = (end, end + last)
+            end += last
+    return [edges[point.stage][0] + point.step for point in points], edges
 
 
 def _name_steps(ax: Axes, edges: Mapping[str, tuple[float, float]]) -> None:
@@ -128,7 +148,9 @@ def _draw_drifts(ax: Axes, report: HealReport, style: Style) -> None:
     for place, stage in enumerate(stages):
         quantiles = report.drifts[stage]
         if not all(math.isfinite(value) for value in quantiles.values()):
-            ax.annotate("not finite", (place, 0.02), xycoords=("data", "axes fraction"), ha="center", fontsize=5.8)
+            ax.annotate(
+                "not finite", (place, 0.02), xycoords=("data", "axes fraction"), ha="center", fontsize=LEAST_POINTS
+            )
             continue
         ax.plot([place, place], [quantiles["p10"], quantiles["p90"]], color=colour, lw=1.4, solid_capstyle="butt")
         ax.plot([place], [quantiles["median"]], marker="o", ms=4, mew=0, color=colour)
@@ -138,7 +160,8 @@ def _draw_drifts(ax: Axes, report: HealReport, style: Style) -> None:
             (4, 0),
             textcoords="offset points",
             va="center",
-            fontsize=6,
+            fontsize=LEAST_POINTS,
+            bbox={"facecolor": style.background, "edgecolor": "none", "pad": 0.5},  # lines do not run through it
         )
     ax.set_xlim(-0.5, len(stages) - 0.2)
     ax.set_ylim(bottom=0)
@@ -151,7 +174,7 @@ def _draw_drifts(ax: Axes, report: HealReport, style: Style) -> None:
             (2, 2),
             xycoords=("axes fraction", "data"),
             textcoords="offset points",
-            fontsize=5.8,
+            fontsize=LEAST_POINTS,
             color=style.faint,
         )
     ax.set_xticks(range(len(stages)), [_NAMES[stage] for stage in stages])

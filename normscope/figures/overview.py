@@ -10,11 +10,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.gridspec import GridSpec
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from normscope.errors import UsageError, count
-from normscope.figures.panels import Panel, corner_lines, corner_text, draw_panel, legend_handles, panels_of
-from normscope.figures.style import legend_columns, style_named, tail, title_of, wrapped
+from normscope.figures.axes import AUTO
+from normscope.figures.legends import ceiling_note, fit_notes, legend_handles, remarks
+from normscope.figures.notes import LINE_POINTS, Words, foot_inches, frame, heading, write_above
+from normscope.figures.panels import Panel, best_of, draw_panel, panels_of
+from normscope.figures.style import LEAST_POINTS, kind_of, legend_columns, style_named, tail, title_of, wrapped
 from normscope.fits.curve_fit import CurveFit
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import select
@@ -23,13 +25,25 @@ _ACROSS = 4
 _COLUMN_INCHES = 1.75  # four of them are a page's text width
 _PANEL_INCHES = 1.15
 _AXIS_INCHES = 0.46  # of a panel's titles and ticks
+_EDGE_INCHES = 0.38  # of a panel's width, that its ticks take
 _GAP_INCHES = 0.1  # above a heading
 _LINE_INCHES = 0.105
 _FOOT_INCHES = 0.2
-_BOLD, _SMALL, _TINY = (FontProperties(size=7.5, weight="bold"), FontProperties(size=6.2), FontProperties(size=5.2))
+_BOLD, _SMALL, _TINY = (
+    FontProperties(size=7.5, weight="bold"),
+    FontProperties(size=6.2),
+    FontProperties(size=LEAST_POINTS),
+)
 
 
-def overview(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]] = (), *, style: str = "light") -> Figure:
+def overview(
+    captures: Sequence[Capture],
+    fits: Sequence[Sequence[CurveFit]] = (),
+    *,
+    xscale: str = AUTO,
+    width: float | None = None,
+    style: str = "light",
+) -> Figure:
     """Draw several captures below one another: four norm sites each, evenly over the depth, as wide as a page's text.
 
     Each panel holds the density of all pairs, E[y|x], the fitted curves, and the bound where the pairs come near it:
@@ -38,13 +52,16 @@ def overview(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]] = (
     Args:
         captures: a row each; one of fewer than four sites has as many panels.
         fits: for each capture, what :func:`normscope.fit` made of it; without any, no curves are drawn.
+        xscale: ``linear``, ``asinh`` or ``auto``, as of :func:`normscope.plot`.
+        width: of the figure, in inches; by default that of a page's text, 7 for four sites.
         style: ``light`` or ``dark``.
 
     Returns:
         A matplotlib figure; :func:`normscope.save_figure` writes it.
 
     Raises:
-        UsageError: if there is no capture, if the fits are of another number of captures, or if there is no such style.
+        UsageError: if there is no capture, if the fits are of another number of captures, or if there is no such scale
+            or style.
 
     >>> import normscope, torch
     >>> from torch import nn
@@ -59,36 +76,46 @@ def overview(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]] = (
     if len(fits) not in (0, len(captures)):
         raise UsageError(f"There are {len(captures)} captures, but the fits of {len(fits)}; give the fits of each.")
     theme = style_named(style)
-    looks = theme.looks(fit.curve for fitted in fits for fit in fitted)
+    every_fit = [fit for fitted in fits for fit in fitted]
+    drawn, _ = best_of(every_fit)
+    chosen = [select(capture.sites, _ACROSS) for capture in captures]
+    columns = max(2, *map(len, chosen))
+    width = width or _COLUMN_INCHES * columns
+    across = width / columns
     rows = [
-        panels_of(capture, select(capture.sites, _ACROSS), fitted, theme, looks)
-        for capture, fitted in zip(captures, fits or [()] * len(captures), strict=True)
+        panels_of(
+            *(capture, sites, [fit for fit in fitted if fit.curve in drawn], theme, theme.looks_of(drawn)),
+            *(xscale, across - _EDGE_INCHES, across - _EDGE_INCHES + 0.05),
+        )
+        for capture, sites, fitted in zip(captures, chosen, fits or [()] * len(captures), strict=True)
     ]
-    columns = max(2, *(len(panels) for panels in rows))
-    width = _COLUMN_INCHES * columns
     headings = [_heading(capture, panels, width - 0.45) for capture, panels in zip(captures, rows, strict=True)]
     heights = [_GAP_INCHES + _LINE_INCHES * (len(details) + 1) for _, details in headings]
     every = [panel for panels in rows for panel in panels]
     handles = legend_handles(every, density=True, sampled=any("sample" in capture.about for capture in captures))
+    below = remarks(every, every_fit)
     legend_across = legend_columns([str(handle.get_label()) for handle in handles], width, _SMALL)
-    foot = _FOOT_INCHES + _LINE_INCHES * 1.2 * math.ceil(len(handles) / legend_across)
+    foot = _FOOT_INCHES + _LINE_INCHES * 1.2 * math.ceil(len(handles) / legend_across) + foot_inches(below, width)
+    notes = [[_notes(panel) for panel in panels] for panels in rows]
+    note_inches = [max(map(len, of_row)) * LINE_POINTS / 72 for of_row in notes]
+    panel_inches = min(_PANEL_INCHES, 0.85 * (across - _EDGE_INCHES))
     with matplotlib.rc_context(theme.rc()):
-        figure = Figure(
-            figsize=(width, sum(heights) + (_PANEL_INCHES + _AXIS_INCHES) * len(rows) + foot),
-            layout=ConstrainedLayoutEngine(h_pad=0.03, hspace=0),
-        )
-        ratios = [inches for height in heights for inches in (height, _PANEL_INCHES)]
+        height = sum(heights) + sum(note_inches) + (panel_inches + _AXIS_INCHES) * len(rows) + foot
+        figure = Figure(figsize=(width, height))
+        ratios = [inches for height in heights for inches in (height, panel_inches)]
         grid = GridSpec(2 * len(rows), columns, figure, height_ratios=ratios)
         for number, (panels, (name, details)) in enumerate(zip(rows, headings, strict=True)):
             _write(figure.add_subplot(grid[2 * number, :]), name, details)
             for column, panel in enumerate(panels):
                 ax = figure.add_subplot(grid[2 * number + 1, column])
-                _draw(ax, panel)
+                _draw(ax, panel, notes[number][column], max(map(len, notes[number])))
                 if column == 0:
                     ax.set_ylabel("output before affine, y", fontproperties=_SMALL, labelpad=1)
-                if not any(column < len(below) for below in rows[number + 1 :]):
-                    ax.set_xlabel("norm input x", fontproperties=_SMALL, labelpad=1)
-        figure.legend(handles=handles, loc="outside lower center", ncols=legend_across, prop=_SMALL)
+                followed = any(column < len(others) for others in rows[number + 1 :])
+                if not followed or panel.axis.linear_width is not None:
+                    ax.set_xlabel(panel.axis.label(panel.inches), fontproperties=_SMALL, labelpad=1)
+        engine = frame(figure, "", below, theme, handles=handles, ncols=legend_across, prop=_SMALL)
+        engine.set(h_pad=0.03, hspace=0)
     return figure
 
 
@@ -99,7 +126,7 @@ def _heading(capture: Capture, panels: Sequence[Panel], inches: float) -> tuple[
     pairs = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
     weights = f"weights: {about['weights']}"
     data = f"data ({count(capture.n_samples, 'sample')}, {pairs} pairs a panel): {about['data']}"
-    return tail(about["model"], inches, _BOLD), [*wrapped(weights, inches, _SMALL), *wrapped(data, inches, _SMALL)]
+    return tail(heading(about), inches, _BOLD), [*wrapped(weights, inches, _SMALL), *wrapped(data, inches, _SMALL)]
 
 
 def _write(ax: Axes, name: str, details: Sequence[str]) -> None:
@@ -118,26 +145,24 @@ def _write(ax: Axes, name: str, details: Sequence[str]) -> None:
         )
 
 
-def _draw(ax: Axes, panel: Panel) -> None:
+def _draw(ax: Axes, panel: Panel, notes: Sequence[Words], least: int) -> None:
     draw_panel(ax, panel, "density")
-    ax.locator_params(nbins=4)
-    ax.ticklabel_format(scilimits=(-2, 4))  # wider numbers would take the panels' room
+    ax.locator_params(axis="y", nbins=4)
     ax.tick_params(labelsize=_TINY.get_size(), length=2, pad=1.5)
+    # Wider numbers would take the panels' room.
+    ax.ticklabel_format(axis="both" if panel.axis.linear_width is None else "y", scilimits=(-2, 4))
     for axis in (ax.xaxis, ax.yaxis):
         axis.get_offset_text().set_fontproperties(_TINY)
     site = panel.site
-    kind = " · ".join(part for part in (f"{site.kind} d={site.d}", site.placement) if part)
-    room = _COLUMN_INCHES - 0.3
-    name = title_of(site, room, _SMALL)
-    ax.set_title(f"{name}\n{tail(kind, room, _SMALL)}", loc="left", fontproperties=_SMALL, parse_math=False, pad=3)
+    lines = [title_of(site, panel.room, _SMALL), *kind_of(site, panel.room, _SMALL)]
+    pad = write_above(ax, notes, least)
+    ax.set_title("\n".join(lines), loc="left", fontproperties=_SMALL, parse_math=False, pad=pad)
     if not panel.stats.n_pairs:
         ax.text(0, 0, "no finite pair", fontproperties=_SMALL, color=panel.style.faint, ha="center")
-        return
-    lines = corner_lines(panel, _result)
-    if panel.fits and panel.fits[0].r2_ceiling is not None:
-        lines.append((f"best held-out f(x): R² {panel.fits[0].r2_ceiling:.3f}", panel.style.ink))
-    corner_text(ax, panel.style, lines, _TINY.get_size())
 
 
-def _result(fit: CurveFit) -> str:
-    return "  ".join(part for part in (f"R² {fit.r2:.3f}", fit.doubt) if part)
+def _notes(panel: Panel) -> list[Words]:
+    if not panel.stats.n_pairs:
+        return []
+    lines = fit_notes(panel, lambda fit: [f"R² {fit.r2:.3f}", *([fit.doubt] if fit.doubt else [])])
+    return [*lines, *ceiling_note(panel)]

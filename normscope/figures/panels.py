@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import matplotlib
 import numpy as np
 import torch
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
+from torch import Tensor
 
-from normscope.figures.style import Look, Style
+from normscope.figures.axes import LINEAR, Limits, XAxis, mean_line, x_axis
+from normscope.figures.style import LEAST_POINTS, Look, Style
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.curves.known import FREE
 from normscope.fits.solving.ceiling import conditional_mean
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
@@ -68,21 +68,19 @@ def drawn_pairs(stats: PairStats) -> tuple[Array, Array, NDArray[np.int64]]:
     )
 
 
-def image(stats: PairStats, x_range: tuple[float, float], y_range: tuple[float, float], pixels: int) -> Array:
+def image(stats: PairStats, x_edges: Array, y_edges: Array) -> Array:
     """Spread the counted pairs evenly over each cell, and gather them by pixel.
 
     Args:
         stats: sums of a site.
-        x_range: limits of the image in x.
-        y_range: limits in y.
-        pixels: width and height.
+        x_edges: of the pixels, ascending, ``(columns + 1,)``.
+        y_edges: likewise, ``(rows + 1,)``.
 
     Returns:
-        Number of pairs per pixel, float64 ``(pixels, pixels)``, rows in ascending order of y.
+        Number of pairs per pixel, float64 ``(rows, columns)``, rows in ascending order of y.
     """
     counts = stats.density.numpy().astype(np.float64)
-    by_column = _gathered(counts, DENSITY_X_GRID, np.linspace(*x_range, pixels + 1))
-    return _gathered(by_column.T, DENSITY_Y_GRID, np.linspace(*y_range, pixels + 1))
+    return _gathered(_gathered(counts, DENSITY_X_GRID, x_edges).T, DENSITY_Y_GRID, y_edges)
 
 
 def _gathered(counts: Array, grid: FloatGrid, at: Array) -> Array:
@@ -97,34 +95,51 @@ def _gathered(counts: Array, grid: FloatGrid, at: Array) -> Array:
     return gathered
 
 
-Limits: TypeAlias = tuple[float, float]
-LINE_SHARE = 0.075  # of a panel's height that a line of a corner's text takes
 _PIXELS = 220
 _TOKEN_POINT = 1.26  # points across
-_LEAST_COUNT = 32  # pairs that a point of the drawn E[y|x] averages at least
 _CENTRE_SHARE = 0.98  # of all pairs lie in the inset
 _BOUND_SHOWN_WITHIN = 1.6  # times the largest |y|; a bound farther away would flatten the curves, and is written
-_NAMED = 4  # fits at most in a corner
-_NAME_LETTERS = 13  # of a curve's name there: as many as a built-in one has at most
+_MOST_DRAWN = 4  # curves at most
 _INSET_FROM = 3.0  # times wider must the tails reach than the centre for an inset to show more
+_INSET = (0.06, 0.57, 0.32, 0.43)
+_CURVE_POINTS = 600
+_LINE_POINTS = 33  # of a token's line on an asinh axis, where it is bent
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Everything that the panels of one site are drawn from."""
+    """Everything that the panels of one site are drawn from.
+
+    Attributes:
+        site: the norm.
+        stats: its sums.
+        fits: those that are drawn.
+        style: of the figure.
+        looks: colour and dashes of each curve.
+        xscale: ``linear``, ``asinh`` or ``auto``.
+        inches: width of the panel between its edges, roughly.
+        room: inches that a line of text above it may take.
+    """
 
     site: NormSite
     stats: PairStats
     fits: Sequence[CurveFit]
     style: Style
     looks: Mapping[str, Look]
+    xscale: str = LINEAR
+    inches: float = 2.0
+    room: float = 2.25
 
-    @property
-    def named(self) -> list[CurveFit]:
-        """The fits that a corner has room for: all, or those of the largest R²."""
-        if len(self.fits) <= _NAMED:
-            return list(self.fits)
-        return sorted(self.fits, key=lambda fit: math.inf if fit.degenerate else -fit.r2)[:_NAMED]
+    @functools.cached_property
+    def moments(self) -> Tensor:
+        """Sums over all folds, per bin of x."""
+        return self.stats.moments.sum(0)
+
+    @functools.cached_property
+    def axis(self) -> XAxis:
+        """The axis of x that holds every pair."""
+        reach = max(float(self.stats.reach.max()), 1e-30) if self.stats.n_pairs else 1.0 / 1.06
+        return x_axis(self.moments, reach, self.xscale)
 
 
 def panels_of(
@@ -133,38 +148,63 @@ def panels_of(
     fits: Sequence[CurveFit],
     style: Style,
     looks: Mapping[str, Look] | None = None,
+    xscale: str = LINEAR,
+    inches: float = 2.0,
+    room: float = 2.25,
 ) -> list[Panel]:
     """Bring together what belongs to each of some sites of a capture; ``looks`` are by default of these fits."""
-    looks = style.looks(fit.curve for fit in fits) if looks is None else looks
+    drawn, _ = best_of(fits)
+    looks = style.looks_of(drawn) if looks is None else looks
     return [
-        Panel(site, capture.stats[site.name], [fit for fit in fits if fit.site == site.name], style, looks)
+        Panel(
+            site,
+            capture.stats[site.name],
+            [fit for fit in fits if fit.site == site.name and fit.curve in drawn],
+            style,
+            looks,
+            xscale,
+            inches,
+            room,
+        )
         for site in sites
     ]
 
 
-def draw_density(ax: Axes, panel: Panel) -> None:
+def best_of(fits: Sequence[CurveFit]) -> tuple[list[str], list[str]]:
+    """Return the curves that are drawn, all or the four of the largest mean R² over sites, and the others likewise."""
+    curves = list(dict.fromkeys(fit.curve for fit in fits))
+    if len(curves) <= _MOST_DRAWN:
+        return curves, []
+    r2 = {curve: [-math.inf if fit.degenerate else fit.r2 for fit in fits if fit.curve == curve] for curve in curves}
+    ranked = sorted(curves, key=lambda curve: -sum(r2[curve]) / len(r2[curve]))
+    return [curve for curve in curves if curve in ranked[:_MOST_DRAWN]], ranked[_MOST_DRAWN:]
+
+
+def draw_density(ax: Axes, panel: Panel, axis: XAxis) -> None:
     """All pairs: how many lie where, on a logarithmic colour scale, and E[y|x] over them."""
-    limits = (*ax.get_xlim(), *ax.get_ylim())
-    counts = image(panel.stats, limits[:2], limits[2:], _PIXELS)
+    limits = (*axis.limits, *ax.get_ylim())
+    counts = image(panel.stats, axis.evenly(_PIXELS + 1), np.linspace(*limits[2:], _PIXELS + 1))
     shown = np.ma.masked_less_equal(counts, 0)
     if shown.count():
         # The palest quarter of the map is left out, so that a single pair in the tails can still be seen.
         colours = ListedColormap(matplotlib.colormaps[panel.style.density](np.linspace(0.25, 1, 256)))
+        on_paper = axis.linear_width is not None  # where its columns are as wide as one another
         ax.imshow(
             shown,
-            extent=limits,
+            extent=(0, 1, 0, 1) if on_paper else limits,
+            transform=ax.transAxes if on_paper else ax.transData,
             origin="lower",
             aspect="auto",
             norm=LogNorm(0.1, max(float(shown.max()), 1.0)),
             cmap=colours,
             interpolation="nearest",
         )
-    width = (limits[1] - limits[0]) / _PIXELS
-    x, mean, _ = conditional_mean(panel.stats.moments.sum(0), _LEAST_COUNT, width)
+    share = 1.0 if axis == panel.axis else _INSET[2]
+    x, mean = mean_line(panel.moments, axis, share * panel.inches)
     ax.plot(x, mean, color=panel.style.ink, lw=1.4, zorder=3, path_effects=outline(panel.style))
 
 
-def draw_tokens(ax: Axes, panel: Panel) -> None:
+def draw_tokens(ax: Axes, panel: Panel, axis: XAxis) -> None:
     """Whole tokens, each its straight line of slope 1/σ, coloured by σ."""
     x, y, rstd = drawn_tokens(panel.stats)
     if not len(x):
@@ -174,6 +214,8 @@ def draw_tokens(ax: Axes, panel: Panel) -> None:
     norm = LogNorm(low, high * (1 + 1e-6))
     ends = np.stack([x.argmin(1), x.argmax(1)], axis=1)[:, :, None]
     lines = np.concatenate([np.take_along_axis(v[:, :, None], ends, 1) for v in (x, y)], axis=2)
+    if axis.linear_width is not None:
+        lines = _bent(lines, axis)
     ax.add_collection(
         LineCollection(
             list(lines), array=scale, norm=norm, cmap=panel.style.tokens, lw=0.5, alpha=0.45, rasterized=True
@@ -186,7 +228,18 @@ def draw_tokens(ax: Axes, panel: Panel) -> None:
         ax.add_artist(points)
 
 
-def draw_channels(ax: Axes, panel: Panel) -> None:
+def _bent(lines: Array, axis: XAxis) -> Array:
+    """Straight lines as they run on an asinh axis: of their ends, ``(lines, 2, 2)``, make points evenly along it."""
+    width = axis.linear_width or 1.0
+    first, last = lines[:, :1], lines[:, 1:]
+    places = np.linspace(np.arcsinh(first[..., 0] / width), np.arcsinh(last[..., 0] / width), _LINE_POINTS, axis=1)
+    x = width * np.sinh(places.reshape(len(lines), -1))
+    across = last[..., 0] - first[..., 0]
+    share = np.divide(x - first[..., 0], across, out=np.zeros_like(x), where=across != 0)
+    return np.stack([x, first[..., 1] + share * (last[..., 1] - first[..., 1])], axis=2)
+
+
+def draw_channels(ax: Axes, panel: Panel, axis: XAxis) -> None:
     """The same tokens, and pairs drawn evenly over x, by channel: those of largest |x| in colour, the rest grey."""
     x, y, channel = drawn_pairs(panel.stats)
     ax.scatter(x, y, color=panel.style.faint, s=1.2, lw=0, alpha=0.35, rasterized=True)
@@ -195,16 +248,16 @@ def draw_channels(ax: Axes, panel: Panel) -> None:
         ax.scatter(x[of_channel], y[of_channel], color=colour, s=4, lw=0, rasterized=True, zorder=2)
 
 
-DRAW: dict[str, Callable[[Axes, Panel], None]] = {
+DRAW: dict[str, Callable[[Axes, Panel, XAxis], None]] = {
     "density": draw_density,
     "token": draw_tokens,
     "channel": draw_channels,
 }
 
 
-def draw_curves(ax: Axes, panel: Panel) -> None:
+def draw_curves(ax: Axes, panel: Panel, axis: XAxis) -> None:
     """Every fitted curve, and the bounds that no output of the norm passes."""
-    grid = torch.linspace(*ax.get_xlim(), 600, dtype=torch.float64)
+    grid = torch.from_numpy(axis.evenly(_CURVE_POINTS))
     for fit in panel.fits:
         if not fit.degenerate:
             colour, dashes = panel.looks[fit.curve]
@@ -216,46 +269,60 @@ def draw_curves(ax: Axes, panel: Panel) -> None:
 
 def draw_panel(ax: Axes, panel: Panel, row: str) -> None:
     """One row of the panels, with its centre enlarged in an inset where the tails reach far beyond it."""
-    _draw_within(ax, panel, row, *whole_range(panel))
+    y_limits = whole_range(panel)
+    _draw_within(ax, panel, row, panel.axis, y_limits)
+    panel.axis.set_on(ax, panel.inches)
     centre = enlarged_range(panel)
     if centre is not None:
-        _draw_within(inset_of(ax, panel.style), panel, row, *centre)
+        x_limits, y_limits = centre
+        _draw_within(inset_of(ax, panel.style), panel, row, XAxis(x_limits), y_limits)
 
 
 def inset_of(ax: Axes, style: Style) -> Axes:
-    """Make axes for the enlarged centre, in the corner that an S leaves empty."""
-    inset: Axes = ax.inset_axes((0.09, 0.58, 0.34, 0.40))
+    """Make axes for the enlarged centre in the corner that an S leaves empty; the numbers are at its right and below.
+
+    There no axis of the panel runs through them.
+    """
+    inset: Axes = ax.inset_axes(_INSET)
     inset.set_in_layout(False)  # its labels reach no farther than the panel's
-    inset.tick_params(labelsize=4.5, length=1.5, pad=1)
+    inset.yaxis.tick_right()
+    inset.tick_params(labelsize=LEAST_POINTS, length=1.5, pad=1)
     for spine in inset.spines.values():
         spine.set(visible=True, linewidth=0.5, color=style.faint)
+    for axis in (inset.xaxis, inset.yaxis):
+        axis.set_major_locator(MaxNLocator(2, steps=(1, 2, 5, 10), symmetric=True))
+        for label in axis.get_ticklabels():
+            label.set_path_effects([*outline(style)])
     return inset
 
 
-def _draw_within(ax: Axes, panel: Panel, row: str, x_limits: Limits, y_limits: Limits) -> None:
-    ax.set(xlim=x_limits, ylim=y_limits)
-    DRAW[row](ax, panel)
-    draw_curves(ax, panel)
-    ax.set(xlim=x_limits, ylim=y_limits)
+def _draw_within(ax: Axes, panel: Panel, row: str, axis: XAxis, y_limits: Limits) -> None:
+    if axis.linear_width is not None:
+        ax.set_xscale("asinh", linear_width=axis.linear_width)
+    ax.set(xlim=axis.limits, ylim=y_limits)
+    DRAW[row](ax, panel, axis)
+    draw_curves(ax, panel, axis)
+    ax.set(xlim=axis.limits, ylim=y_limits)
 
 
-def whole_range(panel: Panel) -> tuple[Limits, Limits]:
-    """Limits that hold every pair, symmetric about the origin, and the bound where the pairs come near it."""
+def whole_range(panel: Panel) -> Limits:
+    """Limits of y that hold every pair, symmetric about the origin, and the bound where the pairs come near it."""
     stats = panel.stats
     if not stats.n_pairs:
-        return (-1.0, 1.0), (-1.0, 1.0)
-    reach_x = max(float(stats.reach.max()), 1e-30)
+        return (-1.0, 1.0)
     filled = stats.density.sum(0).nonzero().squeeze(1)
     edges = DENSITY_Y_GRID.edges()[1:-1].abs()  # of the bin that holds the largest |y|: the panel holds it whole
-    reach_y = float(edges[(filled - 1).clamp(0, len(edges) - 1)].maximum(edges[filled.clamp(max=len(edges) - 1)]).max())
-    if 0 < panel.site.bound < _BOUND_SHOWN_WITHIN * reach_y:
-        reach_y = panel.site.bound
-    return (-1.06 * reach_x, 1.06 * reach_x), (-1.04 * reach_y, 1.04 * reach_y)
+    reach = float(edges[(filled - 1).clamp(0, len(edges) - 1)].maximum(edges[filled.clamp(max=len(edges) - 1)]).max())
+    if 0 < panel.site.bound < _BOUND_SHOWN_WITHIN * reach:
+        reach = panel.site.bound
+    return (-1.04 * reach, 1.04 * reach)
 
 
 def enlarged_range(panel: Panel) -> tuple[Limits, Limits] | None:
-    """Limits about the origin within which nearly all pairs lie, where the tails reach far beyond them."""
-    (left, right), _ = whole_range(panel)
+    """Limits about the origin within which nearly all pairs lie, where the tails reach far beyond on a linear axis."""
+    if panel.axis.linear_width is not None:
+        return None
+    left, right = panel.axis.limits
     centre = _centre_range(panel.stats)
     return centre if centre is not None and right - left > _INSET_FROM * (centre[0][1] - centre[0][0]) else None
 
@@ -273,66 +340,6 @@ def _centre_range(stats: PairStats) -> tuple[Limits, Limits] | None:
         return None
     top = float(np.max(np.abs(mean[inside]) + 1.5 * deviation[inside]))
     return (-reach, reach), (-top, top)
-
-
-def legend_handles(panels: Sequence[Panel], *, density: bool, sampled: bool, bounds: bool = True) -> list[Artist]:
-    """The legend of these panels: greys, lines and dashes.
-
-    ``density`` is whether they show one, ``sampled`` whether of a sample of the tokens alone, and ``bounds`` whether
-    they show y itself, which the norm bounds.
-    """
-    style = panels[0].style
-    handles: list[Artist] = []
-    if density:
-        grey = matplotlib.colormaps[style.density](0.6)
-        pairs = "pairs of the sampled tokens" if sampled else "all pairs"
-        handles.append(Patch(facecolor=grey, label=f"{pairs} (log scale, each panel its own)"))
-        handles.append(Line2D([], [], color=style.ink, lw=1.4, label="E[y|x], the mean of y at x"))
-    fits = [fit for panel in panels for fit in panel.fits]
-    shifted = {fit.curve for fit in fits if not fit.degenerate and fit.shift}
-    for curve, function in {fit.curve: fit.function.function_name for fit in fits}.items():
-        colour, dashes = panels[0].looks[curve]
-        label = f"A·{function}(αx{'+s' if curve in shifted else ''}), least squares"
-        label = label if function == curve else f"{curve}: {label}"
-        label = "free: E[y|x] in groups of bins" if curve == FREE else label
-        handles.append(Line2D([], [], color=colour, ls=dashes, lw=1.1, label=label))
-    if bounds and any(panel.site.bound < whole_range(panel)[1][1] for panel in panels):
-        handles.append(Line2D([], [], color=style.faint, ls=":", lw=0.9, label="bound: ±√(d−1), without centring ±√d"))
-    return handles
-
-
-def corner_lines(panel: Panel, result: Callable[[CurveFit], str]) -> list[tuple[str, str]]:
-    """Texts for a corner, each with its colour: the results of the fits that are named, and how many others are."""
-    lines = [
-        (f"{fit.curve}: nothing to fit", panel.style.faint)
-        if fit.degenerate
-        else (f"{_short(fit.curve)}  {result(fit)}", panel.looks[fit.curve][0])
-        for fit in panel.named
-    ]
-    more = len(panel.fits) - len(panel.named)
-    return [*lines, (f"+ {more} more of smaller R²", panel.style.faint)] if more else lines
-
-
-def _short(curve: str) -> str:
-    return curve if len(curve) <= _NAME_LETTERS else f"{curve[: _NAME_LETTERS - 1]}…"
-
-
-def corner_text(
-    ax: Axes, style: Style, lines: Sequence[tuple[str, str]], size: float = 5.6, lowest: float = 0.02
-) -> None:
-    """Texts, each in its colour, at the right: by default in the corner that an S leaves empty."""
-    for number, (text, colour) in enumerate(reversed(lines)):
-        ax.text(
-            0.99,
-            lowest + LINE_SHARE * number,
-            text,
-            color=colour,
-            ha="right",
-            fontsize=size,
-            transform=ax.transAxes,
-            path_effects=outline(style),
-            zorder=6,
-        )
 
 
 def outline(style: Style, width: float = 1.2) -> list[withStroke]:

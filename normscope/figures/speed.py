@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import NormscopeError, UsageError
 from normscope.figures.panels import outline
-from normscope.figures.style import Style, style_named, width_of, wrapped
+from normscope.figures.style import LEAST_POINTS, Style, style_named, width_of, wrapped
 from normscope.fits.curves.expressions import curves_named
 from normscope.swaps.bench.reports import BESIDE, FASTER, SLOWER, TOO_FEW, BenchReport, Timing
 from normscope.tables.speed import SCOPES, duration
@@ -21,13 +21,16 @@ from normscope.tables.speed import SCOPES, duration
 _PANEL_INCHES, _BAR_INCHES, _GAP = 2.6, 0.155, 0.9
 _BARS_INCHES = 1.9  # of a panel, beside the names of the bars
 _NATIVE, _COPY = "native", "copy"
-_MOST_MEDIANS = 1.3  # of the longest bar, to which an axis goes; whiskers may leave the panel
+_MOST_ACROSS = 4
+_MOST_MEDIANS = 1.3  # of the longest bar, to which an axis goes; a whisker that would leave the panel ends in an arrow
 _UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
-_TITLE, _SMALL = FontProperties(size=7.5), FontProperties(size=5.8)
+_TITLE, _SMALL = FontProperties(size=7.5), FontProperties(size=LEAST_POINTS)
 
 
 def plot_speed(report: BenchReport, *, style: str = "light") -> Figure:
     """Draw how long every variant takes, grouped by way: medians as bars, whiskers from p20 to p80.
+
+    A whisker that goes on beyond the panel ends in an arrow.
 
     A dotted line through each group is the native norm's median (through ``fused`` the eager one's, through ``compile +
     fused`` the compiled one's): a bar that ends before it is faster by the median. Its number is printed in bold only
@@ -39,35 +42,43 @@ def plot_speed(report: BenchReport, *, style: str = "light") -> Figure:
         style: ``light`` or ``dark``.
 
     Returns:
-        A matplotlib figure: a column for each of norm alone and whole network, forward and forward + backward; a row
-        for each dtype and timer.
+        A matplotlib figure: a panel for each of norm alone and whole network, forward and forward + backward, dtype and
+        timer.
 
     Raises:
         UsageError: if there is no such style, or nothing was timed.
     """
     theme = style_named(style)
-    columns = list(dict.fromkeys((row.scope, row.passes) for row in report.rows))
-    panels = [_rows_of(report.rows, scope, passes) for scope, passes in columns]
-    if not columns:
+    kinds = dict.fromkeys((row.scope, row.passes) for row in report.rows)
+    panels = [rows for scope, passes in kinds for rows in _rows_of(report.rows, scope, passes)]
+    if not panels:
         raise UsageError("Nothing was timed, so that there is nothing to draw.")
-    down = max(len(column) for column in panels)
-    heights = [max(_height(column[place]) for column in panels if place < len(column)) for place in range(down)]
+    across = _across(len(panels))
+    rows_of_panels = [panels[first : first + across] for first in range(0, len(panels), across)]
+    heights = [max(map(_height, beside)) for beside in rows_of_panels]
     with matplotlib.rc_context(theme.rc()):
-        inches = max(4.6, 0.3 + _PANEL_INCHES * len(columns))
+        inches = max(4.6, 0.3 + _PANEL_INCHES * across)
         lines = _head(report, inches - 0.2)
         size = (inches, 0.2 + 0.13 * len(lines) + sum(0.62 + _BAR_INCHES * height for height in heights))
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots(
-            down, len(columns), squeeze=False, height_ratios=[0.4 / _BAR_INCHES + h for h in heights]
+            len(heights), across, squeeze=False, height_ratios=[0.4 / _BAR_INCHES + h for h in heights]
         )
-        for number, column in enumerate(panels):
-            for place, ax in enumerate(axes[:, number]):
-                if place < len(column):
-                    _draw(ax, column[place], heights[place], theme)
-                else:
-                    ax.set_visible(False)
+        for ax in axes.flat[len(panels) :]:
+            ax.set_visible(False)
+        for number, (ax, rows) in enumerate(zip(axes.flat, panels, strict=False)):
+            _draw(ax, rows, heights[number // across], theme)
         figure.suptitle("\n".join(lines), fontproperties=_TITLE, parse_math=False)
     return figure
+
+
+def _across(panels: int) -> int:
+    """How many panels stand beside one another, with the fewest places left empty, and as many as there may be.
+
+    >>> [_across(panels) for panels in (1, 2, 3, 4, 5, 6, 7, 8)]
+    [1, 2, 3, 4, 3, 3, 4, 4]
+    """
+    return min(range(min(2, panels), min(_MOST_ACROSS, panels) + 1), key=lambda across: (-panels % across, -across))
 
 
 def _rows_of(rows: Sequence[Timing], scope: str, passes: str) -> list[list[Timing]]:
@@ -136,13 +147,16 @@ def _bar(ax: Axes, row: Timing, y: float, scale: float, right: float, style: Sty
     text = duration(row.median) if row.ratio is None else f"×{row.ratio:.2f}"
     if row.verdict == TOO_FEW:
         text = f"{text} ?"
-    font = FontProperties(size=5.8, weight="bold" if row.verdict == FASTER else "normal")
+    font = FontProperties(size=LEAST_POINTS, weight="bold" if row.verdict == FASTER else "normal")
     if row.verdict == SLOWER:
         font.set_style("italic")
     room = width_of(text, font) / _BARS_INCHES * right
     behind = {"facecolor": style.background, "edgecolor": "none", "pad": 0.5}
     place = min(max(row.median / scale, high) + 0.02 * right, right - room)
-    ax.plot([low, max(low, min(high, place))], [y, y], color=style.ink, lw=0.8, zorder=5, path_effects=outline(style))
+    ends = [low, max(low, min(high, place))]
+    arrow = ">" if high > ends[1] else ""  # the whisker goes on beyond the panel
+    (whisker,) = ax.plot(ends, [y, y], color=style.ink, lw=0.8, zorder=5, path_effects=outline(style))
+    whisker.set(marker=arrow, markevery=[1], markersize=3, markeredgewidth=0)
     ax.text(place, y, text, va="center", fontproperties=font, color=style.ink, bbox=behind, zorder=6)
 
 

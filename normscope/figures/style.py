@@ -12,14 +12,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextToPath
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from normscope.errors import UsageError, count, unknown
+from normscope.errors import UsageError, unknown
 from normscope.fits.curves.known import CURVES
-from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.runtime.files import visible
 
@@ -79,6 +77,15 @@ class Style:
             for name, place in places.items()
         }
 
+    def looks_of(self, curves: Sequence[str]) -> dict[str, Look]:
+        """Return the looks of the few curves that one figure draws: no two of one colour while there are others."""
+        looks, colours = self.looks(curves), dict[str, str]()
+        for curve in sorted(curves, key=lambda curve: curve not in CURVES):  # a built-in one keeps its own
+            usual = looks[curve][0]
+            free = [colour for colour in (usual, *self.curves) if colour not in colours.values()]
+            colours[curve] = free[0] if free else usual
+        return {curve: (colours[curve], looks[curve][1]) for curve in curves}
+
     def rc(self) -> dict[Any, Any]:
         """Return the theme as matplotlib parameters."""
         return {
@@ -97,10 +104,11 @@ class Style:
             **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
             "svg.fonttype": "none",
             "svg.hashsalt": "normscope",
-            "pdf.fonttype": 42,
+            **dict.fromkeys(("pdf.fonttype", "ps.fonttype"), 42),
         }
 
 
+LEAST_POINTS = 6.0  # no letter in a figure is smaller
 HANDLE_LENGTH = 3.2  # of a legend's lines, in letter sizes: two periods of the longest dashes
 # As many as have no divisor in common with the number of colours: neighbours then differ in both.
 _DASHES = (
@@ -144,6 +152,7 @@ def style_named(name: str) -> Style:
 
 
 _MOST_LINES = 3
+_NARROW = 1.6  # inches of a panel, with smaller titles
 _HINTING = 1.12  # so much wider do letters become where they are fitted to few pixels
 _LETTERS = TextToPath()
 
@@ -194,16 +203,6 @@ def legend_columns(labels: Sequence[str], inches: float, font: FontProperties) -
     return next((columns for columns in range(len(labels), 1, -1) if width(columns) <= inches), 1)
 
 
-def head_figure(figure: Figure, capture: Capture) -> None:
-    """Say above all panels which network they show, with which weights and data."""
-    about = capture.about
-    samples = count(capture.n_samples, "sample")
-    font, inches = FontProperties(size=7.5), figure.get_figwidth() - 0.2
-    texts = (f"{about['model']} · {samples}", f"weights: {about['weights']}", f"data: {about['data']}")
-    title = "\n".join(line for text in texts for line in wrapped(text, inches, font))
-    figure.suptitle(title, fontproperties=font, parse_math=False)
-
-
 def scale_by_factors(ax: Axes) -> None:
     """Make the axis of y logarithmic, with plain numbers beside it."""
     ax.set_yscale("log")
@@ -218,8 +217,19 @@ def title_of(site: NormSite, inches: float, font: FontProperties) -> str:
     return number + tail(site.name, inches - width_of(number, font), font)
 
 
-def head_panel(ax: Axes, site: NormSite, detail: str, inches: float) -> None:
+def head_panel(ax: Axes, site: NormSite, detail: str, inches: float, pad: float = 3.0) -> None:
     """Say above a panel of so many inches which norm it shows, and a line of detail more."""
-    kind = " · ".join(part for part in (f"{visible(site.kind)} d={site.d}", site.placement) if part)
-    name = title_of(site, inches, ax.title.get_fontproperties())
-    ax.set_title(f"{name}\n{kind}\n{detail}", parse_math=False)
+    font = FontProperties(size=7.5 if inches > _NARROW else 6.5)
+    lines = [
+        title_of(site, inches, font),
+        *kind_of(site, inches, font),
+        *([tail(detail, inches, font)] if detail else []),
+    ]
+    ax.set_title("\n".join(lines), parse_math=False, loc="left", pad=pad, fontproperties=font)
+
+
+def kind_of(site: NormSite, inches: float, font: FontProperties) -> list[str]:
+    """Return a norm's class, d and placement, in one line of so many inches or in two."""
+    parts = [part for part in (f"{visible(site.kind)} d={site.d}", site.placement) if part]
+    whole = " · ".join(parts)
+    return [whole] if width_of(whole, font) <= inches else [tail(part, inches, font) for part in parts]

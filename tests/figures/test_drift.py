@@ -9,6 +9,7 @@ import matplotlib.colors
 import numpy as np
 import pytest
 import torch
+from matplotlib.collections import LineCollection
 from rich.console import Console
 
 import normscope
@@ -82,22 +83,47 @@ def cells(table):
 
 def test_each_panel_draws_the_medians(reports):
     measured, sites = reports
-    alone, at, cumulative, parts = plot_drift(measured, sites).axes
+    alone, at, cumulative, parts, _ = plot_drift(measured, sites).axes
     drawn = [line.get_ydata() for line in alone.lines if line.get_marker() in "os" and len(line.get_ydata()) == 3]
     assert [list(own) for own in drawn] == [[row.relative_l2.p50 for row in one.by_site] for one in measured]
     drawn = [line.get_ydata() for line in at.lines if line.get_marker() in "os" and len(line.get_ydata()) == 3]
     assert [list(own) for own in drawn] == [[row.relative_l2.p50 for row in one.at_sites] for one in measured]
-    lines = [line for line in cumulative.lines if len(line.get_xdata()) == 3 and line.get_marker() == "None"]
+    lines = [line for line in cumulative.lines if len(line.get_xdata()) == 3]
     for line, one in zip(lines, measured, strict=True):
-        assert list(line.get_xdata()) == [1, 2, 3]
+        assert [round(x) for x in line.get_xdata()] == [1, 2, 3]
         assert list(line.get_ydata()) == [row.relative_l2.p50 for row in one.cumulative]
-    for band, one in zip(cumulative.collections, measured, strict=True):
-        heights = band.get_paths()[0].vertices[:, 1]
-        wanted = [q for row in one.cumulative for q in (row.relative_l2.p10, row.relative_l2.p90)]
-        assert set(np.round(wanted, 12)) <= set(np.round(heights, 12))
     assert [tick.get_text() for tick in parts.get_xticklabels()] == ["980", "0"] and parts.get_xlabel() == "timestep"
     drawn = [line.get_ydata() for line in parts.lines if len(line.get_ydata()) == 2 and line.get_marker() in "os"]
     assert [list(own) for own in drawn] == [[row.relative_l2.p50 for row in one.by_part] for one in measured]
+
+
+def test_ranges_stand_beside_one_another_and_no_bands_overlay(reports):
+    measured, sites = reports
+    cumulative = titled(plot_drift(measured, sites))["the output, one site more at a time"]
+    assert all(isinstance(one, LineCollection) for one in cumulative.collections)
+    drawn = [[(at, low, high) for (at, low), (_, high) in bars.get_segments()] for bars in cumulative.collections]
+    for bars, one in zip(drawn, measured, strict=True):
+        assert [(low, high) for _, low, high in bars] == [
+            (row.relative_l2.p10, row.relative_l2.p90) for row in one.cumulative
+        ]
+    places = [at for bars in drawn for at, _, _ in bars]
+    assert len(set(places)) == len(places)
+
+
+def test_what_coincides_is_told_apart_by_its_ratio_to_the_first(reports):
+    measured, sites = reports
+    ratios = titled(plot_drift(measured, sites))["each site swapped alone, as a multiple of dyt · paper"]
+    drawn = [line for line in ratios.lines if line.get_marker() in "os" and len(line.get_xdata())]
+    first = np.array([row.relative_l2.p50 for row in measured[0].by_site])
+    assert len(drawn) == 2
+    for line, one in zip(drawn, measured[1:], strict=True):
+        np.testing.assert_allclose(line.get_ydata(), [row.relative_l2.p50 for row in one.by_site] / first, rtol=1e-12)
+    assert len(plot_drift(measured[:1], sites).axes) == 4  # one alone has nothing beside it
+    none_moved = replace(
+        measured[0], rows=[replace(r, relative_l2=replace(r.relative_l2, p50=0.0)) for r in measured[0].rows]
+    )
+    figure = plot_drift([none_moved, measured[1]], sites)
+    assert not any(line.get_marker() in "os" and len(line.get_xdata()) for line in figure.axes[-1].lines)
 
 
 def test_bars_go_from_the_10th_to_the_90th_percentile(reports):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from matplotlib.collections import PathCollection
+from matplotlib.collections import PathCollection, PolyCollection
 from PIL import Image
 from torch import nn
 from torch.func import jacrev, vmap
@@ -68,13 +68,13 @@ def line_of(ax, colour, width):
 def test_a_column_a_site_and_what_is_not_covered_says_why(figure, seen):
     axes = shown(figure)
     assert len(axes) == 5  # two a site, and one that declines
-    titles = [ax.get_title() for ax in axes if ax.get_title()]
+    titles = [ax.get_title(loc="left") for ax in axes if ax.get_title(loc="left")]
     assert titles == [
         "0  layer\nLayerNorm d=64\n64 of 240 tokens",
         "1  group\nGroupNorm d=960\n16 tokens",
         "2  rms\nRMSNorm d=64\n64 of 240 tokens",
     ]
-    [declined] = [ax for ax in axes if "group" in ax.get_title()]
+    [declined] = [ax for ax in axes if "group" in ax.get_title(loc="left")]
     assert not declined.lines and not declined.collections
     [reason] = [view.reason for view in gradient(seen) if view.reason]
     assert f"No closed form: {reason}." in " ".join(texts(declined)).replace("\n", " ")
@@ -93,7 +93,7 @@ def test_the_curves_derivatives_are_drawn_where_they_are(figure, fits):
 
 def test_every_drawn_diagonal_is_a_point(figure, seen):
     tokens, largest = seen.stats["rms"].tokens, seen.stats["rms"].largest
-    [ax] = [ax for ax in shown(figure) if "rms" in ax.get_title()]
+    [ax] = [ax for ax in shown(figure) if "rms" in ax.get_title(loc="left")]
     clouds = [collection for collection in ax.collections if isinstance(collection, PathCollection)]
     for cloud, drawn in zip(clouds, (tokens, largest), strict=True):
         x, slope = np.asarray(cloud.get_offsets()).T
@@ -139,16 +139,24 @@ def test_the_notes_say_what_the_view_says(figure, seen, fits):
     view = gradient(seen, fits)[0]
     above, below = shown(figure)[0], shown(figure)[3]
     written = texts(above)
-    assert f"the diagonal holds {100 * view.share:.1f} % of ‖J‖²" in written
+    assert f"diagonal: {100 * view.share:.1f} % of ‖J‖²" in " | ".join(written)
     low, high = view.intervals["tanh"]
     assert f"tanh  derivative's R² {view.r2['tanh']:.2f} ±{(high - low) / 2:.2g}".replace("-", "−") in written
-    assert f"best held-out function of x: R² {view.r2_of_x:.2f} ±" in " | ".join(written)
+    assert f"best f(x)  R² {view.r2_of_x:.2f} ±" in " | ".join(written)
     tail = view.constants["tail"]
-    assert f"p84/p16 in the tail: σ {tail.scale.ratio:.3g}   √C {tail.others.ratio:.3g}" in texts(below)
+    assert f"p84/p16 in the tail: σ {tail.scale.ratio:.3g}  √C {tail.others.ratio:.3g}" in texts(below)
+
+
+def test_notes_stand_above_the_panels_and_one_range_alone_is_filled(figure):
+    figure.draw_without_rendering()
+    for ax in (ax for ax in shown(figure) if ax.axison):
+        assert all(text.get_window_extent().y0 >= ax.get_window_extent().y1 for text in ax.texts)
+    below = shown(figure)[3]
+    assert len([one for one in below.collections if isinstance(one, PolyCollection)]) == 1
 
 
 def test_the_figure_says_what_it_shows(figure, seen, tmp_path):
-    heading = figure.get_suptitle()
+    heading = f"{figure.get_suptitle()} {figure.texts[-1].get_text()}"
     assert "odd$name_{" in heading and "random weights, seed 0" in heading and "noise & <more>" in heading
     [legend] = figure.legends
     assert len(legend.get_texts()) == 9

@@ -27,21 +27,32 @@ POINTS = [
 REPORT = HealReport(DRIFTS, False, POINTS, 60, 192, 64, 32, 0)
 
 
+def dots(ax):
+    """Filled and open markers; what is empty is the legend's."""
+    return [own for own in (line.get_xydata().tolist() for line in ax.lines if line.get_marker() == "o") if own]
+
+
 def test_every_interval_stands_at_its_step_and_drift():
-    course, _ = plot_healing(REPORT).axes
-    dots = [line.get_xydata().tolist() for line in course.lines if line.get_marker() == "o"]
-    filled, open_ = (own for own in dots if own)  # the others are the legend's
-    width = 0.12 * 60
-    assert filled[1:] == [[5, 0.35], [35, 0.2], [60, 0.12]]
-    assert filled[0] == pytest.approx([-width / 2, 0.45])
-    (place,) = open_
-    assert place == pytest.approx([0, 0.46])  # the one that was not finite has no place
+    sites, course, _ = plot_healing(REPORT).axes
+    assert dots(course) == [[[5, 0.35], [35, 0.2], [60, 0.12]]]  # the one that was not finite has no place
     losses = [line.get_xydata().tolist() for line in course.lines if line.get_drawstyle() == "steps-pre"]
     assert losses == [[[0, 0.2], [5, 0.2], [10, 0.15]], [[10, 0.2], [35, 0.2], [60, 0.1]]]
+    assert dots(sites) == [[[1, 0.45]], [[2, 0.46]]]  # kept, and taken back
+
+
+def test_nothing_stands_at_negative_steps_and_both_share_their_heights():
+    sites, course, _ = plot_healing(REPORT).axes
+    assert all(x >= 0 for ax in (sites, course) for line in ax.lines for x in line.get_xdata())
+    sites.figure.draw_without_rendering()
+    places = [ax.transData.transform((0, 0.3))[1] for ax in (sites, course)]
+    assert places[0] == pytest.approx(places[1])  # one height means one drift in both
+    assert (sites.get_xlabel(), course.get_xlabel()) == ("sites", "steps")
+    bare = HealReport(DRIFTS, False, POINTS[2:], 60, 192, 64, 32, 0)
+    assert len(plot_healing(bare).axes) == 2
 
 
 def test_the_drift_before_and_after_each_stage():
-    _, drifts = plot_healing(REPORT, "a title").axes
+    *_, drifts = plot_healing(REPORT, "a title").axes
     bars = [line.get_ydata() for line in drifts.lines if len(line.get_xdata()) == 2 and line.get_linestyle() == "-"]
     assert [list(bar) for bar in bars] == [[own["p10"], own["p90"]] for own in DRIFTS.values()]
     assert [text.get_text() for text in drifts.texts] == ["0.500", "0.400", "0.300", "0.100", "80% closed"]

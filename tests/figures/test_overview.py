@@ -111,6 +111,12 @@ def test_every_row_says_which_weights_and_data(figure, seen):
     assert "weights: random weights, seed 0" in headings(figure)[1].splitlines()
 
 
+def test_parts_of_the_data_are_told_apart():
+    seen = [capture_of(["norm"], model="net", part=f"timestep {t}") for t in (980, 0)]
+    assert [text.splitlines()[0] for text in headings(overview(seen))] == ["net · timestep 980", "net · timestep 0"]
+    assert plot(seen[0]).get_suptitle() == "net · timestep 980 · 40 samples"
+
+
 def test_each_panel_shows_its_own_pairs_and_curves(figure, seen, fits):
     for row, capture, own in zip(panels(figure), seen, fits, strict=True):
         for ax, site in zip(row, (capture.sites[i] for i in SHOWN), strict=True):
@@ -122,7 +128,7 @@ def test_each_panel_shows_its_own_pairs_and_curves(figure, seen, fits):
                 line = next(line for line in ax.get_lines() if line.get_color() == colour)
                 np.testing.assert_allclose(line.get_ydata(), found(torch.from_numpy(np.asarray(line.get_xdata()))))
                 assert f"{found.curve}  R² {found.r2:.3f}" in [text.get_text() for text in ax.texts]
-            assert f"best held-out f(x): R² {found.r2_ceiling:.3f}" in [text.get_text() for text in ax.texts]
+            assert f"best f(x)  R² {found.r2_ceiling:.3f}" in [text.get_text() for text in ax.texts]
             assert any(line.get_color() == STYLES["light"].ink for line in ax.get_lines())
 
 
@@ -132,7 +138,7 @@ def test_one_legend_says_what_is_what(figure):
     labels = [text.get_text() for text in legend.get_texts()]
     assert labels[:4] == [
         "all pairs (log scale, each panel its own)",
-        "E[y|x], the mean of y at x",
+        "E[y|x], where there are pairs enough",
         "A·tanh(αx), least squares",
         "A·isru(αx), least squares",
     ]

@@ -2,14 +2,18 @@
 
 import json
 import re
+from itertools import combinations
 
 import matplotlib.colors
 import numpy as np
 import pytest
 import torch
 from matplotlib.collections import LineCollection, PathCollection
+from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 from PIL import Image
 from torch import nn
 
@@ -41,7 +45,7 @@ def fits(seen):
 
 @pytest.fixture(scope="module")
 def figure(seen, fits):
-    return plot(seen, fits)
+    return plot(seen, fits, xscale="linear")
 
 
 def shown(figure):
@@ -56,7 +60,7 @@ def texts(figure):
 def test_a_column_a_site_and_a_row_a_colouring(figure):
     axes = shown(figure)
     assert len(axes) == 6
-    titles = [ax.get_title() for ax in axes if ax.get_title()]
+    titles = [ax.get_title(loc="left") for ax in axes if ax.get_title(loc="left")]
     assert titles == [f"{i}  {name}\nLayerNorm d=64\n15,360 pairs" for i, name in enumerate(NAMES)]
 
 
@@ -82,20 +86,79 @@ def test_fitted_curves_are_drawn_where_they_are(figure, fits):
         np.testing.assert_allclose(line.get_ydata(), found(torch.from_numpy(np.asarray(line.get_xdata()))).numpy())
 
 
-def test_parameters_ceiling_and_bound_are_written(figure, fits, seen):
-    written = " | ".join(texts(figure))
-    for found in fits:
+def test_parameters_ceiling_and_bound_are_written_above_the_panel(figure, fits, seen):
+    figure.draw_without_rendering()
+    density = shown(figure)[0]
+    written = [text.get_text() for text in density.texts]
+    for found in (fit for fit in fits if fit.site == NAMES[0]):
         assert f"{found.curve}  A {found.amplitude:.3g}  α {found.alpha:.3g}  R² {found.r2:.3f}" in written
-    assert f"R² {fits[0].r2_ceiling:.3f}, folds by source | best held-out function of x:" in written
+    assert f"best f(x)  R² {fits[0].r2_ceiling:.3f}" in written
+    assert any("R² of the best function of x that was found, folds by source" in text for text in texts(figure))
+    for ax in shown(figure):  # over curves and points none can be read
+        top = ax.get_window_extent().y1
+        assert ax.texts and all(text.get_window_extent().y0 >= top for text in ax.texts)
     bound = seen.sites[0].bound
     assert bound == pytest.approx(np.sqrt(63))
-    heights = {float(line.get_ydata()[0]) for line in shown(figure)[0].get_lines() if line.get_linestyle() == ":"}
+    heights = {float(line.get_ydata()[0]) for line in density.get_lines() if line.get_linestyle() == ":"}
     assert heights == {-bound, bound}
 
 
+def test_no_text_in_a_row_of_panels_runs_into_another(seen, fits):
+    for width in (None, 3.0, 5.5):
+        figure = plot(seen, fits, width=width)
+        figure.draw_without_rendering()
+        for ax in shown(figure):
+            title = [text for text in ax.get_children() if isinstance(text, Text) and text.get_text().strip()]
+            for one, other in combinations(title, 2):
+                shared = Bbox.intersection(one.get_window_extent(), other.get_window_extent())
+                assert shared is None or min(shared.size) < 2, (one, other)
+
+
 def test_random_weights_and_odd_names_are_written_as_they_are(figure):
-    title = figure.get_suptitle()
-    assert title == "odd$name_{ · 8 samples\nweights: random weights, seed 0\ndata: noise & <more>"
+    assert figure.get_suptitle() == "odd$name_{ · 8 samples"
+    assert "weights: random weights, seed 0 · data: noise & <more>" in figure.texts[-1].get_text()
+
+
+def test_a_title_of_ones_own_and_none(seen, fits, tmp_path):
+    named = plot(seen, fits, title="Figure $1_{")
+    assert named.get_suptitle() == "Figure $1_{"
+    assert "data: noise & <more>" in " ".join(texts(named)) and "odd$name_{" not in " ".join(texts(named))
+    bare = plot(seen, fits, title="none")
+    assert bare.get_suptitle() == ""
+    written = " ".join(texts(bare))
+    assert "odd$name_{" not in written and "noise" not in written
+    assert "random weights, seed 0" in written  # in every output
+    with Image.open(save_figure(bare, tmp_path / "bare.png", seen, dpi=40)) as image:
+        assert json.loads(image.text["Description"])["data"] == "noise & <more>"
+
+
+@pytest.mark.parametrize("width", [3.0, 5.5, 7.0])
+def test_a_figure_for_a_paper_is_as_wide_as_asked_with_no_small_letter(seen, fits, width):
+    figure = plot(seen, fits, rows="density,token,channel,residual", width=width)
+    assert figure.get_figwidth() == width
+    figure.draw_without_rendering()
+    small = [t for t in figure.findobj(Text) if t.get_text().strip() and t.get_visible() and t.get_fontsize() < 6]
+    assert small == []
+    for ax in shown(figure):
+        for text in ax.texts:
+            assert text.get_window_extent().x1 <= figure.bbox.x1 + 1
+    with pytest.raises(UsageError, match="cannot be 1 inches wide"):
+        plot(seen, fits, width=1)
+
+
+def test_one_panel_goes_into_axes_of_ones_own(seen, fits):
+    mine = Figure()
+    ax, other = mine.subplots(1, 2)
+    assert plot(seen, fits, sites=NAMES[1], rows="density", ax=ax) is mine
+    assert ax.images and not other.has_data()
+    assert ax.get_title(loc="left").startswith(f"1  {NAMES[1]}")
+    with pytest.raises(UsageError, match="ax takes one row of one site, but there are 3 rows of 2 sites"):
+        plot(seen, fits, ax=ax)
+
+
+def test_pdfs_hold_whole_fonts(figure, seen, tmp_path):
+    content = save_figure(figure, tmp_path / "figure.pdf", seen, dpi=40).read_bytes()
+    assert b"/CIDFontType2" in content and b"/Type3" not in content  # many journals refuse the latter
 
 
 def test_tokens_are_straight_lines_of_slope_one_over_sigma(figure, seen):
@@ -159,9 +222,10 @@ def test_the_extreme_channel_is_among_the_coloured_ones(figure, seen):
 def test_the_density_holds_every_pair(seen):
     stats = seen.stats[NAMES[0]]
     reach = 2 * float(stats.channel_extremes.abs().max())
-    image = panels.image(stats, (-reach, reach), (-64.0, 64.0), 64)
+    edges, heights = np.linspace(-reach, reach, 65), np.linspace(-64, 64, 65)
+    image = panels.image(stats, edges, heights)
     assert image.sum() == pytest.approx(stats.n_pairs)
-    half = panels.image(stats, (0.0, reach), (-64.0, 64.0), 64)
+    half = panels.image(stats, np.linspace(0, reach, 65), heights)
     edges_at_zero = stats.moments[:, 0].sum(0)
     positive = edges_at_zero[len(edges_at_zero) // 2 :].sum()
     assert half.sum() == pytest.approx(float(positive), rel=1e-3)
@@ -184,11 +248,11 @@ def test_curves_and_channels_share_no_colour():
 
 
 def test_rows_and_style_can_be_chosen(seen, fits):
-    dark = plot(seen, fits, color="channel", style="dark")
+    dark = plot(seen, fits, rows="channel", style="dark")
     assert len(shown(dark)) == 2
     assert dark.get_facecolor() == matplotlib.colors.to_rgba(STYLES["dark"].background)
     with pytest.raises(UsageError, match=r"no colouring 'chanel'\. Did you mean 'channel'"):
-        plot(seen, fits, color="chanel")
+        plot(seen, fits, rows="chanel")
     with pytest.raises(UsageError, match="no style 'lite'"):
         plot(seen, fits, style="lite")
 
@@ -234,6 +298,6 @@ def test_files_say_what_they_show(figure, seen, tmp_path, kind):
 def test_many_sites_are_broken_into_blocks(fits):
     model = nn.Sequential(*(nn.LayerNorm(16) for _ in range(8)))
     seen = normscope.capture(model, [torch.randn(4, 16, generator=torch.Generator().manual_seed(0))])
-    figure = plot(seen, color="token")
+    figure = plot(seen, rows="token")
     assert len(shown(figure)) == 8
     assert figure.get_figwidth() < 16

@@ -101,6 +101,20 @@ def test_whiskers_and_the_native_line(report):
     assert 4.0 < whiskers[2][1] < norm.get_xlim()[1] < 10  # of 900 s: it leaves the panel, and does not widen it
 
 
+def test_a_whisker_that_leaves_the_panel_ends_in_an_arrow(report):
+    norm = shown(plot_speed(report))[0]
+    cut = [line for line in norm.lines if line.get_marker() == ">"]
+    assert [line.get_ydata()[0] for line in cut] == [3]  # dyisru's alone, of 900 s
+    assert cut[0].get_markevery() == [1]
+
+
+def test_panels_leave_the_least_empty_places():
+    rows = [row("native", dtype=dtype) for dtype in ("float32", "bfloat16", "float16")]
+    rows.append(row("native", scope="model"))
+    figure = plot_speed(Record(about={}, device="cpu", rows=rows, left_out=()))
+    assert len(figure.axes) == len(shown(figure)) == 4
+
+
 def test_what_is_fused_stands_beside_the_eager_native_norm():
     rows = [row("native", 2e-3), row("native", 3e-3, way="compile"), row("dyt, Liger", 1e-3, way="fused", ratio=0.5)]
     [norm] = shown(plot_speed(Record(about={}, device="cuda", rows=rows, left_out=())))

@@ -7,7 +7,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import normscope
-from normscope.cli.options import FIT, AsCsv, AsJson, By, Func, JsonFile, Layers, Models, Quiet
+from normscope.cli.options import (
+    FIT,
+    AsCsv,
+    AsJson,
+    By,
+    Func,
+    JsonFile,
+    Layers,
+    Models,
+    PlotFile,
+    Quiet,
+    Title,
+    Width,
+    check_plot,
+)
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import (
     RunOptions,
@@ -21,6 +35,7 @@ from normscope.cli.running import (
 from normscope.errors import UsageError, unknown
 
 if TYPE_CHECKING:
+    from normscope.fits.curve_fit import CurveFit
     from normscope.pairs.captures import Capture
 
 EXAMPLES = (
@@ -114,6 +129,9 @@ def fit(
     as_csv: AsCsv = False,
     output: JsonFile = None,
     quiet: Quiet = False,
+    plot: PlotFile = None,
+    width: Width = None,
+    title: Title = None,
 ) -> None:
     """Fit y ≈ A·f(αx + s) to every norm's pairs, by least squares over all of them, with honest intervals."""
     say = Output(as_json, quiet, output, as_csv=as_csv)
@@ -122,6 +140,8 @@ def fit(
     if per not in LEVELS:
         raise UsageError(unknown("level", per, LEVELS))
     of_tokens = per == "token"
+    if plot and (per != "site" or pool or advise):
+        raise UsageError("--plot draws the fits of each site by itself; leave --per, --pool and --advise out.")
     if advise and (per != "site" or pool):
         raise UsageError("--advise takes the fits of each site by itself; leave --per and --pool out.")
     form = {"amplitude": amplitude, "theory": theory, "alpha": alpha, "shift": shift}
@@ -133,6 +153,7 @@ def fit(
     how: dict[str, Any] = {"per": "site" if of_tokens else per, "pool": pool, "weights_by": weights_by, **form}
     check_fit(func, **how)
     names = named_or_embedded(models, say)
+    check_plot(plot, names, by)
     check_sources(names, run)
     check_by(by, names)
     seen, rows, summaries = [], [], []
@@ -146,8 +167,11 @@ def fit(
         elif advise:
             rows += _advice(capture, func, how, say)
         else:
-            fit_rows, summary = _fits(capture, func, how, say)
-            rows += fit_rows
+            fits, summary = _fits(capture, func, how, say)
+            rows += [one.as_dict() for one in fits]
+            if plot:
+                figure = normscope.plot_depth(capture, fits, width=width, title=title)
+                say.result(str(normscope.save_figure(figure, plot, capture)))
             summaries += summary
     if advise:
         from normscope.fits.views.advice import NOTE
@@ -158,18 +182,16 @@ def fit(
     say.document({**document, "skipped": skipped_as_json(seen)}, rows)
 
 
-def _fits(
-    capture: Capture, func: str, how: dict[str, Any], say: Output
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _fits(capture: Capture, func: str, how: dict[str, Any], say: Output) -> tuple[list[CurveFit], list[dict[str, Any]]]:
     from normscope.tables.fit import channels_table, fits_table, layerwise_line
 
     fits = normscope.fit(capture, func, **how)
     say.result(channels_table(fits) if how["per"] == "channel" else fits_table(fits))
     summary = normscope.layerwise(fits) if how["per"] == "site" and how["pool"] is None else None
     if summary is None or summary.sites < 2:
-        return [one.as_dict() for one in fits], []
+        return fits, []
     say.sentences(layerwise_line(summary))
-    return [one.as_dict() for one in fits], [{"model": capture.about["model"], **summary.as_dict()}]
+    return fits, [{"model": capture.about["model"], **summary.as_dict()}]
 
 
 def _advice(capture: Capture, func: str, how: dict[str, Any], say: Output) -> list[dict[str, Any]]:

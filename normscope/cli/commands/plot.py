@@ -20,6 +20,8 @@ from normscope.cli.options import (
     Models,
     Quiet,
     Theme,
+    Title,
+    Width,
     figure_path,
     figure_suffix,
     figure_title,
@@ -37,6 +39,13 @@ Color = Annotated[
     typer.Option(
         metavar="ROWS",
         help="Rows of the figure, separated by commas: density, token, channel; residual: E\\[y|x] less a fit.",
+    ),
+]
+XScale = Annotated[
+    str,
+    typer.Option(
+        metavar="linear|asinh|auto",
+        help="Of x; auto is asinh where 99 % of the pairs lie in under a tenth of the width.",
     ),
 ]
 
@@ -57,6 +66,9 @@ def plot(
     as_csv: AsCsv = False,
     output: Destination = Path("outputs"),
     quiet: Quiet = False,
+    xscale: XScale = "auto",
+    width: Width = None,
+    title: Title = None,
 ) -> None:
     """Draw the S-curves of a model's norms: all pairs, by token and by channel, under fitted curves.
 
@@ -69,11 +81,13 @@ def plot(
 
     check_fit(func)
 
+    from normscope.figures.axes import check_xscale
     from normscope.figures.scurves import rows_named
     from normscope.figures.style import style_named
 
     rows = rows_named(color)
     style_named(style)
+    check_xscale(xscale)
     check_sources(names, run)
     check_by(by, names)
     for name in [*names, *([_OVERVIEW] if len(names) > 1 else [])]:
@@ -82,7 +96,7 @@ def plot(
     seen, fits = [], []
     for capture in captures([(name, run) for name in names], layers, say, by):
         fitted = normscope.fit(capture, func)
-        figure = normscope.plot(capture, fitted, color=rows, style=style)
+        figure = normscope.plot(capture, fitted, rows=rows, xscale=xscale, width=width, title=title, style=style)
         files = [entry["file"] for entry in figures]
         path = figure_path(output, suffix, figure_title(capture), _VIEW, files)
         normscope.save_figure(figure, path, capture, dpi)
@@ -96,7 +110,8 @@ def plot(
     if len(seen) > 1:
         files = [entry["file"] for entry in figures]
         path = figure_path(output, suffix, _OVERVIEW, _VIEW, files)
-        together = str(normscope.save_figure(normscope.overview(seen, fits, style=style), path, seen, dpi))
+        overview = normscope.overview(seen, fits, xscale=xscale, width=width, style=style)
+        together = str(normscope.save_figure(overview, path, seen, dpi))
         say.result(together)
     drawn = [{"file": figure["file"], **fit_row} for figure in figures for fit_row in figure["fits"]]
     say.document({"figures": figures, "overview": together, "skipped": skipped_as_json(seen)}, drawn)

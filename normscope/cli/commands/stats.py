@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import normscope
-from normscope.cli.options import AsCsv, AsJson, By, JsonFile, Layers, Models, Quiet
+from normscope.cli.options import AsCsv, AsJson, By, JsonFile, Layers, Models, PlotFile, Quiet, Title, Width, check_plot
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
 from normscope.tables.card import card_table, scale_table, tails_table
@@ -25,10 +25,14 @@ def stats(
     as_csv: AsCsv = False,
     output: JsonFile = None,
     quiet: Quiet = False,
+    plot: PlotFile = None,
+    width: Width = None,
+    title: Title = None,
 ) -> None:
     """Say what centring and scaling do at every norm, and which channels and tokens make its tails: the norm card."""
     say = Output(as_json, quiet, output, as_csv=as_csv)
     names = named_or_embedded(models, say)
+    check_plot(plot, names, by)
     check_sources(names, run)
     check_by(by, names)
     seen: list[normscope.Capture] = []
@@ -39,6 +43,9 @@ def stats(
         alone = len(of_capture) == 1
         for table in [card_table(of_capture[0])] if alone else [scale_table(of_capture), tails_table(of_capture)]:
             say.result(table)
+        if plot:
+            figure = normscope.plot_tails(capture, of_capture, width=width, title=title)
+            say.result(str(normscope.save_figure(figure, plot, capture)))
         seen.append(capture)
         cards += of_capture
     rows = [card.as_dict() for card in cards]

@@ -13,8 +13,8 @@ from torch import nn
 
 import normscope
 from normscope.errors import UsageError
-from normscope.figures.panels import corner_lines, panels_of
-from normscope.figures.scurves import plot, residuals
+from normscope.figures.residuals import residuals
+from normscope.figures.scurves import plot
 from normscope.figures.style import STYLES
 from normscope.fits.curve_fit import CurveFit
 
@@ -129,7 +129,7 @@ def test_where_one_fold_alone_holds_pairs_there_is_no_band():
 
 
 def test_the_row_shows_every_curve_over_the_band_within_its_own_limits(seen, fits):
-    figure = plot(seen, fits, color="density,residual")
+    figure = plot(seen, fits, rows="density,residual")
     density, residual = axes(figure)
     assert density.get_xlim() == residual.get_xlim()
     assert (density.get_ylabel(), residual.get_ylabel()) == ("output before affine, y", "E[y|x] − fit")
@@ -151,28 +151,25 @@ def test_the_row_shows_every_curve_over_the_band_within_its_own_limits(seen, fit
     assert "±2 standard errors of E[y|x], folds by source" in texts(figure)
 
 
-def test_nothing_in_the_panel_reaches_into_its_texts_and_inset(seen, fits):
-    worst = made(fits, "worst", Bent, amplitude=300.0, r2=-5.0)
-    residual = axes(plot(seen, [*fits, *many(fits, 2), worst], color="residual"))[0]
+def test_texts_stand_above_the_panel_and_curves_below_the_inset(seen, fits):
+    residual = axes(plot(seen, [*fits, *many(fits, 2)], rows="residual"))[0]
     residual.figure.canvas.draw()
     above = residual.transData.transform((0, -residual.get_ylim()[0] * 1.001))[1]
     drawn = [*residual.collections, *(line for line in residual.get_lines() if len(line.get_xdata()) > 2)]
-    assert len(drawn) == 1 + 5
-    assert max(np.abs(drawn[-1].get_ydata())) > 5 * residual.get_ylim()[1]
+    assert len(drawn) == 1 + 4
     assert all(artist.get_clip_box().y1 <= above for artist in drawn)
-    low_text = min(text.get_window_extent().y0 for text in residual.texts)
-    assert low_text >= above
+    assert min(text.get_window_extent().y0 for text in residual.texts) >= residual.get_window_extent().y1
     assert residual.child_axes[0].get_window_extent().y0 >= above
 
 
 def test_it_is_no_row_unless_asked_for_and_alone_says_nothing_of_bounds(seen, fits):
     assert "E[y|x] − fit" not in texts(plot(seen, fits))
-    alone = texts(plot(seen, fits, color="residual"))
+    alone = texts(plot(seen, fits, rows="residual"))
     assert "E[y|x] − fit" in alone
     assert not [text for text in alone if "bound" in text or "all pairs" in text]
-    assert [text for text in texts(plot(seen, fits, color="residual,token")) if "bound" in text]
+    assert [text for text in texts(plot(seen, fits, rows="residual,token")) if "bound" in text]
     with pytest.raises(UsageError, match=r"no colouring 'residuals'\. Did you mean 'residual'"):
-        plot(seen, fits, color="residuals")
+        plot(seen, fits, rows="residuals")
 
 
 @pytest.mark.parametrize("case", ["no folds", "no fits", "constant", "no pairs"])
@@ -180,7 +177,7 @@ def test_what_has_no_residual_is_drawn_without(case, recwarn):
     x = torch.randn(1 if case == "no folds" else 4, 40, 8, generator=torch.Generator().manual_seed(0))
     seen = capture_of(x * {"constant": 0.0, "no pairs": math.nan}.get(case, 1.0))
     fits = [] if case == "no fits" else normscope.fit(seen)
-    figure = plot(seen, fits, color="residual")
+    figure = plot(seen, fits, rows="residual")
     figure.draw_without_rendering()
     said = texts(figure)
     assert [str(warning.message) for warning in recwarn] == []
@@ -194,32 +191,39 @@ def many(fits, number, length=0):
     return [made(fits, f"curve_{i}{'x' * length}", Bent, r2=0.5 + i / 100) for i in range(number)]
 
 
-def test_a_corner_names_the_best_of_many(seen, fits):
-    (panel,) = panels_of(seen, seen.sites, [*many(fits, 9, 20), fits[0]], STYLES["light"])
-    assert [fit.r2 for fit in panel.named] == sorted((fit.r2 for fit in panel.fits), reverse=True)[:4]
-    lines = [text for text, _ in corner_lines(panel, lambda found: f"R² {found.r2:.2f}")]
-    assert lines[-1] == "+ 6 more of smaller R²" and len(lines) == 5
-    assert "curve_8xxxxx…  R² 0.58" in lines
-    (few,) = panels_of(seen, seen.sites, many(fits, 4), STYLES["light"])
-    assert [fit.curve for fit in few.named] == ["curve_0", "curve_1", "curve_2", "curve_3"]
+def test_the_best_four_of_many_are_drawn_in_four_colours_and_the_others_listed(seen, fits):
+    figure = plot(seen, [*many(fits, 9), fits[0]], rows="density,residual")
+    density, residual = axes(figure)
+    drawn = ["curve_6", "curve_7", "curve_8", fits[0].curve]  # R² 0.56, 0.57, 0.58 and a fit's
+    assert fits[0].r2 > 0.58
+    for ax in (density, residual):
+        names = [text.get_text().split("  ")[0] for text in ax.texts]
+        assert sorted(name for name in names if name != "best f(x)") == sorted(drawn)
+        assert len({text.get_color() for text in ax.texts if not text.get_text().startswith("best")}) == 4
+    lines = [line for line in residual.get_lines() if len(line.get_xdata()) > 2]
+    assert len(lines) == len({line.get_color() for line in lines}) == 4
+    listed = "not drawn, of smaller mean R²: curve_5, curve_4, curve_3, curve_2, curve_1, curve_0"
+    assert any(listed in text.replace("\n", " ") for text in texts(figure))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sites", [1, 4])
-def test_a_legend_of_many_curves_covers_nothing_and_stays_on_the_figure(tokens, sites):
+@pytest.mark.parametrize("width", [None, 5.5])
+def test_a_legend_and_a_list_of_many_curves_cover_nothing_and_stay_on_the_figure(tokens, sites, width):
     seen = capture_of(tokens, names=[f"norm{i}" for i in range(sites)])
     fits = [fit for one in normscope.fit(seen, "tanh") for fit in [one, *many([one], 18)]]
-    fits = [dataclasses.replace(fit, shift=0.25) if fit.curve == "curve_3" else fit for fit in fits]
-    figure = plot(seen, fits, color="density,residual")
+    fits = [dataclasses.replace(fit, shift=0.25) if fit.curve == "curve_17" else fit for fit in fits]
+    figure = plot(seen, fits, rows="density,residual", width=width)
     figure.draw_without_rendering()
     (legend,) = figure.legends
     labels = [text.get_text() for text in legend.get_texts()]
-    assert labels.count("A·curve_3(αx+s), least squares") == labels.count("A·curve_4(αx), least squares") == 1
+    formula = fits[0].function.formula
+    assert labels.count(f"curve_17: A·f(αx+s), f(u) = {formula}") == 1
+    assert labels.count(f"curve_16: A·f(αx), f(u) = {formula}") == 1
     box = legend.get_window_extent()
-    assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y0 >= 0
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.width
+    (foot,) = figure.texts[-1:]
+    assert foot.get_window_extent().y0 >= 0 and foot.get_window_extent().y1 <= box.y0
     for ax in axes(figure):
         assert ax.get_tightbbox().y0 >= box.y1
-        assert ax.get_window_extent().height > 1.0 * figure.dpi
-    looks = STYLES["light"].looks([fit.curve for fit in fits])
-    for ax in axes(figure):
-        assert all(line_of(ax, curve, looks) for curve in ("tanh", "curve_0", "curve_17"))
+        assert ax.get_window_extent().height > 0.7 * figure.dpi

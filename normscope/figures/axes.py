@@ -1,0 +1,217 @@
+"""The axis of x of a panel, linear or asinh, and E[y|x] along it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
+from numpy.typing import NDArray
+from torch import Tensor
+
+from normscope.errors import UsageError, unknown
+
+Array = NDArray[np.float64]
+Limits: TypeAlias = tuple[float, float]
+
+LINEAR, ASINH, AUTO = "linear", "asinh", "auto"
+XSCALES = (LINEAR, ASINH, AUTO)
+_MOST_SHARE, _MOST_WIDTH = 0.99, 0.1  # auto: asinh where so many pairs lie in under so much of the width
+_LINEAR_SHARE = 0.9  # of the pairs lie on the part of an asinh axis that is nearly linear
+_NARROW = 1.4  # inches
+_LETTER_INCHES = 0.052  # of a tick's label, at six points
+_LEAST_COUNT = 32  # pairs that a point of the drawn E[y|x] averages at least
+_MOST_APART = 1 / 20  # of the axis, that these lie on, and that two joined points lie apart
+_POINTS_AN_INCH = 40  # of the drawn E[y|x]
+
+
+@dataclass(frozen=True)
+class XAxis:
+    """An axis of x.
+
+    Attributes:
+        limits: of the axis.
+        linear_width: half-width of the part about zero on which an asinh axis is nearly linear; None of a linear one.
+    """
+
+    limits: Limits
+    linear_width: float | None = None
+
+    def label(self, inches: float) -> str:
+        """Say what the axis is, in few words where there are few inches."""
+        name = "norm input x" if inches > _NARROW or self.linear_width is None else "x"
+        return name if self.linear_width is None else f"{name} (asinh scale)"
+
+    def along(self, x: Array) -> Array:
+        """Return places on the axis, in proportion to distances on paper: x itself or asinh(x / linear_width)."""
+        return x if self.linear_width is None else np.arcsinh(x / self.linear_width)
+
+    def evenly(self, number: int) -> Array:
+        """Return so many x, from limit to limit, that stand evenly apart on paper.
+
+        >>> XAxis((-10.0, 10.0), 0.1).evenly(3).tolist()
+        [-10.0, 0.0, 10.0]
+        """
+        if self.linear_width is None:
+            return np.linspace(*self.limits, number)
+        low, high = self.along(np.array(self.limits))
+        x = self.linear_width * np.sinh(np.linspace(low, high, number))
+        x[[0, -1]] = self.limits
+        return x
+
+    def set_on(self, ax: Axes, inches: float) -> None:
+        """Give axes this scale, these limits and ticks that have room on so many inches."""
+        if self.linear_width is None:
+            ax.set_xlim(self.limits)
+            ax.xaxis.set_major_locator(MaxNLocator(max(2, min(6, int(inches / 0.42))), steps=(1, 2, 5, 10)))
+            return
+        ax.set_xscale("asinh", linear_width=self.linear_width)
+        ax.set_xlim(self.limits)
+        reach = max(map(abs, self.limits))
+        ticks = self._that_fit(asinh_ticks(self.linear_width, reach), inches)
+        ax.xaxis.set_major_locator(FixedLocator(ticks))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(x)))
+        ax.xaxis.set_minor_locator(FixedLocator(_between_decades(self.linear_width, reach)))
+        ax.tick_params(axis="x", which="minor", length=1.2, width=0.4)
+
+    def _that_fit(self, ticks: Sequence[float], inches: float) -> list[float]:
+        """Leave out ticks whose labels would run into the label of one before them in the list."""
+        low, high = self.along(np.array(self.limits))
+        kept: list[float] = []
+        for tick in ticks:
+            here = float(self.along(np.array(tick)))
+            room = inches / (high - low)
+            if all(
+                abs(here - float(self.along(np.array(other)))) * room
+                > _LETTER_INCHES * (len(number(tick)) + len(number(other)) + 1.5) / 2
+                for other in kept
+            ):
+                kept.append(tick)
+        return kept
+
+
+def number(value: float) -> str:
+    """Write a tick's number, with a true minus sign.
+
+    >>> number(-0.5), number(2e6)
+    ('−0.5', '2e+06')
+    """
+    return f"{value:g}".replace("-", "−")
+
+
+def x_axis(moments: Tensor, reach: float, scale: str, margin: float = 1.06) -> XAxis:
+    """Make the axis of a site's pairs, symmetric about zero.
+
+    ``auto`` is asinh where 99 % of the pairs lie in under a tenth of the width, and linear elsewhere. An asinh axis
+    is nearly linear for the nine tenths of the pairs that lie nearest to zero.
+
+    Args:
+        moments: n, Σx, Σy, … per bin: float64 ``(6, bins)``.
+        reach: largest |x|.
+        scale: ``linear``, ``asinh`` or ``auto``.
+        margin: the axis goes so many times as far.
+
+    Raises:
+        UsageError: if there is no such scale.
+    """
+    check_xscale(scale)
+    limits = (-margin * reach, margin * reach)
+    if scale == LINEAR:
+        return XAxis(limits)
+    most, linear = (_reach_of(moments, share) for share in (_MOST_SHARE, _LINEAR_SHARE))
+    if linear <= 0 or (scale == AUTO and most >= _MOST_WIDTH * limits[1]):
+        return XAxis(limits)
+    return XAxis(limits, linear)
+
+
+def check_xscale(scale: str) -> None:
+    """Refuse a scale that there is not; UsageError."""
+    if scale not in XSCALES:
+        raise UsageError(unknown("scale of x", scale, XSCALES))
+
+
+def _reach_of(moments: Tensor, share: float) -> float:
+    """Return the |x| that ``share`` of the pairs do not pass, to a bin; 0 where there are none."""
+    n = moments[0].numpy()
+    if not n.any():
+        return 0.0
+    x = np.abs(moments[1].numpy() / np.maximum(n, 1))
+    order = np.argsort(x)
+    return float(x[order][min(int((n[order].cumsum() < share * n.sum()).sum()), len(x) - 1)])
+
+
+def asinh_ticks(least: float, most: float) -> list[float]:
+    """Return zero and round numbers to either side of it, those that matter most first.
+
+    Powers of ten, where there are two of them between ``least`` and ``most``; else up to three of 1, 2, 5, 10, ….
+
+    >>> asinh_ticks(0.3, 300.0)
+    [0.0, -100.0, 100.0, -1.0, 1.0, -10.0, 10.0]
+    >>> asinh_ticks(0.3, 15.0)
+    [0.0, -10.0, 10.0, -1.0, 1.0]
+    >>> asinh_ticks(2.0, 9.0)
+    [0.0, -5.0, 5.0, -2.0, 2.0]
+    """
+    powers = range(math.floor(math.log10(least)), math.floor(math.log10(most)) + 1)
+    decades = [10.0**power for power in powers if least <= 10.0**power <= most]
+    if len(decades) < 2:
+        decades = [
+            digit * 10.0**power for power in powers for digit in (1, 2, 5) if least <= digit * 10.0**power <= most
+        ]
+        decades = decades[::-1][:3]
+    first = [max(decades), min(decades)] if decades else []
+    return [0.0, *(sign * at for at in dict.fromkeys([*first, *decades]) for sign in (-1, 1))]
+
+
+def _between_decades(least: float, most: float) -> list[float]:
+    powers = range(math.floor(math.log10(least)) - 1, math.floor(math.log10(most)) + 1)
+    at = [digit * 10.0**power for power in powers for digit in range(1, 10)]
+    return [sign * x for x in at if least <= x <= most for sign in (-1, 1)]
+
+
+def mean_line(moments: Tensor, axis: XAxis, inches: float) -> tuple[Array, Array]:
+    """E[y|x] as a line that is drawn only where there are pairs.
+
+    Each point averages neighbouring bins that hold 32 pairs or more and lie on a twentieth of the axis at most; two
+    points farther apart than that are not joined.
+
+    Args:
+        moments: n, Σx, Σy, … per bin in ascending order of x: float64 ``(6, bins)``.
+        axis: that it is drawn along.
+        inches: width of the panel, 40 points an inch.
+
+    Returns:
+        x and y, ``(points,)``, with NaN where the line is broken.
+    """
+    n, sum_x, sum_y = moments[:3, moments[0] > 0].numpy()
+    if not n.size:
+        return np.empty(0), np.empty(0)
+    low, high = axis.along(np.array(axis.limits))
+    share = (axis.along(sum_x / n) - low) / (high - low)
+    columns = np.floor(share * max(20, _POINTS_AN_INCH * inches))
+    starts = np.flatnonzero(np.diff(columns, prepend=-np.inf))
+    n, sum_x, sum_y, share = (
+        np.add.reduceat(n, starts),
+        np.add.reduceat(sum_x, starts),
+        np.add.reduceat(sum_y, starts),
+        np.stack([share[starts], share[np.append(starts[1:], len(share)) - 1]]),
+    )
+    points, first = [], 0
+    for last in range(len(n)):
+        while share[1, last] - share[0, first] > _MOST_APART and first < last:
+            first += 1
+        held = slice(first, last + 1)
+        if (total := n[held].sum()) >= _LEAST_COUNT:
+            points.append((sum_x[held].sum() / total, sum_y[held].sum() / total))
+            first = last + 1
+    return _broken(np.array(points).reshape(-1, 2), axis, (high - low) * _MOST_APART)
+
+
+def _broken(points: Array, axis: XAxis, apart: float) -> tuple[Array, Array]:
+    gaps = np.flatnonzero(np.diff(axis.along(points[:, 0])) > apart) + 1
+    x, y = np.insert(points, gaps, np.nan, axis=0).T
+    return x, y

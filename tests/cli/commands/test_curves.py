@@ -1,0 +1,71 @@
+"""``normscope curves``, and the figures that ``fit`` and ``stats`` draw: files that open, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from typer.testing import CliRunner
+
+import normscope
+from normscope.cli import app
+from normscope.fits.curves.known import BUILT_IN
+
+
+def run(*arguments, status=0):
+    done = CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "100"})
+    assert done.exit_code == status, done.output
+    return done
+
+
+@pytest.fixture
+def file(tmp_path):
+    x = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+    about = {"model": "net", "weights": "random weights, seed 0", "data": "noise"}
+    return normscope.save_capture(
+        normscope.capture(nn.Sequential(nn.LayerNorm(8)), [x], about=about), tmp_path / "seen.safetensors"
+    )
+
+
+def test_every_curve_is_listed_with_its_formula_and_drawn(tmp_path):
+    rows = json.loads(run("curves", "--json").stdout)["curves"]
+    assert [(row["curve"], row["formula"]) for row in rows] == [(curve.name, curve.formula) for curve in BUILT_IN]
+    done = run("curves", "--func", "tanh,isru", "--plot", tmp_path / "two.png", "--width", "5.5", "--dpi", "100")
+    assert "u / √(1 + u²)" in done.stdout
+    with Image.open(tmp_path / "two.png") as image:
+        assert image.width == 550
+        assert json.loads(image.text["Description"]) == {"curves": ["tanh", "isru"]}
+
+
+@pytest.mark.parametrize("command", ["fit", "stats"])
+def test_fit_and_stats_draw_what_they_say_into_one_file(file, tmp_path, command):
+    done = run(command, file, "--plot", tmp_path / "drawn.png", "--width", "5", "--title", "none", "-q")
+    assert str(tmp_path / "drawn.png") in "".join(done.stdout.splitlines())
+    with Image.open(tmp_path / "drawn.png") as image:
+        assert image.width == 1000
+        assert json.loads(image.text["Description"])["weights"] == "random weights, seed 0"
+
+
+@pytest.mark.parametrize("command", ["fit", "stats", "curves"])
+def test_what_is_no_figure_is_refused_before_anything_is_run(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    said = " ".join(run(command, "--plot", "drawn.txt", status=2).output.split())
+    assert "--plot drawn.txt names no figure" in said and not list(tmp_path.iterdir())
+
+
+def test_one_file_takes_one_model_and_fits_of_sites(file, tmp_path):
+    plot = ("--plot", tmp_path / "drawn.png")
+    assert "there are 2 models" in " ".join(run("fit", file, file, *plot, status=2).output.split())
+    said = " ".join(run("fit", file, "--per", "channel", *plot, status=2).output.split())
+    assert "--plot draws the fits of each site by itself" in said
+
+
+def test_width_title_and_scale_reach_the_figure_of_plot(file, tmp_path):
+    options = ("--width", "3", "--title", "none", "--xscale", "asinh", "--dpi", "100", "--color", "density")
+    run("plot", file, *options, "-o", tmp_path / "drawn.svg", "-q")
+    drawn = (tmp_path / "drawn.svg").read_text()
+    assert 'width="216pt"' in drawn and "x (asinh scale)" in drawn
+    assert ">net" not in drawn and "random weights, seed 0" in drawn
+    said = run("plot", file, "--xscale", "log", "-o", tmp_path / "no.svg", status=2).output
+    assert "no scale of x 'log'" in " ".join(said.split()) and not (tmp_path / "no.svg").exists()

@@ -1,0 +1,87 @@
+"""Fits over the depth: what is drawn is read from the artists, against the fits."""
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.text import Text
+from torch import nn
+
+import normscope
+from normscope.errors import DataError
+from normscope.figures.depth import plot_depth, spread
+
+
+@pytest.fixture(scope="module")
+def seen():
+    names = [f"blocks.{i}.{kind}" for i in range(3) for kind in ("norm1", "norm2")]
+    norms = nn.ModuleDict({name.replace(".", "_"): nn.LayerNorm(32) for name in names})
+    model = nn.Module()
+    blocks = [nn.ModuleDict({"norm1": nn.LayerNorm(32), "norm2": nn.LayerNorm(32)}) for _ in range(3)]
+    model.blocks = nn.ModuleList(blocks)
+    model.forward = lambda x: [
+        block[kind](x * (i + 1) * (3 if kind == "norm2" else 1)) for i, block in enumerate(blocks) for kind in block
+    ]
+    assert len(norms) == 6
+    x = torch.randn(8, 40, 32, generator=torch.Generator().manual_seed(0))
+    x = x * torch.exp(torch.randn(8, 40, 1, generator=torch.Generator().manual_seed(1)))
+    return normscope.capture(model, [x], about={"model": "net", "weights": "random weights", "data": "noise"})
+
+
+@pytest.fixture(scope="module")
+def fits(seen):
+    return normscope.fit(seen, "tanh,isru")
+
+
+def test_a_line_a_kind_of_site_and_a_row_a_number(seen, fits):
+    figure = plot_depth(seen, fits)
+    axes = np.array(figure.axes).reshape(4, 2)
+    assert [ax.get_title() for ax in axes[0]] == ["tanh", "isru"]
+    assert [ax.get_ylabel() for ax in axes[:, 0]] == ["A", "α", "R²", "α"]
+    for column, curve in enumerate(("tanh", "isru")):
+        for row, value in enumerate((lambda f: f.amplitude, lambda f: f.alpha, lambda f: f.r2)):
+            lines = [line for line in axes[row, column].lines if line.get_marker() in "os"]
+            for line, kind in zip(lines, ("norm1", "norm2"), strict=True):
+                own = [fit for fit in fits if fit.curve == curve and fit.site.endswith(kind)]
+                assert list(line.get_ydata()) == [value(fit) for fit in own]
+                assert list(line.get_xdata()) == [i for i, site in enumerate(seen.sites) if site.name.endswith(kind)]
+    ceilings = [line for line in axes[2, 0].lines if line.get_linestyle() == ":"]
+    assert sorted(y for line in ceilings for y in line.get_ydata()) == sorted(
+        fit.r2_ceiling for fit in fits if fit.curve == "tanh"
+    )
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()][:2] == ["blocks.*.norm1", "blocks.*.norm2"]
+
+
+def test_alpha_stands_against_one_over_the_spread_of_the_input(seen, fits):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 40, 32, generator=generator)
+    x = x * torch.exp(torch.randn(8, 40, 1, generator=torch.Generator().manual_seed(1)))
+    # float32 inputs, and a float64 sum of their squares by bin
+    assert spread(seen.stats["blocks.0.norm1"]) == pytest.approx(float(x.double().std(correction=0)), rel=1e-6)
+    axes = np.array(plot_depth(seen, fits).axes).reshape(4, 2)
+    points = [line.get_xydata() for line in axes[3, 0].lines if line.get_marker() in "os"]
+    for own, kind in zip(points, ("norm1", "norm2"), strict=True):
+        of_kind = [fit for fit in fits if fit.curve == "tanh" and fit.site.endswith(kind)]
+        np.testing.assert_allclose(own[:, 0], [1 / spread(seen.stats[fit.site]) for fit in of_kind])
+        np.testing.assert_allclose(own[:, 1], [fit.alpha for fit in of_kind])
+    assert "1 / std" in axes[3, 0].get_xlabel()
+
+
+def test_what_is_not_told_is_left_out_and_what_is_none_said():
+    model = nn.Sequential(nn.LayerNorm(8))
+    token = torch.tensor([[1.0, -1, 2, -2, 3, -3, 4, -4]])
+    seen = normscope.capture(model, [token.repeat(4, 1)])
+    figure = plot_depth(seen, normscope.fit(seen, "tanh"))
+    amplitude, alpha, r2, against = figure.axes
+    assert [len(ax.lines[0].get_xdata()) for ax in (amplitude, alpha, r2)] == [0, 0, 1]  # straight
+    assert [text.get_text() for text in against.texts] == ["no α is told"]
+    with pytest.raises(DataError, match="no fit of a site"):
+        plot_depth(seen, [])
+
+
+def test_it_is_as_wide_as_asked_and_says_what_weights_it_shows(seen, fits):
+    figure = plot_depth(seen, fits, width=5.5, title="none")
+    assert figure.get_figwidth() == 5.5
+    figure.draw_without_rendering()
+    assert "random weights" in figure.texts[-1].get_text() and "noise" not in figure.texts[-1].get_text()
+    assert min(text.get_fontsize() for text in figure.findobj(Text) if text.get_text()) >= 6
