@@ -61,7 +61,8 @@ class AdaptiveTable(Table):
         below = [plain(self.caption)] if self.caption else []
         if dropped := [self.labels[number] for number in range(len(columns)) if number not in kept]:
             needed = sum(column.wanted for column in columns) + len(_GAP) * (len(columns) - 1)
-            below.append(f"Left out at a width of {options.max_width}, as all takes {needed}: {', '.join(dropped)}.")
+            names = ", ".join(dropped).rstrip(".")
+            below.append(f"Left out at a width of {options.max_width}, as all takes {needed}: {names}.")
         for text in below:
             yield from _wrapped(text, max(across, _LEAST_CAPTION), options, "table.caption")
 
