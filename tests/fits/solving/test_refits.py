@@ -88,9 +88,9 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say(level_of, curve):
     [(_, everything)] = batches([level_of(*layer_norm_of(generator, 20_000, 0.2))])
     [truth], _ = fitted(everything, CURVES[curve], Parametrization())
     levels = [level_of(*layer_norm_of(generator, 64, 0.2)) for _ in range(200)]
-    hits = {name: [] for name in ("A", "alpha", "slope", "r2")}
+    hits = {name: [] for name in ("amplitude", "alpha", "slope", "r2")}
     known = {
-        "A": truth["amplitude"],
+        "amplitude": truth["amplitude"],
         "alpha": truth["alpha"],
         "slope": truth["amplitude"] * truth["alpha"],
         "r2": truth["r2"],

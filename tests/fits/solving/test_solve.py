@@ -291,7 +291,7 @@ def test_what_is_told_of_a_power_law_has_an_interval_and_what_is_not_has_none(so
     assert low < 1 < high
     assert high - low < 0.02
     step = solved(x, np.sign(x), folds=folds)  # any α will do that is large enough, and no slope is told either
-    assert not step.converged and not {"A", "alpha", "slope"} & set(step.intervals)
+    assert not step.converged and not {"amplitude", "alpha", "slope"} & set(step.intervals)
 
 
 @pytest.mark.parametrize(("bend", "straight"), [(0.02, True), (0.5, False)])
