@@ -260,20 +260,26 @@ class ProgressLines:
         """Begin to listen; ``say`` prints a line."""
         self._say, self._now = say, now
         self._stage, self._begun, self._first, self._last, self._spoken = "", math.nan, 0, 0, -math.inf
+        self._paced: tuple[float, int] | None = None  # when the first step was done, which may have compiled something
 
     def __call__(self, stage: str, done: int, of: int | None) -> None:
         """Take what :data:`normscope.runtime.progress.Progress` is told."""
         now = self._now()
         if stage != self._stage or done < self._last:
-            self._stage, self._begun, self._first, self._spoken = stage, now, done, -math.inf
+            self._stage, self._begun, self._first, self._spoken, self._paced = stage, now, done, -math.inf, None
         self._last = done
         took, early = now - self._begun, self._spoken == -math.inf
-        if done == self._first or took < _EARLY_SECONDS or now - self._spoken < _SECONDS_BETWEEN_LINES:
+        if self._paced is None and done > self._first:
+            self._paced = (now, done)
+        if self._paced is None or done == self._paced[1]:
+            return
+        if took < _EARLY_SECONDS or now - self._spoken < _SECONDS_BETWEEN_LINES:
             return
         if of is None:
             ends, long = "", took > _LONG_SECONDS
         else:
-            whole = took * (of - self._first) / (done - self._first)
+            since, step = self._paced
+            whole = took + (now - since) / (done - step) * (of - done)
             ends = f", about {_rounded(whole)} in all" if early else f", about {_rounded(whole - took)} left"
             long = whole > _LONG_SECONDS
         if done != of and (long or not early):

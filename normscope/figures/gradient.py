@@ -103,10 +103,10 @@ def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), *, style: str
                 below.set_visible(True)
                 of_site = [fit for fit in fits if fit.site == site.name]
                 pad = _draw(above, below, _SiteColumn(site, stats, view, drawn, of_site, theme))
-                head_panel(above, site, f"{view.n_tokens} of {view.of_tokens:,} tokens", width - 0.3, pad)
+                head_panel(above, site, [f"{view.n_tokens} of {view.of_tokens:,} tokens"], width - 0.3, pad)
             else:
                 _decline(above, f"No closed form: {drawn}.", theme)
-                head_panel(above, site, f"{view.of_tokens:,} tokens", width - 0.1)
+                head_panel(above, site, [f"{view.of_tokens:,} tokens"], width - 0.1)
             if place == 0:
                 above.set_ylabel("diagonal of the Jacobian", labelpad=1)
                 below.set_ylabel("1/rstd and √C, in units of x", labelpad=1)

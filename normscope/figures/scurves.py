@@ -243,10 +243,10 @@ def _draw(ax: Axes, panel: Panel, row: str, notes: Sequence[Words], least: int =
         _draw_scale(ax, panel)
     pad = write_above(ax, notes, least)
     if title:
-        detail = f"{panel.stats.n_pairs:,} pairs"
-        if whole_range(panel)[1] < panel.site.bound < math.inf:
-            detail += f" · bound ±{panel.site.bound:.3g} beyond"
-        head_panel(ax, panel.site, detail, panel.room, pad)
+        pairs = f"{panel.stats.n_pairs:,} pairs"
+        bound = panel.site.bound  # said where its lines lie beyond the panel
+        bounded = [f"{pairs} · |y| ≤ {bound:.3g}"] if whole_range(panel)[1] < bound < math.inf else []
+        head_panel(ax, panel.site, [*bounded, pairs], panel.room, pad)
 
 
 def _density_notes(panel: Panel) -> list[Words]:

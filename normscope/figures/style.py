@@ -217,14 +217,11 @@ def title_of(site: NormSite, inches: float, font: FontProperties) -> str:
     return number + tail(site.name, inches - width_of(number, font), font)
 
 
-def head_panel(ax: Axes, site: NormSite, detail: str, inches: float, pad: float = 3.0) -> None:
-    """Say above a panel of so many inches which norm it shows, and a line of detail more."""
+def head_panel(ax: Axes, site: NormSite, details: Sequence[str], inches: float, pad: float = 3.0) -> None:
+    """Say above a panel of so many inches which norm it shows, and the first line of detail that there is room for."""
     font = FontProperties(size=7.5 if inches > _NARROW else 6.5)
-    lines = [
-        title_of(site, inches, font),
-        *kind_of(site, inches, font),
-        *([tail(detail, inches, font)] if detail else []),
-    ]
+    detail = next((text for text in details if width_of(text, font) <= inches), details[-1])
+    lines = [title_of(site, inches, font), *kind_of(site, inches, font), tail(detail, inches, font)]
     ax.set_title("\n".join(lines), parse_math=False, loc="left", pad=pad, fontproperties=font)
 
 

@@ -50,10 +50,12 @@ def test_what_is_over_soon_says_nothing():
 
 
 def test_each_stage_is_told_by_itself_and_what_was_done_before_it_began_tells_no_speed():
-    calls = [("samples", 0, 100), ("samples", 10, 100), ("blocks", 50, 100), ("blocks", 60, 100)]
-    assert lines_of(calls, [0, 5, 6, 11]) == [
-        "samples: 10 of 100, about 50 s in all",
-        "blocks: 60 of 100, about 25 s in all",
+    calls = [("samples", done, 100) for done in (0, 10, 20)] + [("blocks", done, 100) for done in (50, 60, 70)]
+    assert lines_of(
+        calls, [0, 20, 25, 26, 31, 36]
+    ) == [  # the first step may compile something: it tells no speed either
+        "samples: 20 of 100, about 65 s in all",
+        "blocks: 70 of 100, about 25 s in all",
     ]
     assert lines_of([("samples", 10 * n, None) for n in range(4)], [0, 15, 30, 70]) == ["samples: 20", "samples: 30"]
 
@@ -63,6 +65,6 @@ def test_lines_take_the_place_of_bars_where_stderr_is_no_terminal_unless_quiet(c
         monkeypatch.setattr(f"normscope.cli.output.{name}", -1.0)
     for quiet in (False, True):
         with Output(as_json=True, quiet=quiet).bars() as progress:
-            for done in (0, 1):
+            for done in (0, 1, 2):
                 progress("samples", done, 1000)
-        assert capsys.readouterr().err == ("" if quiet else "samples: 1 of 1,000, about 0 s in all\n")
+        assert capsys.readouterr().err == ("" if quiet else "samples: 2 of 1,000, about 0 s in all\n")

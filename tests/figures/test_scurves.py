@@ -301,3 +301,12 @@ def test_many_sites_are_broken_into_blocks(fits):
     figure = plot(seen, rows="token")
     assert len(shown(figure)) == 8
     assert figure.get_figwidth() < 16
+
+
+@pytest.mark.parametrize("width", [None, 5.5])
+def test_no_number_of_pairs_is_cut(width):
+    seen = normscope.capture(normscope.load("demo_vit", limit=8, device="cpu"), layers="0,6,9,norm")
+    figure = normscope.plot(seen, normscope.fit(seen), width=width)
+    heads = [ax.get_title(loc="left").split("\n") for ax in figure.axes if "pairs" in ax.get_title(loc="left")]
+    assert len(heads) == 4
+    assert all(lines[-1].startswith("8,192 pairs") and "…" not in lines[-1] for lines in heads)
