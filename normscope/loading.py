@@ -46,8 +46,7 @@ def load(
             scores; None for the model's own default inputs.
         limit: take at most so many samples; of a diffusion model, so many trajectories.
         batch_size: samples per batch, at most; ``auto`` for as many as there is memory for, which runs the network on
-            the first one. Recordings, and prompts that hold an image, are
-            taken one at a time.
+            the first one. Recordings, and prompts that hold an image, are taken one at a time.
         seed: of random weights and of the choice of default inputs. torch's global random state is left as it is.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
         dtype: ``float32``, ``bfloat16`` or ``float16``, or ``fp32``, ``bf16`` or ``fp16`` for short: of weights and

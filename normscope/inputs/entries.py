@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import logging
@@ -53,7 +54,10 @@ def as_batches(
     >>> [(len(batch.args), list(batch.kwargs)) for batch in as_batches(labelled, torch.nn.Linear(3, 3))]
     [(1, [])]
     """
-    taker = _Taker.of(model)
+    return _read(batches, _Taker.of(model), forward)
+
+
+def _read(batches: Iterable[Any], taker: _Taker, forward: Forward | None) -> Iterator[Batch]:
     seen, data = 0, ""
     for number, entry in enumerate(batches):
         if isinstance(entry, Batch):
@@ -102,8 +106,12 @@ class Entries:
         """How many samples the batches say that they hold, if they do."""
         return getattr(self.batches, "n_samples", None)
 
+    @functools.cached_property
+    def _taker(self) -> _Taker:  # one for all iterations, as what is left out is said once
+        return _Taker.of(self.model)
+
     def __iter__(self) -> Iterator[Batch]:
-        return as_batches(self.batches, self.model, self.forward)
+        return _read(self.batches, self._taker, self.forward)
 
 
 def taken_once(batches: Iterable[Any]) -> bool:

@@ -1,5 +1,6 @@
 """What people's own loaders give, against the same tensors passed by hand."""
 
+import copy
 import logging
 from collections import namedtuple
 
@@ -100,6 +101,29 @@ def test_what_is_left_out_is_said_once(caplog):
     )
     assert said.endswith("To pass more, say how: forward=lambda model, batch: model(…).")
     assert len(caplog.records) == 1
+
+
+def test_drift_and_healing_leave_labels_out_too_and_say_so_once_for_each_loader(caplog):
+    torch.manual_seed(0)
+    model, loader = nn.Sequential(Plain(), nn.Linear(WIDTH, 2)), DataLoader(TensorDataset(x, y), batch_size=3)
+    by_hand = [Batch((x,), samples=samples(len(x)))]
+    seen = normscope.capture(model, by_hand, by_gamma=True)
+    modules = normscope.replacements(model, "dyt", seen)
+    with caplog.at_level(logging.WARNING):
+        moved = normscope.drift(model, loader, modules)
+    assert [record.getMessage().partition(" is")[0] for record in caplog.records] == [
+        "Of each batch entry 1 (int64 (3,))"
+    ]
+    # Batches of other sizes: float32 sums in another order.
+    assert moved.all.relative_l2.p50 == pytest.approx(
+        normscope.drift(model, by_hand, modules).all.relative_l2.p50, rel=1e-5
+    )
+    drifts = []
+    for learn, held_out in ((loader, loader), ([x[:3], x[3:]], [x[:3], x[3:]])):
+        swapped = copy.deepcopy(model)
+        normscope.swap(swapped, "dyt", seen)
+        drifts.append(normscope.heal(model, swapped, learn, held_out, steps=2).before["median"])
+    assert drifts[0] == drifts[1] > 0
 
 
 def test_what_a_network_asks_for_is_no_label():

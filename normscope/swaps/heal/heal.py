@@ -113,6 +113,7 @@ def heal(
         raise UsageError("Healing learns from some inputs and is judged by others: pass both, or a loaded model alone.")
     loaded = original
     module, learn, _, outputs = unpacked(original, learn, outputs=outputs)
+    held_out = unpacked(module, held_out)[1]
     teacher, student = uncompiled(module), uncompiled(swapped)
     sites = swapped_sites(teacher, student)
     _check(student, steps)
