@@ -18,6 +18,11 @@ _NAMED_IN_A_LINE = 2
 _SMALLEST_SHARE = 0.0005  # less is rounded to 0.0 %
 
 
+def card_tables(cards: Sequence[NormCard]) -> list[Table]:
+    """The whole card of one site; of several, a line each on what scaling does and on what makes the tails."""
+    return [card_table(cards[0])] if len(cards) == 1 else [scale_table(cards), tails_table(cards)]
+
+
 def scale_table(cards: Sequence[NormCard]) -> Table:
     """One line a site: what centring and scaling do to its tokens."""
     columns: list[Column[NormCard]] = [

@@ -21,6 +21,18 @@ _NEAR = 0.1  # of the output's length
 _L2 = "relative L2: ‖swapped − original‖ / ‖original‖, median and 90th percentile over inputs"
 
 
+def drift_tables(reports: Sequence[DriftReport]) -> list[Table]:
+    """All that is said of the drift of some swaps of one network: of all sites, by part, by site, and of quality."""
+    tables = [drift_table(reports)]
+    if any(report.by_part for report in reports):
+        tables.append(parts_table(reports))
+    if any(report.by_site for report in reports):
+        tables.append(sites_table(reports))
+    if qualities := {(report.func, report.init): report.quality for report in reports if report.quality}:
+        tables.append(quality_table(qualities))
+    return tables
+
+
 def drift_table(reports: Sequence[DriftReport]) -> Table:
     """One line a swap: how far the network's output moved with all sites swapped."""
     rows = [report.all for report in reports]

@@ -18,6 +18,11 @@ _STEADIER = {"scale": "DyT", "others": "DyISRU", None: "alike"}
 _NOT_COVERED = "not covered"
 
 
+def gradient_tables(views: Sequence[GradientView]) -> list[Table]:
+    """What the diagonals of some norms' Jacobians hold, and what is constant in them."""
+    return [jacobians_table(views), constants_table(views)]
+
+
 def jacobians_table(views: Sequence[GradientView]) -> Table:
     """One line a site: what the diagonal holds, and how well each curve's derivative predicts it."""
     curves = list(dict.fromkeys(curve for view in views for curve in view.r2))

@@ -21,11 +21,11 @@ from normscope.pairs.captures import Capture
 from normscope.swaps.bench.reports import BenchReport
 from normscope.swaps.drift.reports import DriftReport
 from normscope.swaps.heal.reports import HealReport
-from normscope.tables.card import scale_table, tails_table
+from normscope.tables.card import card_tables
 from normscope.tables.comparison import comparison_table
-from normscope.tables.drift import drift_table, healing_table, parts_table, sites_table
+from normscope.tables.drift import drift_tables, healing_table, quality_table
 from normscope.tables.fit import advice_table, channels_table, fits_table, slopes_table
-from normscope.tables.gradient import constants_table, jacobians_table
+from normscope.tables.gradient import gradient_tables
 from normscope.tables.speed import speed_tables
 from normscope.tables.table import layers_table
 
@@ -75,23 +75,21 @@ def _of_fits(fits: Sequence[CurveFit]) -> list[Table]:
     return [fits_table(fits) if fits[0].channel is None else channels_table(fits)]
 
 
-def _of_drifts(reports: Sequence[DriftReport]) -> list[Table]:
-    by_part = [parts_table(reports)] if any(report.by_part for report in reports) else []
-    by_site = [sites_table(reports)] if any(report.by_site for report in reports) else []
-    return [drift_table(reports), *by_part, *by_site]
+def _of_healing(report: HealReport) -> list[Table]:
+    return [healing_table(report), *([quality_table({("swapped", ""): report.quality})] if report.quality else [])]
 
 
 _OF: dict[type, Callable[[Sequence[Any]], list[Table]]] = {
     Capture: lambda captures: [layers_table(capture.sites) for capture in captures],
     CurveFit: _of_fits,
-    NormCard: lambda cards: [scale_table(cards), tails_table(cards)],
-    GradientView: lambda views: [jacobians_table(views), constants_table(views)],
+    NormCard: card_tables,
+    GradientView: gradient_tables,
     TokenSlopes: lambda slopes: [slopes_table(slopes)],
     Compared: lambda rows: [comparison_table(rows)],
     Advice: lambda advice: [advice_table(advice)],
-    DriftReport: _of_drifts,
+    DriftReport: drift_tables,
     BenchReport: lambda reports: [table for report in reports for table in speed_tables(report)],
-    HealReport: lambda reports: [healing_table(report) for report in reports],
+    HealReport: lambda reports: [table for report in reports for table in _of_healing(report)],
 }
 
 

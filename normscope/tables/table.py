@@ -15,6 +15,7 @@ from normscope.runtime.files import visible
 from normscope.tables.layout import AdaptiveTable
 
 if TYPE_CHECKING:
+    from normscope.fits.curves.known import Curve
     from normscope.pairs.norms.sites import NormSite
 
 
@@ -182,3 +183,13 @@ def swapped_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     ]
     medians = any(row["per_channel"] for row in rows)
     return table_of(rows, columns, caption="A, α, s and R² are medians over the channels" if medians else "")
+
+
+def curves_table(curves: Sequence[Curve]) -> Table:
+    """Name each curve, its other names, its formula and where it is from."""
+    columns: list[Column[Curve]] = [
+        names("curve", lambda curve: ", ".join((curve.name, *curve.aliases))),
+        names("f(u), u = αx + s", lambda curve: curve.formula),
+        names("from", lambda curve: curve.source),
+    ]
+    return table_of(curves, columns)

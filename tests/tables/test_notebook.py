@@ -86,6 +86,16 @@ def test_reprs_are_a_line(records, kind):
         assert len(repr(record)) < 200 and "\n" not in repr(record)
 
 
+def test_what_a_swap_costs_stands_below_its_drift(network, records):
+    scores = records["a drift"].quality.scores
+    text = repr(records["a drift"].table())
+    assert f"{scores['original'].value:.1%}" in text and f"{scores['swapped'].value:.1%}" in text
+
+
+def test_a_single_card_is_shown_whole(records):
+    assert repr(records["cards"][0].table()) != repr(records["cards"].table())
+
+
 def test_what_is_said_of_them(network, seen, fits):
     assert repr(seen) == "Capture demo_vit: 3 sites, 8 samples, 8,192 pairs each"
     assert repr(fits) == "9 CurveFits: 3 sites × 3 curves"

@@ -31,7 +31,7 @@ def curves(
     say = Output(as_json, quiet, output, as_csv=as_csv)
     check_plot(plot, [], None)
     from normscope.fits.curves.expressions import curves_named
-    from normscope.tables.curves import curves_table
+    from normscope.tables.table import curves_table
 
     chosen = curves_named(func)
     say.result(curves_table(chosen))

@@ -25,7 +25,7 @@ from normscope.cli.options import (
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
 from normscope.runtime.files import check_writable
-from normscope.tables.gradient import constants_table, jacobians_table
+from normscope.tables.gradient import gradient_tables
 
 EXAMPLES = (
     "Examples: normscope gradient demo_vit · normscope gradient vit_b16 --layers all --json · "
@@ -71,8 +71,8 @@ def gradient(
         fits = normscope.fit(capture, func)
         of_capture = normscope.gradient(capture, fits)
         say.heading(capture.about)
-        say.result(jacobians_table(of_capture))
-        say.result(constants_table(of_capture))
+        for table in gradient_tables(of_capture):
+            say.result(table)
         path = figure_path(output, suffix, figure_title(capture), _VIEW, [entry["file"] for entry in figures])
         normscope.save_figure(normscope.plot_gradient(capture, fits, style=style), path, capture, dpi)
         say.result(str(path))

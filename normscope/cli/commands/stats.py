@@ -6,7 +6,7 @@ import normscope
 from normscope.cli.options import AsCsv, AsJson, By, JsonFile, Layers, Models, PlotFile, Quiet, Title, Width, check_plot
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
-from normscope.tables.card import card_table, scale_table, tails_table
+from normscope.tables.card import card_tables
 
 EXAMPLES = (
     "Examples: normscope stats vit_b16 · normscope stats demo_vit --layers 8, · "
@@ -40,8 +40,7 @@ def stats(
     for capture in captures([(name, run) for name in names], layers, say, by):
         of_capture = normscope.norm_cards(capture)
         say.heading(capture.about)
-        alone = len(of_capture) == 1
-        for table in [card_table(of_capture[0])] if alone else [scale_table(of_capture), tails_table(of_capture)]:
+        for table in card_tables(of_capture):
             say.result(table)
         if plot:
             figure = normscope.plot_tails(capture, of_capture, width=width, title=title)

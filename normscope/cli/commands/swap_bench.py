@@ -231,19 +231,15 @@ def _drifts(
 
 def _drift(learner: Learner, wanted: Wanted, say: Output) -> list[DriftReport]:
     """Measure drift for each function and start, on inputs that nothing was fitted to."""
-    from normscope.tables.drift import drift_table, parts_table, quality_table, sites_table
+    from normscope.tables.drift import drift_tables
 
     # All before the first pass: what cannot be swapped in should fail at once, not after minutes of drift.
     replacements = [(how, learner.replacements(how, learner.fits(how, say), say)) for how in wanted.ways]
     reports = [_drift_of(learner, how, modules, say) for how, modules in replacements]
     say.heading(reports[0].about)
-    say.result(drift_table(reports))
-    if any(report.by_part for report in reports):
-        say.result(parts_table(reports))
-    say.result(sites_table(reports))
-    if qualities := {(report.func, report.init): report.quality for report in reports if report.quality}:
-        say.result(quality_table(qualities))
-    else:
+    for table in drift_tables(reports):
+        say.result(table)
+    if not any(report.quality for report in reports):
         say.result(f"No quality: {reports[0].no_quality}.")
     return reports
 
