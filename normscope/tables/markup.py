@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -14,6 +15,13 @@ from normscope.tables.layout import plain
 # A table, and what stands above it: model, weights and data.
 Titled: TypeAlias = tuple[str, Table]
 
+
+def _greek(letter: str) -> str:
+    """Name a letter as LaTeX does: Σ is capital sigma."""
+    _, size, _, name = unicodedata.name(letter).replace("LAMDA", "LAMBDA").split()
+    return f"\\{name.capitalize() if size == 'CAPITAL' else name.lower()}"
+
+
 _LATEX = {
     **{letter: f"\\{letter}" for letter in "&%$#_{}"},
     **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
@@ -21,10 +29,11 @@ _LATEX = {
 }
 _MATHS = {
     **{letter: letter for letter in "<>|"},
-    **{"α": r"\alpha", "β": r"\beta", "γ": r"\gamma", "μ": r"\mu", "µ": r"\mu", "ρ": r"\rho", "σ": r"\sigma"},
-    **{"Σ": r"\Sigma", "∂": r"\partial", "√": r"\surd", "‖": r"\|", "∞": r"\infty", "·": r"\cdot", "×": r"\times"},
-    **{"±": r"\pm", "≤": r"\leq", "≥": r"\geq", "≈": r"\approx", "−": "-", "′": "'", "²": "^2", "₀": "_0", "ᵢ": "_i"},
+    **{letter: _greek(letter) for letter in "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ"},
+    **{"µ": r"\mu", "∂": r"\partial", "√": r"\surd", "‖": r"\|", "∞": r"\infty", "·": r"\cdot", "×": r"\times"},
+    **{"±": r"\pm", "≤": r"\leq", "≥": r"\geq", "≈": r"\approx", "→": r"\to", "−": "-", "′": "'"},
 }
+_RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "₀₁₂₃₄₅₆₇₈₉ᵢ"
 _NUMBER = r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:e[+-]?\d+)?"
 _NUMBERS = re.compile(rf"(?P<value>{_NUMBER})(?: ±(?P<half>{_NUMBER}))?(?P<unit> ?%)?(?P<noise>≈?)")
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>|#~$])")
@@ -42,7 +51,7 @@ def as_latex(tables: Sequence[Titled]) -> str:
     % demo_vit
     \begin{tabular}{lr}
     \toprule
-    site & R$^2$ \\
+    site & R$^{2}$ \\
     \midrule
     blocks.0.norm\_1 & $0.8910 \pm 0.014$ \\
     \bottomrule
@@ -87,11 +96,22 @@ def latex(text: str) -> str:
     ('head\\_1 \\& 50\\%', '1e5')
     """
     parts = []
-    for is_math, letters in itertools.groupby(text, _MATHS.__contains__):
-        known = _MATHS if is_math else _LATEX
-        written = (" " if is_math else "").join(known.get(letter, letter) for letter in letters)
-        parts.append(f"${written}$" if is_math else written)
+    for kind, group in itertools.groupby(text, _kind):
+        letters = "".join(group)
+        if kind == "math":
+            parts.append(f"${' '.join(_MATHS[letter] for letter in letters)}$")
+        elif kind:
+            parts.append(f"${kind}{{{unicodedata.normalize('NFKC', letters).replace('−', '-')}}}$")
+        else:
+            parts.append("".join(_LATEX.get(letter, letter) for letter in letters))
     return "".join(parts)
+
+
+def _kind(letter: str) -> str:
+    """Say in which way LaTeX has to be told of a letter: in math, raised, lowered, or as text."""
+    if letter in _MATHS:
+        return "math"
+    return "^" if letter in _RAISED else "_" if letter in _LOWERED else ""
 
 
 def _power(number: str) -> str:

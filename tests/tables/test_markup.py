@@ -1,6 +1,8 @@
 """Tables for papers and pages, read back by a small reader of LaTeX."""
 
 import re
+import shutil
+import subprocess
 
 import pytest
 from hypothesis import given
@@ -15,7 +17,7 @@ COMMANDS = {
     r"\textbackslash": "\\", r"\textasciitilde": "~", r"\textasciicircum": "^", r"\ldots": "…", r"\alpha": "α",
     r"\beta": "β", r"\gamma": "γ", r"\mu": "μ", r"\rho": "ρ", r"\sigma": "σ", r"\Sigma": "Σ", r"\partial": "∂",
     r"\surd": "√", r"\|": "‖", r"\infty": "∞", r"\cdot": "·", r"\times": "×", r"\pm": "±", r"\leq": "≤",
-    r"\geq": "≥", r"\approx": "≈", r"\,": " ", **{f"\\{letter}": letter for letter in "&%$#_{}"},
+    r"\geq": "≥", r"\approx": "≈", r"\pi": "π", r"\,": " ", **{f"\\{letter}": letter for letter in "&%$#_{}"},
 }  # fmt: skip
 TOKEN = re.compile(r"\\(?:[A-Za-z]+|.)|.", re.DOTALL)
 
@@ -38,6 +40,7 @@ def read(text):
         else:
             assert part not in "&%#_~^", text
             assert math or part not in "<>|"
+            assert part.isascii(), part
             if not (math and part == " "):
                 read.append(part)
     assert not math and not depth
@@ -61,6 +64,8 @@ def test_every_name_is_set_as_it_stands(name):
         ("–", "--"),
         ("|μ|/σ", r"$| \mu |$/$\sigma$"),
         ("blocks.*.norm_1", r"blocks.{*}.norm\_1"),
+        ("2/π·atan(u)", r"2/$\pi \cdot$atan(u)"),
+        ("u³ in 10⁻²", r"u$^{3}$ in 10$^{-2}$"),
     ],
 )
 def test_numbers_keep_their_digits_in_math(shown, written):
@@ -79,7 +84,7 @@ def test_a_table_for_booktabs():
         "% a_b · 5 %",
         r"\begin{tabular}{lrr}",
         r"\toprule",
-        r"site & A & R$^2$ \\",
+        r"site & A & R$^{2}$ \\",
         r"\midrule",
         r"{[}0{]}.norm\_1 & $1.0$ & $0.8910 \pm 0.014$ \\",
         r"{*} & \multicolumn{2}{l}{nothing $|$ to fit} \\",
@@ -100,6 +105,41 @@ def test_a_table_for_a_page():
         "",
         "R²: of 5 % & more",
     ]
+
+
+def set_by_pdflatex(path):
+    """The warnings and errors of a document that holds nothing but these tables."""
+    packages = r"\usepackage{booktabs}\usepackage[paperwidth=200cm,paperheight=200cm]{geometry}"
+    page = path.with_suffix(".page.tex")
+    page.write_text(
+        f"\\documentclass{{article}}{packages}\\begin{{document}}\n\\input{{{path.name}}}\n\\end{{document}}"
+    )
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", page.name]
+    done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, timeout=120)
+    return [line for line in done.stdout.splitlines() if line.startswith(("!", "LaTeX Warning", "Overfull"))]
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
+@pytest.mark.parametrize(
+    "command", [("fit", "demo_vit", "--func", "all"), ("stats", "demo_vit"), ("curves",)], ids=" ".join
+)
+def test_pdflatex_sets_what_commands_write(command, tmp_path):
+    limit = () if command == ("curves",) else ("--limit", "4")
+    done = CliRunner().invoke(app, [*command, *limit, "-o", str(tmp_path / "t.tex")])
+    assert done.exit_code == 0, done.output
+    assert set_by_pdflatex(tmp_path / "t.tex") == []
+    assert (tmp_path / "t.page.pdf").stat().st_size > 10_000
+
+
+def test_the_formulas_of_curves_are_set_in_math(tmp_path):
+    done = CliRunner().invoke(app, ["curves", "-o", str(tmp_path / "t.tex")])
+    assert done.exit_code == 0, done.output
+    rows = [line for line in (tmp_path / "t.tex").read_text().splitlines() if line.endswith(r" \\")]
+    assert "2/π·atan(u)".replace(" ", "") in [
+        read(row.split("&")[1]).replace(" ", "") for row in rows if "arctan" in row
+    ]
+    for row in rows:
+        read(row.replace("&", "").removesuffix(r" \\"))
 
 
 @pytest.mark.parametrize(
