@@ -36,7 +36,7 @@ TITLES = {
     "accuracy": "How accurate the kernels' functions are",
     "healing": "How much of that is healed",
     "figure": "What a figure costs",
-    "startup": "How long it takes to start",
+    "commands": "How long commands take",
     "scale": "What a whole data set costs",
 }
 OF_A_GPU = {

@@ -113,11 +113,19 @@ def test_figure(measured, monkeypatch):
     assert found == [a / b for a, b in zip(own, empty, strict=True)]
 
 
-def test_startup(measured):
-    heavy = "torch,timm,torchaudio,diffusers,transformers,matplotlib"
-    samples = measured("startup", "--without", heavy)
-    python, imported = (samples["", way, "from start to exit"][0] for way in ("python", "import normscope"))
-    assert samples["", "import normscope", "of python alone"] == [pytest.approx(imported / python)]
+def test_commands(measured, monkeypatch):
+    module = importlib.import_module("commands")
+    monkeypatch.setattr(module, "PEER", "import numpy")
+    monkeypatch.setattr(module, "CAPTURES", ())
+    monkeypatch.setattr(module, "COMMANDS", ("--help",))
+    monkeypatch.setattr(module, "LONG", "models")
+    samples = measured("commands", "--without", "torch,torchaudio,diffusers,transformers,matplotlib")
+    peer, own = (samples["", way, "from start to exit"][0] for way in ("import numpy", "normscope --help"))
+    assert samples["", "normscope --help", "of import numpy"] == [pytest.approx(own / peer)]
+    to_first, to_exit = (
+        samples["", "normscope models", f"{end}"][0] for end in ("to the first line", "from start to exit")
+    )
+    assert 0 < to_first < to_exit
     assert not any("torch" in way for _, way, _ in samples)
 
 
