@@ -41,6 +41,10 @@ class Estimate:
         self._begun = self._at = self._first_model = now()
         self._ahead: dict[str, float | None] = {}
         self._place, self._models = 1, 1
+        self._done = 0
+        self._of: int | None = None
+        self._paced: tuple[float, int] | None = None  # when the first step of the stage was done, and which it was
+        self._expected: float | None = None
         self._enter("", 0)
 
     def model(self, place: int, of: int) -> None:
@@ -67,9 +71,7 @@ class Estimate:
 
     def _enter(self, stage: str, done: int) -> None:
         self._stage, self._entered, self._first, self._done = stage, self._at, done, done
-        self._of: int | None = None
-        self._paced: tuple[float, int] | None = None  # when the first step was done
-        self._expected: float | None = None
+        self._of = self._paced = self._expected = None
         while stage in self._ahead:  # what was announced before it is over, or was left out
             self._expected = self._ahead.pop(next(iter(self._ahead)))
 

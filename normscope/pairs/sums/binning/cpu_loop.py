@@ -360,7 +360,7 @@ def join_pairs(sums: Any, other: Any) -> None:
             sums.pair_channel[i] = other.pair_channel[i]
 
 
-class _Compiling(event.Listener):  # type: ignore[misc]
+class _Compiling(event.Listener):
     """Reports that the loops are being compiled, which numba does once and keeps; what others compile is theirs."""
 
     _depth = 0  # a loop is compiled with the functions that it calls
@@ -382,7 +382,7 @@ class _Compiling(event.Listener):  # type: ignore[misc]
         return getattr(function, "__module__", "") == __name__
 
 
-event.register("numba:compile", _Compiling())
+event.register("numba:compile", _Compiling())  # type: ignore[no-untyped-call]
 
 
 def _compiling() -> str:
