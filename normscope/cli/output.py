@@ -248,14 +248,15 @@ class Output:
             tasks: dict[str, TaskID] = {}
 
             def progress(stage: str, done: int, of: int | None) -> None:
+                if is_one_step(stage):
+                    self._lines(stage, done, of)
+                    return
                 if stage not in tasks:
                     for before in tasks.values():
                         bars.update(before, left="")
                     tasks[stage] = bars.add_task(_harmless(stage), total=of, left="")
-                bars.update(tasks[stage], completed=done)
-                if not is_one_step(stage):
-                    self.estimate.told(counted_as or stage, done, None if counted_as else of)
-                    bars.update(tasks[stage], left=self.estimate.still)
+                self.estimate.told(counted_as or stage, done, None if counted_as else of)
+                bars.update(tasks[stage], completed=done, left=self.estimate.still)
 
             yield progress
 

@@ -1,5 +1,8 @@
 """What a command says, without running one."""
 
+import io
+import re
+
 import torch
 
 import normscope
@@ -34,3 +37,23 @@ def test_lines_take_the_place_of_bars_where_stderr_is_no_terminal_unless_quiet(c
             for done in (0, 1, 2):
                 progress("samples", done, 1000)
         assert capsys.readouterr().err == ("" if quiet else "samples: 2 of 1,000, about 0 s in all\n")
+
+
+def test_the_bars_of_a_terminal_end_in_what_is_left_of_the_whole_command(monkeypatch):
+    stderr = io.StringIO()
+    stderr.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", stderr)
+    for name, value in (("COLUMNS", "200"), ("TERM", "xterm"), ("TTY_COMPATIBLE", "1"), ("TTY_INTERACTIVE", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("normscope.cli.estimate._PACE_SECONDS", 0.0)
+    say = Output(as_json=True, quiet=False)
+    say.estimate.expect({"end to end": 100.0})
+    with say.bars() as progress:
+        progress("samples", 0, 3)
+        for done in (0, 1):
+            progress("compiling …", done, 1)
+        for done in (1, 2):
+            progress("samples", done, 3)
+    said = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", stderr.getvalue())
+    assert said.count("compiling …") == 1
+    assert re.search(r"samples +\S+ +2/3 +about 100 s left", said), said
