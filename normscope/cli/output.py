@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import math
 import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+from normscope.cli.estimate import Estimate, ProgressLines
 from normscope.cli.formats import (
     CSV,
     LATEX,
@@ -32,6 +32,7 @@ from normscope.cli.formats import (
 from normscope.errors import UsageError, count
 from normscope.runtime.files import check_writable, visible, whole_file
 from normscope.runtime.processes import Place
+from normscope.runtime.progress import is_one_step
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -42,9 +43,6 @@ if TYPE_CHECKING:
     from normscope.pairs.norms.sites import NormSite, SkippedNorm
     from normscope.runtime.progress import Progress
 
-_LONG_SECONDS = 20.0  # from here on it is said how long something will take
-_EARLY_SECONDS = 3.0  # what an estimate is made of
-_SECONDS_BETWEEN_LINES = 30.0
 _WIDTH_OF_A_PIPE = 1000  # a table that goes to a file or a program is as wide as it needs to be
 
 
@@ -88,6 +86,7 @@ class Output:
             ends in .tex or .md, else the whole document, as YAML if it ends in .yaml or .yml and as JSON if it ends in
             .json or has no suffix.
         as_csv: results are rows on stdout, and nothing else is there.
+        estimate: of how long the command takes; it announces here what is to come.
     """
 
     _tables: list[tuple[str, Table]]
@@ -105,6 +104,8 @@ class Output:
         self._above, self._tables = "", []
         self._speaks = Place.from_environment().speaks
         self._results, self._remarks = _console(stderr=False), _console(stderr=True)
+        self.estimate = Estimate()
+        self._lines = ProgressLines(self.remark, self.estimate)
 
     @property
     def for_programs(self) -> bool:
@@ -225,76 +226,39 @@ class Output:
             self.warn(f"skipped {norm.name} ({norm.kind}): {norm.reason}")
 
     @contextlib.contextmanager
-    def bars(self) -> Iterator[Progress]:
-        """Show a progress bar for each stage; lines now and then where stderr is no terminal; nothing when quiet."""
+    def bars(self, counted_as: str = "") -> Iterator[Progress]:
+        """Show a progress bar for each stage; lines now and then where stderr is no terminal; nothing when quiet.
+
+        Args:
+            counted_as: the announced stage that all of it is, where its own stages tell no pace.
+        """
         if not self._remarks.is_terminal:
-            yield ProgressLines(self.remark)
+            yield functools.partial(self._lines, counted_as=counted_as)
             return
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as Bars
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]}"),
+        )
         with Bars(*columns, console=self._remarks, disable=self.quiet or not self._speaks, transient=True) as bars:
             tasks: dict[str, TaskID] = {}
 
             def progress(stage: str, done: int, of: int | None) -> None:
+                if is_one_step(stage):
+                    self._lines(stage, done, of)
+                    return
                 if stage not in tasks:
-                    tasks[stage] = bars.add_task(_harmless(stage), total=of)
-                bars.update(tasks[stage], completed=done)
+                    for before in tasks.values():
+                        bars.update(before, left="")
+                    tasks[stage] = bars.add_task(_harmless(stage), total=of, left="")
+                self.estimate.told(counted_as or stage, done, None if counted_as else of)
+                bars.update(tasks[stage], completed=done, left=self.estimate.still)
 
             yield progress
-
-
-class ProgressLines:
-    """Progress in lines: how long a stage will take, if that is long, and every half a minute how far it is.
-
-    >>> clock = iter([0.0, 2.0, 4.0, 20.0, 40.0])
-    >>> told = ProgressLines(print, now=clock.__next__)
-    >>> for done in (0, 2, 4, 20, 40):
-    ...     told("samples", done, 100)
-    samples: 4 of 100, about 100 s in all
-    samples: 40 of 100, about 60 s left
-    """
-
-    def __init__(self, say: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
-        """Begin to listen; ``say`` prints a line."""
-        self._say, self._now = say, now
-        self._stage, self._begun, self._first, self._last, self._spoken = "", math.nan, 0, 0, -math.inf
-        self._paced: tuple[float, int] | None = None  # when the first step was done, which may have compiled something
-
-    def __call__(self, stage: str, done: int, of: int | None) -> None:
-        """Take what :data:`normscope.runtime.progress.Progress` is told."""
-        now = self._now()
-        if stage != self._stage or done < self._last:
-            self._stage, self._begun, self._first, self._spoken, self._paced = stage, now, done, -math.inf, None
-        self._last = done
-        took, early = now - self._begun, self._spoken == -math.inf
-        if self._paced is None and done > self._first:
-            self._paced = (now, done)
-        if self._paced is None or done == self._paced[1]:
-            return
-        if took < _EARLY_SECONDS or now - self._spoken < _SECONDS_BETWEEN_LINES:
-            return
-        if of is None:
-            ends, long = "", took > _LONG_SECONDS
-        else:
-            since, step = self._paced
-            whole = took + (now - since) / (done - step) * (of - done)
-            ends = f", about {_rounded(whole)} in all" if early else f", about {_rounded(whole - took)} left"
-            long = whole > _LONG_SECONDS
-        if done != of and (long or not early):
-            self._say(f"{stage}: {done:,}{'' if of is None else f' of {of:,}'}{ends}")
-            self._spoken = now
-
-
-def _rounded(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 2 * 60
-        else f"{seconds / 60:.0f} min"
-        if seconds < 2 * 3600
-        else f"{seconds / 3600:.1f} h"
-    )
 
 
 def listed(names: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import normscope
+from normscope.cli.estimate import seconds_of_a_pass
 from normscope.cli.options import SWAP
 from normscope.errors import UsageError, unknown
 from normscope.inputs.splits import divided
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from normscope.cli.output import Output
     from normscope.fits.curve_fit import CurveFit
     from normscope.fits.curves.known import Curve
+    from normscope.inputs.batch import Batch
     from normscope.inputs.loaded_model import LoadedModel
     from normscope.inputs.splits import DivisibleInputs, Part
     from normscope.pairs.captures import Capture
@@ -164,6 +166,7 @@ class Learner:
         least: how many of the norms, those whose swap alone moves the output least; None for all.
         seed: of the captures.
         ranks: the processes that divide captures and drift among them; all come to the same start values.
+        sample: one of its inputs, which passes are timed on.
     """
 
     network: LoadedModel
@@ -172,6 +175,7 @@ class Learner:
     least: int | None
     seed: int
     ranks: Ranks
+    sample: Batch
     _seen: dict[str, Capture] = field(default_factory=dict)
 
     @classmethod
@@ -182,13 +186,19 @@ class Learner:
         least = _LEAST.fullmatch(sites.strip())
         if sites.strip().startswith("least") and not least:
             raise UsageError(f"--sites {sites} is not understood; least:8 takes the eight least harmful.")
-        report = normscope.find_norms(network)
+        sample = network.inputs.first_sample()
+        report = normscope.find_norms(network, sample)
         say.skipped(report.skipped)
         norms = chosen(report.sites, "all" if least else sites)
         say.chosen(norms, sites, "--sites")
         if least and int(least[1]) > len(norms):
             raise UsageError(f"--sites {sites} asks for more norms than there are: {len(norms)}.")
-        return cls(network, norms, report.skipped, int(least[1]) if least else None, seed, ranks)
+        return cls(network, norms, report.skipped, int(least[1]) if least else None, seed, ranks, sample)
+
+    def seconds_of_a_pass(self, batches: int = 1) -> float:
+        """Time a pass through the network, of so many of its batches as one."""
+        size = batches * self.network.inputs.batch_size
+        return seconds_of_a_pass(self.network.module, self.sample, size)
 
     @property
     def learned(self) -> DivisibleInputs | Part:

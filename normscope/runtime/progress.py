@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
-# Called with the name of a stage, how much of it is done, and all of it: None where only the end will tell.
+# Called with the name of a stage, how much of it is done, and all of it: None where only the end will tell. A name that
+# ends in … is that of one long step, which is worth a word when it begins.
 Progress = Callable[[str, int, int | None], object]
+
+
+def is_one_step(stage: str) -> bool:
+    """Whether a stage is one long step, of which nothing tells how far it is."""
+    return stage.endswith("…")
 
 
 def silent(stage: str, done: int, of: int | None) -> None:
@@ -31,3 +38,27 @@ class StageProgress:
         """Count and report what this rank has done since."""
         self._done += number * self._ranks
         self._progress(self._stage, self._done if self._of is None else min(self._done, self._of), self._of)
+
+
+_under_way: list[Progress] = []  # of the calls that are running, the innermost last
+
+
+@contextlib.contextmanager
+def reporting(progress: Progress) -> Iterator[None]:
+    """Let :func:`report` reach this call's progress, meanwhile."""
+    _under_way.append(progress)
+    try:
+        yield
+    finally:
+        _under_way.remove(progress)
+
+
+def report(stage: str, done: int, of: int | None) -> None:
+    """Report what happens far below the call that asked for progress, such as that something is compiled.
+
+    >>> with reporting(print):
+    ...     report("compiling …", 0, 1)
+    compiling … 0 1
+    """
+    for progress in _under_way[-1:]:
+        progress(stage, done, of)

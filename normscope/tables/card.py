@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from normscope.tables.layout import Explanation
 from normscope.tables.table import NONE, Column, as_cell, names, several, table_of, words
 
 if TYPE_CHECKING:
@@ -36,12 +37,17 @@ def scale_table(cards: Sequence[NormCard]) -> Table:
         ),
         Column("linear", _linear, drop=2),
     ]
-    caption = (
-        "|μ|/σ: median and 95th percentile over tokens · mean's share: of a token's x² · without centring: "
-        "Σ(y − RMSNorm(x))²/Σy² · σ: percentiles over tokens, and how many times the 5th the 95th is · eps: share of "
-        "tokens whose y it lowers by 1 % · holds to: the c down to which y(c·x) = y(x), to 1 % for 99 % of the tokens "
-        "· linear: share of pairs where the tanh fitted is within 5 % of its tangent"
-    )
+    to_1_percent = "the c down to which y(c·x) = y(x), to 1 % for 99 % of the tokens"
+    caption = [
+        Explanation("|μ|/σ: median and 95th percentile over tokens"),
+        Explanation("mean's share: of a token's x²", ("mean's share",)),
+        Explanation("without centring: Σ(y − RMSNorm(x))²/Σy²", ("without",)),
+        Explanation("σ: percentiles over tokens"),
+        Explanation("95:5: how many times the 5th the 95th is", ("95:5",), "; "),
+        Explanation("eps: share of tokens whose y it lowers by 1 %", ("eps",)),
+        Explanation(f"holds to: {to_1_percent}", ("holds to",)),
+        Explanation("linear: share of pairs where the tanh fitted is within 5 % of its tangent", ("linear",)),
+    ]
     return table_of(cards, columns, caption=caption, remark=lambda card: card.degenerate or None)
 
 
@@ -57,11 +63,15 @@ def tails_table(cards: Sequence[NormCard]) -> Table:
         words("channels: of Σx²", lambda card: _tails(card)[6], 1),
         words("tokens", lambda card: _tails(card)[7], 2),
     ]
-    caption = (
-        "kurtosis: of x, 3 for a normal distribution · median, max: of |x|; ratio of the two; >100×: pairs beyond 100 "
-        "times the median · massive: pairs beyond 100 and beyond 1000 times the median (arXiv 2402.17762) · tokens: "
-        "numbers, within their samples, of the 16 tokens of largest |x|, and how many have each"
-    )
+    positions = "numbers, within their samples, of the 16 tokens of largest |x|, and how many have each"
+    caption = [
+        Explanation("kurtosis: of x, 3 for a normal distribution"),
+        Explanation("median: of |x|", ("median",)),
+        Explanation("ratio: of the largest |x| to the median", ("ratio",)),
+        Explanation(">100×: pairs beyond 100 times the median", (">100×",)),
+        Explanation("massive: pairs beyond 100 and beyond 1000 times the median (arXiv 2402.17762)", ("massive",)),
+        Explanation(f"tokens: {positions}", ("tokens",)),
+    ]
     return table_of(cards, columns, caption=caption, remark=lambda card: card.degenerate)
 
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from normscope.errors import count
 from normscope.fits.curves.known import FREE
+from normscope.tables.layout import Explanation
 from normscope.tables.table import NONE, Column, names, number, several, table_of, words
 
 if TYPE_CHECKING:
     from normscope.fits.curve_fit import CurveFit, Interval
     from normscope.fits.views.comparison import Compared, Comparison, Ratio
 
-_RATIOS = "Ratios are to capture 1. R² of 1: of capture 1's curve on these pairs."
-_INTERVALS = "In brackets: 95 %, by folds; * beyond the noise: a ratio's 95 % do not hold 1."
+_OF_RATIOS = ("α ratio", "slope ratio")
 _PAIRED = "Of the same inputs, each fold is left out of both captures together."
 _INDEPENDENT = "Of different inputs, captures count as independent."
 
@@ -53,12 +53,21 @@ def matching_lines(comparison: Comparison) -> list[str]:
     return lines
 
 
-def _caption(rows: Sequence[Compared]) -> str:
+def _caption(rows: Sequence[Compared]) -> Iterator[Explanation]:
+    yield Explanation("Ratios are to capture 1.", _OF_RATIOS)
+    yield Explanation("R² of 1: of capture 1's curve on these pairs.", ("R² of 1",), " ")
     if not any(row.fit.intervals for row in rows):
-        return f"{_RATIOS} No folds: no intervals, and nothing to tell differences from noise by."
+        yield Explanation("No folds: no intervals, and nothing to tell differences from noise by.", after=" ")
+        return
+    yield Explanation("In brackets: 95 %, by folds", after=" ")
+    yield Explanation("* beyond the noise: a ratio's 95 % do not hold 1", _OF_RATIOS, "; ")
+    yield Explanation(".", after="")
     known = {ratio.paired for row in rows for ratio in (row.alpha, row.slope) if ratio and ratio.interval}
-    how = [text for paired, text in ((True, _PAIRED), (False, _INDEPENDENT)) if paired in known]
-    return " ".join([_RATIOS, _INTERVALS, *how])
+    yield from (
+        Explanation(text, _OF_RATIOS, " ")
+        for paired, text in ((True, _PAIRED), (False, _INDEPENDENT))
+        if paired in known
+    )
 
 
 def _nothing(line: tuple[Compared, bool]) -> str | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from normscope.swaps.heal.reports import BLOCKS, SITES, START, WHOLE, HealReport
+from normscope.tables.layout import Explanation
 from normscope.tables.table import NONE, Column, names, number, several, table_of, words
 
 if TYPE_CHECKING:
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     Swap = tuple[DriftReport, Drift]
 
 _NEAR = 0.1  # of the output's length
-_L2 = "relative L2: ‖swapped − original‖ / ‖original‖, median and 90th percentile over inputs"
+_P90, _P10 = "p90 of L2", "p10 of cosine"
+_L2 = "relative L2: ‖swapped − original‖ / ‖original‖"
 
 
 def drift_tables(reports: Sequence[DriftReport]) -> list[Table]:
@@ -44,8 +46,8 @@ def drift_table(reports: Sequence[DriftReport]) -> Table:
         words("init", lambda swap: swap[0].init, 2),
         Column("sites", lambda swap: str(swap[1].sites_swapped), drop=3),
         Column("inputs", lambda swap: str(swap[1].inputs), drop=5),
-        *several(("L2", "p90"), lambda swap: _upper(swap[1].relative_l2), (0, 2), labels=("", "p90 of L2")),
-        *several(("cosine", "p10"), lambda swap: _lower(swap[1].cosine), (0, 3), labels=("", "p10 of cosine")),
+        *several(("L2", "p90"), lambda swap: _upper(swap[1].relative_l2), (0, 2), labels=("", _P90)),
+        *several(("cosine", "p10"), lambda swap: _lower(swap[1].cosine), (0, 3), labels=("", _P10)),
         Column(f"≤ {_NEAR}", lambda swap: _near(swap[0]), orders, drop=1),
         *several(("KL", "p90"), lambda swap: _upper(swap[1].kl), (1, 4), labels=("", "p90 of KL"), shown=logits),
         Column("top-1", lambda swap: number(swap[1].top1, ".1%"), logits, drop=1),
@@ -67,7 +69,7 @@ def drift_table(reports: Sequence[DriftReport]) -> Table:
         ),
         _spoilt(rows),
     ]
-    caption = " · ".join(_explained(rows, orders=orders, logits=logits, top5=top5, frames=frames, ends=ends))
+    caption = _explained(rows, orders=orders, logits=logits, top5=top5, frames=frames, ends=ends)
     return table_of(list(zip(reports, rows, strict=True)), columns, caption=caption)
 
 
@@ -79,12 +81,12 @@ def parts_table(reports: Sequence[DriftReport]) -> Table:
         words("init", lambda swap: swap[0].init if swap[1] is swap[0].by_part[0] else "", 2),
         words("part", lambda swap: swap[1].part),
         Column("inputs", lambda swap: str(swap[1].inputs), drop=4),
-        *several(("L2", "p90"), lambda swap: _upper(swap[1].relative_l2), (0, 1)),
+        *several(("L2", "p90"), lambda swap: _upper(swap[1].relative_l2), (0, 1), labels=("", _P90)),
         Column("max", lambda swap: _distance(swap[1].relative_l2.max), drop=3),
-        *several(("cosine", "p10"), lambda swap: _lower(swap[1].cosine), (0, 3)),
+        *several(("cosine", "p10"), lambda swap: _lower(swap[1].cosine), (0, 3), labels=("", _P10)),
         _spoilt([row for _, row in rows]),
     ]
-    caption = f"The output with all sites swapped. {_L2}; cosine: median and 10th percentile"
+    caption = _of_the_output("The output with all sites swapped")
     return table_of(rows, columns, caption=caption)
 
 
@@ -150,24 +152,36 @@ def _spoilt(rows: Sequence[Drift]) -> Column[Swap]:
 
 def _explained(
     rows: Sequence[Drift], *, orders: bool, logits: bool, top5: bool, frames: bool, ends: bool
-) -> Iterable[str]:
+) -> Iterable[Explanation]:
     """The meaning of the columns, as far as there is something in them."""
-    yield f"All sites swapped. {_L2}; cosine: median and 10th percentile"
+    yield from _of_the_output("All sites swapped")
     if orders:
-        yield f"≤ {_NEAR}: how many sites, the least harmful first, leave a median L2 up to that"
+        near = f"≤ {_NEAR}"
+        yield Explanation(f"{near}: how many sites, the least harmful first, leave a median L2 up to that", (near,))
     if logits:
         answers = max(row.answers or 0 for row in rows)
-        yield f"KL(original ‖ swapped) in nats; top-1: same first answer, of {answers:,}"
+        yield Explanation("KL(original ‖ swapped) in nats", ("KL",))
+        yield Explanation(f"top-1: same first answer, of {answers:,}", ("top-1",), "; ")
     if top5:
-        yield "top-5: the original's first among the swapped's five; of 5: share of the original's five among them"
+        yield Explanation("top-5: the original's first among the swapped's five", ("top-5",))
+        yield Explanation("of 5: share of the original's five among them", ("of 5",), "; ")
     if frames:
-        yield "frame L2: relative L2 of single frames"
+        yield Explanation("frame L2: relative L2 of single frames", ("frame L2",))
     if ends:
-        yield "end: of the latents at the end of trajectories"
+        yield Explanation("end: of the latents at the end of trajectories", ("end L2", "cosine of the end"))
     if any(row.nonfinite for row in rows):
-        yield "not finite: inputs that gave a NaN or an infinity, which count as infinitely far"
+        yield Explanation("not finite: inputs that gave a NaN or an infinity, which count as infinitely far")
     if left_out := max((row.left_out for row in rows), default=0):
-        yield f"{left_out:,} more left out: the original's own output is zero throughout or not finite"
+        yield Explanation(f"{left_out:,} more left out: the original's own output is zero throughout or not finite")
+
+
+def _of_the_output(of: str) -> list[Explanation]:
+    return [
+        Explanation(f"{of}. {_L2}, median"),
+        Explanation("and 90th percentile", (_P90,), " "),
+        Explanation("over inputs; cosine: median", after=" "),
+        Explanation("and 10th percentile", (_P10,), " "),
+    ]
 
 
 _NAMES = {START: "start values", SITES: "each site alone", BLOCKS: "blocks", WHOLE: "end to end"}

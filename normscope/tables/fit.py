@@ -11,6 +11,7 @@ from rich.table import Table
 
 from normscope.errors import count
 from normscope.fits.curves.known import FREE
+from normscope.tables.layout import Explanation
 from normscope.tables.table import NONE, Column, as_cell, names, number, several, table_of, with_interval, words
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
         Column("sat.", lambda fit: number(fit.saturated, ".1%"), drop=9),
         Column("rank", lambda fit: _rank(fit, rivals), drop=2),
     ]
-    return table_of(fits, columns, caption=" · ".join(_explained(fits)), remark=lambda fit: fit.nothing, named=2)
+    return table_of(fits, columns, caption=_explained(fits), remark=lambda fit: fit.nothing, named=2)
 
 
 def channels_table(fits: Sequence[CurveFit]) -> Table:
@@ -56,10 +57,15 @@ def channels_table(fits: Sequence[CurveFit]) -> Table:
             (3, 2, 4, 0, 1, 0, 1, 1, 0, 1),
         ),
     ]
-    caption = (
-        f"y ≈ {_formula(fits)} in each channel, without folds; medians, 5th and 95th percentiles over the channels: "
-        "A and α of those that bend, R² of all that have something to fit. --json, --csv and -o hold every channel."
-    )
+    caption = [
+        Explanation(f"y ≈ {_formula(fits)} in each channel, without folds; medians"),
+        Explanation("5th and 95th percentiles", ("α 5 %", "α 95 %", "R² 5 %", "R² 95 %"), ", "),
+        Explanation(
+            "over the channels: A and α of those that bend, R² of all that have something to fit. "
+            "--json, --csv and -o hold every channel.",
+            after=" ",
+        ),
+    ]
     return table_of([[*key, *_over_channels(group)] for key, group in groups.items()], columns, caption=caption)
 
 
@@ -76,11 +82,15 @@ def slopes_table(slopes: Sequence[TokenSlopes]) -> Table:
         ),
         Column("error", lambda row: f"{row.largest_error:.1g}" if row.drawn else NONE, drop=3),
     ]
-    caption = (
-        "Each token is a line, exactly: its slope is 1/σ (1/ρ without centring). Percentiles over all tokens, and how "
-        "many times the 5th the 95th is; error: largest |y − line| among the elements of "
-        f"{sum(row.drawn for row in slopes):,} drawn tokens."
-    )
+    drawn = sum(row.drawn for row in slopes)
+    caption = [
+        Explanation(
+            "Each token is a line, exactly: its slope is 1/σ (1/ρ without centring). Percentiles over all tokens, and "
+            "how many times the 5th the 95th is"
+        ),
+        Explanation(f"error: largest |y − line| among the elements of {drawn:,} drawn tokens", ("error",), "; "),
+        Explanation(".", after=""),
+    ]
     return table_of(slopes, columns, caption=caption)
 
 
@@ -133,29 +143,36 @@ def _over_channels(fits: Sequence[CurveFit]) -> list[str]:
     ]
 
 
-def _explained(fits: Sequence[CurveFit]) -> Iterable[str]:
+def _explained(fits: Sequence[CurveFit]) -> Iterable[Explanation]:
     """The meaning of the columns, as far as there is something in them."""
     weighted = {"gamma": ", pairs weighted by γ²", "x": ", pairs weighted evenly over x"}
-    yield f"y ≈ {_formula(fits)}{weighted.get(fits[0].weights_by, '') if fits else ''}; fitted: {_forms(fits)}"
+    weights = weighted.get(fits[0].weights_by, "") if fits else ""
+    yield Explanation(f"y ≈ {_formula(fits)}{weights}; fitted: {_forms(fits)}")
     over = ", ".join(sorted({fit.folds for fit in fits if fit.folds}))
     if over:
-        yield f"±: half of the 95 % interval, a jackknife over folds by {over}"
-        yield "ceiling: R² of the best held-out function of x that was found; of it: the curve's held-out R² over that"
+        yield Explanation(f"±: half of the 95 % interval, a jackknife over folds by {over}")
+        yield Explanation("ceiling: R² of the best held-out function of x that was found", ("ceiling",))
+        yield Explanation("of it: the curve's held-out R² over that", ("of it",), "; ")
     else:
-        yield "no folds, and so no intervals and no ceiling"
+        yield Explanation("no folds, and so no intervals and no ceiling")
     if passing := dict.fromkeys(as_cell(fit.curve) for fit in fits if (fit.of_ceiling or 0) > _PASSES):
-        yield f"of it above 1: {', '.join(passing)} predicts held-out folds better than what the others chose"
-    yield "tail: RMSE beyond the 99th percentile of |x|; sat.: pairs where |f′| is under 5 % of its peak"
+        better = f"{', '.join(passing)} predicts held-out folds better than what the others chose"
+        yield Explanation(f"of it above 1: {better}", ("of it",))
+    yield Explanation("tail: RMSE beyond the 99th percentile of |x|", ("tail",))
+    yield Explanation("sat.: pairs where |f′| is under 5 % of its peak", ("sat.",), "; ")
     if len({fit.parameters for fit in fits if fit.parameters is not None}) > 1:
-        yield "rank: among curves with as many free parameters (params)"
+        yield Explanation("rank: among curves with as many free parameters", ("rank",))
+        yield Explanation("(params)", ("params",), " ")
     if any(fit.doubt == "power law" for fit in fits):
-        yield "power law: the pairs tell A and α not apart, only the law k·|x|^p, with the sign of x, under slope"
+        law = "the pairs tell A and α not apart, only the law k·|x|^p, with the sign of x"
+        yield Explanation(f"power law: {law}", ("A",))
+        yield Explanation("under slope", ("slope",), ", ")
     if any(fit.in_noise and fit.rank and fit.rank > 1 for fit in fits):
-        yield "≈: no worse than the first but for noise"
+        yield Explanation("≈: no worse than the first but for noise", ("rank",))
     if any(fit.best for fit in fits):
-        yield "*: the best"
+        yield Explanation("*: the best")
     if any(fit.curve == "sigmoid" for fit in fits):
-        yield _SIGMOID
+        yield Explanation(_SIGMOID)
 
 
 def _forms(fits: Sequence[CurveFit]) -> str:
@@ -175,7 +192,7 @@ def _quantile(values: Sequence[float], share: float) -> str:
 
 def advice_table(advice: Sequence[Advice]) -> Table:
     """One line a kind of site and curve: where its point-wise functions start, and what was published for such."""
-    from normscope.fits.views.advice import NOTE
+    from normscope.fits.views.advice import NOTE_ON_PUBLISHED, NOTE_ON_START
 
     shifted = any(row.shift and (row.shift.least or row.shift.most) for row in advice)
     columns: list[Column[Advice]] = [
@@ -190,7 +207,10 @@ def advice_table(advice: Sequence[Advice]) -> Table:
         names("left out", lambda row: _left_out(row), 5),
         names("published α₀", lambda row: _published(row), 1),
     ]
-    caption = f"Medians of the sites of a kind that bend; in brackets, their range. {NOTE}"
+    caption = [
+        Explanation(f"Medians of the sites of a kind that bend; in brackets, their range. {NOTE_ON_START}"),
+        Explanation(NOTE_ON_PUBLISHED, ("published α₀",), " "),
+    ]
     return table_of(advice, columns, caption=caption)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from normscope.tables.layout import Explanation
 from normscope.tables.table import NONE, Column, as_cell, names, number, several, table_of, with_interval, words
 
 if TYPE_CHECKING:
@@ -41,15 +42,15 @@ def jacobians_table(views: Sequence[GradientView]) -> Table:
         ),
     ]
     n_largest = max((view.n_largest for view in views), default=0)
-    caption = (
-        "share: of ‖∂y/∂x‖² that the diagonal holds, mean over the tokens drawn; "
-        f"least: the smallest, among the {n_largest} tokens of largest |x| too; "
-        "in tail: of a row's squares, mean over the 1 % of drawn pairs of largest |x|; "
-        "R²: of ∂y_i/∂x_i over all pairs, by each curve's derivative; "
-        f"{_held_out(views)}"
-    )
+    caption = [
+        Explanation("share: of ‖∂y/∂x‖² that the diagonal holds, mean over the tokens drawn", ("share",)),
+        Explanation(f"least: the smallest share, among the {n_largest} tokens of largest |x| too", ("least",), "; "),
+        Explanation("in tail: of a row's squares, mean over the 1 % of drawn pairs of largest |x|", ("in tail",), "; "),
+        Explanation("R²: of ∂y_i/∂x_i over all pairs, by each curve's derivative", after="; "),
+        *_held_out(views),
+    ]
     missing = [as_cell(f"{view.site}: {view.reason}") for view in views if view.reason is not None]
-    caption += "".join(f"\n{_NOT_COVERED}: {line}" for line in missing)
+    caption += [Explanation(f"{_NOT_COVERED}: {line}", after="\n") for line in missing]
     return _aligned(table_of(views, columns, caption=caption, remark=_remark, named=4))
 
 
@@ -70,14 +71,14 @@ def _r2(view: GradientView, curves: Sequence[str]) -> list[str]:
     return [with_interval(number(r2[name], ".4f"), view.intervals.get(name)) for name in r2]
 
 
-def _held_out(views: Sequence[GradientView]) -> str:
+def _held_out(views: Sequence[GradientView]) -> list[Explanation]:
     over = ", ".join(sorted({view.folds for view in views if view.folds}))
     if not over:
-        return "no folds, and so no intervals and no ceiling"
-    return (
-        "ceiling: by the best held-out function of x that was found; "
-        f"±: half of the 95 % interval, a jackknife over folds by {over}"
-    )
+        return [Explanation("no folds, and so no intervals and no ceiling", after="; ")]
+    return [
+        Explanation("ceiling: by the best held-out function of x that was found", ("ceiling",), "; "),
+        Explanation(f"±: half of the 95 % interval, a jackknife over folds by {over}", after="; "),
+    ]
 
 
 def constants_table(views: Sequence[GradientView]) -> Table:
@@ -94,12 +95,16 @@ def constants_table(views: Sequence[GradientView]) -> Table:
         ),
         words("steadier for", lambda row: _steadier(row[0].constants[row[1]]) if row[1] else "", 1),
     ]
-    caption = (
-        "1/rstd (σ, or ρ without centring): what DyT holds constant; √C: what DyISRU does, in the same unit; medians "
-        "over the pairs of the tokens drawn, and the ratio of the quantiles 0.84 and 0.16, which is 1 where the "
-        "assumption is true; alike: within 5 %; raw √C: the ratio for √(x²(d/y² − 1)), with the token's mean in x; "
-        "tail: the 1 % of these pairs of largest |x|"
-    )
+    caption = [
+        Explanation(
+            "1/rstd (σ, or ρ without centring): what DyT holds constant; √C: what DyISRU does, in the same unit; "
+            "medians over the pairs of the tokens drawn, and the ratio of the quantiles 0.84 and 0.16, which is 1 "
+            "where the assumption is true"
+        ),
+        Explanation("alike: within 5 %", ("steadier for",), "; "),
+        Explanation("raw √C: the ratio for √(x²(d/y² − 1)), with the token's mean in x", ("raw √C",), "; "),
+        Explanation("tail: the 1 % of these pairs of largest |x|", after="; "),
+    ]
     return _aligned(table_of(rows, columns, caption=caption))
 
 

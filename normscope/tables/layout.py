@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -17,6 +18,21 @@ _LEAST_CAPTION = 80
 _BREAKS = re.compile(r"(?<=\.)(?![\d./\s])|(?<=[^\W\d][/:-])(?=\w)|(?<= )")
 _COMFORTABLE = 24  # of a column that folds, as long as another can give way
 _LONGEST_PIECE = 32  # of a name without any of these, which no table has room for
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A part of a caption, which is not shown where no column is that it is about.
+
+    Attributes:
+        text: in rich's markup.
+        of: what the columns are called that it is about, by their labels; without any it is about the whole table.
+        after: what stands between it and the part before.
+    """
+
+    text: str
+    of: Sequence[str] = ()
+    after: str = " · "
 
 
 class AdaptiveTable(Table):
@@ -33,13 +49,19 @@ class AdaptiveTable(Table):
         spans: rows of which all that follows some column is one text, by their number: that column's.
     """
 
-    def __init__(self, caption: str = "") -> None:
+    def __init__(self) -> None:
         """Begin a table without columns."""
-        super().__init__(box=None, pad_edge=False, caption_justify="left", caption=caption)
+        super().__init__(box=None, pad_edge=False, caption_justify="left")
+        self._explanations: Sequence[Explanation] = ()
         self.priorities: list[int] = []
         self.labels: list[str] = []
         self.folding: list[bool] = []
         self.spans: dict[int, int] = {}
+
+    def explain(self, explanations: Sequence[Explanation]) -> None:
+        """Set the caption, of which a terminal shows what is about the columns that it has room for."""
+        self._explanations = explanations
+        self.caption = _joined(explanations)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Lay the table out for the width that there is."""
@@ -58,7 +80,9 @@ class AdaptiveTable(Table):
         )
         for row in range(self.row_count):
             yield from self._row(row, kept, chosen, widths, options.max_width)
-        below = [plain(self.caption)] if self.caption else []
+        shown = {self.labels[number] for number in kept}
+        explained = _joined([part for part in self._explanations if not part.of or shown.intersection(part.of)])
+        below = [plain(explained)] if explained else []
         if dropped := [self.labels[number] for number in range(len(columns)) if number not in kept]:
             needed = sum(column.wanted for column in columns) + len(_GAP) * (len(columns) - 1)
             names = ", ".join(dropped).rstrip(".")
@@ -122,6 +146,10 @@ class _ColumnTexts:
     def folded_heading(self, width: int) -> list[str]:
         """The heading's lines."""
         return _folded(self.heading, width)
+
+
+def _joined(explanations: Sequence[Explanation]) -> str:
+    return "".join(f"{part.after if number else ''}{part.text}" for number, part in enumerate(explanations))
 
 
 def _widths(columns: Sequence[_ColumnTexts], width: int) -> list[int]:

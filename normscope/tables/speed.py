@@ -8,6 +8,7 @@ from rich.table import Table
 
 from normscope.errors import count
 from normscope.swaps.bench.reports import FUSED, BenchReport, Latency, PublishedReport, Timing
+from normscope.tables.layout import AdaptiveTable, Explanation
 from normscope.tables.table import NONE, Column, as_cell, names, number, several, table_of, words
 
 SCOPES = {"norm": "the norm alone", "model": "the whole network"}
@@ -17,16 +18,19 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 def speed_tables(report: BenchReport) -> list[Table]:
     """One table a way, number of passes and dtype, a line a timing; what it means under the last of its scope."""
     widest = max((len(row.variant) for row in report.rows), default=0)
-    tables: list[Table] = []
+    tables: list[AdaptiveTable] = []
+    captions: dict[int, list[Explanation]] = {}
     for scope in SCOPES:
         rows = [row for row in report.rows if row.scope == scope]
         groups = dict.fromkeys(_title(row) for row in rows)
         tables += [_table(title, [row for row in rows if _title(row) == title], widest) for title in groups]
         if rows:
-            tables[-1].caption = "\n".join(map(as_cell, _caption(rows, scope)))
-    if tables and report.left_out:
-        tables[-1].caption = "\n".join([str(tables[-1].caption), *map(as_cell, report.left_out)])
-    return tables
+            captions[len(tables) - 1] = _caption(rows, scope)
+    if captions:
+        captions[len(tables) - 1] += [Explanation(as_cell(line), after="\n") for line in report.left_out]
+    for place, caption in captions.items():
+        tables[place].explain(caption)
+    return list(tables)
 
 
 def duration(seconds: float) -> str:
@@ -51,7 +55,7 @@ def _title(row: Timing) -> str:
     return " · ".join(part for part in (SCOPES[row.scope], row.way, row.passes, row.dtype, row.timer) if part)
 
 
-def _table(title: str, rows: Sequence[Timing], widest: int) -> Table:
+def _table(title: str, rows: Sequence[Timing], widest: int) -> AdaptiveTable:
     alone = rows[0].scope == "norm"
     columns: list[Column[Timing]] = [
         words("", lambda row: row.variant),
@@ -79,22 +83,26 @@ def _in_its_unit(row: Timing, *seconds: float | None) -> list[str]:
     return [_digits((time or 0) / size) for time in seconds]
 
 
-def _caption(rows: Sequence[Timing], scope: str) -> list[str]:
+def _caption(rows: Sequence[Timing], scope: str) -> list[Explanation]:
     first, passes = rows[0], dict.fromkeys(row.passes for row in rows)
     shape = "×".join(map(str, first.shape))
     if scope == "norm":
-        lines = [
-            f"One norm on random values of its real shape, {shape}, which {count(first.sites, 'norm')} of the network "
-            "have. GB/s count x and y forward; x, y, dy and dx forward + backward; copy: the share of what a copy gives"
+        norms = count(first.sites, "norm")
+        parts = [
+            Explanation(f"One norm on random values of its real shape, {shape}, which {norms} of the network have"),
+            Explanation("GB/s count x and y forward; x, y, dy and dx forward + backward", ("GB/s",), ". "),
+            Explanation("copy: the share of what a copy gives", ("copy",), "; "),
         ]
     else:
         fewest = min((len(row.samples) for row in rows if row.samples), default=0)
-        lines = [f"{count(first.sites, 'norm')}; input {shape}; at least {count(fewest, 'sample')} of each"]
-        lines[0] += "; backward: to the gradients of all parameters" * (len(passes) > 1)
-    lines[0] += (
-        ". time: the median; ratio: to the native norm's. faster, slower: min and all of p20–p80 lie below the native "
-        "norm's of the same way, or above; alike: neither."
-    )
+        samples = f"{count(first.sites, 'norm')}; input {shape}; at least {count(fewest, 'sample')} of each"
+        parts = [Explanation(samples + "; backward: to the gradients of all parameters" * (len(passes) > 1))]
+    verdict = "min and all of p20–p80 lie below the native norm's of the same way, or above; alike: neither."
+    parts += [
+        Explanation("time: the median; ratio: to the native norm's.", after=". "),
+        Explanation(f"faster, slower: {verdict}", after=" "),
+    ]
+    lines = []
     ways = {row.way for row in rows}
     if ways.intersection(FUSED):
         lines.append(
@@ -111,7 +119,8 @@ def _caption(rows: Sequence[Timing], scope: str) -> list[str]:
         lines.append(
             f"Compiled in {duration(min(compiled))} to {duration(max(compiled))} each, which is in no time above."
         )
-    return [*lines, *dict.fromkeys(f"{row.variant}, {row.way}: {row.note}" for row in rows if row.note)]
+    lines += dict.fromkeys(f"{row.variant}, {row.way}: {row.note}" for row in rows if row.note)
+    return [*parts, *(Explanation(as_cell(line), after="\n") for line in lines)]
 
 
 def published_table(report: PublishedReport) -> Table:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from normscope.runtime.files import visible
-from normscope.tables.layout import AdaptiveTable
+from normscope.tables.layout import AdaptiveTable, Explanation
 
 if TYPE_CHECKING:
     from normscope.fits.curves.known import Curve
@@ -79,7 +79,7 @@ def table_of(
     rows: Iterable[Row],
     columns: Iterable[Column[Row]],
     *,
-    caption: str = "",
+    caption: str | Iterable[Explanation] = (),
     remark: Callable[[Row], str | None] = lambda row: None,
     named: int = 1,
 ) -> AdaptiveTable:
@@ -88,12 +88,14 @@ def table_of(
     Args:
         rows: records.
         columns: those that are not ``shown`` are left out.
-        caption: below it; what stands for itself in it has gone through :func:`as_cell`.
+        caption: below it, in parts where some are about single columns; what stands for itself in it has gone through
+            :func:`as_cell`.
         remark: what is said of a row in place of its numbers; None where it has numbers.
         named: how many columns, of those shown, come before such a remark.
     """
     columns = [column for column in columns if column.shown]
-    table = AdaptiveTable(caption)
+    table = AdaptiveTable()
+    table.explain([Explanation(caption)] if isinstance(caption, str) else list(caption))
     for column in columns:
         table.add_column(as_cell(column.heading), justify=column.justify)
         table.priorities.append(column.drop)

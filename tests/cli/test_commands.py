@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes, their output, and their exit status."""
+"""The command line as a user meets it: its output and its exit status; in processes of their own, where that tells."""
 
 import json
 import os
@@ -30,8 +30,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def captured(run, folder):
-    done = run("capture", "demo_vit", "-o", "seen.safetensors", "--raw", "--layers", "0,16", "--limit", "9", cwd=folder)
+def captured(run_here, folder):
+    done = run_here(
+        "capture", "demo_vit", "-o", "seen.safetensors", "--raw", "--layers", "0,16", "--limit", "9", cwd=folder
+    )
     assert done.returncode == 0, done.stderr
     return folder / "seen.safetensors", done
 
@@ -95,8 +97,8 @@ def test_completion_is_installed_and_completes(run, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["plot", "fit", "stats", "capture", "layers", "models"])
-def test_every_commands_help_has_an_example(run, folder, command):
-    done = run(command, "--help", cwd=folder, NO_COLOR="1")
+def test_every_commands_help_has_an_example(run_here, folder, command):
+    done = run_here(command, "--help", cwd=folder, NO_COLOR="1")
     assert done.returncode == 0
     assert f"normscope {command}" in " ".join(done.stdout.split())
 
@@ -113,20 +115,20 @@ def test_plot_without_a_model_draws_the_embedded_ones_and_says_so(run, folder):
 
 
 @pytest.mark.slow
-def test_timesteps_are_kept_apart(run, folder):
+def test_timesteps_are_kept_apart(run_here, folder):
     options = ("--timesteps", "980,20", "--guidance", "1", "--limit", "3", "--layers", "2")
-    done = run("capture", "demo_dit", *options, "--by", "timestep", "--json", "-o", "dit.safetensors", cwd=folder)
+    done = run_here("capture", "demo_dit", *options, "--by", "timestep", "--json", "-o", "dit.safetensors", cwd=folder)
     assert json.loads(done.stdout)["parts"] == ["timestep 980", "timestep 20"]
-    fits = json.loads(run("fit", "dit.safetensors", "--by", "timestep", "--json", cwd=folder).stdout)["fits"]
+    fits = json.loads(run_here("fit", "dit.safetensors", "--by", "timestep", "--json", cwd=folder).stdout)["fits"]
     apart = [normscope.load_capture(folder / "dit.safetensors").parts[part] for part in ("timestep 980", "timestep 20")]
     assert [found["alpha"] for found in fits] == [own.alpha for part in apart for own in normscope.fit(part)]
     assert fits[0]["data"].endswith("timesteps 980, 20 · timestep 980")
-    drawn = run("plot", "dit.safetensors", "--by", "timestep", "--color", "token", "-o", "dit", cwd=folder)
+    drawn = run_here("plot", "dit.safetensors", "--by", "timestep", "--color", "token", "-o", "dit", cwd=folder)
     names = ["demo_dit-timestep-980-scurves.png", "demo_dit-timestep-20-scurves.png", "overview-scurves.png"]
     assert drawn.stdout.splitlines() == [f"dit/{name}" for name in names]
-    plain = run("capture", "demo_dit", *options, "--json", "-o", "whole.safetensors", cwd=folder)
+    plain = run_here("capture", "demo_dit", *options, "--json", "-o", "whole.safetensors", cwd=folder)
     assert json.loads(plain.stdout)["parts"] == []
-    refused = run("fit", "whole.safetensors", "--by", "timestep", cwd=folder)
+    refused = run_here("fit", "whole.safetensors", "--by", "timestep", cwd=folder)
     assert refused.returncode == 2 and "whole.safetensors keeps no timesteps apart" in refused.stderr
     assert "--by timestep -o whole.safetensors" in " ".join(refused.stderr.split())
 
@@ -163,21 +165,21 @@ def test_raw_pairs_are_announced_and_give_the_same_sums(captured):
 
 
 @pytest.mark.slow
-def test_captures_take_the_place_of_models(run, captured):
+def test_captures_take_the_place_of_models(run_here, captured):
     path, _ = captured
-    done = run("fit", path.name, "--json", cwd=path.parent)
+    done = run_here("fit", path.name, "--json", cwd=path.parent)
     from_file = json.loads(done.stdout)["fits"]
-    live = run("fit", "demo_vit", "--layers", "0,16", "--limit", "9", "--json", cwd=path.parent)
+    live = run_here("fit", "demo_vit", "--layers", "0,16", "--limit", "9", "--json", cwd=path.parent)
     assert from_file == json.loads(live.stdout)["fits"]
-    drawn = run("plot", path.name, "--layers", "norm", "-o", "one.svg", "--json", cwd=path.parent)
+    drawn = run_here("plot", path.name, "--layers", "norm", "-o", "one.svg", "--json", cwd=path.parent)
     figure = json.loads(drawn.stdout)["figures"][0]
     assert (figure["file"], figure["sites"]) == ("one.svg", ["norm"])
     assert (path.parent / "one.svg").read_text().startswith("<?xml")
 
 
 @pytest.mark.slow
-def test_layers_as_json_and_as_a_table(run, folder):
-    done = run("layers", "demo_vit", "--json", "--verify", cwd=folder)
+def test_layers_as_json_and_as_a_table(run_here, folder):
+    done = run_here("layers", "demo_vit", "--json", "--verify", cwd=folder)
     document = json.loads(done.stdout)
     assert list(document) == ["model", "sites", "skipped"]
     assert document["sites"][-1] == {
@@ -195,9 +197,9 @@ def test_layers_as_json_and_as_a_table(run, folder):
 
 
 @pytest.mark.slow
-def test_a_narrow_terminal_breaks_no_number(run, captured):
+def test_a_narrow_terminal_breaks_no_number(run_here, captured):
     path, _ = captured
-    wide, narrow = (run("fit", path.name, "-q", cwd=path.parent, COLUMNS=width).stdout for width in ("200", "30"))
+    wide, narrow = (run_here("fit", path.name, "-q", cwd=path.parent, COLUMNS=width).stdout for width in ("200", "30"))
     assert "…" not in narrow
     numbers = re.compile(r"\d+\.\d+|\d+,\d+")
     shown, every = (numbers.findall(text.partition("digits")[2]) for text in (narrow, wide))
@@ -209,9 +211,9 @@ def test_a_narrow_terminal_breaks_no_number(run, captured):
 @pytest.mark.parametrize(
     "command", [["layers"], ["fit"], ["stats"], ["plot", "--dpi", "40"], ["capture", "-o", "mixed.safetensors"]]
 )
-def test_norms_that_are_not_known_are_reported_by_every_command(run, folder, command):
+def test_norms_that_are_not_known_are_reported_by_every_command(run_here, folder, command):
     (folder / "own.py").write_text(OWN)
-    done = run(*command, "py:own.py:known_and_unknown", "--json", cwd=folder)
+    done = run_here(*command, "py:own.py:known_and_unknown", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "skipped 1 (OddNorm): no form that is known reproduces its output" in done.stderr
     skipped = json.loads(done.stdout)["skipped"]
@@ -219,9 +221,9 @@ def test_norms_that_are_not_known_are_reported_by_every_command(run, folder, com
 
 
 @pytest.mark.slow
-def test_a_model_without_a_known_norm_is_an_error_that_names_what_there_is(run, folder):
+def test_a_model_without_a_known_norm_is_an_error_that_names_what_there_is(run_here, folder):
     (folder / "own.py").write_text(OWN)
-    done = run("fit", "py:own.py:unknown", cwd=folder)
+    done = run_here("fit", "py:own.py:unknown", cwd=folder)
     assert done.returncode == 3
     assert "calls no normalization layer that normscope knows. Skipped: 0 (OddNorm)" in done.stderr
 
@@ -243,11 +245,11 @@ def known_and_unknown():
 
 
 @pytest.mark.slow
-def test_random_weights_are_said_even_when_quiet(run, folder):
-    done = run("fit", "demo_vit", "--weights", "random", "--seed", "3", "--layers", "1", "-q", cwd=folder)
+def test_random_weights_are_said_even_when_quiet(run_here, folder):
+    done = run_here("fit", "demo_vit", "--weights", "random", "--seed", "3", "--layers", "1", "-q", cwd=folder)
     assert "random weights, seed 3" in done.stderr
     assert "random weights, seed 3" in done.stdout
-    drawn = run("plot", "demo_vit", "--weights", "random", "-o", "r.svg", "-q", cwd=folder)
+    drawn = run_here("plot", "demo_vit", "--weights", "random", "-o", "r.svg", "-q", cwd=folder)
     assert drawn.stdout == "r.svg\n"
     assert "random weights, seed 0" in drawn.stderr
     assert "weights: random weights, seed 0" in (folder / "r.svg").read_text()
@@ -274,15 +276,14 @@ def test_version(run, folder):
 
 @pytest.mark.slow
 def test_a_hub_that_does_not_answer_is_said_within_ten_seconds(run, folder):
-    def seconds_and_result():
+    for _ in range(3):  # what is asked is about the program, and not about the tests that run beside it
         start = time.perf_counter()
         done = run(
             "plot", "vit_b16", "--layers", "4", cwd=folder, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(folder)
         )
-        return time.perf_counter() - start, done
-
-    # Of the program and not of the tests that run beside it: the quickest of three.
-    seconds, done = min((seconds_and_result() for _ in range(3)), key=lambda attempt: attempt[0])
+        seconds = time.perf_counter() - start
+        if seconds < 10:
+            break
     assert seconds < 10
     assert (done.returncode, done.stdout) == (3, "")
     for way in ("--weights FILE", "--weights random", "normscope plot demo_vit"):
@@ -364,14 +365,14 @@ def _leave_no_room():
 
 
 @pytest.mark.slow
-def test_a_weights_file_in_timms_format(run, folder):
+def test_a_weights_file_in_timms_format(run_here, folder):
     import timm
     from safetensors.torch import save_file
 
     torch.manual_seed(11)
     model = timm.create_model("test_vit").eval()
     save_file(model.state_dict(), folder / "weights.safetensors")
-    done = run(
+    done = run_here(
         *("capture", "timm:test_vit", "--weights", "weights.safetensors", "--limit", "2"),
         *("-o", "file.safetensors", "--verify"),
         cwd=folder,

@@ -1,9 +1,12 @@
 """What a command says, without running one."""
 
+import io
+import re
+
 import torch
 
 import normscope
-from normscope.cli.output import Output, ProgressLines, print_error
+from normscope.cli.output import Output, print_error
 
 
 def test_tokens_that_hold_no_numbers_are_said_once_a_site(capsys):
@@ -26,45 +29,31 @@ def test_no_name_from_a_file_commands_the_terminal(capsys):
         assert ((line in told.out), (line in told.err)) == (len(line) > 1,) * 2
 
 
-def lines_of(calls, seconds):
-    said, clock = [], iter(seconds)
-    told = ProgressLines(said.append, now=clock.__next__)
-    for call in calls:
-        told(*call)
-    return said
-
-
-def test_a_long_stage_says_in_its_first_seconds_how_long_it_takes_and_then_how_far_it_is():
-    calls = [("end to end", done, 1000) for done in range(0, 1001, 10)]
-    said = lines_of(calls, range(101))
-    assert said == [
-        "end to end: 30 of 1,000, about 100 s in all",
-        "end to end: 330 of 1,000, about 67 s left",
-        "end to end: 630 of 1,000, about 37 s left",
-        "end to end: 930 of 1,000, about 7 s left",
-    ]
-
-
-def test_what_is_over_soon_says_nothing():
-    assert lines_of([("samples", done, 20) for done in range(21)], [0.9 * n for n in range(21)]) == []
-
-
-def test_each_stage_is_told_by_itself_and_what_was_done_before_it_began_tells_no_speed():
-    calls = [("samples", done, 100) for done in (0, 10, 20)] + [("blocks", done, 100) for done in (50, 60, 70)]
-    assert lines_of(
-        calls, [0, 20, 25, 26, 31, 36]
-    ) == [  # the first step may compile something: it tells no speed either
-        "samples: 20 of 100, about 65 s in all",
-        "blocks: 70 of 100, about 25 s in all",
-    ]
-    assert lines_of([("samples", 10 * n, None) for n in range(4)], [0, 15, 30, 70]) == ["samples: 20", "samples: 30"]
-
-
 def test_lines_take_the_place_of_bars_where_stderr_is_no_terminal_unless_quiet(capsys, monkeypatch):
-    for name in ("_EARLY_SECONDS", "_LONG_SECONDS"):
-        monkeypatch.setattr(f"normscope.cli.output.{name}", -1.0)
+    for name in ("_EARLY_SECONDS", "_LONG_SECONDS", "_PACE_SECONDS"):
+        monkeypatch.setattr(f"normscope.cli.estimate.{name}", -1.0)
     for quiet in (False, True):
         with Output(as_json=True, quiet=quiet).bars() as progress:
             for done in (0, 1, 2):
                 progress("samples", done, 1000)
         assert capsys.readouterr().err == ("" if quiet else "samples: 2 of 1,000, about 0 s in all\n")
+
+
+def test_the_bars_of_a_terminal_end_in_what_is_left_of_the_whole_command(monkeypatch):
+    stderr = io.StringIO()
+    stderr.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", stderr)
+    for name, value in (("COLUMNS", "200"), ("TERM", "xterm"), ("TTY_COMPATIBLE", "1"), ("TTY_INTERACTIVE", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("normscope.cli.estimate._PACE_SECONDS", 0.0)
+    say = Output(as_json=True, quiet=False)
+    say.estimate.expect({"end to end": 100.0})
+    with say.bars() as progress:
+        progress("samples", 0, 3)
+        for done in (0, 1):
+            progress("compiling …", done, 1)
+        for done in (1, 2):
+            progress("samples", done, 3)
+    said = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", stderr.getvalue())
+    assert said.count("compiling …") == 1
+    assert re.search(r"samples +\S+ +2/3 +about 100 s left", said), said

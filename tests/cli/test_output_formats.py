@@ -54,9 +54,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def fits(folder):
+def fits(run_here, folder):
     """The fits of one run, as the JSON document on stdout and as Parquet beside it."""
-    done = run(*FIT, "--json", "-o", "fits.PARQUET", cwd=folder)
+    done = run_here(*FIT, "--json", "-o", "fits.PARQUET", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "wrote fits.PARQUET" in done.stderr
     return json.loads(done.stdout)["fits"]
@@ -93,11 +93,11 @@ def test_csv_holds_what_the_json_document_of_the_same_run_does(folder):
 
 
 @pytest.mark.slow
-def test_a_file_is_written_as_its_suffix_says(folder, fits):
-    done = run(*FIT, "-o", "fits.csv", cwd=folder)
+def test_a_file_is_written_as_its_suffix_says(run_here, folder, fits):
+    done = run_here(*FIT, "-o", "fits.csv", cwd=folder)
     assert "R²" in done.stdout  # a person still gets the table
     assert rows_of((folder / "fits.csv").read_text()) == as_read(fits)
-    run("models", "-q", "-o", "models.json", cwd=folder)
+    run_here("models", "-q", "-o", "models.json", cwd=folder)
     assert json.loads((folder / "models.json").read_text())["models"]
 
 
@@ -113,18 +113,18 @@ def test_parquet_holds_the_same_in_typed_columns(folder, fits):
 
 
 @pytest.mark.slow
-def test_the_other_commands_print_their_rows(folder):
-    layers = rows_of(run("layers", "demo_vit", "demo_dit", "--csv", cwd=folder).stdout)
+def test_the_other_commands_print_their_rows(run_here, folder):
+    layers = rows_of(run_here("layers", "demo_vit", "demo_dit", "--csv", cwd=folder).stdout)
     assert [row["model"] for row in layers] == ["demo_vit"] * 17 + ["demo_dit"] * (len(layers) - 17)
     first = {"index": "0", "normalized_shape": "64", "affine": "true", "placement": "pre-norm"}
     assert first.items() <= layers[0].items()
-    models = rows_of(run("models", "--csv", cwd=folder).stdout)
+    models = rows_of(run_here("models", "--csv", cwd=folder).stdout)
     assert (models[0]["name"], models[0]["embedded"]) == ("demo_vit", "true")
-    seen = run("capture", *FIT[1:], "--csv", "-o", "seen.safetensors", cwd=folder)
+    seen = run_here("capture", *FIT[1:], "--csv", "-o", "seen.safetensors", cwd=folder)
     sums = normscope.load_capture(folder / "seen.safetensors").stats
     assert {row["name"]: row["n_pairs"] for row in rows_of(seen.stdout)} == {k: str(s.n_pairs) for k, s in sums.items()}
     plot = ("plot", "seen.safetensors", "--color", "token", "--dpi", "40", "-o", "drawn.png", "--layers", "1")
-    drawn = rows_of(run(*plot, "--csv", cwd=folder).stdout)
+    drawn = rows_of(run_here(*plot, "--csv", cwd=folder).stdout)
     assert [(row["file"], row["curve"]) for row in drawn] == [("drawn.png", "tanh"), ("drawn.png", "isru")]
 
 

@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -114,28 +115,51 @@ REFUSES = 'raise RuntimeError("PyTorch and TorchAudio were compiled with differe
 MISSING = 'raise ModuleNotFoundError("No module named torchaudio", name="torchaudio")'
 
 
-@pytest.fixture(params=[REFUSES, MISSING], ids=["refuses", "missing"])
-def without_torchaudio(request, tmp_path):
-    """Return what runs a command of normscope where torchaudio cannot be imported."""
-    (tmp_path / "torchaudio").mkdir()
-    (tmp_path / "torchaudio" / "__init__.py").write_text(request.param)
-    path = os.pathsep.join([str(tmp_path), str(Path(normscope.__file__).parents[1])])
+COMMANDS = {
+    "named": ("stats", "demo_vit", "demo_wav2vec2"),
+    "another": ("layers", "gpt2", "--weights", "random", "--json"),  # transformers imports torchaudio
+    "a folder": ("layers", "transformers:wav2vec2", "--weights", "random"),
+    "no name": ("layers",),
+}
+ONE_AFTER_THE_OTHER = """
+import contextlib, io, json, sys
+from normscope.cli import app
+said = {}
+for name, arguments in json.loads(sys.argv[1]).items():
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            app(arguments)
+        except SystemExit as done:
+            said[name] = done.code or 0, out.getvalue(), err.getvalue()
+print(json.dumps(said))
+"""
 
-    def run(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "normscope", *arguments],
-            env=os.environ | {"PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-        )
 
-    return run
+@pytest.fixture(scope="module", params=[REFUSES, MISSING], ids=["refuses", "missing"])
+def without_torchaudio(request, tmp_path_factory):
+    """What commands say, one after the other in one process, where torchaudio cannot be imported."""
+    folder = tmp_path_factory.mktemp("without")
+    for name in ("torchaudio", "wav2vec2"):
+        (folder / name).mkdir()
+    (folder / "torchaudio" / "__init__.py").write_text(request.param)
+    config = '{"model_type": "wav2vec2", "architectures": ["Wav2Vec2Model"]}'
+    (folder / "wav2vec2" / "config.json").write_text(config)
+    path = os.pathsep.join([str(folder), str(Path(normscope.__file__).parents[1])])
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_AFTER_THE_OTHER, json.dumps(COMMANDS)],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr
+    return {name: subprocess.CompletedProcess(name, *said) for name, said in json.loads(done.stdout).items()}
 
 
 @pytest.mark.slow
 def test_speech_without_torchaudio_is_one_sentence_and_the_rest_works(without_torchaudio):
-    done = without_torchaudio("stats", "demo_vit", "demo_wav2vec2")
+    done = without_torchaudio["named"]
     assert done.returncode == 3
     assert done.stdout == ""  # said before demo_vit is run
     assert done.stderr.startswith("Error: demo_wav2vec2 needs torchaudio, which ")
@@ -143,23 +167,20 @@ def test_speech_without_torchaudio_is_one_sentence_and_the_rest_works(without_to
     assert f"({metadata.version('torch')}), pip install 'normscope[speech]' brings" in done.stderr
     assert done.stderr.count("\n") == 1
 
-    named = without_torchaudio("layers", "gpt2", "--weights", "random", "--json")  # transformers imports torchaudio
+    named = without_torchaudio["another"]
     assert named.returncode == 0, named.stderr
 
 
 @pytest.mark.slow
-def test_a_folder_that_hears_needs_torchaudio(without_torchaudio, tmp_path):
-    folder = tmp_path / "wav2vec2"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "wav2vec2", "architectures": ["Wav2Vec2Model"]}')
-    done = without_torchaudio("layers", f"transformers:{folder}", "--weights", "random")
+def test_a_folder_that_hears_needs_torchaudio(without_torchaudio):
+    done = without_torchaudio["a folder"]
     assert done.returncode == 3
-    assert done.stderr.startswith(f"Error: transformers:{folder} needs torchaudio, which ")
+    assert done.stderr.startswith("Error: transformers:wav2vec2 needs torchaudio, which ")
 
 
 @pytest.mark.slow
 def test_without_a_name_and_torchaudio_the_other_embedded_models_are_taken(without_torchaudio):
-    done = without_torchaudio("layers")
+    done = without_torchaudio["no name"]
     assert done.returncode == 0, done.stderr
     assert "no model named: taking what is embedded, demo_vit, demo_dit\n" in done.stderr
     assert "left out: demo_wav2vec2 needs torchaudio, which " in done.stderr

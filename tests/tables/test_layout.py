@@ -16,7 +16,7 @@ from normscope.tables.comparison import comparison_table
 from normscope.tables.drift import drift_table, sites_table
 from normscope.tables.fit import advice_table, channels_table, fits_table, slopes_table
 from normscope.tables.gradient import constants_table, jacobians_table
-from normscope.tables.layout import AdaptiveTable
+from normscope.tables.layout import AdaptiveTable, Explanation
 from normscope.tables.table import Column, layers_table, models_table, names, several, table_of, words
 
 _PATHS = st.lists(
@@ -96,6 +96,22 @@ def test_what_always_stays_is_never_narrowed():
     assert console.measure(table, options=console.options.update(width=1000)).minimum == 82
 
 
+def test_a_caption_explains_only_the_columns_that_are_shown():
+    parts = [
+        Explanation("y ≈ f(x)"),
+        Explanation("a: the first", ("a",)),
+        Explanation("b: the second", ("the second",), "; "),
+        Explanation("±: of both", ("a", "the second")),
+    ]
+    columns = [words("site", str), *several(["a", "b"], lambda _: ["1" * 40] * 2, (1, 2), labels=("", "the second"))]
+    table = table_of("x", columns, caption=parts)
+    assert table.caption == "y ≈ f(x) · a: the first; b: the second · ±: of both"
+    below = {width: " ".join(printed(table, width).split("1" * 40)[-1].split()) for width in (90, 80, 40)}
+    assert below[90] == table.caption
+    assert below[80] == "y ≈ f(x) · a: the first · ±: of both Left out at a width of 80, as all takes 88: the second."
+    assert printed(table, 40).split("y ≈ f(x)")[1].split()[:3] == ["Left", "out", "at"]
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_short_tables_are_adaptive_too(width):
     assert isinstance(layers_table([]), AdaptiveTable)
@@ -153,3 +169,31 @@ def test_every_table_breaks_no_number_at_any_width(tables, name):
         shown = text.partition("Left out at a width of")[0]
         assert numbers(shown) <= numbers(whole), width
         assert numbers(shown) == numbers(whole) or shown != text, width
+
+
+# Of what is said below a table, beginnings that are about one column alone; others are its name and a colon.
+BEGINNINGS = {
+    "without": "without centring",
+    "KL": "KL(",
+    "p90 of L2": "90th percentile over",
+    "params": "(params)",
+    "channels": "number of channels",
+    "√C": "constant; √C:",
+    "published α₀": "The published α₀",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_caption_explains_a_column_that_was_left_out(tables, name):
+    table = tables[name]
+    said = {label: BEGINNINGS.get(label, f"{label}:") for label in table.labels[1:] if len(label) > 1}
+    explained = {label for label, beginning in said.items() if beginning in (table.caption or "")}
+    gone = set()
+    for width in range(60, 201, 4):
+        above, _, names = " ".join(printed(table, width).split()).partition("Left out at a width of")
+        left_out = names.partition(": ")[2].rstrip(".").split(", ")
+        here = {label for label in explained if label.rstrip(".") in left_out or label in left_out}
+        assert not [label for label in here if said[label] in above], width
+        assert all(said[label] in above for label in explained - here), width
+        gone |= here
+    assert name not in ("fit", "scale", "tails", "jacobians", "comparison") or gone

@@ -80,6 +80,8 @@ def heal(
     say = Output(as_json, quiet, as_csv=as_csv)
     check_models([model])
     from normscope.pairs.ranks import ALONE
+    from normscope.swaps.heal.heal import passes_of_steps
+    from normscope.swaps.heal.lessons import BATCHES_A_STEP
     from normscope.swaps.heal.training import check_asked
     from normscope.swaps.record import FILES
 
@@ -97,6 +99,8 @@ def heal(
     at_once = batch_size or (RunOptions.batch_size if model.startswith("py:") else _BATCH_SIZE)
     network = replace(run, batch_size=at_once, dtype="float32").load(model, say)  # half precision swallows small steps
     learner = Learner.of(network, sites, run.seed, say, ALONE)
+    a_pass = learner.seconds_of_a_pass(BATCHES_A_STEP)
+    say.estimate.expect({stage: number * a_pass for stage, number in passes_of_steps(steps).items()})
     fits = learner.fits(how, say)
     swapped = copy.deepcopy(network.module)
     normscope.Swap(swapped, learner.replacements(how, fits, say))

@@ -45,6 +45,8 @@ EXAMPLES = (
     "normscope swap-bench vit_b16 --sites least:8 · normscope swap-bench llama_7b --device cuda"
 )
 _VIEWS = ("drift", "speed")
+_TIMING = "timing"
+_DRIFT_OF_A_PASS = 1.5  # with functions in the norms' places, and outputs to compare
 _PUBLISHED = "llama_7b"
 CURVES = "dyt,dyisru,derf"
 
@@ -149,7 +151,8 @@ def swap_bench(
         say.remark(f"{place.ranks} ranks divide the drift; speed is of the first alone, while the others wait")
     drifts, speeds, tables = [], [], []
     figures: list[dict[str, str]] = []
-    for learner, moved in _drifts(names, sites, wanted, run, say):
+    timing = _seconds_of_timing(full, seconds)
+    for learner, moved in _drifts(names, sites, wanted, run, timing, say):
         network = learner.network
         speed = _speed(network, wanted, run, full, seconds, say)
         if network.name == _PUBLISHED:
@@ -210,23 +213,41 @@ class Wanted:
 
 
 def _drifts(
-    names: Sequence[str], sites: str, wanted: Wanted, run: RunOptions, say: Output
+    names: Sequence[str], sites: str, wanted: Wanted, run: RunOptions, timing: float | None, say: Output
 ) -> Iterator[tuple[Learner, list[DriftReport]]]:
     """Measure the drift of each model; ranks divide its inputs among them, and the first alone gets what they found.
+
+    That timing each takes so many seconds besides, or None, is for the estimate.
 
     Raises:
         typer.Exit: at the end, of all ranks but the first.
     """
     speaks = Place.from_environment().speaks
     with run.joined() as ranks:
-        for name in names:
+        for place, name in enumerate(names, 1):
+            say.estimate.model(place, len(names))
             ranks.told(name)  # the others wait here: none loads the next network while the first times this one
             learner = Learner.of(run.load(name, say), sites, run.seed, say, ranks)
+            say.estimate.expect(_expected(learner, wanted, timing))
             moved = _drift(learner, wanted, say)
             if speaks:
                 yield learner, moved
     if not speaks:
         raise typer.Exit
+
+
+def _expected(learner: Learner, wanted: Wanted, timing: float | None) -> dict[str, float | None]:
+    """Say how long the stages of a model will take, as far as something tells."""
+    from normscope.swaps.drift.drift import passes, stage_of
+
+    inputs, of_timing = learner.held_out, {_TIMING: timing}
+    number = getattr(inputs, "n_samples", None)
+    if number is None or getattr(inputs, "ends", None) is not None:  # trajectories are walked to their ends besides
+        return {stage_of(learner.network.about, how.func, how.start): None for how in wanted.ways} | of_timing
+    a_pass = _DRIFT_OF_A_PASS * learner.seconds_of_a_pass() / learner.network.inputs.batch_size
+    sites = learner.least or len(learner.norms)
+    took = a_pass * number * passes(sites) / learner.ranks.size
+    return {stage_of(learner.network.about, how.func, how.start): took for how in wanted.ways} | of_timing
 
 
 def _drift(learner: Learner, wanted: Wanted, say: Output) -> list[DriftReport]:
@@ -262,7 +283,6 @@ def _speed(
 ) -> BenchReport:
     """Time the network; for an embedded one, which is tiny, its full-size sibling with random weights."""
     from normscope.models.weights.devices import KEEP, dtype_name
-    from normscope.swaps.bench.bench import BUDGET
     from normscope.tables.speed import speed_tables
 
     if sibling := registry.find(network.name).sibling:
@@ -270,11 +290,10 @@ def _speed(
         size = RunOptions.batch_size if run.batch_size == "auto" else run.batch_size
         of_sibling = replace(run, weights="random", data=None, limit=size, batch_size=size, shuffle=False)
         network = of_sibling.load(sibling, say)
-    if not full and seconds != 0:
-        limit = BUDGET if seconds is None else seconds
+    if limit := _seconds_of_timing(full, seconds):
         say.remark(f"timing {network.name} takes about {limit:.0f} s; --quick takes the fewest timings")
     dtypes = None if full or run.dtype in (None, KEEP) else [dtype_name(run.dtype)]
-    with say.bars() as progress:
+    with say.bars(_TIMING) as progress:
         report = normscope.bench(
             network, curves=wanted.curves, dtypes=dtypes, full=full, budget=seconds, progress=progress
         )
@@ -282,6 +301,15 @@ def _speed(
     for table in speed_tables(report):
         say.result(table)
     return report
+
+
+def _seconds_of_timing(full: bool, seconds: float | None) -> float | None:
+    """Return the seconds that timing takes; None where nothing tells."""
+    from normscope.swaps.bench.bench import BUDGET
+
+    if full or seconds == 0:
+        return None
+    return BUDGET if seconds is None else seconds
 
 
 def _published(network: LoadedModel, wanted: Wanted, say: Output) -> PublishedReport:

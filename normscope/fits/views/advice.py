@@ -17,11 +17,13 @@ from normscope.runtime.records import Records, Tabled, as_json
 Feeds = Literal["attention", "other"]
 LANGUAGE, OWN = "language", "your own"
 SOURCE = "arXiv 2503.10622"
-NOTE = (
+NOTE_ON_START = (
     "A norm-free layer is γ·f(αx + s) + β, with one α a layer. Start α (and s) here and its weight γ at A: a fit "
     "explains a norm's output before γ and β. The x are those of the trained network; one that starts with others "
-    f"needs another α, in inverse proportion. The published α₀ are DyT's, with γ starting at 1 ({SOURCE}, section 7)."
+    "needs another α, in inverse proportion."
 )
+NOTE_ON_PUBLISHED = f"The published α₀ are DyT's, with γ starting at 1 ({SOURCE}, section 7)."
+NOTE = f"{NOTE_ON_START} {NOTE_ON_PUBLISHED}"
 _ELSEWHERE = 0.5  # the default of section 7, outside language models
 # Section 7, tables of α₀ of LLaMA: norms in attention blocks, and all others, by the width of the network.
 BY_WIDTH: dict[int, tuple[float, float]] = {

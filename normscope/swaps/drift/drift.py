@@ -117,8 +117,7 @@ def drift(
     samples = getattr(batches, "n_samples", None)
     asked = {**about, "func": func, "init": init, "sites": sites, "number of samples": samples}
     of = None if samples is None else samples * passes(len(sites), one_at_a_time=one_at_a_time, cumulative=cumulative)
-    stage = ", ".join(filter(None, (about.get("model"), func, init))) or "samples"
-    counter = StageProgress(progress, stage, of, ranks.size)
+    counter = StageProgress(progress, stage_of(about, func, init), of, ranks.size)
     network = uncompiled(model)
     comparison = PairedPasses(network, batches, replacements, outputs, ranks, counter.add, asked)
     rows = comparison.compared([everything, *alone], ends).rows(func, init, sites)
@@ -131,6 +130,15 @@ def drift(
             judge.add("swapped", network)
     judge.settle(ranks)
     return replace(report, quality=judge.quality, no_quality=judge.untold)
+
+
+def stage_of(about: Mapping[str, str], func: str, init: str) -> str:
+    """Return what :func:`drift` calls its stage where it reports progress.
+
+    >>> stage_of({"model": "demo_vit"}, "dyt", "fit"), stage_of({}, "", "")
+    ('demo_vit, dyt, fit', 'samples')
+    """
+    return ", ".join(filter(None, (about.get("model"), func, init))) or "samples"
 
 
 def passes(sites: int, *, one_at_a_time: bool = True, cumulative: bool = True) -> int:

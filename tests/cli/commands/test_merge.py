@@ -1,4 +1,4 @@
-"""``normscope merge`` as a user meets it: real processes, the file that they write, and what takes it."""
+"""``normscope merge`` as a user meets it: the file that it writes, and what takes it."""
 
 import csv
 import io
@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_two_runs_are_one(run, folder):
+def test_two_runs_are_one(run, run_here, folder):
     done = run("merge", "first.safetensors", "second.safetensors", "-o", "both.safetensors", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
@@ -44,12 +44,14 @@ def test_two_runs_are_one(run, folder):
         assert torch.equal(mine[0], all_at_once[0])
         torch.testing.assert_close(mine, all_at_once, rtol=0, atol=1e-12 * float(all_at_once.abs().max()))
     assert "merged first.safetensors, second.safetensors" in done.stderr
-    fitted = run("fit", "both.safetensors", "--json", "-q", cwd=folder)
+    fitted = run_here("fit", "both.safetensors", "--json", "-q", cwd=folder)
     assert fitted.returncode == 0 and json.loads(fitted.stdout)["fits"][0]["data"] == document["data"]
 
 
-def test_rows_and_quiet(run, folder):
-    done = run("merge", "first.safetensors", "second.safetensors", "-o", "rows.safetensors", "--csv", "-q", cwd=folder)
+def test_rows_and_quiet(run_here, folder):
+    done = run_here(
+        "merge", "first.safetensors", "second.safetensors", "-o", "rows.safetensors", "--csv", "-q", cwd=folder
+    )
     rows = list(csv.DictReader(io.StringIO(done.stdout)))
     assert len(rows) == 2 and rows[0]["file"] == "rows.safetensors" and int(rows[0]["n_pairs"]) > 0
     assert done.stderr == ""
@@ -74,12 +76,12 @@ def test_rows_and_quiet(run, folder):
         (["first.safetensors", "rounded.safetensors"], 4, ', converted from float32 to bfloat16".'),
     ],
 )
-def test_what_is_refused_leaves_no_file(run, folder, arguments, status, sentence):
+def test_what_is_refused_leaves_no_file(run_here, folder, arguments, status, sentence):
     (folder / "copy.safetensors").write_bytes((folder / "first.safetensors").read_bytes())
     seen = normscope.load_capture(folder / "second.safetensors")
     seen.about["weights"] = "random"
     normscope.save_capture(seen, folder / "random.safetensors")
-    done = run("merge", *arguments, "-o", "refused.safetensors", cwd=folder)
+    done = run_here("merge", *arguments, "-o", "refused.safetensors", cwd=folder)
     assert done.returncode == status
     assert sentence in done.stderr and done.stderr.count("\n") == 1
     assert not (folder / "refused.safetensors").exists()

@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def swapped(run, folder):
-    done = run("swap", "demo_vit", "--func", "dyt", "-o", "dyt", cwd=folder)
+    done = run("swap", "demo_vit", "--func", "dyt", "--limit", "160", "-o", "dyt", cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder / "dyt", done
 
@@ -29,7 +29,7 @@ def swapped(run, folder):
 @pytest.mark.slow
 def test_it_writes_what_the_python_interface_makes(swapped):
     path, done = swapped
-    network = normscope.load("demo_vit", device="cpu")
+    network = normscope.load("demo_vit", limit=160, device="cpu")
     learned = network.calibration or learned_and_held_out(network.inputs)[0]
     seen = normscope.capture(network.module, learned, by_gamma=True)
     normscope.swap(network.module, "dyt", fitted(seen, asked_for("dyt")))
@@ -48,8 +48,8 @@ def test_it_writes_what_the_python_interface_makes(swapped):
 
 
 @pytest.mark.slow
-def test_nothing_is_left_to_observe_in_it(run, folder, swapped):
-    done = run("plot", "demo_vit", "--weights", "dyt", cwd=folder)
+def test_nothing_is_left_to_observe_in_it(run_here, folder, swapped):
+    done = run_here("plot", "demo_vit", "--weights", "dyt", cwd=folder)
     assert done.returncode == 3
     assert "demo_vit: swap dyt (dyt in place of 17 norms, of embedded demo_vit" in done.stderr
     assert "Error: All 17 norms of this VisionTransformer were replaced (tanh), and none is left" in done.stderr

@@ -1,5 +1,6 @@
 """``normscope swap-bench`` as a user meets it."""
 
+import contextlib
 import json
 import re
 
@@ -51,6 +52,13 @@ def run(folder, monkeypatch, *arguments):
     return CliRunner().invoke(app, ["swap-bench", *arguments, *QUICK])
 
 
+@pytest.fixture(scope="module")
+def as_table(folder):
+    """What one run prints."""
+    with contextlib.chdir(folder):
+        return CliRunner().invoke(app, ["swap-bench", NAME, "--func", "dyisru", "--init", "paper", *QUICK])
+
+
 @pytest.mark.slow
 def test_the_document_holds_what_the_python_interface_measures(folder, monkeypatch):
     arguments = (NAME, "--func", "dyt,rmsnorm", "--init", "fit,paper", "--json", "-o", "out")
@@ -81,6 +89,9 @@ def test_the_document_holds_what_the_python_interface_measures(folder, monkeypat
     assert "8 of 32 samples held out" in reports[0]["data"] and document["speed"][0]["about"]["model"] == NAME
     for figure in document["figures"]:
         assert (folder / figure["file"]).read_bytes()[:4] == b"\x89PNG"
+    (speed,) = document["speed"]
+    assert speed["about"]["data"].startswith("1 sample of ")  # on the CPU, the first
+    assert {tuple(row["shape"]) for row in speed["rows"] if row["scope"] == "model"} == {(1, 5, 4)}
 
 
 @pytest.mark.slow
@@ -103,16 +114,8 @@ def test_what_cannot_be_swapped_in_is_said_before_anything_is_measured(folder, m
 
 
 @pytest.mark.slow
-def test_speed_says_of_how_many_samples_it_is(folder, monkeypatch):
-    done = run(folder, monkeypatch, NAME, "--func", "dyt", "--init", "paper", "--json")
-    (speed,) = json.loads(done.stdout)["speed"]
-    assert speed["about"]["data"].startswith("1 sample of ")  # on the CPU, the first
-    assert {tuple(row["shape"]) for row in speed["rows"] if row["scope"] == "model"} == {(1, 5, 4)}
-
-
-@pytest.mark.slow
-def test_the_first_line_says_where_it_runs(folder, monkeypatch):
-    done = run(folder, monkeypatch, NAME, "--func", "dyisru", "--init", "paper")
+def test_the_first_line_says_where_it_runs(as_table):
+    done = as_table
     assert done.exit_code == 0, done.output
     first, *_ = done.stdout.splitlines()
     assert first.startswith("on cpu") and "no number here is of a GPU" in first
@@ -160,10 +163,8 @@ def test_trajectories_are_walked_once_for_the_least_harmful_sites(tmp_path, monk
 
 
 @pytest.mark.slow
-def test_quality_is_a_table_or_a_reason_why_there_is_none(folder, monkeypatch):
-    done = run(folder, monkeypatch, NAME, "--func", "dyt", "--init", "paper")
-    assert done.exit_code == 0, done.output
-    assert "No quality: nothing tells what the network is for (in Python, pass quality=" in done.stdout
+def test_quality_is_a_table_or_a_reason_why_there_is_none(folder, as_table, monkeypatch):
+    assert "No quality: nothing tells what the network is for (in Python, pass quality=" in as_table.stdout
     images = folder / "images"
     for name in ("3", "7"):
         (images / name).mkdir(parents=True)

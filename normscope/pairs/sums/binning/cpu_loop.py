@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import event
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from normscope.pairs.sums.binning.cpu_arrays import Tile
 from normscope.pairs.sums.sampling import GOLDEN, MIX, NO_KEY
+from normscope.runtime.progress import report
 
 Array = NDArray[Any]
 
@@ -356,3 +358,34 @@ def join_pairs(sums: Any, other: Any) -> None:
         if other.pair_key[i] < sums.pair_key[i]:
             sums.pair_key[i], sums.pair_x[i], sums.pair_y[i] = other.pair_key[i], other.pair_x[i], other.pair_y[i]
             sums.pair_channel[i] = other.pair_channel[i]
+
+
+class _Compiling(event.Listener):
+    """Reports that the loops are being compiled, which numba does once and keeps; what others compile is theirs."""
+
+    _depth = 0  # a loop is compiled with the functions that it calls
+
+    def on_start(self, happened: event.Event) -> None:
+        if self._is_of_the_loops(happened):
+            if not self._depth:
+                report(_compiling(), 0, 1)
+            self._depth += 1
+
+    def on_end(self, happened: event.Event) -> None:
+        if self._is_of_the_loops(happened):
+            self._depth -= 1
+            if not self._depth:
+                report(_compiling(), 1, 1)
+
+    def _is_of_the_loops(self, happened: event.Event) -> bool:
+        function = getattr(happened.data.get("dispatcher"), "py_func", None)
+        return getattr(function, "__module__", "") == __name__
+
+
+event.register("numba:compile", _Compiling())  # type: ignore[no-untyped-call]
+
+
+def _compiling() -> str:
+    kept = fill.stats.cache_path is not None
+    how_often = "once on this machine" if kept else "in every process, as there is no folder to keep them in"
+    return f"compiling the loops that sum pairs ({how_often}, about 7 s) …"
