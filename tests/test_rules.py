@@ -55,6 +55,7 @@ ACROSS_ROOMS = {
     "cli/test_hostile_names.py": "names that steer a terminal, in every output",
     "cli/test_mistakes.py": "a user's mistakes, in every command",
     "cli/test_ranks.py": "every command under torchrun",
+    "figures/test_widths.py": "what a paper asks of every figure",
     "fits/test_stated_accuracy.py": "what docs/ state of errors that come of bins, in fits, cards and gradients",
     "models/embedded/test_calibration.py": "what the embedded networks learn from, whichever loads them",
     "swaps/test_compiled.py": "drift, healing and bench of compiled networks",

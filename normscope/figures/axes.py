@@ -1,4 +1,4 @@
-"""The axis of x of a panel, linear or asinh, and E[y|x] along it."""
+"""The scales of a panel, its own or one for all of a figure; its axis of x, linear or asinh, and E[y|x] along it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
 from normscope.errors import UsageError, unknown
+from normscope.pairs.norms.sites import NormSite
+from normscope.pairs.sums.binning import DENSITY_Y_GRID
+from normscope.pairs.sums.stats import PairStats
 
 Array = NDArray[np.float64]
 Limits: TypeAlias = tuple[float, float]
@@ -26,6 +30,9 @@ _NARROW = 1.4  # inches
 _LETTER_INCHES = 0.052  # of a tick's label, at six points
 _LEAST_COUNT = 32  # pairs that a point of the drawn E[y|x] averages at least
 _MOST_APART = 1 / 20  # of the axis, that these lie on, and that two joined points lie apart
+_BOUND_SHOWN_WITHIN = 1.6  # times the largest |y|; a bound farther away would flatten the curves, and is written
+_MARGIN = 1.04  # of y
+_NO_REACH = 1.0 / 1.06  # of a site without a pair, whose axis goes to 1
 _POINTS_AN_INCH = 40  # of the drawn E[y|x]
 
 
@@ -94,6 +101,17 @@ class XAxis:
         return kept
 
 
+def few_ticks(limits: Limits, inches: float) -> list[float]:
+    """Return a round number within limits about zero, its negative and zero, as far as their labels have room.
+
+    >>> few_ticks((-46.0, 46.0), 1.0), few_ticks((-0.03, 0.03), 0.3)
+    ([20.0, -20.0, 0.0], [0.02])
+    """
+    power = 10.0 ** math.floor(math.log10(limits[1]))
+    tick = max(digit * power for digit in (1, 2, 5) if digit * power <= limits[1])
+    return XAxis(limits)._that_fit([tick, -tick, 0.0], inches)
+
+
 def number(value: float) -> str:
     """Write a tick's number, with a true minus sign.
 
@@ -103,14 +121,14 @@ def number(value: float) -> str:
     return f"{value:g}".replace("-", "−")
 
 
-def x_axis(moments: Tensor, reach: float, scale: str, margin: float = 1.06) -> XAxis:
-    """Make the axis of a site's pairs, symmetric about zero.
+def x_axis(moments: Sequence[Tensor], reach: float, scale: str, margin: float = 1.06) -> XAxis:
+    """Make the axis of a site's pairs, or one axis for those of several, symmetric about zero.
 
-    ``auto`` is asinh where 99 % of the pairs lie in under a tenth of the width, and linear elsewhere. An asinh axis
-    is nearly linear for the nine tenths of the pairs that lie nearest to zero.
+    ``auto`` is asinh where 99 % of the pairs of a site lie in under a tenth of the width, and linear elsewhere. An
+    asinh axis is nearly linear for the nine tenths of the pairs that lie nearest to zero, of the narrowest site.
 
     Args:
-        moments: n, Σx, Σy, … per bin: float64 ``(6, bins)``.
+        moments: of each site, n, Σx, Σy, … per bin: float64 ``(6, bins)``.
         reach: largest |x|.
         scale: ``linear``, ``asinh`` or ``auto``.
         margin: the axis goes so many times as far.
@@ -122,10 +140,75 @@ def x_axis(moments: Tensor, reach: float, scale: str, margin: float = 1.06) -> X
     limits = (-margin * reach, margin * reach)
     if scale == LINEAR:
         return XAxis(limits)
-    most, linear = (_reach_of(moments, share) for share in (_MOST_SHARE, _LINEAR_SHARE))
+    most, linear = (
+        min(filter(None, (_reach_of(of_site, share) for of_site in moments)), default=0.0)
+        for share in (_MOST_SHARE, _LINEAR_SHARE)
+    )
     if linear <= 0 or (scale == AUTO and most >= _MOST_WIDTH * limits[1]):
         return XAxis(limits)
     return XAxis(limits, linear)
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The scales of a panel.
+
+    Attributes:
+        x: its axis of x.
+        y: limits of y.
+        sigma: the smallest and the largest σ that a colour stands for; NaN where no token is drawn.
+        shared: whether other panels have the same.
+    """
+
+    x: XAxis
+    y: Limits
+    sigma: tuple[float, float]
+    shared: bool = False
+
+
+def scales_of(sites: Sequence[tuple[NormSite, PairStats]], xscale: str, *, shared: bool = False) -> Scales:
+    """Return the scales that hold every pair of some sites, symmetric about zero.
+
+    y goes to the bound where the pairs of a site come near it.
+    """
+    filled = [(site, stats) for site, stats in sites if stats.n_pairs]
+    reach = max((float(stats.reach.max()) for _, stats in filled), default=_NO_REACH)
+    top = max((_top_of(site, stats) for site, stats in filled), default=1 / _MARGIN)
+    ends = [end for _, stats in sites for end in _sigma_of(stats)]
+    return Scales(
+        x_axis([stats.moments.sum(0) for _, stats in filled or sites], max(reach, 1e-30), xscale),
+        (-_MARGIN * top, _MARGIN * top),
+        (min(ends, default=math.nan), max(ends, default=math.nan)),
+        shared,
+    )
+
+
+def _top_of(site: NormSite, stats: PairStats) -> float:
+    """Where a panel that holds every y ends, or the bound, where the pairs come near it."""
+    filled = stats.density.sum(0).nonzero().squeeze(1)
+    edges = DENSITY_Y_GRID.edges()[1:-1].abs()  # of the bin that holds the largest |y|: the panel holds it whole
+    reach = float(edges[(filled - 1).clamp(0, len(edges) - 1)].maximum(edges[filled.clamp(max=len(edges) - 1)]).max())
+    return site.bound if 0 < site.bound < _BOUND_SHOWN_WITHIN * reach else reach
+
+
+def _sigma_of(stats: PairStats) -> list[float]:
+    sigma = 1 / torch.cat([stats.tokens.rstd, stats.largest.rstd]).double()
+    return [float(sigma.min()), float(sigma.max())] if len(sigma) else []
+
+
+def share_colours(axes: Sequence[Axes]) -> None:
+    """Let a grey stand for the same number of pairs in the densities of all these panels."""
+    images = [image for ax in axes for image in ax.images]
+    most = max((float(image.get_clim()[1] or 1) for image in images), default=1.0)
+    for image in images:
+        image.set_clim(vmax=most)
+
+
+def share_heights(axes: Sequence[Axes]) -> None:
+    """Give these panels the limits of y that hold those of each."""
+    limits = [ax.get_ylim() for ax in axes]
+    for ax in axes:
+        ax.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
 
 
 def check_xscale(scale: str) -> None:

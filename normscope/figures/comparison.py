@@ -11,25 +11,23 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import UsageError, count
-from normscope.figures.style import Style, scale_by_factors, style_named, wrapped
+from normscope.figures.notes import framed, heading, inches_of, title_and_foot, without_digest
+from normscope.figures.style import Style, scale_by_factors, style_named, that_fits
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import FREE
 from normscope.fits.views.comparison import check_number, match
 from normscope.pairs.captures import Capture
 
 _COLUMN_INCHES, _ROW_INCHES = 2.9, 1.3
-_LEAST_INCHES = 4.6
+_LEAST_INCHES, _LEAST_COLUMN = 4.6, 1.3
 _COLUMNS = 4
 _MANY_TIMES = 4
 _MARKERS = "osD^vP*X"
 _DODGE = 0.09  # of the distance of two sites, so that one capture's interval does not hide another's
-_SMALL = FontProperties(size=6.2)
-_TITLE = FontProperties(size=7.5)
 _TOLD = ("model", "weights", "dtype", "data", "part", "sample")
 
 
@@ -65,11 +63,18 @@ def labels(captures: Sequence[Capture]) -> list[str]:
 
 def _about(capture: Capture) -> dict[str, str]:
     """The network and data of a capture; the name of a part is taken from its data, as it is said by itself."""
-    about = dict(capture.about)
+    about = {key: without_digest(value) for key, value in capture.about.items()}
     return {**about, "data": about["data"].removesuffix(f" · {about.get('part')}")}
 
 
-def plot_comparison(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], *, style: str = "light") -> Figure:
+def plot_comparison(
+    captures: Sequence[Capture],
+    fits: Sequence[Sequence[CurveFit]],
+    *,
+    width: float | None = None,
+    title: str | None = None,
+    style: str = "light",
+) -> Figure:
     """Draw α, slope at the origin and R² of several captures over the depth: a column a curve, a line a capture.
 
     Bars are 95 % intervals of a jackknife over the folds. An open marker is a fit that did not bend or not converge:
@@ -79,6 +84,9 @@ def plot_comparison(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFi
     Args:
         captures: two or more; more are a training's course.
         fits: for each, what :func:`normscope.fit` made of it, of the same curves.
+        width: of the figure, in inches.
+        title: above all panels, as of :func:`normscope.plot`; by default what the captures have in common, while the
+            legend says what tells them apart.
         style: ``light`` or ``dark``.
 
     Returns:
@@ -96,14 +104,17 @@ def plot_comparison(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFi
     lines = _lines(captures, fits, theme, by_name)
     curves = list(dict.fromkeys(fit.curve for fitted in fits for fit in fitted))
     columns = min(_COLUMNS, len(curves))
+    if width is not None:
+        columns = max(1, min(columns, int((width - 0.5) / _LEAST_COLUMN)))
     blocks = math.ceil(len(curves) / columns)
-    width = max(_LEAST_INCHES, 0.5 + _COLUMN_INCHES * columns)
-    heading = _heading(captures, by_name, width - 0.3)
-    handles = _handles(lines, fits, theme, width - 0.9)
+    inches = inches_of(width, max(_LEAST_INCHES, 0.5 + _COLUMN_INCHES * columns))
+    room = (inches - 0.5) / columns
+    common = _in_common(captures)
+    how = "sites matched by name" if by_name else "sites matched by placement and relative depth"
+    title, origin = title_and_foot(title, heading(common, how), common, _TOLD[1:])
     with matplotlib.rc_context(theme.rc()):
-        below = sum(1 + str(handle.get_label()).count("\n") for handle in handles)
-        height = 0.2 + (0.3 + _ROW_INCHES * len(_NUMBERS)) * blocks + 0.13 * (len(heading) + below)
-        figure = Figure(figsize=(width, height), layout="constrained")
+        height = (0.3 + _ROW_INCHES * len(_NUMBERS)) * blocks
+        figure = framed(inches, height, title, [origin], theme, _handles(lines, fits, theme))
         axes = figure.subplots(len(_NUMBERS) * blocks, columns, squeeze=False, sharex=True)
         for place in range(len(curves), blocks * columns):
             for ax in axes[-len(_NUMBERS) :, place % columns]:
@@ -118,11 +129,9 @@ def plot_comparison(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFi
                 if number % columns == 0:
                     ax.set_ylabel(label)
                 if row == len(_NUMBERS) - 1:
-                    _name_depth(ax, by_name)
+                    _name_depth(ax, by_name, room)
             _share_heights(panels, columns)
             _say_what_is_missing(panels, curves, label, theme)
-        figure.suptitle("\n".join(heading), fontproperties=_TITLE, parse_math=False)
-        figure.legend(handles=handles, loc="outside lower left", ncols=1, prop=_SMALL)
         figure.align_ylabels()
     return figure
 
@@ -144,19 +153,15 @@ def _lines(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], them
     return lines
 
 
-def _heading(captures: Sequence[Capture], by_name: bool, inches: float) -> list[str]:
-    """The lines above all panels: what the captures have in common; the legend says the rest."""
+def _in_common(captures: Sequence[Capture]) -> dict[str, str]:
+    """What the captures have in common; the legend says the rest."""
     about, *others = (_about(capture) for capture in captures)
-    shared = {key: about[key] for key in _TOLD if key in about and all(one.get(key) == about[key] for one in others)}
-    model = shared.pop("model", "")
-    how = "sites matched by name" if by_name else "sites matched by placement and relative depth"
-    texts = [f"{model} · {how}" if model else how, *(f"{key}: {value}" for key, value in shared.items())]
-    return [line for text in texts for line in wrapped(text, inches, _TITLE)]
+    return {key: about[key] for key in _TOLD if key in about and all(one.get(key) == about[key] for one in others)}
 
 
-def _handles(lines: Sequence[_Line], fits: Sequence[Sequence[CurveFit]], theme: Style, inches: float) -> list[Line2D]:
+def _handles(lines: Sequence[_Line], fits: Sequence[Sequence[CurveFit]], theme: Style) -> list[Line2D]:
     handles = [
-        Line2D([], [], color=line.colour, marker=line.marker, ms=3.2, lw=1, label=_label(line.label, inches))
+        Line2D([], [], color=line.colour, marker=line.marker, ms=3.2, lw=1, label=line.label.replace("$", r"\$"))
         for line in lines
     ]
     every = [fit for fitted in fits for fit in fitted]
@@ -167,10 +172,6 @@ def _handles(lines: Sequence[_Line], fits: Sequence[Sequence[CurveFit]], theme: 
     if any(fit.intervals for fit in every):
         handles.append(Line2D([], [], color=theme.faint, marker="|", ms=6, ls="", label="95 %, by folds"))
     return handles
-
-
-def _label(text: str, inches: float) -> str:
-    return "\n".join(wrapped(text, inches, _SMALL)).replace("$", r"\$")
 
 
 def _point(theme: Style, text: str) -> Line2D:
@@ -235,8 +236,10 @@ def _say_what_is_missing(panels: Sequence[Axes], curves: Sequence[str], label: s
             ax.text(0.5, 0.5, text, color=theme.faint, ha="center", va="center", transform=ax.transAxes)
 
 
-def _name_depth(ax: Axes, by_name: bool) -> None:
-    ax.set_xlabel("norm site, in the order of calls" if by_name else "relative depth of the norm site")
+def _name_depth(ax: Axes, by_name: bool, inches: float) -> None:
+    by_depth = ("relative depth of the norm site", "relative depth")
+    names = ("norm site, in the order of calls", "norm site") if by_name else by_depth
+    ax.set_xlabel(that_fits(names, inches), labelpad=1)
     ax.tick_params(labelbottom=True)
     if by_name:
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -10,15 +10,14 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from normscope.errors import DataError, count
 from normscope.figures.legends import remarks
-from normscope.figures.notes import foot_inches, frame, heading, provenance, title_and_foot, title_inches
+from normscope.figures.notes import framed, heading, inches_of, title_and_foot
 from normscope.figures.panels import best_of
-from normscope.figures.style import Style, legend_columns, scale_by_factors, style_named
+from normscope.figures.style import Style, scale_by_factors, style_named, that_fits
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import FREE
 from normscope.pairs.captures import Capture
@@ -29,7 +28,6 @@ _MARKERS = "osD^vP*X"
 _ROW_INCHES, _SQUARE_INCHES = 1.15, 1.7
 _COLUMN_INCHES = 2.3
 _MANY_TIMES = 4
-_SMALL = FontProperties(size=6.5)
 
 
 def plot_depth(
@@ -68,16 +66,13 @@ def plot_depth(
     curves, _ = best_of([fit for fit in fits if fit.curve != FREE] or fits)
     kinds = list(dict.fromkeys(kind_of_site(site.name) for site in capture.sites))
     handles = _handles(kinds, theme)
-    inches = width or max(4.6, 0.5 + _COLUMN_INCHES * len(curves))
+    inches = inches_of(width, max(4.6, 0.5 + _COLUMN_INCHES * len(curves)))
+    room = (inches - 0.5) / len(curves)
     usual = heading(capture.about, count(capture.n_samples, "sample"))
-    title, origin = title_and_foot(title, usual, provenance(capture.about), capture.about["weights"])
+    title, origin = title_and_foot(title, usual, capture.about)
     foot = [*remarks([], fits), origin]
-    across = legend_columns([str(handle.get_label()) for handle in handles], inches, _SMALL)
     with matplotlib.rc_context(theme.rc()):
-        figure = Figure()
-        height = 0.75 + _ROW_INCHES * len(_NUMBERS) + _SQUARE_INCHES + 0.14 * math.ceil(len(handles) / across)
-        figure.set_size_inches(inches, height + title_inches(title, inches) + foot_inches(foot, inches))
-        frame(figure, title, foot, theme, handles=handles, ncols=across, prop=_SMALL)
+        figure = framed(inches, 0.7 + _ROW_INCHES * len(_NUMBERS) + _SQUARE_INCHES, title, foot, theme, handles)
         ratios = [*([_ROW_INCHES] * len(_NUMBERS)), _SQUARE_INCHES]
         axes = figure.subplots(len(ratios), len(curves), squeeze=False, height_ratios=ratios)
         for column, curve in enumerate(curves):
@@ -89,9 +84,12 @@ def plot_depth(
                 ax.set_ylabel(label if column == 0 else "")
                 ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
                 _finish(ax, theme)
-            axes[-2, column].set_xlabel("norm site, in the order of calls", labelpad=1)
+            names = ("norm site, in the order of calls", "norm site")
+            axes[-2, column].set_xlabel(that_fits(names, room), labelpad=1)
             axes[0, column].set_title(curve, parse_math=False)
             _draw_spread(axes[-1, column], capture, of_curve, kinds, theme)
+            names = ("1 / std of the norm's input x", "1 / std of x")
+            axes[-1, column].set_xlabel(that_fits(names, room), labelpad=1)
         axes[-1, 0].set_ylabel("α")
         figure.align_ylabels(axes[:, 0])
     return figure
@@ -170,7 +168,6 @@ def _draw_spread(ax: Axes, capture: Capture, fits: Sequence[CurveFit], kinds: Se
         every += points
         look = {**_look(place, theme), "ls": "", "ms": 3, "mew": 0, "zorder": 3}
         ax.plot([x for x, _ in points], [alpha for _, alpha in points], **look)
-    ax.set_xlabel("1 / std of the norm's input x", labelpad=1)
     if not every:
         ax.text(0.5, 0.5, "no α is told", color=theme.faint, ha="center", va="center", transform=ax.transAxes)
         return

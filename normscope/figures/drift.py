@@ -16,16 +16,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import UsageError, count
-from normscope.figures.style import (
-    LEAST_POINTS,
-    Style,
-    legend_columns,
-    scale_by_factors,
-    style_named,
-    tail,
-    width_of,
-    wrapped,
-)
+from normscope.figures.notes import framed, heading, inches_of, title_and_foot
+from normscope.figures.style import LEAST_POINTS, Style, scale_by_factors, style_named, tail, width_of
 from normscope.fits.curves.expressions import curves_named
 from normscope.fits.curves.known import CURVES
 from normscope.pairs.norms.sites import NormSite
@@ -33,11 +25,13 @@ from normscope.runtime.files import visible
 from normscope.swaps.drift.reports import Drift, DriftReport, Quantiles
 
 _WIDTH, _WIDEST = 6.6, 24.0
-_SITE_INCHES, _PANEL_INCHES, _LINE_INCHES = 0.2, 1.5, 0.125
-_NAME_INCHES = 1.45  # of a site, which stands upright
+_SITE_INCHES, _PANEL_INCHES = 0.2, 1.5
+_NAME_INCHES, _UPRIGHT_INCHES = 1.45, 0.1  # of a site, which stands upright
+_EDGE_INCHES = 0.5  # of a panel's width, that its ticks take
+_LEAST_ABREAST = 2.5
 _MANY_TIMES = 4
 _DODGE = 0.62  # of the distance of two sites, over which the swaps are spread
-_SMALL, _TINY, _TITLE = FontProperties(size=6.2), FontProperties(size=LEAST_POINTS), FontProperties(size=7.5)
+_TINY = FontProperties(size=LEAST_POINTS)
 _INITS = {"fit": ("o", "-"), "theory": ("D", (0, (4, 1.5))), "paper": ("s", (0, (1, 1.2)))}
 _PLACEMENTS = {"pre-norm": "^", "post-norm": "v", "qk": "d", "final": "s", None: "x"}
 _OUTSIDE: dict[str, Any] = {"ls": "", "clip_on": False, "in_layout": False}
@@ -56,7 +50,14 @@ class _DriftLine:
     offset: float
 
 
-def plot_drift(reports: Sequence[DriftReport], sites: Sequence[NormSite] = (), *, style: str = "light") -> Figure:
+def plot_drift(
+    reports: Sequence[DriftReport],
+    sites: Sequence[NormSite] = (),
+    *,
+    width: float | None = None,
+    title: str | None = None,
+    style: str = "light",
+) -> Figure:
     """Draw how far a network's output moves: medians over inputs, and from the 10th to the 90th percentile.
 
     Above, the output with each site swapped alone, and each site's own output with all swapped; below, the output
@@ -68,6 +69,8 @@ def plot_drift(reports: Sequence[DriftReport], sites: Sequence[NormSite] = (), *
     Args:
         reports: of one network; a colour a function, a marker and dashes an init.
         sites: its norm sites: their order, and their placements as signs above the panels.
+        width: of the figure, in inches; where not every site's name has room, every second, third … is named.
+        title: above all panels, as of :func:`normscope.plot`.
         style: ``light`` or ``dark``.
 
     Returns:
@@ -83,24 +86,25 @@ def plot_drift(reports: Sequence[DriftReport], sites: Sequence[NormSite] = (), *
         raise UsageError("The drifts are of several networks or inputs; a figure takes those of one.")
     lines = _lines(reports, theme)
     paths = _paths(reports, sites)
-    width = min(max(_WIDTH, 0.8 + _SITE_INCHES * len(paths)), _WIDEST)
-    heading = _heading(reports, width - 0.3)
-    handles = _handles(lines, sites, paths, theme)
-    abreast = legend_columns([str(handle.get_label()) for handle in handles], width, _SMALL)
+    inches = inches_of(width, min(max(_WIDTH, 0.8 + _SITE_INCHES * len(paths)), _WIDEST))
     wide = [draw for draw, rows in ((_draw_alone, "by_site"), (_draw_at_sites, "at_sites")) if _any(reports, rows)]
     narrow = [
         draw for draw, rows in ((_draw_cumulative, "cumulative"), (_draw_parts, "by_part")) if _any(reports, rows)
     ]
+    abreast = len(narrow) if inches >= _LEAST_ABREAST * len(narrow) else 1
     names = [tail(path, _NAME_INCHES, _TINY) for path in paths]
     foot = max(width_of(name, _TINY) for name in names) if wide else 0.0
     ratios = len(reports) > 1 and _any(reports, "by_site")
-    rows = len(wide) + bool(narrow) + ratios
-    extra = foot + _LINE_INCHES * (len(heading) + math.ceil(len(handles) / abreast)) + 0.5
+    rows = len(wide) + math.ceil(len(narrow) / max(1, abreast)) + ratios
+    about = reports[0].about
+    title, origin = title_and_foot(title, heading(about, _inputs(reports)), about)
     with matplotlib.rc_context(theme.rc()):
-        figure = Figure(figsize=(width, _PANEL_INCHES * rows + 0.35 * rows + extra), layout="constrained")
-        grid = figure.add_gridspec(rows, max(1, len(narrow)))
+        height = (_PANEL_INCHES + 0.35) * rows + foot
+        figure = framed(inches, height, title, [origin], theme, _handles(lines, sites, paths, theme))
+        grid = figure.add_gridspec(rows, max(1, abreast))
         upper = [figure.add_subplot(grid[row, :]) for row in range(len(wide))]
-        lower = [figure.add_subplot(grid[len(wide) + ratios, column]) for column in range(len(narrow))]
+        places = [(len(wide) + ratios + number // abreast, number % abreast) for number in range(len(narrow))]
+        lower = [figure.add_subplot(grid[place]) for place in places]
         for ax, draw in zip([*upper, *lower], [*wide, *narrow], strict=True):
             draw(ax, lines, paths, theme)
             _finish(ax, theme)
@@ -108,13 +112,15 @@ def plot_drift(reports: Sequence[DriftReport], sites: Sequence[NormSite] = (), *
             upper.append(figure.add_subplot(grid[len(wide), :]))
             _draw_ratios(upper[-1], lines, paths, theme)
         for ax in upper:
-            _name_sites(ax, names if ax is upper[-1] else [])
+            _name_sites(ax, names if ax is upper[-1] else [], inches - _EDGE_INCHES)
         if upper:
             _sign_placements(upper[0], sites, paths, theme)
-        figure.suptitle("\n".join(heading), fontproperties=_TITLE, parse_math=False)
-        figure.legend(handles=handles, loc="outside lower center", ncols=abreast, prop=_SMALL)
         figure.align_ylabels()
     return figure
+
+
+def _inputs(reports: Sequence[DriftReport]) -> str:
+    return count(max(report.all.inputs for report in reports), "input")
 
 
 def _any(reports: Sequence[DriftReport], rows: str) -> bool:
@@ -153,15 +159,6 @@ def _paths(reports: Sequence[DriftReport], sites: Sequence[NormSite]) -> list[st
     swapped = dict.fromkeys(path for report in reports for path in report.sites)
     known = [site.name for site in sites if site.name in swapped]
     return [*known, *(path for path in swapped if path not in known)]
-
-
-def _heading(reports: Sequence[DriftReport], inches: float) -> list[str]:
-    about = reports[0].about
-    inputs = sorted({report.all.inputs for report in reports})
-    number = count(inputs[-1], "input")
-    model = about.get("model")
-    texts = [f"{model} · {number}" if model else number, *(f"{key}: {about[key]}" for key in _TOLD[1:] if key in about)]
-    return [line for text in texts for line in wrapped(text, inches, _TITLE)]
 
 
 def _handles(
@@ -298,8 +295,10 @@ def _finish(ax: Axes, theme: Style) -> None:
     ax.grid(axis="y", color=theme.faint, alpha=0.25, lw=0.5)
 
 
-def _name_sites(ax: Axes, names: Sequence[str]) -> None:
-    ax.set_xticks(range(len(names)), [_plain(name) for name in names], rotation=90, fontproperties=_TINY)
+def _name_sites(ax: Axes, names: Sequence[str], inches: float) -> None:
+    every = max(1, math.ceil(len(names) * _UPRIGHT_INCHES / inches))
+    labels = [_plain(name) for name in names[::every]]
+    ax.set_xticks(range(0, len(names), every), labels, rotation=90, fontproperties=_TINY)
     ax.margins(x=0.01)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,16 +12,27 @@ import torch
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
 from normscope.errors import count
-from normscope.figures.notes import Words, broken, foot_inches, frame, heading, provenance, write_above
+from normscope.figures.axes import XAxis
+from normscope.figures.notes import (
+    LINE_POINTS,
+    Words,
+    broken,
+    framed,
+    heading,
+    inches_of,
+    title_and_foot,
+    write_above,
+)
 from normscope.figures.panels import outline
-from normscope.figures.style import Style, head_panel, style_named
+from normscope.figures.style import Style, columns_within, head_panel, style_named, wrapped
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.views.gradient import DrawnJacobians, GradientView, drawn_jacobians, gradient, mean_diagonal
 from normscope.pairs.captures import Capture
@@ -32,11 +42,9 @@ from normscope.pairs.sums.stats import PairStats
 from normscope.tables.table import with_interval
 
 Array = NDArray[np.float64]
-_COLUMNS = 6
-_PANEL_INCHES = (2.35, 2.05)
-_LETTERS_ACROSS = 36
-_ENTRY_INCHES = 3.1  # of the legend
-_LINE_INCHES = 0.135
+_EDGE_INCHES = 0.35  # of a panel's width, that its ticks take
+_LEAST_INCHES = 3.5
+_SMALL = FontProperties(size=6.5)
 _MOST_POINTS = 20_000
 _LEAST_COUNT = 32  # pairs that a point of a drawn mean or median takes at least
 _GROUPS_AN_OCTAVE = 2  # of the medians
@@ -54,9 +62,17 @@ class _SiteColumn:
     drawn: DrawnJacobians
     fits: Sequence[CurveFit]
     style: Style
+    room: float  # inches that a line of text above a panel may take
 
 
-def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), *, style: str = "light") -> Figure:
+def plot_gradient(
+    capture: Capture,
+    fits: Sequence[CurveFit] = (),
+    *,
+    width: float | None = None,
+    title: str | None = None,
+    style: str = "light",
+) -> Figure:
     """Draw every site's Jacobian.
 
     Above, the diagonal ∂y_i/∂x_i of the drawn tokens against x, E[∂y_i/∂x_i | x] over all pairs and the derivative of
@@ -67,51 +83,66 @@ def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), *, style: str
     Args:
         capture: what :func:`normscope.capture` returned with ``diagonal=True``.
         fits: what :func:`normscope.fit` made of it.
+        width: of the figure, in inches; panels go below one another where there is no room for all.
+        title: above all panels, as of :func:`normscope.plot`.
         style: ``light`` or ``dark``.
 
     Returns:
         A matplotlib figure; :func:`normscope.save_figure` writes it.
 
     Raises:
-        UsageError: if there is no such style.
+        UsageError: if there is no such style, or if the width is under 2 inches.
         DataError: if the capture holds no sums of the Jacobian's diagonal.
     """
     theme = style_named(style)
-    across = min(_COLUMNS, len(capture.sites))
-    blocks = math.ceil(len(capture.sites) / across)
+    across, (panel_width, panel_height) = columns_within(len(capture.sites), width)
+    blocks, room = math.ceil(len(capture.sites) / across), panel_width - _EDGE_INCHES
+    columns = [
+        _column(capture, site, view, fits, theme, room)
+        for site, view in zip(capture.sites, gradient(capture, fits), strict=True)
+    ]
+    notes = [sum(map(len, _notes(column))) for column in columns if isinstance(column, _SiteColumn)]
+    height = 2 * panel_height + 0.7 + max(notes, default=0) * LINE_POINTS / 72
+    usual = heading(capture.about, count(capture.n_samples, "sample"))
+    title, origin = title_and_foot(title, usual, capture.about)
+    inches = inches_of(width, max(0.5 + panel_width * across, _LEAST_INCHES))
     with matplotlib.rc_context(theme.rc()):
-        width, height = _PANEL_INCHES
-        handles = _handles(fits, theme)
-        inches = max(0.5 + width * across, _ENTRY_INCHES + 0.4)
-        abreast = int(inches / _ENTRY_INCHES)
-        foot = _LINE_INCHES * math.ceil(len(handles) / abreast)
-        notes = 0.11 * (5 + len({fit.curve for fit in fits}))
-        below_all = [provenance(capture.about)]
-        height_of_all = 0.75 + (2 * height + notes) * blocks + foot + foot_inches(below_all, inches)
-        figure = Figure(figsize=(inches, height_of_all))
-        title = heading(capture.about, count(capture.n_samples, "sample"))
+        figure = framed(inches, height * blocks, title, [origin], theme, _handles(fits, theme))
         axes = figure.subplots(2 * blocks, across, squeeze=False)
         for ax in axes.flat:
             ax.set_visible(False)
-        for number, (site, view) in enumerate(zip(capture.sites, gradient(capture, fits), strict=True)):
+        for number, (site, column) in enumerate(zip(capture.sites, columns, strict=True)):
             block, place = divmod(number, across)
             above, below = axes[2 * block : 2 * block + 2, place]
             above.set_visible(True)
-            stats = capture.stats[site.name]
-            drawn = drawn_jacobians(site, stats)
-            if isinstance(drawn, DrawnJacobians):
+            of_tokens = f"{capture.stats[site.name].n_tokens:,} tokens"
+            if isinstance(column, _SiteColumn):
                 below.set_visible(True)
-                of_site = [fit for fit in fits if fit.site == site.name]
-                pad = _draw(above, below, _SiteColumn(site, stats, view, drawn, of_site, theme))
-                head_panel(above, site, [f"{view.n_tokens} of {view.of_tokens:,} tokens"], width - 0.3, pad)
+                pad = _draw(above, below, column)
+                head_panel(above, site, [f"{column.view.n_tokens} of {of_tokens}", of_tokens], room, pad)
             else:
-                _decline(above, f"No closed form: {drawn}.", theme)
-                head_panel(above, site, [f"{view.of_tokens:,} tokens"], width - 0.1)
+                _decline(above, f"No closed form: {column}.", theme, room)
+                head_panel(above, site, [of_tokens], room)
             if place == 0:
                 above.set_ylabel("diagonal of the Jacobian", labelpad=1)
                 below.set_ylabel("1/rstd and √C, in units of x", labelpad=1)
-        frame(figure, title, below_all, theme, handles=handles, ncols=abreast)
     return figure
+
+
+def _column(
+    capture: Capture, site: NormSite, view: GradientView, fits: Sequence[CurveFit], theme: Style, room: float
+) -> _SiteColumn | str:
+    """What a site's panels are drawn from, or why there is nothing to draw."""
+    stats = capture.stats[site.name]
+    drawn = drawn_jacobians(site, stats)
+    if not isinstance(drawn, DrawnJacobians):
+        return str(drawn)
+    return _SiteColumn(site, stats, view, drawn, [fit for fit in fits if fit.site == site.name], theme, room)
+
+
+def _notes(column: _SiteColumn) -> tuple[list[Words], list[Words]]:
+    """The lines above either panel."""
+    return _notes_of_diagonal(column), _notes_of_constants(column)
 
 
 def _draw(above: Axes, below: Axes, column: _SiteColumn) -> float:
@@ -121,16 +152,18 @@ def _draw(above: Axes, below: Axes, column: _SiteColumn) -> float:
     return write_above(above, _notes_of_diagonal(column))
 
 
-def _decline(ax: Axes, reason: str, style: Style) -> None:
+def _decline(ax: Axes, reason: str, style: Style, inches: float) -> None:
     ax.axis("off")
     ax.text(
         0.5,
         0.5,
-        textwrap.fill(reason, _LETTERS_ACROSS),
+        "\n".join(wrapped(reason, inches, _SMALL)),
         ha="center",
         va="center",
         color=style.faint,
         transform=ax.transAxes,
+        fontproperties=_SMALL,
+        parse_math=False,
     )
 
 
@@ -144,11 +177,8 @@ def _draw_diagonal(ax: Axes, column: _SiteColumn) -> None:
         ax.scatter(*_thinned(x, diagonal), color=colour, s=1.6, lw=0, alpha=0.35, rasterized=True)
     reach = max(float(part.abs().max()) for part in (drawn.x, drawn.largest_x) if part.numel()) or 1.0
     linear = max(float(drawn.x.abs().median()), 1e-3 * reach)
-    ax.set_xscale("asinh", linear_width=linear)
-    ax.set_xlim(-1.15 * reach, 1.15 * reach)
-    ax.xaxis.set_major_locator(FixedLocator(_ticks(linear, reach)))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter("{x:g}")
+    axis = XAxis((-1.15 * reach, 1.15 * reach), linear)
+    axis.set_on(ax, column.room)
     mean = mean_diagonal(column.site, column.stats, _LEAST_COUNT, linear / _GROUPS_TO_THE_BEND)
     ax.plot(*mean, color=style.ink, lw=1.4, zorder=3, path_effects=outline(style))
     steps = math.asinh(1.15 * reach / linear)
@@ -161,12 +191,12 @@ def _draw_diagonal(ax: Axes, column: _SiteColumn) -> None:
                 grid, fit.derivative(grid), color=colour, ls=dashes, lw=1.1, zorder=4, path_effects=outline(style, 0.8)
             )
     ax.set_ylim(0, None)
-    ax.set_xlabel("norm input x (asinh scale)", labelpad=1)
+    ax.set_xlabel(axis.label(column.room), labelpad=1)
 
 
 def _notes_of_diagonal(column: _SiteColumn) -> list[Words]:
     """How much the diagonal holds, and how well functions of x predict it."""
-    view, style, room = column.view, column.style, _PANEL_INCHES[0] - 0.35
+    view, style, room = column.view, column.style, column.room
     shares = [
         f"diagonal: {_written(100 * view.share, '.1f')} % of ‖J‖²",
         f"tail {_written(100 * view.tail_share, '.1f')} %",
@@ -186,7 +216,7 @@ def _draw_constants(ax: Axes, column: _SiteColumn) -> None:
     x, largest = drawn.x.abs().flatten(), drawn.largest_x.abs().flatten()
     grouped = {name: _grouped(x, _of_pairs(getattr(drawn.uniform, name), drawn.x)) for name in _HELD}
     if not len(grouped["scale"][0]):
-        _decline(ax, f"No {_LEAST_COUNT} pairs of one size of x, other than zero.", style)
+        _decline(ax, f"No {_LEAST_COUNT} pairs of one size of x, other than zero.", style, column.room)
         return
     for name, curve in _HELD.items():
         colour, dashes = style.looks()[curve]
@@ -208,31 +238,23 @@ def _draw_constants(ax: Axes, column: _SiteColumn) -> None:
         axis.set_major_formatter("{x:g}")
     ax.axvline(drawn.tail, color=style.faint, lw=0.7, ls=":", zorder=1)
     ax.set_xlabel("|x|", labelpad=1)
+    write_above(ax, _notes_of_constants(column))
+
+
+def _notes_of_constants(column: _SiteColumn) -> list[Words]:
+    """How far apart the quantiles of what is held constant are."""
     sign = "σ" if column.view.centred else "ρ"
     lines: list[Words] = []
     for part in ("centre", "tail"):
         constants = column.view.constants[part]
-        ratios = f"{sign} {_written(constants.scale.ratio, '.3g')}  √C {_written(constants.others.ratio, '.3g')}"
-        lines.append([(f"p84/p16 in the {part}: {ratios}", style.ink)])
-    write_above(ax, lines)
+        ratios = [f"{sign} {_written(constants.scale.ratio, '.3g')}", f"√C {_written(constants.others.ratio, '.3g')}"]
+        lines += broken([f"p84/p16 in the {part}:", *ratios], column.style.ink, column.room)
+    return lines
 
 
 def _of_pairs(values: Tensor, x: Tensor) -> Tensor:
     """Give every pair its value, or that of its token where there is one a token: flat ``(tokens · d,)``."""
     return (values if values.ndim == 2 else values[:, None].expand_as(x)).flatten()
-
-
-def _ticks(least: float, most: float) -> list[float]:
-    """Zero and, to either side of it, up to three round numbers between two, the largest of them first.
-
-    >>> _ticks(0.3, 15.0), _ticks(0.3, 300.0)
-    ([0.0, -10.0, -2.0, -0.5, 10.0, 2.0, 0.5], [0.0, -200.0, -20.0, -2.0, 200.0, 20.0, 2.0])
-    """
-    powers = range(math.floor(math.log10(least)), math.floor(math.log10(most)) + 1)
-    round_numbers = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
-    apart = 2 if most < 100 * least else 3
-    far = [number for number in round_numbers if least <= number <= most][::-apart][:3]
-    return [0.0, *(sign * number for sign in (-1, 1) for number in far)]
 
 
 def _grouped(x: Tensor, values: Tensor) -> tuple[Array, Array]:

@@ -8,19 +8,22 @@ from collections.abc import Mapping, Sequence
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
-from normscope.figures.style import LEAST_POINTS, Style, style_named, wrapped
+from normscope.figures.notes import framed, heading, inches_of, title_and_foot
+from normscope.figures.style import LEAST_POINTS, Style, scale_by_factors, style_named
 from normscope.swaps.heal.reports import BLOCKS, SITES, START, WHOLE, HealReport, TrainingInterval
 
-_INCHES = (6.4, 2.5)
+_INCHES = (6.4, 2.4)
+_LEAST_INCHES = 4.5  # of all panels beside one another
 _NAMES = {START: "start\nvalues", SITES: "each site\nalone", BLOCKS: "blocks", WHOLE: "end\nto end"}
-_TITLE = FontProperties(size=7.5)
+_MANY_TIMES = 4
 _HEALED = 0.2  # of the start's drift
 
 
-def plot_healing(report: HealReport, title: str = "", *, style: str = "light") -> Figure:
+def plot_healing(
+    report: HealReport, title: str | None = None, *, width: float | None = None, style: str = "light"
+) -> Figure:
     """Draw the course of a healing, and the drift on inputs that nothing of it has seen, before and after each stage.
 
     To the left the median drift on the inputs that decide, after each site by itself, which takes no steps; then beside
@@ -30,35 +33,38 @@ def plot_healing(report: HealReport, title: str = "", *, style: str = "light") -
 
     Args:
         report: what :func:`normscope.heal` returned.
-        title: which network, and which curve.
+        title: above all panels, as of :func:`normscope.plot`.
+        width: of the figure, in inches; in a narrow one the drifts stand below the course.
         style: ``light`` or ``dark``.
 
     Returns:
         A matplotlib figure.
 
     Raises:
-        UsageError: if there is no such style.
+        UsageError: if there is no such style, or if the width is under 2 inches.
     """
     theme = style_named(style)
+    inches = inches_of(width, _INCHES[0])
+    narrow = inches < _LEAST_INCHES
+    title, origin = title_and_foot(title, heading(report.about), report.about)
     with matplotlib.rc_context(theme.rc()):
-        figure = Figure(figsize=_INCHES, layout="constrained")
+        figure = framed(inches, _INCHES[1] * (1 + narrow), title, [origin], theme)
         alone = [point for point in report.points if point.stage == SITES]
         trained = [point for point in report.points if point.stage != SITES]
-        shares = [*([0.6] if alone else []), 1.5, 1.1]
-        grid = figure.add_gridspec(1, len(shares), width_ratios=shares)
-        first = figure.add_subplot(grid[0])
-        course = figure.add_subplot(grid[1], sharey=first) if alone else first
-        drifts = figure.add_subplot(grid[-1])
+        shares = [*([0.6] if alone else []), 1.5, *([] if narrow else [1.1])]
+        grid = figure.add_gridspec(1 + narrow, len(shares), width_ratios=shares)
+        first = figure.add_subplot(grid[0, 0])
+        course = figure.add_subplot(grid[0, 1], sharey=first) if alone else first
+        drifts = figure.add_subplot(grid[1, :] if narrow else grid[0, -1])
         _draw_course(course, trained, theme)
         if alone:
             _draw_sites(first, alone, theme)
             course.tick_params(axis="y", which="both", labelleft=False)
-        first.tick_params(axis="y", which="minor", labelsize=LEAST_POINTS)
+        low, high = min(first.dataLim.y0, course.dataLim.y0), max(first.dataLim.y1, course.dataLim.y1)
+        if 0 < _MANY_TIMES * low < high < math.inf:
+            scale_by_factors(first)
         first.set_ylabel("relative L2")
         _draw_drifts(drifts, report, theme)
-        if title:
-            lines = wrapped(title, _INCHES[0] - 0.3, _TITLE)
-            figure.suptitle("\n".join(lines), fontproperties=_TITLE, parse_math=False)
     return figure
 
 
@@ -71,11 +77,6 @@ def _draw_course(ax: Axes, points: Sequence[TrainingInterval], style: Style) -> 
         lines = [(edges[stage][0], lines[0][1]), *lines] if lines else []  # each is of the steps before it
         ax.plot(*zip(*lines, strict=True) if lines else ((), ()), color=loss, lw=1.1, ds="steps-pre")
     _draw_judged(ax, places, points, style)
-    if any(value > 0 for value in (*(p.drift or 0 for p in points), *(p.loss or 0 for p in points))):
-        ax.set_yscale("log")
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.yaxis.set_minor_formatter("{x:g}")
-        ax.tick_params(axis="y", which="minor", labelsize=LEAST_POINTS)
     for stage, (low, high) in edges.items():
         ax.axvline(low, color=style.faint, lw=0.6, ls=":")
         _say_above(ax, _NAMES[stage].replace("\n", " "), (low + high) / 2, style)

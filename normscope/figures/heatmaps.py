@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from normscope.errors import DataError, count
-from normscope.figures.notes import foot_inches, frame, heading, provenance, title_and_foot, title_inches
+from normscope.figures.notes import framed, heading, inches_of, title_and_foot
 from normscope.figures.style import LEAST_POINTS, Style, style_named
 from normscope.fits.views.card import NormCard
 from normscope.pairs.captures import Capture
@@ -63,16 +63,13 @@ def plot_tails(
     by_site = {card.site: card for card in cards}
     chosen = [by_site[site.name] for site in sites if site.name in by_site]
     shares = [shares_of(capture, site.name) for site in sites]
-    inches = width or max(_LEAST_INCHES, 1.6 + _SITE_INCHES * len(sites))
+    inches = inches_of(width, max(_LEAST_INCHES, 1.6 + _SITE_INCHES * len(sites)))
     usual = heading(capture.about, count(capture.n_samples, "sample"))
-    title, origin = title_and_foot(title, usual, provenance(capture.about), capture.about["weights"])
+    title, origin = title_and_foot(title, usual, capture.about)
     foot = ["×: massive activations, |x| beyond 100 and 1000 times the median"] if _massive(chosen) else []
     foot.append(origin)
     with matplotlib.rc_context(theme.rc()):
-        figure = Figure()
-        height = 0.7 + 2 * _MAP_INCHES + title_inches(title, inches) + foot_inches(foot, inches)
-        figure.set_size_inches(inches, height)
-        frame(figure, title, foot, theme)
+        figure = framed(inches, 0.7 + 2 * _MAP_INCHES, title, foot, theme)
         channels, tokens = figure.subplots(2, 1, sharex=True)
         numbers = [site.index for site in sites]
         _draw_channels(figure, channels, shares, theme)

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from normscope.figures.notes import Words, broken
-from normscope.figures.panels import Panel, best_of, whole_range
+from normscope.figures.panels import Panel, best_of
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import CURVES, FREE, Curve
 
@@ -28,7 +28,8 @@ def legend_handles(panels: Sequence[Panel], *, density: bool, sampled: bool, bou
     if density:
         grey = matplotlib.colormaps[style.density](0.6)
         pairs = "pairs of the sampled tokens" if sampled else "all pairs"
-        handles.append(Patch(facecolor=grey, label=f"{pairs} (log scale, each panel its own)"))
+        whose = "one for all panels" if panels[0].scales.shared else "each panel its own"
+        handles.append(Patch(facecolor=grey, label=f"{pairs} (log scale, {whose})"))
         handles.append(Line2D([], [], color=style.ink, lw=1.4, label="E[y|x], where there are pairs enough"))
     fits = [fit for panel in panels for fit in panel.fits]
     shifted = {fit.curve for fit in fits if not fit.degenerate and fit.shift}
@@ -36,7 +37,7 @@ def legend_handles(panels: Sequence[Panel], *, density: bool, sampled: bool, bou
         colour, dashes = panels[0].looks[curve]
         label = _formula_of(curve, function, "αx+s" if curve in shifted else "αx")
         handles.append(Line2D([], [], color=colour, ls=dashes, lw=1.1, label=label.replace("$", r"\$")))
-    if bounds and any(panel.site.bound < whole_range(panel)[1] for panel in panels):
+    if bounds and any(panel.site.bound < panel.scales.y[1] for panel in panels):
         handles.append(Line2D([], [], color=style.faint, ls=":", lw=0.9, label="bound: ±√(d−1), without centring ±√d"))
     return handles
 

@@ -1,17 +1,21 @@
-"""Texts above panels and below figures, where nothing is drawn."""
+"""Texts above panels, and above and below figures, where nothing is drawn."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.legend import Legend
 from matplotlib.transforms import ScaledTranslation
 
-from normscope.figures.style import LEAST_POINTS, Style, width_of, wrapped
+from normscope.errors import UsageError
+from normscope.figures.style import HANDLE_LENGTH, LEAST_POINTS, Style, legend_columns, width_of, wrapped
 
 Words: TypeAlias = Sequence[tuple[str, str]]  # texts of one line, each with its colour
 
@@ -19,8 +23,10 @@ LINE_POINTS = 7.6
 _ABOVE_POINTS = 2.5
 _BELOW_TITLE = 3.0
 _SPACE_POINTS = 3.6
-NOTE = FontProperties(size=LEAST_POINTS)
+_TITLE_POINTS = 7.5
+NOTE, LEGEND = FontProperties(size=LEAST_POINTS), FontProperties(size=6.5)
 NONE = "none"
+_DIGEST = re.compile(r" \(sha256 [0-9a-f]+\)|, sha256 [0-9a-f]+|sha256 [0-9a-f]+, ")
 
 
 def write_above(ax: Axes, lines: Sequence[Words], least: int = 0) -> float:
@@ -96,82 +102,115 @@ def strip_above(ax: Axes, left_points: float, width_points: float) -> Axes:
 
 def heading(about: Mapping[str, str], samples: str = "") -> str:
     """Name the network, and the part of its data if it is one: a figure's title."""
-    return " · ".join(part for part in (about["model"], about.get("part"), samples) if part)
+    return " · ".join(part for part in (about.get("model"), about.get("part"), samples) if part)
 
 
-def provenance(about: Mapping[str, str]) -> str:
-    """Name weights and data in one line: a figure's footer."""
-    return f"weights: {about['weights']} · data: {about['data']}"
+def without_digest(text: str) -> str:
+    """Leave out the digest of a file, which nobody compares by eye; the figure's metadata hold it.
+
+    >>> without_digest("embedded net (trained on digits, sha256 0123456789ab)"), without_digest("net (sha256 01ab)")
+    ('embedded net (trained on digits)', 'net')
+    """
+    return _DIGEST.sub("", text)
 
 
-def title_and_foot(title: str | None, usual: str, foot: str, weights: str) -> tuple[str, str]:
+def provenance(about: Mapping[str, str], names: Sequence[str] = ("weights", "data")) -> str:
+    """Name weights and data in one line, as far as they are known: a figure's footer."""
+    return " · ".join(f"{name}: {without_digest(about[name])}" for name in names if name in about)
+
+
+def title_and_foot(
+    title: str | None, usual: str, about: Mapping[str, str], names: Sequence[str] = ("weights", "data")
+) -> tuple[str, str]:
     """Decide what stands above a figure and below it.
 
-    Without a title of one's own, the usual one and the footer; ``none`` is neither. That weights are not trained
-    stands in every figure.
+    Without a title of one's own, the usual one and, as with one, where everything is from; ``none`` is neither. That
+    weights are not trained stands in every figure.
 
-    >>> title_and_foot("none", "net", "weights: w · data: d", "w"), title_and_foot("none", "net", "…", "random weights")
-    (('', ''), ('', 'random weights'))
+    >>> title_and_foot("none", "net", {"weights": "w", "data": "d"})
+    ('', '')
+    >>> title_and_foot("none", "net", {"weights": "random weights", "data": "d"})
+    ('', 'random weights')
     """
-    if title is None:
-        return usual, foot
     if title == NONE:
-        return "", "" if not _made(weights) else weights
-    return title, foot
+        weights = without_digest(about.get("weights", ""))
+        return "", weights if _made(weights) else ""
+    return usual if title is None else title, provenance(about, names)
 
 
 def _made(weights: str) -> bool:
     return "random" in weights.lower() or "made" in weights.lower()
 
 
-def frame(figure: Figure, title: str, foot: Sequence[str], style: Style, **legend: Any) -> ConstrainedLayoutEngine:
-    """Write a title above all panels, and a legend and lines of text below them, with nothing over one another.
+def inches_of(width: float | None, usual: float) -> float:
+    """Return how wide a figure is that may have been asked to be so many inches wide; UsageError if none can be."""
+    if width is not None and not 2 <= width <= 100:
+        raise UsageError(f"A figure cannot be {width:g} inches wide: take 2 to 100; a column of a paper has 3 to 7.")
+    return width or usual
 
-    To be called once the figure has its size.
+
+def framed(
+    width: float,
+    height: float,
+    title: str,
+    foot: Sequence[str],
+    style: Style,
+    handles: Sequence[Artist] = (),
+    font: FontProperties = LEGEND,
+    **layout: Any,
+) -> Figure:
+    """Make a figure with a title above all panels, and a legend and lines of text below, nothing over one another.
 
     Args:
-        figure: of any size.
+        width: of the figure, in inches.
+        height: of its panels and what stands between them; the figure is as much higher as the rest takes.
         title: empty for none.
         foot: texts, each of which begins a line; empty ones are left out.
         style: of the figure.
-        legend: what :meth:`matplotlib.figure.Figure.legend` takes, without a place.
-
-    Returns:
-        The engine that lays the panels out between them.
+        handles: of the legend; labels too long for the figure are broken into lines.
+        font: of the legend.
+        layout: spaces between the panels, as :class:`matplotlib.layout_engine.ConstrainedLayoutEngine` takes them.
     """
-    width, height = figure.get_size_inches()
-    if title:
-        font = FontProperties(size=7.5)
-        figure.suptitle("\n".join(wrapped(title, width - 0.2, font)), fontproperties=font, parse_math=False)
-    below = foot_inches(foot, width) / height
-    if lines := _foot_lines(foot, width):
+    figure = Figure(figsize=(width, height))
+    font_of_title = FontProperties(size=_TITLE_POINTS)
+    head = wrapped(title, width - 0.2, font_of_title)
+    lines = [line for text in foot if text for line in wrapped(text, width - 0.2, NOTE)]
+    below = 0.04 + 0.12 * len(lines) if lines else 0.0
+    legend = _legend(figure, handles, font)
+    legend_inches = legend.get_window_extent().height / figure.dpi + 0.05 if legend else 0.0
+    whole = height + (0.06 + 0.13 * len(head) if head else 0.0) + below + legend_inches
+    figure.set_size_inches(width, whole)
+    if head:
+        figure.suptitle("\n".join(head), fontproperties=font_of_title, parse_math=False)
+    if lines:
         figure.text(
-            *(0.5, 0.03 / height, "\n".join(lines)),
+            *(0.5, 0.03 / whole, "\n".join(lines)),
             ha="center",
             va="bottom",
             color=style.faint,
             fontproperties=NOTE,
             parse_math=False,
         )
-    if legend.get("handles"):
-        drawn = figure.legend(loc="lower center", bbox_to_anchor=(0.5, below), borderaxespad=0.2, **legend)
-        drawn.set_in_layout(False)  # as nothing else leaves room for text below it
-        below += drawn.get_window_extent().height / figure.bbox.height + 0.05 / height
-    engine = ConstrainedLayoutEngine(rect=(0, below, 1, 1 - below))
-    figure.set_layout_engine(engine)
-    return engine
+    if legend:
+        legend.set_bbox_to_anchor((0.5, below / whole))
+    below = (below + legend_inches) / whole
+    figure.set_layout_engine(ConstrainedLayoutEngine(rect=(0, below, 1, 1 - below), **layout))
+    return figure
 
 
-def _foot_lines(foot: Sequence[str], width: float) -> list[str]:
-    return [line for text in foot if text for line in wrapped(text, width - 0.2, NOTE)]
-
-
-def foot_inches(foot: Sequence[str], width: float) -> float:
-    """Return how high lines of text stand below a figure of so many inches."""
-    lines = _foot_lines(foot, width)
-    return 0.04 + 0.12 * len(lines) if lines else 0.0
-
-
-def title_inches(title: str, width: float) -> float:
-    """Return how high a title stands above a figure of so many inches."""
-    return (0.06 + 0.13 * len(wrapped(title, width - 0.2, FontProperties(size=7.5)))) if title else 0.0
+def _legend(figure: Figure, handles: Sequence[Artist], font: FontProperties) -> Legend | None:
+    """Put a legend at the lower edge of a figure, with no label wider than that."""
+    if not handles:
+        return None
+    width = figure.get_figwidth()
+    room = width - (HANDLE_LENGTH + 1.6) * font.get_size_in_points() / 72
+    for handle in handles:
+        text = str(handle.get_label()).replace(r"\$", "$")
+        if width_of(text, font) > room:
+            handle.set_label("\n".join(wrapped(text, room, font)).replace("$", r"\$"))
+    columns = legend_columns([str(handle.get_label()) for handle in handles], width, font)
+    legend = figure.legend(
+        handles=handles, loc="lower center", bbox_to_anchor=(0.5, 0), borderaxespad=0.2, ncols=columns, prop=font
+    )
+    legend.set_in_layout(False)  # as nothing else leaves room for text below it
+    return legend

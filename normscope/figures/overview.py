@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -12,17 +12,28 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.gridspec import GridSpec
 
 from normscope.errors import UsageError, count
-from normscope.figures.axes import AUTO
+from normscope.figures.axes import AUTO, share_colours
 from normscope.figures.legends import ceiling_note, fit_notes, legend_handles, remarks
-from normscope.figures.notes import LINE_POINTS, Words, foot_inches, frame, heading, write_above
-from normscope.figures.panels import Panel, best_of, draw_panel, panels_of
-from normscope.figures.style import LEAST_POINTS, kind_of, legend_columns, style_named, tail, title_of, wrapped
+from normscope.figures.notes import (
+    LINE_POINTS,
+    NONE,
+    Words,
+    framed,
+    heading,
+    inches_of,
+    title_and_foot,
+    without_digest,
+    write_above,
+)
+from normscope.figures.panels import Panel, best_of, draw_panel, panels_of, with_shared_scales
+from normscope.figures.style import LEAST_POINTS, Style, kind_of, style_named, tail, title_of, wrapped
 from normscope.fits.curve_fit import CurveFit
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import select
 
 _ACROSS = 4
 _COLUMN_INCHES = 1.75  # four of them are a page's text width
+_LEAST_COLUMN = 1.2
 _PANEL_INCHES = 1.15
 _AXIS_INCHES = 0.46  # of a panel's titles and ticks
 _EDGE_INCHES = 0.38  # of a panel's width, that its ticks take
@@ -41,7 +52,9 @@ def overview(
     fits: Sequence[Sequence[CurveFit]] = (),
     *,
     xscale: str = AUTO,
+    share_axes: bool = False,
     width: float | None = None,
+    title: str | None = None,
     style: str = "light",
 ) -> Figure:
     """Draw several captures below one another: four norm sites each, evenly over the depth, as wide as a page's text.
@@ -53,15 +66,19 @@ def overview(
         captures: a row each; one of fewer than four sites has as many panels.
         fits: for each capture, what :func:`normscope.fit` made of it; without any, no curves are drawn.
         xscale: ``linear``, ``asinh`` or ``auto``, as of :func:`normscope.plot`.
-        width: of the figure, in inches; by default that of a page's text, 7 for four sites.
+        share_axes: whether all panels of all networks have the same axes and colours, as of :func:`normscope.plot`.
+        width: of the figure, in inches; by default that of a page's text, 7 for four sites. In a narrow one panels go
+            below one another.
+        title: above all panels; by default none, as each row names its network, weights and data. With ``none`` it
+            names the network alone.
         style: ``light`` or ``dark``.
 
     Returns:
         A matplotlib figure; :func:`normscope.save_figure` writes it.
 
     Raises:
-        UsageError: if there is no capture, if the fits are of another number of captures, or if there is no such scale
-            or style.
+        UsageError: if there is no capture, if the fits are of another number of captures, if there is no such scale or
+            style, or if the width is under 2 inches.
 
     >>> import normscope, torch
     >>> from torch import nn
@@ -77,66 +94,86 @@ def overview(
         raise UsageError(f"There are {len(captures)} captures, but the fits of {len(fits)}; give the fits of each.")
     theme = style_named(style)
     every_fit = [fit for fitted in fits for fit in fitted]
-    drawn, _ = best_of(every_fit)
-    chosen = [select(capture.sites, _ACROSS) for capture in captures]
-    columns = max(2, *map(len, chosen))
-    width = width or _COLUMN_INCHES * columns
-    across = width / columns
-    rows = [
-        panels_of(
-            *(capture, sites, [fit for fit in fitted if fit.curve in drawn], theme, theme.looks_of(drawn)),
-            *(xscale, across - _EDGE_INCHES, across - _EDGE_INCHES + 0.05),
-        )
-        for capture, sites, fitted in zip(captures, chosen, fits or [()] * len(captures), strict=True)
-    ]
-    headings = [_heading(capture, panels, width - 0.45) for capture, panels in zip(captures, rows, strict=True)]
-    heights = [_GAP_INCHES + _LINE_INCHES * (len(details) + 1) for _, details in headings]
-    every = [panel for panels in rows for panel in panels]
+    columns, width = _columns(captures, width)
+    networks = _panels(captures, fits or [()] * len(captures), theme, xscale, width / columns - _EDGE_INCHES)
+    every = [panel for panels in networks for panel in panels]
+    if share_axes:
+        every = with_shared_scales(every, xscale)
+        shared = iter(every)
+        networks = [[next(shared) for _ in panels] for panels in networks]
+    rows: list[_Row] = []
+    for capture, panels in zip(captures, networks, strict=True):
+        lines = _heading(capture, panels, width - 0.45, title)
+        rows += [([] if first else lines, panels[first : first + columns]) for first in range(0, len(panels), columns)]
     handles = legend_handles(every, density=True, sampled=any("sample" in capture.about for capture in captures))
-    below = remarks(every, every_fit)
-    legend_across = legend_columns([str(handle.get_label()) for handle in handles], width, _SMALL)
-    foot = _FOOT_INCHES + _LINE_INCHES * 1.2 * math.ceil(len(handles) / legend_across) + foot_inches(below, width)
-    notes = [[_notes(panel) for panel in panels] for panels in rows]
-    note_inches = [max(map(len, of_row)) * LINE_POINTS / 72 for of_row in notes]
-    panel_inches = min(_PANEL_INCHES, 0.85 * (across - _EDGE_INCHES))
+    notes = [[_notes(panel) for panel in panels] for _, panels in rows]
+    panel_inches = min(_PANEL_INCHES, 0.85 * every[0].inches)
+    heights = [_GAP_INCHES + _LINE_INCHES * len(heading) for heading, _ in rows]
+    note_inches = [max(map(len, lines)) * LINE_POINTS / 72 for lines in notes]
     with matplotlib.rc_context(theme.rc()):
-        height = sum(heights) + sum(note_inches) + (panel_inches + _AXIS_INCHES) * len(rows) + foot
-        figure = Figure(figsize=(width, height))
+        height = sum(heights) + sum(note_inches) + (panel_inches + _AXIS_INCHES) * len(rows) + _FOOT_INCHES
+        above = "" if title in (None, NONE) else str(title)
+        foot = remarks(every, every_fit)
+        figure = framed(width, height, above, foot, theme, handles, _SMALL, h_pad=0.03, hspace=0)
         ratios = [inches for height in heights for inches in (height, panel_inches)]
         grid = GridSpec(2 * len(rows), columns, figure, height_ratios=ratios)
-        for number, (panels, (name, details)) in enumerate(zip(rows, headings, strict=True)):
-            _write(figure.add_subplot(grid[2 * number, :]), name, details)
-            for column, panel in enumerate(panels):
+        for number, (above_row, of_row) in enumerate(rows):
+            _write(figure.add_subplot(grid[2 * number, :]), above_row)
+            for column, panel in enumerate(of_row):
                 ax = figure.add_subplot(grid[2 * number + 1, column])
                 _draw(ax, panel, notes[number][column], max(map(len, notes[number])))
-                if column == 0:
-                    ax.set_ylabel("output before affine, y", fontproperties=_SMALL, labelpad=1)
-                followed = any(column < len(others) for others in rows[number + 1 :])
-                if not followed or panel.axis.linear_width is not None:
-                    ax.set_xlabel(panel.axis.label(panel.inches), fontproperties=_SMALL, labelpad=1)
-        engine = frame(figure, "", below, theme, handles=handles, ncols=legend_across, prop=_SMALL)
-        engine.set(h_pad=0.03, hspace=0)
+                followed = any(column < len(others) for _, others in rows[number + 1 :])
+                _name_axes(ax, panel, first=column == 0, last=not followed)
+        if share_axes:
+            share_colours([ax for ax in figure.axes if ax.images])
     return figure
 
 
-def _heading(capture: Capture, panels: Sequence[Panel], inches: float) -> tuple[str, list[str]]:
+_Row: TypeAlias = tuple[Sequence[str], Sequence[Panel]]  # a heading's lines, of a network's first row, and panels
+
+
+def _columns(captures: Sequence[Capture], width: float | None) -> tuple[int, float]:
+    """How many panels stand beside one another, and how wide the figure is."""
+    columns = max(2, *(min(_ACROSS, len(capture.sites)) for capture in captures))
+    inches = inches_of(width, _COLUMN_INCHES * columns)
+    return (columns if inches / columns >= _LEAST_COLUMN else 2), inches
+
+
+def _panels(
+    captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], theme: Style, xscale: str, inches: float
+) -> list[list[Panel]]:
+    """Four panels of each network, evenly over its depth."""
+    drawn, _ = best_of([fit for fitted in fits for fit in fitted])
+    looks = theme.looks_of(drawn)
+    return [
+        panels_of(
+            *(capture, select(capture.sites, _ACROSS), [fit for fit in fitted if fit.curve in drawn], theme, looks),
+            *(xscale, inches, inches),
+        )
+        for capture, fitted in zip(captures, fits, strict=True)
+    ]
+
+
+def _heading(capture: Capture, panels: Sequence[Panel], inches: float, title: str | None) -> list[str]:
     """The bold line, and those below it: network, weights, data."""
-    about = capture.about
+    about, name = capture.about, tail(heading(capture.about), inches, _BOLD)
+    if title == NONE:
+        return [name, *wrapped(title_and_foot(NONE, "", about)[1], inches, _SMALL)]
     counts = sorted({panel.stats.n_pairs for panel in panels})
     pairs = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
-    weights = f"weights: {about['weights']}"
+    weights = f"weights: {without_digest(about['weights'])}"
     data = f"data ({count(capture.n_samples, 'sample')}, {pairs} pairs a panel): {about['data']}"
-    return tail(heading(about), inches, _BOLD), [*wrapped(weights, inches, _SMALL), *wrapped(data, inches, _SMALL)]
+    return [name, *wrapped(weights, inches, _SMALL), *wrapped(data, inches, _SMALL)]
 
 
-def _write(ax: Axes, name: str, details: Sequence[str]) -> None:
+def _write(ax: Axes, lines: Sequence[str]) -> None:
     """Write the heading into axes of its own, which the layout keeps free whatever its letters turn out to take."""
     ax.axis("off")
-    for line, text in enumerate([name, *details]):
+    for line, text in enumerate(lines):
         ax.annotate(
             text,
             (0, 0),
-            (0, 2 + 72 * _LINE_INCHES * (len(details) - line)),
+            (0, 2 + 72 * _LINE_INCHES * (len(lines) - 1 - line)),
             fontproperties=_SMALL if line else _BOLD,
             xycoords="axes fraction",
             textcoords="offset points",
@@ -159,6 +196,16 @@ def _draw(ax: Axes, panel: Panel, notes: Sequence[Words], least: int) -> None:
     ax.set_title("\n".join(lines), loc="left", fontproperties=_SMALL, parse_math=False, pad=pad)
     if not panel.stats.n_pairs:
         ax.text(0, 0, "no finite pair", fontproperties=_SMALL, color=panel.style.faint, ha="center")
+
+
+def _name_axes(ax: Axes, panel: Panel, *, first: bool, last: bool) -> None:
+    """Name y at the first panel of a row, and x at the last of a column and wherever the axis is another."""
+    shared = panel.scales.shared
+    if first:
+        ax.set_ylabel("output before affine, y", fontproperties=_SMALL, labelpad=1)
+    ax.tick_params(labelleft=first or not shared)
+    if last or (panel.axis.linear_width is not None and not shared):
+        ax.set_xlabel(panel.axis.label(panel.inches), fontproperties=_SMALL, labelpad=1)
 
 
 def _notes(panel: Panel) -> list[Words]:

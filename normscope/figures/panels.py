@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import matplotlib
 import numpy as np
@@ -15,11 +15,11 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from normscope.figures.axes import LINEAR, Limits, XAxis, mean_line, x_axis
+from normscope.figures.axes import AUTO, Limits, Scales, XAxis, few_ticks, mean_line, number, scales_of
 from normscope.figures.style import LEAST_POINTS, Look, Style
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.solving.ceiling import conditional_mean
@@ -36,12 +36,6 @@ _EXTREME_CHANNELS = 4
 def extreme_channels(stats: PairStats) -> list[int]:
     """Return the channels that reach the largest |x|, the largest first."""
     return [int(i) for i in stats.reach.argsort(descending=True)[:_EXTREME_CHANNELS]]
-
-
-def token_scales(stats: PairStats) -> tuple[float, float]:
-    """Return the smallest and largest σ among the drawn tokens."""
-    scale = 1 / drawn_tokens(stats)[2]
-    return (float(np.min(scale)), float(np.max(scale))) if len(scale) else (float("nan"), float("nan"))
 
 
 def drawn_tokens(stats: PairStats) -> tuple[Array, Array, Array]:
@@ -98,7 +92,6 @@ def _gathered(counts: Array, grid: FloatGrid, at: Array) -> Array:
 _PIXELS = 220
 _TOKEN_POINT = 1.26  # points across
 _CENTRE_SHARE = 0.98  # of all pairs lie in the inset
-_BOUND_SHOWN_WITHIN = 1.6  # times the largest |y|; a bound farther away would flatten the curves, and is written
 _MOST_DRAWN = 4  # curves at most
 _INSET_FROM = 3.0  # times wider must the tails reach than the centre for an inset to show more
 _INSET = (0.06, 0.57, 0.32, 0.43)
@@ -116,7 +109,7 @@ class Panel:
         fits: those that are drawn.
         style: of the figure.
         looks: colour and dashes of each curve.
-        xscale: ``linear``, ``asinh`` or ``auto``.
+        scales: of its axes and colours.
         inches: width of the panel between its edges, roughly.
         room: inches that a line of text above it may take.
     """
@@ -126,7 +119,7 @@ class Panel:
     fits: Sequence[CurveFit]
     style: Style
     looks: Mapping[str, Look]
-    xscale: str = LINEAR
+    scales: Scales
     inches: float = 2.0
     room: float = 2.25
 
@@ -135,11 +128,10 @@ class Panel:
         """Sums over all folds, per bin of x."""
         return self.stats.moments.sum(0)
 
-    @functools.cached_property
+    @property
     def axis(self) -> XAxis:
         """The axis of x that holds every pair."""
-        reach = max(float(self.stats.reach.max()), 1e-30) if self.stats.n_pairs else 1.0 / 1.06
-        return x_axis(self.moments, reach, self.xscale)
+        return self.scales.x
 
 
 def panels_of(
@@ -148,7 +140,7 @@ def panels_of(
     fits: Sequence[CurveFit],
     style: Style,
     looks: Mapping[str, Look] | None = None,
-    xscale: str = LINEAR,
+    xscale: str = AUTO,
     inches: float = 2.0,
     room: float = 2.25,
 ) -> list[Panel]:
@@ -162,12 +154,18 @@ def panels_of(
             [fit for fit in fits if fit.site == site.name and fit.curve in drawn],
             style,
             looks,
-            xscale,
+            scales_of([(site, capture.stats[site.name])], xscale),
             inches,
             room,
         )
         for site in sites
     ]
+
+
+def with_shared_scales(panels: Sequence[Panel], xscale: str) -> list[Panel]:
+    """Give all panels the scales that hold every pair of each."""
+    shared = scales_of([(panel.site, panel.stats) for panel in panels], xscale, shared=True)
+    return [replace(panel, scales=shared) for panel in panels]
 
 
 def best_of(fits: Sequence[CurveFit]) -> tuple[list[str], list[str]]:
@@ -210,7 +208,7 @@ def draw_tokens(ax: Axes, panel: Panel, axis: XAxis) -> None:
     if not len(x):
         return
     scale = 1 / rstd
-    low, high = token_scales(panel.stats)
+    low, high = panel.scales.sigma
     norm = LogNorm(low, high * (1 + 1e-6))
     ends = np.stack([x.argmin(1), x.argmax(1)], axis=1)[:, :, None]
     lines = np.concatenate([np.take_along_axis(v[:, :, None], ends, 1) for v in (x, y)], axis=2)
@@ -269,16 +267,15 @@ def draw_curves(ax: Axes, panel: Panel, axis: XAxis) -> None:
 
 def draw_panel(ax: Axes, panel: Panel, row: str) -> None:
     """One row of the panels, with its centre enlarged in an inset where the tails reach far beyond it."""
-    y_limits = whole_range(panel)
-    _draw_within(ax, panel, row, panel.axis, y_limits)
+    _draw_within(ax, panel, row, panel.axis, panel.scales.y)
     panel.axis.set_on(ax, panel.inches)
     centre = enlarged_range(panel)
     if centre is not None:
         x_limits, y_limits = centre
-        _draw_within(inset_of(ax, panel.style), panel, row, XAxis(x_limits), y_limits)
+        _draw_within(inset_of(ax, panel, x_limits), panel, row, XAxis(x_limits), y_limits)
 
 
-def inset_of(ax: Axes, style: Style) -> Axes:
+def inset_of(ax: Axes, panel: Panel, x_limits: Limits) -> Axes:
     """Make axes for the enlarged centre in the corner that an S leaves empty; the numbers are at its right and below.
 
     There no axis of the panel runs through them.
@@ -288,11 +285,12 @@ def inset_of(ax: Axes, style: Style) -> Axes:
     inset.yaxis.tick_right()
     inset.tick_params(labelsize=LEAST_POINTS, length=1.5, pad=1)
     for spine in inset.spines.values():
-        spine.set(visible=True, linewidth=0.5, color=style.faint)
-    for axis in (inset.xaxis, inset.yaxis):
-        axis.set_major_locator(MaxNLocator(2, steps=(1, 2, 5, 10), symmetric=True))
-        for label in axis.get_ticklabels():
-            label.set_path_effects([*outline(style)])
+        spine.set(visible=True, linewidth=0.5, color=panel.style.faint)
+    inset.xaxis.set_major_locator(FixedLocator(few_ticks(x_limits, _INSET[2] * panel.inches)))
+    inset.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(x)))
+    inset.yaxis.set_major_locator(MaxNLocator(2, steps=(1, 2, 5, 10), symmetric=True))
+    for label in (*inset.get_xticklabels(), *inset.get_yticklabels()):
+        label.set_path_effects([*outline(panel.style)])
     return inset
 
 
@@ -305,22 +303,12 @@ def _draw_within(ax: Axes, panel: Panel, row: str, axis: XAxis, y_limits: Limits
     ax.set(xlim=axis.limits, ylim=y_limits)
 
 
-def whole_range(panel: Panel) -> Limits:
-    """Limits of y that hold every pair, symmetric about the origin, and the bound where the pairs come near it."""
-    stats = panel.stats
-    if not stats.n_pairs:
-        return (-1.0, 1.0)
-    filled = stats.density.sum(0).nonzero().squeeze(1)
-    edges = DENSITY_Y_GRID.edges()[1:-1].abs()  # of the bin that holds the largest |y|: the panel holds it whole
-    reach = float(edges[(filled - 1).clamp(0, len(edges) - 1)].maximum(edges[filled.clamp(max=len(edges) - 1)]).max())
-    if 0 < panel.site.bound < _BOUND_SHOWN_WITHIN * reach:
-        reach = panel.site.bound
-    return (-1.04 * reach, 1.04 * reach)
-
-
 def enlarged_range(panel: Panel) -> tuple[Limits, Limits] | None:
-    """Limits about the origin within which nearly all pairs lie, where the tails reach far beyond on a linear axis."""
-    if panel.axis.linear_width is not None:
+    """Limits about the origin within which nearly all pairs lie, where the tails reach far beyond on a linear axis.
+
+    None with shared scales: each panel's centre is another, and panels enlarged differently are not to be compared.
+    """
+    if panel.axis.linear_width is not None or panel.scales.shared:
         return None
     left, right = panel.axis.limits
     centre = _centre_range(panel.stats)

@@ -108,7 +108,7 @@ def draw_residuals(ax: Axes, panel: Panel) -> None:
     _draw_within(ax, panel, panel.axis, _INSET_SHARE if centre else 0)
     panel.axis.set_on(ax, panel.inches)
     if centre:
-        _draw_within(inset_of(ax, panel.style), panel, XAxis(centre[0]), 0)
+        _draw_within(inset_of(ax, panel, centre[0]), panel, XAxis(centre[0]), 0)
 
 
 def _draw_within(ax: Axes, panel: Panel, axis: XAxis, free: float) -> None:
@@ -133,7 +133,7 @@ def _draw_within(ax: Axes, panel: Panel, axis: XAxis, free: float) -> None:
             groups.x, off, color=colour, ls=dashes, lw=1.0, zorder=4, path_effects=outline(panel.style, 0.6)
         )
     left, right = axis.limits
-    for artist in drawn:
+    for artist in drawn if free else []:
         artist.set_clip_path(Rectangle((left, -reach), right - left, 2 * reach, transform=ax.transData))
 
 

@@ -14,24 +14,21 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
 
 from normscope.errors import UsageError, count, unknown
-from normscope.figures.axes import AUTO, check_xscale
+from normscope.figures.axes import AUTO, check_xscale, share_colours, share_heights
 from normscope.figures.legends import ceiling_note, fit_notes, legend_handles, remarks
 from normscope.figures.notes import (
     LINE_POINTS,
     NOTE,
     Words,
     broken,
-    foot_inches,
-    frame,
+    framed,
     heading,
+    inches_of,
     lined,
-    provenance,
     strip_above,
     title_and_foot,
-    title_inches,
     write_above,
 )
 from normscope.figures.panels import (
@@ -40,11 +37,10 @@ from normscope.figures.panels import (
     draw_panel,
     extreme_channels,
     panels_of,
-    token_scales,
-    whole_range,
+    with_shared_scales,
 )
 from normscope.figures.residuals import draw_residuals, residual_handles
-from normscope.figures.style import Style, head_panel, legend_columns, style_named, width_of
+from normscope.figures.style import Style, columns_within, head_panel, style_named, width_of
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import FREE
 from normscope.pairs.captures import Capture
@@ -55,12 +51,7 @@ FORMATS = ("png", "svg", "pdf")
 ROWS = tuple(DRAW)
 _RESIDUAL = "residual"
 _ROW_NAMES = (*ROWS, _RESIDUAL)
-_COLUMNS = 6
-_PANEL_INCHES = (2.35, 2.05)
-_LEAST_PANEL = (1.3, 1.2)
 _EDGE_INCHES = 0.35  # of a panel's width, that its ticks take
-_LEGEND_FONT = FontProperties(size=6.5)
-_LEGEND_LINE_INCHES = 0.135
 
 
 def plot(
@@ -70,6 +61,7 @@ def plot(
     sites: Layers | None = None,
     rows: str | Sequence[str] = ROWS,
     xscale: str = AUTO,
+    share_axes: bool = False,
     width: float | None = None,
     title: str | None = None,
     style: str = "light",
@@ -91,6 +83,8 @@ def plot(
         rows: which rows: ``density``, ``token``, ``channel``, ``residual`` (what the curves leave of E[y|x]), as a
             list or separated by commas.
         xscale: ``linear``, ``asinh`` or ``auto``.
+        share_axes: whether all panels have the same axes, and colours stand for the same in each, so that sites can be
+            compared; no centre is enlarged then, and ``auto`` is asinh where one site's pairs call for it.
         width: of the figure, in inches; no letter is smaller than 6 points, and panels go below one another where
             there is no room for all.
         title: above all panels; by default the network's name, and weights and data below all panels; ``none`` for
@@ -110,27 +104,21 @@ def plot(
     capture = capture if sites is None else capture.only(sites)
     if ax is not None:
         return _draw_on(ax, capture, fits, shown, xscale, theme)
-    columns, panel_inches = _columns(len(capture.sites), width)
+    columns, panel_inches = columns_within(len(capture.sites), width)
     inches = panel_inches[0] - _EDGE_INCHES
     panels = panels_of(capture, capture.sites, fits, theme, xscale=xscale, inches=inches, room=inches + 0.05)
+    if share_axes:
+        panels = with_shared_scales(panels, xscale)
     usual = heading(capture.about, count(capture.n_samples, "sample"))
-    title, origin = title_and_foot(title, usual, provenance(capture.about), capture.about["weights"])
+    title, origin = title_and_foot(title, usual, capture.about)
     foot = [*remarks(panels, fits, ceilings="density" in shown), origin]
     with matplotlib.rc_context(theme.rc()):
-        inches = width or 0.5 + panel_inches[0] * columns
-        handles = _handles(capture, panels, shown)
-        across = legend_columns([str(handle.get_label()) for handle in handles], inches, _LEGEND_FONT)
+        inches = inches_of(width, 0.5 + panel_inches[0] * columns)
         notes = [[_NOTES[row](panel) for row in shown] for panel in panels]
-        figure = Figure()
         blocks = math.ceil(len(panels) / columns)
         heights = [panel_inches[1] + _note_inches(notes, place) for place in range(len(shown))]
-        figure.set_size_inches(
-            inches,
-            blocks * (sum(heights) + 0.4)
-            + title_inches(title, inches)
-            + foot_inches(foot, inches)
-            + _LEGEND_LINE_INCHES * (math.ceil(len(handles) / across) + 0.5),
-        )
+        handles = _handles(capture, panels, shown)
+        figure = framed(inches, blocks * (sum(heights) + 0.4), title, foot, theme, handles)
         axes = figure.subplots(len(shown) * blocks, columns, squeeze=False)
         for empty in axes.flat:
             empty.set_visible(False)
@@ -143,22 +131,22 @@ def plot(
                 _draw(panel_ax, panel, row, notes[number][place], least, title=place == 0)
                 if column == 0:
                     panel_ax.set_ylabel(_name_of_y(row), labelpad=1)
+                elif share_axes:
+                    panel_ax.tick_params(labelleft=False)
                 if place == len(shown) - 1:
                     panel_ax.set_xlabel(panel.axis.label(panel.inches), labelpad=1)
-        frame(figure, title, foot, theme, handles=handles, ncols=across, prop=_LEGEND_FONT)
+        if share_axes:
+            for place, row in enumerate(shown):
+                _share([ax for ax in axes[place :: len(shown)].flat if ax.get_visible()], row)
     return figure
 
 
-def _columns(sites: int, width: float | None) -> tuple[int, tuple[float, float]]:
-    """How many panels stand beside one another, and how many inches each of them takes."""
-    if width is None:
-        return min(_COLUMNS, sites), _PANEL_INCHES
-    if not 2 <= width <= 100:
-        raise UsageError(f"A figure cannot be {width:g} inches wide: take 2 to 100; a column of a paper has 3 to 7.")
-    columns = max(1, min(_COLUMNS, sites, int((width - 0.3) / _LEAST_PANEL[0])))
-    columns = math.ceil(sites / math.ceil(sites / columns))
-    across = (width - 0.3) / columns
-    return columns, (across, min(_PANEL_INCHES[1], max(_LEAST_PANEL[1], 0.87 * across)))
+def _share(axes: Sequence[Axes], row: str) -> None:
+    """Give the panels of a row what only drawing them told: the numbers of pairs, and how large residuals are."""
+    if row == "density":
+        share_colours(axes)
+    elif row == _RESIDUAL:
+        share_heights(axes)
 
 
 def _note_inches(notes: Sequence[Sequence[Sequence[Words]]], place: int) -> float:
@@ -245,7 +233,7 @@ def _draw(ax: Axes, panel: Panel, row: str, notes: Sequence[Words], least: int =
     if title:
         pairs = f"{panel.stats.n_pairs:,} pairs"
         bound = panel.site.bound  # said where its lines lie beyond the panel
-        bounded = [f"{pairs} · |y| ≤ {bound:.3g}"] if whole_range(panel)[1] < bound < math.inf else []
+        bounded = [f"{pairs} · |y| ≤ {bound:.3g}"] if panel.scales.y[1] < bound < math.inf else []
         head_panel(ax, panel.site, [*bounded, pairs], panel.room, pad)
 
 
@@ -267,11 +255,11 @@ def _result(fit: CurveFit) -> list[str]:
 
 def _token_notes(panel: Panel) -> list[Words]:
     """Ends of the colour bar, with room for it between them, and how many tokens are drawn."""
-    low, high = token_scales(panel.stats)
+    low, high = panel.scales.sigma
     drawn = len(panel.stats.tokens.key) + len(panel.stats.largest.key)
     ink = panel.style.ink
-    below: Words = [(_least_scale(low), ink), (_ROOM, "none"), (f"{high:.2g} (log)", ink)]
-    return [*broken([f"{drawn:,} of {panel.stats.n_tokens:,}", "tokens, by σ"], ink, panel.room), below]
+    below: Words = [(_least_scale(low), ink), (_ROOM, "none"), (f"{high:.2g}", ink)]
+    return [*broken([f"{drawn:,} of {panel.stats.n_tokens:,}", "tokens, by σ (log)"], ink, panel.room), below]
 
 
 _ROOM = "mmm"  # is not drawn
@@ -282,7 +270,7 @@ def _least_scale(low: float) -> str:
 
 
 def _draw_scale(ax: Axes, panel: Panel) -> None:
-    left = 72 * width_of(_least_scale(token_scales(panel.stats)[0]), NOTE) + 4
+    left = 72 * width_of(_least_scale(panel.scales.sigma[0]), NOTE) + 4
     bar = strip_above(ax, left, 72 * width_of(_ROOM, NOTE))
     bar.imshow(np.linspace(0, 1, 64)[None, :], aspect="auto", cmap=panel.style.tokens)
     bar.set(yticks=[], xticks=[])

@@ -12,13 +12,14 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import NormscopeError, UsageError
+from normscope.figures.notes import framed, heading, inches_of, title_and_foot
 from normscope.figures.panels import outline
-from normscope.figures.style import LEAST_POINTS, Style, style_named, width_of, wrapped
+from normscope.figures.style import LEAST_POINTS, Style, style_named, that_fits, width_of
 from normscope.fits.curves.expressions import curves_named
 from normscope.swaps.bench.reports import BESIDE, FASTER, SLOWER, TOO_FEW, BenchReport, Timing
 from normscope.tables.speed import SCOPES, duration
 
-_PANEL_INCHES, _BAR_INCHES, _GAP = 2.6, 0.155, 0.9
+_PANEL_INCHES, _LEAST_PANEL_INCHES, _BAR_INCHES, _GAP = 2.6, 2.3, 0.155, 0.9
 _BARS_INCHES = 1.9  # of a panel, beside the names of the bars
 _NATIVE, _COPY = "native", "copy"
 _MOST_ACROSS = 4
@@ -27,7 +28,9 @@ _UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 _TITLE, _SMALL = FontProperties(size=7.5), FontProperties(size=LEAST_POINTS)
 
 
-def plot_speed(report: BenchReport, *, style: str = "light") -> Figure:
+def plot_speed(
+    report: BenchReport, *, width: float | None = None, title: str | None = None, style: str = "light"
+) -> Figure:
     """Draw how long every variant takes, grouped by way: medians as bars, whiskers from p20 to p80.
 
     A whisker that goes on beyond the panel ends in an arrow.
@@ -39,6 +42,8 @@ def plot_speed(report: BenchReport, *, style: str = "light") -> Figure:
 
     Args:
         report: what :func:`normscope.bench` returned.
+        width: of the figure, in inches; panels go below one another where there is no room for all.
+        title: above all panels, as of :func:`normscope.plot`.
         style: ``light`` or ``dark``.
 
     Returns:
@@ -53,14 +58,15 @@ def plot_speed(report: BenchReport, *, style: str = "light") -> Figure:
     panels = [rows for scope, passes in kinds for rows in _rows_of(report.rows, scope, passes)]
     if not panels:
         raise UsageError("Nothing was timed, so that there is nothing to draw.")
-    across = _across(len(panels))
+    most = _MOST_ACROSS if width is None else max(1, int((width - 0.3) / _LEAST_PANEL_INCHES))
+    across = _across(len(panels), most)
     rows_of_panels = [panels[first : first + across] for first in range(0, len(panels), across)]
     heights = [max(map(_height, beside)) for beside in rows_of_panels]
+    inches = inches_of(width, max(4.6, 0.3 + _PANEL_INCHES * across))
+    title, origin = title_and_foot(title, heading(report.about, report.device), report.about)
     with matplotlib.rc_context(theme.rc()):
-        inches = max(4.6, 0.3 + _PANEL_INCHES * across)
-        lines = _head(report, inches - 0.2)
-        size = (inches, 0.2 + 0.13 * len(lines) + sum(0.62 + _BAR_INCHES * height for height in heights))
-        figure = Figure(figsize=size, layout="constrained")
+        height = sum(0.62 + _BAR_INCHES * height for height in heights)
+        figure = framed(inches, height, title, [_signs(report), origin], theme)
         axes = figure.subplots(
             len(heights), across, squeeze=False, height_ratios=[0.4 / _BAR_INCHES + h for h in heights]
         )
@@ -68,17 +74,17 @@ def plot_speed(report: BenchReport, *, style: str = "light") -> Figure:
             ax.set_visible(False)
         for number, (ax, rows) in enumerate(zip(axes.flat, panels, strict=False)):
             _draw(ax, rows, heights[number // across], theme)
-        figure.suptitle("\n".join(lines), fontproperties=_TITLE, parse_math=False)
     return figure
 
 
-def _across(panels: int) -> int:
+def _across(panels: int, most: int = _MOST_ACROSS) -> int:
     """How many panels stand beside one another, with the fewest places left empty, and as many as there may be.
 
     >>> [_across(panels) for panels in (1, 2, 3, 4, 5, 6, 7, 8)]
     [1, 2, 3, 4, 3, 3, 4, 4]
     """
-    return min(range(min(2, panels), min(_MOST_ACROSS, panels) + 1), key=lambda across: (-panels % across, -across))
+    most = min(most, _MOST_ACROSS, panels)
+    return min(range(min(2, most), most + 1), key=lambda across: (-panels % across, -across))
 
 
 def _rows_of(rows: Sequence[Timing], scope: str, passes: str) -> list[list[Timing]]:
@@ -132,7 +138,8 @@ def _draw(ax: Axes, rows: Sequence[Timing], height: float, style: Style) -> None
     ax.set_xlabel(unit, labelpad=1)
     detail = " · ".join(part for part in (first.dtype, next((row.timer for row in rows if row.timer), "")) if part)
     shape = "×".join(map(str, first.shape))
-    ax.set_title(f"{SCOPES[first.scope]}, {first.passes}\n{shape} · {detail}", parse_math=False)
+    names = (f"{SCOPES[first.scope]}, {first.passes}", f"{SCOPES[first.scope]},\n{first.passes}")
+    ax.set_title(f"{that_fits(names, _BARS_INCHES, 7.5)}\n{shape} · {detail}", parse_math=False)
 
 
 def _bar(ax: Axes, row: Timing, y: float, scale: float, right: float, style: Style) -> None:
@@ -171,11 +178,10 @@ def _colour(variant: str, style: Style) -> Any:
     return style.looks([curve.name])[curve.name][0]
 
 
-def _head(report: BenchReport, inches: float) -> list[str]:
-    known = [report.about[key] for key in ("model", "weights", "data") if key in report.about]
+def _signs(report: BenchReport) -> str:
+    """Say what bars, whiskers, lines and letters mean."""
     signs = ["bars: median", "whiskers: p20 to p80", "dotted: native"]
     signs += [f"of {way}: native {BESIDE[way]}" for way in BESIDE if any(row.way == way for row in report.rows)]
     meant = {FASTER: "bold", SLOWER: "italics", TOO_FEW: "?"}
     signs += [f"{sign}: {said}" for said, sign in meant.items() if any(row.verdict == said for row in report.rows)]
-    texts = [" · ".join(known), f"{report.device} · {'; '.join(signs)}"]
-    return [line for text in texts if text for line in wrapped(text, inches, _TITLE)]
+    return "; ".join(signs)

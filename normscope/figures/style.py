@@ -5,6 +5,7 @@ Colours are told apart by people with any colour vision, on paper and on a dark 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -151,6 +152,25 @@ def style_named(name: str) -> Style:
     return STYLES[name]
 
 
+_MOST_COLUMNS = 6
+_PANEL_INCHES = (2.35, 2.05)
+_LEAST_PANEL = (1.3, 1.2)
+
+
+def columns_within(panels: int, width: float | None) -> tuple[int, tuple[float, float]]:
+    """Return how many of some panels stand beside one another, and how many inches each takes, its ticks included.
+
+    >>> columns_within(8, None), columns_within(8, 5.5)[0], columns_within(2, 3.25)[0]
+    ((6, (2.35, 2.05)), 4, 2)
+    """
+    if width is None:
+        return min(_MOST_COLUMNS, panels), _PANEL_INCHES
+    most = max(1, min(_MOST_COLUMNS, panels, int((width - 0.3) / _LEAST_PANEL[0])))
+    columns = math.ceil(panels / math.ceil(panels / most))
+    across = (width - 0.3) / columns
+    return columns, (across, min(_PANEL_INCHES[1], max(_LEAST_PANEL[1], 0.87 * across)))
+
+
 _MOST_LINES = 3
 _NARROW = 1.6  # inches of a panel, with smaller titles
 _HINTING = 1.12  # so much wider do letters become where they are fitted to few pixels
@@ -158,9 +178,9 @@ _LETTERS = TextToPath()
 
 
 def width_of(text: str, font: FontProperties) -> float:
-    """Return how many inches a line of text takes, without drawing it."""
-    width, _, _ = _LETTERS.get_text_width_height_descent(text, font, ismath=False)
-    return float(width) / 72 * _HINTING
+    """Return how many inches a text takes, of several lines the longest, without drawing it."""
+    widths = [_LETTERS.get_text_width_height_descent(line, font, ismath=False)[0] for line in text.split("\n")]
+    return float(max(widths)) / 72 * _HINTING
 
 
 def tail(text: str, inches: float, font: FontProperties) -> str:
@@ -173,6 +193,12 @@ def tail(text: str, inches: float, font: FontProperties) -> str:
         return text
     dropped = bisect_left(range(len(text)), True, key=lambda n: width_of(f"…{text[n:]}", font) <= inches)
     return f"…{text[dropped:].lstrip('.')}"
+
+
+def that_fits(texts: Sequence[str], inches: float, points: float = 7) -> str:
+    """Return the first of several ways to say something that takes so many inches at most, or the last."""
+    font = FontProperties(size=points)
+    return next((text for text in texts if width_of(text, font) <= inches), texts[-1])
 
 
 def wrapped(text: str, inches: float, font: FontProperties) -> list[str]:
@@ -220,7 +246,7 @@ def title_of(site: NormSite, inches: float, font: FontProperties) -> str:
 def head_panel(ax: Axes, site: NormSite, details: Sequence[str], inches: float, pad: float = 3.0) -> None:
     """Say above a panel of so many inches which norm it shows, and the first line of detail that there is room for."""
     font = FontProperties(size=7.5 if inches > _NARROW else 6.5)
-    detail = next((text for text in details if width_of(text, font) <= inches), details[-1])
+    detail = that_fits(details, inches, font.get_size_in_points())
     lines = [title_of(site, inches, font), *kind_of(site, inches, font), tail(detail, inches, font)]
     ax.set_title("\n".join(lines), parse_math=False, loc="left", pad=pad, fontproperties=font)
 

@@ -77,14 +77,14 @@ def test_a_tokens_line_is_bent_as_the_axis_is_and_stays_its_own(massive):
 
 def test_auto_is_linear_where_a_tenth_of_the_width_holds_less():
     x = np.concatenate([np.linspace(-1, 1, 980), np.linspace(5, 8, 20)])
-    assert x_axis(moments_of(x, x), 8.0, "auto").linear_width is None
+    assert x_axis([moments_of(x, x)], 8.0, "auto").linear_width is None
     far = np.concatenate([np.linspace(-1, 1, 999), [100.0]])
-    axis = x_axis(moments_of(far, far), 100.0, "auto")
+    axis = x_axis([moments_of(far, far)], 100.0, "auto")
     assert axis.linear_width == pytest.approx(0.9, abs=0.01)  # nine tenths of the pairs
-    assert x_axis(moments_of(far, far), 100.0, "linear").linear_width is None
-    assert x_axis(moments_of(x, x), 8.0, "asinh").linear_width is not None
+    assert x_axis([moments_of(far, far)], 100.0, "linear").linear_width is None
+    assert x_axis([moments_of(x, x)], 8.0, "asinh").linear_width is not None
     with pytest.raises(UsageError, match="no scale of x 'log'"):
-        x_axis(moments_of(x, x), 8.0, "log")
+        x_axis([moments_of(x, x)], 8.0, "log")
 
 
 def test_places_are_evenly_apart_on_paper():

@@ -73,7 +73,7 @@ def test_a_bar_is_as_long_as_its_median(report):
     assert [ax.get_title() for ax in axes] == [
         "the norm alone, forward\n2×197×768 · float32 · blocks",
         "the whole network, forward\n2×3×224×224 · float32 · blocks",
-        "the whole network, forward + backward\n2×197×768 · bfloat16 · blocks",
+        "the whole network,\nforward + backward\n2×197×768 · bfloat16 · blocks",
     ]
     norm, model, both = axes
     assert [bar.get_width() for bar in norm.patches] == pytest.approx([2.0, 1.0, 4.0, 0.5, 3.0])
@@ -129,7 +129,7 @@ def test_what_is_fused_in_a_compiled_network_stands_beside_the_compiled_native_n
     figure = plot_speed(report)
     [norm] = shown(figure)
     assert [line.get_xdata()[0] for line in norm.lines if line.get_linestyle() == ":"] == [2.0, 2.0, 3.0, 3.0]
-    head = figure.get_suptitle().replace("\n", " ")
+    head = figure.texts[-1].get_text().replace("\n", " ")
     assert "of fused: native eager; of compile + fused: native compile" in head
     said = text_of(speed_tables(report), 80)
     assert "the norm alone · compile + fused · forward" in said
@@ -141,7 +141,7 @@ def test_what_too_few_passes_cannot_tell_is_no_speed_up_in_the_figure():
     figure = plot_speed(Record(about={}, device="cpu", rows=rows, left_out=()))
     texts = {text.get_text(): text.get_fontproperties().get_weight() for text in shown(figure)[0].texts}
     assert texts["×0.50 ?"] == "normal"
-    assert "?: too few passes to tell" in figure.get_suptitle().replace("\n", " ")
+    assert "?: too few passes to tell" in figure.texts[-1].get_text().replace("\n", " ")
 
 
 def test_only_what_is_faster_is_bold_and_slower_in_italics_and_what_did_not_run_says_so(report):
@@ -150,7 +150,7 @@ def test_only_what_is_faster_is_bold_and_slower_in_italics_and_what_did_not_run_
     assert bold == ["×0.50"]
     slanted = [text.get_text() for text in norm.texts if text.get_fontproperties().get_style() == "italic"]
     assert slanted == ["×2.00"]
-    assert "bold: faster; italics: slower" in plot_speed(report).get_suptitle().replace("\n", " ")
+    assert "bold: faster; italics: slower" in plot_speed(report).texts[-1].get_text().replace("\n", " ")
     assert [text.get_text() for text in norm.texts].count("not run") == 1
 
 

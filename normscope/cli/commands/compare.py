@@ -21,6 +21,8 @@ from normscope.cli.options import (
     Models,
     Quiet,
     Theme,
+    Title,
+    Width,
     figure_suffix,
 )
 from normscope.cli.output import Output, skipped_as_json
@@ -65,6 +67,8 @@ def compare(
     as_csv: AsCsv = False,
     output: Destination = Path("outputs"),
     quiet: Quiet = False,
+    width: Width = None,
+    title: Title = None,
 ) -> None:
     """Compare models, captures, or the checkpoints of a training with the first of them: site by site, in one figure.
 
@@ -93,7 +97,8 @@ def compare(
     for line in matching_lines(comparison):
         say.sentences(line)
     say.result(comparison_table(comparison.rows))
-    figure = normscope.save_figure(normscope.plot_comparison(seen, comparison.fits, style=style), path, seen, dpi)
+    drawn = normscope.plot_comparison(seen, comparison.fits, width=width, title=title, style=style)
+    figure = normscope.save_figure(drawn, path, seen, dpi)
     say.result(str(figure))
     rows = [row.as_dict() for row in comparison.rows]
     say.document(_document(comparison, figure, rows), rows)

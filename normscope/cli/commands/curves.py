@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 import normscope
-from normscope.cli.options import AsCsv, AsJson, Dpi, Func, JsonFile, PlotFile, Quiet, Theme, Width, check_plot
+from normscope.cli.options import AsCsv, AsJson, Dpi, Func, JsonFile, PlotFile, Quiet, Theme, Title, Width, check_plot
 from normscope.cli.output import Output
 from normscope.runtime.processes import Place
 
@@ -24,6 +24,7 @@ def curves(
     quiet: Quiet = False,
     plot: PlotFile = None,
     width: Width = None,
+    title: Title = None,
 ) -> None:
     """List the curves that are known, with their formulas; draw them."""
     if not Place.from_environment().speaks:
@@ -36,7 +37,7 @@ def curves(
     chosen = curves_named(func)
     say.result(curves_table(chosen))
     if plot is not None:
-        figure = normscope.plot_curves(chosen, width=width, style=style)
+        figure = normscope.plot_curves(chosen, width=width, title=title, style=style)
         normscope.save_figure(figure, plot, {"curves": [curve.name for curve in chosen]}, dpi)
         say.result(str(plot))
     rows: list[dict[str, Any]] = [

@@ -18,6 +18,8 @@ from normscope.cli.options import (
     Models,
     Quiet,
     Theme,
+    Title,
+    Width,
     figure_path,
     figure_suffix,
     figure_title,
@@ -50,6 +52,8 @@ def gradient(
     as_csv: AsCsv = False,
     output: Destination = Path("outputs"),
     quiet: Quiet = False,
+    width: Width = None,
+    title: Title = None,
 ) -> None:
     """Set each norm's Jacobian beside its curves' derivatives, and show whether what DyT and DyISRU assume holds."""
     say = Output(as_json, quiet, as_csv=as_csv)
@@ -74,7 +78,8 @@ def gradient(
         for table in gradient_tables(of_capture):
             say.result(table)
         path = figure_path(output, suffix, figure_title(capture), _VIEW, [entry["file"] for entry in figures])
-        normscope.save_figure(normscope.plot_gradient(capture, fits, style=style), path, capture, dpi)
+        figure = normscope.plot_gradient(capture, fits, width=width, title=title, style=style)
+        normscope.save_figure(figure, path, capture, dpi)
         say.result(str(path))
         figures.append({**capture.about, "file": str(path), "sites": [site.name for site in capture.sites]})
         seen.append(capture)

@@ -11,7 +11,7 @@ import typer
 
 import normscope
 from normscope.cli.commands.swap import Folder, remark_on_loading
-from normscope.cli.options import RUNNING, SWAP, AsCsv, AsJson, Model, OwnBatchSize, Quiet, at_least
+from normscope.cli.options import RUNNING, SWAP, AsCsv, AsJson, Model, OwnBatchSize, Quiet, Title, Width, at_least
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models, runs_networks
 from normscope.cli.swapping import How, Init, Learner, OneFunc, Per, Shift, Sites, check_kernels
@@ -20,7 +20,7 @@ from normscope.runtime.files import check_folder_writable, check_writable
 from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from normscope.swaps.heal.reports import HealReport
 
@@ -70,6 +70,8 @@ def heal(
     as_json: AsJson = False,
     as_csv: AsCsv = False,
     quiet: Quiet = False,
+    width: Width = None,
+    title: Title = None,
 ) -> None:
     """Swap a model's norms, and train it back to what it gave: sites alone, then blocks, then end to end."""
     if not (place := Place.from_environment()).alone:
@@ -125,20 +127,20 @@ def heal(
         if checkpoint.exists():
             say.warn(f"the same command goes on from {checkpoint}, which holds what was done until its last interval")
         raise
-    title = " · ".join([network.name, func, network.provenance.description])
     say.heading(learner.about)
     healed = None if report.restored else steps
     folder = normscope.save_swapped(swapped, output, learner.about, func=func, init=how.start or None, healed=healed)
     asked = {"func": func, "init": init, "per": per, "sites": len(learner.norms)}
     whole = {**learner.about, "held_out": learner.held_out.description, **asked}
-    _draw(report, title, whole, drawn)
+    figure = normscope.plot_healing(report, f"{network.name} · {func}" if title is None else title, width=width)
+    normscope.save_figure(figure, drawn, whole)
     checkpoint.unlink(missing_ok=True)
     _tell(report, func, how.start, say)
     say.result(str(folder))
     say.result(str(drawn))
     remark_on_loading(model, str(folder), say)
     files = {"folder": str(folder), "figure": str(drawn)}
-    document = {**whole, **files, **report.as_dict()}
+    document = {**report.as_dict(), **whole, **files}
     say.document(document, [{**whole, **row} for row in _rows(report)])
 
 
@@ -165,7 +167,3 @@ def _tell(report: HealReport, func: str, init: str, say: Output) -> None:
 def _rows(report: HealReport) -> Iterable[dict[str, Any]]:
     for stage, quantiles in report.drifts.items():
         yield {"stage": stage, **quantiles, "closed": report.closed_after(stage), "restored": report.restored}
-
-
-def _draw(report: HealReport, title: str, origin: Mapping[str, Any], path: Path) -> None:
-    normscope.save_figure(normscope.plot_healing(report, title), path, origin)

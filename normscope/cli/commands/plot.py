@@ -48,6 +48,10 @@ XScale = Annotated[
         help="Of x; auto is asinh where 99 % of the pairs lie in under a tenth of the width.",
     ),
 ]
+ShareAxes = Annotated[
+    bool,
+    typer.Option("--share-axes", help="Give all panels of a figure the same axes and colours, to compare them."),
+]
 
 
 @runs_networks()
@@ -67,6 +71,7 @@ def plot(
     output: Destination = Path("outputs"),
     quiet: Quiet = False,
     xscale: XScale = "auto",
+    share_axes: ShareAxes = False,
     width: Width = None,
     title: Title = None,
 ) -> None:
@@ -92,11 +97,18 @@ def plot(
     check_by(by, names)
     for name in [*names, *([_OVERVIEW] if len(names) > 1 else [])]:
         check_writable(figure_path(output, suffix, name, _VIEW, []))
+    look: dict[str, Any] = {
+        "xscale": xscale,
+        "share_axes": share_axes,
+        "width": width,
+        "title": title,
+        "style": style,
+    }
     figures: list[dict[str, Any]] = []
     seen, fits = [], []
     for capture in captures([(name, run) for name in names], layers, say, by):
         fitted = normscope.fit(capture, func)
-        figure = normscope.plot(capture, fitted, rows=rows, xscale=xscale, width=width, title=title, style=style)
+        figure = normscope.plot(capture, fitted, rows=rows, **look)
         files = [entry["file"] for entry in figures]
         path = figure_path(output, suffix, figure_title(capture), _VIEW, files)
         normscope.save_figure(figure, path, capture, dpi)
@@ -110,7 +122,7 @@ def plot(
     if len(seen) > 1:
         files = [entry["file"] for entry in figures]
         path = figure_path(output, suffix, _OVERVIEW, _VIEW, files)
-        overview = normscope.overview(seen, fits, xscale=xscale, width=width, style=style)
+        overview = normscope.overview(seen, fits, **look)
         together = str(normscope.save_figure(overview, path, seen, dpi))
         say.result(together)
     drawn = [{"file": figure["file"], **fit_row} for figure in figures for fit_row in figure["fits"]]

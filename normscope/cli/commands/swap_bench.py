@@ -19,6 +19,8 @@ from normscope.cli.options import (
     Format,
     Quiet,
     Theme,
+    Title,
+    Width,
     figure_path,
     figure_suffix,
     seconds_asked,
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from normscope.inputs.loaded_model import LoadedModel
-    from normscope.pairs.norms.sites import NormSite
     from normscope.swaps.bench.reports import BenchReport, PublishedReport
     from normscope.swaps.drift.reports import DriftReport
 
@@ -123,6 +124,8 @@ def swap_bench(
     as_json: AsJson = False,
     output: Folder = Path("outputs"),
     quiet: Quiet = False,
+    width: Width = None,
+    title: Title = None,
 ) -> None:
     """Replace norms by point-wise functions: how far the outputs move on held-out inputs, and how fast it is."""
     say = Output(as_json, quiet)
@@ -159,7 +162,10 @@ def swap_bench(
             tables.append(_published(network, wanted, say).as_dict())
         files = [entry["file"] for entry in figures]
         paths = {view: figure_path(output, suffix, network.name, view, files) for view in _VIEWS}
-        _draw(paths, moved, learner.norms, speed, style, dpi)
+        drift = normscope.plot_drift(moved, learner.norms, width=width, title=title, style=style)
+        normscope.save_figure(drift, paths["drift"], moved[0].about, dpi)
+        timings = normscope.plot_speed(speed, width=width, title=title, style=style)
+        normscope.save_figure(timings, paths["speed"], speed.about, dpi)
         for view, path in paths.items():
             say.result(str(path))
             figures.append({"model": network.name, "view": view, "file": str(path)})
@@ -320,15 +326,3 @@ def _published(network: LoadedModel, wanted: Wanted, say: Output) -> PublishedRe
         report = published(network.module, wanted.curves, outputs=network.outputs, progress=progress)
     say.result(published_table(report))
     return report
-
-
-def _draw(
-    paths: Mapping[str, Path],
-    moved: Sequence[DriftReport],
-    norms: Sequence[NormSite],
-    speed: BenchReport,
-    style: str,
-    dpi: int,
-) -> None:
-    normscope.save_figure(normscope.plot_drift(moved, norms, style=style), paths["drift"], moved[0].about, dpi)
-    normscope.save_figure(normscope.plot_speed(speed, style=style), paths["speed"], speed.about, dpi)

@@ -114,7 +114,7 @@ def heal(
         raise UsageError("Healing learns from some inputs and is judged by others: pass both, or a loaded model alone.")
     loaded = original
     module, learn, _, outputs = unpacked(original, learn, outputs=outputs)
-    held_out = unpacked(module, held_out)[1]
+    _, held_out, about, _ = unpacked(original, held_out)
     teacher, student = uncompiled(module), uncompiled(swapped)
     sites = swapped_sites(teacher, student)
     _check(student, steps)
@@ -158,7 +158,7 @@ def heal(
     judge.add("healed", student)
     n_learned, n_judged = (sum(len(batch.samples) for batch in part) for part in (pool.learned, pool.judged))
     counts = (n_learned, n_judged, course.n_held_out, pool.left_out)
-    return HealReport(course.drifts, restored, course.points, steps, *counts, judge.quality, judge.untold)
+    return HealReport(course.drifts, restored, course.points, steps, *counts, judge.quality, judge.untold, about)
 
 
 def swapped_sites(original: nn.Module, swapped: nn.Module) -> list[str]:

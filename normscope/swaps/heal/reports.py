@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from normscope.runtime.records import Record, Tabled, as_json
@@ -49,6 +49,7 @@ class HealReport(Tabled, Record):
         quality: how well the original does what it is for, and the swapped network with its start values and healed,
             on the held-out inputs; None where nothing tells.
         no_quality: why there is none; else empty.
+        about: model, weights and data, which are the held-out inputs; empty of a module that is no loaded model.
     """
 
     drifts: Mapping[str, Mapping[str, float]]
@@ -61,6 +62,7 @@ class HealReport(Tabled, Record):
     left_out: int
     quality: Quality | None = None
     no_quality: str = ""
+    about: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"HealReport: relative L2 {self.before['median']:.3g} → {self.after['median']:.3g} in {self.steps} steps"
@@ -94,9 +96,9 @@ class HealReport(Tabled, Record):
         return 1 - left / start if start else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what JSON holds; a drift that was not finite is None."""
+        """Return what JSON holds, with what is told of the network at its top level; a drift not finite is None."""
         document = super().as_dict()
-        stages, points = document.pop("drifts"), document.pop("points")
+        about, stages, points = (document.pop(name) for name in ("about", "drifts", "points"))
         del stages[START]
         of_all = {"before": self.before, "after": self.after, "closed": self.closed, "restored": self.restored}
-        return {**as_json(of_all), "stages": stages, **document, "points": points}
+        return {**about, **as_json(of_all), "stages": stages, **document, "points": points}

@@ -1,0 +1,222 @@
+"""What a paper asks of every figure: a width, letters that can be read, nothing over anything else, whole fonts."""
+
+from itertools import combinations
+
+import pytest
+import torch
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
+from torch import nn
+
+import normscope
+from normscope.errors import UsageError
+from normscope.figures.scurves import save_figure
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.loaded_model import Outputs
+from normscope.swaps.bench.reports import BenchReport, Timing
+from normscope.swaps.drift.drift import drift
+from normscope.swaps.heal.reports import HealReport, TrainingInterval
+from normscope.swaps.replace import replacements
+
+ONE_COLUMN, NEURIPS = 3.25, 5.5
+ABOUT = {
+    "model": "a_net",
+    "weights": "file step_12000.safetensors (random init, sha256 0123456789ab)",
+    "data": "noise & <more>",
+}
+PASSES = ("forward", "forward + backward")
+
+
+class Net(nn.Module):
+    """Six norms of a spread that grows with depth, as a transformer's blocks have them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        block = {"attention_norm": nn.LayerNorm(16), "feed_forward_norm": nn.LayerNorm(16)}
+        self.blocks = nn.ModuleList(nn.ModuleDict({name: nn.LayerNorm(16) for name in block}) for _ in range(3))
+
+    def forward(self, x):
+        for depth, block in enumerate(self.blocks, 1):
+            for norm in block.values():
+                x = x + 5 * depth * norm(x)
+        return x
+
+
+def batches(parts=("",)):
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 12, 16, generator=draw) * torch.exp(torch.randn(16, 12, 1, generator=draw))
+    x[..., 3] *= 30
+    samples = tuple(Sample(f"s{n}", n, n) for n in range(16))
+    return [Batch((x * (1 + number),), samples=samples, part=part) for number, part in enumerate(parts)]
+
+
+@pytest.fixture(scope="module")
+def seen():
+    return normscope.capture(Net(), batches(), about=ABOUT, diagonal=True)
+
+
+@pytest.fixture(scope="module")
+def fits(seen):
+    return normscope.fit(seen, "tanh,isru")
+
+
+@pytest.fixture(scope="module")
+def drifts(seen):
+    model, of = Net(), batches(("timestep 980", "timestep 660", "timestep 0"))
+    return [
+        drift(
+            model,
+            of,
+            replacements(model, func, seen.sites, init="paper"),
+            outputs=Outputs("tensor"),
+            func=func,
+            init="paper",
+            about=ABOUT,
+        )
+        for func in ("dyt", "derf")
+    ]
+
+
+def timing(variant, way, scope, passes):
+    ratio, verdict = (None, "") if variant in ("native", "copy") else (0.72, "faster")
+    times = {"minimum": 0.9e-3, "median": 1e-3, "p20": 0.95e-3, "p80": 1.2e-3}
+    return Timing(
+        **{
+            **{"variant": variant, "way": way, "scope": scope, "passes": passes, "dtype": "bfloat16"},
+            **{"timer": "CUDA graph", "shape": (16, 197, 768), "sites": 25, "samples": (1e-3,) * 5, **times},
+            **{"gb_per_s": None, "share_of_copy": None, "ratio": ratio, "verdict": verdict},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def speed():
+    rows = [
+        timing(variant, way, scope, passes)
+        for scope in ("norm", "model")
+        for passes in PASSES
+        for way in ("eager", "compile", "fused")
+        for variant in ("native", "dyt", "dyisru", "mine, of my own", *(["copy"] if scope == "norm" else []))
+    ]
+    return BenchReport(ABOUT, "NVIDIA H200 of the machine room", tuple(rows))
+
+
+HEALED = HealReport(
+    {
+        stage: {"p10": 0.8 * median, "median": median, "p90": 1.4 * median}
+        for stage, median in {"start": 0.617, "sites": 0.42, "blocks": 0.3, "whole": 0.118}.items()
+    },
+    False,
+    [
+        *(TrainingInterval("sites", n, None, 0.62 - 0.008 * n, n % 5 > 0) for n in range(1, 26)),
+        *(TrainingInterval("blocks", 34 * n, 0.3 / n, 0.42 - 0.02 * n, True) for n in range(1, 6)),
+        *(TrainingInterval("whole", 102 * n, 0.2 / n, 0.32 - 0.013 * n, n % 4 > 0) for n in range(1, 16)),
+    ],
+    1700,
+    192,
+    64,
+    32,
+    0,
+    about=ABOUT,
+)
+
+
+@pytest.fixture(scope="module")
+def drawn(seen, fits, drifts, speed):
+    """Every figure, by the name of its command."""
+    rows = "density,token,channel,residual"
+    other = normscope.capture(Net(), batches(), about={**ABOUT, "weights": "step 2"})
+    both = [seen, other], [fits, normscope.fit(other, "tanh,isru")]
+    return {
+        "plot": lambda **look: normscope.plot(seen, fits, rows=rows, **look),
+        "plot --share-axes": lambda **look: normscope.plot(seen, fits, rows=rows, share_axes=True, **look),
+        "overview": lambda **look: normscope.overview(*both, **look),
+        "overview --share-axes": lambda **look: normscope.overview(*both, share_axes=True, **look),
+        "fit --plot": lambda **look: normscope.plot_depth(seen, fits, **look),
+        "stats --plot": lambda **look: normscope.plot_tails(seen, normscope.norm_cards(seen), **look),
+        "curves": lambda **look: normscope.plot_curves("all", **look),
+        "gradient": lambda **look: normscope.plot_gradient(seen, fits, **look),
+        "compare": lambda **look: normscope.plot_comparison(*both, **look),
+        "drift": lambda **look: normscope.plot_drift(drifts, seen.sites, **look),
+        "heal": lambda **look: normscope.plot_healing(HEALED, **look),
+        "speed": lambda **look: normscope.plot_speed(speed, **look),
+    }
+
+
+FIGURES = (
+    *("plot", "plot --share-axes", "overview", "overview --share-axes", "fit --plot", "stats --plot", "curves"),
+    *("gradient", "compare", "drift", "heal", "speed"),
+)
+
+
+def within(axes):
+    """These axes and those inside of them, as far as they are shown."""
+    shown = [ax for ax in axes if ax.get_visible()]
+    return shown + [inner for ax in shown for inner in within(ax.child_axes)]
+
+
+def written(figure):
+    """Every text that is drawn."""
+    texts = [*figure.texts, *(text for legend in figure.legends for text in legend.get_texts())]
+    for ax in within(figure.axes):
+        legend = ax.get_legend()
+        texts += [text for text in ax.get_children() if isinstance(text, Text)] + (legend.get_texts() if legend else [])
+        for axis in (ax.xaxis, ax.yaxis) if ax.axison else ():
+            low, high = sorted(axis.get_view_interval())
+            ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+            inside = [tick for tick in ticks if low <= tick.get_loc() <= high]
+            texts += [axis.label, axis.offsetText]
+            texts += [text for tick in inside for text in (tick.label1, tick.label2)]
+    return [text for text in texts if text.get_visible() and text.get_text().strip()]
+
+
+def said(figure):
+    return " ".join(text.get_text() for text in written(figure)).replace("\n", " ")
+
+
+@pytest.mark.parametrize("width", [None, NEURIPS, ONE_COLUMN], ids=["usual", "5.5 in", "3.25 in"])
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_letter_can_be_read(drawn, name, width):
+    figure = drawn[name](width=width)
+    assert width is None or figure.get_figwidth() == width
+    figure.draw_without_rendering()
+    texts = written(figure)
+    assert {text.get_text(): text.get_fontsize() for text in texts if text.get_fontsize() < 6} == {}
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts]
+    right, top = figure.bbox.size
+    # A pixel is a hundredth of an inch.
+    assert [text for text, box in boxes if min(box.p0) < -1 or box.x1 > right + 1 or box.y1 > top + 1] == []  # none cut
+    assert [(one, other) for (one, box), (other, behind) in combinations(boxes, 2) if overlap(box, behind)] == []
+    assert "sha256" not in said(figure) and "0123456789ab" not in said(figure)
+
+
+def overlap(box, other):
+    # The box of a line holds room for ascenders and descenders that its neighbour's letters may reach into.
+    shared = Bbox.intersection(box, other)
+    return shared is not None and min(shared.size) > 2.5
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_titles_are_the_same_everywhere(drawn, name):
+    named = drawn[name](title="Figure $1_{")
+    assert named.get_suptitle() == "Figure $1_{"
+    bare = drawn[name](title="none")
+    assert bare.get_suptitle() == ""
+    if name == "curves":  # of which no network is drawn
+        return
+    assert "noise & <more>" in said(named)
+    assert "noise & <more>" not in said(bare)
+    assert "random init" in said(bare)  # in every output
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_width_that_no_figure_has_is_refused(drawn, name):
+    with pytest.raises(UsageError, match="cannot be 1 inches wide"):
+        drawn[name](width=1)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_pdfs_hold_whole_fonts(drawn, name, tmp_path):
+    content = save_figure(drawn[name](width=NEURIPS), tmp_path / "figure.pdf", {}, dpi=40).read_bytes()
+    assert b"/CIDFontType2" in content and b"/Type3" not in content  # many journals refuse the latter
