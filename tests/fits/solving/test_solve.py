@@ -158,8 +158,8 @@ def test_the_descent_ends_at_the_minimum_from_however_far_off_it_starts(moments_
     every = torch.zeros(33, dtype=torch.long)
     objective = Objective(nodes.of(every), CURVES[name])
     wide = torch.full((33,), 9.0, dtype=torch.float64)
-    theta = _descended(objective, torch.stack([starts, torch.zeros(33)], -1), minimum - wide, minimum + wide, CLOSE)
-    torch.testing.assert_close(theta[:, 0], minimum.expand(33), rtol=0, atol=1e-6)
+    ended = _descended(objective, torch.stack([starts, torch.zeros(33)], -1), minimum - wide, minimum + wide, CLOSE)
+    torch.testing.assert_close(ended.theta[:, 0], minimum.expand(33), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", sorted(NUMPY))
