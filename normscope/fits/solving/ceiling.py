@@ -260,11 +260,12 @@ def _errors(sums: Array, counts: Array, held: Nodes) -> Array:
     both = sum_x + 1j * sum_y  # as one array, whose groups are summed in one go
     points = _Points.of(held, sum_x / weight, first)
     scatter = held.scatter.sum(1).numpy()
-    errors = []
+    errors: list[Array] = []
     for bounds in _groups(count, first, _LEAST_COUNTS):
         grouped, n = np.add.reduceat(both, bounds[:-1]), np.add.reduceat(weight, bounds[:-1])
         errors += points.errors(bounds, grouped.real / n, grouped.imag / n, slope)
-    return np.stack(errors) + scatter
+    of_ways: Array = np.stack(errors) + scatter
+    return of_ways
 
 
 @dataclass(frozen=True)
