@@ -32,14 +32,15 @@ How long it takes to fit one curve to one norm site of {pairs:,} pairs. normscop
 here {sites} of as many pairs each, and its times are divided by their number. Search: A and α alone; nodes and search:
 with the making of the weighted points that stand for the pairs, from the capture's sums, which all odd curves share;
 normscope.fit: all of it, goodness, tails, the ceiling, which fits every built-in curve without each fold, held-out
-folds and intervals among it, for one curve a call. Of one site: {in_a_row} calls in a row, divided by as many. The
-peers fit A and α to the raw pairs of the first site in float64, one after the other, from the same start:
-scipy.optimize.curve_fit, lmfit, and curve_fit on {drawn:,} pairs drawn uniformly. Off by: how far α, DyISRU's C = 1/α²,
-and the RMSE of A and α over all raw pairs, in float64, lie from those of curve_fit on all pairs, of the first site, or
-the median of all and the range; RMSE as told: the one that normscope gives without the pairs. Sites are LayerNorms of
-{channels} channels over heavy-tailed tokens: lognormal σ, and two channels 30 and 20 times larger; each site's tokens
-are its own, and a tenth larger than the last one's. Everything ran on one thread. Reading the pairs is in none of the
-times: normscope did that as they passed.
+folds and intervals among it, for one curve a call; for several curves a call, which share the ceiling, its time is
+divided by their number too. Of one site: {in_a_row} calls in a row, divided by as many. The peers fit A and α to the
+raw pairs of the first site in float64, one after the other, from the same start: scipy.optimize.curve_fit, lmfit, and
+curve_fit on {drawn:,} pairs drawn uniformly. Off by: how far α, DyISRU's C = 1/α², and the RMSE of A and α over all raw
+pairs, in float64, lie from those of curve_fit on all pairs, of the first site, or the median of all and the range; RMSE
+as told: the one that normscope gives without the pairs. Sites are LayerNorms of {channels} channels over heavy-tailed
+tokens: lognormal σ, and two channels 30 and 20 times larger; each site's tokens are its own, and a tenth larger than
+the last one's. Everything ran on one thread. Reading the pairs is in none of the times: normscope did that as they
+passed.
 """
 
 
@@ -96,6 +97,7 @@ def main() -> None:
         ways["lmfit"] = Way(functools.partial(by_lmfit, pairs=first))
     found: dict[tuple[str, str], list[Found]] = {}
     measurements = [one for curve in CURVES for one in timed(curve, ways, found, args.repeats)]
+    measurements += together(seen, args.repeats)
     if "scipy" in peers:
         measurements += compared(network, tokens, found)
     about = ABOUT.format(pairs=len(first.x), sites=args.sites, drawn=len(drawn), channels=CHANNELS, in_a_row=IN_A_ROW)
@@ -181,6 +183,19 @@ def timed(
         measurements.append(Measurement(curve, name, "a site", "ms", [1000 * one for one in own]))
         if REFERENCE in ways:
             measurements.append(Measurement(curve, name, "curve_fit takes", "times", ratios(seconds[REFERENCE], own)))
+    return measurements
+
+
+def together(seen: normscope.Capture, repeats: int) -> list[Measurement]:
+    """Time one call for several curves, of which each site has one ceiling."""
+    calls = {"the default, tanh and isru": "tanh,isru", "every built-in curve": "all"}
+    runs = in_turn({case: functools.partial(normscope.fit, seen, asked) for case, asked in calls.items()}, repeats)
+    measurements = []
+    for case, asked in calls.items():
+        fits = len(normscope.fit(seen, asked))
+        of_each = [1000 * whole / fits for whole in runs[case]]
+        way = f"normscope.fit of {len(seen.sites)} sites, {fits // len(seen.sites)} curves"
+        measurements.append(Measurement(case, way, "a site and curve", "ms", of_each))
     return measurements
 
 

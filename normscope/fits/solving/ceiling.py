@@ -128,7 +128,8 @@ def best_held_out(problems: Problems, of_curves: Tensor, unbounded: Sequence[boo
         if len(folds) < 2 or problems.off_grid[number] or not total[number] > 0:
             tops.append(None)
             continue
-        moments, counts = level.moments[folds], level.counts[folds]
+        filled = (level.counts > 0).any(0).nonzero()[:, 0]
+        moments, counts = (sums[folds].index_select(-1, filled) for sums in (level.moments, level.counts))
         of_free = _errors(moments.numpy(), counts.numpy(), nodes_of(moments))
         errors = np.concatenate([of_free, of_curves[:, number, folds].numpy()])
         pairs = counts.numpy().sum(1)
@@ -247,7 +248,6 @@ def _errors(sums: Array, counts: Array, held: Nodes) -> Array:
         counts: number of pairs, ``(folds, bins)``.
         held: the pairs of each fold.
     """
-    x, y, n_held = held.x.numpy(), held.y.numpy(), held.weight.numpy()
     whole = sums.sum(0)
     weight, sum_x, sum_y, xx, xy, _ = (whole - sums).transpose(1, 0, 2)
     count = counts.sum(0) - counts
@@ -258,19 +258,89 @@ def _errors(sums: Array, counts: Array, held: Nodes) -> Array:
     count, weight, sum_x, sum_y = (values[filled] for values in (count, weight, sum_x, sum_y))
     first = np.concatenate([[0], np.cumsum(np.count_nonzero(filled, axis=1))])
     both = sum_x + 1j * sum_y  # as one array, whose groups are summed in one go
-    off, scatter = np.empty_like(x), held.scatter.sum(1).numpy()
-    errors = []
+    points = _Points.of(held, sum_x / weight, first)
+    scatter = held.scatter.sum(1).numpy()
+    errors: list[Array] = []
     for bounds in _groups(count, first, _LEAST_COUNTS):
         grouped, n = np.add.reduceat(both, bounds[:-1]), np.add.reduceat(weight, bounds[:-1])
-        at, predicted = grouped.real / n, grouped.imag / n
-        group = np.searchsorted(bounds, first)
-        for fold, (start, end) in enumerate(pairwise(group)):
-            off[fold] = np.interp(x[fold], at[start:end], predicted[start:end])
-        off -= y
-        beyond = x - np.clip(x, at[group[:-1], None], at[group[1:] - 1, None])
-        along_line = off + slope[:, None] * beyond
-        errors += [(n_held * miss * miss).sum(1) + scatter for miss in (off, along_line)]
-    return np.stack(errors)
+        errors += points.errors(bounds, grouped.real / n, grouped.imag / n, slope)
+    of_ways: Array = np.stack(errors) + scatter
+    return of_ways
+
+
+@dataclass(frozen=True)
+class _Points:
+    """The pairs of all folds as points one fold after another, and between which bins of the other folds each lies.
+
+    Attributes:
+        x: ``(points,)``.
+        y: likewise.
+        weight: likewise.
+        fold: number of each point's fold, likewise.
+        begins: where each fold begins, ``(folds,)``.
+        bin: number of the last bin whose mean x is no larger, or of its fold's first one, ``(points,)``.
+        first: where the bins of all folds but one begin, and where the last ones end, ``(folds + 1,)``.
+    """
+
+    x: Array
+    y: Array
+    weight: Array
+    fold: Places
+    begins: Places
+    bin: Places
+    first: Places
+
+    @classmethod
+    def of(cls, held: Nodes, means: Array, first: Places) -> _Points:
+        """Take the points that stand for pairs.
+
+        Args:
+            held: the pairs of each fold.
+            means: mean x of the bins of all folds but one, one such set after another, ``(bins,)``.
+            first: as above.
+        """
+        filled = held.weight.numpy() > 0
+        x, y, weight = (values.numpy()[filled] for values in (held.x, held.y, held.weight))
+        fold = np.nonzero(filled)[0]
+        ends = np.cumsum(np.count_nonzero(filled, axis=1))
+        begins = np.concatenate([[0], ends[:-1]])
+        places = [
+            start + np.searchsorted(means[start:end], x[begin:stop], "right") - 1
+            for (start, end), begin, stop in zip(pairwise(first), begins, ends, strict=True)
+        ]
+        return cls(x, y, weight, fold, begins, np.maximum(np.concatenate(places), first[fold]), first)
+
+    def errors(self, bounds: Places, at: Array, mean: Array, slope: Array) -> tuple[Array, Array]:
+        """Σ w (y − prediction)² at the points of each fold, ``(folds,)``: constant beyond all groups, and along a line.
+
+        Args:
+            bounds: where each group of bins begins, and where the last one ends, ``(groups + 1,)``.
+            at: mean x of each group, ``(groups,)``.
+            mean: mean y, likewise.
+            slope: of the line beyond the outermost groups, ``(folds,)``.
+        """
+        group = np.searchsorted(bounds, self.first)
+        group_of_bin = np.repeat(np.arange(len(at)), np.diff(bounds))
+        # Each fold has one piece more than groups: the constant before the first, the lines between, and that beyond.
+        pieces = np.ones(len(at), np.intp)
+        pieces[group[:-1]] = 2
+        base = np.repeat(np.arange(len(at)), pieces)
+        with np.errstate(divide="ignore", invalid="ignore"):  # from one fold to the next
+            steepness = np.append(np.diff(mean) / np.diff(at), 0.0)[base]
+        outer = np.zeros(len(base), bool)
+        folds = np.arange(len(slope))
+        outer[group[:-1] + folds] = outer[group[1:] + folds] = True
+        steepness[outer] = 0.0
+        after = group_of_bin[self.bin]
+        piece = after + self.fold + (at[after] <= self.x)
+        origin = at[base]
+        off = steepness[piece] * (self.x - origin[piece]) + mean[base][piece] - self.y
+        squares = self.weight * off * off
+        constant = np.add.reduceat(squares, self.begins)
+        beyond = np.flatnonzero(outer[piece])
+        off = off[beyond] + slope[self.fold[beyond]] * (self.x[beyond] - origin[piece[beyond]])
+        squares[beyond] = self.weight[beyond] * off * off
+        return constant, np.add.reduceat(squares, self.begins)
 
 
 def _groups(n: Array, first: Places, least_counts: Sequence[int]) -> Iterator[Places]:

@@ -117,8 +117,7 @@ def nodes_of(moments: Tensor, *, odd: bool = False) -> Nodes:
     total = _total(moments)
     if odd:
         moments = mirrored(moments)
-    moments = moments[..., (moments[:, 0] > 0).any(0)]
-    n, x, y, xx, xy, yy = moments.unbind(1)
+    n, x, y, xx, xy, yy = _filled(moments).unbind(1)
     n = n.clamp_min(0)
     filled = n > 0
     one = torch.where(filled, n, 1.0)
@@ -137,6 +136,16 @@ def nodes_of(moments: Tensor, *, odd: bool = False) -> Nodes:
         torch.cat([scatter, scatter], -1) / 2,
         total,
     )
+
+
+def _filled(moments: Tensor) -> Tensor:
+    """The bins that hold pairs, side by side, each problem's its own, and zeros behind: ``(problems, 6, most)``."""
+    filled = moments[:, 0] > 0
+    place = filled.cumsum(-1)
+    problem, bins = filled.nonzero().unbind(-1)
+    kept = moments.new_zeros(len(moments), moments.shape[1], int(place[:, -1].max()))
+    kept[problem, :, place[problem, bins] - 1] = moments[problem, :, bins]
+    return kept
 
 
 def _total(moments: Tensor) -> Tensor:

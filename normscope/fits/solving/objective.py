@@ -61,7 +61,7 @@ class Evaluation(Batched):
         theta: log α and s, ``(problems, 2)``.
         amplitude: the best A there, ``(problems,)``.
         residual: Σ w (y − A·f(αx + s))² over all pairs, likewise.
-        gradient: of that by theta, ``(problems, 2)``.
+        gradient: of that by theta, ``(problems, 2)``; by s zero where it is not searched.
     """
 
     theta: Tensor
@@ -162,17 +162,23 @@ class Objective:
     def errors(self, theta: Tensor) -> Tensor:
         """Squared error at the nodes for many theta a problem, ``(problems, thetas, 2)``: ``(problems, thetas)``."""
         alpha = theta[..., 0].exp()
-        values = self.curve.function(alpha[..., None] * self.nodes.x[:, None] + theta[..., 1:])
+        scaled = alpha[..., None] * self.nodes.x[:, None]
+        values = self.curve.function(scaled + theta[..., 1:] if self.shifted else scaled)
         products = (values @ (self.nodes.weight * self.nodes.y)[..., None])[..., 0]
         squares = (values.square() @ self.nodes.weight[..., None])[..., 0]
         amplitude = self.amplitude(products, squares, alpha)
         return self.explainable[:, None] - amplitude * (2 * products - amplitude * squares)
 
+    def slopes(self, u: Tensor) -> Tensor:
+        """f′, finite where the curve is vertical too."""
+        slopes = self.curve.derivative(u)
+        return slopes if math.isfinite(self.curve.peak) else slopes.clamp(-_LARGEST_SLOPE, _LARGEST_SLOPE)
+
     def at(self, theta: Tensor) -> Evaluation:
         """Squared error over all pairs, and its gradient, at one theta a problem, ``(problems, 2)``."""
         alpha, x, y = theta[:, 0].exp(), self.nodes.x, self.nodes.y
         scaled = alpha[:, None] * x
-        u = scaled + theta[:, 1:]
+        u = scaled + theta[:, 1:] if self.shifted else scaled
         values = self.curve.function(u)
         weighted = self.nodes.weight * values
         amplitude = self.amplitude(dot(weighted, y), dot(weighted, values), alpha)
@@ -180,8 +186,9 @@ class Objective:
         weighted = self.nodes.weight * off
         residual = dot(weighted, off) + self.nodes.scatter.sum(-1)
         # Where A is the best one, the error does not change with it: α and s move f alone.
-        moved = weighted * self.curve.derivative(u).clamp(-_LARGEST_SLOPE, _LARGEST_SLOPE)
-        gradient = -2 * amplitude[:, None] * torch.stack([dot(moved, scaled), moved.sum(-1)], -1)
+        moved = weighted * self.slopes(u)
+        by_shift = moved.sum(-1) if self.shifted else torch.zeros_like(alpha)
+        gradient = -2 * amplitude[:, None] * torch.stack([dot(moved, scaled), by_shift], -1)
         if self.curve.amplitude_is_inverse_scale:
             gradient[:, 0] += 2 * amplitude * dot(weighted, values)
         return Evaluation(theta, amplitude, residual, gradient)

@@ -28,12 +28,14 @@ _DIFFERENCE = 1e-4  # in log α or s, of the gradients that give its derivative
 _RADIUS = 0.3  # about a step of the grid
 CLOSE = 1e-7  # in log α and s: a step after which nothing is left to gain
 _POINTS_ALONG = (33, 9)  # each axis of the finer grids, of one axis and of two
+_NO_KINK = 0.2  # of f′, which changes by less wherever u changes by a hundredth, but at a kink
 _WIDER = 4.0  # where the least error lies at the edge of a grid
 _SHARP = 1e-9  # in log α and s: at a kink the error is as sharp as numbers are
 _REFITTED = 1e-4  # in log α and s: a fold changes them by far more, and finer grids of two axes take their time
 _ROUGHLY = 1e-2  # in log α and s: the last step of Newton's method where the squared error is all that counts
 _SMALL_STEP = 1e-6  # in log α and s, in which few kinks lie
 _LAST_STEPS = 2
+_NO_STEP = 1e-9  # in log α and s: the step after it, a millionth as long, moves no digit
 _LAST_DIGITS = 1e-14  # of Σ w y², by which the error of one point varies with the order of its sums
 _ROUNDING = 1e-15  # of Σ w y²: the error near a minimum, where only its slope tells which way is down
 _STEPS = 80
@@ -65,12 +67,21 @@ def refined(objective: Objective, near: Solutions) -> Solutions:
         near_each = (near.of(torch.tensor([number])) for number in range(len(objective.nodes)))
         return joined_solutions([refined(*one) for one in zip(objective.alone, near_each, strict=True)])
     start = torch.stack([near.alpha.log(), near.shift], -1)
+    bends = (~near.only_power).nonzero()[:, 0]
+    if len(bends) == len(start):
+        ended = _refined(objective, start)
+    else:  # a line stays one, of another slope
+        ended = objective.at(start)
+        if len(bends):
+            ended.put(bends, _refined(objective.of(bends), start[bends]))
+    return ended.solutions(near.only_power, near.converged)
+
+
+def _refined(objective: Objective, start: Tensor) -> Evaluation:
+    """Find the minimum about each start, and no farther than where curves are a line or a step."""
     width = math.log(_STEEPEST)
     near_enough = _REFITTED if objective.rugged else None
-    ended = _minimum(objective, start, start[:, 0] - width, start[:, 0] + width, near_enough)
-    if near.only_power.any():  # a line stays one, of another slope
-        ended = objective.at(start).where(near.only_power, ended)
-    return ended.solutions(near.only_power, near.converged)
+    return _minimum(objective, start, start[:, 0] - width, start[:, 0] + width, near_enough)
 
 
 def roughly(coarse: Objective, nodes: Nodes) -> Solutions:
@@ -172,10 +183,10 @@ def _minimum(
     if not objective.free:
         return objective.at(start)
     if objective.curve.smooth:
-        theta = _descended(objective, start, low, high, roughly or CLOSE)
+        ended = _descended(objective, start, low, high, roughly or CLOSE)
     else:
-        theta = _narrowed(objective, start, low, high, roughly or _SHARP)
-    return objective.at(theta) if roughly else _polished(objective, theta, low, high)
+        ended = objective.at(_narrowed(objective, start, low, high, roughly or _SHARP))
+    return ended if roughly else _polished(objective, ended, low, high)
 
 
 def _narrowed(objective: Objective, start: Tensor, low: Tensor, high: Tensor, close: float) -> Tensor:
@@ -200,10 +211,44 @@ def _narrowed(objective: Objective, start: Tensor, low: Tensor, high: Tensor, cl
         theta[todo] = tried[torch.arange(len(todo)), least]
         inside = (offsets[least].abs() < 1).all(-1)
         width[todo] = torch.where(inside, width[todo] * spacing, (width[todo] * _WIDER).clamp_max(1.0))
-        todo = todo[width[todo] > close]
+        kept = (width[todo] > close).nonzero()[:, 0]
+        if free == [0]:
+            round_here = inside[kept].nonzero()[:, 0]
+            places = todo[kept[round_here]]
+            theta[places], found = _between_kinks(remaining.of(kept[round_here]), theta[places], width[places])
+            kept = kept[torch.ones_like(kept, dtype=torch.bool).index_fill(0, round_here[found], False)]
+        todo = todo[kept]
         if not len(todo):
             break
     return theta
+
+
+def _between_kinks(objective: Objective, lowest: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
+    """Search between two points of a grid of α where no kink passes a point, so that the error is round there.
+
+    Args:
+        objective: whose α alone is free.
+        lowest: theta of the lowest point of the grid, ``(problems, 2)``.
+        width: in log α from there to the points beside it, ``(problems,)``.
+
+    Returns:
+        Theta, and the numbers of the problems whose minimum is found; at the others it is what was given.
+    """
+    alphas = ((lowest[:, 0] + side * width).exp() for side in (-1, 1))
+    one, other = (objective.slopes(alpha[:, None] * objective.nodes.x) for alpha in alphas)
+    bends = (one - other).abs() <= _NO_KINK * torch.maximum(one.abs(), other.abs())
+    found = bends.all(-1).nonzero()[:, 0]
+    objective, start, width = objective.of(found), lowest[found], width[found]
+    here = first = objective.at(start)
+    for _ in range(_LAST_STEPS):
+        step = _newton(objective, here, objective.free, _SMALL_STEP)
+        step = step * (width / step[:, 0].abs().clamp_min(1e-300)).clamp_max(1.0)[:, None]
+        here = objective.at(here.theta + step)
+    near = (here.theta - start)[:, 0].abs() <= width
+    no_worse = here.residual <= first.residual + _LAST_DIGITS * objective.explainable
+    settled = near & no_worse & (step[:, 0].abs() < _SMALL_STEP)
+    found = found[settled]
+    return lowest.index_copy(0, found, here.theta[settled]), found
 
 
 def _offsets(axes: int) -> Tensor:
@@ -213,22 +258,25 @@ def _offsets(axes: int) -> Tensor:
     return grid[grid.abs().sum(-1).argsort(stable=True)]
 
 
-def _polished(objective: Objective, theta: Tensor, low: Tensor, high: Tensor) -> Evaluation:
+def _polished(objective: Objective, near: Evaluation, low: Tensor, high: Tensor) -> Evaluation:
     """Take Newton's last steps to a minimum that is round, and none at one that is a kink."""
-    here = objective.at(theta)
+    here, going = near, torch.ones_like(low, dtype=torch.bool)
     for _ in range(_LAST_STEPS):
         step = _newton(objective, here, objective.free, _SMALL_STEP)
-        step = step.where((step.abs() < _SMALL_STEP).all(-1, keepdim=True), 0.0)
+        step = step.where((going & (step.abs() < _SMALL_STEP).all(-1))[:, None], 0.0)
         step[:, 0] = (here.theta[:, 0] + step[:, 0]).clamp(low, high) - here.theta[:, 0]
         there = objective.at(here.theta + step)
         # So near a minimum the errors differ by rounding alone, and the slope tells.
         flatter = there.gradient[:, objective.free].norm(dim=-1) < here.gradient[:, objective.free].norm(dim=-1)
         no_worse = there.residual <= here.residual + _LAST_DIGITS * objective.explainable
         here = there.where(flatter & no_worse, here)
+        going &= (step.abs() > _NO_STEP).any(-1)
+        if not going.any():
+            break
     return here
 
 
-def _descended(objective: Objective, start: Tensor, low: Tensor, high: Tensor, close: float) -> Tensor:
+def _descended(objective: Objective, start: Tensor, low: Tensor, high: Tensor, close: float) -> Evaluation:
     """Follow the squared error downhill from ``start`` to a minimum, with log α in [low, high]."""
     ended = objective.at(start.clone())
     todo = torch.arange(len(start))
@@ -251,7 +299,7 @@ def _descended(objective: Objective, start: Tensor, low: Tensor, high: Tensor, c
             kept = going.nonzero()[:, 0]
             todo, radius, remaining = todo[kept], radius[kept], remaining.of(kept)
             here = here.of(kept)
-    return ended.theta
+    return ended
 
 
 def _newton(objective: Objective, here: Evaluation, free: list[int], h: float) -> Tensor:

@@ -42,3 +42,17 @@ def test_nodes_have_the_sums_of_their_pairs(moments_of):
     assert float(nodes.total[0]) == pytest.approx(np.sum((y - y.mean()) ** 2), rel=1e-9)
     # Second order in the width of a bin.
     assert float((nodes.weight * nodes.x.tanh() * nodes.y).sum()) == pytest.approx(np.tanh(x) @ y, rel=1e-5)
+
+
+def test_each_problem_has_nodes_of_its_own_pairs_alone_and_errs_as_it_does_by_itself(moments_of):
+    """Problems whose x lie octaves apart share no bins: side by side none has more nodes than alone."""
+    generator = np.random.default_rng(3)
+    x = generator.uniform(0.5, 1, (4, 3000)) * np.array([[1e-3], [1.0], [-30.0], [1e4]])
+    x[0] = x[0, :300].repeat(10)
+    stacked = torch.stack([moments_of(one, np.sin(one) + one) for one in x])
+    both, alone = nodes_of(stacked), [nodes_of(one[None]) for one in stacked]
+    assert both.x.shape[1] == max(one.x.shape[1] for one in alone)
+    errors = both.residual(both.x.sin() - both.x)
+    expected = torch.cat([one.residual(one.x.sin() - one.x) for one in alone])
+    torch.testing.assert_close(errors, expected, rtol=1e-13, atol=0)  # sums of as many numbers in another order
+    torch.testing.assert_close(both.total, torch.cat([one.total for one in alone]), rtol=1e-13, atol=0)

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq, curve_fit, minimize_scalar
 
 from normscope.fits.curves.known import CURVES
+from normscope.fits.solving import solve
 from normscope.fits.solving.nodes import joined, nodes_of
 from normscope.fits.solving.objective import Objective, Parametrization
-from normscope.fits.solving.solve import CLOSE, _descended, least_squares
+from normscope.fits.solving.solve import CLOSE, _descended, least_squares, refined
 
 NUMPY = {"tanh": np.tanh, "isru": lambda u: u / np.hypot(1, u)}
 SLOPE = {"tanh": lambda u: np.cosh(np.minimum(np.abs(u), 300)) ** -2.0, "isru": lambda u: np.hypot(1, u) ** -3.0}
@@ -158,8 +159,18 @@ def test_the_descent_ends_at_the_minimum_from_however_far_off_it_starts(moments_
     every = torch.zeros(33, dtype=torch.long)
     objective = Objective(nodes.of(every), CURVES[name])
     wide = torch.full((33,), 9.0, dtype=torch.float64)
-    theta = _descended(objective, torch.stack([starts, torch.zeros(33)], -1), minimum - wide, minimum + wide, CLOSE)
-    torch.testing.assert_close(theta[:, 0], minimum.expand(33), rtol=0, atol=1e-6)
+    ended = _descended(objective, torch.stack([starts, torch.zeros(33)], -1), minimum - wide, minimum + wide, CLOSE)
+    torch.testing.assert_close(ended.theta[:, 0], minimum.expand(33), rtol=0, atol=1e-6)
+
+
+def counted(curve):
+    """A curve that notes at how many points it is evaluated, and the notes."""
+    sizes = []
+
+    def noted(function):
+        return lambda u: (sizes.append(u.numel()), function(u))[1]
+
+    return replace(curve, function=noted(curve.function), derivative=noted(curve.derivative)), sizes
 
 
 @pytest.mark.parametrize("name", sorted(NUMPY))
@@ -168,16 +179,43 @@ def test_a_fit_evaluates_the_curve_a_few_times_at_all_nodes(moments_of, name):
     x, generator = heavy_tailed(200_000, 3)
     moments = moments_of(x, np.tanh(x) + 0.5 * generator.standard_normal(x.size))[None]
     nodes, coarse = nodes_of(moments, odd=True), nodes_of(joined(moments, 32), odd=True)
-    sizes = []
-
-    def counted(function):
-        return lambda u: (sizes.append(u.numel()), function(u))[1]
-
-    curve = CURVES[name]
-    one = replace(curve, function=counted(curve.function), derivative=counted(curve.derivative))
-    alphas = [least_squares(Objective(nodes, own), coarse).alpha for own in (one, curve)]
-    torch.testing.assert_close(*alphas)
+    one, sizes = counted(CURVES[name])
+    torch.testing.assert_close(*(least_squares(Objective(nodes, own), coarse).alpha for own in (one, CURVES[name])))
     assert sum(sizes) < 35 * nodes.x.numel()
+
+
+@pytest.mark.parametrize("curve", [c for c in SEARCHED if not c.smooth], ids=lambda curve: curve.name)
+def test_where_no_kink_passes_a_point_newton_ends_what_finer_grids_narrow(moments_of, monkeypatch, curve):
+    moments = []
+    for seed in range(12):
+        x, generator = heavy_tailed(5_000, seed)
+        y = 2 * curve.function(torch.from_numpy(0.8 * x)).numpy() + 0.3 * generator.standard_normal(x.size)
+        moments.append(moments_of(x, y))
+    noting, sizes = counted(curve)
+    objective = Objective(nodes_of(torch.stack(moments), odd=True), noting)
+    few = nodes_of(joined(torch.stack(moments), 32), odd=True)
+    ours = least_squares(objective, few)
+    ours_took, sizes[:] = sum(sizes), []
+    none = torch.zeros(0, dtype=torch.long)
+    monkeypatch.setattr(solve, "_between_kinks", lambda objective, lowest, width: (lowest, none))
+    grids = least_squares(objective, few)
+    # Where the error is round, it tells α to half of the digits of its sums.
+    torch.testing.assert_close(ours.alpha, grids.alpha, rtol=1e-7, atol=0)
+    left, of_grids = (objective.nodes.residual(one.predicted(curve, objective.nodes.x)) for one in (ours, grids))
+    assert bool((left <= of_grids * (1 + 1e-14)).all())
+    assert ours_took < 0.7 * sum(sizes)
+
+
+def test_a_line_is_not_searched_again_without_each_fold(moments_of):
+    x, generator = heavy_tailed(5_000, 5)
+    y = 3 * x + 0.1 * generator.standard_normal(x.size)
+    nodes = nodes_of(torch.stack([moments_of(x[start::4], y[start::4]) for start in range(4)]), odd=True)
+    noting, sizes = counted(CURVES["hardtanh"])
+    small, zero = torch.full((4,), 1e-5, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    lines = refined(Objective(nodes, noting), solve.Solutions(small, small, zero, zero == 0, zero == 0))
+    slopes = [(x[start::4] @ y[start::4]) / (x[start::4] @ x[start::4]) for start in range(4)]
+    np.testing.assert_allclose(lines.amplitude * lines.alpha, slopes, rtol=1e-9)
+    assert sum(sizes) < 3 * nodes.x.numel()  # f once, and f′
 
 
 @settings(max_examples=60, deadline=None)
