@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from common import Measurement, finish, in_own_process, in_turn, names, options, ratios
 
 TOKENS, CHANNELS = 1576, 768  # ViT-B/16, 8 images
-CALLS = 10  # of a sample
+CALLS = 5  # of a sample
 NATIVE = "F.layer_norm"
 ABOUT = """
 How long point-wise functions take on the CPU without gradients, forward, on {tokens} × {channels} normally distributed
@@ -19,7 +19,7 @@ values (8 images in ViT-B/16): by the compiled loop, which is the default, and b
 
 
 def main() -> None:
-    parser = options(__doc__, repeats=30)
+    parser = options(__doc__, repeats=9)
     parser.add_argument("--dtypes", type=names, default=["float32", "bfloat16"], help="(float32,bfloat16)")
     parser.add_argument("--threads", type=names, default=["1", "2"], help="of torch, in turn (1,2)")
     args = parser.parse_args()
