@@ -81,7 +81,7 @@ def contenders(of: str, module: nn.Module, ways: Sequence[str]) -> Iterator[tupl
         yield "eager", "eager", module
     if "compile" in ways:
         yield "torch.compile", "compile", torch.compile(module, fullgraph=True, dynamic=False)
-    for name, own in fused(of, module).items() if "fused" in ways else ():
+    for name, own in fused(of, module, (), "forward + backward").items() if "fused" in ways else ():
         yield name.replace(f"{of}, ", "").replace(of, "normscope"), "fused", own
 
 

@@ -32,6 +32,7 @@ TITLES = {
     "intervals": "How often the intervals hold the truth",
     "swaps": "How far a swap moves the output",
     "speed": "How fast swapped networks are",
+    "pointwise": "How fast point-wise functions are on the CPU",
     "machine_code": "What the kernels are as machine code",
     "accuracy": "How accurate the kernels' functions are",
     "healing": "How much of that is healed",

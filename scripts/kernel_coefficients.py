@@ -1,7 +1,8 @@
-"""Make the coefficients of normscope/swaps/kernels/device_functions.py: ``python scripts/kernel_coefficients.py``.
+"""Make the coefficients of the kernels' functions: ``python scripts/kernel_coefficients.py``.
 
-Each is that of a polynomial whose largest relative error, in the function that it is for, is the smallest: Lawson's
-algorithm, least squares with weights that grow where the error is large (C. L. Lawson, 1961).
+They stand in normscope/swaps/kernels/, in device_functions.py and cpu_loop.py. Each is that of a polynomial, or of a
+quotient of two, whose largest relative error, in the function that it is for, is the smallest: Lawson's algorithm,
+least squares with weights that grow where the error is large (C. L. Lawson, 1961).
 """
 
 from __future__ import annotations
@@ -17,11 +18,21 @@ from scipy.special import erf, erfc
 Array = NDArray[np.float64]
 TANH_UP_TO, TANH_COEFFICIENTS = 1.2, 8
 ERF_UP_TO, ERF_COEFFICIENTS = 3.0, 3
+EXPM1_UP_TO, EXPM1_COEFFICIENTS = np.log(2) / 2 * 1.01, 5  # and a little, for what rounding adds
+QUOTIENT_UP_TO, QUOTIENT_DEGREE = 3.92, 5
 ROUNDS = 500
 
 
 def main() -> None:
-    for name, coefficients in {"NEAR_TANH": tanh_coefficients(), "ERF_AS_TANH": erf_coefficients()}.items():
+    over, under = erf_quotient()
+    made = {
+        "NEAR_TANH": tanh_coefficients(),
+        "ERF_AS_TANH": erf_coefficients(),
+        "EXPM1": expm1_coefficients(),
+        "ERF_OVER": over,
+        "ERF_UNDER": under,
+    }
+    for name, coefficients in made.items():
         print(name, ", ".join(f"{coefficient:.9g}" for coefficient in np.float32(coefficients)))
 
 
@@ -53,20 +64,62 @@ def erf_coefficients() -> Array:
     return minimax(target, weight, ERF_COEFFICIENTS, ERF_UP_TO**2)
 
 
+def expm1_coefficients() -> Array:
+    """Return c of e^r − 1 ≈ r + r²·(c₀ + c₁r + …)."""
+
+    def target(r: Array) -> Array:
+        series = 1 / 2 + r * (1 / 6 + r * (1 / 24 + r * (1 / 120 + r * (1 / 720 + r / 5040))))
+        return np.where(np.abs(r) < 0.03, series, (np.expm1(r) - r) / np.where(r == 0, 1, r) ** 2)
+
+    def weight(r: Array) -> Array:
+        return np.abs(r) * np.where(r == 0, 1, r / np.expm1(np.where(r == 0, 1, r)))
+
+    return minimax(target, weight, EXPM1_COEFFICIENTS, EXPM1_UP_TO, -EXPM1_UP_TO)
+
+
+def erf_quotient() -> tuple[Array, Array]:
+    """Return the coefficients of P and Q in erf u ≈ u·P(u²)/Q(u²), Q(0) = 1."""
+    square, place = nodes(0.0, QUOTIENT_UP_TO**2)
+    u = np.sqrt(square)
+    wanted, basis = erf(u) / u, chebvander(place, QUOTIENT_DEGREE)
+    attention, below = np.ones_like(u), np.ones_like(u)
+    for _ in range(ROUNDS):
+        # P/(wanted·Q) − 1, with the Q of the round before under what is linear in both.
+        factor = np.sqrt(attention) / (below * wanted)
+        both = np.hstack([basis, -wanted[:, None] * basis[:, 1:]]) * factor[:, None]
+        found, *_ = np.linalg.lstsq(both, wanted * factor)
+        over, under = found[: QUOTIENT_DEGREE + 1], np.append(1, found[QUOTIENT_DEGREE + 1 :])
+        below = basis @ under
+        attention *= np.abs(basis @ over / (below * wanted) - 1)
+        attention /= attention.sum()
+    powers = [Chebyshev(part, domain=[0, QUOTIENT_UP_TO**2]).convert(kind=Polynomial).coef for part in (over, under)]
+    return powers[0] / powers[1][0], powers[1] / powers[1][0]
+
+
+def nodes(begin: float, up_to: float) -> tuple[Array, Array]:
+    """Return points that lie closer together towards the ends, and where they are between −1 and 1."""
+    place = -np.cos(np.linspace(0, np.pi, 2001)[1:])
+    return begin + (up_to - begin) * (1 + place) / 2, place
+
+
 def minimax(
-    target: Callable[[Array], Array], weight: Callable[[Array], Array], coefficients: int, up_to: float
+    target: Callable[[Array], Array],
+    weight: Callable[[Array], Array],
+    coefficients: int,
+    up_to: float,
+    begin: float = 0.0,
 ) -> Array:
-    """Return the polynomial whose largest weighted error from zero to ``up_to`` is the smallest, lowest power first."""
-    at = up_to * (1 - np.cos(np.linspace(0, np.pi, 2001)[1:])) / 2
+    """Return the polynomial whose largest weighted error up to ``up_to`` is the smallest, lowest power first."""
+    at, place = nodes(begin, up_to)
     wanted, own = target(at), weight(at)
-    basis = chebvander(2 * at / up_to - 1, coefficients - 1)
+    basis = chebvander(place, coefficients - 1)
     attention = np.ones_like(at)
     for _ in range(ROUNDS):
         factor = np.sqrt(attention) * own
         found, *_ = np.linalg.lstsq(basis * factor[:, None], wanted * factor)
         attention *= np.abs(own * (basis @ found - wanted))
         attention /= attention.sum()
-    return Chebyshev(found, domain=[0, up_to]).convert(kind=Polynomial).coef
+    return Chebyshev(found, domain=[begin, up_to]).convert(kind=Polynomial).coef
 
 
 if __name__ == "__main__":

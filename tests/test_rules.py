@@ -37,8 +37,8 @@ BELOW = {
 REPORTS = {f"normscope.swaps.{wing}.reports" for wing in ("drift", "heal", "bench")}  # all that is drawn of swaps
 LIBRARIES = {
     "triton": {"pairs/sums/binning/cuda", "swaps/kernels", "swaps/bench/timing.py"},
-    "numba": {"pairs/sums/binning/cpu_loop.py"},
-    "llvmlite": {"pairs/sums/binning/cpu_loop.py"},
+    "numba": {"pairs/sums/binning/cpu_loop.py", "pairs/sums/binning/compiled_loops.py", "swaps/kernels/cpu_loop.py"},
+    "llvmlite": {"pairs/sums/binning/cpu_loop.py", "swaps/kernels/cpu_loop.py"},
     "matplotlib": {"figures"},
     "timm": {"models"},
     "torchaudio": {"models"},

@@ -13,7 +13,7 @@ from normscope.fits.curves.expressions import curves_named
 from normscope.fits.curves.known import CURVES, Curve
 from normscope.fits.solving.ceiling import Piecewise
 from normscope.swaps.kernels import eager, operators
-from normscope.swaps.kernels.choice import by_kernels
+from normscope.swaps.kernels.choice import by_kernels, loop_for
 from normscope.swaps.kernels.parameters import Parameters
 
 
@@ -40,9 +40,9 @@ class PointwiseFunction(nn.Module):
         bias: ``normalized_shape``, or None.
         in_place_of: full name of the class of the norm whose place it took; empty where it took none.
 
-    On CUDA, tanh, isru and erf are computed by fused kernels (:mod:`normscope.swaps.kernels`), where the environment
-    variable ``NORMSCOPE_KERNELS`` does not say ``eager``. These have no second derivative, none in forward mode and
-    no batched gradients; plain torch has.
+    tanh, isru and erf are computed in one pass (:mod:`normscope.swaps.kernels`) where the environment variable
+    ``NORMSCOPE_KERNELS`` does not say ``eager``. On CUDA by fused kernels, which have no second derivative, none in
+    forward mode and no batched gradients; plain torch has. On the CPU, where no gradient is wanted, by a compiled loop.
 
     Shape: any input with the channels at their axis; the output has its shape and dtype (:func:`dtype_after`). The
     names of the parameters are those of the published DyT and Derf layers.
@@ -105,12 +105,16 @@ class PointwiseFunction(nn.Module):
         if input.is_nested:
             return of_each(self, input)
         parameters, behind = (self.alpha, self.shift, self.weight, self.bias), self._behind(input)
-        if by_kernels(self.curve.function_name, input.device, input.dtype):
+        curve = self.curve.function_name
+        if by_kernels(curve, input.device, input.dtype):
             operators.check_no_tangents(input, *parameters)
-            output = operators.pointwise(input, *parameters, self.curve.function_name, behind)
+            output = operators.pointwise(input, *parameters, curve, behind)
         else:
-            function = self.curve.function if self.table is None else self.table
-            output = eager.pointwise(input, function, Parameters(*parameters), behind)
+            loop = loop_for(curve, input.device, input.dtype, input.numel())
+            output = None if loop is None else loop.pointwise(input, Parameters(*parameters), curve, behind)
+            if output is None:
+                function = self.curve.function if self.table is None else self.table
+                output = eager.pointwise(input, function, Parameters(*parameters), behind)
         output = output.to(dtype_after(input, self.weight))
         return output if self._activate is None else self._activate(self, output)
 

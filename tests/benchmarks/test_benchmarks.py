@@ -173,6 +173,14 @@ def test_speed(measured):
     assert samples[case, "dyt, eager", "of native"][0] > 0
 
 
+def test_pointwise(measured):
+    samples = measured("pointwise", "--threads", "1")
+    for dtype in ("float32", "bfloat16"):
+        assert samples[f"{dtype}, 1 thread", "F.layer_norm", "of F.layer_norm"] == [1.0]
+        loop, plain = (samples[f"{dtype}, 1 thread", f"DyT, {way}", "time"][0] for way in ("loop", "plain torch"))
+        assert 0 < loop < plain
+
+
 def test_accuracy(measured):
     samples = measured("accuracy")
     for of, way in (("f", "float32"), ("f", "half precision"), ("f′", "float32 and half precision")):

@@ -26,9 +26,9 @@ from normscope.swaps.bench import whole_network
 from normscope.swaps.bench.reports import FUSED, NATIVE, PASSES, BenchReport, Latency, Norms, Passes, PublishedReport
 from normscope.swaps.bench.single_norm import Norm, NormBench, Only, commonest, every, norm_bench
 from normscope.swaps.bench.timing import Measured, judged
-from normscope.swaps.bench.variants import Variant, computed, has_kernel, variants
+from normscope.swaps.bench.variants import Variant, computed, variants
 from normscope.swaps.bench.whole_network import ModelBench
-from normscope.swaps.kernels.choice import EAGER, VARIABLE, why_not_on
+from normscope.swaps.kernels.choice import EAGER, TRITON, VARIABLE, why_not_on
 from normscope.swaps.pointwise import check_kernels
 from normscope.swaps.replace import module_at, uncompiled
 
@@ -61,8 +61,8 @@ def bench(
     the other. What torch.compile holds of other modules is forgotten.
 
     Eager and compiled, point-wise functions are plain torch on every device. Where normscope's kernels would compute
-    them (:func:`normscope.swaps.kernels.choice.by_kernels`), they are timed so too: ``fused``, alone and in the eager
-    network, and of ``full`` ``compile + fused``, in the compiled one.
+    them (:mod:`normscope.swaps.kernels.choice`), they are timed so too: ``fused``, alone and in the eager network, and
+    of ``full`` ``compile + fused``, in the compiled one; on the CPU, forward and eager alone.
 
     On the CPU by torch.utils.benchmark; on CUDA by triton.testing.do_bench and by a CUDA graph's replay that rotates
     buffers beyond the L2 cache.
@@ -122,7 +122,8 @@ def bench(
             # On the CPU the network has just run in its own dtype; no need to warm it up again, at seconds a pass.
             warm = full or tensor.device.type != "cpu" or dtype != tensor.dtype
             cast_batch = batch.to(tensor.device, None if dtype == tensor.dtype else dtype)
-            whole = ModelBench(cast, cast_batch, outputs, candidates, len(report.sites), warm)
+            shapes = {site.name: report.shapes[site.name] for site in report.sites}
+            whole = ModelBench(cast, cast_batch, outputs, candidates, shapes, warm)
             for_model = 0.0 if full else whole_network.AT_LEAST * (len(candidates) + len(whole.fused)) * a_pass
             if not whole.fused:
                 left_out += without_kernels(tensor.device)
@@ -131,7 +132,7 @@ def bench(
     if not full:
         left_out.append(_without_full([str(dtype).removeprefix("torch.") for dtype in wanted]))
     device = in_words(tensor.device)
-    if tensor.device.type != "cuda" and any(row.case.way in FUSED for row in measured):
+    if os.environ.get(VARIABLE) == TRITON and tensor.device.type != "cuda":
         measured = [_interpreted(row) if row.case.way in FUSED else row for row in measured]
         device = f"{device}; fused {INTERPRETED}"
     return BenchReport(about, device, tuple(judged(measured)), tuple(dict.fromkeys(left_out)))
@@ -306,13 +307,13 @@ def published(
     with left_as_found(model, timed=True), compilations():
         report = find_norms(model, batch)
         candidates = [one for one in variants(model, report.sites, curves) if one.name in (NATIVE, *curves)]
-        whole = ModelBench(model, batch, outputs or Outputs(), candidates, len(report.sites), True)
         shapes = [(site.name, site.kind, tuple(report.shapes[site.name])) for site in report.sites]
-        with_kernels = [one for one in candidates if any(map(has_kernel, one.modules.values()))]
-        if not with_kernels:
+        by_name = {name: shape for name, _, shape in shapes}
+        whole = ModelBench(model, batch, outputs or Outputs(), candidates, by_name, True)
+        if not whole.fused:
             notes += without_kernels(where.device)
         for way, passes, one in itertools.product(_NORMS, PASSES, candidates):
-            if way == "fused" and one not in with_kernels:
+            if way == "fused" and one not in whole.by_kernels(way, passes):
                 continue
             too_little = why_not(where.device, passes) if where.is_cuda else None
             if too_little:

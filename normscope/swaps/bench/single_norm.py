@@ -97,11 +97,11 @@ class NormBench:
     @property
     def ways(self) -> tuple[tuple[Way, ...], ...]:
         """The ways that exist, those together that are compared and so timed in turns."""
-        return (("eager", "fused") if self._of("fused") else ("eager",)), ("compile",)
+        return (("eager", "fused") if self._of("fused", PASSES[0]) else ("eager",)), ("compile",)
 
     def any(self, ways: Sequence[Way], passes: Passes, only: Only) -> bool:
         """Whether any case of these is to be timed."""
-        names = {way: [COPY, *self._of(way), *self.missing] for way in ways}
+        names = {way: [COPY, *self._of(way, passes), *self.missing] for way in ways}
         return any(only(self._case(name, way, passes, "")) for way in ways for name in names[way])
 
     def measured(self, ways: Sequence[Way], passes: Passes, until: float, only: Only = every) -> list[Measured]:
@@ -121,7 +121,8 @@ class NormBench:
         missing = [(name, way, why) for way in plain for name, why in self.missing.items() if wanted(name, way)]
         rows = [self._not_run(name, way, passes, why) for name, way, why in missing]
         ready: dict[tuple[Way, str], tuple[Call, float | None]] = {}
-        modules = {(way, name): module for way in ways for name, module in self._of(way).items() if wanted(name, way)}
+        theirs = [(way, *named) for way in ways for named in self._of(way, passes).items()]
+        modules = {(way, name): module for way, name, module in theirs if wanted(name, way)}
         for (way, name), module in modules.items():
             try:
                 with computed(way):
@@ -145,10 +146,11 @@ class NormBench:
         run, _ = self._prepared(self.modules[variant], way, passes)
         return repeated(lambda: run(self.buffers[0]), number)
 
-    def _of(self, way: Way) -> dict[str, nn.Module]:
+    def _of(self, way: Way, passes: Passes) -> dict[str, nn.Module]:
         if way not in FUSED:
             return self.modules
-        return {called: kernel for named in self.modules.items() for called, kernel in fused(*named).items()}
+        kernels = [fused(*named, self.norm.shape, passes) for named in self.modules.items()]
+        return {called: kernel for found in kernels for called, kernel in found.items()}
 
     def _prepared(self, module: nn.Module, way: Way, passes: Passes) -> tuple[Call, float | None]:
         """What is timed, after a first call, and the seconds of that call where it compiled."""

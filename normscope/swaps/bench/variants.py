@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -14,7 +15,7 @@ from torch import nn
 from normscope.errors import ModelError
 from normscope.fits.curves.expressions import split_names
 from normscope.pairs.norms.sites import NormSite
-from normscope.swaps.bench.reports import FUSED, NATIVE, Way
+from normscope.swaps.bench.reports import FUSED, NATIVE, Passes, Way
 from normscope.swaps.kernels import choice
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import replacements
@@ -55,24 +56,29 @@ def variants(model: nn.Module, sites: Sequence[NormSite], curves: str | Sequence
     return [Variant(NATIVE, {}), *(_variant(model, sites, name) for name in names)]
 
 
-def fused(name: str, module: nn.Module) -> dict[str, nn.Module]:
+def fused(name: str, module: nn.Module, shape: Sequence[int], passes: Passes) -> dict[str, nn.Module]:
     """Return modules that do in one kernel what a replacement does, by what they are called; only ways that exist.
 
     The replacement itself, where :func:`has_kernel` says so; Liger's DyT (github.com/linkedin/Liger-Kernel) on CUDA,
     where it is installed.
     """
-    return ({name: module} if has_kernel(module) else {}) | _ligers(name, module)
+    return ({name: module} if has_kernel(module, shape, passes) else {}) | _ligers(name, module)
 
 
-def has_kernel(module: nn.Module) -> bool:
-    """Whether normscope's own kernels compute a module on its device and in its dtype.
+def has_kernel(module: nn.Module, shape: Sequence[int], passes: Passes, way: Way = "fused") -> bool:
+    """Whether normscope's own kernels compute a module on its device and in its dtype, of an input of this shape.
+
+    The CPU's loop does forward alone, and not under torch.compile.
 
     Raises:
         UsageError: if ``NORMSCOPE_KERNELS`` says nothing that there is, or asks for kernels that cannot run here.
     """
     if not isinstance(module, PointwiseFunction) or module.curve.function_name not in choice.CURVES:
         return False
-    return choice.by_kernels(module.curve.function_name, module.alpha.device, module.alpha.dtype)
+    what = (module.curve.function_name, module.alpha.device, module.alpha.dtype)
+    if choice.by_kernels(*what):
+        return True
+    return (way, passes) == ("fused", "forward") and choice.loop_for(*what, math.prod(shape)) is not None
 
 
 @contextlib.contextmanager

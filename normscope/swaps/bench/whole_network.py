@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Outputs
 from normscope.runtime.network import call
-from normscope.swaps.bench.reports import FUSED, NATIVE, Case, Passes, Way
+from normscope.swaps.bench.reports import FUSED, NATIVE, PASSES, Case, Passes, Way
 from normscope.swaps.bench.single_norm import Only, every, first_line
 from normscope.swaps.bench.timing import Measured, Sampler, in_turns, once, repeated
 from normscope.swaps.bench.variants import Variant, computed, has_kernel, require_gradients
@@ -34,7 +34,7 @@ class ModelBench:
         batch: likewise.
         outputs: how to read what the network returns.
         candidates: the variants.
-        sites: how many norms there are.
+        shapes: of the input of each norm.
         warm: whether a pass of each goes before those that are timed.
     """
 
@@ -42,31 +42,32 @@ class ModelBench:
     batch: Batch
     outputs: Outputs
     candidates: Sequence[Variant]
-    sites: int
+    shapes: Mapping[str, Sequence[int]]
     warm: bool
 
     @property
     def fused(self) -> list[Variant]:
-        """What kernels compute."""
-        return [one for one in self.candidates if any(map(has_kernel, one.modules.values()))]
+        """What kernels compute forward, in an eager network."""
+        return self.by_kernels("fused", PASSES[0])
 
     @property
     def ways(self) -> tuple[tuple[Way, ...], ...]:
         """The ways that exist, those together that are timed in turns."""
         if not self.fused:
             return ("eager",), ("compile",)
-        return ("eager", "fused"), ("compile",), ("compile + fused",)
+        compiled: Way = "compile + fused"
+        return ("eager", "fused"), ("compile",), *([(compiled,)] if self.by_kernels(compiled, PASSES[0]) else [])
 
     def any(self, ways: Sequence[Way], passes: Passes, only: Only) -> bool:
         """Whether any case of these is to be timed."""
-        return any(only(self._case(one, way, passes)) for way in ways for one in self._of(way))
+        return any(only(self._case(one, way, passes)) for way in ways for one in self._of(way, passes))
 
     def measured(self, ways: Sequence[Way], passes: Passes, until: float, only: Only = every) -> list[Measured]:
         """Time every variant: in turns, or, where each is compiled by itself, one after the other.
 
         Arguments are those of :meth:`normscope.swaps.bench.single_norm.NormBench.measured`.
         """
-        every_case = [(one, self._case(one, way, passes)) for way in ways for one in self._of(way)]
+        every_case = [(one, self._case(one, way, passes)) for way in ways for one in self._of(way, passes)]
         cases = [(one, case) for one, case in every_case if only(case)]
         there = [(one, case) for one, case in cases if one.modules or one.name == NATIVE]
         rows = [Measured(case, note=one.note) for one, case in cases if (one, case) not in there]
@@ -89,8 +90,16 @@ class ModelBench:
             batches = iter([self.batch.copied() for _ in range(number)])
             return repeated(lambda: run(next(batches)), number)
 
-    def _of(self, way: Way) -> Sequence[Variant]:
-        return self.fused if way in FUSED else self.candidates
+    def _of(self, way: Way, passes: Passes) -> Sequence[Variant]:
+        return self.by_kernels(way, passes) if way in FUSED else self.candidates
+
+    def by_kernels(self, way: Way, passes: Passes) -> list[Variant]:
+        """What kernels compute in a way and pass, at one norm at least."""
+        return [
+            one
+            for one in self.candidates
+            if any(has_kernel(module, self.shapes[name], passes, way) for name, module in one.modules.items())
+        ]
 
     def _sampler(self, one: Variant, case: Case) -> Sampler:
         def sample() -> list[float]:
@@ -146,7 +155,7 @@ class ModelBench:
         values = (*self.batch.args, *self.batch.kwargs.values())
         shape = next((tuple(value.shape) for value in values if isinstance(value, Tensor)), ())
         dtype = next((part.dtype for part in self.model.parameters() if part.is_floating_point()), torch.float32)
-        name, sites = str(dtype).removeprefix("torch."), self.sites if one.name == NATIVE else len(one.modules)
+        name, sites = str(dtype).removeprefix("torch."), len(self.shapes) if one.name == NATIVE else len(one.modules)
         return Case(one.name, way, "model", passes, name, _TIMER, shape, sites)
 
 

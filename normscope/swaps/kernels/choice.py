@@ -1,12 +1,15 @@
-"""Who computes a point-wise function: Triton's kernels on CUDA, plain torch elsewhere, or as the user says."""
+"""Who computes a point-wise function: Triton's kernels on CUDA, numba's loop on the CPU, plain torch, or as asked."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import os
+import warnings
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 
@@ -18,6 +21,8 @@ from normscope.pairs.sums.binning.cuda_launcher import cannot_be_met, why_no_lau
 
 CURVES = ("tanh", "isru", "erf")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LOOP_FROM = 2**13  # elements: of fewer, plain torch is done before the loop's call has begun
+_LOOP_DTYPES = (torch.float32, torch.bfloat16)
 _LINE = "linear"
 _LEAST_CAPABILITY = (8, 0)
 
@@ -53,6 +58,41 @@ def by_kernels(curve: str, device: torch.device, dtype: torch.dtype) -> bool:
     if asked and why_not:
         raise cannot_be_met(why_not)
     return not why_not
+
+
+def loop_for(curve: str, device: torch.device, dtype: torch.dtype, elements: int) -> ModuleType | None:
+    """Return :mod:`normscope.swaps.kernels.cpu`, whose compiled loop computes a curve; None where plain torch does.
+
+    It does on the CPU, for tanh, isru and erf of so many elements or more (:data:`LOOP_FROM`) in float32 and bfloat16,
+    where numba works (a warning says where it does not) and ``NORMSCOPE_KERNELS`` is not set. What torch.compile,
+    torch.export and torch.jit.trace make is plain torch.
+
+    Args:
+        curve: its name.
+        device: that the input is on.
+        dtype: of the input.
+        elements: their number.
+
+    >>> loop_for("softsign", torch.device("cpu"), torch.float32, 10**6)
+    """
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() or os.environ.get(VARIABLE, ""):
+        return None
+    if device.type != "cpu" or elements < LOOP_FROM or curve not in CURVES or dtype not in _LOOP_DTYPES:
+        return None
+    return _loop()
+
+
+@functools.cache
+def _loop() -> ModuleType | None:
+    try:
+        return import_module("normscope.swaps.kernels.cpu")
+    except ImportError as error:
+        warnings.warn(
+            f"numba does not work here ({error}): point-wise functions on the CPU are computed in plain torch, and "
+            "slowly.",
+            stacklevel=4,
+        )
+        return None
 
 
 @contextlib.contextmanager

@@ -355,17 +355,17 @@ def test_ligers_dyt_beside_ours_where_it_is(monkeypatch):
             self.made = hidden_size, beta, init_alpha
 
     ours = DyT(8, alpha=0.25)
-    assert fused("dyt", ours) == {}
+    assert fused("dyt", ours, (4, 8), "forward") == {}
     for name in ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.dyt"):
         module = types.ModuleType(name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
         monkeypatch.setitem(sys.modules, name, module)
     sys.modules["liger_kernel.transformers.dyt"].LigerDyT = LigerDyT
-    assert fused("dyt", ours) == {}  # on the CPU
+    assert fused("dyt", ours, (4, 8), "forward") == {}  # on the CPU
     monkeypatch.setattr(nn.Parameter, "is_cuda", True, raising=False)
-    [(name, module)] = fused("dyt", ours).items()
+    [(name, module)] = fused("dyt", ours, (4, 8), "forward").items()
     assert name == "dyt, Liger" and module.made == (8, True, 0.25)
-    assert fused("dyisru", normscope.DyISRU(8)) == {}
+    assert fused("dyisru", normscope.DyISRU(8), (4, 8), "forward") == {}
 
 
 def test_every_embedded_model_has_a_full_size_sibling():

@@ -21,7 +21,7 @@ from normscope.swaps.bench.bench import bench, published, without_kernels
 from normscope.swaps.bench.reports import COPY, FUSED, NATIVE, NOT_RUN, Case
 from normscope.swaps.bench.timing import Measured, judged, once
 from normscope.swaps.bench.variants import has_kernel
-from normscope.swaps.kernels import choice
+from normscope.swaps.kernels import choice, cpu
 from normscope.swaps.pointwise import DyT, PointwiseFunction
 
 pytestmark = pytest.mark.slow
@@ -199,7 +199,27 @@ def test_where_triton_cannot_launch_a_report_says_why_nothing_is_fused(monkeypat
         "Fused by normscope's kernels: none is timed: Triton cannot build what launches its kernels (no gcc)."
     )
     with FakeTensorMode(), torch.device("cuda"):
-        assert not has_kernel(DyT(4))
+        assert not has_kernel(DyT(4), (3, 4), "forward")
+
+
+def test_on_the_cpu_the_loop_is_timed_where_it_computes(monkeypatch):
+    """Forward, in an eager network, of as many elements as it takes; nowhere else is there anything fused."""
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    batch_of = Batch((torch.randn(choice.LOOP_FROM // 6 + 1, 3),))
+    lines, forward = [], cpu.cpu_loop.fill
+    monkeypatch.setattr(cpu.cpu_loop, "fill", lambda *args: (lines.append(args[-1]), forward(*args)))
+    backend = mock.patch.object(torch, "compile", lambda module, **_: module)
+    with backend:
+        report = bench(net(), batch_of, ["dyt", "softsign"], full=True, dtypes=["float32"], budget=0)
+    fused = {(row.scope, row.variant, row.way, row.passes) for row in report.rows if row.way in FUSED}
+    assert fused == {("norm", "dyt", "fused", FORWARD), ("model", "dyt", "fused", FORWARD)} and lines
+    assert "interpreter" not in report.device and all(
+        row.samples and not row.note for row in report.rows if row.way in FUSED
+    )
+    lines.clear()
+    with backend:
+        small = bench(net(), batch(), ["dyt"], full=True, dtypes=["float32"], budget=0)
+    assert not lines and not any(row.way in FUSED for row in small.rows)
 
 
 @pytest.mark.parametrize(("asked", "said"), [("triton", "cannot be met"), ("fast", "There is no NORMSCOPE_KERNELS")])
@@ -249,7 +269,7 @@ def test_the_published_table_has_plain_torch_and_kernels_apart(monkeypatch):
     # As on a GPU: kernels are there. They are not run here, plain torch stands in.
     there, asked = [], []
     monkeypatch.delenv(choice.VARIABLE, raising=False)
-    monkeypatch.setattr("normscope.swaps.bench.bench.has_kernel", lambda module: isinstance(module, PointwiseFunction))
+    monkeypatch.setattr(whole_network, "has_kernel", lambda module, *_: isinstance(module, PointwiseFunction))
     monkeypatch.setattr(torch, "compile", lambda module, **how: module)
     monkeypatch.setattr(
         "normscope.swaps.pointwise.by_kernels", lambda *_: asked.append(os.environ.get(choice.VARIABLE)) or False

@@ -1,16 +1,12 @@
 """The fused loop on the CPU: one pass over the tokens fills all that :mod:`reference` does, compiled by numba.
 
-Tokens are shared out among as many threads as torch has been given. Those are Python's own threads, in which the
-compiled code runs without the interpreter's lock, and not a second pool of OpenMP beside torch's. Each thread adds up
-its folds by itself; what two of them share is joined in the order of the threads, so that the result depends on
-nothing but their number.
+Tokens are shared out among as many threads as torch has been given. Each thread adds up its folds by itself; what two
+of them share is joined in the order of the threads, so that the result depends on nothing but their number.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -20,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from normscope.pairs.sums.binning import reference
+from normscope.pairs.sums.binning.compiled_loops import threads
 from normscope.pairs.sums.binning.cpu_arrays import CONSTANTS, Rows, SampleArrays, Sums
 from normscope.pairs.sums.binning.cpu_loop import draw, fill, join, join_pairs
 from normscope.pairs.sums.sampling import TokenSample, element_keys
@@ -37,13 +34,13 @@ _SHARED = -1  # in place of a fold's number: the sums of a fold that the thread 
 def add(stats: PairStats, tokens: Tokens) -> None:
     """Add the pairs of ``tokens``, in the CPU's memory, to everything that ``stats`` keeps."""
     rows = _rows(tokens)
-    threads = max(1, min(torch.get_num_threads(), rows.rows.size // _PAIRS_A_THREAD, len(rows.rows)))
-    first, *shares = _shared_out(tuple(tokens.runs), threads)
+    number = max(1, min(torch.get_num_threads(), rows.rows.size // _PAIRS_A_THREAD, len(rows.rows)))
+    first, *shares = _shared_out(tuple(tokens.runs), number)
     views = _views_of(stats)
     sums = views.sums
     others = [_sums_apart(sums) for _ in shares]
     waiting = [
-        _threads().submit(fill, CONSTANTS, rows, share.runs, other) for share, other in zip(shares, others, strict=True)
+        threads().submit(fill, CONSTANTS, rows, share.runs, other) for share, other in zip(shares, others, strict=True)
     ]
     fill(CONSTANTS, rows, first.runs, sums)
     for share, other, done in zip(shares, others, waiting, strict=True):
@@ -181,14 +178,6 @@ def _join(sums: Sums, other: Sums, shared_fold: int | None) -> None:
     np.maximum(sums.channel_extremes[1], other.channel_extremes[1], out=sums.channel_extremes[1])
     join_pairs(sums, other)
     _spare.append(other)
-
-
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), "normscope")
-
-
-os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not survive in the child
 
 
 @functools.lru_cache(maxsize=16)

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import event
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from normscope.pairs.sums.binning.compiled_loops import compiled
 from normscope.pairs.sums.binning.cpu_arrays import Tile
 from normscope.pairs.sums.sampling import GOLDEN, MIX, NO_KEY
 from normscope.runtime.progress import report
@@ -32,21 +33,10 @@ _GOLDEN, _MIX_1, _MIX_2 = (_u8(number % 2**64) for number in (GOLDEN, *MIX))
 _NO_KEY = _u8(NO_KEY)
 
 
-def _compiled(fastmath: set[str] | bool = False) -> Any:
-    def decorate(function: Any) -> Any:
-        options: Any = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
-        try:
-            return njit(cache=True, **options)(function)
-        except RuntimeError:  # there is no folder to keep it in: it is compiled anew by every process
-            return njit(**options)(function)
-
-    return decorate
-
-
-_exact = _compiled()
+_exact = compiled()
 # Sums may be added up in any order, as vector instructions do; a NaN or an infinity stays what it is.
-_any_order = _compiled(fastmath={"reassoc", "contract"})
-_finite = _compiled(fastmath={"nnan", "nsz", "reassoc"})
+_any_order = compiled(fastmath={"reassoc", "contract"})
+_finite = compiled(fastmath={"nnan", "nsz", "reassoc"})
 
 
 @intrinsic

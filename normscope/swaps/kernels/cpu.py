@@ -1,0 +1,95 @@
+"""Point-wise functions on the CPU in one pass over memory: what the compiled loop takes, and the call.
+
+Rows are shared out among as many threads as torch has been given. No element depends on another, nor on its place, so
+that the result is the same to the bit whatever their number.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from normscope.errors import UsageError
+from normscope.pairs.sums.binning.compiled_loops import threads
+from normscope.swaps.kernels import cpu_loop
+from normscope.swaps.kernels.parameters import Parameters
+
+_A_THREAD = 2**17  # elements, at least: below it, a further thread costs more than it saves
+_CURVES = {"tanh": cpu_loop.TANH, "isru": cpu_loop.ISRU, "erf": cpu_loop.ERF}
+_NONE = np.full(1, -0.0, np.float32)  # a shift or bias that there is not
+
+
+def pointwise(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Tensor | None:
+    """Weight · f(αx + s) + bias, computed in float32; None where that is plain torch's.
+
+    The loop takes plain contiguous tensors where no gradient is wanted and nothing looks on that would see operators:
+    no mode or subclass of torch, no transform. Parameters that do not go with x it leaves to plain torch, which says
+    what is wrong.
+
+    Args:
+        x: on the CPU, float32 or bfloat16, of any shape.
+        parameters: α, s, weight and bias.
+        curve: ``tanh``, ``isru`` or ``erf``.
+        behind: how many axes of x come after those of the channels.
+
+    Returns:
+        A tensor of x's shape and dtype.
+
+    >>> one = torch.ones(1)
+    >>> with torch.no_grad():
+    ...     pointwise(torch.tensor([[0.75, -3e38]]), Parameters(one, None, torch.tensor([1.0, 2.0]), None), "isru", 0)
+    tensor([[ 0.6000, -2.0000]])
+    """
+    parts = (parameters.alpha, parameters.shift, parameters.weight, parameters.bias)
+    if not x.numel() or not x.is_contiguous() or not _unseen(x, *parts):
+        return None
+    try:
+        _, end = parameters.channel_axes(x, behind)
+    except UsageError:
+        return None
+    y = torch.empty_like(x)
+    inner = math.prod(x.shape[end:])
+    numbers = [_NONE if part is None else _numbers(part) for part in parts]
+    lines = x.numel() // (inner if inner > 1 else max(part.size for part in numbers))
+    arguments = (_CURVES[curve], _elements(x), _elements(y), *numbers, inner)
+    number = min(torch.get_num_threads(), x.numel() // _A_THREAD, lines)
+    if number < 2:
+        cpu_loop.fill(*arguments, 0, lines)
+        return y
+    first, *shares = itertools.pairwise(lines * share // number for share in range(number + 1))
+    waiting = [threads().submit(cpu_loop.fill, *arguments, *share) for share in shares]
+    cpu_loop.fill(*arguments, *first)
+    for done in waiting:
+        done.result()
+    return y
+
+
+def _unseen(*tensors: Tensor | None) -> bool:
+    """Whether nobody would miss the operators that are not called: autograd, modes, subclasses, transforms."""
+    graded = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) not in (Tensor, nn.Parameter) or (graded and tensor.requires_grad) or tensor.is_neg():
+            return False
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    )
+
+
+def _elements(tensor: Tensor) -> NDArray[np.float32 | np.int16]:
+    bits = tensor.detach().view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor.detach()
+    return bits.numpy().reshape(-1)
+
+
+def _numbers(part: Tensor) -> NDArray[np.float32]:
+    return part.detach().float().numpy().reshape(-1)
