@@ -20,7 +20,7 @@ from normscope.pairs.ranks import ALONE, Ranks, agree_on_batches, check_alike, m
 from normscope.pairs.recorder import Recorder, Summing
 from normscope.pairs.resuming import Checkpoints, Work
 from normscope.runtime.network import left_as_found, memory_for
-from normscope.runtime.progress import Progress, StageProgress, silent
+from normscope.runtime.progress import Progress, StageProgress, silent, told_of_inputs
 
 if TYPE_CHECKING:
     from normscope.inputs.entries import Forward
@@ -144,6 +144,7 @@ def captured(
         work.recorder.hooked(),
         _watched(model, idle, work.recorder.seen.late),
         memory_for("inputs were made ready"),
+        told_of_inputs(batches, progress),
     ):
         for chunk in chunks:
             for batch in chunk.batches:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 # Called with the name of a stage, how much of it is done, and all of it: None where only the end will tell.
 Progress = Callable[[str, int, int | None], object]
@@ -31,3 +32,22 @@ class StageProgress:
         """Count and report what this rank has done since."""
         self._done += number * self._ranks
         self._progress(self._stage, self._done if self._of is None else min(self._done, self._of), self._of)
+
+
+@contextlib.contextmanager
+def told_of_inputs(inputs: object, progress: Progress) -> Iterator[None]:
+    """Let inputs that the network itself makes, step by step, report their steps meanwhile; others have nothing to.
+
+    Args:
+        inputs: of the network, or a :class:`normscope.inputs.splits.Part` of them.
+        progress: is told.
+    """
+    whole = getattr(inputs, "inputs", inputs)
+    if not hasattr(whole, "progress"):
+        yield
+        return
+    before, whole.progress = whole.progress, progress
+    try:
+        yield
+    finally:
+        whole.progress = before
