@@ -215,8 +215,10 @@ def save_figure(figure: Figure, path: str | Path, shown: Any, dpi: int = 200) ->
     key = "Subject" if kind == "pdf" else "Description"
     dates = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
     drawn = io.BytesIO()  # on a full disk matplotlib's PDF writer raises an error of zlib's
-    fonts = {"svg.fonttype": "none", "svg.hashsalt": "normscope", "pdf.fonttype": 42}
-    with matplotlib.rc_context(fonts), _laid_out(figure, kind, dpi):
+    with (
+        matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "normscope", "pdf.fonttype": 42}),
+        _laid_out(figure, kind, dpi),
+    ):
         figure.savefig(drawn, dpi=dpi, format=kind, metadata={key: text, **dates})
     with whole_file(path) as partial:
         partial.write_bytes(drawn.getvalue())
