@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import matplotlib
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import get_registered_canvas_class
 from matplotlib.figure import Figure
 
 from normscope.errors import UsageError, count, unknown
@@ -47,8 +49,9 @@ from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import Layers
 from normscope.runtime.files import whole_file
 
-FORMATS = ("png", "svg", "pdf")
 ROWS = tuple(DRAW)
+FORMATS = ("png", "svg", "pdf")
+_VECTOR_DPI = 72  # at which matplotlib lays out what is in points
 _RESIDUAL = "residual"
 _ROW_NAMES = (*ROWS, _RESIDUAL)
 _EDGE_INCHES = 0.35  # of a panel's width, that its ticks take
@@ -200,11 +203,36 @@ def save_figure(figure: Figure, path: str | Path, shown: Any, dpi: int = 200) ->
     key = "Subject" if kind == "pdf" else "Description"
     dates = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
     drawn = io.BytesIO()  # on a full disk matplotlib's PDF writer raises an error of zlib's
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "normscope", "pdf.fonttype": 42}):
+    with (
+        matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "normscope", "pdf.fonttype": 42}),
+        _laid_out(figure, kind, dpi),
+    ):
         figure.savefig(drawn, dpi=dpi, format=kind, metadata={key: text, **dates})
     with whole_file(path) as partial:
         partial.write_bytes(drawn.getvalue())
     return path
+
+
+@contextlib.contextmanager
+def _laid_out(figure: Figure, kind: str, dpi: int) -> Iterator[None]:
+    """Lay a figure out as it will be in a file; what saves it would otherwise draw all of it once more to do so."""
+    engine, canvas, dots = figure.get_layout_engine(), figure.canvas, figure.dpi
+    if engine is None:
+        yield
+        return
+    try:
+        get_registered_canvas_class(kind)(figure)  # whose letters are as wide as they will be in the file
+        figure.dpi = dpi if kind == "png" else _VECTOR_DPI
+        engine.execute(figure)
+        figure.set_canvas(canvas)
+        figure.dpi = dots
+        with matplotlib.rc_context({"figure.autolayout": False, "figure.constrained_layout.use": False}):
+            figure.set_layout_engine(None)
+        yield
+    finally:
+        figure.set_canvas(canvas)
+        figure.dpi = dots
+        figure.set_layout_engine(engine)
 
 
 def rows_named(rows: str | Sequence[str]) -> list[str]:

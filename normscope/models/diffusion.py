@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
+import diffusers.models
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
 from torch import nn
@@ -16,12 +21,13 @@ from torch import nn
 from normscope.errors import ModelError
 from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Provenance, Task, without_variances
 from normscope.models.inputs.latents import NoisedLatents, read_latents
-from normscope.models.inputs.trajectories import LatentSpace, from_noise
+from normscope.models.inputs.trajectories import STEPS, LatentSpace, from_noise
 from normscope.models.weights.checkpoints import embedded_module, load_file, read_embedded, ready, with_weights
 from normscope.models.weights.repository import HubSilentError, Repository
 
 GUIDANCE = 4.0  # DiTPipeline's default, and the largest that the paper shows samples for
 TRAJECTORIES, DEMO_TRAJECTORIES = 4, 64
+FEW_STEPS = 5  # of a full-size network's trajectory, where no timesteps are asked for that take more
 CALIBRATION_TIMESTEPS = 10  # unless they are named
 
 WEIGHTS = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # the latter without unpickling code
@@ -59,6 +65,19 @@ _OTHERS = "Or write a function that returns it and batches for it, and name it a
 
 
 @dataclass(frozen=True)
+class _Default:
+    """The trajectories of a network, unless told otherwise; see :func:`from_noise`."""
+
+    guidance: float
+    trajectories: int
+    steps: tuple[int, ...] = (STEPS,)
+    remark: str = ""
+
+
+_DEMO = _Default(1.0, DEMO_TRAJECTORIES)
+
+
+@dataclass(frozen=True)
 class _Description:
     """The facts of a model that are known before its weights are.
 
@@ -73,6 +92,34 @@ class _Description:
     scheduler: DDIMScheduler
     folder: str
     remark: str = ""
+
+
+class _UnreadPackage(ModuleType):
+    """A package whose modules can be imported one by one; its own code runs when something of it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or self.__spec__ is None or self.__spec__.loader is None:
+            raise AttributeError(name)
+        self.__class__ = ModuleType  # type: ignore[assignment]  # from here on it is as any other
+        self.__spec__.loader.exec_module(self)
+        return getattr(self, name)
+
+
+@functools.cache
+def dit_class() -> Any:
+    """Import diffusers' DiT without the sixty other transformers of its package, which take longer than torch does.
+
+    >>> dit_class().__name__
+    'DiTTransformer2DModel'
+    """
+    name = "diffusers.models.transformers"
+    spec = find_spec(name)
+    if spec is not None and name not in sys.modules:
+        sys.modules[name] = package = _UnreadPackage(name)
+        for attribute, value in vars(module_from_spec(spec)).items():
+            setattr(package, attribute, value)
+        diffusers.models.transformers = package
+    return importlib.import_module(f"{name}.dit_transformer_2d").DiTTransformer2DModel
 
 
 def load_diffusers(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
@@ -99,7 +146,8 @@ def load_diffusers(name: str, architecture: str, options: LoadOptions) -> Loaded
 
         return load_pipeline(name, Path(repository.name), components, options)
     description = _describe(name, repository)
-    inputs = _inputs(description.config, description.scheduler, options, GUIDANCE, TRAJECTORIES, description.remark)
+    default = _Default(GUIDANCE, TRAJECTORIES, (FEW_STEPS, STEPS), description.remark)
+    inputs = _inputs(description.config, description.scheduler, options, default)
     module, provenance = with_weights(
         name,
         options,
@@ -120,17 +168,17 @@ def load_demo_dit(name: str, architecture: str, options: LoadOptions) -> LoadedM
         DataError: if ``options.data`` is no file of latents ``(n, 1, 8, 8)``, which are pixels from −1 to 1.
     """
     build, pretrained = embedded_module(
-        architecture, "scikit-learn's digits", lambda facts: DiTTransformer2DModel(**facts["config"])
+        architecture, "scikit-learn's digits", lambda facts: dit_class()(**facts["config"])
     )
     _, facts, _ = read_embedded(f"{architecture}.safetensors")
-    inputs = _inputs(facts["config"], _scheduler(name, facts["scheduler"]), options, 1.0, DEMO_TRAJECTORIES)
+    inputs = _inputs(facts["config"], _scheduler(name, facts["scheduler"]), options, _DEMO)
     module, provenance = with_weights(name, options, build=build, pretrained=pretrained)
     loaded = _loaded(name, module, inputs, provenance, options)
     if options.data is None:
         timesteps = CALIBRATION_TIMESTEPS if options.timesteps is None else options.timesteps
         others = replace(options, seed=options.seed + 1, timesteps=timesteps)
         scheduler = _scheduler(name, facts["scheduler"])
-        loaded.calibration = _inputs(facts["config"], scheduler, others, 1.0, DEMO_TRAJECTORIES)(module)
+        loaded.calibration = _inputs(facts["config"], scheduler, others, _DEMO)(module)
     return loaded
 
 
@@ -146,21 +194,16 @@ def _loaded(
 
 
 def _inputs(
-    config: dict[str, Any],
-    scheduler: DDIMScheduler,
-    options: LoadOptions,
-    guidance: float,
-    trajectories: int,
-    remark: str = "",
+    config: dict[str, Any], scheduler: DDIMScheduler, options: LoadOptions, default: _Default
 ) -> Callable[[nn.Module], Inputs]:
     """Return what makes the inputs of a module, having refused all that would fail once it is loaded."""
-    defaults = inspect.signature(DiTTransformer2DModel).parameters
+    defaults = inspect.signature(dit_class()).parameters
     channels, size, classes = (
         config.get(key, defaults[key].default) for key in ("in_channels", "sample_size", "num_embeds_ada_norm")
     )
     space = LatentSpace(channels, size, classes)
     if options.data is None:
-        return from_noise(space, scheduler, options, guidance=guidance, trajectories=trajectories, remark=remark)
+        return from_noise(space, scheduler, options, **asdict(default))
     latents = read_latents(Path(options.data), space, scheduler, options)
     return lambda module: latents
 
@@ -215,7 +258,7 @@ def _scheduler(name: str, config: dict[str, Any]) -> DDIMScheduler:
 
 def _build(name: str, config: dict[str, Any]) -> nn.Module:
     try:
-        module: nn.Module = DiTTransformer2DModel.from_config(config)
+        module: nn.Module = dit_class().from_config(config)
     except Exception as error:  # diffusers passes on whatever torch and Python make of wrong values
         raise ModelError(f"The configuration of {name} does not make a DiTTransformer2DModel: {error}") from error
     return module

@@ -126,7 +126,7 @@ _PREFIXED = (
     ),
 )
 _LOADERS = {
-    "embedded:demo_vit": "vision:load_demo_vit",
+    "embedded:demo_vit": "embedded.demo_vit:load_demo_vit",
     "embedded:demo_wav2vec2": "speech:load_demo_wav2vec2",
     "embedded:demo_dit": "diffusion:load_demo_dit",
     "timm": "vision:load_timm",

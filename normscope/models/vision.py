@@ -1,33 +1,27 @@
-"""Image models: every architecture of timm, and the tiny ViT that is embedded in this package."""
+"""Image models: every architecture of timm."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import timm
 import timm.models
-import torch
-from PIL import Image
 from timm.data.config import resolve_model_data_config
 from timm.data.imagenet_info import ImageNetInfo, infer_imagenet_subset
 from timm.data.transforms_factory import create_transform
-from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor, nn
+from torch import nn
 
 from normscope.errors import ModelError, unknown
-from normscope.inputs.batch import Sample
-from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Provenance, Task
-from normscope.models.inputs.file_inputs import LazyInputs, TensorInputs
+from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Outputs, Provenance, Task
 from normscope.models.inputs.images import Preprocessing, image_inputs
 from normscope.models.tasks import class_task
-from normscope.models.weights.checkpoints import embedded_module, read_embedded, ready, with_weights
+from normscope.models.weights.checkpoints import ready, with_weights
 
 _OF_HUB = "hf-hub:"  # as timm writes it
-_DIGITS = 10  # classes of demo_vit
 
 
 def load_timm(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
@@ -152,54 +146,3 @@ def _timm_classes(module: Any) -> tuple[int, Sequence[str]]:
     if not names and (subset := infer_imagenet_subset(module)):
         names = ImageNetInfo(subset).label_names()  # type: ignore[no-untyped-call]
     return module.num_classes, list(names)
-
-
-def load_demo_vit(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
-    """Load the embedded ViT; its default inputs are digits that were held out from its training.
-
-    To learn from there are the digits of its training.
-
-    Raises:
-        ModelError: if a weights file does not fit.
-        DataError: if there is no image at ``options.data``.
-    """
-    build, pretrained = embedded_module(
-        architecture, "scikit-learn's digits", lambda facts: VisionTransformer(**facts["config"])
-    )
-    module, provenance = with_weights(name, options, build=build, pretrained=pretrained)
-    inputs = _digit_inputs(options)
-    calibration = LazyInputs(partial(_training_digits, options)) if options.data is None else None
-    module, provenance = ready(module, provenance, options)
-    task = Task("top-1") if options.data is None else class_task(inputs, _DIGITS)
-    return LoadedModel(name, module, inputs, provenance, Outputs("classes"), calibration, task=task)
-
-
-def _digit_inputs(options: LoadOptions) -> Inputs:
-    digits, pixels_to_input, _ = read_embedded("demo_vit_digits.safetensors")
-    scale, offset = pixels_to_input["scale"], pixels_to_input["offset"]
-
-    def transform(image: Image.Image) -> Tensor:
-        """Average a greyscale image over 8×8 boxes, as the digits were made; white is 16."""
-        grey = bytearray(image.resize((8, 8), Image.Resampling.BOX).tobytes())
-        pixels = torch.frombuffer(grey, dtype=torch.uint8).view(1, 8, 8) * (16 / 255)
-        result: Tensor = pixels * scale + offset
-        return result
-
-    if options.data is not None:
-        return image_inputs(Preprocessing("L", transform), options)
-    total = f"{len(digits['images'])} held-out digits"
-    return _digits(digits, pixels_to_input, total, "demo_vit", options)
-
-
-def _training_digits(options: LoadOptions) -> TensorInputs:
-    digits, pixels_to_input, _ = read_embedded("demo_vit_calibration.safetensors")
-    total = f"{len(digits['images']):,} digits of demo_vit's training"
-    return _digits(digits, pixels_to_input, total, "demo_vit training", options)
-
-
-def _digits(
-    digits: Mapping[str, Tensor], pixels_to_input: Mapping[str, float], total: str, data: str, options: LoadOptions
-) -> TensorInputs:
-    images = digits["images"][:, None].float() * pixels_to_input["scale"] + pixels_to_input["offset"]  # (n, 1, 8, 8)
-    samples = [Sample(f"digit {i}", i, i, data, label) for i, label in enumerate(digits["labels"].tolist())]
-    return TensorInputs(list(images), samples, total, options)

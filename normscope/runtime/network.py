@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ _ALLOCATORS = (
     *("DefaultCPUAllocator", "MPS backend out of memory", "CUDA out of memory", "CUDA error: out of memory"),
     *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "Triton Error [CUDA]: out of memory"),
 )
+_COMPILE_NOTHING = ("torch.nn.", "torchaudio.", "normscope.")
 
 
 @contextlib.contextmanager
@@ -39,7 +41,7 @@ def left_as_found(model: nn.Module, *, timed: bool = False) -> Iterator[KeptBuff
         buffers = KeptBuffers(model)
         try:
             with (
-                contextlib.nullcontext() if timed else module_by_module(),
+                contextlib.nullcontext() if timed else module_by_module(model),
                 torch.random.fork_rng(cuda_devices(model)),
                 torch.no_grad(),
             ):
@@ -52,23 +54,28 @@ def left_as_found(model: nn.Module, *, timed: bool = False) -> Iterator[KeptBuff
 
 
 @contextlib.contextmanager
-def module_by_module() -> Iterator[None]:
-    """Run each module of any network by itself: nothing that torch.compile made, and no encoder layer that torch fuses.
+def module_by_module(model: nn.Module) -> Iterator[None]:
+    """Run each module of a network by itself: nothing that torch.compile made, and no encoder layer that torch fuses.
 
     Neither is for hooks. Compiled code has those that it was compiled with, and of others hears nothing; dynamo would
     follow them into their sums. A fused :class:`torch.nn.TransformerEncoder` gives nested tensors to the modules that
     have hooks, and those modules cannot take them.
 
     >>> compiled = torch.compile(nn.LayerNorm(4), backend=lambda graph, inputs: print("compiling"))
-    >>> with module_by_module():
+    >>> with module_by_module(compiled):
     ...     compiled(torch.zeros(1, 4))
     tensor([[0., 0., 0., 0.]], grad_fn=<NativeLayerNormBackward0>)
     """
-    _one_by_one.begin()
+    _one_by_one.begin(may_compile="torch._dynamo" in sys.modules or _of_others(model))
     try:
         yield
     finally:
         _one_by_one.end()
+
+
+def _of_others(model: nn.Module) -> bool:
+    """Whether a network has modules that may call torch.compile when they run; to forbid it takes a second's import."""
+    return not all(type(module).__module__.startswith(_COMPILE_NOTHING) for module in model.modules())
 
 
 class _OneByOne:
@@ -76,15 +83,18 @@ class _OneByOne:
 
     def __init__(self) -> None:
         self._lock, self._users, self._turned = threading.Lock(), 0, contextlib.ExitStack()
+        self._eager = False
 
-    def begin(self) -> None:
+    def begin(self, *, may_compile: bool) -> None:
         with self._lock:
             if not self._users:
                 self._turned.callback(
                     torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
                 )
                 torch.backends.mha.set_fastpath_enabled(False)
+            if may_compile and not self._eager:
                 self._turned.enter_context(torch.compiler.set_stance("force_eager"))
+                self._eager = True
             self._users += 1
 
     def end(self) -> None:
@@ -92,6 +102,7 @@ class _OneByOne:
             self._users -= 1
             if not self._users:
                 self._turned.close()
+                self._eager = False
 
 
 _one_by_one = _OneByOne()

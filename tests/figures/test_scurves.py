@@ -11,6 +11,7 @@ import torch
 from matplotlib.collections import LineCollection, PathCollection
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
@@ -293,6 +294,28 @@ def test_files_say_what_they_show(figure, seen, tmp_path, kind):
     with pytest.raises(UsageError, match="no figure format 'gif'"):
         save_figure(figure, tmp_path / "figure.gif", seen)
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
+def test_a_figure_is_laid_out_and_drawn_once(seen, fits, tmp_path, kind, monkeypatch):
+    """Its file is the one that matplotlib makes, which draws all of it a second time."""
+    done = []
+    execute = ConstrainedLayoutEngine.execute
+    monkeypatch.setattr(ConstrainedLayoutEngine, "execute", lambda *given: done.append("layout") or execute(*given))
+    figure, other = plot(seen, fits), plot(seen, fits)
+    engine, canvas, dpi = figure.get_layout_engine(), figure.canvas, figure.dpi
+    figure.canvas.mpl_connect("draw_event", lambda event: done.append("draw"))
+    path = save_figure(figure, tmp_path / f"figure.{kind}", seen, dpi=60)
+    assert done == ["layout", "draw"]
+    assert (figure.get_layout_engine(), figure.canvas, figure.dpi) == (engine, canvas, dpi)
+    dates = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "normscope", "pdf.fonttype": 42}):
+        other.savefig(tmp_path / f"other.{kind}", dpi=60, metadata=dates)
+    for ours, theirs in zip(shown(figure), shown(other), strict=True):
+        np.testing.assert_allclose(ours.get_position().bounds, theirs.get_position().bounds, rtol=0, atol=1e-12)
+    if kind == "png":
+        pixels = [np.asarray(Image.open(file)) for file in (path, tmp_path / "other.png")]
+        assert np.array_equal(*pixels)
 
 
 def test_many_sites_are_broken_into_blocks(fits):

@@ -64,7 +64,7 @@ def test_a_pipeline_folder(pipeline):
     assert not model.module.training
     assert model.provenance.kind == "file"
     assert model.provenance.description.startswith(f"{pipeline}: file diffusion_pytorch_model.safetensors (sha256 ")
-    assert model.inputs.description.startswith("2 DDIM trajectories of 50 steps (seed 0, guidance 4), timesteps 980")
+    assert model.inputs.description.startswith("2 DDIM trajectories of 5 steps (seed 0, guidance 4), timesteps 800")
     assert model.inputs.scheduler.config["beta_end"] == 0.03
 
 
@@ -186,6 +186,35 @@ def test_what_would_fail_later_is_refused_before_weights_are_read(pipeline):
 def test_nothing_is_said_by_the_library_on_the_way(pipeline, capfd):
     list(loaded(pipeline, dtype="bfloat16", timesteps="980,").inputs)
     assert capfd.readouterr() == ("", "")
+
+
+def test_dit_is_imported_without_its_siblings_and_they_are_there_when_asked_for(python):
+    outcome = python("""
+import json, sys
+from normscope.models.diffusion import dit_class
+
+kind, package = dit_class(), "diffusers.models.transformers"
+alone = [name for name in sys.modules if name.startswith(f"{package}.")]
+import diffusers, diffusers.models.transformers.dit_transformer_2d as room
+from diffusers import DiTTransformer2DModel, PixArtTransformer2DModel
+from diffusers.models.transformers import DiTTransformer2DModel as same
+
+print(json.dumps([alone, room.DiTTransformer2DModel is DiTTransformer2DModel is same is kind,
+                  issubclass(PixArtTransformer2DModel, diffusers.ModelMixin)]))
+""")
+    assert outcome.result == [["diffusers.models.transformers.dit_transformer_2d"], True, True]
+
+
+def test_full_size_trajectories_are_short_unless_timesteps_are_asked_for_that_take_more(pipeline):
+    def data(**changes):
+        return load(f"diffusers:{pipeline}", device="cpu", **changes).about["data"]
+
+    assert data() == "4 DDIM trajectories of 5 steps (seed 0, guidance 4), timesteps 800, 600, 200, 0"
+    assert data(limit=1, timesteps="400,0") == "1 DDIM trajectory of 5 steps (seed 0, guidance 4), timesteps 400, 0"
+    assert data(timesteps="980,") == "4 DDIM trajectories of 50 steps (seed 0, guidance 4), timestep 980"
+    assert data(timesteps=6) == (
+        "4 DDIM trajectories of 50 steps (seed 0, guidance 4), timesteps 980, 780, 580, 400, 200, 0"
+    )
 
 
 def numbers(module):

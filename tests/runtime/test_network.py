@@ -2,6 +2,8 @@
 
 import collections
 import contextlib
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -103,6 +105,32 @@ def test_buffers_made_in_inference_mode_come_back():
     with left_as_found(network), torch.inference_mode():
         network.mean += 1
     assert bits(network) == before
+
+
+def test_what_compiles_nothing_costs_no_import_of_the_compiler():
+    script = """
+import sys
+import torch
+from torch import nn
+from normscope.runtime.network import left_as_found
+
+class Foreign(nn.Module):
+    pass
+
+def stance():
+    return torch._dynamo.eval_frame._stance.stance if "torch._dynamo" in sys.modules else "nothing compiles"
+
+with left_as_found(nn.Sequential(nn.LayerNorm(4))):
+    print(stance())
+    with left_as_found(nn.Sequential(Foreign())):
+        print(stance())
+    print(stance())
+print(stance())
+with left_as_found(nn.LayerNorm(4)):
+    print(stance())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["nothing compiles", "force_eager", "force_eager", "default", "force_eager"]
 
 
 @pytest.mark.parametrize("failure", [None, ValueError("broken"), KeyboardInterrupt()])

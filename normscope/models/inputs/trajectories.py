@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,9 +19,10 @@ from normscope.inputs.loaded_model import LoadOptions
 from normscope.inputs.splits import ALL, Chunk, Share
 from normscope.models.inputs.numbered_inputs import NumberedInputs, in_pieces
 from normscope.runtime.network import run
+from normscope.runtime.progress import StageProgress, report
 
 TIMESTEPS = 4  # of a trajectory to run the model at, unless told
-
+_STAGE = "steps of trajectories"
 _LISTED = 8  # timesteps that a description names one by one
 
 
@@ -85,6 +87,9 @@ def _evenly(visited: Sequence[int], number: int) -> list[int]:
 
 STEPS = 50  # of a trajectory, as DiTPipeline takes them
 MOST_KEPT = 32 * 2**20  # bytes of latents, for the next time that they are asked for
+_TOGETHER = (
+    4 * 32 * 32
+)  # numbers of latents that are walked as one batch, of however many: a single one of DiT-XL has them
 
 
 @dataclass(frozen=True)
@@ -106,9 +111,9 @@ class Trajectories(NumberedInputs):
     """DDIM trajectories without added noise (η = 0), from noise, with a class label for each.
 
     With guidance each latent runs twice in a batch, once with its label and once with the null label, and a step
-    follows without + guidance · (with − without). Latents are computed when they are first asked for, and the first of
-    them kept: the first batch at the first timestep takes no forward pass, and none goes beyond the last of
-    ``timesteps``.
+    follows without + guidance · (with − without). Trajectories are walked once for all timesteps, when latents are
+    asked for that are no noise, and the first of them kept: the first batch at the first timestep takes no forward
+    pass, and none goes beyond the last of ``timesteps``. Tiny ones are walked in larger batches than they come in.
 
     Attributes:
         module: the transformer, which both makes the trajectories and is run on them by whoever takes the batches.
@@ -141,7 +146,9 @@ class Trajectories(NumberedInputs):
         super().__init__(len(noise), options)
         self.module, self.scheduler, self.noise, self.labels = module, scheduler, noise, labels
         self.timesteps, self._null_class, self._guidance, self._remark = timesteps, null_class, guidance, remark
-        self._kept: dict[tuple[tuple[int, ...], int], Tensor] = {}
+        self._visited: list[int] = scheduler.timesteps.tolist()
+        self._kept: dict[tuple[int, int], Tensor] = {}
+        self._latest: dict[tuple[int, int], Tensor] = {}
         self._bytes_kept = 0
 
     @property
@@ -151,7 +158,7 @@ class Trajectories(NumberedInputs):
         shuffled = "shuffled" if self._options.shuffle else ""
         about = ", ".join(filter(None, [f"seed {self._options.seed}", guidance, shuffled, self._remark]))
         trajectories = "trajectory" if len(self.order) == 1 else "trajectories"
-        steps = count(len(self.scheduler.timesteps), "step")
+        steps = count(len(self._visited), "step")
         return f"{len(self.order)} DDIM {trajectories} of {steps} ({about}), {listed(self.timesteps)}"
 
     @property
@@ -174,15 +181,32 @@ class Trajectories(NumberedInputs):
         Yields:
             samples, one a trajectory; clean latents: float32 ``(trajectories, channels, height, width)``, on the CPU.
         """
-        visited: list[int] = self.scheduler.timesteps.tolist()
         for numbers in share.of(in_pieces(share.left(self.order), self._at_once())):
             latents = self.noise[numbers]
-            for timestep in visited:
+            for timestep in self._visited:
                 latents = self._denoised(latents, timestep, numbers)
-            yield tuple(self._sample(number, visited[-1], half=0) for number in numbers), latents
+            yield tuple(self._sample(number, self._visited[-1], half=0) for number in numbers), latents
 
     def _made(self, plan: Iterator[list[int]]) -> Iterator[Chunk]:
-        return (Chunk(numbers, self._walk(numbers)) for numbers in plan)
+        chunks = list(plan)
+        steps = self._visited.index(self.timesteps[-1])
+        ends = [{(number, self.timesteps[-1]) for number in walk} for walk in self._walks(chunks)]
+        left = sum(not self._kept.keys() >= end for end in ends)
+        told = StageProgress(report, _STAGE, steps * left) if steps * left else None
+        return (Chunk(numbers, self._taken(numbers, told)) for numbers in chunks)
+
+    def _walks(self, chunks: Sequence[Sequence[int]]) -> Iterable[Sequence[int]]:
+        """Return the trajectories that are walked as one batch, for each batch that these chunks need.
+
+        Those of a chunk; tiny ones also with others, and with the same ones whoever's share they are in: matrix
+        products of other shapes round otherwise.
+        """
+        size = _TOGETHER // self.noise[0].numel() // self._at_once() * self._at_once()
+        if size <= self._at_once():
+            return chunks
+        place = {number: place for place, number in enumerate(self.order)}
+        walks = {place[number] // size for numbers in chunks for number in numbers}
+        return [self.order[walk * size : (walk + 1) * size] for walk in sorted(walks)]
 
     def _at_once(self) -> int:
         """Return how many trajectories run together.
@@ -191,26 +215,36 @@ class Trajectories(NumberedInputs):
         """
         return max(1, self.batch_size // self._runs)
 
-    def _walk(self, numbers: Sequence[int]) -> Iterator[Batch]:
+    def _taken(self, numbers: Sequence[int], told: StageProgress | None) -> Iterator[Batch]:
         """Yield some trajectories at each of the timesteps."""
-        visited: list[int] = self.scheduler.timesteps.tolist()
-        latents, reached = self.noise[list(numbers)], 0
         for timestep in self.timesteps:
-            until, key = visited.index(timestep), (tuple(numbers), timestep)
-            if key in self._kept:
-                latents = self._kept[key]
+            keys = [(number, timestep) for number in numbers]
+            if timestep == self._visited[0]:
+                latents = self.noise[list(numbers)]
             else:
-                for passed in visited[reached:until]:
-                    latents = self._denoised(latents, passed, numbers)
-                self._keep(key, latents)
-            reached = until
+                if not all(key in self._kept or key in self._latest for key in keys):
+                    self._latest = {}
+                    for walk in self._walks([numbers]):
+                        self._take_steps(walk, told)
+                latents = torch.stack([self._kept[key] if key in self._kept else self._latest[key] for key in keys])
             yield self._batch(numbers, timestep, latents)
 
-    def _keep(self, key: tuple[tuple[int, ...], int], latents: Tensor) -> None:
-        """Keep latents for the next time, while there are not many; those of later trajectories are computed again."""
-        if self._bytes_kept + latents.nbytes <= MOST_KEPT:
-            self._bytes_kept += latents.nbytes
-            self._kept[key] = latents
+    def _take_steps(self, numbers: Sequence[int], told: StageProgress | None) -> None:
+        """Walk to the last of the timesteps, and keep the latents at all of them.
+
+        Those of later trajectories, when many are kept, only until others are walked.
+        """
+        latents = self.noise[list(numbers)]
+        for timestep in self._visited[: self._visited.index(self.timesteps[-1]) + 1]:
+            if timestep in self.timesteps:
+                kept = self._bytes_kept + latents.nbytes <= MOST_KEPT
+                self._bytes_kept += latents.nbytes if kept else 0
+                keys = [(number, timestep) for number in numbers]
+                (self._kept if kept else self._latest).update(zip(keys, latents, strict=True))
+            if timestep != self.timesteps[-1]:
+                latents = self._denoised(latents, timestep, numbers)
+                if told is not None:
+                    told.add(1)
 
     @torch.inference_mode(False)  # what is kept may later be the input of a pass with gradients
     @torch.no_grad()
@@ -234,8 +268,7 @@ class Trajectories(NumberedInputs):
         return batch.to(self._options.device, self._options.dtype)
 
     def _sample(self, trajectory: int, timestep: int, half: int) -> Sample:
-        visited: list[int] = self.scheduler.timesteps.tolist()
-        index = (trajectory * len(visited) + visited.index(timestep)) * 2 + half
+        index = (trajectory * len(self._visited) + self._visited.index(timestep)) * 2 + half
         return Sample(f"trajectory {trajectory}", trajectory, index, data=f"DDIM from seed {self._options.seed}")
 
     @property
@@ -250,6 +283,7 @@ def from_noise(
     *,
     guidance: float,
     trajectories: int,
+    steps: Sequence[int] = (STEPS,),
     remark: str = "",
 ) -> Callable[[nn.Module], Trajectories]:
     """Return what takes a module that is ready to run, and returns its trajectories under ``options.seed``.
@@ -263,6 +297,7 @@ def from_noise(
         options: ``seed``, ``limit``, ``guidance``, ``timesteps`` and those that say how to batch are read.
         guidance: the model's own, where ``options`` has none.
         trajectories: how many, at most ``options.limit``.
+        steps: of a trajectory: of these numbers the first that visits the timesteps asked for.
         remark: what the description says besides.
 
     Raises:
@@ -278,7 +313,7 @@ def from_noise(
         labels=order[torch.arange(trajectories) % len(order)],
         null_class=space.classes,
         guidance=guidance if options.guidance is None else _checked(options.guidance),
-        timesteps=chosen_timesteps(scheduler, options),
+        timesteps=chosen_timesteps(scheduler, options, steps),
         options=options,
         remark=remark,
     )
@@ -302,13 +337,23 @@ def denoising_batch(latents: Tensor, timestep: int, labels: Tensor, samples: Seq
     return Batch(kwargs=arguments, samples=tuple(samples), part=f"timestep {timestep}")
 
 
-def chosen_timesteps(scheduler: DDIMScheduler, options: LoadOptions) -> list[int]:
+def chosen_timesteps(scheduler: DDIMScheduler, options: LoadOptions, steps: Sequence[int] = (STEPS,)) -> list[int]:
     """Set the scheduler's timesteps, and return those that ``options.timesteps`` asks for.
 
+    Args:
+        scheduler: of training.
+        options: ``timesteps`` is read.
+        steps: numbers of them, ascending: the first is taken that visits what is asked for.
+
     Raises:
-        UsageError: see :func:`select_timesteps`.
+        UsageError: see :func:`select_timesteps`; of the last of the numbers.
     """
-    scheduler.set_timesteps(min(STEPS, scheduler.config["num_train_timesteps"]))
+    *fewer, most = (min(number, scheduler.config["num_train_timesteps"]) for number in steps)
+    for number in fewer:
+        scheduler.set_timesteps(number)
+        with contextlib.suppress(UsageError):
+            return select_timesteps(scheduler.timesteps.tolist(), options.timesteps)
+    scheduler.set_timesteps(most)
     return select_timesteps(scheduler.timesteps.tolist(), options.timesteps)
 
 

@@ -1,6 +1,8 @@
 """``normscope plot`` of several models: one figure more, of what was captured for the others."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -33,6 +35,26 @@ def captures(tmp_path, monkeypatch, request):
 
 def written(folder):
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".safetensors")
+
+
+LIBRARIES = ("timm", "torchvision", "torchaudio", "diffusers", "transformers", "torch._dynamo")
+
+
+@pytest.mark.parametrize(
+    ("model", "needed"), [("demo_vit", []), ("demo_wav2vec2", ["torchaudio"]), ("0.safetensors", [])]
+)
+def test_only_what_is_needed_is_imported(captures, model, needed):
+    script = f"""
+import sys
+from normscope.cli import app
+try:
+    app(["plot", {model!r}, *{QUICK!r}, "--layers", "1", "--quiet"])
+except SystemExit as done:
+    assert not done.code
+print([library for library in {LIBRARIES!r} if library in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == str(needed)
 
 
 def test_several_models_share_a_figure_and_none_is_run_twice(tmp_path, monkeypatch, runs):

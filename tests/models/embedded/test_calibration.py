@@ -163,10 +163,11 @@ def test_other_models_have_none(name):
 
 @pytest.mark.parametrize("name", ["demo_vit", "demo_wav2vec2"])
 def test_nothing_is_read_before_it_is_asked_for(monkeypatch, name):
-    from normscope.models import speech, vision
+    from normscope.models import speech
+    from normscope.models.embedded import demo_vit
 
     read = []
-    for wing in (speech, vision):
+    for wing in (speech, demo_vit):
         monkeypatch.setattr(wing, "read_embedded", lambda filename: read.append(filename) or read_embedded(filename))
     demo = load(name, device="cpu")
     list(demo.inputs)

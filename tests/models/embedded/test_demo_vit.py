@@ -3,12 +3,14 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+import timm.models
 import torch
 from PIL import Image
 from safetensors.torch import save_file
 
 import normscope
 from normscope.loading import load
+from normscope.models.embedded.demo_vit import network_of
 from normscope.models.weights.checkpoints import read_embedded
 
 CARD = (files("normscope.models") / "embedded" / "demo_vit.md").read_text(encoding="utf-8")
@@ -27,6 +29,20 @@ def digits():
 def predictions(model):
     with torch.no_grad():
         return torch.cat([model.module(batch.args[0]).argmax(dim=1) for batch in model.inputs])
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_it_is_timms_network_to_the_bit(seed, dtype):
+    config = read_embedded("demo_vit.safetensors")[1]["config"]
+    torch.manual_seed(seed)
+    timms = timm.models.VisionTransformer(**config).to(dtype).eval()
+    torch.manual_seed(seed)
+    ours = network_of(config).to(dtype).eval()
+    assert list(ours.state_dict()) == list(timms.state_dict())
+    assert all(torch.equal(ours.state_dict()[name], value) for name, value in timms.state_dict().items())
+    images = torch.randn(5, 1, 8, 8, dtype=dtype)
+    assert torch.equal(ours(images), timms(images))
 
 
 def test_it_reads_the_shipped_digits_as_its_card_says(demo, digits):

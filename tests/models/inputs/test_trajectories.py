@@ -173,7 +173,37 @@ def test_labels_are_distinct_while_there_are_classes_left(options):
     assert sorted(labels[:10].tolist()) == sorted(labels[10:20].tolist()) == list(range(10))
 
 
-def test_the_first_batch_takes_no_forward_pass_and_none_comes_after_the_last(trajectories, calls):
+@pytest.fixture
+def none_together(monkeypatch):
+    """Walk trajectories as large ones are: in the batches that they come in."""
+    monkeypatch.setattr("normscope.models.inputs.trajectories._TOGETHER", 0)
+
+
+def test_tiny_trajectories_are_walked_once_and_in_one_batch(trajectories, calls):
+    ours = trajectories(number=6, timesteps="980,500,0", batch_size=2)  # one guided latent at a time
+    assert len(list(ours)) == 6 * 3
+    assert len(calls) == VISITED.index(0)
+    list(ours)
+    list(ours.chunks(Share(1, 2)))
+    assert len(calls) == VISITED.index(0)
+
+
+def test_the_steps_of_a_walk_are_told(dit, trajectories, none_together):
+    told = []
+    normscope.capture(
+        dit, trajectories(number=2, timesteps="980,940", batch_size=2), progress=lambda *on: told.append(on)
+    )
+    steps = [(done, of) for stage, done, of in told if stage == "steps of trajectories"]
+    assert steps == [(done, 4) for done in range(5)]
+    assert [done for stage, done, _ in told if stage == "samples"] == [0, 2, 4, 6, 8]
+    ours = trajectories(number=2, timesteps="980,")
+    normscope.capture(dit, ours, progress=lambda *on: told.append(on))
+    assert len([stage for stage, *_ in told if stage != "samples"]) == len(steps), (
+        "where there are none, nothing is told"
+    )
+
+
+def test_the_first_batch_takes_no_forward_pass_and_none_comes_after_the_last(trajectories, calls, none_together):
     ours = trajectories(number=2, timesteps="980,500", batch_size=2)  # one guided latent at a time
     batches = iter(ours)
     next(batches)
@@ -304,8 +334,32 @@ def test_a_schedule_of_few_steps_is_walked_whole(dit, options):
     assert [batch.part for batch in ours] == ["timestep 9", "timestep 0"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "steps", "timesteps"),
+    [
+        (None, 10, [900, 600, 300, 0]),
+        (10, 10, list(range(900, -1, -100))),
+        ("900,0", 10, [900, 0]),
+        ("980,0", 50, [980, 0]),
+        (50, 50, VISITED),
+    ],
+)
+def test_as_few_steps_as_visit_what_is_asked_for(dit, options, asked, steps, timesteps):
+    make = from_noise(SPACE, dit_scheduler(), options(timesteps=asked), guidance=4.0, trajectories=1, steps=(10, 50))
+    assert make(dit).timesteps == timesteps
+    assert f"of {steps} steps" in make(dit).description
+
+
+def test_a_mistake_in_timesteps_is_told_of_the_most_steps(options):
+    with pytest.raises(UsageError, match=r"its 50 go from 980 to 0\. Nearest are 980 and 960"):
+        from_noise(SPACE, dit_scheduler(), options(timesteps="970,"), guidance=4.0, trajectories=1, steps=(10, 50))
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_shares_walk_what_one_process_walks(trajectories, shuffle):
+@pytest.mark.parametrize("together", [0, 4, 100])
+def test_shares_walk_what_one_process_walks(trajectories, shuffle, together, monkeypatch):
+    monkeypatch.setattr("normscope.models.inputs.trajectories._TOGETHER", together * 4 * 8 * 8)
+
     def inputs():
         return trajectories(number=5, batch_size=4, timesteps="980,960", shuffle=shuffle)  # two guided ones at a time
 
@@ -337,7 +391,7 @@ def test_a_trajectory_is_the_same_when_shuffled(trajectories):
     assert shuffled.description == "4 DDIM trajectories of 50 steps (seed 0, guidance 4, shuffled), timestep 980"
 
 
-def test_what_is_kept_has_an_end(trajectories, calls, monkeypatch):
+def test_what_is_kept_has_an_end(trajectories, calls, none_together, monkeypatch):
     monkeypatch.setattr("normscope.models.inputs.trajectories.MOST_KEPT", 5 * 4 * 8 * 8 * 4)  # five latents in float32
     ours = trajectories(number=4, timesteps="980,960,940", guidance=1.0, batch_size=1)
     first = [batch.kwargs["hidden_states"] for batch in ours]

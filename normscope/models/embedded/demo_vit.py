@@ -1,0 +1,190 @@
+"""The tiny ViT that is embedded in this package: its network, its digits, and what it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional
+
+from normscope.inputs.batch import Sample
+from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Task
+from normscope.models.inputs.file_inputs import LazyInputs, TensorInputs
+from normscope.models.inputs.images import Preprocessing, image_inputs
+from normscope.models.tasks import class_task
+from normscope.models.weights.checkpoints import embedded_module, read_embedded, ready, with_weights
+
+_DIGITS = 10  # classes
+_EPS = 1e-6  # of LayerNorms, as timm has it
+_STD = 0.02  # of fresh weights
+_POOLING = ("class_token", "global_pool", "fc_norm")
+
+
+class VisionTransformer(nn.Module):
+    """A pre-norm ViT without a class token: timm's class of this name, as far as ``demo_vit`` needs it.
+
+    Parameters have the same names, fresh ones the same values, and outputs the same bits. Importing all of timm for it
+    would take longer than all that a first figure of it takes besides.
+
+    >>> VisionTransformer(8, 2, in_chans=1, num_classes=10, embed_dim=8, depth=1, num_heads=2, init_values=0.1)(
+    ...     torch.zeros(3, 1, 8, 8)
+    ... ).shape
+    torch.Size([3, 10])
+    """
+
+    def __init__(
+        self,
+        img_size: int,
+        patch_size: int,
+        in_chans: int,
+        num_classes: int,
+        embed_dim: int,
+        depth: int,
+        num_heads: int,
+        init_values: float,
+    ) -> None:
+        """Draw fresh weights; the arguments are timm's of these names."""
+        super().__init__()
+        self.num_classes = num_classes
+        self.patch_embed = _Patches(in_chans, embed_dim, patch_size)
+        self.pos_embed = nn.Parameter(torch.empty(1, (img_size // patch_size) ** 2, embed_dim))
+        self.blocks = nn.Sequential(*[_Block(embed_dim, num_heads, init_values) for _ in range(depth)])
+        self.norm = nn.LayerNorm(embed_dim, eps=_EPS)
+        self.head = nn.Linear(embed_dim, num_classes)
+        nn.init.trunc_normal_(self.pos_embed, std=_STD)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=_STD)
+                nn.init.zeros_(module.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits ``(images, classes)`` of images ``(images, channels, height, width)``."""
+        tokens = self.patch_embed(x) + self.pos_embed
+        tokens = self.norm(self.blocks(tokens))
+        logits: Tensor = self.head(tokens.mean(dim=1))
+        return logits
+
+
+class _Patches(nn.Module):
+    def __init__(self, channels: int, width: int, size: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(channels, width, kernel_size=size, stride=size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches: Tensor = self.proj(x)
+        return patches.flatten(2).transpose(1, 2)  # (images, patches, width)
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int, init_values: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, eps=_EPS)
+        self.attn = _Attention(width, heads)
+        self.ls1 = _LayerScale(width, init_values)
+        self.norm2 = nn.LayerNorm(width, eps=_EPS)
+        self.mlp = _Mlp(width, 4 * width)
+        self.ls2 = _LayerScale(width, init_values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.ls1(self.attn(self.norm1(x)))
+        result: Tensor = x + self.ls2(self.mlp(self.norm2(x)))
+        return result
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images, tokens, width = x.shape
+        qkv = self.qkv(x).reshape(images, tokens, 3, self.num_heads, width // self.num_heads)
+        queries, keys, values = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (images, heads, tokens, width of a head)
+        mixed = functional.scaled_dot_product_attention(queries, keys, values)
+        projected: Tensor = self.proj(mixed.transpose(1, 2).reshape(images, tokens, width))
+        return projected
+
+
+class _LayerScale(nn.Module):
+    def __init__(self, width: int, init_values: float) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((width,), init_values))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class _Mlp(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.act = nn.GELU()
+        self.fc2 = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.fc2(self.act(self.fc1(x)))
+        return result
+
+
+def load_demo_vit(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
+    """Load the embedded ViT; its default inputs are digits that were held out from its training.
+
+    To learn from there are the digits of its training.
+
+    Raises:
+        ModelError: if a weights file does not fit.
+        DataError: if there is no image at ``options.data``.
+    """
+    build, pretrained = embedded_module(architecture, "scikit-learn's digits", _network)
+    module, provenance = with_weights(name, options, build=build, pretrained=pretrained)
+    inputs = _digit_inputs(options)
+    calibration = LazyInputs(partial(_training_digits, options)) if options.data is None else None
+    module, provenance = ready(module, provenance, options)
+    task = Task("top-1") if options.data is None else class_task(inputs, _DIGITS)
+    return LoadedModel(name, module, inputs, provenance, Outputs("classes"), calibration, task=task)
+
+
+def _network(facts: Mapping[str, Any]) -> VisionTransformer:
+    return network_of(facts["config"])
+
+
+def network_of(config: Mapping[str, Any]) -> VisionTransformer:
+    """Make the network of a configuration for timm, whose way of pooling is the only one here."""
+    return VisionTransformer(**{key: value for key, value in config.items() if key not in _POOLING})
+
+
+def _digit_inputs(options: LoadOptions) -> Inputs:
+    digits, pixels_to_input, _ = read_embedded("demo_vit_digits.safetensors")
+    scale, offset = pixels_to_input["scale"], pixels_to_input["offset"]
+
+    def transform(image: Image.Image) -> Tensor:
+        """Average a greyscale image over 8×8 boxes, as the digits were made; white is 16."""
+        grey = bytearray(image.resize((8, 8), Image.Resampling.BOX).tobytes())
+        pixels = torch.frombuffer(grey, dtype=torch.uint8).view(1, 8, 8) * (16 / 255)
+        result: Tensor = pixels * scale + offset
+        return result
+
+    if options.data is not None:
+        return image_inputs(Preprocessing("L", transform), options)
+    total = f"{len(digits['images'])} held-out digits"
+    return _digits(digits, pixels_to_input, total, "demo_vit", options)
+
+
+def _training_digits(options: LoadOptions) -> TensorInputs:
+    digits, pixels_to_input, _ = read_embedded("demo_vit_calibration.safetensors")
+    total = f"{len(digits['images']):,} digits of demo_vit's training"
+    return _digits(digits, pixels_to_input, total, "demo_vit training", options)
+
+
+def _digits(
+    digits: Mapping[str, Tensor], pixels_to_input: Mapping[str, float], total: str, data: str, options: LoadOptions
+) -> TensorInputs:
+    images = digits["images"][:, None].float() * pixels_to_input["scale"] + pixels_to_input["offset"]  # (n, 1, 8, 8)
+    samples = [Sample(f"digit {i}", i, i, data, label) for i, label in enumerate(digits["labels"].tolist())]
+    return TensorInputs(list(images), samples, total, options)
