@@ -44,6 +44,8 @@ from .pairs.sums.stats import PairStats as PairStats
 from .swaps.bench.bench import bench as bench
 from .swaps.bench.reports import BenchReport as BenchReport
 from .swaps.bench.reports import Timing as Timing
+from .swaps.calibrate.calibrate import CalibrationReport as CalibrationReport
+from .swaps.calibrate.calibrate import calibrate as calibrate
 from .swaps.drift.drift import drift as drift
 from .swaps.drift.reports import Drift as Drift
 from .swaps.drift.reports import DriftReport as DriftReport

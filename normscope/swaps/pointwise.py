@@ -134,6 +134,14 @@ class PointwiseFunction(nn.Module):
             self.add_module(name, child)
         self._activate = activation
 
+    def give_each_channel_its_own(self) -> None:
+        """Let every channel have a weight and a bias, where there are none yet; what it computes stays the same."""
+        shape = self.normalized_shape
+        if self.weight.shape != shape:
+            self.weight = nn.Parameter(self.weight.detach().expand(shape).clone())
+        if self.bias is None:
+            self.bias = nn.Parameter(torch.zeros_like(self.weight))
+
     def extra_repr(self) -> str:
         """Say which function, over how many channels, and where they are."""
         shape = ", ".join(map(str, self.normalized_shape))

@@ -385,3 +385,15 @@ def test_torchs_fused_encoder_does_not_take_it_for_a_layer_norm(make):
         slow = model(x)  # with gradients there is no fused path
         torch.testing.assert_close(output, slow.detach(), rtol=1e-4, atol=1e-5)  # another order of sums
         torch.testing.assert_close(masked[0], output[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_channels_with_weights_of_their_own_compute_what_they_did(bias):
+    function = PointwiseFunction("tanh", 6, alpha=0.3, shift=0.1, elementwise_affine=bias, bias=bias)
+    with torch.no_grad():
+        function.weight.fill_(1.7)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    before = function(x)
+    function.give_each_channel_its_own()
+    assert torch.equal(function(x), before)
+    assert function.weight.shape == function.bias.shape == (6,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,15 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import normscope
-from normscope.cli.options import AsCsv, AsJson, Model, Quiet
+from normscope.cli.options import SWAP, AsCsv, AsJson, Model, Quiet
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models, runs_networks
-from normscope.cli.swapping import How, Init, Learner, OneFunc, Per, Shift, Sites, check_kernels
+from normscope.cli.swapping import How, Learner, OneFunc, Per, Shift, Sites, check_kernels
+from normscope.errors import UsageError, count, unknown
 from normscope.runtime.files import check_folder_writable
 from normscope.runtime.processes import Place
 from normscope.tables.table import swapped_table
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from normscope.fits.curve_fit import CurveFit
     from normscope.pairs.norms.sites import NormSite
     from normscope.swaps.start import Start
@@ -27,6 +31,26 @@ EXAMPLES = (
     "Examples: normscope swap demo_vit --func dyt -o demo_vit-dyt · "
     "normscope swap vit_b16 --func dyisru --sites final,pre-norm -o safe · normscope swap demo_dit --func best -o best"
 )
+StartOrCalibrated = Annotated[
+    str,
+    typer.Option(
+        "--init",
+        metavar="START",
+        rich_help_panel=SWAP,
+        help="Where to start: fit, this network's own fits; calibrated, from there all that follows without training, "
+        "in the linear layers beside the norms too; theory, A and α in theory; paper, A = 1 and α = 0.5.",
+    ),
+]
+Refit = Annotated[
+    str,
+    typer.Option(
+        metavar="WHAT",
+        rich_help_panel=SWAP,
+        help="What calibrated may change: neighbours, the functions and the linear layers beside them; or norms, the "
+        "functions alone.",
+    ),
+]
+CALIBRATED = "calibrated"
 Folder = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The folder to write; --weights takes it.")]
 
 
@@ -36,7 +60,8 @@ def swap(
     output: Folder,
     *,
     func: OneFunc = "dyt",
-    init: Init = "fit",
+    init: StartOrCalibrated = "fit",
+    refit: Refit = "neighbours",
     sites: Sites = "all",
     per: Per = "site",
     shift: Shift = None,
@@ -51,9 +76,11 @@ def swap(
     from normscope.swaps.record import FILES
     from normscope.swaps.start import starts
 
-    how = How.of(func, init, per, shift)
-    check_kernels([how], run.device)
+    calibrated = init == CALIBRATED
+    how = How.of(func, "fit" if calibrated else init, per, shift)
     place = Place.from_environment()
+    _check_calibrated(calibrated, refit, how, place)
+    check_kernels([how], run.device)
     if place.speaks:
         check_folder_writable(output, FILES)
     network = run.load(model, say)
@@ -64,16 +91,71 @@ def swap(
     if not place.speaks:
         raise typer.Exit
     rows = [_row(start, fits) for start in starts(how.asked, fits, how.begin) if start.norm.name in modules]
+    original = copy.deepcopy(network.module) if calibrated else network.module
     normscope.Swap(network.module, modules)
+    report = None
+    if calibrated:
+        with say.bars() as progress:
+            report = normscope.calibrate(
+                original, network.module, learner.learned, outputs=network.outputs, refit=refit, progress=progress
+            )
+        rows = [{**row, **_now(modules[row["site"]])} for row in rows]
     about = learner.about
-    folder = normscope.save_swapped(network.module, output, about, func=func, init=how.start or None)
+    start = CALIBRATED if calibrated else how.start or None
+    folder = normscope.save_swapped(network.module, output, about, func=func, init=start)
     say.heading(about)
     say.result(swapped_table(rows))
+    if report is not None:
+        _tell(report, say)
     say.result(str(folder))
     remark_on_loading(model, str(folder), say)
-    whole = {**about, "folder": str(folder), "func": func, "init": init, "per": per}
+    whole: dict[str, Any] = {**about, "folder": str(folder), "func": func, "init": init, "per": per}
+    if report is not None:
+        whole |= {"refit": refit, "calibration": report.as_dict()}
     left_out = [{"model": model, **norm.as_dict()} for norm in learner.skipped]
     say.document({**whole, "sites": rows, "skipped": left_out}, [{**whole, **row} for row in rows])
+
+
+def _check_calibrated(calibrated: bool, refit: str, how: How, place: Place) -> None:
+    """Refuse, before any work, what calibration cannot be; UsageError."""
+    from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS
+    from normscope.swaps.start import RMS_NORM
+
+    if refit not in REFITS:
+        raise UsageError(unknown("refit", refit, REFITS))
+    if not calibrated and refit != NEIGHBOURS:
+        raise UsageError(f"--refit {refit} says what --init calibrated may change; add that, or leave it out.")
+    if calibrated and how.asked == RMS_NORM:
+        raise UsageError("There is no calibrated start of rmsnorm: point-wise functions alone are calibrated.")
+    if calibrated and not place.alone:
+        raise UsageError(
+            f"Calibration runs in one process, and torchrun started {place.ranks}. Start it without torchrun."
+        )
+
+
+def _now(module: nn.Module) -> dict[str, Any]:
+    """The α and s that a module has after calibration; its weights are no longer γ times one number A."""
+    if not isinstance(module, normscope.PointwiseFunction):
+        return {}
+    shift = None if module.shift is None else module.shift.median().item()
+    return {"amplitude": None, "alpha": module.alpha.median().item(), "shift": shift, "r2": None}
+
+
+def _tell(report: normscope.CalibrationReport, say: Output) -> None:
+    layers = sum(not one.is_norm and one.penalty is not None for one in report.modules)
+    learned, judged = count(report.n_learned, "sample"), count(report.n_judged, "sample")
+    say.result(
+        f"calibrated on {learned}, {count(layers, 'linear layer')} refitted: median relative L2 at the output "
+        f"{report.before:.3g} → {report.after:.3g}, on {judged} that decided"
+    )
+    if report.left:
+        path, reason = next(iter(report.left.items()))
+        others = f", and {count(len(report.left) - 1, 'other')}" if len(report.left) > 1 else ""
+        say.remark(f"not refitted: {path} ({reason}){others}")
+    if report.left_out:
+        say.warn(f"{count(report.left_out, 'sample')} did not fit into memory, and nothing was learned from them")
+    if report.restored:
+        say.warn("the drift did not fall: what was written has the start values")
 
 
 def remark_on_loading(model: str, folder: str, say: Output) -> None:

@@ -1,8 +1,4 @@
-"""Each site alone: the parameters of one point-wise function from the norm's own inputs and outputs, by least squares.
-
-Given α and s, the weight and bias of every channel have a closed form; α and s are then searched along it (variable
-projection: G. H. Golub, V. Pereyra, SIAM J. Numer. Anal. 10, 1973).
-"""
+"""Each site alone: what a norm took and gave in the original network, and the blocks that hold the sites."""
 
 from __future__ import annotations
 
@@ -17,11 +13,10 @@ from torch import Tensor, nn
 from normscope.inputs.batch import Batch
 from normscope.pairs.norms.trace import input_of
 from normscope.runtime.network import KeptBuffers, run
+from normscope.swaps.calibrate.functions import channel_rows
 from normscope.swaps.pointwise import PointwiseFunction
 
 _MOST_TOKENS = 4096  # of a site
-_SEARCH_STEPS = 20
-_LEAST_VARIANCE = 1e-10  # of f over a channel's tokens, as a share of its mean square: less leaves no slope to tell
 
 
 @torch.no_grad()
@@ -43,7 +38,7 @@ def norm_pairs(
         inputs: dict[str, Tensor] = {}
 
         def some(name: str, value: Tensor) -> Tensor:
-            rows = _rows(functions[name], value, current[0].valid_at(name))
+            rows = channel_rows(functions[name], value, current[0].valid_at(name))
             return rows[:: max(1, len(rows) // quota)][:quota].to("cpu", torch.float64, copy=True)
 
         def keep_input(name: str) -> Any:
@@ -77,41 +72,6 @@ def norm_pairs(
     }
 
 
-def least_squares(function: PointwiseFunction, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """The parameters of a point-wise function that come nearest to y, searched from its present ones.
-
-    Args:
-        function: it stays as it is.
-        x: what the norm took: float64 ``(tokens, channels)``.
-        y: what it gave.
-
-    Returns:
-        Values by parameter name, in the shape and dtype of the function's.
-
-    >>> function = PointwiseFunction("tanh", 2, alpha=0.4)
-    >>> x = torch.linspace(-3, 3, 200, dtype=torch.float64).reshape(100, 2)
-    >>> found = least_squares(function, x, 2 * torch.tanh(0.7 * x) - 1)
-    >>> [round(float(found[name].mean()), 4) for name in ("alpha", "weight", "bias")]
-    [0.7, 2.0, -1.0]
-    """
-    inner = {"alpha": function.alpha, "shift": function.shift}
-    free = {
-        name: part.detach().double().cpu().flatten().clone().requires_grad_(function.table is None)
-        for name, part in inner.items()
-        if part is not None
-    }
-    if function.table is None:
-        with torch.enable_grad():
-            _search(function, free, x, y)
-    with torch.no_grad():
-        weight, bias = _projected(function, _of(function, free, x), y)
-    solution: dict[str, Tensor] = {**free, "weight": weight, **({} if bias is None else {"bias": bias})}
-    parameters = dict(function.named_parameters())
-    return {
-        name: value.detach().reshape(parameters[name].shape).to(parameters[name]) for name, value in solution.items()
-    }
-
-
 def blocks_of(sites: Iterable[str], model: nn.Module) -> list[str]:
     """Return the paths of the blocks that hold the sites: elements of the innermost list of modules around each.
 
@@ -128,58 +88,3 @@ def _innermost(site: str, model: nn.Module) -> Iterator[str]:
         if isinstance(model.get_submodule(".".join(parts[: depth - 1])), (nn.ModuleList, nn.Sequential)):
             yield ".".join(parts[:depth])
             return
-
-
-def _search(function: PointwiseFunction, free: dict[str, Tensor], x: Tensor, y: Tensor) -> None:
-    """Move α and s downhill, with their best weight and bias; stay where nothing is finite."""
-    start = {name: value.detach().clone() for name, value in free.items()}
-    search = torch.optim.LBFGS(list(free.values()), max_iter=_SEARCH_STEPS, line_search_fn="strong_wolfe")
-    total = y.square().sum().clamp_min(torch.finfo(y.dtype).tiny)
-
-    def loss() -> Tensor:
-        search.zero_grad()
-        values = _of(function, free, x)
-        with torch.no_grad():  # at the minimum over them, their own change does not count
-            weight, bias = _projected(function, values.detach(), y)
-        left = y - weight * values - (0.0 if bias is None else bias)
-        squares = left.square().sum() / total
-        squares.backward()  # type: ignore[no-untyped-call]
-        return squares
-
-    search.step(loss)  # type: ignore[no-untyped-call]
-    if not all(bool(value.isfinite().all()) for value in free.values()):
-        for name, value in free.items():
-            value.data.copy_(start[name])
-
-
-def _of(function: PointwiseFunction, free: dict[str, Tensor], x: Tensor) -> Tensor:
-    inside = free["alpha"] * x
-    if "shift" in free:
-        inside = inside + free["shift"]
-    return (function.curve.function if function.table is None else function.table)(inside)
-
-
-def _projected(function: PointwiseFunction, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The best weight and bias, in closed form: a straight line through (f, y)."""
-    old = function.weight.detach().double().cpu().flatten()
-    if old.numel() == 1 and f.shape[1] > 1:
-        return (f * y).sum().div(f.square().sum().clamp_min(1e-300)).reshape(1), None
-    if function.bias is None:
-        spread, common, centre = f.square().mean(0), (f * y).mean(0), None
-    else:
-        centre = f.mean(0)
-        spread = (f - centre).square().mean(0)
-        common = ((f - centre) * (y - y.mean(0))).mean(0)
-    idle = spread <= _LEAST_VARIANCE * f.square().mean(0)
-    weight = torch.where(idle, old, common / spread.masked_fill(idle, 1.0))
-    return weight, None if centre is None else y.mean(0) - weight * centre
-
-
-def _rows(function: PointwiseFunction, value: Tensor, valid: Tensor | None) -> Tensor:
-    """Bring channels to the end: ``(tokens, channels)``, without padding where axes 0 and 1 are its."""
-    channels = math.prod(function.normalized_shape)
-    if function.channel_axis != -1:
-        value = value.movedim(function.channel_axis, -1)
-    if valid is not None and value.shape[:2] == valid.shape:
-        value = value[valid.to(value.device)]
-    return value.reshape(-1, channels)

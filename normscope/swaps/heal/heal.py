@@ -20,7 +20,8 @@ from normscope.inputs.loaded_model import LoadedModel, Outputs, Task, unpacked
 from normscope.inputs.splits import divided
 from normscope.runtime.network import left_as_found
 from normscope.runtime.progress import Progress, silent
-from normscope.swaps.heal.by_site import blocks_of, least_squares, norm_pairs
+from normscope.swaps.calibrate.functions import least_squares
+from normscope.swaps.heal.by_site import blocks_of, norm_pairs
 from normscope.swaps.heal.lessons import Lesson, Pool, repeatable, tensor_bytes
 from normscope.swaps.heal.reports import BLOCKS, SITES, START, WHOLE, HealReport
 from normscope.swaps.heal.training import (

@@ -1,5 +1,6 @@
 """``normscope swap`` as a user meets it: real processes, the folder that they write, and what takes it."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -45,6 +46,47 @@ def test_it_writes_what_the_python_interface_makes(swapped):
     gamma = normscope.load("demo_vit", device="cpu").module.norm.weight
     torch.testing.assert_close(theirs["norm.weight"], gamma * float(amplitude), rtol=1e-3, atol=0)
     assert "--weights dyt takes it in every command; in Python, normscope.load_swapped('dyt')" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_calibrated_swap_is_what_the_python_interface_makes(run, folder):
+    options = ("--func", "dyt", "--init", "calibrated", "--limit", "96")
+    done = run("swap", "demo_vit", *options, "-o", "calibrated", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    report = told["calibration"]
+    assert (told["init"], told["refit"], report["n_learned"], report["n_judged"]) == (
+        "calibrated",
+        "neighbours",
+        72,
+        24,
+    )
+    assert report["after"] < 0.5 * report["before"] and report["left"] == {"patch_embed.proj": "it is a convolution"}
+    assert [row["amplitude"] for row in told["sites"]] == [None] * 17
+    network = normscope.load("demo_vit", limit=96, device="cpu")
+    original = copy.deepcopy(network.module)
+    seen = normscope.capture(network.module, network.calibration, by_gamma=True)
+    normscope.swap(network.module, "dyt", fitted(seen, asked_for("dyt")))
+    mine = normscope.calibrate(original, network.module, network.calibration, outputs=network.outputs)
+    theirs = normscope.load_swapped(folder / "calibrated", device="cpu")
+    assert report["after"] == pytest.approx(mine.after, rel=1e-2)  # two processes may sum in another order
+    for batch in network.inputs:
+        torch.testing.assert_close(theirs.module(*batch.args), network.module(*batch.args), rtol=1e-2, atol=5e-2)
+
+
+def test_what_cannot_be_calibrated_is_said_before_any_work(tmp_path, monkeypatch):
+    path = tmp_path / "swapped"
+    with pytest.raises(NormscopeError, match="There is no calibrated start of rmsnorm"):
+        swap("demo_vit", path, func="rmsnorm", init="calibrated")
+    with pytest.raises(NormscopeError, match="There is no refit 'all'"):
+        swap("demo_vit", path, init="calibrated", refit="all")
+    with pytest.raises(NormscopeError, match="--refit norms says what --init calibrated may change"):
+        swap("demo_vit", path, refit="norms")
+    for name, value in {"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(NormscopeError, match="Calibration runs in one process"):
+        swap("demo_vit", path, init="calibrated")
+    assert not path.exists()
 
 
 @pytest.mark.slow

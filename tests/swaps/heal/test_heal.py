@@ -16,8 +16,9 @@ from normscope.fits.solving.ceiling import Piecewise, curve_along
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Outputs
 from normscope.runtime.sealed_files import read_checked, write_checked
+from normscope.swaps.calibrate.functions import least_squares
 from normscope.swaps.heal import heal, training
-from normscope.swaps.heal.by_site import least_squares, norm_pairs
+from normscope.swaps.heal.by_site import norm_pairs
 from normscope.swaps.heal.lessons import Lesson, Pool, joined, output_errors, repeatable
 from normscope.swaps.pointwise import PointwiseFunction
 

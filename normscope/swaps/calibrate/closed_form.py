@@ -1,0 +1,246 @@
+"""Linear layers in closed form: ridge regression that shrinks towards the weights that a layer has.
+
+Only sums over tokens are kept, so that tokens come batch by batch: with H a layer's inputs, ``(tokens, features)``,
+and T what it should give, ``(tokens, channels)``, the weights W that minimize ‖HWᵀ + b − T‖² + λ‖W − W₀‖² follow from
+HᵀH and HᵀT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# λ, as shares of the mean square of a centred feature.
+PENALTIES = (1e-5, 0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+_FIRST_TRIED = 0.1
+_BLOCK = 4096  # tokens whose products are summed in float32, before they go into float64
+
+
+class LayerSums:
+    """Sums over tokens of a layer's inputs H and of one or several targets T, all that a ridge regression needs.
+
+    Attributes:
+        count: number of tokens.
+        features: ΣH: float64 ``(features,)``.
+        gram: HᵀH: ``(features, features)``.
+        targets: ΣT: ``(targets, channels)``.
+        cross: HᵀT: ``(targets, features, channels)``.
+        products: ΣTᵢTⱼ: ``(targets, targets, channels)``.
+
+    >>> sums = LayerSums()
+    >>> sums.add(torch.tensor([[1.0], [2.0]]), [torch.tensor([[3.0], [5.0]])])
+    >>> sums.gram, sums.cross
+    (tensor([[5.]], dtype=torch.float64), tensor([[[13.]]], dtype=torch.float64))
+    """
+
+    count: int = 0
+    features: Tensor
+    gram: Tensor
+    targets: Tensor
+    cross: Tensor
+    products: Tensor
+
+    def add(self, inputs: Tensor, targets: Sequence[Tensor]) -> None:
+        """Add tokens.
+
+        Args:
+            inputs: ``(tokens, features)``.
+            targets: each ``(tokens, channels)``.
+        """
+        for rows in range(0, len(inputs), _BLOCK):
+            h = inputs[rows : rows + _BLOCK].float()
+            t = torch.stack([target[rows : rows + _BLOCK].float() for target in targets])
+            of_block = (h.double().sum(0), h.T @ h, t.double().sum(1), h.T @ t, torch.einsum("inc,jnc->ijc", t, t))
+            if not self.count:
+                self._set(0, *(torch.zeros_like(part, dtype=torch.float64) for part in of_block))
+            sums = (self.features, self.gram, self.targets, self.cross, self.products)
+            self._set(self.count + len(h), *(whole + part for whole, part in zip(sums, of_block, strict=True)))
+
+    def combined(self, factors: Tensor) -> LayerSums:
+        """The sums with one target, Σ factorᵢ·Tᵢ.
+
+        Args:
+            factors: ``(targets, channels)``.
+        """
+        factors = factors.double()
+        return self._like(
+            self.features,
+            self.gram,
+            (factors * self.targets).sum(0, keepdim=True),
+            torch.einsum("kc,kfc->fc", factors, self.cross)[None],
+            torch.einsum("ic,jc,ijc->c", factors, factors, self.products)[None, None],
+        )
+
+    def with_own(self, weight: Tensor) -> LayerSums:
+        """The sums of two targets with HWᵀ, what a layer of these weights gives, added to the second of them."""
+        first, second = self.cross
+        own = self.gram @ weight.T
+        crossed = self.products[0, 1] + (weight.T * first).sum(0)
+        squared = self.products[1, 1] + 2 * (weight.T * second).sum(0) + (weight.T * own).sum(0)
+        return self._like(
+            self.features,
+            self.gram,
+            torch.stack([self.targets[0], self.targets[1] + weight @ self.features]),
+            torch.stack([first, second + own]),
+            torch.stack([torch.stack([self.products[0, 0], crossed]), torch.stack([crossed, squared])]),
+        )
+
+    def centred(self, by: LayerSums | None = None) -> LayerSums:
+        """The sums of H − mean(H) and T − mean(T).
+
+        Args:
+            by: the sums whose means are taken; None for these.
+        """
+        by = self if by is None else by
+        m, t = by.features / by.count, by.targets / by.count
+        return self._like(
+            self.features - self.count * m,
+            self.gram - torch.outer(m, self.features) - torch.outer(self.features, m) + self.count * torch.outer(m, m),
+            self.targets - self.count * t,
+            self.cross
+            - torch.einsum("f,kc->kfc", m, self.targets)
+            - torch.einsum("f,kc->kfc", self.features, t)
+            + self.count * torch.einsum("f,kc->kfc", m, t),
+            self.products
+            - torch.einsum("ic,jc->ijc", t, self.targets)
+            - torch.einsum("ic,jc->ijc", self.targets, t)
+            + self.count * torch.einsum("ic,jc->ijc", t, t),
+        )
+
+    def __add__(self, other: LayerSums) -> LayerSums:
+        names = ("features", "gram", "targets", "cross", "products")
+        both = LayerSums()
+        both._set(self.count + other.count, *(getattr(self, name) + getattr(other, name) for name in names))
+        return both
+
+    def _like(self, *parts: Tensor) -> LayerSums:
+        other = LayerSums()
+        other._set(self.count, *parts)
+        return other
+
+    def _set(
+        self, count: int, features: Tensor, gram: Tensor, targets: Tensor, cross: Tensor, products: Tensor
+    ) -> None:
+        self.count, self.features, self.gram = count, features, gram
+        self.targets, self.cross, self.products = targets, cross, products
+
+
+@dataclass(frozen=True)
+class RefittedLayer:
+    """What a ridge regression found.
+
+    Attributes:
+        weight: W: float64 ``(channels, features)``.
+        bias: b: ``(channels,)``; None for a layer without one.
+        penalty: λ, as a share of the mean square of a centred feature; None where the layer stays as it is.
+        before: relative L2 error of the layer as it is, on the tokens that decide, of the targets about their mean.
+        after: of the layer with these weights, likewise.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    penalty: float | None
+    before: float
+    after: float
+
+
+def ridge(learned: LayerSums, judged: LayerSums, weight: Tensor, bias: Tensor | None) -> RefittedLayer:
+    """Fit a layer, with the λ that is best on tokens of other sources, and then to all tokens with that λ.
+
+    Args:
+        learned: sums with one target, over tokens to learn from.
+        judged: over those that decide.
+        weight: W₀: ``(channels, features)``.
+        bias: b₀: ``(channels,)``; None for a layer without one, which then gets none.
+
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> x = torch.randn(400, 3, generator=generator)
+    >>> sums = [LayerSums(), LayerSums()]
+    >>> for rows, part in zip((x[:300], x[300:]), sums):
+    ...     part.add(rows, [2 * rows[:, :1] + 1])
+    >>> found = ridge(*sums, torch.zeros(1, 3), torch.zeros(1))
+    >>> [round(float(value), 1) for value in (found.weight[0, 0], found.bias[0])]
+    [2.0, 1.0]
+    """
+    before = weight.double()
+    of_learned = learned.centred() if bias is not None else learned
+    of_judged = judged.centred(learned) if bias is not None else judged
+    scale = float(of_learned.gram.diagonal().mean())
+    total = max(float(_total(judged.centred())), torch.finfo(torch.float64).tiny)
+    tried: dict[float, float] = {}
+
+    def error(penalty: float) -> float:
+        if penalty not in tried:
+            tried[penalty] = _left(of_judged, before, _change(of_learned, before, penalty * scale))
+        return tried[penalty]
+
+    own = _left(of_judged if bias is not None else judged, before, None)
+    unchanged = RefittedLayer(before, bias, None, (own / total) ** 0.5, (own / total) ** 0.5)
+    if scale <= 0:
+        return unchanged
+    best = _downhill(error)
+    if not error(best) < own:
+        return unchanged
+    both = learned + judged
+    of_both = both.centred() if bias is not None else both
+    found = before + _change(of_both, before, best * scale * both.count / learned.count).T
+    offset = None if bias is None else (both.targets[0] - found @ both.features) / both.count
+    return RefittedLayer(found, offset, best, (own / total) ** 0.5, (max(error(best), 0.0) / total) ** 0.5)
+
+
+def slopes(sums: LayerSums, penalty: float = _FIRST_TRIED) -> Tensor:
+    """By what to multiply the second target, channel by channel, for the first, beside all that the inputs explain.
+
+    Both targets lose what a ridge regression on H explains of them; the slope is that of what is left.
+
+    Args:
+        sums: of two targets.
+        penalty: λ of that regression, as a share of the mean square of a centred feature.
+
+    Returns:
+        float64 ``(channels,)``.
+    """
+    centred = sums.centred()
+    gram = _penalized(centred.gram, penalty * float(centred.gram.diagonal().mean()))
+    of_first, of_second = centred.cross
+    explained = torch.cholesky_solve(of_second, torch.linalg.cholesky(gram))
+    common = centred.products[0, 1] - (explained * of_first).sum(0)
+    own = centred.products[1, 1] - (explained * of_second).sum(0)
+    found: Tensor = common / own.clamp_min(torch.finfo(torch.float64).tiny)
+    return found
+
+
+def _downhill(error: Callable[[float], float]) -> float:
+    """Return the penalty of a minimum of the errors, going from the usual one to its better neighbours."""
+    here = PENALTIES.index(_FIRST_TRIED)
+    for step in (-1, 1):
+        while 0 <= here + step < len(PENALTIES) and error(PENALTIES[here + step]) < error(PENALTIES[here]):
+            here += step
+    return PENALTIES[here]
+
+
+def _change(centred: LayerSums, weight: Tensor, penalty: float) -> Tensor:
+    """What is to be added to Wᵀ: ``(features, channels)``."""
+    wanted = centred.cross[0] - centred.gram @ weight.T
+    return torch.cholesky_solve(wanted, torch.linalg.cholesky(_penalized(centred.gram, penalty)))
+
+
+def _left(centred: LayerSums, weight: Tensor, change: Tensor | None) -> float:
+    """Squared error of a layer with these weights, and with a change of them."""
+    own = centred.gram @ weight.T
+    square = _total(centred) - 2 * (weight.T * centred.cross[0]).sum() + (weight.T * own).sum()
+    if change is not None:
+        wanted = centred.cross[0] - own
+        square = square - 2 * (change * wanted).sum() + (change * (centred.gram @ change)).sum()
+    return float(square)
+
+
+def _total(centred: LayerSums) -> Tensor:
+    return centred.products[0, 0].sum()
+
+
+def _penalized(gram: Tensor, penalty: float) -> Tensor:
+    return gram + penalty * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)

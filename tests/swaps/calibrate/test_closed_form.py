@@ -1,0 +1,113 @@
+"""Ridge regression from sums, against numpy's least squares on the tokens themselves."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from normscope.swaps.calibrate.closed_form import PENALTIES, LayerSums, ridge, slopes
+
+# Products of float32 tokens are summed in float32 within a block of tokens.
+FLOAT32 = 2e-5
+
+
+def tokens(seed, count, *sizes):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(count, size, generator=generator) + 0.5 for size in sizes]
+
+
+def sums_of(inputs, *targets):
+    sums = LayerSums()
+    sums.add(inputs, targets)
+    return sums
+
+
+def by_numpy(inputs, target, start, penalty, *, bias):
+    """Minimize ‖HWᵀ + b − T‖² + λ‖W − W₀‖² as one system of equations, with rows for the penalty."""
+    h, t, start = (part.double().numpy() for part in (inputs, target, start))
+    spread = ((h - h.mean(0)) ** 2 if bias else h**2).sum(0).mean()
+    weights = np.sqrt(penalty * spread) * np.eye(h.shape[1])
+    ones, zeros = ([np.ones((len(h), 1))], [np.zeros((h.shape[1], 1))]) if bias else ([], [])
+    left = np.vstack([np.hstack([h, *ones]), np.hstack([weights, *zeros])])
+    found = np.linalg.lstsq(left, np.vstack([t, weights @ start.T]), rcond=None)[0]
+    return found[: h.shape[1]].T, found[h.shape[1] :]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 6), st.integers(1, 4), st.booleans())
+def test_it_is_least_squares_with_a_penalty(seed, features, channels, bias):
+    h, noise = tokens(seed, 120, features, channels)
+    start, slope = (torch.randn(channels, features, generator=torch.Generator().manual_seed(seed + i)) for i in (1, 2))
+    t = h @ slope.T + 0.3 * noise
+    found = ridge(sums_of(h[:90], t[:90]), sums_of(h[90:], t[90:]), start, torch.zeros(channels) if bias else None)
+    assert found.penalty in PENALTIES and found.after < found.before
+    weight, offset = by_numpy(h, t, start, _over_all(h, found.penalty, bias), bias=bias)
+    np.testing.assert_allclose(found.weight.numpy(), weight, rtol=1e-3, atol=FLOAT32 * 50)
+    if bias:
+        np.testing.assert_allclose(found.bias.numpy(), offset[0], rtol=1e-3, atol=FLOAT32 * 50)
+    else:
+        assert found.bias is None
+
+
+def _over_all(h, penalty, bias):
+    """λ was chosen as a share of the features' spread over the tokens to learn from; a share of that over all."""
+    spread = [
+        ((part - part.mean(0)) ** 2 if bias else part**2).sum(0).mean() / len(part)
+        for part in (h[:90].double(), h.double())
+    ]
+    return float(penalty * spread[0] / spread[1])
+
+
+def test_a_layer_that_is_right_already_stays_to_the_bit():
+    h, start = tokens(1, 100, 5)[0], torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    t = h @ start.T + 1
+    found = ridge(sums_of(h[:70], t[:70]), sums_of(h[70:], t[70:]), start, torch.ones(3))
+    if found.penalty is None:
+        assert torch.equal(found.weight, start.double())
+    else:  # rounding of the target left something to fit
+        assert torch.allclose(found.weight, start.double(), atol=1e-5)
+    nothing = torch.zeros(100, 5)
+    assert ridge(sums_of(nothing, t), sums_of(nothing, t), start, torch.ones(3)).penalty is None
+
+
+def test_tokens_come_in_any_pieces():
+    h, t = tokens(2, 9000, 4, 3)
+    whole, pieces = sums_of(h, t), LayerSums()
+    for rows in (slice(0, 1), slice(1, 5000), slice(5000, 9000)):
+        pieces.add(h[rows], [t[rows]])
+    assert pieces.count == whole.count == 9000
+    for name in ("features", "gram", "targets", "cross", "products"):
+        torch.testing.assert_close(getattr(pieces, name), getattr(whole, name), rtol=FLOAT32, atol=1e-2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sums_of_what_is_made_of_targets_are_those_of_it(seed):
+    h, one, other = tokens(seed, 200, 5, 3, 3)
+    factors = torch.randn(2, 3, generator=torch.Generator().manual_seed(seed))
+    weight = torch.randn(3, 5, generator=torch.Generator().manual_seed(seed + 1))
+    both = sums_of(h, one, other)
+    checks = {
+        "combined": (both.combined(factors), sums_of(h, factors[0] * one + factors[1] * other)),
+        "centred": (both.centred(), sums_of(h - h.mean(0), one - one.mean(0), other - other.mean(0))),
+        "with a layer's own": (both.with_own(weight.double()), sums_of(h, one, other + h @ weight.T)),
+        "added": (sums_of(h[:50], one[:50]) + sums_of(h[50:], one[50:]), sums_of(h, one)),
+    }
+    for what, (found, wanted) in checks.items():
+        for name in ("features", "gram", "targets", "cross", "products"):
+            pair = getattr(found, name), getattr(wanted, name)
+            torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-2, msg=lambda text, what=what: f"{what}: {text}")
+
+
+def test_slopes_are_of_what_the_inputs_do_not_explain():
+    h, p = tokens(5, 4000, 4, 2)
+    t = 0.7 * p + h @ torch.randn(4, 2, generator=torch.Generator().manual_seed(0))
+    # With next to no penalty, numpy's residuals about H and a constant.
+    around = np.hstack([h.double().numpy(), np.ones((len(h), 1))])
+    left = [
+        part.double().numpy() - around @ np.linalg.lstsq(around, part.double().numpy(), rcond=None)[0]
+        for part in (t, p)
+    ]
+    wanted = (left[0] * left[1]).sum(0) / (left[1] ** 2).sum(0)
+    np.testing.assert_allclose(slopes(sums_of(h, t, p), 1e-9).numpy(), wanted, rtol=1e-3)
+    np.testing.assert_allclose(wanted, 0.7, rtol=1e-6)
