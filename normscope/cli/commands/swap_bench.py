@@ -94,7 +94,7 @@ Seconds = Annotated[
         metavar="SECONDS",
         callback=seconds_asked,
         rich_help_panel=RUNNING,
-        help="For each model's speed; by default 15, and of --full no limit.",
+        help="For each model's speed; by default 30, and of --full no limit.",
         show_default=False,
     ),
 ]

@@ -34,7 +34,7 @@ from normscope.swaps.replace import module_at, uncompiled
 
 CURVES = ("dyt", "dyisru", "derf")
 DTYPES = ("float32", "bfloat16", "float16")
-BUDGET = 15.0
+BUDGET = 30.0
 INTERPRETED = "in Triton's interpreter on the CPU, not on a GPU: the time says nothing"
 _COMPILATIONS = 1000
 
@@ -77,7 +77,7 @@ def bench(
         full: the whole matrix. Otherwise the norm alone, eager, fused and compiled, and the whole network eager and
             fused, forward.
         budget: seconds that decide on the number of rounds, and whether there is time to compile; the fewest rounds are
-            taken even so (of the norm 4, of the network 1). None for 15, and of ``full`` for no limit: 10 rounds of
+            taken even so (of the norm 4, of the network 1). None for 30, and of ``full`` for no limit: 10 rounds of
             everything.
         outputs: how to read what the network returns; a loaded model says it, and
         about: model, weights and data, for the report.
