@@ -24,6 +24,29 @@ from normscope.swaps.start import Fits, Start, norms_of, only, starts
 PLACEMENTS = ("pre-norm", "post-norm", "qk", "final")
 
 
+class Holders:
+    """Which modules of a network hold which: to swap one set of sites after another without looking each time.
+
+    They are those of the network as it is now, and serve as long as the same modules stand there whenever it is asked.
+
+    Raises:
+        ModelError: if accelerate has spread the network.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._inner = uncompiled(model)
+        check_whole(self._inner)
+        self._places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for parent in self._inner.modules():
+            for name, child in parent._modules.items():  # named_children() names a child only once
+                if child is not None:
+                    self._places.setdefault(id(child), []).append((parent, name))
+
+    def of(self, module: nn.Module) -> list[tuple[nn.Module, str]]:
+        """The modules that hold one, each with the name that it has there."""
+        return self._places.get(id(module), [])
+
+
 class Swap:
     """Other modules in the place of some of a network's; a context manager that takes them out again.
 
@@ -41,6 +64,8 @@ class Swap:
     its tensors, as :func:`torch.nn.utils.weight_norm` and pruning leave them (a warning names these), and those of its
     ``state_dict``. They go on serving the norm.
 
+    ``holders`` is for who swaps the same network's norms again and again.
+
     Attributes:
         model: the network.
         modules: what was put where, by module path.
@@ -57,20 +82,17 @@ class Swap:
     'LayerNorm'
     """
 
-    def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], holders: Holders | None = None) -> None:
         self.model, self.modules = model, dict(modules)
         inner = uncompiled(model)
-        check_whole(inner)
+        holders = Holders(model) if holders is None else holders
         if "" in self.modules:
             raise ModelError(f"The {type(inner).__name__} is itself the norm; put it into an nn.Sequential to swap it.")
         norms = {path: module_at(inner, path) for path in self.modules}
         self._places: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
-        replaced = {id(norm): self.modules[path] for path, norm in norms.items()}
         # A module that several parents hold is replaced in each.
-        for parent in inner.modules():
-            for name, child in parent._modules.items():  # named_children() names a child only once
-                if child is not None and id(child) in replaced:
-                    self._places.append((parent, name, child, replaced[id(child)]))
+        for path, norm in {id(norm): (path, norm) for path, norm in norms.items()}.values():
+            self._places += [(parent, name, norm, self.modules[path]) for parent, name in holders.of(norm)]
         pairs = {id(norm): (path, norm, self.modules[path]) for path, norm in norms.items()}
         places = Counter(id(module) for _, _, module in pairs.values())
         for path, norm, module in pairs.values():

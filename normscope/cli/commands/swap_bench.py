@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from normscope.inputs.loaded_model import LoadedModel
     from normscope.swaps.bench.reports import BenchReport, PublishedReport
+    from normscope.swaps.drift.paired_passes import KeptEnds
     from normscope.swaps.drift.reports import DriftReport
 
 EXAMPLES = (
@@ -258,11 +259,14 @@ def _expected(learner: Learner, wanted: Wanted, timing: float | None) -> dict[st
 
 def _drift(learner: Learner, wanted: Wanted, say: Output) -> list[DriftReport]:
     """Measure drift for each function and start, on inputs that nothing was fitted to."""
+    from normscope.swaps.drift.paired_passes import KeptEnds
     from normscope.tables.drift import drift_tables
 
+    ends = getattr(learner.held_out, "ends", None)
+    ends = None if ends is None else KeptEnds(ends)
     # All before the first pass: what cannot be swapped in should fail at once, not after minutes of drift.
     replacements = [(how, learner.replacements(how, learner.fits(how, say), say)) for how in wanted.ways]
-    reports = [_drift_of(learner, how, modules, say) for how, modules in replacements]
+    reports = [_drift_of(learner, how, modules, ends, say) for how, modules in replacements]
     say.heading(reports[0].about)
     for table in drift_tables(reports):
         say.result(table)
@@ -271,12 +275,15 @@ def _drift(learner: Learner, wanted: Wanted, say: Output) -> list[DriftReport]:
     return reports
 
 
-def _drift_of(learner: Learner, how: How, modules: Mapping[str, nn.Module], say: Output) -> DriftReport:
+def _drift_of(
+    learner: Learner, how: How, modules: Mapping[str, nn.Module], ends: KeptEnds | None, say: Output
+) -> DriftReport:
     with say.bars() as progress:
         return normscope.drift(
             learner.network,
             learner.held_out,
             modules,
+            ends=ends,
             func=how.func,
             init=how.start,
             progress=progress,

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +18,47 @@ from normscope.inputs.splits import LeftOut, Share, shared
 from normscope.pairs.ranks import Ranks, agree_on_batches, check_alike, merge_left_out
 from normscope.runtime.network import KeptBuffers, cuda_devices, left_as_found, memory_ended, run
 from normscope.swaps.drift.distances import Configuration, Distances, SiteLayout, Tallies, distances, output_by_sample
+from normscope.swaps.drift.replay import Recording, Replay
 from normscope.swaps.drift.reports import END, OUTPUT
-from normscope.swaps.replace import Swap, module_at
+from normscope.swaps.replace import Holders, Swap, module_at
 
 Ends = Callable[..., Iterable[tuple[Sequence[Sample], Tensor]]]
 _Entry = tuple[Configuration, str, str, Distances]  # which swap, where it was measured, and the part of the data
+
+
+_MOST_KEPT = 32 * 2**20  # bytes of ends; of more, all are walked again
+
+
+class KeptEnds:
+    """Ends of trajectories for several drifts of one network: those of the network as it is are walked once, and kept.
+
+    >>> ends = KeptEnds(lambda: iter([((), torch.zeros(2))]))
+    >>> list(ends.original()), list(ends.original())
+    ([((), tensor([0., 0.]))], [((), tensor([0., 0.]))])
+    """
+
+    def __init__(self, ends: Ends) -> None:
+        """Keep how they are walked; the network, with its norms, has to stay as it is from drift to drift."""
+        self._walk = ends
+        self._kept: list[tuple[Sequence[Sample], Tensor]] | None = None
+
+    def __call__(self, *share: Share) -> Iterable[tuple[Sequence[Sample], Tensor]]:
+        """Walk to them, with the network as it is at the moment of each."""
+        return self._walk(*share)
+
+    def original(self, *share: Share) -> Iterator[tuple[Sequence[Sample], Tensor]]:
+        """Those of the network with its norms."""
+        if self._kept is not None:
+            yield from self._kept
+            return
+        seen, nbytes = [], 0
+        for samples, latents in self._walk(*share):
+            nbytes += latents.nbytes
+            if nbytes <= _MOST_KEPT:
+                seen.append((samples, latents.clone()))
+            yield samples, latents
+        if nbytes <= _MOST_KEPT:
+            self._kept = seen
 
 
 @dataclass(frozen=True)
@@ -61,12 +96,17 @@ class PairedPasses:
         self._called: set[str] = set()
         self._halving = Halving("compared")
         self._advance = _Advance(advance)
+        self._holders, self._replay = Holders(model), Replay(model, modules)
+        self._verified = False
+        norms = {id(module_at(model, path)) for path in modules}
+        within = any(one.startswith(f"{other}.") for one in modules for other in modules)
+        self._apart = len(norms) == len(modules) and not within
 
     def compared(self, wanted: Sequence[Configuration], ends: Ends | None = None) -> Tallies:
         """Run this rank's batches as they are and with each of the swaps, and compare.
 
         Args:
-            wanted: the swaps.
+            wanted: the swaps; those that are cumulative last, each with the sites of the one before and one more.
             ends: of trajectories, compared with all sites swapped.
 
         Returns:
@@ -78,11 +118,12 @@ class PairedPasses:
             first, chunks = shared(self.batches, self._share)
             check_alike(self.ranks, {**self.asked, "first sample": list(astuple(first.samples[0]))})
             self._learn_layouts(first)
-            for number, chunk in enumerate(chunks):
-                for place, batch in enumerate(chunk.batches):
-                    for done, at, part, moved in self._in_pieces(batch, wanted):
-                        tallies.add(done, at, part, moved, self._came(number, place))
-                left_out.add(chunk)
+            with self._replay.watching():
+                for number, chunk in enumerate(chunks):
+                    for place, batch in enumerate(chunk.batches):
+                        for done, at, part, moved in self._in_pieces(batch, wanted):
+                            tallies.add(done, at, part, moved, self._came(number, place))
+                    left_out.add(chunk)
             if ends is not None:
                 self._compare_ends(ends, tallies)
         if isinstance(getattr(self.batches, "left_out", None), LeftOut):
@@ -132,27 +173,64 @@ class PairedPasses:
         return None
 
     def _with_each(self, batch: Batch, wanted: Sequence[Configuration]) -> Iterator[_Entry]:
-        original = self._run(batch, self.modules)
+        with self._replay.recorded() as before:
+            original = self._run(batch, self.modules)
         self._advance()
         self._called.update(path for path, outputs in original.at_sites.items() if outputs)
-        for done in wanted:
-            with self._swapped(done.paths):
-                swapped = self._run(batch, done.paths)
-            for path in done.paths:
-                _check_called(path, original, swapped)
-            yield from self._distances(batch, done, original, swapped)
-            self._advance()
+        self._verify(batch, before)
+        there: set[str] = set()
+        with contextlib.ExitStack() as standing:
+            for done in wanted:
+                adds_up = done.swapped == "cumulative" and self._apart
+                added = [path for path in done.paths if path not in there]
+                with contextlib.ExitStack() as alone:
+                    (standing if adds_up else alone).enter_context(self._swapped(added))
+                    swapped, recording = self._begun_at(added, batch, before, record=adds_up)
+                for path in added:
+                    _check_called(path, original, swapped)
+                if adds_up:
+                    before, there = recording, there.union(added)
+                yield from self._distances(batch, done, original, swapped)
+                self._advance()
+
+    def _begun_at(
+        self, sites: Sequence[str], batch: Batch, before: Recording, record: bool
+    ) -> tuple[_PassesSeen, Recording]:
+        """Run one batch from the first of some sites on, and in full if that turns out not to be the same."""
+        replays = self._replay.possible
+        with self._replay.begun_at(sites, before, record) as recording:
+            seen = self._run(batch, sites)
+        if replays and not self._replay.possible:
+            seen = self._run(batch, sites)
+        return seen, recording
+
+    def _verify(self, batch: Batch, before: Recording) -> None:
+        """Replay a pass from the middle of the network and run it in full, once: if they differ, no pass is replayed.
+
+        Of changes past torch's own count of them, and of notes outside modules, nothing else tells.
+        """
+        if self._verified or not self._replay.possible:
+            return
+        self._verified = True
+        ordered = sorted(before.entered, key=before.entered.__getitem__)
+        for path in ordered[len(ordered) // 2 :][:1]:
+            with self._swapped([path]):
+                replayed, _ = self._begun_at([path], batch, before, record=False)
+                in_full = self._run(batch, [])
+            same = torch.equal(_bits(replayed.output), _bits(in_full.output))
+            self._replay.possible = self._replay.possible and same
 
     def _compare_ends(self, ends: Ends, tallies: Tallies) -> None:
         """Compare the ends of trajectories, some at a time: each comes while the network is as it has to be."""
         everything = next(done for done in tallies.wanted if done.swapped == "all")
-        walk = ends if self.ranks.size == 1 else partial(ends, self._share)
+        share = () if self.ranks.size == 1 else (self._share,)
+        as_it_is = ends.original if isinstance(ends, KeptEnds) else ends
         with contextlib.ExitStack() as closing:
             self._buffers.put_back()
-            original = iter(walk())
+            original = iter(as_it_is(*share))
             with self._swapped(everything.paths):
                 self._buffers.put_back()
-                swapped = iter(walk())
+                swapped = iter(ends(*share))
             for running in (original, swapped):
                 if isinstance(running, Generator):  # what it holds, a grad mode perhaps, must not outlive this
                     closing.callback(running.close)
@@ -171,7 +249,7 @@ class PairedPasses:
 
     @contextlib.contextmanager
     def _swapped(self, paths: Sequence[str]) -> Iterator[None]:
-        with Swap(self.model, {path: self.modules[path] for path in paths}):
+        with Swap(self.model, {path: self.modules[path] for path in paths}, self._holders):
             yield
 
     def _run(self, batch: Batch, paths: Iterable[str]) -> _PassesSeen:
@@ -182,7 +260,8 @@ class PairedPasses:
             for path, kept in at_sites.items():
                 handle = module_at(self.model, path).register_forward_hook(_keeping(kept))
                 hooks.callback(handle.remove)
-            output = self.outputs.read(run(self.model, batch), batch)
+            with self._replay.drawing():
+                output = self.outputs.read(run(self.model, batch), batch)
         return _PassesSeen(output.clone(), at_sites)  # it may be a buffer, which the next pass begins without
 
     def _distances(
@@ -260,6 +339,11 @@ def _keeping(kept: list[Tensor]) -> Callable[..., None]:
             kept.append(output.detach().clone())  # the network may go on to change it in place
 
     return hook
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A NaN is the same as itself so."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _flat(arranged: Tensor, valid: Tensor | None) -> Tensor:

@@ -14,7 +14,9 @@ from normscope.errors import DataError, ModelError, UsageError
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.norms.trace import find_norms
+from normscope.swaps.drift import paired_passes
 from normscope.swaps.drift.drift import drift, passes
+from normscope.swaps.drift.paired_passes import KeptEnds
 from normscope.swaps.drift.reports import END, OUTPUT
 from normscope.swaps.pointwise import DyISRU, DyT
 from normscope.swaps.replace import replacements
@@ -296,6 +298,19 @@ def test_ends_are_compared_while_each_network_is_in_place():
         return list(ends())
 
     assert drift(model, [x], dyts(model), ends=at_once).end == report.end
+    taken.clear()
+    kept = KeptEnds(ends)
+    assert [drift(model, [x], dyts(model), ends=kept).end for _ in range(3)] == [report.end] * 3
+    assert taken == ["LayerNorm", "PointwiseFunction"] * 2 + ["PointwiseFunction"] * 4
+
+
+def test_many_ends_are_walked_again_each_time(monkeypatch):
+    walks = []
+    kept = KeptEnds(lambda: walks.append(1) or iter([((), torch.zeros(3)), ((), torch.ones(3))]))
+    monkeypatch.setattr(paired_passes, "_MOST_KEPT", 20)
+    for _ in range(2):
+        assert [latents.tolist() for _, latents in kept.original()] == [[0.0] * 3, [1.0] * 3]
+    assert len(walks) == 2
 
 
 def test_progress_counts_what_passes_says():

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from normscope.pairs.sums.binning import reference
 from normscope.pairs.sums.binning.compiled_loops import threads
 from normscope.pairs.sums.binning.cpu_arrays import CONSTANTS, Rows, SampleArrays, Sums
-from normscope.pairs.sums.binning.cpu_loop import draw, fill, join, join_pairs
+from normscope.pairs.sums.binning.cpu_loop import add_weighted, draw, fill, join, join_pairs
 from normscope.pairs.sums.sampling import TokenSample, element_keys
 from normscope.pairs.sums.tokens import Run, Tokens
 
@@ -46,9 +46,21 @@ def add(stats: PairStats, tokens: Tokens) -> None:
     for share, other, done in zip(shares, others, waiting, strict=True):
         done.result()
         _join(sums, other, share.shared_fold)
-    reference.add_optional(stats, tokens)
+    if stats.gamma_moments is not None:
+        _add_weighted(stats, tokens, rows)
+    reference.add_optional(stats, tokens, by_gamma=False)
     for sample, by_reach in zip(views.samples, (False, True), strict=True):
         draw(rows, by_reach, stats.grouped, sample)
+
+
+def _add_weighted(stats: PairStats, tokens: Tokens, rows: Rows) -> None:
+    """Fill the sums weighted by γ²: by one thread, so that they do not depend on how many there are."""
+    assert stats.gamma_moments is not None  # noqa: S101 - as the caller has seen
+    if not stats.gamma_moments.mT.is_contiguous():
+        stats.gamma_moments = stats.gamma_moments.mT.contiguous().mT
+    gamma = torch.ones(tokens.channels) if tokens.gamma is None else tokens.gamma
+    runs = np.array([(run.start, run.stop, run.fold) for run in tokens.runs], np.int64)
+    add_weighted(CONSTANTS, rows, runs, gamma.double().square().numpy(), stats.gamma_moments.mT.numpy())
 
 
 def _rows(tokens: Tokens) -> Rows:

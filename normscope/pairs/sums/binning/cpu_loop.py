@@ -287,6 +287,40 @@ def fill(constants: Any, tokens: Any, runs: Any, sums: Any) -> None:
 
 
 @_exact
+def add_weighted(constants: Any, tokens: Any, runs: Any, weight: Any, moments: Any) -> None:
+    """Add the pairs of the tokens that :func:`fill` has counted, each times the weight of its channel.
+
+    Args:
+        constants: :data:`CONSTANTS`.
+        tokens: a :class:`Rows` that has been filled.
+        runs: start, stop and fold of each, int64 ``(runs, 3)``.
+        weight: float64 ``(channels,)``.
+        moments: of every fold, float64 ``(folds, bins, 6)``.
+    """
+    d, positions = tokens.rows.shape[1], tokens.positions
+    for run in range(runs.shape[0]):
+        start, stop, fold = runs[run]
+        for t in range(start, stop):
+            if tokens.reach[t] < 0:
+                continue
+            row, shift, rstd = tokens.rows[t], tokens.shift[t], tokens.rstd[t]
+            bits = row.view(np.int32)
+            first_channel = t % tokens.groups * (d // positions)
+            for j in range(d):
+                x = np.float64(row[j])
+                y = (x - shift) * rstd
+                of_one = weight[first_channel + j // positions]
+                of_x, of_y = of_one * x, of_one * y
+                sums = moments[fold, _bin(bits[j], *constants.pair)]
+                sums[0] += of_one
+                sums[1] += of_x
+                sums[2] += of_y
+                sums[3] += of_x * x
+                sums[4] += of_x * y
+                sums[5] += of_y * y
+
+
+@_exact
 def draw(tokens: Any, by_reach: bool, grouped: bool, sample: Any) -> None:
     """Let the tokens of a call compete for the places of a :class:`Sample`, those of least rank and key win.
 

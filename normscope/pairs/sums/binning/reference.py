@@ -52,11 +52,15 @@ def add(stats: PairStats, tokens: Tokens) -> None:
         _draw(stats, pairs, keys[rows], (places[0][rows], places[1][rows]))
 
 
-def add_optional(stats: PairStats, tokens: Tokens) -> None:
-    """Add the pairs of ``tokens`` to the sums that are kept where asked for, and to no others."""
-    if any(moments is not None for moments in (stats.gamma_moments, stats.channel_moments, stats.diagonal_moments)):
+def add_optional(stats: PairStats, tokens: Tokens, *, by_gamma: bool = True) -> None:
+    """Add the pairs of ``tokens`` to the sums that are kept where asked for, and to no others.
+
+    ``by_gamma``: to those that γ² weights, too; a loop that fills them itself leaves them out.
+    """
+    by_gamma = by_gamma and stats.gamma_moments is not None
+    if by_gamma or stats.channel_moments is not None or stats.diagonal_moments is not None:
         for _, pairs in _in_steps(stats, tokens):
-            _add_optional(stats, tokens, pairs)
+            _add_optional(stats, tokens, pairs, by_gamma)
 
 
 def _in_steps(stats: PairStats, tokens: Tokens) -> Iterator[tuple[slice, _Pairs]]:
@@ -113,8 +117,8 @@ def _add_moments(moments: Tensor, pairs: _Pairs, weight: Tensor | None = None) -
     moments += sums.view(words, folds, bins).transpose(0, 1)
 
 
-def _add_optional(stats: PairStats, tokens: Tokens, pairs: _Pairs) -> None:
-    if stats.gamma_moments is not None:
+def _add_optional(stats: PairStats, tokens: Tokens, pairs: _Pairs, by_gamma: bool = True) -> None:
+    if by_gamma and stats.gamma_moments is not None:
         gamma = torch.ones(tokens.channels) if tokens.gamma is None else tokens.gamma
         weight = gamma.to(pairs.x.device).double().square()
         _add_moments(stats.gamma_moments, pairs, weight[pairs.channel])
