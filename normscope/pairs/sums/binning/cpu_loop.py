@@ -20,9 +20,11 @@ from normscope.pairs.sums.sampling import GOLDEN, MIX, NO_KEY
 Array = NDArray[Any]
 
 _i4 = np.int32
-_TILE = 1024  # elements of a token at a time, so that what is computed of them stays in the first-level cache
+# So many tokens, and elements of each, go through one step after the other, so that what a step reads and writes
+# again and again stays in the first-level cache.
+_TOKENS = 32
+_ELEMENTS = 1024
 _BYTES_OF_A_BIN = 48
-_TOGETHER = 4  # tokens that are added to the channels' sums at once, for a quarter of the loads and stores
 _UNCOUNTED = -1.0
 
 _u8 = np.uint64
@@ -30,21 +32,24 @@ _GOLDEN, _MIX_1, _MIX_2 = (_u8(number % 2**64) for number in (GOLDEN, *MIX))
 _NO_KEY = _u8(NO_KEY)
 
 
-def _compiled(fastmath: set[str] | bool = False) -> Any:
-    def decorate(function: Any) -> Any:
-        options: Any = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
-        try:
-            return njit(cache=True, **options)(function)
-        except RuntimeError:  # there is no folder to keep it in: it is compiled anew by every process
-            return njit(**options)(function)
-
-    return decorate
+def _compiled(**more: Any) -> Any:
+    return njit(nogil=True, error_model="numpy", **more)
 
 
-_exact = _compiled()
+def _called(function: Any) -> Any:
+    """Compile a function that Python calls, and keep what was compiled of it and of all that it calls."""
+    try:
+        return _compiled(cache=True)(function)
+    except RuntimeError:  # there is no folder to keep it in: it is compiled anew by every process
+        return _compiled()(function)
+
+
+# What only the loop calls needs no way in from Python, whose making would take a third of the compiling.
+_within = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+_exact = _compiled(**_within)
 # Sums may be added up in any order, as vector instructions do; a NaN or an infinity stays what it is.
-_any_order = _compiled(fastmath={"reassoc", "contract"})
-_finite = _compiled(fastmath={"nnan", "nsz", "reassoc"})
+_any_order = _compiled(fastmath={"reassoc", "contract"}, **_within)
+_finite = _compiled(fastmath={"nnan", "nsz", "reassoc"}, **_within)
 
 
 @intrinsic
@@ -138,93 +143,117 @@ def _mixed(z: Any) -> Any:
 
 
 @_exact
-def _index(row: Any, shift: float, rstd: float, constants: Any, tile: Any) -> None:
-    """Find the bins of x and the cells of (x, y) of a tile."""
-    bits, y_bits = row.view(np.int32), tile.y.view(np.int32)
+def _index(row: Any, shift: float, rstd: float, constants: Any, y: Any, bins: Any, cells: Any) -> None:
+    """Find the bins of x and the cells of (x, y) of a part of a token."""
+    bits, y_bits = row.view(np.int32), y.view(np.int32)
     narrow_shift, narrow_rstd = np.float32(shift), np.float32(rstd)
     for j in range(row.size):
-        tile.y[j] = (row[j] - narrow_shift) * narrow_rstd
+        y[j] = (row[j] - narrow_shift) * narrow_rstd
     joined = _i4(constants.density_x[0] - constants.pair[0])  # two to this power of the pairs' bins are one here
     round_up = _i4((1 << joined) - 1)
     y_bins = _i4(_i4(2) * constants.density_y[2] + _i4(1))
     for j in range(row.size):
         steps = _steps(bits[j], *constants.pair)
-        tile.bins[j] = _to_either_side(steps, bits[j], constants.pair[2])
+        bins[j] = _to_either_side(steps, bits[j], constants.pair[2])
         steps = _i4(_i4(steps + round_up) >> _i4(joined & _i4(31)))
         cell = _i4(_to_either_side(steps, bits[j], constants.density_x[2]) * y_bins)
-        tile.cells[j] = _i4(cell + _bin(y_bits[j], *constants.density_y))
+        cells[j] = _i4(cell + _bin(y_bits[j], *constants.density_y))
 
 
 @_exact
-def _add_pairs(row: Any, shift: float, rstd: float, tile: Any, moments: Any, density: Any) -> None:
-    address = _u8(moments.ctypes.data)
-    for j in range(row.size):
-        density[_u8(tile.cells[j])] += 1
-        x = np.float64(row[j])
-        row_of_bin = address + _u8(tile.bins[j]) * _u8(_BYTES_OF_A_BIN)
-        _add_pair(row_of_bin, x, (x - shift) * rstd)  # type: ignore[call-arg]
+def _add_pairs(row: Any, shift: float, rstd: float, bins: Any, cells: Any, moments: Any, density: Any) -> None:
+    address, fours = _u8(moments.ctypes.data), row.size - row.size % 4
+    for first in range(0, fours, 4):
+        for j in range(first, first + 4):
+            _add_moments(row[j], shift, rstd, address + _u8(bins[j]) * _u8(_BYTES_OF_A_BIN))
+        for j in range(first, first + 4):
+            density[_u8(cells[j])] += 1
+    for j in range(fours, row.size):
+        _add_moments(row[j], shift, rstd, address + _u8(bins[j]) * _u8(_BYTES_OF_A_BIN))
+        density[_u8(cells[j])] += 1
 
 
 @_exact
-def _draw_pairs(
-    row: Any, line: Any, bins: Any, key: Any, element_keys: Any, channels: Any, constants: Any, sums: Any
-) -> None:
-    """Let some pairs of a tile compete for the places of their bins, as :meth:`PairSample.add` says.
+def _add_moments(element: Any, shift: float, rstd: float, row_of_bin: Any) -> None:
+    x = np.float64(element)
+    _add_pair(row_of_bin, x, (x - shift) * rstd)  # type: ignore[call-arg]
 
-    ``line`` is the token's shift and rstd. ``channels`` says how the tile's elements are numbered: the token's first
-    channel, the tile's first element, and how many neighbouring elements are of one channel.
-    """
-    step, last_place = constants.one_element_in, _u8(constants.pairs_per_bin - 1)
-    bins_in_all = _u8(2 * constants.pair[2] + 1)
-    shift, rstd = line
-    first_channel, first, positions = channels
-    for j in range(np.int64((key >> _u8(8)) % _u8(step)), row.size, step):
-        drawn = ((key ^ element_keys[j]) * _MIX_1) & _NO_KEY
+
+@_exact
+def _draw_pairs(tokens: Any, t: int, first: int, stop: int, bins: Any, constants: Any, sums: Any) -> None:
+    """Let some pairs of a part of a token compete for the places of their bins, as :meth:`PairSample.add` says."""
+    key, step, last_place = _u8(tokens.keys[t]), constants.one_element_in, _u8(constants.pairs_per_bin - 1)
+    start = np.int64((key >> _u8(8)) % _u8(step))
+    element_keys, bins_in_all = tokens.element_keys[start, first // step :], _u8(2 * constants.pair[2] + 1)
+    for i in range((stop - first - start + step - 1) // step):
+        j = start + i * step
+        drawn = ((key ^ element_keys[i]) * _MIX_1) & _NO_KEY
         place = (drawn & last_place) * bins_in_all + _u8(bins[j])
         if np.int64(drawn) < sums.pair_key[place]:
             sums.pair_key[place] = np.int64(drawn)
-            sums.pair_x[place] = row[j]
-            sums.pair_y[place] = (np.float64(row[j]) - shift) * rstd
-            sums.pair_channel[place] = first_channel + (first + j) // positions
+            x, channels = tokens.rows[t, first + j], tokens.rows.shape[1] // tokens.positions
+            sums.pair_x[place], sums.pair_y[place] = x, (np.float64(x) - tokens.shift[t]) * tokens.rstd[t]
+            sums.pair_channel[place] = t % tokens.groups * channels + (first + j) // tokens.positions
 
 
 @_exact
-def _add_token(tokens: Any, t: int, key: Any, constants: Any, moments: Any, sums: Any, tile: Any) -> None:
-    """Add the pairs of one finite token, a tile at a time; the tile's buffers are used again and again."""
-    row, d = tokens.rows[t], tokens.rows.shape[1]
-    shift, rstd, density = tokens.shift[t], tokens.rstd[t], sums.density.reshape(-1)
-    first_channel = t % tokens.groups * (d // tokens.positions)
-    for first in range(0, d, _TILE):
-        part = slice(first, min(first + _TILE, d))
-        _index(row[part], shift, rstd, constants, tile)
-        _add_pairs(row[part], shift, rstd, tile, moments, density)
-        channels = (first_channel, first, tokens.positions)
-        _draw_pairs(row[part], (shift, rstd), tile.bins, key, tokens.element_keys[part], channels, constants, sums)
-    mean = tokens.shift[t] if tokens.form[0] else _total(row) / d
-    tile.y[0], tile.y[1] = mean * rstd, 1 / rstd
-    scalar_bits = tile.y.view(np.int32)
-    sums.token_offsets[_bin(scalar_bits[0], *constants.token)] += 1
-    sums.token_scales[_bin(scalar_bits[1], *constants.token)] += 1
+def _add_block(tokens: Any, block: Any, constants: Any, moments: Any, sums: Any, tile: Any) -> None:
+    """Add the pairs of some finite tokens, one step after the other for a part of each."""
+    rows, density, d = tokens.rows, sums.density.reshape(-1), tokens.rows.shape[1]
+    plain = tokens.positions == 1 and tokens.groups == 1
+    for first in range(0, d, _ELEMENTS):
+        stop = min(first + _ELEMENTS, d)
+        for i in range(block.size):
+            t = block[i]
+            _index(rows[t, first:stop], tokens.shift[t], tokens.rstd[t], constants, tile.y, tile.bins[i], tile.cells[i])
+        for i in range(block.size):
+            t = block[i]
+            _add_pairs(
+                rows[t, first:stop], tokens.shift[t], tokens.rstd[t], tile.bins[i], tile.cells[i], moments, density
+            )
+        for i in range(block.size):
+            t = block[i]
+            _draw_pairs(tokens, t, first, stop, tile.bins[i], constants, sums)
+        if plain:
+            _add_to_channels(rows, block, first, stop, sums)
+    if not plain:
+        for t in block:
+            _add_token_to_channels(tokens, t, sums)
 
 
 @_exact
-def _add_to_channels(rows: Any, four_tokens: Any, sums: Any, extremes: Any) -> None:
-    """Add four finite tokens that hold every channel once to what is kept of each."""
-    one, two, three, four = (
-        rows[four_tokens[0]],
-        rows[four_tokens[1]],
-        rows[four_tokens[2]],
-        rows[four_tokens[3]],
-    )
-    total, squares, low, high = sums[0], sums[1], extremes[0], extremes[1]
-    for j in range(one.size):
-        a, b, c, d = np.float64(one[j]), np.float64(two[j]), np.float64(three[j]), np.float64(four[j])
-        total[j] += (a + b) + (c + d)
-        squares[j] += (a * a + b * b) + (c * c + d * d)
-    for row in (one, two, three, four):
+def _add_to_channels(rows: Any, block: Any, first: int, stop: int, sums: Any) -> None:
+    """Add a part of finite tokens that hold every channel once to what is kept of each, four for one load and store."""
+    total, squares = sums.channel_sums[0, first:stop], sums.channel_sums[1, first:stop]
+    low, high = sums.channel_extremes[0, first:stop], sums.channel_extremes[1, first:stop]
+    fours = block.size - block.size % 4
+    for i in range(0, fours, 4):
+        one, two = rows[block[i], first:stop], rows[block[i + 1], first:stop]
+        three, four = rows[block[i + 2], first:stop], rows[block[i + 3], first:stop]
+        for j in range(one.size):
+            a, b, c, d = np.float64(one[j]), np.float64(two[j]), np.float64(three[j]), np.float64(four[j])
+            total[j] += (a + b) + (c + d)
+            squares[j] += (a * a + b * b) + (c * c + d * d)
+        for j in range(one.size):
+            low[j] = _lesser(low[j], _lesser(_lesser(one[j], two[j]), _lesser(three[j], four[j])))
+            high[j] = _greater(high[j], _greater(_greater(one[j], two[j]), _greater(three[j], four[j])))
+    for i in range(fours, block.size):
+        row = rows[block[i], first:stop]
         for j in range(row.size):
-            low[j] = row[j] if row[j] < low[j] else low[j]
-            high[j] = row[j] if row[j] > high[j] else high[j]
+            x = np.float64(row[j])
+            total[j] += x
+            squares[j] += x * x
+            low[j], high[j] = _lesser(low[j], row[j]), _greater(high[j], row[j])
+
+
+@_exact
+def _lesser(a: Any, b: Any) -> Any:
+    return a if a < b else b
+
+
+@_exact
+def _greater(a: Any, b: Any) -> Any:
+    return a if a > b else b
 
 
 @_finite
@@ -251,6 +280,15 @@ def _add_token_to_channels(tokens: Any, t: int, sums: Any) -> None:
 
 
 @_exact
+def _add_scalars(tokens: Any, t: int, constants: Any, sums: Any) -> None:
+    """Count a finite token's mean/σ and σ."""
+    mean = tokens.shift[t] if tokens.form[0] else _total(tokens.rows[t]) / tokens.rows.shape[1]
+    offset, scale = np.float32(mean * tokens.rstd[t]), np.float32(1 / tokens.rstd[t])
+    sums.token_offsets[_bin(offset.view(np.int32), *constants.token)] += 1
+    sums.token_scales[_bin(scale.view(np.int32), *constants.token)] += 1
+
+
+@_called
 def fill(constants: Any, tokens: Any, runs: Any, sums: Any) -> None:
     """Add the tokens of some runs to one thread's sums, and say of each what its line, its key and its reach are.
 
@@ -263,8 +301,9 @@ def fill(constants: Any, tokens: Any, runs: Any, sums: Any) -> None:
     """
     magnitude_bits = np.empty(1, np.int32)
     magnitude = magnitude_bits.view(np.float32)
-    tile = Tile(np.empty(_TILE, np.float32), np.empty(_TILE, np.int32), np.empty(_TILE, np.int32))
-    waiting, n_waiting = np.empty(_TOGETHER, np.int64), 0
+    shape = (_TOKENS, min(_ELEMENTS, tokens.rows.shape[1]))
+    tile = Tile(np.empty(_ELEMENTS, np.float32), np.empty(shape, np.int32), np.empty(shape, np.int32))
+    block, filled = np.empty(_TOKENS, np.int64), 0
     for run in range(runs.shape[0]):
         start, stop, fold, sample_key, position, sample = runs[run]
         moments = sums.shared if fold < 0 else sums.moments[fold]
@@ -281,20 +320,18 @@ def fill(constants: Any, tokens: Any, runs: Any, sums: Any) -> None:
             key = _mixed(_u8(sample_key) + _u8(position + t - start) * _GOLDEN)
             tokens.keys[t], tokens.reach[t] = np.int64(key), magnitude[0]
             tokens.position[t], tokens.sample[t] = position + t - start, sample
-            _add_token(tokens, t, key, constants, moments, sums, tile)
-            if tokens.positions > 1 or tokens.groups > 1:
-                _add_token_to_channels(tokens, t, sums)
-                continue
-            waiting[n_waiting] = t
-            n_waiting += 1
-            if n_waiting == _TOGETHER:
-                _add_to_channels(tokens.rows, waiting, sums.channel_sums, sums.channel_extremes)
-                n_waiting = 0
-    for number in range(n_waiting):
-        _add_token_to_channels(tokens, waiting[number], sums)
+            _add_scalars(tokens, t, constants, sums)
+            block[filled] = t
+            filled += 1
+            if filled == _TOKENS:
+                _add_block(tokens, block, constants, moments, sums, tile)
+                filled = 0
+        if filled:
+            _add_block(tokens, block[:filled], constants, moments, sums, tile)
+            filled = 0
 
 
-@_exact
+@_called
 def draw(tokens: Any, by_reach: bool, grouped: bool, sample: Any) -> None:
     """Let the tokens of a call compete for the places of a :class:`Sample`, those of least rank and key win.
 
@@ -331,7 +368,7 @@ def _last(sample: Any) -> int:
     return last
 
 
-@_exact
+@_called
 def join(into: Any, other: Any) -> None:
     """Add flat sums of 64 bits to others, and leave zeros; most are zero already, and are passed over in eights."""
     bits, whole = other.view(np.int64), into.size - into.size % 8
@@ -349,7 +386,7 @@ def _move(into: Any, other: Any) -> None:
         other[i] = 0
 
 
-@_exact
+@_called
 def join_pairs(sums: Any, other: Any) -> None:
     """Take the drawn pairs of lesser keys."""
     for i in range(sums.pair_key.size):
