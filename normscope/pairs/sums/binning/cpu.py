@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from normscope.pairs.sums.binning import reference
 from normscope.pairs.sums.binning.compiled_loops import threads
 from normscope.pairs.sums.binning.cpu_arrays import CONSTANTS, Rows, SampleArrays, Sums
-from normscope.pairs.sums.binning.cpu_loop import add_weighted, draw, fill, join, join_pairs
-from normscope.pairs.sums.sampling import TokenSample, element_keys
+from normscope.pairs.sums.binning.cpu_draw import draw, join, join_pairs
+from normscope.pairs.sums.binning.cpu_loop import add_weighted, fill
+from normscope.pairs.sums.sampling import ONE_ELEMENT_IN, TokenSample, element_keys
 from normscope.pairs.sums.tokens import Run, Tokens
 
 if TYPE_CHECKING:
@@ -199,4 +200,6 @@ def _all_valid(n: int) -> Array:
 
 @functools.lru_cache(maxsize=16)
 def _element_keys(d: int) -> Array:
-    return element_keys(d).numpy().view(np.uint64)
+    """Number the places in a token; those that compete together lie together: uint64 ``(step, places)``."""
+    places = -(-d // ONE_ELEMENT_IN) * ONE_ELEMENT_IN
+    return np.ascontiguousarray(element_keys(places).numpy().view(np.uint64).reshape(-1, ONE_ELEMENT_IN).T)

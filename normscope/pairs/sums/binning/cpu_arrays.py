@@ -35,7 +35,8 @@ class Rows(NamedTuple):
         given: whether shift and rstd are there already, in place of a form.
         groups: number of groups of channels; 1 where a token holds all channels.
         positions: number of neighbouring elements of a token that are of one channel.
-        element_keys: number of each place in a token, uint64 ``(d,)``.
+        element_keys: number of each place in a token, uint64 ``(step, ≥ d / step)``: those of the places that compete
+            for single pairs together, one in ``step``, are a row.
         keys: takes the key of each token that counts, int64 ``(tokens,)``.
         shift: takes its shift, float64 ``(tokens,)``.
         rstd: takes its slope, float64 ``(tokens,)``.
@@ -96,7 +97,13 @@ class SampleArrays(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What is computed of a tile's elements."""
+    """What is computed of a part of some tokens.
+
+    Attributes:
+        y: of one of them, float32 ``(elements,)``.
+        bins: of x, int32 ``(tokens, elements)``.
+        cells: of (x, y), int32 ``(tokens, elements)``.
+    """
 
     y: Any
     bins: Any

@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import event
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from normscope.pairs.sums.binning.compiled_loops import compiled
 from normscope.pairs.sums.binning.cpu_arrays import Tile
 from normscope.pairs.sums.sampling import GOLDEN, MIX, NO_KEY
-from normscope.runtime.progress import report
 
 Array = NDArray[Any]
 
 _i4 = np.int32
-_TILE = 1024  # elements of a token at a time, so that what is computed of them stays in the first-level cache
+# So many tokens, and elements of each, go through one step after the other, so that what a step reads and writes
+# again and again stays in the first-level cache.
+_TOKENS = 32
+_ELEMENTS = 1024
 _BYTES_OF_A_BIN = 48
-_TOGETHER = 4  # tokens that are added to the channels' sums at once, for a quarter of the loads and stores
 _UNCOUNTED = -1.0
 
 _u8 = np.uint64
@@ -33,10 +33,11 @@ _GOLDEN, _MIX_1, _MIX_2 = (_u8(number % 2**64) for number in (GOLDEN, *MIX))
 _NO_KEY = _u8(NO_KEY)
 
 
-_exact = compiled()
+_called = compiled()
+_exact = compiled(within=True)
 # Sums may be added up in any order, as vector instructions do; a NaN or an infinity stays what it is.
-_any_order = compiled(fastmath={"reassoc", "contract"})
-_finite = compiled(fastmath={"nnan", "nsz", "reassoc"})
+_any_order = compiled(fastmath={"reassoc", "contract"}, within=True)
+_finite = compiled(fastmath={"nnan", "nsz", "reassoc"}, within=True)
 
 
 @intrinsic
@@ -130,93 +131,117 @@ def _mixed(z: Any) -> Any:
 
 
 @_exact
-def _index(row: Any, shift: float, rstd: float, constants: Any, tile: Any) -> None:
-    """Find the bins of x and the cells of (x, y) of a tile."""
-    bits, y_bits = row.view(np.int32), tile.y.view(np.int32)
+def _index(row: Any, shift: float, rstd: float, constants: Any, y: Any, bins: Any, cells: Any) -> None:
+    """Find the bins of x and the cells of (x, y) of a part of a token."""
+    bits, y_bits = row.view(np.int32), y.view(np.int32)
     narrow_shift, narrow_rstd = np.float32(shift), np.float32(rstd)
     for j in range(row.size):
-        tile.y[j] = (row[j] - narrow_shift) * narrow_rstd
+        y[j] = (row[j] - narrow_shift) * narrow_rstd
     joined = _i4(constants.density_x[0] - constants.pair[0])  # two to this power of the pairs' bins are one here
     round_up = _i4((1 << joined) - 1)
     y_bins = _i4(_i4(2) * constants.density_y[2] + _i4(1))
     for j in range(row.size):
         steps = _steps(bits[j], *constants.pair)
-        tile.bins[j] = _to_either_side(steps, bits[j], constants.pair[2])
+        bins[j] = _to_either_side(steps, bits[j], constants.pair[2])
         steps = _i4(_i4(steps + round_up) >> _i4(joined & _i4(31)))
         cell = _i4(_to_either_side(steps, bits[j], constants.density_x[2]) * y_bins)
-        tile.cells[j] = _i4(cell + _bin(y_bits[j], *constants.density_y))
+        cells[j] = _i4(cell + _bin(y_bits[j], *constants.density_y))
 
 
 @_exact
-def _add_pairs(row: Any, shift: float, rstd: float, tile: Any, moments: Any, density: Any) -> None:
-    address = _u8(moments.ctypes.data)
-    for j in range(row.size):
-        density[_u8(tile.cells[j])] += 1
-        x = np.float64(row[j])
-        row_of_bin = address + _u8(tile.bins[j]) * _u8(_BYTES_OF_A_BIN)
-        _add_pair(row_of_bin, x, (x - shift) * rstd)  # type: ignore[call-arg]
+def _add_pairs(row: Any, shift: float, rstd: float, bins: Any, cells: Any, moments: Any, density: Any) -> None:
+    address, fours = _u8(moments.ctypes.data), row.size - row.size % 4
+    for first in range(0, fours, 4):
+        for j in range(first, first + 4):
+            _add_moments(row[j], shift, rstd, address + _u8(bins[j]) * _u8(_BYTES_OF_A_BIN))
+        for j in range(first, first + 4):
+            density[_u8(cells[j])] += 1
+    for j in range(fours, row.size):
+        _add_moments(row[j], shift, rstd, address + _u8(bins[j]) * _u8(_BYTES_OF_A_BIN))
+        density[_u8(cells[j])] += 1
 
 
 @_exact
-def _draw_pairs(
-    row: Any, line: Any, bins: Any, key: Any, element_keys: Any, channels: Any, constants: Any, sums: Any
-) -> None:
-    """Let some pairs of a tile compete for the places of their bins, as :meth:`PairSample.add` says.
+def _add_moments(element: Any, shift: float, rstd: float, row_of_bin: Any) -> None:
+    x = np.float64(element)
+    _add_pair(row_of_bin, x, (x - shift) * rstd)  # type: ignore[call-arg]
 
-    ``line`` is the token's shift and rstd. ``channels`` says how the tile's elements are numbered: the token's first
-    channel, the tile's first element, and how many neighbouring elements are of one channel.
-    """
-    step, last_place = constants.one_element_in, _u8(constants.pairs_per_bin - 1)
-    bins_in_all = _u8(2 * constants.pair[2] + 1)
-    shift, rstd = line
-    first_channel, first, positions = channels
-    for j in range(np.int64((key >> _u8(8)) % _u8(step)), row.size, step):
-        drawn = ((key ^ element_keys[j]) * _MIX_1) & _NO_KEY
+
+@_exact
+def _draw_pairs(tokens: Any, t: int, first: int, stop: int, bins: Any, constants: Any, sums: Any) -> None:
+    """Let some pairs of a part of a token compete for the places of their bins, as :meth:`PairSample.add` says."""
+    key, step, last_place = _u8(tokens.keys[t]), constants.one_element_in, _u8(constants.pairs_per_bin - 1)
+    start = np.int64((key >> _u8(8)) % _u8(step))
+    element_keys, bins_in_all = tokens.element_keys[start, first // step :], _u8(2 * constants.pair[2] + 1)
+    for i in range((stop - first - start + step - 1) // step):
+        j = start + i * step
+        drawn = ((key ^ element_keys[i]) * _MIX_1) & _NO_KEY
         place = (drawn & last_place) * bins_in_all + _u8(bins[j])
         if np.int64(drawn) < sums.pair_key[place]:
             sums.pair_key[place] = np.int64(drawn)
-            sums.pair_x[place] = row[j]
-            sums.pair_y[place] = (np.float64(row[j]) - shift) * rstd
-            sums.pair_channel[place] = first_channel + (first + j) // positions
+            x, channels = tokens.rows[t, first + j], tokens.rows.shape[1] // tokens.positions
+            sums.pair_x[place], sums.pair_y[place] = x, (np.float64(x) - tokens.shift[t]) * tokens.rstd[t]
+            sums.pair_channel[place] = t % tokens.groups * channels + (first + j) // tokens.positions
 
 
 @_exact
-def _add_token(tokens: Any, t: int, key: Any, constants: Any, moments: Any, sums: Any, tile: Any) -> None:
-    """Add the pairs of one finite token, a tile at a time; the tile's buffers are used again and again."""
-    row, d = tokens.rows[t], tokens.rows.shape[1]
-    shift, rstd, density = tokens.shift[t], tokens.rstd[t], sums.density.reshape(-1)
-    first_channel = t % tokens.groups * (d // tokens.positions)
-    for first in range(0, d, _TILE):
-        part = slice(first, min(first + _TILE, d))
-        _index(row[part], shift, rstd, constants, tile)
-        _add_pairs(row[part], shift, rstd, tile, moments, density)
-        channels = (first_channel, first, tokens.positions)
-        _draw_pairs(row[part], (shift, rstd), tile.bins, key, tokens.element_keys[part], channels, constants, sums)
-    mean = tokens.shift[t] if tokens.form[0] else _total(row) / d
-    tile.y[0], tile.y[1] = mean * rstd, 1 / rstd
-    scalar_bits = tile.y.view(np.int32)
-    sums.token_offsets[_bin(scalar_bits[0], *constants.token)] += 1
-    sums.token_scales[_bin(scalar_bits[1], *constants.token)] += 1
+def _add_block(tokens: Any, block: Any, constants: Any, moments: Any, sums: Any, tile: Any) -> None:
+    """Add the pairs of some finite tokens, one step after the other for a part of each."""
+    rows, density, d = tokens.rows, sums.density.reshape(-1), tokens.rows.shape[1]
+    plain = tokens.positions == 1 and tokens.groups == 1
+    for first in range(0, d, _ELEMENTS):
+        stop = min(first + _ELEMENTS, d)
+        for i in range(block.size):
+            t = block[i]
+            _index(rows[t, first:stop], tokens.shift[t], tokens.rstd[t], constants, tile.y, tile.bins[i], tile.cells[i])
+        for i in range(block.size):
+            t = block[i]
+            _add_pairs(
+                rows[t, first:stop], tokens.shift[t], tokens.rstd[t], tile.bins[i], tile.cells[i], moments, density
+            )
+        for i in range(block.size):
+            t = block[i]
+            _draw_pairs(tokens, t, first, stop, tile.bins[i], constants, sums)
+        if plain:
+            _add_to_channels(rows, block, first, stop, sums)
+    if not plain:
+        for t in block:
+            _add_token_to_channels(tokens, t, sums)
 
 
 @_exact
-def _add_to_channels(rows: Any, four_tokens: Any, sums: Any, extremes: Any) -> None:
-    """Add four finite tokens that hold every channel once to what is kept of each."""
-    one, two, three, four = (
-        rows[four_tokens[0]],
-        rows[four_tokens[1]],
-        rows[four_tokens[2]],
-        rows[four_tokens[3]],
-    )
-    total, squares, low, high = sums[0], sums[1], extremes[0], extremes[1]
-    for j in range(one.size):
-        a, b, c, d = np.float64(one[j]), np.float64(two[j]), np.float64(three[j]), np.float64(four[j])
-        total[j] += (a + b) + (c + d)
-        squares[j] += (a * a + b * b) + (c * c + d * d)
-    for row in (one, two, three, four):
+def _add_to_channels(rows: Any, block: Any, first: int, stop: int, sums: Any) -> None:
+    """Add a part of finite tokens that hold every channel once to what is kept of each, four for one load and store."""
+    total, squares = sums.channel_sums[0, first:stop], sums.channel_sums[1, first:stop]
+    low, high = sums.channel_extremes[0, first:stop], sums.channel_extremes[1, first:stop]
+    fours = block.size - block.size % 4
+    for i in range(0, fours, 4):
+        one, two = rows[block[i], first:stop], rows[block[i + 1], first:stop]
+        three, four = rows[block[i + 2], first:stop], rows[block[i + 3], first:stop]
+        for j in range(one.size):
+            a, b, c, d = np.float64(one[j]), np.float64(two[j]), np.float64(three[j]), np.float64(four[j])
+            total[j] += (a + b) + (c + d)
+            squares[j] += (a * a + b * b) + (c * c + d * d)
+        for j in range(one.size):
+            low[j] = _lesser(low[j], _lesser(_lesser(one[j], two[j]), _lesser(three[j], four[j])))
+            high[j] = _greater(high[j], _greater(_greater(one[j], two[j]), _greater(three[j], four[j])))
+    for i in range(fours, block.size):
+        row = rows[block[i], first:stop]
         for j in range(row.size):
-            low[j] = row[j] if row[j] < low[j] else low[j]
-            high[j] = row[j] if row[j] > high[j] else high[j]
+            x = np.float64(row[j])
+            total[j] += x
+            squares[j] += x * x
+            low[j], high[j] = _lesser(low[j], row[j]), _greater(high[j], row[j])
+
+
+@_exact
+def _lesser(a: Any, b: Any) -> Any:
+    return a if a < b else b
+
+
+@_exact
+def _greater(a: Any, b: Any) -> Any:
+    return a if a > b else b
 
 
 @_finite
@@ -243,6 +268,15 @@ def _add_token_to_channels(tokens: Any, t: int, sums: Any) -> None:
 
 
 @_exact
+def _add_scalars(tokens: Any, t: int, constants: Any, sums: Any) -> None:
+    """Count a finite token's mean/σ and σ."""
+    mean = tokens.shift[t] if tokens.form[0] else _total(tokens.rows[t]) / tokens.rows.shape[1]
+    offset, scale = np.float32(mean * tokens.rstd[t]), np.float32(1 / tokens.rstd[t])
+    sums.token_offsets[_bin(offset.view(np.int32), *constants.token)] += 1
+    sums.token_scales[_bin(scale.view(np.int32), *constants.token)] += 1
+
+
+@_called
 def fill(constants: Any, tokens: Any, runs: Any, sums: Any) -> None:
     """Add the tokens of some runs to one thread's sums, and say of each what its line, its key and its reach are.
 
@@ -255,8 +289,9 @@ def fill(constants: Any, tokens: Any, runs: Any, sums: Any) -> None:
     """
     magnitude_bits = np.empty(1, np.int32)
     magnitude = magnitude_bits.view(np.float32)
-    tile = Tile(np.empty(_TILE, np.float32), np.empty(_TILE, np.int32), np.empty(_TILE, np.int32))
-    waiting, n_waiting = np.empty(_TOGETHER, np.int64), 0
+    shape = (_TOKENS, min(_ELEMENTS, tokens.rows.shape[1]))
+    tile = Tile(np.empty(_ELEMENTS, np.float32), np.empty(shape, np.int32), np.empty(shape, np.int32))
+    block, filled = np.empty(_TOKENS, np.int64), 0
     for run in range(runs.shape[0]):
         start, stop, fold, sample_key, position, sample = runs[run]
         moments = sums.shared if fold < 0 else sums.moments[fold]
@@ -273,20 +308,18 @@ def fill(constants: Any, tokens: Any, runs: Any, sums: Any) -> None:
             key = _mixed(_u8(sample_key) + _u8(position + t - start) * _GOLDEN)
             tokens.keys[t], tokens.reach[t] = np.int64(key), magnitude[0]
             tokens.position[t], tokens.sample[t] = position + t - start, sample
-            _add_token(tokens, t, key, constants, moments, sums, tile)
-            if tokens.positions > 1 or tokens.groups > 1:
-                _add_token_to_channels(tokens, t, sums)
-                continue
-            waiting[n_waiting] = t
-            n_waiting += 1
-            if n_waiting == _TOGETHER:
-                _add_to_channels(tokens.rows, waiting, sums.channel_sums, sums.channel_extremes)
-                n_waiting = 0
-    for number in range(n_waiting):
-        _add_token_to_channels(tokens, waiting[number], sums)
+            _add_scalars(tokens, t, constants, sums)
+            block[filled] = t
+            filled += 1
+            if filled == _TOKENS:
+                _add_block(tokens, block, constants, moments, sums, tile)
+                filled = 0
+        if filled:
+            _add_block(tokens, block[:filled], constants, moments, sums, tile)
+            filled = 0
 
 
-@_exact
+@_called
 def add_weighted(constants: Any, tokens: Any, runs: Any, weight: Any, moments: Any) -> None:
     """Add the pairs of the tokens that :func:`fill` has counted, each times the weight of its channel.
 
@@ -318,98 +351,3 @@ def add_weighted(constants: Any, tokens: Any, runs: Any, weight: Any, moments: A
                 sums[3] += of_x * x
                 sums[4] += of_x * y
                 sums[5] += of_y * y
-
-
-@_exact
-def draw(tokens: Any, by_reach: bool, grouped: bool, sample: Any) -> None:
-    """Let the tokens of a call compete for the places of a :class:`Sample`, those of least rank and key win.
-
-    Args:
-        tokens: a :class:`Rows` that has been filled.
-        by_reach: whether a token's rank is -max |x|; otherwise all have the same.
-        grouped: whether tokens are groups, of which :func:`evenly` says what is drawn.
-        sample: a :class:`Sample`.
-    """
-    last = _last(sample)
-    for t in range(tokens.keys.size):
-        rank = -np.float64(tokens.reach[t]) if by_reach else 0.0
-        key = tokens.keys[t]
-        if tokens.reach[t] < 0 or (rank, key) >= (sample.rank[last], sample.key[last]):
-            continue
-        sample.rank[last], sample.key[last], sample.rstd[last] = rank, key, tokens.rstd[t]
-        sample.position[last], sample.sample[last] = tokens.position[t], tokens.sample[t]
-        row, width = tokens.rows[t], sample.x.shape[1]
-        for i in range(width):
-            sample.x[last, i] = row[i * row.size // width]
-        if grouped:
-            sample.x[last, 0], sample.x[last, width - 1] = row.min(), row.max()
-        for i in range(width):
-            sample.y[last, i] = (np.float64(sample.x[last, i]) - tokens.shift[t]) * tokens.rstd[t]
-        last = _last(sample)
-
-
-@_exact
-def _last(sample: Any) -> int:
-    last = 0
-    for i in range(1, sample.key.size):
-        if (sample.rank[i], sample.key[i]) > (sample.rank[last], sample.key[last]):
-            last = i
-    return last
-
-
-@_exact
-def join(into: Any, other: Any) -> None:
-    """Add flat sums of 64 bits to others, and leave zeros; most are zero already, and are passed over in eights."""
-    bits, whole = other.view(np.int64), into.size - into.size % 8
-    for i in range(0, whole, 8):
-        low = bits[i] | bits[i + 1] | bits[i + 2] | bits[i + 3]
-        if (low | bits[i + 4] | bits[i + 5] | bits[i + 6] | bits[i + 7]) != 0:
-            _move(into[i : i + 8], other[i : i + 8])
-    _move(into[whole:], other[whole:])
-
-
-@_exact
-def _move(into: Any, other: Any) -> None:
-    for i in range(into.size):
-        into[i] += other[i]
-        other[i] = 0
-
-
-@_exact
-def join_pairs(sums: Any, other: Any) -> None:
-    """Take the drawn pairs of lesser keys."""
-    for i in range(sums.pair_key.size):
-        if other.pair_key[i] < sums.pair_key[i]:
-            sums.pair_key[i], sums.pair_x[i], sums.pair_y[i] = other.pair_key[i], other.pair_x[i], other.pair_y[i]
-            sums.pair_channel[i] = other.pair_channel[i]
-
-
-class _Compiling(event.Listener):
-    """Reports that the loops are being compiled, which numba does once and keeps; what others compile is theirs."""
-
-    _depth = 0  # a loop is compiled with the functions that it calls
-
-    def on_start(self, happened: event.Event) -> None:
-        if self._is_of_the_loops(happened):
-            if not self._depth:
-                report(_compiling(), 0, 1)
-            self._depth += 1
-
-    def on_end(self, happened: event.Event) -> None:
-        if self._is_of_the_loops(happened):
-            self._depth -= 1
-            if not self._depth:
-                report(_compiling(), 1, 1)
-
-    def _is_of_the_loops(self, happened: event.Event) -> bool:
-        function = getattr(happened.data.get("dispatcher"), "py_func", None)
-        return getattr(function, "__module__", "") == __name__
-
-
-event.register("numba:compile", _Compiling())  # type: ignore[no-untyped-call]
-
-
-def _compiling() -> str:
-    kept = fill.stats.cache_path is not None
-    how_often = "once on this machine" if kept else "in every process, as there is no folder to keep them in"
-    return f"compiling the loops that sum pairs ({how_often}, about 7 s) …"

@@ -81,8 +81,8 @@ def rows_of(seed: int, tokens: int, d: int, scale: float = 1.0) -> torch.Tensor:
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 10**6),
-    st.integers(1, 90),
-    st.sampled_from([2, 7, 64, 1023, 1025, 2100]),  # more than one tile of the loop, and nearly one
+    st.integers(1, 250),  # up to 83 of a sample: more than two blocks of the loop
+    st.sampled_from([2, 7, 64, 1023, 1025, 2100]),  # more than one part of a token, and nearly one
     st.sampled_from([layer_norm, rms_norm, root_mean_square, std_norm]),
     st.sampled_from([1e-6, 1.0, 1e4]),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),

@@ -1,0 +1,79 @@
+"""Which tokens and pairs are drawn, and sums of several threads as one: what numba compiles beside the loop itself.
+
+Everything compiled stands in this file, as in :mod:`normscope.pairs.sums.binning.cpu_loop`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from normscope.pairs.sums.binning.compiled_loops import compiled
+
+_called = compiled()
+_exact = compiled(within=True)
+
+
+@_called
+def draw(tokens: Any, by_reach: bool, grouped: bool, sample: Any) -> None:
+    """Let the tokens of a call compete for the places of a :class:`Sample`, those of least rank and key win.
+
+    Args:
+        tokens: a :class:`Rows` that has been filled.
+        by_reach: whether a token's rank is -max |x|; otherwise all have the same.
+        grouped: whether tokens are groups, of which :func:`evenly` says what is drawn.
+        sample: a :class:`Sample`.
+    """
+    last = _last(sample)
+    for t in range(tokens.keys.size):
+        rank = -np.float64(tokens.reach[t]) if by_reach else 0.0
+        key = tokens.keys[t]
+        if tokens.reach[t] < 0 or (rank, key) >= (sample.rank[last], sample.key[last]):
+            continue
+        sample.rank[last], sample.key[last], sample.rstd[last] = rank, key, tokens.rstd[t]
+        sample.position[last], sample.sample[last] = tokens.position[t], tokens.sample[t]
+        row, width = tokens.rows[t], sample.x.shape[1]
+        for i in range(width):
+            sample.x[last, i] = row[i * row.size // width]
+        if grouped:
+            sample.x[last, 0], sample.x[last, width - 1] = row.min(), row.max()
+        for i in range(width):
+            sample.y[last, i] = (np.float64(sample.x[last, i]) - tokens.shift[t]) * tokens.rstd[t]
+        last = _last(sample)
+
+
+@_exact
+def _last(sample: Any) -> int:
+    last = 0
+    for i in range(1, sample.key.size):
+        if (sample.rank[i], sample.key[i]) > (sample.rank[last], sample.key[last]):
+            last = i
+    return last
+
+
+@_called
+def join(into: Any, other: Any) -> None:
+    """Add flat sums of 64 bits to others, and leave zeros; most are zero already, and are passed over in eights."""
+    bits, whole = other.view(np.int64), into.size - into.size % 8
+    for i in range(0, whole, 8):
+        low = bits[i] | bits[i + 1] | bits[i + 2] | bits[i + 3]
+        if (low | bits[i + 4] | bits[i + 5] | bits[i + 6] | bits[i + 7]) != 0:
+            _move(into[i : i + 8], other[i : i + 8])
+    _move(into[whole:], other[whole:])
+
+
+@_exact
+def _move(into: Any, other: Any) -> None:
+    for i in range(into.size):
+        into[i] += other[i]
+        other[i] = 0
+
+
+@_called
+def join_pairs(sums: Any, other: Any) -> None:
+    """Take the drawn pairs of lesser keys."""
+    for i in range(sums.pair_key.size):
+        if other.pair_key[i] < sums.pair_key[i]:
+            sums.pair_key[i], sums.pair_x[i], sums.pair_y[i] = other.pair_key[i], other.pair_x[i], other.pair_y[i]
+            sums.pair_channel[i] = other.pair_channel[i]
