@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -153,6 +154,23 @@ def test_healing(measured):
     samples = measured("healing", "--models", "demo_vit", "--curves", "dyt", "--steps", "6", "--limit", "64")
     before, after, closed = (samples["demo_vit", "dyt", name][0] for name in ("drift before", "after all", "closed"))
     assert closed == pytest.approx(100 * (1 - after / before)) and after <= before
+
+
+def test_calibration(measured):
+    samples = measured("calibration", "--models", "demo_vit", "--curves", "dyt", "--limit", "48")
+    closed = {way: samples["demo_vit", f"dyt, {way}", "closed"][0] for way in ("fit", "norms", "neighbours")}
+    assert closed["fit"] == 0 < closed["norms"] < closed["neighbours"]
+    for way, share in closed.items():
+        medians = [statistics.median(samples["demo_vit", f"dyt, {one}", "relative L2"]) for one in (way, "fit")]
+        assert share == pytest.approx(100 * (1 - medians[0] / medians[1]), rel=0.05, abs=0.1)  # of an even number
+
+
+def test_docstrings_are_a_line_each_and_always_the_same(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    docstrings = importlib.import_module("calibration").docstrings
+    texts = docstrings(["textwrap", "calendar"])
+    assert texts == docstrings(["textwrap", "calendar"]) and len(set(texts)) == len(texts) > 10
+    assert all(60 <= len(text) <= 800 and "\n" not in text for text in texts)
 
 
 def test_swaps(measured):
