@@ -206,8 +206,8 @@ def _notes_of_diagonal(column: _SiteColumn) -> list[Words]:
     looks = style.looks(fit.curve for fit in column.fits)
     for fit in column.fits:
         r2 = _with_interval(view, fit.curve, view.r2[fit.curve])
-        parts = ["nothing to fit"] if fit.degenerate else [f"derivative's R² {r2}"]
-        lines += broken([fit.curve, *parts], looks[fit.curve][0], room)
+        parts = [fit.curve, "nothing to fit"] if fit.degenerate else [f"{fit.curve}'s derivative", f"R² {r2}"]
+        lines += broken(parts, looks[fit.curve][0], room)
     return lines
 
 
@@ -278,7 +278,7 @@ def _thinned(x: Tensor, y: Tensor) -> tuple[Array, Array]:
 
 
 def _written(number: float, form: str) -> str:
-    return format(number, form).replace("-", "−") if math.isfinite(number) else "–"
+    return format(number, f"z{form}").replace("-", "−") if math.isfinite(number) else "–"
 
 
 def _with_interval(view: GradientView, name: str, r2: float) -> str:

@@ -51,7 +51,7 @@ def plot_healing(
         figure = framed(inches, _INCHES[1] * (1 + narrow), title, [origin], theme)
         alone = [point for point in report.points if point.stage == SITES]
         trained = [point for point in report.points if point.stage != SITES]
-        shares = [*([0.6] if alone else []), 1.5, *([] if narrow else [1.1])]
+        shares = [*([0.6] if alone else []), 1.4, *([] if narrow else [1.3])]
         grid = figure.add_gridspec(1 + narrow, len(shares), width_ratios=shares)
         first = figure.add_subplot(grid[0, 0])
         course = figure.add_subplot(grid[0, 1], sharey=first) if alone else first
@@ -172,11 +172,13 @@ def _draw_drifts(ax: Axes, report: HealReport, style: Style) -> None:
         ax.annotate(
             f"{1 - _HEALED:.0%} closed",
             (0.0, _HEALED * start),
-            (2, 2),
+            (3, 0),
             xycoords=("axes fraction", "data"),
             textcoords="offset points",
+            va="center",
             fontsize=LEAST_POINTS,
             color=style.faint,
+            bbox={"facecolor": style.background, "edgecolor": "none", "pad": 0.8},  # the line goes on at either side
         )
     ax.set_xticks(range(len(stages)), [_NAMES[stage] for stage in stages])
     ax.set_ylabel(f"drift on {report.n_held_out} held-out samples")

@@ -26,7 +26,7 @@ from normscope.figures.notes import (
     write_above,
 )
 from normscope.figures.panels import Panel, best_of, draw_panel, panels_of, with_shared_scales
-from normscope.figures.style import LEAST_POINTS, Style, kind_of, style_named, tail, title_of, wrapped
+from normscope.figures.style import LEAST_POINTS, Style, kind_of, style_named, tail, titles_of, wrapped
 from normscope.fits.curve_fit import CurveFit
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import select
@@ -191,7 +191,7 @@ def _draw(ax: Axes, panel: Panel, notes: Sequence[Words], least: int) -> None:
     for axis in (ax.xaxis, ax.yaxis):
         axis.get_offset_text().set_fontproperties(_TINY)
     site = panel.site
-    lines = [title_of(site, panel.room, _SMALL), *kind_of(site, panel.room, _SMALL)]
+    lines = [*titles_of(site, panel.room, _SMALL), *kind_of(site, panel.room, _SMALL)]
     pad = write_above(ax, notes, least)
     ax.set_title("\n".join(lines), loc="left", fontproperties=_SMALL, parse_math=False, pad=pad)
     if not panel.stats.n_pairs:

@@ -139,7 +139,9 @@ def _draw(ax: Axes, rows: Sequence[Timing], height: float, style: Style) -> None
     detail = " · ".join(part for part in (first.dtype, next((row.timer for row in rows if row.timer), "")) if part)
     shape = "×".join(map(str, first.shape))
     names = (f"{SCOPES[first.scope]}, {first.passes}", f"{SCOPES[first.scope]},\n{first.passes}")
-    ax.set_title(f"{that_fits(names, _BARS_INCHES, 7.5)}\n{shape} · {detail}", parse_math=False)
+    details = (f"{shape} · {detail}", f"{shape}\n{detail}")
+    title = "\n".join(that_fits(texts, _BARS_INCHES, 7.5) for texts in (names, details))
+    ax.set_title(title, parse_math=False)
 
 
 def _bar(ax: Axes, row: Timing, y: float, scale: float, right: float, style: Style) -> None:

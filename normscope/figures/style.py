@@ -172,7 +172,7 @@ def columns_within(panels: int, width: float | None) -> tuple[int, tuple[float, 
 
 
 _MOST_LINES = 3
-_NARROW = 1.6  # inches of a panel, with smaller titles
+_NARROW, _NARROWEST = 1.6, 1.2  # inches of a panel, with smaller titles, and with paths in two lines
 _HINTING = 1.12  # so much wider do letters become where they are fitted to few pixels
 _LETTERS = TextToPath()
 
@@ -237,17 +237,22 @@ def scale_by_factors(ax: Axes) -> None:
     ax.yaxis.set_minor_formatter(NullFormatter())
 
 
-def title_of(site: NormSite, inches: float, font: FontProperties) -> str:
-    """Return a norm's number and the end of its path, in a line of so many inches."""
-    number = f"{site.index}  "
-    return number + tail(site.name, inches - width_of(number, font), font)
+def titles_of(site: NormSite, inches: float, font: FontProperties) -> list[str]:
+    """Return a norm's number and the end of its path, in a line of so many inches, or in two where they are few."""
+    number, name = f"{site.index}  ", visible(site.name)
+    room = inches - width_of(number, font)
+    if inches <= _NARROWEST and width_of(name, font) > room:
+        ends = [name[at + 1 :] for at, letter in enumerate(name) if letter == "."]
+        if end := next((end for end in ends if width_of(end, font) <= inches), ""):
+            return [number + tail(name.removesuffix(end), room, font), end]
+    return [number + tail(name, room, font)]
 
 
 def head_panel(ax: Axes, site: NormSite, details: Sequence[str], inches: float, pad: float = 3.0) -> None:
     """Say above a panel of so many inches which norm it shows, and the first line of detail that there is room for."""
     font = FontProperties(size=7.5 if inches > _NARROW else 6.5)
     detail = that_fits(details, inches, font.get_size_in_points())
-    lines = [title_of(site, inches, font), *kind_of(site, inches, font), tail(detail, inches, font)]
+    lines = [*titles_of(site, inches, font), *kind_of(site, inches, font), tail(detail, inches, font)]
     ax.set_title("\n".join(lines), parse_math=False, loc="left", pad=pad, fontproperties=font)
 
 

@@ -131,3 +131,72 @@ def test_every_point_of_the_mean_averages_enough_pairs_nearby():
         assert len(near) >= 32
         assert math.tanh(near.min()) <= value <= math.tanh(near.max())
     assert mean_line(torch.zeros(6, 4, dtype=torch.float64), axis, 2.0)[0].size == 0
+
+
+@pytest.fixture(scope="module")
+def several():
+    """Two sites alike, and one whose tokens reach a hundred times farther; of d = 16 and 64, whose bounds differ."""
+    model = nn.ModuleList([nn.LayerNorm(16), nn.LayerNorm(16), nn.LayerNorm(64)])
+    model.forward = lambda x: [model[0](x[..., :16]), model[1](3 * x[..., :16]), model[2](100 * x)]
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 40, 64, generator=draw) * torch.exp(0.5 * torch.randn(8, 40, 1, generator=draw))
+    return normscope.capture(model, [x])
+
+
+def by_row(figure, rows=4):
+    shown = panels(figure)
+    return [shown[row * len(shown) // rows : (row + 1) * len(shown) // rows] for row in range(rows)]
+
+
+def test_shared_axes_have_one_place_for_one_number_in_every_panel(several):
+    fits = normscope.fit(several)
+    shared = plot(several, fits, rows="density,token,channel,residual", share_axes=True)
+    *of_y, residual = by_row(shared)
+    reach = max(float(stats.reach.max()) for stats in several.stats.values())
+    assert {ax.get_xlim() for ax in panels(shared)} == {(-1.06 * reach, 1.06 * reach)}
+    assert len({ax.get_ylim() for row in of_y for ax in row}) == 1
+    low, high = of_y[0][0].get_ylim()
+    largest = max(float(stats.tokens.y.abs().max()) for stats in several.stats.values())
+    assert high > largest and low == -high
+    assert len({ax.get_ylim() for ax in residual}) == 1
+    alone = by_row(plot(several, fits, rows="density,token,channel,residual"))[3]
+    drawn = [np.abs(np.asarray(line.get_ydata(), dtype=float)).max() for ax in residual for line in ax.get_lines()]
+    assert residual[0].get_ylim()[1] == pytest.approx(1.08 * max(drawn))
+    assert len({ax.get_ylim() for ax in alone}) == 3  # not without being asked for
+    # A number has one place on paper, on the asinh axis that one site calls for.
+    assert len({ax.transScale.transform((3.0, 0.0))[0] for ax in panels(shared)}) == 1
+
+
+def test_shared_colours_stand_for_the_same_in_every_panel(several):
+    shared, alone = (plot(several, share_axes=share) for share in (True, False))
+    limits = [[ax.images[0].get_clim() for ax in by_row(figure, 3)[0]] for figure in (shared, alone)]
+    assert set(limits[0]) == {(0.1, max(float(ax.images[0].get_array().max()) for ax in by_row(shared, 3)[0]))}
+    assert len(set(limits[1])) == 3
+    sigmas = [{ax.collections[0].norm.vmin for ax in by_row(figure, 3)[1]} for figure in (shared, alone)]
+    assert [len(found) for found in sigmas] == [1, 3]
+    label = shared.legends[0].get_texts()[0].get_text()
+    assert label == "all pairs (log scale, one for all panels)"
+
+
+def test_nothing_is_enlarged_where_axes_are_shared():
+    """Each centre would be enlarged differently, and what looks alike would not be."""
+    x = torch.randn(8, 100, 64, generator=torch.Generator().manual_seed(0))
+    x[:, :2] *= 12  # tails that reach far, yet over one in a hundred pairs lies in them
+    seen = normscope.capture(nn.Sequential(nn.LayerNorm(64)), [x])
+    enlarged, shared = (by_row(plot(seen, rows="density", share_axes=share), 1)[0][0] for share in (False, True))
+    assert enlarged.get_xscale() == shared.get_xscale() == "linear"
+    assert len(enlarged.child_axes) == 1 and not shared.child_axes
+
+
+def test_one_site_that_calls_for_an_asinh_axis_gives_it_to_all(several):
+    assert [ax.get_xscale() for ax in panels(plot(several, rows="token"))] == ["linear"] * 3
+    assert [ax.get_xscale() for ax in panels(plot(several, rows="token", share_axes=True))] == ["asinh"] * 3
+    linear = plot(several, rows="token", share_axes=True, xscale="linear")
+    assert [ax.get_xscale() for ax in panels(linear)] == ["linear"] * 3
+
+
+def test_the_panels_of_an_overview_share_axes_over_all_networks(several):
+    captures = [several.only("0,1"), several.only("2,")]
+    shown = [ax for ax in normscope.overview(captures, share_axes=True).axes if ax.images]
+    assert len(shown) == 3
+    assert len({(ax.get_xlim(), ax.get_ylim(), ax.images[0].get_clim(), ax.get_xscale()) for ax in shown}) == 1

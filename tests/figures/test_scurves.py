@@ -133,20 +133,6 @@ def test_a_title_of_ones_own_and_none(seen, fits, tmp_path):
         assert json.loads(image.text["Description"])["data"] == "noise & <more>"
 
 
-@pytest.mark.parametrize("width", [3.0, 5.5, 7.0])
-def test_a_figure_for_a_paper_is_as_wide_as_asked_with_no_small_letter(seen, fits, width):
-    figure = plot(seen, fits, rows="density,token,channel,residual", width=width)
-    assert figure.get_figwidth() == width
-    figure.draw_without_rendering()
-    small = [t for t in figure.findobj(Text) if t.get_text().strip() and t.get_visible() and t.get_fontsize() < 6]
-    assert small == []
-    for ax in shown(figure):
-        for text in ax.texts:
-            assert text.get_window_extent().x1 <= figure.bbox.x1 + 1
-    with pytest.raises(UsageError, match="cannot be 1 inches wide"):
-        plot(seen, fits, width=1)
-
-
 def test_one_panel_goes_into_axes_of_ones_own(seen, fits):
     mine = Figure()
     ax, other = mine.subplots(1, 2)
@@ -155,11 +141,6 @@ def test_one_panel_goes_into_axes_of_ones_own(seen, fits):
     assert ax.get_title(loc="left").startswith(f"1  {NAMES[1]}")
     with pytest.raises(UsageError, match="ax takes one row of one site, but there are 3 rows of 2 sites"):
         plot(seen, fits, ax=ax)
-
-
-def test_pdfs_hold_whole_fonts(figure, seen, tmp_path):
-    content = save_figure(figure, tmp_path / "figure.pdf", seen, dpi=40).read_bytes()
-    assert b"/CIDFontType2" in content and b"/Type3" not in content  # many journals refuse the latter
 
 
 def test_tokens_are_straight_lines_of_slope_one_over_sigma(figure, seen):

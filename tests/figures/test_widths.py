@@ -84,7 +84,7 @@ def timing(variant, way, scope, passes):
     return Timing(
         **{
             **{"variant": variant, "way": way, "scope": scope, "passes": passes, "dtype": "bfloat16"},
-            **{"timer": "CUDA graph", "shape": (16, 197, 768), "sites": 25, "samples": (1e-3,) * 5, **times},
+            **{"timer": "graph", "shape": (16, 197, 768), "sites": 25, "samples": (1e-3,) * 5, **times},
             **{"gb_per_s": None, "share_of_copy": None, "ratio": ratio, "verdict": verdict},
         }
     )

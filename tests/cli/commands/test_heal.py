@@ -158,9 +158,12 @@ def make():
 
 def test_a_network_of_ones_own_is_healed_in_its_own_batches(here):
     (here / "mine.py").write_text(FACTORY)
-    done = heal("py:mine.py:make", "--steps", "6", "-o", "healed", "--device", "cpu", "--json")
+    look = ("--width", "3.25", "--title", "none")
+    done = heal("py:mine.py:make", "--steps", "6", "-o", "healed", "--device", "cpu", "--json", *look)
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["n_held_out"] == 6
+    with Image.open(here / "healed-healing.png") as image:
+        assert image.width == 650
     told = heal("py:mine.py:make", "--steps", "6", "-o", "healed", "--batch-size", "4")
     assert told.exit_code == 2 and "decides how large its batches are" in told.stderr
 

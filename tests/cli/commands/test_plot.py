@@ -118,3 +118,22 @@ def test_several_embedded_models_do_not_go_into_one_file(captures, tmp_path, mon
     assert done.exit_code == 2
     assert "one.png is one file, but there are 2 models. Name a folder." in " ".join(done.stderr.split())
     assert written(tmp_path) == []
+
+
+@pytest.mark.parametrize("command", ["plot", "fit", "stats", "curves", "gradient", "compare", "heal", "swap-bench"])
+def test_every_command_that_draws_takes_a_width_and_a_title(command):
+    refused = CliRunner().invoke(app, [command, "--width", "1", "--title", "none"], env={"COLUMNS": "200"})
+    assert refused.exit_code == 2 and "1 is not from 2 to 100 inches" in refused.stderr
+
+
+@pytest.mark.parametrize("command", ["plot", "compare"])
+def test_a_figure_is_as_wide_as_asked(captures, tmp_path, command):
+    look = ("--func", "tanh", "--dpi", "40", "--width", "3.25", "--title", "none", "-o", tmp_path)
+    shared = ("--share-axes",) if command == "plot" else ()
+    done = CliRunner().invoke(app, [command, *captures, *map(str, look), *shared])
+    assert done.exit_code == 0, done.output
+    figures = [path for path in tmp_path.iterdir() if path.suffix == ".png"]
+    assert figures
+    for path in figures:
+        with Image.open(path) as image:
+            assert image.width == 130

@@ -224,11 +224,15 @@ def test_seven_billion_weights_are_not_made_without_cuda(folder, monkeypatch):
 
 
 def test_quick_takes_one_curve_and_the_fewest_timings(folder, monkeypatch):
+    look = ("--width", "3.25", "--title", "none", "--dpi", "40")
     monkeypatch.chdir(folder)
-    done = CliRunner().invoke(app, ["swap-bench", NAME, "--quick", "--device", "cpu", "--json", "-o", "quick"])
+    done = CliRunner().invoke(app, ["swap-bench", NAME, "--quick", "--device", "cpu", "--json", "-o", "quick", *look])
     assert done.exit_code == 0, done.output
     document = json.loads(done.stdout)
     assert [report["func"] for report in document["drift"]] == ["dyt"]
+    for figure in document["figures"]:
+        with Image.open(figure["file"]) as image:
+            assert image.width == 130
     rows = document["speed"][0]["rows"]
     assert {len(row["samples"]) for row in rows if row["scope"] == "model"} == {1}
     assert {row["variant"] for row in rows if row["scope"] == "model"} == {"native", "rmsnorm", "identity", "dyt"}
