@@ -32,7 +32,8 @@ mailbox mimetypes multiprocessing.managers numbers optparse os pathlib pdb pickl
 pprint pstats pydoc""".split()  # noqa: SIM905 - names, as one reads them
 JUDGED = """queue random reprlib sched selectors shelve shlex shutil smtplib socket socketserver sqlite3 statistics
 string subprocess tarfile tempfile textwrap threading timeit tokenize trace traceback types typing unittest.case
-unittest.mock urllib.parse urllib.request uuid wave weakref webbrowser xml.dom.minidom xml.etree.ElementTree xmlrpc.client
+unittest.mock urllib.parse urllib.request uuid wave weakref webbrowser xml.dom.minidom xml.etree.ElementTree
+xmlrpc.client
 zipfile""".split()  # noqa: SIM905
 ABOUT = """
 All norms of a network were swapped, with start values fitted to its own inputs to learn from, weighted by γ², and the
