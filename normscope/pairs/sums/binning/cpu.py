@@ -50,8 +50,7 @@ def add(stats: PairStats, tokens: Tokens) -> None:
         done.result()
         _join(sums, other, share.shared_fold)
     reference.add_optional(stats, tokens)
-    for sample, by_reach in zip(views.samples, (False, True), strict=True):
-        draw(rows, by_reach, stats.grouped, sample)
+    draw(rows, stats.grouped, *views.samples)
 
 
 def _rows(tokens: Tokens) -> Rows:

@@ -44,7 +44,7 @@ def _called(function: Any) -> Any:
         return _compiled()(function)
 
 
-# What only the loop calls needs no way in from Python, whose making would take a third of the compiling.
+# What only the loop calls needs no way in from Python, whose making would take a fifth of the compiling.
 _within = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 _exact = _compiled(**_within)
 # Sums may be added up in any order, as vector instructions do; a NaN or an infinity stays what it is.
@@ -207,13 +207,10 @@ def _add_block(tokens: Any, block: Any, constants: Any, moments: Any, sums: Any,
             t = block[i]
             _index(rows[t, first:stop], tokens.shift[t], tokens.rstd[t], constants, tile.y, tile.bins[i], tile.cells[i])
         for i in range(block.size):
-            t = block[i]
-            _add_pairs(
-                rows[t, first:stop], tokens.shift[t], tokens.rstd[t], tile.bins[i], tile.cells[i], moments, density
-            )
+            t, bins, cells = block[i], tile.bins[i], tile.cells[i]
+            _add_pairs(rows[t, first:stop], tokens.shift[t], tokens.rstd[t], bins, cells, moments, density)
         for i in range(block.size):
-            t = block[i]
-            _draw_pairs(tokens, t, first, stop, tile.bins[i], constants, sums)
+            _draw_pairs(tokens, block[i], first, stop, tile.bins[i], constants, sums)
         if plain:
             _add_to_channels(rows, block, first, stop, sums)
     if not plain:
@@ -332,15 +329,21 @@ def fill(constants: Any, tokens: Any, runs: Any, sums: Any) -> None:
 
 
 @_called
-def draw(tokens: Any, by_reach: bool, grouped: bool, sample: Any) -> None:
-    """Let the tokens of a call compete for the places of a :class:`Sample`, those of least rank and key win.
+def draw(tokens: Any, grouped: bool, uniform: Any, largest: Any) -> None:
+    """Let the tokens of a call compete for the places of two :class:`Sample`, those of least rank and key win.
 
     Args:
         tokens: a :class:`Rows` that has been filled.
-        by_reach: whether a token's rank is -max |x|; otherwise all have the same.
         grouped: whether tokens are groups, of which :func:`evenly` says what is drawn.
-        sample: a :class:`Sample`.
+        uniform: the sample in which all have the same rank.
+        largest: the one in which a token's rank is -max |x|.
     """
+    _draw_tokens(tokens, False, grouped, uniform)
+    _draw_tokens(tokens, True, grouped, largest)
+
+
+@_exact
+def _draw_tokens(tokens: Any, by_reach: bool, grouped: bool, sample: Any) -> None:
     last = _last(sample)
     for t in range(tokens.keys.size):
         rank = -np.float64(tokens.reach[t]) if by_reach else 0.0
