@@ -27,6 +27,7 @@ OUTCOMES = {
 }
 TITLES = {
     "capture": "What a capture costs",
+    "capture_parts": "What the steps of a capture cost",
     "fit": "What a fit costs",
     "channels": "What a fit of every channel costs",
     "intervals": "How often the intervals hold the truth",

@@ -25,7 +25,7 @@ def compiled(fastmath: set[str] | bool = False, *, within: bool = False) -> Any:
     Args:
         fastmath: what the compiler may assume of float arithmetic, by LLVM's names; nothing by default.
         within: whether compiled functions alone call it. It needs no way in from Python then, whose making would take
-            a third of the compiling, and is kept with those that call it.
+            a fifth of the compiling, and is kept with those that call it.
     """
     options: Any = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
     if within:

@@ -50,8 +50,7 @@ def add(stats: PairStats, tokens: Tokens) -> None:
     if stats.gamma_moments is not None:
         _add_weighted(stats, tokens, rows)
     reference.add_optional(stats, tokens, by_gamma=False)
-    for sample, by_reach in zip(views.samples, (False, True), strict=True):
-        draw(rows, by_reach, stats.grouped, sample)
+    draw(rows, stats.grouped, *views.samples)
 
 
 def _add_weighted(stats: PairStats, tokens: Tokens, rows: Rows) -> None:

@@ -16,15 +16,21 @@ _exact = compiled(within=True)
 
 
 @_called
-def draw(tokens: Any, by_reach: bool, grouped: bool, sample: Any) -> None:
-    """Let the tokens of a call compete for the places of a :class:`Sample`, those of least rank and key win.
+def draw(tokens: Any, grouped: bool, uniform: Any, largest: Any) -> None:
+    """Let the tokens of a call compete for the places of two :class:`Sample`, those of least rank and key win.
 
     Args:
         tokens: a :class:`Rows` that has been filled.
-        by_reach: whether a token's rank is -max |x|; otherwise all have the same.
         grouped: whether tokens are groups, of which :func:`evenly` says what is drawn.
-        sample: a :class:`Sample`.
+        uniform: the sample in which all have the same rank.
+        largest: the one in which a token's rank is -max |x|.
     """
+    _draw_tokens(tokens, False, grouped, uniform)
+    _draw_tokens(tokens, True, grouped, largest)
+
+
+@_exact
+def _draw_tokens(tokens: Any, by_reach: bool, grouped: bool, sample: Any) -> None:
     last = _last(sample)
     for t in range(tokens.keys.size):
         rank = -np.float64(tokens.reach[t]) if by_reach else 0.0

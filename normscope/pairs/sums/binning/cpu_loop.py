@@ -195,13 +195,10 @@ def _add_block(tokens: Any, block: Any, constants: Any, moments: Any, sums: Any,
             t = block[i]
             _index(rows[t, first:stop], tokens.shift[t], tokens.rstd[t], constants, tile.y, tile.bins[i], tile.cells[i])
         for i in range(block.size):
-            t = block[i]
-            _add_pairs(
-                rows[t, first:stop], tokens.shift[t], tokens.rstd[t], tile.bins[i], tile.cells[i], moments, density
-            )
+            t, bins, cells = block[i], tile.bins[i], tile.cells[i]
+            _add_pairs(rows[t, first:stop], tokens.shift[t], tokens.rstd[t], bins, cells, moments, density)
         for i in range(block.size):
-            t = block[i]
-            _draw_pairs(tokens, t, first, stop, tile.bins[i], constants, sums)
+            _draw_pairs(tokens, block[i], first, stop, tile.bins[i], constants, sums)
         if plain:
             _add_to_channels(rows, block, first, stop, sums)
     if not plain:
