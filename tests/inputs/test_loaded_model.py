@@ -74,7 +74,8 @@ def test_healing_learns_from_what_it_is_not_judged_by():
     report = normscope.heal(network, swapped, steps=2)
     own = {"outputs": network.outputs, "quality": network.task}
     apart = normscope.heal(network.module, again, network.calibration, network.inputs, **own, steps=2)
-    assert report.as_dict() == apart.as_dict()
+    assert report.about == {**network.about, "data": network.inputs.description}
+    assert report.as_dict() == {**report.about, **apart.as_dict()} and not apart.about
     with pytest.raises(UsageError, match="learns from some inputs and is judged by others"):
         normscope.heal(network, swapped, held_out=network.inputs)
 

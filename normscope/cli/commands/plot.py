@@ -44,8 +44,8 @@ Color = Annotated[
 XScale = Annotated[
     str,
     typer.Option(
-        metavar="linear|asinh|auto",
-        help="Of x; auto is asinh where 99 % of the pairs lie in under a tenth of the width.",
+        metavar="SCALE",
+        help="Of x: linear, asinh, or auto, which is asinh where 99 % of the pairs lie in under a tenth of the width.",
     ),
 ]
 ShareAxes = Annotated[

@@ -27,8 +27,8 @@ _POOLING = ("class_token", "global_pool", "fc_norm")
 class VisionTransformer(nn.Module):
     """A pre-norm ViT without a class token: timm's class of this name, as far as ``demo_vit`` needs it.
 
-    Parameters have the same names, fresh ones the same values, and outputs the same bits. Importing all of timm for it
-    would take longer than all that a first figure of it takes besides.
+    Parameters have the same names, and outputs the same bits. Importing all of timm for it would take longer than all
+    that a first figure of it takes besides.
 
     >>> VisionTransformer(8, 2, in_chans=1, num_classes=10, embed_dim=8, depth=1, num_heads=2, init_values=0.1)(
     ...     torch.zeros(3, 1, 8, 8)
