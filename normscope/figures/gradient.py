@@ -32,7 +32,7 @@ from normscope.figures.notes import (
     write_above,
 )
 from normscope.figures.panels import outline
-from normscope.figures.style import Style, columns_within, head_panel, style_named, wrapped
+from normscope.figures.style import Style, columns_within, head_inches, head_panel, style_named, wrapped
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.views.gradient import DrawnJacobians, GradientView, drawn_jacobians, gradient, mean_diagonal
 from normscope.pairs.captures import Capture
@@ -102,7 +102,7 @@ def plot_gradient(
         for site, view in zip(capture.sites, gradient(capture, fits), strict=True)
     ]
     notes = [sum(map(len, _notes(column))) for column in columns if isinstance(column, _SiteColumn)]
-    height = 2 * panel_height + 0.7 + max(notes, default=0) * LINE_POINTS / 72
+    height = 2 * panel_height + 0.35 + head_inches(capture.sites, room) + max(notes, default=0) * LINE_POINTS / 72
     usual = heading(capture.about, count(capture.n_samples, "sample"))
     title, origin = title_and_foot(title, usual, capture.about)
     inches = inches_of(width, max(0.5 + panel_width * across, _LEAST_INCHES))

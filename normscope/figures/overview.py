@@ -26,7 +26,7 @@ from normscope.figures.notes import (
     write_above,
 )
 from normscope.figures.panels import Panel, best_of, draw_panel, panels_of, with_shared_scales
-from normscope.figures.style import LEAST_POINTS, Style, kind_of, style_named, tail, titles_of, wrapped
+from normscope.figures.style import LEAST_POINTS, Style, name_lines, style_named, tail, wrapped
 from normscope.fits.curve_fit import CurveFit
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import select
@@ -35,7 +35,7 @@ _ACROSS = 4
 _COLUMN_INCHES = 1.75  # four of them are a page's text width
 _LEAST_COLUMN = 1.2
 _PANEL_INCHES = 1.15
-_AXIS_INCHES = 0.46  # of a panel's titles and ticks
+_AXIS_INCHES = 0.25  # of a panel's ticks
 _EDGE_INCHES = 0.38  # of a panel's width, that its ticks take
 _GAP_INCHES = 0.1  # above a heading
 _LINE_INCHES = 0.105
@@ -110,8 +110,11 @@ def overview(
     panel_inches = min(_PANEL_INCHES, 0.85 * every[0].inches)
     heights = [_GAP_INCHES + _LINE_INCHES * len(heading) for heading, _ in rows]
     note_inches = [max(map(len, lines)) * LINE_POINTS / 72 for lines in notes]
+    name_inches = _LINE_INCHES * max(len(name_lines(panel.site, panel.room, _SMALL)) for panel in every)
     with matplotlib.rc_context(theme.rc()):
-        height = sum(heights) + sum(note_inches) + (panel_inches + _AXIS_INCHES) * len(rows) + _FOOT_INCHES
+        height = (
+            sum(heights) + sum(note_inches) + (panel_inches + name_inches + _AXIS_INCHES) * len(rows) + _FOOT_INCHES
+        )
         above = "" if title in (None, NONE) else str(title)
         foot = remarks(every, every_fit)
         figure = framed(width, height, above, foot, theme, handles, _SMALL, h_pad=0.03, hspace=0)
@@ -191,7 +194,7 @@ def _draw(ax: Axes, panel: Panel, notes: Sequence[Words], least: int) -> None:
     for axis in (ax.xaxis, ax.yaxis):
         axis.get_offset_text().set_fontproperties(_TINY)
     site = panel.site
-    lines = [*titles_of(site, panel.room, _SMALL), *kind_of(site, panel.room, _SMALL)]
+    lines = name_lines(site, panel.room, _SMALL)
     pad = write_above(ax, notes, least)
     ax.set_title("\n".join(lines), loc="left", fontproperties=_SMALL, parse_math=False, pad=pad)
     if not panel.stats.n_pairs:

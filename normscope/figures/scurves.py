@@ -42,7 +42,7 @@ from normscope.figures.panels import (
     with_shared_scales,
 )
 from normscope.figures.residuals import draw_residuals, residual_handles
-from normscope.figures.style import Style, columns_within, head_panel, style_named, width_of
+from normscope.figures.style import Style, columns_within, head_inches, head_panel, style_named, width_of
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import FREE
 from normscope.pairs.captures import Capture
@@ -120,8 +120,9 @@ def plot(
         notes = [[_NOTES[row](panel) for row in shown] for panel in panels]
         blocks = math.ceil(len(panels) / columns)
         heights = [panel_inches[1] + _note_inches(notes, place) for place in range(len(shown))]
+        head = head_inches(capture.sites, panels[0].room) + 0.12
         handles = _handles(capture, panels, shown)
-        figure = framed(inches, blocks * (sum(heights) + 0.4), title, foot, theme, handles)
+        figure = framed(inches, blocks * (sum(heights) + head), title, foot, theme, handles)
         axes = figure.subplots(len(shown) * blocks, columns, squeeze=False)
         for empty in axes.flat:
             empty.set_visible(False)

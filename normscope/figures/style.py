@@ -172,7 +172,7 @@ def columns_within(panels: int, width: float | None) -> tuple[int, tuple[float, 
 
 
 _MOST_LINES = 3
-_NARROW, _NARROWEST = 1.6, 1.2  # inches of a panel, with smaller titles, and with paths in two lines
+_NARROW, _NARROWEST = 1.6, 1.3  # inches of a panel, with smaller titles, and with paths in two lines
 _HINTING = 1.12  # so much wider do letters become where they are fitted to few pixels
 _LETTERS = TextToPath()
 
@@ -250,10 +250,26 @@ def titles_of(site: NormSite, inches: float, font: FontProperties) -> list[str]:
 
 def head_panel(ax: Axes, site: NormSite, details: Sequence[str], inches: float, pad: float = 3.0) -> None:
     """Say above a panel of so many inches which norm it shows, and the first line of detail that there is room for."""
-    font = FontProperties(size=7.5 if inches > _NARROW else 6.5)
+    font = _head_font(inches)
     detail = that_fits(details, inches, font.get_size_in_points())
-    lines = [*titles_of(site, inches, font), *kind_of(site, inches, font), tail(detail, inches, font)]
+    lines = [*name_lines(site, inches, font), tail(detail, inches, font)]
     ax.set_title("\n".join(lines), parse_math=False, loc="left", pad=pad, fontproperties=font)
+
+
+def _head_font(inches: float) -> FontProperties:
+    return FontProperties(size=7.5 if inches > _NARROW else 6.5)
+
+
+def head_inches(sites: Iterable[NormSite], inches: float) -> float:
+    """Return how high the heads of panels of so many inches are, which :func:`head_panel` writes, at most."""
+    font = _head_font(inches)
+    most = max(len(name_lines(site, inches, font)) + 1 for site in sites)
+    return most * 1.25 * font.get_size_in_points() / 72
+
+
+def name_lines(site: NormSite, inches: float, font: FontProperties) -> list[str]:
+    """Return which norm it is, and of which kind, in lines of so many inches."""
+    return [*titles_of(site, inches, font), *kind_of(site, inches, font)]
 
 
 def kind_of(site: NormSite, inches: float, font: FontProperties) -> list[str]:
