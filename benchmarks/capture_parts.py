@@ -24,8 +24,8 @@ What the steps cost in which the CPU's loop sums up the pairs of one call of one
 of each network: each step alone, over all tokens, one after the other in one process, on one thread, of normally
 distributed x. Between them garbage is collected, so that each begins with cold caches, as a hook does. What the loop
 leaves of PairStats.update is Python: grouping samples into folds, and handing arrays over to compiled code, which every
-step alone pays as well; it weighs more the fewer tokens there are. Sums: of each bin and fold n, Σx, Σy, Σx², Σxy, Σy²;
-density: counts of (x, y). layer_norm is torch's own, for scale.
+step alone pays as well; it weighs more the fewer tokens there are. Reach: max |x|. Sums: of each bin and fold n, Σx,
+Σy, Σx², Σxy, Σy²; density: counts of (x, y). layer_norm is torch's own, for scale.
 """
 
 
@@ -60,7 +60,7 @@ def steps_of(n_samples: int, n_tokens: int, d: int) -> dict[str, Callable[[], ob
     return {
         WHOLE: lambda: stats.update(x, lines, samples),
         "the loop": lambda: cpu_loop.fill(CONSTANTS, rows, share.runs, sums),
-        "max |x| of each token": lambda: reaches(rows),
+        "reach of each token": lambda: reaches(rows),
         "mean and rstd": lambda: find_lines(rows),
         "bins and cells": lambda: find_bins(rows, CONSTANTS, tile),
         "sums and density": lambda: add_pairs(rows, tile, sums),
