@@ -23,7 +23,7 @@ from normscope.swaps.heal.lessons import output_errors
 MODELS = "demo_vit,demo_wav2vec2,demo_dit,minilm"
 CURVES = "dyt,dyisru"
 BATCH_SIZE = 16
-TEXTS, HELD_OUT = 640, 160
+TEXTS, HELD_OUT = 320, 96
 # Docstrings of the standard library, to learn from and, of other modules, to judge by.
 LEARNED = """argparse ast asyncio.events asyncio.streams base64 bisect calendar cmd code codecs collections configparser
 contextlib copy csv datetime decimal difflib dis email.message email.policy enum fractions ftplib functools gettext glob
