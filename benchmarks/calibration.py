@@ -29,12 +29,12 @@ LEARNED = """argparse ast asyncio.events asyncio.streams base64 bisect calendar 
 contextlib copy csv datetime decimal difflib dis email.message email.policy enum fractions ftplib functools gettext glob
 gzip heapq html.parser http.client http.cookiejar imaplib inspect io ipaddress json.decoder logging logging.handlers
 mailbox mimetypes multiprocessing.managers numbers optparse os pathlib pdb pickle pickletools platform plistlib poplib
-pprint pstats pydoc""".split()  # noqa: SIM905 - names, as one reads them
+pprint pstats pydoc"""
 JUDGED = """queue random reprlib sched selectors shelve shlex shutil smtplib socket socketserver sqlite3 statistics
 string subprocess tarfile tempfile textwrap threading timeit tokenize trace traceback types typing unittest.case
 unittest.mock urllib.parse urllib.request uuid wave weakref webbrowser xml.dom.minidom xml.etree.ElementTree
 xmlrpc.client
-zipfile""".split()  # noqa: SIM905
+zipfile"""
 ABOUT = """
 All norms of a network were swapped, with start values fitted to its own inputs to learn from, weighted by γ², and the
 swapped network was calibrated by normscope.calibrate on the same inputs: norms, functions alone; neighbours, the
@@ -95,7 +95,7 @@ def inputs_of(model: str, limit: int | None) -> tuple[normscope.LoadedModel, lis
     with tempfile.TemporaryDirectory() as folder:
         for modules, number in ((LEARNED, TEXTS), (JUDGED, HELD_OUT)):
             path = Path(folder) / f"{number}.txt"
-            path.write_text("\n".join(docstrings(modules)[: limit or number]), encoding="utf-8")
+            path.write_text("\n".join(docstrings(modules.split())[: limit or number]), encoding="utf-8")
             network = normscope.load(model, data=path, batch_size=BATCH_SIZE, device="cpu")
             parts.append(list(network.inputs))
     return network, *parts

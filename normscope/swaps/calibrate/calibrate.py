@@ -255,18 +255,17 @@ class _Calibration:
                 targets = [self._normalized(into.path, number, rows), rows(self._base(into, number))]
             elif into is not None:
                 short_of = rows(self._base_in_original(into, number)) - rows(self._base(into, number))
-                targets = [into.gain * targets[0] + short_of]
+                targets = [into.gain.to(short_of) * targets[0] + short_of]
             (judged if number >= self._n_learned else learned).add(rows(mine.input), targets)
-        weight, bias = weight_of(layer).detach().double(), getattr(layer, "bias", None)
+        weight, bias = weight_of(layer).detach().to("cpu", torch.float64), getattr(layer, "bias", None)
         if into is not None and into_function:
             slope = slopes(learned.with_own(weight))
             slope = slope.clamp(*(bound / self._mean_sigma(into.path) for bound in _SLOPES))
             factors = torch.stack([1 / slope, -torch.ones_like(slope)])
             learned, judged = learned.combined(factors), judged.combined(factors)
         gain = torch.ones(len(weight), dtype=torch.float64) if into is None or into_function else into.gain
-        refitted = ridge(
-            learned, judged, gain[:, None] * weight, None if bias is None else gain * bias.detach().double()
-        )
+        own_bias = None if bias is None else gain * bias.detach().to("cpu", torch.float64)
+        refitted = ridge(learned, judged, gain[:, None] * weight, own_bias)
         _put(refitted, layer, gain)
         self.found.append(CalibratedModule(station.path, False, refitted.before, refitted.after, refitted.penalty))
 
@@ -281,9 +280,9 @@ class _Calibration:
     def _normalized(self, path: str, number: int, rows: Callable[[Tensor], Tensor]) -> Tensor:
         """What a norm of the original gives, before its weight and bias."""
         weight, bias = gain_and_shift(self._original.get_submodule(path))
-        y = rows(self._wanted(path)[number].given).double()
-        y = y if bias is None else y - bias.double()
-        return y if weight is None else y / weight.double()
+        y = rows(self._wanted(path)[number].given).float()
+        y = y if bias is None else y - bias
+        return y if weight is None else y / weight.where(weight != 0, 1.0)
 
     def _mean_sigma(self, path: str) -> float:
         every = [stop.input.flatten(0, -2).std(-1) for stop in self._of_original[path]]
@@ -308,8 +307,8 @@ def _error(function: PointwiseFunction, x: Tensor, y: Tensor) -> float:
     alpha, weight = function.alpha.detach().flatten(), function.weight.detach().flatten()
     parameters = Parameters(alpha, flat(function.shift), weight, flat(function.bias))
     formula = function.curve.function if function.table is None else function.table
-    given = eager.pointwise(x, formula, parameters, 0)
-    return float((given.double() - y.double()).norm() / y.double().norm())
+    given, wanted = eager.pointwise(x, formula, parameters, 0).cpu().double(), y.cpu().double()
+    return float((given - wanted).norm() / wanted.norm())
 
 
 def _put(found: RefittedLayer, layer: nn.Module, gain: Tensor) -> None:
@@ -322,7 +321,7 @@ def _put(found: RefittedLayer, layer: nn.Module, gain: Tensor) -> None:
         weight[reached] = (found.weight / gain[:, None])[reached].to(weight)
         if found.bias is not None:
             bias = layer.get_parameter("bias")
-            bias[reached] = (found.bias / gain)[reached].to(bias)
+            bias[reached.to(bias.device)] = (found.bias / gain)[reached].to(bias)
 
 
 @torch.no_grad()

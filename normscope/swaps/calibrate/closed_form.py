@@ -22,6 +22,8 @@ _BLOCK = 4096  # tokens whose products are summed in float32, before they go int
 class LayerSums:
     """Sums over tokens of a layer's inputs H and of one or several targets T, all that a ridge regression needs.
 
+    They are on the CPU, wherever the tokens are: not every device has float64.
+
     Attributes:
         count: number of tokens.
         features: ΣH: float64 ``(features,)``.
@@ -53,9 +55,10 @@ class LayerSums:
         for rows in range(0, len(inputs), _BLOCK):
             h = inputs[rows : rows + _BLOCK].float()
             t = torch.stack([target[rows : rows + _BLOCK].float() for target in targets])
-            of_block = (h.double().sum(0), h.T @ h, t.double().sum(1), h.T @ t, torch.einsum("inc,jnc->ijc", t, t))
+            products = (h.sum(0), h.T @ h, t.sum(1), h.T @ t, torch.einsum("inc,jnc->ijc", t, t))
+            of_block = [part.to("cpu", torch.float64) for part in products]
             if not self.count:
-                self._set(0, *(torch.zeros_like(part, dtype=torch.float64) for part in of_block))
+                self._set(0, *map(torch.zeros_like, of_block))
             sums = (self.features, self.gram, self.targets, self.cross, self.products)
             self._set(self.count + len(h), *(whole + part for whole, part in zip(sums, of_block, strict=True)))
 

@@ -153,13 +153,13 @@ def _seen(network: nn.Module, paths: Sequence[str], batch: Batch) -> list[_Modul
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = input_of(args, kwargs)
-        taken.append(torch.zeros(0) if given is None else given.detach().clone())
+        taken.append(torch.zeros(0) if given is None else given.detach().to("cpu", copy=True))
 
     def leave(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             given = taken.pop()
             if isinstance(output, Tensor):
-                calls.append(_ModuleCall(path, given, output.detach().clone()))
+                calls.append(_ModuleCall(path, given, output.detach().to("cpu", copy=True)))
 
         return hook
 
@@ -188,14 +188,14 @@ def _next_norm(seen: Sequence[_ModuleCall], number: int, streams: Sequence[str])
     output = seen[number].output.double()
     if behind is None or before is None or behind.input.shape != output.shape:
         return None
-    x, ones = behind.input.double(), torch.ones(output.shape[-1], dtype=torch.float64, device=output.device)
+    x, ones = behind.input.double(), torch.ones(output.shape[-1], dtype=torch.float64)
     if before.output.shape == output.shape and _is(x - output, before.output.double()):
         return NextNorm(behind.path, before.path, True, ones)
     if before.input.shape == output.shape:
         added = x - before.input.double()
         rows = tuple(range(output.ndim - 1))
         gain = (added * output).sum(rows) / output.square().sum(rows).clamp_min(torch.finfo(torch.float64).tiny)
-        if _is(added, gain * output):
+        if bool(gain.any()) and _is(added, gain * output):  # a gate that is shut says nothing of what it lets through
             return NextNorm(behind.path, before.path, False, gain)
     return None
 

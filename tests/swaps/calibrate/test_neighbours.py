@@ -67,6 +67,26 @@ def test_behind_post_norms_a_layer_is_added_to_the_norms_output():
     assert layers["inner"] is None and layers["head"] is None
 
 
+def test_through_a_gate_that_is_shut_a_layer_feeds_nothing():
+    """As a DiT's blocks begin: nothing could be divided by such a gain."""
+
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.inner, self.last = nn.LayerNorm(6), nn.Linear(6, 6), nn.LayerNorm(6)
+            self.gate = nn.Parameter(torch.zeros(6))
+
+        def forward(self, x):
+            return self.last(x + self.gate * self.inner(self.first(x)))
+
+    torch.manual_seed(0)
+    gated, x = Gated(), torch.randn(3, 5, 6)
+    assert [one.feeds for one in of(gated, x).stations if not one.is_norm] == [None]
+    gated.gate.data.fill_(0.5)
+    (into,) = (one.feeds for one in of(gated, x).stations if not one.is_norm)
+    torch.testing.assert_close(into.gain.float(), gated.gate.data, rtol=1e-4, atol=0)
+
+
 def test_what_cannot_be_refitted_is_left_with_its_reason():
     class Odd(nn.Module):
         def __init__(self):
