@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from normscope.pairs.captures import Capture
     from normscope.pairs.norms.sites import NormSite, SkippedNorm
     from normscope.pairs.ranks import Ranks
+    from normscope.runtime.processes import Place
 
 _LEAST = re.compile(r"least:([1-9]\d{0,5})")
 _LEVELS = ("site", "channel")
@@ -50,6 +51,26 @@ Init = Annotated[
         help="Where to start: fit, this network's own fits; theory, A and α in theory; paper, A = 1 and α = 0.5.",
     ),
 ]
+StartOrCalibrated = Annotated[
+    str,
+    typer.Option(
+        "--init",
+        metavar="START",
+        rich_help_panel=SWAP,
+        help="Where to start: fit, this network's own fits; calibrated, from there all that follows without training, "
+        "in the linear layers beside the norms too; theory, A and α in theory; paper, A = 1 and α = 0.5.",
+    ),
+]
+Refit = Annotated[
+    str,
+    typer.Option(
+        metavar="WHAT",
+        rich_help_panel=SWAP,
+        help="What calibrated may change: neighbours, the functions and the linear layers beside them; or norms, the "
+        "functions alone.",
+    ),
+]
+CALIBRATED = "calibrated"
 Sites = Annotated[
     str,
     typer.Option(
@@ -143,6 +164,23 @@ def check_kernels(ways: Sequence[How], device: str) -> None:
     for how in ways:
         name = how.asked if isinstance(how.asked, str) else how.asked.function_name
         by_kernels(stand_ins.get(name, name), resolve_device(device), torch.float32)
+
+
+def check_calibrated(calibrated: bool, refit: str, how: How, place: Place) -> None:
+    """Refuse, before any work, what calibration cannot be; UsageError."""
+    from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS
+    from normscope.swaps.start import RMS_NORM
+
+    if refit not in REFITS:
+        raise UsageError(unknown("refit", refit, REFITS))
+    if not calibrated and refit != NEIGHBOURS:
+        raise UsageError(f"--refit {refit} says what --init calibrated may change; add that, or leave it out.")
+    if calibrated and how.asked == RMS_NORM:
+        raise UsageError("There is no calibrated start of rmsnorm: point-wise functions alone are calibrated.")
+    if calibrated and not place.alone:
+        raise UsageError(
+            f"Calibration runs in one process, and torchrun started {place.ranks}. Start it without torchrun."
+        )
 
 
 def inits_there_are(func: str, inits: Sequence[str]) -> Sequence[str]:

@@ -11,11 +11,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import normscope
-from normscope.cli.options import SWAP, AsCsv, AsJson, Model, Quiet
+from normscope.cli.options import AsCsv, AsJson, Model, Quiet
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models, runs_networks
-from normscope.cli.swapping import How, Learner, OneFunc, Per, Shift, Sites, check_kernels
-from normscope.errors import UsageError, count, unknown
+from normscope.cli.swapping import (
+    CALIBRATED,
+    How,
+    Learner,
+    OneFunc,
+    Per,
+    Refit,
+    Shift,
+    Sites,
+    StartOrCalibrated,
+    check_calibrated,
+    check_kernels,
+)
+from normscope.errors import count
 from normscope.runtime.files import check_folder_writable
 from normscope.runtime.processes import Place
 from normscope.tables.table import swapped_table
@@ -31,26 +43,6 @@ EXAMPLES = (
     "Examples: normscope swap demo_vit --func dyt -o demo_vit-dyt · "
     "normscope swap vit_b16 --func dyisru --sites final,pre-norm -o safe · normscope swap demo_dit --func best -o best"
 )
-StartOrCalibrated = Annotated[
-    str,
-    typer.Option(
-        "--init",
-        metavar="START",
-        rich_help_panel=SWAP,
-        help="Where to start: fit, this network's own fits; calibrated, from there all that follows without training, "
-        "in the linear layers beside the norms too; theory, A and α in theory; paper, A = 1 and α = 0.5.",
-    ),
-]
-Refit = Annotated[
-    str,
-    typer.Option(
-        metavar="WHAT",
-        rich_help_panel=SWAP,
-        help="What calibrated may change: neighbours, the functions and the linear layers beside them; or norms, the "
-        "functions alone.",
-    ),
-]
-CALIBRATED = "calibrated"
 Folder = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The folder to write; --weights takes it.")]
 
 
@@ -79,7 +71,7 @@ def swap(
     calibrated = init == CALIBRATED
     how = How.of(func, "fit" if calibrated else init, per, shift)
     place = Place.from_environment()
-    _check_calibrated(calibrated, refit, how, place)
+    check_calibrated(calibrated, refit, how, place)
     check_kernels([how], run.device)
     if place.speaks:
         check_folder_writable(output, FILES)
@@ -114,23 +106,6 @@ def swap(
         whole |= {"refit": refit, "calibration": report.as_dict()}
     left_out = [{"model": model, **norm.as_dict()} for norm in learner.skipped]
     say.document({**whole, "sites": rows, "skipped": left_out}, [{**whole, **row} for row in rows])
-
-
-def _check_calibrated(calibrated: bool, refit: str, how: How, place: Place) -> None:
-    """Refuse, before any work, what calibration cannot be; UsageError."""
-    from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS
-    from normscope.swaps.start import RMS_NORM
-
-    if refit not in REFITS:
-        raise UsageError(unknown("refit", refit, REFITS))
-    if not calibrated and refit != NEIGHBOURS:
-        raise UsageError(f"--refit {refit} says what --init calibrated may change; add that, or leave it out.")
-    if calibrated and how.asked == RMS_NORM:
-        raise UsageError("There is no calibrated start of rmsnorm: point-wise functions alone are calibrated.")
-    if calibrated and not place.alone:
-        raise UsageError(
-            f"Calibration runs in one process, and torchrun started {place.ranks}. Start it without torchrun."
-        )
 
 
 def _now(module: nn.Module) -> dict[str, Any]:
