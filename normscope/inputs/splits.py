@@ -12,7 +12,7 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.entries import as_batches, taken_once
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 _T = TypeVar("_T")
@@ -28,12 +28,16 @@ class Chunk:
             None, where not one of the inputs could be read.
         unreadable: ``name: reason`` of each input that could not be read, by its number.
         cut: how many inputs are longer than the network takes, and were cut.
+        heard: called, by whoever has run a module on a batch as it came and before the next is asked for, with the
+            module and what it gave: where the network makes its inputs, it then takes no second pass for that. None
+            where nobody needs it.
     """
 
     numbers: Sequence[int]
     batches: Iterable[Batch]
     unreadable: dict[int, str] = field(default_factory=dict)
     cut: int = 0
+    heard: Callable[[nn.Module, Any], None] | None = None
 
     def pin_memory(self) -> Chunk:
         """Return the chunk with its batches in pinned memory, as a DataLoader asks for it."""
@@ -249,7 +253,7 @@ class Part:
         """Yield the chunks of one process's share, also those that hold nothing of this part."""
         has_chunks = hasattr(self.inputs, "chunks")
         chunks = self.inputs.chunks(share) if has_chunks else shared(self.inputs, share)[1]
-        return (replace(chunk, batches=self._own(chunk.batches)) for chunk in chunks)
+        return (replace(chunk, batches=self._own(chunk.batches), heard=None) for chunk in chunks)  # of whole batches
 
     def first_sample(self) -> Batch:
         """Return the first sample of this part that can be read.

@@ -148,7 +148,7 @@ def captured(
     ):
         for chunk in chunks:
             for batch in chunk.batches:
-                work.recorder.run(batch, chunk.numbers[0])
+                work.recorder.run(batch, chunk.numbers[0], chunk.heard)
                 told.add(len(batch.samples))
             work.done.add(chunk.numbers)
             work.left_out.add(chunk)

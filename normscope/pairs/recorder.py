@@ -119,7 +119,7 @@ class Recorder:
                 hooks.callback(norm.register_forward_hook(hook, with_kwargs=True).remove)
             yield
 
-    def run(self, batch: Batch, number: int = 0) -> None:
+    def run(self, batch: Batch, number: int = 0, heard: Callable[[nn.Module, Any], None] | None = None) -> None:
         """Run the network on a batch and sum up what its norms do; in halves, and halves of them, where memory ends.
 
         A norm that had summed up the whole batch when memory ended leaves out the halves: every pair counts once.
@@ -127,6 +127,7 @@ class Recorder:
         Args:
             batch: of some inputs.
             number: of the first of them.
+            heard: called with the network and what it gave, unless the batch ran in halves.
 
         Raises:
             MemoryEndedError: if memory ends at a single sample, at a batch that cannot be split without counting
@@ -137,7 +138,7 @@ class Recorder:
             batch = replace(batch, part="")
         self.seen.begin_part(batch.part, number)
         for piece, summed in self._halving.pieces(batch, Counter[str]()):
-            if self._fits(piece, summed):
+            if self._fits(piece, summed, heard if piece is batch else None):
                 self.seen.n_samples[piece.part] += len(piece.samples)
             else:
                 self._halving.halve(piece, summed | self._calls)
@@ -175,12 +176,12 @@ class Recorder:
             diagonal=self.summing.diagonal and site.has_diagonal,
         )
 
-    def _fits(self, batch: Batch, summed: Counter[str]) -> bool:
+    def _fits(self, batch: Batch, summed: Counter[str], heard: Callable[[nn.Module, Any], None] | None = None) -> bool:
         """Run the batch; return False if memory ended, with the network's buffers as they were before."""
         buffers = KeptBuffers(self.model) if self.report.keeps_state else None
         with self._recording(batch, summed):
             try:
-                run(self.model, batch)
+                output = run(self.model, batch)
             except MemoryEndedError as error:
                 if self._summing_at:
                     raise MemoryEndedError(
@@ -198,6 +199,8 @@ class Recorder:
                 if buffers is not None:
                     buffers.put_back()
                 return False
+        if heard is not None:
+            heard(self.model, output)
         return True
 
     @contextlib.contextmanager

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
@@ -107,13 +108,22 @@ class LatentSpace:
     classes: int
 
 
+@dataclass
+class _Given:
+    """What the module gave for the batch of a chunk that came last, which was at this timestep; None before it ran."""
+
+    timestep: int = -1
+    output: Tensor | None = None
+
+
 class Trajectories(NumberedInputs):
     """DDIM trajectories without added noise (η = 0), from noise, with a class label for each.
 
     With guidance each latent runs twice in a batch, once with its label and once with the null label, and a step
-    follows without + guidance · (with − without). Trajectories are walked once for all timesteps, when latents are
-    asked for that are no noise, and the first of them kept: the first batch at the first timestep takes no forward
-    pass, and none goes beyond the last of ``timesteps``. Tiny ones are walked in larger batches than they come in.
+    follows without + guidance · (with − without). Trajectories are walked once, as far as latents are asked for, and
+    the first of them kept: the first batch at the first timestep takes no forward pass, and none goes beyond the last
+    of ``timesteps``. What the module gave for a batch, if the chunk is told, is the next step's own pass. Tiny ones are
+    walked in larger batches than they come in, and in passes of their own.
 
     Attributes:
         module: the transformer, which both makes the trajectories and is run on them by whoever takes the batches.
@@ -189,11 +199,12 @@ class Trajectories(NumberedInputs):
 
     def _made(self, plan: Iterator[list[int]]) -> Iterator[Chunk]:
         chunks = list(plan)
-        steps = self._visited.index(self.timesteps[-1])
-        ends = [{(number, self.timesteps[-1]) for number in walk} for walk in self._walks(chunks)]
-        left = sum(not self._kept.keys() >= end for end in ends)
-        told = StageProgress(report, _STAGE, steps * left) if steps * left else None
-        return (Chunk(numbers, self._taken(numbers, told)) for numbers in chunks)
+        last = self.timesteps[-1]
+        steps = sum(len(self._steps_to(last, walk)) for walk in self._walks(chunks))
+        told = StageProgress(report, _STAGE, steps) if steps else None
+        for numbers in chunks:
+            given = _Given()
+            yield Chunk(numbers, self._taken(numbers, given, told), heard=partial(self._hear, given))
 
     def _walks(self, chunks: Sequence[Sequence[int]]) -> Iterable[Sequence[int]]:
         """Return the trajectories that are walked as one batch, for each batch that these chunks need.
@@ -215,42 +226,60 @@ class Trajectories(NumberedInputs):
         """
         return max(1, self.batch_size // self._runs)
 
-    def _taken(self, numbers: Sequence[int], told: StageProgress | None) -> Iterator[Batch]:
-        """Yield some trajectories at each of the timesteps."""
+    def _taken(self, numbers: Sequence[int], given: _Given, told: StageProgress | None) -> Iterator[Batch]:
+        """Yield some trajectories at each of the timesteps, walking on from one to the next as they are asked for."""
         for timestep in self.timesteps:
-            keys = [(number, timestep) for number in numbers]
-            if timestep == self._visited[0]:
-                latents = self.noise[list(numbers)]
-            else:
-                if not all(key in self._kept or key in self._latest for key in keys):
-                    self._latest = {}
-                    for walk in self._walks([numbers]):
-                        self._take_steps(walk, told)
-                latents = torch.stack([self._kept[key] if key in self._kept else self._latest[key] for key in keys])
-            yield self._batch(numbers, timestep, latents)
+            if not self._knows(numbers, timestep):
+                for walk in self._walks([numbers]):
+                    self._walk_on(walk, timestep, given if list(walk) == list(numbers) else _Given(), told)
+            given.timestep, given.output = timestep, None
+            yield self._batch(numbers, timestep, self._known(numbers, timestep))
 
-    def _take_steps(self, numbers: Sequence[int], told: StageProgress | None) -> None:
-        """Walk to the last of the timesteps, and keep the latents at all of them.
+    def _hear(self, given: _Given, module: nn.Module, output: Any) -> None:
+        """Take what a module gave for the batch that came last: of this one, it is the next step's own pass."""
+        if module is self.module:
+            given.output = output[0]
+
+    def _walk_on(self, numbers: Sequence[int], timestep: int, given: _Given, told: StageProgress | None) -> None:
+        """Walk to a timestep from the last one that is known, and keep the latents there.
 
         Those of later trajectories, when many are kept, only until others are walked.
         """
-        latents = self.noise[list(numbers)]
-        for timestep in self._visited[: self._visited.index(self.timesteps[-1]) + 1]:
-            if timestep in self.timesteps:
-                kept = self._bytes_kept + latents.nbytes <= MOST_KEPT
-                self._bytes_kept += latents.nbytes if kept else 0
-                keys = [(number, timestep) for number in numbers]
-                (self._kept if kept else self._latest).update(zip(keys, latents, strict=True))
-            if timestep != self.timesteps[-1]:
-                latents = self._denoised(latents, timestep, numbers)
-                if told is not None:
-                    told.add(1)
+        steps = self._steps_to(timestep, numbers)
+        if steps[0] == self._visited[0]:
+            self._latest = {}
+        latents = self._known(numbers, steps[0])
+        for step in steps:
+            latents = self._denoised(latents, step, numbers, given.output if step == given.timestep else None)
+            if told is not None:
+                told.add(1)
+        kept = self._bytes_kept + latents.nbytes <= MOST_KEPT
+        self._bytes_kept += latents.nbytes if kept else 0
+        keys = [(number, timestep) for number in numbers]
+        (self._kept if kept else self._latest).update(zip(keys, latents, strict=True))
+
+    def _steps_to(self, timestep: int, numbers: Sequence[int]) -> list[int]:
+        """The timesteps at which steps are to be taken for the latents at one."""
+        known = [earlier for earlier in self.timesteps if self._knows(numbers, earlier)]
+        begin = max((self._visited.index(one) for one in known), default=0)
+        return self._visited[begin : self._visited.index(timestep)]
+
+    def _knows(self, numbers: Sequence[int], timestep: int) -> bool:
+        keys = [(number, timestep) for number in numbers]
+        return timestep == self._visited[0] or all(key in self._kept or key in self._latest for key in keys)
+
+    def _known(self, numbers: Sequence[int], timestep: int) -> Tensor:
+        if timestep == self._visited[0]:
+            return self.noise[list(numbers)]
+        keys = [(number, timestep) for number in numbers]
+        return torch.stack([self._kept[key] if key in self._kept else self._latest[key] for key in keys])
 
     @torch.inference_mode(False)  # what is kept may later be the input of a pass with gradients
     @torch.no_grad()
-    def _denoised(self, latents: Tensor, timestep: int, numbers: Sequence[int]) -> Tensor:
-        """Take the step at ``timestep``: in float32 on the CPU, except for the module itself."""
-        output: Tensor = run(self.module, self._batch(numbers, timestep, latents))[0]  # of a copy: latents are kept
+    def _denoised(self, latents: Tensor, timestep: int, numbers: Sequence[int], output: Tensor | None = None) -> Tensor:
+        """Take the step at ``timestep``, in float32 on the CPU but for the module itself, whose output may be known."""
+        if output is None:
+            output = run(self.module, self._batch(numbers, timestep, latents))[0]  # of a copy: latents are kept
         predicted = output[:, : latents.shape[1]].float().cpu()  # behind these channels are learned variances
         if self._runs == 2:
             with_label, without = predicted.chunk(2)

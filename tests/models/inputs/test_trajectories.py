@@ -1,5 +1,6 @@
 """Trajectories of a tiny DiT against those of diffusers' own pipeline."""
 
+import copy
 from contextlib import contextmanager
 
 import pytest
@@ -8,7 +9,7 @@ from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2
 
 import normscope
 from normscope.errors import ModelError, UsageError
-from normscope.inputs.splits import ALL, Share
+from normscope.inputs.splits import ALL, Share, learned_and_held_out
 from normscope.loading import load
 from normscope.models.inputs.trajectories import LatentSpace, from_noise, select_timesteps
 
@@ -214,6 +215,49 @@ def test_the_first_batch_takes_no_forward_pass_and_none_comes_after_the_last(tra
     assert len(calls) == 2 * VISITED.index(500)
     list(ours)
     assert len(calls) == 2 * VISITED.index(500), "what was computed once is kept"
+
+
+def test_a_pass_of_a_capture_is_the_next_steps_own(dit, trajectories, calls, none_together):
+    def inputs():
+        return trajectories(number=2, timesteps="980,960,500", batch_size=2)  # one guided latent at a time
+
+    latents = [batch.kwargs["hidden_states"] for batch in inputs()]
+    calls.clear()
+    ours = inputs()
+    normscope.capture(dit, ours)
+    found_sites = 1  # of the first sample alone
+    assert len(calls) == found_sites + 2 * (VISITED.index(500) + 1), "each trajectory's steps, and the last timestep"
+    for batch, expected in zip(ours, latents, strict=True):
+        assert torch.equal(batch.kwargs["hidden_states"], expected)
+
+
+@pytest.mark.parametrize("heard", ["of another network", "of a part", "in halves"])
+def test_what_else_runs_takes_no_step(trajectories, none_together, heard):
+    dit = tiny_dit()
+
+    def inputs():
+        return trajectories(dit, number=2, timesteps="980,960", batch_size=4)
+
+    latents = [batch.kwargs["hidden_states"] for batch in inputs()]
+    ours = inputs()
+    if heard == "of a part":
+        _, part = learned_and_held_out(ours)
+        normscope.capture(dit, part)
+    elif heard == "in halves":
+        passes = iter(range(100))
+
+        def ends_at_once(module, args, kwargs):
+            if len(kwargs["hidden_states"]) == 4 and next(passes) == 0:
+                raise torch.OutOfMemoryError("no memory")
+
+        dit.register_forward_pre_hook(ends_at_once, with_kwargs=True)
+        normscope.capture(dit, ours)
+    else:
+        other = copy.deepcopy(dit)
+        torch.nn.init.zeros_(other.proj_out_2.weight)
+        normscope.capture(other, ours)
+    for batch, expected in zip(ours, latents, strict=True):
+        assert torch.equal(batch.kwargs["hidden_states"], expected)
 
 
 def test_iterating_again_gives_the_same_also_after_an_interruption(trajectories):
