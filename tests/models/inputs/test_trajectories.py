@@ -534,3 +534,26 @@ def test_ends_come_first_and_batches_of_the_original_afterwards(demo):
     fresh = latents_of(load("demo_dit", device="cpu", limit=3).inputs)
     for latents, expected in zip(latents_of(demo.inputs), fresh, strict=True):
         assert torch.equal(latents, expected)
+
+
+@pytest.mark.slow
+def test_five_steps_show_the_norms_as_fifty_do(options):
+    timesteps = "800,600,200,0"
+    fifty = load("demo_dit", device="cpu", limit=32, timesteps=timesteps)
+    five = from_noise(
+        LatentSpace(channels=1, size=8, classes=10),
+        copy.deepcopy(fifty.inputs.scheduler),
+        options(timesteps=timesteps, batch_size=8),
+        guidance=1.0,
+        trajectories=32,
+        steps=(5, 50),
+    )(fifty.module)
+    assert torch.equal(five.noise, fifty.inputs.noise[:32])
+    assert "of 5 steps" in five.description
+    assert "of 50 steps" in fifty.inputs.description
+    both = [normscope.fit(normscope.capture(fifty.module, one), "tanh") for one in (fifty.inputs, five)]
+    off = [abs(few.alpha / many.alpha - 1) for many, few in zip(*both, strict=True)]
+    assert max(off[:2]) < 0.06
+    assert max(off[2:]) < 0.03
+    intervals = [many.intervals["alpha"] for many in both[0]]
+    assert all(low < few.alpha < high for (low, high), few in zip(intervals, both[1], strict=True))
