@@ -16,7 +16,7 @@ from torch import Tensor
 # Of sums that the network itself takes in its own precision.
 _SAME = 1e-2
 _MOST_PARTS = 12  # that a layer's output is cut into
-_SHRUNK = 0.1  # of a channel's mean variance, by which a sample's own scale is held to the present one
+_SHRUNK = 0.02  # of a channel's mean variance, by which a sample's own scale is held to the present one
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class Modulated(nn.Module):
 
     def forward(self, x, of_class):
         shift, _, scale = self.ada(of_class)[:, None].chunk(3, dim=-1)
-        return self.head(torch.tanh(self.norm(x) * (1 + scale) + shift))
+        return self.head(self.norm(x) * (1 + scale) + shift)
 
 
 def of_classes(number=10, size=8):
@@ -47,7 +47,7 @@ def test_what_knows_the_class_undoes_what_depends_on_it():
         report = calibrate(original, swapped, learn, refit=refit)
         found[refit] = report.after
     assert [one.path for one in report.modules] == ["norm", "ada", "head"]
-    # Scales are held to the present ones by a tenth of a channel's variance, and a ridge shrinks.
+    # Scales are held to the present ones by a fiftieth of a channel's variance, and a ridge shrinks.
     assert found["neighbours"] < 0.25 * found["norms"] and found["norms"] > 0.1
     assert torch.equal(swapped.ada.weight[8:16], original.ada.weight[8:16])  # the part that modulates nothing
 
@@ -69,12 +69,12 @@ def test_the_best_scale_is_that_of_a_straight_line_held_to_the_present_one(seed)
     torch.manual_seed(seed)
     given, wanted, present = torch.randn(2, 50, 3), torch.randn(2, 50, 3), torch.randn(2, 3)
     scale, shift = best_for_each_sample(given, wanted, present)
-    held = 0.1 * given.double().var(1, correction=0).mean(0)
+    held = 0.02 * given.double().var(1, correction=0).mean(0)
     for n in range(2):
         for c in range(3):
             x, z = given[n, :, c].double(), wanted[n, :, c].double()
             rows = torch.stack([x - x.mean(), torch.ones(50).double()], 1)
-            far = torch.tensor([[float((50 * held[c]).sqrt()), 0.0]]).double()
+            far = torch.tensor([[float((50 * held[c]).sqrt()), 0.0]], dtype=torch.float64)
             aimed = torch.cat([z, far[:, 0] * (1 + present[n, c].double())])
             line = torch.linalg.lstsq(torch.cat([rows, far]), aimed[:, None]).solution.flatten()
             torch.testing.assert_close(scale[n, c] + 1, line[0], rtol=1e-9, atol=1e-12)
