@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import importlib
 import inspect
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from common import Measurement, finish, in_own_process, names, options
 
 import normscope
 from normscope.inputs.splits import divided
-from normscope.swaps.calibrate.calibrate import REFITS
+from normscope.swaps.calibrate import closed_form, refitting
+from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS
 from normscope.swaps.heal.lessons import output_errors
 
 MODELS = "demo_vit,demo_wav2vec2,demo_dit,minilm"
@@ -42,7 +46,9 @@ linear layers beside them too. Drift: relative L2 at the output against the orig
 has seen; samples are inputs: median, smallest and largest. Closed: the share of the median that is gone. The embedded
 networks learn from all their inputs to learn from; minilm is all-MiniLM-L6-v2, a pretrained one, on {texts} docstrings
 of Python's standard library, and is judged by {held_out} of other modules. CPU seconds are of the calibration alone,
-both networks' passes included. Everything ran on one thread.
+both networks' passes included. Everything ran on one thread. With --ablations also, each by itself: every module
+fitted on what it takes in the original and not in the network calibrated so far; λ fixed at 0.1 of the mean square of a
+feature; one θ for all channels.
 """
 
 
@@ -51,32 +57,42 @@ def main() -> None:
     parser.add_argument("--models", type=names, default=names(MODELS), help="(%(default)s)")
     parser.add_argument("--curves", type=names, default=names(CURVES), help="(%(default)s)")
     parser.add_argument("--limit", type=int, help="inputs of each, to learn from and held out (all)")
+    parser.add_argument("--texts", type=int, default=TEXTS, help="docstrings that minilm learns from (%(default)s)")
+    parser.add_argument("--ablations", action="store_true", help="calibrate also with one step left out or done simply")
     args = parser.parse_args()
-    measurements = [
-        one for model in args.models for one in in_own_process(measured, model, args.curves, args.limit, threads=1)
-    ]
-    about = ABOUT.format(texts=TEXTS, held_out=HELD_OUT)
+    asked = (args.curves, args.limit, args.texts, args.ablations)
+    measurements = [one for model in args.models for one in in_own_process(measured, model, *asked, threads=1)]
+    about = ABOUT.format(texts=args.texts, held_out=HELD_OUT)
     finish("calibration", about, measurements, args, threads=[1], libraries=["timm", "diffusers", "transformers"])
 
 
-def measured(model: str, curves: Sequence[str], limit: int | None) -> list[Measurement]:
+def measured(model: str, curves: Sequence[str], limit: int | None, texts: int, ablations: bool) -> list[Measurement]:
     torch.set_num_threads(1)
-    network, learned, held_out = inputs_of(model, limit)
+    network, learned, held_out = inputs_of(model, limit, texts)
     seen = normscope.capture(network.module, learned, by_gamma=True)
-    return [one for curve in curves for one in of_curve(model, network, curve, seen, learned, held_out)]
+    ways = ("fit", *REFITS, *(ABLATIONS if ablations else ()))
+    return [one for curve in curves for one in of_curve(model, network, curve, seen, learned, held_out, ways)]
 
 
 def of_curve(
-    model: str, network: normscope.LoadedModel, curve: str, seen: normscope.Capture, learned: Any, held_out: Any
+    model: str,
+    network: normscope.LoadedModel,
+    curve: str,
+    seen: normscope.Capture,
+    learned: Any,
+    held_out: Any,
+    ways: Sequence[str],
 ) -> Iterator[Measurement]:
     """Swap one curve in, and calibrate it in each way."""
     start = None
-    for way in ("fit", *REFITS):
+    for way in ways:
         swapped = copy.deepcopy(network.module)
         normscope.swap(swapped, curve, seen)
         if way != "fit":
             began = time.process_time()
-            normscope.calibrate(network.module, swapped, learned, outputs=network.outputs, refit=way)
+            with ABLATIONS.get(way, contextlib.nullcontext)():
+                refit = way if way in REFITS else NEIGHBOURS
+                normscope.calibrate(network.module, swapped, learned, outputs=network.outputs, refit=refit)
             yield Measurement(model, f"{curve}, {way}", "CPU", "s", [time.process_time() - began])
         errors = output_errors(network.module, swapped, held_out, network.outputs)
         yield Measurement(model, f"{curve}, {way}", "relative L2", "at the output", errors.tolist())
@@ -85,7 +101,43 @@ def of_curve(
         yield Measurement(model, f"{curve}, {way}", "closed", "%", [100 * (1 - median / start)])
 
 
-def inputs_of(model: str, limit: int | None) -> tuple[normscope.LoadedModel, list[Any], list[Any]]:
+@contextlib.contextmanager
+def on_the_originals_inputs() -> Iterator[None]:
+    """Let every module be fitted on what the original gives it, as if nothing before it were swapped."""
+    stations, passes, passed = refitting.stations, refitting.waiting_passes, refitting.Refitting._passed
+    originals: list[Any] = []
+
+    def waiting(network: Any, paths: Sequence[str], *, behind: bool, kept: Sequence[str] = ()) -> Any:
+        if behind:
+            originals.append(network)
+        return stations(originals[-1], paths if behind else (), behind=behind, kept=kept)
+
+    def whatever_it_takes(*given: Any) -> Any:
+        return dataclasses.replace(passed(*given), input=None)
+
+    with (
+        patch.object(refitting, "stations", waiting),
+        patch.object(refitting, "waiting_passes", lambda network, batches: passes(originals[-1], batches)),
+        patch.object(refitting.Refitting, "_passed", whatever_it_takes),
+    ):
+        yield
+
+
+def one_slope(sums: Any) -> Any:
+    """One θ for all channels of a post-norm: their mean."""
+    of_channels = closed_form.slopes(sums)
+    return of_channels.mean().expand(len(of_channels))
+
+
+# Calibrations of neighbours with one step done otherwise.
+ABLATIONS: dict[str, Callable[[], Any]] = {
+    "on the original's inputs": on_the_originals_inputs,
+    "λ = 0.1": lambda: patch.object(closed_form, "PENALTIES", (0.1,)),
+    "one θ": lambda: patch.object(refitting, "slopes", one_slope),
+}
+
+
+def inputs_of(model: str, limit: int | None, texts: int = TEXTS) -> tuple[normscope.LoadedModel, list[Any], list[Any]]:
     """Load a network, and its inputs to learn from and to judge by."""
     if model != "minilm":
         network = normscope.load(model, batch_size=BATCH_SIZE, limit=limit, device="cpu")
@@ -93,9 +145,10 @@ def inputs_of(model: str, limit: int | None) -> tuple[normscope.LoadedModel, lis
         return network, list(learned), list(held_out)
     parts = []
     with tempfile.TemporaryDirectory() as folder:
-        for modules, number in ((LEARNED, TEXTS), (JUDGED, HELD_OUT)):
+        for modules, number in ((LEARNED, texts), (JUDGED, HELD_OUT)):
             path = Path(folder) / f"{number}.txt"
-            path.write_text("\n".join(docstrings(modules.split())[: limit or number]), encoding="utf-8")
+            lines = sorted(docstrings(modules.split())[: limit or number], key=len)  # a batch then has little padding
+            path.write_text("\n".join(lines), encoding="utf-8")
             network = normscope.load(model, data=path, batch_size=BATCH_SIZE, device="cpu")
             parts.append(list(network.inputs))
     return network, *parts

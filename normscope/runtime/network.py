@@ -327,3 +327,10 @@ def copied(module: nn.Module) -> nn.Module:
             for name in ("forward", "_old_forward"):
                 part.__dict__.pop(name, None)
     return twin
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return what torch.compile wraps: module paths are those of the network itself."""
+    inner = getattr(model, "_orig_mod", model)
+    assert isinstance(inner, nn.Module)  # noqa: S101 - as torch.compile made it
+    return inner

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normscope.errors import ModelError, UsageError
 from normscope.fits.curves.known import Curve
-from normscope.inputs.loaded_model import LoadedModel, module_of
+from normscope.inputs.loaded_model import LoadedModel, Outputs, module_of
 from normscope.pairs.norms.formulas import gain_and_shift
 from normscope.pairs.norms.kinds import NormKind
 from normscope.pairs.norms.recognition import kind_at
 from normscope.pairs.norms.sites import Layers, NormSite, select
-from normscope.runtime.network import check_whole
+from normscope.runtime.network import check_whole, copied
+from normscope.runtime.network import uncompiled as uncompiled
+from normscope.runtime.progress import Progress, silent
+from normscope.swaps.calibrate.calibrate import NEIGHBOURS, CalibrationReport, calibrate
 from normscope.swaps.place_hooks import PlaceHooks, check_hooks
 from normscope.swaps.pointwise import PointwiseFunction, RMSNorm
-from normscope.swaps.start import Fits, Start, norms_of, only, starts
+from normscope.swaps.start import RMS_NORM, Fits, Start, norms_of, only, starts
 
+CALIBRATED = "calibrated"
 PLACEMENTS = ("pre-norm", "post-norm", "qk", "final")
 
 
@@ -69,6 +75,8 @@ class Swap:
     Attributes:
         model: the network.
         modules: what was put where, by module path.
+        calibration: what was done to them and to the layers beside them, where that was asked for; else None. These
+            layers get their own weights back with the norms.
 
     Raises:
         ModelError: if the network has no such module, or is itself the norm; if one module is to take the places of
@@ -84,6 +92,8 @@ class Swap:
 
     def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], holders: Holders | None = None) -> None:
         self.model, self.modules = model, dict(modules)
+        self.calibration: CalibrationReport | None = None
+        self._own: list[tuple[nn.Parameter, Tensor]] = []  # refitted parameters, with the values that they had
         inner = uncompiled(model)
         holders = Holders(model) if holders is None else holders
         if "" in self.modules:
@@ -120,7 +130,10 @@ class Swap:
             _put(parent, name, norm)
         for hooks in self._hooks:
             hooks.part()
-        self._places, self._hooks = [], []
+        with torch.no_grad():
+            for parameter, value in self._own:
+                parameter.copy_(value)
+        self._places, self._hooks, self._own = [], [], []
 
     def __enter__(self) -> Swap:
         return self
@@ -136,11 +149,16 @@ def swap(
     *,
     sites: Layers = "all",
     init: str = "fit",
+    learn: Iterable[Any] | None = None,
+    refit: str = NEIGHBOURS,
+    outputs: Outputs | None = None,
+    progress: Progress = silent,
 ) -> Swap:
-    """Put one point-wise function in the place of each norm of a network, in place; nothing else is touched.
+    """Put one point-wise function in the place of each norm of a network, in place.
 
     The trained weight and bias of each norm are kept: the function's weight is γ·A and its bias β. Hooks of a norm
-    hear what stands in its place, see :class:`Swap`.
+    hear what stands in its place, see :class:`Swap`. Nothing else is touched but where ``init`` is ``calibrated``: then
+    functions, and the linear layers beside them, are fitted to what the network gave, see :func:`normscope.calibrate`.
 
     Args:
         model: the network that was captured, on any device: what :func:`normscope.load` returned, or any module.
@@ -152,23 +170,76 @@ def swap(
             for ``paper`` and ``rmsnorm``, which need no fit.
         sites: which of them: as ``layers`` of :func:`normscope.capture`, and placements (``"pre-norm"``, ``"final"``).
         init: ``fit``; ``theory``: A and α as they follow from the norm, of a capture; ``paper``: A = 1, α = 0.5, s = 0,
-            which the papers begin training with.
+            which the papers begin training with; ``calibrated``: ``fit``, and from there all that can be had without a
+            gradient.
+        learn: of ``calibrated``: batches to learn from, as :func:`normscope.capture` takes them; None for a loaded
+            model's calibration, or where it has none its inputs.
+        refit: of ``calibrated``: ``neighbours``, or ``norms`` for the functions alone.
+        outputs: of ``calibrated``: how to read what the network returns; by default as the loaded model says, or the
+            first tensor.
+        progress: of ``calibrated``: called with the stage, what was done of it, and all of it.
 
     Returns:
-        A :class:`Swap`: use it in a ``with`` statement to have the network back afterwards.
+        A :class:`Swap`: use it in a ``with`` statement to have the network back afterwards, refitted layers too.
 
     Raises:
-        UsageError: if there is no such curve, site, init or fit.
+        UsageError: if there is no such curve, site, init or fit; if there is nothing to learn from, or what only a
+            calibration takes was passed without one.
         ModelError: if the network does not have the sites, or a norm cannot be replaced.
 
     >>> import normscope
-    >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
-    >>> seen = normscope.capture(model, [torch.randn(64, 4, generator=torch.Generator().manual_seed(0))])
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    >>> x = [torch.randn(64, 4, generator=torch.Generator().manual_seed(0))]
+    >>> seen = normscope.capture(model, x)
     >>> with swap(model, "dyt", seen):
     ...     print(model[1])
     PointwiseFunction(tanh, 8)
+    >>> with swap(model, "dyt", seen, init="calibrated", learn=x) as calibrated:
+    ...     print([module.path for module in calibrated.calibration.modules])
+    ['1', '2']
     """
-    return Swap(module_of(model), replacements(model, curve, fits, sites=sites, init=init))
+    module = module_of(model)
+    if init == CALIBRATED:
+        return _calibrated(model, curve, fits, sites, learn, refit, outputs, progress)
+    given = {"learn": learn is not None, "refit": refit != NEIGHBOURS, "outputs": outputs is not None}
+    if names := [name for name, there in given.items() if there]:
+        raise UsageError(f"With init={init!r} nothing is calibrated: {names[0]} goes with init='calibrated' alone.")
+    return Swap(module, replacements(model, curve, fits, sites=sites, init=init))
+
+
+def _calibrated(
+    model: nn.Module | LoadedModel,
+    curve: str | Curve,
+    fits: Fits,
+    sites: Layers,
+    learn: Iterable[Any] | None,
+    refit: str,
+    outputs: Outputs | None,
+    progress: Progress,
+) -> Swap:
+    """Swap from fits, and calibrate; what calibration changes of the network's own comes back with the norms."""
+    module = module_of(model)
+    if curve == RMS_NORM:
+        raise UsageError("There is no calibrated start of rmsnorm: point-wise functions alone are calibrated.")
+    if learn is None and not isinstance(model, LoadedModel):
+        raise UsageError(
+            f"init='calibrated' learns from inputs, and a {type(module).__name__} brings none: pass learn=, batches as "
+            "normscope.capture takes them, or swap in what normscope.load returned."
+        )
+    modules = replacements(model, curve, fits, sites=sites)
+    original = copied(uncompiled(module))
+    parameters = dict(uncompiled(module).named_parameters())
+    made = Swap(module, modules)
+    try:
+        lent = replace(model, module=original) if isinstance(model, LoadedModel) else original
+        made.calibration = calibrate(lent, module, learn, outputs=outputs, refit=refit, progress=progress)
+    finally:
+        values = dict(original.named_parameters())
+        changed = [name for name, one in parameters.items() if not torch.equal(one, values[name])]
+        made._own = [(parameters[name], values[name].detach().clone()) for name in changed]
+        if made.calibration is None:
+            made.undo()
+    return made
 
 
 def replacements(
@@ -181,7 +252,7 @@ def replacements(
 ) -> dict[str, nn.Module]:
     """Make what :func:`swap` puts in, by module path, and put nothing in.
 
-    Arguments and errors are those of :func:`swap`.
+    Arguments and errors are those of :func:`swap`; there is no ``calibrated``, which changes the network beside them.
 
     >>> import normscope
     >>> network = normscope.load("demo_vit", limit=4)
@@ -291,13 +362,6 @@ def model_tensor(module: nn.Module, otherwise: Tensor | None = None) -> Tensor:
     tensors = itertools.chain(module.parameters(), module.buffers())
     floating = (tensor for tensor in tensors if tensor.is_floating_point())
     return next(floating, torch.zeros(()) if otherwise is None else otherwise)
-
-
-def uncompiled(model: nn.Module) -> nn.Module:
-    """Return what torch.compile wraps: module paths are those of the network itself."""
-    inner = getattr(model, "_orig_mod", model)
-    assert isinstance(inner, nn.Module)  # noqa: S101 - as torch.compile made it
-    return inner
 
 
 def _put(parent: nn.Module, name: str, module: nn.Module) -> None:

@@ -7,6 +7,8 @@ HᵀH and HᵀT.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +18,9 @@ from torch import Tensor
 # λ, as shares of the mean square of a centred feature.
 PENALTIES = (1e-5, 0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 _FIRST_TRIED = 0.1
-_BLOCK = 4096  # tokens whose products are summed in float32, before they go into float64
+_CHANNELS = 128  # of a layer, that λ is chosen by
+_COLUMNS = 256  # of HᵀH that are computed at once
+BLOCK = 4096  # tokens whose products are summed in float32, before they go into float64
 
 
 class LayerSums:
@@ -45,6 +49,12 @@ class LayerSums:
     cross: Tensor
     products: Tensor
 
+    def __init__(self, beside: LayerSums | None = None) -> None:
+        """Begin with nothing; or, beside sums over the same inputs, with theirs, and sum up targets alone."""
+        self._shares = beside is not None
+        if beside is not None:
+            self.count, self.features, self.gram = beside.count, beside.features, beside.gram
+
     def add(self, inputs: Tensor, targets: Sequence[Tensor]) -> None:
         """Add tokens.
 
@@ -52,15 +62,20 @@ class LayerSums:
             inputs: ``(tokens, features)``.
             targets: each ``(tokens, channels)``.
         """
-        for rows in range(0, len(inputs), _BLOCK):
-            h = inputs[rows : rows + _BLOCK].float()
-            t = torch.stack([target[rows : rows + _BLOCK].float() for target in targets])
-            products = (h.sum(0), h.T @ h, t.sum(1), h.T @ t, torch.einsum("inc,jnc->ijc", t, t))
-            of_block = [part.to("cpu", torch.float64) for part in products]
-            if not self.count:
-                self._set(0, *map(torch.zeros_like, of_block))
-            sums = (self.features, self.gram, self.targets, self.cross, self.products)
-            self._set(self.count + len(h), *(whole + part for whole, part in zip(sums, of_block, strict=True)))
+        for rows in range(0, len(inputs), BLOCK):
+            h = inputs[rows : rows + BLOCK].float()
+            t = torch.stack([target[rows : rows + BLOCK].float() for target in targets])
+            if not self._shares:
+                self.count += len(h)
+                self._add(features=h.sum(0), gram=_gram(h))
+            products = torch.stack([torch.stack([(one * other).sum(0) for other in t]) for one in t])
+            self._add(targets=t.sum(1), cross=h.T @ t, products=products)
+
+    def _add(self, **of_block: Tensor) -> None:
+        for name, part in of_block.items():
+            if not hasattr(self, name):
+                setattr(self, name, torch.zeros(part.shape, dtype=torch.float64))
+            getattr(self, name).add_(part.cpu())
 
     def combined(self, factors: Tensor) -> LayerSums:
         """The sums with one target, Σ factorᵢ·Tᵢ.
@@ -138,7 +153,8 @@ class RefittedLayer:
     Attributes:
         weight: W: float64 ``(channels, features)``.
         bias: b: ``(channels,)``; None for a layer without one.
-        penalty: λ, as a share of the mean square of a centred feature; None where the layer stays as it is.
+        penalty: λ, as a share of the mean square of a centred feature; ∞ where the weight stays and the bias alone is
+            fitted, None where the layer stays as it is.
         before: relative L2 error of the layer as it is, on the tokens that decide, of the targets about their mean.
         after: of the layer with these weights, likewise.
     """
@@ -169,29 +185,40 @@ def ridge(learned: LayerSums, judged: LayerSums, weight: Tensor, bias: Tensor | 
     [2.0, 1.0]
     """
     before = weight.double()
+    own_bias = torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias.double()
     of_learned = learned.centred() if bias is not None else learned
     of_judged = judged.centred(learned) if bias is not None else judged
     scale = float(of_learned.gram.diagonal().mean())
-    total = max(float(_total(judged.centred())), torch.finfo(torch.float64).tiny)
-    tried: dict[float, float] = {}
+    total = max(float(judged.centred().products[0, 0].sum()), torch.finfo(torch.float64).tiny)
+    wanted, wanted_of_judged = (sums.cross[0] - sums.gram @ before.T for sums in (of_learned, of_judged))
+    of_bias_alone = _squares(of_judged, before, torch.zeros_like(own_bias))
 
-    def error(penalty: float) -> float:
-        if penalty not in tried:
-            tried[penalty] = _left(of_judged, before, _change(of_learned, before, penalty * scale))
-        return tried[penalty]
+    def gained(penalty: float, every: int) -> float:
+        change = _solved(of_learned.gram, penalty * scale, wanted[:, ::every])
+        left = 2 * wanted_of_judged[:, ::every] - of_judged.gram @ change
+        return float((change * left).sum())
 
-    own = _left(of_judged if bias is not None else judged, before, None)
-    unchanged = RefittedLayer(before, bias, None, (own / total) ** 0.5, (own / total) ** 0.5)
-    if scale <= 0:
-        return unchanged
-    best = _downhill(error)
-    if not error(best) < own:
-        return unchanged
+    own = (max(_squares(judged, before, own_bias), 0.0) / total) ** 0.5
+    best, gain = math.inf, 0.0
+    if scale > 0:
+        some = functools.cache(lambda penalty: -gained(penalty, max(1, len(weight) // _CHANNELS)))
+        best = _downhill(some)
+        gain = gained(best, 1)
+    if not gain > 0:
+        best, gain = math.inf, 0.0
+    after = (max(of_bias_alone - gain, 0.0) / total) ** 0.5
+    if not after < own:
+        return RefittedLayer(before, bias, None, own, own)
     both = learned + judged
-    of_both = both.centred() if bias is not None else both
-    found = before + _change(of_both, before, best * scale * both.count / learned.count).T
+    found = before
+    if best < math.inf:
+        of_both = both.centred() if bias is not None else both
+        change = _solved(
+            of_both.gram, best * scale * both.count / learned.count, of_both.cross[0] - of_both.gram @ before.T
+        )
+        found = before + change.T
     offset = None if bias is None else (both.targets[0] - found @ both.features) / both.count
-    return RefittedLayer(found, offset, best, (own / total) ** 0.5, (max(error(best), 0.0) / total) ** 0.5)
+    return RefittedLayer(found, offset, best, own, after)
 
 
 def slopes(sums: LayerSums, penalty: float = _FIRST_TRIED) -> Tensor:
@@ -207,9 +234,8 @@ def slopes(sums: LayerSums, penalty: float = _FIRST_TRIED) -> Tensor:
         float64 ``(channels,)``.
     """
     centred = sums.centred()
-    gram = _penalized(centred.gram, penalty * float(centred.gram.diagonal().mean()))
     of_first, of_second = centred.cross
-    explained = torch.cholesky_solve(of_second, torch.linalg.cholesky(gram))
+    explained = _solved(centred.gram, penalty * float(centred.gram.diagonal().mean()), of_second)
     common = centred.products[0, 1] - (explained * of_first).sum(0)
     own = centred.products[1, 1] - (explained * of_second).sum(0)
     found: Tensor = common / own.clamp_min(torch.finfo(torch.float64).tiny)
@@ -225,25 +251,24 @@ def _downhill(error: Callable[[float], float]) -> float:
     return PENALTIES[here]
 
 
-def _change(centred: LayerSums, weight: Tensor, penalty: float) -> Tensor:
-    """What is to be added to Wᵀ: ``(features, channels)``."""
-    wanted = centred.cross[0] - centred.gram @ weight.T
-    return torch.cholesky_solve(wanted, torch.linalg.cholesky(_penalized(centred.gram, penalty)))
+def _solved(gram: Tensor, penalty: float, wanted: Tensor) -> Tensor:
+    """(HᵀH + λ)⁻¹ · wanted: ``(features, channels)``."""
+    penalized = gram.clone()
+    penalized.diagonal().add_(penalty)
+    return torch.cholesky_solve(wanted, torch.linalg.cholesky(penalized))
 
 
-def _left(centred: LayerSums, weight: Tensor, change: Tensor | None) -> float:
-    """Squared error of a layer with these weights, and with a change of them."""
-    own = centred.gram @ weight.T
-    square = _total(centred) - 2 * (weight.T * centred.cross[0]).sum() + (weight.T * own).sum()
-    if change is not None:
-        wanted = centred.cross[0] - own
-        square = square - 2 * (change * wanted).sum() + (change * (centred.gram @ change)).sum()
-    return float(square)
+def _squares(sums: LayerSums, weight: Tensor, bias: Tensor) -> float:
+    """‖HWᵀ + b − T‖²."""
+    square = sums.products[0, 0].sum() + (weight.T * (sums.gram @ weight.T - 2 * sums.cross[0])).sum()
+    return float(square + sums.count * bias @ bias - 2 * bias @ (sums.targets[0] - weight @ sums.features))
 
 
-def _total(centred: LayerSums) -> Tensor:
-    return centred.products[0, 0].sum()
-
-
-def _penalized(gram: Tensor, penalty: float) -> Tensor:
-    return gram + penalty * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+def _gram(h: Tensor) -> Tensor:
+    """HᵀH, whose lower half is a copy of the upper one."""
+    if h.shape[1] < 2 * _COLUMNS:
+        return h.T @ h
+    whole = h.new_zeros(h.shape[1], h.shape[1])
+    for first in range(0, h.shape[1], _COLUMNS):
+        whole[first : first + _COLUMNS, first:] = h[:, first : first + _COLUMNS].T @ h[:, first:]
+    return whole.triu() + whole.triu(1).T

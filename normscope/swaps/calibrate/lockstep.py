@@ -34,17 +34,6 @@ class Stop:
     input: Tensor
     output: Tensor | None = None
 
-    @property
-    def given(self) -> Tensor:
-        """The output of a module behind which a pass waits."""
-        if self.output is None:
-            raise ValueError(f"the pass waits in front of {self.path}")
-        return self.output
-
-    def copied(self) -> Stop:
-        """Return it with copies: the network may go on to change its tensors in place."""
-        return Stop(self.path, self.input.clone(), None if self.output is None else self.output.clone())
-
 
 class _Abandoned(BaseException):
     """Raised within a pass that nobody goes on with; a BaseException, so that no network catches it."""
@@ -70,7 +59,7 @@ class WaitingPass:
     def __init__(self, network: nn.Module, batch: Batch) -> None:
         self.network, self.batch = network, batch
         self.result: Any = None
-        self.outputs: dict[str, Tensor] = {}  # of modules in front of which it waited
+        self.outputs: dict[str, Tensor] = {}  # of modules that :func:`stations` keeps
         self._stop: Stop | None = None
         self._error: BaseException | None = None
         self._go, self._here = threading.Semaphore(0), threading.Semaphore(0)
@@ -128,13 +117,14 @@ def _of_this_thread() -> WaitingPass | None:
 
 
 @contextlib.contextmanager
-def stations(network: nn.Module, paths: Sequence[str], *, behind: bool) -> Iterator[None]:
+def stations(network: nn.Module, paths: Sequence[str], *, behind: bool, kept: Sequence[str] = ()) -> Iterator[None]:
     """Let every :class:`WaitingPass` of a network wait at some modules.
 
     Args:
         network: which is run by nobody else meanwhile.
         paths: of the modules.
         behind: whether it waits behind them; else in front of them.
+        kept: those whose outputs a pass keeps.
     """
     with contextlib.ExitStack() as hooks:
         for path in paths:
@@ -143,7 +133,8 @@ def stations(network: nn.Module, paths: Sequence[str], *, behind: bool) -> Itera
                 hooks.callback(module.register_forward_hook(_behind(path), with_kwargs=True).remove)
             else:
                 hooks.callback(module.register_forward_pre_hook(_in_front_of(path), with_kwargs=True).remove)
-                hooks.callback(module.register_forward_hook(_keep_output(path)).remove)
+        for path in kept:
+            hooks.callback(network.get_submodule(path).register_forward_hook(_keep_output(path)).remove)
         yield
 
 

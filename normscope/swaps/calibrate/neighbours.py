@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from normscope.inputs.batch import Batch
+from normscope.inputs.batch import Batch, leaves
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.norms.trace import input_of
 from normscope.runtime.network import left_as_found, run
+from normscope.swaps.calibrate.linear_layers import LinearLayer
+from normscope.swaps.calibrate.modulation import Modulation, modulation_of
 
 _SAMPLES = 2  # that tell how layers and norms hang together
 _HELD = 4  # times what goes in and out of the largest module: both networks' streams, and copies
 # Of sums that the network itself takes in its own precision.
 _SAME = 1e-2
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_FLAT = ("Conv1D",)  # of transformers: a linear layer whose weight is (inputs, outputs)
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,14 @@ class NextNorm:
 
     Attributes:
         path: of the norm.
-        base: of the norm before it, whose input or output the base is.
+        base: of the norm before it, whose input or output the base is; None where nothing is added to the output, and
+            nothing but the norm takes it.
         of_output: whether the base is that norm's output, as behind post-norms; else its input, the residual stream.
         gain: one number a channel, as a layer scale has it: float64 ``(channels,)``; ones where there is none.
     """
 
     path: str
-    base: str
+    base: str | None
     of_output: bool
     gain: Tensor
 
@@ -49,12 +50,16 @@ class Station:
     Attributes:
         path: of the module.
         is_norm: which of the two it is.
+        channel_axis: the axis of what it gives that numbers the channels.
         feeds: the norm that the output of a layer goes into, where that could be told.
+        modulated: what scales and shifts the output of a norm, likewise.
     """
 
     path: str
     is_norm: bool
+    channel_axis: int = -1
     feeds: NextNorm | None = None
+    modulated: Modulation | None = None
 
 
 @dataclass(frozen=True)
@@ -64,12 +69,16 @@ class Neighbours:
     Attributes:
         stations: norms and linear layers in the order of calls.
         left: why a linear layer beside a swapped norm is left as it is, by path.
-        bytes_per_sample: about what one sample's passes through both networks hold while they wait.
+        held: about how many bytes a batch's passes through both networks hold while they wait, for each of its own.
     """
 
     stations: Sequence[Station]
     left: dict[str, str]
-    bytes_per_sample: int
+    held: float
+
+    def bytes_of(self, batches: Iterable[Batch]) -> int:
+        """About what passes hold while they wait: longer texts more than shorter ones."""
+        return round(self.held * sum(map(_size, batches)))
 
 
 def neighbours_of(network: nn.Module, sites: Sequence[NormSite], swapped: Sequence[str], batch: Batch) -> Neighbours:
@@ -83,59 +92,66 @@ def neighbours_of(network: nn.Module, sites: Sequence[NormSite], swapped: Sequen
         swapped: paths of those that are swapped.
         batch: an input; its first samples are enough.
     """
-    streams = [site.name for site in sites if site.placement != "qk" and site.calls == 1]
-    layers = {path: module for path, module in network.named_modules() if _weight_of(module) is not None}
-    convolutions = [path for path, module in network.named_modules() if isinstance(module, _CONVOLUTIONS)]
-    seen = _seen(network, [*layers, *convolutions, *(site.name for site in sites)], batch.first(_SAMPLES))
+    streams = {site.name: site for site in sites if site.placement != "qk" and site.calls == 1}
+    every = {path: LinearLayer.of(module) for path, module in network.named_modules()}
+    layers = {path: layer for path, layer in every.items() if layer is not None}
+    seen = _seen(network, [*layers, *(site.name for site in sites)], batch.first(_SAMPLES))
     calls = Counter(call.path for call in seen)
-    owners = Counter(id(parameter) for layer in layers.values() for parameter in layer.parameters(recurse=False))
+    owners = Counter(id(parameter) for layer in layers.values() for parameter in layer.parameters)
     stations: list[Station] = []
     left: dict[str, str] = {}
     for number, call in enumerate(seen):
-        if call.path in layers or call.path in convolutions:
+        if call.path in layers:
             if not any(path in swapped for path in _stream_norms_around(seen, number, streams)):
                 continue
-            layer = layers.get(call.path)
-            reason = "it is a convolution" if layer is None else _refusal(layer, calls[call.path], owners)
+            layer = layers[call.path]
+            reason = _refusal(layer, call, calls[call.path], owners)
             if reason:
                 left[call.path] = reason
             else:
-                stations.append(Station(call.path, False, _next_norm(seen, number, streams)))
+                into = None if call.derived else _next_norm(seen, number, streams, layer.channel_axis)
+                stations.append(Station(call.path, False, layer.channel_axis, into))
         elif call.path in streams or (call.path in swapped and calls[call.path] == 1):
-            stations.append(Station(call.path, True))
+            site = next(site for site in sites if site.name == call.path)
+            axis = _channel_axis(site, call.input.ndim)
+            stations.append(Station(call.path, True, axis, modulated=_modulation(seen, number, layers)))
     left |= {path: "it is not called as a module" for path in layers if not calls[path]}
     largest = max((call.input.nbytes + call.output.nbytes for call in seen), default=0)
-    return Neighbours(stations, left, _HELD * largest // max(1, min(_SAMPLES, len(batch.samples))))
+    return Neighbours(stations, left, _HELD * largest / _size(batch.first(_SAMPLES)))
 
 
-def weight_of(layer: nn.Module) -> Tensor:
-    """The weight of a linear layer as ``(outputs, inputs)``, a view of its own."""
-    weight = _weight_of(layer)
-    if weight is None:
-        raise TypeError(f"{type(layer).__name__} is no linear layer")
-    return weight
+def _size(batch: Batch) -> int:
+    """The bytes of a batch's tensors; the number of its samples where it has none."""
+    values = leaves((*batch.args, batch.kwargs), of_lists=batch.forward is not None)
+    return sum(value.nbytes for value in values if isinstance(value, Tensor)) or max(1, len(batch.samples))
 
 
-def _weight_of(module: nn.Module) -> Tensor | None:
-    if isinstance(module, nn.Linear):
-        return module.weight
-    weight = getattr(module, "weight", None)
-    return weight.T if type(module).__name__ in _FLAT and isinstance(weight, nn.Parameter) else None
+def _channel_axis(site: NormSite, ndim: int) -> int:
+    """The axis, counted from the end, that numbers a norm's channels; axis 1 of norms over groups of channels."""
+    axis = site.channel_axis
+    if isinstance(axis, tuple):
+        axis = 1 if axis[0] > 0 else -1
+    return axis if axis < 0 else axis - ndim
 
 
-def _refusal(layer: nn.Module, calls: int, owners: Counter[int]) -> str:
+def _refusal(layer: LinearLayer, call: _ModuleCall, calls: int, owners: Counter[int]) -> str:
     """Say why a linear layer cannot be refitted; empty where it can."""
-    weight = weight_of(layer)
-    if not weight.is_floating_point():
-        return f"its weight is in {weight.dtype}"
-    if weight.is_meta:
-        return "its weight is on the meta device"
-    if parametrize.is_parametrized(layer) or "weight" not in layer._parameters:
+    if parametrize.is_parametrized(layer.module) or layer.weight not in layer.module._parameters:
         return "its weight is computed from other tensors"
+    if reason := layer.reason:
+        return reason
+    if not layer.matrix.is_floating_point():
+        return f"its weight is in {layer.matrix.dtype}"
+    if layer.matrix.is_meta:
+        return "its weight is on the meta device"
     if calls > 1:
         return f"it is called {calls} times in one pass"
-    if any(owners[id(parameter)] > 1 for parameter in layer.parameters(recurse=False)):
+    if any(owners[id(parameter)] > 1 for parameter in layer.parameters):
         return "its weights are another layer's too"
+    if call.input.ndim < 1 - layer.channel_axis:
+        return "it is called without an axis of samples"
+    if call.derived and not call.of_one:
+        return "its queries and keys are made of different inputs, and torch uses its weight without calling a module"
     return ""
 
 
@@ -144,22 +160,28 @@ class _ModuleCall:
     path: str
     input: Tensor
     output: Tensor
+    derived: bool = False  # whether the output is made of what the weight gives, and is not that itself
+    of_one: bool = True  # whether one tensor is all that it takes
 
 
 def _seen(network: nn.Module, paths: Sequence[str], batch: Batch) -> list[_ModuleCall]:
     """Run a network, and list the calls of some modules with copies of what they took and gave."""
     calls: list[_ModuleCall] = []
-    taken: list[Tensor] = []
+    taken: list[tuple[Tensor, bool]] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = input_of(args, kwargs)
-        taken.append(torch.zeros(0) if given is None else given.detach().to("cpu", copy=True))
+        three = [*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)][:3]
+        of_one = all(value is given for value in three)
+        taken.append((torch.zeros(0) if given is None else given.detach().to("cpu", copy=True), of_one))
 
     def leave(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            given = taken.pop()
+            given, of_one = taken.pop()
+            derived = isinstance(module, nn.MultiheadAttention)
+            output = output[0] if derived else output
             if isinstance(output, Tensor):
-                calls.append(_ModuleCall(path, given, output.detach().to("cpu", copy=True)))
+                calls.append(_ModuleCall(path, given, output.detach().to("cpu", copy=True), derived, of_one))
 
         return hook
 
@@ -173,7 +195,7 @@ def _seen(network: nn.Module, paths: Sequence[str], batch: Batch) -> list[_Modul
     return calls
 
 
-def _stream_norms_around(seen: Sequence[_ModuleCall], number: int, streams: Sequence[str]) -> Iterator[str]:
+def _stream_norms_around(seen: Sequence[_ModuleCall], number: int, streams: Container[str]) -> Iterator[str]:
     """Yield the norm of the residual stream before a call and the one behind it."""
     for calls in (reversed(seen[:number]), seen[number + 1 :]):
         norm = next((call.path for call in calls if call.path in streams), None)
@@ -181,23 +203,42 @@ def _stream_norms_around(seen: Sequence[_ModuleCall], number: int, streams: Sequ
             yield norm
 
 
-def _next_norm(seen: Sequence[_ModuleCall], number: int, streams: Sequence[str]) -> NextNorm | None:
+def _next_norm(
+    seen: Sequence[_ModuleCall], number: int, streams: Mapping[str, NormSite], channel_axis: int
+) -> NextNorm | None:
     """Find out what the output of a layer is added to before the next norm; None where it is not just added."""
     behind = next((call for call in seen[number + 1 :] if call.path in streams), None)
     before = next((call for call in reversed(seen[:number]) if call.path in streams), None)
-    output = seen[number].output.double()
-    if behind is None or before is None or behind.input.shape != output.shape:
+    shape = seen[number].output.shape
+    if behind is None or behind.input.shape != shape:
         return None
-    x, ones = behind.input.double(), torch.ones(output.shape[-1], dtype=torch.float64)
-    if before.output.shape == output.shape and _is(x - output, before.output.double()):
+    site = streams[behind.path]
+    if _channel_axis(site, len(shape)) != channel_axis or site.channels != shape[channel_axis]:
+        return None
+    output, x = (value.double().movedim(channel_axis, -1) for value in (seen[number].output, behind.input))
+    ones = torch.ones(output.shape[-1], dtype=torch.float64)
+    if _is(x, output):  # a stream that begins here goes on past a pre-norm
+        return NextNorm(behind.path, None, True, ones) if site.placement in (None, "post-norm") else None
+    if before is None:
+        return None
+    if before.output.shape == shape and _is(x - output, before.output.double().movedim(channel_axis, -1)):
         return NextNorm(behind.path, before.path, True, ones)
-    if before.input.shape == output.shape:
-        added = x - before.input.double()
-        rows = tuple(range(output.ndim - 1))
-        gain = (added * output).sum(rows) / output.square().sum(rows).clamp_min(torch.finfo(torch.float64).tiny)
+    if before.input.shape == shape:
+        added = x - before.input.double().movedim(channel_axis, -1)
+        over = tuple(range(output.ndim - 1))
+        gain = (added * output).sum(over) / output.square().sum(over).clamp_min(torch.finfo(torch.float64).tiny)
         if bool(gain.any()) and _is(added, gain * output):  # a gate that is shut says nothing of what it lets through
             return NextNorm(behind.path, before.path, False, gain)
     return None
+
+
+def _modulation(seen: Sequence[_ModuleCall], number: int, layers: Container[str]) -> Modulation | None:
+    """Find out what modulates the output of a norm before the next layer takes it."""
+    behind = next((call for call in seen[number + 1 :] if call.path in layers), None)
+    if behind is None:
+        return None
+    before = [(call.path, call.output) for call in reversed(seen[:number]) if call.path in layers]
+    return modulation_of(seen[number].output, behind.input, before)
 
 
 def _is(one: Tensor, other: Tensor) -> bool:

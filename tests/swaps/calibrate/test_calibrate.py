@@ -111,9 +111,9 @@ def test_what_is_no_better_at_the_output_is_put_back(vit, monkeypatch):
     network, learn, _, _ = vit
     swapped = swapped_vit(vit)
     start = {name: value.clone() for name, value in swapped.state_dict().items()}
-    errors = iter([0.1, 0.2])
+    medians = iter([0.1, 0.2])
     module = __import__("normscope.swaps.calibrate.calibrate", fromlist=["calibrate"])
-    monkeypatch.setattr(module, "output_errors", lambda *given: torch.tensor([next(errors)]))
+    monkeypatch.setattr(module, "_median", lambda *given: next(medians))
     report = calibrate(network, swapped, learn[:3])
     assert report.restored and (report.before, report.after) == (pytest.approx(0.1), pytest.approx(0.2))
     assert all(torch.equal(value, start[name]) for name, value in swapped.state_dict().items())
@@ -144,3 +144,19 @@ def test_mistakes_are_sentences(vit):
         calibrate(network, copy.deepcopy(network.module), learn)
     with pytest.raises(UsageError, match="refit"):
         calibrate(network, swapped_vit(vit), learn, refit="all")
+
+
+def test_memory_is_said_before_it_is_taken(vit, monkeypatch):
+    network, learn, _, _ = vit
+    module = __import__("normscope.swaps.calibrate.calibrate", fromlist=["calibrate"])
+    told = []
+    report = calibrate(network, swapped_vit(vit), learn[:6], progress=lambda *given: told.append(given))
+    said, ends = told[0][0].split(" of memory")
+    assert said.startswith("passes of 96 samples wait at each module, in about ") and ends == " …"
+    assert report.left_out == 0 and told[1][:2] == ("calibrate", 0) and told[-1][1] == told[-1][2]
+    held = float(said.split()[-2]) * 1e9
+    monkeypatch.setattr(module, "MOST_BYTES", int(held * 2 / 3))
+    told.clear()
+    report = calibrate(network, swapped_vit(vit), learn[:6], progress=lambda *given: told.append(given))
+    assert 0 < report.left_out < 72 and report.n_learned + report.n_judged + report.left_out == 96
+    assert f"and {report.left_out} samples left out" in told[0][0]

@@ -67,8 +67,17 @@ def test_a_layer_that_is_right_already_stays_to_the_bit():
         assert torch.equal(found.weight, start.double())
     else:  # rounding of the target left something to fit
         assert torch.allclose(found.weight, start.double(), atol=1e-5)
-    nothing = torch.zeros(100, 5)
-    assert ridge(sums_of(nothing, t), sums_of(nothing, t), start, torch.ones(3)).penalty is None
+
+
+def test_what_inputs_do_not_explain_is_left_to_the_bias():
+    h, start = tokens(1, 100, 5)[0], torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    t, nothing = h @ start.T + 1, torch.zeros(100, 5)
+    found = ridge(sums_of(nothing, t), sums_of(nothing, t), start, torch.ones(3))
+    assert found.penalty == float("inf") and torch.equal(found.weight, start.double())
+    torch.testing.assert_close(found.bias, t.double().mean(0), rtol=1e-5, atol=1e-6)  # sums of float32 tokens
+    assert found.after == pytest.approx(1.0)
+    unbiased = ridge(sums_of(nothing, t), sums_of(nothing, t), start, None)
+    assert unbiased.penalty is None and unbiased.bias is None
 
 
 def test_tokens_come_in_any_pieces():

@@ -37,7 +37,7 @@ def test_what_passes_give_is_what_they_give_alone(behind):
         for stop, batch in zip(at_norm, inputs, strict=True):
             alone = model[:2](batch.args[0])
             assert torch.equal(stop.input, alone)
-            assert torch.equal(stop.given, model[2](alone)) if behind else stop.output is None
+            assert torch.equal(stop.output, model[2](alone)) if behind else stop.output is None
         all_to(passes, "3")
         results = gone_on_to_the_end(passes)
     for result, batch in zip(results, inputs, strict=True):

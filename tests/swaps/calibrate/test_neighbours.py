@@ -7,7 +7,7 @@ from torch import nn
 import normscope
 from normscope.inputs.batch import Batch, Sample
 from normscope.pairs.norms.trace import find_norms
-from normscope.swaps.calibrate.neighbours import neighbours_of, weight_of
+from normscope.swaps.calibrate.neighbours import neighbours_of
 
 
 def found(network, batch, swapped=None):
@@ -27,11 +27,12 @@ def vit():
 def test_a_vits_layers_feed_the_stream_through_their_layer_scale(vit):
     near = found(vit.module, vit.inputs.first_sample())
     layers = {one.path: one.feeds for one in near.stations if not one.is_norm}
-    assert [one.path for one in near.stations][:7] == [
+    assert [one.path for one in near.stations][:8] == [
+        "patch_embed.proj",
         *(f"blocks.0.{name}" for name in ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")),
         "blocks.1.norm1",
     ]
-    assert near.left == {"patch_embed.proj": "it is a convolution"}
+    assert not near.left and layers["patch_embed.proj"] is None
     for depth in range(8):
         into = layers[f"blocks.{depth}.attn.proj"]
         assert (into.path, into.base, into.of_output) == (f"blocks.{depth}.norm2", f"blocks.{depth}.norm1", False)
@@ -109,9 +110,27 @@ def test_what_cannot_be_refitted_is_left_with_its_reason():
     }
 
 
-def test_a_flat_layer_of_transformers_is_one_whose_weight_is_turned():
-    flat = pytest.importorskip("transformers.pytorch_utils").Conv1D(3, 5)
-    torch.testing.assert_close(
-        torch.ones(2, 5) @ weight_of(flat).T + flat.bias, flat(torch.ones(2, 5)), rtol=1e-6, atol=1e-6
-    )
-    assert weight_of(flat).data_ptr() == flat.weight.data_ptr()
+def test_a_convolution_right_before_a_norm_feeds_it_alone():
+    """As in the feature extractor of wav2vec 2.0; what also goes past a norm, in a stream, does not feed that alone."""
+    norm_of = pytest.importorskip("timm.layers").LayerNorm2d
+    torch.manual_seed(0)
+
+    class Stem(nn.Module):
+        def __init__(self, *, goes_on):
+            super().__init__()
+            self.goes_on = goes_on
+            self.first, self.norm, self.inner = nn.Conv2d(1, 6, 3), norm_of(6), nn.Conv2d(6, 6, 3, groups=6)
+            self.last, self.head = norm_of(6), nn.Conv2d(6, 2, 1)
+
+        def forward(self, x):
+            x = self.first(x)
+            y = self.norm(x)
+            return self.head(self.last(x + y if self.goes_on else self.inner(y)))
+
+    x = torch.randn(2, 1, 9, 9)
+    near = of(Stem(goes_on=False), x)
+    layers = {one.path: one for one in near.stations if not one.is_norm}
+    assert near.left == {"inner": "it is a convolution in 6 groups"} and list(layers) == ["first", "head"]
+    assert (layers["first"].feeds.path, layers["first"].feeds.base) == ("norm", None)
+    assert {one.channel_axis for one in near.stations} == {-3}
+    assert [one.feeds for one in of(Stem(goes_on=True), x).stations if one.path == "first"] == [None]

@@ -1,0 +1,176 @@
+"""What is fitted where: networks in which a norm is linear, so that the layer behind it can give back all of it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import normscope
+from normscope.inputs.batch import Batch, Sample
+from normscope.swaps.calibrate.calibrate import calibrate
+
+# Of float32 sums, and of a ridge that shrinks towards the layer's own weights.
+GIVEN_BACK = 2e-3
+
+
+def batches(number, x_of, size=8):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Batch((x_of(generator, size),), samples=tuple(Sample(f"{i}", i, i) for i in range(n * size, (n + 1) * size)))
+        for n in range(number)
+    ]
+
+
+def of_one_spread(generator, size, tokens=6):
+    """Tokens of many means and one σ: their LayerNorm is linear, (x − mean(x))/2, and no function of x alone."""
+    signs = torch.tensor([2.0, 2, 2, 2, -2, -2, -2, -2])
+    orders = torch.stack([torch.randperm(8, generator=generator) for _ in range(size * tokens)])
+    means = 2 * torch.randn(size * tokens, 1, generator=generator)
+    return (signs[orders] + means).reshape(size, tokens, 8)
+
+
+def as_pictures(generator, size):
+    return of_one_spread(generator, size, tokens=25).mT.reshape(size, 8, 5, 5)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(8), nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return self.attention(y, y, y, need_weights=False)[0]
+
+
+def behind_a_norm(name):
+    torch.manual_seed(0)
+    if name == "attention":
+        return Attention().requires_grad_(False), "norm", "attention", of_one_spread
+    if name == "linear":
+        return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4)).requires_grad_(False), "0", "1", of_one_spread
+    norm = pytest.importorskip("timm.layers").LayerNorm2d(8)
+    kernel = 3 if name == "convolution" else 1
+    return nn.Sequential(norm, nn.Conv2d(8, 4, kernel)).requires_grad_(False), "0", "1", as_pictures
+
+
+@pytest.mark.parametrize("name", ["linear", "attention", "convolution", "convolution of one position"])
+def test_a_layer_gives_back_what_only_a_linear_map_of_all_channels_can(name):
+    original, norm, layer, x_of = behind_a_norm(name)
+    axis = -3 if "convolution" in name else -1
+    found = {}
+    for refit in ("norms", "neighbours"):
+        swapped = copy.deepcopy(original)
+        swapped.set_submodule(norm, normscope.PointwiseFunction("linear", 8, alpha=0.1, channel_axis=axis))
+        report = calibrate(original, swapped, batches(12, x_of), refit=refit)
+        found[refit] = report.after
+    assert [one.path for one in report.modules] == [norm, layer]
+    assert found["neighbours"] < GIVEN_BACK < 0.1 < found["norms"]
+
+
+class PostNorm(nn.Module):
+    def __init__(self, norm_of):
+        super().__init__()
+        self.first, self.inner, self.out = norm_of(0), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.last, self.head = norm_of(1), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.head(self.last(x + self.out(torch.relu(self.inner(x)))))
+
+
+def test_a_weight_kept_as_an_offset_from_one_means_what_the_weight_itself_means():
+    """Two ways to write one network, so that one calibration comes of both."""
+    offset_norm = pytest.importorskip("transformers.models.gemma.modeling_gemma").GemmaRMSNorm
+    generator = torch.Generator().manual_seed(3)
+    offsets = [torch.randn(8, generator=generator) * 0.3 for _ in range(2)]
+
+    def plain(place):
+        norm = nn.RMSNorm(8, eps=1e-6)
+        norm.weight.data = 1 + offsets[place]
+        return norm
+
+    def gemmas(place):
+        norm = offset_norm(8, eps=1e-6)
+        norm.weight.data = offsets[place].clone()
+        return norm
+
+    learn = batches(6, lambda generator, size: 2 * torch.randn(size, 5, 8, generator=generator))
+    weights = []
+    for norm_of in (plain, gemmas):
+        torch.manual_seed(1)
+        original = PostNorm(norm_of).requires_grad_(False)
+        swapped = copy.deepcopy(original)
+        normscope.swap(swapped, "tanh", normscope.capture(original, learn))
+        calibrate(original, swapped, learn)
+        weights.append(torch.cat([swapped.out.weight.flatten(), swapped.head.weight.flatten()]))
+    # Gemma's norm computes in another order: float32, through a search for α and a choice of λ.
+    torch.testing.assert_close(weights[0], weights[1], rtol=0.01, atol=0.01)
+
+
+def test_what_a_convolution_feeds_alone_is_told():
+    """As in the feature extractor of wav2vec 2.0: nothing is added to it before the norm."""
+    layers = pytest.importorskip("timm.layers")
+    torch.manual_seed(0)
+    original = nn.Sequential(
+        nn.Conv2d(1, 8, 3), layers.LayerNorm2d(8), nn.GELU(), nn.Conv2d(8, 8, 3), layers.LayerNorm2d(8), nn.Flatten()
+    ).requires_grad_(False)
+    learn = batches(8, lambda generator, size: torch.randn(size, 1, 9, 9, generator=generator).cumsum(-1))
+    found = {}
+    for refit in ("norms", "neighbours"):
+        swapped = copy.deepcopy(original)
+        normscope.swap(swapped, "tanh", normscope.capture(original, learn))
+        report = calibrate(original, swapped, learn, refit=refit)
+        found[refit] = report.after
+    assert [one.path for one in report.modules] == ["1", "3", "4"] and not report.left
+    assert found["neighbours"] < 0.9 * found["norms"] < report.before
+
+
+def test_a_network_of_rms_norms():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    original = transformers.LlamaModel(config).eval().requires_grad_(False)
+    original.embed_tokens.weight.mul_(torch.rand(50, 1) * 60)  # tokens of many sizes
+    learn = batches(10, lambda generator, size: torch.randint(0, 50, (size, 12), generator=generator))
+    swapped = copy.deepcopy(original)
+    normscope.swap(swapped, "tanh", normscope.capture(original, learn))
+    report = calibrate(original, swapped, learn)
+    assert report.after < report.before and not report.restored and not report.left  # made weights: little to gain
+    refitted = {one.path for one in report.modules if not one.is_norm}
+    projections = [
+        *(f"self_attn.{name}_proj" for name in "qkvo"),
+        *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+    ]
+    assert refitted == {f"layers.{depth}.{name}" for depth in range(2) for name in projections}
+
+
+def test_layers_of_one_input_share_their_products_and_come_to_the_same(monkeypatch):
+    refitting = __import__("normscope.swaps.calibrate.refitting", fromlist=["Refitting"])
+
+    class Three(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.a, self.b, self.c = nn.LayerNorm(8), nn.Linear(8, 4), nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, x):
+            y = self.norm(x)
+            a, b = self.a(y), self.b(y)
+            return a * b + self.c(y.mul_(2))
+
+    torch.manual_seed(0)
+    original = Three().requires_grad_(False)
+    learn = batches(6, lambda generator, size: torch.randn(size, 5, 8, generator=generator) * 2)
+    states, shared = [], []
+    is_same = refitting._Taken.is_same
+    for sharing in (lambda one, other: shared.append(is_same(one, other)) or shared[-1], lambda one, other: False):
+        monkeypatch.setattr(refitting._Taken, "is_same", sharing)
+        swapped = copy.deepcopy(original)
+        swapped.norm = normscope.PointwiseFunction("tanh", 8, alpha=0.2)
+        calibrate(original, swapped, learn)
+        states.append(swapped.state_dict())
+    assert shared == [True, False]  # what is changed in place between two layers is another input
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
