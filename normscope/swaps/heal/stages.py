@@ -31,11 +31,11 @@ from normscope.swaps.heal.trained_parameters import TrainedParameters
 from normscope.swaps.heal.training import CHECKS, Checked, Course, copied, restore
 from normscope.swaps.pointwise import PointwiseFunction
 
-SAMPLES_A_STEP = 64  # at least
+SAMPLES_A_STEP = 16  # at least
 ALL = "all"
 TRAINS = (NORMS, NEIGHBOURS, ALL)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_PASSES_A_STEP = 4  # forward: gradients take twice the time, and the steps themselves some
+_PASSES_A_STEP = 6  # forward: gradients take twice the time, and a step takes often more than one batch
 _TIMED = 4  # steps, from which minutes become steps
 _SHARES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
 
@@ -78,7 +78,7 @@ def expected_seconds(options: HealOptions, of_pass: float) -> dict[str, float | 
         of_pass: seconds of one forward pass of a batch.
 
     >>> expected_seconds(HealOptions(calibrated=True, train="all", steps=100, minutes=None, seed=0), 0.5)
-    {'calibrate': None, 'train': 200.0}
+    {'calibrate': None, 'train': 300.0}
     """
     in_training = 60 * options.minutes if options.minutes else _PASSES_A_STEP * of_pass * (options.steps or 0)
     return {**({STAGE: None} if options.calibrated else {}), training.STAGE: in_training}
@@ -103,6 +103,8 @@ class Stages:
         functions = [module for module in swapped.modules() if isinstance(module, PointwiseFunction)]
         for function in functions:
             function.give_each_channel_its_own()
+        widths = [math.prod(getattr(swapped.get_submodule(site), "normalized_shape", (1,))) for site in sites]
+        self._rate = training.rate_for(max(widths))
         self._calibrates = options.calibrated and bool(functions)
         self._parameters = dict(swapped.named_parameters())
 
@@ -182,7 +184,7 @@ class Stages:
             course.steps = self._options.steps or self._steps_in(minutes or 0.0, trained, lessons, order, began)
             saved()
         gradients = functools.partial(_gradients, lessons, order)
-        training.train(course, trained, gradients, self._drift, saved, progress, checked or _nothing)
+        training.train(course, trained, self._rate, gradients, self._drift, saved, progress, checked or _nothing)
 
     def _steps_in(
         self, minutes: float, trained: TrainedParameters, lessons: Lessons, order: Callable[[int], int], began: float
@@ -196,7 +198,7 @@ class Stages:
         def trial() -> None:
             course = Course(math.inf, steps=_TIMED, best=before)  # which is put back
             own = TrainedParameters(self._swapped, list(before))
-            training.train(course, own, gradients, lambda: math.inf, _nothing, silent, _nothing)
+            training.train(course, own, self._rate, gradients, lambda: math.inf, _nothing, silent, _nothing)
 
         trial()  # the first steps may compile something
         of_step = _seconds_of(trial) / _TIMED

@@ -17,7 +17,8 @@ from normscope.swaps.heal.trained_parameters import TrainedParameters
 
 STAGE = "train"
 CHECKS = 12  # of the drift, over the whole schedule
-RATE = 1e-3
+MOST_RATE = 1e-3
+_RATE_BY_WIDTH = 0.1  # a step of Adam moves each weight by the rate, and what a layer gives by that times its width
 _WARM_UP = 0.03  # of the steps
 _CLIP = 1.0
 
@@ -93,9 +94,19 @@ class Course:
         return course
 
 
+def rate_for(width: int) -> float:
+    """The largest learning rate for a network of so many channels.
+
+    >>> rate_for(64), rate_for(400)
+    (0.001, 0.00025)
+    """
+    return min(MOST_RATE, _RATE_BY_WIDTH / width)
+
+
 def train(
     course: Course,
     trained: TrainedParameters,
+    rate: float,
     gradients: Callable[[int], float],
     drift: Callable[[], float],
     saved: Callable[[], None],
@@ -111,13 +122,14 @@ def train(
     Args:
         course: changed as it goes; it says how many steps, and which state is the best to begin with.
         trained: what is trained.
+        rate: the largest learning rate.
         gradients: adds those of the step of this number to the network's parameters, and returns the loss.
         drift: measures it, on the inputs that decide.
         saved: called after every check.
         progress: called with the stage's name, the steps done and all of them, after every step.
         checked: called with each check.
     """
-    optimizer = torch.optim.AdamW(trained.tensors.values(), lr=RATE, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trained.tensors.values(), lr=rate, weight_decay=0.0)
     if course.trained:
         trained.load(course.trained)
         _put_moments(optimizer, trained, course.moments)
@@ -126,7 +138,7 @@ def train(
     losses: list[float] = []
     for step in range(course.step, steps):
         for group in optimizer.param_groups:
-            group["lr"] = RATE * _schedule(step, steps)
+            group["lr"] = rate * _schedule(step, steps)
         trained.forget_gradients()
         losses.append(gradients(step))
         trained.take_gradients()
