@@ -129,7 +129,7 @@ def train(
         progress: called with the stage's name, the steps done and all of them, after every step.
         checked: called with each check.
     """
-    optimizer = torch.optim.AdamW(trained.tensors.values(), lr=rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trained.tensors.values(), lr=rate, weight_decay=0.0, fused=True)
     if course.trained:
         trained.load(course.trained)
         _put_moments(optimizer, trained, course.moments)
@@ -194,4 +194,4 @@ def _put_moments(
     for key, values in moments.items():
         for name, value in values.items():
             tensor = trained.tensors[name]
-            optimizer.state[tensor][key] = value.clone() if key == "step" else value.to(tensor, copy=True)
+            optimizer.state[tensor][key] = value.to(tensor.device, copy=True)
