@@ -218,7 +218,7 @@ def _tell(report: HealReport, func: str, init: str, say: Output) -> None:
     if report.not_refitted:
         path, reason = next(iter(report.not_refitted.items()))
         others = f", and {count(len(report.not_refitted) - 1, 'other')}" if len(report.not_refitted) > 1 else ""
-        say.remark(f"not calibrated, but trained: {path} ({reason}){others}")
+        say.remark(f"not calibrated: {path} ({reason}){others}")
     if report.restored:
         say.warn("the drift on the held-out inputs did not fall: what was written has the start values")
     elif report.left_with != TRAINED:
