@@ -171,15 +171,16 @@ def heal(
             say.warn(f"the same command goes on from {checkpoint}, which holds what was done until the last check")
         raise
     say.heading(learner.about)
-    begun = CALIBRATED if calibrated and not report.restored else how.start
+    begun = CALIBRATED if calibrated else how.start
+    kept = how.start if report.restored else begun
     healed = report.steps if report.left_with == TRAINED else None
-    folder = normscope.save_swapped(swapped, output, learner.about, func=func, init=begun or None, healed=healed)
-    asked = {"func": func, "init": CALIBRATED if calibrated else how.start, "per": per, "sites": len(learner.norms)}
+    folder = normscope.save_swapped(swapped, output, learner.about, func=func, init=kept or None, healed=healed)
+    asked = {"func": func, "init": begun, "per": per, "sites": len(learner.norms)}
     whole = {**learner.about, "held_out": learner.held_out.description, **asked}
     figure = normscope.plot_healing(report, f"{network.name} · {func}" if title is None else title, width=width)
     normscope.save_figure(figure, drawn, whole)
     checkpoint.unlink(missing_ok=True)
-    _tell(report, func, asked["init"], say)
+    _tell(report, func, begun, say)
     say.result(str(folder))
     say.result(str(drawn))
     remark_on_loading(model, str(folder), say)
