@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import copy
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from common import Measurement, finish, in_own_process, names, options, seconds_of
+from calibration import HELD_OUT, TEXTS, inputs_of
+from common import Measurement, finish, in_own_process, names, options
 
 import normscope
-from normscope.inputs.splits import learned_and_held_out
-from normscope.swaps.heal.heal import STEPS
+from normscope.swaps.heal.lessons import output_errors
+from normscope.swaps.heal.stages import TRAINS
 
-MODELS = "demo_vit,demo_wav2vec2,demo_dit"
-CURVES = "dyt,dyisru"
-BATCH_SIZE = 16  # as `normscope heal` has it
+MODELS = "demo_vit,demo_wav2vec2,demo_dit,minilm"
+CURVES = "dyt"
+MINUTES = {"demo_wav2vec2": 10.0, "minilm": 6.0}
+OTHERS_MINUTES = 4.0
 ABOUT = """
 All norms of a network were swapped, with start values fitted to its own inputs to learn from, weighted by γ², and the
-swapped network was healed by normscope.heal in {steps} steps on the same inputs. Drift: median relative L2 at the
-output against the original, over held-out inputs that neither the fits nor the healing have seen; after sites, blocks
-and all: after each stage. Closed: the share of the start's drift that is gone. Each repeat draws its batches by another
-seed. Everything ran on one thread.
+swapped network was healed by normscope.heal on the same inputs: calibrated, then trained, in as many steps as fit into
+{minutes}. Drift: median relative L2 at the output against the original, over held-out inputs that neither has seen; on
+the way, at a few checks: by the CPU seconds until there, calibration and the original's own passes included, measuring
+left out. Closed: the share of the start's drift that is gone. minilm is all-MiniLM-L6-v2, a pretrained network, on
+{texts} docstrings of Python's standard library, judged by {held_out} of other modules. Each repeat draws its batches by
+another seed. Everything ran on one thread.
 """
 
 
@@ -27,50 +34,76 @@ def main() -> None:
     parser = options(__doc__, repeats=1)
     parser.add_argument("--models", type=names, default=names(MODELS), help="(%(default)s)")
     parser.add_argument("--curves", type=names, default=names(CURVES), help="(%(default)s)")
+    parser.add_argument("--trains", type=names, default=names("all"), help=f"of {', '.join(TRAINS)} (%(default)s)")
     parser.add_argument("--limit", type=int, help="inputs of each, to learn from and held out (all)")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of a healing (%(default)s)")
+    parser.add_argument("--steps", type=int, help="of a healing, in place of minutes")
+    parser.add_argument("--minutes", type=float, help="of a healing (4; demo_wav2vec2 10, minilm 6)")
     args = parser.parse_args()
-    measurements = [
-        one
-        for model in args.models
-        for curve in args.curves
-        for one in in_own_process(measured, model, curve, args.steps, args.repeats, args.limit, threads=1)
-    ]
-    finish("healing", ABOUT.format(steps=args.steps), measurements, args, threads=[1])
+    measurements = []
+    for model in args.models:
+        minutes = None if args.steps else args.minutes or MINUTES.get(model, OTHERS_MINUTES)
+        length = {"steps": args.steps, "minutes": minutes}
+        given = (model, args.curves, args.trains, length, args.repeats, args.limit)
+        measurements += in_own_process(measured, *given, threads=1)
+    minutes = ", ".join(f"{model} {MINUTES.get(model, OTHERS_MINUTES):g} minutes" for model in args.models)
+    if args.steps or args.minutes:
+        minutes = f"{args.steps} steps" if args.steps else f"{args.minutes:g} minutes"
+    about = ABOUT.format(minutes=minutes, texts=TEXTS, held_out=HELD_OUT)
+    finish("healing", about, measurements, args, threads=[1], libraries=["timm", "diffusers", "transformers"])
 
 
-def measured(model: str, curve: str, steps: int, repeats: int, limit: int | None) -> list[Measurement]:
-    """Heal one network after one swap, once for each seed."""
+def measured(
+    model: str, curves: Sequence[str], trains: Sequence[str], length: dict[str, Any], repeats: int, limit: int | None
+) -> list[Measurement]:
+    """Heal one network after each swap, once for each seed."""
     torch.set_num_threads(1)
-    network = normscope.load(model, batch_size=BATCH_SIZE, limit=limit, device="cpu")
-    learn, held_out = network.calibration, network.inputs
-    if learn is None:
-        learn, held_out = learned_and_held_out(network.inputs)
-    seen = normscope.capture(network.module, learn, by_gamma=True)
-    samples: dict[tuple[str, str], list[float]] = {}
-    for seed in range(repeats):
-        swapped = copy.deepcopy(network.module)
-        normscope.swap(swapped, curve, seen)
-        reports: list[normscope.HealReport] = []
+    network, learned, held_out = inputs_of(model, limit)
+    seen = normscope.capture(network.module, learned, by_gamma=True)
+    samples: dict[tuple[str, str, str], list[float]] = {}
+    for curve in curves:
+        for train in trains:
+            for seed in range(repeats):
+                swapped = copy.deepcopy(network.module)
+                normscope.swap(swapped, curve, seen)
+                for quantity, unit, value in healed(network, swapped, learned, held_out, train, length, seed):
+                    samples.setdefault((f"{curve}, {train}", quantity, unit), []).append(value)
+    return [Measurement(model, way, quantity, unit, own) for (way, quantity, unit), own in samples.items()]
 
-        def once(swapped: torch.nn.Module = swapped, seed: int = seed, into: list = reports) -> None:
-            into.append(
-                normscope.heal(
-                    network.module, swapped, learn, held_out, outputs=network.outputs, steps=steps, seed=seed
-                )
-            )
 
-        seconds = seconds_of(once)
-        (report,) = reports
-        found = {("time", "s"): seconds, ("closed", "%"): 100 * report.closed}
-        for stage, name in (("start", "drift before"), ("sites", "after sites"), ("blocks", "after blocks")):
-            if stage in report.drifts:
-                found[name, "relative L2"] = report.drifts[stage]["median"]
-        found["after all", "relative L2"] = report.after["median"]
-        found["after all, 90 % of inputs below", "relative L2"] = report.after["p90"]
-        for place, value in found.items():
-            samples.setdefault(place, []).append(float(value))
-    return [Measurement(model, curve, quantity, unit, own) for (quantity, unit), own in samples.items()]
+def healed(
+    network: normscope.LoadedModel,
+    swapped: torch.nn.Module,
+    learned: Any,
+    held_out: Any,
+    train: str,
+    length: dict[str, Any],
+    seed: int,
+) -> Iterator[tuple[str, str, float]]:
+    """Heal one network, and yield what came of it: quantity, unit and value."""
+    measuring, course = 0.0, []
+
+    def checked(check: Any) -> None:
+        nonlocal measuring
+        began = time.process_time()
+        drift = float(output_errors(network.module, swapped, held_out, network.outputs).median())
+        course.append((began - start - measuring, drift))
+        measuring += time.process_time() - began
+
+    start = time.process_time()
+    outputs = network.outputs
+    report = normscope.heal(
+        network.module, swapped, learned, held_out, outputs=outputs, train=train, seed=seed, checked=checked, **length
+    )
+    yield "CPU", "s", time.process_time() - start - measuring
+    yield "training", "steps", float(report.steps)
+    for stage, quantiles in report.drifts.items():
+        yield f"drift, {stage}", "relative L2", quantiles["median"]
+    yield "drift, 90 % of inputs below", "relative L2", report.after["p90"]
+    yield "closed", "%", 100 * report.closed
+    for number in (len(course) // 4, len(course) // 2, 3 * len(course) // 4):
+        if 0 < number < len(course):
+            yield f"CPU until check {number} of {len(course)}", "s", course[number - 1][0]
+            yield f"drift, check {number} of {len(course)}", "relative L2", course[number - 1][1]
 
 
 if __name__ == "__main__":

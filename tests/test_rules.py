@@ -90,7 +90,7 @@ HELD_BY = {
     "swaps/drift/test_drift.py": {"swaps/drift/reports"},
     "swaps/heal/test_heal.py": {
         "swaps/calibrate/functions",
-        *(f"swaps/heal/{room}" for room in ("lessons", "training", "reports")),
+        *(f"swaps/heal/{room}" for room in ("checkpoint", "lessons", "reports", "stages", "training")),
     },
     "swaps/test_store.py": {"swaps/record"},
     "tables/test_fit.py": {"tables/table"},

@@ -1,9 +1,9 @@
-"""A healing as a figure: its loss and what was kept of it, and the drift before and after."""
+"""A healing as a figure: its loss and the drift on the way, and the drift before and after."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -12,11 +12,11 @@ from matplotlib.ticker import MaxNLocator
 
 from normscope.figures.notes import framed, heading, inches_of, title_and_foot
 from normscope.figures.style import LEAST_POINTS, Style, scale_by_factors, style_named
-from normscope.swaps.heal.reports import BLOCKS, SITES, START, WHOLE, HealReport, TrainingInterval
+from normscope.swaps.heal.reports import CALIBRATED, START, TRAINED, HealReport, TrainingCheck
 
 _INCHES = (6.4, 2.4)
-_LEAST_INCHES = 4.5  # of all panels beside one another
-_NAMES = {START: "start\nvalues", SITES: "each site\nalone", BLOCKS: "blocks", WHOLE: "end\nto end"}
+_LEAST_INCHES = 4.5  # of both panels beside one another
+_NAMES = {START: "start\nvalues", CALIBRATED: "calibrated", TRAINED: "trained"}
 _MANY_TIMES = 4
 _HEALED = 0.2  # of the start's drift
 
@@ -26,9 +26,8 @@ def plot_healing(
 ) -> Figure:
     """Draw the course of a healing, and the drift on inputs that nothing of it has seen, before and after each stage.
 
-    To the left the median drift on the inputs that decide, after each site by itself, which takes no steps; then beside
-    the training loss, which is a step wide for each interval: a filled marker where it fell and the interval was kept,
-    an open one where the steps were taken back. To the right
+    To the left the training loss, a step wide from one check to the next, and the median drift on the inputs that
+    decide at each check: a filled marker where it was the least so far, an open one elsewhere. To the right
     medians on the held-out inputs, and bars from the 10th to the 90th percentile.
 
     Args:
@@ -49,98 +48,41 @@ def plot_healing(
     title, origin = title_and_foot(title, heading(report.about), report.about)
     with matplotlib.rc_context(theme.rc()):
         figure = framed(inches, _INCHES[1] * (1 + narrow), title, [origin], theme)
-        alone = [point for point in report.points if point.stage == SITES]
-        trained = [point for point in report.points if point.stage != SITES]
-        shares = [*([0.6] if alone else []), 1.4, *([] if narrow else [1.3])]
-        grid = figure.add_gridspec(1 + narrow, len(shares), width_ratios=shares)
-        first = figure.add_subplot(grid[0, 0])
-        course = figure.add_subplot(grid[0, 1], sharey=first) if alone else first
-        drifts = figure.add_subplot(grid[1, :] if narrow else grid[0, -1])
-        _draw_course(course, trained, theme)
-        if alone:
-            _draw_sites(first, alone, theme)
-            course.tick_params(axis="y", which="both", labelleft=False)
-        low, high = min(first.dataLim.y0, course.dataLim.y0), max(first.dataLim.y1, course.dataLim.y1)
+        grid = figure.add_gridspec(1 + narrow, 2 - narrow, width_ratios=[1.4, 1.3][: 2 - narrow])
+        course, drifts = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[-1, -1])
+        _draw_course(course, report.checks, theme)
+        low, high = course.dataLim.y0, course.dataLim.y1
         if 0 < _MANY_TIMES * low < high < math.inf:
-            scale_by_factors(first)
-        first.set_ylabel("relative L2")
+            scale_by_factors(course)
+        course.set_ylabel("relative L2")
         _draw_drifts(drifts, report, theme)
     return figure
 
 
-def _draw_course(ax: Axes, points: Sequence[TrainingInterval], style: Style) -> None:
-    places, edges = _places(points)
-    loss, judged = style.curves[1], style.curves[0]
-    for stage in (BLOCKS, WHOLE):
-        of_stage = [(place, point) for place, point in zip(places, points, strict=True) if point.stage == stage]
-        lines = [(place, point.loss) for place, point in of_stage if point.loss is not None]
-        lines = [(edges[stage][0], lines[0][1]), *lines] if lines else []  # each is of the steps before it
-        ax.plot(*zip(*lines, strict=True) if lines else ((), ()), color=loss, lw=1.1, ds="steps-pre")
-    _draw_judged(ax, places, points, style)
-    for stage, (low, high) in edges.items():
-        ax.axvline(low, color=style.faint, lw=0.6, ls=":")
-        _say_above(ax, _NAMES[stage].replace("\n", " "), (low + high) / 2, style)
-    _name_steps(ax, edges)
-    ax.plot([], [], color=loss, lw=1.1, label="training loss")
-    ax.plot([], [], ls="", marker="o", ms=2.8, color=judged, label="median drift, kept")
-    ax.plot([], [], ls="", marker="o", ms=2.8, mfc=style.background, color=judged, label="taken back")
-    ax.legend(loc="upper right", fontsize=LEAST_POINTS)
-
-
-def _draw_judged(ax: Axes, places: Sequence[float], points: Sequence[TrainingInterval], style: Style) -> None:
-    """Mark the median drift after each interval: filled where it was kept."""
-    shown = [(place, point) for place, point in zip(places, points, strict=True) if point.drift is not None]
-    for kept in (True, False):
-        some = [(place, point.drift) for place, point in shown if point.kept == kept]
+def _draw_course(ax: Axes, checks: Sequence[TrainingCheck], style: Style) -> None:
+    losses = [(check.step, check.loss) for check in checks if check.loss is not None]
+    losses = [(0, losses[0][1]), *losses] if losses else []  # each is of the steps before it
+    ax.plot(*_columns(losses), color=style.curves[1], lw=1.1, ds="steps-pre", label="training loss")
+    for kept, label in ((True, "median drift, least so far"), (False, "no less than before")):
         ax.plot(
-            *zip(*some, strict=True) if some else ((), ()),
+            *_columns([(check.step, check.drift) for check in checks if check.kept == kept]),
             ls="",
             marker="o",
             ms=2.8,
             mew=0.7,
             color=style.curves[0],
             mfc=style.curves[0] if kept else style.background,
+            label=label,
         )
-
-
-def _draw_sites(ax: Axes, points: Sequence[TrainingInterval], style: Style) -> None:
-    """The sites, each by itself, in the order in which they were tried."""
-    _draw_judged(ax, [point.step for point in points], points, style)
-    _say_above(ax, "each site alone", (points[0].step + points[-1].step) / 2, style)
-    ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-    ax.set_xlim(0.5, max(point.step for point in points) + 0.5)
-    ax.set_xlabel("sites")
-
-
-def _say_above(ax: Axes, text: str, x: float, style: Style) -> None:
-    ax.annotate(
-        text,
-        (x, 1.0),
-        (0, 2),
-        xycoords=("data", "axes fraction"),
-        textcoords="offset points",
-        ha="center",
-        va="bottom",
-        fontsize=LEAST_POINTS,
-        color=style.faint,
-    )
-
-
-def _places(points: Sequence[TrainingInterval]) -> tuple[list[float], dict[str, tuple[float, float]]]:
-    """Places of the points, and of the beginning and end of each stage: steps count through."""
-    edges, end = {}, 0.0
-    for stage in (BLOCKS, WHOLE):
-        if last := max((point.step for point in points if point.stage == stage), default=0):
-            edges[stage] = (end, end + last)
-            end += last
-    return [edges[point.stage][0] + point.step for point in points], edges
-
-
-def _name_steps(ax: Axes, edges: Mapping[str, tuple[float, float]]) -> None:
-    end = max((high for _, high in edges.values()), default=1.0)
-    ticks = [tick for tick in MaxNLocator(6, integer=True).tick_values(0, end) if 0 <= tick <= end]
-    ax.set_xticks(ticks)
+    end = max((check.step for check in checks), default=1)
+    ax.set_xticks([tick for tick in MaxNLocator(6, integer=True).tick_values(0, end) if 0 <= tick <= end])
     ax.set_xlabel("steps")
+    ax.legend(loc="upper right", fontsize=LEAST_POINTS)
+
+
+def _columns(points: Sequence[tuple[int, float | None]]) -> tuple[list[int], list[float]]:
+    shown = [(step, value) for step, value in points if value is not None]
+    return [step for step, _ in shown], [value for _, value in shown]
 
 
 def _draw_drifts(ax: Axes, report: HealReport, style: Style) -> None:

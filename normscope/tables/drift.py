@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from normscope.swaps.heal.reports import BLOCKS, SITES, START, WHOLE, HealReport
+from normscope.swaps.heal.reports import CALIBRATED, START, TRAINED, HealReport
 from normscope.tables.layout import Explanation
 from normscope.tables.table import NONE, Column, names, number, several, table_of, words
 
@@ -184,19 +184,11 @@ def _of_the_output(of: str) -> list[Explanation]:
     ]
 
 
-_NAMES = {START: "start values", SITES: "each site alone", BLOCKS: "blocks", WHOLE: "end to end"}
+_NAMES = {START: "start values", CALIBRATED: "calibrated", TRAINED: "trained"}
 
 
 def healing_table(report: HealReport) -> Table:
     """One line a stage: the drift on the held-out inputs after it, and how much of the start's is gone."""
-
-    def kept(stage: str) -> str:
-        points = [point for point in report.points if point.stage == stage]
-        return f"{sum(point.kept for point in points)}/{len(points)}" if points else ""
-
-    def steps(stage: str) -> str:
-        numbers = [point.step for point in report.points if point.stage == stage]
-        return "" if stage in (START, SITES) else str(max(numbers, default=0))
 
     def drifts(stage: str) -> list[str]:
         values = [report.drifts[stage][name] for name in ("p10", "median", "p90")]
@@ -204,15 +196,14 @@ def healing_table(report: HealReport) -> Table:
 
     columns: list[Column[str]] = [
         words("after", lambda stage: _NAMES[stage]),
-        Column("steps", steps),
-        Column("kept", kept),
+        Column("steps", lambda stage: str(report.steps) if stage == TRAINED else ""),
         *several(("10 %", "median", "90 %"), drifts),
         Column("closed", lambda stage: "" if stage == START else f"{report.closed_after(stage):.1%}"),
+        Column("kept", lambda stage: "yes" if stage == report.left_with else ""),
     ]
     caption = (
         f"relative L2 at the output on {report.n_held_out} held-out samples, quantiles over them; learned from "
-        f"{report.n_learned}; kept: intervals of steps, or sites, after which the median had fallen on "
-        f"{report.n_judged} others"
+        f"{report.n_learned}, and {report.n_judged} others decided which state of the training was kept"
     )
     return table_of(report.drifts, columns, caption=caption)
 

@@ -151,9 +151,13 @@ def test_only_peers_can_be_left_out(measured, capsys):
 
 
 def test_healing(measured):
-    samples = measured("healing", "--models", "demo_vit", "--curves", "dyt", "--steps", "6", "--limit", "64")
-    before, after, closed = (samples["demo_vit", "dyt", name][0] for name in ("drift before", "after all", "closed"))
-    assert closed == pytest.approx(100 * (1 - after / before)) and after <= before
+    samples = measured("healing", "--models", "demo_vit", "--steps", "12", "--limit", "64", "--trains", "all,norms")
+    for train in ("all", "norms"):
+        found = {name: own[0] for (_, way, name), own in samples.items() if way == f"dyt, {train}"}
+        left = min(found[f"drift, {stage}"] for stage in ("start", "calibrated", "trained"))
+        assert found["closed"] == pytest.approx(100 * (1 - left / found["drift, start"])) and found["closed"] > 0
+        assert found["training"] == 12 and found["drift, check 6 of 12"] > 0
+        assert 0 < found["CPU until check 3 of 12"] < found["CPU until check 9 of 12"] < found["CPU"]
 
 
 def test_calibration(measured):

@@ -15,7 +15,7 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Outputs
 from normscope.swaps.bench.reports import BenchReport, Timing
 from normscope.swaps.drift.drift import drift
-from normscope.swaps.heal.reports import HealReport, TrainingInterval
+from normscope.swaps.heal.reports import HealReport, TrainingCheck
 from normscope.swaps.replace import replacements
 
 ONE_COLUMN, NEURIPS = 3.25, 5.5
@@ -105,15 +105,12 @@ def speed():
 HEALED = HealReport(
     {
         stage: {"p10": 0.8 * median, "median": median, "p90": 1.4 * median}
-        for stage, median in {"start": 0.617, "sites": 0.42, "blocks": 0.3, "whole": 0.118}.items()
+        for stage, median in {"start": 0.617, "calibrated": 0.22, "trained": 0.118}.items()
     },
-    False,
-    [
-        *(TrainingInterval("sites", n, None, 0.62 - 0.008 * n, n % 5 > 0) for n in range(1, 26)),
-        *(TrainingInterval("blocks", 34 * n, 0.3 / n, 0.42 - 0.02 * n, True) for n in range(1, 6)),
-        *(TrainingInterval("whole", 102 * n, 0.2 / n, 0.32 - 0.013 * n, n % 4 > 0) for n in range(1, 16)),
-    ],
+    "trained",
+    [TrainingCheck(142 * n, 0.4 / n, 0.22 - 0.008 * n * (-1) ** (n < 3), n > 2) for n in range(1, 13)],
     1700,
+    "all",
     192,
     64,
     32,

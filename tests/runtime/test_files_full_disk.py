@@ -5,7 +5,6 @@ import gc
 import resource
 import shutil
 import subprocess
-import types
 
 import matplotlib.figure
 import pytest
@@ -19,7 +18,8 @@ from normscope.figures.scurves import save_figure
 from normscope.pairs.capture import captured
 from normscope.pairs.recorder import Summing
 from normscope.pairs.storage import RawPairs
-from normscope.swaps.heal.training import save_checkpoint
+from normscope.swaps.heal.checkpoint import save_checkpoint
+from normscope.swaps.heal.training import Course, copied
 from normscope.swaps.store import FILES
 
 ROWS = [{"site": f"site {i}", "value": i / 7} for i in range(200)]
@@ -56,8 +56,8 @@ def a_swap(path):
 
 def a_healing(path):
     model, _ = network()
-    course = types.SimpleNamespace(moments={}, as_dict=dict)
-    return lambda: save_checkpoint(path, {}, {}, course, dict(model.named_parameters()))
+    course = Course(0.5, calibrated=copied(dict(model.named_parameters())))
+    return lambda: save_checkpoint(path, {}, {}, course)
 
 
 WRITERS = {

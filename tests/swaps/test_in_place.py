@@ -16,8 +16,7 @@ from normscope.runtime.network import left_as_found
 from normscope.swaps.bench import whole_network
 from normscope.swaps.bench.reports import NATIVE, PASSES
 from normscope.swaps.bench.variants import Variant
-from normscope.swaps.heal.by_site import norm_pairs
-from normscope.swaps.heal.lessons import Lesson, output_errors, repeatable
+from normscope.swaps.heal.lessons import Lessons, output_errors
 from normscope.swaps.pointwise import DyT
 from normscope.swaps.replace import Swap
 
@@ -164,52 +163,29 @@ def test_walks_to_an_end_begin_from_the_same_buffers(network, batches):
     assert report.end.relative_l2.p50 == pytest.approx(float(np.median(by_hand)), rel=1e-5)
 
 
-def test_what_healing_takes_at_a_norm_is_what_it_took_and_gave(network, batches):
-    network = copy.deepcopy(network).double()
-    own = [Batch((batch.args[0].double(),), samples=batch.samples) for batch in batches]
-    functions = {path: function.double() for path, function in dyts().items()}
-    found = norm_pairs(network, functions, own)
-    expected = {path: [] for path in SITES}
-    for batch in own:
-        twin = copy.deepcopy(network)
-        for path in SITES:
-            twin.get_submodule(path).register_forward_pre_hook(
-                lambda module, args, path=path: expected[path].append(args[0].detach().clone().reshape(-1, WIDTH))
-            )
-        with torch.no_grad():
-            twin(batch.args[0].clone())
-    for path, (x, y) in found.items():
-        norm = copy.deepcopy(network.get_submodule(path))
-        true = torch.cat(expected[path])
-        assert torch.equal(x, true)
-        torch.testing.assert_close(y, norm(true.clone()).detach())  # to float64's rounding
-
-
-def test_blocks_are_taught_with_what_the_originals_took_and_gave(network, batches):
-    swapped = with_norms_replaced(network)
-    names = ["blocks.0", "blocks.1"]
-    assert repeatable(network, names, batches[0]) == names
-    lesson = Lesson(network, swapped, Outputs(), names)
-    for taught in (lesson.by_blocks, lesson.whole):
-        swapped.zero_grad()
-        losses = [taught(batches[:2]) for _ in range(2)]
-        assert losses[0] == losses[1] > 0  # of the same buffers and batches
+def test_a_lesson_is_what_the_original_gave_at_each_norm_and_at_its_end(network, batches):
+    swapped, lesson_of = (
+        with_norms_replaced(network),
+        lambda swapped: Lessons(network, swapped, Outputs(), SITES, [[batch] for batch in batches]),
+    )
+    losses = [lesson_of(swapped).gradients(0) for _ in range(2)]
+    assert losses[0] == losses[1] > 0  # of the same buffers and batches
     swapped.zero_grad()
-    loss = lesson.by_blocks(batches[:1])
-    twin, calls = copy.deepcopy(network), []
-    for name in names:
-        block = twin.get_submodule(name)
-        block.register_forward_pre_hook(lambda module, args: calls.append([args[0].clone()]))
-        block.register_forward_hook(lambda module, args, output: calls[-1].append(output.clone()))
-    with torch.no_grad():
-        twin(batches[0].args[0].clone())
-    own, by_hand = with_norms_replaced(network), 0.0
-    for name, (x, wanted) in zip(names, calls, strict=True):
-        error = (own.get_submodule(name)(x) - wanted).norm() / wanted.norm()
-        by_hand += float(error.detach()) / 2
-        error.backward()
-    assert loss == pytest.approx(by_hand, rel=1e-5)
-    for mine, theirs in zip(swapped.blocks.parameters(), own.blocks.parameters(), strict=True):
+    loss = lesson_of(swapped).gradients(0)
+    given = []
+    own = with_norms_replaced(network)
+    for model in (copy.deepcopy(network), own):
+        tensors = {}
+        for path in SITES:
+            model.get_submodule(path).register_forward_hook(
+                lambda module, args, y, path=path, tensors=tensors: tensors.update({path: y.clone()})
+            )
+        given.append([model(batches[0].args[0].clone()), *[tensors[path] for path in SITES]])
+    errors = [(mine - wanted.detach()).norm() / wanted.detach().norm() for wanted, mine in zip(*given, strict=True)]
+    by_hand = errors[0] + sum(errors[1:]) / len(SITES)
+    by_hand.backward()
+    assert loss == pytest.approx(float(by_hand.detach()), rel=1e-5)
+    for mine, theirs in zip(swapped.parameters(), own.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 

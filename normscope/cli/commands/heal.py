@@ -14,7 +14,17 @@ from normscope.cli.commands.swap import Folder, remark_on_loading
 from normscope.cli.options import RUNNING, SWAP, AsCsv, AsJson, Model, OwnBatchSize, Quiet, Title, Width, at_least
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models, runs_networks
-from normscope.cli.swapping import How, Init, Learner, OneFunc, Per, Shift, Sites, check_kernels
+from normscope.cli.swapping import (
+    CALIBRATED,
+    How,
+    Learner,
+    OneFunc,
+    Per,
+    Shift,
+    Sites,
+    StartOrCalibrated,
+    check_kernels,
+)
 from normscope.errors import UsageError, count
 from normscope.runtime.files import check_folder_writable, check_writable
 from normscope.runtime.processes import Place
@@ -22,11 +32,11 @@ from normscope.runtime.processes import Place
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from normscope.swaps.heal.reports import HealReport
+    from normscope.swaps.heal.reports import HealReport, TrainingCheck
 
 EXAMPLES = (
-    "Examples: normscope heal demo_vit --func dyisru -o healed · "
-    "normscope heal demo_dit --func dyt --steps 200 -o healed --json"
+    "Examples: normscope heal demo_vit --func dyisru -o healed · normscope heal minilm --data texts.txt --minutes 6 "
+    "-o healed · normscope heal demo_dit --func dyt --steps 200 -o healed --json"
 )
 
 _BATCH_SIZE = 16
@@ -34,12 +44,31 @@ _BATCH_SIZE = 16
 _OF_THE_MACHINE = ("device", "workers", "batch_size", "sample", "device_map", "dtype", "verify")
 
 Steps = Annotated[
-    int,
+    int | None,
     typer.Option(
         metavar="N",
         callback=at_least(1),
         rich_help_panel=SWAP,
-        help="In all: a tenth of the blocks by themselves, the others end to end; four batches each.",
+        help="Of the training, each of one batch; 1700 where --minutes are not given.",
+        show_default=False,
+    ),
+]
+Minutes = Annotated[
+    float | None,
+    typer.Option(
+        metavar="M",
+        rich_help_panel=SWAP,
+        help="In place of --steps: how long calibration and training may take.",
+        show_default=False,
+    ),
+]
+Train = Annotated[
+    str,
+    typer.Option(
+        metavar="WHAT",
+        rich_help_panel=SWAP,
+        help="Which weights are trained: all, but those of embeddings; neighbours, the functions and the linear layers "
+        "beside them; or norms, the functions alone, which then are calibrated alone too.",
     ),
 ]
 
@@ -59,8 +88,10 @@ def heal(
     output: Folder,
     *,
     func: OneFunc = "dyisru",
-    steps: Steps = 1700,
-    init: Init = "fit",
+    steps: Steps = None,
+    minutes: Minutes = None,
+    train: Train = "all",
+    init: StartOrCalibrated = CALIBRATED,
     sites: Sites = "all",
     per: Per = "site",
     shift: Shift = None,
@@ -73,7 +104,7 @@ def heal(
     width: Width = None,
     title: Title = None,
 ) -> None:
-    """Swap a model's norms, and train it back to what it gave: sites alone, then blocks, then end to end."""
+    """Swap a model's norms, calibrate it, and train it back to what it gave."""
     if not (place := Place.from_environment()).alone:
         raise UsageError(
             f"Healing takes its steps in one process, and torchrun started {place.ranks}. Start it without torchrun: "
@@ -82,27 +113,35 @@ def heal(
     say = Output(as_json, quiet, as_csv=as_csv)
     check_models([model])
     from normscope.pairs.ranks import ALONE
-    from normscope.swaps.heal.heal import passes_of_steps
-    from normscope.swaps.heal.lessons import BATCHES_A_STEP
-    from normscope.swaps.heal.training import check_asked
+    from normscope.swaps.heal.checkpoint import check_asked
+    from normscope.swaps.heal.heal import STEPS
+    from normscope.swaps.heal.reports import TRAINED
+    from normscope.swaps.heal.stages import HealOptions, expected_seconds
     from normscope.swaps.record import FILES
+    from normscope.swaps.start import RMS_NORM
 
-    how = How.of(func, init, per, shift)
+    how = How.of(func, "fit" if init == CALIBRATED else init, per, shift)
+    calibrated = init == CALIBRATED and how.asked != RMS_NORM
+    if minutes is None and steps is None:
+        steps = STEPS
+    plan = HealOptions(calibrated, train, steps, minutes, run.seed)
     check_kernels([how], run.device)
     check_folder_writable(output, FILES)
     checkpoint, drawn = (output.with_name(output.name + end) for end in (".healing.safetensors", "-healing.png"))
     for path in (checkpoint, drawn):
         check_writable(path)
-    options = {"func": func, "steps": steps, "init": init, "sites": sites, "per": per, "shift": shift}
-    wanted = {"model": model, **options, "batch size": batch_size, **_inputs(run)}
+    options = {"func": func, "steps": steps, "minutes": minutes, "train": train, "init": init}
+    options |= {"sites": sites, "per": per, "shift": shift, "batch size": batch_size}
+    wanted = {"model": model, **options, **_inputs(run)}
     if not restart:
         check_asked(checkpoint, wanted)
     # The batches of a py: network are taken as they are, which is what the default of all commands means.
     at_once = batch_size or (RunOptions.batch_size if model.startswith("py:") else _BATCH_SIZE)
     network = replace(run, batch_size=at_once, dtype="float32").load(model, say)  # half precision swallows small steps
     learner = Learner.of(network, sites, run.seed, say, ALONE)
-    a_pass = learner.seconds_of_a_pass(BATCHES_A_STEP)
-    say.estimate.expect({stage: number * a_pass for stage, number in passes_of_steps(steps).items()})
+    say.estimate.expect(expected_seconds(plan, learner.seconds_of_a_pass()))
+    if init == CALIBRATED and not calibrated:
+        say.remark("rmsnorm begins as it is: point-wise functions alone are calibrated")
     fits = learner.fits(how, say)
     swapped = copy.deepcopy(network.module)
     normscope.Swap(swapped, learner.replacements(how, fits, say))
@@ -117,31 +156,47 @@ def heal(
                 swapped,
                 learner.learned,
                 learner.held_out,
+                calibrated=calibrated,
+                train=train,
                 steps=steps,
+                minutes=minutes,
                 seed=run.seed,
                 checkpoint=checkpoint,
                 asked=wanted,
                 progress=progress,
+                checked=lambda check: _remark_on(check, say),
             )
     except KeyboardInterrupt:
         if checkpoint.exists():
-            say.warn(f"the same command goes on from {checkpoint}, which holds what was done until its last interval")
+            say.warn(f"the same command goes on from {checkpoint}, which holds what was done until the last check")
         raise
     say.heading(learner.about)
-    healed = None if report.restored else steps
-    folder = normscope.save_swapped(swapped, output, learner.about, func=func, init=how.start or None, healed=healed)
-    asked = {"func": func, "init": init, "per": per, "sites": len(learner.norms)}
+    begun = CALIBRATED if calibrated else how.start
+    kept = how.start if report.restored else begun
+    healed = report.steps if report.left_with == TRAINED else None
+    folder = normscope.save_swapped(swapped, output, learner.about, func=func, init=kept or None, healed=healed)
+    asked = {"func": func, "init": begun, "per": per, "sites": len(learner.norms)}
     whole = {**learner.about, "held_out": learner.held_out.description, **asked}
     figure = normscope.plot_healing(report, f"{network.name} · {func}" if title is None else title, width=width)
     normscope.save_figure(figure, drawn, whole)
     checkpoint.unlink(missing_ok=True)
-    _tell(report, func, how.start, say)
+    _tell(report, func, begun, say)
     say.result(str(folder))
     say.result(str(drawn))
     remark_on_loading(model, str(folder), say)
     files = {"folder": str(folder), "figure": str(drawn)}
     document = {**report.as_dict(), **whole, **files}
     say.document(document, [{**whole, **row} for row in _rows(report)])
+
+
+def _remark_on(check: TrainingCheck, say: Output) -> None:
+    """Say how far the training has come, and how much of it is left."""
+    found = [
+        f"{name} {value:.4f}" for name, value in (("loss", check.loss), ("drift", check.drift)) if value is not None
+    ]
+    if not check.kept:
+        found.append("a better state is kept")
+    say.remark(f"step {check.step:,}: {', '.join(filter(None, (*found, say.estimate.still)))}")
 
 
 def _inputs(run: RunOptions) -> dict[str, Any]:
@@ -151,6 +206,7 @@ def _inputs(run: RunOptions) -> dict[str, Any]:
 
 
 def _tell(report: HealReport, func: str, init: str, say: Output) -> None:
+    from normscope.swaps.heal.reports import TRAINED
     from normscope.tables.drift import healing_table, quality_table
 
     say.result(healing_table(report))
@@ -160,10 +216,16 @@ def _tell(report: HealReport, func: str, init: str, say: Output) -> None:
         say.result(f"No quality: {report.no_quality}.")
     if report.left_out:
         say.warn(f"{count(report.left_out, 'sample')} did not fit into the gibibyte of inputs that is kept in memory")
+    if report.not_refitted:
+        path, reason = next(iter(report.not_refitted.items()))
+        others = f", and {count(len(report.not_refitted) - 1, 'other')}" if len(report.not_refitted) > 1 else ""
+        say.remark(f"not calibrated: {path} ({reason}){others}")
     if report.restored:
         say.warn("the drift on the held-out inputs did not fall: what was written has the start values")
+    elif report.left_with != TRAINED:
+        say.warn("training did not lower the drift on the held-out inputs: what was written is calibrated alone")
 
 
 def _rows(report: HealReport) -> Iterable[dict[str, Any]]:
     for stage, quantiles in report.drifts.items():
-        yield {"stage": stage, **quantiles, "closed": report.closed_after(stage), "restored": report.restored}
+        yield {"stage": stage, **quantiles, "closed": report.closed_after(stage), "kept": stage == report.left_with}

@@ -1,12 +1,11 @@
-"""What a swapped network learns: the outputs of the original and of its blocks, on inputs drawn by a seed."""
+"""What a swapped network learns: the outputs of the original and of its norms, on inputs in an order by a seed."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,17 +13,15 @@ from torch import Tensor, nn
 from torch.linalg import vector_norm
 
 from normscope.errors import DataError
-from normscope.inputs.batch import Batch, copied_arguments
+from normscope.inputs.batch import Batch
 from normscope.inputs.entries import as_batches
 from normscope.inputs.loaded_model import Outputs
 from normscope.inputs.splits import learned_and_held_out
 from normscope.runtime.network import KeptBuffers, run
 from normscope.swaps.drift.distances import output_by_sample
 
-_LEAST_OF_TYPICAL = 0.1  # of the batch's root mean square norm: a sample of almost nothing must not lead the training
 
-
-def relative_errors(output: Tensor, wanted: Tensor, valid: Tensor | None = None, *, least: float = 0.0) -> Tensor:
+def relative_errors(output: Tensor, wanted: Tensor, valid: Tensor | None = None) -> Tensor:
     """Relative L2 of each sample, ‖output − wanted‖ / ‖wanted‖ over all that is not padding.
 
     Args:
@@ -32,7 +29,6 @@ def relative_errors(output: Tensor, wanted: Tensor, valid: Tensor | None = None,
         wanted: likewise.
         valid: which positions are data, bool ``(samples, positions)``; None for all, and where the tensors do not have
             those positions.
-        least: the smallest ‖wanted‖ to divide by, as a share of its root mean square over the samples.
 
     Returns:
         ``(samples,)``, in the dtype of ``output``, float32 at least.
@@ -45,15 +41,9 @@ def relative_errors(output: Tensor, wanted: Tensor, valid: Tensor | None = None,
     if valid is not None and output.shape[:2] == valid.shape:
         kept = valid.to(output.device).view(*valid.shape, *[1] * (output.ndim - 2))
         output, wanted = output * kept, wanted * kept
-    norms = vector_norm(wanted.flatten(1), dim=1)
-    floor = least * norms.square().mean().sqrt() + torch.finfo(inside).tiny
-    errors: Tensor = vector_norm((output - wanted).flatten(1), dim=1) / norms.clamp_min(floor)
+    norms = vector_norm(wanted.flatten(1), dim=1).clamp_min(torch.finfo(inside).tiny)
+    errors: Tensor = vector_norm((output - wanted).flatten(1), dim=1) / norms
     return errors
-
-
-def training_loss(output: Tensor, wanted: Tensor, valid: Tensor | None) -> Tensor:
-    """The mean relative L2 over the samples; samples of almost no norm are divided by a tenth of a typical one."""
-    return relative_errors(output, wanted, valid, least=_LEAST_OF_TYPICAL).mean()
 
 
 def pooled_loss(output: Tensor, wanted: Tensor, valid: Tensor | None) -> Tensor:
@@ -91,171 +81,153 @@ def tensors_in(result: Any) -> list[Tensor]:
     return [tensor for tensor in _tensors(result) if tensor.is_floating_point()]
 
 
-_OF_BLOCKS = 2.0  # the weight of what blocks give beside what the network gives
+MOST_TARGET_BYTES = 4 * 2**30  # of what the original gave, that is kept in memory
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call of a block, with copies: the network may change its arguments and outputs in place later.
+class Target:
+    """What the original gave for one batch, with copies: it may change them in place later.
 
     Attributes:
-        args: positional arguments; none where they were not asked for.
-        kwargs: keyword arguments, likewise.
-        outputs: the floating-point tensors that it returned.
+        output: of the network.
+        of_sites: the tensors that each call of a norm gave, by the path of the norm.
     """
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outputs: list[Tensor]
+    output: Tensor
+    of_sites: Mapping[str, list[Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in (self.output, *(one for each in self.of_sites.values() for one in each)))
 
 
-@dataclass
-class Watched:
-    """What the blocks of a network did in the last forward pass, by path."""
+class Lessons:
+    """The original and the swapped network side by side, on batches to learn from.
 
-    calls: dict[str, list[Call]] = field(default_factory=dict)
+    What the original gives for them is computed once and kept, up to four gibibytes of it; beyond, whenever it is
+    asked for.
 
-
-@dataclass(frozen=True)
-class Lesson:
-    """The original and the swapped network, side by side.
-
-    Attributes:
+    Args:
         original: taught by, without gradients.
         swapped: taught.
         outputs: how to read what they return.
-        blocks: paths of the blocks whose outputs are to be alike.
+        sites: paths of what was swapped, which is to give what the norms gave.
+        batches: to learn from; those of one lesson, whose gradients are taken together, are one list.
     """
 
-    original: nn.Module
-    swapped: nn.Module
-    outputs: Outputs
-    blocks: Sequence[str]
+    def __init__(
+        self,
+        original: nn.Module,
+        swapped: nn.Module,
+        outputs: Outputs,
+        sites: Sequence[str],
+        batches: Sequence[Sequence[Batch]],
+    ) -> None:
+        self._original, self._swapped, self._outputs = original, swapped, outputs
+        self._sites, self._batches = sites, batches
+        # As they are now: every pass begins from them, and leaves them so.
+        self._buffers = KeptBuffers(original), KeptBuffers(swapped)
+        self._kept: dict[int, list[Target]] = {}
+        self._bytes_left = MOST_TARGET_BYTES
 
-    @functools.cached_property
-    def buffers(self) -> tuple[KeptBuffers, KeptBuffers]:
-        """The buffers of both as they are now: every pass begins from them, and leaves them so."""
-        return KeptBuffers(self.original), KeptBuffers(self.swapped)
+    def __len__(self) -> int:
+        """Return how many lessons there are."""
+        return len(self._batches)
 
-    def errors(self, batches: Iterable[Batch]) -> Tensor:
-        """Return how far the outputs lie apart, sample by sample, see :func:`output_errors`."""
-        return output_errors(self.original, self.swapped, batches, self.outputs)
+    def targets(self, number: int) -> list[Target]:
+        """Return what the original gives for the batches of a lesson."""
+        if number in self._kept:
+            return self._kept[number]
+        targets = [self._target(batch) for batch in self._batches[number]]
+        size = sum(target.nbytes for target in targets)
+        if size <= self._bytes_left:
+            self._bytes_left -= size
+            self._kept[number] = targets
+        return targets
 
-    def whole(self, batches: Sequence[Batch]) -> float:
-        """Add the gradients of the loss at the output, and of that at the blocks; return the former.
+    @torch.no_grad()
+    def _target(self, batch: Batch) -> Target:
+        with _given(self._original, self._sites) as of_sites:
+            output = self._outputs.read(run(self._original, batch), batch).clone()  # it may be a buffer
+        self._buffers[0].put_back()
+        return Target(output, of_sites)
 
-        The blocks' own outputs say more about an input than the few numbers at the end, so that fewer inputs do.
+    def gradients(self, number: int) -> float:
+        """Add the gradients of the loss on a lesson, and return the loss.
+
+        The loss is the relative L2 at the output, plus the mean over the sites of what they give: what norms gave says
+        far more about an input than the few numbers at the end, so that fewer inputs do.
         """
-        total = 0.0
-        of_original, of_swapped = self.buffers
-        for batch in batches:
-            with torch.no_grad(), watched(self.original, self.blocks) as taught:
-                wanted = self.outputs.read(run(self.original, batch), batch).clone()  # it may be a buffer
-                of_original.put_back()
-            with torch.enable_grad(), watched(self.swapped, self.blocks) as learned:
-                output = self.outputs.read(run(self.swapped, batch), batch)
-                loss = training_loss(output, wanted, batch.valid)
-                total += float(loss.detach()) / len(batches)
-                hidden = [
-                    _loss(mine.outputs, theirs.outputs, batch.valid_at(path))
-                    for path, calls in taught.calls.items()
-                    for mine, theirs in zip(learned.calls[path], calls, strict=True)
-                ]
-                if hidden:
-                    loss = loss + _OF_BLOCKS * torch.stack(hidden).mean()
-                (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
-            of_swapped.put_back()  # no sooner: the gradients may hang on them
+        total, batches = 0.0, self._batches[number]
+        samples = sum(len(batch.samples) for batch in batches)
+        for batch, target in zip(batches, self.targets(number), strict=True):
+            with torch.enable_grad():
+                loss = self._loss(batch, target) * (len(batch.samples) / samples)
+                loss.backward()  # type: ignore[no-untyped-call]
+            self._buffers[1].put_back()  # no sooner: the gradients may hang on them
+            total += float(loss.detach())
         return total
 
-    def by_blocks(self, batches: Sequence[Batch]) -> float:
-        """Add the gradients of every block by itself, called as the original called its own; return the mean loss."""
-        total = 0.0
-        of_original, of_swapped = self.buffers
-        for batch in batches:
-            with torch.no_grad(), watched(self.original, self.blocks, arguments=True) as taught:
-                run(self.original, batch)
-                of_original.put_back()
-            calls = [(path, call) for path, of_block in taught.calls.items() for call in of_block]
-            for path, call in calls:
-                with torch.enable_grad():
-                    output = self.swapped.get_submodule(path)(*call.args, **call.kwargs)
-                    loss = _loss(tensors_in(output), call.outputs, batch.valid_at(path))
-                    (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
-                total += float(loss.detach()) / len(calls) / len(batches)
-            of_swapped.put_back()
-        return total
+    def _loss(self, batch: Batch, target: Target) -> Tensor:
+        with _given(self._swapped, self._sites) as of_sites:
+            output = self._outputs.read(run(self._swapped, batch), batch)
+        at_sites = [
+            pooled_loss(given, wanted, batch.valid_at(path))
+            for path, calls in target.of_sites.items()
+            for given, wanted in zip(of_sites[path], calls, strict=True)
+        ]
+        loss = pooled_loss(output, target.output, batch.valid)
+        return loss + torch.stack(at_sites).mean() if at_sites else loss
 
 
 @contextlib.contextmanager
-def watched(network: nn.Module, blocks: Sequence[str], *, arguments: bool = False) -> Iterator[Watched]:
-    """Record every call of some blocks: their outputs, and with ``arguments`` what they were called with."""
-    seen = Watched()
-    entered: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {path: [] for path in blocks}
+def _given(network: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, list[Tensor]]]:
+    """Record the tensors that some modules give, with copies, call by call."""
+    seen: dict[str, list[Tensor]] = {}
 
-    def enter(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            entered[path].append(copied_arguments(args, kwargs))
-
-        return hook
-
-    def leave(path: str) -> Callable[..., None]:
+    def keep(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, result: Any) -> None:
-            outputs = [tensor.clone() for tensor in tensors_in(result)]
-            called_with = entered[path].pop() if arguments else ((), {})
-            seen.calls.setdefault(path, []).append(Call(*called_with, outputs))
+            seen.setdefault(path, []).extend(tensor.clone() for tensor in tensors_in(result))
 
         return hook
 
     with contextlib.ExitStack() as hooks:
-        for path in blocks:
-            block = network.get_submodule(path)
-            if arguments:
-                hooks.callback(block.register_forward_pre_hook(enter(path), with_kwargs=True).remove)
-            hooks.callback(block.register_forward_hook(leave(path)).remove)
+        for path in paths:
+            hooks.callback(network.get_submodule(path).register_forward_hook(keep(path)).remove)
         yield seen
 
 
-@torch.no_grad()
-def repeatable(original: nn.Module, blocks: Sequence[str], batch: Batch) -> list[str]:
-    """The blocks that give the same output when called again with the same arguments.
-
-    A block that fills a cache gives something else, and cannot be trained by itself.
-    """
-    buffers = KeptBuffers(original)
-    with watched(original, blocks, arguments=True) as seen:
-        run(original, batch)
-    buffers.put_back()
-    kept = [path for path, calls in seen.calls.items() if all(_gives_it_again(original, path, call) for call in calls)]
-    buffers.put_back()
-    return kept
-
-
-def _gives_it_again(original: nn.Module, path: str, call: Call) -> bool:
-    wanted = call.outputs
-    again = tensors_in(original.get_submodule(path)(*call.args, **call.kwargs))
-    if not wanted or len(again) != len(wanted) or any(a.shape != b.shape for a, b in zip(again, wanted, strict=True)):
-        return False
-    # Not to the bit: kernels on a GPU may sum in another order.
-    return all(float(relative_errors(a[None], b[None])) < 1e-3 for a, b in zip(again, wanted, strict=True))
-
-
-def _loss(outputs: Sequence[Tensor], wanted: Sequence[Tensor], valid: Tensor | None) -> Tensor:
-    pairs = zip(outputs, wanted, strict=True)
-    return torch.stack([pooled_loss(mine, theirs.detach(), valid) for mine, theirs in pairs]).mean()
-
-
 MOST_BYTES = 2**30  # of inputs that are learned from
-BATCHES_A_STEP = 4
-_MOST_JUDGED = 100  # samples that decide which steps are kept
+_MOST_JUDGED = 100  # samples that decide what is kept
+
+
+def kept_in_memory(inputs: Iterable[Any]) -> tuple[list[Batch], int]:
+    """Take batches, in order, up to a gibibyte of them; and count the samples that were left out.
+
+    Raises:
+        DataError: if there is no batch.
+    """
+    kept: list[Batch] = []
+    size = left_out = 0
+    for batch in as_batches(inputs):
+        size += sum(tensor.nbytes for tensor in _tensors(batch))
+        if kept and size > MOST_BYTES:
+            left_out += len(batch.samples)
+        else:
+            kept.append(batch)
+    if not kept:
+        raise DataError("There is no batch to learn from.")
+    return kept, left_out
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Inputs to learn from, and, apart from them, inputs that decide which steps are kept.
+    """Inputs to learn from, and, apart from them, inputs that decide what is kept.
 
     Attributes:
-        learned: batches to take steps on.
-        judged: batches that decide which steps are kept; other sources, where there are several.
+        learned: batches to learn from.
+        judged: batches that decide what is kept; other sources, where there are several.
         left_out: samples that did not fit into memory.
     """
 
@@ -270,16 +242,7 @@ class Pool:
         Raises:
             DataError: if there are fewer than two samples.
         """
-        kept: list[Batch] = []
-        size = left_out = 0
-        for batch in as_batches(inputs):
-            size += sum(tensor.nbytes for tensor in _tensors(batch))
-            if kept and size > MOST_BYTES:
-                left_out += len(batch.samples)
-            else:
-                kept.append(batch)
-        if not kept:
-            raise DataError("There is no batch to learn from.")
+        kept, left_out = kept_in_memory(inputs)
         learned, judged = learned_and_held_out(kept)
         rest: list[Batch] = []
         while judged.n_samples > _MOST_JUDGED:
@@ -287,13 +250,6 @@ class Pool:
             more, judged = learned_and_held_out(batches)
             rest += more
         return cls([*learned, *rest], list(judged), left_out)
-
-    def drawn(self, seed: int, stage: str, step: int) -> list[Batch]:
-        """Draw the batches of a step: the same for the same seed, stage and step, whatever was drawn before."""
-        key = hashlib.blake2b(f"{seed} {stage} {step}".encode(), digest_size=7).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(key))
-        chosen = torch.randperm(len(self.learned), generator=generator)[:BATCHES_A_STEP]
-        return joined([self.learned[number] for number in chosen.tolist()])
 
     @property
     def digest(self) -> str:
@@ -306,6 +262,76 @@ class Pool:
             for tensor in _tensors(batch):
                 content.update(tensor_bytes(tensor))
         return content.hexdigest()
+
+
+def steps_of(batches: Sequence[Batch], samples: int) -> list[list[Batch]]:
+    """Divide batches among steps, in order: each takes at least so many samples, as few passes as its tensors allow.
+
+    >>> from normscope.inputs.batch import Sample
+    >>> ones = [Batch((torch.zeros(1, size),), samples=(Sample("a", 0, 0),)) for size in (3, 3, 3, 4, 3)]
+    >>> [[batch.args[0].shape for batch in step] for step in steps_of(ones, 2)]
+    [[torch.Size([2, 3])], [torch.Size([1, 3]), torch.Size([1, 4])], [torch.Size([1, 3])]]
+    """
+    steps: list[list[Batch]] = []
+    enough = True
+    for batch in batches:
+        if enough:
+            steps.append([])
+        steps[-1].append(batch)
+        enough = sum(len(one.samples) for one in steps[-1]) >= samples
+    return [[part for batch in joined(step) for part in by_length(batch)] for step in steps]
+
+
+_OF_A_LENGTH = 3  # samples that are padded to the longest of them
+
+
+def by_length(batch: Batch) -> list[Batch]:
+    """Divide a padded batch into several, of samples of about one length, and cut off what is padding in all of each.
+
+    Only where it is certain what is padding: where every tensor with several axes has the positions of ``valid``, as a
+    tokenizer gives them. Other batches stay as they are.
+
+    >>> from normscope.inputs.batch import Sample
+    >>> valid = torch.arange(8) < torch.tensor([2, 8, 2, 3])[:, None]
+    >>> texts = Batch((torch.ones(4, 8),), samples=tuple(Sample("a", 0, n) for n in range(4)), valid=valid)
+    >>> [(batch.args[0].shape, [sample.index for sample in batch.samples]) for batch in by_length(texts)]
+    [(torch.Size([3, 3]), [0, 2, 3]), (torch.Size([1, 8]), [1])]
+    """
+    valid = batch.valid
+    if valid is None or batch.valid_within or batch.forward is not None or bool(valid.all()):
+        return [batch]
+    given = [tensor for tensor in _tensors([batch.args, batch.kwargs]) if tensor.ndim > 1]
+    nested = any(isinstance(value, (Mapping, tuple, list)) for value in (*batch.args, *batch.kwargs.values()))
+    if nested or not given or any(tensor.shape != valid.shape for tensor in given):
+        return [batch]
+    order = valid.sum(1).argsort(stable=True).tolist()
+    return [_cut(batch.take(order[first : first + _OF_A_LENGTH])) for first in range(0, len(order), _OF_A_LENGTH)]
+
+
+def _cut(batch: Batch) -> Batch:
+    """Leave out the positions that are padding in all samples."""
+    if batch.valid is None:
+        return batch
+    data, shape = batch.valid.any(0).nonzero().flatten(), batch.valid.shape
+
+    def cut(value: Any) -> Any:
+        return value[:, data.to(value.device)] if isinstance(value, Tensor) and value.shape == shape else value
+
+    kwargs = {name: cut(value) for name, value in batch.kwargs.items()}
+    return replace(batch, args=tuple(map(cut, batch.args)), kwargs=kwargs, valid=cut(batch.valid))
+
+
+def drawn(seed: int, step: int, *, number: int) -> int:
+    """Draw which of a number of lessons a step takes: all of them in a new order, again and again.
+
+    The same seed and step give the same one, whatever was drawn before.
+
+    >>> sorted(drawn(0, step, number=4) for step in range(4, 8))
+    [0, 1, 2, 3]
+    """
+    key = hashlib.blake2b(f"{seed} {step // number}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key))
+    return int(torch.randperm(number, generator=generator)[step % number])
 
 
 def joined(batches: Sequence[Batch]) -> list[Batch]:

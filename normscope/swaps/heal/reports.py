@@ -5,27 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from normscope.runtime.records import Record, Tabled, as_json
 from normscope.swaps.drift.reports import Quality
 
-START, SITES, BLOCKS, WHOLE = "start", "sites", "blocks", "whole"
+START, CALIBRATED, TRAINED = "start", "calibrated", "trained"
 
 
 @dataclass(frozen=True)
-class TrainingInterval:
-    """One interval of a training.
+class TrainingCheck:
+    """How far a training had come at one step.
 
     Attributes:
-        stage: ``sites``, ``blocks`` or ``whole``.
-        step: steps of the stage by its end; of ``sites`` the number of sites tried.
-        loss: mean training loss over its steps; of ``sites``, or where it was not finite, None.
-        drift: median relative L2 at the output by its end, on the inputs that decide; None where it was not finite.
-        kept: whether the drift fell, so that the steps were kept.
+        step: how many steps were done.
+        loss: mean training loss of the steps since the check before; None where it was not finite.
+        drift: median relative L2 at the output, on the inputs that decide; None where it was not finite.
+        kept: whether no state before was as near, so that this one was kept.
     """
 
-    stage: str
     step: int
     loss: float | None
     drift: float | None
@@ -38,14 +36,16 @@ class HealReport(Tabled, Record):
 
     Attributes:
         drifts: on the held-out inputs, which nothing else has seen: ``p10``, ``median`` and ``p90`` at the ``start``
-            and after each stage, ``sites``, ``blocks``, ``whole``; ∞ where outputs were not finite.
-        restored: whether the network was left with its start values, as training had not lowered the held-out median.
-        points: the course: every interval of steps, and whether it was kept.
-        steps: the steps asked for.
+            and after each stage, ``calibrated`` and ``trained``; ∞ where outputs were not finite.
+        left_with: the stage whose state the network was left with: that of the least held-out median.
+        checks: the course of the training.
+        steps: how many steps it took.
+        train: which weights were trained: ``norms``, ``neighbours`` or ``all``.
         n_learned: samples that were learned from.
-        n_judged: samples that decided which steps are kept.
+        n_judged: samples that decided which state is kept.
         n_held_out: samples that the drifts are of.
         left_out: samples to learn from that did not fit into memory.
+        not_refitted: why a layer beside a swapped norm was not calibrated, by path.
         quality: how well the original does what it is for, and the swapped network with its start values and healed,
             on the held-out inputs; None where nothing tells.
         no_quality: why there is none; else empty.
@@ -53,19 +53,28 @@ class HealReport(Tabled, Record):
     """
 
     drifts: Mapping[str, Mapping[str, float]]
-    restored: bool
-    points: Sequence[TrainingInterval]
+    left_with: str
+    checks: Sequence[TrainingCheck]
     steps: int
+    train: str
     n_learned: int
     n_judged: int
     n_held_out: int
     left_out: int
+    not_refitted: Mapping[str, str] = field(default_factory=dict)
     quality: Quality | None = None
     no_quality: str = ""
     about: Mapping[str, str] = field(default_factory=dict)
 
+    _properties: ClassVar[tuple[str, ...]] = ("restored",)
+
     def __repr__(self) -> str:
         return f"HealReport: relative L2 {self.before['median']:.3g} → {self.after['median']:.3g} in {self.steps} steps"
+
+    @property
+    def restored(self) -> bool:
+        """Whether the network was left with its start values, as nothing had lowered the held-out median."""
+        return self.left_with == START
 
     @property
     def before(self) -> Mapping[str, float]:
@@ -75,22 +84,21 @@ class HealReport(Tabled, Record):
     @property
     def after(self) -> Mapping[str, float]:
         """The same, with what the network was left with."""
-        return self.before if self.restored else self.drifts[list(self.drifts)[-1]]
+        return self.drifts[self.left_with]
 
     @property
     def closed(self) -> float:
         """Share of the median drift that is gone.
 
-        >>> report = HealReport({"start": {"median": 0.5}, "whole": {"median": 0.1}}, False, [], 1, 1, 1, 1, 0)
-        >>> report.closed
+        >>> drifts = {"start": {"median": 0.5}, "trained": {"median": 0.1}}
+        >>> HealReport(drifts, "trained", [], 1, "all", 1, 1, 1, 0).closed
         0.8
         """
-        return self.closed_after(None)
+        return self.closed_after(self.left_with)
 
-    def closed_after(self, stage: str | None) -> float:
-        """Share of the median drift that was gone after a stage; None for what the network was left with."""
-        left = (self.after if stage is None else self.drifts[stage])["median"]
-        start = self.before["median"]
+    def closed_after(self, stage: str) -> float:
+        """Share of the median drift that was gone after a stage."""
+        left, start = self.drifts[stage]["median"], self.before["median"]
         if not math.isfinite(start):
             return 1.0 if math.isfinite(left) else 0.0
         return 1 - left / start if start else 0.0
@@ -98,7 +106,7 @@ class HealReport(Tabled, Record):
     def as_dict(self) -> dict[str, Any]:
         """Return what JSON holds, with what is told of the network at its top level; a drift not finite is None."""
         document = super().as_dict()
-        about, stages, points = (document.pop(name) for name in ("about", "drifts", "points"))
+        about, stages, checks = (document.pop(name) for name in ("about", "drifts", "checks"))
         del stages[START]
-        of_all = {"before": self.before, "after": self.after, "closed": self.closed, "restored": self.restored}
-        return {**about, **as_json(of_all), "stages": stages, **document, "points": points}
+        of_all = {"before": self.before, "after": self.after, "closed": self.closed}
+        return {**about, **as_json(of_all), "stages": stages, **document, "checks": checks}

@@ -1,141 +1,168 @@
-"""A training in intervals that are kept only if the drift fell, and the checkpoint that it resumes from."""
+"""A training over the whole of its schedule, of which the best state is kept."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from normscope.errors import DataError, UsageError
 from normscope.runtime.progress import Progress
 from normscope.runtime.records import as_json
-from normscope.runtime.sealed_files import read_checked, write_checked
-from normscope.swaps.heal.reports import START, TrainingInterval
+from normscope.swaps.heal.reports import TrainingCheck
+from normscope.swaps.heal.trained_parameters import TrainedParameters
 
-_INTERVALS = 12  # of a stage
-_WARM_UP = 0.08  # of a stage's steps
+STAGE = "train"
+CHECKS = 12  # of the drift, over the whole schedule
+MOST_RATE = 1e-3
+_RATE_BY_WIDTH = 0.1  # a step of Adam moves each weight by the rate, and what a layer gives by that times its width
+_WARM_UP = 0.03  # of the steps
 _CLIP = 1.0
-_SLOWER = 0.7  # is the learning rate after steps that were taken back
-_LEAST_RATE = 2.0**-6  # of the learning rate, after which a stage ends
 
-Saved = Callable[["Course"], None]
+Values = dict[str, Tensor]  # by parameter name
+Checked = Callable[[TrainingCheck], object]
 
 
 @dataclass
 class Course:
-    """The state of a training, all that it resumes from besides the network's parameters.
+    """The state of a healing, all that it resumes from.
 
     Attributes:
-        drift: of the network as it is, on the inputs that decide.
-        stage: the stage under way, or the last one.
-        step: of the stage.
-        rate: what the learning rate is multiplied by.
-        points: what was, in order.
-        drifts: quantiles of the drift on the held-out inputs, before the first stage and after each.
+        drift: the least so far, on the inputs that decide.
+        drifts: quantiles of the drift on the held-out inputs, at the start and after each stage.
         n_held_out: number of the held-out samples.
+        not_refitted: why a layer beside a swapped norm was not calibrated, by path.
+        steps: of the training; None until that is known.
+        step: how many are done.
+        checks: what was, in order.
         done: whether all is done.
-        moments: of the optimizer, by parameter name and its own name for them.
+        left_with: the stage whose state the network was left with; empty until all is done.
+        calibrated: what calibration changed.
+        best: what is trained, in the state of the least drift so far.
+        trained: the :attr:`TrainedParameters.tensors` as they are now; none before the first check.
+        moments: of the optimizer, by its own name for them.
     """
 
     drift: float
-    stage: str = ""
-    step: int = 0
-    rate: float = 1.0
-    points: list[TrainingInterval] = field(default_factory=list)
     drifts: dict[str, dict[str, float]] = field(default_factory=dict)
     n_held_out: int = 0
-    done: bool = False
-    moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    not_refitted: dict[str, str] = field(default_factory=dict)
+    steps: int | None = None
+    step: int = 0
+    checks: list[TrainingCheck] = field(default_factory=list)
+    left_with: str = ""
+    calibrated: Values = field(default_factory=dict)
+    best: Values = field(default_factory=dict)
+    trained: Values = field(default_factory=dict)
+    moments: dict[str, Values] = field(default_factory=dict)
 
-    def enter(self, stage: str) -> None:
-        """Begin a stage, unless it is the one under way."""
-        if self.stage != stage:
-            self.stage, self.step, self.rate, self.moments = stage, 0, 1.0, {}
-
-    def judge(self, drift: float, loss: float | None) -> bool:
-        """Add a point, and say whether the drift fell."""
+    def check(self, drift: float, loss: float) -> TrainingCheck:
+        """Add a check, and say whether the drift is the least so far."""
         kept = drift < self.drift
         self.drift = drift if kept else self.drift
-        finite_loss = loss if loss is not None and math.isfinite(loss) else None
-        self.points.append(
-            TrainingInterval(self.stage, self.step, finite_loss, drift if math.isfinite(drift) else None, kept)
-        )
-        return kept
+        found = TrainingCheck(self.step, _finite(loss), _finite(drift), kept)
+        self.checks.append(found)
+        return found
+
+    @property
+    def tensors(self) -> Values:
+        """All tensors, by names that tell what they are."""
+        groups = {"calibrated": self.calibrated, "best": self.best, "trained": self.trained}
+        groups |= {f"moment.{key}": values for key, values in self.moments.items()}
+        return {f"{group}/{name}": value for group, values in groups.items() for name, value in values.items()}
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the moments; an infinite drift stays one, since the training goes on from it."""
-        stored = {name: value for name, value in vars(self).items() if name != "moments"}
-        return stored | {"points": as_json(self.points)}
+        """Everything but the tensors; an infinite drift stays one, since the training goes on from it."""
+        held = {"calibrated", "best", "trained", "moments"}
+        stored = {name: value for name, value in vars(self).items() if name not in held}
+        return stored | {"checks": as_json(self.checks)}
 
     @classmethod
-    def of(cls, document: Mapping[str, Any], moments: dict[str, dict[str, Tensor]]) -> Course:
-        """Make the course that :meth:`as_dict` described."""
-        points = [TrainingInterval(**point) for point in document["points"]]
-        return cls(**{**document, "points": points}, moments=moments)
+    def of(cls, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Course:
+        """Make the course that :meth:`as_dict` and :attr:`tensors` described."""
+        course = cls(**{**document, "checks": [TrainingCheck(**check) for check in document["checks"]]})
+        groups = {"calibrated": course.calibrated, "best": course.best, "trained": course.trained}
+        for full, value in tensors.items():
+            group, _, name = full.partition("/")
+            if group.startswith("moment."):
+                course.moments.setdefault(group.removeprefix("moment."), {})[name] = value
+            else:
+                groups[group][name] = value
+        return course
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One stage of a training.
+def rate_for(width: int) -> float:
+    """The largest learning rate for a network of so many channels.
 
-    Attributes:
-        name: ``blocks`` or ``whole``.
-        steps: at most so many.
-        rate: largest learning rate.
-        parameters: what is trained, by name.
-        gradients: adds the gradients of a step of this number, and returns the loss.
+    >>> rate_for(64), rate_for(400)
+    (0.001, 0.00025)
     """
-
-    name: str
-    steps: int
-    rate: float
-    parameters: Mapping[str, nn.Parameter]
-    gradients: Callable[[int], float]
+    return min(MOST_RATE, _RATE_BY_WIDTH / width)
 
 
-def train(stage: Stage, course: Course, drift: Callable[[], float], saved: Saved, progress: Progress) -> None:
-    """Run a stage, from where the course stands; the best parameters remain.
+def train(
+    course: Course,
+    trained: TrainedParameters,
+    rate: float,
+    gradients: Callable[[int], float],
+    drift: Callable[[], float],
+    saved: Callable[[], None],
+    progress: Progress,
+    checked: Checked,
+) -> None:
+    """Take all steps of a schedule, from where the course stands; the network is left in its best state.
 
-    Adam with a warm-up and a cosine to zero, gradients clipped. After each interval the drift decides: where it did
-    not fall, parameters and moments are what they were before, and the learning rate is lowered.
+    AdamW without weight decay, its rate rising for the first steps and then falling to nought along a cosine, gradients
+    clipped. A dozen times over the schedule the drift is measured, and the state kept if it is the least so far; it is
+    never stopped early, since much of what such a schedule gains comes at its end.
 
     Args:
-        stage: what to do.
-        course: changed as it goes.
+        course: changed as it goes; it says how many steps, and which state is the best to begin with.
+        trained: what is trained.
+        rate: the largest learning rate.
+        gradients: adds those of the step of this number to the network's parameters, and returns the loss.
         drift: measures it, on the inputs that decide.
-        saved: called after every interval.
+        saved: called after every check.
         progress: called with the stage's name, the steps done and all of them, after every step.
+        checked: called with each check.
     """
-    course.enter(stage.name)
-    optimizer = torch.optim.Adam(stage.parameters.values(), lr=stage.rate)
-    _put(optimizer, stage.parameters, course.moments)
-    length = max(1, math.ceil(stage.steps / _INTERVALS))
-    while course.step < stage.steps and course.rate >= _LEAST_RATE:
-        before = {name: parameter.detach().clone() for name, parameter in stage.parameters.items()}
-        losses = []
-        for step in range(course.step, min(course.step + length, stage.steps)):
-            for group in optimizer.param_groups:
-                group["lr"] = stage.rate * course.rate * _schedule(step, stage.steps)
-            optimizer.zero_grad()
-            losses.append(stage.gradients(step))
-            if not math.isfinite(float(nn.utils.clip_grad_norm_(stage.parameters.values(), _CLIP))):
-                continue  # there is no direction to go
+    optimizer = torch.optim.AdamW(trained.tensors.values(), lr=rate, weight_decay=0.0, fused=True)
+    if course.trained:
+        trained.load(course.trained)
+        _put_moments(optimizer, trained, course.moments)
+    steps = course.steps or 0
+    every = max(1, math.ceil(steps / CHECKS))
+    losses: list[float] = []
+    for step in range(course.step, steps):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * _schedule(step, steps)
+        trained.forget_gradients()
+        losses.append(gradients(step))
+        trained.take_gradients()
+        if math.isfinite(float(nn.utils.clip_grad_norm_(trained.tensors.values(), _CLIP))):  # else nowhere to go
             optimizer.step()
-            progress(stage.name, step + 1, stage.steps)
-        course.step = min(course.step + length, stage.steps)
-        if course.judge(drift(), sum(losses) / len(losses)):
-            course.moments = _moments(optimizer, stage.parameters)
-        else:
-            course.rate *= _SLOWER
-            restore(stage.parameters, before)
-            _put(optimizer, stage.parameters, course.moments)
-        saved(course)
-    optimizer.zero_grad()
+            trained.put()
+        progress(STAGE, step + 1, steps)
+        if (step + 1) % every == 0 or step + 1 == steps:
+            course.step = step + 1
+            check = course.check(drift(), sum(losses) / len(losses))
+            losses.clear()
+            course.trained = copied(trained.tensors)
+            course.moments = _moments(optimizer, trained)
+            if check.kept:
+                course.best = copied(trained.parameters)
+            saved()
+            checked(check)
+    trained.forget_gradients()
+    restore(trained.parameters, course.best)
+
+
+def copied(values: Mapping[str, Tensor]) -> Values:
+    """Copy tensors, by name."""
+    return {name: value.detach().clone() for name, value in values.items()}
 
 
 @torch.no_grad()
@@ -145,129 +172,26 @@ def restore(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]
         parameters[name].copy_(value)
 
 
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def _schedule(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / max(1.0, _WARM_UP * steps)) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
-def _moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:
-    return {
-        name: {key: value.clone() for key, value in optimizer.state[parameter].items()}
-        for name, parameter in parameters.items()
-        if parameter in optimizer.state
-    }
-
-
-def _put(
-    optimizer: torch.optim.Optimizer,
-    parameters: Mapping[str, nn.Parameter],
-    moments: Mapping[str, Mapping[str, Tensor]],
-) -> None:
-    optimizer.state.clear()
-    for name, of_parameter in moments.items():
-        optimizer.state[parameters[name]] = {key: value.clone() for key, value in of_parameter.items()}
-
-
-_FORMAT = "normscope-healing"
-_VERSION = 3
-_AGAIN = "remove it to begin anew, as `normscope heal --restart` does"
-_ASKED = "asked"
-
-
-def save_checkpoint(
-    path: Path,
-    asked: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    course: Course,
-    parameters: Mapping[str, nn.Parameter],
-) -> None:
-    """Write the state of a training, whole or not at all.
-
-    Args:
-        path: of the file.
-        asked: what :func:`check_asked` compares.
-        settings: what was trained, of what and on what; only the same goes on from it.
-        course: where it stands.
-        parameters: of the network, by name.
-
-    Raises:
-        UsageError: if it cannot be written there.
-    """
-    tensors = {f"parameter/{name}": value.detach().cpu().contiguous().clone() for name, value in parameters.items()}
-    for name, moments in course.moments.items():
-        tensors |= {f"moment/{key}/{name}": value.cpu().contiguous().clone() for key, value in moments.items()}
-    header = {"format": _FORMAT, "version": _VERSION, _ASKED: dict(asked), "settings": dict(settings)}
-    write_checked(path, {**header, "course": course.as_dict()}, tensors)
-
-
-def check_asked(path: Path, asked: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of a healing with other options, before any work; no file is no checkpoint.
-
-    Args:
-        path: of the file.
-        asked: what tells one healing from others before a network is loaded: options, by name.
-
-    Raises:
-        UsageError: if the checkpoint is of another training.
-        DataError: if the file is damaged, or of another kind or version.
-    """
-    if not path.exists():
-        return
-    header, _ = read_checked(path, _FORMAT, (_VERSION,), _AGAIN)
-    for name, before, value in _differing(header.get(_ASKED), asked):
-        raise _of_another(path, f"its {name} is {before!r:.60}, not {value!r:.60}")
-
-
-def load_checkpoint(path: Path, settings: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> Course | None:
-    """Restore a network from a checkpoint, and return the course; None where there is no file.
-
-    Raises:
-        UsageError: if the checkpoint is of another training.
-        DataError: if the file is damaged, or of another kind or version.
-    """
-    if not path.exists():
-        return None
-    header, tensors = read_checked(path, _FORMAT, (_VERSION,), _AGAIN)
-    check_settings(path, header.get("settings"), settings)
-    try:
-        course = Course.of(header["course"], _stored_moments(tensors, parameters))
-        for quantiles in (course.drifts[START], *course.drifts.values()):
-            if not all(isinstance(quantiles[name], float) for name in ("p10", "median", "p90")):
-                raise TypeError(f"a drift is {quantiles}")
-        values = {name: tensors[f"parameter/{name}"] for name in parameters}
-        for name, value in values.items():
-            if value.shape != parameters[name].shape or value.dtype != parameters[name].dtype:
-                raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)}")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"The checkpoint {path} is damaged: {type(error).__name__}: {error}; {_AGAIN}.") from error
-    restore(parameters, values)
-    return course
-
-
-def check_settings(path: Path, stored: Any, settings: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint with other settings; UsageError that names the first that differs."""
-    for name, before, value in _differing(stored, settings):
-        # A list of all sites, or a hash, would say nothing.
-        what = f"its {name} is {before!r:.60}, not {value}" if isinstance(value, int) else f"other {name}"
-        raise _of_another(path, what)
-
-
-def _differing(stored: Any, wanted: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    known = stored if isinstance(stored, dict) else {}
-    return ((name, known.get(name), value) for name, value in wanted.items() if known.get(name) != value)
-
-
-def _of_another(path: Path, what: str) -> UsageError:
-    return UsageError(f"{path} is of another healing: {what}; {_AGAIN}, or name another.")
-
-
-def _stored_moments(
-    tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
-) -> dict[str, dict[str, Tensor]]:
-    moments: dict[str, dict[str, Tensor]] = {}
-    for full, value in tensors.items():
-        kind, _, rest = full.partition("/")
-        if kind == "moment":
-            key, _, name = rest.partition("/")
-            where = value.device if key == "step" else parameters[name].device
-            moments.setdefault(name, {})[key] = value.to(where)
+def _moments(optimizer: torch.optim.Optimizer, trained: TrainedParameters) -> dict[str, Values]:
+    moments: dict[str, Values] = {}
+    for name, tensor in trained.tensors.items():
+        for key, value in optimizer.state.get(tensor, {}).items():
+            moments.setdefault(key, {})[name] = value.clone()
     return moments
+
+
+def _put_moments(
+    optimizer: torch.optim.Optimizer, trained: TrainedParameters, moments: Mapping[str, Mapping[str, Tensor]]
+) -> None:
+    for key, values in moments.items():
+        for name, value in values.items():
+            tensor = trained.tensors[name]
+            optimizer.state[tensor][key] = value.to(tensor.device, copy=True)

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 import normscope
 from normscope.cli import app
-from normscope.swaps.heal import heal as healing
 from normscope.swaps.heal.lessons import output_errors
+from normscope.swaps.heal.training import Course
 
 QUICK = ("demo_vit", "--steps", "16", "--device", "cpu", "--sites", "blocks.0.*,norm", "--limit", "160")
 
@@ -25,7 +25,7 @@ def test_a_network_is_healed_and_written(here):
     document = json.loads(done.stdout)
     assert document["after"]["median"] < document["before"]["median"]
     assert document["closed"] == pytest.approx(1 - document["after"]["median"] / document["before"]["median"])
-    assert list(document["stages"]) == ["sites", "blocks", "whole"]
+    assert list(document["stages"]) == ["calibrated", "trained"]
     assert (document["model"], document["func"], document["steps"], document["sites"]) == ("demo_vit", "dyisru", 16, 3)
     assert sorted(path.name for path in here.iterdir()) == ["healed", "healed-healing.png"]
     with Image.open("healed-healing.png") as image:
@@ -40,27 +40,28 @@ def test_a_network_is_healed_and_written(here):
 
 @pytest.mark.slow
 def test_a_table_for_people_and_what_was_interrupted(here, monkeypatch):
-    judge, intervals = healing.Course.judge, []
+    check, checks = Course.check, []
 
     def interrupted(course, drift, loss):
-        intervals.append(course.stage)
-        if intervals.count("whole") == 3:
+        checks.append(course.step)
+        if len(checks) == 3:
             raise KeyboardInterrupt
-        return judge(course, drift, loss)
+        return check(course, drift, loss)
 
-    monkeypatch.setattr(healing.Course, "judge", interrupted)
+    monkeypatch.setattr(Course, "check", interrupted)
     stopped = heal(*QUICK, "-o", "out/healed")
     assert stopped.exit_code == 130
     assert "the same command goes on from out/healed.healing.safetensors" in " ".join(stopped.stderr.split())
     assert [path.name for path in (here / "out").iterdir()] == ["healed.healing.safetensors"]
-    monkeypatch.setattr(healing.Course, "judge", judge)
+    monkeypatch.setattr(Course, "check", check)
     done = heal(*QUICK, "-o", "out/healed")
     assert done.exit_code == 0, done.output
     assert "going on from out/healed.healing.safetensors" in done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("demo_vit · embedded demo_vit")
-    rows = [line for line in lines if line.startswith(("start values", "each site alone", "blocks", "end to end"))]
-    assert len(rows) == 4 and rows[-1].endswith("%")
+    rows = [line for line in lines if line.startswith(("start values", "calibrated", "trained"))]
+    assert len(rows) == 3 and "%" in rows[-1] and sum(row.endswith("yes") for row in rows) == 1
+    assert [line for line in done.stderr.splitlines() if line.startswith("step 8: loss 0.")]
     assert lines[-2:] == ["out/healed", "out/healed-healing.png"]
     assert sorted(path.name for path in (here / "out").iterdir()) == ["healed", "healed-healing.png"]
     # The same as without an interruption.
@@ -77,9 +78,7 @@ def leftover(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("interrupted")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("normscope.swaps.heal.training.Course.judge", interrupt)
-        # Nothing is written before the first stage is done, which judges too: it is passed over.
-        patched.setattr(healing, "_each_alone", lambda *_: None)
+        patched.setattr(Course, "check", interrupt)
         assert heal(*QUICK, "-o", folder / "healed").exit_code == 130
     (path,) = folder.iterdir()
     assert path.name == "healed.healing.safetensors"
@@ -98,6 +97,8 @@ def interrupted(here, leftover):
     [
         (("--func", "dyt"), "its func is 'dyisru', not 'dyt'"),
         (("--steps", "20"), "its steps is 16, not 20"),
+        (("--train", "norms"), "its train is 'all', not 'norms'"),
+        (("--init", "fit"), "its init is 'calibrated', not 'fit'"),
         (("--no-shift",), "its shift is None, not False"),
         (("--data", "other"), "its data is None, not 'other'"),
         (("--weights", "random"), "its weights is 'pretrained', not 'random'"),
@@ -125,7 +126,7 @@ def test_restart_discards_what_was_left_and_begins_anew(interrupted):
     assert done.exit_code == 0, done.output
     said = " ".join(done.stderr.split())
     assert "discarded healed.healing.safetensors, to begin anew" in said and "going on" not in said
-    assert "each site alone" in done.stdout and not interrupted.exists()
+    assert "calibrated" in done.stdout and not interrupted.exists()
 
 
 @pytest.mark.parametrize(
@@ -133,6 +134,9 @@ def test_restart_discards_what_was_left_and_begins_anew(interrupted):
     [
         (("demo_vit", "-o", "a", "--func", "thanh"), 2, "Did you mean 'tanh'"),
         (("demo_vit", "-o", "a", "--steps", "0"), 2, "steps"),
+        (("demo_vit", "-o", "a", "--minutes", "-1"), 2, "minutes is -1.0: it is a time, more than 0"),
+        (("demo_vit", "-o", "a", "--minutes", "2", "--steps", "9"), 2, "9 steps and 2.0 minutes both say how long"),
+        (("demo_vit", "-o", "a", "--train", "norm"), 2, "Did you mean 'norms'"),
         (("demo_vit", "-o", "a", "--init", "papers"), 2, "Did you mean 'paper'"),
         (("demo_vit", "-o", "a", "--sites", "qk"), 2, "No norm here is qk"),
         (("demo_vat", "-o", "a"), 3, "demo_vit"),
@@ -184,3 +188,21 @@ def test_quality_before_and_after_stands_in_the_document_and_below_the_table(her
     assert quality["name"] == "top-1 accuracy" and list(quality["scores"]) == ["original", "swapped", "healed"]
     done = heal(*QUICK, "-o", "again")
     assert "dyisru, healed" in done.stdout and "64 labelled samples" in done.stdout
+
+
+def test_an_rms_norm_is_trained_without_calibration_and_that_is_said(here):
+    (here / "mine.py").write_text(FACTORY)
+    done = heal("py:mine.py:make", "--func", "rmsnorm", "--steps", "6", "-o", "healed", "--device", "cpu", "--json")
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    assert list(document["stages"]) == ["trained"] and document["init"] == ""
+    assert "point-wise functions alone are calibrated" in done.stderr
+
+
+def test_minutes_are_a_length_too_and_theory_is_a_start_without_calibration(here):
+    (here / "mine.py").write_text(FACTORY)
+    done = heal("py:mine.py:make", "--init", "theory", "--minutes", "0.05", "-o", "healed", "--device", "cpu", "--json")
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    assert list(document["stages"]) == ["trained"] and document["init"] == "theory"
+    assert document["steps"] > 6 and document["checks"][-1]["step"] == document["steps"]

@@ -1,10 +1,13 @@
 """Healing: what it lowers, what it leaves alone, and that it goes on where it stopped."""
 
 import copy
+import time
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
@@ -17,10 +20,9 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Outputs
 from normscope.runtime.sealed_files import read_checked, write_checked
 from normscope.swaps.calibrate.functions import least_squares
-from normscope.swaps.heal import heal, training
-from normscope.swaps.heal.by_site import norm_pairs
-from normscope.swaps.heal.lessons import Lesson, Pool, joined, output_errors, repeatable
-from normscope.swaps.pointwise import PointwiseFunction
+from normscope.swaps.heal import lessons, stages, training
+from normscope.swaps.heal.lessons import Lessons, Pool, by_length, drawn, joined, output_errors, pooled_loss, steps_of
+from normscope.swaps.pointwise import PointwiseFunction, RMSNorm
 
 SITES = ["blocks.0.1", "blocks.1.1"]
 
@@ -87,9 +89,7 @@ def drift(original, swapped, inputs=HELD_OUT):
 
 
 def test_it_closes_most_of_the_drift_and_says_by_how_much(networks):
-    original = networks[0]
-    swapped = copy.deepcopy(original)
-    normscope.swap(swapped, "tanh", normscope.capture(original, LEARN[:1]), init="paper")
+    original, swapped = networks
     untouched, before = state(original), drift(original, swapped)
     report = normscope.heal(original, swapped, LEARN, HELD_OUT, steps=150)
     assert same(state(original), untouched)
@@ -98,55 +98,50 @@ def test_it_closes_most_of_the_drift_and_says_by_how_much(networks):
     assert report.before["median"] == pytest.approx(before, rel=1e-5)
     assert report.after["median"] == pytest.approx(after, rel=1e-5)
     assert report.closed == pytest.approx(1 - after / before, rel=1e-5)
-    assert report.closed > 0.7
-    assert list(report.drifts) == ["start", "sites", "blocks", "whole"]
-    assert not report.restored
+    medians = [quantiles["median"] for quantiles in report.drifts.values()]
+    assert list(report.drifts) == ["start", "calibrated", "trained"] and medians == sorted(medians, reverse=True)
+    assert report.left_with == "trained" and not report.restored
+    assert (report.steps, len(report.checks), report.checks[-1].step) == (150, 12, 150)
     # A fourth of 256 samples decides, as it is no more than a hundred.
     assert (report.n_learned, report.n_judged, report.n_held_out) == (192, 64, 32)
 
 
-def test_every_interval_that_was_kept_lowered_the_drift_of_those_that_decide(networks):
+@pytest.mark.parametrize("rate", [1e-3, 1e4])
+def test_the_best_state_is_left_and_never_a_worse_one_than_the_start(networks, monkeypatch, rate):
     original, swapped = networks
-    best = drift(original, swapped, Pool.of(LEARN).judged)
-    report = normscope.heal(original, swapped, LEARN, HELD_OUT, steps=60)
-    for point in report.points:
-        assert point.kept == (point.drift is not None and point.drift < best)
-        best = point.drift if point.kept else best
-    assert drift(original, swapped, Pool.of(LEARN).judged) == pytest.approx(best, rel=1e-5)
-
-
-def test_steps_far_too_large_are_taken_back(networks, monkeypatch):
-    original, swapped = networks
-    monkeypatch.setattr(heal, "RATES", {"blocks": 1e4, "whole": 1e4})
-    report = normscope.heal(original, swapped, LEARN, HELD_OUT, steps=24)
-    assert not any(point.kept for point in report.points if point.stage != "sites")
-    assert drift(original, swapped) <= report.before["median"] * (1 + 1e-5)
+    monkeypatch.setattr(training, "rate_for", lambda width: rate)
+    before, judged = drift(original, swapped), Pool.of(LEARN).judged
+    report = normscope.heal(original, swapped, LEARN, HELD_OUT, calibrated=False, steps=60)
+    best = report.before["median"]
+    least = [check.drift for check in report.checks if check.kept]
+    assert least == sorted(least, reverse=True)
+    assert all(check.drift is None or check.drift >= min([best, *least]) for check in report.checks)
+    if rate == 1e4:
+        assert report.restored and not least and drift(original, swapped) == before
+    else:
+        assert drift(original, swapped, judged) == pytest.approx(least[-1], rel=1e-5)
     assert report.after["median"] <= report.before["median"]
     assert all(bool(value.isfinite().all()) for value in swapped.parameters())
 
 
-def test_start_values_remain_where_the_held_out_drift_did_not_fall(networks):
-    original, _ = networks
-    swapped = copy.deepcopy(original)
-    normscope.swap(swapped, "tanh", normscope.capture(original, LEARN[:8]))
-    start = state(swapped)
-    seen = []
-    quantiles = heal._quantiles
+@pytest.mark.parametrize(("medians", "left"), [((1, 2, 3), "start"), ((3, 1, 2), "calibrated"), ((3, 2, 1), "trained")])
+def test_the_network_is_left_with_the_stage_that_did_best_on_inputs_held_out(networks, monkeypatch, medians, left):
+    original, swapped = networks
+    quantiles, told, states = stages._quantiles, iter(medians), [state(swapped)]
 
-    def never_fell(errors):
-        found = quantiles(errors)
-        if len(errors) == report_on:
-            seen.append(found["median"])
-            return {**found, "median": float(len(seen))}
-        return found
+    def decided(errors):
+        if len(errors) != 32:
+            return quantiles(errors)
+        states.append(state(swapped))
+        return {**quantiles(errors), "median": float(next(told))}
 
-    report_on = sum(len(batch.samples) for batch in HELD_OUT)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heal, "_quantiles", never_fell)
-        report = normscope.heal(original, swapped, LEARN, HELD_OUT, steps=12)
-    assert len(seen) == 4 and any(point.kept for point in report.points)
-    assert report.restored and report.closed == 0
-    assert same(state(swapped), start)
+    monkeypatch.setattr(stages, "_quantiles", decided)
+    report = normscope.heal(original, swapped, LEARN, HELD_OUT, steps=24)
+    assert report.left_with == left and any(check.kept for check in report.checks)
+    assert report.restored == (left == "start")
+    of_stages = dict(zip(("start", "calibrated", "trained"), states[1:], strict=True))
+    assert same(state(swapped), of_stages[left])
+    assert not same(of_stages["start"], of_stages["calibrated"])
 
 
 def test_what_decides_and_what_reports_is_learned_from_by_nothing():
@@ -160,37 +155,64 @@ def test_what_decides_and_what_reports_is_learned_from_by_nothing():
     assert sum(len(batch.samples) for batch in many.learned) == 750
 
 
-def test_batches_drawn_hang_on_seed_and_step_alone():
-    pool = Pool.of(LEARN)
-    first = pool.drawn(0, "whole", 7)
-    pool.drawn(0, "whole", 8)
-    again = pool.drawn(0, "whole", 7)
-    assert [batch.samples for batch in first] == [batch.samples for batch in again]
-    assert len({pool.drawn(seed, "whole", step)[0].samples for seed in range(3) for step in range(3)}) == 9
-    assert sum(len(batch.samples) for batch in first) == first[0].args[0].shape[0]  # joined into one
+def test_a_step_takes_the_next_batch_of_an_order_that_hangs_on_the_seed_alone():
+    orders = [[drawn(seed, step, number=9) for step in range(18)] for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0][:9]) == sorted(orders[0][9:]) == list(range(9)) and orders[0][:9] != orders[0][9:]
 
 
-def test_batches_of_several_lengths_stay_apart():
-    own = [Batch((torch.zeros(1, n),), samples=(Sample(f"{n}", n, n),)) for n in (3, 4, 3)]
-    assert len(Pool(own, own, 0).drawn(0, "whole", 0)) == 3
+def test_a_step_takes_samples_enough_in_as_few_passes_as_can_be():
+    pool = Pool.of(batches(100, 3))
+    assert min(len(batch.samples) for batch in pool.learned) < 4
+    steps = steps_of(pool.learned, 16)
+    assert all(len(step) == 1 and len(step[0].samples) >= 16 for step in steps[:-1])
+    together = [sample for step in steps for batch in step for sample in batch.samples]
+    assert together == [sample for batch in pool.learned for sample in batch.samples]
+    values = torch.cat([batch.args[0] for step in steps for batch in step])
+    assert torch.equal(values, torch.cat([batch.args[0] for batch in pool.learned]))
 
 
-def test_the_first_stage_changes_the_parameters_of_the_sites_alone(networks, monkeypatch):
-    original, swapped = networks
-    monkeypatch.setattr(heal, "train", lambda *_: None)
-    start = state(swapped)
-    report = normscope.heal(original, swapped, LEARN, HELD_OUT, steps=12)
-    changed = {name for name, value in state(swapped).items() if not torch.equal(value, start[name])}
-    kept = [site for site, point in zip(SITES, report.points, strict=True) if point.kept]
-    assert kept and {name.rpartition(".")[0] for name in changed} == set(kept)
+def texts(lengths, **own):
+    """Padded to the left and to the right in turn."""
+    longest = max(lengths)
+    begins = torch.tensor([(longest - length) * (number % 2) for number, length in enumerate(lengths)])[:, None]
+    place = torch.arange(longest)
+    valid = (place >= begins) & (place < begins + torch.tensor(lengths)[:, None])
+    ids = torch.randn(len(lengths), longest)
+    samples = tuple(Sample(f"{n}", n, n) for n in range(len(lengths)))
+    return Batch((ids,), {"attention_mask": valid.long(), **own}, samples, valid=valid)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9))
+def test_padded_texts_are_divided_by_length_and_none_of_them_is_lost(lengths):
+    batch = texts(lengths)
+    parts = by_length(batch)
+    found = {}
+    for part in parts:
+        assert part.valid.any(0).all() and part.args[0].shape == part.valid.shape
+        assert torch.equal(part.kwargs["attention_mask"], part.valid.long())
+        found |= {
+            s.index: x[valid].tolist() for s, x, valid in zip(part.samples, part.args[0], part.valid, strict=True)
+        }
+    assert found == {n: x[valid].tolist() for n, (x, valid) in enumerate(zip(batch.args[0], batch.valid, strict=True))}
+    assert sum(part.valid.numel() for part in parts) <= batch.valid.numel()
+
+
+@pytest.mark.parametrize("other", [{"pixels": torch.zeros(4, 3, 2)}, {"more": [torch.zeros(4, 5)]}])
+def test_what_may_count_other_positions_is_not_divided(other):
+    batch = texts([1, 5, 2, 3], **other)
+    assert by_length(batch) == [batch]
+    full = texts([4, 4])
+    assert by_length(full) == [full]
 
 
 def test_least_squares_at_a_site_is_numpys(networks):
     original, swapped = networks
     function = swapped.get_submodule(SITES[0])
-    x, y = norm_pairs(original, {SITES[0]: function}, LEARN)[SITES[0]]
-    own_x = torch.cat([original.blocks[0][0](batch.args[0]).reshape(-1, 16) for batch in LEARN]).double()
-    torch.testing.assert_close(x, own_x.detach(), rtol=1e-6, atol=1e-6)
+    with torch.no_grad():
+        x = torch.cat([original.blocks[0][0](batch.args[0]).reshape(-1, 16) for batch in LEARN])
+        y = original.get_submodule(SITES[0])(x).double()
+        x = x.double()
     found = least_squares(function, x, y)
     f = torch.tanh(found["alpha"].double() * x + found["shift"].double())
     for channel in range(16):
@@ -206,24 +228,40 @@ def test_least_squares_at_a_site_is_numpys(networks):
         assert residual < (z.square().sum(0) - (g * z).sum(0) ** 2 / g.square().sum(0)).sum()
 
 
+def gradients(original, swapped, batch, sites=SITES):
+    """The loss on a batch, and what it adds to the network's gradients."""
+    swapped = copy.deepcopy(swapped)
+    loss = Lessons(original.eval(), swapped.eval(), Outputs(), sites, [[batch]]).gradients(0)
+    return loss, [parameter.grad for parameter in swapped.parameters()]
+
+
+def test_the_loss_is_that_of_the_output_and_the_mean_of_that_of_the_sites(networks):
+    original, swapped = networks
+    both = []
+    for model in map(copy.deepcopy, networks):
+        given = []
+        for site in SITES:
+            model.get_submodule(site).register_forward_hook(lambda module, args, y, given=given: given.append(y))
+        given.append(model(LEARN[0].args[0]))
+        both.append(given)
+    errors = [float(((mine - wanted).norm() / wanted.norm()).detach()) for wanted, mine in zip(*both, strict=True)]
+    loss, _ = gradients(original, swapped, LEARN[0])
+    assert loss == pytest.approx(errors[2] + (errors[0] + errors[1]) / 2, rel=1e-5)  # sums in float32
+
+
 def test_padding_is_no_data(networks):
     original, swapped = networks
     x = torch.randn(8, 4, 8)
     junk = x.clone()
     junk[:, 2:] = 1e3
     valid = torch.arange(4).expand(8, 4) < 2
-    functions = {SITES[0]: swapped.get_submodule(SITES[0])}
     samples = LEARN[0].samples
-    (own, _), (padded, _) = (
-        norm_pairs(original, functions, [batch])[SITES[0]]
-        for batch in (Batch((x[:, :2],), samples=samples), Batch((junk,), samples=samples, valid=valid))
-    )
-    torch.testing.assert_close(own, padded)
-    errors = [
-        output_errors(original, swapped, [batch], Outputs())
-        for batch in (Batch((x[:, :2],), samples=samples), Batch((junk,), samples=samples, valid=valid))
-    ]
-    torch.testing.assert_close(*errors)
+    own, padded = Batch((x[:, :2],), samples=samples), Batch((junk,), samples=samples, valid=valid)
+    (loss, mine), (same_loss, theirs) = (gradients(original, swapped, batch) for batch in (own, padded))
+    assert loss == pytest.approx(same_loss, rel=1e-5)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)  # float32
+    torch.testing.assert_close(*(output_errors(original, swapped, [batch], Outputs()) for batch in (own, padded)))
 
 
 def test_a_mask_of_a_part_alone_hides_its_padding_from_what_is_learned(networks):
@@ -233,42 +271,104 @@ def test_a_mask_of_a_part_alone_hides_its_padding_from_what_is_learned(networks)
     junk[:, 2:] = 1e3
     samples, part = LEARN[0].samples, SITES[0].rpartition(".")[0]
     masked = Batch((junk,), samples=samples, valid_within={part: valid})
-    functions = {SITES[0]: swapped.get_submodule(SITES[0])}
-    short = Batch((x[:, :2],), samples=samples)
-    for own, padded in zip(*(norm_pairs(original, functions, [one])[SITES[0]] for one in (short, masked)), strict=True):
-        torch.testing.assert_close(own, padded)
-    lesson = Lesson(original, swapped, Outputs(), [part])
-    assert lesson.by_blocks([short]) == pytest.approx(lesson.by_blocks([masked]), rel=1e-5)  # float32
+    ends = []
+    for batch in (Batch((x[:, :2],), samples=samples), masked):
+        lesson = Lessons(original, swapped, Outputs(), SITES[:1], [[batch]])
+        (of_site,) = lesson.targets(0)[0].of_sites[SITES[0]]
+        with torch.no_grad():
+            mine = swapped.blocks[0][1](original.blocks[0][0](batch.args[0]))
+        ends.append(float(pooled_loss(mine, of_site, batch.valid_at(SITES[0]))))
+    assert ends[0] == pytest.approx(ends[1], rel=1e-5)  # float32
     (both,) = joined([masked, masked])
     assert torch.equal(both.valid_within[part], torch.cat([valid, valid])) and both.valid is None
-    assert len(joined([masked, short])) == 2
+    assert len(joined([masked, Batch((x[:, :2],), samples=samples)])) == 2
+
+
+@pytest.mark.parametrize("room", [0, 1000, 2**30])
+def test_what_the_original_gives_is_computed_once_as_far_as_there_is_room(networks, monkeypatch, room):
+    original, swapped = networks
+    monkeypatch.setattr(lessons, "MOST_TARGET_BYTES", room)
+    runs = []
+    original.register_forward_hook(lambda *_: runs.append(1))
+    lesson = Lessons(original, swapped, Outputs(), SITES, [[batch] for batch in LEARN[:3]])
+    losses = [[lesson.gradients(number) for number in range(3)] for _ in range(3)]
+    assert losses[0] == losses[1] == losses[2]
+    assert len(runs) == (3 if room == 2**30 else 9)
 
 
 class _StopError(Exception):
     pass
 
 
-@pytest.mark.parametrize("stage", ["sites", "blocks", "whole"])
-def test_it_goes_on_where_it_stopped_to_the_bit(networks, tmp_path, stage):
+@pytest.mark.parametrize(("stage", "at"), [("calibrate", 1), ("train", 1), ("train", 15), ("train", 24)])
+def test_it_goes_on_where_it_stopped_to_the_bit(networks, tmp_path, stage, at):
     original, swapped = networks
     other, path = copy.deepcopy(swapped), tmp_path / "at.safetensors"
     whole = normscope.heal(original, swapped, LEARN, HELD_OUT, steps=24)
 
-    def stopping(at, done, of):
-        if at == stage and done == (of if stage == "sites" else of // 2 + 1):
+    def stopping(of_stage, done, of):
+        if (of_stage, done) == (stage, at):
             raise _StopError
 
     again = copy.deepcopy(other)
     with pytest.raises(_StopError):
         normscope.heal(original, again, LEARN, HELD_OUT, steps=24, checkpoint=path, progress=stopping)
-    assert path.exists() == (stage != "sites")
-    asked = []
+    assert path.exists() == (stage == "train")
+    told = []
     resumed = normscope.heal(
-        original, other, LEARN, HELD_OUT, steps=24, checkpoint=path, progress=lambda *told: asked.append(told)
+        original, other, LEARN, HELD_OUT, steps=24, checkpoint=path, progress=lambda *now: told.append(now)
     )
     assert same(state(other), state(swapped))
     assert resumed.as_dict() == whole.as_dict()
-    assert ("sites" in {at for at, _, _ in asked}) == (stage == "sites")
+    assert ("calibrate" in {of_stage for of_stage, _, _ in told}) == (stage == "calibrate")
+    assert min(done for of_stage, done, _ in told if of_stage == "train") == {1: 1, 15: 15, 24: 23}[at]
+
+
+def test_minutes_become_steps_once(networks, tmp_path, monkeypatch):
+    original, swapped = networks
+    other, path = copy.deepcopy(swapped), tmp_path / "at.safetensors"
+    began = time.monotonic()
+    told = []
+
+    def stopping(stage, done, of):
+        told.append(of)
+        if stage == "train" and done == of // 2 + 1:
+            raise _StopError
+
+    asked = {"minutes": 0.1, "checkpoint": path}
+    with pytest.raises(_StopError):
+        normscope.heal(original, swapped, LEARN, HELD_OUT, **asked, progress=stopping)
+    assert time.monotonic() - began < 60  # on a machine that others use too
+    monkeypatch.setattr(stages.Stages, "_steps_in", None)  # is not asked again
+    report = normscope.heal(original, other, LEARN, HELD_OUT, **asked)
+    assert report.steps == told[-1] > 10 and report.checks[-1].step == report.steps
+    with pytest.raises(UsageError, match=r"its minutes is 0.1, not 0.2"):
+        normscope.heal(original, other, LEARN, HELD_OUT, **{**asked, "minutes": 0.2})
+
+
+@pytest.mark.parametrize("train", ["norms", "neighbours", "all"])
+def test_only_what_is_trained_changes(networks, train):
+    original, swapped = networks
+    swapped.extra = nn.Embedding(3, 2)
+    original.extra = copy.deepcopy(swapped.extra)
+    before = state(swapped)
+    report = normscope.heal(original, swapped, LEARN, HELD_OUT, calibrated=False, train=train, steps=60)
+    changed = {
+        name.rpartition(".")[0] for name, value in state(swapped).items() if not torch.equal(value, before[name])
+    }
+    beside = {"blocks.0.0", "blocks.0.3", "blocks.1.0", "blocks.1.3", "head"}
+    assert report.left_with == "trained" and report.train == train
+    assert changed == {*SITES, *(() if train == "norms" else beside)}
+
+
+def test_an_rms_norm_is_trained_alone(networks):
+    original, _ = networks
+    swapped = copy.deepcopy(original)
+    for site in SITES:
+        block, _, place = site.rpartition(".")
+        swapped.get_submodule(block)[int(place)] = RMSNorm(16, elementwise_affine=True)
+    report = normscope.heal(original, swapped, LEARN, HELD_OUT, steps=60)
+    assert list(report.drifts) == ["start", "trained"] and report.closed > 0
 
 
 def test_a_finished_healing_is_read_again(networks, tmp_path):
@@ -281,7 +381,7 @@ def test_a_finished_healing_is_read_again(networks, tmp_path):
     )
     assert again.as_dict() == done.as_dict() and told == []
     assert same(state(other), state(swapped))
-    assert not any(name.startswith("moment") for name in load_file(path))
+    assert not any(name.startswith(("moment", "trained")) for name in load_file(path))
 
 
 @pytest.mark.parametrize(
@@ -289,6 +389,9 @@ def test_a_finished_healing_is_read_again(networks, tmp_path):
     [
         ({"steps": 24}, "steps is 12, not 24"),
         ({"seed": 1}, "seed is 0, not 1"),
+        ({"train": "norms"}, "other train"),
+        ({"calibrated": False}, "calibrated is True, not False"),
+        ({"steps": None, "minutes": 1}, "steps is 12, not None"),
         ({"learn": LEARN[:20]}, r"healing: other inputs; remove"),
     ],
 )
@@ -332,29 +435,22 @@ def test_everything_lent_is_given_back(networks):
     assert not any(module._forward_hooks for model in networks for module in model.modules())
 
 
-def test_blocks_that_do_not_repeat_themselves_are_left_out():
-    class Counting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.calls = nn.LayerNorm(8), 0
-
-        def forward(self, x):
-            self.calls += 1
-            return self.norm(x) + self.calls
-
-    network = nn.Sequential(Counting(), nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
-    assert repeatable(network, ["0", "1"], LEARN[0]) == ["1"]
-
-
 def test_mistakes(networks):
     original, swapped = networks
-    for given in (original, copy.deepcopy(original)):
+    for wrong_network in (original, copy.deepcopy(original)):
         with pytest.raises(UsageError, match="Nothing was swapped"):
-            normscope.heal(original, given, LEARN, HELD_OUT)
+            normscope.heal(original, wrong_network, LEARN, HELD_OUT)
     with pytest.raises(UsageError, match="float32"):
         normscope.heal(original, copy.deepcopy(swapped).bfloat16(), LEARN, HELD_OUT)
-    with pytest.raises(UsageError, match="steps is 0"):
-        normscope.heal(original, swapped, LEARN, HELD_OUT, steps=0)
+    for wrong, told in (
+        ({"steps": 0}, "steps is 0"),
+        ({"minutes": 0}, "minutes is 0"),
+        ({"minutes": float("nan")}, "minutes is nan"),
+        ({"steps": 3, "minutes": 2}, "3 steps and 2 minutes both say how long to train: give one"),
+        ({"train": "norm"}, "Did you mean 'norms'"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            normscope.heal(original, swapped, LEARN, HELD_OUT, **wrong)
     with pytest.raises(DataError, match="no held-out"):
         normscope.heal(original, swapped, LEARN, [], steps=1)
     with pytest.raises(DataError, match="no batch"):
@@ -372,15 +468,7 @@ def test_outputs_that_are_not_finite_are_no_drift_to_go_by(networks):
     assert report.before["median"] == torch.inf
     document = report.as_dict()
     assert document["before"]["median"] is None
-    assert report.points[0].kept and report.after["median"] < 2  # least squares needs no start
-
-
-def test_a_rate_so_small_ends_a_stage(networks, monkeypatch):
-    original, swapped = networks
-    monkeypatch.setattr(training, "_SLOWER", 1e-3)
-    monkeypatch.setattr(heal, "RATES", {"blocks": 1e4, "whole": 1e4})
-    report = normscope.heal(original, swapped, LEARN, HELD_OUT, steps=600)
-    assert max(point.step for point in report.points if point.stage == "whole") < 100
+    assert report.after["median"] < 2 and report.closed == 1  # least squares needs no start
 
 
 def test_embedded_models_heal():
@@ -389,7 +477,7 @@ def test_embedded_models_heal():
     normscope.swap(swapped, "dyisru", normscope.capture(network.module, network.inputs))
     other = normscope.load("demo_dit", limit=1, timesteps="900,", device="cpu", seed=3)
     report = normscope.heal(network.module, swapped, network.inputs, other.inputs, outputs=network.outputs, steps=12)
-    assert report.closed > 0.05
+    assert report.closed > 0.3
 
 
 def test_what_stands_in_padding_changes_nothing():
@@ -430,7 +518,7 @@ def test_a_checkpoint_that_a_full_disk_does_not_take_is_told(networks, tmp_path,
 def test_a_checkpoint_without_a_drift_is_damaged(networks, tmp_path, spoil):
     path = tmp_path / "at.safetensors"
     normscope.heal(networks[0], copy.deepcopy(networks[1]), LEARN, HELD_OUT, steps=6, checkpoint=path)
-    header, tensors = read_checked(path, "normscope-healing", (3,))
+    header, tensors = read_checked(path, "normscope-healing", (4,))
     spoil(header["course"]["drifts"])
     write_checked(path, header, tensors)
     with pytest.raises(DataError, match="is damaged"):

@@ -1,0 +1,290 @@
+"""The stages of a healing: calibration, then training; the best of the states between is what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normscope.errors import DataError, UsageError, unknown
+from normscope.inputs.batch import Batch
+from normscope.inputs.entries import as_batches
+from normscope.inputs.loaded_model import Outputs
+from normscope.pairs.norms.trace import find_norms
+from normscope.runtime.progress import Progress, silent
+from normscope.swaps.calibrate.calibrate import NEIGHBOURS, NORMS, STAGE, calibrate
+from normscope.swaps.calibrate.neighbours import neighbours_of
+from normscope.swaps.heal import training
+from normscope.swaps.heal.checkpoint import load_checkpoint, save_checkpoint
+from normscope.swaps.heal.lessons import Lessons, Pool, drawn, output_errors, steps_of, tensor_bytes
+from normscope.swaps.heal.reports import CALIBRATED, START, TRAINED
+from normscope.swaps.heal.trained_parameters import TrainedParameters
+from normscope.swaps.heal.training import CHECKS, Checked, Course, copied, restore
+from normscope.swaps.pointwise import PointwiseFunction
+
+SAMPLES_A_STEP = 16  # at least
+ALL = "all"
+TRAINS = (NORMS, NEIGHBOURS, ALL)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_PASSES_A_STEP = 6  # forward: gradients take twice the time, and a step takes often more than one batch
+_TIMED = 4  # steps, from which minutes become steps
+_SHARES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
+
+
+@dataclass(frozen=True)
+class HealOptions:
+    """How a network is healed.
+
+    Attributes:
+        calibrated: whether it is calibrated first.
+        train: which weights are trained.
+        steps: of the training; None where ``minutes`` say how many.
+        minutes: that all of it may take; None where ``steps`` are given.
+        seed: of the order of the batches.
+    """
+
+    calibrated: bool
+    train: str
+    steps: int | None
+    minutes: float | None
+    seed: int
+
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself; UsageError."""
+        if self.train not in TRAINS:
+            raise UsageError(unknown("train", self.train, TRAINS))
+        if self.steps is not None and self.minutes is not None:
+            raise UsageError(f"{self.steps} steps and {self.minutes} minutes both say how long to train: give one.")
+        if self.steps is not None and self.steps < 1:
+            raise UsageError(f"steps is {self.steps}: it is a number of steps, at least 1.")
+        if self.minutes is not None and not 0 < self.minutes < math.inf:
+            raise UsageError(f"minutes is {self.minutes}: it is a time, more than 0.")
+
+
+def expected_seconds(options: HealOptions, of_pass: float) -> dict[str, float | None]:
+    """Seconds that each stage will take, by the name that it tells its progress by; None where nothing tells.
+
+    Args:
+        options: how a network is healed.
+        of_pass: seconds of one forward pass of a batch.
+
+    >>> expected_seconds(HealOptions(calibrated=True, train="all", steps=100, minutes=None, seed=0), 0.5)
+    {'calibrate': None, 'train': 300.0}
+    """
+    in_training = 60 * options.minutes if options.minutes else _PASSES_A_STEP * of_pass * (options.steps or 0)
+    return {**({STAGE: None} if options.calibrated else {}), training.STAGE: in_training}
+
+
+class Stages:
+    """Both networks and all inputs, from stage to stage."""
+
+    def __init__(
+        self,
+        original: nn.Module,
+        swapped: nn.Module,
+        sites: Sequence[str],
+        outputs: Outputs,
+        batches: Sequence[Batch],
+        reported: Iterable[Any],
+        options: HealOptions,
+    ) -> None:
+        self._original, self._swapped, self._sites, self._outputs = original, swapped, sites, outputs
+        self._batches, self._reported, self._options = batches, reported, options
+        self.pool = Pool.of(batches)
+        functions = [module for module in swapped.modules() if isinstance(module, PointwiseFunction)]
+        for function in functions:
+            function.give_each_channel_its_own()
+        widths = [math.prod(getattr(swapped.get_submodule(site), "normalized_shape", (1,))) for site in sites]
+        self._rate = training.rate_for(max(widths))
+        self._calibrates = options.calibrated and bool(functions)
+        self._parameters = dict(swapped.named_parameters())
+
+    def run(
+        self,
+        path: Path | None,
+        asked: Mapping[str, Any],
+        began: float,
+        progress: Progress,
+        checked: Checked | None,
+    ) -> Course:
+        """Run the stages that are not done yet, and leave the network in the best of their states."""
+        start = copied(self._parameters)
+        settings = self._settings()
+        found = None if path is None else load_checkpoint(path, settings, self._parameters)
+        course = found or self._begun()
+
+        def saved() -> None:
+            if path is not None:
+                save_checkpoint(path, asked, settings, course)
+
+        if self._calibrates and CALIBRATED not in course.drifts:
+            self._calibrate(course, start, progress)
+            saved()
+        restore(self._parameters, course.calibrated)
+        if not course.left_with:
+            names = self._trained_names()
+            with _trainable(self._swapped, names):
+                self._train(course, names, began, saved, progress, checked)
+            course.drifts[TRAINED] = self._held_out()
+            course.left_with = min(course.drifts, key=lambda stage: course.drifts[stage]["median"])
+            course.trained, course.moments = {}, {}
+            saved()
+        restore(self._parameters, start)
+        if course.left_with != START:
+            restore(self._parameters, course.calibrated)
+        if course.left_with == TRAINED:
+            restore(self._parameters, course.best)
+        return course
+
+    def _begun(self) -> Course:
+        errors = output_errors(self._original, self._swapped, as_batches(self._reported), self._outputs)
+        if not len(errors):
+            raise DataError("There is no held-out batch to report the drift of.")
+        return Course(self._drift(), drifts={START: _quantiles(errors)}, n_held_out=len(errors))
+
+    def _calibrate(self, course: Course, start: Mapping[str, Tensor], progress: Progress) -> None:
+        refit = NORMS if self._options.train == NORMS else NEIGHBOURS
+        report = calibrate(
+            self._original, self._swapped, self._batches, outputs=self._outputs, refit=refit, progress=progress
+        )
+        course.not_refitted = dict(report.left)
+        course.calibrated = {
+            name: value.detach().clone()
+            for name, value in self._parameters.items()
+            if not torch.equal(value, start[name])
+        }
+        course.drift = self._drift()
+        course.drifts[CALIBRATED] = self._held_out()
+
+    def _train(
+        self,
+        course: Course,
+        names: Sequence[str],
+        began: float,
+        saved: Callable[[], None],
+        progress: Progress,
+        checked: Checked | None,
+    ) -> None:
+        of_steps = steps_of(self.pool.learned, SAMPLES_A_STEP)
+        lessons = Lessons(self._original, self._swapped, self._outputs, self._sites, of_steps)
+        order = functools.partial(drawn, self._options.seed, number=len(lessons))
+        trained = TrainedParameters(self._swapped, names)
+        if course.steps is None:
+            minutes = self._options.minutes
+            course.best = copied(trained.parameters)
+            course.steps = self._options.steps or self._steps_in(minutes or 0.0, trained, lessons, order, began)
+            saved()
+        gradients = functools.partial(_gradients, lessons, order)
+        training.train(course, trained, self._rate, gradients, self._drift, saved, progress, checked or _nothing)
+
+    def _steps_in(
+        self, minutes: float, trained: TrainedParameters, lessons: Lessons, order: Callable[[int], int], began: float
+    ) -> int:
+        """Turn the minutes that are left into steps, by a trial of some: at least one, besides the checks."""
+        numbers = [order(step) for step in range(_TIMED)]
+        of_target = _seconds_of(lambda: [lessons.targets(number) for number in numbers]) / len(set(numbers))
+        of_drift = _seconds_of(self._drift)
+        before, gradients = copied(trained.parameters), functools.partial(_gradients, lessons, order)
+
+        def trial() -> None:
+            course = Course(math.inf, steps=_TIMED, best=before)  # which is put back
+            own = TrainedParameters(self._swapped, list(before))
+            training.train(course, own, self._rate, gradients, lambda: math.inf, _nothing, silent, _nothing)
+
+        trial()  # the first steps may compile something
+        of_step = _seconds_of(trial) / _TIMED
+        left = 60 * minutes - (time.monotonic() - began) - (CHECKS + 1) * of_drift
+        batches = len(lessons)
+        if (of_step + of_target) * batches < left:
+            return int((left - of_target * batches) / of_step)
+        return max(1, int(left / (of_step + of_target)))
+
+    def _trained_names(self) -> list[str]:
+        """Names of the parameters that are trained."""
+        train = self._options.train
+        if train == ALL:
+            embeddings = {id(module.weight) for module in self._swapped.modules() if isinstance(module, _EMBEDDINGS)}
+            return [
+                name
+                for name, parameter in self._parameters.items()
+                if parameter.is_floating_point() and id(parameter) not in embeddings
+            ]
+        paths = list(self._sites)
+        if train == NEIGHBOURS:
+            first = self.pool.learned[0]
+            norms = find_norms(self._original, first.first_sample()).sites
+            near = neighbours_of(self._original, norms, self._sites, first)
+            paths += [station.path for station in near.stations if not station.is_norm]
+        return [name for name in self._parameters if name.startswith(tuple(f"{path}." for path in paths))]
+
+    def _settings(self) -> dict[str, Any]:
+        """What a checkpoint is recognized by."""
+        return {
+            "model": type(self._original).__name__,
+            "sites": {name: repr(self._swapped.get_submodule(name)) for name in self._sites},
+            **{option.name: getattr(self._options, option.name) for option in fields(self._options)},
+            "weights": _digest(self._original.state_dict()),
+            "start values": _digest(self._swapped.state_dict()),
+            "inputs": self.pool.digest,
+        }
+
+    def _drift(self) -> float:
+        """The median on the inputs that decide."""
+        return self._quantiles(self.pool.judged)["median"]
+
+    def _held_out(self) -> dict[str, float]:
+        return self._quantiles(as_batches(self._reported))
+
+    def _quantiles(self, batches: Iterable[Batch]) -> dict[str, float]:
+        return _quantiles(output_errors(self._original, self._swapped, batches, self._outputs))
+
+
+def _gradients(lessons: Lessons, order: Callable[[int], int], step: int) -> float:
+    return lessons.gradients(order(step))
+
+
+def _nothing(*_: object) -> None:
+    """Take notice of nothing."""
+
+
+def _seconds_of(call: Callable[[], object]) -> float:
+    began = time.monotonic()
+    call()
+    return time.monotonic() - began
+
+
+def _quantiles(errors: Tensor) -> dict[str, float]:
+    # Between two samples there may be ∞ on one side, of which a line has no middle.
+    at = "linear" if bool(errors.isfinite().all()) else "higher"
+    return {name: float(errors.quantile(share, interpolation=at)) for name, share in _SHARES.items()}
+
+
+@contextlib.contextmanager
+def _trainable(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Let some parameters alone have gradients; ``requires_grad`` is put back afterwards."""
+    wanted = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    try:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in names)
+        yield
+    finally:
+        for parameter, flag in wanted.items():
+            parameter.requires_grad_(flag)
+            parameter.grad = None
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    content = hashlib.blake2b(digest_size=16)
+    for name, tensor in tensors.items():
+        content.update(name.encode())
+        content.update(tensor_bytes(tensor))
+    return content.hexdigest()
