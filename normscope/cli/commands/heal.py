@@ -85,11 +85,11 @@ def heal(
     from normscope.swaps.heal.heal import passes_of_steps
     from normscope.swaps.heal.lessons import BATCHES_A_STEP
     from normscope.swaps.heal.training import check_asked
-    from normscope.swaps.record import FILES
+    from normscope.swaps.store.record import ALSO, FILES
 
     how = How.of(func, init, per, shift)
     check_kernels([how], run.device)
-    check_folder_writable(output, FILES)
+    check_folder_writable(output, FILES, ALSO)
     checkpoint, drawn = (output.with_name(output.name + end) for end in (".healing.safetensors", "-healing.png"))
     for path in (checkpoint, drawn):
         check_writable(path)
