@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,7 +64,11 @@ def origin_of(model: nn.Module, name: str, *, free: bool = False) -> Origin:
     >>> origin_of(nn.Sequential(nn.Linear(2, 2)), "mine").example[-1]
     'network = swapped(network)'
     """
-    makers = {"transformers": partial(_of_transformers, free=free), "timm": _of_timm, "diffusers": _of_diffusers}
+    makers: dict[str, Callable[[Any], Origin | None]] = {
+        "transformers": partial(_of_transformers, free=free),
+        "timm": _of_timm,
+        "diffusers": _of_diffusers,
+    }
     library = type(model).__module__.partition(".")[0]
     origin = makers[library](model) if library in makers else None
     if library == "torchaudio":
@@ -93,7 +97,7 @@ def _is_public(model: type, library: str) -> bool:
 
 
 def _of_transformers(model: Any, *, free: bool) -> Origin | None:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string") or not (
         _is_public(type(model), "transformers") and _is_public(type(config), "transformers")
     ):
@@ -102,11 +106,12 @@ def _of_transformers(model: Any, *, free: bool) -> Origin | None:
     facts = json.loads(config.to_json_string())
     for key in ("auto_map", "_name_or_path"):
         facts.pop(key, None)
-    facts |= {"model_type": kind, "architectures": ["PointwiseModel"]}
+    dtypes = [str(one.dtype).removeprefix("torch.") for one in model.parameters() if one.is_floating_point()]
+    facts |= {"model_type": kind, "architectures": ["PointwiseModel"], **({"dtype": dtypes[0]} if dtypes else {})}
     own, its_config = type(model).__name__, type(config).__name__
     options = ", add_pooling_layer=False" if getattr(model, "pooler", model) is None else ""
     return Origin(
-        f"{own} of transformers, with config.json beside this file. In this folder, or with it on Python's path:",
+        f"{own} of transformers, with config.json beside this file.",
         [
             "import pointwise",
             "from transformers import AutoModel",
@@ -128,14 +133,13 @@ def _of_transformers(model: Any, *, free: bool) -> Origin | None:
 def _of_timm(model: Any) -> Origin | None:
     known = dict(getattr(model, "pretrained_cfg", None) or {})
     architecture = known.pop("architecture", None)
-    if not isinstance(architecture, str):
+    if not isinstance(architecture, str) or not hasattr(model, "num_classes"):
         return None
     kept = {key: value for key, value in known.items() if value is not None and key not in _OF_OTHER_WEIGHTS}
     arguments = {**getattr(model, "_model_args", {}), "num_classes": model.num_classes}
     facts = {
         "architecture": architecture,
         "num_classes": model.num_classes,
-        "num_features": model.num_features,
         "model_args": _plain(arguments),
         "pretrained_cfg": _plain(kept),
     }
@@ -154,7 +158,8 @@ def _of_timm(model: Any) -> Origin | None:
 def _of_diffusers(model: Any) -> Origin | None:
     if not _is_public(type(model), "diffusers") or not hasattr(model, "to_json_string"):
         return None
-    own = type(model).__name__
+    own, facts = type(model).__name__, json.loads(model.to_json_string())
+    facts.pop("_name_or_path", None)
     return Origin(
         f"{own} of diffusers, with config.json beside this file.",
         [
@@ -163,7 +168,7 @@ def _of_diffusers(model: Any) -> Origin | None:
             "",
             f'network = swapped({own}.from_config({own}.load_config("FOLDER")))',
         ],
-        config=model.to_json_string(),
+        config=json.dumps(facts, indent=2) + "\n",
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
+from normscope.errors import count
 from normscope.fits.curves.known import CURVES, FREE
 from normscope.swaps.start import RMS_NORM
 from normscope.swaps.store.origins import Origin, in_docstring, origin_of
@@ -38,7 +39,10 @@ EXPRESSIONS = {
     "power23_clip": "torch.copysign(u.abs().clamp(max=1).pow(2 / 3), u)",
 }
 _PUBLISHED = {
-    "tanh": ("DyT", "Dynamic Tanh, arXiv 2503.10622: weight · tanh(alpha · x) + bias; a shift, if any, is added to it"),
+    "tanh": (
+        "DyT",
+        "Dynamic Tanh, arXiv 2503.10622: weight · tanh(alpha · x) + bias, there without a shift",
+    ),
     "isru": ("DyISRU", "arXiv 2503.21708: weight · x / √(x² + C) + bias, with C = 1 / alpha²"),
     "erf": ("Derf", "Dynamic erf, arXiv 2512.10938: weight · erf(alpha · x + shift) + bias"),
 }
@@ -61,6 +65,7 @@ _ACTIVATIONS = ("drop", "act", "activation")  # children of timm's norms, and of
 _HEADER = '''"""{what}, as plain PyTorch.
 
 {origin}
+With FOLDER, where this file lies, on Python's path:
 
     {example}
 
@@ -258,7 +263,8 @@ def standalone(model: nn.Module, record: SwapRecord, tensors: Mapping[str, Tenso
     for site in record.sites:
         made = _made(site, classes.of(site.curve), tensors, _activations(model.get_submodule(site.name), site))
         lines.append(f"        {site.name!a}: {made},\n")
-    what = f"{in_docstring(record.func)} in place of {len(record.sites)} norms of {in_docstring(record.model)}"
+    norms = count(len(record.sites), "norm")
+    what = f"{in_docstring(record.func)} in place of {norms} of {in_docstring(record.model)}"
     header = _HEADER.format(
         what=what,
         origin=_wrapped_origin(origin, record),
