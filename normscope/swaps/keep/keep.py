@@ -22,7 +22,7 @@ from normscope.swaps.keep.reports import KeepReport, KeepStep
 from normscope.swaps.quality.judge import Judge, QualityFunction
 from normscope.swaps.replace import Swap, uncompiled
 
-MOST_SAMPLES = 96  # that a choice is made on: a median needs no more
+MOST_SAMPLES = 48  # that a choice is made on: norms differ by more than a median over these is uncertain
 STAGE, HELD_OUT = "keep", "keep, held out"
 
 # From the paths that stay swapped to the median relative L2 at the output once these were worked on.
@@ -49,7 +49,7 @@ def keep(
 
     What a norm is worth depends on which others are swapped. So each step tries every norm that is still swapped, with
     all that came back before it in their places, and takes the one with the least median relative L2 at the output:
-    n passes a step for n sites, over at most 96 samples (:data:`MOST_SAMPLES`). The network is left as found.
+    n passes a step for n sites, over at most 48 samples (:data:`MOST_SAMPLES`). The network is left as found.
 
     Args:
         model: the network, with its norms: what :func:`normscope.load` returned, or any module.
