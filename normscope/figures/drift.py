@@ -317,8 +317,8 @@ def plot_keep(
     """Draw the drift, and beside it the quality, against the number of norms that are swapped.
 
     Medians over inputs, with bars from the 10th to the 90th percentile: over those that the choice was made on, and
-    over held-out ones where there were any; crosses are what ``after`` left, of a calibration for example. Each point
-    names the norm that came back last.
+    over held-out ones where there were any; crosses are what ``after`` left, of a calibration for example. Before each
+    number stands the norm that came back last; the dotted line is the original's quality.
 
     Args:
         report: what :func:`normscope.keep` returned.
@@ -337,16 +337,20 @@ def plot_keep(
     title, origin = title_and_foot(title, heading(report.about), report.about)
     beside = report.quality is not None and inches >= 2 * _LEAST_ABREAST
     rows = 1 + (report.quality is not None and not beside)
+    names = [_plain(tail(f"{step.site or 'none'}  {step.swapped}", _NAME_INCHES, _TINY)) for step in report.taken]
+    foot = max(width_of(name, _TINY) for name in names)
     with matplotlib.rc_context(theme.rc()):
-        figure = framed(inches, _KEEP_INCHES[1] * rows, title, [origin], theme)
+        figure = framed(inches, (_KEEP_INCHES[1] + foot) * rows, title, [origin], theme)
         grid = figure.add_gridspec(rows, 1 + beside)
         drifts = figure.add_subplot(grid[0, 0])
         _draw_kept(drifts, report, theme)
         if report.quality is not None:
             _draw_quality(figure.add_subplot(grid[rows - 1, -1]), report, theme)
         for ax in figure.axes:
-            ax.set_xlabel(f"norms swapped, of {len(report.sites)}")
-            ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+            ax.set_xlabel(f"norms swapped, of {len(report.sites)}, and the one put back last")
+            every = max(1, math.ceil(len(names) * 2 * _UPRIGHT_INCHES * len(figure.axes) / inches))
+            ticks = [step.swapped for step in report.taken]
+            ax.set_xticks(ticks[::every], names[::every], rotation=90, fontproperties=_TINY)
             ax.grid(axis="y", color=theme.faint, alpha=0.25, lw=0.5)
     return figure
 
@@ -362,10 +366,6 @@ def _draw_kept(ax: Axes, report: KeepReport, theme: Style) -> None:
     tried = [(step.swapped, step.worked_on) for step in report.steps if step.worked_on is not None]
     if tried:
         ax.plot(*zip(*tried, strict=True), color=theme.ink, ls="", marker="X", ms=4, mew=0, label="calibrated")
-    for step in report.taken[1:]:
-        name = _plain(tail(step.site or "", _NAME_INCHES, _TINY))
-        at = (step.swapped, step.relative_l2.p50)
-        ax.annotate(name, at, (0, -4), textcoords="offset points", ha="center", va="top", fontproperties=_TINY)
     ax.set_ylim(0, None)
     ax.set_ylabel("relative L2")
     ax.legend(loc="best")
