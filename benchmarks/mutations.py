@@ -28,7 +28,7 @@ from normscope.errors import DataError, ModelError, NormscopeError
 from normscope.models.weights.checkpoints import load_file
 from normscope.pairs.captures import Capture
 from normscope.pairs.storage import all_tensors, header_of
-from normscope.swaps.store import FILES, restored
+from normscope.swaps.store.store import FILES, restored
 
 REFUSED, SAME = "refused with a sentence", "the same as before"
 NEW_DIGEST = "other weights, named by another sha256"

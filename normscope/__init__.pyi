@@ -3,6 +3,7 @@ from .figures.comparison import plot_comparison as plot_comparison
 from .figures.curves import plot_curves as plot_curves
 from .figures.depth import plot_depth as plot_depth
 from .figures.drift import plot_drift as plot_drift
+from .figures.drift import plot_keep as plot_keep
 from .figures.gradient import plot_gradient as plot_gradient
 from .figures.healing import plot_healing as plot_healing
 from .figures.heatmaps import plot_tails as plot_tails
@@ -52,6 +53,8 @@ from .swaps.drift.reports import DriftReport as DriftReport
 from .swaps.drift.reports import Quality as Quality
 from .swaps.heal.heal import heal as heal
 from .swaps.heal.reports import HealReport as HealReport
+from .swaps.keep.keep import keep as keep
+from .swaps.keep.reports import KeepReport as KeepReport
 from .swaps.pointwise import Derf as Derf
 from .swaps.pointwise import DyISRU as DyISRU
 from .swaps.pointwise import DyT as DyT
@@ -59,5 +62,5 @@ from .swaps.pointwise import PointwiseFunction as PointwiseFunction
 from .swaps.replace import Swap as Swap
 from .swaps.replace import replacements as replacements
 from .swaps.replace import swap as swap
-from .swaps.store import save_swapped as save_swapped
+from .swaps.store.store import save_swapped as save_swapped
 from .tables.notebook import table as table

@@ -11,7 +11,7 @@ from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Provenance
 from normscope.models import registry
 
 if TYPE_CHECKING:
-    from normscope.swaps.record import SwapRecord
+    from normscope.swaps.store.record import SwapRecord
 
 _CODE = "py"
 
@@ -138,7 +138,7 @@ def load_swapped(folder: str | Path, **options: Any) -> LoadedModel:
     ...     load_swapped(folder, device="cpu").name
     'demo_vit'
     """
-    from normscope.swaps.record import read_record
+    from normscope.swaps.store.record import read_record
 
     name = read_record(folder).model
     if name.partition(":")[0] == _CODE:
@@ -153,7 +153,7 @@ def _swap_in(weights: str | Path) -> SwapRecord | None:
     """Read what a folder of a swap says of itself; None where the weights are none."""
     if weights in ("pretrained", "random") or not Path(weights).is_dir():
         return None
-    from normscope.swaps.record import RECORD, read_record
+    from normscope.swaps.store.record import RECORD, read_record
 
     return read_record(weights) if (Path(weights) / RECORD).exists() else None
 
@@ -173,7 +173,7 @@ def _check_model(name: str, record: SwapRecord, folder: Path) -> None:
 
 
 def _restored(network: LoadedModel, folder: Path) -> LoadedModel:
-    from normscope.swaps.store import restored
+    from normscope.swaps.store.store import restored
 
     record = restored(network.module, folder)
     # What was random before a swap still is, and has to be said so.

@@ -34,7 +34,8 @@ BELOW = {
     "cli": {"figures", "tables", "loading", "models", "swaps", "fits", "pairs", "runtime", "inputs", "errors"},
     "__main__": {"cli"},
 }
-REPORTS = {f"normscope.swaps.{wing}.reports" for wing in ("drift", "heal", "bench")}  # all that is drawn of swaps
+# All that is drawn of swaps.
+REPORTS = {f"normscope.swaps.{wing}.reports" for wing in ("drift", "heal", "bench", "keep")}
 LIBRARIES = {
     "triton": {"pairs/sums/binning/cuda", "swaps/kernels", "swaps/bench/timing.py"},
     "numba": {"pairs/sums/binning/cpu_loop.py", "pairs/sums/binning/compiled_loops.py", "swaps/kernels/cpu_loop.py"},
@@ -92,7 +93,8 @@ HELD_BY = {
         "swaps/calibrate/functions",
         *(f"swaps/heal/{room}" for room in ("checkpoint", "lessons", "reports", "stages", "training")),
     },
-    "swaps/test_store.py": {"swaps/record"},
+    "swaps/store/test_store.py": {"swaps/store/record"},
+    "swaps/store/test_standalone.py": {"swaps/store/origins"},
     "tables/test_fit.py": {"tables/table"},
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -23,12 +23,14 @@ from normscope.fits.curves.known import CURVES
 from normscope.pairs.norms.sites import NormSite
 from normscope.runtime.files import visible
 from normscope.swaps.drift.reports import Drift, DriftReport, Quantiles
+from normscope.swaps.keep.reports import KeepReport
 
 _WIDTH, _WIDEST = 6.6, 24.0
 _SITE_INCHES, _PANEL_INCHES = 0.2, 1.5
 _NAME_INCHES, _UPRIGHT_INCHES = 1.45, 0.1  # of a site, which stands upright
 _EDGE_INCHES = 0.5  # of a panel's width, that its ticks take
 _LEAST_ABREAST = 2.5
+_KEEP_INCHES = (6.4, 2.6)
 _MANY_TIMES = 4
 _DODGE = 0.62  # of the distance of two sites, over which the swaps are spread
 _TINY = FontProperties(size=LEAST_POINTS)
@@ -307,3 +309,72 @@ def _sign_placements(ax: Axes, sites: Sequence[NormSite], paths: Sequence[str], 
     for placement, marker in _PLACEMENTS.items():
         x = [number for number, path in enumerate(paths) if path in placements and placements[path] == placement]
         ax.plot(x, [1.06] * len(x), transform=edge, marker=marker, ms=2.6, color=theme.faint, **_OUTSIDE)
+
+
+def plot_keep(
+    report: KeepReport, title: str | None = None, *, width: float | None = None, style: str = "light"
+) -> Figure:
+    """Draw the drift, and beside it the quality, against the number of norms that are swapped.
+
+    Medians over inputs, with bars from the 10th to the 90th percentile: over those that the choice was made on, and
+    over held-out ones where there were any; crosses are what ``after`` left, of a calibration for example. Before each
+    number stands the norm that came back last; the dotted line is the original's quality.
+
+    Args:
+        report: what :func:`normscope.keep` returned.
+        title: above all panels, as of :func:`normscope.plot`.
+        width: of the figure, in inches.
+        style: ``light`` or ``dark``.
+
+    Returns:
+        A matplotlib figure.
+
+    Raises:
+        UsageError: if there is no such style, or if the width is under 2 inches.
+    """
+    theme = style_named(style)
+    inches = inches_of(width, _KEEP_INCHES[0])
+    title, origin = title_and_foot(title, heading(report.about), report.about)
+    beside = report.quality is not None and inches >= 2 * _LEAST_ABREAST
+    rows = 1 + (report.quality is not None and not beside)
+    names = [_plain(tail(f"{step.site or 'none'}  {step.swapped}", _NAME_INCHES, _TINY)) for step in report.taken]
+    foot = max(width_of(name, _TINY) for name in names)
+    with matplotlib.rc_context(theme.rc()):
+        figure = framed(inches, (_KEEP_INCHES[1] + foot) * rows, title, [origin], theme)
+        grid = figure.add_gridspec(rows, 1 + beside)
+        drifts = figure.add_subplot(grid[0, 0])
+        _draw_kept(drifts, report, theme)
+        if report.quality is not None:
+            _draw_quality(figure.add_subplot(grid[rows - 1, -1]), report, theme)
+        for ax in figure.axes:
+            ax.set_xlabel(f"norms swapped, of {len(report.sites)}, and the one put back last")
+            every = max(1, math.ceil(len(names) * 2 * _UPRIGHT_INCHES * len(figure.axes) / inches))
+            ticks = [step.swapped for step in report.taken]
+            ax.set_xticks(ticks[::every], names[::every], rotation=90, fontproperties=_TINY)
+            ax.grid(axis="y", color=theme.faint, alpha=0.25, lw=0.5)
+    return figure
+
+
+def _draw_kept(ax: Axes, report: KeepReport, theme: Style) -> None:
+    named = {"chosen on": "relative_l2", "held out": "held_out"}
+    for colour, (label, name) in zip(theme.curves, named.items(), strict=False):
+        points = [(step.swapped, getattr(step, name)) for step in report.taken if getattr(step, name) is not None]
+        if points:
+            x = [swapped for swapped, _ in points]
+            ax.plot(x, [own.p50 for _, own in points], color=colour, marker="o", ms=3, lw=0.9, label=label)
+            ax.vlines(x, [own.p10 for _, own in points], [own.p90 for _, own in points], color=colour, lw=0.7)
+    tried = [(step.swapped, step.worked_on) for step in report.steps if step.worked_on is not None]
+    if tried:
+        ax.plot(*zip(*tried, strict=True), color=theme.ink, ls="", marker="X", ms=4, mew=0, label="calibrated")
+    ax.set_ylim(0, None)
+    ax.set_ylabel("relative L2")
+    ax.legend(loc="best")
+
+
+def _draw_quality(ax: Axes, report: KeepReport, theme: Style) -> None:
+    assert report.quality is not None  # noqa: S101  # the caller asks
+    scores = report.quality.scores
+    points = [(step.swapped, scores[f"{step.kept} kept"].value) for step in report.taken]
+    ax.plot(*zip(*points, strict=True), color=theme.curves[0], marker="o", ms=3, lw=0.9)
+    ax.axhline(scores["original"].value, color=theme.faint, ls=":", lw=0.9)
+    ax.set_ylabel(_plain(report.quality.name))

@@ -68,7 +68,7 @@ def check_writable(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def whole_folder(path: Path, files: Collection[str]) -> Iterator[Path]:
+def whole_folder(path: Path, files: Collection[str], also: Collection[str] = ()) -> Iterator[Path]:
     """Yield a temporary folder that takes the place of ``path`` once the block ends without an exception.
 
     What stood there is removed only where it held all such files and nothing else, or nothing; a symbolic link stays,
@@ -77,13 +77,14 @@ def whole_folder(path: Path, files: Collection[str]) -> Iterator[Path]:
     Args:
         path: the folder.
         files: names of the files that the block writes.
+        also: names of files that it writes or leaves out, and which may go with the others.
 
     Raises:
         UsageError: if it cannot be written there, or if something else would have to go.
     """
     partial = None
     try:
-        target = _target_folder(path, files)
+        target = _target_folder(path, files, also)
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         yield partial
@@ -100,14 +101,14 @@ def whole_folder(path: Path, files: Collection[str]) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def check_folder_writable(path: Path, files: Collection[str]) -> None:
+def check_folder_writable(path: Path, files: Collection[str], also: Collection[str] = ()) -> None:
     """Refuse what :func:`whole_folder` would refuse, before the work that is to be written; leaves nothing behind.
 
     Raises:
         UsageError: if it cannot be written there, or if something else would have to go.
     """
     try:
-        target = _target_folder(path, files)
+        target = _target_folder(path, files, also)
         above = next(folder for folder in target.parents if folder.exists())
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=above):
             pass
@@ -140,13 +141,14 @@ def _settle(file: Path) -> None:
         os.close(descriptor)
 
 
-def _target_folder(path: Path, files: Collection[str]) -> Path:
+def _target_folder(path: Path, files: Collection[str], also: Collection[str]) -> Path:
     """Follow symbolic links to the folder that is to be replaced, and refuse one that holds anything else."""
     target = Path(os.path.realpath(path))
     try:
-        known = {entry.name for entry in target.iterdir() if entry.name in files and not entry.is_dir()}
+        known = {entry.name for entry in target.iterdir() if entry.name in {*files, *also} and not entry.is_dir()}
         # Some of the files without the others are somebody else's: a model.safetensors that was downloaded.
-        others = sorted(entry.name for entry in target.iterdir() if entry.name not in known or len(known) < len(files))
+        whole = known.issuperset(files)
+        others = sorted(entry.name for entry in target.iterdir() if entry.name not in known or not whole)
     except FileNotFoundError:
         return target
     except NotADirectoryError:

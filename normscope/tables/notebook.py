@@ -21,11 +21,13 @@ from normscope.pairs.captures import Capture
 from normscope.swaps.bench.reports import BenchReport
 from normscope.swaps.drift.reports import DriftReport
 from normscope.swaps.heal.reports import HealReport
+from normscope.swaps.keep.reports import KeepReport
 from normscope.tables.card import card_tables
 from normscope.tables.comparison import comparison_table
 from normscope.tables.drift import drift_tables, healing_table, quality_table
 from normscope.tables.fit import advice_table, channels_table, fits_table, slopes_table
 from normscope.tables.gradient import gradient_tables
+from normscope.tables.keep import keep_table
 from normscope.tables.speed import speed_tables
 from normscope.tables.table import layers_table
 
@@ -89,6 +91,7 @@ _OF: dict[type, Callable[[Sequence[Any]], list[Table]]] = {
     Advice: lambda advice: [advice_table(advice)],
     DriftReport: drift_tables,
     BenchReport: lambda reports: [table for report in reports for table in speed_tables(report)],
+    KeepReport: lambda reports: [keep_table(report) for report in reports],
     HealReport: lambda reports: [table for report in reports for table in _of_healing(report)],
 }
 

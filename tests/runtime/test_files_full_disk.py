@@ -20,7 +20,7 @@ from normscope.pairs.recorder import Summing
 from normscope.pairs.storage import RawPairs
 from normscope.swaps.heal.checkpoint import save_checkpoint
 from normscope.swaps.heal.training import Course, copied
-from normscope.swaps.store import FILES
+from normscope.swaps.store.store import FILES
 
 ROWS = [{"site": f"site {i}", "value": i / 7} for i in range(200)]
 ABOUT = {"model": "small", "weights": "ours", "data": "noise"}

@@ -400,7 +400,7 @@ def test_swaps_for_good_carry_them_and_files_hold_none(model, tmp_path):
     normscope.save_swapped(model, tmp_path / "swap")
     fresh = Net()
     listen(fresh.norm, "forward", heard, "the fresh one's")
-    normscope.swaps.store.restored(fresh, tmp_path / "swap")
+    normscope.swaps.store.store.restored(fresh, tmp_path / "swap")
     assert called(fresh, heard) == [("the fresh one's", fresh.norm)]
     assert isinstance(fresh.norm, PointwiseFunction)
 

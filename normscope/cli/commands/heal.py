@@ -117,8 +117,8 @@ def heal(
     from normscope.swaps.heal.heal import STEPS
     from normscope.swaps.heal.reports import TRAINED
     from normscope.swaps.heal.stages import HealOptions, expected_seconds
-    from normscope.swaps.record import FILES
     from normscope.swaps.start import RMS_NORM
+    from normscope.swaps.store.record import ALSO, FILES
 
     how = How.of(func, "fit" if init == CALIBRATED else init, per, shift)
     calibrated = init == CALIBRATED and how.asked != RMS_NORM
@@ -126,7 +126,7 @@ def heal(
         steps = STEPS
     plan = HealOptions(calibrated, train, steps, minutes, run.seed)
     check_kernels([how], run.device)
-    check_folder_writable(output, FILES)
+    check_folder_writable(output, FILES, ALSO)
     checkpoint, drawn = (output.with_name(output.name + end) for end in (".healing.safetensors", "-healing.png"))
     for path in (checkpoint, drawn):
         check_writable(path)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +19,9 @@ from normscope.cli.running import RunOptions, check_models, runs_networks
 from normscope.cli.swapping import (
     CALIBRATED,
     How,
+    Keep,
     Learner,
+    MaxDrift,
     OneFunc,
     Per,
     Refit,
@@ -25,10 +29,11 @@ from normscope.cli.swapping import (
     Sites,
     StartOrCalibrated,
     check_calibrated,
+    check_keep,
     check_kernels,
 )
-from normscope.errors import count
-from normscope.runtime.files import check_folder_writable
+from normscope.errors import UsageError, count
+from normscope.runtime.files import check_folder_writable, check_writable
 from normscope.runtime.processes import Place
 from normscope.tables.table import swapped_table
 
@@ -41,7 +46,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "Examples: normscope swap demo_vit --func dyt -o demo_vit-dyt · "
-    "normscope swap vit_b16 --func dyisru --sites final,pre-norm -o safe · normscope swap demo_dit --func best -o best"
+    "normscope swap vit_b16 --func dyisru --sites final,pre-norm -o safe · normscope swap demo_dit --func best -o best "
+    "· normscope swap minilm --init calibrated --keep 2 -o minilm-dyt"
 )
 Folder = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The folder to write; --weights takes it.")]
 
@@ -55,6 +61,8 @@ def swap(
     init: StartOrCalibrated = "fit",
     refit: Refit = "neighbours",
     sites: Sites = "all",
+    keep: Keep = None,
+    max_drift: MaxDrift = None,
     per: Per = "site",
     shift: Shift = None,
     run: RunOptions,
@@ -65,16 +73,21 @@ def swap(
     """Put point-wise functions in the place of a model's norms, and write the model: its weights and what is where."""
     say = Output(as_json, quiet, as_csv=as_csv)
     check_models([model])
-    from normscope.swaps.record import FILES
     from normscope.swaps.start import starts
+    from normscope.swaps.store.record import ALSO, FILES
 
     calibrated = init == CALIBRATED
     how = How.of(func, "fit" if calibrated else init, per, shift)
     place = Place.from_environment()
     check_calibrated(calibrated, refit, how, place)
+    check_keep(keep, max_drift, sites, place)
     check_kernels([how], run.device)
+    chooses = keep is not None or max_drift is not None
+    drawn = output.with_name(f"{output.name}-keep.png")
     if place.speaks:
-        check_folder_writable(output, FILES)
+        check_folder_writable(output, FILES, ALSO)
+        if chooses:
+            check_writable(drawn)
     network = run.load(model, say)
     with run.joined() as ranks:
         learner = Learner.of(network, sites, run.seed, say, ranks)
@@ -82,30 +95,139 @@ def swap(
         modules = learner.replacements(how, fits, say)
     if not place.speaks:
         raise typer.Exit
-    rows = [_row(start, fits) for start in starts(how.asked, fits, how.begin) if start.norm.name in modules]
-    original = copy.deepcopy(network.module) if calibrated else network.module
-    normscope.Swap(network.module, modules)
-    report = None
-    if calibrated:
-        with say.bars() as progress:
-            report = normscope.calibrate(
-                original, network.module, learner.learned, outputs=network.outputs, refit=refit, progress=progress
-            )
-        rows = [{**row, **_now(modules[row["site"]])} for row in rows]
-    about = learner.about
     start = CALIBRATED if calibrated else how.start or None
-    folder = normscope.save_swapped(network.module, output, about, func=func, init=start)
+    maker = _Maker(learner, modules, refit, math.inf if max_drift is None else max_drift, say) if calibrated else None
+    choice = _choice(learner, modules, keep, max_drift, maker, func, start, say) if chooses else None
+    chosen = list(modules) if choice is None else choice.swapped
+    swapped, report = (network.module, None) if maker is None else maker.made(chosen)
+    if maker is None:
+        normscope.Swap(network.module, {path: modules[path] for path in chosen})
+    rows = [_row(one, fits) for one in starts(how.asked, fits, how.begin) if one.norm.name in chosen]
+    if report is not None:
+        rows = [{**row, **_now(swapped.get_submodule(row["site"]))} for row in rows]
+    about = learner.about
+    folder = normscope.save_swapped(swapped, output, about, func=func, init=start, kept=choice)
     say.heading(about)
     say.result(swapped_table(rows))
-    if report is not None:
-        _tell(report, say)
-    say.result(str(folder))
-    remark_on_loading(model, str(folder), say)
     whole: dict[str, Any] = {**about, "folder": str(folder), "func": func, "init": init, "per": per}
     if report is not None:
+        _tell(report, say)
         whole |= {"refit": refit, "calibration": report.as_dict()}
+    if choice is not None:
+        _tell_choice(choice, say)
+        normscope.save_figure(normscope.plot_keep(choice, f"{network.name} · {func}"), drawn, {**about, "func": func})
+        whole |= {"keep": choice.as_dict(), "figure": str(drawn)}
+        if maker is not None:
+            whole["held_out"] = maker.judged(network.module, swapped)
+    say.result(str(folder))
+    if choice is not None:
+        say.result(str(drawn))
+    remark_on_loading(model, str(folder), say)
     left_out = [{"model": model, **norm.as_dict()} for norm in learner.skipped]
     say.document({**whole, "sites": rows, "skipped": left_out}, [{**whole, **row} for row in rows])
+
+
+@dataclass
+class _Maker:
+    """Makes calibrated copies of a network with some of its sites swapped; keeps the last of no more than a drift."""
+
+    learner: Learner
+    modules: Mapping[str, nn.Module]
+    refit: str
+    most: float
+    say: Output
+    _paths: Sequence[str] = ()
+    _made: tuple[nn.Module, normscope.CalibrationReport] | None = None
+
+    def made(self, paths: Sequence[str]) -> tuple[nn.Module, normscope.CalibrationReport]:
+        """Return the network with these sites swapped, and what calibration did to it."""
+        if self._made is not None and list(paths) == list(self._paths):
+            return self._made
+        network, copied = self.learner.network, copy.deepcopy(self.learner.network.module)
+        normscope.Swap(copied, {path: copy.deepcopy(self.modules[path]) for path in paths})
+        with self.say.bars() as progress:
+            report = normscope.calibrate(
+                network.module,
+                copied,
+                self.learner.learned,
+                outputs=network.outputs,
+                refit=self.refit,
+                progress=progress,
+            )
+        if report.after <= self.most:
+            self._paths, self._made = paths, (copied, report)
+        return copied, report
+
+    def drift(self, paths: Sequence[str]) -> float:
+        """Return the median relative L2 that calibration leaves with these sites swapped."""
+        return self.made(paths)[1].after
+
+    def judged(self, original: nn.Module, swapped: nn.Module) -> dict[str, float]:
+        """Say how far the calibrated network is from the original on inputs that nothing was learned from."""
+        from normscope.inputs.entries import as_batches
+        from normscope.runtime.network import left_as_found
+        from normscope.swaps.drift.reports import Quantiles
+        from normscope.swaps.heal.lessons import output_errors
+
+        held_out = self.learner.held_out
+        with left_as_found(original), left_as_found(swapped):
+            errors = output_errors(original, swapped, as_batches(held_out), self.learner.network.outputs)
+        moved = Quantiles.of(errors.tolist())
+        self.say.result(
+            f"calibrated, on {held_out.description}: relative L2 at the output {moved.p50:.3g} in the median, "
+            f"{moved.p90:.3g} at the 90th percentile"
+        )
+        return asdict(moved)
+
+
+def _choice(
+    learner: Learner,
+    modules: Mapping[str, nn.Module],
+    number: int | None,
+    max_drift: float | None,
+    maker: _Maker | None,
+    func: str,
+    init: str | None,
+    say: Output,
+) -> normscope.KeepReport:
+    """Choose the norms to keep."""
+    from normscope.swaps.keep.keep import HELD_OUT, MOST_SAMPLES, STAGE, passes_of
+
+    if number is not None and number >= len(modules):
+        raise UsageError(f"--keep {number} leaves nothing to swap: there are {count(len(modules), 'norm')}.")
+    of_a_sample = learner.seconds_of_a_pass() / learner.network.inputs.batch_size
+    a_pass = of_a_sample * min(MOST_SAMPLES, learner.learned.n_samples or MOST_SAMPLES)
+    if number is not None:
+        on_held_out = (number + 2) * of_a_sample * (learner.held_out.n_samples or MOST_SAMPLES)
+        say.estimate.expect({STAGE: passes_of(len(modules), number) * a_pass, HELD_OUT: on_held_out})
+    else:
+        trials = "" if maker is None else ", and every number of norms that is tried a calibration"
+        say.remark(
+            f"every norm that is kept takes up to {len(modules)} passes over at most {MOST_SAMPLES} samples, about "
+            f"{len(modules) * a_pass:.0f} s{trials}"
+        )
+    with say.bars() as progress:
+        return normscope.keep(
+            learner.network,
+            learner.learned,
+            modules,
+            number=number,
+            max_drift=max_drift,
+            held_out=learner.held_out,
+            after=None if maker is None else maker.drift,
+            func=func,
+            init=init or "",
+            about=learner.about,
+            progress=progress,
+        )
+
+
+def _tell_choice(choice: normscope.KeepReport, say: Output) -> None:
+    from normscope.tables.keep import keep_table
+
+    say.result(keep_table(choice))
+    if not choice.kept:
+        say.remark("all norms could be swapped: none had to be kept")
 
 
 def _now(module: nn.Module) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from normscope.cli.commands.layers import layers
 from normscope.cli.commands.swap import swap
 from normscope.errors import NormscopeError
 from normscope.inputs.splits import learned_and_held_out
+from normscope.swaps.heal.lessons import output_errors
 from normscope.swaps.start import asked_for, fitted
+from normscope.swaps.store.record import read_record
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +140,63 @@ def test_mistakes_are_said_before_anything_is_fitted(options, status, said, tmp_
     assert refused.value.exit_status == status
     assert "samples" not in "".join(capsys.readouterr())
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_norms_are_kept_that_are_worth_most(tmp_path, capsys):
+    path = tmp_path / "kept"
+    swap("demo_vit", path, keep=2, limit=16, as_json=True, quiet=True)
+    document = json.loads(capsys.readouterr().out)
+    network = normscope.load("demo_vit", limit=16, device="cpu")
+    seen = normscope.capture(network, network.calibration, by_gamma=True)
+    modules = normscope.replacements(network, "dyt", fitted(seen, asked_for("dyt")))
+    choice = normscope.keep(network, network.calibration, modules, number=2, held_out=network.inputs)
+    assert document["keep"]["kept"] == choice.kept == [one.name for one in read_record(path).kept]
+    assert [step["swapped"] for step in document["keep"]["steps"]] == [17, 16, 15]
+    assert document["keep"]["steps"][2]["held_out"]["p50"] == pytest.approx(choice.steps[2].held_out.p50)
+    assert [row["site"] for row in document["sites"]] == choice.swapped
+    module = normscope.load_swapped(path, device="cpu").module
+    assert all(type(module.get_submodule(name)) is torch.nn.LayerNorm for name in choice.kept)
+    assert Path(document["figure"]).name == "kept-keep.png" and Path(document["figure"]).stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_drift_that_is_allowed_is_met_after_calibration(tmp_path, capsys):
+    path = tmp_path / "kept"
+    options = {"init": "calibrated", "refit": "norms", "limit": 64, "quiet": True, "as_json": True}
+    swap("demo_vit", path, max_drift=0.25, **options)
+    document = json.loads(capsys.readouterr().out)
+    tried = {step["kept"]: step["worked_on"] for step in document["keep"]["steps"] if step["worked_on"] is not None}
+    kept = len(document["keep"]["kept"])
+    assert tried[kept] <= 0.25 < tried[kept - 1]
+    assert document["calibration"]["after"] == tried[kept]
+    original = normscope.load("demo_vit", limit=64, device="cpu")
+    held_out = learned_and_held_out(original.inputs)[1] if original.calibration is None else original.inputs
+    errors = output_errors(
+        original.module, normscope.load_swapped(path, device="cpu").module, list(held_out), original.outputs
+    )
+    assert document["held_out"]["p50"] == pytest.approx(float(errors.median()), rel=1e-3)  # of loops and of float32
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"keep": 2, "max_drift": 0.1}, "give one of them"),
+        ({"keep": 0}, "--keep 0 leaves no norm"),
+        ({"keep": 17}, "--keep 17 leaves nothing to swap: there are 17 norms"),
+        ({"max_drift": -1.0}, "--max-drift is -1; it is a relative L2"),
+        ({"max_drift": float("nan")}, "--max-drift is nan"),
+        ({"keep": 2, "sites": "least:4"}, "--sites least:4 and --keep both choose norms"),
+        ({"max_drift": 0.0, "limit": 8}, "no norm can be swapped. Allow more drift"),
+    ],
+)
+def test_what_cannot_be_kept(options, said, tmp_path):
+    with pytest.raises(NormscopeError, match=said):
+        swap("demo_vit", tmp_path / "kept", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_processes_do_not_choose(tmp_path, monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(NormscopeError, match="Norms to keep are chosen in one process"):
+        swap("demo_vit", tmp_path / "kept", keep=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,10 +18,25 @@ from normscope.fits.solving.ceiling import Piecewise, curve_along
 from normscope.pairs.captures import versions
 from normscope.pairs.norms.recognition import ancestor_kind, kind_of
 from normscope.runtime.files import sha256_of, whole_folder, write_tensors
+from normscope.swaps.keep.reports import KeepReport
 from normscope.swaps.pointwise import PointwiseFunction, RMSNorm
-from normscope.swaps.record import FILES, RECORD, TENSORS, SwappedSite, SwapRecord, curve_named, damaged, read_record
 from normscope.swaps.replace import Swap, model_tensor, module_at, uncompiled
 from normscope.swaps.start import RMS_NORM
+from normscope.swaps.store.record import (
+    ALSO,
+    CODE,
+    CONFIG,
+    FILES,
+    RECORD,
+    TENSORS,
+    KeptNorm,
+    SwappedSite,
+    SwapRecord,
+    curve_named,
+    damaged,
+    read_record,
+)
+from normscope.swaps.store.standalone import standalone
 
 
 def save_swapped(
@@ -31,11 +47,14 @@ def save_swapped(
     func: str | None = None,
     init: str | None = None,
     healed: int | None = None,
+    kept: KeepReport | None = None,
 ) -> Path:
     """Write a network with all that was swapped in, so that :func:`normscope.load_swapped` gives it back.
 
-    The folder, ``model.safetensors`` and ``swap.json``, appears whole or not at all. A swap that was there before is
-    replaced; a folder that holds anything else is not.
+    The folder appears whole or not at all. A swap that was there before is replaced; a folder that holds anything else
+    is not. ``model.safetensors`` and ``swap.json`` are what is loaded. For processes without normscope there is
+    ``pointwise.py``, plain PyTorch that makes the same network of them and says how in its first lines. Of a network of
+    transformers, timm or diffusers there is its library's ``config.json``, too.
 
     Args:
         model: the network with point-wise functions in the place of norms, see :func:`normscope.swap`.
@@ -45,6 +64,7 @@ def save_swapped(
         func: what was swapped in; by default, the curves that are there.
         init: where the start values are from: ``fit``, ``theory``, ``paper``.
         healed: number of steps that the network was healed by.
+        kept: what :func:`normscope.keep` returned, where it chose which norms to leave.
 
     Returns:
         The folder.
@@ -58,7 +78,7 @@ def save_swapped(
     >>> _ = Swap(model, {"1": PointwiseFunction("tanh", 8)})
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     sorted(path.name for path in save_swapped(model, folder).iterdir())
-    ['model.safetensors', 'swap.json']
+    ['model.safetensors', 'pointwise.py', 'swap.json']
     """
     model = uncompiled(model)
     sources = {"model": type(model).__name__, "weights": "not named", "data": "not named", **(about or {})}
@@ -69,7 +89,7 @@ def save_swapped(
             "normscope.swap(model, curve, fits) puts point-wise functions in, and they have to be in it now."
         )
     tensors, tied = _tensors(model)
-    with whole_folder(Path(folder), FILES) as partial:
+    with whole_folder(Path(folder), FILES, ALSO) as partial:
         try:
             write_tensors(tensors, partial / TENSORS, {"format": "pt"})
         except ValueError as error:  # a dtype that safetensors does not know
@@ -83,9 +103,19 @@ def save_swapped(
             versions=versions(),
             tied=tied,
             sites=sites,
+            kept=None if kept is None else _kept(kept),
         )
         (partial / RECORD).write_text(record.as_json(), encoding="utf-8")
+        _write_standalone(model, record, tensors, partial)
     return Path(folder)
+
+
+def _write_standalone(model: nn.Module, record: SwapRecord, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write what those read who have no normscope."""
+    code, config = standalone(model, record, tensors)
+    (folder / CODE).write_text(code, encoding="utf-8")
+    if config is not None:
+        (folder / CONFIG).write_text(config, encoding="utf-8")
 
 
 def restored(model: nn.Module, folder: str | Path) -> SwapRecord:
@@ -116,6 +146,11 @@ def restored(model: nn.Module, folder: str | Path) -> SwapRecord:
         swap.undo()
         raise
     return record
+
+
+def _kept(report: KeepReport) -> tuple[KeptNorm, ...]:
+    medians = [step.relative_l2.p50 if math.isfinite(step.relative_l2.p50) else None for step in report.taken]
+    return tuple(KeptNorm(path, *medians[at : at + 2]) for at, path in enumerate(report.kept))
 
 
 def _was_put(module: nn.Module) -> bool:

@@ -13,11 +13,11 @@ from torch import nn
 
 from normscope import PointwiseFunction, Swap, capture, curve_of, save_swapped, swap
 from normscope.errors import ModelError, NormscopeError, UsageError
-from normscope.swaps import store
-from normscope.swaps.record import read_record, sealed
 from normscope.swaps.replace import replacements
 from normscope.swaps.start import asked_for, fitted
-from normscope.swaps.store import restored
+from normscope.swaps.store import store
+from normscope.swaps.store.record import read_record, sealed
+from normscope.swaps.store.store import restored
 
 
 class Tied(nn.Module):

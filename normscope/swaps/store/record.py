@@ -20,6 +20,8 @@ FORMAT = "normscope-swap"
 FORMAT_VERSION = 2
 RECORD, TENSORS = "swap.json", "model.safetensors"
 FILES = (RECORD, TENSORS)
+CODE, CONFIG = "pointwise.py", "config.json"
+ALSO = (CODE, CONFIG)  # for those who load the network without normscope, which reads neither
 _MOST_AXES = 8
 
 
@@ -56,6 +58,21 @@ class SwappedSite:
 
 
 @dataclass(frozen=True)
+class KeptNorm:
+    """A norm that was left as it is, and what it is worth: the median relative L2 at the output.
+
+    Attributes:
+        name: module path.
+        swapped: with it swapped too, the norms before it in the list being kept; None where not finite.
+        kept: with it kept as well.
+    """
+
+    name: str
+    swapped: float | None
+    kept: float | None
+
+
+@dataclass(frozen=True)
 class SwapRecord:
     """What was put where, in which network, and what it was learned from.
 
@@ -70,6 +87,7 @@ class SwapRecord:
         versions: of Python and the libraries.
         tied: tensors that are others under another name, and so not written twice.
         sites: what stands where.
+        kept: norms that were chosen to be left as they are, the one that is worth most first; None where nothing chose.
     """
 
     model: str
@@ -82,13 +100,15 @@ class SwapRecord:
     versions: Mapping[str, str]
     tied: Mapping[str, str]
     sites: tuple[SwappedSite, ...]
+    kept: tuple[KeptNorm, ...] | None = None
 
     @property
     def description(self) -> str:
         """Say in a few words what it is."""
         healed = f", healed in {count(self.healed, 'step')}" if self.healed else ""
         place = f"{self.func} in place of {count(len(self.sites), 'norm')}"
-        return f"{place}{healed}, of {self.weights}, sha256 {self.sha256[:12]}"
+        kept = f", {count(len(self.kept), 'norm')} kept" if self.kept else ""
+        return f"{place}{kept}{healed}, of {self.weights}, sha256 {self.sha256[:12]}"
 
     def as_json(self) -> str:
         """Write it as swap.json has it."""
@@ -110,6 +130,10 @@ def _is_eps(value: Any) -> bool:
     return value is None or (type(value) in (int, float) and 0 <= value < math.inf)
 
 
+def _is_drift(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and 0 <= value < math.inf)
+
+
 def _are_texts(value: Any) -> bool:
     return isinstance(value, dict) and all(map(is_text, value.values()))
 
@@ -123,6 +147,7 @@ _SITE: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("per_channel", "shift", "elementwise_affine", "bias", "activated"), is_bool),
     "eps": _is_eps,
 }
+_KEPT: dict[str, Callable[[Any], bool]] = {"name": _is_name, "swapped": _is_drift, "kept": _is_drift}
 _SWAP: dict[str, Callable[[Any], bool]] = {
     "model": _is_name,
     **dict.fromkeys(("weights", "data", "func", "sha256"), is_text),
@@ -130,6 +155,7 @@ _SWAP: dict[str, Callable[[Any], bool]] = {
     "healed": lambda value: value is None or is_count(value),
     **dict.fromkeys(("versions", "tied"), _are_texts),
     "sites": lambda value: isinstance(value, list) and value != [],
+    "kept": lambda value: value is None or (isinstance(value, list) and all(isinstance(one, dict) for one in value)),
 }
 
 
@@ -188,11 +214,13 @@ def curve_named(text: str) -> Curve:
 
 
 def _record(document: Mapping[str, Any]) -> SwapRecord:
-    values = checked(document, _SWAP, "swap")
+    values = checked({"kept": None, **document}, _SWAP, "swap")  # the first folders do not say it
     sites = tuple(_site(entry) for entry in values.pop("sites"))
+    kept = values.pop("kept")
+    kept = None if kept is None else tuple(KeptNorm(**checked(entry, _KEPT, "norm that is kept")) for entry in kept)
     if len({site.name for site in sites}) != len(sites):
         raise ValueError("it names a site twice")
-    return SwapRecord(**values, sites=sites)
+    return SwapRecord(**values, sites=sites, kept=kept)
 
 
 def _site(entry: Any) -> SwappedSite:

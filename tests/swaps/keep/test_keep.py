@@ -1,0 +1,222 @@
+"""keep(): the norms whose return lowers the drift most, against brute force, and nothing else touched."""
+
+import itertools
+import math
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+from torch import nn
+
+import normscope
+from normscope import PointwiseFunction, drift, keep, load_swapped, plot_keep, replacements, save_swapped
+from normscope.errors import UsageError
+from normscope.swaps.keep.keep import MOST_SAMPLES, passes_of
+from normscope.swaps.store.record import read_record
+
+
+class Chain(nn.Module):
+    """A residual network with four norms, whose branches weigh differently."""
+
+    def __init__(self, gains=(0.3, 1.0, 0.1, 0.6)):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in gains)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in gains)
+        self.gains = gains
+
+    def forward(self, x):
+        for gain, norm, layer in zip(self.gains, self.norms, self.layers, strict=True):
+            x = x + gain * layer(norm(x)).relu()
+        return x
+
+
+@pytest.fixture(scope="module")
+def chain():
+    torch.manual_seed(0)
+    model = Chain().eval()
+    for norm in model.norms:
+        norm.weight.data.uniform_(0.5, 1.5)
+    x = torch.randn(48, 16) * torch.logspace(-1, 1, 48)[:, None]  # tokens of many scales, which a function cannot know
+    return model, x[torch.randperm(48)].split(8)
+
+
+def modules_of(model):
+    return {f"norms.{number}": PointwiseFunction("tanh", 16, alpha=0.3 + 0.2 * number) for number in range(4)}
+
+
+def median(model, batches, modules):
+    """The drift with these modules in, by the public function. keep() makes other batches, which round otherwise."""
+    moved = drift(model, batches, modules, one_at_a_time=False, cumulative=False).all.relative_l2.p50
+    return pytest.approx(moved, rel=1e-6)
+
+
+def test_one_norm_to_keep_is_that_of_brute_force(chain):
+    model, batches = chain
+    modules = modules_of(model)
+    report = keep(model, batches, modules, number=1)
+    moved = {
+        path: median(model, batches, {name: one for name, one in modules.items() if name != path}) for path in modules
+    }
+    least = min(one.expected for one in moved.values())
+    assert [moved[path].expected for path in report.kept] == [least]
+    assert report.steps[0].relative_l2.p50 == median(model, batches, modules)
+    assert report.steps[1].relative_l2.p50 == pytest.approx(least, rel=1e-6)
+    assert report.swapped == [path for path in modules if path not in report.kept]
+
+
+def test_each_further_one_is_the_best_beside_those_before(chain):
+    model, batches = chain
+    modules = modules_of(model)
+    report = keep(model, batches, modules, number=3)
+    assert [(step.kept, step.swapped, step.site) for step in report.steps] == [
+        (number, 4 - number, None if number == 0 else report.kept[number - 1]) for number in range(4)
+    ]
+    for number, step in enumerate(report.steps[1:]):
+        before = set(report.kept[:number])
+        moved = [
+            median(model, batches, {name: one for name, one in modules.items() if name not in {*before, path}})
+            for path in modules
+            if path not in before
+        ]
+        assert step.relative_l2.p50 == min(moved, key=lambda one: one.expected)
+
+
+def test_a_norm_that_alone_is_responsible_comes_back_first():
+    """Three sites get functions that are the norms themselves, to the bit: only the fourth moves anything."""
+    torch.manual_seed(1)
+    model = Chain().eval()
+    modules = {f"norms.{number}": nn.LayerNorm(16) for number in range(4)}
+    modules["norms.2"] = PointwiseFunction("tanh", 16)
+    report = keep(model, torch.randn(32, 16).split(8), modules, number=1)
+    assert report.kept == ["norms.2"]
+    assert report.steps[0].relative_l2.p50 > 0 == report.steps[1].relative_l2.p50
+
+
+def test_the_network_is_left_as_found(chain):
+    model, batches = chain
+    before, state = list(model.norms), {name: value.clone() for name, value in model.state_dict().items()}
+    modules = modules_of(model)
+    keep(model, batches, modules, number=2, held_out=batches)
+    assert all(one is other for one, other in zip(model.norms, before, strict=True))
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.2])
+def test_as_few_norms_as_the_drift_allows(chain, share):
+    model, batches = chain
+    modules = modules_of(model)
+    whole = keep(model, batches, modules, number=3)
+    most = share * whole.steps[0].relative_l2.p50
+    medians = [step.relative_l2.p50 for step in whole.steps]
+    fewest = next(number for number, own in enumerate(medians) if own <= most)
+    report = keep(model, batches, modules, max_drift=most)
+    assert (len(report.kept), report.kept) == (fewest, whole.kept[:fewest])
+
+
+def test_a_bound_that_all_meet_keeps_none_and_one_that_none_meets_says_so(chain):
+    model, batches = chain
+    modules = modules_of(model)
+    report = keep(model, batches, modules, max_drift=100.0)
+    assert (report.kept, len(report.swapped), len(report.steps)) == ([], 4, 1)
+    with pytest.raises(
+        UsageError, match=r"With one of 4 norms swapped, norms\.\d, the median relative L2 is .* no norm"
+    ):
+        keep(model, batches, modules, max_drift=0.0)
+
+
+@pytest.mark.parametrize("needed", range(8))
+def test_what_works_on_the_rest_decides_where_it_is_given(needed):
+    """Halving finds the fewest for which it is enough, whatever that number is, in few trials."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(9) for layer in (nn.Linear(4, 4), nn.LayerNorm(4))])
+    modules = {str(2 * number + 1): PointwiseFunction("tanh", 4) for number in range(9)}
+    tried = []
+
+    def after(swapped):
+        tried.append(9 - len(swapped))
+        return 0.1 if 9 - len(swapped) >= needed else 0.9
+
+    report = keep(model, torch.randn(16, 4).split(4), modules, max_drift=0.5, after=after)
+    assert len(report.kept) == needed
+    assert len(tried) == len(set(tried)) <= 2 * math.ceil(math.log2(9)) + 1
+    assert {step.kept: step.worked_on for step in report.steps if step.worked_on is not None} == {
+        kept: 0.1 if kept >= needed else 0.9 for kept in tried
+    }
+
+
+def test_held_out_inputs_report_and_do_not_choose(chain):
+    model, batches = chain
+    modules = modules_of(model)
+    others = [3 * batch.flip(1) for batch in batches]
+    report = keep(model, batches, modules, number=2, held_out=others, quality=lambda module: module.norms[0].weight[0])
+    assert report.kept == keep(model, batches, modules, number=2).kept
+    for kept, step in enumerate(report.steps):
+        left = {path: one for path, one in modules.items() if path not in report.kept[:kept]}
+        assert step.held_out.p50 == median(model, others, left)
+    assert list(report.quality.scores) == ["original", "0 kept", "1 kept", "2 kept"]
+
+
+def test_it_chooses_on_few_inputs_from_all_over(chain):
+    model, _ = chain
+
+    def batches():
+        for number in range(100):
+            yield torch.full((4, 16), float(number)) + torch.randn(4, 16)
+
+    report = keep(model, list(batches()), modules_of(model), number=1)
+    assert MOST_SAMPLES / 2 < report.n_chosen_on <= MOST_SAMPLES
+
+
+def test_the_number_of_passes_is_known_before(chain):
+    model, batches = chain
+    told = []
+    keep(model, batches, modules_of(model), number=2, progress=lambda stage, done, of: told.append(done))
+    # The first comparison of two passes ends at 96, each later one begins anew from there.
+    assert max(told) == 48 * passes_of(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"number": 4}, "4 norms cannot be kept of 4: take 1 to 3"),
+        ({"number": 0}, "0 norms cannot be kept"),
+        ({}, "one of the two"),
+        ({"number": 1, "max_drift": 0.1}, "one of the two"),
+        ({"max_drift": -0.1}, "a relative L2, 0 or more"),
+        ({"max_drift": math.nan}, "a relative L2, 0 or more"),
+    ],
+)
+def test_mistakes(chain, options, said):
+    model, batches = chain
+    with pytest.raises(UsageError, match=said):
+        keep(model, batches, modules_of(model), **options)
+    with pytest.raises(UsageError, match="nothing to swap"):
+        keep(model, batches, {}, number=1)
+
+
+def test_the_choice_is_saved_shown_and_drawn(tmp_path):
+    network = normscope.load("demo_vit", limit=16, device="cpu")
+    modules = replacements(network, "dyt", normscope.capture(network, network.calibration))
+    report = keep(network, network.calibration, modules, number=2, held_out=network.inputs, func="dyt", init="fit")
+    assert report.quality.name == "top-1 accuracy"
+    normscope.Swap(network.module, {path: modules[path] for path in report.swapped})
+    save_swapped(network.module, tmp_path / "swap", network.about, kept=report)
+    record = read_record(tmp_path / "swap")
+    assert [one.name for one in record.kept] == report.kept
+    medians = [step.relative_l2.p50 for step in report.steps]
+    assert [(one.swapped, one.kept) for one in record.kept] == list(itertools.pairwise(medians))
+    assert "dyt in place of 15 norms" not in record.description and "15 norms, 2 norms kept" in record.description
+    for path in report.kept:
+        assert isinstance(load_swapped(tmp_path / "swap", device="cpu").module.get_submodule(path), nn.LayerNorm)
+    lines = str(report.table()).splitlines()
+    assert lines[0].split()[:5] == ["kept", "norm", "put", "back", "swapped"]
+    assert [line.split()[0] for line in lines[1:4]] == ["0", "1", "2"] and report.kept[0] in lines[2]
+    figure = plot_keep(report)
+    drifts, quality = figure.axes
+    chosen, held_out = drifts.lines[:2]
+    assert list(chosen.get_xdata()) == [17, 16, 15] and list(chosen.get_ydata()) == medians
+    assert list(held_out.get_ydata()) == [step.held_out.p50 for step in report.steps]
+    assert list(quality.lines[0].get_ydata()) == [report.quality.scores[f"{kept} kept"].value for kept in range(3)]
+    plt.close(figure)
+    normscope.save_figure(figure, Path(tmp_path, "keep.png"), report.about)

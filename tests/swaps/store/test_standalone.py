@@ -1,0 +1,324 @@
+"""pointwise.py: processes without normscope have the same network, and no name becomes code in it."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from timm.layers import BatchNormAct2d, GroupNormAct, LayerNorm2d
+from torch import nn
+
+import normscope
+from normscope import PointwiseFunction, Swap, capture, load_swapped, save_swapped, swap
+from normscope.fits.curves.expressions import _FUNCTIONS, curve_from
+from normscope.fits.curves.known import CURVES
+from normscope.inputs.batch import Batch, Sample
+from normscope.runtime.network import run
+from normscope.swaps.kernels.choice import plain_torch
+from normscope.swaps.replace import replacements
+from normscope.swaps.start import asked_for, fitted
+from normscope.swaps.store.origins import in_docstring
+from normscope.swaps.store.standalone import EXPRESSIONS, _of_formula
+
+EVALUATED = {"torch": torch, "math": __import__("math"), "number": lambda value: torch.tensor(value).double()}
+
+# A process in which normscope cannot be imported runs the example of pointwise.py, whose folder is its argument.
+ALONE = """
+import ast, sys, torch
+sys.modules["normscope"] = None
+folder = sys.argv[1]
+sys.path.insert(0, folder)
+said = ast.get_docstring(ast.parse(open(folder + "/pointwise.py", encoding="utf-8").read()))
+example = "\\n".join(line[4:] for line in said.splitlines() if line.startswith("    ") or not line)
+names = {}
+exec(example.strip().replace("FOLDER", folder), names)
+call = torch.load(folder + "/../call.pt", weights_only=True)
+with torch.no_grad():
+    given = names["network"](*call["args"], **call["kwargs"])
+given = list(given.values()) if isinstance(given, dict) else given
+torch.save(given[0] if isinstance(given, (list, tuple)) else given, folder + "/../given.pt")
+assert not names["network"].training
+"""
+
+
+def loaded_from(folder):
+    """Import a folder's pointwise.py."""
+    spec = importlib.util.spec_from_file_location("pointwise", Path(folder, "pointwise.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Mixed(nn.Module):
+    """Norms of many layouts: channels second, groups, activations with weights, in two places, without weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 1), LayerNorm2d(8), nn.Conv2d(8, 8, 1), GroupNormAct(8, 2))
+        self.activated = BatchNormAct2d(8, act_layer=nn.PReLU)
+        self.norm = self.again = nn.LayerNorm(8)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+        self.last = nn.LayerNorm(8, elementwise_affine=False)
+
+    def forward(self, x):
+        tokens = self.activated(self.stem(x)).flatten(2).mT
+        return self.last(self.second(self.again(self.first(self.norm(tokens)))))
+
+
+def mixed(seed=0):
+    torch.manual_seed(seed)
+    model = Mixed().eval()
+    for parameter in model.parameters():
+        parameter.data = parameter.data + 0.3 * torch.randn(parameter.shape)
+    return model
+
+
+PICTURES = torch.randn(16, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("curve", "per"),
+    [
+        ("dyt", "site"),
+        ("derf", "channel"),
+        ("dyisru", "channel"),
+        ("free", "site"),
+        ("best", "site"),
+        ("softsign", "site"),
+    ],
+)
+def test_any_network_is_the_same_to_the_bit(curve, per, dtype, tmp_path):
+    model, x = mixed().to(dtype), PICTURES.to(dtype)
+    seen = capture(model, [x], per_channel=per == "channel")
+    Swap(model, replacements(model, curve, fitted(seen, asked_for(curve), per=per)))
+    save_swapped(model, tmp_path / "swap")
+    fresh = loaded_from(tmp_path / "swap").swapped(mixed(seed=1))
+    with plain_torch(), torch.no_grad():  # the same operations of torch in the same order
+        assert torch.equal(fresh(x), model(x))
+    mine, theirs = fresh.state_dict(), model.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) and mine[name].dtype == theirs[name].dtype for name in theirs)
+    assert fresh.norm is fresh.again and fresh.first.weight is fresh.second.weight
+    assert not any(type(module).__module__.startswith("normscope") for module in fresh.modules())
+
+
+def test_an_rms_norm_is_the_same_to_the_bit(tmp_path):
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), LayerNorm2d(8), nn.Conv2d(8, 8, 1), LayerNorm2d(8))
+    Swap(model, replacements(model, "rmsnorm", capture(model, [PICTURES]).sites))
+    save_swapped(model, tmp_path / "swap")
+    fresh = nn.Sequential(nn.Conv2d(3, 8, 1), LayerNorm2d(8), nn.Conv2d(8, 8, 1), LayerNorm2d(8))
+    assert torch.equal(loaded_from(tmp_path / "swap").swapped(fresh)(PICTURES), model(PICTURES))
+
+
+def test_the_names_of_parameters_are_the_published_ones(tmp_path):
+    """arXiv 2503.10622's DynamicTanh has alpha (1,), weight and bias (channels,); 2512.10938's Derf a shift (1,)."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8))
+    Swap(model, {"1": PointwiseFunction("tanh", 8), "3": PointwiseFunction("derf", 8)})
+    save_swapped(model, tmp_path / "swap")
+    dyt, derf = loaded_from(tmp_path / "swap").modules().values()
+    shapes = [{name: tuple(value.shape) for name, value in one.state_dict().items()} for one in (dyt, derf)]
+    assert shapes == [
+        {"alpha": (1,), "weight": (8,), "bias": (8,)},
+        {"alpha": (1,), "shift": (1,), "weight": (8,), "bias": (8,)},
+    ]
+    assert [type(one).__name__ for one in (dyt, derf)] == ["DyT", "Derf"]
+
+
+def in_another_process(folder, batch):
+    """What the example of pointwise.py gives of a batch where there is no normscope."""
+    torch.save({"args": batch.args, "kwargs": dict(batch.kwargs)}, folder.parent / "call.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(folder)], capture_output=True, text=True, cwd=folder.parent, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return torch.load(folder.parent / "given.pt", weights_only=True)
+
+
+def swapped_and_saved(model, batch, folder, about=None):
+    """Swap all norms of a network, save it, and return what it gives of a batch."""
+    swap(model, "dyt", capture(model, [batch]))
+    save_swapped(model, folder, about)
+    with plain_torch(), torch.no_grad():
+        return run(model, batch)
+
+
+TWO = (Sample("a", 0, 0), Sample("b", 1, 1))
+
+
+def bert():
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    return BertModel(
+        BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32),
+        add_pooling_layer=False,
+    ).eval()
+
+
+def test_transformers_loads_the_folder_in_its_own_way_and_never_as_a_network_with_norms(tmp_path):
+    from transformers import AutoModel
+
+    model, batch = bert(), Batch(kwargs={"input_ids": torch.arange(12).view(2, 6)}, samples=TWO)
+    wanted = swapped_and_saved(model, batch, tmp_path / "swap").last_hidden_state
+    assert torch.equal(in_another_process(tmp_path / "swap", batch), wanted)
+    # Without the class that pointwise.py registers it would be LayerNorms that get the functions' weights.
+    with pytest.raises(ValueError, match="bert_pointwise"):
+        AutoModel.from_pretrained(tmp_path / "swap")
+
+
+def test_timm_makes_the_network_of_the_folder_and_refuses_to_load_it_with_norms(tmp_path):
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", num_classes=7, img_size=96).eval()
+    batch = Batch((torch.randn(2, 3, 96, 96),), samples=TWO)
+    wanted = swapped_and_saved(model, batch, tmp_path / "swap")
+    assert torch.equal(in_another_process(tmp_path / "swap", batch), wanted)
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        timm.create_model(f"local-dir:{tmp_path / 'swap'}", pretrained=True)
+
+
+@pytest.mark.parametrize("name", ["demo_vit", "demo_dit"])
+def test_an_embedded_network(name, tmp_path):
+    network = normscope.load(name, limit=2, device="cpu")
+    batch = next(iter(network.inputs))
+    result = swapped_and_saved(network.module, batch, tmp_path / "swap", network.about)
+    wanted = result if isinstance(result, torch.Tensor) else result[0]
+    assert torch.equal(in_another_process(tmp_path / "swap", batch), wanted)
+
+
+def test_a_bundle_of_torchaudio_is_named(tmp_path):
+    network = normscope.load("torchaudio:SQUIM_OBJECTIVE", weights="random", device="cpu")
+    swap(network, "dyt", capture(network, layers=1))
+    save_swapped(network.module, tmp_path / "swap", network.about)
+    said = ast.get_docstring(ast.parse((tmp_path / "swap" / "pointwise.py").read_text()))
+    assert "network = swapped(torchaudio.pipelines.SQUIM_OBJECTIVE.get_model())" in said
+
+
+@pytest.mark.parametrize("name", sorted({curve.function_name for curve in CURVES.values()}))
+def test_every_curve_is_computed_as_here(name):
+    large = torch.logspace(-6, 12, 46)
+    u = torch.cat([torch.linspace(-20, 20, 401), large, -large, torch.zeros(1)])
+    for values in (u, u.double()):
+        here = CURVES[name].function(values)
+        assert torch.equal(eval(EXPRESSIONS[name], EVALUATED, {"u": values}), here)  # noqa: S307 - our own table
+
+
+FORMULAS = [
+    "x/(1+abs(x)**3)**(1/3)",
+    "-x*2",
+    "min(max(x, -1), 1/3)",
+    "tanh(x)*pi+e",
+    "+clip(x, -2, cbrt(8))",
+    "x**2-1e3",
+]
+CALLS = [f"x+{name}({', '.join(['1/(1+abs(x))'] * arguments)})" for name, (_, arguments) in _FUNCTIONS.items()]
+
+
+@pytest.mark.parametrize("formula", [*FORMULAS, *CALLS])
+def test_a_formula_is_computed_as_here(formula, tmp_path):
+    curve = curve_from(f"mine={formula}")
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    Swap(model, {"1": PointwiseFunction(curve, 8)})
+    save_swapped(model, tmp_path / "swap")
+    own = loaded_from(tmp_path / "swap").modules()["1"]
+    u = torch.cat([torch.linspace(-20, 20, 401), torch.logspace(-6, 3, 46)])
+    for values in (u, u.double()):
+        assert torch.equal(own.f(values).nan_to_num(), curve.function(values).nan_to_num())
+
+
+def test_nothing_but_a_formula_is_written_as_one():
+    for text in ("__import__('os')", "u.data", "u[0]", "lambda: u", "f(u, x=1)", "'u'", "u if u else u", "save(u)"):
+        with pytest.raises(ValueError, match="no part of a formula"):
+            _of_formula(text)
+
+
+def ran(text):
+    """Compile and run Python; the list of what hostile names would have run."""
+    done = []
+    names = {"__name__": "pointwise", "__file__": "pointwise.py", "owned": done.append}
+    exec(compile(text, "pointwise.py", "exec"), names)  # noqa: S102 - what it holds is what is asked
+    return done
+
+
+HOSTILE = [
+    '"""; owned(1); """',
+    "'; owned(1); '",
+    "\\",
+    '\\"""',
+    "\n    owned(1)\n",
+    "{owned(1)}",
+    "\u202e\u2028",
+    '"',
+    '\'"""\'',
+    "%s{}",
+]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_name_does_not_become_code(name, tmp_path):
+    model = nn.Sequential()
+    site = "".join(sign for sign in name if sign != ".")
+    model.add_module(site, nn.LayerNorm(8))
+    Swap(model, {site: PointwiseFunction("tanh", 8)})
+    model[0].in_place_of = name
+    about = {"model": name, "weights": name, "data": name}
+    save_swapped(model, tmp_path / "swap", about, func=name, init=name)
+    text = (tmp_path / "swap" / "pointwise.py").read_text()
+    assert ran(text) == []
+    assert list(loaded_from(tmp_path / "swap").modules()) == [site]
+    fresh = nn.Sequential()
+    fresh.add_module(site, nn.LayerNorm(8))
+    x = torch.randn(3, 8)
+    assert torch.equal(loaded_from(tmp_path / "swap").swapped(fresh)(x), model(x))
+
+
+@given(st.text())
+def test_no_text_leaves_its_docstring(text):
+    tree = ast.parse(f'"""{in_docstring(text)}"""')
+    assert len(tree.body) == 1 and isinstance(tree.body[0].value, ast.Constant)
+    quoted = in_docstring(text).replace('\\"', '"')
+    assert quoted == ascii(text)[1:-1]  # and nothing is lost on the way
+
+
+def test_pointwise_py_is_never_run_here(tmp_path):
+    network = normscope.load("demo_vit", limit=2, device="cpu")
+    swap(network, "dyt", capture(network), sites="final")
+    folder = save_swapped(network.module, tmp_path / "swap", network.about)
+    (folder / "pointwise.py").write_text("raise SystemExit('pointwise.py was run')")
+    assert isinstance(load_swapped(folder, device="cpu").module.norm, PointwiseFunction)
+    (folder / "pointwise.py").unlink()  # as folders are that were written before there was one
+    assert isinstance(load_swapped(folder, device="cpu").module.norm, PointwiseFunction)
+    assert sorted(path.name for path in save_swapped(network.module, folder, network.about).iterdir()) == [
+        "model.safetensors",
+        "pointwise.py",
+        "swap.json",
+    ]
+
+
+def test_a_download_is_not_taken_for_a_swap(tmp_path):
+    folder = tmp_path / "downloaded"
+    folder.mkdir()
+    for name in ("model.safetensors", "config.json"):
+        (folder / name).write_text("theirs")
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    Swap(model, {"1": PointwiseFunction("tanh", 8)})
+    with pytest.raises(normscope.NormscopeError, match=r"config\.json in it would be lost"):
+        save_swapped(model, folder)
+
+
+def test_it_fits_no_other_network(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    Swap(model, {"1": PointwiseFunction("tanh", 8)})
+    save_swapped(model, tmp_path / "swap")
+    own = loaded_from(tmp_path / "swap")
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        own.swapped(nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8)))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        own.swapped(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1)))
