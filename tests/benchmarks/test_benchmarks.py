@@ -120,11 +120,12 @@ def test_commands(measured, monkeypatch):
     monkeypatch.setattr(module, "CAPTURES", ())
     monkeypatch.setattr(module, "COMMANDS", ("--help",))
     monkeypatch.setattr(module, "LONG", "models")
+    monkeypatch.setattr(module, "TABLE", "model")
     samples = measured("commands", "--without", "torch,torchaudio,diffusers,transformers,matplotlib")
     peer, own = (samples["", way, "from start to exit"][0] for way in ("import numpy", "normscope --help"))
     assert samples["", "normscope --help", "of import numpy"] == [pytest.approx(own / peer)]
     to_first, to_exit = (
-        samples["", "normscope models", f"{end}"][0] for end in ("to the first line", "from start to exit")
+        samples["", "normscope models", f"{end}"][0] for end in ("to the first table", "from start to exit")
     )
     assert 0 < to_first < to_exit
     assert not any("torch" in way for _, way, _ in samples)

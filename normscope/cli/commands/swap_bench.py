@@ -49,6 +49,7 @@ EXAMPLES = (
 _VIEWS = ("drift", "speed")
 _TIMING = "timing"
 _DRIFT_OF_A_PASS = 1.5  # with functions in the norms' places, and outputs to compare
+_BATCHES_TOGETHER = 8  # passes of tiny networks run together
 _PUBLISHED = "llama_7b"
 CURVES = "dyt,dyisru,derf"
 
@@ -97,7 +98,7 @@ Seconds = Annotated[
         metavar="SECONDS",
         callback=seconds_asked,
         rich_help_panel=RUNNING,
-        help="For each model's speed; by default 30, and of --full no limit.",
+        help="For each model's speed; by default 15, and of --full no limit.",
         show_default=False,
     ),
 ]
@@ -251,7 +252,8 @@ def _expected(learner: Learner, wanted: Wanted, timing: float | None) -> dict[st
     number = getattr(inputs, "n_samples", None)
     if number is None or getattr(inputs, "ends", None) is not None:  # trajectories are walked to their ends besides
         return {stage_of(learner.network.about, how.func, how.start): None for how in wanted.ways} | of_timing
-    a_pass = _DRIFT_OF_A_PASS * learner.seconds_of_a_pass() / learner.network.inputs.batch_size
+    together = learner.seconds_of_a_pass(_BATCHES_TOGETHER) / _BATCHES_TOGETHER
+    a_pass = _DRIFT_OF_A_PASS * together / learner.network.inputs.batch_size
     sites = learner.least or len(learner.norms)
     took = a_pass * number * passes(sites) / learner.ranks.size
     return {stage_of(learner.network.about, how.func, how.start): took for how in wanted.ways} | of_timing

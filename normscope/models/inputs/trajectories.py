@@ -191,7 +191,7 @@ class Trajectories(NumberedInputs):
         Yields:
             samples, one a trajectory; clean latents: float32 ``(trajectories, channels, height, width)``, on the CPU.
         """
-        for numbers in share.of(in_pieces(share.left(self.order), self._at_once())):
+        for numbers in share.of(in_pieces(share.left(self.order), max(self._at_once(), self._in_a_walk()))):
             latents = self.noise[numbers]
             for timestep in self._visited:
                 latents = self._denoised(latents, timestep, numbers)
@@ -212,12 +212,16 @@ class Trajectories(NumberedInputs):
         Those of a chunk; tiny ones also with others, and with the same ones whoever's share they are in: matrix
         products of other shapes round otherwise.
         """
-        size = _TOGETHER // self.noise[0].numel() // self._at_once() * self._at_once()
+        size = self._in_a_walk()
         if size <= self._at_once():
             return chunks
         place = {number: place for place, number in enumerate(self.order)}
         walks = {place[number] // size for numbers in chunks for number in numbers}
         return [self.order[walk * size : (walk + 1) * size] for walk in sorted(walks)]
+
+    def _in_a_walk(self) -> int:
+        """Return how many tiny ones are walked as one batch, in whole batches of those that come together."""
+        return _TOGETHER // self.noise[0].numel() // self._at_once() * self._at_once()
 
     def _at_once(self) -> int:
         """Return how many trajectories run together.

@@ -25,7 +25,7 @@ from normscope.runtime.progress import Progress, silent
 from normscope.swaps.bench import whole_network
 from normscope.swaps.bench.reports import FUSED, NATIVE, PASSES, BenchReport, Latency, Norms, Passes, PublishedReport
 from normscope.swaps.bench.single_norm import Norm, NormBench, Only, commonest, every, norm_bench
-from normscope.swaps.bench.timing import Measured, judged
+from normscope.swaps.bench.timing import LEAST_SAMPLES, Measured, judged
 from normscope.swaps.bench.variants import Variant, computed, variants
 from normscope.swaps.bench.whole_network import ModelBench
 from normscope.swaps.kernels.choice import EAGER, TRITON, VARIABLE, why_not_on
@@ -34,7 +34,7 @@ from normscope.swaps.replace import module_at, uncompiled
 
 CURVES = ("dyt", "dyisru", "derf")
 DTYPES = ("float32", "bfloat16", "float16")
-BUDGET = 30.0
+BUDGET = 15.0
 INTERPRETED = "in Triton's interpreter on the CPU, not on a GPU: the time says nothing"
 _COMPILATIONS = 1000
 
@@ -77,8 +77,8 @@ def bench(
         full: the whole matrix. Otherwise the norm alone, eager, fused and compiled, and the whole network eager and
             fused, forward.
         budget: seconds that decide on the number of rounds, and whether there is time to compile; the fewest rounds are
-            taken even so (of the norm 4, of the network 1). None for 30, and of ``full`` for no limit: 10 rounds of
-            everything.
+            taken even so: of the norm 4; of the network as many as a verdict takes, 3, where these fit into the budget,
+            and else 1. None for 15, and of ``full`` for no limit: 10 rounds of everything.
         outputs: how to read what the network returns; a loaded model says it, and
         about: model, weights and data, for the report.
         only: whether a case is timed, of those that are otherwise; of the norm alone it is asked before there is a
@@ -124,11 +124,13 @@ def bench(
             cast_batch = batch.to(tensor.device, None if dtype == tensor.dtype else dtype)
             shapes = {site.name: report.shapes[site.name] for site in report.sites}
             whole = ModelBench(cast, cast_batch, outputs, candidates, shapes, warm)
-            for_model = 0.0 if full else whole_network.AT_LEAST * (len(candidates) + len(whole.fused)) * a_pass
+            a_round = (len(candidates) + len(whole.fused)) * a_pass
+            rounds = LEAST_SAMPLES if LEAST_SAMPLES * a_round <= budget else whole_network.AT_LEAST
+            for_model = 0.0 if full else rounds * a_round
             if not whole.fused:
                 left_out += without_kernels(tensor.device)
             measured += _norm_alone(norm, until, for_model, only, progress, left_out)
-            measured += _whole_network(whole, full, until, only, progress)
+            measured += _whole_network(whole, full, rounds, until, only, progress)
     if not full:
         left_out.append(_without_full([str(dtype).removeprefix("torch.") for dtype in wanted]))
     device = in_words(tensor.device)
@@ -196,13 +198,15 @@ def _norm_alone(
         took = time.monotonic() - begun
 
 
-def _whole_network(whole: ModelBench, full: bool, until: float, only: Only, progress: Progress) -> Iterator[Measured]:
+def _whole_network(
+    whole: ModelBench, full: bool, rounds: int, until: float, only: Only, progress: Progress
+) -> Iterator[Measured]:
     parts = itertools.product(whole.ways, PASSES)
     for ways, passes in parts if full else itertools.islice(parts, 1):
         if not whole.any(ways, passes, only):
             continue
         progress(f"the whole network, {' and '.join(ways)}, {passes}", 0, 1)
-        yield from whole.measured(ways, passes, until, only)
+        yield from whole.measured(ways, passes, until, only, rounds)
 
 
 def _interpreted(row: Measured) -> Measured:

@@ -62,10 +62,13 @@ class ModelBench:
         """Whether any case of these is to be timed."""
         return any(only(self._case(one, way, passes)) for way in ways for one in self._of(way, passes))
 
-    def measured(self, ways: Sequence[Way], passes: Passes, until: float, only: Only = every) -> list[Measured]:
+    def measured(
+        self, ways: Sequence[Way], passes: Passes, until: float, only: Only = every, rounds: int = AT_LEAST
+    ) -> list[Measured]:
         """Time every variant: in turns, or, where each is compiled by itself, one after the other.
 
-        Arguments are those of :meth:`normscope.swaps.bench.single_norm.NormBench.measured`.
+        Arguments are those of :meth:`normscope.swaps.bench.single_norm.NormBench.measured`, and ``rounds``, those in
+        turns that are taken whatever the time.
         """
         every_case = [(one, self._case(one, way, passes)) for way in ways for one in self._of(way, passes)]
         cases = [(one, case) for one, case in every_case if only(case)]
@@ -80,7 +83,7 @@ class ModelBench:
                 samplers[case] = self._sampler(one, case)
             else:
                 rows.append(Measured(case, note=failure))
-        samples = in_turns(samplers, at_least=AT_LEAST, at_most=AT_MOST, until=until)
+        samples = in_turns(samplers, at_least=rounds, at_most=AT_MOST, until=until)
         return rows + [Measured(case, samples[case], note=one.note) for one, case in there if case in samples]
 
     def seconds(self, one: Variant, passes: Passes, number: int) -> float:

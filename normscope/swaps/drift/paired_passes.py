@@ -17,6 +17,7 @@ from normscope.inputs.loaded_model import Outputs
 from normscope.inputs.splits import LeftOut, Share, shared
 from normscope.pairs.ranks import Ranks, agree_on_batches, check_alike, merge_left_out
 from normscope.runtime.network import KeptBuffers, cuda_devices, left_as_found, memory_ended, run
+from normscope.swaps.drift.copies import Copies
 from normscope.swaps.drift.distances import Configuration, Distances, SiteLayout, Tallies, distances, output_by_sample
 from normscope.swaps.drift.replay import Recording, Replay
 from normscope.swaps.drift.reports import END, OUTPUT
@@ -101,6 +102,7 @@ class PairedPasses:
         norms = {id(module_at(model, path)) for path in modules}
         within = any(one.startswith(f"{other}.") for one in modules for other in modules)
         self._apart = len(norms) == len(modules) and not within
+        self._copies = Copies(model, modules)
 
     def compared(self, wanted: Sequence[Configuration], ends: Ends | None = None) -> Tallies:
         """Run this rank's batches as they are and with each of the swaps, and compare.
@@ -178,20 +180,41 @@ class PairedPasses:
         self._advance()
         self._called.update(path for path, outputs in original.at_sites.items() if outputs)
         self._verify(batch, before)
+        together = self._in_copies(batch, wanted, original)
         there: set[str] = set()
         with contextlib.ExitStack() as standing:
             for done in wanted:
-                adds_up = done.swapped == "cumulative" and self._apart
-                added = [path for path in done.paths if path not in there]
-                with contextlib.ExitStack() as alone:
-                    (standing if adds_up else alone).enter_context(self._swapped(added))
-                    swapped, recording = self._begun_at(added, batch, before, record=adds_up)
-                for path in added:
-                    _check_called(path, original, swapped)
-                if adds_up:
-                    before, there = recording, there.union(added)
-                yield from self._distances(batch, done, original, swapped)
+                beside = together.get(done)
+                if beside is None or not self._copies.verified:
+                    adds_up = done.swapped == "cumulative" and self._apart
+                    added = [path for path in done.paths if path not in there]
+                    with contextlib.ExitStack() as alone:
+                        (standing if adds_up else alone).enter_context(self._swapped(added))
+                        swapped, recording = self._begun_at(added, batch, before, record=adds_up)
+                    for path in added:
+                        _check_called(path, original, swapped)
+                    if adds_up:
+                        before, there = recording, there.union(added)
+                    if beside is None or not self._copies.verify(beside[1].output, swapped.output):
+                        beside = original, swapped
+                yield from self._distances(batch, done, *beside)
                 self._advance()
+        self._copies.verified = self._copies.verified or bool(together)
+
+    def _in_copies(
+        self, batch: Batch, wanted: Sequence[Configuration], original: _PassesSeen
+    ) -> dict[Configuration, tuple[_PassesSeen, _PassesSeen]]:
+        """Run what can be run in one pass: each of the swaps, beside the output that it is compared with."""
+        some = [done for done in wanted if done.swapped != "all"]
+        to_verify = not self._copies.verified  # by passes one by one, of which none builds on another
+        if not (self._apart and self._replay.possible) or (to_verify and any(done.swapped != "one" for done in some)):
+            return {}
+        sets = [done.paths for done in some]
+        pairs = self._copies.outputs(
+            lambda own: self._run(own, []).output, batch, sets, original.output, original.at_sites
+        )
+        seen = [(_PassesSeen(before, {}), _PassesSeen(after, {})) for before, after in pairs]
+        return dict(zip(some, seen, strict=True)) if self._replay.possible and seen else {}
 
     def _begun_at(
         self, sites: Sequence[str], batch: Batch, before: Recording, record: bool

@@ -125,7 +125,7 @@ class Replay:
         self._devices = cuda_devices(model)
         self._paths = dict(_watched("", model, set(replacements)))
         distinct = len({id(module) for module in replacements.values()}) == len(replacements)
-        seen = all(map(_can_be_watched, replacements.values()))
+        seen = all(map(can_be_watched, replacements.values()))
         self.possible = distinct and seen and not _has_hooks(model) and not _runs_elsewhere(model)
         self._given: dict[str, Any] = {}
         self._begins_at: set[str] = set()
@@ -138,7 +138,7 @@ class Replay:
         try:
             if self.possible:
                 for path, module in [*self._paths.items(), *self._replacements.items()]:
-                    if _can_be_watched(module):
+                    if can_be_watched(module):
                         vars(module)["forward"] = self._forward(path, module.forward, path in self._replacements)
                         watched.append(module)
             yield
@@ -249,7 +249,8 @@ def _watched(path: str, module: nn.Module, sites: set[str]) -> Iterator[tuple[st
             yield from _watched(at, child, sites)
 
 
-def _can_be_watched(module: nn.Module) -> bool:
+def can_be_watched(module: nn.Module) -> bool:
+    """Whether a call of a module runs what stands as its ``forward``."""
     own_way = "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__
     return not own_way and module._compiled_call_impl is None and type(module).forward is not nn.Module.forward
 

@@ -505,7 +505,7 @@ def test_the_last_step_starts_where_the_batches_at_the_last_timestep_are(demo):
 def test_one_sample_and_one_latent_for_each_trajectory():
     inputs = load("demo_dit", device="cpu", limit=5, batch_size=4, guidance=2.0, dtype="bfloat16").inputs
     ends = list(inputs.ends())
-    assert [tuple(latents.shape) for _, latents in ends] == [(2, 1, 8, 8), (2, 1, 8, 8), (1, 1, 8, 8)]
+    assert [tuple(latents.shape) for _, latents in ends] == [(5, 1, 8, 8)]  # tiny ones are walked together
     assert {latents.dtype for _, latents in ends} == {torch.float32}
     samples = [sample for some, _ in ends for sample in some]
     assert [sample.source for sample in samples] == [f"trajectory {number}" for number in range(5)]

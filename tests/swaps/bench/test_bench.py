@@ -4,6 +4,7 @@ import copy
 import importlib.machinery
 import json
 import sys
+import time
 import types
 
 import numpy as np
@@ -21,7 +22,7 @@ from normscope.pairs.norms.trace import find_norms
 from normscope.swaps.bench import single_norm
 from normscope.swaps.bench.bench import bench, compilations, published, why_not
 from normscope.swaps.bench.reports import ALIKE, COPY, FASTER, NATIVE, NOT_RUN, PUBLISHED, SLOWER, TOO_FEW, Case
-from normscope.swaps.bench.single_norm import commonest, norm_bench
+from normscope.swaps.bench.single_norm import NormBench, commonest, norm_bench
 from normscope.swaps.bench.timing import Measured, bytes_moved, judged, once
 from normscope.swaps.bench.variants import fused, variants
 from normscope.swaps.pointwise import DyT
@@ -450,3 +451,12 @@ def test_what_cannot_be_timed_leaves_the_others_to_be(net, batch, monkeypatch):
     assert len(calls) == 10 + 3  # of the third round, the other begins
     assert (native.verdict, native.note, native.samples) == (NOT_RUN, "RuntimeError: cannot be captured", ())
     assert len(dyt.samples) == 10 and dyt.note == ""
+
+
+@pytest.mark.parametrize(("budget", "samples"), [(1.0, 3), (0.0, 1)])
+def test_the_network_is_passed_as_often_as_a_verdict_takes_where_the_budget_has_room(monkeypatch, budget, samples):
+    # The norm alone takes longer than there is time, as where a compiler is started.
+    monkeypatch.setattr(NormBench, "measured", lambda *_: time.sleep(1.5 * budget) or [])
+    report = bench(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), Batch((torch.ones(2, 8),)), ["dyt"], budget=budget)
+    timed = [len(row.samples) for row in report.rows if row.scope == "model"]
+    assert timed and set(timed) == {samples}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from normscope.swaps.drift import replay
+from normscope.swaps.drift import copies, replay
 from normscope.swaps.drift.drift import drift
 from normscope.swaps.drift.replay import Replay
 from normscope.swaps.pointwise import DyT, PointwiseFunction
@@ -189,6 +189,7 @@ def both_ways(monkeypatch, network, batches):
         model = network()
         modules = {path: DyT(8) for path, part in model.named_modules() if type(part) is nn.LayerNorm}
         with monkeypatch.context() as patched:
+            patched.setattr(copies, "_ELEMENTS_TOGETHER", 0)  # what runs together is no more the same to the bit
             if not possible:
                 patched.setattr(replay, "_has_hooks", lambda model: True)
             CALLS.clear()
@@ -235,6 +236,7 @@ def test_what_stands_in_a_norms_place_may_change_its_input(monkeypatch):
         model = Stack()
         modules = {f"blocks.{i}.norm": Overwriting("tanh", 8) for i in range(4)}
         with monkeypatch.context() as patched:
+            patched.setattr(copies, "_ELEMENTS_TOGETHER", 0)
             if not possible:
                 patched.setattr(replay, "_has_hooks", lambda model: True)
             reports.append(drift(model, [torch.ones(2, 8), torch.full((2, 8), 2.0)], modules).as_dict())
@@ -253,3 +255,78 @@ def test_a_pass_begins_at_the_first_swapped_site():
         with watched.begun_at(["blocks.2.norm"], recording):
             assert torch.equal(model(x), output)
     assert watched.possible and [model.blocks[2], model.blocks[3]] == CALLS
+
+
+def watched_stack(network=Stack):
+    model = network().eval()
+    return model, Replay(model, {f"blocks.{i}.norm": DyT(8) for i in range(4)})
+
+
+@torch.no_grad()
+def recorded(model, watched, x):
+    with watched.recorded() as recording:
+        model(x)
+    return recording
+
+
+def test_an_output_that_is_changed_in_place_later_is_not_kept():
+    model, watched = watched_stack(InPlace)
+    with watched.watching():
+        recording = recorded(model, watched, torch.randn(3, 8))
+    assert "blocks.1" in recording.unsafe and "blocks.1" not in recording.outputs
+    assert {"blocks.0", "blocks.1.layer", "blocks.2"} <= set(recording.outputs) and watched.possible
+
+
+@pytest.mark.parametrize("network", [Stack, Remembers])
+def test_a_network_that_sets_attributes_of_its_modules_is_not_replayed(network):
+    model, watched = watched_stack(network)
+    model(torch.ones(3, 8))  # from here on the attributes are there, and each pass sets other values
+    with watched.watching():
+        recorded(model, watched, torch.randn(3, 8))
+    assert watched.possible == (network is Stack)
+
+
+def test_a_module_that_is_called_twice_is_not_kept():
+    model, watched = watched_stack(Shared)
+    with watched.watching():
+        recording = recorded(model, watched, torch.randn(3, 8))
+    assert "mixed" in recording.unsafe and "mixed" not in recording.outputs and "blocks.3" in recording.outputs
+
+
+class Turned(Stack):
+    """It does something else once it is told to."""
+
+    again = spoils = False
+
+    def forward(self, x):
+        first = x = self.blocks[0](x)
+        for block in list(self.blocks)[1:]:
+            x = block(x)
+        if self.again:
+            x = self.blocks[0].layer(x)
+        if self.spoils:
+            first.mul_(2)
+        return self.head(x)
+
+
+def test_a_second_call_behind_the_swapped_site_is_no_replay():
+    (model, watched), x = watched_stack(Turned), torch.randn(3, 8)
+    with watched.watching():
+        recording = recorded(model, watched, x)
+        model.again = True
+        with torch.no_grad(), watched.begun_at(["blocks.2.norm"], recording):
+            output = model(x)
+    assert watched.possible and torch.equal(output, model(x))
+
+
+def test_a_pass_that_changes_what_it_replays_is_the_last_that_does():
+    (model, watched), x = watched_stack(Turned), torch.randn(3, 8)
+    with watched.watching(), torch.no_grad():
+        recording = recorded(model, watched, x)
+        with watched.begun_at(["blocks.2.norm"], recording):
+            model(x)
+        assert recording.intact and watched.possible
+        model.spoils = True
+        with watched.begun_at(["blocks.2.norm"], recording):
+            model(x)
+        assert not recording.intact and not watched.possible
