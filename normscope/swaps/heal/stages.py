@@ -21,8 +21,9 @@ from normscope.inputs.entries import as_batches
 from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.progress import Progress, silent
-from normscope.swaps.calibrate.calibrate import NEIGHBOURS, NORMS, STAGE, calibrate
+from normscope.swaps.calibrate.calibrate import NEIGHBOURS, NORMS, calibrate
 from normscope.swaps.calibrate.neighbours import neighbours_of
+from normscope.swaps.calibrate.refitting import STAGE
 from normscope.swaps.heal import training
 from normscope.swaps.heal.checkpoint import load_checkpoint, save_checkpoint
 from normscope.swaps.heal.lessons import Lessons, Pool, drawn, output_errors, steps_of, tensor_bytes
