@@ -18,6 +18,7 @@ from torch import Tensor
 # λ, as shares of the mean square of a centred feature.
 PENALTIES = (1e-5, 0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 _FIRST_TRIED = 0.1
+_LARGER = 10.0  # is a penalty that rounding makes too small
 _CHANNELS = 128  # of a layer, that λ is chosen by
 _COLUMNS = 256  # of HᵀH that are computed at once
 BLOCK = 4096  # tokens whose products are summed in float32, before they go into float64
@@ -252,10 +253,18 @@ def _downhill(error: Callable[[float], float]) -> float:
 
 
 def _solved(gram: Tensor, penalty: float, wanted: Tensor) -> Tensor:
-    """(HᵀH + λ)⁻¹ · wanted: ``(features, channels)``."""
-    penalized = gram.clone()
-    penalized.diagonal().add_(penalty)
-    return torch.cholesky_solve(wanted, torch.linalg.cholesky(penalized))
+    """(HᵀH + λ)⁻¹ · wanted: ``(features, channels)``; with a larger λ where rounding leaves no such inverse.
+
+    Of features that depend on one another HᵀH has eigenvalues of zero, and as it is summed of products in float32, and
+    then centred, these may fall below −λ.
+    """
+    while True:
+        penalized = gram.clone()
+        penalized.diagonal().add_(penalty)
+        factor, failed = torch.linalg.cholesky_ex(penalized)
+        if not failed or not bool(gram.isfinite().all()):
+            return torch.cholesky_solve(wanted, factor)
+        penalty *= _LARGER
 
 
 def _squares(sums: LayerSums, weight: Tensor, bias: Tensor) -> float:

@@ -120,3 +120,13 @@ def test_slopes_are_of_what_the_inputs_do_not_explain():
     wanted = (left[0] * left[1]).sum(0) / (left[1] ** 2).sum(0)
     np.testing.assert_allclose(slopes(sums_of(h, t, p), 1e-9).numpy(), wanted, rtol=1e-3)
     np.testing.assert_allclose(wanted, 0.7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mean", [0.0, 30.0, 1000.0])
+def test_features_that_depend_on_one_another(mean):
+    few = torch.randn(300, 3, generator=torch.Generator().manual_seed(0)) + mean
+    h = few @ torch.randn(3, 60, generator=torch.Generator().manual_seed(1))  # of 60 features 57 say nothing new
+    t = h[:, :2] - 2 * h[:, 2:4]
+    found = ridge(sums_of(h[:200], t[:200]), sums_of(h[200:], t[200:]), torch.zeros(2, 60), torch.zeros(2))
+    assert found.weight.isfinite().all()
+    assert found.after < 0.1 * found.before
