@@ -174,7 +174,9 @@ def test_the_drift_that_is_allowed_is_met_after_calibration(tmp_path, capsys):
     errors = output_errors(
         original.module, normscope.load_swapped(path, device="cpu").module, list(held_out), original.outputs
     )
-    assert document["held_out"]["p50"] == pytest.approx(float(errors.median()), rel=1e-3)  # of loops and of float32
+    assert document["held_out"]["p50"] == pytest.approx(
+        float(errors.quantile(0.5)), rel=1e-3
+    )  # of loops and of float32
 
 
 @pytest.mark.parametrize(
