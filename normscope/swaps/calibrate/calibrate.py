@@ -154,7 +154,7 @@ def _outputs(network: nn.Module, batches: Sequence[Batch], outputs: Outputs) -> 
 def _median(given: Sequence[Tensor], wanted: Sequence[Tensor], batches: Sequence[Batch]) -> float:
     """The median over samples of the relative L2 at the output; what is not finite is infinitely far."""
     parts = zip(given, wanted, batches, strict=True)
-    errors = torch.cat([relative_errors(*pair, batch.valid).double().cpu() for *pair, batch in parts])
+    errors = torch.cat([relative_errors(mine, theirs, batch.valid).double().cpu() for mine, theirs, batch in parts])
     return float(errors.nan_to_num(nan=torch.inf).quantile(0.5, interpolation="higher"))
 
 

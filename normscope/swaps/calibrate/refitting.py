@@ -197,7 +197,8 @@ class Refitting:
         if not after < before:
             put_parameters(function, start)
         self.modules.append(CalibratedModule(path, True, before, min(before, after)))
-        if station.modulated is not None and station.modulated.layer in self._conditions:
+        whole = all(batch.valid_at(path) is None for batch in self._batches)  # samples of one number of tokens
+        if station.modulated is not None and station.modulated.layer in self._conditions and whole:
             self._modulate(function, station, station.modulated, there)
 
     @torch.no_grad()
@@ -210,7 +211,7 @@ class Refitting:
         learned, judged = LayerSums(), LayerSums()
         for number, stop in enumerate(there):
             present = self._wanted(modulated.layer)[number].given[:, channels.to(stop.input.device)]
-            scale, shift = present.split(size, dim=1)
+            scale, shift = present.chunk(2, dim=1)
             y = self._wanted(station.path)[number].given.reshape(len(scale), -1, size)
             given = function.forward(stop.input).reshape(y.shape)  # past the hooks of its place
             best = best_for_each_sample(given, y * (1 + scale[:, None]) + shift[:, None], scale)
@@ -300,7 +301,7 @@ class Refitting:
             waiting.append((h, *targets(number)))
             ends = number + 1 in (self._n_learned, len(there))
             if ends or sum(len(part[0]) for part in waiting) >= BLOCK:
-                h, *wanted = map(torch.cat, zip(*waiting, strict=True))
+                h, *wanted = (torch.cat(part) for part in zip(*waiting, strict=True))
                 (judged if number >= self._n_learned else learned).add(h, wanted)
                 waiting = []
         self._sums = (taken, learned, judged)
