@@ -111,7 +111,8 @@ class LinearLayer:
         if not isinstance(module, _CONVOLUTIONS):
             return rows(self._samples_first(x), valid)
         if math.prod(module.kernel_size) == 1 and not any(module._reversed_padding_repeated_twice):
-            x = x[(..., *(slice(None, None, step) for step in module.stride))]
+            for axis, step in enumerate(module.stride, self.channel_axis + 1):
+                x = x.movedim(axis, 0)[::step].movedim(0, axis)
             return rows(x.flatten(self.channel_axis + 1).mT, valid)
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         x = functional.pad(x, module._reversed_padding_repeated_twice, mode)

@@ -56,7 +56,7 @@ def modulation_of(output: Tensor, taken: Tensor, layers: Sequence[tuple[str, Ten
     for path, given in layers:
         if given.ndim != 2 or len(given) != len(output) or given.shape[1] % size or given.shape[1] > _MOST_PARTS * size:
             continue
-        parts = list(enumerate(given[:, None].split(size, dim=-1)))
+        parts = list(enumerate(given[:, None].chunk(given.shape[1] // size, dim=-1)))
         for (first, scale), (second, shift) in itertools.permutations(parts, 2):
             if _is(output * (1 + scale) + shift, taken):
                 return Modulation(path, first * size, second * size)

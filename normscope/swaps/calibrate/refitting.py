@@ -197,7 +197,9 @@ class Refitting:
         if not after < before:
             put_parameters(function, start)
         self.modules.append(CalibratedModule(path, True, before, min(before, after)))
-        if station.modulated is not None and station.modulated.layer in self._conditions:
+        if station.modulated is None or station.modulated.layer not in self._conditions:
+            return
+        if all(batch.valid_at(path) is None for batch in self._batches):  # a batch's samples have as many tokens each
             self._modulate(function, station, station.modulated, there)
 
     @torch.no_grad()
@@ -210,7 +212,7 @@ class Refitting:
         learned, judged = LayerSums(), LayerSums()
         for number, stop in enumerate(there):
             present = self._wanted(modulated.layer)[number].given[:, channels.to(stop.input.device)]
-            scale, shift = present.split(size, dim=1)
+            scale, shift = present.chunk(2, dim=1)
             y = self._wanted(station.path)[number].given.reshape(len(scale), -1, size)
             given = function.forward(stop.input).reshape(y.shape)  # past the hooks of its place
             best = best_for_each_sample(given, y * (1 + scale[:, None]) + shift[:, None], scale)
@@ -295,14 +297,15 @@ class Refitting:
         same = self._sums if self._sums is not None and self._sums[0].is_same(taken) else None
         learned, judged = (LayerSums(one) for one in (same[1:] if same is not None else (None, None)))
         waiting: list[tuple[Tensor, ...]] = []  # few products of many tokens take less time than many of few
+        tokens = 0
         for number, stop in enumerate(there):
             h = layer.inputs(stop.input, self._batches[number].valid_at(station.path))
             waiting.append((h, *targets(number)))
-            ends = number + 1 in (self._n_learned, len(there))
-            if ends or sum(len(part[0]) for part in waiting) >= BLOCK:
-                h, *wanted = map(torch.cat, zip(*waiting, strict=True))
+            tokens += len(h)
+            if tokens >= BLOCK or number + 1 in (self._n_learned, len(there)):
+                h, *wanted = (torch.cat(part) for part in zip(*waiting, strict=True))
                 (judged if number >= self._n_learned else learned).add(h, wanted)
-                waiting = []
+                waiting, tokens = [], 0
         self._sums = (taken, learned, judged)
         return learned, judged
 

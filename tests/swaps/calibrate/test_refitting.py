@@ -174,3 +174,17 @@ def test_layers_of_one_input_share_their_products_and_come_to_the_same(monkeypat
         states.append(swapped.state_dict())
     assert shared == [True, False]  # what is changed in place between two layers is another input
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_a_layer_before_a_norm_that_activates_aims_at_what_it_gave():
+    """What such a norm gives is no x̂: behind a norm that is linear here, the layer gives back its own output."""
+    layers = pytest.importorskip("timm.layers")
+    torch.manual_seed(0)
+    original = nn.Sequential(
+        layers.LayerNorm2d(8), nn.Conv2d(8, 6, 3), layers.LayerNormAct2d(6, act_layer=nn.ReLU), nn.Flatten()
+    ).requires_grad_(False)
+    learn, swapped = batches(12, as_pictures), copy.deepcopy(original)
+    normscope.swap(swapped, "identity", normscope.capture(original, learn))
+    assert swapped[2].activated
+    report = calibrate(original, swapped, learn)
+    assert {one.path: one.after < GIVEN_BACK for one in report.modules} == {"0": False, "1": True}
