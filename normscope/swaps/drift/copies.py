@@ -206,10 +206,10 @@ def alike(one: Tensor, other: Tensor) -> bool:
     return bool(difference <= _ALIKE * torch.linalg.vector_norm(other.double()))
 
 
-class _Decisions(TorchDispatchMode):
+class _Decisions(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes whether values leave tensors, or decide on shapes: then one copy may decide for all."""
 
-    seen = False
+    seen: bool = False
     _tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -219,6 +219,7 @@ class _Decisions(TorchDispatchMode):
 
 def _decides(model: nn.Module, batch: Batch) -> bool:
     """Whether a network decides anything by the values that pass through it."""
-    with _Decisions() as decisions:
+    decisions = _Decisions()  # type: ignore[no-untyped-call]
+    with decisions:
         run(model, batch)
     return decisions.seen

@@ -41,8 +41,10 @@ def drift(
     Each batch runs through the network as it is, and again for each of these, from the same state of torch's random
     numbers and with the buffers that the network was found with. The cumulative order is by the median that each site
     alone moves the output, the least first: a greedy search that tries every remaining site at each step would take
-    n²/2 passes for n sites in place of 2n, and is not made. A network under ``torch.compile`` runs uncompiled. It is
-    left as found, also after an exception. Where memory ends with a batch, it runs in halves.
+    n²/2 passes for n sites in place of 2n, and is not made. Where a network is so small that the code around it takes
+    longer, several of these run as one batch; that changes the rounding of sums, and nothing else. A network under
+    ``torch.compile`` runs uncompiled. It is left as found, also after an exception. Where memory ends with a batch, it
+    runs in halves.
 
     Args:
         model: the network, with its norms: what :func:`normscope.load` returned, or any module.
