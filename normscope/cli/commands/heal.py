@@ -116,7 +116,7 @@ def heal(
     from normscope.swaps.heal.checkpoint import check_asked
     from normscope.swaps.heal.heal import STEPS
     from normscope.swaps.heal.reports import TRAINED
-    from normscope.swaps.heal.stages import HealOptions, expected_seconds
+    from normscope.swaps.heal.stages import SAMPLES_A_STEP, HealOptions, expected_seconds
     from normscope.swaps.start import RMS_NORM
     from normscope.swaps.store.record import ALSO, FILES
 
@@ -139,7 +139,9 @@ def heal(
     at_once = batch_size or (RunOptions.batch_size if model.startswith("py:") else _BATCH_SIZE)
     network = replace(run, batch_size=at_once, dtype="float32").load(model, say)  # half precision swallows small steps
     learner = Learner.of(network, sites, run.seed, say, ALONE)
-    say.estimate.expect(expected_seconds(plan, learner.seconds_of_a_pass()))
+    joins = learner.sample.valid is None  # texts of several lengths stay apart
+    batches = max(1, SAMPLES_A_STEP // network.inputs.batch_size) if joins else 1
+    say.estimate.expect(expected_seconds(plan, learner.seconds_of_a_pass(batches)))
     if init == CALIBRATED and not calibrated:
         say.remark("rmsnorm begins as it is: point-wise functions alone are calibrated")
     fits = learner.fits(how, say)

@@ -264,22 +264,31 @@ class Pool:
         return content.hexdigest()
 
 
-def steps_of(batches: Sequence[Batch], samples: int) -> list[list[Batch]]:
-    """Divide batches among steps, in order: each takes at least so many samples, as few passes as its tensors allow.
+def steps_of(batches: Sequence[Batch], at_once: int, apart: int) -> list[list[Batch]]:
+    """Divide batches among steps, in order.
+
+    Args:
+        batches: all of them.
+        at_once: samples of a step, at least, where they can be joined and run in one pass.
+        apart: the same where they cannot, as each pass takes its time.
 
     >>> from normscope.inputs.batch import Sample
     >>> ones = [Batch((torch.zeros(1, size),), samples=(Sample("a", 0, 0),)) for size in (3, 3, 3, 4, 3)]
-    >>> [[batch.args[0].shape for batch in step] for step in steps_of(ones, 2)]
-    [[torch.Size([2, 3])], [torch.Size([1, 3]), torch.Size([1, 4])], [torch.Size([1, 3])]]
+    >>> [[batch.args[0].shape for batch in step] for step in steps_of(ones, 3, 2)]
+    [[torch.Size([3, 3])], [torch.Size([1, 4]), torch.Size([1, 3])]]
     """
     steps: list[list[Batch]] = []
-    enough = True
     for batch in batches:
-        if enough:
-            steps.append([])
-        steps[-1].append(batch)
-        enough = sum(len(one.samples) for one in steps[-1]) >= samples
-    return [[part for batch in joined(step) for part in by_length(batch)] for step in steps]
+        last = steps[-1] if steps else []
+        samples = sum(len(one.samples) for one in last)
+        both = joined([*last, batch]) if len(last) == 1 and samples < at_once else []
+        if len(both) == 1:
+            steps[-1] = both
+        elif last and samples < apart:
+            last.append(batch)
+        else:
+            steps.append([batch])
+    return [[part for batch in step for part in by_length(batch)] for step in steps]
 
 
 _OF_A_LENGTH = 3  # samples that are padded to the longest of them

@@ -32,11 +32,12 @@ from normscope.swaps.heal.trained_parameters import TrainedParameters
 from normscope.swaps.heal.training import CHECKS, Checked, Course, copied, restore
 from normscope.swaps.pointwise import PointwiseFunction
 
-SAMPLES_A_STEP = 16  # at least
+SAMPLES_A_STEP = 64  # at least, where they can be run in one pass
+_SAMPLES_APART = 12  # where they cannot
 ALL = "all"
 TRAINS = (NORMS, NEIGHBOURS, ALL)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_PASSES_A_STEP = 6  # forward: gradients take twice the time, and a step takes often more than one batch
+_PASSES_A_STEP = 4  # forward: gradients take twice the time, and the step itself some
 _TIMED = 4  # steps, from which minutes become steps
 _SHARES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
 
@@ -76,10 +77,10 @@ def expected_seconds(options: HealOptions, of_pass: float) -> dict[str, float | 
 
     Args:
         options: how a network is healed.
-        of_pass: seconds of one forward pass of a batch.
+        of_pass: seconds of one forward pass of a step's inputs.
 
     >>> expected_seconds(HealOptions(calibrated=True, train="all", steps=100, minutes=None, seed=0), 0.5)
-    {'calibrate': None, 'train': 300.0}
+    {'calibrate': None, 'train': 200.0}
     """
     in_training = 60 * options.minutes if options.minutes else _PASSES_A_STEP * of_pass * (options.steps or 0)
     return {**({STAGE: None} if options.calibrated else {}), training.STAGE: in_training}
@@ -175,7 +176,7 @@ class Stages:
         progress: Progress,
         checked: Checked | None,
     ) -> None:
-        of_steps = steps_of(self.pool.learned, SAMPLES_A_STEP)
+        of_steps = steps_of(self.pool.learned, SAMPLES_A_STEP, _SAMPLES_APART)
         lessons = Lessons(self._original, self._swapped, self._outputs, self._sites, of_steps)
         order = functools.partial(drawn, self._options.seed, number=len(lessons))
         trained = TrainedParameters(self._swapped, names)

@@ -164,12 +164,18 @@ def test_a_step_takes_the_next_batch_of_an_order_that_hangs_on_the_seed_alone():
 def test_a_step_takes_samples_enough_in_as_few_passes_as_can_be():
     pool = Pool.of(batches(100, 3))
     assert min(len(batch.samples) for batch in pool.learned) < 4
-    steps = steps_of(pool.learned, 16)
+    steps = steps_of(pool.learned, 16, 1)
     assert all(len(step) == 1 and len(step[0].samples) >= 16 for step in steps[:-1])
     together = [sample for step in steps for batch in step for sample in batch.samples]
     assert together == [sample for batch in pool.learned for sample in batch.samples]
     values = torch.cat([batch.args[0] for step in steps for batch in step])
     assert torch.equal(values, torch.cat([batch.args[0] for batch in pool.learned]))
+
+
+def test_what_cannot_be_joined_makes_smaller_steps():
+    one = [texts([length] * 5) for length in (3, 4, 3, 4, 4, 4)]
+    steps = steps_of(one, 64, 12)
+    assert [[batch.args[0].shape for batch in step] for step in steps] == [[(5, 3), (5, 4), (5, 3)], [(15, 4)]]
 
 
 def texts(lengths, **own):
