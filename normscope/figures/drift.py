@@ -31,6 +31,7 @@ _NAME_INCHES, _UPRIGHT_INCHES = 1.45, 0.1  # of a site, which stands upright
 _EDGE_INCHES = 0.5  # of a panel's width, that its ticks take
 _LEAST_ABREAST = 2.5
 _KEEP_INCHES = (6.4, 2.6)
+_ASIDE = 0.06  # of a number of norms: so that bars at the same one do not cover one another
 _MANY_TIMES = 4
 _DODGE = 0.62  # of the distance of two sites, over which the swaps are spread
 _TINY = FontProperties(size=LEAST_POINTS)
@@ -357,10 +358,10 @@ def plot_keep(
 
 def _draw_kept(ax: Axes, report: KeepReport, theme: Style) -> None:
     named = {"chosen on": "relative_l2", "held out": "held_out"}
-    for colour, (label, name) in zip(theme.curves, named.items(), strict=False):
+    for colour, aside, (label, name) in zip(theme.curves, (-_ASIDE, _ASIDE), named.items(), strict=False):
         points = [(step.swapped, getattr(step, name)) for step in report.taken if getattr(step, name) is not None]
         if points:
-            x = [swapped for swapped, _ in points]
+            x = [swapped + aside for swapped, _ in points]
             ax.plot(x, [own.p50 for _, own in points], color=colour, marker="o", ms=3, lw=0.9, label=label)
             ax.vlines(x, [own.p10 for _, own in points], [own.p90 for _, own in points], color=colour, lw=0.7)
     tried = [(step.swapped, step.worked_on) for step in report.steps if step.worked_on is not None]
@@ -368,13 +369,18 @@ def _draw_kept(ax: Axes, report: KeepReport, theme: Style) -> None:
         ax.plot(*zip(*tried, strict=True), color=theme.ink, ls="", marker="X", ms=4, mew=0, label="calibrated")
     ax.set_ylim(0, None)
     ax.set_ylabel("relative L2")
-    ax.legend(loc="best")
+    _legend_above(ax)
+
+
+def _legend_above(ax: Axes) -> None:
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderpad=0, columnspacing=1.2)
 
 
 def _draw_quality(ax: Axes, report: KeepReport, theme: Style) -> None:
     assert report.quality is not None  # noqa: S101  # the caller asks
     scores = report.quality.scores
     points = [(step.swapped, scores[f"{step.kept} kept"].value) for step in report.taken]
-    ax.plot(*zip(*points, strict=True), color=theme.curves[0], marker="o", ms=3, lw=0.9)
-    ax.axhline(scores["original"].value, color=theme.faint, ls=":", lw=0.9)
+    ax.plot(*zip(*points, strict=True), color=theme.curves[0], marker="o", ms=3, lw=0.9, label="swapped")
+    ax.axhline(scores["original"].value, color=theme.faint, ls=":", lw=0.9, label="original")
+    _legend_above(ax)
     ax.set_ylabel(_plain(report.quality.name))
