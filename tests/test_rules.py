@@ -90,7 +90,6 @@ HELD_BY = {
     },
     "swaps/drift/test_drift.py": {"swaps/drift/reports"},
     "swaps/heal/test_heal.py": {
-        "swaps/calibrate/functions",
         *(f"swaps/heal/{room}" for room in ("checkpoint", "lessons", "reports", "stages", "training")),
     },
     "swaps/store/test_store.py": {"swaps/store/record"},

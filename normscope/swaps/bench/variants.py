@@ -93,24 +93,7 @@ def computed(way: Way) -> Iterator[None]:
             choices.enter_context(choice.plain_torch())
         if way in ("eager", "fused"):
             choices.enter_context(torch.compiler.set_stance("force_eager"))
-        else:
-            choices.enter_context(_no_program_started())
         yield
-
-
-@contextlib.contextmanager
-def _no_program_started() -> Iterator[None]:
-    """Let inductor believe the processor, and the compiler, which it asks for each of the instructions of AVX-512.
-
-    What the compiler made of them it would load in a new python, once for each, which imports torch: 3 seconds each.
-    """
-    from torch._inductor.cpu_vec_isa import VecISA
-
-    program, VecISA._avx_py_load = VecISA._avx_py_load, ""
-    try:
-        yield
-    finally:
-        VecISA._avx_py_load = program
 
 
 def _ligers(name: str, module: nn.Module) -> dict[str, nn.Module]:

@@ -6,14 +6,13 @@ projection: G. H. Golub, V. Pereyra, SIAM J. Numer. Anal. 10, 1973).
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from normscope.swaps.pointwise import PointwiseFunction
 
 _SEARCH_STEPS = 20
+_LEAST_REACH = 0.01  # of α·max|x|: a tanh that reaches so far is straight but for 3·10⁻⁵
 _LEAST_VARIANCE = 1e-10  # of f over a channel's tokens, as a share of its mean square: less leaves no slope to tell
 
 
@@ -52,19 +51,12 @@ def least_squares(function: PointwiseFunction, x: Tensor, y: Tensor) -> dict[str
     }
 
 
-def channel_rows(function: PointwiseFunction, value: Tensor, valid: Tensor | None) -> Tensor:
-    """Bring channels to the end: ``(tokens, channels)``, without padding where axes 0 and 1 are its."""
-    channels = math.prod(function.normalized_shape)
-    if function.channel_axis != -1:
-        value = value.movedim(function.channel_axis, -1)
-    if valid is not None and value.shape[:2] == valid.shape:
-        value = value[valid.to(value.device)]
-    return value.reshape(-1, channels)
-
-
 def _search(function: PointwiseFunction, free: dict[str, Tensor], x: Tensor, y: Tensor) -> None:
     """Move α and s downhill, with their best weight and bias; stay where nothing is finite."""
     start = {name: value.detach().clone() for name, value in free.items()}
+    size = x.square().mean(0 if free["alpha"].numel() > 1 else None).sqrt().clamp_min(torch.finfo(x.dtype).tiny)
+    x = x / size  # so that steps do not depend on the unit of x
+    free["alpha"].data.mul_(size)
     search = torch.optim.LBFGS(list(free.values()), max_iter=_SEARCH_STEPS, line_search_fn="strong_wolfe")
     total = y.square().sum().clamp_min(torch.finfo(y.dtype).tiny)
 
@@ -79,9 +71,22 @@ def _search(function: PointwiseFunction, free: dict[str, Tensor], x: Tensor, y: 
         return squares
 
     search.step(loss)  # type: ignore[no-untyped-call]
-    if not all(bool(value.isfinite().all()) for value in free.values()):
+    if all(bool(value.isfinite().all()) for value in free.values()):
+        free["alpha"].data.copy_(_not_all_straight(free["alpha"].detach(), x) / size)
+    else:
         for name, value in free.items():
             value.data.copy_(start[name])
+
+
+def _not_all_straight(alpha: Tensor, x: Tensor) -> Tensor:
+    """α, large enough that the function leaves its straight part by a trace.
+
+    Where a norm is straight over all tokens, any small α fits as well as any other, with a weight of 1/α: the search
+    may end at weights of 10⁵, which half precision does not hold and training does not survive.
+    """
+    reach = x.abs().amax(0) if alpha.numel() > 1 else x.abs().amax()
+    least = torch.where(reach > 0, _LEAST_REACH / reach, 0.0)
+    return torch.copysign(torch.maximum(alpha.abs(), least), alpha)
 
 
 def _of(function: PointwiseFunction, free: dict[str, Tensor], x: Tensor) -> Tensor:

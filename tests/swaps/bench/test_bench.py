@@ -13,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch._inductor.cpu_vec_isa import VecISA
 
 import normscope
 from normscope.errors import DeviceError, ModelError, UsageError
@@ -25,7 +24,7 @@ from normscope.swaps.bench.bench import bench, compilations, published, why_not
 from normscope.swaps.bench.reports import ALIKE, COPY, FASTER, NATIVE, NOT_RUN, PUBLISHED, SLOWER, TOO_FEW, Case
 from normscope.swaps.bench.single_norm import NormBench, commonest, norm_bench
 from normscope.swaps.bench.timing import Measured, bytes_moved, judged, once
-from normscope.swaps.bench.variants import computed, fused, variants
+from normscope.swaps.bench.variants import fused, variants
 from normscope.swaps.pointwise import DyT
 
 FORWARD, BOTH = "forward", "forward + backward"
@@ -461,13 +460,3 @@ def test_the_network_is_passed_as_often_as_a_verdict_takes_where_the_budget_has_
     report = bench(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), Batch((torch.ones(2, 8),)), ["dyt"], budget=budget)
     timed = [len(row.samples) for row in report.rows if row.scope == "model"]
     assert timed and set(timed) == {samples}
-
-
-def test_no_python_is_started_to_load_what_the_compiler_made():
-    program = VecISA._avx_py_load
-    assert "import torch" in program  # 3 seconds, for each of the instructions of AVX-512
-    with computed("compile"):
-        assert not VecISA._avx_py_load
-    with computed("eager"):
-        assert program == VecISA._avx_py_load
-    assert program == VecISA._avx_py_load

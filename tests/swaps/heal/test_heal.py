@@ -3,7 +3,6 @@
 import copy
 import time
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,18 +10,16 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
-from torch._subclasses import FakeTensorMode
 
 import normscope
 from normscope.errors import DataError, ModelError, UsageError
-from normscope.fits.solving.ceiling import Piecewise, curve_along
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Outputs
 from normscope.runtime.sealed_files import read_checked, write_checked
 from normscope.swaps.calibrate.functions import least_squares
 from normscope.swaps.heal import lessons, stages, training
 from normscope.swaps.heal.lessons import Lessons, Pool, by_length, drawn, joined, output_errors, pooled_loss, steps_of
-from normscope.swaps.pointwise import PointwiseFunction, RMSNorm
+from normscope.swaps.pointwise import RMSNorm
 
 SITES = ["blocks.0.1", "blocks.1.1"]
 
@@ -529,16 +526,3 @@ def test_a_checkpoint_without_a_drift_is_damaged(networks, tmp_path, spoil):
     write_checked(path, header, tensors)
     with pytest.raises(DataError, match="is damaged"):
         normscope.heal(*networks, LEARN, HELD_OUT, steps=6, checkpoint=path)
-
-
-def test_lines_between_points_are_fitted_where_they_are_and_go_back_to_a_gpu():
-    lines = curve_along(Piecewise(np.array([0.0, 1.0]), np.array([0.0, 3.0]), beyond=0.0))
-    with FakeTensorMode():
-        with torch.device("cuda"):
-            function = PointwiseFunction(lines, 4)
-        function.table.to("cuda")
-        x, y = torch.randn(2, 9, 4, dtype=torch.float64)
-        found = least_squares(function, x, y)
-    assert {name: value.device.type for name, value in found.items()} == dict.fromkeys(
-        ("alpha", "weight", "bias"), "cuda"
-    )
