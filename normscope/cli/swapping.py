@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -47,14 +46,6 @@ OneFunc = Annotated[
 Init = Annotated[
     str,
     typer.Option(
-        metavar="START",
-        rich_help_panel=SWAP,
-        help="Where to start: fit, this network's own fits; theory, A and α in theory; paper, A = 1 and α = 0.5.",
-    ),
-]
-StartOrCalibrated = Annotated[
-    str,
-    typer.Option(
         "--init",
         metavar="START",
         rich_help_panel=SWAP,
@@ -79,24 +70,6 @@ Sites = Annotated[
         rich_help_panel=SWAP,
         help="Which norms: all; pre-norm, post-norm, qk, final; indices, ranges, names, globs; a number; or least:8, "
         "those that move the output least.",
-    ),
-]
-Keep = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        rich_help_panel=SWAP,
-        help="Leave so many of these norms as they are: those that are worth most in the partly swapped network.",
-        show_default=False,
-    ),
-]
-MaxDrift = Annotated[
-    float | None,
-    typer.Option(
-        metavar="D",
-        rich_help_panel=SWAP,
-        help="Leave as few of these norms as keep the median relative L2 at or below D, on inputs to learn from.",
-        show_default=False,
     ),
 ]
 Per = Annotated[
@@ -199,28 +172,6 @@ def check_calibrated(calibrated: bool, refit: str, how: How, place: Place) -> No
     if calibrated and not place.alone:
         raise UsageError(
             f"Calibration runs in one process, and torchrun started {place.ranks}. Start it without torchrun."
-        )
-
-
-def check_keep(keep: int | None, max_drift: float | None, sites: str, place: Place) -> None:
-    """Refuse, before any work, what cannot choose the norms to keep; UsageError."""
-    if keep is None and max_drift is None:
-        return
-    if keep is not None and max_drift is not None:
-        raise UsageError(
-            "--keep says how many norms to leave, and --max-drift lets the drift say it; give one of them."
-        )
-    if keep is not None and keep < 1:
-        raise UsageError(f"--keep {keep} leaves no norm: take 1 or more, or leave it out.")
-    if max_drift is not None and not 0 <= max_drift < math.inf:
-        raise UsageError(f"--max-drift is {max_drift:g}; it is a relative L2, 0 or more.")
-    if sites.strip().startswith("least"):
-        raise UsageError(
-            f"--sites {sites} and {'--keep' if keep else '--max-drift'} both choose norms; give one of them."
-        )
-    if not place.alone:
-        raise UsageError(
-            f"Norms to keep are chosen in one process, and torchrun started {place.ranks}. Start it without torchrun."
         )
 
 

@@ -11,18 +11,19 @@ import typer
 
 import normscope
 from normscope.cli.commands.swap import Folder, remark_on_loading
+from normscope.cli.keeping import Keep, check_keep, choose, figure_of_choice, tell_choice
 from normscope.cli.options import RUNNING, SWAP, AsCsv, AsJson, Model, OwnBatchSize, Quiet, Title, Width, at_least
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models, runs_networks
 from normscope.cli.swapping import (
     CALIBRATED,
     How,
+    Init,
     Learner,
     OneFunc,
     Per,
     Shift,
     Sites,
-    StartOrCalibrated,
     check_kernels,
 )
 from normscope.errors import UsageError, count
@@ -91,8 +92,9 @@ def heal(
     steps: Steps = None,
     minutes: Minutes = None,
     train: Train = "all",
-    init: StartOrCalibrated = CALIBRATED,
+    init: Init = CALIBRATED,
     sites: Sites = "all",
+    keep: Keep = None,
     per: Per = "site",
     shift: Shift = None,
     batch_size: OwnBatchSize = None,
@@ -126,12 +128,13 @@ def heal(
         steps = STEPS
     plan = HealOptions(calibrated, train, steps, minutes, run.seed)
     check_kernels([how], run.device)
+    check_keep(keep, None, sites, place)
     check_folder_writable(output, FILES, ALSO)
     checkpoint, drawn = (output.with_name(output.name + end) for end in (".healing.safetensors", "-healing.png"))
-    for path in (checkpoint, drawn):
+    for path in (checkpoint, drawn, figure_of_choice(output)):
         check_writable(path)
     options = {"func": func, "steps": steps, "minutes": minutes, "train": train, "init": init}
-    options |= {"sites": sites, "per": per, "shift": shift, "batch size": batch_size}
+    options |= {"sites": sites, "keep": keep, "per": per, "shift": shift, "batch size": batch_size}
     wanted = {"model": model, **options, **_inputs(run)}
     if not restart:
         check_asked(checkpoint, wanted)
@@ -145,8 +148,10 @@ def heal(
     if init == CALIBRATED and not calibrated:
         say.remark("rmsnorm begins as it is: point-wise functions alone are calibrated")
     fits = learner.fits(how, say)
+    modules = learner.replacements(how, fits, say)
+    choice = None if keep is None else choose(learner, modules, keep, None, func, how.start, say)
     swapped = copy.deepcopy(network.module)
-    normscope.Swap(swapped, learner.replacements(how, fits, say))
+    normscope.Swap(swapped, modules if choice is None else {path: modules[path] for path in choice.swapped})
     if checkpoint.exists():
         if restart:
             checkpoint.unlink()
@@ -176,15 +181,20 @@ def heal(
     begun = CALIBRATED if calibrated else how.start
     kept = how.start if report.restored else begun
     healed = report.steps if report.left_with == TRAINED else None
-    folder = normscope.save_swapped(swapped, output, learner.about, func=func, init=kept or None, healed=healed)
+    folder = normscope.save_swapped(
+        swapped, output, learner.about, func=func, init=kept or None, healed=healed, kept=choice
+    )
     asked = {"func": func, "init": begun, "per": per, "sites": len(learner.norms)}
     whole = {**learner.about, "held_out": learner.held_out.description, **asked}
     figure = normscope.plot_healing(report, f"{network.name} · {func}" if title is None else title, width=width)
     normscope.save_figure(figure, drawn, whole)
     checkpoint.unlink(missing_ok=True)
+    if choice is not None:
+        tell_choice(choice, f"{network.name} · {func}", figure_of_choice(output), say)
+        whole["keep"] = choice.as_dict()
     _tell(report, func, begun, say)
-    say.result(str(folder))
-    say.result(str(drawn))
+    for path in (folder, drawn, *([] if choice is None else [figure_of_choice(output)])):
+        say.result(str(path))
     remark_on_loading(model, str(folder), say)
     files = {"folder": str(folder), "figure": str(drawn)}
     document = {**report.as_dict(), **whole, **files}

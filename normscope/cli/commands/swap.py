@@ -13,26 +13,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import normscope
+from normscope.cli.keeping import Keep, MaxDrift, check_keep, choose, figure_of_choice, tell_choice
 from normscope.cli.options import AsCsv, AsJson, Model, Quiet
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models, runs_networks
 from normscope.cli.swapping import (
     CALIBRATED,
     How,
-    Keep,
+    Init,
     Learner,
-    MaxDrift,
     OneFunc,
     Per,
     Refit,
     Shift,
     Sites,
-    StartOrCalibrated,
     check_calibrated,
-    check_keep,
     check_kernels,
 )
-from normscope.errors import UsageError, count
+from normscope.errors import count
 from normscope.runtime.files import check_folder_writable, check_writable
 from normscope.runtime.processes import Place
 from normscope.tables.table import swapped_table
@@ -58,7 +56,7 @@ def swap(
     output: Folder,
     *,
     func: OneFunc = "dyt",
-    init: StartOrCalibrated = "fit",
+    init: Init = "fit",
     refit: Refit = "neighbours",
     sites: Sites = "all",
     keep: Keep = None,
@@ -83,7 +81,7 @@ def swap(
     check_keep(keep, max_drift, sites, place)
     check_kernels([how], run.device)
     chooses = keep is not None or max_drift is not None
-    drawn = output.with_name(f"{output.name}-keep.png")
+    drawn = figure_of_choice(output)
     if place.speaks:
         check_folder_writable(output, FILES, ALSO)
         if chooses:
@@ -97,7 +95,10 @@ def swap(
         raise typer.Exit
     start = CALIBRATED if calibrated else how.start or None
     maker = _Maker(learner, modules, refit, math.inf if max_drift is None else max_drift, say) if calibrated else None
-    choice = _choice(learner, modules, keep, max_drift, maker, func, start, say) if chooses else None
+    choice = None
+    if chooses:
+        after = None if maker is None else maker.drift
+        choice = choose(learner, modules, keep, max_drift, func, start or "", say, after=after)
     chosen = list(modules) if choice is None else choice.swapped
     swapped, report = (network.module, None) if maker is None else maker.made(chosen)
     if maker is None:
@@ -114,8 +115,7 @@ def swap(
         _tell(report, say)
         whole |= {"refit": refit, "calibration": report.as_dict()}
     if choice is not None:
-        _tell_choice(choice, say)
-        normscope.save_figure(normscope.plot_keep(choice, f"{network.name} · {func}"), drawn, {**about, "func": func})
+        tell_choice(choice, f"{network.name} · {func}", drawn, say)
         whole |= {"keep": choice.as_dict(), "figure": str(drawn)}
         if maker is not None:
             whole["held_out"] = maker.judged(network.module, swapped)
@@ -178,56 +178,6 @@ class _Maker:
             f"{moved.p90:.3g} at the 90th percentile"
         )
         return asdict(moved)
-
-
-def _choice(
-    learner: Learner,
-    modules: Mapping[str, nn.Module],
-    number: int | None,
-    max_drift: float | None,
-    maker: _Maker | None,
-    func: str,
-    init: str | None,
-    say: Output,
-) -> normscope.KeepReport:
-    """Choose the norms to keep."""
-    from normscope.swaps.keep.keep import HELD_OUT, MOST_SAMPLES, STAGE, passes_of
-
-    if number is not None and number >= len(modules):
-        raise UsageError(f"--keep {number} leaves nothing to swap: there are {count(len(modules), 'norm')}.")
-    of_a_sample = learner.seconds_of_a_pass() / learner.network.inputs.batch_size
-    a_pass = of_a_sample * min(MOST_SAMPLES, learner.learned.n_samples or MOST_SAMPLES)
-    if number is not None:
-        on_held_out = (number + 2) * of_a_sample * (learner.held_out.n_samples or MOST_SAMPLES)
-        say.estimate.expect({STAGE: passes_of(len(modules), number) * a_pass, HELD_OUT: on_held_out})
-    else:
-        trials = "" if maker is None else ", and every number of norms that is tried a calibration"
-        say.remark(
-            f"every norm that is kept takes up to {len(modules)} passes over at most {MOST_SAMPLES} samples, about "
-            f"{len(modules) * a_pass:.0f} s{trials}"
-        )
-    with say.bars() as progress:
-        return normscope.keep(
-            learner.network,
-            learner.learned,
-            modules,
-            number=number,
-            max_drift=max_drift,
-            held_out=learner.held_out,
-            after=None if maker is None else maker.drift,
-            func=func,
-            init=init or "",
-            about=learner.about,
-            progress=progress,
-        )
-
-
-def _tell_choice(choice: normscope.KeepReport, say: Output) -> None:
-    from normscope.tables.keep import keep_table
-
-    say.result(keep_table(choice))
-    if not choice.kept:
-        say.remark("all norms could be swapped: none had to be kept")
 
 
 def _now(module: nn.Module) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -141,6 +142,8 @@ def test_restart_discards_what_was_left_and_begins_anew(interrupted):
         (("demo_vit", "-o", "a", "--train", "norm"), 2, "Did you mean 'norms'"),
         (("demo_vit", "-o", "a", "--init", "papers"), 2, "Did you mean 'paper'"),
         (("demo_vit", "-o", "a", "--sites", "qk"), 2, "No norm here is qk"),
+        (("demo_vit", "-o", "a", "--keep", "0"), 2, "--keep 0 leaves no norm"),
+        (("demo_vit", "-o", "a", "--sites", "final", "--keep", "1"), 2, "--keep 1 leaves nothing to swap"),
         (("demo_vat", "-o", "a"), 3, "demo_vit"),
         (("demo_vit", "-o", "a", "--data", "missing"), 4, "missing"),
         (("demo_vit", "-o", "."), 2, "the folder that this runs in"),
@@ -208,3 +211,29 @@ def test_minutes_are_a_length_too_and_theory_is_a_start_without_calibration(here
     document = json.loads(done.stdout)
     assert list(document["stages"]) == ["trained"] and document["init"] == "theory"
     assert document["steps"] > 6 and document["checks"][-1]["step"] == document["steps"]
+
+
+TWO_NORMS = """
+import torch
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8)
+    return nn.Sequential(*layers), [torch.randn(3, 5, 4) for _ in range(8)]
+"""
+
+
+def test_a_norm_that_is_kept_is_left_and_the_other_healed(here):
+    (here / "two.py").write_text(TWO_NORMS)
+    done = heal("py:two.py:make", "--keep", "1", "--steps", "6", "-o", "healed", "--device", "cpu", "--json")
+    assert done.exit_code == 0, done.output
+    (kept,) = json.loads(done.stdout)["keep"]["kept"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(here)
+        healed = normscope.load("py:two.py:make", weights="healed", device="cpu").module
+    assert isinstance(healed.get_submodule(kept), torch.nn.LayerNorm)
+    assert sum(isinstance(module, normscope.PointwiseFunction) for module in healed) == 1
+    assert (here / "healed-keep.png").stat().st_size > 10_000
+    told = heal("py:two.py:make", "--keep", "1", "--steps", "6", "-o", "healed", "--device", "cpu")
+    assert "norm put back" in told.stdout and kept in told.stdout
