@@ -37,8 +37,7 @@ class Course:
         not_refitted: why a layer beside a swapped norm was not calibrated, by path.
         steps: of the training; None until that is known.
         step: how many are done.
-        checks: what was, in order.
-        done: whether all is done.
+        checks: what they found, in order.
         left_with: the stage whose state the network was left with; empty until all is done.
         calibrated: what calibration changed.
         best: what is trained, in the state of the least drift so far.
