@@ -66,7 +66,7 @@ CALIBRATED = "calibrated"
 Sites = Annotated[
     str,
     typer.Option(
-        metavar="N|LIST|all",
+        metavar="N|LIST",
         rich_help_panel=SWAP,
         help="Which norms: all; pre-norm, post-norm, qk, final; indices, ranges, names, globs; a number; or least:8, "
         "those that move the output least.",
