@@ -63,7 +63,7 @@ def test_a_calibrated_swap_is_what_the_python_interface_makes(run, folder):
         72,
         24,
     )
-    assert report["after"] < 0.5 * report["before"] and report["left"] == {"patch_embed.proj": "it is a convolution"}
+    assert report["after"] < 0.5 * report["before"] and report["left"] == {}
     assert [row["amplitude"] for row in told["sites"]] == [None] * 17
     network = normscope.load("demo_vit", limit=96, device="cpu")
     original = copy.deepcopy(network.module)
