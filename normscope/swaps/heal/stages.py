@@ -106,7 +106,7 @@ class Stages:
         for function in functions:
             function.give_each_channel_its_own()
         widths = [math.prod(getattr(swapped.get_submodule(site), "normalized_shape", (1,))) for site in sites]
-        self._rate = training.rate_for(max(widths))
+        self._width = max(widths)
         self._calibrates = options.calibrated and bool(functions)
         self._parameters = dict(swapped.named_parameters())
 
@@ -186,7 +186,11 @@ class Stages:
             course.steps = self._options.steps or self._steps_in(minutes or 0.0, trained, lessons, order, began)
             saved()
         gradients = functools.partial(_gradients, lessons, order)
-        training.train(course, trained, self._rate, gradients, self._drift, saved, progress, checked or _nothing)
+        rate = self._rate(course)
+        training.train(course, trained, rate, gradients, self._drift, saved, progress, checked or _nothing)
+
+    def _rate(self, course: Course) -> float:
+        return training.rate_for(self._width, course.steps or 0)
 
     def _steps_in(
         self, minutes: float, trained: TrainedParameters, lessons: Lessons, order: Callable[[int], int], began: float
@@ -200,7 +204,16 @@ class Stages:
         def trial() -> None:
             course = Course(math.inf, steps=_TIMED, best=before)  # which is put back
             own = TrainedParameters(self._swapped, list(before))
-            training.train(course, own, self._rate, gradients, lambda: math.inf, _nothing, silent, _nothing)
+            training.train(
+                course,
+                own,
+                training.rate_for(self._width, _TIMED),
+                gradients,
+                lambda: math.inf,
+                _nothing,
+                silent,
+                _nothing,
+            )
 
         trial()  # the first steps may compile something
         of_step = _seconds_of(trial) / _TIMED

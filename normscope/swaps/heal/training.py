@@ -19,6 +19,7 @@ STAGE = "train"
 CHECKS = 12  # of the drift, over the whole schedule
 MOST_RATE = 1e-3
 _RATE_BY_WIDTH = 0.1  # a step of Adam moves each weight by the rate, and what a layer gives by that times its width
+_LONG_SCHEDULE = 1000  # steps, from which on the rate is that of the width alone
 _WARM_UP = 0.03  # of the steps
 _CLIP = 1.0
 
@@ -93,13 +94,15 @@ class Course:
         return course
 
 
-def rate_for(width: int) -> float:
-    """The largest learning rate for a network of so many channels.
+def rate_for(width: int, steps: int) -> float:
+    """The largest learning rate for a network of so many channels, over so many steps.
 
-    >>> rate_for(64), rate_for(400)
-    (0.001, 0.00025)
+    The first steps at a large rate lose what calibration has found; a short schedule does not win it back.
+
+    >>> rate_for(64, 1700), rate_for(400, 1700), rate_for(64, 250)
+    (0.001, 0.00025, 0.0005)
     """
-    return min(MOST_RATE, _RATE_BY_WIDTH / width)
+    return min(MOST_RATE, _RATE_BY_WIDTH / width) * min(1.0, math.sqrt(steps / _LONG_SCHEDULE))
 
 
 def train(
@@ -121,7 +124,7 @@ def train(
     Args:
         course: changed as it goes; it says how many steps, and which state is the best to begin with.
         trained: what is trained.
-        rate: the largest learning rate.
+        rate: the largest learning rate, see :func:`rate_for`.
         gradients: adds those of the step of this number to the network's parameters, and returns the loss.
         drift: measures it, on the inputs that decide.
         saved: called after every check.

@@ -106,7 +106,7 @@ def test_it_closes_most_of_the_drift_and_says_by_how_much(networks):
 @pytest.mark.parametrize("rate", [1e-3, 1e4])
 def test_the_best_state_is_left_and_never_a_worse_one_than_the_start(networks, monkeypatch, rate):
     original, swapped = networks
-    monkeypatch.setattr(training, "rate_for", lambda width: rate)
+    monkeypatch.setattr(training, "rate_for", lambda width, steps: rate)
     before, judged = drift(original, swapped), Pool.of(LEARN).judged
     report = normscope.heal(original, swapped, LEARN, HELD_OUT, calibrated=False, steps=60)
     best = report.before["median"]
