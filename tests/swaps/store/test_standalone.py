@@ -163,6 +163,7 @@ def bert():
     ).eval()
 
 
+@pytest.mark.slow
 def test_transformers_loads_the_folder_in_its_own_way_and_never_as_a_network_with_norms(tmp_path):
     from transformers import AutoModel
 
@@ -174,6 +175,7 @@ def test_transformers_loads_the_folder_in_its_own_way_and_never_as_a_network_wit
         AutoModel.from_pretrained(tmp_path / "swap")
 
 
+@pytest.mark.slow
 def test_timm_makes_the_network_of_the_folder_and_refuses_to_load_it_with_norms(tmp_path):
     torch.manual_seed(0)
     model = timm.create_model("test_vit", num_classes=7, img_size=96).eval()
@@ -184,6 +186,7 @@ def test_timm_makes_the_network_of_the_folder_and_refuses_to_load_it_with_norms(
         timm.create_model(f"local-dir:{tmp_path / 'swap'}", pretrained=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["demo_vit", "demo_dit"])
 def test_an_embedded_network(name, tmp_path):
     network = normscope.load(name, limit=2, device="cpu")
@@ -193,6 +196,7 @@ def test_an_embedded_network(name, tmp_path):
     assert torch.equal(in_another_process(tmp_path / "swap", batch), wanted)
 
 
+@pytest.mark.slow
 def test_a_bundle_of_torchaudio_is_named(tmp_path):
     network = normscope.load("torchaudio:SQUIM_OBJECTIVE", weights="random", device="cpu")
     swap(network, "dyt", capture(network, layers=1))
