@@ -18,8 +18,7 @@ from normscope.pairs.norms.formulas import gain_and_shift
 from normscope.pairs.norms.kinds import NormKind
 from normscope.pairs.norms.recognition import kind_at
 from normscope.pairs.norms.sites import Layers, NormSite, select
-from normscope.runtime.network import check_whole, copied
-from normscope.runtime.network import uncompiled as uncompiled
+from normscope.runtime.network import check_whole, copied, uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, CalibrationReport, calibrate
 from normscope.swaps.place_hooks import PlaceHooks, check_hooks

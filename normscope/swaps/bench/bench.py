@@ -20,7 +20,7 @@ from normscope.errors import DeviceError, UsageError, count, unknown
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import LoadedModel, Outputs, unpacked
 from normscope.pairs.norms.trace import find_norms
-from normscope.runtime.network import left_as_found
+from normscope.runtime.network import left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.swaps.bench import whole_network
 from normscope.swaps.bench.reports import FUSED, NATIVE, PASSES, BenchReport, Latency, Norms, Passes, PublishedReport
@@ -30,7 +30,7 @@ from normscope.swaps.bench.variants import Variant, computed, variants
 from normscope.swaps.bench.whole_network import ModelBench
 from normscope.swaps.kernels.choice import EAGER, TRITON, VARIABLE, why_not_on
 from normscope.swaps.pointwise import check_kernels
-from normscope.swaps.replace import module_at, uncompiled
+from normscope.swaps.replace import module_at
 
 CURVES = ("dyt", "dyisru", "derf")
 DTYPES = ("float32", "bfloat16", "float16")

@@ -12,12 +12,13 @@ from normscope.errors import DataError, UsageError
 from normscope.inputs.entries import taken_once
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task, unpacked
 from normscope.pairs.ranks import ALONE, Ranks
+from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, silent
 from normscope.swaps.drift.distances import Configuration
 from normscope.swaps.drift.paired_passes import Ends, PairedPasses
 from normscope.swaps.drift.reports import Drift, DriftReport
 from normscope.swaps.quality.judge import Judge, QualityFunction
-from normscope.swaps.replace import Swap, uncompiled
+from normscope.swaps.replace import Swap
 
 
 def drift(

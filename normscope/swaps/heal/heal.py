@@ -14,7 +14,7 @@ from normscope.errors import ModelError, UsageError
 from normscope.inputs.entries import taken_once
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task, unpacked
 from normscope.inputs.splits import divided
-from normscope.runtime.network import left_as_found
+from normscope.runtime.network import left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.swaps.heal.checkpoint import check_asked
 from normscope.swaps.heal.lessons import kept_in_memory
@@ -22,7 +22,6 @@ from normscope.swaps.heal.reports import HealReport
 from normscope.swaps.heal.stages import ALL, HealOptions, Stages
 from normscope.swaps.heal.training import Checked
 from normscope.swaps.quality.judge import Judge, QualityFunction
-from normscope.swaps.replace import uncompiled
 
 STEPS = 1700
 
