@@ -22,7 +22,7 @@ import normscope
 from normscope.inputs.splits import divided
 from normscope.swaps.calibrate import closed_form, refitting
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS
-from normscope.swaps.heal.lessons import output_errors
+from normscope.swaps.drift.output_errors import output_errors
 
 MODELS = "demo_vit,demo_wav2vec2,demo_dit,minilm"
 CURVES = "dyt,dyisru"

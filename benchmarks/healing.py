@@ -12,7 +12,7 @@ from calibration import HELD_OUT, TEXTS, inputs_of
 from common import Measurement, finish, in_own_process, names, options
 
 import normscope
-from normscope.swaps.heal.lessons import output_errors
+from normscope.swaps.drift.output_errors import output_errors
 from normscope.swaps.heal.stages import TRAINS
 
 MODELS = "demo_vit,demo_wav2vec2,demo_dit,minilm"

@@ -184,9 +184,9 @@ def seconds_of_a_pass(model: nn.Module, sample: Batch, samples: int) -> float:
     >>> 0 < seconds_of_a_pass(network.module, network.inputs.first_sample(), 8) < 10
     True
     """
+    from normscope.inputs.batch import joined
     from normscope.runtime.network import left_as_found, run
     from normscope.swaps.bench.timing import once
-    from normscope.swaps.heal.lessons import joined
 
     with left_as_found(model):
         (one,) = once(lambda: run(model, sample))

@@ -202,6 +202,62 @@ def leaves(values: Iterable[Any], *, of_lists: bool = False) -> Iterator[Any]:
             yield value
 
 
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """List the tensors of a batch, or of a value: of tuples, lists and mappings, those within."""
+    import torch
+
+    if isinstance(value, Batch):
+        return tensors_of([value.args, value.kwargs, value.valid, value.valid_within])
+    if isinstance(value, torch.Tensor):
+        return [value]
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    return [tensor for part in values for tensor in tensors_of(part)]
+
+
+def joined(batches: Sequence[Batch]) -> list[Batch]:
+    """Make one batch of several where their tensors allow it; else leave them as they are.
+
+    >>> import torch
+    >>> one = Batch((torch.zeros(1, 3),), samples=(Sample("a", 0, 0),))
+    >>> [len(batch.samples) for batch in joined([one, one])]
+    [2]
+    """
+    try:
+        args = tuple(_joined(values, batches) for values in zip(*(batch.args for batch in batches), strict=True))
+        if len({frozenset(batch.kwargs) for batch in batches}) > 1:
+            return list(batches)
+        kwargs = {name: _joined([batch.kwargs[name] for batch in batches], batches) for name in batches[0].kwargs}
+        valid = _joined([batch.valid for batch in batches], batches)
+        if len({frozenset(batch.valid_within) for batch in batches}) > 1:
+            return list(batches)
+        within = {
+            path: _joined([batch.valid_within[path] for batch in batches], batches) for path in batches[0].valid_within
+        }
+    except ValueError:
+        return list(batches)
+    samples = tuple(sample for batch in batches for sample in batch.samples)
+    return [replace(batches[0], args=args, kwargs=kwargs, samples=samples, valid=valid, part="", valid_within=within)]
+
+
+def _joined(values: Sequence[Any], batches: Sequence[Batch]) -> Any:
+    """Join one argument of several batches; ValueError where that cannot be done."""
+    import torch
+
+    first = values[0]
+    if all(isinstance(value, torch.Tensor) for value in values) and first.ndim:
+        whole = [len(value) == len(batch.samples) for value, batch in zip(values, batches, strict=True)]
+        if all(whole) and len({(value.shape[1:], value.dtype, value.device) for value in values}) == 1:
+            return torch.cat(list(values))
+        if len({value.shape for value in values}) == 1 and all(bool((value == first).all()) for value in values):
+            if any(whole):
+                raise ValueError
+            return first
+        raise ValueError
+    if any(isinstance(value, (torch.Tensor, Mapping)) for value in values) or any(value != first for value in values):
+        raise ValueError
+    return first
+
+
 def copied_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return copies of the arguments of one call, see :meth:`Batch.copied`."""
     memo: dict[int, Any] = {}

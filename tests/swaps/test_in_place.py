@@ -16,7 +16,8 @@ from normscope.runtime.network import left_as_found
 from normscope.swaps.bench import whole_network
 from normscope.swaps.bench.reports import NATIVE, PASSES
 from normscope.swaps.bench.variants import Variant
-from normscope.swaps.heal.lessons import Lessons, output_errors
+from normscope.swaps.drift.output_errors import output_errors
+from normscope.swaps.heal.lessons import Lessons
 from normscope.swaps.pointwise import DyT
 from normscope.swaps.replace import Swap
 

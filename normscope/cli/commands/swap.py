@@ -166,8 +166,8 @@ class _Maker:
         """Say how far the calibrated network is from the original on inputs that nothing was learned from."""
         from normscope.inputs.entries import as_batches
         from normscope.runtime.network import left_as_found
+        from normscope.swaps.drift.output_errors import output_errors
         from normscope.swaps.drift.reports import Quantiles
-        from normscope.swaps.heal.lessons import output_errors
 
         held_out = self.learner.held_out
         with left_as_found(original), left_as_found(swapped):

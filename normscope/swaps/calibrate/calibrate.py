@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from normscope.errors import UsageError, count, unknown
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import LoadedModel, Outputs, unpacked
+from normscope.inputs.pool import Pool
 from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.network import KeptBuffers, left_as_found, run, uncompiled
 from normscope.runtime.progress import Progress, silent
@@ -24,7 +25,7 @@ from normscope.runtime.records import Record
 from normscope.swaps.calibrate.neighbours import Neighbours, neighbours_of
 from normscope.swaps.calibrate.refitting import CalibratedModule, Refitting, put_parameters
 from normscope.swaps.drift.distances import output_by_sample
-from normscope.swaps.heal.lessons import Pool, relative_errors
+from normscope.swaps.drift.output_errors import relative_errors
 from normscope.swaps.pointwise import PointwiseFunction
 
 NORMS, NEIGHBOURS = "norms", "neighbours"

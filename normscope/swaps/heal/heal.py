@@ -13,11 +13,11 @@ from torch import nn
 from normscope.errors import ModelError, UsageError
 from normscope.inputs.entries import taken_once
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task, unpacked
+from normscope.inputs.pool import kept_in_memory
 from normscope.inputs.splits import divided
 from normscope.runtime.network import left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.swaps.heal.checkpoint import check_asked
-from normscope.swaps.heal.lessons import kept_in_memory
 from normscope.swaps.heal.reports import HealReport
 from normscope.swaps.heal.stages import ALL, HealOptions, Stages
 from normscope.swaps.heal.training import Checked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,38 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 
-from normscope.errors import DataError
-from normscope.inputs.batch import Batch
-from normscope.inputs.entries import as_batches
+from normscope.inputs.batch import Batch, joined, tensors_of
 from normscope.inputs.loaded_model import Outputs
-from normscope.inputs.splits import learned_and_held_out
 from normscope.runtime.network import KeptBuffers, run
-from normscope.swaps.drift.distances import output_by_sample
-
-
-def relative_errors(output: Tensor, wanted: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Relative L2 of each sample, ‖output − wanted‖ / ‖wanted‖ over all that is not padding.
-
-    Args:
-        output: ``(samples, …)``.
-        wanted: likewise.
-        valid: which positions are data, bool ``(samples, positions)``; None for all, and where the tensors do not have
-            those positions.
-
-    Returns:
-        ``(samples,)``, in the dtype of ``output``, float32 at least.
-
-    >>> relative_errors(torch.tensor([[3.0, 5.0], [1.0, 0.0]]), torch.tensor([[3.0, 4.0], [1.0, 0.0]]))
-    tensor([0.2000, 0.0000])
-    """
-    inside = torch.promote_types(output.dtype, torch.float32)
-    output, wanted = output.to(inside), wanted.to(inside)
-    if valid is not None and output.shape[:2] == valid.shape:
-        kept = valid.to(output.device).view(*valid.shape, *[1] * (output.ndim - 2))
-        output, wanted = output * kept, wanted * kept
-    norms = vector_norm(wanted.flatten(1), dim=1).clamp_min(torch.finfo(inside).tiny)
-    errors: Tensor = vector_norm((output - wanted).flatten(1), dim=1) / norms
-    return errors
 
 
 def pooled_loss(output: Tensor, wanted: Tensor, valid: Tensor | None) -> Tensor:
@@ -55,30 +26,9 @@ def pooled_loss(output: Tensor, wanted: Tensor, valid: Tensor | None) -> Tensor:
     return error
 
 
-@torch.no_grad()
-def output_errors(original: nn.Module, swapped: nn.Module, batches: Iterable[Batch], outputs: Outputs) -> Tensor:
-    """Return the relative L2 at the output of every sample: float64 ``(samples,)`` on the CPU, ∞ where not finite.
-
-    Every pass begins from the buffers that the networks have now, and leaves them and its batch so.
-
-    Raises:
-        ModelError: if axis 0 of the output does not count the samples.
-    """
-    errors: list[Tensor] = []
-    buffers = [KeptBuffers(network) for network in (original, swapped)]
-    for batch in batches:
-        wanted = outputs.read(run(original, batch), batch).clone()  # it may be a buffer
-        output_by_sample(wanted, batch, outputs.kind)  # which refuses what has no axis of samples
-        output = outputs.read(run(swapped, batch), batch).clone()
-        for kept in buffers:
-            kept.put_back()
-        errors.append(relative_errors(output, wanted, batch.valid).double().cpu())
-    return torch.cat([torch.zeros(0, dtype=torch.float64), *errors]).nan_to_num(nan=torch.inf)
-
-
 def tensors_in(result: Any) -> list[Tensor]:
     """List the floating-point tensors of what a module returned: of tuples and mappings, those within."""
-    return [tensor for tensor in _tensors(result) if tensor.is_floating_point()]
+    return [tensor for tensor in tensors_of(result) if tensor.is_floating_point()]
 
 
 MOST_TARGET_BYTES = 4 * 2**30  # of what the original gave, that is kept in memory
@@ -198,72 +148,6 @@ def _given(network: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, list[
         yield seen
 
 
-MOST_BYTES = 2**30  # of inputs that are learned from
-_MOST_JUDGED = 100  # samples that decide what is kept
-
-
-def kept_in_memory(inputs: Iterable[Any]) -> tuple[list[Batch], int]:
-    """Take batches, in order, up to a gibibyte of them; and count the samples that were left out.
-
-    Raises:
-        DataError: if there is no batch.
-    """
-    kept: list[Batch] = []
-    size = left_out = 0
-    for batch in as_batches(inputs):
-        size += sum(tensor.nbytes for tensor in _tensors(batch))
-        if kept and size > MOST_BYTES:
-            left_out += len(batch.samples)
-        else:
-            kept.append(batch)
-    if not kept:
-        raise DataError("There is no batch to learn from.")
-    return kept, left_out
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Inputs to learn from, and, apart from them, inputs that decide what is kept.
-
-    Attributes:
-        learned: batches to learn from.
-        judged: batches that decide what is kept; other sources, where there are several.
-        left_out: samples that did not fit into memory.
-    """
-
-    learned: Sequence[Batch]
-    judged: Sequence[Batch]
-    left_out: int
-
-    @classmethod
-    def of(cls, inputs: Iterable[Any]) -> Pool:
-        """Take inputs, in order, up to a gibibyte, and divide them.
-
-        Raises:
-            DataError: if there are fewer than two samples.
-        """
-        kept, left_out = kept_in_memory(inputs)
-        learned, judged = learned_and_held_out(kept)
-        rest: list[Batch] = []
-        while judged.n_samples > _MOST_JUDGED:
-            batches = list(judged)
-            more, judged = learned_and_held_out(batches)
-            rest += more
-        return cls([*learned, *rest], list(judged), left_out)
-
-    @property
-    def digest(self) -> str:
-        """Hash of the inputs, by which a checkpoint recognizes them."""
-        content = hashlib.blake2b(digest_size=16)
-        for batch in (*self.learned, None, *self.judged):
-            if batch is None:
-                content.update(b"judged")
-                continue
-            for tensor in _tensors(batch):
-                content.update(tensor_bytes(tensor))
-        return content.hexdigest()
-
-
 def steps_of(batches: Sequence[Batch], at_once: int, apart: int) -> list[list[Batch]]:
     """Divide batches among steps, in order.
 
@@ -309,7 +193,7 @@ def by_length(batch: Batch) -> list[Batch]:
     valid = batch.valid
     if valid is None or batch.valid_within or batch.forward is not None or bool(valid.all()):
         return [batch]
-    given = [tensor for tensor in _tensors([batch.args, batch.kwargs]) if tensor.ndim > 1]
+    given = [tensor for tensor in tensors_of([batch.args, batch.kwargs]) if tensor.ndim > 1]
     nested = any(isinstance(value, (Mapping, tuple, list)) for value in (*batch.args, *batch.kwargs.values()))
     if nested or not given or any(tensor.shape != valid.shape for tensor in given):
         return [batch]
@@ -341,60 +225,3 @@ def drawn(seed: int, step: int, *, number: int) -> int:
     key = hashlib.blake2b(f"{seed} {step // number}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key))
     return int(torch.randperm(number, generator=generator)[step % number])
-
-
-def joined(batches: Sequence[Batch]) -> list[Batch]:
-    """Make one batch of several where their tensors allow it; else leave them as they are.
-
-    >>> from normscope.inputs.batch import Sample
-    >>> one = Batch((torch.zeros(1, 3),), samples=(Sample("a", 0, 0),))
-    >>> [len(batch.samples) for batch in joined([one, one])]
-    [2]
-    """
-    try:
-        args = tuple(_joined(values, batches) for values in zip(*(batch.args for batch in batches), strict=True))
-        if len({frozenset(batch.kwargs) for batch in batches}) > 1:
-            return list(batches)
-        kwargs = {name: _joined([batch.kwargs[name] for batch in batches], batches) for name in batches[0].kwargs}
-        valid = _joined([batch.valid for batch in batches], batches)
-        if len({frozenset(batch.valid_within) for batch in batches}) > 1:
-            return list(batches)
-        within = {
-            path: _joined([batch.valid_within[path] for batch in batches], batches) for path in batches[0].valid_within
-        }
-    except ValueError:
-        return list(batches)
-    samples = tuple(sample for batch in batches for sample in batch.samples)
-    return [replace(batches[0], args=args, kwargs=kwargs, samples=samples, valid=valid, part="", valid_within=within)]
-
-
-def tensor_bytes(tensor: Tensor) -> bytes:
-    """The bytes of a tensor's elements, in order."""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-
-
-def _joined(values: Sequence[Any], batches: Sequence[Batch]) -> Any:
-    """Join one argument of several batches; ValueError where that cannot be done."""
-    first = values[0]
-    if all(isinstance(value, Tensor) for value in values) and first.ndim:
-        whole = [len(value) == len(batch.samples) for value, batch in zip(values, batches, strict=True)]
-        if all(whole) and len({(value.shape[1:], value.dtype, value.device) for value in values}) == 1:
-            return torch.cat(list(values))
-        if len({value.shape for value in values}) == 1 and all(bool((value == first).all()) for value in values):
-            if any(whole):
-                raise ValueError
-            return first
-        raise ValueError
-    if any(isinstance(value, (Tensor, Mapping)) for value in values) or any(value != first for value in values):
-        raise ValueError
-    return first
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """List the tensors of a batch or of its arguments."""
-    if isinstance(value, Batch):
-        return _tensors([value.args, value.kwargs, value.valid, value.valid_within])
-    if isinstance(value, Tensor):
-        return [value]
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
-    return [tensor for part in values for tensor in _tensors(part)]

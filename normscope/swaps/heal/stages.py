@@ -19,14 +19,16 @@ from normscope.errors import DataError, UsageError, unknown
 from normscope.inputs.batch import Batch
 from normscope.inputs.entries import as_batches
 from normscope.inputs.loaded_model import Outputs
+from normscope.inputs.pool import Pool, tensor_bytes
 from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.progress import Progress, silent
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, NORMS, calibrate
 from normscope.swaps.calibrate.neighbours import neighbours_of
 from normscope.swaps.calibrate.refitting import STAGE
+from normscope.swaps.drift.output_errors import output_errors
 from normscope.swaps.heal import training
 from normscope.swaps.heal.checkpoint import load_checkpoint, save_checkpoint
-from normscope.swaps.heal.lessons import Lessons, Pool, drawn, output_errors, steps_of, tensor_bytes
+from normscope.swaps.heal.lessons import Lessons, drawn, steps_of
 from normscope.swaps.heal.reports import CALIBRATED, START, TRAINED
 from normscope.swaps.heal.trained_parameters import TrainedParameters
 from normscope.swaps.heal.training import CHECKS, Checked, Course, copied, restore

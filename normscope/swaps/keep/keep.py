@@ -12,13 +12,13 @@ from torch import nn
 from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task, unpacked
+from normscope.inputs.pool import Pool
 from normscope.pairs.ranks import ALONE
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, silent
 from normscope.swaps.drift.distances import Configuration
 from normscope.swaps.drift.paired_passes import PairedPasses
 from normscope.swaps.drift.reports import OUTPUT, Drift, Quality, Quantiles
-from normscope.swaps.heal.lessons import Pool
 from normscope.swaps.keep.reports import KeepReport, KeepStep
 from normscope.swaps.quality.judge import Judge, QualityFunction
 from normscope.swaps.replace import Swap

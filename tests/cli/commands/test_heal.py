@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import normscope
 from normscope.cli import app
-from normscope.swaps.heal.lessons import output_errors
+from normscope.swaps.drift.output_errors import output_errors
 from normscope.swaps.heal.training import Course
 
 QUICK = ("demo_vit", "--steps", "16", "--device", "cpu", "--sites", "blocks.0.*,norm", "--limit", "160")

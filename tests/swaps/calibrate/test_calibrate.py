@@ -12,7 +12,7 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Outputs
 from normscope.inputs.splits import divided
 from normscope.swaps.calibrate.calibrate import calibrate
-from normscope.swaps.heal.lessons import output_errors
+from normscope.swaps.drift.output_errors import output_errors
 
 
 def batches(number, x_of, size=8):

@@ -13,12 +13,14 @@ from torch import nn
 
 import normscope
 from normscope.errors import DataError, ModelError, UsageError
-from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.batch import Batch, Sample, joined
 from normscope.inputs.loaded_model import Outputs
+from normscope.inputs.pool import Pool
 from normscope.runtime.sealed_files import read_checked, write_checked
 from normscope.swaps.calibrate.functions import least_squares
+from normscope.swaps.drift.output_errors import output_errors
 from normscope.swaps.heal import lessons, stages, training
-from normscope.swaps.heal.lessons import Lessons, Pool, by_length, drawn, joined, output_errors, pooled_loss, steps_of
+from normscope.swaps.heal.lessons import Lessons, by_length, drawn, pooled_loss, steps_of
 from normscope.swaps.pointwise import RMSNorm
 
 SITES = ["blocks.0.1", "blocks.1.1"]
@@ -139,17 +141,6 @@ def test_the_network_is_left_with_the_stage_that_did_best_on_inputs_held_out(net
     of_stages = dict(zip(("start", "calibrated", "trained"), states[1:], strict=True))
     assert same(state(swapped), of_stages[left])
     assert not same(of_stages["start"], of_stages["calibrated"])
-
-
-def test_what_decides_and_what_reports_is_learned_from_by_nothing():
-    pool = Pool.of(LEARN)
-    learned, judged = ({s.source for batch in part for s in batch.samples} for part in (pool.learned, pool.judged))
-    assert not learned & judged
-    assert len(learned) + len(judged) == 256
-    many = Pool.of(batches(100, 3))  # 800 sources: 200 of them are more than it takes
-    judged = [s for batch in many.judged for s in batch.samples]
-    assert len(judged) == 50
-    assert sum(len(batch.samples) for batch in many.learned) == 750
 
 
 def test_a_step_takes_the_next_batch_of_an_order_that_hangs_on_the_seed_alone():
