@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from calibration import HELD_OUT, TEXTS, inputs_of
+from calibration import HELD_OUT, inputs_of
 from common import Measurement, finish, in_own_process, names, options
 
 import normscope
@@ -19,6 +19,7 @@ MODELS = "demo_vit,demo_wav2vec2,demo_dit,minilm"
 CURVES = "dyt"
 MINUTES = {"demo_wav2vec2": 10.0, "minilm": 6.0}
 OTHERS_MINUTES = 4.0
+TEXTS = 1200
 ABOUT = """
 All norms of a network were swapped, with start values fitted to its own inputs to learn from, weighted by γ², and the
 swapped network was healed by normscope.heal on the same inputs: calibrated, then trained, in as many steps as fit into
@@ -57,7 +58,7 @@ def measured(
 ) -> list[Measurement]:
     """Heal one network after each swap, once for each seed."""
     torch.set_num_threads(1)
-    network, learned, held_out = inputs_of(model, limit)
+    network, learned, held_out = inputs_of(model, limit, TEXTS)
     seen = normscope.capture(network.module, learned, by_gamma=True)
     samples: dict[tuple[str, str, str], list[float]] = {}
     for curve in curves:

@@ -38,6 +38,7 @@ TITLES = {
     "accuracy": "How accurate the kernels' functions are",
     "calibration": "How much of that goes without training",
     "healing": "How much of that is healed",
+    "conversion": "A pretrained network converted from start to end",
     "figure": "What a figure costs",
     "commands": "How long commands take",
     "scale": "What a whole data set costs",

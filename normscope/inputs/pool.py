@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +39,17 @@ def kept_in_memory(inputs: Iterable[Any]) -> tuple[list[Batch], int]:
     return kept, left_out
 
 
+def evenly(batches: Sequence[Batch], most: int) -> Sequence[Batch]:
+    """Take every second, third … of some batches, so that they hold about so many samples at most.
+
+    >>> from normscope.inputs.batch import Sample
+    >>> ones = [Batch((), samples=(Sample("a", 0, number),)) for number in range(7)]
+    >>> [batch.samples[0].index for batch in evenly(ones, 3)]
+    [0, 3, 6]
+    """
+    return batches[:: math.ceil(sum(len(batch.samples) for batch in batches) / most)]
+
+
 @dataclass(frozen=True)
 class Pool:
     """Inputs to learn from, and, apart from them, inputs that decide what is kept.
@@ -68,6 +80,14 @@ class Pool:
             rest += more
         return cls([*learned, *rest], list(judged), left_out)
 
+    def by_length(self) -> Pool:
+        """Divide padded batches, so that each pass takes samples of about one length (:func:`by_length`)."""
+        learned, judged = (
+            [part for batch in batches for part in by_length(batch, len(batch.samples))]
+            for batches in (self.learned, self.judged)
+        )
+        return Pool(learned, judged, self.left_out)
+
     @property
     def digest(self) -> str:
         """Hash of the inputs, by which a checkpoint recognizes them."""
@@ -79,6 +99,56 @@ class Pool:
             for tensor in tensors_of(batch):
                 content.update(tensor_bytes(tensor))
         return content.hexdigest()
+
+
+_MUCH_LONGER, _LONGER = 1.3, 16  # than the shortest sample of a pass, by which factor and so many positions besides
+
+
+def by_length(batch: Batch, most: int) -> list[Batch]:
+    """Divide a padded batch into several, of samples of about one length, and cut off what is padding in all of each.
+
+    Only where it is certain what is padding: where every tensor with several axes has the positions of ``valid``, as a
+    tokenizer gives them. Other batches stay as they are.
+
+    Args:
+        batch: any.
+        most: samples of each part.
+
+    >>> from normscope.inputs.batch import Sample
+    >>> valid = torch.arange(90) < torch.tensor([20, 90, 25, 30])[:, None]
+    >>> texts = Batch((torch.ones(4, 90),), samples=tuple(Sample("a", 0, n) for n in range(4)), valid=valid)
+    >>> [(batch.args[0].shape, [sample.index for sample in batch.samples]) for batch in by_length(texts, 8)]
+    [(torch.Size([3, 30]), [0, 2, 3]), (torch.Size([1, 90]), [1])]
+    """
+    valid = batch.valid
+    if valid is None or batch.valid_within or batch.forward is not None:
+        return [batch]
+    given = [tensor for tensor in tensors_of([batch.args, batch.kwargs]) if tensor.ndim > 1]
+    nested = any(isinstance(value, (Mapping, tuple, list)) for value in (*batch.args, *batch.kwargs.values()))
+    if nested or not given or any(tensor.shape != valid.shape for tensor in given):
+        return [batch]
+    lengths = valid.sum(1)
+    parts: list[list[int]] = []
+    for index in lengths.argsort(stable=True).tolist():
+        last = parts[-1] if parts else []
+        if last and len(last) < most and lengths[index] <= _MUCH_LONGER * lengths[last[0]] + _LONGER:
+            last.append(index)
+        else:
+            parts.append([index])
+    return [_cut(batch.take(part)) for part in parts]
+
+
+def _cut(batch: Batch) -> Batch:
+    """Leave out the positions that are padding in all samples."""
+    if batch.valid is None:
+        return batch
+    data, shape = batch.valid.any(0).nonzero().flatten(), batch.valid.shape
+
+    def cut(value: Any) -> Any:
+        return value[:, data.to(value.device)] if isinstance(value, Tensor) and value.shape == shape else value
+
+    kwargs = {name: cut(value) for name, value in batch.kwargs.items()}
+    return replace(batch, args=tuple(map(cut, batch.args)), kwargs=kwargs, valid=cut(batch.valid))
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:

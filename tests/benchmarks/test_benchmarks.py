@@ -178,6 +178,20 @@ def test_docstrings_are_a_line_each_and_always_the_same(monkeypatch):
     assert all(60 <= len(text) <= 800 and "\n" not in text for text in texts)
 
 
+def test_a_conversion_learns_from_files_by_module_and_judges_by_whole_docstrings(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(FOLDER)
+    conversion = importlib.import_module("conversion")
+    conversion.written_texts(tmp_path / "texts", 50)
+    lines = {path.stem: path.read_text().splitlines() for path in (tmp_path / "texts").iterdir()}
+    assert len({line for own in lines.values() for line in own}) == sum(map(len, lines.values())) == 50
+    assert set(lines["ast"]) <= set(importlib.import_module("calibration").docstrings(["ast"]))
+    said = (
+        "Return the larger of two numbers, or the first. Both are compared as they are, without a conversion to float."
+    )
+    assert conversion.first_and_rest(said) == tuple(said.split(". ", 1)[n] + ("." if n == 0 else "") for n in (0, 1))
+    assert conversion.first_and_rest(said.partition(".")[0]) is None
+
+
 def test_swaps(measured):
     samples = measured("swaps", "--models", "demo_vit", "--limit", "2")
     for func in ("dyt", "dyisru", "derf"):

@@ -1,12 +1,16 @@
 """Inputs to learn from in memory, and apart from them those that decide."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from normscope.errors import DataError
 from normscope.inputs import pool
 from normscope.inputs.batch import Batch, Sample
-from normscope.inputs.pool import Pool, kept_in_memory
+from normscope.inputs.pool import Pool, by_length, kept_in_memory
 
 
 def batches(number, size=8):
@@ -50,3 +54,50 @@ def test_the_digest_is_of_the_values_and_of_what_decides():
 def test_nothing_to_learn_from_is_refused():
     with pytest.raises(DataError, match="no batch to learn from"):
         Pool.of([])
+
+
+def texts(lengths, **own):
+    """Padded to the left and to the right in turn."""
+    longest = max(lengths)
+    begins = torch.tensor([(longest - length) * (number % 2) for number, length in enumerate(lengths)])[:, None]
+    place = torch.arange(longest)
+    valid = (place >= begins) & (place < begins + torch.tensor(lengths)[:, None])
+    ids = torch.randn(len(lengths), longest)
+    samples = tuple(Sample(f"{n}", n, n) for n in range(len(lengths)))
+    return Batch((ids,), {"attention_mask": valid.long(), **own}, samples, valid=valid)
+
+
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=9))
+def test_padded_texts_are_divided_by_length_and_none_of_them_is_lost(lengths):
+    batch = texts(lengths)
+    parts = by_length(batch, 3)
+    assert max(len(part.samples) for part in parts) <= 3
+    found = {}
+    for part in parts:
+        assert part.valid.any(0).all() and part.args[0].shape == part.valid.shape
+        assert torch.equal(part.kwargs["attention_mask"], part.valid.long())
+        found |= {
+            s.index: x[valid].tolist() for s, x, valid in zip(part.samples, part.args[0], part.valid, strict=True)
+        }
+    assert found == {n: x[valid].tolist() for n, (x, valid) in enumerate(zip(batch.args[0], batch.valid, strict=True))}
+    assert sum(part.valid.numel() for part in parts) <= batch.valid.numel()
+
+
+@pytest.mark.parametrize("other", [{"pixels": torch.zeros(4, 3, 2)}, {"more": [torch.zeros(4, 5)]}])
+def test_what_may_count_other_positions_is_not_divided(other):
+    batch = texts([1, 5, 2, 3], **other)
+    assert by_length(batch, 8) == [batch]
+    full = replace(texts([4, 4]), valid=None)
+    assert by_length(full, 8) == [full]
+
+
+def test_a_pool_by_length_has_the_same_samples_on_the_same_side():
+    given_batches = []
+    for first in range(0, 32, 4):
+        samples = tuple(Sample(f"{n}", n, n) for n in range(first, first + 4))
+        given_batches.append(replace(texts([5, 90, 7, 60]), samples=samples))
+    whole = Pool.of(given_batches)
+    divided = whole.by_length()
+    assert len(divided.learned) == 2 * len(whole.learned)
+    for parts, batches_of_all in ((divided.learned, whole.learned), (divided.judged, whole.judged)):
+        assert sorted(sources(parts), key=int) == sorted(sources(batches_of_all), key=int)

@@ -118,7 +118,7 @@ def calibrate(
         raise UsageError("Nothing was swapped: calibrate takes the original and a copy of it with norms replaced.")
     for one in functions.values():
         one.give_each_channel_its_own()
-    pool = Pool.of(learn)
+    pool = Pool.of(learn).by_length()
     first = pool.learned[0]
     sites = find_norms(teacher, first.first_sample()).sites
     near = neighbours_of(teacher, sites, list(functions), first)

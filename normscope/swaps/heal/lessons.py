@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.linalg import vector_norm
 
 from normscope.inputs.batch import Batch, joined, tensors_of
 from normscope.inputs.loaded_model import Outputs
+from normscope.inputs.pool import by_length
 from normscope.runtime.network import KeptBuffers, run
 
 
@@ -149,12 +150,12 @@ def _given(network: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, list[
 
 
 def steps_of(batches: Sequence[Batch], at_once: int, apart: int) -> list[list[Batch]]:
-    """Divide batches among steps, in order.
+    """Divide batches among steps, in order; padded ones by length.
 
     Args:
         batches: all of them.
         at_once: samples of a step, at least, where they can be joined and run in one pass.
-        apart: the same where they cannot, as each pass takes its time.
+        apart: the same where they cannot, as each pass takes its time, and where they are padded.
 
     >>> from normscope.inputs.batch import Sample
     >>> ones = [Batch((torch.zeros(1, size),), samples=(Sample("a", 0, 0),)) for size in (3, 3, 3, 4, 3)]
@@ -162,56 +163,17 @@ def steps_of(batches: Sequence[Batch], at_once: int, apart: int) -> list[list[Ba
     [[torch.Size([3, 3])], [torch.Size([1, 4]), torch.Size([1, 3])]]
     """
     steps: list[list[Batch]] = []
-    for batch in batches:
+    for batch in (part for whole in batches for part in by_length(whole, apart)):
         last = steps[-1] if steps else []
         samples = sum(len(one.samples) for one in last)
-        both = joined([*last, batch]) if len(last) == 1 and samples < at_once else []
+        both = joined([*last, batch]) if len(last) == 1 and samples < at_once and batch.valid is None else []
         if len(both) == 1:
             steps[-1] = both
         elif last and samples < apart:
             last.append(batch)
         else:
             steps.append([batch])
-    return [[part for batch in step for part in by_length(batch)] for step in steps]
-
-
-_OF_A_LENGTH = 3  # samples that are padded to the longest of them
-
-
-def by_length(batch: Batch) -> list[Batch]:
-    """Divide a padded batch into several, of samples of about one length, and cut off what is padding in all of each.
-
-    Only where it is certain what is padding: where every tensor with several axes has the positions of ``valid``, as a
-    tokenizer gives them. Other batches stay as they are.
-
-    >>> from normscope.inputs.batch import Sample
-    >>> valid = torch.arange(8) < torch.tensor([2, 8, 2, 3])[:, None]
-    >>> texts = Batch((torch.ones(4, 8),), samples=tuple(Sample("a", 0, n) for n in range(4)), valid=valid)
-    >>> [(batch.args[0].shape, [sample.index for sample in batch.samples]) for batch in by_length(texts)]
-    [(torch.Size([3, 3]), [0, 2, 3]), (torch.Size([1, 8]), [1])]
-    """
-    valid = batch.valid
-    if valid is None or batch.valid_within or batch.forward is not None or bool(valid.all()):
-        return [batch]
-    given = [tensor for tensor in tensors_of([batch.args, batch.kwargs]) if tensor.ndim > 1]
-    nested = any(isinstance(value, (Mapping, tuple, list)) for value in (*batch.args, *batch.kwargs.values()))
-    if nested or not given or any(tensor.shape != valid.shape for tensor in given):
-        return [batch]
-    order = valid.sum(1).argsort(stable=True).tolist()
-    return [_cut(batch.take(order[first : first + _OF_A_LENGTH])) for first in range(0, len(order), _OF_A_LENGTH)]
-
-
-def _cut(batch: Batch) -> Batch:
-    """Leave out the positions that are padding in all samples."""
-    if batch.valid is None:
-        return batch
-    data, shape = batch.valid.any(0).nonzero().flatten(), batch.valid.shape
-
-    def cut(value: Any) -> Any:
-        return value[:, data.to(value.device)] if isinstance(value, Tensor) and value.shape == shape else value
-
-    kwargs = {name: cut(value) for name, value in batch.kwargs.items()}
-    return replace(batch, args=tuple(map(cut, batch.args)), kwargs=kwargs, valid=cut(batch.valid))
+    return steps
 
 
 def drawn(seed: int, step: int, *, number: int) -> int:

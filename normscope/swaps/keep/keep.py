@@ -12,7 +12,7 @@ from torch import nn
 from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task, unpacked
-from normscope.inputs.pool import Pool
+from normscope.inputs.pool import Pool, evenly
 from normscope.pairs.ranks import ALONE
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, silent
@@ -90,7 +90,8 @@ def keep(
     _check(sites, number, max_drift)
     loaded, batches = model, _chosen_on(model, batches)
     network, batches, about, outputs = unpacked(model, batches, about, outputs)
-    few = _spread(Pool.of(batches))
+    pool = Pool.of(batches)
+    few = evenly([*pool.learned, *pool.judged], MOST_SAMPLES)
     search = _Search(uncompiled(network), few, replacements or {}, outputs, progress)
     if number is not None:
         chosen, tried = number, {} if after is None else {number: after(search.swapped(number))}
@@ -130,13 +131,6 @@ def _chosen_on(model: nn.Module | LoadedModel, batches: Iterable[Any] | None) ->
     if batches is None and isinstance(model, LoadedModel):
         return model.inputs if model.calibration is None else model.calibration
     return batches
-
-
-def _spread(pool: Pool) -> list[Batch]:
-    """Take batches evenly from all that there are, as many as hold the samples that a choice is made on."""
-    every = [*pool.learned, *pool.judged]
-    stride = math.ceil(sum(len(batch.samples) for batch in every) / MOST_SAMPLES)
-    return every[::stride]
 
 
 class _Search:

@@ -2,11 +2,10 @@
 
 import copy
 import time
+from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
@@ -20,7 +19,7 @@ from normscope.runtime.sealed_files import read_checked, write_checked
 from normscope.swaps.calibrate.functions import least_squares
 from normscope.swaps.drift.output_errors import output_errors
 from normscope.swaps.heal import lessons, stages, training
-from normscope.swaps.heal.lessons import Lessons, by_length, drawn, pooled_loss, steps_of
+from normscope.swaps.heal.lessons import Lessons, drawn, pooled_loss, steps_of
 from normscope.swaps.pointwise import RMSNorm
 
 SITES = ["blocks.0.1", "blocks.1.1"]
@@ -143,6 +142,17 @@ def test_the_network_is_left_with_the_stage_that_did_best_on_inputs_held_out(net
     assert not same(of_stages["start"], of_stages["calibrated"])
 
 
+def test_calibration_learns_from_some_of_the_inputs_evenly_where_there_are_many(networks, monkeypatch):
+    taken, calibrate = [], stages.calibrate
+    monkeypatch.setattr(
+        stages, "calibrate", lambda *args, **kwargs: taken.append(args[2]) or calibrate(*args, **kwargs)
+    )
+    many = batches(100, 1)
+    normscope.heal(*networks, many, HELD_OUT, steps=1)
+    assert [id(batch) for batch in taken[0]] == [id(batch) for batch in many[::3]]
+    assert sum(len(batch.samples) for batch in taken[0]) <= 320
+
+
 def test_a_step_takes_the_next_batch_of_an_order_that_hangs_on_the_seed_alone():
     orders = [[drawn(seed, step, number=9) for step in range(18)] for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
@@ -161,43 +171,24 @@ def test_a_step_takes_samples_enough_in_as_few_passes_as_can_be():
 
 
 def test_what_cannot_be_joined_makes_smaller_steps():
-    one = [texts([length] * 5) for length in (3, 4, 3, 4, 4, 4)]
+    one = [replace(texts([length] * 5), valid=None) for length in (3, 4, 3, 4, 4, 4)]
     steps = steps_of(one, 64, 12)
     assert [[batch.args[0].shape for batch in step] for step in steps] == [[(5, 3), (5, 4), (5, 3)], [(15, 4)]]
 
 
-def texts(lengths, **own):
-    """Padded to the left and to the right in turn."""
-    longest = max(lengths)
-    begins = torch.tensor([(longest - length) * (number % 2) for number, length in enumerate(lengths)])[:, None]
-    place = torch.arange(longest)
-    valid = (place >= begins) & (place < begins + torch.tensor(lengths)[:, None])
-    ids = torch.randn(len(lengths), longest)
-    samples = tuple(Sample(f"{n}", n, n) for n in range(len(lengths)))
-    return Batch((ids,), {"attention_mask": valid.long(), **own}, samples, valid=valid)
+def test_padded_texts_make_smaller_steps_however_many_are_in_a_batch():
+    steps = steps_of([texts([3] * 20), texts([4] * 4), texts([3, 100] * 6)], 64, 8)
+    assert [[batch.args[0].shape for batch in step] for step in steps] == [
+        [(8, 3)],
+        [(8, 3)],
+        [(4, 3), (4, 4)],
+        [(6, 3), (6, 100)],
+    ]
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=9))
-def test_padded_texts_are_divided_by_length_and_none_of_them_is_lost(lengths):
-    batch = texts(lengths)
-    parts = by_length(batch)
-    found = {}
-    for part in parts:
-        assert part.valid.any(0).all() and part.args[0].shape == part.valid.shape
-        assert torch.equal(part.kwargs["attention_mask"], part.valid.long())
-        found |= {
-            s.index: x[valid].tolist() for s, x, valid in zip(part.samples, part.args[0], part.valid, strict=True)
-        }
-    assert found == {n: x[valid].tolist() for n, (x, valid) in enumerate(zip(batch.args[0], batch.valid, strict=True))}
-    assert sum(part.valid.numel() for part in parts) <= batch.valid.numel()
-
-
-@pytest.mark.parametrize("other", [{"pixels": torch.zeros(4, 3, 2)}, {"more": [torch.zeros(4, 5)]}])
-def test_what_may_count_other_positions_is_not_divided(other):
-    batch = texts([1, 5, 2, 3], **other)
-    assert by_length(batch) == [batch]
-    full = texts([4, 4])
-    assert by_length(full) == [full]
+def texts(lengths):
+    valid = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return Batch((valid.float(),), samples=tuple(Sample(f"{n}", n, n) for n in range(len(lengths))), valid=valid)
 
 
 def test_least_squares_at_a_site_is_numpys(networks):

@@ -1,0 +1,187 @@
+"""One pretrained network converted by the command line, step by step: ``python benchmarks/conversion.py``."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from calibration import JUDGED, LEARNED, docstrings
+from common import Measurement, finish, in_own_process, options
+from torch import Tensor
+
+import normscope
+from normscope.swaps.drift.output_errors import output_errors
+
+MODEL = "minilm"
+TEXTS = 1200
+WITHOUT_TRAINING = "--limit 440 --shuffle"  # of all texts; three fourths are learned from
+GALLERY = Path(__file__).parents[1] / "outputs" / "gallery"
+ABOUT = """
+All 13 LayerNorms of all-MiniLM-L6-v2, a pretrained network, converted by normscope's own commands, each a process on
+one thread; CPU seconds are of the whole of it, its imports, and the choice of norms to keep included. Its --data are
+{texts} docstrings of Python's standard library, a file a module: what the commands learn from, choose by and hold out;
+without training, 440 of them.
+Drift is judged here, on {judged} docstrings of other modules, which no command saw: relative L2 of the last hidden
+state against the original's (median, smallest and largest). Own text found: of those docstrings that have
+several sentences, {pairs}, how often the embedding of the first sentence is nearer to that of its own rest than to
+any other's (cosine of means over tokens), with the standard error of a share.
+"""
+_SENTENCES = re.compile(r"(?<=[.!?]) ")
+_LEAST_OF_FIRST, _LEAST_OF_REST = 30, 60  # characters, below which a docstring says too little to be told apart
+
+
+@dataclass(frozen=True)
+class Step:
+    """One folder that a command writes.
+
+    Attributes:
+        way: what it is called in the table.
+        command: what follows ``normscope``, but for data and folder.
+        figure: the end of the name of what it draws; empty for none.
+    """
+
+    way: str
+    command: str
+    figure: str = ""
+
+
+def steps_of(minutes: Iterable[float]) -> list[Step]:
+    """List the steps of the conversion, with a healing of each length."""
+    return [
+        Step("RMSNorm", f"swap {MODEL} --func rmsnorm {WITHOUT_TRAINING}"),
+        Step("DyT, fitted", f"swap {MODEL} --func dyt {WITHOUT_TRAINING}"),
+        Step("DyT, calibrated", f"swap {MODEL} --func dyt --init calibrated {WITHOUT_TRAINING}"),
+        Step(
+            "DyT, calibrated, two norms kept",
+            f"swap {MODEL} --func dyt --init calibrated --keep 2 {WITHOUT_TRAINING}",
+            "keep",
+        ),
+        *(
+            Step(f"DyT, healed in {length:g} minutes", f"heal {MODEL} --func dyt --minutes {length:g}", "healing")
+            for length in minutes
+        ),
+    ]
+
+
+def main() -> None:
+    parser = options(__doc__, repeats=1)
+    parser.add_argument("--texts", type=int, default=TEXTS, help="docstrings that the commands get (%(default)s)")
+    parser.add_argument("--minutes", type=float, nargs="*", default=[6.0, 30.0], help="of the healings (6 30)")
+    parser.add_argument("--gallery", type=Path, help=f"folder that the figures go to, {GALLERY.name}'s for example")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        written_texts(work / "texts", args.texts)
+        seconds = {step.way: converted(step, work) for step in steps_of(args.minutes)}
+        if args.gallery:
+            run(f"swap-bench {MODEL} --func dyt,rmsnorm --quick -o site-by-site {WITHOUT_TRAINING}", work)
+            drawn(work, args.gallery)
+        judged, pairs, measurements = in_own_process(measured, work, steps_of(args.minutes), seconds, threads=1)
+    about = ABOUT.format(texts=args.texts, judged=judged, pairs=pairs)
+    finish("conversion", about, measurements, args, threads=[1], libraries=["transformers"])
+
+
+def written_texts(folder: Path, number: int) -> None:
+    """Write docstrings, a file a module: sources of their own, of which some can be held out."""
+    folder.mkdir()
+    left = set(docstrings(LEARNED.split())[:number])
+    for module in LEARNED.split():
+        lines = [text for text in docstrings([module]) if text in left]
+        left -= set(lines)
+        if lines:
+            (folder / f"{module}.txt").write_text("\n".join(sorted(lines, key=len)) + "\n", encoding="utf-8")
+
+
+def converted(step: Step, work: Path) -> float:
+    """Run the command of one step, and return its CPU seconds."""
+    print(f"{step.way} …", flush=True)
+    return run(f"{step.command} -o {name_of(step)}", work)
+
+
+def name_of(step: Step) -> str:
+    """Name the folder of a step."""
+    return re.sub(r"\W+", "-", step.way.lower())
+
+
+def run(line: str, work: Path) -> float:
+    """Run one command on one thread, and return its CPU seconds."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "normscope", *line.split(), "--data", "texts", "--device", "cpu", "--quiet"]
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
+    subprocess.run(command, cwd=work, env=os.environ | threads, check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def drawn(work: Path, gallery: Path) -> None:
+    """Take the figures of the first healing, of the norms kept and of the sites into a folder."""
+    figures = {"drift": next((work / "site-by-site").glob("*drift*.png"))}
+    for step in reversed(steps_of([])):
+        if step.figure:
+            figures[step.figure] = work / f"{name_of(step)}-{step.figure}.png"
+    figures["healing"] = min(work.glob("*-healing.png"), key=lambda path: path.stat().st_mtime)
+    for name, path in figures.items():
+        shutil.copyfile(path, gallery / f"{MODEL}-{name}.png")
+
+
+def measured(work: Path, steps: list[Step], seconds: dict[str, float]) -> tuple[int, int, list[Measurement]]:
+    """Judge every folder by docstrings that none of the commands saw."""
+    torch.set_num_threads(1)
+    texts = docstrings(JUDGED.split())
+    halves = [halves for text in texts if (halves := first_and_rest(text))]
+    path = work / "judged.txt"
+    path.write_text("\n".join(sorted(texts, key=len)), encoding="utf-8")
+    inputs = list(normscope.load(MODEL, data=path, batch_size=16, device="cpu").inputs)
+    network = normscope.load(MODEL, device="cpu")
+    measurements = list(of_network("original", network, network, inputs, halves, work))
+    for step in steps:
+        swapped = normscope.load_swapped(work / name_of(step), device="cpu")
+        measurements.append(Measurement(MODEL, step.way, "CPU", "s", [seconds[step.way]]))
+        measurements += of_network(step.way, network, swapped, inputs, halves, work)
+    return len(texts), len(halves), measurements
+
+
+def of_network(
+    way: str, original: Any, network: Any, inputs: list[Any], halves: list[tuple[str, str]], work: Path
+) -> Iterator[Measurement]:
+    if network is not original:
+        errors = output_errors(original.module, network.module, inputs, original.outputs)
+        yield Measurement(MODEL, way, "relative L2", "at the output", errors.tolist())
+    first, rest = (embeddings(network, [pair[half] for pair in halves], work) for half in (0, 1))
+    right = (first @ rest.T).argmax(1) == torch.arange(len(halves))
+    share = float(right.double().mean())
+    error = 100 * (share * (1 - share) / len(halves)) ** 0.5
+    yield Measurement(MODEL, way, "own text found", "%", [100 * share], error=error)
+
+
+def first_and_rest(text: str) -> tuple[str, str] | None:
+    """Divide a docstring behind its first sentence; None where either part says too little."""
+    first, *rest = _SENTENCES.split(text, maxsplit=1)
+    return (first, rest[0]) if rest and len(first) >= _LEAST_OF_FIRST and len(rest[0]) >= _LEAST_OF_REST else None
+
+
+@torch.no_grad()
+def embeddings(network: Any, texts: list[str], work: Path) -> Tensor:
+    """Mean of each text's hidden states, of length 1: ``(texts, width)``."""
+    path = work / "embedded.txt"
+    path.write_text("\n".join(texts), encoding="utf-8")
+    found = []
+    for batch in normscope.load(MODEL, data=path, batch_size=16, device="cpu").inputs:
+        hidden = network.module(*batch.args, **batch.kwargs).last_hidden_state
+        kept = batch.valid[..., None]
+        found.append((hidden * kept).sum(1) / kept.sum(1))
+    return torch.nn.functional.normalize(torch.cat(found), dim=1)
+
+
+if __name__ == "__main__":
+    main()
