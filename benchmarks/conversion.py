@@ -84,7 +84,7 @@ def main() -> None:
         written_texts(work / "texts", args.texts)
         seconds = {step.way: converted(step, work) for step in steps_of(args.minutes)}
         if args.gallery:
-            run(f"swap-bench {MODEL} --func dyt,rmsnorm --quick -o site-by-site {WITHOUT_TRAINING}", work)
+            run(f"swap-bench {MODEL} --func dyt --quick -o site-by-site {WITHOUT_TRAINING}", work)
             drawn(work, args.gallery)
         judged, pairs, measurements = in_own_process(measured, work, steps_of(args.minutes), seconds, threads=1)
     about = ABOUT.format(texts=args.texts, judged=judged, pairs=pairs)
