@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from calibration import HELD_OUT, inputs_of
@@ -13,6 +15,7 @@ from common import Measurement, finish, in_own_process, names, options
 
 import normscope
 from normscope.swaps.drift.output_errors import output_errors
+from normscope.swaps.heal import lessons, trained_parameters
 from normscope.swaps.heal.stages import TRAINS
 
 MODELS = "demo_vit,demo_wav2vec2,demo_dit,minilm"
@@ -27,8 +30,26 @@ swapped network was healed by normscope.heal on the same inputs: calibrated, the
 the way, at a few checks: by the CPU seconds until there, calibration and the original's own passes included, measuring
 left out. Closed: the share of the start's drift that is gone. minilm is all-MiniLM-L6-v2, a pretrained network, on
 {texts} docstrings of Python's standard library, judged by {held_out} of other modules. Each repeat draws its batches by
-another seed. Everything ran on one thread.
+another seed. Everything ran on one thread. With --ablations also: weight and α trained as they are, not by slope and
+log α; the loss of the output alone, not of what the sites give.
 """
+
+
+def the_output_alone(own: Any, batch: Any, target: Any) -> torch.Tensor:
+    """The loss without what the sites give."""
+    output = own._outputs.read(lessons.run(own._swapped, batch), batch)
+    return lessons.pooled_loss(output, target.output, batch.valid)
+
+
+class _Nothing:
+    """A class that no module is of."""
+
+
+# Healings with one step done otherwise.
+ABLATIONS: dict[str, Callable[[], Any]] = {
+    "weight and α as they are": lambda: patch.object(trained_parameters, "PointwiseFunction", _Nothing),
+    "the output alone": lambda: patch.object(lessons.Lessons, "_loss", the_output_alone),
+}
 
 
 def main() -> None:
@@ -36,6 +57,7 @@ def main() -> None:
     parser.add_argument("--models", type=names, default=names(MODELS), help="(%(default)s)")
     parser.add_argument("--curves", type=names, default=names(CURVES), help="(%(default)s)")
     parser.add_argument("--trains", type=names, default=names("all"), help=f"of {', '.join(TRAINS)} (%(default)s)")
+    parser.add_argument("--ablations", action="store_true", help="heal also with one step done simply")
     parser.add_argument("--limit", type=int, help="inputs of each, to learn from and held out (all)")
     parser.add_argument("--steps", type=int, help="of a healing, in place of minutes")
     parser.add_argument("--minutes", type=float, help="of a healing (4; demo_wav2vec2 10, minilm 6)")
@@ -44,7 +66,9 @@ def main() -> None:
     for model in args.models:
         minutes = None if args.steps else args.minutes or MINUTES.get(model, OTHERS_MINUTES)
         length = {"steps": args.steps, "minutes": minutes}
-        given = (model, args.curves, args.trains, length, args.repeats, args.limit)
+        ways = {train: (train, "") for train in args.trains}
+        ways |= {f"{TRAINS[-1]}, {name}": (TRAINS[-1], name) for name in ABLATIONS if args.ablations}
+        given = (model, args.curves, ways, length, args.repeats, args.limit)
         measurements += in_own_process(measured, *given, threads=1)
     minutes = ", ".join(f"{model} {MINUTES.get(model, OTHERS_MINUTES):g} minutes" for model in args.models)
     if args.steps or args.minutes:
@@ -54,7 +78,12 @@ def main() -> None:
 
 
 def measured(
-    model: str, curves: Sequence[str], trains: Sequence[str], length: dict[str, Any], repeats: int, limit: int | None
+    model: str,
+    curves: Sequence[str],
+    ways: Mapping[str, tuple[str, str]],
+    length: dict[str, Any],
+    repeats: int,
+    limit: int | None,
 ) -> list[Measurement]:
     """Heal one network after each swap, once for each seed."""
     torch.set_num_threads(1)
@@ -62,12 +91,13 @@ def measured(
     seen = normscope.capture(network.module, learned, by_gamma=True)
     samples: dict[tuple[str, str, str], list[float]] = {}
     for curve in curves:
-        for train in trains:
+        for way, (train, ablation) in ways.items():
             for seed in range(repeats):
                 swapped = copy.deepcopy(network.module)
                 normscope.swap(swapped, curve, seen)
-                for quantity, unit, value in healed(network, swapped, learned, held_out, train, length, seed):
-                    samples.setdefault((f"{curve}, {train}", quantity, unit), []).append(value)
+                with ABLATIONS.get(ablation, contextlib.nullcontext)():
+                    for quantity, unit, value in healed(network, swapped, learned, held_out, train, length, seed):
+                        samples.setdefault((f"{curve}, {way}", quantity, unit), []).append(value)
     return [Measurement(model, way, quantity, unit, own) for (way, quantity, unit), own in samples.items()]
 
 

@@ -152,13 +152,16 @@ def test_only_peers_can_be_left_out(measured, capsys):
 
 
 def test_healing(measured):
-    samples = measured("healing", "--models", "demo_vit", "--steps", "12", "--limit", "64", "--trains", "all,norms")
-    for train in ("all", "norms"):
+    asked = ("--models", "demo_vit", "--steps", "12", "--limit", "64", "--trains", "all,norms", "--ablations")
+    samples = measured("healing", *asked)
+    for train in ("all", "norms", "all, weight and α as they are", "all, the output alone"):
         found = {name: own[0] for (_, way, name), own in samples.items() if way == f"dyt, {train}"}
         left = min(found[f"drift, {stage}"] for stage in ("start", "calibrated", "trained"))
         assert found["closed"] == pytest.approx(100 * (1 - left / found["drift, start"])) and found["closed"] > 0
         assert found["training"] == 12 and found["drift, check 6 of 12"] > 0
         assert 0 < found["CPU until check 3 of 12"] < found["CPU until check 9 of 12"] < found["CPU"]
+    ends = [samples["demo_vit", way, "drift, check 6 of 12"][0] for _, way, _ in samples if way.startswith("dyt, all")]
+    assert len(set(ends)) == 3  # each ablation does something
 
 
 def test_calibration(measured):
