@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,6 @@ def relative_errors(output: Tensor, wanted: Tensor, valid: Tensor | None = None)
     return errors
 
 
-@torch.no_grad()
 def output_errors(original: nn.Module, swapped: nn.Module, batches: Iterable[Batch], outputs: Outputs) -> Tensor:
     """Return the relative L2 at the output of every sample: float64 ``(samples,)`` on the CPU, ∞ where not finite.
 
@@ -48,13 +47,53 @@ def output_errors(original: nn.Module, swapped: nn.Module, batches: Iterable[Bat
     Raises:
         ModelError: if axis 0 of the output does not count the samples.
     """
-    errors: list[Tensor] = []
-    buffers = [KeptBuffers(network) for network in (original, swapped)]
-    for batch in batches:
-        wanted = outputs.read(run(original, batch), batch).clone()  # it may be a buffer
-        output_by_sample(wanted, batch, outputs.kind)  # which refuses what has no axis of samples
-        output = outputs.read(run(swapped, batch), batch).clone()
-        for kept in buffers:
-            kept.put_back()
-        errors.append(relative_errors(output, wanted, batch.valid).double().cpu())
-    return torch.cat([torch.zeros(0, dtype=torch.float64), *errors]).nan_to_num(nan=torch.inf)
+    errors = (OutputErrors(original, [batch], outputs).of(swapped) for batch in batches)
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *errors])
+
+
+MOST_OUTPUT_BYTES = 2**30  # of what the original gave, that is kept in memory
+
+
+class OutputErrors:
+    """What a network gives for some batches, computed once, and how far from that others are.
+
+    Args:
+        original: the network; called when it is first needed, and for outputs beyond a gibibyte again each time.
+        batches: in memory; each is taken as :func:`normscope.swaps.drift.output_errors.output_errors` takes it.
+        outputs: how to read what the networks return.
+    """
+
+    def __init__(self, original: nn.Module, batches: Sequence[Batch], outputs: Outputs) -> None:
+        self._original, self._batches, self._outputs = original, batches, outputs
+        self._kept: dict[int, Tensor] = {}
+        self._bytes_left = MOST_OUTPUT_BYTES
+
+    def of(self, swapped: nn.Module) -> Tensor:
+        """Return the relative L2 at the output of every sample: float64 ``(samples,)`` on the CPU, ∞ where not finite.
+
+        Raises:
+            ModelError: if axis 0 of the output does not count the samples.
+        """
+        errors = [torch.zeros(0, dtype=torch.float64)]
+        for number, batch in enumerate(self._batches):
+            wanted = self._wanted(number)
+            errors.append(relative_errors(self._given(swapped, batch), wanted, batch.valid).double().cpu())
+        return torch.cat(errors).nan_to_num(nan=torch.inf)
+
+    def _wanted(self, number: int) -> Tensor:
+        if number in self._kept:
+            return self._kept[number]
+        batch = self._batches[number]
+        wanted = self._given(self._original, batch)
+        output_by_sample(wanted, batch, self._outputs.kind)  # which refuses what has no axis of samples
+        if wanted.nbytes <= self._bytes_left:
+            self._bytes_left -= wanted.nbytes
+            self._kept[number] = wanted
+        return wanted
+
+    @torch.no_grad()
+    def _given(self, network: nn.Module, batch: Batch) -> Tensor:
+        buffers = KeptBuffers(network)
+        given = self._outputs.read(run(network, batch), batch).clone()  # it may be a buffer
+        buffers.put_back()
+        return given

@@ -19,13 +19,13 @@ from normscope.errors import DataError, UsageError, unknown
 from normscope.inputs.batch import Batch
 from normscope.inputs.entries import as_batches
 from normscope.inputs.loaded_model import Outputs
-from normscope.inputs.pool import Pool, evenly, tensor_bytes
+from normscope.inputs.pool import Pool, by_length, evenly, tensor_bytes
 from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.progress import Progress, silent
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, NORMS, calibrate
 from normscope.swaps.calibrate.neighbours import neighbours_of
 from normscope.swaps.calibrate.refitting import STAGE
-from normscope.swaps.drift.output_errors import output_errors
+from normscope.swaps.drift.output_errors import OutputErrors, output_errors
 from normscope.swaps.heal import training
 from normscope.swaps.heal.checkpoint import load_checkpoint, save_checkpoint
 from normscope.swaps.heal.lessons import Lessons, drawn, steps_of
@@ -105,6 +105,7 @@ class Stages:
         self._original, self._swapped, self._sites, self._outputs = original, swapped, sites, outputs
         self._batches, self._reported, self._options = batches, reported, options
         self.pool = Pool.of(batches)
+        self._judged = OutputErrors(original, self.pool.by_length().judged, outputs)
         functions = [module for module in swapped.modules() if isinstance(module, PointwiseFunction)]
         for function in functions:
             function.give_each_channel_its_own()
@@ -151,7 +152,7 @@ class Stages:
         return course
 
     def _begun(self) -> Course:
-        errors = output_errors(self._original, self._swapped, as_batches(self._reported), self._outputs)
+        errors = self._held_out_errors()
         if not len(errors):
             raise DataError("There is no held-out batch to report the drift of.")
         return Course(self._drift(), drifts={START: _quantiles(errors)}, n_held_out=len(errors))
@@ -258,13 +259,14 @@ class Stages:
 
     def _drift(self) -> float:
         """The median on the inputs that decide."""
-        return self._quantiles(self.pool.judged)["median"]
+        return _quantiles(self._judged.of(self._swapped))["median"]
 
     def _held_out(self) -> dict[str, float]:
-        return self._quantiles(as_batches(self._reported))
+        return _quantiles(self._held_out_errors())
 
-    def _quantiles(self, batches: Iterable[Batch]) -> dict[str, float]:
-        return _quantiles(output_errors(self._original, self._swapped, batches, self._outputs))
+    def _held_out_errors(self) -> Tensor:
+        batches = (part for batch in as_batches(self._reported) for part in by_length(batch, len(batch.samples)))
+        return output_errors(self._original, self._swapped, batches, self._outputs)
 
 
 def _gradients(lessons: Lessons, order: Callable[[int], int], step: int) -> float:
