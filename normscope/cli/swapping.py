@@ -211,7 +211,7 @@ class Learner:
     @classmethod
     def of(cls, network: LoadedModel, sites: str, seed: int, say: Output, ranks: Ranks) -> Learner:
         """Find the norms, and choose the sites; UsageError if there are none."""
-        from normscope.swaps.replace import chosen
+        from normscope.pairs.norms.sites import select_by_placement
 
         least = _LEAST.fullmatch(sites.strip())
         if sites.strip().startswith("least") and not least:
@@ -219,7 +219,7 @@ class Learner:
         sample = network.inputs.first_sample()
         report = normscope.find_norms(network, sample)
         say.skipped(report.skipped)
-        norms = chosen(report.sites, "all" if least else sites)
+        norms = select_by_placement(report.sites, "all" if least else sites)
         say.chosen(norms, sites, "--sites")
         if least and int(least[1]) > len(norms):
             raise UsageError(f"--sites {sites} asks for more norms than there are: {len(norms)}.")

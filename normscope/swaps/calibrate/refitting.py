@@ -109,11 +109,14 @@ class Refitting:
         self.results_of_original: list[Any] = []
 
     def run(self, way: Sequence[Station], progress: Progress) -> None:
-        """Go through all stations.
+        """Go through all stations at which there is something to do, and no further.
 
         Raises:
             ModelError: if the order in which the network calls its modules depends on its input.
         """
+        fitted = [one for one in way if not one.is_norm or one.path in self._functions]
+        used = {path for one in fitted for path in _used(one)}
+        way = [one for one in way if one.path in used]
         paths = [one.path for one in way]
         self._way = {one.path: one for one in way}
         self._ahead = iter(paths)
