@@ -162,6 +162,17 @@ class DriftCalibration(Record):
     restored: int
     left: Mapping[str, str]
 
+    @property
+    def in_words(self) -> str:
+        """Say it in a line.
+
+        >>> DriftCalibration("digits", "norms", 36, 12, 0, 0, {}).in_words
+        'by itself, functions alone, on 48 other samples than it is measured on (12 of them decided)'
+        """
+        alone = ", functions alone" if self.refit == "norms" else ""
+        samples = count(self.n_learned + self.n_judged, "other sample")
+        return f"by itself{alone}, on {samples} than it is measured on ({self.n_judged} of them decided)"
+
 
 @dataclass(frozen=True, repr=False)
 class DriftReport(Tabled, Record):
@@ -191,6 +202,15 @@ class DriftReport(Tabled, Record):
     def __repr__(self) -> str:
         how = " ".join(filter(None, ("DriftReport", self.func, self.init)))
         return f"{how}: {count(len(self.sites), 'site')} swapped, relative L2 {self.all.relative_l2.p50:.3g}"
+
+    @property
+    def start_in_words(self) -> str:
+        """The init; of a calibrated one also what it was learned from."""
+        done = self.calibration
+        if done is None:
+            return self.init
+        alone = " (functions alone)" if done.refit == "norms" else ""
+        return f"{self.init}{alone} on {count(done.n_learned + done.n_judged, 'other sample')}"
 
     @property
     def all(self) -> Drift:
