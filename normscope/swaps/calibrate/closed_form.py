@@ -72,7 +72,7 @@ class LayerSums:
                 self.count += h.shape[1]
                 self._add(features=h.sum(1), gram=_gram(h))
             products = torch.stack([torch.stack([(one * other).sum(0) for other in t]) for one in t])
-            of_groups = t.unflatten(-1, (len(h), -1)).movedim(-2, 1)
+            of_groups = t.reshape(*t.shape[:2], len(h), -1).movedim(2, 1)
             self._add(targets=t.sum(1), cross=h.mT @ of_groups, products=products)
 
     def _add(self, **of_block: Tensor) -> None:
@@ -134,14 +134,14 @@ class LayerSums:
 
     def turned(self, weight: Tensor) -> Tensor:
         """A weight ``(channels, features)`` as ``(groups, features, channels of a group)``."""
-        return weight.unflatten(0, (len(self.features), -1)).mT
+        return weight.reshape(len(self.features), -1, weight.shape[1]).mT
 
     def given(self, turned: Tensor) -> Tensor:
         """ΣHWᵀ: what a layer of such weights gives: ``(channels,)``."""
         return (self.features[:, None] @ turned).flatten()
 
     def _by_group(self, of_channels: Tensor) -> Tensor:
-        return of_channels.unflatten(-1, (len(self.features), -1))
+        return of_channels.reshape(*of_channels.shape[:-1], len(self.features), -1)
 
     def __add__(self, other: LayerSums) -> LayerSums:
         names = ("features", "gram", "targets", "cross", "products")

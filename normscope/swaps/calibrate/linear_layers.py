@@ -114,7 +114,7 @@ class LinearLayer:
         if not isinstance(module, _CONVOLUTIONS):
             return rows(self._samples_first(x), valid)
         unfolded = rows(self._unfolded(module, x), valid)
-        return unfolded if module.groups == 1 else unfolded.unflatten(1, (module.groups, -1))
+        return unfolded if module.groups == 1 else unfolded.reshape(len(unfolded), module.groups, -1)
 
     def inputs_in_pieces(self, x: Tensor, valid: Tensor | None = None) -> Iterator[Tensor]:
         """Yield the same in pieces of whole samples, of a convolution that takes each number many times."""
