@@ -90,7 +90,7 @@ def keep(
     _check(sites, number, max_drift)
     loaded, batches = model, _chosen_on(model, batches)
     network, batches, about, outputs = unpacked(model, batches, about, outputs)
-    few = _spread(Pool.of(batches))
+    few = spread(Pool.of(batches))
     search = _Search(uncompiled(network), few, replacements or {}, outputs, progress)
     if number is not None:
         chosen, tried = number, {} if after is None else {number: after(search.swapped(number))}
@@ -132,11 +132,21 @@ def _chosen_on(model: nn.Module | LoadedModel, batches: Iterable[Any] | None) ->
     return batches
 
 
-def _spread(pool: Pool) -> list[Batch]:
-    """Take batches evenly from all that there are, as many as hold the samples that a choice is made on."""
-    every = [*pool.learned, *pool.judged]
+def spread(pool: Pool) -> list[Batch]:
+    """Take the samples that a choice is made on evenly from all that there are: of batches that cannot be divided, all.
+
+    Texts may be sorted by length: a few whole batches would be of a few lengths.
+    """
+    every, taken, first = [*pool.learned, *pool.judged], list[Batch](), 0
     stride = math.ceil(sum(len(batch.samples) for batch in every) / MOST_SAMPLES)
-    return every[::stride]
+    for number, batch in enumerate(every):
+        wanted = range(-first % stride, len(batch.samples), stride)
+        first += len(batch.samples)
+        if not batch.divisible:
+            taken += [batch] if number % stride == 0 else []
+        elif wanted:
+            taken.append(batch if stride == 1 else batch.take(list(wanted)))
+    return taken
 
 
 class _Search:

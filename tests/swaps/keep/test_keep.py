@@ -12,7 +12,9 @@ from torch import nn
 import normscope
 from normscope import PointwiseFunction, drift, keep, load_swapped, plot_keep, replacements, save_swapped
 from normscope.errors import UsageError
-from normscope.swaps.keep.keep import MOST_SAMPLES, passes_of
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.pool import Pool
+from normscope.swaps.keep.keep import MOST_SAMPLES, passes_of, spread
 from normscope.swaps.store.record import read_record
 
 
@@ -166,6 +168,30 @@ def test_it_chooses_on_few_inputs_from_all_over(chain):
 
     report = keep(model, list(batches()), modules_of(model), number=1)
     assert MOST_SAMPLES / 2 < report.n_chosen_on <= MOST_SAMPLES
+
+
+@pytest.mark.parametrize(("size", "number"), [(16, 20), (4, 100), (48, 1), (100, 3)])
+def test_the_few_come_from_every_length(size, number):
+    """Files of texts are sorted by length, so that whole batches would be of a few lengths."""
+    sorted_by_length = [
+        Batch((torch.full((size, 3), float(n)),), samples=tuple(Sample(f"{n} {i}", n, i) for i in range(size)))
+        for n in range(number)
+    ]
+    pool = Pool.of(sorted_by_length)
+    few = spread(pool)
+    total = sum(len(batch.samples) for batch in (*pool.learned, *pool.judged))
+    taken = sum(len(batch.samples) for batch in few)
+    assert min(MOST_SAMPLES / 2, total) < taken <= MOST_SAMPLES or taken == total
+    lengths = {float(value) for batch in few for value in batch.args[0][:, 0]}
+    assert len(lengths) >= min(number, MOST_SAMPLES / 2)
+    for batch in few:
+        assert [float(value) for value in batch.args[0][:, 0]] == [float(s.source.split()[0]) for s in batch.samples]
+
+
+def test_what_cannot_be_divided_is_taken_whole():
+    whole = [Batch((object(),), samples=tuple(Sample(f"{n} {i}", n, i) for i in range(4))) for n in range(60)]
+    few = spread(Pool(whole, [], 0))
+    assert all(any(one is batch for batch in whole) for one in few) and len(few) == 12
 
 
 def test_the_number_of_passes_is_known_before(chain):
