@@ -137,6 +137,8 @@ def to_learn_from(
             "init='calibrated' learns from other inputs than the drift is measured on: pass learn=, batches as "
             "normscope.capture takes them."
         )
+    if learn is batches:
+        raise UsageError("The drift is measured on other inputs than calibration learns from; both are the same here.")
     return learn, batches
 
 

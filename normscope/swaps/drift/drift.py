@@ -130,6 +130,11 @@ def drift(
     if cumulative and not one_at_a_time:
         raise UsageError("The cumulative order follows from each site alone: leave one_at_a_time on, or both off.")
     sites = list(replacements)
+    if init == CALIBRATED and one_at_a_time and taken_once(batches):
+        raise DataError(
+            "The batches can be iterated only once, and every calibrated row is measured on all of them; pass a list "
+            "of batches, or one_at_a_time=False and cumulative=False."
+        )
     if cumulative and len(sites) > 2 and taken_once(batches):
         raise DataError(
             "The batches can be iterated only once, and the cumulative order is known after the first time; pass a "

@@ -210,6 +210,12 @@ def test_mistakes_are_sentences(measured):
         normscope.drift(model, JUDGE, modules, init="calibrated", learn=[])
     with pytest.raises(UsageError, match="other inputs than the drift is measured on"):
         normscope.drift(model, JUDGE, modules, init="calibrated")
+    with pytest.raises(UsageError, match="both are the same here"):
+        normscope.drift(model, LEARN, modules, init="calibrated", learn=LEARN)
+    with pytest.raises(DataError, match="every calibrated row is measured on all of them; pass a list"):
+        normscope.drift(model, iter(JUDGE), modules, init="calibrated", learn=LEARN)
+    one = {"one_at_a_time": False, "cumulative": False}
+    assert normscope.drift(model, iter(JUDGE), modules, init="calibrated", learn=iter(LEARN), **one).all.inputs == 64
 
 
 def test_several_processes_are_refused(measured):
