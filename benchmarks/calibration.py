@@ -48,7 +48,9 @@ networks learn from all their inputs to learn from; minilm is all-MiniLM-L6-v2, 
 of Python's standard library, and is judged by {held_out} of other modules. CPU seconds are of the calibration alone,
 both networks' passes included. Everything ran on one thread. With --ablations also, each by itself: every module
 fitted on what it takes in the original and not in the network calibrated so far; λ fixed at 0.1 of the mean square of a
-feature; one θ for all channels.
+feature; one θ for all channels. With --keep, beside the rows of an earlier run: so many norms were left as they are,
+chosen by normscope.keep on 48 of the inputs to learn from, all others swapped, and these calibrated; closed is of the
+drift with all of them swapped.
 """
 
 
@@ -59,19 +61,48 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="inputs of each, to learn from and held out (all)")
     parser.add_argument("--texts", type=int, default=TEXTS, help="docstrings that minilm learns from (%(default)s)")
     parser.add_argument("--ablations", action="store_true", help="calibrate also with one step left out or done simply")
+    parser.add_argument("--keep", type=int, help="leave so many norms; adds these rows alone to the file")
     args = parser.parse_args()
-    asked = (args.curves, args.limit, args.texts, args.ablations)
+    asked = (args.curves, args.limit, args.texts, args.ablations, args.keep)
     measurements = [one for model in args.models for one in in_own_process(measured, model, *asked, threads=1)]
-    about = ABOUT.format(texts=args.texts, held_out=HELD_OUT)
-    finish("calibration", about, measurements, args, threads=[1], libraries=["timm", "diffusers", "transformers"])
+    about, libraries = ABOUT.format(texts=args.texts, held_out=HELD_OUT), ["timm", "diffusers", "transformers"]
+    finish("calibration", about, measurements, args, threads=[1], libraries=libraries, added=bool(args.keep))
 
 
-def measured(model: str, curves: Sequence[str], limit: int | None, texts: int, ablations: bool) -> list[Measurement]:
+def measured(
+    model: str, curves: Sequence[str], limit: int | None, texts: int, ablations: bool, keep: int | None
+) -> list[Measurement]:
     torch.set_num_threads(1)
     network, learned, held_out = inputs_of(model, limit, texts)
     seen = normscope.capture(network.module, learned, by_gamma=True)
+    if keep:
+        return [
+            one for curve in curves for one in with_norms_kept(model, network, curve, seen, learned, held_out, keep)
+        ]
     ways = ("fit", *REFITS, *(ABLATIONS if ablations else ()))
     return [one for curve in curves for one in of_curve(model, network, curve, seen, learned, held_out, ways)]
+
+
+def with_norms_kept(
+    model: str,
+    network: normscope.LoadedModel,
+    curve: str,
+    seen: normscope.Capture,
+    learned: Any,
+    held_out: Any,
+    number: int,
+) -> Iterator[Measurement]:
+    """Leave the norms that are worth most, swap one curve in for the others, and calibrate it."""
+    modules = normscope.replacements(network, curve, seen)
+    began = time.process_time()
+    choice = normscope.keep(network, learned, modules, number=number)
+    chosen = time.process_time() - began
+    swapped = copy.deepcopy(network.module)
+    normscope.swap(swapped, curve, seen)
+    start = float(output_errors(network.module, swapped, held_out, network.outputs).median())
+    suffix, ways = f", {number} norms kept", ("fit", NEIGHBOURS)
+    yield from of_curve(model, network, curve, seen, learned, held_out, ways, choice.swapped, suffix, start)
+    yield Measurement(model, f"{curve}, {NEIGHBOURS}{suffix}", "CPU of the choice", "s", [chosen])
 
 
 def of_curve(
@@ -82,23 +113,25 @@ def of_curve(
     learned: Any,
     held_out: Any,
     ways: Sequence[str],
+    sites: Sequence[str] | str = "all",
+    suffix: str = "",
+    start: float | None = None,
 ) -> Iterator[Measurement]:
     """Swap one curve in, and calibrate it in each way."""
-    start = None
     for way in ways:
         swapped = copy.deepcopy(network.module)
-        normscope.swap(swapped, curve, seen)
+        normscope.swap(swapped, curve, seen, sites=sites)
         if way != "fit":
             began = time.process_time()
             with ABLATIONS.get(way, contextlib.nullcontext)():
                 refit = way if way in REFITS else NEIGHBOURS
                 normscope.calibrate(network.module, swapped, learned, outputs=network.outputs, refit=refit)
-            yield Measurement(model, f"{curve}, {way}", "CPU", "s", [time.process_time() - began])
+            yield Measurement(model, f"{curve}, {way}{suffix}", "CPU", "s", [time.process_time() - began])
         errors = output_errors(network.module, swapped, held_out, network.outputs)
-        yield Measurement(model, f"{curve}, {way}", "relative L2", "at the output", errors.tolist())
+        yield Measurement(model, f"{curve}, {way}{suffix}", "relative L2", "at the output", errors.tolist())
         median = float(errors.median())
         start = median if start is None else start
-        yield Measurement(model, f"{curve}, {way}", "closed", "%", [100 * (1 - median / start)])
+        yield Measurement(model, f"{curve}, {way}{suffix}", "closed", "%", [100 * (1 - median / start)])
 
 
 @contextlib.contextmanager

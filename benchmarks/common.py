@@ -179,11 +179,17 @@ def finish(
     threads: Sequence[int],
     libraries: Sequence[str] = (),
     failed: Sequence[str] = (),
+    added: bool = False,
 ) -> None:
-    """Print the table, and write everything that was measured; exit with the sentences of what failed, if any did."""
+    """Print the table, and write everything that was measured; exit with the sentences of what failed, if any did.
+
+    What is ``added`` leaves the rows of other cases and ways in the file.
+    """
     record = record_of(name, about, args, threads=threads, libraries=libraries)
     record |= {"failed": list(failed), "measurements": [asdict(one) for one in measurements]}
     show(record)
+    if added and (path := path_of(record, args.results)).exists():
+        record = joined(json.loads(path.read_text(encoding="utf-8")), record)
     write(record, args.results)
     if failed:
         sys.exit("\n".join(failed))
@@ -206,12 +212,34 @@ def record_of(
     }
 
 
-def write(record: Mapping[str, Any], results: Path) -> None:
-    """Write a record into the file of its benchmark and machine, and print its path."""
-    results.mkdir(parents=True, exist_ok=True)
+def joined(before: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the rows of a record behind those of an earlier one, of which others of the same cases and ways are dropped.
+
+    >>> rows = [{"case": "net", "way": way} for way in "ab"]
+    >>> told = {"command": "run", "commit": "1", "measurements": rows}
+    >>> both = joined(told, {"command": "run --b", "commit": "2", "measurements": rows[1:]})
+    >>> [one["way"] for one in both["measurements"]], both["command"], both["commit"]
+    (['a', 'b'], 'run; run --b', '1; 2')
+    """
+    new = {(one["case"], one["way"]) for one in record["measurements"]}
+    old = [one for one in before["measurements"] if (one["case"], one["way"]) not in new]
+    told = {name: dict.fromkeys([*str(before[name]).split("; "), str(record[name])]) for name in ("command", "commit")}
+    return {**record, **{name: "; ".join(all_of) for name, all_of in told.items()}} | {
+        "measurements": [*old, *record["measurements"]]
+    }
+
+
+def path_of(record: Mapping[str, Any], results: Path) -> Path:
+    """The file of a record's benchmark and machine."""
     here = record["machine"]
     words = re.findall(r"[a-z0-9]+", here.get("gpu", f"{here['cpu']} {here['cores']} cores").lower())
-    path = results / f"{record['benchmark']}-{'-'.join(words)}.json"
+    return results / f"{record['benchmark']}-{'-'.join(words)}.json"
+
+
+def write(record: Mapping[str, Any], results: Path) -> None:
+    """Write a record into its file, and print the file's path."""
+    results.mkdir(parents=True, exist_ok=True)
+    path = path_of(record, results)
     path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(path)
 

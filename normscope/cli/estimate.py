@@ -109,7 +109,7 @@ class Estimate:
             return ""
         about = "at least" if None in parts else "about"
         condition = f", if {_following(others)} as long" if others else ""
-        return f"{about} {_rounded(before + left)} {what}{condition}"
+        return f"{about} {in_minutes(before + left)} {what}{condition}"
 
     def _left_of_stage(self) -> float | None:
         """Seconds; None where nothing tells."""
@@ -126,7 +126,8 @@ def _following(models: int) -> str:
     return "the model after this one takes" if models == 1 else f"the {models} models after this one take"
 
 
-def _rounded(seconds: float) -> str:
+def in_minutes(seconds: float) -> str:
+    """Say a time in seconds, minutes or hours, whichever it is best read in."""
     return (
         f"{seconds:.0f} s"
         if seconds < 2 * 60

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +13,7 @@ import typer
 import normscope
 from normscope.cli.estimate import seconds_of_a_pass
 from normscope.cli.options import SWAP
-from normscope.errors import UsageError, unknown
+from normscope.errors import UsageError, count, unknown
 from normscope.inputs.splits import divided
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ class How:
         init: ``fit``, ``theory`` or ``paper``.
         per: ``site`` or ``channel``.
         shift: whether s is fitted; None for the default.
+        calibrated: whether what is fitted is calibrated then.
     """
 
     func: str
@@ -103,13 +104,19 @@ class How:
     init: str
     per: str
     shift: bool | None
+    calibrated: bool = False
 
     @classmethod
     def of(cls, func: str, init: str, per: str, shift: bool | None) -> How:
         """Look up what was asked for."""
-        from normscope.swaps.start import asked_for
+        from normscope.swaps.start import INITS, RMS_NORM, asked_for
 
+        if init not in (*INITS, CALIBRATED):
+            raise UsageError(unknown("init", init, (*INITS, CALIBRATED)))
+        calibrated = init == CALIBRATED
+        init = "fit" if calibrated else init
         asked = asked_for(func, init)
+        calibrated = calibrated and asked != RMS_NORM  # which stays as it is
         if per not in _LEVELS:
             raise UsageError(unknown("level", per, _LEVELS))
         if not isinstance(asked, normscope.Curve) or init != "fit":
@@ -120,7 +127,7 @@ class How:
                 raise UsageError(
                     f"Nothing is fitted with an s of its own with {what}; leave --shift and --no-shift out."
                 )
-        return cls(func, asked, init, per, shift)
+        return cls(func, asked, init, per, shift, calibrated)
 
     @property
     def needs_pairs(self) -> bool:
@@ -132,7 +139,7 @@ class How:
         """The init as reports name it: nothing for an RMSNorm, which has no start values."""
         from normscope.swaps.start import RMS_NORM
 
-        return "" if self.asked == RMS_NORM else self.init
+        return "" if self.asked == RMS_NORM else CALIBRATED if self.calibrated else self.init
 
     @property
     def begin(self) -> str:
@@ -158,21 +165,30 @@ def check_kernels(ways: Sequence[How], device: str) -> None:
         by_kernels(stand_ins.get(name, name), resolve_device(device), torch.float32)
 
 
-def check_calibrated(calibrated: bool, refit: str, how: How, place: Place) -> None:
+def check_calibrated(asked: bool, refit: str, ways: Sequence[How], place: Place) -> None:
     """Refuse, before any work, what calibration cannot be; UsageError."""
     from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS
-    from normscope.swaps.start import RMS_NORM
 
     if refit not in REFITS:
         raise UsageError(unknown("refit", refit, REFITS))
-    if not calibrated and refit != NEIGHBOURS:
+    if not asked and refit != NEIGHBOURS:
         raise UsageError(f"--refit {refit} says what --init calibrated may change; add that, or leave it out.")
-    if calibrated and how.asked == RMS_NORM:
+    if asked and not any(how.calibrated for how in ways):
         raise UsageError("There is no calibrated start of rmsnorm: point-wise functions alone are calibrated.")
-    if calibrated and not place.alone:
+    if asked and not place.alone:
         raise UsageError(
             f"Calibration runs in one process, and torchrun started {place.ranks}. Start it without torchrun."
         )
+
+
+def tell_what_stayed(left: Mapping[str, str], left_out: int, say: Output) -> None:
+    """Say which layers and samples a calibration could not take."""
+    if left:
+        path, reason = next(iter(left.items()))
+        others = f", and {count(len(left) - 1, 'other')}" if len(left) > 1 else ""
+        say.remark(f"not refitted: {path} ({reason}){others}")
+    if left_out:
+        say.warn(f"{count(left_out, 'sample')} did not fit into memory, and nothing was learned from them")
 
 
 def inits_there_are(func: str, inits: Sequence[str]) -> Sequence[str]:
@@ -182,7 +198,38 @@ def inits_there_are(func: str, inits: Sequence[str]) -> Sequence[str]:
 
     if func == RMS_NORM:
         return inits[:1]
-    return ["fit"] if func in (FREE, BEST) and "fit" in inits else inits
+    fitted = [init for init in inits if init in ("fit", CALIBRATED)]
+    return fitted if func in (FREE, BEST) and fitted else inits
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be swapped in, and how it starts; UsageError where options do not go together.
+
+    Attributes:
+        ways: each function with each start.
+        inits: the starts that were asked for.
+        refit: what those that are calibrated may change.
+    """
+
+    ways: Sequence[How]
+    inits: Sequence[str]
+    refit: str
+
+    @classmethod
+    def of(cls, func: str, init: str, per: str, shift: bool | None, refit: str) -> Wanted:
+        from normscope.fits.curves.expressions import split_names
+
+        inits = [part.strip() for part in init.split(",")]
+        ways: list[How] = []
+        for name in dict.fromkeys(part.lower() if "=" not in part else part for part in split_names(func)):
+            ways += [How.of(name, start, per, shift) for start in dict.fromkeys(inits_there_are(name, inits))]
+        return cls(ways, inits, refit)
+
+    @property
+    def curves(self) -> list[str]:
+        """Names of what can be timed without a fit."""
+        return list(dict.fromkeys(how.func for how in self.ways if how.func not in ("free", "best")))
 
 
 @dataclass
@@ -211,7 +258,7 @@ class Learner:
     @classmethod
     def of(cls, network: LoadedModel, sites: str, seed: int, say: Output, ranks: Ranks) -> Learner:
         """Find the norms, and choose the sites; UsageError if there are none."""
-        from normscope.swaps.replace import chosen
+        from normscope.pairs.norms.sites import select_by_placement
 
         least = _LEAST.fullmatch(sites.strip())
         if sites.strip().startswith("least") and not least:
@@ -219,7 +266,7 @@ class Learner:
         sample = network.inputs.first_sample()
         report = normscope.find_norms(network, sample)
         say.skipped(report.skipped)
-        norms = chosen(report.sites, "all" if least else sites)
+        norms = select_by_placement(report.sites, "all" if least else sites)
         say.chosen(norms, sites, "--sites")
         if least and int(least[1]) > len(norms):
             raise UsageError(f"--sites {sites} asks for more norms than there are: {len(norms)}.")

@@ -35,7 +35,12 @@ _ASIDE = 0.06  # of a number of norms: so that bars at the same one do not cover
 _MANY_TIMES = 4
 _DODGE = 0.62  # of the distance of two sites, over which the swaps are spread
 _TINY = FontProperties(size=LEAST_POINTS)
-_INITS = {"fit": ("o", "-"), "theory": ("D", (0, (4, 1.5))), "paper": ("s", (0, (1, 1.2)))}
+_INITS = {
+    "fit": ("o", "-"),
+    "theory": ("D", (0, (4, 1.5))),
+    "paper": ("s", (0, (1, 1.2))),
+    "calibrated": ("P", (0, (6, 1.2))),
+}
 _PLACEMENTS = {"pre-norm": "^", "post-norm": "v", "qk": "d", "final": "s", None: "x"}
 _OUTSIDE: dict[str, Any] = {"ls": "", "clip_on": False, "in_layout": False}
 _TOLD = ("model", "weights", "data")
@@ -136,7 +141,7 @@ def _lines(reports: Sequence[DriftReport], theme: Style) -> list[_DriftLine]:
     for number, report in enumerate(reports):
         marker, dashes = _INITS.get(report.init, ("o", "-"))
         offset = _DODGE * ((number + 0.5) / len(reports) - 0.5)
-        label = " · ".join(part for part in (report.func, report.init) if part)
+        label = " · ".join(part for part in (report.func, report.start_in_words) if part)
         lines.append(_DriftLine(report, label, colours[report.func], marker, dashes, offset))
     return lines
 

@@ -39,15 +39,27 @@ def kept_in_memory(inputs: Iterable[Any]) -> tuple[list[Batch], int]:
     return kept, left_out
 
 
-def evenly(batches: Sequence[Batch], most: int) -> Sequence[Batch]:
-    """Take every second, third … of some batches, so that they hold about so many samples at most.
+def evenly(batches: Sequence[Batch], most: int) -> list[Batch]:
+    """Take every second, third … sample of some batches, so many at most; of batches that cannot be divided, batches.
+
+    Texts may be sorted by length: a few whole batches would be of a few lengths.
 
     >>> from normscope.inputs.batch import Sample
-    >>> ones = [Batch((), samples=(Sample("a", 0, number),)) for number in range(7)]
-    >>> [batch.samples[0].index for batch in evenly(ones, 3)]
-    [0, 3, 6]
+    >>> samples = [Sample("a", 0, number) for number in range(6)]
+    >>> threes = [Batch((torch.zeros(3, 1),), samples=tuple(part)) for part in (samples[:3], samples[3:])]
+    >>> [[sample.index for sample in batch.samples] for batch in evenly(threes, 3)]
+    [[0, 2], [4]]
     """
-    return batches[:: math.ceil(sum(len(batch.samples) for batch in batches) / most)]
+    taken, first = list[Batch](), 0
+    stride = math.ceil(sum(len(batch.samples) for batch in batches) / most)
+    for number, batch in enumerate(batches):
+        wanted = range(-first % stride, len(batch.samples), stride)
+        first += len(batch.samples)
+        if not batch.divisible:
+            taken += [batch] if number % stride == 0 else []
+        elif wanted:
+            taken.append(batch if stride == 1 else batch.take(list(wanted)))
+    return taken
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from normscope.inputs.loaded_model import LoadedModel, Outputs, module_of
 from normscope.pairs.norms.formulas import gain_and_shift
 from normscope.pairs.norms.kinds import NormKind
 from normscope.pairs.norms.recognition import kind_at
-from normscope.pairs.norms.sites import Layers, NormSite, select
+from normscope.pairs.norms.sites import Layers, NormSite, select_by_placement
 from normscope.runtime.network import check_whole, copied, uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, CalibrationReport, calibrate
@@ -26,7 +27,6 @@ from normscope.swaps.pointwise import PointwiseFunction, RMSNorm
 from normscope.swaps.start import RMS_NORM, Fits, Start, norms_of, only, starts
 
 CALIBRATED = "calibrated"
-PLACEMENTS = ("pre-norm", "post-norm", "qk", "final")
 
 
 class Holders:
@@ -69,7 +69,8 @@ class Swap:
     its tensors, as :func:`torch.nn.utils.weight_norm` and pruning leave them (a warning names these), and those of its
     ``state_dict``. They go on serving the norm.
 
-    ``holders`` is for who swaps the same network's norms again and again.
+    ``holders`` is for who swaps the same network's norms again and again; ``refitted``, by name, what others of its
+    parameters are meanwhile.
 
     Attributes:
         model: the network.
@@ -89,7 +90,13 @@ class Swap:
     'LayerNorm'
     """
 
-    def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], holders: Holders | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Mapping[str, nn.Module],
+        holders: Holders | None = None,
+        refitted: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self.model, self.modules = model, dict(modules)
         self.calibration: CalibrationReport | None = None
         self._own: list[tuple[nn.Parameter, Tensor]] = []  # refitted parameters, with the values that they had
@@ -115,6 +122,11 @@ class Swap:
             if isinstance(module, (PointwiseFunction, RMSNorm)):
                 module.in_place_of = _full_name(norm)
             _put(parent, name, module)
+        with torch.no_grad():
+            for name, value in (refitted or {}).items():
+                parameter = inner.get_parameter(name)
+                self._own.append((parameter, parameter.detach().clone()))
+                parameter.copy_(value)
 
     def undo(self) -> None:
         """Put the network's own modules back; once is enough.
@@ -216,7 +228,6 @@ def _calibrated(
     outputs: Outputs | None,
     progress: Progress,
 ) -> Swap:
-    """Swap from fits, and calibrate; what calibration changes of the network's own comes back with the norms."""
     module = module_of(model)
     if curve == RMS_NORM:
         raise UsageError("There is no calibrated start of rmsnorm: point-wise functions alone are calibrated.")
@@ -225,20 +236,40 @@ def _calibrated(
             f"init='calibrated' learns from inputs, and a {type(module).__name__} brings none: pass learn=, batches as "
             "normscope.capture takes them, or swap in what normscope.load returned."
         )
-    modules = replacements(model, curve, fits, sites=sites)
-    original = copied(uncompiled(module))
-    parameters = dict(uncompiled(module).named_parameters())
-    made = Swap(module, modules)
-    try:
-        lent = replace(model, module=original) if isinstance(model, LoadedModel) else original
-        made.calibration = calibrate(lent, module, learn, outputs=outputs, refit=refit, progress=progress)
-    finally:
-        values = dict(original.named_parameters())
-        changed = [name for name, one in parameters.items() if not torch.equal(one, values[name])]
-        made._own = [(parameters[name], values[name].detach().clone()) for name in changed]
-        if made.calibration is None:
-            made.undo()
+    start = replacements(model, curve, fits, sites=sites)
+    found = calibrated(model, start, learn, outputs=outputs, refit=refit, progress=progress)
+    made = Swap(module, found.modules, refitted=found.refitted)
+    made.calibration = found.report
     return made
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was found on a copy of a network: modules by path, other parameters by name, and what was done."""
+
+    modules: Mapping[str, nn.Module]
+    refitted: Mapping[str, Tensor]
+    report: CalibrationReport
+
+
+def calibrated(
+    model: nn.Module | LoadedModel,
+    modules: Mapping[str, nn.Module],
+    learn: Iterable[Any] | None,
+    *,
+    outputs: Outputs | None,
+    refit: str,
+    progress: Progress,
+) -> Calibration:
+    """Calibrate a swap, and leave the network and these modules as they are; see :func:`normscope.calibrate`."""
+    original = uncompiled(module_of(model))
+    student = copied(original)
+    made = Swap(student, {path: copy.deepcopy(module) for path, module in modules.items()})
+    report = calibrate(model, student, learn, outputs=outputs, refit=refit, progress=progress)
+    made.undo()
+    own = original.get_parameter
+    changed = {name: one.detach() for name, one in student.named_parameters() if not torch.equal(one, own(name))}
+    return Calibration(made.modules, changed, report)
 
 
 def replacements(
@@ -251,41 +282,19 @@ def replacements(
 ) -> dict[str, nn.Module]:
     """Make what :func:`swap` puts in, by module path, and put nothing in.
 
-    Arguments and errors are those of :func:`swap`; there is no ``calibrated``, which changes the network beside them.
+    Arguments and errors are those of :func:`swap`; of ``calibrated`` they are those of ``fit``, which it begins with.
 
     >>> import normscope
     >>> network = normscope.load("demo_vit", limit=4)
     >>> replacements(network, "dyt", normscope.capture(network), sites="final")
     {'norm': PointwiseFunction(tanh, 64)}
     """
-    inner, wanted = uncompiled(module_of(model)), chosen(norms_of(fits), sites)
+    inner, wanted = uncompiled(module_of(model)), select_by_placement(norms_of(fits), sites)
     check_whole(inner)
     norms = {norm.name: module_at(inner, norm.name) for norm in wanted}
     where = model_tensor(inner)
     start_values = starts(curve, only(fits, wanted), init)
     return {start.norm.name: replacement(norms[start.norm.name], start, where) for start in start_values}
-
-
-def chosen(sites: Sequence[NormSite], wanted: Layers) -> list[NormSite]:
-    """Pick norm sites by placement, or as :func:`normscope.pairs.norms.sites.select` does.
-
-    Raises:
-        UsageError: if a part names no site.
-    """
-    if isinstance(wanted, int):
-        return select(sites, wanted)
-    parts = [part.strip() for part in (wanted.split(",") if isinstance(wanted, str) else map(str, wanted))]
-    placements = {part for part in parts if part in PLACEMENTS}
-    there = {site.placement for site in sites if site.placement}
-    if missing := sorted(placements - there):
-        raise UsageError(
-            f"No norm here is {missing[0]}; there are {', '.join(sorted(there)) or 'none with a placement'}."
-        )
-    others = [part for part in parts if part not in PLACEMENTS]
-    names = {site.name for site in sites if site.placement in placements}
-    if not placements or any(others):
-        names |= {site.name for site in select(sites, wanted if not placements else others)}
-    return [site for site in sites if site.name in names]
 
 
 def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:

@@ -69,7 +69,10 @@ def drift_table(reports: Sequence[DriftReport]) -> Table:
         ),
         _spoilt(rows),
     ]
-    caption = _explained(rows, orders=orders, logits=logits, top5=top5, frames=frames, ends=ends)
+    caption = [
+        *_explained(rows, orders=orders, logits=logits, top5=top5, frames=frames, ends=ends),
+        *map(Explanation, _calibrated(reports)),
+    ]
     return table_of(list(zip(reports, rows, strict=True)), columns, caption=caption)
 
 
@@ -101,7 +104,15 @@ def sites_table(reports: Sequence[DriftReport]) -> Table:
         "One site alone swapped: median over inputs of the relative L2 at the network's output; "
         "!: of some inputs not finite"
     )
+    if any(_calibrated(reports)):
+        caption += "; calibrated with that site alone swapped"
     return table_of(dict.fromkeys(path for report in reports for path in report.sites), columns, caption=caption)
+
+
+def _calibrated(reports: Sequence[DriftReport]) -> list[str]:
+    """What calibrated rows learned from, in words."""
+    found = [report.calibration for report in reports if report.calibration is not None]
+    return list(dict.fromkeys(f"{CALIBRATED}: each row {one.in_words}" for one in found))
 
 
 def _near(report: DriftReport) -> str:

@@ -21,6 +21,7 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.norms.trace import find_norms
 from normscope.swaps.drift.drift import drift
+from normscope.swaps.drift.reports import DriftCalibration
 from normscope.swaps.replace import replacements
 from normscope.tables.drift import drift_table, parts_table, sites_table
 
@@ -248,6 +249,21 @@ def test_a_formula_has_a_colour_and_one_site_an_axis_of_whole_numbers(reports):
     low, high = axes.get_xlim()
     assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [1]
     assert axes.get_lines()[0].get_color() not in ("none", axes.get_facecolor())
+
+
+@pytest.mark.parametrize(("refit", "alone"), [("neighbours", ""), ("norms", " (functions alone)")])
+def test_what_calibrated_rows_learned_from_is_said(reports, refit, alone):
+    measured, sites = reports
+    told = DriftCalibration("noise", refit, 36, 12, 0, 0, {})
+    calibrated = replace(measured[0], init="calibrated", calibration=told)
+    legend = plot_drift([measured[0], calibrated], sites).legends[0]
+    labels = [text.get_text().replace("\n", " ") for text in legend.get_texts()]
+    assert labels[:2] == ["dyt · paper", f"dyt · calibrated{alone} on 48 other samples"]
+    caption = " ".join(text_of(drift_table([measured[0], calibrated])).split())
+    assert "calibrated: each row by itself" in caption and "on 48 other samples than it is measured on" in caption
+    assert ("functions alone" in caption) == bool(alone)
+    assert "calibrated with that site alone swapped" in " ".join(text_of(sites_table([calibrated])).split())
+    assert "calibrated" not in text_of(drift_table(measured)) + text_of(sites_table(measured))
 
 
 def test_what_is_not_finite_is_said_in_the_table(reports):

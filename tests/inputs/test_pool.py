@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from normscope.errors import DataError
 from normscope.inputs import pool
 from normscope.inputs.batch import Batch, Sample
-from normscope.inputs.pool import Pool, by_length, kept_in_memory
+from normscope.inputs.pool import Pool, by_length, evenly, kept_in_memory
+
+MOST = 48
 
 
 def batches(number, size=8):
@@ -101,3 +103,25 @@ def test_a_pool_by_length_has_the_same_samples_on_the_same_side():
     assert len(divided.learned) == 2 * len(whole.learned)
     for parts, batches_of_all in ((divided.learned, whole.learned), (divided.judged, whole.judged)):
         assert sorted(sources(parts), key=int) == sorted(sources(batches_of_all), key=int)
+
+
+@pytest.mark.parametrize(("size", "number"), [(16, 20), (4, 100), (48, 1), (100, 3)])
+def test_the_few_come_from_every_length(size, number):
+    """Files of texts are sorted by length, so that whole batches would be of a few lengths."""
+    sorted_by_length = [
+        Batch((torch.full((size, 3), float(n)),), samples=tuple(Sample(f"{n} {i}", n, i) for i in range(size)))
+        for n in range(number)
+    ]
+    few, total = evenly(sorted_by_length, MOST), size * number
+    taken = sum(len(batch.samples) for batch in few)
+    assert min(MOST / 2, total) < taken <= MOST or taken == total
+    lengths = {float(value) for batch in few for value in batch.args[0][:, 0]}
+    assert len(lengths) >= min(number, MOST / 2)
+    for batch in few:
+        assert [float(value) for value in batch.args[0][:, 0]] == [float(s.source.split()[0]) for s in batch.samples]
+
+
+def test_what_cannot_be_divided_is_taken_whole():
+    whole = [Batch((object(),), samples=tuple(Sample(f"{n} {i}", n, i) for i in range(4))) for n in range(60)]
+    few = evenly(whole, MOST)
+    assert all(any(one is batch for batch in whole) for one in few) and len(few) == 12

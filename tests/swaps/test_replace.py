@@ -18,9 +18,8 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import normscope
 from normscope.errors import ModelError, UsageError
-from normscope.pairs.norms.sites import NormSite
 from normscope.swaps.pointwise import PointwiseFunction, RMSNorm
-from normscope.swaps.replace import Swap, chosen, replacements, swap
+from normscope.swaps.replace import Swap, replacements, swap
 
 WIDTH = 16
 DEMOS = ("demo_vit", "demo_wav2vec2", "demo_dit")
@@ -298,43 +297,6 @@ def test_what_cannot_be_is_explained():
     with pytest.raises(UsageError, match="'tanh,isru' names 2"):
         swap(model, "tanh,isru", fits)
     assert isinstance(model[1], nn.LayerNorm)
-
-
-def sites(*placements):
-    known = ("LayerNorm", (8,), -1, 8, 1e-6, True)
-    return [NormSite(i, f"blocks.{i}.norm", *known, place, 1, 1, True) for i, place in enumerate(placements)]
-
-
-@pytest.mark.parametrize(
-    ("wanted", "numbers"),
-    [
-        ("all", [0, 1, 2, 3, 4]),
-        ("pre-norm", [0, 2]),
-        ("final,qk", [1, 4]),
-        (["qk", 0], [0, 1]),
-        ("qk, 2-3", [1, 2, 3]),
-        ("blocks.[34].*,pre-norm", [0, 2, 3, 4]),
-        (2, [0, 3]),
-        ("3", [0, 1, 3]),
-        ([3], [3]),
-        (["blocks.3.norm"], [3]),
-        (["pre-norm", "all"], [0, 1, 2, 3, 4]),
-    ],
-)
-def test_sites_are_chosen_by_placement_name_and_number(wanted, numbers):
-    known = sites("pre-norm", "qk", "pre-norm", None, "final")
-    assert [site.index for site in chosen(known, wanted)] == numbers
-
-
-def test_sites_that_are_not_there():
-    with pytest.raises(UsageError, match=r"No norm here is post-norm; there are final, pre-norm\."):
-        chosen(sites("pre-norm", "final"), "post-norm")
-    with pytest.raises(UsageError, match=r"No norm here is qk; there are none with a placement\."):
-        chosen(sites(None), "qk")
-    with pytest.raises(UsageError, match="norm site 'norm1'"):
-        chosen(sites("pre-norm"), "pre-norm,norm1")
-    with pytest.raises(UsageError, match="name no norm site"):
-        chosen(sites("pre-norm"), [])
 
 
 class Normalized(nn.Module):

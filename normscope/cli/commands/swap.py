@@ -29,6 +29,7 @@ from normscope.cli.swapping import (
     Sites,
     check_calibrated,
     check_kernels,
+    tell_what_stayed,
 )
 from normscope.errors import count
 from normscope.runtime.files import check_folder_writable, check_writable
@@ -74,10 +75,9 @@ def swap(
     from normscope.swaps.start import starts
     from normscope.swaps.store.record import ALSO, FILES
 
-    calibrated = init == CALIBRATED
-    how = How.of(func, "fit" if calibrated else init, per, shift)
+    how = How.of(func, init, per, shift)
     place = Place.from_environment()
-    check_calibrated(calibrated, refit, how, place)
+    check_calibrated(init == CALIBRATED, refit, [how], place)
     check_keep(keep, max_drift, sites, place)
     check_kernels([how], run.device)
     chooses = keep is not None or max_drift is not None
@@ -93,8 +93,8 @@ def swap(
         modules = learner.replacements(how, fits, say)
     if not place.speaks:
         raise typer.Exit
-    start = CALIBRATED if calibrated else how.start or None
-    maker = _Maker(learner, modules, refit, math.inf if max_drift is None else max_drift, say) if calibrated else None
+    start, most = how.start or None, math.inf if max_drift is None else max_drift
+    maker = _Maker(learner, modules, refit, most, say) if how.calibrated else None
     choice = None
     if chooses:
         after = None if maker is None else maker.drift
@@ -195,12 +195,7 @@ def _tell(report: normscope.CalibrationReport, say: Output) -> None:
         f"calibrated on {learned}, {count(layers, 'linear layer')} refitted: median relative L2 at the output "
         f"{report.before:.3g} → {report.after:.3g}, on {judged} that decided"
     )
-    if report.left:
-        path, reason = next(iter(report.left.items()))
-        others = f", and {count(len(report.left) - 1, 'other')}" if len(report.left) > 1 else ""
-        say.remark(f"not refitted: {path} ({reason}){others}")
-    if report.left_out:
-        say.warn(f"{count(report.left_out, 'sample')} did not fit into memory, and nothing was learned from them")
+    tell_what_stayed(report.left, report.left_out, say)
     if report.restored:
         say.warn("the drift did not fall: what was written has the start values")
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import normscope
+from normscope.cli.estimate import in_minutes
 from normscope.cli.options import (
     RUNNING,
     SWAP,
@@ -27,8 +28,20 @@ from normscope.cli.options import (
 )
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models, named_or_embedded, runs_networks
-from normscope.cli.swapping import How, Learner, Per, Shift, Sites, check_kernels, inits_there_are
-from normscope.errors import DeviceError, UsageError
+from normscope.cli.swapping import (
+    CALIBRATED,
+    How,
+    Learner,
+    Per,
+    Refit,
+    Shift,
+    Sites,
+    Wanted,
+    check_calibrated,
+    check_kernels,
+    tell_what_stayed,
+)
+from normscope.errors import DeviceError, UsageError, count
 from normscope.models import registry
 from normscope.runtime.files import check_writable
 from normscope.runtime.processes import Place
@@ -49,6 +62,7 @@ EXAMPLES = (
 _VIEWS = ("drift", "speed")
 _TIMING = "timing"
 _DRIFT_OF_A_PASS = 1.5  # with functions in the norms' places, and outputs to compare
+_LONG_CALIBRATIONS = 60.0  # seconds from which it is said how there are fewer
 _BATCHES_TOGETHER = 8  # passes of tiny networks run together
 _PUBLISHED = "llama_7b"
 CURVES = "dyt,dyisru,derf"
@@ -75,7 +89,8 @@ Inits = Annotated[
     typer.Option(
         metavar="START",
         rich_help_panel=SWAP,
-        help="Where to start, or several with commas: fit, own fits; theory, A and α in theory; paper, A = 1, α = 0.5.",
+        help="Where to start, or several with commas: fit, own fits; calibrated, from there all that follows without "
+        "training, for each row by itself; theory, A and α in theory; paper, A = 1, α = 0.5.",
     ),
 ]
 Full = Annotated[
@@ -113,6 +128,7 @@ def swap_bench(
     *,
     func: Funcs = CURVES,
     init: Inits = "fit",
+    refit: Refit = "neighbours",
     sites: Sites = "all",
     per: Per = "site",
     shift: Shift = None,
@@ -147,9 +163,10 @@ def swap_bench(
     _check_published(names, there)
     if quick:
         func, seconds = _quickly(func, full, seconds)
-    wanted = Wanted.of(func, init, per, shift)
+    wanted = Wanted.of(func, init, per, shift, refit)
     check_kernels(wanted.ways, run.device)
     place = Place.from_environment()
+    check_calibrated(CALIBRATED in wanted.inits, refit, wanted.ways, place)
     for name, view in itertools.product(names if place.speaks else (), _VIEWS):
         check_writable(figure_path(output, suffix, name, view, []))
     if not place.alone:
@@ -198,28 +215,6 @@ def _check_published(names: Sequence[str], there: torch.device) -> None:
         raise DeviceError(reason)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What is to be swapped in, and how it starts; UsageError where options do not go together."""
-
-    ways: Sequence[How]
-
-    @classmethod
-    def of(cls, func: str, init: str, per: str, shift: bool | None) -> Wanted:
-        from normscope.fits.curves.expressions import split_names
-
-        inits = [part.strip() for part in init.split(",")]
-        ways: list[How] = []
-        for name in dict.fromkeys(part.lower() if "=" not in part else part for part in split_names(func)):
-            ways += [How.of(name, start, per, shift) for start in dict.fromkeys(inits_there_are(name, inits))]
-        return cls(ways)
-
-    @property
-    def curves(self) -> list[str]:
-        """Names of what can be timed without a fit."""
-        return list(dict.fromkeys(how.func for how in self.ways if how.func not in ("free", "best")))
-
-
 def _drifts(
     names: Sequence[str], sites: str, wanted: Wanted, run: RunOptions, timing: float | None, say: Output
 ) -> Iterator[tuple[Learner, list[DriftReport]]]:
@@ -236,7 +231,9 @@ def _drifts(
             say.estimate.model(place, len(names))
             ranks.told(name)  # the others wait here: none loads the next network while the first times this one
             learner = Learner.of(run.load(name, say), sites, run.seed, say, ranks)
-            say.estimate.expect(_expected(learner, wanted, timing))
+            expected = _expected(learner, wanted, timing)
+            say.estimate.expect(expected)
+            _remark_on_cost(learner, wanted, expected, say)
             moved = _drift(learner, wanted, say)
             if speaks:
                 yield learner, moved
@@ -249,14 +246,48 @@ def _expected(learner: Learner, wanted: Wanted, timing: float | None) -> dict[st
     from normscope.swaps.drift.drift import passes, stage_of
 
     inputs, of_timing = learner.held_out, {_TIMING: timing}
-    number = getattr(inputs, "n_samples", None)
+    number, learned = (getattr(part, "n_samples", None) for part in (inputs, learner.learned))
+    stages = {stage_of(learner.network.about, how.func, how.start): how.calibrated for how in wanted.ways}
     if number is None or getattr(inputs, "ends", None) is not None:  # trajectories are walked to their ends besides
-        return {stage_of(learner.network.about, how.func, how.start): None for how in wanted.ways} | of_timing
+        return dict.fromkeys(stages) | of_timing
     together = learner.seconds_of_a_pass(_BATCHES_TOGETHER) / _BATCHES_TOGETHER
-    a_pass = _DRIFT_OF_A_PASS * together / learner.network.inputs.batch_size
+    a_sample = together / learner.network.inputs.batch_size
     sites = learner.least or len(learner.norms)
-    took = a_pass * number * passes(sites) / learner.ranks.size
-    return {stage_of(learner.network.about, how.func, how.start): took for how in wanted.ways} | of_timing
+    took = _DRIFT_OF_A_PASS * a_sample * number * passes(sites) / learner.ranks.size
+    calibrating = None if learned is None else _seconds_of_calibrations(sites, a_sample, learned, number)
+    return {stage: calibrating if calibrated else took for stage, calibrated in stages.items()} | of_timing
+
+
+def _remark_on_cost(learner: Learner, wanted: Wanted, expected: Mapping[str, float | None], say: Output) -> None:
+    """Say how many calibrations there will be, and how there are fewer, where they take long or nothing tells."""
+    from normscope.swaps.drift.drift import stage_of
+
+    ways = [how for how in wanted.ways if how.calibrated]
+    seconds = [expected[stage_of(learner.network.about, how.func, how.start)] for how in ways]
+    known = [one for one in seconds if one is not None]
+    if not ways or (len(known) == len(seconds) and sum(known) < _LONG_CALIBRATIONS):
+        return
+    rows = _rows(learner.least or len(learner.norms))
+    about = f", about {in_minutes(sum(known))} in all" if len(known) == len(seconds) else ""
+    each = f" for each of {len(ways)} curves" if len(ways) > 1 else ""
+    say.remark(
+        f"{rows} calibrations{each}{about}: all sites, each alone, and each number of them; --sites 4 takes fewer"
+    )
+
+
+def _seconds_of_calibrations(sites: int, a_sample: float, learned: int, held_out: int) -> float:
+    """How long it takes to calibrate every row and to measure it, with a pass of a sample taking so long."""
+    from normscope.swaps.drift.calibrated_passes import calibrations
+
+    rows = _rows(sites)
+    # Both networks' passes, and about as long as one of them for each site that is fitted: half as long in
+    # all-MiniLM-L6-v2, one and a half times in demo_vit.
+    return a_sample * (learned * (2 * rows + calibrations(sites)) + 2 * _DRIFT_OF_A_PASS * held_out * rows)
+
+
+def _rows(sites: int) -> int:
+    """How many sets of sites are swapped: all, each alone, and each number of them between."""
+    return 1 + sites + max(0, sites - 2)
 
 
 def _drift(learner: Learner, wanted: Wanted, say: Output) -> list[DriftReport]:
@@ -268,18 +299,31 @@ def _drift(learner: Learner, wanted: Wanted, say: Output) -> list[DriftReport]:
     ends = None if ends is None else KeptEnds(ends)
     # All before the first pass: what cannot be swapped in should fail at once, not after minutes of drift.
     replacements = [(how, learner.replacements(how, learner.fits(how, say), say)) for how in wanted.ways]
-    reports = [_drift_of(learner, how, modules, ends, say) for how, modules in replacements]
+    reports = [_drift_of(learner, how, modules, wanted.refit, ends, say) for how, modules in replacements]
     say.heading(reports[0].about)
     for table in drift_tables(reports):
         say.result(table)
     if not any(report.quality for report in reports):
         say.result(f"No quality: {reports[0].no_quality}.")
+    _tell_of_calibration(reports, say)
     return reports
 
 
+def _tell_of_calibration(reports: Sequence[DriftReport], say: Output) -> None:
+    done = [(report, report.calibration) for report in reports if report.calibration is not None]
+    for _, first in done[:1]:
+        say.remark(f"calibrated on {first.data}; measured on {reports[0].about['data']}")
+        tell_what_stayed(first.left, first.left_out, say)
+    for report, calibration in done:
+        if calibration.restored:
+            rows = count(calibration.restored, "row")
+            say.warn(f"{report.func}: {rows} with the start values, as calibration did not lower the drift there")
+
+
 def _drift_of(
-    learner: Learner, how: How, modules: Mapping[str, nn.Module], ends: KeptEnds | None, say: Output
+    learner: Learner, how: How, modules: Mapping[str, nn.Module], refit: str, ends: KeptEnds | None, say: Output
 ) -> DriftReport:
+    calibration: dict[str, Any] = {"learn": learner.learned, "refit": refit} if how.calibrated else {}
     with say.bars() as progress:
         return normscope.drift(
             learner.network,
@@ -288,6 +332,7 @@ def _drift_of(
             ends=ends,
             func=how.func,
             init=how.start,
+            **calibration,
             progress=progress,
             ranks=learner.ranks,
         )

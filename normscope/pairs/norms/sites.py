@@ -14,6 +14,8 @@ import torch
 from normscope.errors import UsageError, unknown
 from normscope.runtime.records import Record
 
+PLACEMENTS = ("pre-norm", "post-norm", "qk", "final")
+
 
 @dataclass(frozen=True)
 class NormSite:
@@ -140,6 +142,28 @@ def select(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:
     if not chosen:
         raise UsageError(f"The layers {layers!r} name no norm site; for example: all, 4, '0,8,24', '4-11', '*.norm1'.")
     return [site for site in sites if site.index in chosen]
+
+
+def select_by_placement(sites: Sequence[NormSite], wanted: Layers) -> list[NormSite]:
+    """Pick norm sites by placement, or as :func:`select` does.
+
+    Raises:
+        UsageError: if a part names no site.
+    """
+    if isinstance(wanted, int):
+        return select(sites, wanted)
+    parts = [part.strip() for part in (wanted.split(",") if isinstance(wanted, str) else map(str, wanted))]
+    placements = {part for part in parts if part in PLACEMENTS}
+    there = {site.placement for site in sites if site.placement}
+    if missing := sorted(placements - there):
+        raise UsageError(
+            f"No norm here is {missing[0]}; there are {', '.join(sorted(there)) or 'none with a placement'}."
+        )
+    others = [part for part in parts if part not in PLACEMENTS]
+    names = {site.name for site in sites if site.placement in placements}
+    if not placements or any(others):
+        names |= {site.name for site in select(sites, wanted if not placements else others)}
+    return [site for site in sites if site.name in names]
 
 
 def _along_depth(sites: Sequence[NormSite], count: int) -> list[NormSite]:

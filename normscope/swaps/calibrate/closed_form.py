@@ -2,7 +2,8 @@
 
 Only sums over tokens are kept, so that tokens come batch by batch: with H a layer's inputs, ``(tokens, features)``,
 and T what it should give, ``(tokens, channels)``, the weights W that minimize ‖HWᵀ + b − T‖² + λ‖W − W₀‖² follow from
-HᵀH and HᵀT.
+HᵀH and HᵀT. Where a layer comes in groups, as a depthwise convolution does, each has features and channels of its own,
+and so an HᵀH of its own; λ is one for all.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ class LayerSums:
 
     Attributes:
         count: number of tokens.
-        features: ΣH: float64 ``(features,)``.
-        gram: HᵀH: ``(features, features)``.
-        targets: ΣT: ``(targets, channels)``.
-        cross: HᵀT: ``(targets, features, channels)``.
+        features: ΣH: float64 ``(groups, features)``.
+        gram: HᵀH: ``(groups, features, features)``.
+        targets: ΣT: ``(targets, channels)``, those of the first group first.
+        cross: HᵀT: ``(targets, groups, features, channels of a group)``.
         products: ΣTᵢTⱼ: ``(targets, targets, channels)``.
 
     >>> sums = LayerSums()
     >>> sums.add(torch.tensor([[1.0], [2.0]]), [torch.tensor([[3.0], [5.0]])])
-    >>> sums.gram, sums.cross
-    (tensor([[5.]], dtype=torch.float64), tensor([[[13.]]], dtype=torch.float64))
+    >>> sums.gram.item(), sums.cross.item()
+    (5.0, 13.0)
     """
 
     count: int = 0
@@ -60,17 +61,19 @@ class LayerSums:
         """Add tokens.
 
         Args:
-            inputs: ``(tokens, features)``.
+            inputs: ``(tokens, features)``, or ``(tokens, groups, features)``.
             targets: each ``(tokens, channels)``.
         """
         for rows in range(0, len(inputs), BLOCK):
             h = inputs[rows : rows + BLOCK].float()
+            h = (h[:, None] if h.ndim == 2 else h).movedim(0, 1)
             t = torch.stack([target[rows : rows + BLOCK].float() for target in targets])
             if not self._shares:
-                self.count += len(h)
-                self._add(features=h.sum(0), gram=_gram(h))
+                self.count += h.shape[1]
+                self._add(features=h.sum(1), gram=_gram(h))
             products = torch.stack([torch.stack([(one * other).sum(0) for other in t]) for one in t])
-            self._add(targets=t.sum(1), cross=h.T @ t, products=products)
+            of_groups = t.reshape(*t.shape[:2], len(h), -1).movedim(2, 1)
+            self._add(targets=t.sum(1), cross=h.mT @ of_groups, products=products)
 
     def _add(self, **of_block: Tensor) -> None:
         for name, part in of_block.items():
@@ -89,20 +92,21 @@ class LayerSums:
             self.features,
             self.gram,
             (factors * self.targets).sum(0, keepdim=True),
-            torch.einsum("kc,kfc->fc", factors, self.cross)[None],
+            torch.einsum("kgc,kgfc->gfc", self._by_group(factors), self.cross)[None],
             torch.einsum("ic,jc,ijc->c", factors, factors, self.products)[None, None],
         )
 
     def with_own(self, weight: Tensor) -> LayerSums:
         """The sums of two targets with HWᵀ, what a layer of these weights gives, added to the second of them."""
         first, second = self.cross
-        own = self.gram @ weight.T
-        crossed = self.products[0, 1] + (weight.T * first).sum(0)
-        squared = self.products[1, 1] + 2 * (weight.T * second).sum(0) + (weight.T * own).sum(0)
+        w = self.turned(weight)
+        own = self.gram @ w
+        crossed = self.products[0, 1] + (w * first).sum(1).flatten()
+        squared = self.products[1, 1] + (w * (2 * second + own)).sum(1).flatten()
         return self._like(
             self.features,
             self.gram,
-            torch.stack([self.targets[0], self.targets[1] + weight @ self.features]),
+            torch.stack([self.targets[0], self.targets[1] + self.given(w)]),
             torch.stack([first, second + own]),
             torch.stack([torch.stack([self.products[0, 0], crossed]), torch.stack([crossed, squared])]),
         )
@@ -115,19 +119,29 @@ class LayerSums:
         """
         by = self if by is None else by
         m, t = by.features / by.count, by.targets / by.count
+        sums, means = self._by_group(self.targets), self._by_group(t)
+        around = self.features - self.count * m
         return self._like(
-            self.features - self.count * m,
-            self.gram - torch.outer(m, self.features) - torch.outer(self.features, m) + self.count * torch.outer(m, m),
+            around,
+            self.gram - _outer(m, self.features) - _outer(around, m),
             self.targets - self.count * t,
-            self.cross
-            - torch.einsum("f,kc->kfc", m, self.targets)
-            - torch.einsum("f,kc->kfc", self.features, t)
-            + self.count * torch.einsum("f,kc->kfc", m, t),
+            self.cross - _outer(m, sums) - _outer(around, means),
             self.products
             - torch.einsum("ic,jc->ijc", t, self.targets)
             - torch.einsum("ic,jc->ijc", self.targets, t)
             + self.count * torch.einsum("ic,jc->ijc", t, t),
         )
+
+    def turned(self, weight: Tensor) -> Tensor:
+        """A weight ``(channels, features)`` as ``(groups, features, channels of a group)``."""
+        return weight.reshape(len(self.features), -1, weight.shape[1]).mT
+
+    def given(self, turned: Tensor) -> Tensor:
+        """ΣHWᵀ: what a layer of such weights gives: ``(channels,)``."""
+        return (self.features[:, None] @ turned).flatten()
+
+    def _by_group(self, of_channels: Tensor) -> Tensor:
+        return of_channels.reshape(*of_channels.shape[:-1], len(self.features), -1)
 
     def __add__(self, other: LayerSums) -> LayerSums:
         names = ("features", "gram", "targets", "cross", "products")
@@ -185,41 +199,39 @@ def ridge(learned: LayerSums, judged: LayerSums, weight: Tensor, bias: Tensor | 
     >>> [round(float(value), 1) for value in (found.weight[0, 0], found.bias[0])]
     [2.0, 1.0]
     """
-    before = weight.double()
+    before = learned.turned(weight.double())
     own_bias = torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias.double()
     of_learned = learned.centred() if bias is not None else learned
     of_judged = judged.centred(learned) if bias is not None else judged
-    scale = float(of_learned.gram.diagonal().mean())
+    scale = _spread(of_learned)
     total = max(float(judged.centred().products[0, 0].sum()), torch.finfo(torch.float64).tiny)
-    wanted, wanted_of_judged = (sums.cross[0] - sums.gram @ before.T for sums in (of_learned, of_judged))
+    wanted, wanted_of_judged = (sums.cross[0] - sums.gram @ before for sums in (of_learned, of_judged))
     of_bias_alone = _squares(of_judged, before, torch.zeros_like(own_bias))
 
     def gained(penalty: float, every: int) -> float:
-        change = _solved(of_learned.gram, penalty * scale, wanted[:, ::every])
-        left = 2 * wanted_of_judged[:, ::every] - of_judged.gram @ change
+        change = _solved(of_learned.gram, penalty * scale, wanted[..., ::every])
+        left = 2 * wanted_of_judged[..., ::every] - of_judged.gram @ change
         return float((change * left).sum())
 
     own = (max(_squares(judged, before, own_bias), 0.0) / total) ** 0.5
     best, gain = math.inf, 0.0
     if scale > 0:
-        some = functools.cache(lambda penalty: -gained(penalty, max(1, len(weight) // _CHANNELS)))
+        some = functools.cache(lambda penalty: -gained(penalty, max(1, before.shape[-1] // _CHANNELS)))
         best = _downhill(some)
         gain = gained(best, 1)
     if not gain > 0:
         best, gain = math.inf, 0.0
     after = (max(of_bias_alone - gain, 0.0) / total) ** 0.5
     if not after < own:
-        return RefittedLayer(before, bias, None, own, own)
+        return RefittedLayer(weight.double(), bias, None, own, own)
     both = learned + judged
     found = before
     if best < math.inf:
         of_both = both.centred() if bias is not None else both
-        change = _solved(
-            of_both.gram, best * scale * both.count / learned.count, of_both.cross[0] - of_both.gram @ before.T
-        )
-        found = before + change.T
-    offset = None if bias is None else (both.targets[0] - found @ both.features) / both.count
-    return RefittedLayer(found, offset, best, own, after)
+        left = of_both.cross[0] - of_both.gram @ before
+        found = before + _solved(of_both.gram, best * scale * both.count / learned.count, left)
+    offset = None if bias is None else (both.targets[0] - both.given(found)) / both.count
+    return RefittedLayer(found.mT.flatten(0, 1), offset, best, own, after)
 
 
 def slopes(sums: LayerSums, penalty: float = _FIRST_TRIED) -> Tensor:
@@ -236,9 +248,9 @@ def slopes(sums: LayerSums, penalty: float = _FIRST_TRIED) -> Tensor:
     """
     centred = sums.centred()
     of_first, of_second = centred.cross
-    explained = _solved(centred.gram, penalty * float(centred.gram.diagonal().mean()), of_second)
-    common = centred.products[0, 1] - (explained * of_first).sum(0)
-    own = centred.products[1, 1] - (explained * of_second).sum(0)
+    explained = _solved(centred.gram, penalty * _spread(centred), of_second)
+    common = centred.products[0, 1] - (explained * of_first).sum(1).flatten()
+    own = centred.products[1, 1] - (explained * of_second).sum(1).flatten()
     found: Tensor = common / own.clamp_min(torch.finfo(torch.float64).tiny)
     return found
 
@@ -253,31 +265,43 @@ def _downhill(error: Callable[[float], float]) -> float:
 
 
 def _solved(gram: Tensor, penalty: float, wanted: Tensor) -> Tensor:
-    """(HᵀH + λ)⁻¹ · wanted: ``(features, channels)``; with a larger λ where rounding leaves no such inverse.
+    """(HᵀH + λ)⁻¹ · wanted: ``(groups, features, channels)``; with a larger λ where rounding leaves no such inverse.
 
     Of features that depend on one another HᵀH has eigenvalues of zero, and as it is summed of products in float32, and
     then centred, these may fall below −λ.
     """
+    of_groups = torch.full((len(gram), 1), penalty, dtype=gram.dtype)
     while True:
         penalized = gram.clone()
-        penalized.diagonal().add_(penalty)
+        penalized.diagonal(dim1=-2, dim2=-1).add_(of_groups)
         factor, failed = torch.linalg.cholesky_ex(penalized)
-        if not failed or not bool(gram.isfinite().all()):
+        if not bool(failed.any()) or not bool(gram.isfinite().all()):
             return torch.cholesky_solve(wanted, factor)
-        penalty *= _LARGER
+        of_groups[failed > 0] *= _LARGER
 
 
-def _squares(sums: LayerSums, weight: Tensor, bias: Tensor) -> float:
+def _squares(sums: LayerSums, turned: Tensor, bias: Tensor) -> float:
     """‖HWᵀ + b − T‖²."""
-    square = sums.products[0, 0].sum() + (weight.T * (sums.gram @ weight.T - 2 * sums.cross[0])).sum()
-    return float(square + sums.count * bias @ bias - 2 * bias @ (sums.targets[0] - weight @ sums.features))
+    square = sums.products[0, 0].sum() + (turned * (sums.gram @ turned - 2 * sums.cross[0])).sum()
+    return float(square + sums.count * bias @ bias - 2 * bias @ (sums.targets[0] - sums.given(turned)))
+
+
+def _spread(centred: LayerSums) -> float:
+    """The mean over features of their squares' sum."""
+    return float(centred.gram.diagonal(dim1=-2, dim2=-1).mean())
+
+
+def _outer(features: Tensor, channels: Tensor) -> Tensor:
+    """Products of the features and of the channels of each group."""
+    return features[..., :, None] * channels[..., None, :]
 
 
 def _gram(h: Tensor) -> Tensor:
-    """HᵀH, whose lower half is a copy of the upper one."""
-    if h.shape[1] < 2 * _COLUMNS:
-        return h.T @ h
-    whole = h.new_zeros(h.shape[1], h.shape[1])
-    for first in range(0, h.shape[1], _COLUMNS):
-        whole[first : first + _COLUMNS, first:] = h[:, first : first + _COLUMNS].T @ h[:, first:]
-    return whole.triu() + whole.triu(1).T
+    """HᵀH of each group, whose lower half is a copy of the upper one."""
+    size = h.shape[-1]
+    if size < 2 * _COLUMNS:
+        return h.mT @ h
+    whole = h.new_zeros(len(h), size, size)
+    for first in range(0, size, _COLUMNS):
+        whole[:, first : first + _COLUMNS, first:] = h[..., first : first + _COLUMNS].mT @ h[..., first:]
+    return whole.triu() + whole.triu(1).mT

@@ -73,6 +73,8 @@ def _search(function: PointwiseFunction, free: dict[str, Tensor], x: Tensor, y: 
     search.step(loss)  # type: ignore[no-untyped-call]
     if all(bool(value.isfinite().all()) for value in free.values()):
         free["alpha"].data.copy_(_not_all_straight(free["alpha"].detach(), x) / size)
+        if function.curve.zero_centred:
+            _turn_upwards(free)
     else:
         for name, value in free.items():
             value.data.copy_(start[name])
@@ -87,6 +89,21 @@ def _not_all_straight(alpha: Tensor, x: Tensor) -> Tensor:
     reach = x.abs().amax(0) if alpha.numel() > 1 else x.abs().amax()
     least = torch.where(reach > 0, _LEAST_REACH / reach, 0.0)
     return torch.copysign(torch.maximum(alpha.abs(), least), alpha)
+
+
+def _turn_upwards(free: dict[str, Tensor]) -> None:
+    """Make every α positive: w·f(αx + s) is −w·f(−αx − s), which reads worse.
+
+    One s for several α of both signs leaves them as they are.
+    """
+    turned = torch.where(free["alpha"] < 0, -1.0, 1.0)
+    shift = free.get("shift")
+    if shift is not None and shift.numel() != turned.numel():
+        if bool((turned != turned[0]).any()):
+            return
+        turned = turned[0]
+    for value in free.values():
+        value.data.mul_(turned)
 
 
 def _of(function: PointwiseFunction, free: dict[str, Tensor], x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional
 
 # Of a convolution: what one of its outputs is computed from. The products of so many are as large as a layer may be.
 MOST_FEATURES = 4096
+MOST_NUMBERS = 2**24  # of what a convolution takes, at once: an image holds each as often as its kernel has places
 _FLAT = ("Conv1D",)  # of transformers: a linear layer whose weight is (inputs, outputs)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -18,6 +20,9 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 @dataclass(frozen=True)
 class LinearLayer:
     """A module as a linear map from rows ``(tokens, features)`` to rows ``(tokens, channels)``.
+
+    Of a convolution in groups each group of channels is computed from features of its own, and the rows of what it
+    takes are ``(tokens, groups, features)``.
 
     Attributes:
         module: what it is of.
@@ -59,9 +64,7 @@ class LinearLayer:
             return "its queries, keys and values have weights of their own, which torch uses without calling a module"
         if not isinstance(module, _CONVOLUTIONS):
             return ""
-        features = module.in_channels * math.prod(module.kernel_size)
-        if module.groups > 1:
-            return f"it is a convolution in {module.groups} groups"
+        features = module.in_channels // module.groups * math.prod(module.kernel_size)
         if features > MOST_FEATURES:
             return f"it is a convolution over {features} numbers, more than {MOST_FEATURES}"
         if len(module.kernel_size) > 2 and math.prod(module.kernel_size) > 1:
@@ -101,7 +104,7 @@ class LinearLayer:
             self.offset.copy_(torch.where(channels, offset, self.offset.to(offset)))
 
     def inputs(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """What each row of outputs is computed from, ``(tokens, features)``.
+        """What each row of outputs is computed from, ``(tokens, features)``, or ``(tokens, groups, features)``.
 
         Args:
             x: what the module takes.
@@ -110,17 +113,34 @@ class LinearLayer:
         module = self.module
         if not isinstance(module, _CONVOLUTIONS):
             return rows(self._samples_first(x), valid)
+        unfolded = rows(self._unfolded(module, x), valid)
+        return unfolded if module.groups == 1 else unfolded.reshape(len(unfolded), module.groups, -1)
+
+    def inputs_in_pieces(self, x: Tensor, valid: Tensor | None = None) -> Iterator[Tensor]:
+        """Yield the same in pieces of whole samples, of a convolution that takes each number many times."""
+        module = self.module
+        size = math.prod(module.kernel_size) * x.numel() if isinstance(module, _CONVOLUTIONS) else 0
+        if size <= MOST_NUMBERS:
+            yield self.inputs(x, valid)
+            return
+        samples = max(1, MOST_NUMBERS * len(x) // size)
+        for first in range(0, len(x), samples):
+            some = slice(first, first + samples)
+            yield self.inputs(x[some], None if valid is None else valid[some])
+
+    def _unfolded(self, module: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
+        """What each output of a convolution is computed from, channel by channel: ``(samples, positions, numbers)``."""
         if math.prod(module.kernel_size) == 1 and not any(module._reversed_padding_repeated_twice):
             for axis, step in enumerate(module.stride, self.channel_axis + 1):
                 x = x.movedim(axis, 0)[::step].movedim(0, axis)
-            return rows(x.flatten(self.channel_axis + 1).mT, valid)
+            return x.flatten(self.channel_axis + 1).mT
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         x = functional.pad(x, module._reversed_padding_repeated_twice, mode)
         sizes = (module.kernel_size, module.dilation, module.stride)
         if len(module.kernel_size) == 1:
             x, sizes = x[..., None, :], tuple((1, *size) for size in sizes)  # type: ignore[assignment]
         kernel, dilation, stride = sizes
-        return rows(functional.unfold(x, kernel, dilation, 0, stride).mT, valid)
+        return functional.unfold(x, kernel, dilation, 0, stride).mT
 
     def outputs(self, x: Tensor, output: Tensor | None, valid: Tensor | None = None) -> Tensor:
         """What it gives, ``(tokens, channels)``; of attention, whose output is another, what the weights make of x."""

@@ -18,7 +18,7 @@ from normscope.runtime.progress import Progress
 from normscope.runtime.records import Record
 from normscope.swaps.calibrate.closed_form import BLOCK, LayerSums, RefittedLayer, ridge, slopes
 from normscope.swaps.calibrate.functions import least_squares
-from normscope.swaps.calibrate.linear_layers import LinearLayer, rows
+from normscope.swaps.calibrate.linear_layers import MOST_NUMBERS, LinearLayer, rows
 from normscope.swaps.calibrate.lockstep import Stop, WaitingPass, all_to, stations, waiting_passes
 from normscope.swaps.calibrate.modulation import Modulation, best_for_each_sample
 from normscope.swaps.calibrate.neighbours import NextNorm, Station
@@ -109,11 +109,14 @@ class Refitting:
         self.results_of_original: list[Any] = []
 
     def run(self, way: Sequence[Station], progress: Progress) -> None:
-        """Go through all stations.
+        """Go through all stations at which there is something to do, and no further.
 
         Raises:
             ModelError: if the order in which the network calls its modules depends on its input.
         """
+        fitted = [one for one in way if not one.is_norm or one.path in self._functions]
+        used = {path for one in fitted for path in _used(one)}
+        way = [one for one in way if one.path in used]
         paths = [one.path for one in way]
         self._way = {one.path: one for one in way}
         self._ahead = iter(paths)
@@ -296,16 +299,15 @@ class Refitting:
         taken = _Taken(layer, [stop.input for stop in there])
         same = self._sums if self._sums is not None and self._sums[0].is_same(taken) else None
         learned, judged = (LayerSums(one) for one in (same[1:] if same is not None else (None, None)))
-        waiting: list[tuple[Tensor, ...]] = []  # few products of many tokens take less time than many of few
-        tokens = 0
-        for number, stop in enumerate(there):
-            h = layer.inputs(stop.input, self._batches[number].valid_at(station.path))
-            waiting.append((h, *targets(number)))
-            tokens += len(h)
-            if tokens >= BLOCK or number + 1 in (self._n_learned, len(there)):
-                h, *wanted = (torch.cat(part) for part in zip(*waiting, strict=True))
-                (judged if number >= self._n_learned else learned).add(h, wanted)
-                waiting, tokens = [], 0
+        for numbers, sums in ((range(self._n_learned), learned), (range(self._n_learned, len(there)), judged)):
+            waiting: list[tuple[Tensor, ...]] = []  # few products of many tokens take less time than many of few
+            for number in numbers:
+                wanted, first = targets(number), 0
+                for h in layer.inputs_in_pieces(there[number].input, self._batches[number].valid_at(station.path)):
+                    waiting.append((h, *(target[first : first + len(h)] for target in wanted)))
+                    first += len(h)
+                    _add(waiting, sums)
+            _add(waiting, sums, rest=True)
         self._sums = (taken, learned, judged)
         return learned, judged
 
@@ -363,6 +365,16 @@ def _error(function: PointwiseFunction, x: Tensor, y: Tensor) -> float:
     formula = function.curve.function if function.table is None else function.table
     given, wanted = eager.pointwise(x, formula, parameters, 0).cpu().double(), y.cpu().double()
     return float((given - wanted).norm() / wanted.norm())
+
+
+def _add(waiting: list[tuple[Tensor, ...]], sums: LayerSums, *, rest: bool = False) -> None:
+    """Add inputs and targets to sums, once they fill a block or are the rest, and leave none waiting."""
+    inputs = [h for h, *_ in waiting]
+    full = sum(map(len, inputs)) >= BLOCK or sum(h.numel() for h in inputs) >= MOST_NUMBERS
+    if waiting and (rest or full):
+        h, *wanted = (torch.cat(part) for part in zip(*waiting, strict=True))
+        sums.add(h, wanted)
+        waiting.clear()
 
 
 def _put(found: RefittedLayer, layer: LinearLayer, gain: Tensor) -> None:

@@ -343,6 +343,10 @@ class Tallies:
                     tally.extend(name, next(parts))
         return whole
 
+    def take(self, number: int, other: Tallies) -> None:
+        """Take the tallies of other passes, over one configuration alone, for those of the one of this number."""
+        self._kept |= {(number, at, part): tally for (_, at, part), tally in other._kept.items()}
+
     def rows(self, func: str, init: str, sites: Sequence[str]) -> list[Drift]:
         """Return the quantiles: by configuration, by place in the network's order, by part as they came."""
         order = {at: number for number, at in enumerate([OUTPUT, *sites, END])}

@@ -84,10 +84,11 @@ class PairedPasses:
         ranks: Ranks,
         advance: Callable[[int], object],
         asked: Mapping[str, Any],
+        refitted: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Keep what to run on what, see :func:`normscope.swaps.drift.drift.drift`.
 
-        ``asked`` has to be so on all ranks.
+        ``asked`` has to be so on all ranks. ``refitted`` is what other parameters are while sites are swapped, by name.
         """
         self.model, self.batches, self.modules = model, batches, modules
         self.outputs, self.ranks, self.asked = outputs, ranks, asked
@@ -98,6 +99,9 @@ class PairedPasses:
         self._halving = Halving("compared")
         self._advance = _Advance(advance)
         self._holders, self._replay = Holders(model), Replay(model, modules)
+        self._refitted = refitted
+        if refitted:  # before the first site, too
+            self._replay.possible = False
         self._verified = False
         norms = {id(module_at(model, path)) for path in modules}
         within = any(one.startswith(f"{other}.") for one in modules for other in modules)
@@ -189,7 +193,7 @@ class PairedPasses:
                     adds_up = done.swapped == "cumulative" and self._apart
                     added = [path for path in done.paths if path not in there]
                     with contextlib.ExitStack() as alone:
-                        (standing if adds_up else alone).enter_context(self._swapped(added))
+                        (standing if adds_up else alone).enter_context(self.swapped(added))
                         swapped, recording = self._begun_at(added, batch, before, record=adds_up)
                     for path in added:
                         _check_called(path, original, swapped)
@@ -237,7 +241,7 @@ class PairedPasses:
         self._verified = True
         ordered = sorted(before.entered, key=before.entered.__getitem__)
         for path in ordered[len(ordered) // 2 :][:1]:
-            with self._swapped([path]):
+            with self.swapped([path]):
                 replayed, _ = self._begun_at([path], batch, before, record=False)
                 in_full = self._run(batch, [])
             same = torch.equal(_bits(replayed.output), _bits(in_full.output))
@@ -251,7 +255,7 @@ class PairedPasses:
         with contextlib.ExitStack() as closing:
             self._buffers.put_back()
             original = iter(as_it_is(*share))
-            with self._swapped(everything.paths):
+            with self.swapped(everything.paths):
                 self._buffers.put_back()
                 swapped = iter(ends(*share))
             for running in (original, swapped):
@@ -262,7 +266,7 @@ class PairedPasses:
                 end = next(original, None)
                 if end is None:
                     break
-                with self._swapped(everything.paths):
+                with self.swapped(everything.paths):
                     self._buffers.put_back()
                     _, other = next(swapped)
                 samples, latents = end
@@ -271,8 +275,9 @@ class PairedPasses:
                 tallies.add(everything, END, "", moved, self._came(number, 0))
 
     @contextlib.contextmanager
-    def _swapped(self, paths: Sequence[str]) -> Iterator[None]:
-        with Swap(self.model, {path: self.modules[path] for path in paths}, self._holders):
+    def swapped(self, paths: Sequence[str]) -> Iterator[None]:
+        """Swap some sites meanwhile."""
+        with Swap(self.model, {path: self.modules[path] for path in paths}, self._holders, self._refitted):
             yield
 
     def _run(self, batch: Batch, paths: Iterable[str]) -> _PassesSeen:

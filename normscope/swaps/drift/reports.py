@@ -140,6 +140,40 @@ class Quality(Record):
     scores: Mapping[str, Score]
 
 
+@dataclass(frozen=True)
+class DriftCalibration(Record):
+    """What the rows of a drift were calibrated on, each by itself, before it was measured on other inputs.
+
+    Attributes:
+        data: the inputs in words; empty where they do not say it.
+        refit: ``neighbours`` or ``norms``, as :func:`normscope.calibrate` takes it.
+        n_learned: samples that were learned from.
+        n_judged: samples that decided what was kept of it.
+        left_out: samples that did not fit into memory.
+        restored: rows that have the start values, as calibration did not lower the drift on the samples that decide.
+        left: why a linear layer beside a site was left as it is where all sites are swapped, by path.
+    """
+
+    data: str
+    refit: str
+    n_learned: int
+    n_judged: int
+    left_out: int
+    restored: int
+    left: Mapping[str, str]
+
+    @property
+    def in_words(self) -> str:
+        """Say it in a line.
+
+        >>> DriftCalibration("digits", "norms", 36, 12, 0, 0, {}).in_words
+        'by itself, functions alone, on 48 other samples than it is measured on (12 of them decided)'
+        """
+        alone = ", functions alone" if self.refit == "norms" else ""
+        samples = count(self.n_learned + self.n_judged, "other sample")
+        return f"by itself{alone}, on {samples} than it is measured on ({self.n_judged} of them decided)"
+
+
 @dataclass(frozen=True, repr=False)
 class DriftReport(Tabled, Record):
     """What one swap did to a network's outputs.
@@ -153,6 +187,7 @@ class DriftReport(Tabled, Record):
         quality: how well the network does what it is for, on the same inputs, with no site swapped and with all; None
             where nothing tells.
         no_quality: why there is none; else empty.
+        calibration: of ``init="calibrated"``, what every row was calibrated on; else None.
     """
 
     func: str
@@ -162,10 +197,20 @@ class DriftReport(Tabled, Record):
     about: Mapping[str, str] = field(default_factory=dict)
     quality: Quality | None = None
     no_quality: str = ""
+    calibration: DriftCalibration | None = None
 
     def __repr__(self) -> str:
         how = " ".join(filter(None, ("DriftReport", self.func, self.init)))
         return f"{how}: {count(len(self.sites), 'site')} swapped, relative L2 {self.all.relative_l2.p50:.3g}"
+
+    @property
+    def start_in_words(self) -> str:
+        """The init; of a calibrated one also what it was learned from."""
+        done = self.calibration
+        if done is None:
+            return self.init
+        alone = " (functions alone)" if done.refit == "norms" else ""
+        return f"{self.init}{alone} on {count(done.n_learned + done.n_judged, 'other sample')}"
 
     @property
     def all(self) -> Drift:

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -207,6 +209,10 @@ def test_an_embedded_model_is_timed_at_full_size(tmp_path, monkeypatch):
         (("--per", "token"), 2, "There is no level 'token'"),
         (("--output", "one.PDF"), 2, "one.PDF is one file, but each model has 2 figures. Name a folder."),
         (("--func", "free", "--init", "paper"), 2, "free is what was fitted"),
+        (("--init", "own,calibrated"), 2, "There is no init 'own'. There are: fit, theory, paper, calibrated."),
+        (("--refit", "norms"), 2, "--refit norms says what --init calibrated may change"),
+        (("--init", "calibrated", "--refit", "all"), 2, "There is no refit 'all'"),
+        (("--init", "calibrated", "--func", "rmsnorm"), 2, "There is no calibrated start of rmsnorm"),
     ],
 )
 def test_mistakes_are_sentences(folder, monkeypatch, arguments, status, said):
@@ -216,6 +222,74 @@ def test_mistakes_are_sentences(folder, monkeypatch, arguments, status, said):
     done = CliRunner().invoke(app, ["swap-bench", NAME, *QUICK, *arguments])
     assert done.exit_code == status
     assert said in " ".join(done.stderr.split())
+
+
+def test_calibration_is_refused_under_torchrun_before_anything_is_loaded(folder, monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(swap_bench.RunOptions, "load", lambda *_: pytest.fail("it loaded"))
+    done = run(folder, monkeypatch, NAME, "--init", "calibrated")
+    assert done.exit_code == 2 and "Calibration runs in one process, and torchrun started 2" in " ".join(
+        done.stderr.split()
+    )
+
+
+def test_calibrated_rows_learn_from_other_inputs_and_say_so(folder, monkeypatch):
+    monkeypatch.setattr(swap_bench, "_speed", stopped)
+    measured = []
+    drift = normscope.drift
+    monkeypatch.setattr(normscope, "drift", lambda *a, **kw: measured.append(drift(*a, **kw)) or measured[-1])
+    arguments = ("--func", "dyt,rmsnorm", "--init", "fit,calibrated", "--sites", "0,2")
+    done = run(folder, monkeypatch, NAME, *arguments)
+    assert "no further" in done.stderr
+    shown, remarks = (" ".join(text.split()) for text in (done.stdout, done.stderr))
+    assert "calibrated: each row by itself, on 24 other samples than it is measured on (6 of them decided)" in shown
+    assert "calibrated with that site alone swapped" in shown
+    assert "calibrated on" in remarks and "24 of 32 samples" in remarks and "8 of 32 samples held out" in remarks
+    assert [(report.func, report.init) for report in measured] == [
+        ("dyt", "fit"),
+        ("dyt", "calibrated"),
+        ("rmsnorm", ""),
+    ]
+    assert [report.calibration is not None for report in measured] == [False, True, False]
+    network = normscope.load(NAME, device="cpu")
+    learned, held_out = learned_and_held_out(network.inputs)
+    seen = normscope.capture(network.module, learned, by_gamma=True)
+    moved = []
+    for batch in held_out:
+        with torch.no_grad():
+            original = network.module(*batch.args).double().flatten(1)
+            with swap(network.module, "dyt", seen, sites="0,", init="calibrated", learn=list(learned)):
+                swapped = network.module(*batch.args).double().flatten(1)
+        moved += ((swapped - original).norm(dim=1) / original.norm(dim=1)).tolist()
+    row = measured[1].by_site[0]
+    assert row.relative_l2.p50 < measured[0].by_site[0].relative_l2.p50
+    # float32 outputs, of which the distances are taken in float64
+    assert row.relative_l2.p50 == pytest.approx(torch.tensor(moved).quantile(0.5).item(), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_process_writes_calibrated_drift_into_document_table_and_figure(tmp_path):
+    command = [sys.executable, "-m", "normscope", "swap-bench", "demo_vit", "--init", "fit,calibrated", "--quick"]
+    options = ["--limit", "32", "--sites", "3", "--device", "cpu", "--json", "--output", "out"]
+    done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, check=True)
+    fit, calibrated = json.loads(done.stdout)["drift"]
+    assert (fit["init"], calibrated["init"]) == ("fit", "calibrated") and fit["calibration"] is None
+    told = calibrated["calibration"]
+    assert told["n_learned"] + told["n_judged"] == 32 and told["refit"] == "neighbours"
+    assert "of demo_vit's training" in told["data"] and "held-out digits" in calibrated["data"]
+
+    def medians(report):
+        return {
+            (row["swapped"], row["site"]): row["relative_l2"]["p50"] for row in report["rows"] if row["at"] == "output"
+        }
+
+    before, after = medians(fit), medians(calibrated)
+    assert len(after) == 1 + 3 + 3 and after["all", None] < before["all", None]
+    for key in [key for key in after if key[0] == "one"]:
+        assert after[key] < before[key] or (after[key] == before[key] and told["restored"])
+    (drawn,) = [one for one in json.loads(done.stdout)["figures"] if one["view"] == "drift"]
+    assert (tmp_path / drawn["file"]).stat().st_size > 10_000
 
 
 def test_seven_billion_weights_are_not_made_without_cuda(folder, monkeypatch):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from normscope.errors import UsageError
-from normscope.pairs.norms.sites import NormSite, kind_of_site, select
+from normscope.pairs.norms.sites import NormSite, kind_of_site, select, select_by_placement
 
 
 def site(index: int, name: str, kind: str = "LayerNorm") -> NormSite:
@@ -89,3 +89,40 @@ def test_a_number_takes_one_site_of_each_stretch_and_every_kind_by_turns(kinds, 
 def test_no_class_of_norm_is_missed_where_paths_are_numbers_alone():
     network = [site(i, str(i), ("LayerNorm", "RMSNorm")[i % 2]) for i in range(32)]
     assert Counter(one.kind for one in select(network, 4)) == {"LayerNorm": 2, "RMSNorm": 2}
+
+
+def placed(*placements):
+    known = ("LayerNorm", (8,), -1, 8, 1e-6, True)
+    return [NormSite(i, f"blocks.{i}.norm", *known, place, 1, 1, True) for i, place in enumerate(placements)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "numbers"),
+    [
+        ("all", [0, 1, 2, 3, 4]),
+        ("pre-norm", [0, 2]),
+        ("final,qk", [1, 4]),
+        (["qk", 0], [0, 1]),
+        ("qk, 2-3", [1, 2, 3]),
+        ("blocks.[34].*,pre-norm", [0, 2, 3, 4]),
+        (2, [0, 3]),
+        ("3", [0, 1, 3]),
+        ([3], [3]),
+        (["blocks.3.norm"], [3]),
+        (["pre-norm", "all"], [0, 1, 2, 3, 4]),
+    ],
+)
+def test_sites_are_chosen_by_placement_name_and_number(wanted, numbers):
+    known = placed("pre-norm", "qk", "pre-norm", None, "final")
+    assert [site.index for site in select_by_placement(known, wanted)] == numbers
+
+
+def test_sites_that_are_not_there():
+    with pytest.raises(UsageError, match=r"No norm here is post-norm; there are final, pre-norm\."):
+        select_by_placement(placed("pre-norm", "final"), "post-norm")
+    with pytest.raises(UsageError, match=r"No norm here is qk; there are none with a placement\."):
+        select_by_placement(placed(None), "qk")
+    with pytest.raises(UsageError, match="norm site 'norm1'"):
+        select_by_placement(placed("pre-norm"), "pre-norm,norm1")
+    with pytest.raises(UsageError, match="name no norm site"):
+        select_by_placement(placed("pre-norm"), [])

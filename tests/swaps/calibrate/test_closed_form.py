@@ -23,10 +23,14 @@ def sums_of(inputs, *targets):
     return sums
 
 
-def by_numpy(inputs, target, start, penalty, *, bias):
+def spread_of(h, bias):
+    return float(((h - h.mean(0)) ** 2 if bias else h**2).double().sum(0).mean())
+
+
+def by_numpy(inputs, target, start, penalty, *, bias, spread=None):
     """Minimize ‖HWᵀ + b − T‖² + λ‖W − W₀‖² as one system of equations, with rows for the penalty."""
+    spread = spread_of(inputs.double(), bias) if spread is None else spread
     h, t, start = (part.double().numpy() for part in (inputs, target, start))
-    spread = ((h - h.mean(0)) ** 2 if bias else h**2).sum(0).mean()
     weights = np.sqrt(penalty * spread) * np.eye(h.shape[1])
     ones, zeros = ([np.ones((len(h), 1))], [np.zeros((h.shape[1], 1))]) if bias else ([], [])
     left = np.vstack([np.hstack([h, *ones]), np.hstack([weights, *zeros])])
@@ -57,6 +61,52 @@ def _over_all(h, penalty, bias):
         for part in (h[:90].double(), h.double())
     ]
     return float(penalty * spread[0] / spread[1])
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.booleans())
+def test_groups_are_least_squares_by_themselves_with_one_penalty(seed, groups, features, channels, bias):
+    h, noise = tokens(seed, 160, groups * features, groups * channels)
+    h = h.reshape(160, groups, features) * (1 + torch.arange(groups)[:, None])  # of different sizes
+    generator = torch.Generator().manual_seed(seed + 1)
+    start, slope = (torch.randn(groups, channels, features, generator=generator) for _ in range(2))
+    t = torch.einsum("ngf,gcf->ngc", h, slope).flatten(1) + 0.3 * noise
+    own = torch.zeros(groups * channels) if bias else None
+    found = ridge(sums_of(h[:120], t[:120]), sums_of(h[120:], t[120:]), start.flatten(0, 1), own)
+    assert found.penalty in PENALTIES and found.after < found.before
+    # λ is a share of the features' mean spread over the tokens to learn from, of all groups together.
+    spread = spread_of(h[:120].double(), bias) * 160 / 120
+    for group in range(groups):
+        own_channels = slice(group * channels, (group + 1) * channels)
+        weight, offset = by_numpy(
+            h[:, group], t[:, own_channels], start[group], found.penalty, bias=bias, spread=spread
+        )
+        np.testing.assert_allclose(found.weight[own_channels].numpy(), weight, rtol=1e-3, atol=FLOAT32 * 50)
+        if bias:
+            np.testing.assert_allclose(found.bias[own_channels].numpy(), offset[0], rtol=1e-3, atol=FLOAT32 * 50)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_sums_of_groups_are_those_of_each(seed):
+    h, one, other = tokens(seed, 90, 12, 6, 6)
+    h, weight = h.reshape(90, 3, 4), torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)).double()
+    factors = torch.randn(2, 6, generator=torch.Generator().manual_seed(seed))
+    made = {
+        "whole": lambda sums, part: sums,
+        "combined": lambda sums, part: sums.combined(factors[:, part]),
+        "centred": lambda sums, part: sums.centred(),
+        "with a layer's own": lambda sums, part: sums.with_own(weight[part]),
+    }
+    for what, of in made.items():
+        whole = of(sums_of(h, one, other), slice(None))
+        for group in range(3):
+            part = slice(2 * group, 2 * group + 2)
+            alone = of(sums_of(h[:, group], one[:, part], other[:, part]), part)
+            pairs = [(whole.features[group], alone.features[0]), (whole.gram[group], alone.gram[0])]
+            pairs += [(whole.cross[:, group], alone.cross[:, 0]), (whole.products[..., part], alone.products)]
+            pairs += [(whole.targets[:, part], alone.targets)]
+            for mine, theirs in pairs:
+                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-3, msg=lambda text, w=what: f"{w}: {text}")
 
 
 def test_a_layer_that_is_right_already_stays_to_the_bit():

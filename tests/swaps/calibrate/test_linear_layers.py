@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from normscope.swaps.calibrate import linear_layers
 from normscope.swaps.calibrate.linear_layers import MOST_FEATURES, LinearLayer
 
 ROUNDING = {"rtol": 1e-4, "atol": 1e-5}  # float32 sums of up to a hundred products, in another order
@@ -14,7 +15,9 @@ CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d}
 
 
 def rows_given(layer, x, valid=None):
-    given = layer.inputs(x, valid) @ layer.matrix.T
+    h = layer.inputs(x, valid)
+    by_group = layer.matrix.unflatten(0, (h.shape[1] if h.ndim == 3 else 1, -1))
+    given = torch.einsum("ngf,gcf->ngc", h.reshape(len(h), *by_group.shape[::2]), by_group).flatten(1)
     return given if layer.offset is None else given + layer.offset
 
 
@@ -25,16 +28,25 @@ def rows_given(layer, x, valid=None):
     stride=st.integers(1, 2),
     dilation=st.integers(1, 2),
     padding=st.integers(0, 2),
-    mode=st.sampled_from(["zeros", "replicate"]),
+    mode=st.sampled_from(["zeros", "replicate", "circular", "reflect"]),
     bias=st.booleans(),
+    groups=st.sampled_from([1, 2, 6]),
 )
-def test_a_convolution_is_a_matrix_between_rows(axes, kernel, stride, dilation, padding, mode, bias):
+def test_a_convolution_is_a_matrix_between_rows(axes, kernel, stride, dilation, padding, mode, bias, groups):
+    """Its features are what it gives with weights of which one is 1, and all others 0."""
     torch.manual_seed(0)
     options = {"stride": stride, "dilation": dilation, "padding": padding, "padding_mode": mode, "bias": bias}
-    module = CONVOLUTIONS[axes](3, 5, kernel, **options).requires_grad_(False)
-    layer, x = LinearLayer.of(module), torch.randn(2, 3, *[8] * axes)
+    module = CONVOLUTIONS[axes](6, 12, kernel, groups=groups, **options).requires_grad_(False)
+    layer, x = LinearLayer.of(module), torch.randn(2, 6, *[8] * axes)
     torch.testing.assert_close(rows_given(layer, x), layer.outputs(x, module(x)), **ROUNDING)
-    assert layer.reason == "" and layer.outputs(x, module(x)).shape[1] == 5
+    assert layer.reason == "" and layer.outputs(x, module(x)).shape[1] == 12
+    features = layer.inputs(x).reshape(-1, groups, layer.matrix.shape[1])
+    if module.bias is not None:
+        module.bias.zero_()
+    for feature in range(layer.matrix.shape[1]):
+        module.weight.flatten(1).copy_(torch.eye(layer.matrix.shape[1])[feature].expand(12, -1))
+        given = layer.outputs(x, module(x)).unflatten(1, (groups, -1))
+        torch.testing.assert_close(given, features[:, :, feature, None].expand_as(given), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("padding", ["same", "valid"])
@@ -83,9 +95,21 @@ def test_what_is_put_is_what_it_computes_with(make):
     assert torch.equal(module.bias[[0, 2]], offset[[0, 2]]) and module.bias[1] != offset[1]
 
 
-def test_what_is_too_wide_or_in_groups_says_so():
+@pytest.mark.parametrize("room", [1, 3 * 4 * 3 * 6, 10**9])
+def test_pieces_are_the_whole(monkeypatch, room):
+    monkeypatch.setattr(linear_layers, "MOST_NUMBERS", room)
+    valid = torch.arange(6) < torch.tensor([6, 2, 5, 1, 6])[:, None]
+    for module in (nn.Conv1d(4, 4, 3, padding=1, groups=4), nn.Linear(6, 2)):
+        layer, x = LinearLayer.of(module), torch.randn(5, 4, 6)
+        pieces = list(layer.inputs_in_pieces(x, valid))
+        assert torch.equal(torch.cat(pieces), layer.inputs(x, valid))
+        assert len(pieces) == (1 if room > 10**6 or isinstance(module, nn.Linear) else 5 if room == 1 else 2)
+
+
+def test_what_is_too_wide_says_so():
     reasons = {
-        nn.Conv1d(8, 8, 3, groups=8): "it is a convolution in 8 groups",
+        nn.Conv1d(8, 8, 3, groups=8): "",
+        nn.Conv1d(1024, 1024, 128, groups=16): f"it is a convolution over 8192 numbers, more than {MOST_FEATURES}",
         nn.Conv2d(512, 8, 3): f"it is a convolution over 4608 numbers, more than {MOST_FEATURES}",
         nn.Conv3d(2, 2, 2): "it is a convolution over three axes",
         nn.Conv3d(2, 2, 1): "",

@@ -8,7 +8,10 @@ from torch import nn
 
 import normscope
 from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.pool import Pool
+from normscope.swaps.calibrate import linear_layers, refitting
 from normscope.swaps.calibrate.calibrate import calibrate
+from normscope.swaps.calibrate.closed_form import PENALTIES
 
 # Of float32 sums, and of a ridge that shrinks towards the layer's own weights.
 GIVEN_BACK = 2e-3
@@ -125,6 +128,87 @@ def test_what_a_convolution_feeds_alone_is_told():
         found[refit] = report.after
     assert [one.path for one in report.modules] == ["1", "3", "4"] and not report.left
     assert found["neighbours"] < 0.9 * found["norms"] < report.before
+
+
+def unfolded(module, x):
+    """Features of each group, ``(groups, tokens, features)``, from what the module gives with one weight of 1."""
+    own, one_hot = copy.deepcopy(module).double(), []
+    with torch.no_grad():
+        own.bias.zero_()
+        for feature in range(own.weight[0].numel()):
+            own.weight.zero_()
+            own.weight.flatten(1)[:, feature] = 1
+            given = own(x.double()).flatten(2).mT.flatten(0, 1)
+            one_hot.append(given.unflatten(1, (own.groups, -1))[:, :, 0])
+    return torch.stack(one_hot, -1).movedim(1, 0)
+
+
+@pytest.mark.parametrize(("groups", "room"), [(8, 10**9), (8, 3000), (2, 10**9)])
+def test_a_convolution_in_groups_is_least_squares_in_each(monkeypatch, groups, room):
+    """In float64, with a row for each penalty, on what the function gives, towards what the original gave."""
+    monkeypatch.setattr(refitting, "MOST_NUMBERS", room)
+    monkeypatch.setattr(linear_layers, "MOST_NUMBERS", room)
+    torch.manual_seed(0)
+    options = {"padding": 2, "padding_mode": "circular", "stride": 2, "dilation": 2, "groups": groups}
+    norm = pytest.importorskip("timm.layers").LayerNorm2d(8)
+    original = nn.Sequential(norm, nn.Conv2d(8, 8, 3, **options)).requires_grad_(False)
+    swapped = copy.deepcopy(original)
+    swapped[0] = normscope.PointwiseFunction("linear", 8, alpha=0.1, channel_axis=-3)
+    learn = batches(8, lambda generator, size: torch.randn(size, 8, 7, 7, generator=generator).cumsum(-1) + 1)
+    report = calibrate(original, swapped, learn)
+    found = report.modules[1]
+    assert found.path == "1" and found.penalty in PENALTIES and found.after < found.before and not report.restored
+    pool = Pool.of(learn)
+    learned, every = (
+        torch.cat([batch.args[0] for batch in part]) for part in (pool.learned, [*pool.learned, *pool.judged])
+    )
+    with torch.no_grad():
+        given = swapped[0](every).double()
+        wanted = original.double()(every.double()).flatten(2).mT.flatten(0, 1).unflatten(1, (groups, -1)).movedim(1, 0)
+    original.float()
+    features, first = unfolded(original[1], given), unfolded(original[1], given[: len(learned)])
+    spread = (first - first.mean(1, keepdim=True)).square().sum(1).mean() * features.shape[1] / first.shape[1]
+    start = original[1].weight.double().unflatten(0, (groups, -1)).flatten(2)
+    weights = (found.penalty * spread).sqrt() * torch.eye(features.shape[-1], dtype=torch.float64)
+    for group, (h, t) in enumerate(zip(features, wanted, strict=True)):
+        left = torch.cat([h - h.mean(0), weights])
+        solution = torch.linalg.lstsq(left, torch.cat([t - t.mean(0), weights @ start[group].T])).solution
+        mine = swapped[1].weight.unflatten(0, (groups, -1)).flatten(2)[group]
+        torch.testing.assert_close(mine.double(), solution.T, rtol=2e-3, atol=2e-4)  # sums of float32 products
+        offset = t.mean(0) - h.mean(0) @ solution
+        torch.testing.assert_close(
+            swapped[1].bias.unflatten(0, (groups, -1))[group].double(), offset, rtol=2e-3, atol=2e-3
+        )
+
+
+def test_depthwise_convolutions_before_norms_are_refitted():
+    """A block of ConvNeXt: its weights were left as they were."""
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    original = timm.models.convnext.ConvNeXt(
+        in_chans=3, num_classes=4, depths=(1, 1, 1, 1), dims=(8, 8, 8, 8), patch_size=2
+    ).requires_grad_(False)
+    original.eval()
+    learn = batches(6, lambda generator, size: torch.randn(size, 3, 32, 32, generator=generator).cumsum(-1))
+    swapped = copy.deepcopy(original)
+    normscope.swap(swapped, "tanh", normscope.capture(original, learn))
+    report = calibrate(original, swapped, learn)
+    depthwise = [path for path, module in original.named_modules() if getattr(module, "groups", 1) > 1]
+    assert len(depthwise) == 4 and set(depthwise) <= {one.path for one in report.modules}
+    assert not any("groups" in reason for reason in report.left.values())
+
+
+def test_a_parametrized_convolution_in_groups_is_left_and_said():
+    """As wav2vec 2.0's positional one, whose weight is computed from two others."""
+    torch.manual_seed(0)
+    convolution = nn.utils.parametrizations.weight_norm(nn.Conv1d(8, 8, 3, padding=1, groups=2), dim=2)
+    norm = pytest.importorskip("timm.layers").LayerNorm2d(8)
+    original = nn.Sequential(nn.Unflatten(2, (6, 1)), norm, nn.Flatten(2), convolution).requires_grad_(False)
+    learn = batches(4, lambda generator, size: torch.randn(size, 8, 6, generator=generator).cumsum(-1))
+    swapped = copy.deepcopy(original)
+    swapped[1] = normscope.PointwiseFunction("linear", 8, alpha=0.1, channel_axis=-3)
+    report = calibrate(original, swapped, learn)
+    assert report.left == {"3": "its weight is computed from other tensors"}
 
 
 def test_a_network_of_rms_norms():

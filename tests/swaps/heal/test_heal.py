@@ -149,8 +149,8 @@ def test_calibration_learns_from_some_of_the_inputs_evenly_where_there_are_many(
     )
     many = batches(100, 1)
     normscope.heal(*networks, many, HELD_OUT, steps=1)
-    assert [batch.samples for batch in taken[0]] == [batch.samples for batch in many[::3]]
-    assert sum(len(batch.samples) for batch in taken[0]) <= 320
+    of_all, some = ([sample for batch in part for sample in batch.samples] for part in (many, taken[0]))
+    assert some == of_all[::3] and 200 < len(some) <= 320
 
 
 def test_a_step_takes_the_next_batch_of_an_order_that_hangs_on_the_seed_alone():
