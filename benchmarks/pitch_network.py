@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
-from torchaudio.functional import melscale_fbanks
 
 import normscope
 from normscope.inputs.batch import Batch
@@ -82,6 +81,8 @@ class Fcpe(nn.Module):
 
 def log_mel(waveforms: Tensor) -> Tensor:
     """Return what the network takes of waveforms within ±1: ``(samples, frames, MELS)`` of ``(samples, length)``."""
+    from torchaudio.functional import melscale_fbanks  # which the other networks of a benchmark do without
+
     around = (WINDOW - HOP) // 2
     padded = nn.functional.pad(waveforms[:, None], (around, around), mode="reflect")[:, 0]
     spectra = torch.stft(padded, WINDOW, HOP, window=torch.hann_window(WINDOW), center=False, return_complex=True)
