@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pitch_network
 import torch
 from common import Measurement, finish, in_own_process, names, options
 
@@ -24,7 +25,7 @@ from normscope.swaps.calibrate import closed_form, refitting
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS
 from normscope.swaps.drift.output_errors import output_errors
 
-MODELS = "demo_vit,demo_wav2vec2,demo_dit,minilm"
+MODELS = "demo_vit,demo_wav2vec2,demo_dit,minilm,torchfcpe"
 CURVES = "dyt,dyisru"
 BATCH_SIZE = 16
 TEXTS, HELD_OUT = 320, 96
@@ -45,12 +46,13 @@ swapped network was calibrated by normscope.calibrate on the same inputs: norms,
 linear layers beside them too. Drift: relative L2 at the output against the original, over held-out inputs that neither
 has seen; samples are inputs: median, smallest and largest. Closed: the share of the median that is gone. The embedded
 networks learn from all their inputs to learn from; minilm is all-MiniLM-L6-v2, a pretrained one, on {texts} docstrings
-of Python's standard library, and is judged by {held_out} of other modules. CPU seconds are of the calibration alone,
-both networks' passes included. Everything ran on one thread. With --ablations also, each by itself: every module
-fitted on what it takes in the original and not in the network calibrated so far; λ fixed at 0.1 of the mean square of a
-feature; one θ for all channels. With --keep, beside the rows of an earlier run: so many norms were left as they are,
-chosen by normscope.keep on 48 of the inputs to learn from, all others swapped, and these calibrated; closed is of the
-drift with all of them swapped.
+of Python's standard library, and is judged by {held_out} of other modules; torchfcpe is FCPE, a pretrained network that
+hears pitch and that nothing was tuned on, on the synthetic words that demo_wav2vec2 learns from and is judged by. CPU
+seconds are of the calibration alone, both networks' passes included. Everything ran on one thread. With --ablations
+also, each by itself: every module fitted on what it takes in the original and not in the network calibrated so far; λ
+fixed at 0.1 of the mean square of a feature; one θ for all channels. With --keep, beside the rows of an earlier run: so
+many norms were left as they are, chosen by normscope.keep on 48 of the inputs to learn from, all others swapped, and
+these calibrated; closed is of the drift with all of them swapped.
 """
 
 
@@ -172,6 +174,8 @@ ABLATIONS: dict[str, Callable[[], Any]] = {
 
 def inputs_of(model: str, limit: int | None, texts: int = TEXTS) -> tuple[normscope.LoadedModel, list[Any], list[Any]]:
     """Load a network, and its inputs to learn from and to judge by."""
+    if model == pitch_network.NAME:
+        return pitch_network.inputs_of(limit)
     if model != "minilm":
         network = normscope.load(model, batch_size=BATCH_SIZE, limit=limit, device="cpu")
         learned, held_out = divided(network.inputs, network.calibration)

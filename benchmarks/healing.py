@@ -18,7 +18,7 @@ from normscope.swaps.drift.output_errors import output_errors
 from normscope.swaps.heal import lessons, trained_parameters
 from normscope.swaps.heal.stages import TRAINS
 
-MODELS = "demo_vit,demo_wav2vec2,demo_dit,minilm"
+MODELS = "demo_vit,demo_wav2vec2,demo_dit,minilm,torchfcpe"
 CURVES = "dyt"
 MINUTES = {"demo_wav2vec2": 10.0, "minilm": 6.0}
 OTHERS_MINUTES = 4.0
@@ -29,9 +29,10 @@ swapped network was healed by normscope.heal on the same inputs: calibrated, the
 {minutes}. Drift: median relative L2 at the output against the original, over held-out inputs that neither has seen; on
 the way, at a few checks: by the CPU seconds until there, calibration and the original's own passes included, measuring
 left out. Closed: the share of the start's drift that is gone. minilm is all-MiniLM-L6-v2, a pretrained network, on
-{texts} docstrings of Python's standard library, judged by {held_out} of other modules. Each repeat draws its batches by
-another seed. Everything ran on one thread. With --ablations also: weight and α trained as they are, not by slope and
-log α; the loss of the output alone, not of what the sites give.
+{texts} docstrings of Python's standard library, judged by {held_out} of other modules; torchfcpe is FCPE, a pretrained
+network that hears pitch and that nothing was tuned on, on the synthetic words that demo_wav2vec2 learns from and is
+judged by. Each repeat draws its batches by another seed. Everything ran on one thread. With --ablations also: weight
+and α trained as they are, not by slope and log α; the loss of the output alone, not of what the sites give.
 """
 
 
