@@ -25,14 +25,15 @@ OTHERS_MINUTES = 4.0
 TEXTS = 1200
 ABOUT = """
 All norms of a network were swapped, with start values fitted to its own inputs to learn from, weighted by γ², and the
-swapped network was healed by normscope.heal on the same inputs: calibrated, then trained, in as many steps as fit into
-{minutes}. Drift: median relative L2 at the output against the original, over held-out inputs that neither has seen; on
-the way, at a few checks: by the CPU seconds until there, calibration and the original's own passes included, measuring
-left out. Closed: the share of the start's drift that is gone. minilm is all-MiniLM-L6-v2, a pretrained network, on
-{texts} docstrings of Python's standard library, judged by {held_out} of other modules; torchfcpe is FCPE, a pretrained
-network that hears pitch and that nothing was tuned on, on the synthetic words that demo_wav2vec2 learns from and is
-judged by. Each repeat draws its batches by another seed. Everything ran on one thread. With --ablations also: weight
-and α trained as they are, not by slope and log α; the loss of the output alone, not of what the sites give.
+swapped network was healed by normscope.heal on the same inputs: calibrated, then trained, in so many steps, or as many
+as fit into so many minutes. Drift: median relative L2 at the output against the original, over held-out inputs that
+neither has seen; on the way, at a few checks: by the CPU seconds until there, calibration and the original's own passes
+included, measuring left out. Closed: the share of the start's drift that is gone. minilm is all-MiniLM-L6-v2, a
+pretrained network, on {texts} docstrings of Python's standard library, judged by {held_out} of other modules; torchfcpe
+is FCPE, a pretrained network that hears pitch and that nothing was tuned on, on the synthetic words that demo_wav2vec2
+learns from and is judged by. Each repeat draws its batches by another seed. Everything ran on one thread. With
+--ablations also: weight and α trained as they are, not by slope and log α; the loss of the output alone, not of what
+the sites give.
 """
 
 
@@ -55,7 +56,8 @@ ABLATIONS: dict[str, Callable[[], Any]] = {
 
 def main() -> None:
     parser = options(__doc__, repeats=1)
-    parser.add_argument("--models", type=names, default=names(MODELS), help="(%(default)s)")
+    said = "of some of them, the rows are added to the file (%(default)s)"
+    parser.add_argument("--models", type=names, default=names(MODELS), help=said)
     parser.add_argument("--curves", type=names, default=names(CURVES), help="(%(default)s)")
     parser.add_argument("--trains", type=names, default=names("all"), help=f"of {', '.join(TRAINS)} (%(default)s)")
     parser.add_argument("--ablations", action="store_true", help="heal also with one step done simply")
@@ -71,11 +73,10 @@ def main() -> None:
         ways |= {f"{TRAINS[-1]}, {name}": (TRAINS[-1], name) for name in ABLATIONS if args.ablations}
         given = (model, args.curves, ways, length, args.repeats, args.limit)
         measurements += in_own_process(measured, *given, threads=1)
-    minutes = ", ".join(f"{model} {MINUTES.get(model, OTHERS_MINUTES):g} minutes" for model in args.models)
-    if args.steps or args.minutes:
-        minutes = f"{args.steps} steps" if args.steps else f"{args.minutes:g} minutes"
-    about = ABOUT.format(minutes=minutes, texts=TEXTS, held_out=HELD_OUT)
-    finish("healing", about, measurements, args, threads=[1], libraries=["timm", "diffusers", "transformers"])
+    about = ABOUT.format(texts=TEXTS, held_out=HELD_OUT)
+    libraries = ["timm", "diffusers", "transformers"]
+    added = args.models != names(MODELS)
+    finish("healing", about, measurements, args, threads=[1], libraries=libraries, added=added)
 
 
 def measured(
@@ -99,7 +100,8 @@ def measured(
                 with ABLATIONS.get(ablation, contextlib.nullcontext)():
                     for quantity, unit, value in healed(network, swapped, learned, held_out, train, length, seed):
                         samples.setdefault((f"{curve}, {way}", quantity, unit), []).append(value)
-    return [Measurement(model, way, quantity, unit, own) for (way, quantity, unit), own in samples.items()]
+    case = f"{model}, {length['steps']} steps" if length["steps"] else f"{model}, {length['minutes']:g} minutes"
+    return [Measurement(case, way, quantity, unit, own) for (way, quantity, unit), own in samples.items()]
 
 
 def healed(

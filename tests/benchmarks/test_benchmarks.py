@@ -160,7 +160,11 @@ def test_healing(measured):
         assert found["closed"] == pytest.approx(100 * (1 - left / found["drift, start"])) and found["closed"] > 0
         assert found["training"] == 12 and found["drift, check 6 of 12"] > 0
         assert 0 < found["CPU until check 3 of 12"] < found["CPU until check 9 of 12"] < found["CPU"]
-    ends = [samples["demo_vit", way, "drift, check 6 of 12"][0] for _, way, _ in samples if way.startswith("dyt, all")]
+    ends = [
+        samples["demo_vit, 12 steps", way, "drift, check 6 of 12"][0]
+        for _, way, _ in samples
+        if way.startswith("dyt, all")
+    ]
     assert len(set(ends)) == 3  # each ablation does something
 
 
