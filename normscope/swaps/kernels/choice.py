@@ -12,6 +12,14 @@ from importlib.util import find_spec
 from types import ModuleType
 
 import torch
+from torch import Tensor, nn
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
+from torch.autograd import forward_ad
 
 from normscope.errors import UsageError, unknown
 from normscope.pairs.sums.binning.cuda_launcher import EAGER as EAGER
@@ -25,6 +33,10 @@ LOOP_FROM = 2**13  # elements: of fewer, plain torch is done before the loop's c
 _LOOP_DTYPES = (torch.float32, torch.bfloat16)
 _LINE = "linear"
 _LEAST_CAPABILITY = (8, 0)
+_PLAIN = (Tensor, nn.Parameter)
+# Python's own table behind os.environ: to find nothing in it takes a tenth of the time of nn.LayerNorm.
+_TABLE = getattr(os.environ, "_data", os.environ)
+_KEY = os.environ.encodekey(VARIABLE) if hasattr(os.environ, "encodekey") else VARIABLE
 
 
 def by_kernels(curve: str, device: torch.device, dtype: torch.dtype) -> bool:
@@ -58,6 +70,11 @@ def by_kernels(curve: str, device: torch.device, dtype: torch.dtype) -> bool:
     if asked and why_not:
         raise cannot_be_met(why_not)
     return not why_not
+
+
+def asked_for_plain_torch() -> bool:
+    """Whether ``NORMSCOPE_KERNELS`` says anything but ``triton``; quickly where it says nothing."""
+    return _KEY in _TABLE and os.environ[VARIABLE] not in ("", TRITON)
 
 
 def loop_for(curve: str, device: torch.device, dtype: torch.dtype, elements: int) -> ModuleType | None:
@@ -112,6 +129,24 @@ def plain_torch() -> Iterator[None]:
             os.environ.pop(VARIABLE, None)
         else:
             os.environ[VARIABLE] = before
+
+
+def unseen(*tensors: Tensor | None) -> bool:
+    """Whether nobody would miss the operators that are not called: no mode, no subclass, no transform looks on.
+
+    >>> unseen(torch.ones(2), None)
+    True
+    """
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_neg()):
+            return False
+    return not (
+        _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or _are_functorch_transforms_active()
+        or _get_tracing_state()
+        or forward_ad._current_level >= 0
+    )
 
 
 def _why_not(curve: str, device: torch.device, dtype: torch.dtype) -> str:

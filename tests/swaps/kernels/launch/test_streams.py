@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
-from truth import BY_NUMPY, DEVICE, agree, numbers, on_a_gpu, parameters, truth
+from truth import BY_NUMPY, DEVICE, EVERY, agree, numbers, on_a_gpu, parameters, truth
 
 from normscope.swaps.kernels import launch
 from normscope.swaps.kernels.parameters import Parameters
@@ -30,7 +30,7 @@ def given(name: str, curve: str, seed: int = 0) -> tuple[Tensor, Tensor, Paramet
 
 
 def all_of(x: Tensor, dy: Tensor, own: Parameters, curve: str, behind: int) -> list[Tensor]:
-    return [launch.forward(x, own, curve, behind), *launch.backward(dy, x, own, curve, behind, True, True)]
+    return [launch.forward(x, own, curve, behind), *launch.backward(dy, x, own, curve, behind, EVERY)]
 
 
 def same_bits(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -104,7 +104,7 @@ def test_replayed_from_a_graph_with_other_numbers(name, curve):
     with torch.cuda.graph(forward):
         y = launch.forward(x, own, curve, behind)
     with torch.cuda.graph(backward):
-        gradients = launch.backward(dy, x, own, curve, behind, True, True)
+        gradients = launch.backward(dy, x, own, curve, behind, EVERY)
     for seed in (10, 20):
         new_x, new_dy, _, _ = given(name, curve, seed)
         x.copy_(new_x)

@@ -39,6 +39,7 @@ LEAST = {  # the interpreter has no subnormal bfloat16
     torch.bfloat16: 2.0**-134 if GPU else 2.0**-126,
     torch.float16: HALVED * 2.0**-24,
 }
+EVERY, OF_INPUT, OF_PARAMETERS = [True] * 5, [True, *[False] * 4], [False, *[True] * 4]  # of the gradients
 FEW = 2**20  # elements whose truth the CPU computes; that of more is computed where they are
 PIECE = 2**23  # elements whose truth is in memory at once
 FURTHEST: dict[str, float] = {}  # by curve, dtype and quantity: the largest error so far, over what is allowed
@@ -145,7 +146,7 @@ def hold(curve: str, x: Tensor, own: Parameters, behind: int = 0, dy: Tensor | N
         dy = drawn.to(device=x.device, dtype=x.dtype)
     held = truth(curve, x, own, behind, dy)
     y = fused.forward(x, own, curve, behind)
-    gradients = fused.backward(dy, x, own, curve, behind, True, True)
+    gradients = fused.backward(dy, x, own, curve, behind, EVERY)
     check_forms(y, gradients, x, own)
     for name, made in {"y": y, **gradients._asdict()}.items():
         if made is not None:
