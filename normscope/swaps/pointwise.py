@@ -115,7 +115,9 @@ class PointwiseFunction(nn.Module):
         weight = own["weight"] if "weight" in own else self.weight  # noqa: SIM401
         bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401
         parameters = (alpha, shift, weight, bias)
-        output = None if torch.compiler.is_compiling() else autograd.pointwise(input, *parameters, curve, behind)
+        output = None
+        if not torch.compiler.is_dynamo_compiling():
+            output = autograd.pointwise(input, alpha, shift, weight, bias, curve, behind)
         if output is None and by_kernels(curve, input.device, input.dtype):
             operators.check_no_tangents(input, *parameters)
             output = operators.pointwise(input, *parameters, curve, behind)
@@ -125,8 +127,8 @@ class PointwiseFunction(nn.Module):
             if output is None:
                 function = self.curve.function if self.table is None else self.table
                 output = eager.pointwise(input, function, Parameters(*parameters), behind)
-        dtype = dtype_after(input, weight)
-        output = output if output.dtype == dtype else output.to(dtype)
+        if weight.dtype != input.dtype:
+            output = output.to(dtype_after(input, weight))
         return output if self._activate is None else self._activate(self, output)
 
     @property

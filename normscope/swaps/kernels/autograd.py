@@ -27,7 +27,7 @@ def pointwise(
     plans = operators.plans
     if plans is None or asked_for_plain_torch() or not unseen(x, alpha, shift, weight, bias):
         return None
-    kind, places = plans.kind_of((curve, behind), x, alpha, shift, weight, bias)
+    kind, at_x, at_parts = plans.kind_of((curve, behind), x, alpha, shift, weight, bias)
     plan = plans.known(kind)
     if plan is None:
         return None
@@ -38,32 +38,34 @@ def pointwise(
         or (shift is not None and shift.requires_grad)
         or (bias is not None and bias.requires_grad)
     ):
-        return _apply(x, alpha, shift, weight, bias, curve, behind, plan, places)
-    y: Tensor = plans.follow(x, plan, places)
+        return _apply(x, alpha, shift, weight, bias, (curve, behind, plan, at_x, at_parts))
+    y: Tensor = plans.follow(x, plan, at_x, at_parts)
     return y
+
+
+_GIVEN = 6  # of what the operator is given, curve and behind are one here
 
 
 class _Pointwise(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, alpha: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor | None,
-        curve: str, behind: int, plan: Any, places: Any,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, x: Tensor, alpha: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor | None, call: Any
+    ) -> Tensor:
         ctx.save_for_backward(x, alpha, shift, weight, bias)
-        ctx.curve, ctx.behind = curve, behind
-        y: Tensor = operators.plans.follow(x, plan, places)
+        ctx.curve, ctx.behind, plan, at_x, at_parts = call
+        y: Tensor = operators.plans.follow(x, plan, at_x, at_parts)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         # The operator is what compilers see, and says so of what it cannot do: gradients of gradients, several at once.
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or is_legacy_batchedtensor(dy):
-            return (*operators.back(ctx, dy), None, None)
+            return operators.back(ctx, dy)[:_GIVEN]
         saved = ctx.saved_tensors
         if not unseen(dy, *saved):
-            return (*operators.back(ctx, dy), None, None)
-        wanted = ctx.needs_input_grad[: len(saved)]
-        return (*operators.plans.backward(dy, *saved, ctx.curve, ctx.behind, wanted), None, None, None, None)
+            return operators.back(ctx, dy)[:_GIVEN]
+        gradients = operators.plans.backward(dy, *saved, ctx.curve, ctx.behind, ctx.needs_input_grad[:-1])
+        return (*gradients, None)
 
 
 # Of Function.apply, what is not for torch.func's transforms, of which there are none here.

@@ -88,10 +88,10 @@ def known(kind: Kind) -> Plan | None:
     return None if plan is None or _watched() else plan
 
 
-def follow(x: Tensor, plan: Plan, places: Places) -> Tensor:
+def follow(x: Tensor, plan: Plan, at_x: int, at_parts: Places) -> Tensor:
     """Return what :func:`normscope.swaps.kernels.launch.forward` returns, by its plan."""
     y = torch.empty_like(x)
-    _run(plan, x.get_device(), (*places[:1], y.data_ptr(), *places[1:]))
+    _run(plan, x.get_device(), (at_x, y.data_ptr(), *at_parts))
     return y
 
 
@@ -103,17 +103,17 @@ def forward(
     Raises:
         UsageError: as there.
     """
-    kind, places = kind_of((curve, behind), x, alpha, shift, weight, bias)
+    kind, at_x, at_parts = kind_of((curve, behind), x, alpha, shift, weight, bias)
     plan = None if _watched() else _plans.get(kind, _UNKNOWN)
     if isinstance(plan, Plan):
-        return follow(x, plan, places)
+        return follow(x, plan, at_x, at_parts)
     parameters = Parameters(alpha, shift, weight, bias)
     if plan is None:
         return launches.forward(x, parameters, curve, behind)
     launched: list[_Launched] = []
     with _planning:
         y = launches.forward(x, parameters, curve, behind, lambda launch: launched.append(_launched(launch)))
-        _keep(kind, launched, [(places[0], y.data_ptr(), *places[1:])])
+        _keep(kind, launched, [(at_x, y.data_ptr(), *at_parts)])
     return y
 
 
@@ -135,7 +135,7 @@ def backward(
     """
     at_dy = dy.data_ptr()
     what = (curve, behind, *wanted, dy.stride(), dy.dtype, at_dy % LOAD)
-    kind, (at_x, *at_parts) = kind_of(what, x, alpha, shift, weight, bias)
+    kind, at_x, at_parts = kind_of(what, x, alpha, shift, weight, bias)
     plan = None if _watched() else _plans.get(kind, _UNKNOWN)
     if isinstance(plan, Plan):
         gradients = [
@@ -165,8 +165,8 @@ def backward(
 
 def kind_of(
     what: Kind, x: Tensor, alpha: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor | None
-) -> tuple[Kind, Places]:
-    """Return all that launches depend on, and where the tensors are.
+) -> tuple[Kind, int, Places]:
+    """Return all that launches depend on, and where x and the parameters are.
 
     New memory, which outputs get, begins at 256 bytes at least, and its strides follow from x's.
     """
@@ -181,15 +181,15 @@ def kind_of(
         at_bias = bias.data_ptr()
         together |= at_bias
         of_bias = (bias.shape, bias.dtype, bias.get_device(), bias.is_contiguous())
-    places = (at_x, at_alpha, at_shift, at_weight, at_bias)
+    at_parts = (at_alpha, at_shift, at_weight, at_bias)
     kind: Kind = (
         what, x.shape, x.stride(), x.dtype, x.device,
         alpha.shape, alpha.dtype, alpha.get_device(), alpha.is_contiguous(), of_shift,
         weight.shape, weight.dtype, weight.get_device(), weight.is_contiguous(), of_bias,
     )  # fmt: skip
     if together % LOAD:
-        kind += tuple(place is not None and place % LOAD for place in places)
-    return kind, places
+        kind += tuple(place is not None and place % LOAD for place in (at_x, *at_parts))
+    return kind, at_x, at_parts
 
 
 def _address(tensor: Tensor | None) -> Address:
