@@ -43,12 +43,13 @@ def by_kernels(curve: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether Triton's kernels compute a curve.
 
     They do on CUDA, for tanh, isru and erf in float32, bfloat16 and float16, where Triton is installed and
-    can build what launches its kernels: where it cannot, plain torch computes, after a warning. The environment
-    variable ``NORMSCOPE_KERNELS`` overrides this: ``eager`` for plain torch everywhere, ``triton`` for the kernels
-    alone. The straight line, which benchmarks measure the others by, is plain torch's whatever it says, and what
-    torch.func transforms (vmap, grad, …) is where the variable says nothing. torch.compile reads the variable
-    when it compiles, and compiles anew where it has changed since; but where it was not set then, what is set later
-    changes nothing in what is compiled already.
+    can build what launches its kernels: where it cannot, plain torch computes, after a warning. What torch.compile and
+    torch.export make is plain torch, which the compiler merges with what surrounds it. The environment variable
+    ``NORMSCOPE_KERNELS`` overrides this: ``eager`` for plain torch everywhere, ``triton`` for the kernels alone,
+    compiled or not. The straight line, which benchmarks measure the others by, is plain torch's whatever it says, and
+    what torch.func transforms (vmap, grad, …) is where the variable says nothing. torch.compile reads the variable when
+    it compiles, and compiles anew where it has changed since; but where it was not set then, what is set later changes
+    nothing in what is compiled already.
 
     Args:
         curve: its name.
@@ -64,7 +65,9 @@ def by_kernels(curve: str, device: torch.device, dtype: torch.dtype) -> bool:
     asked = os.environ.get(VARIABLE, "")
     if asked not in ("", EAGER, TRITON):
         raise UsageError(f"{unknown(VARIABLE, asked, (EAGER, TRITON))} Without it, CUDA has {TRITON}.")
-    if asked == EAGER or curve == _LINE or (not asked and device.type != "cuda"):
+    if asked == EAGER or curve == _LINE:
+        return False
+    if not asked and (device.type != "cuda" or torch.compiler.is_compiling()):
         return False
     why_not = _why_not(curve, device, dtype)
     if asked and why_not:
@@ -113,15 +116,15 @@ def _loop() -> ModuleType | None:
 
 
 @contextlib.contextmanager
-def plain_torch() -> Iterator[None]:
-    """Let plain torch compute every point-wise function within, whatever ``NORMSCOPE_KERNELS`` says.
+def asking_for(word: str) -> Iterator[None]:
+    """Let ``NORMSCOPE_KERNELS`` say a word within, whatever it says without.
 
-    >>> with plain_torch():
+    >>> with asking_for("eager"):
     ...     os.environ["NORMSCOPE_KERNELS"]
     'eager'
     """
     before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = EAGER
+    os.environ[VARIABLE] = word
     try:
         yield
     finally:
@@ -129,6 +132,16 @@ def plain_torch() -> Iterator[None]:
             os.environ.pop(VARIABLE, None)
         else:
             os.environ[VARIABLE] = before
+
+
+def plain_torch() -> contextlib.AbstractContextManager[None]:
+    """Let plain torch compute every point-wise function within, whatever ``NORMSCOPE_KERNELS`` says.
+
+    >>> with plain_torch():
+    ...     by_kernels("tanh", torch.device("cuda"), torch.float32)
+    False
+    """
+    return asking_for(EAGER)
 
 
 def unseen(*tensors: Tensor | None) -> bool:

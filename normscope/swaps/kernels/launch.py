@@ -21,7 +21,7 @@ SINGLY = 16  # elements of a tile, at most, that a thread loads one by one: each
 ALL_REGISTERS = 255  # of a thread: said in so many words, ptxas does not spill some to get by with fewer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # plans depend on which it is, and ask at every call
 class Tiling:
     """How a kernel is spread over a GPU: chosen by counting instructions, not by timing.
 
@@ -31,6 +31,7 @@ class Tiling:
         steps: tiles that are loaded together, at most.
         per_multiprocessor: programs for each multiprocessor, where a program takes more than one run of tiles.
         registers: that a thread may have, so that all of these programs run at once; None for as many as it takes.
+        shares: whether tanh of half precision is made of the exponential that its derivative takes.
     """
 
     warps: int
@@ -38,6 +39,7 @@ class Tiling:
     steps: int = 1
     per_multiprocessor: int = 0
     registers: int | None = None
+    shares: bool = False
 
     @property
     def options(self) -> dict[str, int | None]:
@@ -46,7 +48,8 @@ class Tiling:
 
 
 FORWARD = Tiling(warps=4, loads=8)
-BACKWARD = Tiling(warps=4, loads=1, steps=4, per_multiprocessor=3, registers=168)  # of 65,536 for 3 · 4 · 32 threads
+# Registers: of 65,536 for 3 · 4 · 32 threads.
+BACKWARD = Tiling(warps=4, loads=1, steps=4, per_multiprocessor=3, registers=168, shares=True)
 ADDED = {"tile": 4096, "block_channels": 64}
 ADDING: dict[str, int | None] = {"num_warps": 4}
 SLOTS_BEGIN = 32  # numbers: a parameter's slots begin at a multiple of so many, that is at a line of the cache
@@ -139,7 +142,7 @@ def backward_launches(
         **{"dy": dy, "x": x, "dx": gradients.x},
         **{name: part for name, part in vars(parameters).items() if name != "bias"},
         **named_slots, **_sizes(layout, "dy x dx", constants["multiple"]), "programs": programs,
-        **each, **constants, "curve": curve, "steps": steps,
+        **each, **constants, "curve": curve, "steps": steps, "shares": BACKWARD.shares,
     }  # fmt: skip
     launches = [Launch(loops.backward, (programs * blocks,), arguments, BACKWARD.options)]
     if any(slot is not None for slot in slots.values()):

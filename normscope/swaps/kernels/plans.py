@@ -183,7 +183,7 @@ def kind_of(
         of_bias = (bias.shape, bias.dtype, bias.get_device(), bias.is_contiguous())
     at_parts = (at_alpha, at_shift, at_weight, at_bias)
     kind: Kind = (
-        what, x.shape, x.stride(), x.dtype, x.device,
+        what, launches.FORWARD, launches.BACKWARD, x.shape, x.stride(), x.dtype, x.device,
         alpha.shape, alpha.dtype, alpha.get_device(), alpha.is_contiguous(), of_shift,
         weight.shape, weight.dtype, weight.get_device(), weight.is_contiguous(), of_bias,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """Plans held to what Triton itself passes to the driver, by a driver that notes launches."""
 
 import contextlib
+import dataclasses
 import threading
 
 import pytest
@@ -318,3 +319,16 @@ def test_threads_launch_what_is_theirs(driver):
         given = dict(zip(names, one.arguments, strict=True))
         assert (one.kernel, given["channels"], given["others"]) == ("forward", 16, given["others"])
     assert all(compiled.run.__name__ == "launched" for compiled in driver.compiled)
+
+
+def test_another_tiling_is_another_kernel(driver, monkeypatch):
+    """Which is how tilings are compared."""
+    x, own = torch.zeros(8, 64), parts()
+    by_plans(x, x, own)
+    tiling = dataclasses.replace(launch.BACKWARD, shares=not launch.BACKWARD.shares)
+    monkeypatch.setattr(launch, "BACKWARD", tiling)
+    expected = taken(driver, by_triton, x, x, own)[0]
+    for _ in range(2):
+        assert taken(driver, by_plans, x, x, own)[0] == expected
+    functions = {one.function for one in driver.launches if one.kernel == "backward"}
+    assert len(functions) == 2
