@@ -121,7 +121,8 @@ def a_gpu() -> Iterator[None]:
         "_lazy_init": lambda: None,
         "synchronize": lambda *_: None,
     }
-    with mock.patch.multiple(torch.cuda, **answers):
+    no_context = mock.patch("torch._subclasses.fake_tensor.init_gpu_context", lambda device: None)
+    with no_context, mock.patch.multiple(torch.cuda, **answers):
         yield
 
 
