@@ -39,10 +39,9 @@ divided by the elements of x; what a predicate switches off or a branch skips is
 itself behind the end are not. Backward is the pass over x and dy; the sum of its slots, whose work does not grow with
 the rows, is not in it. Loop: its body alone. At most: the ceiling of bfloat16 on sm_90. α and the shift, which Derf
 alone has, are one number, or α one a channel where it says so; weight and bias are one a channel; all are of x's dtype.
-f and f′ apart: with tanh by an instruction
-of its own backward, where otherwise it is made of the exponential of f′: three instructions of the unit for exponentials,
-roots and tanh (MUFU) an element, and two. Nothing here has anything in local memory, so nothing spills. float32 has the accurate functions, and the others those
-of half precision.
+f and f′ apart: with tanh by an instruction of its own backward, where otherwise it is made of the exponential of f′:
+three instructions of the unit for exponentials, roots and tanh (MUFU) an element, and two. Nothing here has anything in
+local memory, so nothing spills. float32 has the accurate functions, and the others those of half precision.
 """
 
 
