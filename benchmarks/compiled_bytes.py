@@ -76,7 +76,7 @@ def main() -> None:
             tensors = nbytes / (2 * SAMPLES * TOKENS * CHANNELS)
             measurements += [
                 Measurement(case, way, "read and written", "tensors", [tensors]),
-                Measurement(case, way, "launched", "kernels", [kernels]),
+                Measurement(case, way, "launched", "kernels", [float(kernels)]),
             ]
     finish("compiled_bytes", ABOUT, measurements, args, threads=(), libraries=("triton",))
 

@@ -63,10 +63,13 @@ def measured() -> dict[tuple[str, str], float]:
             for layer in layers.values():
                 list(passes(layer, x, dy, calls=3))
         gc.disable()
-        for _ in range(BLOCKS):
-            for way, layer in layers.items():
-                for name, seconds in timed(way, layer, x, dy):
-                    taken.setdefault((way, name), []).append(seconds)
+        try:
+            for _ in range(BLOCKS):
+                for way, layer in layers.items():
+                    for name, seconds in timed(way, layer, x, dy):
+                        taken.setdefault((way, name), []).append(seconds)
+        finally:
+            gc.enable()
     return {key: statistics.median(seconds) for key, seconds in taken.items()}
 
 
