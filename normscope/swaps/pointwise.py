@@ -45,7 +45,8 @@ class PointwiseFunction(nn.Module):
 
     tanh, isru and erf are computed in one pass (:mod:`normscope.swaps.kernels`) where the environment variable
     ``NORMSCOPE_KERNELS`` does not say ``eager``. On CUDA by fused kernels, which have no second derivative, none in
-    forward mode and no batched gradients; plain torch has. On the CPU, where no gradient is wanted, by a compiled loop.
+    forward mode and no batched gradients; plain torch has, and is what torch.compile and torch.export make where the
+    variable does not say ``triton``. On the CPU, where no gradient is wanted, by a compiled loop.
 
     Shape: any input with the channels at their axis; the output has its shape and dtype (:func:`dtype_after`). The
     names of the parameters are those of the published DyT and Derf layers.
