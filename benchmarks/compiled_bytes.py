@@ -11,9 +11,12 @@ from unittest import mock
 import torch
 from common import Measurement, finish, options
 from torch import Tensor, nn
+from torch._dynamo.device_interface import CudaInterface
+from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import NopKernelSchedulerNode
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -28,13 +31,13 @@ H100 = SimpleNamespace(
     shared_memory_per_block_optin=232_448, shared_memory_per_multiprocessor=233_472, L2_cache_size=50 * 2**20,
 )  # fmt: skip
 ABOUT = f"""
-What torch.compile makes of a norm and its neighbours, by what it makes of DyT: plain torch, or normscope's operator,
-whose kernel it cannot look into. Inductor compiles for an H100 as far as the source of its Triton kernels, and says
-itself how many bytes each kernel and operator reads and writes (GraphLowering.count_bytes). There is no GPU, and no
-time was measured. In bfloat16, {SAMPLES} × {TOKENS} tokens of {CHANNELS} channels, in units of one such tensor: no way
-of reading x once and writing y once has less than 2. Modulated: DiT's norm, times 1 + scale, plus shift, of which each
-sample has its own. Added: a residual connection, whose sum the network goes on with, and the norm of it. Kernels: how
-many are launched.
+What torch.compile makes of a norm and its neighbours, by what it makes of DyT: plain torch, or normscope's
+operator, whose kernel it cannot look into. Inductor compiles for an H100 until it has decided which operations
+share a kernel, and says itself how many bytes each kernel and operator reads and writes
+(get_read_write_buffers_sizes). There is no GPU, and no time was measured. In bfloat16, {SAMPLES} × {TOKENS}
+tokens of {CHANNELS} channels, in units of one such tensor: reading x once and writing y once is 2. Modulated:
+DiT's norm, times 1 + scale, plus shift, of which each sample has its own. Added: a residual connection, whose
+sum the network goes on with, and the norm of it. Kernels: how many are launched.
 """
 
 
@@ -86,26 +89,27 @@ def compiled(block: Callable[..., Any], norm: Callable[..., Tensor], shapes: tup
     made: list[tuple[int, int]] = []
 
     def counted(graph: GraphLowering, *_: object) -> None:
-        graph.codegen()
-        nbytes, each, _ = graph.count_bytes()
-        made.append((nbytes, len(each)))
+        graph.init_wrapper_code()
+        graph._update_scheduler()
+        launched = [node for node in graph.scheduler.nodes if not isinstance(node, NopKernelSchedulerNode)]
+        made.append((sum(node.get_read_write_buffers_sizes() for node in launched), len(launched)))
         raise _Counted
 
     def whole(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor, *others: Tensor) -> Any:
         return block(lambda x: norm(x, alpha, weight, bias), x, *others)
 
     sizes = ((SAMPLES, TOKENS, CHANNELS), (1,), (CHANNELS,), (CHANNELS,), *shapes)
+    with FakeTensorMode() as mode:
+        given = [torch.empty(size, dtype=torch.bfloat16, device="cuda:0") for size in sizes]
+        graph = make_fx(whole, decomposition_table=select_decomp_table())(*given)
     with a_gpu(), mock.patch.object(GraphLowering, "compile_to_module", counted):
-        with FakeTensorMode() as mode:
-            given = [torch.empty(size, dtype=torch.bfloat16, device="cuda:0") for size in sizes]
-            graph = make_fx(whole, decomposition_table=select_decomp_table())(*given)
         with torch._guards.tracing(torch._guards.TracingContext(mode)), contextlib.suppress(_Counted):
             compile_fx_inner(graph, given)
     [found] = made
     return found
 
 
-class _Counted(Exception):  # noqa: N818 - no error
+class _Counted(BaseException):  # noqa: N818 - what ends a compilation here is no error
     pass
 
 
@@ -121,8 +125,10 @@ def a_gpu() -> Iterator[None]:
         "_lazy_init": lambda: None,
         "synchronize": lambda *_: None,
     }
+    asked = {name: staticmethod(answers[name]) for name in ("get_device_properties", "current_device", "device_count")}
     no_context = mock.patch("torch._subclasses.fake_tensor.init_gpu_context", lambda device: None)
-    with no_context, mock.patch.multiple(torch.cuda, **answers):
+    uncached = config.patch(fx_graph_cache=False, compile_threads=1)
+    with no_context, uncached, mock.patch.multiple(torch.cuda, **answers), mock.patch.multiple(CudaInterface, **asked):
         yield
 
 
