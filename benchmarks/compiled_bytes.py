@@ -102,15 +102,16 @@ def compiled(block: Callable[..., Any], norm: Callable[..., Tensor], shapes: tup
     with FakeTensorMode() as mode:
         given = [torch.empty(size, dtype=torch.bfloat16, device="cuda:0") for size in sizes]
         graph = make_fx(whole, decomposition_table=select_decomp_table())(*given)
-    with a_gpu(), mock.patch.object(GraphLowering, "compile_to_module", counted):
-        with torch._guards.tracing(torch._guards.TracingContext(mode)), contextlib.suppress(_Counted):
-            compile_fx_inner(graph, given)
+    stopping = mock.patch.object(GraphLowering, "compile_to_module", counted)
+    tracing = torch._guards.tracing(torch._guards.TracingContext(mode))
+    with a_gpu(), stopping, tracing, contextlib.suppress(_Counted):
+        compile_fx_inner(graph, given)
     [found] = made
     return found
 
 
-class _Counted(BaseException):  # noqa: N818 - what ends a compilation here is no error
-    pass
+class _Counted(BaseException):
+    """Ends a compilation where all is counted; no error, as which inductor would take it."""
 
 
 @contextlib.contextmanager
