@@ -25,7 +25,8 @@ float32's erf is NVIDIA's own, off by two ulp as the CUDA C++ Programming Guide 
 guaranteed, in units in the last place of the dtype that is written, of which writing it takes half of one. All of this
 where the value is above 2⁻¹²⁰; what is computed of a smaller one is below 2⁻¹¹⁹. In a sum: rounded, of {terms:,} terms
 dy·f (as in the gradient by the weight) or dy·f′·x (by α), dy and u = x normally distributed, relative to Σ|terms|;
-whatever the terms, it is at most the guaranteed relative error.
+whatever the terms, it is at most the guaranteed relative error. f beside f′: tanh as the backward pass has it in half
+precision, for the gradient by the weight alone.
 """
 CURVES = ("tanh", "isru", "erf")
 DIGITS = {"bfloat16": (8, -126), "float16": (11, -14), "float32": (24, -126)}  # significant bits, least exponent
@@ -62,6 +63,7 @@ def functions() -> Iterator[tuple[str, str, bool]]:
     """Yield what there is to measure: f or f′, the curve, and whether it is the function for float32."""
     for curve in CURVES:
         yield from (("f", curve, True), ("f", curve, False), ("f′", curve, True))
+    yield ("f beside f′", "tanh", False)
 
 
 def half_floats() -> Floats:
@@ -83,7 +85,7 @@ def drawn_floats(each: int = 1024, each_inside: int = 16_384) -> Floats:
 def exact(u: Floats, of: str, curve: str) -> Array:
     """Evaluate f or f′ in float64."""
     v = u.astype(np.float64)
-    if of == "f":
+    if of != "f′":
         return {"tanh": np.tanh, "isru": lambda v: v / np.hypot(v, 1), "erf": erf}[curve](v)
     if curve == "tanh":
         e = np.exp(-2 * np.abs(v))
@@ -99,7 +101,7 @@ def of_function(u: Floats, of: str, curve: str, precise: bool) -> list[Measureme
     furthest = np.max([np.abs(y - true) for y in perturbed(u, of, curve, precise)], axis=0)
     below = max(np.abs(true[~there]).max(initial=0), np.abs(rounded[~there]).max(initial=0))
     x, dy = np.random.default_rng(1).standard_normal((2, TERMS)).astype(np.float32)
-    factor = dy * (1 if of == "f" else x)
+    factor = dy * (x if of == "f′" else 1)
     terms, computed = factor * exact(x, of, curve), factor * evaluated(x, of, curve, precise)
     relative = {
         "rounded": np.abs(rounded - true)[there] / np.abs(true[there]),
@@ -152,7 +154,7 @@ def evaluated(u: Floats, of: str, curve: str, precise: bool, off: Sequence[float
 
     Args:
         u: where.
-        of: ``f`` or ``f′``.
+        of: ``f``, ``f′``, or ``f beside f′``.
         curve: ``tanh``, ``isru`` or ``erf``.
         precise: the function for float32.
         off: by how much 2^v and 1/v are off, relative.

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import torch
 import torch._functorch.config
@@ -12,7 +17,7 @@ from torch import Tensor, nn
 
 from normscope.swaps.bench.bench import compilations
 from normscope.swaps.bench.timing import flushed, in_turns, once
-from normscope.swaps.bench.variants import computed, fused, require_gradients
+from normscope.swaps.bench.variants import computed, fused, has_kernel, require_gradients
 from normscope.swaps.pointwise import Derf, DyISRU, DyT
 
 SHAPES = ("25216x768", "4096x4096", "32768x4096", "131072x1152")  # of docs/kernels.md
@@ -26,6 +31,7 @@ OF: dict[str, Callable[[int], nn.Module]] = {
     "Derf": Derf,
 }
 TENSORS = {"forward": 2, "backward": 3}  # that cannot but be moved: x and y; x, dy and dx
+APART = "normscope, f and f′ apart"
 COPY, NATIVE = ("copy", "copy", "forward"), ("LayerNorm", "eager")
 MILLISECONDS, KEPT = 50, 50  # of a round of calls; samples of it that are kept
 ABOUT = """
@@ -33,7 +39,9 @@ How long normscope's kernels take on tokens × channels of random values, beside
 F.layer_norm and F.rms_norm with their weights, and Liger's DyT where it is installed. By triton.testing.do_bench, which
 clears the L2 cache before each call and times it by events of the GPU, all of them in turns. Backward: the gradients by
 x and all parameters. Of the copy's rate: the bytes that a pass cannot but move (forward x and y, backward x, dy and dx)
-over its time, beside those of a copy of x. Of F.layer_norm: the median over that of eager F.layer_norm.
+over its time, beside those of a copy of x. f and f′ apart: DyT's backward pass of half precision with tanh by an
+instruction of its own, where otherwise it is made of the exponential of f′. Of F.layer_norm: the median over that of
+eager F.layer_norm.
 """
 
 Key = tuple[str, str, str]  # of what, who, which pass
@@ -68,7 +76,8 @@ def measured(shape: str, dtype: str, device: str, ways: Sequence[str], repeats: 
             module = make(x.shape[1]).to(x)
             for who, way, own in contenders(of, module, ways):
                 try:
-                    runs |= {(of, who, passes): run for passes, run in passes_of(own, way, x, dy).items()}
+                    with tiled(who):
+                        runs |= {(of, who, passes): run for passes, run in passes_of(own, way, x, dy, who).items()}
                 except Exception as error:
                     yield f"{of} by {who}, {place}: {first_line(error)}"
         samples = in_turns(runs, at_least=repeats, at_most=repeats)
@@ -83,9 +92,29 @@ def contenders(of: str, module: nn.Module, ways: Sequence[str]) -> Iterator[tupl
         yield "torch.compile", "compile", torch.compile(module, fullgraph=True, dynamic=False)
     for name, own in fused(of, module, (), "forward + backward").items() if "fused" in ways else ():
         yield name.replace(f"{of}, ", "").replace(of, "normscope"), "fused", own
+    if "fused" in ways and of == "DyT" and has_kernel(module, (), "forward + backward") and is_half(module):
+        yield APART, "fused", module
 
 
-def passes_of(module: nn.Module, way: str, x: Tensor, dy: Tensor) -> dict[str, Callable[[], list[float]]]:
+def is_half(module: nn.Module) -> bool:
+    return next(module.parameters()).dtype != torch.float32
+
+
+@functools.cache
+def apart() -> Any:
+    from normscope.swaps.kernels.launch import BACKWARD
+
+    return replace(BACKWARD, shares=False)
+
+
+def tiled(who: str) -> contextlib.AbstractContextManager[object]:
+    """Let tanh of half precision take an instruction of its own backward, where it is asked for."""
+    if who != APART:
+        return contextlib.nullcontext()
+    return mock.patch("normscope.swaps.kernels.launch.BACKWARD", apart())
+
+
+def passes_of(module: nn.Module, way: str, x: Tensor, dy: Tensor, who: str) -> dict[str, Callable[[], list[float]]]:
     """Run both passes once, and return what samples each."""
     x = x.detach().requires_grad_()
     parameters = require_gradients(module)
@@ -101,7 +130,8 @@ def passes_of(module: nn.Module, way: str, x: Tensor, dy: Tensor) -> dict[str, C
     gradients = [x, *parameters]
 
     def backward() -> list[float]:
-        return sampled(lambda: torch.autograd.grad(y, gradients, dy, retain_graph=True))
+        with tiled(who):
+            return sampled(lambda: torch.autograd.grad(y, gradients, dy, retain_graph=True))
 
     torch.autograd.grad(y, gradients, dy, retain_graph=True)
     return {"forward": forward, "backward": backward}

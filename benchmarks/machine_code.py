@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -38,8 +39,9 @@ divided by the elements of x; what a predicate switches off or a branch skips is
 itself behind the end are not. Backward is the pass over x and dy; the sum of its slots, whose work does not grow with
 the rows, is not in it. Loop: its body alone. At most: the ceiling of bfloat16 on sm_90. α and the shift, which Derf
 alone has, are one number, or α one a channel where it says so; weight and bias are one a channel; all are of x's dtype.
-Nothing here has anything in local memory, so nothing spills. float32 has the accurate functions, and the others those
-of half precision.
+f and f′ apart: with tanh by an instruction of its own backward, where otherwise it is made of the exponential of f′:
+three instructions of the unit for exponentials, roots and tanh (MUFU) an element, and two. Nothing here has anything in
+local memory, so nothing spills. float32 has the accurate functions, and the others those of half precision.
 """
 
 
@@ -62,6 +64,7 @@ SHOWN = [
     *(f"sm_{target}" for target in (80, 90, 100)),
     *("sm_90 at most", "sm_90 loop"),
     *(f"sm_{target} registers" for target in (80, 90, 100)),
+    "sm_100 MUFU",
 ]
 
 
@@ -78,6 +81,13 @@ def measured(targets: list[int], dtypes: list[str]) -> Iterator[tuple[tuple[str,
                             launch = launches(x, curve, alpha_each=each)[place]
                             for (quantity, unit), number in numbers(launch, x, target).items():
                                 yield (case, way, quantity, unit), number
+                        if place and (curve, shape, each, dtype != "float32") == ("tanh", SHAPES[0], False, True):
+                            apart = replace(launches_of_kernels.BACKWARD, shares=False)
+                            with mock.patch.object(launches_of_kernels, "BACKWARD", apart):
+                                launch = launches(x, curve)[place]
+                            for target in targets:
+                                for (quantity, unit), number in numbers(launch, x, target).items():
+                                    yield (case, f"{way}, f and f′ apart", quantity, unit), number
                         if (dtype, shape, each) == ("bfloat16", SHAPES[0], False) and 90 in targets:
                             yield (case, way, "sm_90 at most", "per element"), float(CEILINGS[name][curve])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,11 @@ from normscope.errors import UsageError
 from normscope.fits.curves.expressions import curves_named
 from normscope.fits.curves.known import CURVES, Curve
 from normscope.fits.solving.ceiling import Piecewise
-from normscope.swaps.kernels import eager, operators
+from normscope.swaps.kernels import autograd, eager, operators
 from normscope.swaps.kernels.choice import by_kernels, loop_for
 from normscope.swaps.kernels.parameters import Parameters
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class PointwiseFunction(nn.Module):
@@ -42,7 +45,8 @@ class PointwiseFunction(nn.Module):
 
     tanh, isru and erf are computed in one pass (:mod:`normscope.swaps.kernels`) where the environment variable
     ``NORMSCOPE_KERNELS`` does not say ``eager``. On CUDA by fused kernels, which have no second derivative, none in
-    forward mode and no batched gradients; plain torch has. On the CPU, where no gradient is wanted, by a compiled loop.
+    forward mode and no batched gradients; plain torch has, and is what torch.compile and torch.export make where the
+    variable does not say ``triton``. On the CPU, where no gradient is wanted, by a compiled loop.
 
     Shape: any input with the channels at their axis; the output has its shape and dtype (:func:`dtype_after`). The
     names of the parameters are those of the published DyT and Derf layers.
@@ -104,18 +108,28 @@ class PointwiseFunction(nn.Module):
             (input,) = named.values()
         if input.is_nested:
             return of_each(self, input)
-        parameters, behind = (self.alpha, self.shift, self.weight, self.bias), self._behind(input)
-        curve = self.curve.function_name
-        if by_kernels(curve, input.device, input.dtype):
+        own: dict[str, Any] = self._parameters
+        curve, behind = self.curve.function_name, 0 if self.channel_axis == -1 else self._behind(input)
+        # As attributes nn.Module finds them last, and where they are parametrized they are nothing else.
+        alpha = own["alpha"] if "alpha" in own else self.alpha  # noqa: SIM401
+        shift = own["shift"] if "shift" in own else self.shift  # noqa: SIM401
+        weight = own["weight"] if "weight" in own else self.weight  # noqa: SIM401
+        bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401
+        parameters = (alpha, shift, weight, bias)
+        output = None
+        if not torch.compiler.is_dynamo_compiling():
+            output = autograd.pointwise(input, alpha, shift, weight, bias, curve, behind)
+        if output is None and by_kernels(curve, input.device, input.dtype):
             operators.check_no_tangents(input, *parameters)
             output = operators.pointwise(input, *parameters, curve, behind)
-        else:
+        elif output is None:
             loop = loop_for(curve, input.device, input.dtype, input.numel())
             output = None if loop is None else loop.pointwise(input, Parameters(*parameters), curve, behind)
             if output is None:
                 function = self.curve.function if self.table is None else self.table
                 output = eager.pointwise(input, function, Parameters(*parameters), behind)
-        output = output.to(dtype_after(input, self.weight))
+        if weight.dtype != input.dtype:
+            output = output.to(dtype_after(input, weight))
         return output if self._activate is None else self._activate(self, output)
 
     @property
@@ -169,7 +183,7 @@ def dtype_after(input: Tensor, weight: Tensor | None) -> torch.dtype:
 
     T5 in float16 keeps some layers in float32, and leaves it to its norms to come back.
     """
-    if weight is None or weight.dtype not in (torch.float16, torch.bfloat16) or input.dtype != torch.float32:
+    if input.dtype != torch.float32 or weight is None or weight.dtype not in _HALF:
         return input.dtype
     return weight.dtype
 

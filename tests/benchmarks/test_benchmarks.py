@@ -296,3 +296,23 @@ def test_scale(measured):
     assert samples[case, "1 process, 1 thread each", "speed-up"] == [1.0]
     assert samples[case, "3 processes, 1 thread each", "command"][0] > 0
     assert 0.9 < samples[case, "1 process, 1 thread each", "of that after a tenth"][0] < 1.1
+
+
+def test_host_time(measured):
+    samples = measured("host_time")
+    for case in ("forward, no gradient wanted", "forward, gradients wanted", "backward"):
+        [native], [ours] = (samples[case, way, "host time"] for way in ("nn.LayerNorm", "DyT"))
+        assert samples[case, "DyT", "over nn.LayerNorm"] == [pytest.approx(ours / native)]
+        [operator] = samples[case, "DyT by torch's operator", "host time"]
+        assert native > 0 and operator > ours
+
+
+def test_compiled_bytes(measured):
+    samples = measured("compiled_bytes")
+    for case, tensors in (("modulated norm", 2), ("addition and norm", 4)):  # that cannot but be read and written
+        [plain], [operator] = (
+            samples[case, f"DyT {way}", "read and written"] for way in ("in plain torch", "by the operator")
+        )
+        # Beside them there are only numbers of channels and samples; the operator writes what has to be read again.
+        assert tensors <= plain < tensors + 0.1
+        assert operator >= plain + (2 if case == "modulated norm" else 1) - 0.1

@@ -86,11 +86,13 @@ def computed(way: Way) -> Iterator[None]:
     """Compute networks within the block as a way says.
 
     Point-wise functions by kernels where it is fused, else by plain torch; parts that were compiled before as they are
-    where it is compiled, else by plain torch as well.
+    where it is compiled, else by plain torch as well. In a compiled network, kernels are there only if asked for.
     """
     with contextlib.ExitStack() as choices:
         if way not in FUSED:
             choices.enter_context(choice.plain_torch())
+        elif way == "compile + fused":
+            choices.enter_context(choice.asking_for(choice.TRITON))
         if way in ("eager", "fused"):
             choices.enter_context(torch.compiler.set_stance("force_eager"))
         yield

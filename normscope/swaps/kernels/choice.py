@@ -12,6 +12,14 @@ from importlib.util import find_spec
 from types import ModuleType
 
 import torch
+from torch import Tensor, nn
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
+from torch.autograd import forward_ad
 
 from normscope.errors import UsageError, unknown
 from normscope.pairs.sums.binning.cuda_launcher import EAGER as EAGER
@@ -25,18 +33,23 @@ LOOP_FROM = 2**13  # elements: of fewer, plain torch is done before the loop's c
 _LOOP_DTYPES = (torch.float32, torch.bfloat16)
 _LINE = "linear"
 _LEAST_CAPABILITY = (8, 0)
+_PLAIN = (Tensor, nn.Parameter)
+# Python's own table behind os.environ: to find nothing in it takes a tenth of the time of nn.LayerNorm.
+_TABLE = getattr(os.environ, "_data", os.environ)
+_KEY = os.environ.encodekey(VARIABLE) if hasattr(os.environ, "encodekey") else VARIABLE
 
 
 def by_kernels(curve: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether Triton's kernels compute a curve.
 
     They do on CUDA, for tanh, isru and erf in float32, bfloat16 and float16, where Triton is installed and
-    can build what launches its kernels: where it cannot, plain torch computes, after a warning. The environment
-    variable ``NORMSCOPE_KERNELS`` overrides this: ``eager`` for plain torch everywhere, ``triton`` for the kernels
-    alone. The straight line, which benchmarks measure the others by, is plain torch's whatever it says, and what
-    torch.func transforms (vmap, grad, …) is where the variable says nothing. torch.compile reads the variable
-    when it compiles, and compiles anew where it has changed since; but where it was not set then, what is set later
-    changes nothing in what is compiled already.
+    can build what launches its kernels: where it cannot, plain torch computes, after a warning. What torch.compile and
+    torch.export make is plain torch, which the compiler merges with what surrounds it. The environment variable
+    ``NORMSCOPE_KERNELS`` overrides this: ``eager`` for plain torch everywhere, ``triton`` for the kernels alone,
+    compiled or not. The straight line, which benchmarks measure the others by, is plain torch's whatever it says, and
+    what torch.func transforms (vmap, grad, …) is where the variable says nothing. torch.compile reads the variable when
+    it compiles, and compiles anew where it has changed since; but where it was not set then, what is set later changes
+    nothing in what is compiled already.
 
     Args:
         curve: its name.
@@ -52,12 +65,19 @@ def by_kernels(curve: str, device: torch.device, dtype: torch.dtype) -> bool:
     asked = os.environ.get(VARIABLE, "")
     if asked not in ("", EAGER, TRITON):
         raise UsageError(f"{unknown(VARIABLE, asked, (EAGER, TRITON))} Without it, CUDA has {TRITON}.")
-    if asked == EAGER or curve == _LINE or (not asked and device.type != "cuda"):
+    if asked == EAGER or curve == _LINE:
+        return False
+    if not asked and (device.type != "cuda" or torch.compiler.is_compiling()):
         return False
     why_not = _why_not(curve, device, dtype)
     if asked and why_not:
         raise cannot_be_met(why_not)
     return not why_not
+
+
+def asked_for_plain_torch() -> bool:
+    """Whether ``NORMSCOPE_KERNELS`` says anything but ``triton``; quickly where it says nothing."""
+    return _KEY in _TABLE and os.environ[VARIABLE] not in ("", TRITON)
 
 
 def loop_for(curve: str, device: torch.device, dtype: torch.dtype, elements: int) -> ModuleType | None:
@@ -96,15 +116,15 @@ def _loop() -> ModuleType | None:
 
 
 @contextlib.contextmanager
-def plain_torch() -> Iterator[None]:
-    """Let plain torch compute every point-wise function within, whatever ``NORMSCOPE_KERNELS`` says.
+def asking_for(word: str) -> Iterator[None]:
+    """Let ``NORMSCOPE_KERNELS`` say a word within, whatever it says without.
 
-    >>> with plain_torch():
+    >>> with asking_for("eager"):
     ...     os.environ["NORMSCOPE_KERNELS"]
     'eager'
     """
     before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = EAGER
+    os.environ[VARIABLE] = word
     try:
         yield
     finally:
@@ -112,6 +132,34 @@ def plain_torch() -> Iterator[None]:
             os.environ.pop(VARIABLE, None)
         else:
             os.environ[VARIABLE] = before
+
+
+def plain_torch() -> contextlib.AbstractContextManager[None]:
+    """Let plain torch compute every point-wise function within, whatever ``NORMSCOPE_KERNELS`` says.
+
+    >>> with plain_torch():
+    ...     by_kernels("tanh", torch.device("cuda"), torch.float32)
+    False
+    """
+    return asking_for(EAGER)
+
+
+def unseen(*tensors: Tensor | None) -> bool:
+    """Whether nobody would miss the operators that are not called: no mode, no subclass, no transform looks on.
+
+    >>> unseen(torch.ones(2), None)
+    True
+    """
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_neg()):
+            return False
+    return not (
+        _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or _are_functorch_transforms_active()
+        or _get_tracing_state()
+        or forward_ad._current_level >= 0
+    )
 
 
 def _why_not(curve: str, device: torch.device, dtype: torch.dtype) -> str:

@@ -12,12 +12,12 @@ import math
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch import Tensor
 
 from normscope.errors import UsageError
 from normscope.pairs.sums.binning.compiled_loops import threads
 from normscope.swaps.kernels import cpu_loop
+from normscope.swaps.kernels.choice import unseen
 from normscope.swaps.kernels.parameters import Parameters
 
 _A_THREAD = 2**17  # elements, at least: below it, a further thread costs more than it saves
@@ -47,7 +47,9 @@ def pointwise(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Ten
     tensor([[ 0.6000, -2.0000]])
     """
     parts = (parameters.alpha, parameters.shift, parameters.weight, parameters.bias)
-    if not x.numel() or not x.is_contiguous() or not _unseen(x, *parts):
+    if not x.numel() or not x.is_contiguous() or not unseen(x, *parts):
+        return None
+    if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (x, *parts)):
         return None
     try:
         _, end = parameters.channel_axes(x, behind)
@@ -68,22 +70,6 @@ def pointwise(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Ten
     for done in waiting:
         done.result()
     return y
-
-
-def _unseen(*tensors: Tensor | None) -> bool:
-    """Whether nobody would miss the operators that are not called: autograd, modes, subclasses, transforms."""
-    graded = torch.is_grad_enabled()
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if type(tensor) not in (Tensor, nn.Parameter) or (graded and tensor.requires_grad) or tensor.is_neg():
-            return False
-    return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-    )
 
 
 def _elements(tensor: Tensor) -> NDArray[np.float32 | np.int16]:

@@ -24,6 +24,7 @@ NEAR_TANH = tl.constexpr(
     )
 )  # fmt: skip
 ERF_AS_TANH = tl.constexpr((1.12831378, 0.10364224, -0.00161636551))  # erf u ≈ tanh(u·(c₀ + c₁u² + c₂u⁴))
+STRAIGHT = tl.constexpr(2.0**-7)  # |u| below which tanh u is u in half precision: off by 2·10⁻⁵, relative
 ERF_IS_ALL = tl.constexpr(9.0)  # u² above which erf u is ±1 in half precision, and up to which the polynomial rises
 ROOT_IS_ALL = tl.constexpr(1e18)  # |u| above which u / √(1 + u²) is ±1, and whose square does not overflow
 
@@ -110,6 +111,24 @@ def function(u: tl.tensor, curve: tl.constexpr, precise: tl.constexpr, portable:
         return precise_tanh(u, portable) if precise else _hardware_tanh(u, portable)
     else:
         return tl.erf(u) if precise else cheap_erf(u, portable)
+
+
+@triton.jit
+def function_beside(
+    u: tl.tensor, curve: tl.constexpr, precise: tl.constexpr, shares: tl.constexpr, portable: tl.constexpr
+) -> tl.tensor:
+    """Return f(u) where f′(u) is computed too: tanh of half precision, where it ``shares``, from the same exponential.
+
+    That is one instruction less for the unit of exponentials, roots and tanh, and a few more for the others. Its
+    relative error is at most 5·10⁻⁵; at STRAIGHT it jumps by that much.
+    """
+    if shares and curve == "tanh" and not precise:
+        rest, _ = _exp_and_reciprocal(u, portable)
+        sign = u.to(tl.int32, bitcast=True) & -0x80000000
+        far = ((1 - 2 * rest).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        return tl.where(tl.abs(u) < STRAIGHT, u, far)
+    else:
+        return function(u, curve, precise, portable)
 
 
 @triton.jit

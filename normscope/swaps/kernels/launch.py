@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ SINGLY = 16  # elements of a tile, at most, that a thread loads one by one: each
 ALL_REGISTERS = 255  # of a thread: said in so many words, ptxas does not spill some to get by with fewer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # plans depend on which it is, and ask at every call
 class Tiling:
     """How a kernel is spread over a GPU: chosen by counting instructions, not by timing.
 
@@ -31,6 +31,7 @@ class Tiling:
         steps: tiles that are loaded together, at most.
         per_multiprocessor: programs for each multiprocessor, where a program takes more than one run of tiles.
         registers: that a thread may have, so that all of these programs run at once; None for as many as it takes.
+        shares: whether tanh of half precision is made of the exponential that its derivative takes.
     """
 
     warps: int
@@ -38,6 +39,7 @@ class Tiling:
     steps: int = 1
     per_multiprocessor: int = 0
     registers: int | None = None
+    shares: bool = False
 
     @property
     def options(self) -> dict[str, int | None]:
@@ -46,9 +48,11 @@ class Tiling:
 
 
 FORWARD = Tiling(warps=4, loads=8)
-BACKWARD = Tiling(warps=4, loads=1, steps=4, per_multiprocessor=3, registers=168)  # of 65,536 for 3 · 4 · 32 threads
+# Registers: of 65,536 for 3 · 4 · 32 threads.
+BACKWARD = Tiling(warps=4, loads=1, steps=4, per_multiprocessor=3, registers=168, shares=True)
 ADDED = {"tile": 4096, "block_channels": 64}
 ADDING: dict[str, int | None] = {"num_warps": 4}
+SLOTS_BEGIN = 32  # numbers: a parameter's slots begin at a multiple of so many, that is at a line of the cache
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,18 @@ class Launch:
     def run(self) -> None:
         """Launch it on the device whose memory holds the tensors, or in Triton's interpreter."""
         self.kernel[self.grid](**self.arguments, **self.options)
+
+    def compiled(self) -> Any:
+        """Compile it, or find it compiled: Triton's record of the kernel."""
+        return self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)
+
+
+Run = Callable[[Launch], None]
+
+
+def run(launch: Launch) -> None:
+    """Launch a kernel in Triton's own way."""
+    launch.run()
 
 
 def forward_launch(x: Tensor, y: Tensor, parameters: Parameters, layout: Layout, curve: str) -> Launch:
@@ -116,18 +132,17 @@ def backward_launches(
     runs = _parts(tiles, steps) * layout.outers
     at_once = multiprocessors(x.device) * BACKWARD.per_multiprocessor
     programs = min(runs, max(1, at_once // blocks))  # one more would begin when all others end
-    slots = {
-        name: None
-        if getattr(gradients, name) is None
-        else x.new_empty(programs * (layout.channels if each[f"{name}_each"] else blocks), dtype=torch.float32)
+    slots = _slots(x, {
+        name: 0 if getattr(gradients, name) is None
+        else programs * (layout.channels if each[f"{name}_each"] else blocks)
         for name in vars(parameters)
-    }
+    })  # fmt: skip
     named_slots = {f"{name}_slots": slot for name, slot in slots.items()}
     arguments = {
         **{"dy": dy, "x": x, "dx": gradients.x},
         **{name: part for name, part in vars(parameters).items() if name != "bias"},
         **named_slots, **_sizes(layout, "dy x dx", constants["multiple"]), "programs": programs,
-        **each, **constants, "curve": curve, "steps": steps,
+        **each, **constants, "curve": curve, "steps": steps, "shares": BACKWARD.shares,
     }  # fmt: skip
     launches = [Launch(loops.backward, (programs * blocks,), arguments, BACKWARD.options)]
     if any(slot is not None for slot in slots.values()):
@@ -139,6 +154,17 @@ def backward_launches(
         }  # fmt: skip
         launches.append(Launch(loops.add_slots, (columns, len(slots)), adding, ADDING))
     return launches
+
+
+def _slots(x: Tensor, sizes: dict[str, int]) -> dict[str, Tensor | None]:
+    """Cut one piece of memory into slots for each parameter, which begin where new memory could; None for none."""
+    slab = x.new_empty(sum(_parts(size, SLOTS_BEGIN) for size in sizes.values()) * SLOTS_BEGIN, dtype=torch.float32)
+    slots: dict[str, Tensor | None] = {}
+    begin = 0
+    for name, size in sizes.items():
+        slots[name] = slab[begin : begin + size] if size else None
+        begin += _parts(size, SLOTS_BEGIN) * SLOTS_BEGIN
+    return slots
 
 
 def _each(parameters: Parameters) -> dict[str, bool]:
@@ -230,7 +256,7 @@ def _sizes(layout: Layout, names: str, multiple: int) -> dict[str, int]:
     return sizes
 
 
-def forward(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Tensor:
+def forward(x: Tensor, parameters: Parameters, curve: str, behind: int, run: Run = run) -> Tensor:
     """Return weight · f(αx + s) + bias, in one pass over x.
 
     Args:
@@ -238,6 +264,7 @@ def forward(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Tenso
         parameters: α, s, weight and bias, each float32, bfloat16 or float16.
         curve: ``tanh``, ``isru`` or ``erf``.
         behind: how many axes of x come after those of the channels.
+        run: what launches the kernel.
 
     Returns:
         A tensor of x's shape and dtype, and of its strides where they leave no gaps.
@@ -250,19 +277,25 @@ def forward(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Tenso
     if x.numel() > 0:
         (there, y_there), layout = _laid_out([x, y], axes)
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-            forward_launch(there, y_there, parameters.each(Tensor.contiguous), layout, curve).run()
+            run(forward_launch(there, y_there, parameters.each(Tensor.contiguous), layout, curve))
         if y_there is not y:
             y.copy_(y_there)
     return y
 
 
 def backward(
-    dy: Tensor, x: Tensor, parameters: Parameters, curve: str, behind: int, of_input: bool, of_parameters: bool
+    dy: Tensor,
+    x: Tensor,
+    parameters: Parameters,
+    curve: str,
+    behind: int,
+    wanted: Sequence[bool],
+    run: Run = run,
 ) -> Gradients:
     """Go back through :func:`forward` in one pass over dy and x, and one over what its programs have summed.
 
     ``dy`` is the gradient of the loss by :func:`forward`'s output, of x's shape and of any strides; ``x`` to ``behind``
-    are as there; ``of_input`` and ``of_parameters`` say whether the gradients by x and by parameters are wanted.
+    are as there; ``wanted`` says which of the gradients by x, α, s, weight and bias are.
 
     Returns:
         Gradients of the shapes and dtypes of what they are by. The same inputs on the same device give the same bits.
@@ -272,20 +305,21 @@ def backward(
     """
     axes = parameters.channel_axes(x, behind)
     room = torch.empty if x.numel() > 0 else torch.zeros
+    of_input, *of_each = wanted
     gradients = Gradients(
         torch.empty_like(x) if of_input else None,
         *(
-            room(part.shape, dtype=part.dtype, device=part.device) if of_parameters and part is not None else None
-            for part in vars(parameters).values()
+            room(part.shape, dtype=part.dtype, device=part.device) if needed and part is not None else None
+            for part, needed in zip(vars(parameters).values(), of_each, strict=True)
         ),
     )
-    if x.numel() > 0 and (of_input or of_parameters):
+    if x.numel() > 0 and any(gradient is not None for gradient in gradients):
         (dy_there, x_there, dx_there), layout = _laid_out([dy, x, x if gradients.x is None else gradients.x], axes)
-        wanted = gradients if gradients.x is None else gradients._replace(x=dx_there)
+        filled = gradients if gradients.x is None else gradients._replace(x=dx_there)
         parameters = parameters.each(Tensor.contiguous)
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-            for launch in backward_launches(dy_there, x_there, parameters, wanted, layout, curve):
-                launch.run()
+            for launch in backward_launches(dy_there, x_there, parameters, filled, layout, curve):
+                run(launch)
         if gradients.x is not None and dx_there is not gradients.x:
             gradients.x.copy_(dx_there)
     return gradients

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from normscope.swaps.kernels.device_functions import derivative, function
+from normscope.swaps.kernels.device_functions import derivative, function, function_beside
 
 
 @triton.jit
@@ -150,6 +150,7 @@ def backward(
     alpha_each: tl.constexpr, shift_each: tl.constexpr, weight_each: tl.constexpr, bias_each: tl.constexpr,
     curve: tl.constexpr, precise: tl.constexpr, portable: tl.constexpr, channels_in_columns: tl.constexpr,
     multiple: tl.constexpr, block_others: tl.constexpr, block_channels: tl.constexpr, steps: tl.constexpr,
+    shares: tl.constexpr,
 ) -> None:  # fmt: skip
     """Fill dx, and each program's slots of the parameters' gradients.
 
@@ -206,7 +207,7 @@ def backward(
             if shift_slots is not None:
                 by_shift += through
             if weight_slots is not None:
-                by_weight += own_dy * function(u, curve, precise, portable)
+                by_weight += own_dy * function_beside(u, curve, precise, shares, portable)
             if bias_slots is not None:
                 by_bias += own_dy
         at += programs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,6 +14,15 @@ from normscope.fits.curves.known import CURVES
 from normscope.swaps.kernels import eager
 from normscope.swaps.kernels.choice import EAGER, VARIABLE, by_kernels
 from normscope.swaps.kernels.parameters import Parameters
+
+plans: Any = None  # normscope.swaps.kernels.plans, which imports Triton, from the first launch on
+
+
+def _launching() -> Any:
+    global plans
+    if plans is None:
+        plans = import_module("normscope.swaps.kernels.plans")
+    return plans
 
 
 @torch.library.custom_op("normscope::pointwise", mutates_args=())
@@ -43,9 +53,7 @@ def pointwise(
     """
     parameters = Parameters(alpha, shift, weight, bias)
     if by_kernels(curve, x.device, x.dtype):
-        from normscope.swaps.kernels import launch
-
-        return launch.forward(x, parameters, curve, behind)
+        return _launching().forward(x, alpha, shift, weight, bias, curve, behind)
     parameters.channel_axes(x, behind)
     return torch.empty_like(x).copy_(eager.pointwise(x, CURVES[curve].function, parameters, behind))
 
@@ -77,11 +85,10 @@ def pointwise_backward(
     """
     parameters = Parameters(alpha, shift, weight, bias)
     _check_shape(dy, x)
+    wanted = (of_input, *[of_parameters] * len(vars(parameters)))
     gradients: tuple[Tensor | None, ...]
     if by_kernels(curve, x.device, x.dtype):
-        from normscope.swaps.kernels import launch
-
-        gradients = launch.backward(dy, x, parameters, curve, behind, of_input, of_parameters)
+        gradients = _launching().backward(dy, x, alpha, shift, weight, bias, curve, behind, wanted)
     else:
         parameters.channel_axes(x, behind)
         f, derivative = CURVES[curve].function, CURVES[curve].derivative
@@ -89,7 +96,6 @@ def pointwise_backward(
         # An operator returns none of its inputs, and of one row of float64 the gradient by the bias is dy itself.
         by_parameters = [None if gradient is None else gradient.clone() for gradient in others]
         gradients = (None if dx is None else torch.empty_like(x).copy_(dx), *by_parameters)
-    wanted = (of_input, *[of_parameters] * len(vars(parameters)))
     return [
         x.new_empty(0) if gradient is None or not needed else gradient
         for gradient, needed in zip(gradients, wanted, strict=True)
@@ -142,7 +148,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*tensors)
 
 
-def _back(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+def back(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients by what :func:`pointwise` was given, of what autograd has kept.
+
+    Raises:
+        UsageError: where gradients in forward mode or several at once are asked for.
+    """
     check_no_tangents(dy)
     # is_grads_batched=True has torch's older vmap, which no rule of batching that an operator registers is for.
     if torch._C._functorch.is_batchedtensor(dy) or torch._C._functorch.is_legacy_batchedtensor(dy):
@@ -153,7 +164,7 @@ def _back(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return (*(gradient if needed else None for gradient, needed in wanted), None, None)
 
 
-pointwise.register_autograd(_back, setup_context=_save)
+pointwise.register_autograd(back, setup_context=_save)
 
 
 def _back_twice(ctx: Any, of_gradients: list[Tensor]) -> tuple[None, ...]:

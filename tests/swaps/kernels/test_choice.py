@@ -121,6 +121,26 @@ def test_on_the_cpu_plain_torch_is_the_default(monkeypatch, asked):
     assert not OWN & set(called("tanh", torch.float32, "cpu"))
 
 
+@pytest.mark.parametrize(("asked", "compiled"), [("", False), ("triton", True), ("eager", False)])
+def test_what_is_compiled_for_cuda_has_kernels_only_where_they_are_asked_for(ampere, monkeypatch, asked, compiled):
+    """The compiler merges plain torch with its neighbours, and cannot look into an operator."""
+    torch._dynamo.reset()
+    if asked:
+        monkeypatch.setenv(VARIABLE, asked)
+    seen = []
+
+    def backend(graph, inputs):
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    def called(x):
+        return x.exp() if by_kernels("tanh", CUDA, torch.float32) else x.sin()
+
+    torch.compile(called, backend=backend, fullgraph=True)(torch.ones(3))
+    assert ("exp" in seen) == compiled
+    assert by_kernels("tanh", CUDA, torch.float32) == (asked != "eager")
+
+
 def test_an_override_that_can_be_met_is(ampere, monkeypatch):
     monkeypatch.setenv(VARIABLE, "triton")
     assert set(called("erf", torch.float16, "cuda")) >= OWN

@@ -17,7 +17,7 @@ from torch import nn
 from torch.library import opcheck
 
 from normscope.swaps.kernels import operators
-from normscope.swaps.kernels.choice import CURVES
+from normscope.swaps.kernels.choice import CURVES, VARIABLE
 from normscope.swaps.pointwise import Derf, DyISRU, DyT, PointwiseFunction
 
 C = 6
@@ -140,9 +140,11 @@ def in_float64(net: nn.Module, x: torch.Tensor) -> list:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("asked", ["", "triton"])
 @pytest.mark.parametrize(("mode", "dtype", "dynamic"), MODES, ids=str)
-def test_compiled_for_a_gpu_and_replayed(mode, dtype, dynamic):
+def test_compiled_for_a_gpu_and_replayed(monkeypatch, mode, dtype, dynamic, asked):
     """Called again and again, as CUDA graphs are warmed up, recorded and replayed."""
+    monkeypatch.setenv(VARIABLE, asked)
     torch._dynamo.reset()
     net, before = network(), graphs_left_out()
     compiled = torch.compile(net, fullgraph=True, mode=mode, dynamic=dynamic)
@@ -182,7 +184,9 @@ def test_a_graph_of_the_operators_themselves_is_recorded_and_replayed(curve, dty
 
 
 @pytest.mark.gpu
-def test_an_exported_program_is_compiled_for_a_gpu(tmp_path):
+@pytest.mark.parametrize("asked", ["", "triton"])
+def test_an_exported_program_is_compiled_for_a_gpu(monkeypatch, tmp_path, asked):
+    monkeypatch.setenv(VARIABLE, asked)
     torch._dynamo.reset()
     net, x = network("tanh").eval(), values(96, 32)
     program = torch.export.export(net, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from truth import BY_NUMPY, BY_TORCH, DEVICE, GPU, HALF_ULP, hold, numbers, parameters, truth
+from truth import BY_NUMPY, BY_TORCH, DEVICE, EVERY, GPU, HALF_ULP, OF_INPUT, hold, numbers, parameters, truth
 
 from normscope.swaps.kernels import launch
 from normscope.swaps.kernels import launch as fused
@@ -34,7 +34,7 @@ def test_nan_and_infinity_come_through_as_in_plain_torch(curve, dtype):
     dy = torch.tensor([[1.0, NAN, INF, -INF]] * 5, dtype=dtype)
     there, dy_there = x.to(DEVICE), dy.to(DEVICE)
     y = fused.forward(there, ones(4, dtype), curve, 0)
-    gradients = fused.backward(dy_there, there, ones(4, dtype), curve, 0, True, True)
+    gradients = fused.backward(dy_there, there, ones(4, dtype), curve, 0, EVERY)
     with np.errstate(all="ignore"):
         f = torch.from_numpy(np.array([NAN, 1, -1, 0, BY_NUMPY[curve](0.5)]))[:, None].expand(5, 4)
         slope = torch.from_numpy(SLOPES[curve](x.double().numpy()))
@@ -55,7 +55,7 @@ def test_a_channel_of_nan_stays_alone(curve):
     x[7, 3] = dy[9, 5] = NAN
     x[:, 8] = INF
     own = parameters(curve, (12,), each="alpha shift weight bias")
-    gradients = fused.backward(dy, x, own, curve, 0, True, True)
+    gradients = fused.backward(dy, x, own, curve, 0, EVERY)
     # The derivative at infinity is zero, and zero times x is none.
     spoilt = {"alpha": [3, 5, 8], "shift": [3, 5], "weight": [3, 5], "bias": [5]}
     for name, where in spoilt.items():
@@ -79,7 +79,7 @@ def test_the_largest_and_the_smallest_numbers(curve, dtype, scale):
         "atol": 2.0**-24 if dtype == torch.float16 else 2e-38,
     }
     torch.testing.assert_close(y.cpu().double(), 1.5 * torch.from_numpy(BY_NUMPY[curve](u.numpy())), **close)
-    dx = fused.backward(torch.ones_like(x, device=DEVICE), x.to(DEVICE), own, curve, 0, True, False).x
+    dx = fused.backward(torch.ones_like(x, device=DEVICE), x.to(DEVICE), own, curve, 0, OF_INPUT).x
     with np.errstate(all="ignore"):
         slope = torch.from_numpy(SLOPES[curve](u.numpy()))
     torch.testing.assert_close(dx.cpu().double(), 1.5 * own.alpha.cpu().double() * slope, **close)

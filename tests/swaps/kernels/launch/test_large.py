@@ -7,7 +7,7 @@ import pytest
 import torch
 import truth
 from torch import Tensor
-from truth import BY_NUMPY, DEVICE, GPU, check_forms, for_a_gpu, hold_in_pieces, numbers, parameters, truth_there
+from truth import BY_NUMPY, DEVICE, EVERY, GPU, check_forms, for_a_gpu, hold_in_pieces, numbers, parameters, truth_there
 
 from normscope.swaps.kernels import launch
 from normscope.swaps.kernels.parameters import Parameters
@@ -33,7 +33,7 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
 def hold(curve: str, x: Tensor, own: Parameters, behind: int = 0, dy: Tensor | None = None) -> None:
     dy = drawn(tuple(x.shape), x.dtype, seed=1) if dy is None else dy
     y = launch.forward(x, own, curve, behind)
-    made = launch.backward(dy, x, own, curve, behind, True, True)
+    made = launch.backward(dy, x, own, curve, behind, EVERY)
     check_forms(y, made, x, own)
     hold_in_pieces(curve, x, own, y, dy, made, behind)
 
@@ -121,7 +121,7 @@ def test_the_truth_of_large_tensors_is_that_of_small_ones(curve):
 def test_an_element_that_is_wrong_is_found(monkeypatch):
     monkeypatch.setattr(truth, "FURTHEST", {})  # what is wrong on purpose is not to be reported
     x, own = drawn((ROWS, 24), HALF), parameters("tanh", (24,), HALF)
-    y, made = launch.forward(x, own, "tanh", 0), launch.backward(x, x, own, "tanh", 0, True, True)
+    y, made = launch.forward(x, own, "tanh", 0), launch.backward(x, x, own, "tanh", 0, EVERY)
     hold_in_pieces("tanh", x, own, y, x, made, 0)
     for wrong in (y, made.x, made.weight):
         before = wrong.view(-1)[-1].clone()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from truth import DEVICE, GPU, agree, hold, numbers, parameters, truth
+from truth import DEVICE, EVERY, GPU, OF_INPUT, OF_PARAMETERS, agree, hold, numbers, parameters, truth
 
 from normscope.swaps.kernels import launch
 from normscope.swaps.kernels import launch as fused
@@ -169,7 +169,7 @@ def test_the_same_bits_whatever_was_in_memory(shape, monkeypatch, fill_memory):
 
     def once() -> list[Tensor]:
         behind = len(shape) - 2
-        return [fused.forward(x, own, "erf", behind), *fused.backward(dy, x, own, "erf", behind, True, True)]
+        return [fused.forward(x, own, "erf", behind), *fused.backward(dy, x, own, "erf", behind, EVERY)]
 
     first = once()
     for value in (1.5, -torch.inf):
@@ -180,17 +180,17 @@ def test_the_same_bits_whatever_was_in_memory(shape, monkeypatch, fill_memory):
 
 def test_no_more_than_is_asked_for():
     x, dy, own = numbers((9, 20), HALF), numbers((9, 20), HALF, seed=3), parameters("erf", (20,), HALF, ALL)
-    both = fused.backward(dy, x, own, "erf", 0, True, True)
-    of_input = fused.backward(dy, x, own, "erf", 0, True, False)
+    both = fused.backward(dy, x, own, "erf", 0, EVERY)
+    of_input = fused.backward(dy, x, own, "erf", 0, OF_INPUT)
     assert of_input[1:] == (None,) * 4
-    of_parameters = fused.backward(dy, x, own, "erf", 0, False, True)
+    of_parameters = fused.backward(dy, x, own, "erf", 0, OF_PARAMETERS)
     assert of_parameters.x is None
     held = truth("erf", x, own, 0, dy)
     for name, made in both._asdict().items():
         again = getattr(of_input if name == "x" else of_parameters, name)
         agree(again, held[name], "erf", HALF, name)
         assert GPU or torch.equal(made, again)  # a GPU's compiler may add in another order where it has less to do
-    assert fused.backward(dy, x, own, "erf", 0, False, False) == (None,) * 5
+    assert fused.backward(dy, x, own, "erf", 0, [False] * 5) == (None,) * 5
 
 
 def test_inputs_stay_as_they_are():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from truth import BY_NUMPY, DEVICE, GPU, hold, numbers, parameters
+from truth import BY_NUMPY, DEVICE, GPU, OF_INPUT, hold, numbers, parameters
 
 from normscope.swaps.kernels import eager, launch
 from normscope.swaps.kernels import launch as fused
@@ -115,7 +115,7 @@ def test_the_result_has_the_strides_of_what_leaves_no_gaps():
         x, shape, behind = SHAPES[name]
         own = parameters("isru", shape)
         assert fused.forward(x, own, "isru", behind).stride() == x.stride()
-        assert fused.backward(x, x, own, "isru", behind, True, False).x.stride() == x.stride()
+        assert fused.backward(x, x, own, "isru", behind, OF_INPUT).x.stride() == x.stride()
     x, shape, behind = SHAPES["tokens left out"]
     assert fused.forward(x, parameters("isru", shape), "isru", behind).is_contiguous()
 

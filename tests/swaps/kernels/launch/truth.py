@@ -27,6 +27,7 @@ SMALLEST = 2.0**-126  # what float32 has of a derivative below may be zero
 CANCELLED = 2.0**-50  # of what autograd makes of a derivative in float64, 1 − tanh² and 1/r − u²/r³
 CHEAP_ERF = 6e-5  # relative: the bound in functions.cheap_erf
 TANH = 2.0**-11 if GPU else 0.0  # relative, of tanh.approx.f32 (PTX ISA); the interpreter has an ordinary tanh
+BESIDE = 5e-5  # relative: the bound in functions.function_beside
 # Of f in float32, of which tanh and isru have 5 at most and CUDA's erff, 2 ulp (CUDA C++ Programming Guide), 4; and of
 # f′, where an error of the exponent is not in them: ex2.approx takes 4, rcp.approx 2 (PTX ISA), twice, and rsqrt.approx
 # 2.2, three times.
@@ -39,6 +40,7 @@ LEAST = {  # the interpreter has no subnormal bfloat16
     torch.bfloat16: 2.0**-134 if GPU else 2.0**-126,
     torch.float16: HALVED * 2.0**-24,
 }
+EVERY, OF_INPUT, OF_PARAMETERS = [True] * 5, [True, *[False] * 4], [False, *[True] * 4]  # of the gradients
 FEW = 2**20  # elements whose truth the CPU computes; that of more is computed where they are
 PIECE = 2**23  # elements whose truth is in memory at once
 FURTHEST: dict[str, float] = {}  # by curve, dtype and quantity: the largest error so far, over what is allowed
@@ -100,7 +102,7 @@ def truth_there(
         "x": alpha.abs() * through,
         "alpha": own_x.abs() * through,
         "shift": through,
-        "weight": upstream.abs() * of_f,
+        "weight": upstream.abs() * (of_f + (BESIDE if curve == "tanh" and x.dtype != torch.float32 else 0.0) * f.abs()),
         "bias": torch.zeros_like(u),
     }
     y = Held(weight * f + bias, weight.abs() * of_f + 4 * HALF_ULP * ((weight * f).abs() + bias.abs()))
@@ -145,7 +147,7 @@ def hold(curve: str, x: Tensor, own: Parameters, behind: int = 0, dy: Tensor | N
         dy = drawn.to(device=x.device, dtype=x.dtype)
     held = truth(curve, x, own, behind, dy)
     y = fused.forward(x, own, curve, behind)
-    gradients = fused.backward(dy, x, own, curve, behind, True, True)
+    gradients = fused.backward(dy, x, own, curve, behind, EVERY)
     check_forms(y, gradients, x, own)
     for name, made in {"y": y, **gradients._asdict()}.items():
         if made is not None:

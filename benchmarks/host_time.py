@@ -1,0 +1,110 @@
+"""How long the host takes for a fused call, with no GPU to wait for: ``python benchmarks/host_time.py``."""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from common import Measurement, finish, in_own_process, options, ratios
+from recorded_launches import recorded
+from torch import Tensor, nn
+
+from normscope.swaps.kernels import autograd
+from normscope.swaps.kernels.choice import TRITON, VARIABLE
+from normscope.swaps.pointwise import DyT
+
+SHAPE = (8, 64)
+BLOCKS, CALLS = 30, 50
+NATIVE, FUSED, OPERATOR = "nn.LayerNorm", "DyT", "DyT by torch's operator"
+PASSES = {"forward": "forward, no gradient wanted", "graph": "forward, gradients wanted", "backward": "backward"}
+ABOUT = f"""
+How long the host takes for a fused call, on one thread, where nothing waits for a GPU: DyT's kernels are launched as
+ever, by Triton {{triton}}, but to a driver that drops what it gets (a GPU's takes a few microseconds of its own), and
+tensors of {SHAPE[0]} × {SHAPE[1]} float32 on the CPU stand for those of a GPU. Beside it is torch's own nn.LayerNorm
+on the CPU, over the same tensors, with what it computes there. Backward is y.backward(dy), of the input and all
+parameters, whose gradients were None before. By torch's operator: the way of the first call of its kind, and of calls
+that torch.compile, modes of torch or subclasses of its tensors see. A sample is the median of {BLOCKS} blocks of
+{CALLS} calls, taken in turn; a ratio is one sample over that of nn.LayerNorm of the same round.
+"""
+
+
+def main() -> None:
+    args = options(__doc__, repeats=9).parse_args()
+    samples: dict[tuple[str, str], list[float]] = {}
+    for _ in range(args.repeats):
+        for key, seconds in in_own_process(measured, threads=1).items():
+            samples.setdefault(key, []).append(seconds * 1e6)
+    measurements = []
+    for way in (NATIVE, FUSED, OPERATOR):
+        for name, case in PASSES.items():
+            measurements.append(Measurement(case, way, "host time", "µs", samples[way, name]))
+            if way != NATIVE:
+                over = ratios(samples[way, name], samples[NATIVE, name])
+                measurements.append(Measurement(case, way, f"over {NATIVE}", "×", over))
+    about = ABOUT.format(triton=triton.__version__)
+    finish("host_time", about, measurements, args, threads=(1,), libraries=("triton",))
+
+
+def measured() -> dict[tuple[str, str], float]:
+    """Time every way and pass in turn, and return the median seconds of a call."""
+    taken: dict[tuple[str, str], list[float]] = {}
+    with recorded() as driver:
+        driver.noting = False
+        x, dy = torch.randn(SHAPE), torch.randn(SHAPE)
+        layers = {NATIVE: nn.LayerNorm(SHAPE[-1]), FUSED: DyT(SHAPE[-1]), OPERATOR: DyT(SHAPE[-1])}
+        with mock.patch.dict(os.environ, {VARIABLE: TRITON}):  # the first calls ask whether there is a kernel
+            for layer in layers.values():
+                list(passes(layer, x, dy, calls=3))
+        gc.disable()
+        try:
+            for _ in range(BLOCKS):
+                for way, layer in layers.items():
+                    for name, seconds in timed(way, layer, x, dy):
+                        taken.setdefault((way, name), []).append(seconds)
+        finally:
+            gc.enable()
+    return {key: statistics.median(seconds) for key, seconds in taken.items()}
+
+
+def timed(way: str, layer: nn.Module, x: Tensor, dy: Tensor) -> list[tuple[str, float]]:
+    if way != OPERATOR:
+        return list(passes(layer, x, dy))
+    asked = {VARIABLE: TRITON}  # without it, a tensor on the CPU is plain torch's
+    with mock.patch.dict(os.environ, asked), mock.patch.object(autograd, "pointwise", lambda *_: None):
+        return list(passes(layer, x, dy))
+
+
+def passes(layer: nn.Module, x: Tensor, dy: Tensor, calls: int = CALLS) -> Iterator[tuple[str, float]]:
+    """Yield the seconds of a call of each pass."""
+    with torch.no_grad():
+        yield "forward", per_call(lambda: layer(x), calls)
+    wanted = x.clone().requires_grad_()
+    yield "graph", per_call(lambda: layer(wanted), calls)
+    leaves: list[Any] = [wanted, *layer.parameters()]
+    seconds = 0.0
+    for _ in range(calls):
+        y = layer(wanted)
+        start = time.perf_counter()
+        y.backward(dy)
+        seconds += time.perf_counter() - start
+        for leaf in leaves:
+            leaf.grad = None
+    yield "backward", seconds / calls
+
+
+def per_call(call: Callable[[], object], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls
+
+
+if __name__ == "__main__":
+    main()

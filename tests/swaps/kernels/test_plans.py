@@ -1,0 +1,334 @@
+"""Plans held to what Triton itself passes to the driver, by a driver that notes launches."""
+
+import contextlib
+import dataclasses
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="Triton is made for Linux alone")
+
+from triton import knobs
+from triton.runtime import driver as driver_of_triton
+
+from normscope.swaps.kernels import launch, loops, plans
+from normscope.swaps.kernels.parameters import Parameters
+
+EVERY = (True,) * 5
+ALIGNED = 16
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def parts(channels=64, shift=False, bias=True, each=False, dtype=torch.float32):
+    one = channels if each else 1
+    return (
+        torch.ones(one, dtype=dtype),
+        torch.ones(one, dtype=dtype) if shift else None,
+        torch.ones(channels, dtype=dtype),
+        torch.ones(channels, dtype=dtype) if bias else None,
+    )
+
+
+def by_plans(x, dy, own, curve="tanh", behind=0, wanted=EVERY):
+    return [plans.forward(x, *own, curve, behind), *plans.backward(dy, x, *own, curve, behind, wanted)]
+
+
+def by_triton(x, dy, own, curve="tanh", behind=0, wanted=EVERY):
+    parameters = Parameters(*own)
+    return [launch.forward(x, parameters, curve, behind), *launch.backward(dy, x, parameters, curve, behind, wanted)]
+
+
+def taken(driver, call, *given, **more):
+    """Return what a call launches, with numbers in place of addresses, and what it returned."""
+    begin = len(driver.launches)
+    made = call(*given, **more)
+    x, dy, own = given[:3]
+    named = {tensor.data_ptr(): place for place, tensor in enumerate((x, dy, *own, *made)) if tensor is not None}
+    return [without_addresses(one, named) for one in driver.launches[begin:]], made
+
+
+def without_addresses(one, named):
+    """Say which tensor is where, and of slots, whether a thread can load at once where they begin."""
+    names = loops.__dict__[one.kernel].arg_names
+    slots = [place for name, place in zip(names, one.arguments, strict=True) if name.endswith("_slots") and place]
+    known = {place: f"slots, {place - min(slots)} bytes in, {place % ALIGNED}" for place in slots} | named
+    arguments = [
+        known.get(place, place) if isinstance(place, int) and place > 2**32 else place for place in one.arguments
+    ]
+    return one.kernel, one.grid, one.stream, one.function, arguments
+
+
+def tensors(data):
+    """Return x and dy of one shape and a view of either, and how many axes are behind the channels."""
+    dtype = data.draw(st.sampled_from(DTYPES))
+    shape = data.draw(st.lists(st.sampled_from([1, 2, 3, 8, 16, 17, 64]), min_size=1, max_size=4))
+    behind = data.draw(st.integers(0, len(shape) - 1))
+    order = data.draw(st.permutations(range(len(shape))))
+
+    def one():
+        begin = data.draw(st.sampled_from([0, 1, 8]))
+        room = torch.zeros(begin + torch.Size(shape).numel(), dtype=dtype)[begin:].view([shape[axis] for axis in order])
+        return room.permute([order.index(axis) for axis in range(len(shape))])
+
+    x = one()
+    expanded = data.draw(st.booleans())
+    return x, torch.zeros((), dtype=dtype).expand(shape) if expanded else one(), behind
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_plan_passes_what_triton_passes(launches, data):
+    """Of whatever calls came before: a call is launched as Triton would launch it, or in another stream's turn."""
+    with launches.recorded() as driver:
+        for _ in range(3):
+            x, dy, behind = tensors(data)
+            channels = x.shape[x.ndim - 1 - behind]
+            own = parts(channels, *(data.draw(st.booleans()) for _ in range(3)), data.draw(st.sampled_from(DTYPES)))
+            more = {
+                "curve": data.draw(st.sampled_from(["tanh", "isru", "erf"])),
+                "behind": behind,
+                "wanted": data.draw(st.tuples(*[st.booleans()] * 5)),
+            }
+            expected, _ = taken(driver, by_triton, x, dy, own, **more)
+            first, _ = taken(driver, by_plans, x, dy, own, **more)
+            driver.stream += 1
+            then, made = taken(driver, by_plans, x, dy, own, **more)
+            assert first == expected
+            assert then == [(kernel, grid, driver.stream, *rest) for kernel, grid, _, *rest in expected]
+            for one, like in zip(made, (x, x, *own), strict=True):
+                assert one is None or (one.shape, one.dtype, one.stride()) == (
+                    (like.shape, like.dtype, torch.empty_like(like).stride())
+                )
+
+
+def test_plans_are_made_and_followed(driver, monkeypatch):
+    x, own = torch.zeros(8, 64), parts()
+    by_plans(x, x, own)
+    assert [type(plan) for plan in plans._plans.values()] == [plans.Plan] * 2
+    monkeypatch.setattr(launch, "forward", None)
+    monkeypatch.setattr(launch, "backward", None)
+    by_plans(x, x, own)
+    assert [one.kernel for one in driver.launches] == ["forward", "backward", "add_slots"] * 2
+
+
+def test_kernels_that_triton_has_compiled_are_followed_too(launches, tmp_path, monkeypatch):
+    """Triton's own record of a kernel has what a plan is made of."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with launches.recorded(compiling=True) as driver:
+        x, own = torch.zeros(8, 64), parts()
+        first, _ = taken(driver, by_plans, x, x, own)
+        assert [type(plan) for plan in plans._plans.values()] == [plans.Plan] * 2
+        assert taken(driver, by_plans, x, x, own)[0] == first
+        assert len({one.function for one in driver.launches}) == 3
+
+
+def without_its_launcher(compiled):
+    """One that keeps its launcher elsewhere."""
+
+    class Other(compiled):
+        __init__ = object.__init__
+
+        def __new__(cls, source, target, options, **more):
+            made, known = super().__new__(cls), compiled(source, target, options)
+            made.source, made.function, made.packed_metadata = source, known.function, known.packed_metadata
+            return made
+
+        run = property(lambda self: driver_of_triton.active.launcher_cls(self.source, None))
+
+    return Other
+
+
+def with_metadata_of_each_launch(compiled):
+    """One that passes to its launcher what is not known before."""
+
+    class Other(compiled):
+        packed_metadata = property(lambda self: [4, 1, 0], lambda self, value: None)
+
+    return Other
+
+
+@pytest.mark.parametrize("other", [without_its_launcher, with_metadata_of_each_launch])
+def test_a_triton_of_another_kind_launches_by_itself(launches, monkeypatch, other):
+    monkeypatch.setattr(launches, "Compiled", other(launches.Compiled))
+    with launches.recorded() as driver:
+        x, own = torch.zeros(8, 64), parts()
+        expected = taken(driver, by_triton, x, x, own)[0]
+        for _ in range(3):
+            assert taken(driver, by_plans, x, x, own)[0] == expected
+        assert list(plans._plans.values()) == [None, None]
+
+
+def hooks(name, calls):
+    def hook(*_, **__):
+        calls.append(name)
+
+    return hook
+
+
+@contextlib.contextmanager
+def in_a_chain(name, hook):
+    getattr(knobs.runtime, name).add(hook)
+    try:
+        yield
+    finally:
+        getattr(knobs.runtime, name).remove(hook)
+
+
+@contextlib.contextmanager
+def before_a_kernel(name, hook):
+    loops.__dict__[name].add_pre_run_hook(hook)
+    try:
+        yield
+    finally:
+        loops.__dict__[name].pre_run_hooks.remove(hook)
+
+
+@pytest.mark.parametrize(
+    ("put", "name"),
+    [
+        (in_a_chain, "launch_enter_hook"),
+        (in_a_chain, "launch_exit_hook"),
+        (before_a_kernel, "forward"),
+        (before_a_kernel, "add_slots"),
+    ],
+)
+@pytest.mark.parametrize("before", [False, True])
+def test_hooks_hear_of_every_launch(driver, put, name, before):
+    x, own, calls = torch.zeros(8, 64), parts(), []
+    if before:
+        by_plans(x, x, own)
+    with put(name, hooks(name, calls)):
+        for _ in range(2):
+            by_plans(x, x, own)
+    assert len(calls) == (2 * 3 if put is in_a_chain else 2)
+    by_plans(x, x, own)
+    by_plans(x, x, own)
+    assert [type(plan) for plan in plans._plans.values()] == [plans.Plan] * 2
+    assert not any(one.hooked for one in driver.launches[-3:])
+
+
+def test_what_changes_how_triton_compiles_goes_to_triton(driver, monkeypatch):
+    x, own = torch.zeros(8, 64), parts()
+    by_plans(x, x, own)
+    functions = {one.function for one in driver.launches}
+    monkeypatch.setattr(knobs.runtime, "debug", True)
+    by_plans(x, x, own)
+    assert not functions & {one.function for one in driver.launches[3:]}  # compiled anew, with its checks
+    monkeypatch.undo()
+
+
+def test_the_stream_is_the_current_one_of_each_call(driver):
+    x, own = torch.zeros(8, 64), parts()
+    for stream in (0, 7, 2**50):
+        driver.stream = stream
+        by_plans(x, x, own)
+        assert {one.stream for one in driver.launches[-3:]} == {stream}
+
+
+def test_a_gpu_that_is_not_the_current_one_becomes_it_for_the_launch(driver, monkeypatch):
+    class Current:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            seen.append(self.device)
+            self.before, driver.device = driver.device, self.device
+
+        def __exit__(self, *_):
+            driver.device = self.before
+
+    x, own, seen = torch.zeros(8, 64), parts(), []
+    by_plans(x, x, own)
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    driver.device = 3
+    by_plans(x, x, own)
+    assert seen == [-1, -1]  # x's own, forward and backward
+    assert driver.device == 3
+    assert len(driver.launches) == 6
+
+
+def test_only_so_many_plans_are_kept(driver, monkeypatch):
+    monkeypatch.setattr(plans, "LIMIT", 4)
+    own = parts()
+    for rows in (*range(1, 8), 7, 7):
+        x = torch.zeros(rows, 64)
+        by_plans(x, x, own)
+        assert len(plans._plans) <= 4
+    assert len(driver.launches) == 3 * 9
+    monkeypatch.setattr(launch, "forward", None)
+    plans.forward(torch.zeros(7, 64), *own, "tanh", 0)  # the newest are there
+
+
+def test_what_is_copied_first_or_empty_has_no_plan(driver):
+    cut_out = torch.zeros(4, 6, 8, 12, 5)[:, 1:, 1:, :, 1:]  # the strides are no layout's
+    scattered = torch.zeros(24)[::2]
+    for x, weight in (
+        (cut_out, torch.ones(12)),
+        (torch.zeros(3, 12, 1), scattered),
+        (torch.zeros(0, 12, 1), scattered),
+    ):
+        own = (torch.ones(1), None, weight, None)
+        for _ in range(2):
+            by_plans(x, x, own, behind=1)
+    assert len(plans._plans) == 6
+    assert set(plans._plans.values()) == {None}
+    assert len(driver.launches) == 2 * 2 * 3
+
+
+def test_slots_are_one_piece_of_memory_and_only_those_that_are_wanted(driver):
+    x, own = torch.zeros(300, 64), parts(shift=True, each=True)
+    for wanted in (EVERY, (True, False, True, True, False), (False, False, False, False, True)):
+        for _ in range(2):
+            made = plans.backward(x, x, *own, "erf", 0, wanted)
+            assert [gradient is not None for gradient in made] == list(wanted)
+        for one in driver.launches[-2:]:
+            given = dict(zip(loops.__dict__[one.kernel].arg_names, one.arguments, strict=True))
+            slots = [given[f"{name}_slots"] for name in ("alpha", "shift", "weight", "bias")]
+            assert [slot is not None for slot in slots] == list(wanted[1:])
+            begins = [slot for slot in slots if slot is not None]
+            size = given["programs"] * 64 * 4
+            assert [begin - begins[0] for begin in begins] == [size * place for place in range(len(begins))]
+
+
+def test_threads_launch_what_is_theirs(driver):
+    """Plans are made while others are followed, and Triton's records are as they were."""
+    own, failed = parts(), []
+    shapes = [(rows, 64) for rows in range(1, 9)]
+
+    def work(offset):
+        try:
+            for number in range(40):
+                x = torch.zeros(shapes[(number + offset) % len(shapes)])
+                plans.forward(x, *own, "tanh", 0)
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(offset,)) for offset in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert len(driver.launches) == 6 * 40
+    assert len(plans._plans) == len(shapes)
+    names = loops.forward.arg_names
+    for one in driver.launches:
+        given = dict(zip(names, one.arguments, strict=True))
+        assert (one.kernel, given["channels"], given["others"]) == ("forward", 16, given["others"])
+    assert all(compiled.run.__name__ == "launched" for compiled in driver.compiled)
+
+
+def test_another_tiling_is_another_kernel(driver, monkeypatch):
+    """Which is how tilings are compared."""
+    x, own = torch.zeros(8, 64), parts()
+    by_plans(x, x, own)
+    tiling = dataclasses.replace(launch.BACKWARD, shares=not launch.BACKWARD.shares)
+    monkeypatch.setattr(launch, "BACKWARD", tiling)
+    expected = taken(driver, by_triton, x, x, own)[0]
+    for _ in range(2):
+        assert taken(driver, by_plans, x, x, own)[0] == expected
+    functions = {one.function for one in driver.launches if one.kernel == "backward"}
+    assert len(functions) == 2
