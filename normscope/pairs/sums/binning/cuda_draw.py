@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from normscope.pairs.sums.binning.cuda_loop import KEYLESS, ONE_IN, pair_of
+from normscope.pairs.sums.binning.cuda_loop import KEYLESS, ONE_IN, offered_of, pair_of
 
 
 @triton.jit
@@ -151,15 +151,15 @@ def _draw_pairs(
 @triton.jit(do_not_specialize=["n", "cut", "groups", "per_token"])
 def draw(
     rows: tl.tensor, keys: tl.tensor, shift: tl.tensor, rstd: tl.tensor, reach: tl.tensor, competing: tl.tensor,
-    numbers: tl.tensor, samples: tl.tensor, candidates: tl.tensor, numbers_offered: tl.tensor,
+    numbers: tl.tensor, samples: tl.tensor, candidates: tl.tensor, scratch: tl.tensor,
     token_rank: tl.tensor, token_key: tl.tensor, token_x: tl.tensor, token_y: tl.tensor, token_rstd: tl.tensor,
     token_position: tl.tensor, token_sample: tl.tensor,
     largest_rank: tl.tensor, largest_key: tl.tensor, largest_x: tl.tensor, largest_y: tl.tensor,
     largest_rstd: tl.tensor, largest_position: tl.tensor, largest_sample: tl.tensor,
     pair_keys: tl.tensor, pair_x: tl.tensor, pair_y: tl.tensor, pair_channel: tl.tensor,
     n: tl.tensor, d: tl.tensor, cut: tl.tensor, groups: tl.tensor, per_token: tl.tensor, positions: tl.tensor,
-    uniform: tl.constexpr, largest: tl.constexpr, grouped_width: tl.constexpr, at_once: tl.constexpr,
-    tile: tl.constexpr, pairs_tile: tl.constexpr,
+    cells: tl.constexpr, uniform: tl.constexpr, largest: tl.constexpr, grouped_width: tl.constexpr,
+    at_once: tl.constexpr, tile: tl.constexpr, pairs_tile: tl.constexpr,
 ) -> None:  # fmt: skip
     """Fill the samples: the first program the uniform one, the second the largest, all others the single pairs.
 
@@ -173,13 +173,13 @@ def draw(
         _draw_tokens(
             rows, keys, shift, rstd, reach, numbers, samples,
             token_rank, token_key, token_x, token_y, token_rstd, token_position, token_sample,
-            candidates, tl.load(numbers_offered), n, d, cut, uniform, False, grouped_width, tile,
+            candidates, tl.load(offered_of(scratch, cells)), n, d, cut, uniform, False, grouped_width, tile,
         )  # fmt: skip
     elif program == 1:
         _draw_tokens(
             rows, keys, shift, rstd, reach, numbers, samples,
             largest_rank, largest_key, largest_x, largest_y, largest_rstd, largest_position, largest_sample,
-            candidates + n, tl.load(numbers_offered + 1), n, d, KEYLESS, largest, True, grouped_width, tile,
+            candidates + n, tl.load(offered_of(scratch, cells) + 1), n, d, KEYLESS, largest, True, grouped_width, tile,
         )  # fmt: skip
     else:
         token = (program - 2) * at_once + tl.arange(0, at_once)

@@ -25,6 +25,7 @@ _UNCOUNTED = tl.constexpr(-1.0)
 _LEAST_SLOPE, _MOST_Y = tl.constexpr(2.0**-32), tl.constexpr(2.0**48)
 
 _GOLDEN, _MIX_1, _MIX_2 = (tl.constexpr(number % 2**64) for number in (GOLDEN, *MIX))
+GATHERED = tl.constexpr(8)  # words of a cell of the scratch
 KEYLESS = tl.constexpr(NO_KEY)
 ONE_IN = tl.constexpr(ONE_ELEMENT_IN)
 _PER_BIN = tl.constexpr(PAIRS_PER_BIN)
@@ -114,6 +115,12 @@ def _slope(
 
 
 @triton.jit
+def offered_of(scratch: tl.tensor, cells: tl.constexpr) -> tl.tensor:
+    """Return where the numbers of candidates are, int32 ``(2,)``: behind so many cells of float32 zeros."""
+    return (scratch + cells * GATHERED).to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
 def _offer(candidates: tl.tensor, number: tl.tensor, token: tl.tensor, offered: tl.tensor) -> None:
     """Write tokens down among the candidates, of which there are ``number`` so far, in any order."""
     place = tl.atomic_add(number + tl.zeros_like(token), 1, mask=offered, sem="relaxed")
@@ -125,11 +132,11 @@ def describe(
     rows: tl.tensor, valid: tl.tensor, runs: tl.tensor,
     keys: tl.tensor, folds: tl.tensor, shift: tl.tensor, rstd: tl.tensor, reach: tl.tensor, competing: tl.tensor,
     numbers: tl.tensor, samples: tl.tensor,
-    candidates: tl.tensor, numbers_offered: tl.tensor, token_key: tl.tensor, largest_rank: tl.tensor,
+    candidates: tl.tensor, scratch: tl.tensor, token_key: tl.tensor, largest_rank: tl.tensor,
     token_offsets: tl.tensor, token_scales: tl.tensor, nonfinite_tokens: tl.tensor,
     n: tl.tensor, d: tl.tensor, n_runs: tl.tensor, half: tl.tensor, cut: tl.tensor,
     eps: tl.constexpr, centred: tl.constexpr, about_mean: tl.constexpr, correction: tl.constexpr, clamped: tl.constexpr,
-    given: tl.constexpr, all_valid: tl.constexpr, uniform: tl.constexpr, largest: tl.constexpr,
+    given: tl.constexpr, all_valid: tl.constexpr, cells: tl.constexpr, uniform: tl.constexpr, largest: tl.constexpr,
     at_once: tl.constexpr, tile: tl.constexpr,
 ) -> None:  # fmt: skip
     """Say of each token what its line, its key and its reach are; each program of ``at_once`` of them.
@@ -140,9 +147,9 @@ def describe(
     range of float32; ``shift`` and ``rstd``, float64, unless they are
     ``given``; ``reach``, float32, max |x|, or −1; ``competing``, int32, zero; ``numbers``, within its sample, and
     ``samples``, int64. ``candidates``, int32 ``(2, n)``, are the tokens that may take a place of one of the ``uniform``
-    or of the ``largest`` of a sample, and ``numbers_offered``, int32 ``(2,)``, say how many there are: all that come
-    before the last one kept, of the first only those whose keys are below the ``cut``. The form's five numbers follow
-    :class:`Form`.
+    or of the ``largest`` of a sample, and two numbers behind the ``cells`` of the ``scratch`` say how many there are
+    (:func:`offered_of`): all that come before the last one kept, of the first only those whose keys are below the
+    ``cut``. The form's five numbers follow :class:`Form`.
     """
     token = tl.program_id(0) * at_once + tl.arange(0, at_once)
     exists = token < n
@@ -177,7 +184,8 @@ def describe(
     tl.store(competing + token, tl.zeros((at_once,), tl.int32), mask=exists)
     tl.store(numbers + token, position, mask=exists)
     tl.store(samples + token, tl.load(runs + 4 * n_runs + run), mask=exists)
+    offered = offered_of(scratch, cells)
     last_key = tl.max(tl.load(token_key + tl.arange(0, uniform)), 0)
-    _offer(candidates, numbers_offered, token, counted & (key < tl.minimum(last_key, cut)))
+    _offer(candidates, offered, token, counted & (key < tl.minimum(last_key, cut)))
     last_rank = tl.max(tl.load(largest_rank + tl.arange(0, largest)), 0)
-    _offer(candidates + n, numbers_offered + 1, token, counted & (-own_reach.to(tl.float64) <= last_rank))
+    _offer(candidates + n, offered + 1, token, counted & (-own_reach.to(tl.float64) <= last_rank))

@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 
 from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, MOMENTS, PAIR_GRID
-from normscope.pairs.sums.binning.cuda_loop import KEYLESS, ONE_IN, PAIR, PAIR_BINS, bin_of, of, pair_of
+from normscope.pairs.sums.binning.cuda_loop import GATHERED, KEYLESS, ONE_IN, PAIR, PAIR_BINS, bin_of, of, pair_of
 
-GATHERED = 8  # words of a cell of the scratch
 COUNTED = 2**24  # float32 counts no further
 
 _DENSITY_X, _DENSITY_Y = of(DENSITY_X_GRID), of(DENSITY_Y_GRID)
@@ -26,8 +25,7 @@ _CENTRE = tl.constexpr(PAIR_GRID.centre)
 _LEAST = tl.constexpr(2.0**PAIR_GRID.low)
 _LEAST_BITS = tl.constexpr((PAIR_GRID.low + 127) << 23)
 _WORDS = tl.constexpr(len(MOMENTS))
-_GATHERED = tl.constexpr(GATHERED)
-_HALF = tl.constexpr(GATHERED // 2)
+_HALF = tl.constexpr(GATHERED.value // 2)
 _HALF_A_BIN = tl.constexpr(1 << 22 - PAIR_GRID.mantissa_bits)  # in bits of float32
 _BIN = tl.constexpr(-(1 << 23 - PAIR_GRID.mantissa_bits))
 _LEADING_BITS = tl.constexpr(-(1 << 16))  # sign, exponent and eight bits of the number, the implied one among them
@@ -65,7 +63,7 @@ def _gather(scratch: tl.tensor, cell: tl.tensor, off: tl.tensor, y: tl.tensor) -
     their leading eight bits, of which 65,536 alike add up without rounding, and the rest. Two neighbouring lanes do so
     for a pair, by four words each, so that what goes to memory is one sector of it.
     """
-    word = tl.arange(0, _GATHERED)[None, :]
+    word = tl.arange(0, GATHERED)[None, :]
     second, of_half = word >= _HALF, word % _HALF
     off, y = off[:, None], y[:, None]
     by_off, by_y = tl.where(second, off, 1.0), tl.where(second, y, 1.0)
@@ -73,7 +71,7 @@ def _gather(scratch: tl.tensor, cell: tl.tensor, off: tl.tensor, y: tl.tensor) -
     leading = (last.to(tl.int32, bitcast=True) & _LEADING_BITS).to(tl.float32, bitcast=True)
     words = tl.where(of_half == 0, by_off * by_off, off * by_y)
     words = tl.where(of_half < 2, words, tl.where(of_half == 2, leading, last - leading))
-    tl.atomic_add(scratch + cell[:, None] * _GATHERED + word, words, sem="relaxed")
+    tl.atomic_add(scratch + cell[:, None] * GATHERED + word, words, sem="relaxed")
 
 
 @triton.jit
@@ -238,7 +236,7 @@ def add_pairs(
 def flush(scratch: tl.tensor, moments: tl.tensor, cells: tl.tensor, tile: tl.constexpr) -> None:
     """Add what was gathered in ``cells`` cells to the sums, and leave zeros; each program of ``tile`` of them."""
     cell = tl.program_id(0) * tile + tl.arange(0, tile)
-    own, sums = scratch + cell * _GATHERED, moments + cell * _WORDS
+    own, sums = scratch + cell * GATHERED, moments + cell * _WORDS
     n = tl.load(own, mask=cell < cells, other=0).to(tl.float64)
     held = n > 0
     off = tl.load(own + 1, mask=held, other=0).to(tl.float64)
@@ -255,5 +253,5 @@ def flush(scratch: tl.tensor, moments: tl.tensor, cells: tl.tensor, tile: tl.con
     tl.store(sums + 3, tl.load(sums + 3, mask=held) + (x * x * n + 2 * x * off + off_off), mask=held)
     tl.store(sums + 4, tl.load(sums + 4, mask=held) + (x * y + off_y), mask=held)
     tl.store(sums + 5, tl.load(sums + 5, mask=held) + yy, mask=held)
-    for word in tl.static_range(_GATHERED):
+    for word in tl.static_range(GATHERED):
         tl.store(own + word, tl.zeros((tile,), tl.float32), mask=held)

@@ -22,7 +22,7 @@ from normscope.pairs.norms.formulas import FORMS, layer_norm  # noqa: E402
 from normscope.pairs.norms.trace import find_norms  # noqa: E402
 from normscope.pairs.recorder import Recorder, Summing  # noqa: E402
 from normscope.pairs.sums import stats as loops  # noqa: E402
-from normscope.pairs.sums.binning import PAIR_GRID, cuda, cuda_draw, cuda_loop, cuda_pairs  # noqa: E402
+from normscope.pairs.sums.binning import PAIR_GRID, cuda, cuda_draw, cuda_launches, cuda_loop, cuda_pairs  # noqa: E402
 from normscope.pairs.sums.stats import PairStats  # noqa: E402
 from normscope.pairs.sums.tokens import Lines, Run, Tokens  # noqa: E402
 
@@ -65,15 +65,16 @@ KERNELS_OF_A_CALL = ["describe", "add_pairs", "flush", "draw"]
 class Launched:
     """In place of a kernel: says that it was launched, and on what."""
 
-    def __init__(self, name: str, launches: list[str]) -> None:
-        self.name, self.launches = name, launches
+    def __init__(self, kernel, launches: list[str]) -> None:
+        self.name, self.arg_names, self.launches = kernel.__name__, kernel.arg_names, launches
 
     def __getitem__(self, grid):
         assert all(isinstance(size, int) and 0 < size <= most for size, most in zip(grid, AT_MOST, strict=False))
         return self
 
-    def __call__(self, *args, **options):
-        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+    def __call__(self, **given):
+        assert set(self.arg_names) <= set(given)
+        tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
         assert all(tensor.device.type == "cuda" for tensor in tensors)
         assert all(tensor.is_contiguous() or tensor.mT.is_contiguous() for tensor in tensors)
         self.launches.append(self.name)
@@ -84,9 +85,10 @@ def launches(monkeypatch) -> list[str]:
     """Put nothing but a note in the place of each kernel."""
     noted: list[str] = []
     for name in KERNELS_OF_A_CALL:
-        monkeypatch.setattr(cuda, name, Launched(name, noted))
+        monkeypatch.setattr(cuda, name, Launched(getattr(cuda, name), noted))
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
     monkeypatch.setattr(cuda, "_stream", lambda device: 0)
+    monkeypatch.setattr(cuda_launches, "_watched", lambda: True)
     monkeypatch.setattr(loops, "why_no_launcher", lambda: "")
     return noted
 
@@ -124,7 +126,7 @@ def test_no_part_has_more_pairs_than_float32_counts(n_rows, width):
 
 
 @pytest.mark.parametrize("groups", [None, 2])
-def test_a_call_is_three_kernels_and_nothing_waits_for_them(waits, launches, groups):
+def test_a_call_is_four_kernels_and_nothing_waits_for_them(waits, launches, groups):
     with FakeTensorMode():
         on = torch.device("cuda")
         stats = PairStats.empty(8, device=on, grouped=groups is not None)
@@ -137,8 +139,8 @@ def test_a_call_is_three_kernels_and_nothing_waits_for_them(waits, launches, gro
             cuda.add(stats, tokens)
     assert launches == KERNELS_OF_A_CALL * 2
     assert first.count("_to_copy") == 1  # the runs, which the next norm finds there
-    of_no_work = {"empty", "detach", "mT", "transpose", "select", "view"}  # nothing of it runs on the GPU
-    assert set(waits.names) <= of_no_work | {"zeros", "zero_"}
+    of_no_work = {"empty", "detach", "mT", "transpose", "slice", "view"}  # nothing of it runs on the GPU
+    assert set(waits.names) <= of_no_work | {"zeros"}
 
 
 def of_tokens() -> nn.Module:
@@ -171,7 +173,7 @@ POINTERS = {
     "reach": "*fp32", "competing": "*i32", "token_offsets": "*i64", "token_scales": "*i64", "nonfinite_tokens": "*i64",
     "scratch": "*fp32", "moments": "*fp64", "density": "*i64", "channel_sums": "*fp64", "channel_extremes": "*fp32",
     "pair_keys": "*i64", "pair_x": "*fp32", "pair_y": "*fp32", "pair_channel": "*i32",
-    "numbers": "*i64", "samples": "*i64", "candidates": "*i32", "numbers_offered": "*i32", "cut": "i64",
+    "numbers": "*i64", "samples": "*i64", "candidates": "*i32", "cut": "i64",
 }  # fmt: skip
 OF_TOKENS = {
     "rank": "*fp64",
@@ -187,10 +189,16 @@ FORM = {"eps": 1e-6, "centred": True, "about_mean": True, "correction": 0, "clam
 FORM |= {"uniform": 64, "largest": 16}
 WARPS = cuda._WARPS_TO_DRAW
 PLACES = {"uniform": 64, "largest": 16, "at_once": 16, "tile": cuda._OFFERED, "pairs_tile": 32 * WARPS}
+PLACES["cells"] = 8 * PAIR_GRID.size + cuda._ADDED
+CELLS = 8 * PAIR_GRID.size + cuda._ADDED
 ADDED = {"cells": 8 * PAIR_GRID.size, "at_once": 1, "tile": cuda._ADDED}
 KERNELS = {
-    "describe": (cuda_loop.describe, {**FORM, "all_valid": False, "at_once": 8, "tile": 128}, 4),
-    "describe few": (cuda_loop.describe, {**FORM, "all_valid": False, "at_once": 1, "tile": cuda._DESCRIBED}, 4),
+    "describe": (cuda_loop.describe, {**FORM, "cells": CELLS, "all_valid": False, "at_once": 8, "tile": 128}, 4),
+    "describe few": (
+        cuda_loop.describe,
+        {**FORM, "cells": CELLS, "all_valid": False, "at_once": 1, "tile": cuda._DESCRIBED},
+        4,
+    ),
     "add_pairs": (cuda_pairs.add_pairs, {**ADDED, "grouped": False}, 1),
     "add_pairs of groups": (cuda_pairs.add_pairs, {**ADDED, "grouped": True}, 1),
     "flush": (cuda_pairs.flush, {"tile": cuda._FLUSHED}, 4),
@@ -240,7 +248,7 @@ class Compiled:
     """In place of a kernel: compiles it for what it is called with, by what a launch itself would do."""
 
     def __init__(self, kernel, made: list) -> None:
-        self.kernel, self.made = kernel, made
+        self.kernel, self.arg_names, self.made = kernel, kernel.arg_names, made
 
     def __getitem__(self, grid):
         def call(*args, **options):
@@ -273,6 +281,7 @@ def test_the_kernels_compile_for_what_a_capture_launches_them_with(
     for module, name in zip((cuda_loop, cuda_pairs, cuda_pairs, cuda_draw), KERNELS_OF_A_CALL, strict=True):
         monkeypatch.setattr(cuda, name, Compiled(getattr(module, name), made))
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
+    monkeypatch.setattr(cuda_launches, "_watched", lambda: True)
     rows = torch.ones(shape, dtype=dtype)
     line = torch.ones(len(rows), dtype=torch.float64)
     lines = Lines(shift=line, rstd=line) if of_lines else LAYER_NORM
