@@ -35,6 +35,7 @@ TITLES = {
     "speed": "How fast swapped networks are",
     "pointwise": "How fast point-wise functions are on the CPU",
     "machine_code": "What the kernels are as machine code",
+    "machine_code_capture": "What a capture's kernels are as machine code",
     "accuracy": "How accurate the kernels' functions are",
     "calibration": "How much of that goes without training",
     "healing": "How much of that is healed",
