@@ -27,15 +27,18 @@ ON_A_GPU = {  # what keeps all of them within an hour
     "gpu_kernels": ("--repeats", "5"),
     "gpu_networks": ("--seconds", "30"),
 }
-REHEARSED = {  # tiny, so that a CPU is done within minutes; the kernels run in Triton's interpreter
-    "gpu_checks": ("--workers", "1", "--tests", "tests/pairs/sums/binning/test_cuda_capture.py", "--matching", "ranks"),
+REHEARSED = {  # tiny, so that a CPU is done within minutes
+    "gpu_checks": ("--workers=1", "--matching=backend", "--tests=tests/pairs/sums/binning/test_cuda_capture.py"),
     "gpu_accuracy": ("--skip",),
     "gpu_kernels": ("--shapes", "8x16", "--dtypes", "bfloat16", "--ways", "eager,fused", "--repeats", "1"),
     "gpu_captures": ("--models", "demo_vit", "--dtypes", "float32", "--repeats", "1"),
     "gpu_networks": ("--models", "demo_vit", "--dtype", "float32", "--seconds", "0", "--eager"),
 }
 REHEARSAL = "This is a rehearsal on the CPU, of tiny shapes: its times and errors say nothing of a GPU."
-INTERPRETED = {"TRITON_INTERPRET": "1", "NORMSCOPE_KERNELS": "triton", "NORMSCOPE_KERNEL_TESTS": "cpu"}
+REHEARSED_WITH = {
+    "gpu_checks": {"NORMSCOPE_KERNEL_TESTS": "cpu"},
+    "gpu_kernels": {"TRITON_INTERPRET": "1", "NORMSCOPE_KERNELS": "triton"},
+}
 MINUTES = 60.0
 
 
@@ -75,7 +78,7 @@ def asked(name: str, args: argparse.Namespace, given: list[str], until: float) -
         print("It asks the GPU's own instructions, of which a CPU has none: not rehearsed.")
         return ""
     command = [sys.executable, Path(__file__).with_name(f"{name}.py"), "--results", args.results, *where, *own, *given]
-    environment = os.environ | (INTERPRETED if args.rehearse else {})
+    environment = os.environ | (REHEARSED_WITH.get(name, {}) if args.rehearse else {})
     left = until - time.monotonic()
     if left <= 0:
         return f"{name}: not begun, as the {args.minutes:g} minutes were over."
