@@ -25,7 +25,6 @@ TOKENS, CHANNELS, SAMPLES = 64 * 197, 768, 64  # of a hook of ViT-B/16
 PAIRS, HOOKS = TOKENS * CHANNELS, 25
 DTYPES = ("bfloat16", "float32")
 CEILINGS = {"describe": 25, "add_pairs": 130}  # instructions a pair on sm_90 in bfloat16
-SECTORS = 20e6  # atomic operations on sectors of 32 bytes, at most, of a hook on sm_90
 SECTOR = 32
 WARPS_A_CLOCK, CLOCK = 4 * MULTIPROCESSORS, 1.755e9  # instructions of a warp, and clocks a second, of an H100
 OPERATIONS, RATE = 2 * 17.6e9 * SAMPLES, 0.6 * 989e12  # of a forward pass, and of these a second in bfloat16
@@ -91,7 +90,7 @@ def codes(dtype: torch.dtype, target: int) -> Iterator[tuple[KernelCall, Code]]:
     each = TOKENS // SAMPLES
     runs = [Run(number * each, (number + 1) * each, number % 8, number, 0, number) for number in range(SAMPLES)]
     tokens = Tokens(rows, Lines(FORMS[layer_norm], 1e-6), runs, CHANNELS)
-    room = cuda._said(TOKENS, CHANNELS, False)
+    room = cuda._said(TOKENS, False)
     begins, nbytes = cuda_launches._places(room)
     slab = torch.empty(nbytes, dtype=torch.uint8, device="meta")
     memory = {"rows": rows, "valid": rows, "scratch": torch.empty(8, device="meta"), **cuda._kept(stats)}

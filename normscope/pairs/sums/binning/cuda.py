@@ -51,16 +51,15 @@ def add(stats: PairStats, tokens: Tokens) -> None:
             "scratch": scratch,
             **_kept(stats),
         }
-        if tokens.lines.shift is not None and tokens.lines.rstd is not None:
-            memory |= {"shift": tokens.lines.shift.contiguous(), "rstd": tokens.lines.rstd.contiguous()}
-        form, eps, groups, channels = tokens.lines.form, tokens.lines.eps, tokens.groups, tokens.channels
-        given = (len(tokens.runs), form, eps, tokens.valid is None, groups, channels, stats.grouped)
-        launched(
-            (n, d, rows.dtype, rows.device, given),
-            memory,
-            _said(n, d, form is None),
-            lambda: _launches(stats, tokens, n, d),
+        lines = tokens.lines
+        if lines.shift is not None and lines.rstd is not None:
+            memory |= {"shift": lines.shift.contiguous(), "rstd": lines.rstd.contiguous()}
+        kind = (
+            *(n, d, rows.dtype, rows.device, len(tokens.runs), tokens.valid is None, tokens.groups, tokens.channels),
+            *(lines.form, lines.eps, lines.shift is None or lines.shift.dtype, lines.rstd is None or lines.rstd.dtype),
+            *(stats.grouped, len(stats.tokens.key), len(stats.largest.key)),
         )
+        launched(kind, memory, _said(n, lines.form is None), lambda: _launches(stats, tokens, n, d))
         reference.add_optional(stats, tokens)
 
 
@@ -84,7 +83,7 @@ def _kept(stats: PairStats) -> dict[str, Tensor]:
     return kept
 
 
-def _said(n: int, d: int, given: bool) -> dict[str, tuple[torch.dtype, int]]:
+def _said(n: int, given: bool) -> dict[str, tuple[torch.dtype, int]]:
     """Say what :func:`describe` says of ``n`` tokens: dtype and number of each, by the kernels' arguments."""
     lines = {} if given else {"shift": (torch.float64, n), "rstd": (torch.float64, n)}
     return lines | {
