@@ -143,7 +143,8 @@ def skipped_by_most(code: Code, loops: Sequence[tuple[int, int]]) -> range:
     around = [
         range(one.address + 16, one.target)
         for one in branches(code)
-        if one.predicated and one.address < min(exact) and max(exact) < one.target
+        if one.address < min(exact) <= max(exact) < one.target
+        and any(first <= one.address <= last for first, last in loops)
     ]
     return min(around, key=len)
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _DESCRIBED = 2048  # elements that a program looks at together
 _COLUMNS_DESCRIBED = 128  # of each token, where there are tokens for so many programs:
 _DESCRIBING = 256
+_REGISTERS = 168  # of a thread that describes: said in so many words, ptxas does not spill some to get by with fewer
 _ADDED = 256  # elements that a program, of a single warp, adds together: so its lanes exchange words without waiting
 _CELLS = FOLDS * PAIR_GRID.size
 _FLUSHED = 128  # cells that a program looks after
@@ -122,6 +123,7 @@ def _launches(stats: PairStats, tokens: Tokens, n: int, d: int) -> Iterator[Kern
             "at_once": at_once,
             "tile": tile,
         },
+        {"maxnreg": _REGISTERS},
     )
     grouped = tokens.groups is not None
     width = tokens.positions if grouped else d

@@ -120,7 +120,7 @@ def _places(room: Mapping[str, tuple[torch.dtype, int]]) -> tuple[dict[str, int]
     begins, end = {}, 0
     for name, (dtype, number) in room.items():
         begins[name] = end
-        end += triton.cdiv(number * dtype.itemsize, _ALIGNED) * _ALIGNED
+        end += -(-number * dtype.itemsize // _ALIGNED) * _ALIGNED
     return begins, end
 
 
