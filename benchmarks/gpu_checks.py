@@ -31,12 +31,13 @@ def main() -> None:
     parser = gpu_options(__doc__, repeats=1)
     parser.add_argument("--workers", type=int, default=4, help="processes that run tests (%(default)s)")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="files or folders (%(default)s)")
+    parser.add_argument("--matching", default="", help="only tests whose names match, as of pytest -k")
     args = parsed_for_gpu(parser)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", str(args.workers), "--dist", "loadgroup"]
         environment = os.environ | {"NORMSCOPE_KERNEL_ERRORS": folder}
-        subprocess.run([*command, f"--junitxml={report}", *args.tests], cwd=ROOT, env=environment)
+        subprocess.run([*command, f"--junitxml={report}", "-k", args.matching, *args.tests], cwd=ROOT, env=environment)
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []  # noqa: S314 - our own
         measurements = [*counted(cases), *largest_errors(Path(folder))]
     failed = [f"{case.get('classname')}: {case.get('name')}" for case in cases if outcome(case) == "failed"]

@@ -83,7 +83,7 @@ HELD_BY = {
     },
     "pairs/norms/test_kinds_grouped.py": {"pairs/sums/tokens"},
     "pairs/sums/binning/test_cpu.py": {"pairs/sums/binning/reference"},
-    "pairs/sums/binning/test_cuda_loop.py": {"pairs/sums/binning/cuda_draw"},
+    "pairs/sums/binning/test_cuda_loop.py": {"pairs/sums/binning/cuda_draw", "pairs/sums/binning/cuda_pairs"},
     "pairs/test_merging.py": {"pairs/captures"},
     "pairs/test_storage.py": {"pairs/sums/packing"},
     "swaps/bench/test_bench.py": {

@@ -255,6 +255,14 @@ def test_machine_code(measured):
     assert samples[case, "DyISRU", "sm_90 loads of 128 bits"] == [8.0]
 
 
+def test_machine_code_of_a_capture(measured):
+    samples = measured("machine_code_capture", "--targets", "90", "--dtypes", "bfloat16")
+    for kernel in ("describe", "add_pairs"):
+        [instructions], [ceiling] = (samples["bfloat16", kernel, name] for name in ("sm_90", "sm_90 at most"))
+        assert 10 < instructions <= ceiling
+    assert 2 * 9.6 < samples["bfloat16", "add_pairs", "sm_90 atomic operations"][0] <= 20  # millions
+
+
 def test_architectures(tmp_path):
     chosen = ("--timm", "vgg,starnet", "--transformers", "GPT2LMHeadModel,BrosModel")
     subprocess.run([sys.executable, FOLDER / "architectures.py", "--results", tmp_path, *chosen], check=True)

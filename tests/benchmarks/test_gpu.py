@@ -1,10 +1,12 @@
 """What the benchmarks of a GPU find and say, as far as a CPU can show it: they are rehearsed, tiny."""
 
 import importlib
+import importlib.metadata
 import json
 import os
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from xml.etree import ElementTree
@@ -31,6 +33,55 @@ def run(*command, **environment):
 
 def samples(found):
     return {(one.case, one.way, one.quantity): list(one.samples) for one in found}
+
+
+@pytest.mark.slow
+def test_a_strangers_command_is_rehearsed_and_leaves_one_file_to_send_back(tmp_path):
+    pytest.importorskip("timm", reason="timm is not installed, which demo_vit takes.")
+    done = run(FOLDER / "gpu.py", "--rehearse", "--results", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == lines[-2] == benchmark_of_a_gpu().REHEARSAL and lines[-1] == str(
+        tmp_path / "gpu-rehearsal.tar.gz"
+    )
+    with tarfile.open(tmp_path / "gpu-rehearsal.tar.gz") as archive:
+        found = {name: json.load(archive.extractfile(name)) for name in archive.getnames()}
+    surroundings = found.pop("environment.json")
+    assert surroundings["wrong"] == [] and surroundings["rehearsal"] == lines[0]
+    assert "gpu" not in surroundings["machine"]
+    assert f"torch=={importlib.metadata.version('torch')}" in surroundings["packages"]
+    assert {name.partition("-")[0] for name in found} == {"gpu_checks", "gpu_kernels", "gpu_captures", "gpu_networks"}
+    assert all(record["failed"] == [] and record["measurements"] for record in found.values())
+    [passed] = [one["samples"] for one in found_in(found, "gpu_checks") if one["quantity"] == "passed"]
+    assert passed[0] >= 5
+
+
+def benchmark_of_a_gpu():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        return importlib.import_module("gpu")
+
+
+def found_in(found, question):
+    return next(record["measurements"] for name, record in found.items() if name.startswith(question))
+
+
+def test_time_that_is_over_is_said_and_what_there_is_is_packed(benchmark, monkeypatch, tmp_path, capsys):
+    command = benchmark("gpu")
+    (tmp_path / "gpu_kernels-old.json").write_text("{}", encoding="utf-8")
+    os.utime(tmp_path / "gpu_kernels-old.json", (0, 0))
+    monkeypatch.setattr(
+        sys, "argv", ["gpu.py", "gpu_kernels", "--rehearse", "--minutes", "0", "--results", str(tmp_path)]
+    )
+    with pytest.raises(SystemExit, match="gpu_kernels: not begun, as the 0 minutes were over"):
+        command.main()
+    with tarfile.open(tmp_path / "gpu-rehearsal.tar.gz") as archive:
+        assert archive.getnames() == ["environment.json"]  # and nothing of an earlier day
+        assert json.load(archive.extractfile("environment.json"))["wrong"]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--rehearse"])
+    with pytest.raises(SystemExit, match="2"):
+        command.main()
+    assert "a rehearsal on the CPU is no result" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from normscope.runtime.progress import Progress, silent
 from normscope.swaps.bench import whole_network
 from normscope.swaps.bench.reports import FUSED, NATIVE, PASSES, BenchReport, Latency, Norms, Passes, PublishedReport
 from normscope.swaps.bench.single_norm import Norm, NormBench, Only, commonest, every, norm_bench
-from normscope.swaps.bench.timing import LEAST_SAMPLES, Measured, judged
+from normscope.swaps.bench.timing import LEAST_SAMPLES, Measured, judged, warmed
 from normscope.swaps.bench.variants import Variant, computed, variants
 from normscope.swaps.bench.whole_network import ModelBench
 from normscope.swaps.kernels.choice import EAGER, TRITON, VARIABLE, why_not_on
@@ -37,6 +37,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 BUDGET = 15.0
 INTERPRETED = "in Triton's interpreter on the CPU, not on a GPU: the time says nothing"
 _COMPILATIONS = 1000
+_BY_DEFAULT = (
+    "Timed in bfloat16, in which networks run on a GPU: in float32 the products of matrices hide the norms. "
+    "dtypes=['float32'], --dtype float32, times the network's own."
+)
 
 
 def bench(
@@ -73,7 +77,8 @@ def bench(
         batch: what it runs on, on its device and in its dtype. None for a loaded model's first; on a CPU, where a whole
             one would leave time for one pass, of its first sample.
         curves: any curve that needs no fit, by name.
-        dtypes: ``float32``, ``bfloat16``, ``float16``; None for the network's own, and of ``full`` for all three.
+        dtypes: ``float32``, ``bfloat16``, ``float16``; None for the network's own, on CUDA for
+            bfloat16 in the place of float32, and of ``full`` for all three.
         full: the whole matrix. Otherwise the norm alone, eager, fused and compiled, and the whole network eager and
             fused, forward.
         budget: seconds that decide on the number of rounds, and whether there is time to compile; the fewest rounds are
@@ -104,16 +109,15 @@ def bench(
     """
     model, batch, about, outputs = _first_batch(model, batch, about, outputs)
     tensor = _tensor_of(model)
-    wanted = _dtypes(dtypes, full, tensor.dtype)
+    wanted = _dtypes(dtypes, full, tensor)
     budget = (math.inf if full else BUDGET) if budget is None else budget
-    inner, until = uncompiled(model), time.monotonic() + budget
+    inner = uncompiled(model)
     measured: list[Measured] = []
-    left_out: list[str] = []
+    left_out: list[str] = [] if dtypes or full or wanted == [tensor.dtype] else [_BY_DEFAULT]
     with left_as_found(inner, timed=True), compilations():
         progress("looking for norms", 0, 1)
-        begun = time.monotonic()
-        report = find_norms(inner, batch)
-        a_pass = time.monotonic() - begun
+        report, a_pass = warmed(lambda: find_norms(inner, batch), tensor.device)
+        until = time.monotonic() - a_pass + budget
         for dtype in wanted:
             cast = inner if dtype == tensor.dtype else copy.deepcopy(inner).to(dtype)
             candidates = variants(cast, report.sites, curves)
@@ -229,9 +233,15 @@ def _without_full(dtypes: Sequence[str]) -> str:
     return f"Left to --full: {'; '.join(parts)}."
 
 
-def _dtypes(names: Sequence[str] | None, full: bool, of_network: torch.dtype) -> list[torch.dtype]:
+def _dtypes(names: Sequence[str] | None, full: bool, of_network: Tensor) -> list[torch.dtype]:
     if names is None:
-        return list(dict.fromkeys([of_network, *(getattr(torch, name) for name in DTYPES)])) if full else [of_network]
+        if not full and of_network.device.type == "cuda" and of_network.dtype == torch.float32:
+            return [torch.bfloat16]
+        return (
+            list(dict.fromkeys([of_network.dtype, *(getattr(torch, name) for name in DTYPES)]))
+            if full
+            else [of_network.dtype]
+        )
     for name in names:
         if name not in DTYPES:
             raise UsageError(unknown("dtype", name, DTYPES))

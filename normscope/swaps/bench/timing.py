@@ -31,6 +31,7 @@ from normscope.swaps.bench.reports import (
 Run = Callable[[], object]
 Sampler = Callable[[], list[float]]
 Name = TypeVar("Name", bound=Hashable)
+Result = TypeVar("Result")
 
 _BLOCK_SECONDS = 0.02  # of a sample of something short: a hundred times what a clock and a loop add
 
@@ -88,6 +89,24 @@ def repeated(run: Run, number: int, clock: Callable[[], float] = clock) -> float
     for _ in range(number):
         run()
     return clock() - begun
+
+
+def warmed(run: Callable[[], Result], device: torch.device, clock: Callable[[], float] = clock) -> tuple[Result, float]:
+    """Return what a call returns, and the seconds that it takes: on CUDA those of a second one, waited for.
+
+    The first starts the device up and loads its libraries, for seconds.
+
+    >>> warmed(lambda: "done", torch.device("cpu"), iter([3.0, 5.0]).__next__)
+    ('done', 2.0)
+    """
+    if device.type == "cuda":
+        run()
+        torch.cuda.synchronize(device)
+    begun = clock()
+    made = run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return made, clock() - begun
 
 
 def in_turns(

@@ -13,8 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import normscope
+import normscope.swaps.bench.bench as bench_module
 from normscope.errors import DeviceError, ModelError, UsageError
 from normscope.inputs.batch import Batch
 from normscope.models.registry import find, list_models
@@ -460,3 +462,31 @@ def test_the_network_is_passed_as_often_as_a_verdict_takes_where_the_budget_has_
     report = bench(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), Batch((torch.ones(2, 8),)), ["dyt"], budget=budget)
     timed = [len(row.samples) for row in report.rows if row.scope == "model"]
     assert timed and set(timed) == {samples}
+
+
+def test_on_cuda_a_float32_network_is_timed_in_bfloat16():
+    def chosen(dtype, device, names=None, full=False):
+        return bench_module._dtypes(names, full, torch.empty(0, dtype=dtype, device=device))
+
+    with FakeTensorMode():
+        assert chosen(torch.float32, "cuda") == [torch.bfloat16]
+        assert chosen(torch.float32, "cuda", ["float32"]) == [torch.float32]
+        assert chosen(torch.float16, "cuda") == [torch.float16]
+        assert chosen(torch.float32, "cuda", full=True)[0] == torch.float32
+    assert chosen(torch.float32, "cpu") == [torch.float32]
+
+
+def test_time_begins_once_the_device_is_warm(net, batch, monkeypatch):
+    """After a cold start that takes longer than the budget, what is compiled is timed still."""
+
+    def warmed(run, device):
+        made = run()
+        clock[0] += 100.0
+        return made, 0.001
+
+    clock = [0.0]
+    monkeypatch.setattr(bench_module, "warmed", warmed)
+    monkeypatch.setattr(bench_module, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    asked = []
+    report = bench(net, batch, ["dyt"], budget=10, only=lambda case: asked.append(case.way) or case.way == "eager")
+    assert "compile" in asked and not any("no room" in remark for remark in report.left_out)

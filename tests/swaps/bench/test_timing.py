@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from normscope.swaps.bench import timing
-from normscope.swaps.bench.timing import blocks, flushed, in_turns, once, repeated, replayed, sets_beyond_cache, spread
+from normscope.swaps.bench.timing import (
+    blocks,
+    flushed,
+    in_turns,
+    once,
+    repeated,
+    replayed,
+    sets_beyond_cache,
+    spread,
+    warmed,
+)
 
 
 @given(st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=40))
@@ -182,3 +192,19 @@ def test_do_bench_takes_as_long_as_it_is_told(monkeypatch):
     monkeypatch.setattr(testing, "do_bench", lambda run, **how: told.append(how) or [2.0, 1.0])
     assert flushed(lambda: None) == flushed(lambda: None, 20) == [2e-3, 1e-3]
     assert told == [{"warmup": warmup, "rep": rep, "return_mode": "all"} for warmup, rep in ((25, 100), (5, 20))]
+
+
+def test_a_cold_start_is_in_no_time_and_the_device_is_waited_for(monkeypatch):
+    """A first pass of two seconds, later ones of 10 ms that are over only once the device is waited for."""
+    at, passes, unfinished = [0.0], iter([2.0, 0.01]), [0.0]
+
+    def run():
+        unfinished[0] = next(passes)
+        return "done"
+
+    def synchronize(device):
+        at[0] += unfinished[0]
+        unfinished[0] = 0.0
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    assert warmed(run, torch.device("cuda"), lambda: at[0]) == ("done", pytest.approx(0.01))

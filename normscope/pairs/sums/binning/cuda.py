@@ -1,29 +1,37 @@
-"""The sums and the drawing samples on a GPU: three Triton kernels a call, and nothing that the host waits for."""
+"""The sums and the drawing samples on a GPU: four Triton kernels a call, and nothing that the host waits for."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 import triton
 from torch import Tensor
 
-from normscope.pairs.sums.binning import reference
+from normscope.pairs.sums.binning import PAIR_GRID, reference
 from normscope.pairs.sums.binning.cuda_draw import draw
-from normscope.pairs.sums.binning.cuda_loop import add_pairs, describe
-from normscope.pairs.sums.sampling import GROUPED_WIDTH, ONE_ELEMENT_IN
+from normscope.pairs.sums.binning.cuda_launches import KernelCall, launched
+from normscope.pairs.sums.binning.cuda_loop import GATHERED, describe
+from normscope.pairs.sums.binning.cuda_pairs import COUNTED, add_pairs, flush
+from normscope.pairs.sums.sampling import FOLDS, GROUPED_WIDTH, NO_KEY, ONE_ELEMENT_IN
 from normscope.pairs.sums.tokens import Run, Tokens
 
 if TYPE_CHECKING:
     from normscope.pairs.sums.stats import PairStats
 
-_DESCRIBED = 1024  # elements that a program looks at together
-_ADDED = 256  # elements that a program adds together: with more, registers leave no room for other programs beside it
+_DESCRIBED = 2048  # elements that a program looks at together
+_COLUMNS_DESCRIBED = 128  # of each token, where there are tokens for so many programs:
+_DESCRIBING = 256
+_REGISTERS = 168  # of a thread that describes: said in so many words, ptxas does not spill some to get by with fewer
+_ADDED = 256  # elements that a program, of a single warp, adds together: so its lanes exchange words without waiting
+_CELLS = FOLDS * PAIR_GRID.size
+_FLUSHED = 128  # cells that a program looks after
 _STEPS = 4  # at least: they share the additions to a channel's sums
-_PROGRAMS = 2048  # more than any GPU runs at once; beyond them, each takes more steps
-_OFFERED = 2048  # tokens that compete together for the drawing samples
+_PROGRAMS = 3072  # more than any GPU runs at once; beyond them, each takes more steps
+_OFFERED = 1024  # tokens that compete together for the drawing samples
+_TIMES_THE_PLACES = 4  # so many tokens, about, compete for the uniform one
 _LOOKED_AFTER = 16  # tokens whose single pairs a program writes down
 _WARPS_TO_DRAW = 8
 
@@ -32,135 +40,145 @@ def add(stats: PairStats, tokens: Tokens) -> None:
     """Add the pairs of ``tokens``, in a GPU's memory, to everything that ``stats`` keeps."""
     rows = tokens.rows.detach()
     rows = (rows.float() if rows.dtype == torch.float64 else rows).contiguous()
+    if not stats.moments.mT.is_contiguous():
+        stats.moments = stats.moments.mT.contiguous().mT
     with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
-        described = _describe(stats, tokens, rows)
-        _add_pairs(stats, tokens, rows, described)
-        _draw(stats, tokens, rows, described)
+        n, d = rows.shape
+        scratch = torch.zeros(_CELLS + _ADDED + 1, GATHERED.value, device=rows.device)
+        memory = {
+            "rows": rows,
+            "valid": rows if tokens.valid is None else tokens.valid.contiguous(),
+            "runs": _runs(tuple(tokens.runs), rows.device, _stream(rows.device)),
+            "scratch": scratch,
+            **_kept(stats),
+        }
+        lines = tokens.lines
+        if lines.shift is not None and lines.rstd is not None:
+            memory |= {"shift": lines.shift.contiguous(), "rstd": lines.rstd.contiguous()}
+        kind = (
+            *(n, d, rows.dtype, rows.device, len(tokens.runs), tokens.valid is None, tokens.groups, tokens.channels),
+            *(lines.form, lines.eps, lines.shift is None or lines.shift.dtype, lines.rstd is None or lines.rstd.dtype),
+            *(stats.grouped, len(stats.tokens.key), len(stats.largest.key)),
+        )
+        launched(kind, memory, _said(n, lines.form is None), lambda: _launches(stats, tokens, n, d))
         reference.add_optional(stats, tokens)
 
 
-@dataclass(frozen=True)
-class _Described:
-    """What :func:`describe` says of each token, ``(tokens,)`` each."""
-
-    keys: Tensor
-    folds: Tensor
-    shift: Tensor
-    rstd: Tensor
-    reach: Tensor
-    competing: Tensor
-    position: Tensor
-    sample: Tensor
-
-    @classmethod
-    def room(cls, tokens: Tokens) -> _Described:
-        def empty(dtype: torch.dtype) -> Tensor:
-            return torch.empty(len(tokens.rows), dtype=dtype, device=tokens.rows.device)
-
-        def given(values: Tensor | None) -> Tensor:
-            return empty(torch.float64) if values is None else values.contiguous()
-
-        return cls(
-            keys=empty(torch.int64),
-            folds=empty(torch.int32),
-            shift=given(tokens.lines.shift),
-            rstd=given(tokens.lines.rstd),
-            reach=empty(torch.float32),
-            competing=empty(torch.int32),
-            position=empty(torch.int64),
-            sample=empty(torch.int64),
-        )
+def _kept(stats: PairStats) -> dict[str, Tensor]:
+    """Name what ``stats`` keeps as the kernels' arguments are named."""
+    kept = {
+        "moments": stats.moments,
+        "density": stats.density,
+        "channel_sums": stats.channel_sums,
+        "channel_extremes": stats.channel_extremes,
+        "token_offsets": stats.token_offsets,
+        "token_scales": stats.token_scales,
+        "nonfinite_tokens": stats.nonfinite_tokens,
+        "pair_keys": stats.pairs.key,
+        "pair_x": stats.pairs.x,
+        "pair_y": stats.pairs.y,
+        "pair_channel": stats.pairs.channel,
+    }
+    for name, sample in (("token", stats.tokens), ("largest", stats.largest)):
+        kept |= {f"{name}_{part}": values for part, values in vars(sample).items()}
+    return kept
 
 
-def _describe(stats: PairStats, tokens: Tokens, rows: Tensor) -> _Described:
-    n, d = rows.shape
-    form, n_runs = tokens.lines.form, len(tokens.runs)
-    described = _Described.room(tokens)
-    tile = min(triton.next_power_of_2(d), _DESCRIBED)
-    describe[(triton.cdiv(n, _DESCRIBED // tile),)](
-        rows,
-        rows if tokens.valid is None else tokens.valid.contiguous(),
-        _runs(tuple(tokens.runs), rows.device, _stream(rows.device)),
-        *vars(described).values(),
-        stats.token_offsets,
-        stats.token_scales,
-        stats.nonfinite_tokens,
-        n,
-        d,
-        n_runs,
-        triton.next_power_of_2(n_runs) // 2,
-        eps=tokens.lines.eps,
-        centred=form is not None and form.centred,
-        about_mean=form is not None and form.about_mean,
-        correction=0 if form is None else form.correction,
-        clamped=form is not None and form.clamped,
-        given=form is None,
-        all_valid=tokens.valid is None,
-        at_once=_DESCRIBED // tile,
-        tile=tile,
+def _said(n: int, given: bool) -> dict[str, tuple[torch.dtype, int]]:
+    """Say what :func:`describe` says of ``n`` tokens: dtype and number of each, by the kernels' arguments."""
+    lines = {} if given else {"shift": (torch.float64, n), "rstd": (torch.float64, n)}
+    return lines | {
+        "keys": (torch.int64, n),
+        "folds": (torch.int32, n),
+        "reach": (torch.float32, n),
+        "competing": (torch.int32, n),
+        "numbers": (torch.int64, n),
+        "samples": (torch.int64, n),
+        "candidates": (torch.int32, 2 * n),
+    }
+
+
+def _launches(stats: PairStats, tokens: Tokens, n: int, d: int) -> Iterator[KernelCall]:
+    """Say which kernels a call of ``n`` tokens of ``d`` elements takes."""
+    uniform, largest = len(stats.tokens.key), len(stats.largest.key)
+    # Below it, enough of so many uniformly distributed keys lie to fill the uniform sample, almost surely.
+    cut = min(NO_KEY, NO_KEY // n * _TIMES_THE_PLACES * uniform)
+    form, n_runs, groups = tokens.lines.form, len(tokens.runs), tokens.groups or 1
+    at_once, tile = _described_together(n, d)
+    yield KernelCall(
+        describe,
+        (triton.cdiv(n, at_once),),
+        {"n": n, "d": d, "n_runs": n_runs, "half": triton.next_power_of_2(n_runs) // 2, "cut": cut},
+        {
+            "eps": tokens.lines.eps,
+            "centred": form is not None and form.centred,
+            "about_mean": form is not None and form.about_mean,
+            "correction": 0 if form is None else form.correction,
+            "clamped": form is not None and form.clamped,
+            "given": form is None,
+            "all_valid": tokens.valid is None,
+            "cells": _CELLS + _ADDED,
+            "uniform": uniform,
+            "largest": largest,
+            "at_once": at_once,
+            "tile": tile,
+        },
+        {"maxnreg": _REGISTERS},
     )
-    return described
-
-
-def _add_pairs(stats: PairStats, tokens: Tokens, rows: Tensor, described: _Described) -> None:
-    if not stats.moments.mT.is_contiguous():
-        stats.moments = stats.moments.mT.contiguous().mT
-    width = rows.shape[1] if tokens.groups is None else tokens.positions
-    n_rows = rows.numel() // width
-    tile = max(ONE_ELEMENT_IN, min(triton.next_power_of_2(width), _ADDED))
-    at_once, columns = _ADDED // tile, triton.cdiv(width, tile)
-    steps = max(_STEPS, triton.cdiv(triton.cdiv(n_rows, at_once) * columns, _PROGRAMS))
-    add_pairs[(columns, triton.cdiv(n_rows, at_once * steps))](  # of which the second may be 65,535 at most
-        rows,
-        described.keys,
-        described.folds,
-        described.shift,
-        described.rstd,
-        described.competing,
-        stats.moments,
-        stats.density,
-        stats.channel_sums,
-        stats.channel_extremes,
-        stats.pairs.key,
-        n_rows,
-        width,
-        steps,
-        rows.shape[1] // width,
-        tokens.groups or 1,
-        tokens.channels,
-        grouped=tokens.groups is not None,
-        at_once=at_once,
-        tile=tile,
+    grouped = tokens.groups is not None
+    width = tokens.positions if grouped else d
+    n_rows, tile = n * d // width, _columns(width)
+    at_once = _ADDED // tile
+    for first_row, last_row, first_column, last_column in _parts(n_rows, width):
+        columns = triton.cdiv(last_column - first_column, tile)
+        in_rows = triton.cdiv(last_row - first_row, at_once)
+        steps = max(_STEPS, triton.cdiv(in_rows * columns, _PROGRAMS))
+        numbers = {"n_rows": last_row, "width": width, "first_row": first_row, "first_column": first_column}
+        numbers |= {"steps": steps, "per_token": d // width, "groups": groups, "channels": tokens.channels}
+        constants = {"cells": _CELLS, "grouped": grouped, "at_once": at_once, "tile": tile}
+        grid = (columns, triton.cdiv(in_rows, steps))  # of which the second may be 65,535 at most
+        yield KernelCall(add_pairs, grid, numbers, constants, {"num_warps": 1})
+        yield KernelCall(flush, (triton.cdiv(_CELLS, _FLUSHED),), {"cells": _CELLS}, {"tile": _FLUSHED})
+    yield KernelCall(
+        draw,
+        (2 + triton.cdiv(n, _LOOKED_AFTER),),
+        {"n": n, "d": d, "cut": cut, "groups": groups, "per_token": d // tokens.positions}
+        | {"positions": tokens.positions},
+        {
+            "cells": _CELLS + _ADDED,
+            "uniform": uniform,
+            "largest": largest,
+            "grouped_width": GROUPED_WIDTH if stats.grouped else 0,
+            "at_once": _LOOKED_AFTER,
+            "tile": _OFFERED,
+            "pairs_tile": 32 * _WARPS_TO_DRAW,
+        },
+        {"num_warps": _WARPS_TO_DRAW},
     )
 
 
-def _draw(stats: PairStats, tokens: Tokens, rows: Tensor, described: _Described) -> None:
-    n, d = rows.shape
-    draw[(2 + triton.cdiv(n, _LOOKED_AFTER),)](
-        rows,
-        described.keys,
-        described.shift,
-        described.rstd,
-        described.reach,
-        described.competing,
-        described.position,
-        described.sample,
-        *vars(stats.tokens).values(),
-        *vars(stats.largest).values(),
-        *vars(stats.pairs).values(),
-        n,
-        d,
-        tokens.groups or 1,
-        d // tokens.positions,
-        tokens.positions,
-        uniform=len(stats.tokens.key),
-        largest=len(stats.largest.key),
-        grouped_width=GROUPED_WIDTH if stats.grouped else 0,
-        at_once=_LOOKED_AFTER,
-        tile=_OFFERED,
-        pairs_tile=32 * _WARPS_TO_DRAW,
-        num_warps=_WARPS_TO_DRAW,
-    )
+def _described_together(n: int, d: int) -> tuple[int, int]:
+    """Return how many of ``n`` tokens a program describes, and how many of their ``d`` elements it takes at a time."""
+    elements = _DESCRIBED if d % 16 == 0 else _DESCRIBED // 2  # loaded one by one, each takes two registers more
+    many = max(1, min(elements // _COLUMNS_DESCRIBED, triton.next_power_of_2(n // _DESCRIBING)))
+    tile = min(triton.next_power_of_2(d), elements // many)
+    return elements // tile, tile
+
+
+def _columns(width: int) -> int:
+    """Return how many columns a program adds at once: of rows so wide those that waste least, and the most of these."""
+    if width < _ADDED:
+        return max(ONE_ELEMENT_IN, 1 << (width - 1).bit_length())
+    return min((_ADDED, _ADDED // 2), key=lambda tile: -(-width // tile) * tile)
+
+
+def _parts(n_rows: int, width: int) -> Iterator[tuple[int, int, int, int]]:
+    """Cut rows of so many elements into parts that are counted exactly: first and last row, first and last column."""
+    wide = min(width, COUNTED)
+    high = COUNTED // wide
+    for first_row in range(0, n_rows, high):
+        for first_column in range(0, width, wide):
+            yield first_row, min(first_row + high, n_rows), first_column, min(first_column + wide, width)
 
 
 def _stream(device: torch.device) -> int:

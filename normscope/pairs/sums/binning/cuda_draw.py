@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from normscope.pairs.sums.binning.cuda_loop import KEYLESS, ONE_IN, pair_of
+from normscope.pairs.sums.binning.cuda_loop import KEYLESS, ONE_IN, offered_of, pair_of
 
 
 @triton.jit
@@ -81,16 +81,24 @@ def _draw_tokens(
     numbers: tl.tensor, samples: tl.tensor,
     own_rank: tl.tensor, own_key: tl.tensor, own_x: tl.tensor, own_y: tl.tensor, own_rstd: tl.tensor,
     own_position: tl.tensor, own_sample: tl.tensor,
-    n: tl.tensor, d: tl.tensor,
+    candidates: tl.tensor, number: tl.tensor, n: tl.tensor, d: tl.tensor, cut: tl.tensor,
     places: tl.constexpr, by_reach: tl.constexpr, grouped_width: tl.constexpr, tile: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Let all tokens compete for the places of one sample: the best there is takes that of the last, while it may."""
+    """Let the candidates compete for the places of one sample: the best there is takes that of the last, while it may.
+
+    They are ``number``, of those only whose keys are below the ``cut``; where these are fewer than there are places,
+    all ``n`` tokens compete.
+    """
     slots = tl.arange(0, places)
     ranks, kept_keys = tl.load(own_rank + slots), tl.load(own_key + slots)
+    chosen = tl.full((places,), -1, tl.int32)
     last_rank, last_key, slot = _last(ranks, kept_keys, slots)
+    of_all = (number < places) & (last_key > cut)
+    number = tl.where(of_all, n, number)
     start = 0
-    while start < n:
-        token = start + tl.arange(0, tile)
+    while start < number:
+        place = start + tl.arange(0, tile)
+        token = tl.where(of_all, place, tl.load(candidates + place, mask=(place < number) & (of_all == 0), other=n))
         key = tl.load(keys + token, mask=token < n, other=KEYLESS)
         rank = tl.zeros((tile,), tl.float64)
         if by_reach:
@@ -100,14 +108,7 @@ def _draw_tokens(
             best_rank = tl.min(tl.where(offered, rank, float("inf")), 0)
             best_key = tl.min(tl.where(offered & (rank == best_rank), key, KEYLESS), 0)
             best = tl.min(tl.where(offered & (rank == best_rank) & (key == best_key), token, n), 0)
-            row, own_shift, slope = rows + best.to(tl.int64) * d, tl.load(shift + best), tl.load(rstd + best)
-            if grouped_width:
-                _write_grouped_token(row, d, own_shift, slope, own_x, own_y, slot, grouped_width, tile)
-            else:
-                _write_token(row, d, own_shift, slope, own_x, own_y, slot, tile)
-            tl.store(own_rstd + slot, slope.to(tl.float32))
-            tl.store(own_position + slot, tl.load(numbers + best))
-            tl.store(own_sample + slot, tl.load(samples + best))
+            chosen = tl.where(slots == slot, best, chosen)
             ranks = tl.where(slots == slot, best_rank, ranks)
             kept_keys = tl.where(slots == slot, best_key, kept_keys)
             last_rank, last_key, slot = _last(ranks, kept_keys, slots)
@@ -115,6 +116,18 @@ def _draw_tokens(
         start += tile
     tl.store(own_rank + slots, ranks)
     tl.store(own_key + slots, kept_keys)
+    slot = tl.max(tl.where(chosen >= 0, slots, -1), 0)
+    while slot >= 0:
+        best = tl.max(tl.where(slots == slot, chosen, -1), 0)
+        row, own_shift, slope = rows + best.to(tl.int64) * d, tl.load(shift + best), tl.load(rstd + best)
+        if grouped_width:
+            _write_grouped_token(row, d, own_shift, slope, own_x, own_y, slot, grouped_width, tile)
+        else:
+            _write_token(row, d, own_shift, slope, own_x, own_y, slot, tile)
+        tl.store(own_rstd + slot, slope.to(tl.float32))
+        tl.store(own_position + slot, tl.load(numbers + best))
+        tl.store(own_sample + slot, tl.load(samples + best))
+        slot = tl.max(tl.where((chosen >= 0) & (slots < slot), slots, -1), 0)
 
 
 @triton.jit
@@ -135,18 +148,18 @@ def _draw_pairs(
         element += ONE_IN * tile
 
 
-@triton.jit(do_not_specialize=["n", "groups", "per_token"])
+@triton.jit(do_not_specialize=["n", "cut", "groups", "per_token"])
 def draw(
     rows: tl.tensor, keys: tl.tensor, shift: tl.tensor, rstd: tl.tensor, reach: tl.tensor, competing: tl.tensor,
-    numbers: tl.tensor, samples: tl.tensor,
+    numbers: tl.tensor, samples: tl.tensor, candidates: tl.tensor, scratch: tl.tensor,
     token_rank: tl.tensor, token_key: tl.tensor, token_x: tl.tensor, token_y: tl.tensor, token_rstd: tl.tensor,
     token_position: tl.tensor, token_sample: tl.tensor,
     largest_rank: tl.tensor, largest_key: tl.tensor, largest_x: tl.tensor, largest_y: tl.tensor,
     largest_rstd: tl.tensor, largest_position: tl.tensor, largest_sample: tl.tensor,
     pair_keys: tl.tensor, pair_x: tl.tensor, pair_y: tl.tensor, pair_channel: tl.tensor,
-    n: tl.tensor, d: tl.tensor, groups: tl.tensor, per_token: tl.tensor, positions: tl.tensor,
-    uniform: tl.constexpr, largest: tl.constexpr, grouped_width: tl.constexpr, at_once: tl.constexpr,
-    tile: tl.constexpr, pairs_tile: tl.constexpr,
+    n: tl.tensor, d: tl.tensor, cut: tl.tensor, groups: tl.tensor, per_token: tl.tensor, positions: tl.tensor,
+    cells: tl.constexpr, uniform: tl.constexpr, largest: tl.constexpr, grouped_width: tl.constexpr,
+    at_once: tl.constexpr, tile: tl.constexpr, pairs_tile: tl.constexpr,
 ) -> None:  # fmt: skip
     """Fill the samples: the first program the uniform one, the second the largest, all others the single pairs.
 
@@ -159,14 +172,14 @@ def draw(
     if program == 0:
         _draw_tokens(
             rows, keys, shift, rstd, reach, numbers, samples,
-            token_rank, token_key, token_x, token_y, token_rstd, token_position, token_sample, n, d,
-            uniform, False, grouped_width, tile,
+            token_rank, token_key, token_x, token_y, token_rstd, token_position, token_sample,
+            candidates, tl.load(offered_of(scratch, cells)), n, d, cut, uniform, False, grouped_width, tile,
         )  # fmt: skip
     elif program == 1:
         _draw_tokens(
             rows, keys, shift, rstd, reach, numbers, samples,
-            largest_rank, largest_key, largest_x, largest_y, largest_rstd, largest_position, largest_sample, n, d,
-            largest, True, grouped_width, tile,
+            largest_rank, largest_key, largest_x, largest_y, largest_rstd, largest_position, largest_sample,
+            candidates + n, tl.load(offered_of(scratch, cells) + 1), n, d, KEYLESS, largest, True, grouped_width, tile,
         )  # fmt: skip
     else:
         token = (program - 2) * at_once + tl.arange(0, at_once)

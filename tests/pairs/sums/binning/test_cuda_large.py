@@ -68,12 +68,14 @@ def sizes(sums: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same(ours: PairStats, truth: PairStats) -> None:
-    """Hold counts and drawn keys to the bit, and sums to a few roundings of float64: a GPU adds in no fixed order."""
+    """Hold counts and drawn keys to the bit, and sums of bins to what is allowed of those gathered in float32."""
     assert truth.n_pairs > 0
     for name in COUNTS:
         assert torch.equal(getattr(ours, name), getattr(truth, name)), name
     assert torch.equal(ours.moments[:, 0], truth.moments[:, 0])
-    off = (ours.moments - truth.moments).abs() - 1e-12 * sizes(truth.moments)
+    terms, n = sizes(truth.moments), truth.moments[:, :1]
+    gathered = 2 * (9 * 2.0**-24 + n.clamp(max=2.0**16) * 2.0**-31)  # docs/methods.md; the truth may be gathered too
+    off = (ours.moments - truth.moments).abs() - gathered * terms - n * 2.0**-126
     assert off.max() <= 0, f"moments are off by {off.max():.3g} more than is allowed, at {off.flatten().argmax()}"
     of_channels = torch.stack([(truth.n_pairs * truth.channel_sums[1]).sqrt(), truth.channel_sums[1]])
     assert ((ours.channel_sums - truth.channel_sums).abs() <= 1e-12 * of_channels).all()
@@ -180,5 +182,5 @@ def test_elements_beyond_2_to_the_31():
     of_channels = torch.stack([(n * sums[1]).sqrt(), sums[1]])  # no less than Σ|terms|
     assert ((stats.channel_sums - sums).abs() <= 1e-12 * of_channels).all()
     assert stats.channel_extremes[1].max() == rows[-3, 0] == stats.largest.x.max()
-    torch.testing.assert_close(stats.moments[:, 3].sum(), sums[1].sum(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(stats.moments[:, 3].sum(), sums[1].sum(), rtol=1e-6, atol=0)  # gathered in float32
     assert n - 3 - runs[1].start in stats.largest.position[stats.largest.sample == 1]

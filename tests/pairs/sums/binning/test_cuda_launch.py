@@ -1,4 +1,4 @@
-"""How the kernels are launched: three a call, of which the host waits for none; and how they compile for a GPU."""
+"""How the kernels are launched: four a call, of which the host waits for none; and how they compile for a GPU."""
 
 import contextlib
 import importlib
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +22,7 @@ from normscope.pairs.norms.formulas import FORMS, layer_norm  # noqa: E402
 from normscope.pairs.norms.trace import find_norms  # noqa: E402
 from normscope.pairs.recorder import Recorder, Summing  # noqa: E402
 from normscope.pairs.sums import stats as loops  # noqa: E402
-from normscope.pairs.sums.binning import cuda, cuda_draw, cuda_loop  # noqa: E402
+from normscope.pairs.sums.binning import PAIR_GRID, cuda, cuda_draw, cuda_launches, cuda_loop, cuda_pairs  # noqa: E402
 from normscope.pairs.sums.stats import PairStats  # noqa: E402
 from normscope.pairs.sums.tokens import Lines, Run, Tokens  # noqa: E402
 
@@ -57,20 +59,22 @@ class NothingWaits(TorchDispatchMode):
 
 
 AT_MOST = (2**31 - 1, 65_535)  # programs along each axis
+KERNELS_OF_A_CALL = ["describe", "add_pairs", "flush", "draw"]
 
 
 class Launched:
     """In place of a kernel: says that it was launched, and on what."""
 
-    def __init__(self, name: str, launches: list[str]) -> None:
-        self.name, self.launches = name, launches
+    def __init__(self, kernel, launches: list[str]) -> None:
+        self.name, self.arg_names, self.launches = kernel.__name__, kernel.arg_names, launches
 
     def __getitem__(self, grid):
         assert all(isinstance(size, int) and 0 < size <= most for size, most in zip(grid, AT_MOST, strict=False))
         return self
 
-    def __call__(self, *args, **options):
-        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+    def __call__(self, **given):
+        assert set(self.arg_names) <= set(given)
+        tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
         assert all(tensor.device.type == "cuda" for tensor in tensors)
         assert all(tensor.is_contiguous() or tensor.mT.is_contiguous() for tensor in tensors)
         self.launches.append(self.name)
@@ -80,10 +84,11 @@ class Launched:
 def launches(monkeypatch) -> list[str]:
     """Put nothing but a note in the place of each kernel."""
     noted: list[str] = []
-    for name in ("describe", "add_pairs", "draw"):
-        monkeypatch.setattr(cuda, name, Launched(name, noted))
+    for name in KERNELS_OF_A_CALL:
+        monkeypatch.setattr(cuda, name, Launched(getattr(cuda, name), noted))
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
     monkeypatch.setattr(cuda, "_stream", lambda device: 0)
+    monkeypatch.setattr(cuda_launches, "_watched", lambda: True)
     monkeypatch.setattr(loops, "why_no_launcher", lambda: "")
     return noted
 
@@ -97,19 +102,31 @@ def waits(monkeypatch):
     cuda._runs.cache_clear()
 
 
-@pytest.mark.parametrize("shape", [(3, 2**24 + 300), (2**30, 2)])
+@pytest.mark.parametrize(("shape", "parts"), [((3, 2**24 + 300), 6), ((2**30, 2), 128)])
 @pytest.mark.parametrize("groups", [None, 1])
-def test_however_large_a_call_is_its_programs_can_be_numbered(monkeypatch, launches, shape, groups):
+def test_however_large_a_call_is_its_programs_can_be_numbered(monkeypatch, launches, shape, parts, groups):
     monkeypatch.setattr(cuda, "_runs", lambda runs, device, stream: torch.zeros(5, 1, device=device))
     with FakeTensorMode():
         rows, channels = torch.empty(shape, dtype=torch.bfloat16, device="cuda"), shape[1] if groups is None else 1
         stats = PairStats.empty(channels, device=rows.device, grouped=groups is not None)
         cuda.add(stats, Tokens(rows, LAYER_NORM, [Run(0, len(rows), 0, 1, 0, 0)], channels, groups))
-    assert len(launches) == 3
+    assert launches == ["describe", *["add_pairs", "flush"] * parts, "draw"]
+
+
+@given(n_rows=st.integers(1, 10**9), width=st.integers(1, 2**26))
+def test_no_part_has_more_pairs_than_float32_counts(n_rows, width):
+    n_rows = min(n_rows, 2**30 // width + 1)
+    parts = list(cuda._parts(n_rows, width))
+    sizes = [(stop - start) * (last - first) for start, stop, first, last in parts]
+    assert max(sizes) <= 2**24 and sum(sizes) == n_rows * width
+    assert all(first % cuda._ADDED == 0 for *_, first, _ in parts)  # so that programs of two parts do not overlap
+    edges = {(start, first) for start, _, first, _ in parts}
+    assert len(edges) == len(parts)
+    assert all(stop == n_rows or (stop, first) in edges for _, stop, first, _ in parts)
 
 
 @pytest.mark.parametrize("groups", [None, 2])
-def test_a_call_is_three_kernels_and_nothing_waits_for_them(waits, launches, groups):
+def test_a_call_is_four_kernels_and_nothing_waits_for_them(waits, launches, groups):
     with FakeTensorMode():
         on = torch.device("cuda")
         stats = PairStats.empty(8, device=on, grouped=groups is not None)
@@ -120,9 +137,10 @@ def test_a_call_is_three_kernels_and_nothing_waits_for_them(waits, launches, gro
             first = list(waits.names)
             waits.names.clear()
             cuda.add(stats, tokens)
-    assert launches == ["describe", "add_pairs", "draw"] * 2
+    assert launches == KERNELS_OF_A_CALL * 2
     assert first.count("_to_copy") == 1  # the runs, which the next norm finds there
-    assert set(waits.names) <= {"empty", "detach", "mT", "transpose"}  # none of which runs anything on the GPU
+    of_no_work = {"empty", "detach", "mT", "transpose", "slice", "view"}  # nothing of it runs on the GPU
+    assert set(waits.names) <= of_no_work | {"zeros"}
 
 
 def of_tokens() -> nn.Module:
@@ -146,16 +164,16 @@ def test_no_hook_of_a_capture_waits(monkeypatch, waits, launches, network, padde
         with waits, recorder.hooked():
             for samples in (one, several, one):  # the folds of one source become those of several
                 recorder.run(Batch((x,), samples=tuple(samples), valid=valid))
-    assert launches == ["describe", "add_pairs", "draw"] * 3 * len(network())
+    assert launches == KERNELS_OF_A_CALL * 3 * len(network())
     assert "_to_copy" in waits.names  # it has seen what is sent to the GPU
 
 
 POINTERS = {
     "valid": "*i1", "runs": "*i64", "keys": "*i64", "folds": "*i32", "shift": "*fp64", "rstd": "*fp64",
     "reach": "*fp32", "competing": "*i32", "token_offsets": "*i64", "token_scales": "*i64", "nonfinite_tokens": "*i64",
-    "moments": "*fp64", "density": "*i64", "channel_sums": "*fp64", "channel_extremes": "*fp32",
+    "scratch": "*fp32", "moments": "*fp64", "density": "*i64", "channel_sums": "*fp64", "channel_extremes": "*fp32",
     "pair_keys": "*i64", "pair_x": "*fp32", "pair_y": "*fp32", "pair_channel": "*i32",
-    "numbers": "*i64", "samples": "*i64",
+    "numbers": "*i64", "samples": "*i64", "candidates": "*i32", "cut": "i64",
 }  # fmt: skip
 OF_TOKENS = {
     "rank": "*fp64",
@@ -168,12 +186,22 @@ OF_TOKENS = {
 }
 POINTERS |= {f"{sample}_{name}": kind for sample in ("token", "largest") for name, kind in OF_TOKENS.items()}
 FORM = {"eps": 1e-6, "centred": True, "about_mean": True, "correction": 0, "clamped": False, "given": False}
+FORM |= {"uniform": 64, "largest": 16}
 WARPS = cuda._WARPS_TO_DRAW
 PLACES = {"uniform": 64, "largest": 16, "at_once": 16, "tile": cuda._OFFERED, "pairs_tile": 32 * WARPS}
+PLACES["cells"] = 8 * PAIR_GRID.size + cuda._ADDED
+CELLS = 8 * PAIR_GRID.size + cuda._ADDED
+ADDED = {"cells": 8 * PAIR_GRID.size, "at_once": 1, "tile": cuda._ADDED}
 KERNELS = {
-    "describe": (cuda_loop.describe, {**FORM, "all_valid": False, "at_once": 1, "tile": cuda._DESCRIBED}, 4),
-    "add_pairs": (cuda_loop.add_pairs, {"grouped": False, "at_once": 1, "tile": cuda._ADDED}, 4),
-    "add_pairs of groups": (cuda_loop.add_pairs, {"grouped": True, "at_once": 1, "tile": cuda._ADDED}, 4),
+    "describe": (cuda_loop.describe, {**FORM, "cells": CELLS, "all_valid": False, "at_once": 8, "tile": 128}, 4),
+    "describe few": (
+        cuda_loop.describe,
+        {**FORM, "cells": CELLS, "all_valid": False, "at_once": 1, "tile": cuda._DESCRIBED},
+        4,
+    ),
+    "add_pairs": (cuda_pairs.add_pairs, {**ADDED, "grouped": False}, 1),
+    "add_pairs of groups": (cuda_pairs.add_pairs, {**ADDED, "grouped": True}, 1),
+    "flush": (cuda_pairs.flush, {"tile": cuda._FLUSHED}, 4),
     "draw": (cuda_draw.draw, {**PLACES, "grouped_width": 0}, WARPS),
     "draw of groups": (cuda_draw.draw, {**PLACES, "grouped_width": 256}, WARPS),
 }
@@ -185,6 +213,7 @@ KERNELS = {
 def test_the_kernels_compile_without_spilled_registers(tmp_path, monkeypatch, name, capability):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel, constants, warps = KERNELS[name]
+    options = {"num_warps": warps} | ({"maxnreg": cuda._REGISTERS} if kernel is cuda_loop.describe else {})
     types = {name: POINTERS.get(name, "i32") for name in kernel.arg_names} | {"rows": "*bf16"}
     source = ASTSource(
         kernel,
@@ -193,14 +222,14 @@ def test_the_kernels_compile_without_spilled_registers(tmp_path, monkeypatch, na
         {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if types[name][0] == "*"},
     )
     monkeypatch.syspath_prepend(Path(__file__).parents[4] / "benchmarks")
-    code = importlib.import_module("disassembly").code_of(source, capability, {"num_warps": warps})
+    code = importlib.import_module("disassembly").code_of(source, capability, options)
     assert code.local == 0
     assert not code.counted(r"(LDL|STL)(\..*)?")
     assert "acq_rel" not in code.asm["ptx"]  # a fence at every addition
     if name.startswith("add_pairs"):
-        assert code.counted(r"RED\w*\.E\.ADD\.F64.*")
-        # One lane a word: eight neighbouring lanes to a pair, of which two are masked.
-        assert "threadsPerWarp = [4, 8]" in code.asm["ttgir"]
+        # Two neighbouring lanes a pair, of four words each.
+        assert "sizePerThread = [1, 4], threadsPerWarp = [16, 2]" in code.asm["ttgir"]
+        assert capability < 90 or code.counted(r"REDG\.E\.ADD\.F32x4.*")
 
 
 class Driver:
@@ -220,7 +249,7 @@ class Compiled:
     """In place of a kernel: compiles it for what it is called with, by what a launch itself would do."""
 
     def __init__(self, kernel, made: list) -> None:
-        self.kernel, self.made = kernel, made
+        self.kernel, self.arg_names, self.made = kernel, kernel.arg_names, made
 
     def __getitem__(self, grid):
         def call(*args, **options):
@@ -242,21 +271,22 @@ class Compiled:
         ((6, 30), 3, 3, torch.bfloat16),
     ],
 )
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("of_lines", [False, True])
 def test_the_kernels_compile_for_what_a_capture_launches_them_with(
-    tmp_path, monkeypatch, shape, channels, groups, dtype, given
+    tmp_path, monkeypatch, shape, channels, groups, dtype, of_lines
 ):
     """Numbers of one, and those that are divisible by sixteen, are compiled in: each is a kernel of its own."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     made: list = []
-    for module, name in ((cuda_loop, "describe"), (cuda_loop, "add_pairs"), (cuda_draw, "draw")):
+    for module, name in zip((cuda_loop, cuda_pairs, cuda_pairs, cuda_draw), KERNELS_OF_A_CALL, strict=True):
         monkeypatch.setattr(cuda, name, Compiled(getattr(module, name), made))
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
+    monkeypatch.setattr(cuda_launches, "_watched", lambda: True)
     rows = torch.ones(shape, dtype=dtype)
     line = torch.ones(len(rows), dtype=torch.float64)
-    lines = Lines(shift=line, rstd=line) if given else LAYER_NORM
+    lines = Lines(shift=line, rstd=line) if of_lines else LAYER_NORM
     stats = PairStats.empty(channels, grouped=groups is not None)
     cuda.add(stats, Tokens(rows, lines, [Run(0, len(rows), 0, 1, 0, 0)], channels, groups))
-    assert len(made) == 6
+    assert len(made) == 8
     assert all("cubin" in kernel.asm and ".local" not in kernel.asm["ptx"] for kernel in made)

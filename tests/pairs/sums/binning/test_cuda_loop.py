@@ -25,7 +25,13 @@ pytestmark = pytest.mark.slow
 LAYER_NORM = Lines(FORMS[layer_norm], 1e-6)
 COUNTS = ("density", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
 ON_GPU = torch.cuda.is_available() and torch.version.hip is None
-TINY = {"_DESCRIBED": 32, "_ADDED": 32, "_OFFERED": 16, "_WARPS_TO_DRAW": 1}  # so that a few rows fill several tiles
+QUICKLY = {"_FLUSHED": 2**16}  # one program, which takes the interpreter as long as one of a few cells
+TINY = QUICKLY | {
+    "_DESCRIBED": 32,
+    "_ADDED": 32,
+    "_OFFERED": 16,
+    "_WARPS_TO_DRAW": 1,
+}  # so that a few rows fill several tiles
 
 
 def rows_of(tokens: int, d: int, seed: int = 0) -> torch.Tensor:
@@ -68,13 +74,30 @@ def of_many_kinds(n: int, d: int, least: float) -> torch.Tensor:
 
 def cases() -> dict[str, list[Tokens]]:
     padding = torch.arange(30) % 4 != 1
-    odd, many = rows_of(8, 67), rows_of(66, 5)
+    odd, many, hundreds, one_huge = rows_of(8, 67), rows_of(66, 5), rows_of(400, 3), rows_of(12, 40)
+    one_huge[5] *= 1e25
+    nearby = Lines(shift=torch.zeros(120).double(), rstd=torch.linspace(0.7, 1.4, 120).double())
+    beyond = Lines(shift=torch.logspace(-30, 60, 12).double(), rstd=torch.logspace(60, -60, 12).double())
     return {
         "layer norm, two batches": [tokens_of(odd), tokens_of(odd.flip(0) * 2, first=8)],
         "rms norm, bfloat16": [tokens_of(rows_of(9, 48).bfloat16(), Lines(FORMS[rms_norm], 1e-6))],
         "root mean square, float16": [tokens_of(rows_of(9, 33).half(), Lines(FORMS[root_mean_square], 1e-3))],
         "standard deviation, float64": [tokens_of(rows_of(9, 20).double(), Lines(FORMS[std_norm], 0.0))],
         "more tokens than places": [tokens_of(many), tokens_of(many[:20] * 2, first=66)],
+        "many more tokens": [tokens_of(hundreds), tokens_of(hundreds * 2, first=400)],
+        "many more, most of them padding": [tokens_of(hundreds, valid=torch.arange(400) % 4 == 0)],
+        "zeros": [tokens_of(torch.zeros(9, 70)), tokens_of(rows_of(9, 70).relu(), first=9)],
+        "next to nothing": [
+            tokens_of(rows_of(9, 70).sign() * 1e-39, given(9)),
+            tokens_of(rows_of(9, 70) * 1e-9, first=9),
+        ],
+        "one huge token": [tokens_of(one_huge), tokens_of(one_huge, Lines(FORMS[rms_norm], 0.0), first=12)],
+        "one element a token": [tokens_of(rows_of(12, 1), given(12)), tokens_of(rows_of(12, 1), first=12)],
+        "lines beyond float32": [
+            tokens_of(rows_of(12, 20), beyond),
+            tokens_of(rows_of(12, 20).half(), beyond, first=12),
+        ],
+        "few bins": [tokens_of(1 + rows_of(120, 256, seed=4).clamp(-1, 1) / 64, nearby)],
         "padding": [tokens_of(rows_of(30, 12), valid=padding)],
         "every kind of number": [tokens_of(of_many_kinds(30, 9, -46))],
         "every kind of number, no eps": [tokens_of(of_many_kinds(20, 9, -30), Lines(FORMS[std_norm], 0.0))],
@@ -91,7 +114,7 @@ def cases() -> dict[str, list[Tokens]]:
     }
 
 
-AS_IT_COMES = {"as wide as it comes", "groups as wide as they come", "every kind of number"}
+AS_IT_COMES = {"few bins", "as wide as it comes", "groups as wide as they come", "every kind of number"}
 ASKED = {"all the sums": {"by_gamma": True, "per_channel": True, "diagonal": True}}
 
 
@@ -113,7 +136,7 @@ def moved(tokens: Tokens, device: torch.device) -> Tokens:
 
 
 def by_kernels(name: str, device: str) -> PairStats:
-    with mock.patch.dict(vars(cuda), {} if name in AS_IT_COMES else TINY):
+    with mock.patch.dict(vars(cuda), QUICKLY if name in AS_IT_COMES else TINY):
         return filled(cuda.add, name, device)
 
 
@@ -151,6 +174,12 @@ def sizes_of_terms(calls: list[Tokens]) -> tuple[torch.Tensor, torch.Tensor]:
     return moments, channels
 
 
+def allowed(terms: torch.Tensor) -> torch.Tensor:
+    """How far sums gathered in float32 may be off (docs/methods.md): Σ|terms| by its roundings, a pair by the least."""
+    n = terms[:, :1]
+    return (9 * 2.0**-24 + n * 2.0**-31) * terms + n * 2.0**-126
+
+
 @pytest.mark.parametrize("name", cases())
 def test_the_kernels_add_up_what_the_reference_does(made, name):
     ours, truth = made(name), filled(reference.add, name)
@@ -160,7 +189,7 @@ def test_the_kernels_add_up_what_the_reference_does(made, name):
     assert torch.equal(ours.moments[:, 0], truth.moments[:, 0])
     moments, channels = sizes_of_terms(cases()[name])
     assert torch.equal(moments[:, 0], truth.moments[:, 0])
-    assert ((ours.moments - truth.moments).abs() <= 1e-12 * moments).all()
+    assert ((ours.moments - truth.moments).abs() <= allowed(moments)).all()
     assert ((ours.channel_sums - truth.channel_sums).abs() <= 1e-12 * channels).all()
     for sums in ASKED.get(name, {}) and ("gamma_moments", "channel_moments", "diagonal_moments"):
         # On a GPU plain torch adds in no fixed order either: sums of a few terms, none larger than a thousand.
