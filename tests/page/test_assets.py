@@ -261,3 +261,14 @@ def test_compared_sites_stand_side_by_side_on_the_same_axes(browser, pages):
     limits = page.run("return [...Plot.all].map((p) => [p.x.low, p.x.high, p.y.low, p.y.high])")
     assert limits[0] == limits[1]
     assert page.texts("td:first-child").count("the other") == 2
+
+
+@pytest.mark.slow
+def test_it_is_printed_white_and_within_the_paper(browser, pages):
+    page = browser.open(pages.one, FIRST, scheme="dark")
+    page.run("""window.seen = [];
+        window.addEventListener("beforeprint", () => window.seen.push(palette.theme,
+            Math.max(...[...Plot.all].map(({width}) => width)) <= 700))""")
+    page.driver.print_page()
+    assert page.run("return window.seen") == ["light", True]
+    assert page.run("return [palette.theme, document.documentElement.dataset.print === undefined]") == ["dark", True]

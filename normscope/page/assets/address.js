@@ -58,18 +58,15 @@ function pickOf(text) {
   return kind ? { kind, key } : null;
 }
 
-let written = null;
-
 // Changes what is open, and the address with it; `page` redraws what the change touches.
 function go(change) {
   const before = [state.view, state.capture, state.site].join();
   Object.assign(state, change);
   const moved = before !== [state.view, state.capture, state.site].join();
-  written = asAddress();
   try {
-    history[moved ? "pushState" : "replaceState"](null, "", written);
+    history[moved ? "pushState" : "replaceState"](null, "", asAddress());
   } catch (error) {
-    written = null; // within a notebook's frame there is no address to keep
+    // Within a notebook's frame there is no address to keep.
   }
   if (moved) render();
 }

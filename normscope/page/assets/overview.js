@@ -71,22 +71,24 @@ function curveOfFunc(func) {
 }
 
 function depthFigure(capture, row, kinds) {
-  const shown = row.series.filter(({ label }) => !state.hidden.has(label));
-  const values = shown.flatMap((series) => series.values);
   const places = capture.sites.map((_, place) => place);
-  const scene = () => ({
-    x: new Axis(-0.5, capture.sites.length - 0.5, { whole: true }),
-    y: axisOf(values, { zero: row.zero }),
-    names: (place) => (capture.sites[place] ? String(capture.sites[place].index) : ""),
-    xlabel: "norm site, in the order of calls",
-    lines: shown.flatMap((series) => kindLines(capture, series, kinds)),
-    marks: shown.flatMap((series) => marksOf(capture, series, kinds)),
-    levels: [{ x: state.site, colour: palette.style.faint }],
-    hover: { x: places, text: (place) => depthText(capture.sites[place], row, place) },
-  });
+  const told = row.series.some(({ values }) => values.some(Number.isFinite));
+  const scene = () => {
+    const shown = row.series.filter(({ label }) => !state.hidden.has(label));
+    return {
+      x: new Axis(-0.5, capture.sites.length - 0.5, { whole: true }),
+      y: axisOf(shown.flatMap(({ values }) => values), { zero: row.zero }),
+      names: (place) => (capture.sites[place] ? String(capture.sites[place].index) : ""),
+      xlabel: "norm site, in the order of calls",
+      lines: shown.flatMap((series) => kindLines(capture, series, kinds)),
+      marks: shown.flatMap((series) => marksOf(capture, series, kinds)),
+      levels: [{ x: state.site, colour: palette.style.faint }],
+      hover: { x: places, text: (place) => depthText(capture.sites[place], row, place) },
+    };
+  };
   const { whole } = figure(
     { label: `${row.name}, over ${capture.sites.length} norm sites`, height: 178, scene, zooms: false, open: (site) => go({ view: "site", site }) },
-    { heading: row.name, note: values.some(Number.isFinite) ? "" : "There is no such number at any site." },
+    { heading: row.name, note: told ? "" : "There is no such number at any site." },
   );
   return whole;
 }
@@ -104,12 +106,12 @@ function kindLines(capture, { colour, dashes = [], values, level = false }, kind
 }
 
 function marksOf(capture, { colour, values, label, level = false }, kinds) {
-  return capture.sites.flatMap((site, place) => (Number.isFinite(values[place]) && Number.isFinite(values[place])
+  return capture.sites.flatMap((site, place) => (Number.isFinite(values[place])
     ? [{ x: place, y: values[place], colour, shape: kinds.indexOf(kindOfSite(site.name)), size: level ? 2 : 3.6, name: label }] : []));
 }
 
 function legend(capture, kinds) {
-  const curves = capture.curves.map((curve) => curveToggle(curve, () => render()));
+  const curves = capture.curves.map((curve) => curveToggle(curve, () => Plot.redrawAll()));
   const shapes = kinds.map((kind, place) => element("span", { class: "key", text: `${SHAPES[place % SHAPES.length]} ${visible(kind)}` }));
   return element("div", { class: "controls" }, [
     element("div", { class: "group", role: "group", "aria-label": "Curves" }, curves),
@@ -142,7 +144,7 @@ function thumbnails(capture) {
   return element("div", { class: "thumbnails" }, capture.sites.map((site, place) => {
     const host = element("span", { class: "small" });
     const made = element("button", { type: "button", class: "thumbnail", onclick: () => go({ view: "site", site: place }) }, [
-      element("span", { class: "name", text: tailOf(siteTitle(site), 40) }), host, element("span", { class: "detail", text: thumbnailText(site) }),
+      element("span", { class: "name", text: tailOf(siteTitle(site), 36) }), host, element("span", { class: "detail", text: thumbnailText(site) }),
     ]);
     host.drawn = () => {
       if (site.nothing || !site.axis) return;

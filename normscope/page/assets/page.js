@@ -126,18 +126,28 @@ function search() {
   if (field) field.focus();
 }
 
-// Paper is white, whatever the screen is.
+// Paper is white and narrow, whatever the screen is.
 function printed() {
-  const before = palette.theme;
-  window.addEventListener("beforeprint", () => { setTheme("light"); Plot.redrawAll(); });
-  window.addEventListener("afterprint", () => { setTheme(remembered() || before); Plot.redrawAll(); });
+  const root = document.documentElement;
+  let before = palette.theme;
+  window.addEventListener("beforeprint", () => {
+    before = palette.theme;
+    root.dataset.print = "";
+    setTheme("light");
+    Plot.redrawAll();
+  });
+  window.addEventListener("afterprint", () => {
+    delete root.dataset.print;
+    setTheme(before);
+    Plot.redrawAll();
+  });
 }
 
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 setTheme(remembered() || (dark.matches ? "dark" : "light"));
 dark.addEventListener("change", () => { if (!remembered()) { setTheme(dark.matches ? "dark" : "light"); render(); } });
 window.addEventListener("popstate", () => { readAddress(); render(); });
-window.addEventListener("hashchange", () => { if (location.hash !== written) { readAddress(); render(); } });
+document.getElementById("skip").addEventListener("click", () => document.getElementById("main").focus());
 document.addEventListener("keydown", keyed);
 readAddress();
 head();

@@ -226,9 +226,10 @@ class Plot {
   }
 
   clicked(event) {
-    if (!this.open || this.justZoomed) return;
-    const found = this.nearest(event);
+    if (this.justZoomed) return;
+    const found = this.open ? this.nearest(event) : -1;
     if (found >= 0) this.open(found);
+    else this.moved(event); // a finger hovers nowhere
   }
 
   zoomable() {

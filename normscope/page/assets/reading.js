@@ -20,12 +20,12 @@ function numbersOf(packed) {
 }
 
 function halves(bits) {
-  const values = new Float32Array(bits.length);
+  const wide = new Uint32Array(bits.length);
+  const values = new Float32Array(wide.buffer);
   for (let place = 0; place < bits.length; place += 1) {
-    const exponent = (bits[place] >> 10) & 31;
-    const mantissa = bits[place] & 1023;
-    const size = exponent ? (1 + mantissa / 1024) * 2 ** (exponent - 15) : mantissa * 2 ** -24;
-    values[place] = bits[place] >> 15 ? -size : size;
+    const [sign, size] = [bits[place] & 0x8000, bits[place] & 0x7fff];
+    if (size < 0x400) values[place] = (sign ? -size : size) * 2 ** -24; // below the smallest exponent
+    else wide[place] = (sign << 16) | ((size << 13) + 0x38000000);
   }
   return values;
 }

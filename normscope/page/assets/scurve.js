@@ -182,7 +182,7 @@ function scurveScene(site, { colour = state.colour, lines = curveLines(site), th
     ylabel: "output y, before the affine step",
     paint: [PAINTED[colour](site), paintPicks(site, thin ? 2.6 : 4.4)],
     levels: boundLevels(site),
-    lines: [...(state.hidden.has("mean") || colour !== "density" ? [] : [meanLine(site, thin ? 1.4 : 2.4)]), ...lines],
+    lines: [...(state.hidden.has("mean") ? [] : [meanLine(site, thin ? 1.4 : 2.4)]), ...lines],
     hover: hovers ? hoverOf(site) : null,
   };
 }
