@@ -1,7 +1,6 @@
 """A network whose norms and names are of every kind that a page meets, and a browser to open the page in."""
 
 import json
-import re
 import shutil
 from types import SimpleNamespace
 
@@ -79,6 +78,7 @@ def swaps():
         }
 
     rows = [row("all", None, 2, 0.6), row("one", "first", 1, 0.1), row("one", "second", 1, 0.2)]
+    rows[-1]["relative_l2"] |= {"p50": None, "p90": None}
     rows += [row("cumulative", "first", 1, 0.1), row("cumulative", "second", 2, 0.6)]
     score = {"original": {"value": 0.9, "interval": [0.8, 0.95]}, "swapped": {"value": 0.5, "interval": None}}
     quality = {"name": "top-1", "higher_is_better": True, "n": 8, "over": "8 inputs", "scores": score}
@@ -99,12 +99,6 @@ def pages(seen, fits, other, swaps, tmp_path_factory):
     one = normscope.report(seen, fits, drift=swaps).save(folder / "one.html")
     few = [normscope.fit(capture, "tanh,isru") for capture in (seen, other)]
     return SimpleNamespace(one=one, two=normscope.report([seen, other], few).save(folder / "two.html"))
-
-
-def data_of(file):
-    """The document within a page."""
-    text = file.read_text(encoding="utf-8")
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
 
 
 class Opened:

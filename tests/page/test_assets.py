@@ -241,12 +241,12 @@ def test_an_address_that_means_nothing_opens_the_overview(browser, pages):
 def test_the_swap_tab_shows_drift_quality_and_speed(browser, pages):
     page = browser.open(pages.one, "#view=swap")
     cells = page.texts("td")
-    assert {"dyt", "0.6", "0.4", "50.0 %", "0.9 (0.8 – 0.95)", "1.5 ×", "slower; <b>", "∞"} <= {*cells, "∞"}
+    assert {"dyt", "0.6", "0.4", "50.0 %", "0.9 (0.8 – 0.95)", "1.5 ×", "slower; <b>", "∞"} <= {*cells}
     assert "compiled" in page.texts(".note")
     marks = page.run(
         "return [...document.querySelectorAll('.plot')].map((p) => p.querySelectorAll('[data-mark]').length)"
     )
-    assert marks == [2, 2]
+    assert marks == [1, 2]  # of an output that is infinitely far there is no mark
     names = page.run(
         "go({view: 'overview'}); return [...document.querySelectorAll('.strip h3')].map((e) => e.textContent)"
     )
@@ -272,3 +272,11 @@ def test_it_is_printed_white_and_within_the_paper(browser, pages):
     page.driver.print_page()
     assert page.run("return window.seen") == ["light", True]
     assert page.run("return [palette.theme, document.documentElement.dataset.print === undefined]") == ["dark", True]
+
+
+@pytest.mark.slow
+def test_the_focus_outlasts_a_step(browser, pages):
+    page = browser.open(pages.one, FIRST)
+    page.run("document.querySelector('[aria-label=\"Next site\"]').focus()")
+    page.driver.switch_to.active_element.send_keys(Keys.ENTER)
+    assert page.run("return [open.site.name, document.activeElement.ariaLabel]") == ["second", "Next site"]

@@ -12,8 +12,11 @@ const THEME = "normscope-theme";
 function render() {
   Plot.all.clear();
   const main = document.getElementById("main");
+  const focused = focusedName();
   main.replaceChildren(...SHOWN[state.view]());
   for (const plot of Plot.all) plot.draw();
+  focusAgain(main, focused);
+  if (state.view === "site" && open.site) say(siteTitle(open.site));
   for (const tab of document.querySelectorAll("[role=tab]")) {
     const on = tab.dataset.view === state.view;
     tab.setAttribute("aria-selected", String(on));
@@ -22,6 +25,19 @@ function render() {
   main.setAttribute("aria-labelledby", `tab-${state.view}`);
   for (const select of document.querySelectorAll("#captures")) select.value = state.capture;
   document.getElementById("origin").replaceChildren(...originOf(open.capture));
+}
+
+// What has the focus within the page's part, in words that outlast its being made again.
+function focusedName() {
+  const { activeElement } = document;
+  return activeElement.closest("#main") && (activeElement.id || activeElement.getAttribute("aria-label"));
+}
+
+function focusAgain(main, name) {
+  if (!name || name === "main") return;
+  const same = [...main.querySelectorAll("button, select, input, [tabindex]")].find((one) => (one.id || one.getAttribute("aria-label")) === name);
+  if (same && !same.disabled) same.focus();
+  else main.focus();
 }
 
 function tabs() {

@@ -20,7 +20,7 @@ function siteView() {
   return [
     head,
     element("div", { class: "columns" }, [
-      element("div", { class: "figures" }, [siteControls(site, redraw), main.whole, colourKey(site, main.plot), fitsOfSite(site), ...others.map(({ whole }) => whole)]),
+      element("div", { class: "figures" }, [siteControls(site, redraw), main.whole, element("div", { id: "colour-key", class: "group note" }, keyParts(site)), fitsOfSite(site), ...others.map(({ whole }) => whole)]),
       element("div", { class: "beside" }, [picker(site, redraw), cardOf(site)]),
     ]),
   ];
@@ -77,15 +77,12 @@ function scurveFigure(site) {
 }
 
 // What the colours of the S-curve stand for.
-function colourKey(site, plot) {
-  return element("div", { id: "colour-key", class: "group note" }, keyParts(site));
-}
-
 function keyParts(site) {
   const { shown } = site;
   if (state.colour === "density") {
     const [few, many] = [densityColours()[1], densityColours()[255]].map((colour) => `rgb(${colour.join(",")})`);
-    return [element("span", { text: "pairs a pixel" }), ramp([few, many]), element("span", { text: `${number(site.density.fewest)} to ${number(site.density.most, 3)}, by factors · dotted: bounds ±√${open.site.bound === null ? "" : "d of y"}` })];
+    const bound = site.bound === null ? "" : ` · dotted: y within ±${number(site.bound)}`;
+    return [element("span", { text: "pairs a cell" }), ramp([few, many]), element("span", { text: `${number(site.density.fewest)} to ${number(site.density.most, 3)}, by factors${bound}` })];
   }
   const drawn = `${shown.key.length} of ${grouped(site.tokens)} tokens: ${shown.uniform} drawn uniformly, the others those of largest |x|`;
   if (state.colour === "token") {

@@ -102,7 +102,7 @@ function speedSection(report) {
   const thousand = (seconds) => (seconds === null ? { text: "–", value: "" } : { text: number(1000 * seconds, 3), value: 1000 * seconds });
   const rows = report.rows.map((row) => [
     row.scope, row.variant, row.way, row.passes, row.dtype, row.shape.join(" × "), thousand(row.median),
-    row.p20 === null ? "–" : `${number(1000 * row.p20, 3)} – ${number(1000 * row.p80, 3)}`, cellOf(row.gb_per_s, 3),
+    row.p20 === null || row.p80 === null ? "–" : `${number(1000 * row.p20, 3)} – ${number(1000 * row.p80, 3)}`, cellOf(row.gb_per_s, 3),
     { text: percent(row.share_of_copy, 0), value: row.share_of_copy ?? "" }, { text: row.ratio === null ? "–" : `${number(row.ratio, 3)} ×`, value: row.ratio ?? "" },
     [row.verdict, row.note].filter(Boolean).join("; "),
   ]);
