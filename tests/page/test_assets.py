@@ -275,6 +275,13 @@ def test_it_is_printed_white_and_within_the_paper(browser, pages):
 
 
 @pytest.mark.slow
+def test_a_site_opens_at_its_top(browser, pages):
+    page = browser.open(pages.one)
+    page.run("window.scrollTo(0, 900); document.querySelectorAll('.thumbnail')[1].click()")
+    assert page.run("return [open.site.name, window.scrollY]") == ["second", 0]
+
+
+@pytest.mark.slow
 def test_the_focus_outlasts_a_step(browser, pages):
     page = browser.open(pages.one, FIRST)
     page.run("document.querySelector('[aria-label=\"Next site\"]').focus()")

@@ -9,6 +9,8 @@ const KEYS = [
 ];
 const THEME = "normscope-theme";
 
+let shownView = null;
+
 function render() {
   Plot.all.clear();
   const main = document.getElementById("main");
@@ -16,6 +18,8 @@ function render() {
   main.replaceChildren(...SHOWN[state.view]());
   for (const plot of Plot.all) plot.draw();
   focusAgain(main, focused);
+  if (shownView !== null && shownView !== state.view) window.scrollTo(0, 0);
+  shownView = state.view;
   if (state.view === "site" && open.site) say(siteTitle(open.site));
   for (const tab of document.querySelectorAll("[role=tab]")) {
     const on = tab.dataset.view === state.view;
@@ -36,8 +40,7 @@ function focusedName() {
 function focusAgain(main, name) {
   if (!name || name === "main") return;
   const same = [...main.querySelectorAll("button, select, input, [tabindex]")].find((one) => (one.id || one.getAttribute("aria-label")) === name);
-  if (same && !same.disabled) same.focus();
-  else main.focus();
+  (same && !same.disabled ? same : main).focus({ preventScroll: true });
 }
 
 function tabs() {
