@@ -127,6 +127,14 @@ def test_a_pick_lights_up_in_every_site(browser, pages):
 
 
 @pytest.mark.slow
+def test_a_colour_stands_for_one_channel(browser, pages):
+    page = browser.open(pages.one, f"{FIRST}&colour=channel")
+    assert len(page.texts("#colour-key .key")) == 4 and page.texts("#colour-key .key")[0] == "channel 3"
+    page.run("[...document.querySelectorAll('.results button')][5].click()")
+    assert page.texts("#colour-key .key") == [] and len(page.texts(".chip")) == 1
+
+
+@pytest.mark.slow
 def test_zoom_and_back(browser, pages):
     page = browser.open(pages.one, FIRST)
     plot = page.driver.find_element(By.CSS_SELECTOR, ".plot")
@@ -257,10 +265,10 @@ def test_the_swap_tab_shows_drift_quality_and_speed(browser, pages):
 def test_compared_sites_stand_side_by_side_on_the_same_axes(browser, pages):
     page = browser.open(pages.two, "#view=compare&capture=2&site=second")
     heads = page.texts(".side-by-side h3")
-    assert len(heads) == 2 and all(head.endswith("1 second") for head in heads) and heads[1].startswith("the other")
+    assert len(heads) == 2 and all(head.endswith("1 second") for head in heads) and heads[1].startswith("2 the other")
     limits = page.run("return [...Plot.all].map((p) => [p.x.low, p.x.high, p.y.low, p.y.high])")
     assert limits[0] == limits[1]
-    assert page.texts("td:first-child").count("the other") == 2
+    assert page.texts("td:first-child").count("2 the other") == 2
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ function compareView() {
   const there = found.filter(({ at }) => at && at.site.axis && !at.site.nothing);
   const shared = sharedScales(there.map(({ at }) => at.site));
   const panels = found.map(({ capture, at, number: place }) => {
-    const heading = captureName(capture);
+    const heading = captureTitle(capture);
     if (!at || !at.site.axis || at.site.nothing) return element("figure", {}, [element("h3", { text: heading }), element("p", { class: "note", text: at ? visible(at.site.nothing || "no pair") : "No site of this capture stands beside this one." })]);
     const scene = () => scurveScene(at.site, { ...shared, colour: state.colour });
     return figure({ label: `S-curve of ${heading}, ${siteTitle(at.site)}`, title: `${heading} · ${siteTitle(at.site)}`, height: (width) => Math.round(clipped(0.7 * width, 220, 420)), scene },
@@ -60,7 +60,7 @@ function compareTable(name) {
     const { numbers, fits } = at.site;
     const ratio = numbers.median ? numbers.largest / numbers.median : null;
     const of = [cellOf(numbers.sigma, 3), cellOf(numbers.spread, 3), cellOf(numbers.offset, 3), cellOf(ratio, 3)];
-    return fits.map((fit) => [captureName(capture), at.site.name, fit.curve, ...fitCells(fit).slice(0, 2), cellOf(fit.slope), cellOf(fit.nothing ? null : fit.r2), cellOf(fit.r2_ceiling), ...of]);
+    return fits.map((fit) => [captureTitle(capture), at.site.name, fit.curve, ...fitCells(fit).slice(0, 2), cellOf(fit.slope), cellOf(fit.nothing ? null : fit.r2), cellOf(fit.r2_ceiling), ...of]);
   });
   return table(`Compared at ${visible(name)}`, heads, rows);
 }

@@ -61,7 +61,7 @@ function tabs() {
 }
 
 function head() {
-  const captures = PAGE.captures.map((capture, place) => element("option", { value: place, text: `${place + 1} ${captureName(capture)}` }));
+  const captures = PAGE.captures.map((capture, place) => element("option", { value: place, text: captureTitle(capture) }));
   const choose = captures.length > 1 ? element("select", { id: "captures", "aria-label": "Capture", onchange: (event) => chooseCapture(Number(event.target.value)) }, captures) : null;
   document.getElementById("head").replaceChildren(
     element("div", { class: "title" }, [

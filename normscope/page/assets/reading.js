@@ -76,6 +76,11 @@ function captureName(capture) {
   return visible([capture.about.model, capture.about.part].filter(Boolean).join(" "));
 }
 
+// Of several captures its number too: two may be of one model.
+function captureTitle(capture) {
+  return PAGE.captures.length > 1 ? `${PAGE.captures.indexOf(capture) + 1} ${captureName(capture)}` : captureName(capture);
+}
+
 const readPoints = new WeakMap();
 
 // The drawn pairs of a site: x, y, the number of the token and of the channel of each; −1 where it is not known.

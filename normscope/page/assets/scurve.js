@@ -115,10 +115,15 @@ function extremeChannels(site) {
   return Array.from(reach.keys()).sort((one, other) => reach[other] - reach[one]).slice(0, palette.style.channels.length);
 }
 
+// Channels that have a colour without being picked: none beside picks, whose colours are the same.
+function colouredChannels(site) {
+  return state.picks.length ? [] : extremeChannels(site);
+}
+
 function paintChannels(site) {
   return (context, plot) => {
     const { x, y, channel } = pointsOf(site);
-    const extreme = extremeChannels(site);
+    const extreme = colouredChannels(site);
     context.fillStyle = palette.style.faint;
     context.globalAlpha = 0.45;
     for (let place = 0; place < x.length; place += 1) dot(context, plot, x[place], y[place], FEW_POINTS);

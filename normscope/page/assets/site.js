@@ -16,11 +16,15 @@ function siteView() {
   }
   const main = scurveFigure(site);
   const others = [residualFigure(site), derivativeFigure(site)].filter(Boolean);
-  const redraw = () => [main, ...others].forEach(({ plot }) => plot && plot.draw());
+  const key = element("div", { id: "colour-key", class: "group note" }, keyParts(site));
+  const redraw = () => {
+    key.replaceChildren(...keyParts(site));
+    [main, ...others].forEach(({ plot }) => plot && plot.draw());
+  };
   return [
     head,
     element("div", { class: "columns" }, [
-      element("div", { class: "figures" }, [siteControls(site, redraw), main.whole, element("div", { id: "colour-key", class: "group note" }, keyParts(site)), fitsOfSite(site), ...others.map(({ whole }) => whole)]),
+      element("div", { class: "figures" }, [siteControls(site, redraw), main.whole, key, fitsOfSite(site), ...others.map(({ whole }) => whole)]),
       element("div", { class: "beside" }, [picker(site, redraw), cardOf(site)]),
     ]),
   ];
@@ -52,7 +56,7 @@ function siteControls(site, redraw) {
     ? toggle("E[y|x]", !state.hidden.has("mean"), (on) => hide("mean", !on, redraw), { colour: palette.style.ink }) : curveToggle(curve, redraw)));
   const scales = { auto: "auto", linear: "linear", asinh: "asinh" };
   return element("div", { class: "controls" }, [
-    choice("Colour by", COLOUR_NAMES, state.colour, (colour) => { go({ colour }); document.getElementById("colour-key").replaceChildren(...keyParts(site)); redraw(); }),
+    choice("Colour by", COLOUR_NAMES, state.colour, (colour) => { go({ colour }); redraw(); }),
     choice("Axis of x", scales, state.scale, (scale) => { go({ scale }); Plot.all.forEach((plot) => { plot.zoom = null; }); redraw(); }),
     element("div", { class: "group", role: "group", "aria-label": "Curves" }, curves),
   ]);
@@ -89,7 +93,7 @@ function keyParts(site) {
     const { low, high } = sigmaColours(site);
     return [element("span", { text: `σ ${number(low, 3)}` }), ramp([0, 0.25, 0.5, 0.75, 1].map(viridis)), element("span", { text: `${number(high, 3)} · ${drawn}` })];
   }
-  const extreme = site.channels === null && !site.by_channel.x ? [] : extremeChannels(site);
+  const extreme = site.channels === null && !site.by_channel.x ? [] : colouredChannels(site);
   return [...extreme.map((channel, rank) => keyDot(palette.style.channels[rank], `channel ${channel}`)), element("span", { text: `others grey · ${drawn}` })];
 }
 
@@ -229,7 +233,7 @@ function picker(site, redraw) {
     if (!found.length) results.append(element("li", { class: "note", text: "No token and no channel is called so." }));
   }
   list();
-  return element("section", {}, [
+  return element("section", { class: "picker" }, [
     element("h3", { text: "Tokens and channels" }),
     element("p", { class: "note", text: `Up to ${MOST_PICKS}; each lights up here and in all other sites.` }),
     search, bar, results,
