@@ -34,6 +34,8 @@ from .inputs.loaded_model import Task as Task
 from .loading import load as load
 from .loading import load_swapped as load_swapped
 from .models.registry import list_models as list_models
+from .page.report import Page as Page
+from .page.report import report as report
 from .pairs.capture import capture as capture
 from .pairs.captures import Capture as Capture
 from .pairs.merging import merge_captures as merge_captures

@@ -23,6 +23,7 @@ from normscope.cli.commands import (
     merge,
     models,
     plot,
+    report,
     stats,
     swap,
     swap_bench,
@@ -90,6 +91,7 @@ app.command("plot", epilog=plot.EXAMPLES)(plot.plot)
 app.command("fit", epilog=fit.EXAMPLES)(fit.fit)
 app.command("stats", epilog=stats.EXAMPLES)(stats.stats)
 app.command("gradient", epilog=gradient.EXAMPLES)(gradient.gradient)
+app.command("report", epilog=report.EXAMPLES)(report.report)
 app.command("compare", epilog=compare.EXAMPLES)(compare.compare)
 app.command("swap-bench", epilog=swap_bench.EXAMPLES)(swap_bench.swap_bench)
 app.command("swap", epilog=swap.EXAMPLES)(swap.swap)

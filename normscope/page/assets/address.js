@@ -1,0 +1,72 @@
+"use strict";
+// What is open, and the address that keeps it, so that a link opens the page as it was sent.
+
+const VIEWS = ["overview", "site", "explorer", "swap", "compare"];
+const COLOURS = ["density", "token", "channel"];
+const MOST_PICKS = 4;
+
+const state = { view: "overview", capture: 0, site: 0, colour: "density", hidden: new Set(), picks: [], scale: "auto", curve: null };
+
+const open = {
+  get capture() {
+    return PAGE.captures[state.capture];
+  },
+  get site() {
+    return this.capture.sites[state.site];
+  },
+};
+
+// A pick is a token or a channel: {kind: "token", key} or {kind: "channel", key}, the key as text.
+function samePick(one, other) {
+  return one.kind === other.kind && one.key === other.key;
+}
+
+function asAddress() {
+  const said = new URLSearchParams();
+  said.set("view", state.view);
+  if (PAGE.captures.length > 1) said.set("capture", state.capture + 1);
+  said.set("site", open.capture.sites.length ? open.site.name : "");
+  if (state.colour !== "density") said.set("colour", state.colour);
+  if (state.hidden.size) said.set("hide", [...state.hidden].join(" "));
+  if (state.picks.length) said.set("pick", state.picks.map(({ kind, key }) => `${kind}:${key}`).join(" "));
+  if (state.scale !== "auto") said.set("x", state.scale);
+  if (state.curve) said.set("curve", state.curve);
+  return `#${said}`;
+}
+
+// Takes from the address what it understands, and leaves the rest as it is where it begins.
+function readAddress() {
+  const said = new URLSearchParams(location.hash.slice(1));
+  const oneOf = (name, known, usual) => (known.includes(said.get(name)) ? said.get(name) : usual);
+  state.view = oneOf("view", VIEWS, "overview");
+  state.capture = Math.min(Math.max(Number.parseInt(said.get("capture") || "1", 10) - 1, 0), PAGE.captures.length - 1) || 0;
+  state.site = Math.max(open.capture.sites.findIndex(({ name }) => wellFormed(name) === said.get("site")), 0);
+  state.colour = oneOf("colour", COLOURS, "density");
+  state.scale = oneOf("x", ["linear", "asinh"], "auto");
+  state.hidden = new Set((said.get("hide") || "").split(" ").filter(Boolean));
+  state.picks = (said.get("pick") || "").split(" ").map(pickOf).filter(Boolean).slice(0, MOST_PICKS);
+  state.curve = Object.hasOwn(PAGE.curves, said.get("curve") || "") ? said.get("curve") : null;
+}
+
+// As an address holds it, which has no halves of surrogate pairs.
+function wellFormed(text) {
+  return new URLSearchParams([["", text]]).get("");
+}
+
+function pickOf(text) {
+  const [, kind, key] = /^(token|channel):([0-9a-f]+)$/.exec(text) || [];
+  return kind ? { kind, key } : null;
+}
+
+// Changes what is open, and the address with it; `page` redraws what the change touches.
+function go(change) {
+  const before = [state.view, state.capture, state.site].join();
+  Object.assign(state, change);
+  const moved = before !== [state.view, state.capture, state.site].join();
+  try {
+    history[moved ? "pushState" : "replaceState"](null, "", asAddress());
+  } catch (error) {
+    // Within a notebook's frame there is no address to keep.
+  }
+  if (moved) render();
+}

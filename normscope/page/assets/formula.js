@@ -1,0 +1,161 @@
+"use strict";
+// A formula of x that somebody typed, parsed into a closure: nothing of it is ever run as code.
+// The grammar is that of normscope/fits/curves/expressions.py.
+
+const LONGEST = 500;
+const DEEPEST = 50;
+const CONSTANTS = { pi: Math.PI, e: Math.E };
+const CALLED = {
+  abs: [Math.abs, 1], sign: [Math.sign, 1], sqrt: [Math.sqrt, 1], exp: [Math.exp, 1], expm1: [Math.expm1, 1],
+  log: [Math.log, 1], log1p: [Math.log1p, 1], sin: [Math.sin, 1], cos: [Math.cos, 1], tan: [Math.tan, 1],
+  sinh: [Math.sinh, 1], cosh: [Math.cosh, 1], tanh: [Math.tanh, 1], asinh: [Math.asinh, 1], atan: [Math.atan, 1],
+  arctan: [Math.atan, 1], erf: [erf, 1], sigmoid: [sigmoid, 1],
+  cbrt: [(x) => Math.sign(x) * Math.abs(x) ** (1 / 3), 1],
+  min: [Math.min, 2], max: [Math.max, 2], minimum: [Math.min, 2], maximum: [Math.max, 2], clip: [clipped, 3],
+};
+const TOKEN = /\s*(?:((?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][+-]?\d+)?)|([A-Za-z_]\w*)|(\*\*|[-+*/(),])|(\S))/y;
+
+class FormulaError extends Error {}
+
+// The function of x that a formula writes; FormulaError, in a sentence, where it is not understood.
+function formula(text) {
+  if (text.length > LONGEST) throw new FormulaError(`A formula has at most ${LONGEST} characters; this one has ${text.length}.`);
+  const reader = new FormulaReader(text);
+  const term = reader.sum();
+  reader.end();
+  if (!reader.varies) throw new FormulaError("The formula does not depend on x; a constant cannot be fitted.");
+  if ([-2.5, -0.3].every((x) => Number.isNaN(term(x))) && [2.5, 0.3].every((x) => Number.isFinite(term(x)))) {
+    throw new FormulaError("The formula is no number for negative x: take roots, logarithms and broken powers of abs(x), as in sign(x)*abs(x)**(1/3).");
+  }
+  return term;
+}
+
+class FormulaReader {
+  constructor(text) {
+    this.text = text;
+    this.at = 0;
+    this.varies = false;
+    this.next();
+  }
+
+  // Reads one token on, into `this.token`: {number}, {name}, {sign} or {}, each with the column where it begins.
+  next() {
+    TOKEN.lastIndex = this.at;
+    const found = TOKEN.exec(this.text);
+    if (!found) {
+      this.token = { column: this.text.length };
+      return;
+    }
+    const column = TOKEN.lastIndex - found[0].trimStart().length;
+    this.at = TOKEN.lastIndex;
+    if (found[4]) this.refuse(`the sign ${JSON.stringify(found[4])} means nothing here${found[4] === "^" ? "; a power is written **" : ""}`, column);
+    this.token = { number: found[1], name: found[2], sign: found[3], column };
+  }
+
+  refuse(why, column = this.token.column) {
+    throw new FormulaError(`The formula is not understood at column ${column + 1}: ${why}.`);
+  }
+
+  accept(sign) {
+    if (this.token.sign !== sign) return false;
+    this.next();
+    return true;
+  }
+
+  end() {
+    if (this.token.column < this.text.length) this.refuse("it goes on after its end");
+  }
+
+  // A function of x made of others, which knows how deep its tree is.
+  made(term, ...parts) {
+    term.levels = 1 + Math.max(0, ...parts.map(({ levels }) => levels));
+    if (term.levels > DEEPEST) this.refuse(`it is nested more than ${DEEPEST} levels deep`);
+    return term;
+  }
+
+  sum() {
+    let left = this.product();
+    for (;;) {
+      const first = left;
+      if (this.accept("+")) {
+        const second = this.product();
+        left = this.made((x) => first(x) + second(x), first, second);
+      } else if (this.accept("-")) {
+        const second = this.product();
+        left = this.made((x) => first(x) - second(x), first, second);
+      } else return left;
+    }
+  }
+
+  product() {
+    let left = this.signed();
+    for (;;) {
+      const first = left;
+      if (this.accept("*")) {
+        const second = this.signed();
+        left = this.made((x) => first(x) * second(x), first, second);
+      } else if (this.accept("/")) {
+        const second = this.signed();
+        left = this.made((x) => first(x) / second(x), first, second);
+      } else return left;
+    }
+  }
+
+  // A sign binds less than a power, as in Python: −x**2 is −(x**2), and 2**−x is a number.
+  signed() {
+    if (this.accept("+")) {
+      const term = this.signed();
+      return this.made((x) => term(x), term);
+    }
+    if (this.accept("-")) {
+      const term = this.signed();
+      return this.made((x) => -term(x), term);
+    }
+    const base = this.single();
+    if (!this.accept("**")) return base;
+    const exponent = this.signed();
+    return this.made((x) => base(x) ** exponent(x), base, exponent);
+  }
+
+  single() {
+    const { number: digits, name } = this.token;
+    if (digits !== undefined) return this.constant(digits);
+    if (name !== undefined) return this.named(name);
+    if (!this.accept("(")) this.refuse(this.token.sign ? `${JSON.stringify(this.token.sign)} means nothing here` : "it ends too early");
+    const inner = this.sum();
+    if (!this.accept(")")) this.refuse("a bracket is not closed");
+    return inner;
+  }
+
+  constant(digits) {
+    const value = Number(digits.replaceAll("_", ""));
+    if (!Number.isFinite(value)) this.refuse("this number is too large for float64");
+    this.next();
+    return this.made(() => value);
+  }
+
+  named(name) {
+    if (name === "x" || name === "u") {
+      this.varies = true;
+      this.next();
+      return this.made((x) => x);
+    }
+    if (Object.hasOwn(CONSTANTS, name)) {
+      this.next();
+      return this.made(() => CONSTANTS[name]);
+    }
+    if (!Object.hasOwn(CALLED, name)) this.refuse(`there is no ${JSON.stringify(name)}`);
+    this.next();
+    if (!this.accept("(")) this.refuse(`the function ${name} has no brackets after it`);
+    return this.called(name);
+  }
+
+  called(name) {
+    const [called, wanted] = CALLED[name];
+    const inputs = [this.sum()];
+    while (this.accept(",")) inputs.push(this.sum());
+    if (!this.accept(")")) this.refuse("a bracket is not closed");
+    if (inputs.length !== wanted) this.refuse(`${name} takes ${wanted} argument${wanted > 1 ? "s" : ""}, not ${inputs.length}`);
+    return this.made((x) => called(...inputs.map((input) => input(x))), ...inputs);
+  }
+}

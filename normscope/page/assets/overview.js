@@ -1,0 +1,210 @@
+"use strict";
+// The overview: every site of a capture over the depth, all sites in small, and the same numbers as a table.
+
+const SHAPES = ["●", "■", "◆", "▲", "▼"];
+
+function overviewView() {
+  const { capture } = open;
+  if (!capture.sites.length) return [element("p", { class: "warning", text: "This capture holds no norm site." })];
+  const kinds = [...new Set(capture.sites.map(({ name }) => kindOfSite(name)))];
+  const rows = depthRows(capture);
+  const strip = element("div", { class: "strip" });
+  strip.append(...rows.map((row) => depthFigure(capture, row, kinds)));
+  return [
+    element("section", { "aria-labelledby": "depth" }, [
+      element("h2", { id: "depth", text: "Over the depth" }),
+      element("p", { class: "note", text: "A mark a site, in the order of calls; hover for numbers, click to open it." }),
+      legend(capture, kinds),
+      strip,
+    ]),
+    element("section", { "aria-labelledby": "all" }, [
+      element("h2", { id: "all", text: "All sites" }),
+      element("p", { class: "note", text: "All pairs with E[y|x] and the fits, and what you picked. The axes are each site's own." }),
+      pickBar(),
+      thumbnails(capture),
+    ]),
+    element("section", { "aria-labelledby": "numbers" }, [element("h2", { id: "numbers", text: "Numbers" }), overviewTable(capture)]),
+    aboutCapture(capture),
+  ];
+}
+
+// What is drawn over the depth: {name, unit, zero, series: [{label, colour, dashes, values, hollow}]}.
+function depthRows(capture) {
+  const { ink } = palette.style;
+  const ofSites = (value) => capture.sites.map((site) => value(site) ?? NaN);
+  const told = (name) => (fit) => (fit && !fit.doubt && !fit.nothing ? fit[name] : NaN);
+  const ofCurves = (value) => capture.curves.map((curve) => ({
+    label: curve, ...palette.curve(curve), values: ofSites((site) => value(site.fits.find((fit) => fit.curve === curve))),
+  }));
+  const one = (label, value) => ({ label, colour: ink, values: ofSites(({ numbers }) => value(numbers)) });
+  const ceiling = { label: "ceiling", colour: ink, values: ofSites(({ fits }) => fits.length ? fits[0].r2_ceiling : null), level: true };
+  const rows = [
+    { name: "R² and its ceiling", series: [...ofCurves((fit) => fit && !fit.nothing ? fit.r2 : NaN), ceiling] },
+    { name: "Amplitude A", series: ofCurves(told("amplitude")) },
+    { name: "Scale α, in units of 1/x", series: ofCurves(told("alpha")) },
+    { name: "Spread of σ: 95th percentile over the 5th", series: [one("σ 95 : 5", ({ spread }) => spread)] },
+    { name: "|μ|/σ of the tokens", zero: true, series: [one("median", ({ offset }) => offset), { ...one("95 %", (all) => all.offset_p95), level: true }] },
+    { name: "Pairs beyond the linear range, %", zero: true, series: [one("share", ({ bent }) => bent === null ? null : 100 * bent)] },
+    { name: "Σx² in three channels, %", zero: true, series: [one("share", (all) => all.channel_share === null ? null : 100 * all.channel_share)] },
+    { name: "Massive channels, and massive tokens of 16", zero: true, series: [
+      one("channels", (all) => all.massive_channels), { ...one("tokens", (all) => all.massive_tokens), level: true },
+    ] },
+  ];
+  return [...rows, ...driftRows(capture)];
+}
+
+// How far the output moves with each site alone swapped, where that was measured of this network.
+function driftRows(capture) {
+  const { faint } = palette.style;
+  const reports = PAGE.swaps.drift.filter((report) => capture.sites.some(({ name }) => report.sites.includes(name)));
+  const series = reports.map((report) => {
+    const alone = new Map(report.rows.filter(({ swapped }) => swapped === "one").map((row) => [row.site, row.relative_l2.p50]));
+    const look = Object.hasOwn(palette.style.curves, curveOfFunc(report.func)) ? palette.curve(curveOfFunc(report.func)) : { colour: faint, dashes: [] };
+    return { label: `${report.func} ${report.init}`.trim(), ...look, values: capture.sites.map(({ name }) => alone.get(name) ?? NaN) };
+  });
+  return series.length ? [{ name: "Drift with one site swapped, relative L2", zero: true, series }] : [];
+}
+
+function curveOfFunc(func) {
+  const known = Object.entries(PAGE.curves).find(([name, curve]) => name === func || curve.aliases.includes(func));
+  return known ? known[0] : func;
+}
+
+function depthFigure(capture, row, kinds) {
+  const places = capture.sites.map((_, place) => place);
+  const told = row.series.some(({ values }) => values.some(Number.isFinite));
+  const scene = () => {
+    const shown = row.series.filter(({ label }) => !state.hidden.has(label));
+    return {
+      x: new Axis(-0.5, capture.sites.length - 0.5, { whole: true }),
+      y: axisOf(shown.flatMap(({ values }) => values), { zero: row.zero }),
+      names: (place) => (capture.sites[place] ? String(capture.sites[place].index) : ""),
+      xlabel: "norm site, in the order of calls",
+      lines: shown.flatMap((series) => kindLines(capture, series, kinds)),
+      marks: shown.flatMap((series) => marksOf(capture, series, kinds)),
+      levels: [{ x: state.site, colour: palette.style.faint }],
+      hover: { x: places, text: (place) => depthText(capture.sites[place], row, place) },
+    };
+  };
+  const { whole } = figure(
+    { label: `${row.name}, over ${capture.sites.length} norm sites`, height: 178, scene, zooms: false, open: (site) => go({ view: "site", site }) },
+    { heading: row.name, note: told ? "" : "There is no such number at any site." },
+  );
+  return whole;
+}
+
+function depthText(site, row, place) {
+  return [siteTitle(site), ...row.series.map(({ label, values }) => `${label} ${number(values[place])}`)];
+}
+
+// A thin line through the sites of each kind.
+function kindLines(capture, { colour, dashes = [], values, level = false }, kinds) {
+  return kinds.map((kind) => {
+    const places = capture.sites.map((site, place) => place).filter((place) => kindOfSite(capture.sites[place].name) === kind);
+    return { x: places, y: places.map((place) => values[place]), colour, dashes: level ? [1, 2] : dashes, width: 1.1, halo: false, opacity: 0.7 };
+  });
+}
+
+function marksOf(capture, { colour, values, label, level = false }, kinds) {
+  return capture.sites.flatMap((site, place) => (Number.isFinite(values[place])
+    ? [{ x: place, y: values[place], colour, shape: kinds.indexOf(kindOfSite(site.name)), size: level ? 2 : 3.6, name: label }] : []));
+}
+
+function legend(capture, kinds) {
+  const curves = capture.curves.map((curve) => curveToggle(curve, () => Plot.redrawAll()));
+  const shapes = kinds.map((kind, place) => element("span", { class: "key", text: `${SHAPES[place % SHAPES.length]} ${visible(kind)}` }));
+  return element("div", { class: "controls" }, [
+    element("div", { class: "group", role: "group", "aria-label": "Curves" }, curves),
+    element("div", { class: "group" }, [...shapes, element("span", { class: "key", text: "small marks, dotted: ceiling, 95 %, tokens" })]),
+  ]);
+}
+
+function curveToggle(curve, changed) {
+  const { colour, dashes } = palette.curve(curve);
+  return toggle(curve, !state.hidden.has(curve), (on) => {
+    const hidden = new Set(state.hidden);
+    if (on) hidden.delete(curve);
+    else hidden.add(curve);
+    go({ hidden });
+    changed();
+  }, { colour, dashes, title: formulaOf(curve) });
+}
+
+function formulaOf(curve) {
+  return PAGE.curves[curve] ? `${curve}: ${PAGE.curves[curve].formula}` : curve;
+}
+
+function thumbnails(capture) {
+  const seen = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) if (isIntersecting) {
+      seen.unobserve(target);
+      target.drawn();
+    }
+  }, { rootMargin: "200px" });
+  return element("div", { class: "thumbnails" }, capture.sites.map((site, place) => {
+    const host = element("span", { class: "small" });
+    const made = element("button", { type: "button", class: "thumbnail", onclick: () => go({ view: "site", site: place }) }, [
+      element("span", { class: "name", text: tailOf(siteTitle(site), 36) }), host, element("span", { class: "detail", text: thumbnailText(site) }),
+    ]);
+    host.drawn = () => {
+      if (site.nothing || !site.axis) return;
+      const scene = () => scurveScene(site, { colour: "density", thin: true, hovers: false, axis: axisOfSite(site, "auto"), lines: curveLines(site, "line", 1.2) });
+      new Plot(host, { label: `S-curve of ${siteTitle(site)}`, height: 120, scene, zooms: false, small: true }).draw();
+    };
+    seen.observe(host);
+    return made;
+  }));
+}
+
+// The end of a path tells it from the others.
+function tailOf(text, most) {
+  return text.length > most ? `${text.split(" ")[0]} …${text.slice(text.length - most)}` : text;
+}
+
+function thumbnailText(site) {
+  if (site.nothing) return visible(site.nothing);
+  const best = site.fits.filter((fit) => !fit.nothing).sort((one, other) => other.r2 - one.r2)[0];
+  return best ? `${best.curve} R² ${number(best.r2, 3)}` : siteDetail(site);
+}
+
+function overviewTable(capture) {
+  const heads = ["#", "site", "kind", "placement", "pairs"];
+  for (const curve of capture.curves) heads.push(`${curve} A`, `${curve} α`, `${curve} R²`);
+  heads.push("ceiling", "|μ|/σ", "σ median", "σ 95:5", "beyond linear", "Σx² in 3", "massive pairs", "massive channels");
+  const rows = capture.sites.map((site, place) => [
+    cellOf(site.index),
+    { text: site.name, node: button(visible(site.name), () => go({ view: "site", site: place }), { class: "link" }) },
+    site.kind, site.placement || "–", { text: grouped(site.pairs), value: site.pairs },
+    ...capture.curves.flatMap((curve) => fitCells(site.fits.find((fit) => fit.curve === curve))),
+    cellOf(site.fits.length ? site.fits[0].r2_ceiling : null),
+    cellOf(site.numbers.offset, 3), cellOf(site.numbers.sigma, 3), cellOf(site.numbers.spread, 3),
+    { text: percent(site.numbers.bent), value: site.numbers.bent }, { text: percent(site.numbers.channel_share), value: site.numbers.channel_share },
+    { text: grouped(site.numbers.massive), value: site.numbers.massive }, cellOf(site.numbers.massive_channels),
+  ]);
+  const caption = "A and α are left out where the pairs tell no more than a line or a power law, and the word stands there; beyond linear: pairs at which tanh departs from its tangent by over 5 %; massive: beyond 100, and beyond 1000 times the median of |x|.";
+  return table(`${captureName(capture)} sites`, heads, rows, { caption, chosen: state.site });
+}
+
+function cellOf(value, digits = 4) {
+  return { text: number(value, digits), value: value ?? "" };
+}
+
+function fitCells(fit) {
+  if (!fit || fit.nothing) return [fit ? { text: visible(fit.nothing) } : { text: "–", value: "" }, { text: "–", value: "" }, { text: "–", value: "" }];
+  const told = fit.doubt ? [{ text: fit.doubt }, { text: "–", value: "" }] : [cellOf(fit.amplitude), cellOf(fit.alpha)];
+  return [...told, cellOf(fit.r2)];
+}
+
+function aboutCapture(capture) {
+  const lines = [
+    ...Object.entries(capture.about),
+    ["samples", grouped(capture.samples)], ["seed", String(capture.seed)],
+    ["pairs weighted by", capture.weights_by],
+    ["versions", Object.entries(capture.versions).filter(([, version]) => version !== "not installed").map((pair) => pair.join(" ")).join(", ")],
+    ...capture.skipped.map(({ name, kind, reason }) => ["skipped", `${name} (${kind}): ${reason}`]),
+  ];
+  return element("section", { "aria-labelledby": "about" }, [
+    element("h2", { id: "about", text: "What this was taken from" }),
+    element("dl", { class: "card" }, lines.flatMap(([name, text]) => [element("dt", { text: name }), element("dd", { text: visible(text) })])),
+  ]);
+}

@@ -1,0 +1,175 @@
+"use strict";
+// The page: its head, its tabs, its keys, light and dark, and what is shown in it.
+
+const TABS = { overview: "Overview", site: "Site", explorer: "Explorer", swap: "Swap", compare: "Compare" };
+const SHOWN = { overview: overviewView, site: siteView, explorer: explorerView, swap: swapView, compare: compareView };
+const KEYS = [
+  ["← →", "site before, next site"], ["1 … 5", "overview, site, explorer, swap, compare"], ["/", "search tokens and channels"],
+  ["d t c", "colour by density, token, channel"], ["l", "light or dark"], ["?", "this help"], ["Esc", "close it"],
+];
+const THEME = "normscope-theme";
+
+let shownView = null;
+
+function render() {
+  Plot.all.clear();
+  const main = document.getElementById("main");
+  const focused = focusedName();
+  main.replaceChildren(...SHOWN[state.view]());
+  for (const plot of Plot.all) plot.draw();
+  focusAgain(main, focused);
+  if (shownView !== null && shownView !== state.view) window.scrollTo(0, 0);
+  shownView = state.view;
+  if (state.view === "site" && open.site) say(siteTitle(open.site));
+  for (const tab of document.querySelectorAll("[role=tab]")) {
+    const on = tab.dataset.view === state.view;
+    tab.setAttribute("aria-selected", String(on));
+    tab.tabIndex = on ? 0 : -1;
+  }
+  main.setAttribute("aria-labelledby", `tab-${state.view}`);
+  for (const select of document.querySelectorAll("#captures")) select.value = state.capture;
+  document.getElementById("origin").replaceChildren(...originOf(open.capture));
+}
+
+// What has the focus within the page's part, in words that outlast its being made again.
+function focusedName() {
+  const { activeElement } = document;
+  return activeElement.closest("#main") && (activeElement.id || activeElement.getAttribute("aria-label"));
+}
+
+function focusAgain(main, name) {
+  if (!name || name === "main") return;
+  const same = [...main.querySelectorAll("button, select, input, [tabindex]")].find((one) => (one.id || one.getAttribute("aria-label")) === name);
+  (same && !same.disabled ? same : main).focus({ preventScroll: true });
+}
+
+function tabs() {
+  const made = Object.entries(TABS).map(([view, text]) => button(text, () => go({ view }), {
+    role: "tab", id: `tab-${view}`, "data-view": view, "aria-controls": "main",
+  }));
+  const list = element("div", { role: "tablist", "aria-label": "Parts of the page" }, made);
+  list.addEventListener("keydown", (event) => {
+    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!by) return;
+    event.preventDefault();
+    event.stopPropagation();
+    const next = made[(made.indexOf(document.activeElement) + by + made.length) % made.length];
+    next.focus();
+    next.click();
+  });
+  return list;
+}
+
+function head() {
+  const captures = PAGE.captures.map((capture, place) => element("option", { value: place, text: captureTitle(capture) }));
+  const choose = captures.length > 1 ? element("select", { id: "captures", "aria-label": "Capture", onchange: (event) => chooseCapture(Number(event.target.value)) }, captures) : null;
+  document.getElementById("head").replaceChildren(
+    element("div", { class: "title" }, [
+      element("h1", { text: visible(PAGE.title) }),
+      element("div", { class: "group" }, [choose, button("Light or dark", changeTheme, { id: "theme" }), button("Keys", help, { id: "keys", "aria-haspopup": "dialog" })]),
+    ]),
+    element("div", { id: "origin" }), tabs(),
+  );
+  document.getElementById("foot").textContent = "Made by normscope; this file asks no network for anything. y is a norm's output before its affine step, x its input.";
+}
+
+function originOf(capture) {
+  const { weights, data, dtype, sample } = capture.about;
+  const words = [weights, data, `${grouped(capture.samples)} samples`, dtype, sample].filter(Boolean).map(visible);
+  const made = capture.made ? element("p", { class: "warning", text: `These weights are not trained: ${visible(capture.made)}.` }) : null;
+  return [element("p", { class: "note", text: words.join(" · ") }), ...(made ? [made] : [])];
+}
+
+// The same site in another capture, where there is one.
+function chooseCapture(capture) {
+  const name = open.site ? open.site.name : "";
+  const { sites } = PAGE.captures[capture];
+  const first = open.site ? firstName() : null;
+  const at = first === null ? null : counterpart(capture, first);
+  go({ capture, site: at ? at.place : Math.max(sites.findIndex((site) => site.name === name), 0) });
+}
+
+function setTheme(theme) {
+  palette.theme = theme;
+  document.documentElement.dataset.theme = theme;
+}
+
+function remembered(theme = null) {
+  try {
+    if (theme) localStorage.setItem(THEME, theme);
+    return localStorage.getItem(THEME);
+  } catch (error) {
+    return null; // no page may keep anything here
+  }
+}
+
+function changeTheme() {
+  setTheme(palette.theme === "light" ? "dark" : "light");
+  remembered(palette.theme);
+  render();
+}
+
+function help() {
+  const dialog = document.getElementById("help");
+  const lines = KEYS.flatMap(([keys, what]) => [element("dt", { text: keys }), element("dd", { text: what })]);
+  dialog.replaceChildren(element("h2", { id: "help-title", text: "Keys" }), element("dl", { class: "card" }, lines),
+    element("p", { class: "note", text: "In a figure: drag to zoom, double-click to see all, hover a pair for its token and channel." }),
+    button("Close", () => dialog.close()));
+  if (!dialog.open) dialog.showModal();
+}
+
+function keyed(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || document.getElementById("help").open) return;
+  if (event.target.closest("input:not([type=radio], [type=checkbox]), select, textarea")) {
+    if (event.key === "Escape") event.target.blur();
+    return;
+  }
+  const inRadios = event.target.closest("[type=radio]") && event.key.startsWith("Arrow");
+  const action = inRadios ? null : keyAction(event.key);
+  if (!action) return;
+  event.preventDefault();
+  action();
+}
+
+function keyAction(key) {
+  const views = Object.keys(TABS);
+  const colour = { d: "density", t: "token", c: "channel" }[key];
+  if (views[Number(key) - 1]) return () => go({ view: views[Number(key) - 1] });
+  if (colour) return () => { go({ colour }); render(); };
+  return { ArrowLeft: () => stepSite(-1), ArrowRight: () => stepSite(1), "/": search, l: changeTheme, "?": help }[key];
+}
+
+function search() {
+  if (state.view !== "site") go({ view: "site" });
+  const field = document.getElementById("search");
+  if (field) field.focus();
+}
+
+// Paper is white and narrow, whatever the screen is.
+function printed() {
+  const root = document.documentElement;
+  let before = palette.theme;
+  window.addEventListener("beforeprint", () => {
+    before = palette.theme;
+    root.dataset.print = "";
+    setTheme("light");
+    Plot.redrawAll();
+  });
+  window.addEventListener("afterprint", () => {
+    delete root.dataset.print;
+    setTheme(before);
+    Plot.redrawAll();
+  });
+}
+
+const dark = window.matchMedia("(prefers-color-scheme: dark)");
+setTheme(remembered() || (dark.matches ? "dark" : "light"));
+dark.addEventListener("change", () => { if (!remembered()) { setTheme(dark.matches ? "dark" : "light"); render(); } });
+window.addEventListener("popstate", () => { readAddress(); render(); });
+document.getElementById("skip").addEventListener("click", () => document.getElementById("main").focus());
+document.addEventListener("keydown", keyed);
+readAddress();
+head();
+render();
+printed();
+document.documentElement.dataset.ready = String(Math.round(performance.now()));

@@ -1,0 +1,37 @@
+"use strict";
+// Colours: those of the package's figures, told apart with any colour vision, in light and in dark.
+
+// Viridis, by Nathaniel Smith and Stéfan van der Walt (CC0), at eleven places.
+const VIRIDIS = [
+  [68, 1, 84], [72, 36, 117], [65, 68, 135], [53, 95, 141], [42, 120, 142], [33, 145, 140], [34, 168, 132],
+  [68, 191, 112], [122, 209, 81], [189, 223, 38], [253, 231, 37],
+];
+// From few pairs to many.
+const DENSITY = { light: [[226, 226, 226], [8, 8, 8]], dark: [[52, 58, 68], [250, 250, 250]] };
+
+const palette = {
+  styles: {},
+  theme: "light",
+  get style() {
+    return this.styles[this.theme];
+  },
+  curve(name) {
+    return this.style.curves[name] || { colour: this.style.ink, dashes: [] };
+  },
+};
+
+function between(first, second, share) {
+  return first.map((value, place) => Math.round(value + share * (second[place] - value)));
+}
+
+function viridis(share) {
+  const place = Math.min(Math.max(share, 0), 1) * (VIRIDIS.length - 1);
+  const below = Math.min(Math.floor(place), VIRIDIS.length - 2);
+  return `rgb(${between(VIRIDIS[below], VIRIDIS[below + 1], place - below).join(",")})`;
+}
+
+// Red, green and blue of each level of a density; level 0 is no pair.
+function densityColours() {
+  const [few, many] = DENSITY[palette.theme];
+  return Array.from({ length: 256 }, (_, level) => between(few, many, level / 255));
+}

@@ -1,0 +1,312 @@
+"use strict";
+// A figure in the page: points and densities on a canvas, lines and letters above it as SVG; zoom, hover, save.
+
+const SVG = "http://www.w3.org/2000/svg";
+const FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
+const LETTERS = 12;
+const NEAR = 24; // pixels, from which a point answers
+let clips = 0;
+
+function svg(name, attributes = {}, text = null) {
+  const made = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) if (value !== null) made.setAttribute(key, value);
+  if (text !== null) made.textContent = text;
+  return made;
+}
+
+class Plot {
+  // `scene` is a function of this plot that says what is drawn:
+  // {x, y: Axis, xlabel, ylabel, paint: [function of (context, plot)], lines, bands, marks, levels, hover}.
+  constructor(host, { label, height, scene, title = "", zooms = true, open = null, small = false }) {
+    Object.assign(this, { host, label, height, scene, title, open, small });
+    this.zoom = null;
+    this.clip = `clip-${(clips += 1)}`;
+    this.canvas = element("canvas", { "aria-hidden": "true" });
+    this.svg = svg("svg", { role: "img", "aria-label": label });
+    this.tip = element("div", { class: "tip", hidden: "" });
+    host.replaceChildren(this.canvas, this.svg, this.tip);
+    host.classList.add("plot");
+    host.addEventListener("pointermove", (event) => this.moved(event));
+    host.addEventListener("pointerleave", () => this.left());
+    host.addEventListener("click", (event) => this.clicked(event));
+    if (zooms) this.zoomable();
+    new ResizeObserver(() => this.resized()).observe(host);
+    Plot.all.add(this);
+  }
+
+  static redrawAll() {
+    for (const plot of Plot.all) {
+      if (plot.host.isConnected) plot.draw();
+      else Plot.all.delete(plot);
+    }
+  }
+
+  resized() {
+    if (this.host.clientWidth && this.host.clientWidth !== this.width) this.draw();
+  }
+
+  draw() {
+    if (!this.host.isConnected || !this.host.clientWidth) return;
+    this.shown = this.scene(this);
+    this.width = this.host.clientWidth;
+    const high = typeof this.height === "function" ? this.height(this.width) : this.height;
+    const edge = this.small ? { left: 2, right: 2, top: 2, bottom: 2 } : { left: 54, right: 12, top: 8, bottom: this.shown.xlabel ? 42 : 24 };
+    this.box = { left: edge.left, top: edge.top, width: this.width - edge.left - edge.right, height: high - edge.top - edge.bottom };
+    this.high = high;
+    this.host.style.height = `${high}px`;
+    this.x = this.zoom ? this.shown.x.within(...this.zoom.x) : this.shown.x;
+    this.y = this.zoom ? this.shown.y.within(...this.zoom.y) : this.shown.y;
+    this.placed = null;
+    this.paint();
+    this.write();
+  }
+
+  across(value) {
+    return this.box.left + this.x.share(value) * this.box.width;
+  }
+
+  upwards(value) {
+    return this.box.top + (1 - this.y.share(value)) * this.box.height;
+  }
+
+  paint() {
+    const dots = window.devicePixelRatio || 1;
+    this.canvas.width = Math.round(this.width * dots);
+    this.canvas.height = Math.round(this.high * dots);
+    this.canvas.style.width = `${this.width}px`;
+    this.canvas.style.height = `${this.high}px`;
+    const context = this.canvas.getContext("2d");
+    context.scale(dots, dots);
+    const { left, top, width, height } = this.box;
+    context.beginPath();
+    context.rect(left, top, width, height);
+    context.clip();
+    for (const painted of this.shown.paint || []) painted(context, this);
+  }
+
+  write() {
+    const { left, top, width, height } = this.box;
+    this.svg.setAttribute("width", this.width);
+    this.svg.setAttribute("height", this.high);
+    this.svg.setAttribute("viewBox", `0 0 ${this.width} ${this.high}`);
+    const clip = svg("clipPath", { id: this.clip });
+    clip.append(svg("rect", { x: left, y: top, width, height }));
+    const inside = svg("g", { "clip-path": `url(#${this.clip})`, fill: "none" });
+    this.svg.replaceChildren(clip, ...(this.small ? [] : this.framed()), inside);
+    for (const band of this.shown.bands || []) inside.append(this.band(band));
+    for (const level of this.shown.levels || []) inside.append(this.level(level));
+    for (const line of this.shown.lines || []) inside.append(...this.line(line));
+    for (const mark of this.shown.marks || []) inside.append(this.mark(mark));
+    this.pointer = svg("g", { "pointer-events": "none" });
+    inside.append(this.pointer);
+  }
+
+  framed() {
+    const { left, top, width, height } = this.box;
+    const { ink, faint } = palette.style;
+    const parts = [svg("path", { d: `M${left} ${top}V${top + height}H${left + width}`, stroke: faint, fill: "none" })];
+    const text = { fill: ink, "font-size": LETTERS, "font-family": FONT };
+    for (const tick of this.x.ticks(width, TICK_PIXELS.across)) {
+      const at = this.across(tick);
+      parts.push(svg("path", { d: `M${at} ${top + height}v4`, stroke: faint }));
+      const label = this.shown.names ? this.shown.names(tick) : number(tick);
+      parts.push(svg("text", { ...text, x: at, y: top + height + 17, "text-anchor": "middle" }, label));
+    }
+    for (const tick of this.y.ticks(height, TICK_PIXELS.upwards)) {
+      const at = this.upwards(tick);
+      parts.push(svg("path", { d: `M${left} ${at}h${width}`, stroke: faint, "stroke-opacity": 0.18 }));
+      parts.push(svg("text", { ...text, x: left - 7, y: at + 4, "text-anchor": "end" }, number(tick)));
+    }
+    const middle = top + height / 2;
+    if (this.shown.xlabel) parts.push(svg("text", { ...text, x: left + width / 2, y: top + height + 35, "text-anchor": "middle" }, this.shown.xlabel));
+    if (this.shown.ylabel) parts.push(svg("text", { ...text, x: 12, y: middle, "text-anchor": "middle", transform: `rotate(-90 12 ${middle})` }, this.shown.ylabel));
+    return parts;
+  }
+
+  path(x, y) {
+    let text = "";
+    let pen = false;
+    for (let place = 0; place < x.length; place += 1) {
+      const here = Number.isFinite(y[place]) && Number.isFinite(x[place]);
+      if (here) text += `${pen ? "L" : "M"}${this.across(x[place]).toFixed(1)} ${clipped(this.upwards(y[place]), -1e4, 1e4).toFixed(1)}`;
+      pen = here;
+    }
+    return text;
+  }
+
+  line({ x, y, colour, dashes = [], width = 2, halo = true, name = null, opacity = null }) {
+    const d = this.path(x, y);
+    const under = svg("path", { d, stroke: palette.style.background, "stroke-width": width + 2.5, "stroke-opacity": 0.75 });
+    const over = svg("path", {
+      d, stroke: colour, "stroke-width": width, "stroke-dasharray": dashes.map((dash) => dash * width * 1.3).join(" ") || null,
+      "stroke-linejoin": "round", "data-line": name, "stroke-opacity": opacity,
+    });
+    return halo ? [under, over] : [over];
+  }
+
+  band({ x, low, high, colour, opacity = 0.35 }) {
+    const above = this.path(x, high);
+    const below = this.path(Array.from(x).reverse(), Array.from(low).reverse()).replace("M", "L");
+    return svg("path", { d: `${above}${below}Z`, fill: colour, "fill-opacity": opacity, "data-line": "band" });
+  }
+
+  level({ y = null, x = null, colour, dashes = "2 4" }) {
+    const { left, top, width, height } = this.box;
+    const d = y === null ? `M${this.across(x)} ${top}v${height}` : `M${left} ${this.upwards(y)}h${width}`;
+    return svg("path", { d, stroke: colour, "stroke-width": 1.2, "stroke-dasharray": dashes || null });
+  }
+
+  // A marker at a place: circle, square, diamond, triangle, and so on by its number.
+  mark({ x, y, colour, shape = 0, size = 4, name = null }) {
+    const [at, up] = [this.across(x), this.upwards(y)];
+    const shapes = [
+      `M${at - size} ${up}a${size} ${size} 0 1 0 ${2 * size} 0a${size} ${size} 0 1 0 ${-2 * size} 0`,
+      `M${at - size} ${up - size}h${2 * size}v${2 * size}h${-2 * size}z`,
+      `M${at} ${up - 1.4 * size}l${1.4 * size} ${1.4 * size}l${-1.4 * size} ${1.4 * size}l${-1.4 * size} ${-1.4 * size}z`,
+      `M${at} ${up - 1.3 * size}l${1.3 * size} ${2.3 * size}h${-2.6 * size}z`,
+      `M${at} ${up + 1.3 * size}l${1.3 * size} ${-2.3 * size}h${-2.6 * size}z`,
+    ];
+    return svg("path", { d: shapes[shape % shapes.length], fill: colour, stroke: palette.style.background, "data-mark": name });
+  }
+
+  // Pixels of all points that answer to the pointer, made once for each drawing.
+  places() {
+    if (!this.placed && this.shown.hover) {
+      const { x, y } = this.shown.hover;
+      const across = Float32Array.from(x, (value) => this.across(value));
+      this.placed = { across, upwards: y ? Float32Array.from(y, (value) => this.upwards(value)) : null };
+    }
+    return this.placed;
+  }
+
+  nearest(event) {
+    const placed = this.places();
+    if (!placed) return -1;
+    const box = this.host.getBoundingClientRect();
+    const [atX, atY] = [event.clientX - box.left, event.clientY - box.top];
+    let best = placed.upwards ? NEAR * NEAR : Infinity;
+    let found = -1;
+    for (let place = 0; place < placed.across.length; place += 1) {
+      const away = (placed.across[place] - atX) ** 2 + (placed.upwards ? (placed.upwards[place] - atY) ** 2 : 0);
+      if (away < best) [best, found] = [away, place];
+    }
+    return found;
+  }
+
+  moved(event) {
+    if (this.dragged) return this.drag(event);
+    const found = this.shown && this.shown.hover ? this.nearest(event) : -1;
+    if (found < 0) return this.left();
+    this.point(found);
+    return undefined;
+  }
+
+  point(found) {
+    const { hover } = this.shown;
+    const { across, upwards } = this.places();
+    const up = upwards ? upwards[found] : null;
+    const { ink, background } = palette.style;
+    const ring = up === null ? [this.level({ x: hover.x[found], colour: ink, dashes: "" })] : [
+      svg("circle", { cx: across[found], cy: up, r: 6, stroke: background, "stroke-width": 4 }),
+      svg("circle", { cx: across[found], cy: up, r: 6, stroke: ink, "stroke-width": 1.8 }),
+    ];
+    this.pointer.replaceChildren(...ring);
+    this.tip.replaceChildren(...hover.text(found).map((line) => element("div", { text: line })));
+    this.tip.hidden = false;
+    const right = across[found] > this.width / 2;
+    this.tip.style.left = right ? "auto" : `${Math.min(across[found] + 14, this.width - 40)}px`;
+    this.tip.style.right = right ? `${this.width - across[found] + 14}px` : "auto";
+    this.tip.style.top = `${Math.max((up === null ? this.box.top : up - 20), 0)}px`;
+    this.host.classList.toggle("opens", Boolean(this.open));
+  }
+
+  left() {
+    this.tip.hidden = true;
+    if (this.pointer) this.pointer.replaceChildren();
+  }
+
+  clicked(event) {
+    if (this.justZoomed) return;
+    const found = this.open ? this.nearest(event) : -1;
+    if (found >= 0) this.open(found);
+    else this.moved(event); // a finger hovers nowhere
+  }
+
+  zoomable() {
+    this.host.addEventListener("pointerdown", (event) => {
+      if (event.button === 0 && event.pointerType === "mouse") this.dragged = { from: this.offset(event), to: null };
+    });
+    this.host.addEventListener("dblclick", () => this.unzoom());
+    window.addEventListener("pointerup", () => this.drop());
+    this.host.title = "Drag to zoom, double-click to see all";
+  }
+
+  offset(event) {
+    const box = this.host.getBoundingClientRect();
+    const { left, top, width, height } = this.box;
+    return [clipped(event.clientX - box.left, left, left + width), clipped(event.clientY - box.top, top, top + height)];
+  }
+
+  drag(event) {
+    this.dragged.to = this.offset(event);
+    const [[x, y], [toX, toY]] = [this.dragged.from, this.dragged.to];
+    const box = { x: Math.min(x, toX), y: Math.min(y, toY), width: Math.abs(x - toX), height: Math.abs(y - toY) };
+    this.tip.hidden = true;
+    this.pointer.replaceChildren(svg("rect", { ...box, stroke: palette.style.ink, fill: palette.style.ink, "fill-opacity": 0.1 }));
+  }
+
+  drop() {
+    const dragged = this.dragged;
+    this.dragged = null;
+    this.justZoomed = false;
+    if (!dragged || !dragged.to || Math.abs(dragged.from[0] - dragged.to[0]) < 8 || Math.abs(dragged.from[1] - dragged.to[1]) < 8) return;
+    const share = ([x, y]) => [(x - this.box.left) / this.box.width, 1 - (y - this.box.top) / this.box.height];
+    const [one, other] = [share(dragged.from), share(dragged.to)];
+    const ends = (axis, place) => [Math.min(one[place], other[place]), Math.max(one[place], other[place])].map((at) => axis.value(at));
+    this.zoom = { x: ends(this.x, 0), y: ends(this.y, 1) };
+    this.justZoomed = true;
+    this.draw();
+  }
+
+  unzoom() {
+    this.zoom = null;
+    this.draw();
+  }
+
+  // The figure by itself, with its title above it, as the text of an SVG file.
+  asSvg() {
+    const above = 26;
+    const { background, ink } = palette.style;
+    const size = { width: this.width, height: this.high + above, viewBox: `0 ${-above} ${this.width} ${this.high + above}` };
+    const whole = svg("svg", { xmlns: SVG, ...size });
+    whole.append(svg("title", {}, this.label), svg("rect", { x: 0, y: -above, width: this.width, height: size.height, fill: background }));
+    whole.append(svg("text", { x: 10, y: -8, fill: ink, "font-size": LETTERS + 1, "font-family": FONT, "font-weight": 600 }, this.title || this.label));
+    whole.append(svg("image", { href: this.canvas.toDataURL("image/png"), width: this.width, height: this.high }));
+    for (const part of this.svg.children) whole.append(part.cloneNode(true));
+    return new XMLSerializer().serializeToString(whole);
+  }
+
+  save(kind) {
+    const file = `${(this.title || this.label).replace(/[^\w.]+/g, "-").slice(0, 100)}`;
+    const text = new Blob([this.asSvg()], { type: "image/svg+xml" });
+    if (kind === "svg") return download(text, `${file}.svg`);
+    return drawnOf(text, this.width, this.high + 26, 2).then((picture) => download(picture, `${file}.png`));
+  }
+}
+
+Plot.all = new Set();
+
+function drawnOf(text, width, height, times) {
+  return new Promise((resolve, reject) => {
+    const picture = new Image();
+    const address = URL.createObjectURL(text);
+    picture.onload = () => {
+      const canvas = element("canvas", { width: width * times, height: height * times });
+      canvas.getContext("2d").drawImage(picture, 0, 0, width * times, height * times);
+      URL.revokeObjectURL(address);
+      canvas.toBlob(resolve, "image/png");
+    };
+    picture.onerror = reject;
+    picture.src = address;
+  });
+}

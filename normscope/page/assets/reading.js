@@ -1,0 +1,120 @@
+"use strict";
+// What the page holds: one JSON document, whose arrays are read when they are first needed.
+
+const PAGE = JSON.parse(document.getElementById("data").textContent);
+palette.styles = PAGE.styles;
+
+const KINDS = { f8: Float64Array, f4: Float32Array, u1: Uint8Array, u2: Uint16Array, i4: Int32Array };
+const readArrays = new WeakMap();
+
+// The numbers of a packed array; float16 as float32, which every browser has.
+function numbersOf(packed) {
+  if (!packed) return new Float32Array(0);
+  if (!readArrays.has(packed)) {
+    const text = atob(packed.bytes);
+    const bytes = new Uint8Array(text.length);
+    for (let place = 0; place < text.length; place += 1) bytes[place] = text.charCodeAt(place);
+    readArrays.set(packed, packed.kind === "f2" ? halves(new Uint16Array(bytes.buffer)) : new KINDS[packed.kind](bytes.buffer));
+  }
+  return readArrays.get(packed);
+}
+
+function halves(bits) {
+  const wide = new Uint32Array(bits.length);
+  const values = new Float32Array(wide.buffer);
+  for (let place = 0; place < bits.length; place += 1) {
+    const [sign, size] = [bits[place] & 0x8000, bits[place] & 0x7fff];
+    if (size < 0x400) values[place] = (sign ? -size : size) * 2 ** -24; // below the smallest exponent
+    else wide[place] = (sign << 16) | ((size << 13) + 0x38000000);
+  }
+  return values;
+}
+
+// Signs that would steer a reader or turn letters are written out, as in the package's tables.
+const STEERING = /[\u0000-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]/g;
+const PAIRED = /[\ud800-\udbff][\udc00-\udfff]/g;
+
+function visible(text) {
+  const whole = String(text).split(/([\ud800-\udbff][\udc00-\udfff])/);
+  return whole.map((part) => (part.match(PAIRED) ? part : part.replace(STEERING, writtenOut))).join("");
+}
+
+function writtenOut(sign) {
+  const code = sign.charCodeAt(0);
+  const short = { 9: "\\t", 10: "\\n", 13: "\\r" }[code];
+  return short || (code < 256 ? `\\x${code.toString(16).padStart(2, "0")}` : `\\u${code.toString(16).padStart(4, "0")}`);
+}
+
+// A number as the package's tables write it; an en dash where there is none.
+function number(value, digits = 4) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
+  const size = Math.abs(value);
+  const text = size !== 0 && (size >= 1e6 || size < 1e-4) ? Number(value.toPrecision(digits)).toExponential() : shortened(value, digits);
+  return text.replace("-", "−");
+}
+
+function shortened(value, digits) {
+  if (Number.isInteger(value) && Math.abs(value) < 1e6) return String(value);
+  return String(Number(value.toPrecision(digits)));
+}
+
+function percent(share, digits = 1) {
+  return share === null || share === undefined ? "–" : `${(100 * share).toFixed(digits)} %`;
+}
+
+function grouped(count) {
+  return count === null || count === undefined ? "–" : count.toLocaleString("en-US");
+}
+
+// The kind of a site: its path with * for the parts that are numbers.
+function kindOfSite(name) {
+  return name.split(".").map((part) => (/^\d+$/.test(part) ? "*" : part)).join(".");
+}
+
+function captureName(capture) {
+  return visible([capture.about.model, capture.about.part].filter(Boolean).join(" "));
+}
+
+// Of several captures its number too: two may be of one model.
+function captureTitle(capture) {
+  return PAGE.captures.length > 1 ? `${PAGE.captures.indexOf(capture) + 1} ${captureName(capture)}` : captureName(capture);
+}
+
+const readPoints = new WeakMap();
+
+// The drawn pairs of a site: x, y, the number of the token and of the channel of each; −1 where it is not known.
+function pointsOf(site) {
+  if (!readPoints.has(site)) readPoints.set(site, pointsRead(site));
+  return readPoints.get(site);
+}
+
+function pointsRead(site) {
+  const shown = site.shown;
+  const y = numbersOf(shown.y);
+  const offset = numbersOf(shown.offset);
+  const sigma = numbersOf(shown.sigma);
+  const x = shown.x ? numbersOf(shown.x) : new Float32Array(y.length);
+  const token = new Int32Array(y.length);
+  const channel = new Int32Array(y.length);
+  for (let place = 0; place < y.length; place += 1) {
+    token[place] = Math.floor(place / shown.width);
+    channel[place] = site.channels === null ? -1 : place % shown.width;
+    if (!shown.x) x[place] = offset[token[place]] + sigma[token[place]] * y[place];
+  }
+  const single = site.by_channel;
+  if (!single.x) return { x, y, token, channel };
+  return {
+    x: joinedArrays(Float32Array, x, numbersOf(single.x)),
+    y: joinedArrays(Float32Array, y, numbersOf(single.y)),
+    token: joinedArrays(Int32Array, token, new Int32Array(numbersOf(single.x).length).fill(-1)),
+    channel: joinedArrays(Int32Array, channel, numbersOf(single.channel)),
+  };
+}
+
+function joinedArrays(Kind, first, second) {
+  const both = new Kind(first.length + second.length);
+  both.set(first);
+  both.set(second, first.length);
+  return both;
+}

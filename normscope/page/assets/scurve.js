@@ -1,0 +1,228 @@
+"use strict";
+// What is drawn of a site: its density, its tokens, its channels, its curves.
+
+const FEW_POINTS = 1.6;
+const LINE_POINTS = 33;
+const readDensities = new WeakMap();
+
+// The axis of x of a site: as the package's figures choose it, or as somebody asked for.
+function axisOfSite(site, scale = state.scale) {
+  const [low, high] = site.axis.limits;
+  const shown = scale === "auto" ? site.axis.usual : scale;
+  return new Axis(low, high, { linear: shown === "asinh" ? site.axis.linear : null });
+}
+
+// The axis along which a site's density and curves were sampled: finer about zero.
+function ownAxis(site) {
+  return new Axis(...site.axis.limits, { linear: site.axis.linear });
+}
+
+function xLabel(axis) {
+  return axis.linear ? "norm input x (asinh scale)" : "norm input x";
+}
+
+// The density as a picture in the colours of the theme, made once for each.
+function densityPicture(site) {
+  if (!readDensities.has(site)) readDensities.set(site, {});
+  const made = readDensities.get(site);
+  if (!made[palette.theme]) made[palette.theme] = densityDrawn(site.density);
+  return made[palette.theme];
+}
+
+function densityDrawn(density) {
+  const [first, length, levels] = [density.first, density.length, density.levels].map(numbersOf);
+  const rows = PAGE.density_rows;
+  const picture = element("canvas", { width: first.length, height: rows });
+  const context = picture.getContext("2d");
+  const pixels = context.createImageData(first.length, rows);
+  const colours = densityColours();
+  let place = 0;
+  for (let column = 0; column < first.length; column += 1) {
+    for (let row = first[column]; row < first[column] + length[column]; row += 1, place += 1) {
+      if (levels[place]) pixels.data.set([...colours[levels[place]], 255], 4 * ((rows - 1 - row) * first.length + column));
+    }
+  }
+  context.putImageData(pixels, 0, 0);
+  return picture;
+}
+
+function paintDensity(site) {
+  return (context, plot) => {
+    const picture = densityPicture(site);
+    const edges = ownAxis(site).evenly(picture.width + 1);
+    const [low, high] = site.axis.y;
+    const [top, bottom] = [plot.upwards(high), plot.upwards(low)];
+    context.imageSmoothingEnabled = false;
+    let from = Math.floor(plot.across(edges[0]));
+    for (let column = 0; column < picture.width; column += 1) {
+      const to = Math.round(plot.across(edges[column + 1]));
+      if (to > from) context.drawImage(picture, column, 0, 1, picture.height, from, top, to - from, bottom - top);
+      from = Math.max(from, to);
+    }
+  };
+}
+
+// Colours of σ: from the smallest to the largest of the tokens that are shown, by factors.
+function sigmaColours(site) {
+  const sigma = numbersOf(site.shown.sigma);
+  let [low, high] = [Infinity, 0];
+  for (const value of sigma) [low, high] = [Math.min(low, value), Math.max(high, value)];
+  const range = Math.log(high / low) || 1;
+  return { low, high, colours: Array.from(sigma, (value) => viridis(Math.log(value / low) / range)) };
+}
+
+function dot(context, plot, x, y, size) {
+  context.fillRect(plot.across(x) - size / 2, plot.upwards(y) - size / 2, size, size);
+}
+
+function paintTokens(site) {
+  return (context, plot) => {
+    const { colours } = sigmaColours(site);
+    const { x, y, token } = pointsOf(site);
+    colours.forEach((colour, number) => tokenLine(context, plot, site, number, colour, 1, 0.5));
+    context.globalAlpha = 0.6;
+    let last = -1;
+    for (let place = 0; place < x.length; place += 1) {
+      if (token[place] < 0) break;
+      if (token[place] !== last) context.fillStyle = colours[(last = token[place])];
+      dot(context, plot, x[place], y[place], FEW_POINTS);
+    }
+    context.globalAlpha = 1;
+  };
+}
+
+// A token's straight line, which an asinh axis bends.
+function tokenLine(context, plot, site, number, colour, width, alpha) {
+  const { shown } = site;
+  if (shown.x) return;
+  const [offset, sigma] = [numbersOf(shown.offset)[number], numbersOf(shown.sigma)[number]];
+  const y = numbersOf(shown.y).subarray(number * shown.width, (number + 1) * shown.width);
+  let [low, high] = [Infinity, -Infinity];
+  for (const value of y) [low, high] = [Math.min(low, value), Math.max(high, value)];
+  context.beginPath();
+  const ends = plot.x.within(offset + sigma * low, offset + sigma * high);
+  for (let step = 0; step < LINE_POINTS; step += 1) {
+    const x = ends.value(step / (LINE_POINTS - 1));
+    context.lineTo(plot.across(x), plot.upwards((x - offset) / sigma));
+  }
+  Object.assign(context, { strokeStyle: colour, lineWidth: width, globalAlpha: alpha });
+  context.stroke();
+  context.globalAlpha = 1;
+}
+
+function extremeChannels(site) {
+  const reach = numbersOf(site.by_channel.reach);
+  return Array.from(reach.keys()).sort((one, other) => reach[other] - reach[one]).slice(0, palette.style.channels.length);
+}
+
+// Channels that have a colour without being picked: none beside picks, whose colours are the same.
+function colouredChannels(site) {
+  return state.picks.length ? [] : extremeChannels(site);
+}
+
+function paintChannels(site) {
+  return (context, plot) => {
+    const { x, y, channel } = pointsOf(site);
+    const extreme = colouredChannels(site);
+    context.fillStyle = palette.style.faint;
+    context.globalAlpha = 0.45;
+    for (let place = 0; place < x.length; place += 1) dot(context, plot, x[place], y[place], FEW_POINTS);
+    context.globalAlpha = 1;
+    for (let place = 0; place < x.length; place += 1) {
+      const rank = extreme.indexOf(channel[place]);
+      if (rank < 0) continue;
+      context.fillStyle = palette.style.channels[rank];
+      dot(context, plot, x[place], y[place], 3.4);
+    }
+  };
+}
+
+const PAINTED = { density: paintDensity, token: paintTokens, channel: paintChannels };
+
+// Number of a token among those that are shown at a site, by its key; −1 where it is not.
+function placeOfToken(site, key) {
+  return site.shown ? site.shown.key.indexOf(key) : -1;
+}
+
+// Puts the picked tokens and channels above all else, each in a colour of its own.
+function paintPicks(site, size = 4.4) {
+  return (context, plot) => {
+    const { x, y, token, channel } = pointsOf(site);
+    state.picks.forEach((pick, number) => {
+      const place = pick.kind === "token" ? placeOfToken(site, pick.key) : Number(pick.key);
+      if (place < 0) return;
+      const of = pick.kind === "token" ? token : channel;
+      if (pick.kind === "token") tokenLine(context, plot, site, place, palette.style.channels[number], 2, 1);
+      for (const [colour, wide] of [[palette.style.background, size + 1.6], [palette.style.channels[number], size]]) {
+        context.fillStyle = colour;
+        for (let at = 0; at < x.length; at += 1) if (of[at] === place) dot(context, plot, x[at], y[at], wide);
+      }
+    });
+  };
+}
+
+// The fits of a site whose curves are not switched off, as lines along its own axis.
+function curveLines(site, what = "line", width = 2) {
+  const x = ownAxis(site).evenly(PAGE.line_points);
+  return site.fits.filter((fit) => fit[what] && !state.hidden.has(fit.curve)).map((fit) => ({
+    x, y: numbersOf(fit[what]), width, name: fit.curve, ...palette.curve(fit.curve),
+  }));
+}
+
+function meanLine(site, width = 2.4) {
+  return { x: numbersOf(site.mean.x), y: numbersOf(site.mean.y), colour: palette.style.ink, width, name: "mean" };
+}
+
+function boundLevels(site) {
+  if (site.bound === null) return [];
+  return [site.bound, -site.bound].map((y) => ({ y, colour: palette.style.faint }));
+}
+
+// The whole scene of a site's S-curve, for a Plot.
+function scurveScene(site, { colour = state.colour, lines = curveLines(site), thin = false, hovers = true, axis = axisOfSite(site), y = site.axis.y } = {}) {
+  return {
+    x: axis,
+    y: new Axis(...y),
+    xlabel: xLabel(axis),
+    ylabel: "output y, before the affine step",
+    paint: [PAINTED[colour](site), paintPicks(site, thin ? 2.6 : 4.4)],
+    levels: boundLevels(site),
+    lines: [...(state.hidden.has("mean") ? [] : [meanLine(site, thin ? 1.4 : 2.4)]), ...lines],
+    hover: hovers ? hoverOf(site) : null,
+  };
+}
+
+function hoverOf(site) {
+  const points = pointsOf(site);
+  return { x: points.x, y: points.y, text: (place) => pairText(site, points, place) };
+}
+
+function pairText(site, { x, y, token, channel }, place) {
+  const where = [token[place] < 0 ? null : tokenName(site, token[place]), channel[place] < 0 ? null : `channel ${channel[place]}`];
+  const sigma = token[place] < 0 ? "" : ` · σ ${number(numbersOf(site.shown.sigma)[token[place]], 3)}`;
+  return [where.filter(Boolean).join(" · "), `x ${number(x[place])} · y ${number(y[place])}${sigma}`];
+}
+
+function tokenName(site, place) {
+  const [sample, position] = [numbersOf(site.shown.sample)[place], numbersOf(site.shown.position)[place]];
+  return sample < 0 ? `token ${position} of its batch` : `sample ${sample}, token ${position}`;
+}
+
+function pickName(pick) {
+  if (pick.kind === "channel") return `channel ${pick.key}`;
+  for (const capture of PAGE.captures) {
+    for (const site of capture.sites) {
+      const place = placeOfToken(site, pick.key);
+      if (place >= 0) return tokenName(site, place);
+    }
+  }
+  return `token ${pick.key}`;
+}
+
+function siteTitle(site) {
+  return `${site.index} ${visible(site.name)}`;
+}
+
+function siteDetail(site) {
+  return [visible(site.kind), `d = ${grouped(site.d)}`, site.placement && visible(site.placement)].filter(Boolean).join(" · ");
+}

@@ -1,0 +1,275 @@
+"use strict";
+// One site: its S-curve, what the curves leave, its derivative, its fits, its card; tokens and channels to pick.
+
+const MOST_LISTED = 60;
+const COLOUR_NAMES = { density: "density", token: "token", channel: "channel" };
+
+function siteView() {
+  const { site } = open;
+  if (!site) return [element("p", { class: "warning", text: "This capture holds no norm site." })];
+  const head = element("div", { class: "site-head" }, [
+    element("div", {}, [element("h2", { text: siteTitle(site) }), element("p", { class: "note", text: siteSummary(site) })]),
+    steps(),
+  ]);
+  if (site.nothing || !site.axis) {
+    return [head, element("p", { class: "warning", text: `There is nothing to draw here: ${visible(site.nothing || "no pair")}.` }), cardOf(site)];
+  }
+  const main = scurveFigure(site);
+  const others = [residualFigure(site), derivativeFigure(site)].filter(Boolean);
+  const key = element("div", { id: "colour-key", class: "group note" }, keyParts(site));
+  const redraw = () => {
+    key.replaceChildren(...keyParts(site));
+    [main, ...others].forEach(({ plot }) => plot && plot.draw());
+  };
+  return [
+    head,
+    element("div", { class: "columns" }, [
+      element("div", { class: "figures" }, [siteControls(site, redraw), main.whole, key, fitsOfSite(site), ...others.map(({ whole }) => whole)]),
+      element("div", { class: "beside" }, [picker(site, redraw), cardOf(site)]),
+    ]),
+  ];
+}
+
+function siteSummary(site) {
+  const parts = [siteDetail(site), `${grouped(site.pairs)} pairs of ${grouped(site.tokens)} tokens`, `eps ${number(site.eps)}`];
+  if (site.folds) parts.push(`folds by ${site.folds}`);
+  if (site.left_out) parts.push(`${grouped(site.left_out)} tokens left out that hold a NaN or an infinity`);
+  return parts.join(" · ");
+}
+
+// Buttons to the site before and after, and a list of all.
+function steps() {
+  const { sites } = open.capture;
+  const step = (by, text, label) => button(text, () => stepSite(by), { "aria-label": label, disabled: !sites[state.site + by] });
+  const list = element("select", { "aria-label": "Site", id: "sites", onchange: (event) => go({ site: Number(event.target.value) }) }, sites.map((site, place) => (
+    element("option", { value: place, selected: place === state.site, text: siteTitle(site) }))));
+  return element("div", { class: "steps" }, [step(-1, "←", "Site before"), list, step(1, "→", "Next site")]);
+}
+
+function stepSite(by) {
+  const site = state.site + by;
+  if (open.capture.sites[site]) go({ site });
+}
+
+function siteControls(site, redraw) {
+  const curves = ["mean", ...open.capture.curves].map((curve) => (curve === "mean"
+    ? toggle("E[y|x]", !state.hidden.has("mean"), (on) => hide("mean", !on, redraw), { colour: palette.style.ink }) : curveToggle(curve, redraw)));
+  const scales = { auto: "auto", linear: "linear", asinh: "asinh" };
+  return element("div", { class: "controls" }, [
+    choice("Colour by", COLOUR_NAMES, state.colour, (colour) => { go({ colour }); redraw(); }),
+    choice("Axis of x", scales, state.scale, (scale) => { go({ scale }); Plot.all.forEach((plot) => { plot.zoom = null; }); redraw(); }),
+    element("div", { class: "group", role: "group", "aria-label": "Curves" }, curves),
+  ]);
+}
+
+function hide(name, hidden, redraw) {
+  const all = new Set(state.hidden);
+  if (hidden) all.add(name);
+  else all.delete(name);
+  go({ hidden: all });
+  redraw();
+}
+
+function highOf(width) {
+  return Math.round(clipped(0.62 * width, 260, 520));
+}
+
+function scurveFigure(site) {
+  const title = `${captureName(open.capture)} · ${siteTitle(site)}`;
+  const label = `S-curve of ${siteTitle(site)}: outputs against inputs of all pairs, with fitted curves`;
+  return figure({ label, title, height: highOf, scene: () => scurveScene(site) }, { heading: "S-curve" });
+}
+
+// What the colours of the S-curve stand for.
+function keyParts(site) {
+  const { shown } = site;
+  if (state.colour === "density") {
+    const [few, many] = [densityColours()[1], densityColours()[255]].map((colour) => `rgb(${colour.join(",")})`);
+    const bound = site.bound === null ? "" : ` · dotted: y within ±${number(site.bound)}`;
+    return [element("span", { text: "pairs a cell" }), ramp([few, many]), element("span", { text: `${number(site.density.fewest)} to ${number(site.density.most, 3)}, by factors${bound}` })];
+  }
+  const drawn = `${shown.key.length} of ${grouped(site.tokens)} tokens: ${shown.uniform} drawn uniformly, the others those of largest |x|`;
+  if (state.colour === "token") {
+    const { low, high } = sigmaColours(site);
+    return [element("span", { text: `σ ${number(low, 3)}` }), ramp([0, 0.25, 0.5, 0.75, 1].map(viridis)), element("span", { text: `${number(high, 3)} · ${drawn}` })];
+  }
+  const extreme = site.channels === null && !site.by_channel.x ? [] : colouredChannels(site);
+  return [...extreme.map((channel, rank) => keyDot(palette.style.channels[rank], `channel ${channel}`)), element("span", { text: `others grey · ${drawn}` })];
+}
+
+function ramp(colours) {
+  const width = 96;
+  const drawn = svg("svg", { width, height: 12, "aria-hidden": "true" });
+  const id = `ramp-${(clips += 1)}`;
+  const gradient = svg("linearGradient", { id });
+  gradient.append(...colours.map((colour, place) => svg("stop", { offset: place / (colours.length - 1), "stop-color": colour })));
+  drawn.append(gradient, svg("rect", { width, height: 12, fill: `url(#${id})` }));
+  return drawn;
+}
+
+function keyDot(colour, text) {
+  const dotted = svg("svg", { width: 12, height: 12, "aria-hidden": "true" });
+  dotted.append(svg("rect", { x: 2, y: 2, width: 8, height: 8, fill: colour }));
+  return element("span", { class: "key" }, [dotted, text]);
+}
+
+function residualFigure(site) {
+  const x = numbersOf(site.residuals.x);
+  if (!x.length) return null;
+  const error = numbersOf(site.residuals.error);
+  const scene = () => {
+    const lines = Object.entries(site.residuals.off).filter(([curve]) => !state.hidden.has(curve)).map(([curve, off]) => ({
+      x, y: numbersOf(off), name: curve, width: 1.8, ...palette.curve(curve),
+    }));
+    const twice = Array.from(error, (value) => 2 * value);
+    const axis = axisOfSite(site);
+    const reach = 1.08 * Math.max(...[...lines.flatMap(({ y }) => Array.from(y)), ...twice].filter(Number.isFinite).map(Math.abs), 1e-9);
+    return {
+      x: axis, y: new Axis(-reach, reach), xlabel: xLabel(axis), ylabel: "E[y|x] − curve", lines,
+      bands: bandOf(x, twice), levels: [{ y: 0, colour: palette.style.ink, dashes: "" }],
+      hover: { x, text: (place) => [`x ${number(x[place])}`, ...lines.map(({ name, y }) => `${name} ${number(y[place], 3)}`), `2 standard errors ${number(twice[place], 3)}`] },
+    };
+  };
+  const note = site.folds ? `Grey: ±2 standard errors of E[y|x], over folds by ${site.folds}.` : "Without folds there is no standard error.";
+  return figure({ label: `Residuals at ${siteTitle(site)}`, title: `${siteTitle(site)} · residuals`, height: 230, scene }, { heading: "Residuals", note });
+}
+
+function bandOf(x, twice) {
+  const known = Array.from(x.keys()).filter((place) => Number.isFinite(twice[place]));
+  if (known.length < 2) return [];
+  const at = (values) => known.map((place) => values[place]);
+  return [{ x: at(x), low: at(twice).map((value) => -value), high: at(twice), colour: palette.style.faint }];
+}
+
+function derivativeFigure(site) {
+  const { diagonal } = site;
+  const heading = "Derivative";
+  if (diagonal.reason) {
+    return { whole: element("figure", {}, [element("figcaption", {}, [element("h3", { text: heading })]), element("p", { class: "note", text: `No closed form of the norm's own: ${visible(diagonal.reason)}.` })]), plot: null };
+  }
+  const [x, slopes] = [numbersOf(diagonal.x), numbersOf(diagonal.y)];
+  const scene = () => {
+    const axis = axisOfSite(site);
+    const lines = curveLines(site, "derivative");
+    if (diagonal.mean) lines.unshift({ x: numbersOf(diagonal.mean.x), y: numbersOf(diagonal.mean.y), colour: palette.style.ink, width: 2.2, name: "mean" });
+    const sorted = Float32Array.from(slopes).sort();
+    const top = 1.1 * Math.max(sorted[Math.floor(0.995 * (sorted.length - 1))], ...lines.flatMap(({ y }) => Array.from(y)).filter((value) => Number.isFinite(value) && value < 4 * sorted.at(-1)));
+    return {
+      x: axis, y: new Axis(Math.min(0, 1.1 * sorted[Math.floor(0.005 * sorted.length)]), top), xlabel: xLabel(axis), ylabel: "∂y / ∂x", lines,
+      paint: [(context, plot) => {
+        context.fillStyle = palette.style.faint;
+        context.globalAlpha = 0.5;
+        for (let place = 0; place < x.length; place += 1) dot(context, plot, x[place], slopes[place], 2);
+        context.globalAlpha = 1;
+      }],
+      hover: { x, y: slopes, text: (place) => [`x ${number(x[place])}`, `∂y/∂x ${number(slopes[place])}`] },
+    };
+  };
+  const note = `Grey: the diagonal ∂yᵢ/∂xᵢ of the norm's Jacobian on drawn tokens${diagonal.mean ? "; black: its mean over all pairs" : ""}; lines: the curves' derivatives.`;
+  return figure({ label: `Derivatives at ${siteTitle(site)}`, title: `${siteTitle(site)} · derivative`, height: 260, scene }, { heading, note });
+}
+
+function fitsOfSite(site) {
+  const heads = ["curve", "A", "α", "s", "slope", "R²", "ceiling", "RMSE", "tail", "flat"];
+  const rows = site.fits.map((fit) => {
+    if (fit.nothing) return [fit.curve, visible(fit.nothing), ...Array(8).fill("–")];
+    const [a, alpha] = fit.doubt ? [{ text: fit.doubt }, { text: "–", value: "" }] : [spread(fit, "amplitude"), spread(fit, "alpha")];
+    return [
+      { text: fit.curve, node: button(fit.curve, () => go({ view: "explorer", curve: fit.curve }), { class: "link", title: `${formulaOf(fit.curve)}; open in the explorer` }) },
+      a, alpha, cellOf(fit.shift, 3), cellOf(fit.slope), spread(fit, "r2"), spread({ ...fit, r2_ceiling: fit.r2_ceiling }, "r2_ceiling"),
+      cellOf(fit.rmse), cellOf(fit.tail_rmse), { text: percent(fit.saturated), value: fit.saturated },
+    ];
+  });
+  const caption = "y ≈ A·f(αx + s) · ±: half of the 95 % interval, over folds · ceiling: R² of the best held-out function of x that was found · tail: RMSE beyond the 99th percentile of |x| · flat: pairs where |f′| is under 5 % of its peak";
+  return element("section", {}, [element("h3", { text: "Fits" }), table(`${siteTitle(site)} fits`, heads, rows, { caption })]);
+}
+
+function spread(fit, name) {
+  const interval = fit.intervals[name];
+  const half = interval && interval.every(Number.isFinite) ? ` ±${number((interval[1] - interval[0]) / 2, 2)}` : "";
+  return { text: `${number(fit[name])}${half}`, value: fit[name] ?? "" };
+}
+
+function cardOf(site) {
+  const lines = site.card.flatMap(([question, answer]) => [element("dt", { text: visible(question) }), element("dd", { text: visible(answer) })]);
+  return element("section", {}, [element("h3", { text: "Norm card" }), element("dl", { class: "card" }, lines)]);
+}
+
+// The tokens and channels that are picked, each in its colour, on every site.
+function pickBar(redraw = () => Plot.redrawAll()) {
+  const bar = element("p", { class: "picks" });
+  const fill = () => bar.replaceChildren(...(state.picks.length ? state.picks.map((pick, place) => {
+    const chip = button("", () => { go({ picks: state.picks.filter((other) => !samePick(pick, other)) }); fill(); redraw(); }, { class: "chip", "aria-label": `Drop ${pickName(pick)}` });
+    chip.append(keyDot(palette.style.channels[place], `${pickName(pick)} ×`));
+    return chip;
+  }) : [element("span", { class: "note", text: "Nothing is picked: a token or channel that you pick at a site lights up in all of them." })]));
+  fill();
+  bar.fill = fill;
+  return bar;
+}
+
+function picker(site, redraw) {
+  const bar = pickBar(() => { list(); redraw(); });
+  const results = element("ul", { class: "results" });
+  const entries = [...channelEntries(site), ...tokenEntries(site)];
+  const search = element("input", { type: "search", id: "search", placeholder: "channel 12, sample 3, token 0 …", "aria-label": "Search tokens and channels", oninput: () => list() });
+  const pick = (entry) => {
+    const without = state.picks.filter((other) => !samePick(entry.pick, other));
+    go({ picks: without.length < state.picks.length ? without : [...state.picks, entry.pick].slice(-MOST_PICKS) });
+    bar.fill();
+    list();
+    redraw();
+  };
+  function list() {
+    const found = those(entries, search.value);
+    results.replaceChildren(...found.slice(0, MOST_LISTED).map((entry) => {
+      const on = state.picks.some((other) => samePick(other, entry.pick));
+      const made = element("button", { type: "button", "aria-pressed": String(on), onclick: () => pick(entry) }, [
+        element("span", { text: entry.name }), element("span", { class: "detail", text: entry.detail }),
+      ]);
+      return element("li", {}, [made]);
+    }));
+    if (found.length > MOST_LISTED) results.append(element("li", { class: "note", text: `and ${grouped(found.length - MOST_LISTED)} more` }));
+    if (!found.length) results.append(element("li", { class: "note", text: "No token and no channel is called so." }));
+  }
+  list();
+  return element("section", { class: "picker" }, [
+    element("h3", { text: "Tokens and channels" }),
+    element("p", { class: "note", text: `Up to ${MOST_PICKS}; each lights up here and in all other sites.` }),
+    search, bar, results,
+  ]);
+}
+
+// Entries that hold the words that are searched for; only where there are none, those that begin so.
+function those(entries, text) {
+  const wanted = ` ${asWords(text)}`;
+  if (wanted === " ") return entries;
+  const exact = entries.filter(({ name }) => ` ${asWords(name)} `.includes(`${wanted} `));
+  return exact.length ? exact : entries.filter(({ name }) => ` ${asWords(name)}`.includes(wanted));
+}
+
+function asWords(text) {
+  return text.toLowerCase().split(/[\s,]+/).filter(Boolean).join(" ");
+}
+
+function channelEntries(site) {
+  if (site.channels === null && !site.by_channel.x) return [];
+  const [reach, share] = [numbersOf(site.by_channel.reach), numbersOf(site.by_channel.share)];
+  const order = Array.from(reach.keys()).sort((one, other) => reach[other] - reach[one]);
+  return order.map((channel) => ({
+    pick: { kind: "channel", key: String(channel) }, name: `channel ${channel}`,
+    detail: `max |x| ${number(reach[channel], 3)} · ${percent(share[channel])} of Σx²`,
+  }));
+}
+
+function tokenEntries(site) {
+  const sigma = numbersOf(site.shown.sigma);
+  const { x, token } = pointsOf(site);
+  const most = new Float64Array(site.shown.key.length);
+  for (let place = 0; place < x.length; place += 1) if (token[place] >= 0) most[token[place]] = Math.max(most[token[place]], Math.abs(x[place]));
+  const order = [...new Map(site.shown.key.map((key, place) => [key, place])).values()].sort((one, other) => most[other] - most[one]);
+  return order.map((place) => ({
+    pick: { kind: "token", key: site.shown.key[place] }, name: tokenName(site, place),
+    detail: `max |x| ${number(most[place], 3)} · σ ${number(sigma[place], 3)}`,
+  }));
+}

@@ -1,0 +1,115 @@
+"use strict";
+// What a swap did: how far the output moved, site by site and one after the other, how good it still is, how fast.
+
+function swapView() {
+  const { drift, speed } = PAGE.swaps;
+  if (!drift.length && !speed.length) {
+    return [element("h2", { text: "Swap" }), element("p", { class: "note", text: "No swap was measured for this page. `normscope swap-bench MODEL --json > FILE` measures one, and `normscope report … --swap-bench FILE` shows it." })];
+  }
+  return [...(drift.length ? driftSections(drift) : []), ...(speed.length ? speed.map(speedSection) : [])];
+}
+
+function swapName({ func, init }) {
+  return visible([func, init].filter(Boolean).join(" "));
+}
+
+function swapLook(report, place) {
+  const curve = curveOfFunc(report.func);
+  if (Object.hasOwn(palette.style.curves, curve)) return palette.curve(curve);
+  return { colour: palette.style.channels[place % palette.style.channels.length], dashes: [] };
+}
+
+function driftSections(reports) {
+  const sites = [...new Set(reports.flatMap((report) => report.sites))];
+  const alone = figure({
+    label: "Drift with each site swapped alone", height: 260, zooms: false,
+    scene: () => driftScene(reports, sites, "one", (row) => sites.indexOf(row.site), "norm site, in the order of calls"),
+  }, { heading: "One site swapped", note: "Median over inputs of the relative L2 at the network's output; bars: 10th to 90th percentile." });
+  const together = figure({
+    label: "Drift with one site, two sites, … swapped", height: 260, zooms: false,
+    scene: () => driftScene(reports, sites, "cumulative", (row) => row.sites_swapped, "number of sites swapped, the least harmful first"),
+  }, { heading: "One after the other" });
+  const about = reports[0].about;
+  return [
+    element("section", {}, [
+      element("h2", { text: "Drift" }),
+      element("p", { class: "note", text: visible(Object.values(about).join(" · ")) }),
+      driftTable(reports),
+      element("div", { class: "strip" }, [alone.whole, together.whole]),
+      sitesTable(reports, sites),
+      ...qualitySection(reports),
+    ]),
+  ];
+}
+
+function driftScene(reports, sites, swapped, placeOf, xlabel) {
+  const series = reports.map((report, number) => {
+    const rows = report.rows.filter((row) => row.swapped === swapped && row.relative_l2.p50 !== null);
+    return { name: swapName(report), rows, x: rows.map(placeOf), y: rows.map((row) => row.relative_l2.p50), ...swapLook(report, number) };
+  });
+  const every = series.flatMap(({ rows }) => rows.flatMap((row) => [row.relative_l2.p10, row.relative_l2.p50, row.relative_l2.p90]));
+  const last = Math.max(...series.flatMap(({ x }) => x), 1);
+  const bars = series.flatMap(({ rows, colour }) => rows.map((row) => ({ x: [placeOf(row), placeOf(row)], y: [row.relative_l2.p10, row.relative_l2.p90], colour, width: 1, halo: false })));
+  const places = Array.from({ length: last + 1 }, (_, place) => place);
+  return {
+    x: new Axis(-0.5, last + 0.5, { whole: true }), y: axisOf(every.filter((value) => value !== null), { zero: true }),
+    xlabel, ylabel: "relative L2",
+    lines: [...bars, ...series.map(({ x, y, colour, dashes, name }) => ({ x, y, colour, dashes, name, width: 1.4 }))],
+    marks: series.flatMap(({ x, y, colour, name }) => x.map((at, place) => ({ x: at, y: y[place], colour, name }))),
+    hover: { x: places, text: (place) => [swapped === "one" ? visible(sites[place] || "") : `${place} swapped`, ...series.map(({ name, x, y }) => `${name} ${number(y[x.indexOf(place)], 3)}`)] },
+  };
+}
+
+function driftTable(reports) {
+  const heads = ["func", "init", "sites", "inputs", "L2 median", "L2 90 %", "cosine median", "cosine 10 %", "same first answer", "not finite"];
+  const rows = reports.map((report) => {
+    const row = report.rows.find(({ swapped, at, part }) => swapped === "all" && at === "output" && !part);
+    if (!row) return [report.func, report.init, ...Array(8).fill("–")];
+    return [report.func, report.init, cellOf(row.sites_swapped), cellOf(row.inputs), endless(row.relative_l2.p50), endless(row.relative_l2.p90),
+      cellOf(row.cosine.p50), cellOf(row.cosine.p10), { text: percent(row.top1), value: row.top1 ?? "" }, cellOf(row.nonfinite)];
+  });
+  return table("Drift with all sites swapped", heads, rows, { caption: "All sites swapped, without training: relative L2 ‖swapped − original‖ / ‖original‖ and cosine at the output, over inputs; ∞: not finite." });
+}
+
+// JSON holds null for what is not finite: an output that is infinitely far.
+function endless(value) {
+  return { text: value === null ? "∞" : number(value, 3), value: value ?? "inf" };
+}
+
+function sitesTable(reports, sites) {
+  const heads = ["site", ...reports.map(swapName)];
+  const rows = sites.map((site) => [site, ...reports.map((report) => {
+    const row = report.rows.find((one) => one.swapped === "one" && one.site === site);
+    return row ? endless(row.relative_l2.p50) : { text: "–", value: "" };
+  })]);
+  return table("Drift by site", heads, rows, { caption: "One site alone swapped: median over inputs of the relative L2 at the output." });
+}
+
+function qualitySection(reports) {
+  const measured = reports.filter(({ quality }) => quality);
+  if (!measured.length) return reports[0].no_quality ? [element("p", { class: "note", text: `No quality: ${visible(reports[0].no_quality)}.` })] : [];
+  const { name, over, higher_is_better: higher } = measured[0].quality;
+  const score = ({ value, interval }) => ({ text: `${number(value)}${interval ? ` (${interval.map((bound) => number(bound, 3)).join(" – ")})` : ""}`, value: value ?? "" });
+  const rows = [["original", "", score(measured[0].quality.scores.original || { value: null })]];
+  for (const report of measured) {
+    for (const [network, value] of Object.entries(report.quality.scores)) if (network !== "original") rows.push([`${report.func}${network === "swapped" ? "" : `, ${network}`}`, report.init, score(value)]);
+  }
+  return [element("h3", { text: "Quality" }), table("Quality", ["norms", "init", name, ], rows, { caption: `${over} · ${higher ? "higher" : "lower"} is better · in brackets 95 %` })];
+}
+
+function speedSection(report) {
+  const heads = ["what", "variant", "way", "passes", "dtype", "shape", "median ms", "20–80 % ms", "GB/s", "of a copy", "to native", "verdict"];
+  const thousand = (seconds) => (seconds === null ? { text: "–", value: "" } : { text: number(1000 * seconds, 3), value: 1000 * seconds });
+  const rows = report.rows.map((row) => [
+    row.scope, row.variant, row.way, row.passes, row.dtype, row.shape.join(" × "), thousand(row.median),
+    row.p20 === null || row.p80 === null ? "–" : `${number(1000 * row.p20, 3)} – ${number(1000 * row.p80, 3)}`, cellOf(row.gb_per_s, 3),
+    { text: percent(row.share_of_copy, 0), value: row.share_of_copy ?? "" }, { text: row.ratio === null ? "–" : `${number(row.ratio, 3)} ×`, value: row.ratio ?? "" },
+    [row.verdict, row.note].filter(Boolean).join("; "),
+  ]);
+  const about = Object.values(report.about).join(" · ");
+  return element("section", {}, [
+    element("h2", { text: "Speed" }), element("p", { class: "note", text: visible(`on ${report.device}; ${about}`) }),
+    table("Speed", heads, rows, { caption: "To native: median over that of the network's own norm, above 1 is slower; faster only where minimum, median and the range from 20 to 80 % all lie below." }),
+    ...report.left_out.map((line) => element("p", { class: "note", text: visible(line) })),
+  ]);
+}

@@ -1,0 +1,142 @@
+"""All that a page holds, as JSON: captures with their sites, the curves, the swaps, and the colours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from normscope.errors import UsageError
+from normscope.figures.notes import NONE, title_and_foot
+from normscope.figures.style import STYLES, Style
+from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curves.known import CURVES, FREE, Curve
+from normscope.fits.solving.levels import levels_of
+from normscope.fits.solving.nodes import Nodes, batches
+from normscope.fits.views.card import norm_cards
+from normscope.fits.views.comparison import match
+from normscope.page.site_data import LINE_POINTS, ROWS, site_data
+from normscope.pairs.captures import Capture
+
+FORMAT = 1
+_ELEMENTS = 2_400_000  # of tokens that are shown, over all sites of all captures: two bytes each
+_MOST_ELEMENTS, _LEAST_ELEMENTS = 32_000, 4_000  # of one site
+_OWN_CURVE = re.compile(r"[A-Za-z0-9_ .,+\-*/()]+")
+_ABOUT = ("model", "part", "weights", "data", "dtype", "sample")
+
+
+def document(seen: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], swaps: Mapping[str, Any]) -> dict[str, Any]:
+    """Bring together what a page shows.
+
+    Args:
+        seen: captures, one at least.
+        fits: of each capture.
+        swaps: as of :func:`normscope.page.swap_results.swap_results`.
+
+    Raises:
+        UsageError: if there is no capture, or not as many lists of fits, or if the fits of a capture weight pairs
+            differently.
+        DataError: if a capture lacks the sums that its fits were made on.
+    """
+    if not seen:
+        raise UsageError("There is no capture to report on.")
+    if len(seen) != len(fits):
+        raise UsageError(f"There are {len(seen)} captures and {len(fits)} lists of fits; give one for each.")
+    elements = _ELEMENTS // max(sum(len(capture.sites) for capture in seen), 1)
+    elements = min(max(elements, _LEAST_ELEMENTS), _MOST_ELEMENTS)
+    captures = [capture_data(capture, of_capture, elements) for capture, of_capture in zip(seen, fits, strict=True)]
+    names = list(dict.fromkeys(fit.curve for of_capture in fits for fit in of_capture))
+    own = {one.curve: one.function for of_capture in fits for one in of_capture if one.curve not in CURVES}
+    return {
+        "format": FORMAT,
+        "title": " · ".join(dict.fromkeys(named(capture) for capture in seen)),
+        "captures": captures,
+        "line_points": LINE_POINTS,
+        "density_rows": ROWS,
+        "matches": [match(seen[0].sites, capture.sites).counterparts for capture in seen],
+        "curves": {curve.name: curve_data(curve) for curve in [*CURVES.values(), *own.values()]},
+        "swaps": dict(swaps),
+        "styles": {name: style_data(style, names) for name, style in STYLES.items()},
+    }
+
+
+def named(capture: Capture) -> str:
+    """The model of a capture, and the part of its data if it is one."""
+    return " ".join(capture.about[key] for key in ("model", "part") if key in capture.about)
+
+
+def capture_data(capture: Capture, fits: Sequence[CurveFit], elements: int) -> dict[str, Any]:
+    """What the page knows of one capture, its sites in the order of their calls."""
+    names = {site.name for site in capture.sites}
+    of_sites = [one for one in fits if one.channel is None and one.site in names]
+    weightings = {one.weights_by for one in of_sites} or {"pairs"}
+    if len(weightings) > 1:
+        raise UsageError(f"The fits weight pairs by {' and by '.join(sorted(weightings))}; report on one of them.")
+    nodes = nodes_of_sites(capture, next(iter(weightings)))
+    cards = {card.site: card for card in norm_cards(capture)}
+    sites = [
+        site_data(
+            site,
+            capture.stats[site.name],
+            [one for one in of_sites if one.site == site.name],
+            cards[site.name],
+            nodes.get(site.name),
+            elements,
+        )
+        for site in capture.sites
+    ]
+    _, made = title_and_foot(NONE, "", capture.about)
+    return {
+        "about": {name: capture.about[name] for name in _ABOUT if name in capture.about},
+        "made": made,
+        "samples": capture.n_samples,
+        "seed": capture.seed,
+        "versions": dict(capture.versions),
+        "weights_by": next(iter(weightings)),
+        "curves": list(dict.fromkeys(one.curve for one in of_sites)),
+        "skipped": [norm.as_dict() for norm in capture.skipped],
+        "sites": sites,
+    }
+
+
+def nodes_of_sites(capture: Capture, weights_by: str) -> dict[str, Nodes]:
+    """The weighted points that fits of each site are made on, by its name; of those that have something to fit."""
+    levels, found = levels_of(capture, weights_by=weights_by), dict[str, Nodes]()
+    for numbers, problems in batches(levels):
+        nodes = problems.nodes()
+        for place, number in enumerate(numbers):
+            alone = Nodes(*(rows[place : place + 1] for rows in vars(nodes).values()))
+            found[levels[number].site] = alone
+    return found
+
+
+def curve_data(curve: Curve) -> dict[str, Any]:
+    """What the page knows of a curve; it can evaluate the built-in ones, and formulas that it can read."""
+    own = curve.name not in CURVES
+    return {
+        "formula": curve.formula,
+        "source": curve.source,
+        "aliases": list(curve.aliases),
+        "function": curve.function_name,
+        "shifted": curve.shifted,
+        "inverse": curve.amplitude_is_inverse_scale,
+        "smooth": curve.smooth,
+        "linear": curve.name == "linear",
+        "own": own,
+        "readable": curve.name != FREE and (not own or _OWN_CURVE.fullmatch(curve.formula) is not None),
+    }
+
+
+def style_data(style: Style, curves: Iterable[str]) -> dict[str, Any]:
+    """A theme of the figures: its colours, and a colour and dashes for every curve."""
+    few = style.looks_of(list(curves))
+    looks = style.looks(curves) | few
+    return {
+        **{name: getattr(style, name) for name in ("background", "ink", "faint", "channels")},
+        "curves": {name: {"colour": colour, "dashes": _dashes(dashes)} for name, (colour, dashes) in looks.items()},
+    }
+
+
+def _dashes(line: Any) -> list[float]:
+    """Lengths of dashes and gaps, in widths of the line; none of a solid one."""
+    return [] if line == "-" else [float(length) for length in line[1]]

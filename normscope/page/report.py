@@ -1,0 +1,156 @@
+"""report(): one HTML file in which people look at their norms; it needs no network, and none is asked for."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from normscope.errors import UsageError
+from normscope.fits.curve_fit import CurveFit
+from normscope.fits.fit import fit
+from normscope.page.document import document
+from normscope.page.swap_results import SwapResults, swap_results
+from normscope.pairs.captures import Capture
+from normscope.runtime.files import visible, whole_file
+
+# In the order in which they are read: what stands above does not know what stands below.
+SCRIPTS = (
+    *("palette", "reading", "functions", "formula", "solving", "axes", "plot", "address", "elements"),
+    *("scurve", "overview", "site", "explorer", "swap", "compare", "page"),
+)
+_ASSETS = resources.files("normscope.page") / "assets"
+_FRAME_HEIGHT = 900  # pixels in a notebook
+_HALVES = re.compile("[\ud800-\udfff]")
+_ESCAPED = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
+
+
+class Page:
+    """One HTML file; a notebook shows it where it stands.
+
+    Attributes:
+        html: the whole file, as text.
+    """
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        """Write a document into the page's template."""
+        self.title = str(document["title"])
+        self.html = _rendered(document)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the page into a file, which appears whole or not at all, and return its path.
+
+        Raises:
+            UsageError: if it does not end in .html, or cannot be written.
+        """
+        file = Path(path)
+        if file.suffix.lower() not in (".html", ".htm"):
+            raise UsageError(f"A page is an HTML file; name it FILE.html, not {file}.")
+        with whole_file(file) as partial:
+            partial.write_text(self.html, encoding="utf-8", newline="\n")
+        return file
+
+    def __repr__(self) -> str:
+        return f"Page {visible(self.title)}: {len(self.html.encode()) / 1e6:.1f} MB"
+
+    def _repr_html_(self) -> str:
+        style = f"width: 100%; height: {_FRAME_HEIGHT}px; border: 1px solid #8886"
+        return f'<iframe title="normscope report" style="{style}" srcdoc="{html.escape(self.html)}"></iframe>'
+
+
+def report(
+    seen: Capture | Sequence[Capture],
+    fits: Sequence[CurveFit] | Sequence[Sequence[CurveFit]] | None = None,
+    *,
+    drift: SwapResults | None = None,
+) -> Page:
+    """Make one page of HTML of captures, their fits and what a swap did: to open from disk, and to send.
+
+    Args:
+        seen: what :func:`normscope.capture` returned; or several, which are also shown side by side.
+        fits: what :func:`normscope.fit` made of it, of several captures one such list each; by default tanh and isru.
+        drift: what :func:`normscope.drift` or :func:`normscope.bench` returned, or several of these; or the document
+            that ``normscope swap-bench --json`` prints.
+
+    Returns:
+        A :class:`Page`; ``.save("FILE.html")`` writes it.
+
+    Raises:
+        UsageError: if there is no capture, if there are not as many lists of fits as captures, or if ``drift`` is
+            something else.
+        DataError: if the document of a swap is not what it should be.
+
+    >>> import normscope, torch
+    >>> from torch import nn
+    >>> x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    >>> page = report(normscope.capture(nn.Sequential(nn.LayerNorm(8)), [x]))
+    >>> "connect-src" in page.html, page.html.startswith("<!DOCTYPE html>")
+    (False, True)
+    """
+    captures = [seen] if isinstance(seen, Capture) else list(seen)
+    return Page(document(captures, _of_each(captures, fits), swap_results(drift)))
+
+
+def _of_each(captures: Sequence[Capture], fits: Any) -> list[Sequence[CurveFit]]:
+    """A list of fits for each capture; UsageError of anything else."""
+    if fits is None:
+        return [fit(capture) for capture in captures]
+    given = list(fits)
+    if all(isinstance(one, CurveFit) for one in given):
+        if len(captures) == 1:
+            return [given]
+        raise UsageError(f"There are {len(captures)} captures and one list of fits; give a list of fits for each.")
+    return given
+
+
+def _rendered(document: dict[str, Any]) -> str:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    style = asset("page.css")
+    scripts = [asset(f"{name}.js") for name in SCRIPTS]
+    return environment.from_string(asset("page.html")).render(
+        title=visible(str(document["title"])),
+        policy=policy(style, scripts),
+        style=Markup(style),  # noqa: S704 - our own files
+        scripts=[Markup(script) for script in scripts],  # noqa: S704
+        data=Markup(as_data(document)),  # noqa: S704 - escaped there
+    )
+
+
+def asset(name: str) -> str:
+    """Text of one of the page's own files."""
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+def policy(style: str, scripts: Sequence[str]) -> str:
+    """The page's Content-Security-Policy: nothing but its own style and scripts, by their digests, and images in it."""
+    allowed = " ".join(map(_digest, scripts))
+    return "; ".join(
+        (
+            *("default-src 'none'", f"script-src {allowed}", f"style-src {_digest(style)}", "img-src data: blob:"),
+            *("base-uri 'none'", "form-action 'none'"),
+        )
+    )
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"
+
+
+def as_data(document: dict[str, Any]) -> str:
+    r"""JSON in which nothing can end the element that holds it.
+
+    >>> as_data({"name": "</script>\u2028&"})
+    '{"name":"\\u003c/script\\u003e\\u2028\\u0026"}'
+    """
+    text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # Halves of surrogate pairs, which names of files may hold, are no UTF-8.
+    return _HALVES.sub(lambda half: f"\\u{ord(half[0]):04x}", text.translate(_ESCAPED))

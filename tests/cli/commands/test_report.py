@@ -1,0 +1,83 @@
+"""``normscope report`` as a user meets it, in this process: the file, what it holds, and what is refused."""
+
+import json
+import re
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import normscope
+from normscope.cli import app
+
+
+def run(*arguments, status=0):
+    done = CliRunner().invoke(app, ["report", *map(str, arguments)])
+    assert done.exit_code == status, done.output
+    return done
+
+
+def data_of(file):
+    return json.loads(re.search(r'id="data">(.*?)</script>', file.read_text(encoding="utf-8"), re.DOTALL)[1])
+
+
+@pytest.fixture
+def file(here):
+    x = torch.randn(20, 7, 16, generator=torch.Generator().manual_seed(0))
+    about = {"model": "planted", "weights": "none", "data": "noise"}
+    seen = normscope.capture(nn.Sequential(nn.LayerNorm(16), nn.RMSNorm(16)), [x], about=about)
+    return normscope.save_capture(seen, here / "seen.safetensors")
+
+
+def test_a_capture_becomes_one_page(file, here):
+    done = run(file, "--func", "tanh,mine=x/(1+abs(x))", "--layers", "1,")
+    page = here / "outputs" / "seen-report.html"
+    assert done.stdout.strip() == f"outputs/seen-report.html ({page.stat().st_size / 1e6:.1f} MB)"
+    [capture] = data_of(page)["captures"]
+    assert [site["name"] for site in capture["sites"]] == ["1"] and capture["curves"] == ["tanh", "mine"]
+    assert "mean" not in capture["sites"][0]["diagonal"]  # which that capture did not sum
+
+
+def test_a_model_is_captured_with_its_diagonal(here):
+    done = run("demo_vit", "--layers", "2", "--limit", "4", "-o", "page.html", "--json")
+    document = json.loads(done.stdout)
+    assert document["page"] == "page.html" and document["bytes"] == (here / "page.html").stat().st_size
+    [capture] = data_of(here / "page.html")["captures"]
+    assert [site["name"] for site in capture["sites"]] == document["captures"][0]["sites"]
+    assert "mean" in capture["sites"][0]["diagonal"] and capture["made"] == ""
+
+
+def test_random_weights_are_said_on_the_page(here):
+    run("demo_vit", "--layers", "1", "--limit", "2", "--weights", "random", "-o", "page.html")
+    assert "random" in data_of(here / "page.html")["captures"][0]["made"]
+
+
+def test_several_captures_share_a_page_with_what_a_swap_did(file, here):
+    swap = here / "swap.json"
+    timing = {
+        **dict.fromkeys(("variant", "way", "scope", "passes", "dtype", "verdict", "note"), "-"),
+        **dict.fromkeys(("minimum", "median", "p20", "p80", "gb_per_s", "share_of_copy", "ratio")),
+        "shape": [1],
+    }
+    swap.write_text(json.dumps({"speed": [{"device": "cpu", "rows": [timing], "left_out": []}]}), encoding="utf-8")
+    run(file, file, "--swap-bench", swap)
+    document = data_of(here / "outputs" / "report.html")
+    assert len(document["captures"]) == 2 and document["swaps"]["speed"][0]["device"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["no_such_model"], 3, "no_such_model"),
+        (["missing.safetensors"], 4, "There is no capture file missing.safetensors"),
+        (["demo_vit", "-o", "page.pdf"], 2, "its file ends in .html"),
+        (["demo_vit", "-o", "/dev/null/page.html"], 2, "/dev/null"),
+        (["demo_vit", "--func", "nothing"], 2, "nothing"),
+        (["demo_vit", "--swap-bench", "missing.json"], 4, "Cannot read missing.json"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence_before_anything_runs(here, runs, arguments, status, words):
+    done = run(*arguments, status=status)
+    assert words in " ".join(done.output.split())
+    assert runs == [] and "Traceback" not in done.output

@@ -1,0 +1,297 @@
+"""The page in a browser: it loads alone and quietly, and each of its controls does what it says."""
+
+import pytest
+from selenium.webdriver import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+FIRST = "#view=site&site=first"
+VIEWS = ("overview", "site", "explorer", "swap", "compare")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("which", ["one", pytest.param("two", marks=pytest.mark.slow)])
+def test_it_loads_without_an_error_or_a_request(browser, pages, which, view):
+    file = getattr(pages, which)
+    page = browser.open(file, f"#view={view}")
+    assert page.run("return document.documentElement.dataset.ready") is not None
+    console, asked = page.logs()
+    assert console == []
+    assert [url for url in asked if not url.startswith((file.as_uri(), "data:", "blob:", "about:"))] == []
+    assert page.run("return document.querySelector('[role=tab][aria-selected=true]').dataset.view") == view
+
+
+def test_hostile_names_stay_text(browser, pages, hostile):
+    for address in ("", f"#view=site&site={hostile.long}", "#view=compare", "#view=swap"):
+        page = browser.open(pages.two, address)
+        assert page.run("return document.querySelectorAll('main img, main script, main b').length") == 0
+        assert page.run("return document.documentElement.scrollWidth") <= 1280
+    shown = "".join(browser.open(pages.one).texts("h1, .name, td"))
+    assert "<img src=x" in shown and "\\u202egnp" in shown
+    assert "\u202e" not in browser.run("return document.body.innerText")
+    page = browser.open(pages.one)
+    page.run(
+        "go({view: 'site', site: open.capture.sites.findIndex((site) => site.name === arguments[0])})", hostile.name
+    )
+    assert "<img src=x" in page.texts("h2")[0]
+    page.driver.refresh()  # the address holds it
+    assert "<img src=x" in page.texts("h2")[0]
+
+
+def test_the_policy_lets_nothing_else_run(browser, pages):
+    page = browser.open(pages.one)
+    page.run("""
+        window.ran = 0;
+        document.body.insertAdjacentHTML("beforeend", "<img src=x onerror='window.ran = 1'>");
+        const script = document.createElement("script");
+        script.textContent = "window.ran = 2";
+        document.body.append(script);
+        // A driver's own script may evaluate text; one of the page's may not.
+        setTimeout(() => {
+            try { new Function("window.ran = 3")(); } catch (error) { window.refused = error.name; }
+        });""")
+    page.driver.execute_async_script("setTimeout(arguments[0], 50)")
+    assert page.run("return [window.ran, window.refused]") == [0, "EvalError"]
+
+
+@pytest.mark.slow
+def test_a_click_over_the_depth_opens_a_site(browser, pages):
+    page = browser.open(pages.one)
+    plot = page.driver.find_elements(By.CSS_SELECTOR, ".strip .plot")[0]
+    at = page.run("const p = [...Plot.all].find((p) => p.host === arguments[0]); return p.across(1)", plot)
+    box = page.run("const b = arguments[0].getBoundingClientRect(); return [b.width, b.height]", plot)
+    chain = ActionChains(page.driver).move_to_element_with_offset(plot, at - box[0] / 2, 0).perform()
+    assert chain is None and "second" in page.texts(".tip:not([hidden]) div")[0]
+    ActionChains(page.driver).click().perform()
+    assert page.texts("h2") == ["1 second"]
+    assert "site=second" in page.run("return location.hash") and "view=site" in page.run("return location.hash")
+    page.driver.back()
+    assert page.run("return state.view") == "overview"
+
+
+@pytest.mark.slow
+def test_colours_scales_and_curves_redraw_what_they_name(browser, pages):
+    page = browser.open(pages.one, FIRST)
+    pictures = {page.painted()}
+    for colour in ("token", "channel"):
+        page.click(f"input[value={colour}]")
+        pictures.add(page.painted())
+        assert f"colour={colour}" in page.run("return location.hash")
+    page.click("input[value=asinh]")
+    pictures.add(page.painted())
+    assert len(pictures) == 4
+    lines = (
+        "return [...document.querySelectorAll('.plot')[0].querySelectorAll('[data-line]')].map((e) => e.dataset.line)"
+    )
+    assert {"tanh", "isru"} <= set(page.run(lines))
+    page.run("[...document.querySelectorAll('button[aria-pressed]')].find((b) => b.textContent === 'isru').click()")
+    assert "isru" not in page.run(lines) and "tanh" in page.run(lines)
+    page.driver.refresh()
+    assert page.run("return [state.colour, state.scale, [...state.hidden].join()]") == ["channel", "asinh", "isru"]
+
+
+@pytest.mark.slow
+def test_hovering_names_the_pair(browser, pages, seen):
+    page = browser.open(pages.one, FIRST)
+    plot = page.driver.find_element(By.CSS_SELECTOR, ".plot")
+    tokens = seen.stats["first"].largest
+    spot = page.run(
+        """const plot = [...Plot.all].find((p) => p.host === arguments[0]);
+        const {x} = pointsOf(open.site);
+        const at = [...x.keys()].sort((a, b) => x[b] - x[a])[0];
+        return [plot.across(x[at]) - plot.width / 2, plot.upwards(pointsOf(open.site).y[at]) - plot.high / 2]""",
+        plot,
+    )
+    ActionChains(page.driver).move_to_element_with_offset(plot, *map(round, spot)).perform()
+    first, second = page.texts(".tip:not([hidden]) div")
+    assert first == f"sample {int(tokens.sample[0])}, token {int(tokens.position[0])} · channel 3"
+    assert second.startswith("x 300 ")
+
+
+@pytest.mark.slow
+def test_a_pick_lights_up_in_every_site(browser, pages):
+    page = browser.open(pages.one, FIRST)
+    before = page.painted()
+    search = page.driver.find_element(By.ID, "search")
+    search.send_keys("channel 3")
+    assert [text.split("max")[0] for text in page.texts(".results button")] == ["channel 3"]
+    page.click(".results button")
+    assert page.painted() != before and "pick=channel%3A3" in page.run("return location.hash")
+    page.run("stepSite(1)")
+    lit = page.painted()
+    page.click(".chip")
+    assert page.painted() != lit and page.run("return state.picks.length") == 0
+    search = page.driver.find_element(By.ID, "search")
+    search.send_keys("sample 2")
+    assert page.texts(".results button") and all(text.startswith("sample 2") for text in page.texts(".results button"))
+
+
+@pytest.mark.slow
+def test_a_colour_stands_for_one_channel(browser, pages):
+    page = browser.open(pages.one, f"{FIRST}&colour=channel")
+    assert len(page.texts("#colour-key .key")) == 4 and page.texts("#colour-key .key")[0] == "channel 3"
+    page.run("[...document.querySelectorAll('.results button')][5].click()")
+    assert page.texts("#colour-key .key") == [] and len(page.texts(".chip")) == 1
+
+
+@pytest.mark.slow
+def test_zoom_and_back(browser, pages):
+    page = browser.open(pages.one, FIRST)
+    plot = page.driver.find_element(By.CSS_SELECTOR, ".plot")
+    limits = "const p = [...Plot.all].find((p) => p.host === arguments[0]); return [p.x.low, p.x.high]"
+    low, high = page.run(limits, plot)
+    ActionChains(page.driver).move_to_element_with_offset(plot, -60, -60).click_and_hold().move_by_offset(
+        120, 90
+    ).release().perform()
+    zoomed = page.run(limits, plot)
+    assert low < zoomed[0] < zoomed[1] < high
+    ActionChains(page.driver).double_click(plot).perform()
+    assert page.run(limits, plot) == [low, high]
+
+
+@pytest.mark.slow
+def test_keys(browser, pages):
+    page = browser.open(pages.one, FIRST)
+    for key, script, expected in [
+        ("ArrowRight", "return open.site.name", "second"),
+        ("ArrowLeft", "return open.site.name", "first"),
+        ("t", "return state.colour", "token"),
+        ("l", "return palette.theme", "dark"),
+        ("/", "return document.activeElement.id", "search"),
+        ("3", "return state.view", "explorer"),
+        ("1", "return state.view", "overview"),
+        ("?", "return document.getElementById('help').open", True),
+    ]:
+        page.press(key)
+        assert page.run(script) == expected, key
+    page.run("localStorage.clear()")
+
+
+@pytest.mark.slow
+def test_tabs_are_reached_by_keyboard(browser, pages):
+    page = browser.open(pages.one)
+    page.driver.find_element(By.CSS_SELECTOR, "[role=tab][aria-selected=true]").send_keys(Keys.ARROW_RIGHT)
+    assert page.run("return [state.view, document.activeElement.dataset.view]") == ["site", "site"]
+
+
+@pytest.mark.slow
+def test_light_and_dark_follow_the_system_until_asked(browser, pages):
+    for scheme in ("dark", "light"):
+        page = browser.open(pages.one, scheme=scheme)
+        assert page.run("return document.documentElement.dataset.theme") == scheme
+    page.open(pages.one, FIRST)
+    light = page.painted()
+    page.click("#theme")
+    assert page.run("return document.documentElement.dataset.theme") == "dark" and page.painted() != light
+    page.driver.refresh()
+    assert page.run("return document.documentElement.dataset.theme") == "dark"
+    page.run("localStorage.clear()")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("view", VIEWS)
+def test_nothing_is_wider_than_a_telephone(browser, pages, view):
+    page = browser.open(pages.two, f"#view={view}", width=390)
+    assert page.run("return document.documentElement.scrollWidth") <= 390
+
+
+@pytest.mark.slow
+def test_tables_are_copied_as_csv(browser, pages, fits):
+    page = browser.open(pages.one, FIRST)
+    page.run("window.taken = null; window.copied = (text) => { window.taken = text; }")
+    page.run("[...document.querySelectorAll('button')].find((b) => b.textContent === 'Copy CSV').click()")
+    lines = page.run("return window.taken").splitlines()
+    assert lines[0].startswith("curve,A,α,s,slope,R²")
+    row = next(line for line in lines if line.startswith("isru,")).split(",")
+    assert float(row[5]) == fits["first", "isru"].r2
+
+
+@pytest.mark.slow
+def test_what_a_spreadsheet_would_run_is_text_in_csv(browser, pages):
+    page = browser.open(pages.one)
+    cells = [["=1+1", "-3", '"quoted", twice', "two\nlines"]]
+    assert page.run("return csv(arguments[0])", cells) == '\'=1+1,-3,"""quoted"", twice","two\nlines"'
+
+
+@pytest.mark.slow
+def test_figures_are_saved(browser, pages):
+    page = browser.open(pages.one, FIRST)
+    text = page.run("return [...Plot.all][0].asSvg()")
+    assert text.startswith("<svg") and "data:image/png;base64" in text and "norm input x" in text
+    assert "1 second" not in text and "0 first" in text
+    picture = page.driver.execute_async_script("""const done = arguments[0]; const plot = [...Plot.all][0];
+        drawnOf(new Blob([plot.asSvg()], {type: "image/svg+xml"}), plot.width, plot.high + 26, 2)
+            .then((blob) => createImageBitmap(blob))
+            .then((map) => done([map.width, map.height]), (error) => done(String(error)))""")
+    assert picture == [
+        2 * page.run("return [...Plot.all][0].width"),
+        2 * (page.run("return [...Plot.all][0].high") + 26),
+    ]
+
+
+@pytest.mark.slow
+def test_what_has_nothing_to_say_says_why(browser, pages):
+    page = browser.open(pages.one, "#view=site&site=off")
+    assert "There is nothing to draw here: all zero." in page.texts(".warning")
+    page.run("go({view: 'explorer'})")
+    assert "There is nothing to fit: all zero." in page.texts(".warning")
+    assert "These weights are not trained: random weights, seed 0." in page.texts(".warning")
+
+
+@pytest.mark.slow
+def test_an_address_that_means_nothing_opens_the_overview(browser, pages):
+    page = browser.open(pages.one, "#view=nothing&site=<b>&capture=99&pick=token:zz&curve=__proto__&hide=%F0%90")
+    assert page.run("return [state.view, state.site, state.picks.length, state.curve]") == ["overview", 0, 0, None]
+    assert page.logs()[0] == []
+
+
+@pytest.mark.slow
+def test_the_swap_tab_shows_drift_quality_and_speed(browser, pages):
+    page = browser.open(pages.one, "#view=swap")
+    cells = page.texts("td")
+    assert {"dyt", "0.6", "0.4", "50.0 %", "0.9 (0.8 – 0.95)", "1.5 ×", "slower; <b>", "∞"} <= {*cells}
+    assert "compiled" in page.texts(".note")
+    marks = page.run(
+        "return [...document.querySelectorAll('.plot')].map((p) => p.querySelectorAll('[data-mark]').length)"
+    )
+    assert marks == [1, 2]  # of an output that is infinitely far there is no mark
+    names = page.run(
+        "go({view: 'overview'}); return [...document.querySelectorAll('.strip h3')].map((e) => e.textContent)"
+    )
+    assert "Drift with one site swapped, relative L2" in names
+
+
+@pytest.mark.slow
+def test_compared_sites_stand_side_by_side_on_the_same_axes(browser, pages):
+    page = browser.open(pages.two, "#view=compare&capture=2&site=second")
+    heads = page.texts(".side-by-side h3")
+    assert len(heads) == 2 and all(head.endswith("1 second") for head in heads) and heads[1].startswith("2 the other")
+    limits = page.run("return [...Plot.all].map((p) => [p.x.low, p.x.high, p.y.low, p.y.high])")
+    assert limits[0] == limits[1]
+    assert page.texts("td:first-child").count("2 the other") == 2
+
+
+@pytest.mark.slow
+def test_it_is_printed_white_and_within_the_paper(browser, pages):
+    page = browser.open(pages.one, FIRST, scheme="dark")
+    page.run("""window.seen = [];
+        window.addEventListener("beforeprint", () => window.seen.push(palette.theme,
+            Math.max(...[...Plot.all].map(({width}) => width)) <= 700))""")
+    page.driver.print_page()
+    assert page.run("return window.seen") == ["light", True]
+    assert page.run("return [palette.theme, document.documentElement.dataset.print === undefined]") == ["dark", True]
+
+
+@pytest.mark.slow
+def test_a_site_opens_at_its_top(browser, pages):
+    page = browser.open(pages.one)
+    page.run("window.scrollTo(0, 900); document.querySelectorAll('.thumbnail')[1].click()")
+    assert page.run("return [open.site.name, window.scrollY]") == ["second", 0]
+
+
+@pytest.mark.slow
+def test_the_focus_outlasts_a_step(browser, pages):
+    page = browser.open(pages.one, FIRST)
+    page.run("document.querySelector('[aria-label=\"Next site\"]').focus()")
+    page.driver.switch_to.active_element.send_keys(Keys.ENTER)
+    assert page.run("return [open.site.name, document.activeElement.ariaLabel]") == ["second", "Next site"]

@@ -1,0 +1,71 @@
+"""What the document holds of captures: their sites in order, who stands beside whom, curves, looks, and warnings."""
+
+import pytest
+import torch
+from torch import nn
+
+import normscope
+from normscope.errors import DataError, UsageError
+from normscope.figures.style import STYLES
+from normscope.page.document import capture_data, document
+from normscope.page.swap_results import swap_results
+
+NONE = swap_results(None)
+
+
+def test_captures_keep_what_they_were_taken_from(seen, fits):
+    [capture] = document([seen], [fits], NONE)["captures"]
+    assert capture["about"] == {**seen.about, "dtype": "float32"} and capture["samples"] == seen.n_samples
+    assert [site["name"] for site in capture["sites"]] == [site.name for site in seen.sites]
+    assert capture["made"] == "random weights, seed 0"
+    trained = {**seen.about, "weights": "a checkpoint"}
+    seen_elsewhere = normscope.Capture(trained, seen.sites, seen.skipped, seen.stats, 3, 0, seen.versions)
+    assert capture_data(seen_elsewhere, fits, 4000)["made"] == ""
+
+
+def test_counterparts_are_those_of_the_comparison(seen, fits, other):
+    matches = document([seen, other], [fits, fits], NONE)["matches"]
+    assert matches == [{site.name: site.name for site in seen.sites}] * 2
+
+
+def test_looks_are_those_of_the_figures(seen, fits):
+    styles = document([seen], [fits], NONE)["styles"]
+    for name, style in STYLES.items():
+        colour, _ = style.looks_of(["tanh", "isru", "derf", "mine"])["isru"]
+        assert styles[name]["curves"]["isru"]["colour"] == colour
+        assert (
+            len(
+                {
+                    look["colour"]
+                    for curve, look in styles[name]["curves"].items()
+                    if curve in ("tanh", "isru", "derf", "mine")
+                }
+            )
+            == 4
+        )
+
+
+def test_a_curve_that_the_page_cannot_read_says_so(seen):
+    swish = normscope.curve_of(nn.functional.silu, "swish", "u·sigmoid(u)")
+    curves = document([seen], [normscope.fit(seen, [swish, "tanh", "free"])], NONE)["curves"]
+    assert [curves[name]["readable"] for name in ("tanh", "swish", "free")] == [True, False, False]
+
+
+def test_fits_of_channels_are_left_to_the_tables():
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    seen = normscope.capture(nn.LayerNorm(8), [x], per_channel=True)
+    [site] = capture_data(seen, normscope.fit(seen, "tanh", per="channel"), 4000)["sites"]
+    assert site["fits"] == []
+
+
+def test_points_are_weighted_as_the_fits_are(seen, fits):
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    norm = nn.LayerNorm(8)
+    nn.init.uniform_(norm.weight)
+    weighted = normscope.capture(norm, [x], by_gamma=True)
+    by_gamma = normscope.fit(weighted, "tanh", weights_by="gamma")
+    assert capture_data(weighted, by_gamma, 4000)["weights_by"] == "gamma"
+    with pytest.raises(UsageError, match="weight pairs by gamma and by pairs"):
+        capture_data(weighted, [*by_gamma, *normscope.fit(weighted, "tanh")], 4000)
+    with pytest.raises(DataError, match="no sums weighted by γ²"):
+        capture_data(normscope.capture(norm, [x]), by_gamma, 4000)

@@ -1,0 +1,107 @@
+"""The file: what it allows, what it holds, where it is written, and how a notebook shows it."""
+
+import html
+import json
+import re
+from base64 import b64encode
+from hashlib import sha256
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import normscope
+from normscope.errors import UsageError
+from normscope.page.report import SCRIPTS, as_data, asset
+
+
+def test_the_policy_allows_the_pages_own_scripts_and_nothing_else(pages):
+    text = pages.one.read_text(encoding="utf-8")
+    policy = html.unescape(re.search(r'Content-Security-Policy" content="(.*?)">', text)[1])
+    said = dict(part.split(" ", 1) for part in policy.split("; "))
+    assert said["default-src"] == "'none'" and said["img-src"] == "data: blob:"
+    assert "unsafe" not in policy and "http" not in policy
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    digests = [f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts]
+    assert said["script-src"].split() == digests and len(digests) == len(SCRIPTS)
+    [style] = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    assert said["style-src"] == f"'sha256-{b64encode(sha256(style.encode()).digest()).decode()}'"
+
+
+def test_nothing_in_it_points_elsewhere(pages):
+    text = pages.one.read_text(encoding="utf-8")
+    assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}  # the name of a namespace
+    assert not re.search(r"<(link|iframe|object|embed|base|form)\b| (src|href)=\"", text)
+
+
+@pytest.mark.parametrize("name", [f"{script}.js" for script in SCRIPTS])
+def test_no_script_makes_markup_or_code_of_text(name):
+    text = asset(name)
+    assert text.startswith('"use strict";')
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|</script|fetch\(", text
+    )
+
+
+def test_hostile_names_cannot_leave_their_element(pages, hostile):
+    text = pages.one.read_text(encoding="utf-8")
+    assert "<img" not in text and "\u202e" not in re.search("<title>.*?</title>", text)[0]
+    document = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+    assert hostile.name in [site["name"] for site in document["captures"][0]["sites"]]
+
+
+@given(st.dictionaries(st.text(), st.text(st.characters())))
+def test_any_text_comes_back(names):
+    text = as_data(names)
+    assert json.loads(text.encode()) == names
+    assert not re.search("[<>&\u2028\u2029]", text)
+
+
+def test_it_is_written_whole_and_says_how_large(seen, fits, tmp_path):
+    page = normscope.report(seen, fits)
+    file = page.save(tmp_path / "folder" / "page.html")
+    assert file.read_text(encoding="utf-8") == page.html
+    assert re.fullmatch(r"Page .*: [\d.]+ MB", repr(page)) and "\u202e" not in repr(page)
+    with pytest.raises(UsageError, match=r"name it FILE\.html, not .*page\.txt"):
+        page.save(tmp_path / "page.txt")
+
+
+def test_a_notebook_shows_it_in_a_frame(seen, fits):
+    page = normscope.report(seen, fits)
+    shown = page._repr_html_()
+    assert html.unescape(re.search('srcdoc="(.*?)"', shown, re.DOTALL)[1]) == page.html
+
+
+def test_fits_are_made_where_none_are_given(other):
+    text = normscope.report(other.only("first")).html
+    [capture] = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])["captures"]
+    assert capture["curves"] == ["tanh", "isru"]
+
+
+def test_what_does_not_go_together_is_refused(seen, other, fits):
+    with pytest.raises(UsageError, match="no capture"):
+        normscope.report([])
+    with pytest.raises(UsageError, match="2 captures and one list of fits"):
+        normscope.report([seen, other], fits)
+    with pytest.raises(UsageError, match="2 captures and 1 lists of fits"):
+        normscope.report([seen, other], [fits])
+    with pytest.raises(UsageError, match="not a str"):
+        normscope.report(seen, fits, drift=["dyt"])
+
+
+@pytest.mark.slow
+def test_a_frame_works_as_the_file_does(browser, seen, fits, tmp_path):
+    """As a notebook holds it: no address to keep, and the same figures."""
+    notebook = tmp_path / "notebook.html"
+    notebook.write_text(
+        f"<!DOCTYPE html><meta charset='utf-8'>{normscope.report(seen, fits)._repr_html_()}", encoding="utf-8"
+    )
+    page = browser.open(notebook)
+    page.driver.switch_to.frame(0)
+    page.run("go({view: 'site', site: 1})")
+    assert (
+        page.texts("h2") == ["1 second"]
+        and page.run("return document.querySelectorAll('[data-line=tanh]').length") == 3
+    )
+    assert page.logs()[0] == []
+    page.driver.switch_to.default_content()

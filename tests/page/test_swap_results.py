@@ -1,0 +1,78 @@
+"""Records and files of swap-bench as the page takes them, and what is no such thing, in a sentence."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import normscope
+from normscope.errors import DataError
+from normscope.page.swap_results import read_swap_results, swap_results
+from normscope.swaps.bench.reports import BenchReport, Timing
+
+
+def test_a_file_holds_what_the_records_do(swaps, tmp_path):
+    file = tmp_path / "swap.json"
+    file.write_text(json.dumps(swaps), encoding="utf-8")
+    assert read_swap_results(file) == swap_results(swaps)
+    shown = swap_results(swaps)
+    assert shown["drift"][0]["quality"]["scores"]["swapped"] == {"value": 0.5, "interval": None}
+    assert shown["speed"][0]["rows"][0]["note"] == "<b>" and shown["drift"][0]["about"]["weights"].startswith("random")
+
+
+def test_records_are_taken_as_they_come():
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8))
+    batches = [torch.randn(8, 8, generator=torch.Generator().manual_seed(0))]
+    seen = normscope.capture(model, batches)
+    moved = normscope.drift(model, batches, normscope.replacements(model, "dyt", seen), func="dyt", init="fit")
+    timing = Timing("dyt", "eager", "norm", "forward", "float32", "blocks", (1, 16), 1, samples=(1e-3,), minimum=1e-3)
+    shown = swap_results([moved, BenchReport({"model": "net"}, "cpu", (timing,))])
+    [drift], [speed] = shown["drift"], shown["speed"]
+    assert drift["sites"] == ["1"] and drift["rows"][0]["relative_l2"]["p50"] == moved.all.relative_l2.p50
+    assert speed["rows"][0]["minimum"] == 1e-3 and speed["rows"][0]["shape"] == [1, 16]
+    assert swap_results(moved)["drift"] == shown["drift"] and swap_results(None) == {"drift": [], "speed": []}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (["drift", 0, "func"], 3, "the func of a drift is 3"),
+        (["drift", 0, "sites", 0], None, "the sites of a drift are no names"),
+        (["drift", 0, "rows", 1, "relative_l2", "p50"], "far", "the p50 of a relative_l2 is 'far'"),
+        (["drift", 0, "rows", 1, "relative_l2"], None, "a relative_l2 of a row is None"),
+        (["drift", 0, "rows", 0], 7, "a row of a drift is 7"),
+        (["drift", 0, "quality", "scores", "swapped", "interval"], [1], r"the interval of a score is \[1\]"),
+        (["speed", 0, "rows", 0, "median"], float("nan"), "the median of a timing is nan"),
+        (["speed", 0, "device"], None, "the device of a speed is None"),
+    ],
+)
+def test_what_is_wrong_is_named(swaps, path, value, words):
+    document = copy.deepcopy(swaps)
+    *way, last = path
+    place = document
+    for step in way:
+        place = place[step]
+    place[last] = value
+    with pytest.raises(DataError, match=f"In the document, {words}"):
+        swap_results(document)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        ("[]", "holds a JSON list"),
+        ("{}", "no drift and no speed in"),
+        ('{"drift": 3}', "no drift and no speed in"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(tmp_path, text, words):
+    file = tmp_path / "swap.json"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(DataError, match=words):
+        read_swap_results(file)
+    with pytest.raises(DataError, match=r"Cannot read .*missing\.json"):
+        read_swap_results(tmp_path / "missing.json")
