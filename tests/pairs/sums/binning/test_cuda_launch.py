@@ -228,8 +228,9 @@ def test_the_kernels_compile_without_spilled_registers(tmp_path, monkeypatch, na
     assert "acq_rel" not in code.asm["ptx"]  # a fence at every addition
     if name.startswith("add_pairs"):
         # Two neighbouring lanes a pair, of four words each.
-        assert "sizePerThread = [1, 4], threadsPerWarp = [16, 2]" in code.asm["ttgir"]
-        assert capability < 90 or code.counted(r"REDG\.E\.ADD\.F32x4.*")
+        if capability >= 90:  # below, no addition takes four words, and Triton lays them out as it likes
+            assert "sizePerThread = [1, 4], threadsPerWarp = [16, 2]" in code.asm["ttgir"]
+            assert code.counted(r"REDG\.E\.ADD\.F32x4.*")
 
 
 class Driver:
