@@ -226,10 +226,10 @@ def test_the_kernels_compile_without_spilled_registers(tmp_path, monkeypatch, na
     assert code.local == 0
     assert not code.counted(r"(LDL|STL)(\..*)?")
     assert "acq_rel" not in code.asm["ptx"]  # a fence at every addition
-    if name.startswith("add_pairs"):
+    if name.startswith("add_pairs") and capability >= 90:  # below, no addition takes four words
         # Two neighbouring lanes a pair, of four words each.
         assert "sizePerThread = [1, 4], threadsPerWarp = [16, 2]" in code.asm["ttgir"]
-        assert capability < 90 or code.counted(r"REDG\.E\.ADD\.F32x4.*")
+        assert code.counted(r"REDG\.E\.ADD\.F32x4.*")
 
 
 class Driver:
