@@ -35,7 +35,6 @@ TITLES = {
     "speed": "How fast swapped networks are",
     "pointwise": "How fast point-wise functions are on the CPU",
     "host_time": "How long the host takes for a fused call",
-    "compiled_bytes": "What a compiled network reads and writes around a norm",
     "machine_code": "What the kernels are as machine code",
     "machine_code_capture": "What a capture's kernels are as machine code",
     "accuracy": "How accurate the kernels' functions are",

@@ -53,7 +53,8 @@ def pointwise(
     """
     parameters = Parameters(alpha, shift, weight, bias)
     if by_kernels(curve, x.device, x.dtype):
-        return _launching().forward(x, alpha, shift, weight, bias, curve, behind)
+        y: Tensor = _launching().forward(x, alpha, shift, weight, bias, curve, behind)
+        return y
     parameters.channel_axes(x, behind)
     return torch.empty_like(x).copy_(eager.pointwise(x, CURVES[curve].function, parameters, behind))
 
