@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from common import Measurement, finish, in_own_process, options
 from torch import Tensor
 
 import normscope
-from normscope.swaps.drift.output_errors import output_errors
+from normscope.swaps.drift.output_errors import OutputErrors
 
 MODEL = "minilm"
 TEXTS = 1200
@@ -88,7 +88,7 @@ def main() -> None:
             drawn(work, args.gallery)
         judged, pairs, measurements = in_own_process(measured, work, steps_of(args.minutes), seconds, threads=1)
     about = ABOUT.format(texts=args.texts, judged=judged, pairs=pairs)
-    finish("conversion", about, measurements, args, threads=[1], libraries=["transformers"])
+    finish("conversion", about, measurements, args, threads=[1], libraries=["transformers"], added=True)
 
 
 def written_texts(folder: Path, number: int) -> None:
@@ -143,25 +143,24 @@ def measured(work: Path, steps: list[Step], seconds: dict[str, float]) -> tuple[
     path.write_text("\n".join(sorted(texts, key=len)), encoding="utf-8")
     inputs = list(normscope.load(MODEL, data=path, batch_size=16, device="cpu").inputs)
     network = normscope.load(MODEL, device="cpu")
-    measurements = list(of_network("original", network, network, inputs, halves, work))
+    errors = OutputErrors(network.module, inputs, network.outputs)
+    measurements = [found_own_text("original", network, halves, work)]
     for step in steps:
         swapped = normscope.load_swapped(work / name_of(step), device="cpu")
         measurements.append(Measurement(MODEL, step.way, "CPU", "s", [seconds[step.way]]))
-        measurements += of_network(step.way, network, swapped, inputs, halves, work)
+        moved = errors.of(swapped.module).tolist()
+        measurements.append(Measurement(MODEL, step.way, "relative L2", "at the output", moved))
+        measurements.append(found_own_text(step.way, swapped, halves, work))
     return len(texts), len(halves), measurements
 
 
-def of_network(
-    way: str, original: Any, network: Any, inputs: list[Any], halves: list[tuple[str, str]], work: Path
-) -> Iterator[Measurement]:
-    if network is not original:
-        errors = output_errors(original.module, network.module, inputs, original.outputs)
-        yield Measurement(MODEL, way, "relative L2", "at the output", errors.tolist())
+def found_own_text(way: str, network: Any, halves: list[tuple[str, str]], work: Path) -> Measurement:
+    """How often a docstring's first sentence is nearest to its own rest."""
     first, rest = (embeddings(network, [pair[half] for pair in halves], work) for half in (0, 1))
     right = (first @ rest.T).argmax(1) == torch.arange(len(halves))
     share = float(right.double().mean())
     error = 100 * (share * (1 - share) / len(halves)) ** 0.5
-    yield Measurement(MODEL, way, "own text found", "%", [100 * share], error=error)
+    return Measurement(MODEL, way, "own text found", "%", [100 * share], error=error)
 
 
 def first_and_rest(text: str) -> tuple[str, str] | None:
