@@ -124,7 +124,7 @@ def by_length(batch: Batch, most: int) -> list[Batch]:
 
     Args:
         batch: any.
-        most: samples of each part.
+        most: samples of a part.
 
     >>> from normscope.inputs.batch import Sample
     >>> valid = torch.arange(90) < torch.tensor([20, 90, 25, 30])[:, None]
@@ -140,6 +140,7 @@ def by_length(batch: Batch, most: int) -> list[Batch]:
     if nested or not given or any(tensor.shape != valid.shape for tensor in given):
         return [batch]
     lengths = valid.sum(1)
+    most = math.ceil(len(lengths) / math.ceil(len(lengths) / most))  # so that parts are about equally large
     parts: list[list[int]] = []
     for index in lengths.argsort(stable=True).tolist():
         last = parts[-1] if parts else []

@@ -155,7 +155,7 @@ def steps_of(batches: Sequence[Batch], at_once: int, apart: int) -> list[list[Ba
     Args:
         batches: all of them.
         at_once: samples of a step, at least, where they can be joined and run in one pass.
-        apart: the same where they cannot, as each pass takes its time, and where they are padded.
+        apart: samples of a step, at most, where they cannot, as each pass takes its time, and where they are padded.
 
     >>> from normscope.inputs.batch import Sample
     >>> ones = [Batch((torch.zeros(1, size),), samples=(Sample("a", 0, 0),)) for size in (3, 3, 3, 4, 3)]
@@ -169,7 +169,7 @@ def steps_of(batches: Sequence[Batch], at_once: int, apart: int) -> list[list[Ba
         both = joined([*last, batch]) if len(last) == 1 and samples < at_once and batch.valid is None else []
         if len(both) == 1:
             steps[-1] = both
-        elif last and samples < apart:
+        elif last and samples + len(batch.samples) <= apart:
             last.append(batch)
         else:
             steps.append([batch])

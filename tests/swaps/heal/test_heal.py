@@ -173,16 +173,23 @@ def test_a_step_takes_samples_enough_in_as_few_passes_as_can_be():
 def test_what_cannot_be_joined_makes_smaller_steps():
     one = [replace(texts([length] * 5), valid=None) for length in (3, 4, 3, 4, 4, 4)]
     steps = steps_of(one, 64, 12)
-    assert [[batch.args[0].shape for batch in step] for step in steps] == [[(5, 3), (5, 4), (5, 3)], [(15, 4)]]
+    assert [[batch.args[0].shape for batch in step] for step in steps] == [
+        [(5, 3), (5, 4)],
+        [(5, 3), (5, 4)],
+        [(10, 4)],
+    ]
 
 
 def test_padded_texts_make_smaller_steps_however_many_are_in_a_batch():
-    steps = steps_of([texts([3] * 20), texts([4] * 4), texts([3, 100] * 6)], 64, 8)
+    steps = steps_of([texts([3] * 20), texts([4] * 4), texts([3, 100] * 3), texts([3, 100] * 6)], 64, 8)
     assert [[batch.args[0].shape for batch in step] for step in steps] == [
-        [(8, 3)],
-        [(8, 3)],
-        [(4, 3), (4, 4)],
-        [(6, 3), (6, 100)],
+        [(7, 3)],
+        [(7, 3)],
+        [(6, 3)],
+        [(4, 4), (3, 3)],
+        [(3, 100)],
+        [(6, 3)],
+        [(6, 100)],
     ]
 
 
