@@ -32,13 +32,14 @@ H100 = SimpleNamespace(
 )  # fmt: skip
 ABOUT = f"""
 What torch.compile makes of a norm and its neighbours: of LayerNorm, of DyT in plain torch, and of DyT as normscope's
-operator, into which it cannot look. Inductor generates its Triton source for an H100. No GPU is needed and no time was
-measured; the same versions give the same numbers on every machine. In bfloat16, without gradients, {SAMPLES} × {TOKENS}
-tokens, in units of one such tensor: reading x once and writing y once is 2. Modulated: norm · (1 + scale) + shift, of
-which each sample has its own, as in DiT. Added: x + branch, which the network goes on with, and the norm of it. Read
-and written: by inductor's own count (get_read_write_buffers_sizes), each tensor once for a kernel that reads it, and
-once for one that writes it. Loads and stores: by the generated source, as often as a statement goes over a tensor; what
-a kernel loads a second time may come from a cache. The operator counts as reading x once and writing y once.
+operator, into which it cannot look. Inductor generates its Triton source for an H100, of what make_fx traces with
+inductor's decompositions. No GPU is needed and no time was measured; the same versions give the same numbers. In
+bfloat16, without gradients, {SAMPLES} × {TOKENS} tokens, in units of one such tensor: reading x once and writing y once
+is 2. Modulated: norm · (1 + scale) + shift, of which each sample has its own, as in DiT. Added: x + branch, which the
+network goes on with, and the norm of it. Read and written: by inductor's own count (get_read_write_buffers_sizes), each
+tensor once for a kernel that reads it, and once for one that writes it. Loads and stores: by the generated source, as
+often as a statement goes over a tensor; what a kernel loads a second time may come from a cache. The operator counts as
+reading x once and writing y once.
 """
 QUANTITIES = (("read and written", "tensors"), ("loads and stores", "tensors"), ("kernels", "launched"))
 TANH = CURVES["tanh"].function
