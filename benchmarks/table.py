@@ -37,6 +37,7 @@ TITLES = {
     "host_time": "How long the host takes for a fused call",
     "machine_code": "What the kernels are as machine code",
     "machine_code_capture": "What a capture's kernels are as machine code",
+    "compiled_bytes": "What a compiled network reads and writes around a norm",
     "accuracy": "How accurate the kernels' functions are",
     "calibration": "How much of that goes without training",
     "healing": "How much of that is healed",

@@ -27,7 +27,8 @@ def measured(monkeypatch, tmp_path, capsys):
 
     def samples_of(name, *arguments):
         module = importlib.import_module(name)
-        if name != "accuracy":  # it asks Triton for its interpreter, which only a new process can
+        # One asks Triton for its interpreter, which only a new process can; the other says that there is a GPU.
+        if name not in ("accuracy", "compiled_bytes"):
             monkeypatch.setattr(module, "in_own_process", lambda run, *given, threads: run(*given), raising=False)
         monkeypatch.setattr(sys, "argv", [f"{name}.py", "--repeats", "1", "--results", str(tmp_path), *arguments])
         module.main()
@@ -261,6 +262,22 @@ def test_machine_code_of_a_capture(measured):
         [instructions], [ceiling] = (samples["bfloat16", kernel, name] for name in ("sm_90", "sm_90 at most"))
         assert 10 < instructions <= ceiling
     assert 2 * 9.6 < samples["bfloat16", "add_pairs", "sm_90 atomic operations"][0] <= 20  # millions
+
+
+def test_compiled_bytes(measured):
+    samples = measured("compiled_bytes")
+    by_hand = {"modulated": (2, 2, 4), "added": (4, 4, 5)}
+    for block, tensors in by_hand.items():
+        for channels in ("768", "1,152"):
+            for way, count in zip(("LayerNorm", "DyT, plain torch", "DyT, operator"), tensors, strict=True):
+                moved, stated, kernels = (
+                    samples[f"{block}, {channels} channels", way, name][0]
+                    for name in ("read and written", "loads and stores", "kernels")
+                )
+                assert count <= moved < count + 0.02  # scale and shift are 1/256 of x each, all others far less
+                again = (way, channels) == ("LayerNorm", "1,152")  # whose rows do not stay in registers
+                assert count + again <= stated < count + again + 0.02
+                assert kernels == (2 if way == "DyT, operator" else 1)
 
 
 def test_architectures(tmp_path):
