@@ -25,7 +25,6 @@ from normscope.swaps.drift.output_errors import OutputErrors
 MODEL = "minilm"
 TEXTS = 1200
 WITHOUT_TRAINING = "--limit 440 --shuffle"  # of all texts; three fourths are learned from
-GALLERY = Path(__file__).parents[1] / "outputs" / "gallery"
 ABOUT = """
 All 13 LayerNorms of all-MiniLM-L6-v2, a pretrained network, converted by normscope's own commands, each a process on
 one thread; CPU seconds are of the whole of it, its imports, and the choice of norms to keep included. Its --data are
@@ -76,8 +75,8 @@ def steps_of(minutes: Iterable[float]) -> list[Step]:
 def main() -> None:
     parser = options(__doc__, repeats=1)
     parser.add_argument("--texts", type=int, default=TEXTS, help="docstrings that the commands get (%(default)s)")
-    parser.add_argument("--minutes", type=float, nargs="*", default=[6.0, 30.0], help="of the healings (6 30)")
-    parser.add_argument("--gallery", type=Path, help=f"folder that the figures go to, {GALLERY.name}'s for example")
+    parser.add_argument("--minutes", type=float, nargs="*", default=[30.0], help="of the healings (30)")
+    parser.add_argument("--gallery", type=Path, help="folder that the figures go to, as outputs/gallery")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
