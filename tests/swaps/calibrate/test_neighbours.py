@@ -130,7 +130,8 @@ def test_a_convolution_right_before_a_norm_feeds_it_alone():
     x = torch.randn(2, 1, 9, 9)
     near = of(Stem(goes_on=False), x)
     layers = {one.path: one for one in near.stations if not one.is_norm}
-    assert near.left == {"inner": "it is a convolution in 6 groups"} and list(layers) == ["first", "head"]
-    assert (layers["first"].feeds.path, layers["first"].feeds.base) == ("norm", None)
+    assert near.left == {} and list(layers) == ["first", "inner", "head"]
+    for layer, norm in (("first", "norm"), ("inner", "last")):  # in groups or not
+        assert (layers[layer].feeds.path, layers[layer].feeds.base) == (norm, None)
     assert {one.channel_axis for one in near.stations} == {-3}
     assert [one.feeds for one in of(Stem(goes_on=True), x).stations if one.path == "first"] == [None]
