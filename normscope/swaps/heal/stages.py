@@ -41,7 +41,7 @@ ALL = "all"
 TRAINS = (NORMS, NEIGHBOURS, ALL)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _PASSES_A_STEP = 4  # forward: gradients take twice the time, and the step itself some
-_TIMED = 4  # steps, from which minutes become steps
+_TIMED = 8  # steps, from which minutes become steps
 _SHARES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
 
 
@@ -204,6 +204,8 @@ class Stages:
         numbers = [order(step) for step in range(_TIMED)]
         of_target = _seconds_of(lambda: [lessons.targets(number) for number in numbers]) / len(set(numbers))
         of_drift = _seconds_of(self._drift)
+        sizes = [lessons.elements(number) for number in range(len(lessons))]
+        larger = len(numbers) * sum(sizes) / (len(sizes) * sum(sizes[number] for number in numbers))
         before, gradients = copied(trained.parameters), functools.partial(_gradients, lessons, order)
 
         def trial() -> None:
@@ -221,7 +223,7 @@ class Stages:
             )
 
         trial()  # the first steps may compile something
-        of_step = _seconds_of(trial) / _TIMED
+        of_step, of_target = larger * _seconds_of(trial) / _TIMED, larger * of_target
         left = 60 * minutes - (time.monotonic() - began) - (CHECKS + 1) * of_drift
         batches = len(lessons)
         if (of_step + of_target) * batches < left:

@@ -20,6 +20,7 @@ from normscope.swaps.calibrate.functions import least_squares
 from normscope.swaps.drift.output_errors import output_errors
 from normscope.swaps.heal import lessons, stages, training
 from normscope.swaps.heal.lessons import Lessons, drawn, pooled_loss, steps_of
+from normscope.swaps.heal.trained_parameters import TrainedParameters
 from normscope.swaps.pointwise import RMSNorm
 
 SITES = ["blocks.0.1", "blocks.1.1"]
@@ -336,6 +337,27 @@ def test_minutes_become_steps_once(networks, tmp_path, monkeypatch):
     assert report.steps == told[-1] > 10 and report.checks[-1].step == report.steps
     with pytest.raises(UsageError, match=r"its minutes is 0.1, not 0.2"):
         normscope.heal(original, other, LEARN, HELD_OUT, **{**asked, "minutes": 0.2})
+
+
+def test_a_trial_of_long_inputs_is_no_measure_of_short_ones(networks, monkeypatch):
+    """A step takes as long as its input is; the eight that are tried are the longest by far."""
+    original, swapped = networks
+    long, short = (Batch((torch.zeros(1, n, 8),), samples=(Sample("", 0, 0),)) for n in (400, 4))
+    lessons_ = Lessons(original, swapped, Outputs(), SITES, [[long]] * 8 + [[short]] * 72)
+    assert [lessons_.elements(number) for number in (0, 8)] == [3200, 32]
+    whole = stages.Stages(
+        original, swapped, SITES, Outputs(), LEARN, HELD_OUT, stages.HealOptions(True, "all", 1, None, 0)
+    )
+    trained = TrainedParameters(swapped, [name for name, _ in swapped.named_parameters()])
+    monkeypatch.setattr(stages, "_seconds_of", lambda call: 8.0)
+    now = time.monotonic()
+
+    def steps(order):
+        return whole._steps_in(60.0, trained, lessons_, order, now)
+
+    # Of an hour, thirteen checks take 8 s each; each of eight targets and steps 1 s, of the long ones. The call takes time.
+    mean = (8 * 3200 + 72 * 32) / 80 / 3200
+    assert steps(lambda step: step % 8) == pytest.approx((3496 - 80 * mean) / mean, rel=0.01)
 
 
 @pytest.mark.parametrize("train", ["norms", "neighbours", "all"])
