@@ -355,7 +355,7 @@ def test_a_trial_of_long_inputs_is_no_measure_of_short_ones(networks, monkeypatc
     def steps(order):
         return whole._steps_in(60.0, trained, lessons_, order, now)
 
-    # Of an hour, thirteen checks take 8 s each; each of eight targets and steps 1 s, of the long ones. The call takes time.
+    # Of an hour, thirteen checks take 8 s each, and a target and a step 1 s each of the long ones. The call takes time.
     mean = (8 * 3200 + 72 * 32) / 80 / 3200
     assert steps(lambda step: step % 8) == pytest.approx((3496 - 80 * mean) / mean, rel=0.01)
 
