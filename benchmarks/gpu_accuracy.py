@@ -45,7 +45,8 @@ def measured(device: str) -> Iterator[Measurement | str]:
         if not np.abs(y[~there]).max(initial=0) <= 2 * accuracy.LEAST:
             yield f"{case}, {way}: more than 2⁻¹¹⁹ where the truth is below 2⁻¹²⁰."
         ends = kernel.run(np.float32([np.nan, np.inf, -np.inf]), of, curve, precise, device=device)
-        if not np.allclose(ends, [np.nan, 0, 0] if of == "f′" else [np.nan, 1, -1], rtol=2**-20, atol=0, equal_nan=True):
+        at_the_ends = [np.nan, 0, 0] if of == "f′" else [np.nan, 1, -1]
+        if not np.allclose(ends, at_the_ends, rtol=2**-20, atol=0, equal_nan=True):
             yield f"{case}, {way}: {ends.tolist()} at NaN, ∞ and −∞."
 
 
