@@ -118,7 +118,7 @@ def test_a_compiled_function_is_plain_torchs_too(no_compiler, said, monkeypatch)
     torch.testing.assert_close(y, (x / 2).tanh(), rtol=1e-6, atol=0)  # two roundings of float32
     [targets] = graphs
     assert "normscope.pointwise.default" not in targets
-    assert len([one for one in said if NO_COMPILER in str(one.message)]) == 1
+    assert not [one for one in said if NO_COMPILER in str(one.message)]  # nothing wanted a kernel here
 
 
 def test_without_a_compiler_a_capture_on_cuda_is_the_references(no_compiler, said, monkeypatch):
