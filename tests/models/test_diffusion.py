@@ -188,6 +188,7 @@ def test_nothing_is_said_by_the_library_on_the_way(pipeline, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_dit_is_imported_without_its_siblings_and_they_are_there_when_asked_for(python):
     outcome = python("""
 import json, sys

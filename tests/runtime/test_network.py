@@ -107,6 +107,7 @@ def test_buffers_made_in_inference_mode_come_back():
     assert bits(network) == before
 
 
+@pytest.mark.slow
 def test_what_compiles_nothing_costs_no_import_of_the_compiler():
     script = """
 import sys

@@ -40,6 +40,7 @@ def written(folder):
 LIBRARIES = ("timm", "torchvision", "torchaudio", "diffusers", "transformers", "torch._dynamo")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "needed"), [("demo_vit", []), ("demo_wav2vec2", ["torchaudio"]), ("0.safetensors", [])]
 )

@@ -297,6 +297,7 @@ def test_seven_billion_weights_are_not_made_without_cuda(folder, monkeypatch):
     assert done.exit_code == 5 and "LLaMA 7B takes 13.5 GB" in " ".join(done.stderr.split())
 
 
+@pytest.mark.slow
 def test_quick_takes_one_curve_and_the_fewest_timings(folder, monkeypatch):
     look = ("--width", "3.25", "--title", "none", "--dpi", "40")
     monkeypatch.chdir(folder)

@@ -476,6 +476,7 @@ def test_on_cuda_a_float32_network_is_timed_in_bfloat16():
     assert chosen(torch.float32, "cpu") == [torch.float32]
 
 
+@pytest.mark.slow
 def test_time_begins_once_the_device_is_warm(net, batch, monkeypatch):
     """After a cold start that takes longer than the budget, what is compiled is timed still."""
 

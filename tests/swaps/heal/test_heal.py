@@ -317,6 +317,7 @@ def test_it_goes_on_where_it_stopped_to_the_bit(networks, tmp_path, stage, at):
     assert min(done for of_stage, done, _ in told if of_stage == "train") == {1: 1, 15: 15, 24: 23}[at]
 
 
+@pytest.mark.slow
 def test_minutes_become_steps_once(networks, tmp_path, monkeypatch):
     original, swapped = networks
     other, path = copy.deepcopy(swapped), tmp_path / "at.safetensors"

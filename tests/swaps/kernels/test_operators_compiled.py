@@ -63,6 +63,7 @@ def held_against_eager(net, compiled, dynamic: bool, width: int) -> None:
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_inductor_compiles_it_with_any_batch(chosen):
     torch._dynamo.reset()
     net = nn.Sequential(DyT(C), nn.GELU())
