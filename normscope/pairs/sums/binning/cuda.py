@@ -98,6 +98,16 @@ def _said(n: int, given: bool) -> dict[str, tuple[torch.dtype, int]]:
     }
 
 
+def options_to_add(major: int) -> dict[str, int]:
+    """How :func:`add_pairs` is compiled for a compute capability, by its leading number; below 9 one warp would spill."""
+    return {"num_warps": 1, "maxnreg": 255} if major >= 9 else {"num_warps": 2}
+
+
+def _major(device: torch.device) -> int:
+    there = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_capability(device)[0] if there else 9
+
+
 def _launches(stats: PairStats, tokens: Tokens, n: int, d: int) -> Iterator[KernelCall]:
     """Say which kernels a call of ``n`` tokens of ``d`` elements takes."""
     uniform, largest = len(stats.tokens.key), len(stats.largest.key)
@@ -137,7 +147,7 @@ def _launches(stats: PairStats, tokens: Tokens, n: int, d: int) -> Iterator[Kern
         numbers |= {"steps": steps, "per_token": d // width, "groups": groups, "channels": tokens.channels}
         constants = {"cells": _CELLS, "grouped": grouped, "at_once": at_once, "tile": tile}
         grid = (columns, triton.cdiv(in_rows, steps))  # of which the second may be 65,535 at most
-        yield KernelCall(add_pairs, grid, numbers, constants, {"num_warps": 1})
+        yield KernelCall(add_pairs, grid, numbers, constants, options_to_add(_major(stats.moments.device)))
         yield KernelCall(flush, (triton.cdiv(_CELLS, _FLUSHED),), {"cells": _CELLS}, {"tile": _FLUSHED})
     yield KernelCall(
         draw,
