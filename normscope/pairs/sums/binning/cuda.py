@@ -99,7 +99,7 @@ def _said(n: int, given: bool) -> dict[str, tuple[torch.dtype, int]]:
 
 
 def options_to_add(major: int) -> dict[str, int]:
-    """How :func:`add_pairs` is compiled for a compute capability, by its leading number; below 9 one warp would spill."""
+    """How :func:`add_pairs` is compiled for a compute capability of this leading number: below 9, one warp spills."""
     return {"num_warps": 1, "maxnreg": 255} if major >= 9 else {"num_warps": 2}
 
 
