@@ -76,6 +76,9 @@ def _print_words(console: Console, text: str, style: str = "") -> None:
     console.print(words, soft_wrap=not console.is_terminal, crop=False)
 
 
+_MOST_NAMED = 4  # inputs that are kept, in a remark
+
+
 class Output:
     """A command's output; of several ranks only the first one prints and writes.
 
@@ -219,6 +222,13 @@ class Output:
         if is_number(asked):
             named = ", ".join(f"{site.index} {site.name}" for site in sites)
             self.remark(f"{option} {asked} takes one of each stretch of the depth, by turns of every kind: {named}")
+
+    def kept_inputs(self, capture: Capture) -> None:
+        """Say whose inputs a file will show to whoever has it."""
+        shown = [f"the {one.preview.kind} of {one.name}" for one in capture.inputs[:_MOST_NAMED]]
+        more = [f"{len(capture.inputs) - _MOST_NAMED:,} more"] if len(capture.inputs) > _MOST_NAMED else []
+        if shown:
+            self.remark(f"kept to be looked at: {', '.join(shown + more)}")
 
     def skipped(self, norms: Iterable[SkippedNorm]) -> None:
         """Name every norm that was seen and not observed."""

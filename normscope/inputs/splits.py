@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from normscope.errors import DataError, count
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.entries import as_batches, taken_once
+from normscope.inputs.previews import Preview, preview_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -264,6 +265,11 @@ class Part:
         for batch in self:
             return batch.first_sample()
         raise DataError(f"No sample can be read of {self.description}.")
+
+    def preview(self, batch: Batch, place: int) -> Preview | None:
+        """Return what can be looked at of a sample of one of these batches, as the inputs say."""
+        shown: Preview | None = getattr(self.inputs, "preview", preview_of)(batch, place)
+        return shown
 
     @property
     def ends(self) -> Callable[..., Iterator[tuple[Sequence[Sample], Tensor]]] | None:

@@ -128,7 +128,8 @@ def _created(name: str, architecture: str, repo: str, commit: str, path: Path) -
 def _timm_preprocessing(module: nn.Module) -> Preprocessing:
     config = resolve_model_data_config(module)  # type: ignore[no-untyped-call]
     channels = config["input_size"][0]
-    return Preprocessing("L" if channels == 1 else "RGB", create_transform(**config))
+    mode = "L" if channels == 1 else "RGB"
+    return Preprocessing(mode, create_transform(**config), normalized_by=(config["mean"], config["std"]))
 
 
 def _timm_outputs(module: Any) -> Outputs:

@@ -12,6 +12,7 @@ from torch import nn
 from normscope.errors import UsageError
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import LoadedModel, unpacked
+from normscope.inputs.previews import preview_of
 from normscope.inputs.splits import Done, LeftOut, Share, shared
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import Layers, SkippedNorm, select
@@ -41,6 +42,7 @@ def capture(
     per_channel: bool = False,
     diagonal: bool = False,
     by_part: bool = False,
+    keep_inputs: int = 0,
     forward: Forward | None = None,
     progress: Progress = silent,
 ) -> Capture:
@@ -74,6 +76,9 @@ def capture(
             :func:`normscope.gradient` takes; at sites where it is known in closed form.
         by_part: also keep the sums of each part of the data by itself, in :attr:`Capture.parts`, where batches name the
             ``part`` that they belong to: a diffusion model's timesteps. Each part takes the memory of a whole.
+        keep_inputs: of so many inputs, those of least number, keep what people can look at (a thumbnail, the envelope
+            of the waveform, the text) and mean, σ and the sizes of the elements of every token at every norm, in
+            :attr:`Capture.inputs`: :func:`normscope.report` shows them. Of a diffusion model so many at each timestep.
         forward: runs the model on an entry of ``batches``, whatever that is: ``lambda model, batch: model(batch.x)``.
         progress: called with ``"samples"``, how many have run, and how many there are: None where nothing tells.
 
@@ -83,7 +88,8 @@ def capture(
     Raises:
         DataError: if there is no batch, or if it cannot be told which tokens of a norm are padding.
         ModelError: if the model raises, if it calls no norm that normscope knows, or if verification fails.
-        UsageError: if ``layers`` names no site, or ``sample`` no token; or if a module comes without batches.
+        UsageError: if ``layers`` names no site, ``sample`` no token, or ``keep_inputs`` no number of inputs; or if a
+            module comes without batches.
         MemoryEndedError: if a single sample takes more memory than there is; larger batches are split.
 
     >>> import normscope, torch
@@ -93,7 +99,7 @@ def capture(
     >>> capture(model, [torch.randn(16, 4), torch.randn(16, 4)], seed=0).stats["1"].n_pairs
     256
     """
-    summing = Summing(seed, sample, verify, by_gamma, per_channel, diagonal, by_part)
+    summing = Summing(seed, sample, verify, by_gamma, per_channel, diagonal, by_part, keep_inputs)
     return captured(model, batches, summing, layers=layers, about=about, forward=forward, progress=progress)
 
 
@@ -122,6 +128,8 @@ def captured(
         raise UsageError(
             f"sample is {summing.sample}: it is a number of tokens, at least 1; without it, all are taken."
         )
+    if summing.keep_inputs < 0:
+        raise UsageError(f"keep_inputs is {summing.keep_inputs}: it is a number of inputs, 0 to keep none.")
     model, batches, about, _ = unpacked(model, batches, about, forward=forward)
     agree_on_batches(batches, ranks)
     taken = Done()  # by runs before this one: known once the sites are, and before the first chunk is asked for
@@ -132,7 +140,7 @@ def captured(
     dtype = " and ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in model.parameters()))
     unsaid = {"model": type(model).__name__, "weights": "not named", "data": "not named", "dtype": dtype or "not named"}
     about = {**unsaid, **about}
-    work = Work(Recorder(model, summing, report, sites))
+    work = Work(Recorder(model, summing, report, sites, getattr(batches, "preview", preview_of)))
     settings = _settings(work.recorder, batches, first, about)
     check_alike(ranks, settings)
     if checkpoints is not None:
@@ -169,7 +177,7 @@ def captured(
 
 def _settings(recorder: Recorder, batches: Iterable[Any], first: Batch, about: Mapping[str, str]) -> dict[str, Any]:
     """Say what is captured of what: what ranks have to agree in, and what a checkpoint is of."""
-    kept = ("seed", "sample", "by_gamma", "per_channel", "diagonal", "by_part")
+    kept = ("seed", "sample", "by_gamma", "per_channel", "diagonal", "by_part", "keep_inputs")
     summing = {name: getattr(recorder.summing, name) for name in kept}
     return {
         "model": about["model"],

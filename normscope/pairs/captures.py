@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from importlib import metadata
 
 from normscope.errors import DataError, count
+from normscope.pairs.kept_inputs import KeptInput, first_inputs
 from normscope.pairs.norms.sites import Layers, NormSite, SkippedNorm, select
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.records import Tabled
@@ -30,6 +31,7 @@ class Capture(Tabled):
         seed: of the drawing samples.
         versions: of Python and the libraries.
         parts: captures of parts of the data, each by its name (``timestep 980``), where they were asked for.
+        inputs: those that were kept to be looked at, where that was asked for.
     """
 
     about: Mapping[str, str]
@@ -40,6 +42,7 @@ class Capture(Tabled):
     seed: int
     versions: Mapping[str, str]
     parts: Mapping[str, Capture] = field(default_factory=dict)
+    inputs: Sequence[KeptInput] = ()
 
     def __repr__(self) -> str:
         pairs = sorted({stats.n_pairs for stats in self.stats.values()})
@@ -62,7 +65,8 @@ class Capture(Tabled):
 
     def _limited_to(self, names: set[str]) -> Capture:
         sites = [site for site in self.sites if site.name in names]
-        return replace(self, sites=sites, stats={site.name: self.stats[site.name] for site in sites})
+        stats = {site.name: self.stats[site.name] for site in sites}
+        return replace(self, sites=sites, stats=stats, inputs=[one.only(names) for one in self.inputs])
 
     def merge(self, other: Capture) -> Capture:
         """Return the capture of both sets of inputs; what is in both counts twice.
@@ -100,6 +104,7 @@ class Capture(Tabled):
                 name: _joined(version, other.versions.get(name, version)) for name, version in self.versions.items()
             },
             parts=_merged(self.parts, other.parts),
+            inputs=first_inputs([*self.inputs, *other.inputs]),
         )
 
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +23,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from normscope.errors import DataError, RankLostError
 from normscope.inputs.splits import LeftOut
+from normscope.pairs import kept_inputs
+from normscope.pairs.kept_inputs import KeptInput
 from normscope.pairs.norms.sites import SkippedNorm
 from normscope.pairs.recorder import Recorder, Seen
 from normscope.pairs.sums.sampling import LARGEST_TOKENS, UNIFORM_TOKENS, PairSample, SourcesSeen, TokenSample
@@ -190,7 +193,19 @@ def merge_seen(recorder: Recorder, ranks: Ranks) -> None:
             for name in names
         }
     others = [_seen(one["samples"], one["late"], one["first"]) for one in of_ranks]
-    recorder.seen = replace(functools.reduce(Seen.merge, others), stats=stats)
+    inputs = [one for of_rank in _told_inputs(recorder, ranks) for one in of_rank]
+    recorder.seen = replace(functools.reduce(Seen.merge, others), stats=stats, inputs=inputs)
+
+
+def _told_inputs(recorder: Recorder, ranks: Ranks) -> list[list[KeptInput]]:
+    """Return the inputs that each rank keeps; on every rank, as tensors in one file a rank."""
+    entries = ranks.told(kept_inputs.described(recorder.seen.inputs, recorder.sites))
+    tensors = kept_inputs.tensors_of(recorder.seen.inputs, recorder.sites)
+    files = ranks.gathered(torch.frombuffer(bytearray(safetensors.torch.save(tensors)), dtype=torch.uint8))
+    return [
+        kept_inputs.rebuilt(of_rank, recorder.sites, safetensors.torch.load(file.cpu().numpy().tobytes()))
+        for of_rank, file in zip(entries, files, strict=True)
+    ]
 
 
 def _seen(samples: Mapping[str, int], late: Iterable[Mapping[str, Any]], first: Mapping[str, int]) -> Seen:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from normscope.errors import DataError, MemoryEndedError, count
 from normscope.inputs.batch import Batch, Halving
+from normscope.inputs.previews import preview_of
 from normscope.pairs.captures import Capture, sums_of, versions
+from normscope.pairs.kept_inputs import InputKeeper, KeptInput, Previews, first_inputs
 from normscope.pairs.norms.kinds import NormKind
 from normscope.pairs.norms.sites import NormSite, SkippedNorm
 from normscope.pairs.norms.trace import NormReport, input_of, with_input
@@ -35,12 +37,14 @@ class Seen:
         n_samples: number of samples by part.
         late: norms that the first sample did not call and a later one did.
         first: least number of an input that gave something to each part: their order, whoever saw which.
+        inputs: those that are kept to be looked at.
     """
 
     stats: dict[str, dict[str, PairStats]] = field(default_factory=dict)
     n_samples: Counter[str] = field(default_factory=Counter)
     late: dict[str, SkippedNorm] = field(default_factory=dict)
     first: dict[str, int] = field(default_factory=dict)
+    inputs: list[KeptInput] = field(default_factory=list)
 
     def cpu(self) -> Seen:
         """Return the same in the CPU's memory, its parts in order."""
@@ -62,7 +66,8 @@ class Seen:
         for part, stats in other.stats.items():
             mine = merged.setdefault(part, {})
             mine |= {name: mine[name].merge(own) if name in mine else own for name, own in stats.items()}
-        seen = Seen(merged, self.n_samples + other.n_samples, self.late | other.late, dict(self.first))
+        inputs = first_inputs([*self.inputs, *other.inputs])
+        seen = Seen(merged, self.n_samples + other.n_samples, self.late | other.late, dict(self.first), inputs)
         for part, number in other.first.items():
             seen.begin_part(part, number)
         return seen
@@ -83,16 +88,25 @@ class Summing:
     per_channel: bool = False
     diagonal: bool = False
     by_part: bool = False
+    keep_inputs: int = 0
     observe: Observer | None = None
 
 
 class Recorder:
     """Runs a network with hooks on its norms, and sums up what they do."""
 
-    def __init__(self, model: nn.Module, summing: Summing, report: NormReport, sites: list[NormSite]) -> None:
-        """Keep which norms to observe, and how."""
+    def __init__(
+        self,
+        model: nn.Module,
+        summing: Summing,
+        report: NormReport,
+        sites: list[NormSite],
+        previews: Previews = preview_of,
+    ) -> None:
+        """Keep which norms to observe, and how; and what says of the samples of a batch what can be looked at."""
         self.model, self.summing, self.report, self.sites = model, summing, report, sites
         self.seen = Seen()
+        self._keeper = InputKeeper(summing.keep_inputs, previews)
         self._batch: Batch | None = None
         self._padded = False
         self._tokens_so_far: dict[str, int] = {}
@@ -134,12 +148,11 @@ class Recorder:
                 something twice, or while pairs are being summed.
             ModelError: if the network raises anything else.
         """
-        if not self.summing.by_part:
-            batch = replace(batch, part="")
-        self.seen.begin_part(batch.part, number)
+        part = self._part_of(batch)
+        self.seen.begin_part(part, number)
         for piece, summed in self._halving.pieces(batch, Counter[str]()):
             if self._fits(piece, summed, heard if piece is batch else None):
-                self.seen.n_samples[piece.part] += len(piece.samples)
+                self.seen.n_samples[part] += len(piece.samples)
             else:
                 self._halving.halve(piece, summed | self._calls)
 
@@ -158,11 +171,17 @@ class Recorder:
         def of(stats: dict[str, PairStats], n_samples: int, part: str = "") -> Capture:
             own = [site for site in self.sites if site.name in stats]
             named = {"data": f"{about['data']} · {part}", "part": part} if part else {}
-            return Capture({**about, **named}, own, skipped, stats, n_samples, self.summing.seed, versions())
+            inputs = [one for one in self._first_inputs() if part in ("", one.part)]
+            whole = Capture({**about, **named}, own, skipped, stats, n_samples, self.summing.seed, versions())
+            return replace(whole, inputs=inputs)
 
         whole = sums_of(self.sites, list(seen.stats.values()))
         named = {part: of(stats, seen.n_samples[part], part) for part, stats in seen.stats.items() if part}
         return replace(of(whole, seen.n_samples.total()), parts=named)
+
+    def _first_inputs(self) -> list[KeptInput]:
+        """Those to keep of what all ranks and runs have kept."""
+        return first_inputs(self.seen.inputs, self.summing.keep_inputs)
 
     def empty(self, site: NormSite, device: torch.device) -> PairStats:
         """Return sums over nothing, such as are kept of a site."""
@@ -209,6 +228,7 @@ class Recorder:
         self._batch, self._tokens_so_far, self._calls, self._summed = batch, {}, Counter(), summed
         self._summing_at = self._nobodys = ""
         self._inputs.clear()  # a pass whose memory ended leaves one behind
+        self.seen.inputs = self._keeper.begin(batch, self.seen.inputs)
         self._padded = batch.padded  # once a batch: a hook that asked would wait for the GPU at each norm
         try:
             yield
@@ -252,6 +272,9 @@ class Recorder:
                 rows, valid = rows.cpu(), None if valid is None else valid.cpu()
             eps = kind.eps_of(module, x.dtype)
             lines, stats = kind.lines(module, rows, eps), self._stats(site, rows.device)
+            if self._keeper.running and axis is not None and kind.groups is None:
+                sizes = [x.shape[place] for place in token_axes(x, kind.axes(module, x.ndim), axis)]
+                self._keeper.add(site, rows, lines, sizes, valid)
             self._summing_at = site.name
             taken = stats.update(
                 rows,
@@ -275,12 +298,16 @@ class Recorder:
         return hook
 
     def _stats(self, site: NormSite, device: torch.device) -> PairStats:
-        part = self.seen.stats.setdefault(self._batch.part if self._batch else "", {})
-        if site.name not in part:
-            part[site.name] = self.empty(site, device)
-        if part[site.name].moments.device != device:  # read from a checkpoint
-            part[site.name] = part[site.name].to(device)
-        return part[site.name]
+        stats = self.seen.stats.setdefault(self._part_of(self._batch) if self._batch else "", {})
+        if site.name not in stats:
+            stats[site.name] = self.empty(site, device)
+        if stats[site.name].moments.device != device:  # read from a checkpoint
+            stats[site.name] = stats[site.name].to(device)
+        return stats[site.name]
+
+    def _part_of(self, batch: Batch) -> str:
+        """The part of the data whose sums a batch enters; the kept inputs know theirs in any case."""
+        return batch.part if self.summing.by_part else ""
 
     def _axis_of_samples(self, name: str, of_one_sample: torch.Size, shape: torch.Size) -> int | None:
         """Find the axis that counts samples; None where there is none, or it cannot be told.

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from normscope.errors import DataError, RankLostError, StoppedError, UsageError, count
 from normscope.inputs.splits import Done, LeftOut
+from normscope.pairs import kept_inputs
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import SkippedNorm
 from normscope.pairs.ranks import Ranks
@@ -32,7 +33,7 @@ from normscope.runtime.sealed_files import read_checked, write_checked
 logger = logging.getLogger(__name__)
 
 FORMAT = "normscope-checkpoint"
-FORMAT_VERSIONS = (1, 2)  # that are read; the last one is written
+FORMAT_VERSIONS = (1, 2, 3)  # that are read; the last one is written
 _PARTIAL = re.compile(r"\.\d+\.safetensors\.\w{8}\.safetensors|\.tmp\w{6}")  # of files.whole_file, and of safetensors
 _NO_ABOUT = {"model": "", "weights": "", "data": ""}
 
@@ -201,6 +202,8 @@ class Checkpoints:
             capture = Capture(_NO_ABOUT, sites, [], stats, 0, work.recorder.summing.seed, {})
             header["parts"].append({"name": part, "sites": described(capture)["sites"]})
             tensors |= tensors_of(capture, f"{number}/")
+        header["inputs"] = kept_inputs.described(seen.inputs, work.recorder.sites)
+        tensors |= kept_inputs.tensors_of(seen.inputs, work.recorder.sites)
         write_checked(self._path(ranks), header, tensors)
 
     def _read(self, path: Path, recorder: Recorder) -> _Stored:
@@ -208,7 +211,8 @@ class Checkpoints:
         try:
             kept_apart = any(part["name"] for part in header["parts"])
             # A file of before there was such a choice does not name it.
-            self._check_settings(path, {"diagonal": False, "by_part": kept_apart, **header["settings"]})
+            before = {"diagonal": False, "by_part": kept_apart, "keep_inputs": 0}
+            self._check_settings(path, {**before, **header["settings"]})
             if (grid := other_grid(header["grids"])) is not None:
                 raise ValueError(f"it was summed on another grid: {grid}")
             return _stored(path, header, tensors, recorder)
@@ -243,7 +247,8 @@ def _stored(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]
         _, stats[entry["name"]] = sites_and_stats(entry["sites"], recorder.summing.seed, tensors, f"{number}/")
     late = [SkippedNorm(**norm) for norm in header["late"]]
     first = {str(part): int(number) for part, number in header["first"].items()}
-    seen = Seen(stats, Counter(header["samples"]), {norm.name: norm for norm in late}, first)
+    inputs = kept_inputs.rebuilt(header.get("inputs", []), recorder.sites, tensors)
+    seen = Seen(stats, Counter(header["samples"]), {norm.name: norm for norm in late}, first, inputs)
     left_out = LeftOut({int(number): str(line) for number, line in header["unreadable"]}, int(header["cut"]))
     return _Stored(path, Done(tensors["done"].numpy().tobytes()), seen, left_out)
 

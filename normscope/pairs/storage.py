@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from normscope.errors import DataError, UsageError
+from normscope.pairs import kept_inputs
 from normscope.pairs.captures import Capture, sums_of
 from normscope.pairs.norms.formulas import FORMS, form_name
 from normscope.pairs.norms.sites import NormSite, SkippedNorm
@@ -152,7 +153,7 @@ def _tuples(value: Any) -> Any:
 
 
 FORMAT = "normscope-capture"
-FORMAT_VERSIONS = (4, 5)  # that are read; the last one is written
+FORMAT_VERSIONS = (4, 5, 6)  # that are read; 6 is written where inputs are kept, 5 where none are
 _AGAIN = "`normscope capture MODEL -o FILE` writes one"
 
 
@@ -164,7 +165,7 @@ def save_capture(capture: Capture, path: str | Path) -> Path:
     Raises:
         UsageError: if it cannot be written there.
     """
-    header = {"format": FORMAT, "version": FORMAT_VERSIONS[-1], **header_of(capture)}
+    header = {"format": FORMAT, "version": 6 if capture.inputs else 5, **header_of(capture)}
     tensors = all_tensors(capture)
     if _adds_up(capture):
         tensors = {name: tensor for name, tensor in tensors.items() if "/" in name}
@@ -190,6 +191,7 @@ def header_of(capture: Capture) -> dict[str, Any]:
         "skipped": [norm.as_dict() for norm in capture.skipped],
         **described(capture),
         "parts": [{"name": name, **described(part)} for name, part in capture.parts.items()],
+        **({"inputs": kept_inputs.described(capture.inputs, capture.sites)} if capture.inputs else {}),
     }
 
 
@@ -199,7 +201,7 @@ def all_tensors(capture: Capture) -> dict[str, Tensor]:
     for number, part in enumerate(capture.parts.values()):
         # Copied: the only part is the whole, and safetensors refuses tensors that share memory.
         tensors |= {name: tensor.clone() for name, tensor in tensors_of(part, f"{number}/").items()}
-    return tensors
+    return tensors | kept_inputs.tensors_of(capture.inputs, capture.sites)
 
 
 def load_capture(path: str | Path) -> Capture:
@@ -235,10 +237,12 @@ def _capture(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Captur
         parts[entry["name"]] = _whole({**header, **of_part}, tensors, f"{number}/")
     derived = all("/" in name for name in tensors)
     whole = _whole(header, tensors, "", [part.stats for part in parts.values()] if derived else ())
+    inputs = kept_inputs.rebuilt(header.get("inputs", []), whole.sites, tensors)
+    parts = {name: replace(part, inputs=[one for one in inputs if one.part == name]) for name, part in parts.items()}
     names = {site.name for site in whole.sites}
     if any({site.name for site in part.sites} - names for part in parts.values()):
         raise ValueError("a part has norm sites that the whole has not")
-    return replace(whole, parts=parts)
+    return replace(whole, parts=parts, inputs=inputs)
 
 
 def _whole(

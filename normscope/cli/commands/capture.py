@@ -15,6 +15,7 @@ from normscope.cli.options import (
     By,
     ByGamma,
     Diagonal,
+    KeepInputs,
     Layers,
     Model,
     PerChannel,
@@ -77,6 +78,7 @@ def capture(
     by_gamma: ByGamma = False,
     per_channel: PerChannel = False,
     diagonal: Diagonal = False,
+    keep_inputs: KeepInputs = 0,
     by: By = None,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
@@ -113,6 +115,7 @@ def capture(
                 by_gamma=by_gamma,
                 per_channel=per_channel,
                 diagonal=diagonal,
+                keep_inputs=keep_inputs,
                 by_part=by is not None,
                 observe=pairs.add if pairs else None,
             )
@@ -120,6 +123,9 @@ def capture(
             raise typer.Exit
         say.account(seen, network.inputs.unreadable)
         say.chosen(seen.sites, layers)
+        say.kept_inputs(seen)
+        if keep_inputs and not seen.inputs:
+            say.warn("--keep-inputs kept none: no input is a picture, a recording or a text that can be shown")
         path = _saved(seen, output, kept)
         folder = pairs.finish(seen) if pairs else None
     finally:
@@ -134,6 +140,7 @@ def capture(
         "n_samples": seen.n_samples,
         "unreadable": network.inputs.unreadable,
         "parts": list(seen.parts),
+        "inputs": [one.name for one in seen.inputs],
         "sites": sites,
         "skipped": skipped_as_json([seen]),
     }

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import normscope
-from normscope.cli.options import AsJson, By, Func, Layers, Models, Quiet
+from normscope.cli.options import AsJson, By, Func, KeepInputs, Layers, Models, Quiet
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
 from normscope.errors import UsageError
@@ -41,6 +41,7 @@ def report(
     func: Func = "tanh,isru",
     run: RunOptions,
     by: By = None,
+    keep_inputs: KeepInputs = 2,
     swap_bench: SwapBench = None,
     as_json: AsJson = False,
     output: Page = Path("outputs"),
@@ -59,7 +60,8 @@ def report(
     check_writable(path)
     swaps = read_swap_results(swap_bench) if swap_bench else None
     seen, fits = [], []
-    for capture in captures([(name, run) for name in names], layers, say, by, diagonal=True):
+    for capture in captures([(name, run) for name in names], layers, say, by, diagonal=True, keep_inputs=keep_inputs):
+        say.kept_inputs(capture)
         seen.append(capture)
         fits.append(normscope.fit(capture, func))
     page = normscope.report(seen, fits, drift=swaps)

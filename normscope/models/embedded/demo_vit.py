@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Task
+from normscope.inputs.previews import Normalized
 from normscope.models.inputs.file_inputs import LazyInputs, TensorInputs
 from normscope.models.inputs.images import Preprocessing, image_inputs
 from normscope.models.tasks import class_task
@@ -21,6 +22,7 @@ from normscope.models.weights.checkpoints import embedded_module, read_embedded,
 _DIGITS = 10  # classes
 _EPS = 1e-6  # of LayerNorms, as timm has it
 _STD = 0.02  # of fresh weights
+_WHITE = 16  # of scikit-learn's digits
 _POOLING = ("class_token", "global_pool", "fc_norm")
 
 
@@ -166,12 +168,12 @@ def _digit_inputs(options: LoadOptions) -> Inputs:
     def transform(image: Image.Image) -> Tensor:
         """Average a greyscale image over 8×8 boxes, as the digits were made; white is 16."""
         grey = bytearray(image.resize((8, 8), Image.Resampling.BOX).tobytes())
-        pixels = torch.frombuffer(grey, dtype=torch.uint8).view(1, 8, 8) * (16 / 255)
+        pixels = torch.frombuffer(grey, dtype=torch.uint8).view(1, 8, 8) * (_WHITE / 255)
         result: Tensor = pixels * scale + offset
         return result
 
     if options.data is not None:
-        return image_inputs(Preprocessing("L", transform), options)
+        return image_inputs(Preprocessing("L", transform, normalized_by=_normalized_by(pixels_to_input)), options)
     total = f"{len(digits['images'])} held-out digits"
     return _digits(digits, pixels_to_input, total, "demo_vit", options)
 
@@ -187,4 +189,12 @@ def _digits(
 ) -> TensorInputs:
     images = digits["images"][:, None].float() * pixels_to_input["scale"] + pixels_to_input["offset"]  # (n, 1, 8, 8)
     samples = [Sample(f"digit {i}", i, i, data, label) for i, label in enumerate(digits["labels"].tolist())]
-    return TensorInputs(list(images), samples, total, options)
+    inputs = TensorInputs(list(images), samples, total, options)
+    inputs.normalized_by = _normalized_by(pixels_to_input)
+    return inputs
+
+
+def _normalized_by(pixels_to_input: Mapping[str, float]) -> Normalized:
+    """Return mean and standard deviation that pixels from 0 to 1 are normalized by; the digits' go up to 16."""
+    std = 1 / (_WHITE * pixels_to_input["scale"])
+    return (-pixels_to_input["offset"] * std,), (std,)

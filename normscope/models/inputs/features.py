@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 from normscope.errors import DataError, count
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Inputs, LoadOptions
+from normscope.inputs.previews import Words
 from normscope.models.inputs.audio import SUFFIXES, AudioFormat, read, utterances
 from normscope.models.inputs.file_inputs import FileKind, Files, Prepared, TensorInputs, text_beside
 from normscope.models.inputs.processors import arguments
+from normscope.models.inputs.tokenizer import words_of
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,11 @@ class Hearing:
             return count(self.extractor.max_length, "frame")
         samples = getattr(self.extractor, "n_samples", None)
         return f"{samples / self.extractor.sampling_rate:g} s" if samples else ""
+
+    @property
+    def words(self) -> Words | None:
+        """From the decoder's token ids to what they stand for; None where there is no decoder."""
+        return None if self.tokenizer is None else partial(words_of, self.tokenizer)
 
     def prepared(self, waveform: Tensor, transcript: str | None) -> Prepared:
         """Make one recording ready.
@@ -155,7 +163,9 @@ def heard_inputs(extractor: Any, tokenizer: Any, module: nn.Module, config: Any,
         samples, waveforms, transcripts, total = utterances(taken)
         heard = [hearing.prepared(*pair) for pair in zip(waveforms, transcripts, strict=True)]
         total += ", each with what it says" if tokenizer is not None else ""
-        return TensorInputs(heard, samples, total, options, one_by_one=True, cut_to=hearing.longest)
+        spoken = TensorInputs(heard, samples, total, options, one_by_one=True, cut_to=hearing.longest)
+        spoken.words = hearing.words
+        return spoken
     writes = tokenizer is not None
     kind = FileKind(
         "recording",
@@ -165,4 +175,6 @@ def heard_inputs(extractor: Any, tokenizer: Any, module: nn.Module, config: Any,
         beside=".txt" if writes else "",
         remarks=("the decoder reads NAME.txt, or without one the start alone",) if writes else (),
     )
-    return Files(Path(options.data), kind, options, one_by_one=True)
+    recordings = Files(Path(options.data), kind, options, one_by_one=True)
+    recordings.words = hearing.words
+    return recordings

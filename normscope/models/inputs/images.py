@@ -15,6 +15,7 @@ from torch import Tensor
 from normscope.errors import DataError, count
 from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import Inputs, LoadOptions
+from normscope.inputs.previews import Normalized
 from normscope.models.inputs.file_inputs import FileKind, Files, Prepared, TensorInputs
 
 CROPS = 8
@@ -32,11 +33,14 @@ class Preprocessing:
         transform: from an image of that mode to a float32 tensor (channels, height, width), or to what a processor
             makes of it.
         remarks: what the description of files says besides.
+        normalized_by: mean and standard deviation of each channel that pixels from 0 to 1 are normalized by; None where
+            nothing tells.
     """
 
     mode: str
     transform: Callable[[Image.Image], Tensor | Prepared]
     remarks: tuple[str, ...] = ()
+    normalized_by: Normalized | None = None
 
 
 def image_inputs(preprocessing: Preprocessing, options: LoadOptions) -> Inputs:
@@ -46,8 +50,11 @@ def image_inputs(preprocessing: Preprocessing, options: LoadOptions) -> Inputs:
         DataError: if there is no image to be found.
     """
     if options.data is None:
-        return photograph_crops(preprocessing, options)
-    return image_files(Path(options.data), preprocessing, options)
+        inputs: Files | TensorInputs = photograph_crops(preprocessing, options)
+    else:
+        inputs = image_files(Path(options.data), preprocessing, options)
+    inputs.normalized_by = preprocessing.normalized_by
+    return inputs
 
 
 def image_files(root: Path, preprocessing: Preprocessing, options: LoadOptions) -> Files:

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import LoadOptions
+from normscope.inputs.previews import Normalized, Preview, Words, preview_of
 from normscope.inputs.splits import ALL, Chunk, LeftOut, Share
 
 MOST_BY_DEFAULT = 8  # processes that read for one GPU
@@ -127,10 +128,15 @@ class NumberedInputs(ABC):
     Attributes:
         order: the numbers of those that are taken, in the order in which they are.
         left_out: what the latest iteration could not read, or has cut.
+        normalized_by: mean and standard deviation of each channel that pixels from 0 to 1 were normalized by; None
+            where there are no pixels, or nothing tells.
+        words: from token ids to what they stand for; None where there is no text, or nothing tells.
     """
 
     order: Sequence[int]
     left_out: LeftOut
+    normalized_by: Normalized | None = None
+    words: Words | None = None
 
     def __init__(self, total: int, options: LoadOptions, *, one_by_one: bool = False) -> None:
         """Choose among ``total`` inputs.
@@ -201,6 +207,10 @@ class NumberedInputs(ABC):
                 return batch.first_sample()
             left_out.add(chunk)
         raise self._none_readable(left_out)
+
+    def preview(self, batch: Batch, place: int) -> Preview | None:
+        """Return what can be looked at of a sample of one of these batches; None where there is nothing."""
+        return preview_of(batch, place, self.normalized_by, self.words)
 
     @abstractmethod
     def _made(self, plan: Iterator[list[int]]) -> Iterator[Chunk]:

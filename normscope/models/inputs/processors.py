@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 from normscope.errors import DataError, ModelError
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Inputs, LoadOptions
+from normscope.inputs.previews import Normalized
 from normscope.models.inputs.file_inputs import FileKind, Files, Prepared, TensorInputs, text_beside
 from normscope.models.inputs.images import Preprocessing, crops_of_photograph, image_inputs, read_image, suffixes
 from normscope.models.inputs.text import LONGEST, lines_of_page
+from normscope.models.inputs.tokenizer import words_of
 from normscope.models.weights import downloads
 from normscope.models.weights.repository import Repository, refuse_code
 
@@ -107,7 +110,17 @@ def processed_images(processor: Any, module: nn.Module, config: Any, options: Lo
             kwargs["noise"] = _in_order(kwargs["pixel_values"], config)
         return Prepared(Batch(kwargs=kwargs))
 
-    return image_inputs(Preprocessing("RGB", prepared, remarks), options)
+    return image_inputs(Preprocessing("RGB", prepared, remarks, _normalized_by(processor)), options)
+
+
+def _normalized_by(processor: Any) -> Normalized | None:
+    """Return the mean and standard deviation of pixels from 0 to 1; None where the processor makes no such pixels."""
+    rescales = getattr(processor, "do_rescale", False) and abs(getattr(processor, "rescale_factor", 0) * 255 - 1) < 1e-6
+    if not rescales:
+        return None
+    if not getattr(processor, "do_normalize", False):
+        return (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+    return tuple(processor.image_mean), tuple(processor.image_std)
 
 
 def _in_order(pixels: Tensor, config: Any) -> Tensor:
@@ -146,7 +159,7 @@ def images_with_texts(processor: Any, module: nn.Module, config: Any, options: L
         cut = len(tokenizer(text, verbose=False)["input_ids"]) > longest
         return Prepared(Batch(kwargs=kwargs, valid_within=within), cut)
 
-    return _pairs(prepared, options, cut_to=f"{longest} tokens")
+    return _pairs(prepared, processor, options, cut_to=f"{longest} tokens")
 
 
 def prompts(processor: Any, module: nn.Module, config: Any, options: LoadOptions) -> Inputs:
@@ -178,18 +191,24 @@ def prompts(processor: Any, module: nn.Module, config: Any, options: LoadOptions
         _check_tokens(kwargs["input_ids"], config.get_text_config())
         return Prepared(Batch(kwargs=kwargs | {"use_cache": False}), cut)
 
-    return _pairs(prepared, options, cut_to=f"{LONGEST} tokens", one_by_one=True)
+    return _pairs(prepared, processor, options, cut_to=f"{LONGEST} tokens", one_by_one=True)
 
 
 def _pairs(
-    prepared: Callable[[Image.Image, str], Prepared], options: LoadOptions, *, cut_to: str, one_by_one: bool = False
+    prepared: Callable[[Image.Image, str], Prepared],
+    processor: Any,
+    options: LoadOptions,
+    *,
+    cut_to: str,
+    one_by_one: bool = False,
 ) -> Inputs:
     """Return the images at ``options.data``, each with the text file of its name; or crops with lines of the page."""
     if options.data is None:
         crops, samples, total = crops_of_photograph("RGB", options)
         made = [prepared(*pair) for pair in zip(crops, lines_of_page(len(crops)), strict=True)]
         total = f"{total}, each with a line of normscope's page"
-        return TensorInputs(made, samples, total, options, one_by_one=one_by_one, cut_to=cut_to)
+        crops_with_lines = TensorInputs(made, samples, total, options, one_by_one=one_by_one, cut_to=cut_to)
+        return _shown_by(processor, crops_with_lines)
 
     def read(path: Path) -> Prepared:
         text = text_beside(path)
@@ -198,7 +217,14 @@ def _pairs(
         return prepared(read_image(path, "RGB"), text)
 
     kind = FileKind("image", suffixes(), read, cut_to, ".txt", remarks=("each with the text in NAME.txt",))
-    return Files(Path(options.data), kind, options, one_by_one=one_by_one)
+    return _shown_by(processor, Files(Path(options.data), kind, options, one_by_one=one_by_one))
+
+
+def _shown_by(processor: Any, inputs: Files | TensorInputs) -> Inputs:
+    """Let inputs know how their pixels and tokens are to be shown."""
+    inputs.normalized_by = _normalized_by(getattr(processor, "image_processor", None))
+    inputs.words = partial(words_of, processor.tokenizer)
+    return inputs
 
 
 def _check_tokens(tokens: Tensor, config: Any) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from normscope.errors import DataError, count
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import LoadOptions
+from normscope.inputs.previews import Words
 from normscope.inputs.splits import Chunk
 from normscope.models.inputs.file_inputs import find_files, listing_digest, name_in, reason
 from normscope.models.inputs.numbered_inputs import ReadInputs
@@ -144,6 +145,7 @@ class Reading:
         pad_id: the token id at positions that hold no token.
         multiple: the model pads to a multiple of so many positions itself, unless they are one.
         remarks: what the description says besides.
+        words: from token ids to what they stand for, each by itself; None where nothing tells.
     """
 
     tokenize: Callable[[str], tuple[list[int], bool]]
@@ -152,6 +154,7 @@ class Reading:
     pad_id: int = 0
     multiple: int = 1
     remarks: tuple[str, ...] = ()
+    words: Words | None = None
 
 
 class Texts(ReadInputs):
@@ -183,7 +186,7 @@ class Texts(ReadInputs):
             DataError: if there is no text.
         """
         self._name, self._reading, self._remarks = name, reading, remarks
-        self._data, self._source_is_line = data, source_is_line
+        self._data, self._source_is_line, self.words = data, source_is_line, reading.words
         self._lines = TextLines(documents)
         if not len(self._lines):
             raise DataError(f"{name} holds no text: {count(len(documents), 'file')} without a line that is not blank.")

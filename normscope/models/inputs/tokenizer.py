@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -67,7 +68,18 @@ def reading_of(module: Any, config: Any, tokenizer: Any) -> Reading:
         pad_id=pad_id if pad_id is not None and (vocabulary is None or pad_id < vocabulary) else 0,
         multiple=max(window) if isinstance(window, list) else window,
         remarks=tuple(remarks),
+        words=_byte_words if tokenizer is None else partial(words_of, tokenizer),
     )
+
+
+def words_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return what each token id stands for by itself, as the tokenizer writes it."""
+    return [str(tokenizer.decode([token])) for token in ids]
+
+
+def _byte_words(ids: Sequence[int]) -> list[str]:
+    """Return each byte as its letter, or where it is no ASCII letter by itself as its number."""
+    return [chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in ids]
 
 
 def _vocabulary(module: Any) -> int | None:

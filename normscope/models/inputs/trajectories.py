@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from normscope.errors import UsageError, count
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import LoadOptions
+from normscope.inputs.previews import Preview
 from normscope.inputs.splits import ALL, Chunk, Share
 from normscope.models.inputs.numbered_inputs import NumberedInputs, in_pieces
 from normscope.runtime.network import run
@@ -88,9 +89,7 @@ def _evenly(visited: Sequence[int], number: int) -> list[int]:
 
 STEPS = 50  # of a trajectory, as DiTPipeline takes them
 MOST_KEPT = 32 * 2**20  # bytes of latents, for the next time that they are asked for
-_TOGETHER = (
-    4 * 32 * 32
-)  # numbers of latents that are walked as one batch, of however many: a single one of DiT-XL has them
+_TOGETHER = 4 * 32 * 32  # numbers of latents that are walked as one batch: a single one of DiT-XL has them
 
 
 @dataclass(frozen=True)
@@ -181,6 +180,10 @@ class Trajectories(NumberedInputs):
         for number in self.order:
             for timestep in self.timesteps:
                 yield from (self._sample(number, timestep, half) for half in range(self._runs))
+
+    def preview(self, batch: Batch, place: int) -> Preview | None:
+        """Return the latent of a sample; None of one that runs without its label, beside itself with it."""
+        return None if batch.samples[place].index % 2 else super().preview(batch, place)
 
     def ends(self, share: Share = ALL) -> Iterator[tuple[tuple[Sample, ...], Tensor]]:
         """Walk each trajectory from its noise to its end, with the module as it is now: nothing is taken, nothing kept.

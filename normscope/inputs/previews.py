@@ -1,0 +1,149 @@
+"""What people can look at of one sample: its picture, its waveform, its text."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from normscope.inputs.batch import Batch, leaves
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LONGEST_SIDE = 160  # pixels of a thumbnail
+SPANS = 512  # of an envelope
+_SHORTEST_WAVEFORM = 400  # samples: what one frame of wav2vec 2.0 sees; shorter rows are features of something else
+_MOST_IN_ENVELOPE_CHANNELS = 2
+_SPECTROGRAMS = ("input_features", "input_values")  # by which names transformers passes them
+_IDS = ("", "input_ids", "decoder_input_ids")
+
+Words = Callable[[Sequence[int]], list[str]]
+Normalized = tuple[Sequence[float], Sequence[float]]
+
+
+@dataclass(frozen=True, eq=False)
+class Preview:
+    """What can be looked at of one sample; a sample may have several of these parts.
+
+    Attributes:
+        pixels: uint8 ``(height, width, channels)`` of a thumbnail, 1 channel for grey or 3 for colour; None without.
+        size: of what the thumbnail shows, as the network takes it: its height and width in pixels.
+        along_width: whether the picture is a spectrogram, whose frames follow each other along its width.
+        envelope: least and largest value of neighbouring spans of the waveform: float32 ``(2, spans)``; None without.
+        length: of the waveform, in samples.
+        words: what each position of a text holds.
+        note: how the pixels were made of the network's input, where they are not simply it.
+    """
+
+    pixels: Tensor | None = None
+    size: tuple[int, int] = (0, 0)
+    along_width: bool = False
+    envelope: Tensor | None = None
+    length: int = 0
+    words: tuple[str, ...] = ()
+    note: str = ""
+
+    @property
+    def kind(self) -> str:
+        """Name what there is, for people: ``thumbnail``, ``spectrogram``, ``waveform``, ``text``.
+
+        >>> Preview(words=("a", "b")).kind
+        'text'
+        """
+        picture = "spectrogram" if self.along_width else "thumbnail"
+        parts = {picture: self.pixels is not None, "waveform": self.envelope is not None, "text": bool(self.words)}
+        return " and ".join(name for name, there in parts.items() if there)
+
+
+def preview_of(
+    batch: Batch, place: int, normalized_by: Normalized | None = None, words: Words | None = None
+) -> Preview | None:
+    """Return what can be looked at of one sample of a batch; None where its arguments are nothing of the kind.
+
+    A picture is a floating-point tensor ``(samples, channels, height, width)``; a waveform ``(samples, time)`` or
+    ``(samples, 1 or 2, time)``; token ids are integers ``(samples, positions)``.
+
+    Args:
+        batch: as the network takes it.
+        place: of the sample within it.
+        normalized_by: mean and standard deviation of each channel of pixels from 0 to 1; None where they are not known,
+            and each channel is then stretched from its smallest value to its largest, as the note says.
+        words: from token ids to what they stand for; None to show the ids themselves.
+
+    >>> import torch
+    >>> from normscope.inputs.batch import Sample
+    >>> batch = Batch((torch.rand(2, 3, 32, 64),), samples=(Sample("a", 0, 0), Sample("b", 1, 1)))
+    >>> preview = preview_of(batch, 1)
+    >>> preview.kind, preview.pixels.shape, preview.size, preview.note
+    ('thumbnail', torch.Size([32, 64, 3]), (32, 64), 'each channel stretched from its smallest value to its largest')
+    """
+    import torch
+
+    parts: dict[str, object] = {}
+    named = [("", value) for value in leaves(batch.args, of_lists=batch.forward is not None)]
+    for name, value in [*named, *batch.kwargs.items()]:
+        if not isinstance(value, torch.Tensor) or value.ndim < 2 or len(value) != len(batch.samples):
+            continue
+        one = value[place].detach().cpu()
+        if one.is_floating_point() and one.isfinite().all():
+            found = _of_numbers(name, one.float(), normalized_by)
+        elif one.ndim == 1 and name in _IDS and not one.is_complex() and not one.is_floating_point():
+            found = {"words": _spelled(one.tolist(), words)}
+        else:
+            continue
+        for part, content in found.items():
+            parts.setdefault(part, content)
+    return Preview(**parts) if parts else None  # type: ignore[arg-type]
+
+
+def _of_numbers(name: str, one: Tensor, normalized_by: Normalized | None) -> dict[str, object]:
+    """The parts of a preview that a floating-point tensor of one sample, float32 on the CPU, makes."""
+    if one.ndim == 3 and min(one.shape[1:]) > 1:
+        pixels, note = _pixels(one, normalized_by)
+        return {"pixels": pixels, "size": tuple(one.shape[1:]), "note": note}
+    if one.ndim == 2 and name in _SPECTROGRAMS and min(one.shape) > _MOST_IN_ENVELOPE_CHANNELS:
+        # Whisper's are (mel bins, time), those of the others (time, mel bins): time is the longer one.
+        drawn = (one if one.shape[0] < one.shape[1] else one.T).flip(0)
+        pixels, note = _pixels(drawn[None], None)
+        return {"pixels": pixels, "size": tuple(drawn.shape), "along_width": True, "note": note}
+    if one.ndim <= 2 and one.shape[-1] >= _SHORTEST_WAVEFORM and len(one.view(-1, one.shape[-1])) <= 2:
+        mono = one.reshape(-1, one.shape[-1]).mean(0)
+        return {"envelope": _envelope(mono), "length": len(mono)}
+    return {}
+
+
+def _pixels(one: Tensor, normalized_by: Normalized | None) -> tuple[Tensor, str]:
+    """Return ``(channels, height, width)`` as a thumbnail, uint8 ``(height, width, 1 or 3)``, and how it was made."""
+    import torch
+
+    channels = len(one)
+    note = ""
+    if normalized_by is not None and len(normalized_by[0]) == channels and channels in (1, 3):
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in normalized_by)
+        shown = one * std + mean
+    else:
+        shown = one[: 3 if channels >= 3 else 1]
+        low, high = shown.amin((1, 2), keepdim=True), shown.amax((1, 2), keepdim=True)
+        shown = (shown - low) / (high - low).clamp_min(torch.finfo().tiny)
+        each = f"the first {len(shown)} of {channels} channels, each" if channels not in (1, 3) else "each channel"
+        note = f"{'' if channels == 1 else each + ' '}stretched from its smallest value to its largest"
+    height, width = one.shape[1:]
+    shrink = min(1.0, LONGEST_SIDE / max(height, width))
+    small = torch.nn.functional.adaptive_avg_pool2d(
+        shown.clamp(0, 1), (max(round(height * shrink), 1), max(round(width * shrink), 1))
+    )
+    return (small * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous(), note
+
+
+def _envelope(waveform: Tensor) -> Tensor:
+    import torch
+
+    edges = torch.linspace(0, len(waveform), min(SPANS, len(waveform)) + 1).round().long().tolist()
+    spans = [waveform[begin:end] for begin, end in itertools.pairwise(edges)]
+    return torch.stack([torch.stack([span.amin() for span in spans]), torch.stack([span.amax() for span in spans])])
+
+
+def _spelled(ids: list[int], words: Words | None) -> tuple[str, ...]:
+    return tuple(f"#{number}" for number in ids) if words is None else tuple(words(ids))
