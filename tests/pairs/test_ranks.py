@@ -26,6 +26,7 @@ from torch import nn
 import normscope
 from normscope.errors import DataError, RankLostError
 from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.previews import Preview
 from normscope.inputs.splits import LeftOut
 from normscope.pairs import ranks as ranks_module
 from normscope.pairs.capture import capture, captured
@@ -131,9 +132,16 @@ class Network(nn.Module):
         return self.second(x) + (self.late(x) if late else 0)
 
 
+class Shown(list):
+    """Batches that say what can be looked at of a sample."""
+
+    def preview(self, batch, place):
+        return Preview(words=(batch.samples[place].source, "ä"))
+
+
 def network_batches():
     batches = [batch([i], part=f"timestep {i % 4}", tokens=40) for i in range(7)]
-    return [*batches[:5], dataclasses.replace(batches[5], kwargs={"late": True}), batches[6]]
+    return Shown([*batches[:5], dataclasses.replace(batches[5], kwargs={"late": True}), batches[6]])
 
 
 def hand_made_recorder(rank):
@@ -196,7 +204,7 @@ def tell(folder, rank):
             for site, own in stats.items():
                 save(own, folder / f"seen {part} {site} {rank}.safetensors")
         said["seen"] = [recorder.seen.n_samples, [dataclasses.asdict(norm) for norm in recorder.seen.late.values()]]
-        whole = captured(Network(), network_batches(), Summing(by_part=True), ranks=ranks)
+        whole = captured(Network(), network_batches(), Summing(by_part=True, keep_inputs=1), ranks=ranks)
         normscope.save_capture(whole, folder / f"whole {rank}.safetensors")
         said["skipped"] = [dataclasses.asdict(norm) for norm in whole.skipped]
         (folder / f"{rank}.json").write_text(json.dumps(said))
@@ -332,11 +340,13 @@ def test_parts_and_sites_that_some_ranks_alone_have_seen(folder, said):
 
 
 def test_a_capture_by_all_is_the_capture_of_one(folder, said):
-    whole = capture(Network(), network_batches(), by_part=True)
+    whole = capture(Network(), network_batches(), by_part=True, keep_inputs=1)
     of_file = of_all_ranks(folder, "whole", lambda path: all_tensors(normscope.load_capture(path)))
     assert_same(of_file, all_tensors(whole))
     seen = normscope.load_capture(folder / "whole 0.safetensors")
     assert (seen.about, seen.n_samples, list(seen.parts)) == (whole.about, 7, list(whole.parts))
+    assert [one.preview.words for one in seen.inputs] == [(f"photo {i}", "ä") for i in range(4)]  # one of each part
+    assert [one.key for one in seen.inputs] == [one.key for one in whole.inputs]
     assert said["skipped"] == [dataclasses.asdict(norm) for norm in whole.skipped]
     assert "only by later ones" in said["skipped"][0]["reason"]
 
