@@ -151,7 +151,8 @@ def skipped_by_most(code: Code, loops: Sequence[tuple[int, int]]) -> range:
 
 def sectors(call: KernelCall, code: Code) -> float:
     """Return how many atomic operations on sectors a launch of add_pairs takes."""
-    assert "sizePerThread = [1, 4], threadsPerWarp = [16, 2]" in code.asm["ttgir"]  # noqa: S101 - two lanes a pair
+    if "sizePerThread = [1, 4], threadsPerWarp = [16, 2]" not in code.asm["ttgir"]:
+        raise ValueError("Triton lays add_pairs out otherwise than in two lanes a pair, which this count is of.")
     of_a_pair = 1 if code.counted(r"REDG?\.E\.ADD\.F32x4.*") else 4
     programs = call.grid[0] * call.grid[1]
     of_channels = programs * call.constants["tile"] * (2 * 8 + 2 * 4) / SECTOR
