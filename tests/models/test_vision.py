@@ -39,6 +39,7 @@ def test_weights_that_are_on_no_hub():
         load("timm:gcvit_xxtiny", device="cpu")
 
 
+@pytest.mark.slow
 def test_vit_b16_at_full_size():
     model = load("vit_b16", weights="random", device="cpu", limit=2)
     with torch.no_grad():
