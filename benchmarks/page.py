@@ -117,7 +117,7 @@ class Written:
 def write(model: str, path: Path, repeats: int) -> Written:
     """Capture a network and write its page; runs in a process of its own."""
     network = normscope.load(model, weights=MODELS[model], device="cpu")
-    seen = normscope.capture(network, diagonal=True)
+    seen = normscope.capture(network, diagonal=True, keep_inputs=2)  # as the command does
     fits = normscope.fit(seen, CURVES)
     normscope.report(seen, fits).save(path)
     numbers = {site.name: number for number, site in enumerate(seen.sites)}
