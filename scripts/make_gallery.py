@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[1]
 PAGES, PICTURE = ROOT / "docs" / "gallery", ROOT / "outputs" / "gallery" / "report.png"
 MODELS = ("demo_vit", "demo_dit", "demo_wav2vec2", "minilm")
 CURVES = "tanh,isru,derf"
-# Tokens whose σ differs: each is a straight line, and all together bend.
+# Tokens whose σ differs: each is a straight line, and all together bend. The line of one word stands out.
 PICTURED = "minilm.html"
-PART = "#view=site&site=encoder.layer.5.output.LayerNorm&colour=token&x=linear"
-WIDTH, HEIGHT, DOTS = 1200, 790, 1.5  # of the picture in pixels, and dots a pixel
+PART = "#view=site&site=encoder.layer.5.output.LayerNorm&colour=token&x=linear&pin=1.50.144"
+WIDTH, HEIGHT, DOTS = 1200, 815, 1.5  # of the picture in pixels, and dots a pixel
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PATIENCE = 60  # seconds
 
