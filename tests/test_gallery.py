@@ -7,7 +7,10 @@ from pathlib import Path
 from urllib.parse import parse_qs
 
 import pytest
+import torch
+from torch import nn
 
+import normscope
 from normscope.page.document import FORMAT
 
 ROOT = Path(__file__).parents[1]
@@ -28,10 +31,25 @@ def script(monkeypatch, tmp_path):
     return module
 
 
-def document(model):
-    text = (GALLERY / f"{model}.html").read_text(encoding="utf-8")
+def document_in(text):
     assert text.endswith("</html>\n")
     return json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def document(model):
+    return document_in((GALLERY / f"{model}.html").read_text(encoding="utf-8"))
+
+
+def names_in(page):
+    """What a page says of itself, of its first capture, and of the first site in it."""
+    capture = page["captures"][0]
+    return set(page), set(capture), set(capture["sites"][0])
+
+
+@pytest.fixture(scope="module")
+def page_of_today():
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    return document_in(normscope.report(normscope.capture(nn.LayerNorm(8), [x])).html)
 
 
 def test_its_pages_are_those_of_the_script(script):
@@ -39,10 +57,10 @@ def test_its_pages_are_those_of_the_script(script):
 
 
 @pytest.mark.parametrize("model", WEIGHTS)
-def test_each_page_is_of_its_model_and_of_todays_format(script, model):
+def test_each_page_is_of_its_model_and_of_todays_format(script, page_of_today, model):
     page = document(model)
     [capture] = page["captures"]
-    assert page["format"] == FORMAT, "the page has changed: python scripts/make_gallery.py"
+    assert (page["format"], *names_in(page)) == (FORMAT, *names_in(page_of_today)), "run scripts/make_gallery.py again"
     assert page["title"] == capture["about"]["model"] == model
     assert capture["about"]["weights"].startswith(WEIGHTS[model]) and capture["made"] == ""
     assert capture["curves"] == script.CURVES.split(",") and all(site["fits"] for site in capture["sites"])
