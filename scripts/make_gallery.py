@@ -19,7 +19,7 @@ PICTURED = "minilm.html"
 PART = "#view=site&site=encoder.layer.5.output.LayerNorm&colour=token&x=linear&pin=1.50.144"
 WIDTH, HEIGHT, DOTS = 1200, 815, 1.5  # of the picture in pixels, and dots a pixel
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-PATIENCE = 60  # seconds
+TRIES, PATIENCE = 6, 60  # times, and seconds for each
 
 
 def main() -> None:
@@ -43,21 +43,28 @@ def pictured() -> list[str]:
     page = PAGES / PICTURED
     if not page.is_file():
         return [f"{PICTURE.name} was not made: there is no page {PICTURED}."]
+    before = b""
+    for _ in range(TRIES):
+        try:
+            painted = painted_by(browser, f"{page.as_uri()}{PART}")
+        except (subprocess.TimeoutExpired, FileNotFoundError):
+            return [f"{PICTURE.name} was not made: {browser} painted nothing of {PICTURED} within {PATIENCE} s."]
+        if painted == before:  # a picture may be taken before all of the page is painted
+            PICTURE.write_bytes(painted)
+            print(PICTURE.relative_to(ROOT))
+            return []
+        before = painted
+    return [f"{PICTURE.name} was not made: of {TRIES} pictures of {PICTURED} no two in a row were alike."]
+
+
+def painted_by(browser: str, address: str) -> bytes:
+    """Return a PNG of what a browser paints; FileNotFoundError if it paints nothing."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        painted = Path(folder) / PICTURE.name
         options = ["--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars"]
         options += [f"--user-data-dir={folder}/profile", f"--window-size={WIDTH},{HEIGHT}"]
-        options += [f"--force-device-scale-factor={DOTS}", f"--screenshot={painted}"]
-        command = [browser, *options, f"{page.as_uri()}{PART}"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)  # noqa: S603
-        except subprocess.TimeoutExpired:
-            return [f"{PICTURE.name} was not made: {browser} had not painted {PICTURED} after {PATIENCE} s."]
-        if not painted.is_file():
-            return [f"{PICTURE.name} was not made: {browser} ended with {done.returncode}. {done.stderr.strip()}"]
-        shutil.copyfile(painted, PICTURE)
-    print(PICTURE.relative_to(ROOT))
-    return []
+        options += [f"--force-device-scale-factor={DOTS}", f"--screenshot={folder}/{PICTURE.name}"]
+        subprocess.run([browser, *options, address], capture_output=True, timeout=PATIENCE)  # noqa: S603
+        return (Path(folder) / PICTURE.name).read_bytes()
 
 
 if __name__ == "__main__":

@@ -102,3 +102,17 @@ def test_what_could_not_be_made_is_said_after_all_that_could(script, monkeypatch
         script.main()
     assert ended.value.code == f"minilm.html was not written, as said above.\n{sentence}"
     assert asked == list(script.MODELS) and not script.PICTURE.exists()
+
+
+def test_a_picture_is_taken_until_two_are_alike(script, monkeypatch, tmp_path):
+    monkeypatch.setattr(script, "PAGES", tmp_path)
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    monkeypatch.setattr(script, "BROWSERS", ("true",))
+    (tmp_path / script.PICTURED).touch()
+    assert "painted nothing of minilm.html" in script.pictured()[0]
+    different = map(str.encode, map(str, range(99)))
+    monkeypatch.setattr(script, "painted_by", lambda browser, address: next(different))
+    assert "no two in a row were alike" in script.pictured()[0] and not script.PICTURE.exists()
+    taken = iter([b"half", b"whole", b"whole"])
+    monkeypatch.setattr(script, "painted_by", lambda browser, address: next(taken))
+    assert script.pictured() == [] and script.PICTURE.read_bytes() == b"whole"
