@@ -124,6 +124,7 @@ def test_a_damaged_leftover_is_refused_before_any_work(interrupted):
     assert done.stderr.startswith("Error:") and "--restart" in done.stderr
 
 
+@pytest.mark.slow
 def test_restart_discards_what_was_left_and_begins_anew(interrupted):
     done = heal(*QUICK, "--func", "dyt", "-o", "healed", "--restart")
     assert done.exit_code == 0, done.output

@@ -142,6 +142,7 @@ def test_mistakes_are_said_before_anything_is_fitted(options, status, said, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
 
 
+@pytest.mark.slow
 def test_norms_are_kept_that_are_worth_most(tmp_path, capsys):
     path = tmp_path / "kept"
     swap("demo_vit", path, keep=2, limit=16, as_json=True, quiet=True)
