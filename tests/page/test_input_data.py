@@ -187,8 +187,10 @@ def test_drawn_tokens_are_found_among_the_kept_ones():
 
 def test_an_input_of_several_parts_is_one_input():
     x = torch.randn(2, 3, 16, 16)
-    samples = [[Sample(f"path {number}", number, step + number, "paths") for number in range(2)] for step in (0, 2)]
-    batches = [Batch((x,), samples=tuple(of), part=f"timestep {step}") for of, step in zip(samples, (9, 1), strict=True)]
+    batches = []
+    for first, step in ((0, 9), (2, 1)):
+        samples = tuple(Sample(f"path {number}", number, first + number, "paths") for number in range(2))
+        batches.append(Batch((x,), samples=samples, part=f"timestep {step}"))
     seen = normscope.capture(Net(), batches, keep_inputs=2)
     inputs = capture_data(seen, normscope.fit(seen, "tanh"), 4000)["inputs"]
     assert [(one["name"], one["part"], one["group"], one["sample"]) for one in inputs] == [

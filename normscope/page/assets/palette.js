@@ -15,6 +15,10 @@ const palette = {
   get style() {
     return this.styles[this.theme];
   },
+  // What is pinned, as the page marks what is chosen.
+  get mark() {
+    return { light: "#0b5cad", dark: "#7cc0ff" }[this.theme];
+  },
   curve(name) {
     return this.style.curves[name] || { colour: this.style.ink, dashes: [] };
   },

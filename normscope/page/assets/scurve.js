@@ -187,7 +187,7 @@ function scurveScene(site, { colour = state.colour, lines = curveLines(site), th
     ylabel: "output y, before the affine step",
     paint: [PAINTED[colour](site), paintPicks(site, thin ? 2.6 : 4.4)],
     levels: boundLevels(site),
-    lines: [...(state.hidden.has("mean") ? [] : [meanLine(site, thin ? 1.4 : 2.4)]), ...lines],
+    lines: [...(state.hidden.has("mean") ? [] : [meanLine(site, thin ? 1.4 : 2.4)]), ...lines, ...pinnedLines(site, axis, thin)],
     hover: hovers ? hoverOf(site) : null,
   };
 }
@@ -200,7 +200,8 @@ function hoverOf(site) {
 function pairText(site, { x, y, token, channel }, place) {
   const where = [token[place] < 0 ? null : tokenName(site, token[place]), channel[place] < 0 ? null : `channel ${channel[place]}`];
   const sigma = token[place] < 0 ? "" : ` · σ ${number(numbersOf(site.shown.sigma)[token[place]], 3)}`;
-  return [where.filter(Boolean).join(" · "), `x ${number(x[place])} · y ${number(y[place])}${sigma}`];
+  const kept = keptOfDrawn(site, token[place]);
+  return [where.filter(Boolean).join(" · "), `x ${number(x[place])} · y ${number(y[place])}${sigma}`, ...(kept ? [keptName(site, kept)] : [])];
 }
 
 function tokenName(site, place) {
