@@ -149,6 +149,59 @@ def test_zoom_and_back(browser, pages):
     assert page.run(limits, plot) == [low, high]
 
 
+def touch(page, *spots):
+    """Where each finger is now; none where all have left."""
+    kind = "touchMove" if page.fingers == len(spots) else "touchEnd" if len(spots) < page.fingers else "touchStart"
+    page.fingers = len(spots)
+    points = [{"x": x, "y": y, "id": number} for number, (x, y) in enumerate(spots)]
+    page.driver.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+    page.driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+
+
+@pytest.mark.slow
+def test_two_fingers_zoom_and_one_scrolls(browser, pages):
+    page = browser.open(pages.one, f"{FIRST}&x=linear", width=390)
+    page.fingers = 0
+    page.driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True, "maxTouchPoints": 2})
+    state = "const p = [...Plot.all][0]; return [p.x.low, p.x.high, p.y.low, p.y.high]"
+    whole = page.run(state)
+    left, top, width, height = page.run(
+        """const p = [...Plot.all][0]; p.host.scrollIntoView({block: "center"});
+        const box = p.host.getBoundingClientRect();
+        return [box.left + p.box.left, box.top + p.box.top, p.box.width, p.box.height]"""
+    )
+
+    def spot(across, upwards):
+        return left + across * width, top + (1 - upwards) * height
+
+    def at(limits, across, upwards):
+        x, to_x, y, to_y = limits
+        return x + across * (to_x - x), y + upwards * (to_y - y)
+
+    try:
+        scrolled = page.run("return window.scrollY")
+        touch(page, spot(0.4, 0.5))
+        touch(page, spot(0.4, 0.5), spot(0.6, 0.5))
+        touch(page, spot(0.35, 0.5), spot(0.75, 0.5))
+        touch(page, spot(0.3, 0.5), spot(0.9, 0.5))
+        zoomed = page.run(state)
+        # The fingers hold what they took: the middle of 0.4 and 0.6 is where 0.3 and 0.9 have theirs, at three times.
+        assert at(zoomed, 0.6, 0.5) == pytest.approx(at(whole, 0.5, 0.5), abs=0.02 * (whole[1] - whole[0]))
+        assert (zoomed[1] - zoomed[0]) / (whole[1] - whole[0]) == pytest.approx(1 / 3, rel=0.03)
+        assert (zoomed[3] - zoomed[2]) / (whole[3] - whole[2]) == pytest.approx(1 / 3, rel=0.03)
+        touch(page, spot(0.55, 0.5), spot(0.6, 0.5))
+        assert page.run(state) == pytest.approx(whole)
+        touch(page)
+        assert page.run("return window.scrollY") == scrolled
+        for up in (0.2, 0.3, 0.4, 0.6, 0.8, 0.9):
+            touch(page, spot(0.5, up))
+        touch(page)
+        assert page.run(state) == pytest.approx(whole)
+        assert page.run("return window.scrollY") < scrolled - 20  # the page follows the finger upwards
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": False})
+
+
 @pytest.mark.slow
 def test_keys(browser, pages):
     page = browser.open(pages.one, FIRST)

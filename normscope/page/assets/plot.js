@@ -249,7 +249,8 @@ class Plot {
     });
     this.host.addEventListener("dblclick", () => this.unzoom());
     window.addEventListener("pointerup", () => this.drop());
-    this.host.title = "Drag to zoom, double-click to see all";
+    pinchable(this);
+    this.host.title = "Drag or pinch to zoom, double-click to see all";
   }
 
   offset(event) {
