@@ -101,9 +101,9 @@ function chooseOther(section, { places: { others, named } }) {
 function heatKey(site, kept) {
   const heat = kept && placesIn(kept) ? heatOf(site, state.input, kept) : null;
   if (!heat) return element("div");
-  const alike = partsOf(state.input).length > 1 ? ", the same in all parts" : "";
+  const alike = partsOf(state.input).length > 1 ? ", on one scale for all parts of the data" : "";
   const [low, high, what] = heat.what === "sigma" ? [number(heat.low, 3), number(heat.high, 3), `σ of each token, by factors${alike}`]
-    : [percent(0, 0), percent(heat.high), `tail share: elements of each token with |x| ≥ ${number(site.tail_from)}, beyond the linear range of this site's tanh${alike}`];
+    : [percent(0, 0), percent(heat.high), `share of each token's elements with |x| ≥ ${number(site.tail_from)}, beyond the linear range of this site's tanh${alike}`];
   return element("div", { class: "note", id: "heat-key" }, [
     element("div", { class: "group" }, [element("span", { text: low }), ramp([0, 0.25, 0.5, 0.75, 1].map(viridis)), element("span", { text: high })]),
     element("div", { text: what })]);

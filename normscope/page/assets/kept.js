@@ -78,7 +78,7 @@ function keptText(site, input, kept, token) {
   const sigma = numbersOf(kept.sigma)[token];
   const where = [placeName(input, kept, place), `token ${token}`, others > 1 ? `${named} ${other + 1}` : null];
   if (Number.isNaN(sigma)) return [...where, "left out: padding, or not finite"].filter(Boolean).join(" · ");
-  const tail = kept.tail ? `${percent(numbersOf(kept.tail)[token])} of it |x| ≥ ${number(site.tail_from)}` : null;
+  const tail = kept.tail ? `tail share ${percent(numbersOf(kept.tail)[token])} (|x| ≥ ${number(site.tail_from)})` : null;
   return [...where, `σ ${number(sigma, 3)}`, tail].filter(Boolean).join(" · ");
 }
 

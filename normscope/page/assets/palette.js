@@ -17,7 +17,7 @@ const palette = {
   },
   // What is pinned, as the page marks what is chosen.
   get mark() {
-    return { light: "#0b5cad", dark: "#7cc0ff" }[this.theme];
+    return { light: "#2a8cf0", dark: "#7cc0ff" }[this.theme];
   },
   curve(name) {
     return this.style.curves[name] || { colour: this.style.ink, dashes: [] };
