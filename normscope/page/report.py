@@ -25,7 +25,7 @@ from normscope.runtime.files import visible, whole_file
 
 # In the order in which they are read: what stands above does not know what stands below.
 SCRIPTS = (
-    *("palette", "reading", "functions", "formula", "solving", "axes", "pinch", "plot"),
+    *("palette", "reading", "functions", "formula", "solving", "axes", "dots", "pinch", "plot"),
     *("address", "elements", "kept", "scurve", "inputmap", "inputs"),
     *("overview", "site", "explorer", "swap", "compare", "page"),
 )

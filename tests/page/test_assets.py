@@ -135,6 +135,44 @@ def test_a_colour_stands_for_one_channel(browser, pages):
 
 
 @pytest.mark.slow
+def test_dots_are_those_that_the_canvas_draws_itself(browser, pages):
+    """Half-covered pixels, overlapping dots, dots beyond the edges; on a screen of two dots to the pixel."""
+    page = browser.open(pages.one, FIRST)
+    off, most = page.run("""
+        const canvas = element("canvas", {width: 160, height: 120});
+        const axes = {x: new Axis(-3, 4, {linear: 0.3}), y: new Axis(-2, 2)};
+        const plot = {canvas, width: 80, box: {left: 5, top: 4, width: 70, height: 50}, ...axes};
+        const x = Array.from({length: 300}, (_, at) => 4 * Math.sin(7 * at));
+        const y = Array.from(x, (value, at) => value / 2 + Math.cos(at));
+        const of = Int32Array.from(x, (_, at) => at % 4 - 1);
+        const colours = ["#e69f00", "rgb(68,1,84)", "#0072b2"];
+        const drawn = (paint) => {
+            const context = canvas.getContext("2d");
+            context.reset();
+            context.scale(2, 2);
+            context.beginPath();
+            context.rect(5, 4, 70, 50);
+            context.clip();
+            paint(context);
+            return Array.from(context.getImageData(0, 0, 160, 120).data);
+        };
+        const one = drawn((context) => paintDots(context, plot, x, y, {size: 1.6, colours, of, alpha: 0.6}));
+        const other = drawn((context) => {
+            context.globalAlpha = 0.6;
+            x.forEach((value, at) => {
+                if (of[at] < 0) return;
+                context.fillStyle = colours[of[at]];
+                const left = plot.box.left + plot.x.share(value) * plot.box.width;
+                const top = plot.box.top + (1 - plot.y.share(y[at])) * plot.box.height;
+                context.fillRect(left - 0.8, top - 0.8, 1.6, 1.6);
+            });
+        });
+        const alpha = (data, at) => data[4 * (at >> 2) + 3] / 255 * (at % 4 < 3 ? data[at] : 255);
+        return [Math.max(...one.map((_, at) => Math.abs(alpha(one, at) - alpha(other, at)))), Math.max(...other)]""")
+    assert most > 200 and off < 12  # of 255: each layer is rounded
+
+
+@pytest.mark.slow
 def test_zoom_and_back(browser, pages):
     page = browser.open(pages.one, FIRST)
     plot = page.driver.find_element(By.CSS_SELECTOR, ".plot")

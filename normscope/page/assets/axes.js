@@ -21,6 +21,13 @@ class Axis {
     return (this.along(value) - this.begin) / this.length;
   }
 
+  // Where numbers are on so many pixels from a first one.
+  pixels(values, from, length) {
+    const pixels = new Float32Array(values.length);
+    for (let place = 0; place < values.length; place += 1) pixels[place] = from + length * this.share(values[place]);
+    return pixels;
+  }
+
   value(share) {
     const along = this.begin + share * this.length;
     if (this.logarithmic) return Math.exp(along);

@@ -239,8 +239,8 @@ class InputMap {
 
 // Black or white, whichever is read better on a colour (WCAG's relative luminance).
 function inkOn(colour) {
-  const [red, green, blue] = colour.match(/\d+/g).map((part) => {
-    const share = Number(part) / 255;
+  const [red, green, blue] = rgbOf(colour).map((part) => {
+    const share = part / 255;
     return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
   });
   return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 ? "#000000" : "#ffffff";

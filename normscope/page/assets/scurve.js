@@ -80,14 +80,7 @@ function paintTokens(site) {
     const { colours } = sigmaColours(site);
     const { x, y, token } = pointsOf(site);
     colours.forEach((colour, number) => tokenLine(context, plot, site, number, colour, 1, 0.5));
-    context.globalAlpha = 0.6;
-    let last = -1;
-    for (let place = 0; place < x.length; place += 1) {
-      if (token[place] < 0) break;
-      if (token[place] !== last) context.fillStyle = colours[(last = token[place])];
-      dot(context, plot, x[place], y[place], FEW_POINTS);
-    }
-    context.globalAlpha = 1;
+    paintDots(context, plot, x, y, { size: FEW_POINTS, colours, of: token, alpha: 0.6 });
   };
 }
 
@@ -124,10 +117,7 @@ function paintChannels(site) {
   return (context, plot) => {
     const { x, y, channel } = pointsOf(site);
     const extreme = colouredChannels(site);
-    context.fillStyle = palette.style.faint;
-    context.globalAlpha = 0.45;
-    for (let place = 0; place < x.length; place += 1) dot(context, plot, x[place], y[place], FEW_POINTS);
-    context.globalAlpha = 1;
+    paintDots(context, plot, x, y, { size: FEW_POINTS, colours: [palette.style.faint], alpha: 0.45 });
     for (let place = 0; place < x.length; place += 1) {
       const rank = extreme.indexOf(channel[place]);
       if (rank < 0) continue;

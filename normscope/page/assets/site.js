@@ -168,12 +168,7 @@ function derivativeFigure(site) {
     const top = 1.1 * Math.max(sorted[Math.floor(0.995 * (sorted.length - 1))], ...lines.flatMap(({ y }) => Array.from(y)).filter((value) => Number.isFinite(value) && value < 4 * sorted.at(-1)));
     return {
       x: axis, y: new Axis(Math.min(0, 1.1 * sorted[Math.floor(0.005 * sorted.length)]), top), xlabel: xLabel(axis), ylabel: "∂y / ∂x", lines,
-      paint: [(context, plot) => {
-        context.fillStyle = palette.style.faint;
-        context.globalAlpha = 0.5;
-        for (let place = 0; place < x.length; place += 1) dot(context, plot, x[place], slopes[place], 2);
-        context.globalAlpha = 1;
-      }],
+      paint: [(context, plot) => paintDots(context, plot, x, slopes, { size: 2, colours: [palette.style.faint], alpha: 0.5 })],
       hover: { x, y: slopes, text: (place) => [`x ${number(x[place])}`, `∂y/∂x ${number(slopes[place])}`] },
     };
   };
