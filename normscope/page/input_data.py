@@ -132,7 +132,7 @@ def places_of(shape: tuple[int, ...], preview: Preview, site: NormSite) -> Place
     '3 positions of the text, in each of 12 heads'
     """
     if math.prod(shape) == 1:
-        return Places(NOWHERE, before=1, said="One token stands for the whole input.")
+        return Places(NOWHERE, before=1, said="one token stands for the whole input")
     if site.placement != "qk" and len(shape) == 2 and (whole := _grid(shape, preview)) is not None:
         return whole
     found = [
@@ -141,7 +141,7 @@ def places_of(shape: tuple[int, ...], preview: Preview, site: NormSite) -> Place
         if (places := _along(length, preview)) is not None
     ]
     if not found:
-        return Places(NOWHERE, said=f"The tokens of this norm are no places of the input: they lie as {_by(shape)}.")
+        return Places(NOWHERE, said=f"the tokens of this norm are no places of the input: they lie as {_by(shape)}")
     return max(found, key=lambda places: math.prod(places.grid))
 
 

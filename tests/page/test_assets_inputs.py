@@ -239,6 +239,9 @@ def test_of_queries_each_head_has_its_tokens(browser, page_file):
     sigma = float(page_file.pictures.inputs[0].tokens["q_norm"].sigma[token])
     said = page.texts("#place-said")[0]
     assert f"row 1, column 4 · token {token} · head 3" in said
+    ActionChains(page.driver).click().perform()
+    page.driver.refresh()  # opens at the head of what is pinned
+    assert page.run("return document.getElementById('other').value") == "3" and rings(page) == [4]
     assert float(said.split("σ ")[1].split(" ")[0]) == pytest.approx(sigma, rel=5e-3)
 
 
@@ -295,7 +298,7 @@ def test_words_are_readable_on_every_colour(browser, page_file):
 def test_what_is_no_place_is_said(browser, page_file):
     page = browser.open(page_file.file, at("groups"))
     assert (
-        "The tokens of this norm are groups of channels, and no places of the input." in page.texts(".inputs .note")[-1]
+        "the tokens of this norm are groups of channels, and no places of the input" in page.texts(".inputs .note")[-1]
     )
     assert page.run("return document.getElementById('input-map').tabIndex") == -1
     assert page.texts("#place-said") == [""] and page.logs()[0] == []

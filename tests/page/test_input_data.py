@@ -117,10 +117,10 @@ def test_a_frame_is_the_stretch_of_the_waveform_that_changes_it():
 
 
 LAYOUTS = [
-    ((1,), PICTURE, NORM, "", "One token stands for the whole input."),
-    ((32,), PICTURE, NORM, "", "The tokens of this norm are no places of the input: they lie as 32."),
-    ((100,), PICTURE, NORM, "", "The tokens of this norm are no places of the input: they lie as 100."),
-    ((64, 49), PICTURE, NORM, "", "The tokens of this norm are no places of the input: they lie as 64 × 49."),
+    ((1,), PICTURE, NORM, "", "one token stands for the whole input"),
+    ((32,), PICTURE, NORM, "", "the tokens of this norm are no places of the input: they lie as 32"),
+    ((100,), PICTURE, NORM, "", "the tokens of this norm are no places of the input: they lie as 100"),
+    ((64, 49), PICTURE, NORM, "", "the tokens of this norm are no places of the input: they lie as 64 × 49"),
     ((2, 197), PICTURE, SimpleNamespace(placement=None, calls=2), "patches", "in each of 2 calls"),
     ((256, 16), PICTURE, SimpleNamespace(placement="qk", calls=1), "patches", "16 × 16 patches of 14 × 14 pixels"),
     ((57, 57), PICTURE, NORM, "patches", "57 × 57 patches of about 3.93 × 3.93 pixels"),

@@ -11,6 +11,8 @@ function inputsSection(site, plot, redraw) {
   plot.pointed = (found) => pointedAt(section, found);
   section.fill = () => fillInputs(section);
   section.marks = () => markInputs(section, -1);
+  const pinned = pinnedAt(site);
+  if (pinned && pinned.input === state.input) chosenOther = placeOfKept(pinned.kept, pinned.token).other;
   section.fill();
   return section;
 }
@@ -42,8 +44,9 @@ function fillInputs(section) {
 
 function saidOfPlaces(site, kept) {
   const { note } = open.capture.inputs[state.input];
-  const said = kept ? kept.places.said : "The tokens of this norm are groups of channels, and no places of the input.";
-  return [said, note ? `Picture: ${visible(note)}.` : null].filter(Boolean).join(said.endsWith(".") ? " " : ". ");
+  const said = kept ? kept.places.said : "the tokens of this norm are groups of channels, and no places of the input";
+  const parts = [`${inputName(state.input)}: ${said}`, note ? `picture ${visible(note)}` : null];
+  return parts.filter(Boolean).join("; ");
 }
 
 function chooseInput(section) {

@@ -5,7 +5,7 @@ const LINE_STEPS = 65;
 
 // The tokens of an input at a site; null where the capture keeps none of it there.
 function keptAt(site, input = state.input) {
-  return (site.inputs && site.inputs[input]) || null;
+  return site.inputs[input] || null;
 }
 
 // Numbers of the inputs that are one input in several parts of the data, such as timesteps.
@@ -41,7 +41,7 @@ function placeOfKept({ places: { steps, others } }, token) {
 
 // The kept token that a drawn one is: {input, token}; null where its sample was not kept.
 function keptOfDrawn(site, drawn) {
-  if (drawn < 0 || !site.inputs) return null;
+  if (drawn < 0 || !open.capture.sites.includes(site)) return null;
   const [sample, token, sigma] = ["sample", "position", "sigma"].map((name) => numbersOf(site.shown[name])[drawn]);
   const input = open.capture.inputs.findIndex((one, at) => {
     const kept = one.sample === sample && keptAt(site, at);

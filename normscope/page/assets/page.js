@@ -89,7 +89,7 @@ function inputsInside({ inputs }) {
   if (!names.length) return null;
   const those = names.length === 1 ? "1 input that can be looked at" : `${names.length} inputs that can be looked at`;
   const few = names.length > MOST_NAMED ? [...names.slice(0, MOST_NAMED), "…"] : names;
-  return element("p", { class: "note", id: "inside", text: `This file holds ${those}: ${few.join("; ")}. --keep-inputs 0 leaves them out.` });
+  return element("p", { class: "note", id: "inside" }, [`This file holds ${those}: ${few.join("; ")}. `, element("code", { text: "--keep-inputs 0" }), " leaves them out."]);
 }
 
 // The same site in another capture, where there is one.
