@@ -71,69 +71,72 @@ def main() -> None:
     finish("calibration", about, measurements, args, threads=[1], libraries=libraries, added=bool(args.keep))
 
 
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A network by its name, what it learns from and is judged by, and the capture that its functions begin with."""
+
+    name: str
+    network: normscope.LoadedModel
+    learned: list[Any]
+    held_out: list[Any]
+    seen: normscope.Capture
+
+    def errors(self, swapped: torch.nn.Module) -> torch.Tensor:
+        """Relative L2 of each held-out input's output, ``(samples,)``."""
+        return output_errors(self.network.module, swapped, self.held_out, self.network.outputs)
+
+
 def measured(
     model: str, curves: Sequence[str], limit: int | None, texts: int, ablations: bool, keep: int | None
 ) -> list[Measurement]:
     torch.set_num_threads(1)
     network, learned, held_out = inputs_of(model, limit, texts)
-    seen = normscope.capture(network.module, learned, by_gamma=True)
+    subject = Subject(model, network, learned, held_out, normscope.capture(network.module, learned, by_gamma=True))
     if keep:
-        return [
-            one for curve in curves for one in with_norms_kept(model, network, curve, seen, learned, held_out, keep)
-        ]
+        return [one for curve in curves for one in with_norms_kept(subject, curve, keep)]
     ways = ("fit", *REFITS, *(ABLATIONS if ablations else ()))
-    return [one for curve in curves for one in of_curve(model, network, curve, seen, learned, held_out, ways)]
+    return [one for curve in curves for one in of_curve(subject, curve, ways)]
 
 
-def with_norms_kept(
-    model: str,
-    network: normscope.LoadedModel,
-    curve: str,
-    seen: normscope.Capture,
-    learned: Any,
-    held_out: Any,
-    number: int,
-) -> Iterator[Measurement]:
+def with_norms_kept(subject: Subject, curve: str, number: int) -> Iterator[Measurement]:
     """Leave the norms that are worth most, swap one curve in for the others, and calibrate it."""
-    modules = normscope.replacements(network, curve, seen)
+    modules = normscope.replacements(subject.network, curve, subject.seen)
     began = time.process_time()
-    choice = normscope.keep(network, learned, modules, number=number)
+    choice = normscope.keep(subject.network, subject.learned, modules, number=number)
     chosen = time.process_time() - began
-    swapped = copy.deepcopy(network.module)
-    normscope.swap(swapped, curve, seen)
-    start = float(output_errors(network.module, swapped, held_out, network.outputs).median())
+    swapped = copy.deepcopy(subject.network.module)
+    normscope.swap(swapped, curve, subject.seen)
+    start = float(subject.errors(swapped).median())
     suffix, ways = f", {number} norms kept", ("fit", NEIGHBOURS)
-    yield from of_curve(model, network, curve, seen, learned, held_out, ways, choice.swapped, suffix, start)
-    yield Measurement(model, f"{curve}, {NEIGHBOURS}{suffix}", "CPU of the choice", "s", [chosen])
+    yield from of_curve(subject, curve, ways, choice.swapped, suffix, start)
+    yield Measurement(subject.name, f"{curve}, {NEIGHBOURS}{suffix}", "CPU of the choice", "s", [chosen])
 
 
 def of_curve(
-    model: str,
-    network: normscope.LoadedModel,
+    subject: Subject,
     curve: str,
-    seen: normscope.Capture,
-    learned: Any,
-    held_out: Any,
     ways: Sequence[str],
     sites: Sequence[str] | str = "all",
     suffix: str = "",
     start: float | None = None,
 ) -> Iterator[Measurement]:
     """Swap one curve in, and calibrate it in each way."""
+    network = subject.network
     for way in ways:
         swapped = copy.deepcopy(network.module)
-        normscope.swap(swapped, curve, seen, sites=sites)
+        normscope.swap(swapped, curve, subject.seen, sites=sites)
+        case = f"{curve}, {way}{suffix}"
         if way != "fit":
             began = time.process_time()
             with ABLATIONS.get(way, contextlib.nullcontext)():
                 refit = way if way in REFITS else NEIGHBOURS
-                normscope.calibrate(network.module, swapped, learned, outputs=network.outputs, refit=refit)
-            yield Measurement(model, f"{curve}, {way}{suffix}", "CPU", "s", [time.process_time() - began])
-        errors = output_errors(network.module, swapped, held_out, network.outputs)
-        yield Measurement(model, f"{curve}, {way}{suffix}", "relative L2", "at the output", errors.tolist())
+                normscope.calibrate(network.module, swapped, subject.learned, outputs=network.outputs, refit=refit)
+            yield Measurement(subject.name, case, "CPU", "s", [time.process_time() - began])
+        errors = subject.errors(swapped)
+        yield Measurement(subject.name, case, "relative L2", "at the output", errors.tolist())
         median = float(errors.median())
         start = median if start is None else start
-        yield Measurement(model, f"{curve}, {way}{suffix}", "closed", "%", [100 * (1 - median / start)])
+        yield Measurement(subject.name, case, "closed", "%", [100 * (1 - median / start)])
 
 
 @contextlib.contextmanager

@@ -116,16 +116,20 @@ def launches(x: Tensor, curve: str, behind: int = 0, alpha_each: bool = False) -
     """Return the kernels that a layer would launch for x: forward, backward, and the sum of backward's slots.
 
     Args:
-        x: of any shape and strides; it may be on ``meta``.
+        x: of any shape; it may be on ``meta``.
         curve: ``tanh``, ``isru`` or ``erf``.
         behind: how many axes of x come after that of the channels.
         alpha_each: whether α is one number a channel.
+
+    Raises:
+        ValueError: if x's strides are those of no layout.
     """
     axis = x.ndim - 1 - behind
     channels, one = x.new_empty(x.shape[axis]), x.new_empty(1)
     own = Parameters(channels if alpha_each else one, one if curve == "erf" else None, channels, channels)
     layout, layout_backward = (layout_of([x] * tensors, axis, axis + 1) for tensors in (2, 3))
-    assert layout is not None and layout_backward is not None  # noqa: S101 - one tensor shares its layout with itself
+    if layout is None or layout_backward is None:
+        raise ValueError(f"A tensor of strides {x.stride()} has no layout: a layer copies it before it launches.")
     with mock.patch.object(launches_of_kernels, "multiprocessors", return_value=MULTIPROCESSORS):
         gradients = Gradients(x, *vars(own).values())
         backward = backward_launches(x, x, own, gradients, layout_backward, curve)

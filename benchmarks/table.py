@@ -43,6 +43,7 @@ TITLES = {
     "healing": "How much of that is healed",
     "conversion": "A pretrained network converted from start to end",
     "figure": "What a figure costs",
+    "page": "How fast the page is written, opens and answers",
     "commands": "How long commands take",
     "scale": "What a whole data set costs",
 }

@@ -246,7 +246,7 @@ KeepInputs = Annotated[
     int,
     typer.Option(
         "--keep-inputs",
-        min=0,
+        callback=at_least(0),
         metavar="N",
         help="Also keep of N inputs a thumbnail, the envelope of the waveform or the text, and σ of every token, for "
         "`report`. The file then shows them to whoever has it.",

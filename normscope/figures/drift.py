@@ -22,8 +22,8 @@ from normscope.fits.curves.expressions import curves_named
 from normscope.fits.curves.known import CURVES
 from normscope.pairs.norms.sites import NormSite
 from normscope.runtime.files import visible
-from normscope.swaps.drift.reports import Drift, DriftReport, Quantiles
-from normscope.swaps.keep.reports import KeepReport
+from normscope.swaps.drift.reports import Drift, DriftReport, Quality, Quantiles
+from normscope.swaps.keep.reports import KeepReport, KeepStep
 
 _WIDTH, _WIDEST = 6.6, 24.0
 _SITE_INCHES, _PANEL_INCHES = 0.2, 1.5
@@ -351,7 +351,7 @@ def plot_keep(
         drifts = figure.add_subplot(grid[0, 0])
         _draw_kept(drifts, report, theme)
         if report.quality is not None:
-            _draw_quality(figure.add_subplot(grid[rows - 1, -1]), report, theme)
+            _draw_quality(figure.add_subplot(grid[rows - 1, -1]), report.quality, report.taken, theme)
         for ax in figure.axes:
             ax.set_xlabel(f"norms swapped, of {len(report.sites)}, and the one put back last")
             every = max(1, math.ceil(len(names) * 2 * _UPRIGHT_INCHES * len(figure.axes) / inches))
@@ -381,11 +381,10 @@ def _legend_above(ax: Axes) -> None:
     ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderpad=0, columnspacing=1.2)
 
 
-def _draw_quality(ax: Axes, report: KeepReport, theme: Style) -> None:
-    assert report.quality is not None  # noqa: S101  # the caller asks
-    scores = report.quality.scores
-    points = [(step.swapped, scores[f"{step.kept} kept"].value) for step in report.taken]
+def _draw_quality(ax: Axes, quality: Quality, taken: Sequence[KeepStep], theme: Style) -> None:
+    scores = quality.scores
+    points = [(step.swapped, scores[f"{step.kept} kept"].value) for step in taken]
     ax.plot(*zip(*points, strict=True), color=theme.curves[0], marker="o", ms=3, lw=0.9, label="swapped")
     ax.axhline(scores["original"].value, color=theme.faint, ls=":", lw=0.9, label="original")
     _legend_above(ax)
-    ax.set_ylabel(_plain(report.quality.name))
+    ax.set_ylabel(_plain(quality.name))

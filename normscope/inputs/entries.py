@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from normscope.errors import DataError
 from normscope.inputs.batch import BY_HAND, Batch, Sample, leaves
+from normscope.inputs.previews import Preview, preview_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -105,6 +106,11 @@ class Entries:
     def n_samples(self) -> int | None:
         """How many samples the batches say that they hold, if they do."""
         return getattr(self.batches, "n_samples", None)
+
+    def preview(self, batch: Batch, place: int) -> Preview | None:
+        """Return what can be looked at of a sample: as the batches say, if they do."""
+        shown: Preview | None = getattr(self.batches, "preview", preview_of)(batch, place)
+        return shown
 
     @functools.cached_property
     def _taker(self) -> _Taker:  # one for all iterations, as what is left out is said once

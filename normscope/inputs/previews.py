@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -140,8 +139,7 @@ def _pixels(one: Tensor, normalized_by: Normalized | None) -> tuple[Tensor, str]
 def _envelope(waveform: Tensor) -> Tensor:
     import torch
 
-    edges = torch.linspace(0, len(waveform), min(SPANS, len(waveform)) + 1).round().long().tolist()
-    spans = [waveform[begin:end] for begin, end in itertools.pairwise(edges)]
+    spans = waveform.tensor_split(min(SPANS, len(waveform)))
     return torch.stack([torch.stack([span.amin() for span in spans]), torch.stack([span.amax() for span in spans])])
 
 

@@ -109,14 +109,15 @@ class KeptInput:
 
 
 def first_inputs(inputs: Iterable[KeptInput], number: int | None = None) -> list[KeptInput]:
-    """Return each input once, of each part those of the ``number`` least sample numbers; None for all."""
+    """Return each input once, of each part and data set those of the ``number`` least sample numbers; None for all.
+
+    Parts come in the order of their first samples, whoever saw which: a diffusion model's timesteps go down.
+    """
     by_key = {one.key: one for one in inputs}
-    kept: dict[tuple[str, str], list[KeptInput]] = {}
-    for key in sorted(by_key, key=lambda key: key[2]):
-        kept.setdefault(key[:2], []).append(by_key[key])
-    # In the order of the samples, and of the parts as they came: a diffusion model's timesteps go down.
-    parts = list(dict.fromkeys(key[:2] for key in by_key))
-    return [one for part in parts for one in kept[part][:number]]
+    parts: dict[tuple[str, str], list[KeptInput]] = {}
+    for one in sorted(by_key.values(), key=lambda one: one.sample.index):
+        parts.setdefault(one.key[:2], []).append(one)
+    return [one for of_part in parts.values() for one in of_part[:number]]
 
 
 class InputKeeper:

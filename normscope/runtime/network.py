@@ -331,6 +331,5 @@ def copied(module: nn.Module) -> nn.Module:
 
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return what torch.compile wraps: module paths are those of the network itself."""
-    inner = getattr(model, "_orig_mod", model)
-    assert isinstance(inner, nn.Module)  # noqa: S101 - as torch.compile made it
+    inner: nn.Module = getattr(model, "_orig_mod", model)
     return inner

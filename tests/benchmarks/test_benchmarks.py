@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -113,6 +114,19 @@ def test_figure(measured, monkeypatch):
     empty = samples["nothing", "empty, all rows", "draw and write"]
     found = samples["39,936 pairs", "normscope, all rows", "of an empty figure of the same axes"]
     assert found == [a / b for a, b in zip(own, empty, strict=True)]
+
+
+@pytest.mark.skipif(not shutil.which("chromedriver"), reason="no chromedriver is installed (Debian: chromium-driver)")
+def test_page(measured):
+    samples = measured("page", "--models", "demo_vit")
+    page = {quantity: own for (_, way, quantity), own in samples.items() if way == "page"}
+    assert 0 < page["usable"][0] < page["painted"][0] and page["loaded, as its driver is told"][0] > 0
+    assert page["both"] == [page["fits"][0] + page["written"][0]]
+    each = page["R² of each fit off by"]
+    assert len(each) == 17 * 3 and page["R² off by"] == [max(each)] and max(each) < 1e-9
+    answers = {way: own for (_, way, quantity), own in samples.items() if quantity == "answers after"}
+    assert len(answers["by density"]) == 3 == len(answers["a step of the explorer's slider of α"])
+    assert len(answers) == 15 and all(one > 0 for own in answers.values() for one in own)
 
 
 def test_commands(measured, monkeypatch):

@@ -277,6 +277,7 @@ def test_options_that_are_the_functions_to_decide(mine, changes, sentence):
     assert sentence in str(caught.value)
 
 
+@pytest.mark.slow
 def test_prints_do_not_mix_with_results(mine):
     code = (
         "import json, sys; from normscope.loading import load\n"

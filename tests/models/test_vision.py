@@ -4,6 +4,7 @@ import torch
 
 from normscope.errors import ModelError
 from normscope.loading import load
+from normscope.models.inputs.images import crops_of_photograph
 from normscope.models.vision import _timm_outputs
 
 
@@ -38,6 +39,7 @@ def test_weights_that_are_on_no_hub():
         load("timm:gcvit_xxtiny", device="cpu")
 
 
+@pytest.mark.slow
 def test_vit_b16_at_full_size():
     model = load("vit_b16", weights="random", device="cpu", limit=2)
     with torch.no_grad():
@@ -78,3 +80,15 @@ def test_only_projections_are_as_wide_as_a_multiple_of_64():
     assert all("clip" in name or "pe_core" in name for name in projections)
     of_clip = {name for name in counts if "clip" in name and not any(part in name for part in ("_ft_", "siglip"))}
     assert {name for name in of_clip if counts[name] % 64} <= {"none"}
+
+
+def test_a_preview_is_the_picture_that_the_network_sees(options):
+    model = load("timm:test_vit", weights="random", device="cpu", limit=2)
+    (batch,) = model.inputs
+    config = {**timm.data.resolve_model_data_config(model.module), "mean": (0.0,) * 3, "std": (1.0,) * 3}
+    crops, *_ = crops_of_photograph("RGB", options(limit=2))
+    for place, crop in enumerate(crops):
+        seen = timm.data.create_transform(**config)(crop)
+        shown = model.inputs.preview(batch, place)
+        assert (shown.size, shown.note) == (tuple(seen.shape[1:]), "")
+        torch.testing.assert_close(shown.pixels.permute(2, 0, 1) / 255, seen, rtol=0, atol=0.51 / 255)  # 8 bits again

@@ -26,6 +26,7 @@ from torch import nn
 import normscope
 from normscope.errors import DataError, RankLostError
 from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.previews import Preview
 from normscope.inputs.splits import LeftOut
 from normscope.pairs import ranks as ranks_module
 from normscope.pairs.capture import capture, captured
@@ -131,9 +132,16 @@ class Network(nn.Module):
         return self.second(x) + (self.late(x) if late else 0)
 
 
+class Shown(list):
+    """Batches that say what can be looked at of a sample."""
+
+    def preview(self, batch, place):
+        return Preview(words=(batch.samples[place].source, "ä"))
+
+
 def network_batches():
     batches = [batch([i], part=f"timestep {i % 4}", tokens=40) for i in range(7)]
-    return [*batches[:5], dataclasses.replace(batches[5], kwargs={"late": True}), batches[6]]
+    return Shown([*batches[:5], dataclasses.replace(batches[5], kwargs={"late": True}), batches[6]])
 
 
 def hand_made_recorder(rank):
@@ -196,7 +204,7 @@ def tell(folder, rank):
             for site, own in stats.items():
                 save(own, folder / f"seen {part} {site} {rank}.safetensors")
         said["seen"] = [recorder.seen.n_samples, [dataclasses.asdict(norm) for norm in recorder.seen.late.values()]]
-        whole = captured(Network(), network_batches(), Summing(by_part=True), ranks=ranks)
+        whole = captured(Network(), network_batches(), Summing(by_part=True, keep_inputs=1), ranks=ranks)
         normscope.save_capture(whole, folder / f"whole {rank}.safetensors")
         said["skipped"] = [dataclasses.asdict(norm) for norm in whole.skipped]
         (folder / f"{rank}.json").write_text(json.dumps(said))
@@ -259,6 +267,7 @@ def assert_same(merged, expected):
         torch.testing.assert_close(merged[name], tensor, rtol=0, atol=SUMS * scale, msg=lambda text, n=name: n + text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_merged_is_what_merge_gives_and_what_one_alone_would_see(folder, said, name):
     make, batches, options = CASES[name]
@@ -283,6 +292,7 @@ def test_the_cases_are_what_they_say():
     assert (int(stats["no numbers"].nonfinite_tokens), stats["nothing at all"].n_tokens) == (2, 0)
 
 
+@pytest.mark.slow
 def test_tokens_of_no_sample_are_drawn_as_if_there_were_one_rank(folder, said):
     model, batches, options = NOBODYS
     expected = stats_of(model(), [one for own in batches for one in own], options)
@@ -299,6 +309,7 @@ def test_tokens_of_no_sample_are_drawn_anywhere_in_their_batch():
     assert len(stats.tokens.position.unique()) > 16  # of 44 places; one place alone, if keys began anew
 
 
+@pytest.mark.slow
 def test_what_is_told_arrives(said):
     uneven = [torch.arange(float(2 * n)).reshape(n, 2) + n for n in (0, 3, 1)]
     assert said["gathered"] == [one.tolist() for one in uneven]
@@ -310,6 +321,7 @@ def test_what_is_told_arrives(said):
     assert said["left out"] == [["1.png: \udcff", "2.png: \udcff"], 3]
 
 
+@pytest.mark.slow
 def test_ranks_that_were_asked_for_different_things_all_refuse(said):
     for rank, (alike, other) in enumerate(said["alike"]):
         assert alike is None
@@ -319,6 +331,7 @@ def test_ranks_that_were_asked_for_different_things_all_refuse(said):
         assert other.endswith("All hosts need the same files and the same options.")
 
 
+@pytest.mark.slow
 def test_parts_and_sites_that_some_ranks_alone_have_seen(folder, said):
     expected = functools.reduce(Seen.merge, [hand_made_recorder(rank).seen for rank in range(SIZE)])
     names = {f"seen {part} {site}" for part, stats in expected.stats.items() for site in stats}
@@ -331,16 +344,20 @@ def test_parts_and_sites_that_some_ranks_alone_have_seen(folder, said):
     assert late == [dataclasses.asdict(norm) for norm in expected.late.values()]
 
 
+@pytest.mark.slow
 def test_a_capture_by_all_is_the_capture_of_one(folder, said):
-    whole = capture(Network(), network_batches(), by_part=True)
+    whole = capture(Network(), network_batches(), by_part=True, keep_inputs=1)
     of_file = of_all_ranks(folder, "whole", lambda path: all_tensors(normscope.load_capture(path)))
     assert_same(of_file, all_tensors(whole))
     seen = normscope.load_capture(folder / "whole 0.safetensors")
     assert (seen.about, seen.n_samples, list(seen.parts)) == (whole.about, 7, list(whole.parts))
+    assert [one.preview.words for one in seen.inputs] == [(f"photo {i}", "ä") for i in range(4)]  # one of each part
+    assert [one.key for one in seen.inputs] == [one.key for one in whole.inputs]
     assert said["skipped"] == [dataclasses.asdict(norm) for norm in whole.skipped]
     assert "only by later ones" in said["skipped"][0]["reason"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_lost_is_told_in_a_sentence(folder, said):
     for rank in range(SIZE - 1):
         told = (folder / f"lost {rank}.txt").read_text()

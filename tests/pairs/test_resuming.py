@@ -279,6 +279,7 @@ OTHERS = {
     "per_channel": {"per_channel": True},
     "diagonal": {"diagonal": True},
     "by_part": {"by_part": False},
+    "keep_inputs": {"keep_inputs": 1},
     "layers": {"layers": "1,"},
 }
 OTHERS["first sample"]["inputs"].first_sample = lambda: Inputs().batch(1)
@@ -310,8 +311,13 @@ def of_version_1(tensors):
 def test_a_checkpoint_of_before_there_were_sums_of_the_diagonal(tmp_path, whole):
     stopped(tmp_path, 3)
     path = tmp_path / "0.safetensors"
-    header, tensors = checkpoints_module.read_checked(path, checkpoints_module.FORMAT, (2,))
-    del header["settings"]["diagonal"], header["settings"]["by_part"]
+    header, tensors = checkpoints_module.read_checked(path, checkpoints_module.FORMAT, (3,))
+    del (
+        header["settings"]["diagonal"],
+        header["settings"]["by_part"],
+        header["settings"]["keep_inputs"],
+        header["inputs"],
+    )
     write_checked(path, {**header, "version": 1}, of_version_1(tensors))
     with pytest.raises(UsageError, match="its diagonal is False, not True"):
         run(tmp_path, diagonal=True)
@@ -320,7 +326,7 @@ def test_a_checkpoint_of_before_there_were_sums_of_the_diagonal(tmp_path, whole)
 
 def test_all_settings_are_tried(tmp_path):
     stopped(tmp_path, 1)
-    header, _ = checkpoints_module.read_checked(tmp_path / "0.safetensors", checkpoints_module.FORMAT, (2,))
+    header, _ = checkpoints_module.read_checked(tmp_path / "0.safetensors", checkpoints_module.FORMAT, (3,))
     assert header["settings"].keys() == OTHERS.keys()
 
 

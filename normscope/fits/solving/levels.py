@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Literal
 
 import numpy as np
@@ -212,8 +213,8 @@ def _pooled(name: str, members: Sequence[Level]) -> Level:
     filled = [level for level in members if level.nothing not in ("no finite pair", "γ is zero")]
     used = filled or list(members)
     folds = {level.fold_by for level in used}
-    moments, counts = sum(level.moments for level in used), sum(level.counts for level in used)
-    assert isinstance(moments, Tensor) and isinstance(counts, Tensor)  # noqa: S101 - a pool has members
+    moments = reduce(torch.add, [level.moments for level in used])
+    counts = reduce(torch.add, [level.counts for level in used])
     n = [float(level.counts.sum()) for level in used]
     slopes = [pairs * level.slope for pairs, level in zip(n, used, strict=True) if level.slope > 0]
     bounds = {level.bound for level in used}

@@ -26,7 +26,7 @@ from normscope.swaps.bench import whole_network
 from normscope.swaps.bench.reports import FUSED, NATIVE, PASSES, BenchReport, Latency, Norms, Passes, PublishedReport
 from normscope.swaps.bench.single_norm import Norm, NormBench, Only, commonest, every, norm_bench
 from normscope.swaps.bench.timing import LEAST_SAMPLES, Measured, judged, warmed
-from normscope.swaps.bench.variants import Variant, computed, variants
+from normscope.swaps.bench.variants import Variant, compiled, computed, variants
 from normscope.swaps.bench.whole_network import ModelBench
 from normscope.swaps.kernels.choice import EAGER, TRITON, VARIABLE, why_not_on
 from normscope.swaps.pointwise import check_kernels
@@ -358,12 +358,7 @@ def _differences(where: torch.Tensor, tokens: int, n_passes: int) -> list[str]:
 def _compiled(model: nn.Module, one: Variant, names: Sequence[str]) -> Variant:
     """The same, each norm compiled by itself: what the paper compiles."""
     norms: Mapping[str, nn.Module] = one.modules or {name: module_at(model, name) for name in names}
-    modules: dict[str, nn.Module] = {}
-    for name, module in norms.items():
-        called = torch.compile(module, dynamic=False)
-        assert isinstance(called, nn.Module)  # noqa: S101 - of a module, torch makes a module
-        modules[name] = called
-    return Variant(one.name, modules, one.note)
+    return Variant(one.name, {name: compiled(module) for name, module in norms.items()}, one.note)
 
 
 def _norms_seconds(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from typing import cast
 
 import torch
 from torch import nn
@@ -54,6 +55,11 @@ def variants(model: nn.Module, sites: Sequence[NormSite], curves: str | Sequence
     names = dict.fromkeys((RMS_NORM, IDENTITY, *(name.strip().lower() for name in asked)))
     names.pop(NATIVE, None)
     return [Variant(NATIVE, {}), *(_variant(model, sites, name) for name in names)]
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    """Compile a module for the one shape that it is timed with."""
+    return cast(nn.Module, torch.compile(module, dynamic=False))  # typed as any callable, whatever it was made of
 
 
 def fused(name: str, module: nn.Module, shape: Sequence[int], passes: Passes) -> dict[str, nn.Module]:

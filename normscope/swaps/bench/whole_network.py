@@ -15,7 +15,7 @@ from normscope.runtime.network import call
 from normscope.swaps.bench.reports import FUSED, NATIVE, PASSES, Case, Passes, Way
 from normscope.swaps.bench.single_norm import Only, every, first_line
 from normscope.swaps.bench.timing import Measured, Sampler, in_turns, once, repeated
-from normscope.swaps.bench.variants import Variant, computed, has_kernel, require_gradients
+from normscope.swaps.bench.variants import Variant, compiled, computed, has_kernel, require_gradients
 from normscope.swaps.replace import Swap
 
 AT_LEAST, AT_MOST = 1, 10
@@ -55,8 +55,8 @@ class ModelBench:
         """The ways that exist, those together that are timed in turns."""
         if not self.fused:
             return ("eager",), ("compile",)
-        compiled: Way = "compile + fused"
-        return ("eager", "fused"), ("compile",), *([(compiled,)] if self.by_kernels(compiled, PASSES[0]) else [])
+        both: Way = "compile + fused"
+        return ("eager", "fused"), ("compile",), *([(both,)] if self.by_kernels(both, PASSES[0]) else [])
 
     def any(self, ways: Sequence[Way], passes: Passes, only: Only) -> bool:
         """Whether any case of these is to be timed."""
@@ -122,8 +122,7 @@ class ModelBench:
     def _compiled(self, one: Variant, case: Case) -> Measured:
         """Compile the network anew, and time its first pass apart."""
         torch._dynamo.reset()
-        called = torch.compile(self.model, dynamic=False)
-        assert isinstance(called, nn.Module)  # noqa: S101 - of a module, torch makes a module
+        called = compiled(self.model)
         try:
             with computed(case.way), self._placed(one, called, case.passes) as run:
                 [compile_seconds] = _timed(run, self.batch)

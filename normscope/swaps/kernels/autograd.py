@@ -64,7 +64,7 @@ class _Pointwise(torch.autograd.Function):
         saved = ctx.saved_tensors
         if not unseen(dy, *saved):
             return operators.back(ctx, dy)[:_GIVEN]
-        gradients = operators.plans.backward(dy, *saved, ctx.curve, ctx.behind, ctx.needs_input_grad[:-1])
+        gradients = operators.plans.backward(dy, saved, ctx.curve, ctx.behind, ctx.needs_input_grad[:-1])
         return (*gradients, None)
 
 

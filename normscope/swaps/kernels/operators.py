@@ -53,7 +53,7 @@ def pointwise(
     """
     parameters = Parameters(alpha, shift, weight, bias)
     if by_kernels(curve, x.device, x.dtype):
-        y: Tensor = _launching().forward(x, alpha, shift, weight, bias, curve, behind)
+        y: Tensor = _launching().forward((x, alpha, shift, weight, bias), curve, behind)
         return y
     parameters.channel_axes(x, behind)
     return torch.empty_like(x).copy_(eager.pointwise(x, CURVES[curve].function, parameters, behind))
@@ -89,7 +89,7 @@ def pointwise_backward(
     wanted = (of_input, *[of_parameters] * len(vars(parameters)))
     gradients: tuple[Tensor | None, ...]
     if by_kernels(curve, x.device, x.dtype):
-        gradients = _launching().backward(dy, x, alpha, shift, weight, bias, curve, behind, wanted)
+        gradients = _launching().backward(dy, (x, alpha, shift, weight, bias), curve, behind, wanted)
     else:
         parameters.channel_axes(x, behind)
         f, derivative = CURVES[curve].function, CURVES[curve].derivative

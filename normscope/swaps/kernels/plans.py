@@ -36,6 +36,7 @@ _UNKNOWN = object()
 Kind = tuple[Hashable, ...]
 Address = int | None
 Places = tuple[Address, ...]
+Given = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]  # x, α, s, weight and bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +96,15 @@ def follow(x: Tensor, plan: Plan, at_x: int, at_parts: Places) -> Tensor:
     return y
 
 
-def forward(
-    x: Tensor, alpha: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor | None, curve: str, behind: int
-) -> Tensor:
+def forward(given: Given, curve: str, behind: int) -> Tensor:
     """Return what :func:`normscope.swaps.kernels.launch.forward` returns, by a plan from the second call of a kind on.
 
     Raises:
         UsageError: as there.
     """
-    kind, at_x, at_parts = kind_of((curve, behind), x, alpha, shift, weight, bias)
+    kind, at_x, at_parts = kind_of((curve, behind), *given)
     plan = None if _watched() else _plans.get(kind, _UNKNOWN)
+    x, alpha, shift, weight, bias = given
     if isinstance(plan, Plan):
         return follow(x, plan, at_x, at_parts)
     parameters = Parameters(alpha, shift, weight, bias)
@@ -117,30 +117,21 @@ def forward(
     return y
 
 
-def backward(
-    dy: Tensor,
-    x: Tensor,
-    alpha: Tensor,
-    shift: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    curve: str,
-    behind: int,
-    wanted: Sequence[bool],
-) -> Gradients:
+def backward(dy: Tensor, given: Given, curve: str, behind: int, wanted: Sequence[bool]) -> Gradients:
     """Return what :func:`normscope.swaps.kernels.launch.backward` returns, by a plan from the second call of a kind on.
 
     Raises:
         UsageError: as there.
     """
+    x, alpha, shift, weight, bias = given
     at_dy = dy.data_ptr()
     what = (curve, behind, *wanted, dy.stride(), dy.dtype, at_dy % LOAD)
-    kind, at_x, at_parts = kind_of(what, x, alpha, shift, weight, bias)
+    kind, at_x, at_parts = kind_of(what, *given)
     plan = None if _watched() else _plans.get(kind, _UNKNOWN)
     if isinstance(plan, Plan):
         gradients = [
             torch.empty_like(tensor) if needed and tensor is not None else None
-            for tensor, needed in zip((x, alpha, shift, weight, bias), wanted, strict=True)
+            for tensor, needed in zip(given, wanted, strict=True)
         ]
         at_dx, *filled = [None if gradient is None else gradient.data_ptr() for gradient in gradients]
         slots = plan.slots

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 from safetensors import SafetensorError
@@ -154,13 +155,12 @@ def _kept(report: KeepReport) -> tuple[KeptNorm, ...]:
     return tuple(KeptNorm(path, *medians[at : at + 2]) for at, path in enumerate(report.kept))
 
 
-def _was_put(module: nn.Module) -> bool:
+def _was_put(module: nn.Module) -> TypeGuard[PointwiseFunction | RMSNorm]:
     return bool(isinstance(module, (PointwiseFunction, RMSNorm)) and module.in_place_of)
 
 
-def _site(path: str, module: nn.Module) -> SwappedSite:
+def _site(path: str, module: PointwiseFunction | RMSNorm) -> SwappedSite:
     """Describe what was put in."""
-    assert isinstance(module, (PointwiseFunction, RMSNorm))  # noqa: S101 - as _was_put has found
     is_function = isinstance(module, PointwiseFunction)
     return SwappedSite(
         name=path,

@@ -206,7 +206,7 @@ def test_an_rms_norm_is_trained_without_calibration_and_that_is_said(here):
 
 def test_minutes_are_a_length_too_and_theory_is_a_start_without_calibration(here):
     (here / "mine.py").write_text(FACTORY)
-    done = heal("py:mine.py:make", "--init", "theory", "--minutes", "0.05", "-o", "healed", "--device", "cpu", "--json")
+    done = heal("py:mine.py:make", "--init", "theory", "--minutes", "0.02", "-o", "healed", "--device", "cpu", "--json")
     assert done.exit_code == 0, done.output
     document = json.loads(done.stdout)
     assert list(document["stages"]) == ["trained"] and document["init"] == "theory"

@@ -81,3 +81,33 @@ def test_what_cannot_be_done_is_one_sentence_before_anything_runs(here, runs, ar
     done = run(*arguments, status=status)
     assert words in " ".join(done.output.split())
     assert runs == [] and "Traceback" not in done.output
+
+
+def test_inputs_are_inside_and_are_named(here):
+    done = run("demo_vit", "--layers", "1", "--limit", "4", "-o", "page.html")
+    assert "kept to be looked at: the thumbnail of digit 0, sample 0, the thumbnail of digit 1, sample 1" in done.stderr
+    done = run("demo_vit", "--layers", "1", "--limit", "4", "--keep-inputs", "0", "-o", "none.html")
+    assert "kept" not in done.stderr
+    assert (here / "none.html").stat().st_size < (here / "page.html").stat().st_size
+
+
+def test_a_file_has_the_inputs_that_its_capture_kept(here):
+    named = ["capture", "demo_dit", "--layers", "1", "--limit", "2", "-o", "seen.safetensors", "--keep-inputs", "2"]
+    done = CliRunner().invoke(app, [*named, "--json"])
+    assert done.exit_code == 0, done.output
+    kept = [f"trajectory {i} · timestep {timestep}" for timestep in (980, 660, 320, 0) for i in (0, 1)]
+    assert json.loads(done.stdout)["inputs"] == kept
+    assert "the thumbnail of trajectory 0 · timestep 980" in done.stderr and "4 more" in done.stderr
+    assert "the thumbnail of trajectory 0" in run("seen.safetensors").stderr
+
+
+def test_inputs_that_cannot_be_looked_at_are_told(here):
+    factory = "def f():\n    import torch\n    from torch import nn\n"
+    factory += "    return nn.Sequential(nn.LayerNorm(16)), [torch.randn(4, 16)]\n"
+    (here / "own.py").write_text(factory)
+    arguments = ["capture", "py:own.py:f", "-o", "seen.safetensors", "--keep-inputs", "2"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert "--keep-inputs kept none: no input is a picture, a recording or a text that can be shown" in " ".join(
+        done.stderr.split()
+    )

@@ -60,7 +60,7 @@ parts = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30)), max_size=4).m
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(parts, parts, parts)
 def test_merging_is_associative_and_commutative(one, two, three):
     a, b, c = stats_of(*one), stats_of(*two), stats_of(*three)
@@ -69,7 +69,7 @@ def test_merging_is_associative_and_commutative(one, two, three):
     assert same(a.merge(stats_of()), a)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30)), min_size=1, max_size=8, unique=True), st.data())
 def test_merged_parts_are_the_whole(pairs, data):
     samples = [Sample(f"source {source}", source, 40 * source + index) for source, index in pairs]

@@ -203,6 +203,7 @@ def test_a_hook_of_others_hears_every_pass(monkeypatch):
     assert rows == others and together == one_by_one
 
 
+@pytest.mark.slow
 def test_the_embedded_networks_run_together(monkeypatch):
     taken = []
     outputs = copies.Copies.outputs

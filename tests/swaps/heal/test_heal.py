@@ -53,8 +53,8 @@ def batches(number, seed, size=8, data="noise"):
     ]
 
 
-@pytest.fixture
-def networks():
+@pytest.fixture(scope="module")
+def untrained():
     torch.manual_seed(0)
     original = Small().eval()
     with torch.no_grad():
@@ -64,6 +64,12 @@ def networks():
     swapped = copy.deepcopy(original)
     normscope.swap(swapped, "tanh", normscope.capture(original, batches(8, 1)))
     return original, swapped
+
+
+@pytest.fixture
+def networks(untrained):
+    """A network and its swap, which a test may change."""
+    return copy.deepcopy(untrained)
 
 
 LEARN, HELD_OUT = batches(32, 1), batches(4, 2, data="others")

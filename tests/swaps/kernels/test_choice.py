@@ -257,6 +257,7 @@ def test_the_command_line_refuses_before_there_is_any_work(tmp_path, args, asked
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_plain_torch_imports_no_triton():
     code = (
         "import sys, torch\n"

@@ -379,6 +379,7 @@ def test_where_numba_cannot_do_all_layers_are_computed_all_the_same(before, prin
     assert re.fullmatch(printed, done.stdout.strip().replace('"', "'"))
 
 
+@pytest.mark.slow
 def test_few_elements_import_no_numba():
     code = CALLED.replace(f"({LOOP_FROM} // 64, 64)", "(2, 64)") + "import sys; print('numba' in sys.modules)"
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}

@@ -22,6 +22,8 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from normscope.swaps.kernels.device_functions import function  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 FUNCTIONS = [("f", curve, precise) for curve in ("tanh", "isru", "erf") for precise in (True, False)]
 BESIDE = [("f beside f′", "tanh", False)]

@@ -33,7 +33,7 @@ def parts(channels=64, shift=False, bias=True, each=False, dtype=torch.float32):
 
 
 def by_plans(x, dy, own, curve="tanh", behind=0, wanted=EVERY):
-    return [plans.forward(x, *own, curve, behind), *plans.backward(dy, x, *own, curve, behind, wanted)]
+    return [plans.forward((x, *own), curve, behind), *plans.backward(dy, (x, *own), curve, behind, wanted)]
 
 
 def by_triton(x, dy, own, curve="tanh", behind=0, wanted=EVERY):
@@ -259,7 +259,7 @@ def test_only_so_many_plans_are_kept(driver, monkeypatch):
         assert len(plans._plans) <= 4
     assert len(driver.launches) == 3 * 9
     monkeypatch.setattr(launch, "forward", None)
-    plans.forward(torch.zeros(7, 64), *own, "tanh", 0)  # the newest are there
+    plans.forward((torch.zeros(7, 64), *own), "tanh", 0)  # the newest are there
 
 
 def test_what_is_copied_first_or_empty_has_no_plan(driver):
@@ -282,7 +282,7 @@ def test_slots_are_one_piece_of_memory_and_only_those_that_are_wanted(driver):
     x, own = torch.zeros(300, 64), parts(shift=True, each=True)
     for wanted in (EVERY, (True, False, True, True, False), (False, False, False, False, True)):
         for _ in range(2):
-            made = plans.backward(x, x, *own, "erf", 0, wanted)
+            made = plans.backward(x, (x, *own), "erf", 0, wanted)
             assert [gradient is not None for gradient in made] == list(wanted)
         for one in driver.launches[-2:]:
             given = dict(zip(loops.__dict__[one.kernel].arg_names, one.arguments, strict=True))
@@ -302,7 +302,7 @@ def test_threads_launch_what_is_theirs(driver):
         try:
             for number in range(40):
                 x = torch.zeros(shapes[(number + offset) % len(shapes)])
-                plans.forward(x, *own, "tanh", 0)
+                plans.forward((x, *own), "tanh", 0)
         except Exception as error:
             failed.append(error)
 

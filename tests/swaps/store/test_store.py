@@ -66,11 +66,15 @@ def put_in(model, x, curve, per="site"):
     return model
 
 
+@pytest.fixture(scope="module")
+def swapped():
+    return put_in(trained(tokens), data(tokens), "dyt")
+
+
 @pytest.fixture
-def folder(tmp_path):
+def folder(swapped, tmp_path):
     """Save a swap of a small network."""
-    model = put_in(trained(tokens), data(tokens), "dyt")
-    return save_swapped(model, tmp_path / "swap", {"model": "tokens", "weights": "w", "data": "d"})
+    return save_swapped(swapped, tmp_path / "swap", {"model": "tokens", "weights": "w", "data": "d"})
 
 
 FORMULA = "mine=x/(1+abs(x)**3)**(1/3)"

@@ -47,15 +47,15 @@ def add(stats: PairStats, tokens: Tokens) -> None:
     for share, other, done in zip(shares, others, waiting, strict=True):
         done.result()
         _join(sums, other, share.shared_fold)
-    if stats.gamma_moments is not None:
-        _add_weighted(stats, tokens, rows)
+    _add_weighted(stats, tokens, rows)
     reference.add_optional(stats, tokens, by_gamma=False)
     draw(rows, stats.grouped, *views.samples)
 
 
 def _add_weighted(stats: PairStats, tokens: Tokens, rows: Rows) -> None:
-    """Fill the sums weighted by γ²: by one thread, so that they do not depend on how many there are."""
-    assert stats.gamma_moments is not None  # noqa: S101 - as the caller has seen
+    """Fill the sums weighted by γ², if they are kept: by one thread, so as not to depend on how many there are."""
+    if stats.gamma_moments is None:
+        return
     if not stats.gamma_moments.mT.is_contiguous():
         stats.gamma_moments = stats.gamma_moments.mT.contiguous().mT
     gamma = torch.ones(tokens.channels) if tokens.gamma is None else tokens.gamma

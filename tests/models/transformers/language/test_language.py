@@ -236,3 +236,14 @@ def test_random_weights_for_a_gpu_are_drawn_on_it(monkeypatch):
     assert {parameter.dtype for parameter in made.parameters()} == {torch.bfloat16} and seeded == [5]
     assert {tensor.device.type for tensor in on_cpu.parameters()} == {"cpu"}
     assert (provenance.description, other.description) == ("random weights, seed 5 of a GPU", "random weights, seed 5")
+
+
+def test_words_are_what_the_tokenizer_makes_of_each_token(folders, lines, texts):
+    model = load_folder(folders / "bert", data=lines)
+    batch = next(iter(model.inputs))
+    for place, text in enumerate(texts):
+        words = model.inputs.preview(batch, place).words
+        assert len(words) == batch.valid.shape[1]
+        data = [word for word, there in zip(words, batch.valid[place].tolist(), strict=True) if there]
+        assert data[-1] == "</s>" and "".join(data[:-1]).isascii() == text.isascii()
+        assert not text.isascii() or "".join(data[:-1]) == text

@@ -203,6 +203,7 @@ def test_file_in_place_of_a_folder(folders):
         load_folder(folders / "llama" / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_without_transformers():
     code = (
         "import sys; sys.modules['transformers'] = None\n"

@@ -231,3 +231,15 @@ def test_what_is_missing_is_said(saved, tmp_path, recordings):
     model = load_folder(saved("whisper"), data=recordings)
     assert len(list(model.inputs)) == 2
     assert model.inputs.unreadable == ["a.wav: its transcript has 500 tokens, and the model writes 60 at most"]
+
+
+def test_a_preview_of_what_is_heard_and_written(saved, recordings):
+    whisper = load_folder(saved("whisper"), data=recordings)
+    batch = next(iter(whisper.inputs))
+    shown = whisper.inputs.preview(batch, 0)
+    assert shown.kind == "spectrogram and text" and shown.size == tuple(batch.kwargs["input_features"].shape[1:])
+    assert "".join(shown.words).endswith("What is said.")
+    waves = load_folder(saved("wav2vec2"), data=recordings)
+    batch = next(iter(waves.inputs))
+    shown = waves.inputs.preview(batch, 0)
+    assert (shown.kind, shown.length) == ("waveform", batch.kwargs["input_values"].shape[1])

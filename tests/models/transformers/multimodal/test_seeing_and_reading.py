@@ -179,3 +179,18 @@ def test_a_template_of_a_folder_cannot_reach_out(saved, tmp_path):
     (folder / "chat_template.jinja").write_text(reach)
     with pytest.raises(ModelError, match=r"makes no inputs for it: .*unsafe"):
         load_folder(folder)
+
+
+def test_a_preview_has_the_image_and_the_words(saved, pairs):
+    model = load_folder(saved("clip"), data=pairs)
+    batch = next(iter(model.inputs))
+    size = batch.kwargs["pixel_values"].shape[2:]
+    for place, (name, text) in enumerate(PROMPTS.items()):
+        shown = model.inputs.preview(batch, place) if len(batch.samples) == 3 else None
+        shown = shown or next(model.inputs.preview(one, 0) for one in model.inputs if one.samples[0].source[0] == name)
+        assert shown.kind == "thumbnail and text" and "".join(shown.words).startswith(text)
+        rescaled = transformers.AutoProcessor.from_pretrained(saved("clip")).image_processor(
+            images=image(pairs, name), return_tensors="pt", do_normalize=False
+        )["pixel_values"][0]
+        assert (shown.size, shown.note) == (tuple(size), "")
+        torch.testing.assert_close(shown.pixels.permute(2, 0, 1) / 255, rescaled, rtol=0, atol=0.51 / 255)

@@ -31,8 +31,8 @@ def given(name: str, curve: str, seed: int = 0) -> tuple[Tensor, Tensor, Paramet
 
 def all_of(x: Tensor, dy: Tensor, own: Parameters, curve: str, behind: int) -> list[Tensor]:
     """Compute everything: the first time by Triton's own launches, and then by a plan of them."""
-    given = (x, *vars(own).values(), curve, behind)
-    return [plans.forward(*given), *plans.backward(dy, *given, EVERY)]
+    given = (x, *vars(own).values())
+    return [plans.forward(given, curve, behind), *plans.backward(dy, given, curve, behind, EVERY)]
 
 
 def same_bits(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -114,9 +114,9 @@ def test_replayed_from_a_graph_with_other_numbers(name, curve):
     torch.cuda.current_stream().wait_stream(warm)
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(forward):
-        y = plans.forward(x, *vars(own).values(), curve, behind)
+        y = plans.forward((x, *vars(own).values()), curve, behind)
     with torch.cuda.graph(backward):
-        gradients = plans.backward(dy, x, *vars(own).values(), curve, behind, EVERY)
+        gradients = plans.backward(dy, (x, *vars(own).values()), curve, behind, EVERY)
     for seed in (10, 20):
         new_x, new_dy, _, _ = given(name, curve, seed)
         x.copy_(new_x)

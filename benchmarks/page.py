@@ -1,0 +1,224 @@
+"""How fast the report's page is written, opens and answers in a browser: ``python benchmarks/page.py``.
+
+It takes selenium, and a Chromium with its chromedriver (Debian: chromium, chromium-driver).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import Measurement, finish, in_own_process, names, options, seconds_of
+
+import normscope
+
+MODELS = {"vit_b16": "random", "demo_vit": "pretrained"}  # and the weights of each
+CURVES = "tanh,isru,derf"
+WIDTH, HEIGHT = 1280, 900  # of the browser's window, pixels
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+ABOUT = """
+How long `normscope report` takes after its capture, and what its page does in {browser} without a window, {width} ×
+{height} pixels. {pages} Fits: of {curves}, of all sites. Written: the page is made of them and saved. Usable: from the
+beginning of the navigation until all scripts of the page have run; painted: until the frame after that is. Each repeat
+is a browser that was just started, and opens the page on its overview. Answers: from a click, or a slider's step, until
+the frame with its outcome is painted; what a frame waits for (up to 17 ms) is in it, what a graphics card or a screen
+does is not. One action follows another without a pause, each repeat at other sites. First at a site: nothing of it was
+drawn before but its density. R²: of every fit, as the page finds it from its own points, less CurveFit.r2.
+"""
+CHOICE = "document.querySelector('input[value={}]').click()"
+BUTTON = "[...document.querySelectorAll('{} button')].find((one) => one.textContent === '{}').click()"
+CURVE = BUTTON.format("[aria-label=Curves]", "isru")
+NEXT = """document.querySelector("[aria-label='Next site']").click()"""
+SLIDER = """const slider = document.getElementById('slider-alpha');
+    slider.value = Number(slider.value) + 40; slider.dispatchEvent(new Event('input'))"""
+PAINTED = """document.addEventListener('DOMContentLoaded', () => requestAnimationFrame(() => {
+    const {port1, port2} = new MessageChannel();
+    port1.onmessage = () => { window.paintedAt = performance.now(); };
+    port2.postMessage(null);
+}));"""
+# A message that is sent before a frame is painted arrives behind it.
+TIMED = """const done = arguments[arguments.length - 1], start = performance.now();
+    (() => {{ {action} }})();
+    requestAnimationFrame(() => {{
+        const {{port1, port2}} = new MessageChannel();
+        port1.onmessage = () => done(performance.now() - start);
+        port2.postMessage(null);
+    }});"""
+R2 = """return arguments[0].map(([site, curve, ...values]) =>
+    r2Of(nodesOf(open.capture.sites[site]), functionOf(curve), ...values))"""
+
+
+def main() -> None:
+    parser = options(__doc__, repeats=5)
+    parser.add_argument("--models", type=names, default=list(MODELS), help=f"({','.join(MODELS)})")
+    args = parser.parse_args()
+    for model in args.models:
+        if model not in MODELS:
+            parser.error(f"there is no page of {model!r} to measure; the models are {', '.join(MODELS)}")
+    programs = browser_and_driver()
+    measurements, pages, version = [], [], ""
+    with tempfile.TemporaryDirectory() as folder:
+        for model in args.models:
+            page = Path(folder) / f"{model}.html"
+            written = in_own_process(write, model, page, args.repeats, threads=os.cpu_count())
+            pages.append(f"{model}: {written.description}.")
+            measurements += of_writing(model, written)
+            version, measured = of_browser(model, page, written, programs, args.repeats)
+            measurements += measured
+    about = ABOUT.format(
+        browser=version, width=WIDTH, height=HEIGHT, pages=" ".join(pages), curves=CURVES.replace(",", ", ")
+    )
+    finish("page", about, measurements, args, threads=[os.cpu_count()], libraries=["timm", "selenium"])
+
+
+def browser_and_driver() -> tuple[str, str]:
+    """Return the paths of a Chromium and of its driver; exit with a sentence without them, or without selenium."""
+    if importlib.util.find_spec("selenium") is None:
+        sys.exit("selenium is not installed. Run pip install -e '.[bench]'")
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    driver = shutil.which("chromedriver")
+    if not (browser and driver):
+        sys.exit("There is no Chromium with its chromedriver to measure in (Debian: chromium, chromium-driver).")
+    return browser, driver
+
+
+@dataclass(frozen=True)
+class Written:
+    """A page, how long it took, and what it should agree with.
+
+    Attributes:
+        fit_seconds: of the fits, one for each repeat; after one that warmed up.
+        page_seconds: of the page, made and saved, likewise.
+        megabytes: of the file.
+        n_sites: on it.
+        fits: number of the site, name of the curve, A, α and s of each.
+        r2: of each, as Python has it.
+        description: weights, data and size of what was captured.
+    """
+
+    fit_seconds: list[float]
+    page_seconds: list[float]
+    megabytes: float
+    n_sites: int
+    fits: list[tuple[int, str, float, float, float]]
+    r2: list[float]
+    description: str
+
+
+def write(model: str, path: Path, repeats: int) -> Written:
+    """Capture a network and write its page; runs in a process of its own."""
+    network = normscope.load(model, weights=MODELS[model], device="cpu")
+    seen = normscope.capture(network, diagonal=True, keep_inputs=2)  # as the command does
+    fits = normscope.fit(seen, CURVES)
+    normscope.report(seen, fits).save(path)
+    numbers = {site.name: number for number, site in enumerate(seen.sites)}
+    pairs = sum(stats.n_pairs for stats in seen.stats.values())
+    return Written(
+        [seconds_of(lambda: normscope.fit(seen, CURVES)) for _ in range(repeats)],
+        [seconds_of(lambda: normscope.report(seen, fits).save(path)) for _ in range(repeats)],
+        path.stat().st_size / 1e6,
+        len(seen.sites),
+        [(numbers[one.site], one.curve, one.amplitude, one.alpha, one.shift) for one in fits],
+        [one.r2 for one in fits],
+        f"{seen.about['weights']}; {seen.n_samples} samples, {len(seen.sites)} norms, {pairs:,} pairs",
+    )
+
+
+def of_writing(model: str, written: Written) -> Iterator[Measurement]:
+    """Say how long a page took, and how large it is."""
+    both = [fits + page for fits, page in zip(written.fit_seconds, written.page_seconds, strict=True)]
+    yield Measurement(model, "page", "fits", "s", written.fit_seconds)
+    yield Measurement(model, "page", "written", "s", written.page_seconds)
+    yield Measurement(model, "page", "both", "s", both)
+    yield Measurement(model, "page", "size", "MB", [written.megabytes])
+
+
+def of_browser(
+    model: str, page: Path, written: Written, programs: tuple[str, str], repeats: int
+) -> tuple[str, list[Measurement]]:
+    """Open a page in a new browser for each repeat and act on it; return the browser's name, and what was measured."""
+    opened: dict[str, list[float]] = {"usable": [], "painted": [], "loaded, as its driver is told": []}
+    answers: dict[str, list[float]] = {}
+    for number in range(repeats):
+        print(f"{model}, browser {number + 1} of {repeats} …", flush=True)
+        with started(programs) as driver:
+            for name, milliseconds in times_of_opening(driver, page).items():
+                opened[name].append(milliseconds)
+            site = 1 + number * (written.n_sites - 4) // max(repeats - 1, 1)
+            for name, action in actions(site):
+                milliseconds = float(driver.execute_async_script(TIMED.format(action=action)))
+                answers.setdefault(name, []).append(milliseconds)
+            here = driver.execute_script(R2, written.fits)
+            version = f"Chromium {driver.capabilities['browserVersion']}"
+    off = [abs(one - other) for one, other in zip(here, written.r2, strict=True)]
+    return version, [
+        *(Measurement(model, "page", name, "ms", own, "driver" not in name) for name, own in opened.items()),
+        Measurement(model, "page", "R² off by", "at most", [max(off)]),
+        Measurement(model, "page", "R² of each fit off by", "absolute", off, shown=False),
+        *(Measurement(model, name, "answers after", "ms", own) for name, own in answers.items()),
+    ]
+
+
+@contextmanager
+def started(programs: tuple[str, str]) -> Iterator[Any]:
+    """A browser without a window, which ends with the block."""
+    from selenium import webdriver
+
+    settings = webdriver.ChromeOptions()
+    settings.binary_location, driver = programs
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", f"--window-size={WIDTH},{HEIGHT}"):
+        settings.add_argument(argument)
+    browser = webdriver.Chrome(options=settings, service=webdriver.ChromeService(driver))
+    try:
+        size = {"width": WIDTH, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": PAINTED})
+        yield browser
+    finally:
+        browser.quit()
+
+
+def times_of_opening(driver: Any, page: Path) -> Mapping[str, float]:
+    """Open a page; return when it could be used, when it was painted, and when the driver heard of it: milliseconds."""
+    start = time.perf_counter()
+    driver.get(page.as_uri())
+    heard = 1000 * (time.perf_counter() - start)
+    driver.execute_async_script(TIMED.format(action=""))  # a frame later it has surely been painted
+    usable, painted = driver.execute_script("return [document.documentElement.dataset.ready, window.paintedAt]")
+    return {"usable": float(usable), "painted": float(painted), "loaded, as its driver is told": heard}
+
+
+def actions(site: int) -> Sequence[tuple[str, str]]:
+    """What somebody does, in this order, from the overview to two sites further on, and the script that does it."""
+    return [
+        ("a site, from the overview", f"document.querySelectorAll('.thumbnail')[{site}].click()"),
+        ("by token, first at a site", CHOICE.format("token")),
+        ("by density", CHOICE.format("density")),
+        ("by token, again", CHOICE.format("token")),
+        ("a curve off", CURVE),
+        ("a curve on", CURVE),
+        ("linear axis", CHOICE.format("linear")),
+        ("by density", CHOICE.format("density")),
+        ("the next site", NEXT),
+        ("by channel, first at a site", CHOICE.format("channel")),
+        ("by density", CHOICE.format("density")),
+        ("by channel, again", CHOICE.format("channel")),
+        ("a channel lit up", "document.querySelector('.results button').click()"),
+        ("the next site, by channel", NEXT),
+        ("light or dark", "document.getElementById('theme').click()"),
+        ("the explorer", "document.getElementById('tab-explorer').click()"),
+        *[("a step of the explorer's slider of α", SLIDER)] * 3,
+    ]
+
+
+if __name__ == "__main__":
+    main()
