@@ -15,6 +15,7 @@ from normscope.fits.solving.levels import levels_of
 from normscope.fits.solving.nodes import Nodes, batches
 from normscope.fits.views.card import norm_cards
 from normscope.fits.views.comparison import match
+from normscope.page.input_data import inputs_data, site_inputs
 from normscope.page.site_data import LINE_POINTS, ROWS, site_data
 from normscope.pairs.captures import Capture
 
@@ -83,6 +84,7 @@ def capture_data(capture: Capture, fits: Sequence[CurveFit], elements: int) -> d
             nodes.get(site.name),
             elements,
         )
+        | site_inputs(capture.inputs, site, cards[site.name])
         for site in capture.sites
     ]
     _, made = title_and_foot(NONE, "", capture.about)
@@ -95,6 +97,7 @@ def capture_data(capture: Capture, fits: Sequence[CurveFit], elements: int) -> d
         "weights_by": next(iter(weightings)),
         "curves": list(dict.fromkeys(one.curve for one in of_sites)),
         "skipped": [norm.as_dict() for norm in capture.skipped],
+        "inputs": inputs_data(capture.inputs),
         "sites": sites,
     }
 

@@ -25,8 +25,9 @@ from normscope.runtime.files import visible, whole_file
 
 # In the order in which they are read: what stands above does not know what stands below.
 SCRIPTS = (
-    *("palette", "reading", "functions", "formula", "solving", "axes", "plot", "address", "elements"),
-    *("scurve", "overview", "site", "explorer", "swap", "compare", "page"),
+    *("palette", "reading", "functions", "formula", "solving", "axes", "dots", "pinch", "plot"),
+    *("address", "elements", "kept", "scurve", "inputmap", "inputs"),
+    *("overview", "site", "explorer", "swap", "compare", "page"),
 )
 _ASSETS = resources.files("normscope.page") / "assets"
 _FRAME_HEIGHT = 900  # pixels in a notebook

@@ -135,6 +135,44 @@ def test_a_colour_stands_for_one_channel(browser, pages):
 
 
 @pytest.mark.slow
+def test_dots_are_those_that_the_canvas_draws_itself(browser, pages):
+    """Half-covered pixels, overlapping dots, dots beyond the edges; on a screen of two dots to the pixel."""
+    page = browser.open(pages.one, FIRST)
+    off, most = page.run("""
+        const canvas = element("canvas", {width: 160, height: 120});
+        const axes = {x: new Axis(-3, 4, {linear: 0.3}), y: new Axis(-2, 2)};
+        const plot = {canvas, width: 80, box: {left: 5, top: 4, width: 70, height: 50}, ...axes};
+        const x = Array.from({length: 300}, (_, at) => 4 * Math.sin(7 * at));
+        const y = Array.from(x, (value, at) => value / 2 + Math.cos(at));
+        const of = Int32Array.from(x, (_, at) => at % 4 - 1);
+        const colours = ["#e69f00", "rgb(68,1,84)", "#0072b2"];
+        const drawn = (paint) => {
+            const context = canvas.getContext("2d");
+            context.reset();
+            context.scale(2, 2);
+            context.beginPath();
+            context.rect(5, 4, 70, 50);
+            context.clip();
+            paint(context);
+            return Array.from(context.getImageData(0, 0, 160, 120).data);
+        };
+        const one = drawn((context) => paintDots(context, plot, x, y, {size: 1.6, colours, of, alpha: 0.6}));
+        const other = drawn((context) => {
+            context.globalAlpha = 0.6;
+            x.forEach((value, at) => {
+                if (of[at] < 0) return;
+                context.fillStyle = colours[of[at]];
+                const left = plot.box.left + plot.x.share(value) * plot.box.width;
+                const top = plot.box.top + (1 - plot.y.share(y[at])) * plot.box.height;
+                context.fillRect(left - 0.8, top - 0.8, 1.6, 1.6);
+            });
+        });
+        const alpha = (data, at) => data[4 * (at >> 2) + 3] / 255 * (at % 4 < 3 ? data[at] : 255);
+        return [Math.max(...one.map((_, at) => Math.abs(alpha(one, at) - alpha(other, at)))), Math.max(...other)]""")
+    assert most > 200 and off < 12  # of 255: each layer is rounded
+
+
+@pytest.mark.slow
 def test_zoom_and_back(browser, pages):
     page = browser.open(pages.one, FIRST)
     plot = page.driver.find_element(By.CSS_SELECTOR, ".plot")
@@ -147,6 +185,60 @@ def test_zoom_and_back(browser, pages):
     assert low < zoomed[0] < zoomed[1] < high
     ActionChains(page.driver).double_click(plot).perform()
     assert page.run(limits, plot) == [low, high]
+
+
+def touch(page, *spots):
+    """Where each finger is now; none where all have left."""
+    kind = "touchMove" if page.fingers == len(spots) else "touchEnd" if len(spots) < page.fingers else "touchStart"
+    page.fingers = len(spots)
+    points = [{"x": x, "y": y, "id": number} for number, (x, y) in enumerate(spots)]
+    page.driver.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+    # The browser hands movements on once a frame, and the figure follows in the next one.
+    page.driver.execute_async_script("const done = arguments[0]; setTimeout(() => requestAnimationFrame(done), 80)")
+
+
+@pytest.mark.slow
+def test_two_fingers_zoom_and_one_scrolls(browser, pages):
+    page = browser.open(pages.one, f"{FIRST}&x=linear", width=390)
+    page.fingers = 0
+    page.driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True, "maxTouchPoints": 2})
+    state = "const p = [...Plot.all][0]; return [p.x.low, p.x.high, p.y.low, p.y.high]"
+    whole = page.run(state)
+    left, top, width, height = page.run(
+        """const p = [...Plot.all][0]; p.host.scrollIntoView({block: "center"});
+        const box = p.host.getBoundingClientRect();
+        return [box.left + p.box.left, box.top + p.box.top, p.box.width, p.box.height]"""
+    )
+
+    def spot(across, upwards):
+        return left + across * width, top + (1 - upwards) * height
+
+    def at(limits, across, upwards):
+        x, to_x, y, to_y = limits
+        return x + across * (to_x - x), y + upwards * (to_y - y)
+
+    try:
+        scrolled = page.run("return window.scrollY")
+        touch(page, spot(0.4, 0.5))
+        touch(page, spot(0.4, 0.5), spot(0.6, 0.5))
+        touch(page, spot(0.35, 0.5), spot(0.75, 0.5))
+        touch(page, spot(0.3, 0.5), spot(0.9, 0.5))
+        zoomed = page.run(state)
+        # The fingers hold what they took: the middle of 0.4 and 0.6 is where 0.3 and 0.9 have theirs, at three times.
+        assert at(zoomed, 0.6, 0.5) == pytest.approx(at(whole, 0.5, 0.5), abs=0.02 * (whole[1] - whole[0]))
+        assert (zoomed[1] - zoomed[0]) / (whole[1] - whole[0]) == pytest.approx(1 / 3, rel=0.03)
+        assert (zoomed[3] - zoomed[2]) / (whole[3] - whole[2]) == pytest.approx(1 / 3, rel=0.03)
+        touch(page, spot(0.55, 0.5), spot(0.6, 0.5))
+        assert page.run(state) == pytest.approx(whole)
+        touch(page)
+        assert page.run("return window.scrollY") == scrolled
+        for up in (0.2, 0.3, 0.4, 0.6, 0.8, 0.9):
+            touch(page, spot(0.5, up))
+        touch(page)
+        assert page.run(state) == pytest.approx(whole)
+        assert page.run("return window.scrollY") > scrolled + 20
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": False})
 
 
 @pytest.mark.slow

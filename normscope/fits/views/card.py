@@ -220,6 +220,7 @@ class NormCard(Tabled, Record):
         scale: None where that is so.
         linear: share of pairs at which the site's own tanh is within 5 % of its tangent; 1 where the pairs do not
             bend, None where no tanh is found.
+        linear_up_to: the |x| up to which it is so; None where the pairs do not bend, or no tanh is found.
         straight: whether the pairs do not bend.
         tails: None where there is nothing to say.
     """
@@ -237,6 +238,7 @@ class NormCard(Tabled, Record):
     centring: Centring | None = None
     scale: Scale | None = None
     linear: float | None = None
+    linear_up_to: float | None = None
     straight: bool = False
     tails: Tails | None = None
 
@@ -283,12 +285,14 @@ def _card(capture: Capture, site: NormSite, bend: CurveFit) -> NormCard:
         return card
     moments = torch.from_numpy(stats.moments.numpy().sum(0))
     magnitudes = of_pairs(moments)
-    linear = magnitudes.below(LINEAR_UP_TO / bend.alpha) / magnitudes.count if bend.converged else None
+    linear_up_to = LINEAR_UP_TO / bend.alpha if bend.converged else None
+    linear = None if linear_up_to is None else magnitudes.below(linear_up_to) / magnitudes.count
     return replace(
         card,
         centring=_centring(site, of_tokens(stats.token_offsets)),
         scale=_scale(site, of_tokens(stats.token_scales)),
         linear=1.0 if bend.straight else linear,
+        linear_up_to=None if bend.straight else linear_up_to,
         straight=bend.straight,
         tails=tails_of(stats, moments, magnitudes),
     )

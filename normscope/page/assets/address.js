@@ -4,8 +4,9 @@
 const VIEWS = ["overview", "site", "explorer", "swap", "compare"];
 const COLOURS = ["density", "token", "channel"];
 const MOST_PICKS = 4;
+const HEATS = { sigma: "σ", tail: "tail share", none: "input alone" };
 
-const state = { view: "overview", capture: 0, site: 0, colour: "density", hidden: new Set(), picks: [], scale: "auto", curve: null };
+const state = { view: "overview", capture: 0, site: 0, colour: "density", hidden: new Set(), picks: [], scale: "auto", curve: null, input: 0, heat: "sigma", pin: null };
 
 const open = {
   get capture() {
@@ -31,6 +32,9 @@ function asAddress() {
   if (state.picks.length) said.set("pick", state.picks.map(({ kind, key }) => `${kind}:${key}`).join(" "));
   if (state.scale !== "auto") said.set("x", state.scale);
   if (state.curve) said.set("curve", state.curve);
+  if (state.input) said.set("input", state.input + 1);
+  if (state.heat !== "sigma") said.set("heat", state.heat);
+  if (state.pin) said.set("pin", [state.pin.input + 1, state.pin.token, state.pin.shape].join("."));
   return `#${said}`;
 }
 
@@ -46,6 +50,24 @@ function readAddress() {
   state.hidden = new Set((said.get("hide") || "").split(" ").filter(Boolean));
   state.picks = (said.get("pick") || "").split(" ").map(pickOf).filter(Boolean).slice(0, MOST_PICKS);
   state.curve = Object.hasOwn(PAGE.curves, said.get("curve") || "") ? said.get("curve") : null;
+  state.input = Math.max(Number.parseInt(said.get("input") || "1", 10) - 1, 0) || 0;
+  state.heat = oneOf("heat", Object.keys(HEATS), "sigma");
+  state.pin = pinOf(said.get("pin") || "");
+  keepToInputs();
+}
+
+// Another capture may hold fewer inputs.
+function keepToInputs() {
+  const { inputs } = open.capture;
+  state.input = Math.min(state.input, Math.max(inputs.length - 1, 0));
+  if (state.pin && state.pin.input >= inputs.length) state.pin = null;
+}
+
+// A pin is a token of an input, and how the tokens of its norm lie: {input, token, shape}.
+function pinOf(text) {
+  const [, input, token, shape] = /^(\d{1,9})\.(\d{1,9})\.(\d{1,9}(?:x\d{1,9})*)$/.exec(text) || [];
+  const last = (shape || "").split("x").reduce((count, size) => count * Number(size), 1) - 1;
+  return shape && Number(input) > 0 && Number(token) <= last ? { input: Number(input) - 1, token: Number(token), shape } : null;
 }
 
 // As an address holds it, which has no halves of surrogate pairs.
@@ -62,6 +84,7 @@ function pickOf(text) {
 function go(change) {
   const before = [state.view, state.capture, state.site].join();
   Object.assign(state, change);
+  keepToInputs();
   const moved = before !== [state.view, state.capture, state.site].join();
   try {
     history[moved ? "pushState" : "replaceState"](null, "", asAddress());

@@ -21,6 +21,13 @@ class Axis {
     return (this.along(value) - this.begin) / this.length;
   }
 
+  // Where numbers are on so many pixels from a first one.
+  pixels(values, from, length) {
+    const pixels = new Float32Array(values.length);
+    for (let place = 0; place < values.length; place += 1) pixels[place] = from + length * this.share(values[place]);
+    return pixels;
+  }
+
   value(share) {
     const along = this.begin + share * this.length;
     if (this.logarithmic) return Math.exp(along);
@@ -50,7 +57,11 @@ class Axis {
 function roundNumbers(low, high, many, whole) {
   const rough = (high - low) / many || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
-  let step = [1, 2, 5, 10].map((digit) => digit * power).find((size) => size >= rough * 0.999);
+  const steps = [1, 2, 5, 10].map((digit) => digit * power);
+  const first = steps.findIndex((size) => size >= rough * 0.999);
+  // One tick alone says no scale; the next finer step may be a little too close.
+  const alone = Math.floor(high / steps[first]) - Math.ceil(low / steps[first]) < 1;
+  let step = steps[alone && first ? first - 1 : first];
   if (whole) step = Math.max(1, Math.round(step));
   const ticks = [];
   for (let count = Math.ceil(low / step - 1e-9); count * step <= high + 1e-9 * step && ticks.length < 50; count += 1) {

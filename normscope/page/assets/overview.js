@@ -201,6 +201,7 @@ function aboutCapture(capture) {
     ["samples", grouped(capture.samples)], ["seed", String(capture.seed)],
     ["pairs weighted by", capture.weights_by],
     ["versions", Object.entries(capture.versions).filter(([, version]) => version !== "not installed").map((pair) => pair.join(" ")).join(", ")],
+    ...(capture.inputs.length ? [] : [["inputs inside", "none; normscope capture --keep-inputs 2 keeps some to look at, at each site"]]),
     ...capture.skipped.map(({ name, kind, reason }) => ["skipped", `${name} (${kind}): ${reason}`]),
   ];
   return element("section", { "aria-labelledby": "about" }, [

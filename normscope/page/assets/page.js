@@ -6,7 +6,9 @@ const SHOWN = { overview: overviewView, site: siteView, explorer: explorerView, 
 const KEYS = [
   ["← →", "site before, next site"], ["1 … 5", "overview, site, explorer, swap, compare"], ["/", "search tokens and channels"],
   ["d t c", "colour by density, token, channel"], ["l", "light or dark"], ["?", "this help"], ["Esc", "close it"],
+  ["← ↑ ↓ → Enter", "in an input: from token to token, pin one"],
 ];
+const MOST_NAMED = 4; // inputs, at the top of the page
 const THEME = "normscope-theme";
 
 let shownView = null;
@@ -77,7 +79,17 @@ function originOf(capture) {
   const { weights, data, dtype, sample } = capture.about;
   const words = [weights, data, `${grouped(capture.samples)} samples`, dtype, sample].filter(Boolean).map(visible);
   const made = capture.made ? element("p", { class: "warning", text: `These weights are not trained: ${visible(capture.made)}.` }) : null;
-  return [element("p", { class: "note", text: words.join(" · ") }), ...(made ? [made] : [])];
+  const inputs = inputsInside(capture);
+  return [element("p", { class: "note", text: words.join(" · ") }), ...(inputs ? [inputs] : []), ...(made ? [made] : [])];
+}
+
+// Whoever sends the file should know that pictures, recordings or texts are in it.
+function inputsInside({ inputs }) {
+  const names = [...new Map(inputs.map(({ group, name }) => [group, shortly(name, 40)])).values()];
+  if (!names.length) return null;
+  const those = names.length === 1 ? "1 input that can be looked at" : `${names.length} inputs that can be looked at`;
+  const few = names.length > MOST_NAMED ? [...names.slice(0, MOST_NAMED), "…"] : names;
+  return element("p", { class: "note", id: "inside" }, [`This file holds ${those}: ${few.join("; ")}. `, element("code", { text: "--keep-inputs 0" }), " leaves them out."]);
 }
 
 // The same site in another capture, where there is one.
@@ -113,7 +125,7 @@ function help() {
   const dialog = document.getElementById("help");
   const lines = KEYS.flatMap(([keys, what]) => [element("dt", { text: keys }), element("dd", { text: what })]);
   dialog.replaceChildren(element("h2", { id: "help-title", text: "Keys" }), element("dl", { class: "card" }, lines),
-    element("p", { class: "note", text: "In a figure: drag to zoom, double-click to see all, hover a pair for its token and channel." }),
+    element("p", { class: "note", text: "In a figure: drag or pinch to zoom, double-click to see all, hover a pair for its token and channel." }),
     button("Close", () => dialog.close()));
   if (!dialog.open) dialog.showModal();
 }

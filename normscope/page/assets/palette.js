@@ -15,6 +15,10 @@ const palette = {
   get style() {
     return this.styles[this.theme];
   },
+  // What is pinned, as the page marks what is chosen.
+  get mark() {
+    return { light: "#2a8cf0", dark: "#7cc0ff" }[this.theme];
+  },
   curve(name) {
     return this.style.curves[name] || { colour: this.style.ink, dashes: [] };
   },
@@ -22,6 +26,12 @@ const palette = {
 
 function between(first, second, share) {
   return first.map((value, place) => Math.round(value + share * (second[place] - value)));
+}
+
+// Red, green and blue of a colour: #rrggbb or rgb(…).
+function rgbOf(colour) {
+  if (!colour.startsWith("#")) return colour.match(/\d+/g).map(Number);
+  return [1, 3, 5].map((at) => Number.parseInt(colour.slice(at, at + 2), 16));
 }
 
 function viridis(share) {

@@ -20,6 +20,8 @@ class Plot {
   constructor(host, { label, height, scene, title = "", zooms = true, open = null, small = false }) {
     Object.assign(this, { host, label, height, scene, title, open, small });
     this.zoom = null;
+    this.traces = [];
+    this.pointed = null; // is told which point is pointed at, −1 for none
     this.clip = `clip-${(clips += 1)}`;
     this.canvas = element("canvas", { "aria-hidden": "true" });
     this.svg = svg("svg", { role: "img", "aria-label": label });
@@ -97,8 +99,15 @@ class Plot {
     for (const level of this.shown.levels || []) inside.append(this.level(level));
     for (const line of this.shown.lines || []) inside.append(...this.line(line));
     for (const mark of this.shown.marks || []) inside.append(this.mark(mark));
-    this.pointer = svg("g", { "pointer-events": "none" });
-    inside.append(this.pointer);
+    [this.traced, this.pointer] = [svg("g"), svg("g", { "pointer-events": "none" })];
+    inside.append(this.traced, this.pointer);
+    this.trace(this.traces);
+  }
+
+  // Lines that come and go above the others.
+  trace(lines) {
+    this.traces = lines;
+    if (this.traced) this.traced.replaceChildren(...lines.flatMap((line) => this.line(line)));
   }
 
   framed() {
@@ -218,9 +227,11 @@ class Plot {
     this.tip.style.right = right ? `${this.width - across[found] + 14}px` : "auto";
     this.tip.style.top = `${Math.max((up === null ? this.box.top : up - 20), 0)}px`;
     this.host.classList.toggle("opens", Boolean(this.open));
+    if (this.pointed) this.pointed(found);
   }
 
   left() {
+    if (this.pointed && !this.tip.hidden) this.pointed(-1);
     this.tip.hidden = true;
     if (this.pointer) this.pointer.replaceChildren();
   }
@@ -238,7 +249,8 @@ class Plot {
     });
     this.host.addEventListener("dblclick", () => this.unzoom());
     window.addEventListener("pointerup", () => this.drop());
-    this.host.title = "Drag to zoom, double-click to see all";
+    pinchable(this);
+    this.host.title = "Drag or pinch to zoom, double-click to see all";
   }
 
   offset(event) {

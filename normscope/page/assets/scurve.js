@@ -80,14 +80,7 @@ function paintTokens(site) {
     const { colours } = sigmaColours(site);
     const { x, y, token } = pointsOf(site);
     colours.forEach((colour, number) => tokenLine(context, plot, site, number, colour, 1, 0.5));
-    context.globalAlpha = 0.6;
-    let last = -1;
-    for (let place = 0; place < x.length; place += 1) {
-      if (token[place] < 0) break;
-      if (token[place] !== last) context.fillStyle = colours[(last = token[place])];
-      dot(context, plot, x[place], y[place], FEW_POINTS);
-    }
-    context.globalAlpha = 1;
+    paintDots(context, plot, x, y, { size: FEW_POINTS, colours, of: token, alpha: 0.6 });
   };
 }
 
@@ -124,10 +117,7 @@ function paintChannels(site) {
   return (context, plot) => {
     const { x, y, channel } = pointsOf(site);
     const extreme = colouredChannels(site);
-    context.fillStyle = palette.style.faint;
-    context.globalAlpha = 0.45;
-    for (let place = 0; place < x.length; place += 1) dot(context, plot, x[place], y[place], FEW_POINTS);
-    context.globalAlpha = 1;
+    paintDots(context, plot, x, y, { size: FEW_POINTS, colours: [palette.style.faint], alpha: 0.45 });
     for (let place = 0; place < x.length; place += 1) {
       const rank = extreme.indexOf(channel[place]);
       if (rank < 0) continue;
@@ -187,7 +177,7 @@ function scurveScene(site, { colour = state.colour, lines = curveLines(site), th
     ylabel: "output y, before the affine step",
     paint: [PAINTED[colour](site), paintPicks(site, thin ? 2.6 : 4.4)],
     levels: boundLevels(site),
-    lines: [...(state.hidden.has("mean") ? [] : [meanLine(site, thin ? 1.4 : 2.4)]), ...lines],
+    lines: [...(state.hidden.has("mean") ? [] : [meanLine(site, thin ? 1.4 : 2.4)]), ...lines, ...pinnedLines(site, axis, thin)],
     hover: hovers ? hoverOf(site) : null,
   };
 }
@@ -200,7 +190,8 @@ function hoverOf(site) {
 function pairText(site, { x, y, token, channel }, place) {
   const where = [token[place] < 0 ? null : tokenName(site, token[place]), channel[place] < 0 ? null : `channel ${channel[place]}`];
   const sigma = token[place] < 0 ? "" : ` · σ ${number(numbersOf(site.shown.sigma)[token[place]], 3)}`;
-  return [where.filter(Boolean).join(" · "), `x ${number(x[place])} · y ${number(y[place])}${sigma}`];
+  const kept = keptOfDrawn(site, token[place]);
+  return [where.filter(Boolean).join(" · "), `x ${number(x[place])} · y ${number(y[place])}${sigma}`, ...(kept ? [keptName(site, kept)] : [])];
 }
 
 function tokenName(site, place) {

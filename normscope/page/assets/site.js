@@ -17,15 +17,27 @@ function siteView() {
   const main = scurveFigure(site);
   const others = [residualFigure(site), derivativeFigure(site)].filter(Boolean);
   const key = element("div", { id: "colour-key", class: "group note" }, keyParts(site));
-  const redraw = () => {
+  const recolour = () => {
     key.replaceChildren(...keyParts(site));
-    [main, ...others].forEach(({ plot }) => plot && plot.draw());
+    main.plot.draw();
   };
+  const redraw = () => {
+    recolour();
+    others.forEach(({ plot }) => plot && plot.draw());
+  };
+  const inputs = inputsSection(site, main.plot, recolour);
+  const picked = () => {
+    recolour();
+    if (inputs) inputs.marks();
+  };
+  const first = [siteControls(site, redraw, recolour), main.whole, key];
+  const later = [fitsOfSite(site), ...others.map(({ whole }) => whole)];
+  const figures = (parts) => element("div", { class: "figures" }, parts);
   return [
     head,
     element("div", { class: "columns" }, [
-      element("div", { class: "figures" }, [siteControls(site, redraw), main.whole, key, fitsOfSite(site), ...others.map(({ whole }) => whole)]),
-      element("div", { class: "beside" }, [picker(site, redraw), cardOf(site)]),
+      ...(inputs ? [figures(first), inputs.whole, figures(later)] : [figures([...first, ...later])]),
+      element("div", { class: "beside" }, [picker(site, picked), cardOf(site)]),
     ]),
   ];
 }
@@ -51,12 +63,12 @@ function stepSite(by) {
   if (open.capture.sites[site]) go({ site });
 }
 
-function siteControls(site, redraw) {
+function siteControls(site, redraw, recolour) {
   const curves = ["mean", ...open.capture.curves].map((curve) => (curve === "mean"
     ? toggle("E[y|x]", !state.hidden.has("mean"), (on) => hide("mean", !on, redraw), { colour: palette.style.ink }) : curveToggle(curve, redraw)));
   const scales = { auto: "auto", linear: "linear", asinh: "asinh" };
   return element("div", { class: "controls" }, [
-    choice("Colour by", COLOUR_NAMES, state.colour, (colour) => { go({ colour }); redraw(); }),
+    choice("Colour by", COLOUR_NAMES, state.colour, (colour) => { go({ colour }); recolour(); }),
     choice("Axis of x", scales, state.scale, (scale) => { go({ scale }); Plot.all.forEach((plot) => { plot.zoom = null; }); redraw(); }),
     element("div", { class: "group", role: "group", "aria-label": "Curves" }, curves),
   ]);
@@ -156,12 +168,7 @@ function derivativeFigure(site) {
     const top = 1.1 * Math.max(sorted[Math.floor(0.995 * (sorted.length - 1))], ...lines.flatMap(({ y }) => Array.from(y)).filter((value) => Number.isFinite(value) && value < 4 * sorted.at(-1)));
     return {
       x: axis, y: new Axis(Math.min(0, 1.1 * sorted[Math.floor(0.005 * sorted.length)]), top), xlabel: xLabel(axis), ylabel: "∂y / ∂x", lines,
-      paint: [(context, plot) => {
-        context.fillStyle = palette.style.faint;
-        context.globalAlpha = 0.5;
-        for (let place = 0; place < x.length; place += 1) dot(context, plot, x[place], slopes[place], 2);
-        context.globalAlpha = 1;
-      }],
+      paint: [(context, plot) => paintDots(context, plot, x, slopes, { size: 2, colours: [palette.style.faint], alpha: 0.5 })],
       hover: { x, y: slopes, text: (place) => [`x ${number(x[place])}`, `∂y/∂x ${number(slopes[place])}`] },
     };
   };

@@ -182,7 +182,7 @@ def linear_share(x, y):
 def test_pairs_that_do_not_bend_are_linear_all_over():
     x = nn.LayerNorm(D)(torch.randn(500, D)).detach()  # of σ = 1, all of them
     cards, _ = cards_of(nn.Sequential(nn.LayerNorm(D)), [x])
-    assert (cards["0"].straight, cards["0"].linear) == (True, 1.0)
+    assert (cards["0"].straight, cards["0"].linear, cards["0"].linear_up_to) == (True, 1.0, None)
 
 
 @pytest.mark.parametrize("name", ["ln", "rms", "quiet", "quiet_rms"])

@@ -1,0 +1,169 @@
+"use strict";
+// Inputs of a site: choose one, see σ or the tail of its tokens where they are, point at one, pin one.
+
+let chosenOther = 0; // head, or call of the norm, whose tokens are shown
+
+// The section, and what marks its places again; null where the capture kept no input. `redraw` draws the S-curve, `plot`.
+function inputsSection(site, plot, redraw) {
+  if (!open.capture.inputs.length) return null;
+  const whole = element("section", { class: "inputs", "aria-labelledby": "inputs-title" });
+  const section = { whole, site, plot, redraw, map: null };
+  plot.pointed = (found) => pointedAt(section, found);
+  section.fill = () => fillInputs(section);
+  section.marks = () => markInputs(section, -1);
+  const pinned = pinnedAt(site);
+  if (pinned && pinned.input === state.input) chosenOther = placeOfKept(pinned.kept, pinned.token).other;
+  section.fill();
+  return section;
+}
+
+function fillInputs(section) {
+  const { whole, site } = section;
+  const focused = whole.contains(document.activeElement) ? document.activeElement.id : null;
+  if (section.map) Plot.all.delete(section.map);
+  const kept = keptAt(site);
+  const others = kept ? kept.places.others : 1;
+  chosenOther = clipped(chosenOther, 0, others - 1);
+  section.map = new InputMap(site, state.input, kept, {
+    other: chosenOther, told: (place) => pointAt(section, place), chosen: (place) => pinAt(section, tokenOfPlace(kept, place, chosenOther)),
+  });
+  section.said = element("p", { class: "said", id: "place-said", "aria-live": "polite" });
+  section.chip = element("span");
+  whole.replaceChildren(
+    element("h3", { id: "inputs-title", text: "Inputs" }),
+    element("div", { class: "controls" }, [chooseInput(section), choosePart(section), chooseHeat(section, kept), others > 1 ? chooseOther(section, kept) : null]),
+    section.map.host, section.said,
+    element("p", { class: "picks" }, [section.chip]),
+    heatKey(site, kept), element("p", { class: "note", text: saidOfPlaces(site, kept) }),
+  );
+  section.map.draw();
+  section.marks();
+  const again = focused && whole.querySelector(`#${focused}`);
+  if (again) again.focus({ preventScroll: true });
+}
+
+function saidOfPlaces(site, kept) {
+  const { note } = open.capture.inputs[state.input];
+  const said = kept ? kept.places.said : "the tokens of this norm are groups of channels, and no places of the input";
+  const parts = [`${inputName(state.input)}: ${said}`, note ? `picture ${visible(note)}` : null];
+  return parts.filter(Boolean).join("; ");
+}
+
+function chooseInput(section) {
+  const { inputs } = open.capture;
+  const first = Array.from(inputs.keys()).filter((at) => partsOf(at)[0] === at);
+  const text = (at) => shortly(inputs[at].name);
+  if (first.length < 2) return element("span", { class: "name", text: text(first[0]) });
+  const chosen = partsOf(state.input)[0];
+  const options = first.map((at) => element("option", { value: at, selected: at === chosen, text: text(at) }));
+  const select = element("select", { id: "input", "aria-label": "Input" }, options);
+  select.addEventListener("change", () => {
+    const parts = partsOf(Number(select.value));
+    const part = open.capture.inputs[state.input].part;
+    go({ input: parts.find((at) => inputs[at].part === part) ?? parts[0] });
+    section.fill();
+  });
+  return select;
+}
+
+// A slider through the parts of the data, such as timesteps; what is pinned goes with it.
+function choosePart(section) {
+  const parts = partsOf(state.input);
+  if (parts.length < 2) return null;
+  const named = (at) => shortly(open.capture.inputs[at].part, 40);
+  const shown = element("output", { class: "part", for: "part", text: named(state.input) });
+  const slider = element("input", { type: "range", id: "part", min: 0, max: parts.length - 1, step: 1, value: parts.indexOf(state.input), "aria-label": "Part of the data", "aria-valuetext": named(state.input) });
+  slider.addEventListener("input", () => {
+    const input = parts[Number(slider.value)];
+    const goes = state.pin && parts.includes(state.pin.input);
+    go({ input, pin: goes ? { ...state.pin, input } : state.pin });
+    section.fill();
+    if (goes) section.redraw();
+  });
+  return element("label", { class: "row" }, [slider, shown]);
+}
+
+function chooseHeat(section, kept) {
+  if (!kept || !placesIn(kept)) return null;
+  const { tail, ...others } = HEATS;
+  const options = kept.tail ? HEATS : others;
+  const chosen = options[state.heat] ? state.heat : "sigma";
+  return choice("Show", options, chosen, (heat) => { go({ heat }); section.fill(); });
+}
+
+function chooseOther(section, { places: { others, named } }) {
+  const field = element("input", { type: "number", id: "other", min: 1, max: others, step: 1, value: chosenOther + 1, "aria-label": `${named}, 1 to ${others}` });
+  field.addEventListener("change", () => {
+    chosenOther = clipped(Math.round(Number(field.value)) - 1 || 0, 0, others - 1);
+    section.fill();
+  });
+  return element("label", { class: "row" }, [element("span", { text: named }), field, element("span", { class: "note", text: `of ${others}` })]);
+}
+
+// What the colours stand for, in numbers.
+function heatKey(site, kept) {
+  const heat = kept && placesIn(kept) ? heatOf(site, state.input, kept) : null;
+  if (!heat) return element("div");
+  const alike = partsOf(state.input).length > 1 ? ", on one scale for all parts of the data" : "";
+  const [low, high, what] = heat.what === "sigma" ? [number(heat.low, 3), number(heat.high, 3), `σ of each token, by factors${alike}`]
+    : [percent(0, 0), percent(heat.high), `share of each token's elements with |x| ≥ ${number(site.tail_from)}, beyond the linear range of this site's tanh${alike}`];
+  return element("div", { class: "note", id: "heat-key" }, [
+    element("div", { class: "group" }, [element("span", { text: low }), ramp([0, 0.25, 0.5, 0.75, 1].map(viridis)), element("span", { text: high })]),
+    element("div", { text: what })]);
+}
+
+// Shows the token of a place: in words, by a ring, and as a line on the S-curve. −1: no place.
+function pointAt(section, place) {
+  const { site, plot, map } = section;
+  const token = place < 0 ? -1 : map.tokenOf(place);
+  plot.trace(token < 0 ? [] : keptLines(site, axisOfSite(site), map.kept, token));
+  markInputs(section, token);
+}
+
+// Rings: what is pointed at, what is pinned, and the picked tokens in their colours.
+function markInputs(section, token) {
+  const { site, map, said, chip } = section;
+  const pinned = pinnedAt(site);
+  const rings = [];
+  const add = (kept, at, colour) => {
+    const { place, other } = placeOfKept(kept, at);
+    if (placesIn(kept) > place && other === chosenOther) rings.push({ place, colour });
+  };
+  if (token >= 0) add(map.kept, token, palette.style.ink);
+  if (pinned && pinned.input === state.input) add(pinned.kept, pinned.token, palette.mark);
+  state.picks.forEach((pick, number_) => {
+    const found = pick.kind === "token" ? keptOfDrawn(site, placeOfToken(site, pick.key)) : null;
+    if (found && found.input === state.input) add(map.kept, found.token, palette.style.channels[number_]);
+  });
+  map.mark(rings);
+  const words = [];
+  if (token >= 0) words.push(keptText(site, state.input, map.kept, token));
+  else if (map.kept && placesIn(map.kept)) words.push("Point at a place to see its token; click to pin it.");
+  said.textContent = words.join("");
+  chip.replaceChildren(...(state.pin ? [pinChip(section, pinned)] : []));
+}
+
+function pinChip(section, pinned) {
+  const { pin } = state;
+  const text = pinned ? `pinned: ${inputName(pin.input)} · ${keptText(section.site, pin.input, pinned.kept, pin.token)}` : `pinned: token ${pin.token} of ${pin.shape.replaceAll("x", " × ")}, which this norm does not have`;
+  const made = button("", () => { go({ pin: null }); section.marks(); section.redraw(); }, { class: "chip", id: "unpin", "aria-label": `Unpin: ${text}` });
+  made.append(keyDot(palette.mark, `${text} ×`));
+  return made;
+}
+
+// Pins a token of the input that is shown; the one that is pinned is let go.
+function pinAt(section, token) {
+  const { map } = section;
+  const pin = { input: state.input, token, shape: map.kept.shape.join("x") };
+  const same = state.pin && Object.keys(pin).every((name) => pin[name] === state.pin[name]);
+  go({ pin: same ? null : pin });
+  section.redraw();
+  section.marks();
+  say(same ? "Unpinned" : "Pinned");
+}
+
+// A pair of the S-curve is pointed at: the place of its token gets a ring.
+function pointedAt(section, found) {
+  const kept = found < 0 ? null : keptOfDrawn(section.site, pointsOf(section.site).token[found]);
+  markInputs(section, kept && kept.input === state.input ? kept.token : -1);
+}
