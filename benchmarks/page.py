@@ -204,6 +204,8 @@ def actions(site: int) -> Sequence[tuple[str, str]]:
         ("by token, first at a site", CHOICE.format("token")),
         ("by density", CHOICE.format("density")),
         ("by token, again", CHOICE.format("token")),
+        ("an input without its colours", CHOICE.format("none")),
+        ("σ over an input", CHOICE.format("sigma")),
         ("a curve off", CURVE),
         ("a curve on", CURVE),
         ("linear axis", CHOICE.format("linear")),
