@@ -48,9 +48,9 @@ def pictures(hostile_name):
     torch.manual_seed(0)
     x = torch.randn(3, 3, 16, 16) * torch.linspace(0.2, 3, 16)
     batches = []
-    for step in (9, 5, 1):
+    for first, step in ((0, 9), (10, 5), (20, 1)):
         samples = tuple(
-            Sample(f"path {number} {hostile_name}", number, 100 * step + number, "paths") for number in (0, 1, 2)
+            Sample(f"path {number} {hostile_name}", number, first + number, "paths") for number in (0, 1, 2)
         )
         batches.append(Batch((x * (10 - step),), samples=samples, part=f"timestep {step}"))
     return normscope.capture(Patches(), batches, keep_inputs=2, about={"model": "pictures"})

@@ -17,10 +17,15 @@ function pictureOf(picture, grey) {
   const canvas = element("canvas", { width, height });
   const context = canvas.getContext("2d");
   const image = context.createImageData(width, height);
+  const { data } = image;
+  const [green, blue] = channels === 1 ? [0, 0] : [1, 2];
   for (let at = 0; at < width * height; at += 1) {
-    let colour = channels === 1 ? Array(3).fill(pixels[at]) : Array.from(pixels.subarray(3 * at, 3 * at + 3));
-    if (grey) colour = Array(3).fill(0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2]);
-    image.data.set([...colour, 255], 4 * at);
+    const from = channels * at;
+    const light = 0.299 * pixels[from] + 0.587 * pixels[from + green] + 0.114 * pixels[from + blue];
+    data[4 * at] = grey ? light : pixels[from];
+    data[4 * at + 1] = grey ? light : pixels[from + green];
+    data[4 * at + 2] = grey ? light : pixels[from + blue];
+    data[4 * at + 3] = 255;
   }
   context.putImageData(image, 0, 0);
   return (made[grey] = canvas);

@@ -23,7 +23,8 @@ function halves(bits) {
   const wide = new Uint32Array(bits.length);
   const values = new Float32Array(wide.buffer);
   for (let place = 0; place < bits.length; place += 1) {
-    const [sign, size] = [bits[place] & 0x8000, bits[place] & 0x7fff];
+    const sign = bits[place] & 0x8000;
+    const size = bits[place] & 0x7fff;
     if (size < 0x400) values[place] = (sign ? -size : size) * 2 ** -24; // below the smallest exponent
     else wide[place] = (sign << 16) | ((size << 13) + 0x38000000);
   }
@@ -98,9 +99,10 @@ function pointsRead(site) {
   const token = new Int32Array(y.length);
   const channel = new Int32Array(y.length);
   for (let place = 0; place < y.length; place += 1) {
-    token[place] = Math.floor(place / shown.width);
-    channel[place] = site.channels === null ? -1 : place % shown.width;
-    if (!shown.x) x[place] = offset[token[place]] + sigma[token[place]] * y[place];
+    const row = Math.floor(place / shown.width);
+    token[place] = row;
+    channel[place] = site.channels === null ? -1 : place - row * shown.width;
+    if (!shown.x) x[place] = offset[row] + sigma[row] * y[place];
   }
   const single = site.by_channel;
   if (!single.x) return { x, y, token, channel };

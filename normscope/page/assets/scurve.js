@@ -35,11 +35,15 @@ function densityDrawn(density) {
   const picture = element("canvas", { width: first.length, height: rows });
   const context = picture.getContext("2d");
   const pixels = context.createImageData(first.length, rows);
+  const { data } = pixels;
   const colours = densityColours();
   let place = 0;
   for (let column = 0; column < first.length; column += 1) {
     for (let row = first[column]; row < first[column] + length[column]; row += 1, place += 1) {
-      if (levels[place]) pixels.data.set([...colours[levels[place]], 255], 4 * ((rows - 1 - row) * first.length + column));
+      if (!levels[place]) continue;
+      const [at, colour] = [4 * ((rows - 1 - row) * first.length + column), colours[levels[place]]];
+      for (let part = 0; part < 3; part += 1) data[at + part] = colour[part];
+      data[at + 3] = 255;
     }
   }
   context.putImageData(pixels, 0, 0);
