@@ -121,7 +121,7 @@ def test_hostile_words_and_names_stay_text(browser, page_file):
     assert "\u202e" not in page.run("return document.body.innerText") and page.logs()[0] == []
     page = browser.open(page_file.file, at())
     assert "\u202e" not in page.run("return document.body.innerText")
-    assert page.texts("#inside")[0].startswith("This file holds 2 inputs that can be looked at: path 0 <img src=x")
+    assert page.texts("#inside")[0].startswith("This file holds 4 inputs that can be looked at: path 0 <img src=x")
 
 
 def test_a_place_that_is_pointed_at_shows_its_token_and_its_line(browser, page_file):

@@ -79,13 +79,14 @@ function originOf(capture) {
   const { weights, data, dtype, sample } = capture.about;
   const words = [weights, data, `${grouped(capture.samples)} samples`, dtype, sample].filter(Boolean).map(visible);
   const made = capture.made ? element("p", { class: "warning", text: `These weights are not trained: ${visible(capture.made)}.` }) : null;
-  const inputs = inputsInside(capture);
+  const inputs = inputsInside();
   return [element("p", { class: "note", text: words.join(" · ") }), ...(inputs ? [inputs] : []), ...(made ? [made] : [])];
 }
 
-// Whoever sends the file should know that pictures, recordings or texts are in it.
-function inputsInside({ inputs }) {
-  const names = [...new Map(inputs.map(({ group, name }) => [group, shortly(name, 40)])).values()];
+// Whoever sends the file should know that pictures, recordings or texts are in it, of whichever capture.
+function inputsInside() {
+  const all = PAGE.captures.flatMap(({ about, inputs }) => inputs.map(({ name, group }) => [`${about.model} ${group} ${name}`, shortly(name, 40)]));
+  const names = [...new Map(all).values()];
   if (!names.length) return null;
   const those = names.length === 1 ? "1 input that can be looked at" : `${names.length} inputs that can be looked at`;
   const few = names.length > MOST_NAMED ? [...names.slice(0, MOST_NAMED), "…"] : names;
