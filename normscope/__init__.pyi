@@ -31,6 +31,7 @@ from .inputs.batch import Batch as Batch
 from .inputs.batch import Sample as Sample
 from .inputs.loaded_model import LoadedModel as LoadedModel
 from .inputs.loaded_model import Task as Task
+from .inputs.previews import Preview as Preview
 from .loading import load as load
 from .loading import load_swapped as load_swapped
 from .models.registry import list_models as list_models

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from normscope.errors import DataError
 from normscope.inputs.batch import Batch, leaves
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ Normalized = tuple[Sequence[float], Sequence[float]]
 class Preview:
     """What can be looked at of one sample; a sample may have several of these parts.
 
+    Raises:
+        DataError: if pixels or envelope are of another shape or dtype.
+
     Attributes:
         pixels: uint8 ``(height, width, channels)`` of a thumbnail, 1 channel for grey or 3 for colour; None without.
         size: of what the thumbnail shows, as the network takes it: its height and width in pixels.
@@ -43,6 +47,23 @@ class Preview:
     length: int = 0
     words: tuple[str, ...] = ()
     note: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what the page could not draw."""
+        if (pixels := self.pixels) is not None:
+            whole = str(pixels.dtype) == "torch.uint8" and pixels.ndim == 3 and pixels.shape[2] in (1, 3)
+            if not (whole and all(pixels.shape) and all(self.size)):
+                raise DataError(
+                    f"The pixels of a preview are {tuple(pixels.shape)} {pixels.dtype}, of a picture of size "
+                    f"{self.size}; they have to be uint8 (height, width, 1 or 3), of a picture of some size."
+                )
+        if (envelope := self.envelope) is not None:
+            spans = envelope.is_floating_point() and envelope.ndim == 2 and len(envelope) == 2
+            if not (spans and 0 < envelope.shape[1] <= self.length):
+                raise DataError(
+                    f"The envelope of a preview is {tuple(envelope.shape)} {envelope.dtype}, of {self.length} samples; "
+                    "it has to be floats (2, spans), of at least as many samples."
+                )
 
     @property
     def kind(self) -> str:

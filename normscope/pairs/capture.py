@@ -79,6 +79,8 @@ def capture(
         keep_inputs: of so many inputs, those of least number, keep what people can look at (a thumbnail, the envelope
             of the waveform, the text) and mean, σ and the sizes of the elements of every token at every norm, in
             :attr:`Capture.inputs`: :func:`normscope.report` shows them. Of a diffusion model so many at each timestep.
+            Batches that have a method ``preview(batch, place)`` say themselves what a sample shows: a
+            :class:`normscope.Preview`, or None.
         forward: runs the model on an entry of ``batches``, whatever that is: ``lambda model, batch: model(batch.x)``.
         progress: called with ``"samples"``, how many have run, and how many there are: None where nothing tells.
 

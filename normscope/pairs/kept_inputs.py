@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normscope.errors import DataError
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.previews import Preview
 from normscope.pairs.norms.sites import NormSite
@@ -243,13 +244,10 @@ def _rebuilt(
         raise ValueError(f"the part of an input is {entry['part']!r}")
     shown = {name: tuple(entry[name]) if isinstance(entry[name], list) else entry[name] for name in _SHOWN}
     pixels, envelope = (tensors.get(f"input/{number}.{name}") for name in _DRAWN)
-    preview = Preview(pixels=pixels, envelope=envelope, **checked(shown, _PREVIEW_FIELDS, "kept input"))
-    if preview.pixels is not None and not (
-        preview.pixels.dtype == torch.uint8 and preview.pixels.ndim == 3 and preview.pixels.shape[2] in (1, 3)
-    ):
-        raise ValueError(f"the pixels of {sample.source} are {tuple(preview.pixels.shape)} {preview.pixels.dtype}")
-    if preview.envelope is not None and not (preview.envelope.ndim == 2 and len(preview.envelope) == 2):
-        raise ValueError(f"the envelope of {sample.source} is {tuple(preview.envelope.shape)}")
+    try:
+        preview = Preview(pixels=pixels, envelope=envelope, **checked(shown, _PREVIEW_FIELDS, "kept input"))
+    except DataError as error:
+        raise ValueError(str(error)) from None
     names = {str(site.index): site.name for site in sites}
     tokens = {
         names[index]: _kept(f"input/{number}/{index}", shape, tensors) for index, shape in entry["tokens"].items()

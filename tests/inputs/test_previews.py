@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision.transforms import functional as vision
 
+from normscope.errors import DataError
 from normscope.inputs.batch import Batch, Sample
-from normscope.inputs.previews import LONGEST_SIDE, SPANS, preview_of
+from normscope.inputs.previews import LONGEST_SIDE, SPANS, Preview, preview_of
 
 
 def batch_of(*tensors, **named):
@@ -95,3 +96,17 @@ def test_a_sample_may_have_a_picture_and_a_text():
 def test_what_cannot_be_looked_at(x):
     batch = Batch((x,), samples=(Sample("a", 0, 0), Sample("b", 1, 1)))
     assert preview_of(batch, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("parts", "sentence"),
+    [
+        ({"pixels": torch.zeros(3, 8, 8), "size": (8, 8)}, r"The pixels of a preview are \(3, 8, 8\) torch.float32"),
+        ({"pixels": torch.zeros(8, 8, 3, dtype=torch.uint8)}, r"of a picture of size \(0, 0\); they have to be uint8"),
+        ({"envelope": torch.zeros(500), "length": 500}, r"The envelope of a preview is \(500,\) torch.float32"),
+        ({"envelope": torch.zeros(2, 9), "length": 8}, "of 8 samples; it has to be floats"),
+    ],
+)
+def test_what_could_not_be_drawn_is_refused(parts, sentence):
+    with pytest.raises(DataError, match=sentence):
+        Preview(**parts)

@@ -16,6 +16,7 @@ from normscope.page.document import capture_data
 from normscope.page.input_data import places_of
 
 NORM = SimpleNamespace(placement="pre-norm", calls=1)
+SPECTROGRAM = torch.zeros(8, 160, 1, dtype=torch.uint8)
 PICTURE = Preview(pixels=torch.zeros(4, 4, 3, dtype=torch.uint8), size=(224, 224))
 
 
@@ -126,8 +127,8 @@ LAYOUTS = [
     ((57, 57), PICTURE, NORM, "patches", "57 × 57 patches of about 3.93 × 3.93 pixels"),
     ((5,), Preview(words=tuple("abcde")), NORM, "words", "5 positions of the text"),
     ((6,), Preview(words=tuple("abcde")), NORM, "", "no places of the input"),
-    ((1500,), Preview(pixels=torch.zeros(8, 160, 1), size=(80, 3000), along_width=True), NORM, "frames", "every 2 col"),
-    ((12, 101), Preview(pixels=torch.zeros(8, 160, 1), size=(128, 1024), along_width=True), NORM, "", "no places"),
+    ((1500,), Preview(pixels=SPECTROGRAM, size=(80, 3000), along_width=True), NORM, "frames", "every 2 col"),
+    ((12, 101), Preview(pixels=SPECTROGRAM, size=(128, 1024), along_width=True), NORM, "", "no places"),
     ((77,), Preview(pixels=PICTURE.pixels, size=(224, 224), words=("a",) * 77), NORM, "words", "77 positions"),
     ((50,), Preview(pixels=PICTURE.pixels, size=(224, 224), words=("a",) * 77), NORM, "patches", "7 × 7 patches"),
 ]
