@@ -22,9 +22,8 @@ Previews = Callable[[Batch, int], Preview | None]
 _Key = tuple[str, str, int]
 
 SIZE_GRID = FloatGrid(mantissa_bits=2, low=-8, high=10)
-_SIZES = (
-    SIZE_GRID.size - SIZE_GRID.centre
-)  # bins of |x|: the first holds what is below the grid, the last what is beyond
+# Bins of |x|: the first holds what is below the grid, the last what is beyond.
+_SIZES = SIZE_GRID.size - SIZE_GRID.centre
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,9 +99,8 @@ class KeptInput:
     @property
     def name(self) -> str:
         """Name it for people: its source, and its number or the part of the data that it belongs to."""
-        return (
-            f"{self.sample.source} · {self.part}" if self.part else f"{self.sample.source}, sample {self.sample.index}"
-        )
+        source, index = self.sample.source, self.sample.index
+        return f"{source} · {self.part}" if self.part else f"{source}, sample {index}"
 
     def only(self, sites: set[str]) -> KeptInput:
         """Return it with its tokens at some sites."""
@@ -160,9 +158,8 @@ class InputKeeper:
             layout: sizes of the axes that number the tokens, samples first.
             valid: which tokens are data and not padding, bool ``(tokens,)``; None for all.
         """
-        # More than samples lie along the first axis where a network puts windows there.
-        within = layout[0] // self._samples
-        shape = (*([within] if within > 1 else []), *layout[1:]) or (1,)
+        # More than samples lie along the first axis where a network puts windows there; axes of one number nothing.
+        shape = tuple(size for size in (layout[0] // self._samples, *layout[1:]) if size != 1) or (1,)
         per_sample = math.prod(shape)
         for place, one in self._running:
             own = slice(place * per_sample, (place + 1) * per_sample)

@@ -108,8 +108,9 @@ def assert_tokens_of(kept, number):
         assert (tokens.sizes.sum(1) == x.shape[1]).all()
 
 
-def test_every_token_has_its_line_in_whatever_way_tokens_lie():
-    seen = normscope.capture(Network(), Pictures(), keep_inputs=2)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_every_token_has_its_line_in_whatever_way_tokens_lie(batch_size):
+    seen = normscope.capture(Network(), Pictures(batch_size=batch_size), keep_inputs=2)
     assert [one.name for one in seen.inputs] == ["picture 0, sample 0", "picture 1, sample 1"]
     for number, kept in enumerate(seen.inputs):
         assert_tokens_of(kept, number)
