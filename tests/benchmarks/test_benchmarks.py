@@ -126,7 +126,7 @@ def test_page(measured):
     assert len(each) == 17 * 3 and page["R² off by"] == [max(each)] and max(each) < 1e-9
     answers = {way: own for (_, way, quantity), own in samples.items() if quantity == "answers after"}
     assert len(answers["by density"]) == 3 == len(answers["a step of the explorer's slider of α"])
-    assert len(answers) == 15 and all(one > 0 for own in answers.values() for one in own)
+    assert len(answers) == 17 and all(one > 0 for own in answers.values() for one in own)
 
 
 def test_commands(measured, monkeypatch):
