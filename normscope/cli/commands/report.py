@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import normscope
-from normscope.cli.options import AsJson, By, Func, KeepInputs, Layers, Models, Quiet
+from normscope.cli.options import AsJson, By, Func, Layers, Models, Quiet, at_least
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
 from normscope.errors import UsageError
@@ -31,6 +32,18 @@ SwapBench = Annotated[
         show_default=False,
     ),
 ]
+ShownInputs = Annotated[
+    int | None,
+    typer.Option(
+        "--keep-inputs",
+        callback=at_least(0),
+        metavar="N",
+        help="How many inputs the page shows to whoever has it: thumbnails, envelopes of waveforms or texts, with σ of "
+        "every token; 0 for none. By default 2 of a model, and of a file those that it has.",
+        show_default=False,
+    ),
+]
+_OF_A_MODEL = 2  # inputs that are kept
 
 
 @runs_networks()
@@ -41,7 +54,7 @@ def report(
     func: Func = "tanh,isru",
     run: RunOptions,
     by: By = None,
-    keep_inputs: KeepInputs = 2,
+    keep_inputs: ShownInputs = None,
     swap_bench: SwapBench = None,
     as_json: AsJson = False,
     output: Page = Path("outputs"),
@@ -53,6 +66,7 @@ def report(
     path = _path(output, names)
     from normscope.fits.fit import check_fit
     from normscope.page.swap_results import read_swap_results
+    from normscope.pairs.kept_inputs import first_inputs
 
     check_fit(func)
     check_sources(names, run)
@@ -60,7 +74,9 @@ def report(
     check_writable(path)
     swaps = read_swap_results(swap_bench) if swap_bench else None
     seen, fits = [], []
-    for capture in captures([(name, run) for name in names], layers, say, by, diagonal=True, keep_inputs=keep_inputs):
+    kept = {"diagonal": True, "keep_inputs": _OF_A_MODEL if keep_inputs is None else keep_inputs}
+    for captured in captures([(name, run) for name in names], layers, say, by, **kept):
+        capture = replace(captured, inputs=first_inputs(captured.inputs, keep_inputs))
         say.kept_inputs(capture)
         seen.append(capture)
         fits.append(normscope.fit(capture, func))

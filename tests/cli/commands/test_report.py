@@ -99,6 +99,12 @@ def test_a_file_has_the_inputs_that_its_capture_kept(here):
     assert json.loads(done.stdout)["inputs"] == kept
     assert "the thumbnail of trajectory 0 · timestep 980" in done.stderr and "4 more" in done.stderr
     assert "the thumbnail of trajectory 0" in run("seen.safetensors").stderr
+    of_all, of_one, of_none = (
+        [one["name"] for one in data_of(here / "outputs" / "seen-report.html")["captures"][0]["inputs"]]
+        for asked in ((), ("--keep-inputs", "1"), ("--keep-inputs", "0"))
+        if run("seen.safetensors", *asked)
+    )
+    assert of_all == ["trajectory 0", "trajectory 1"] * 4 and of_one == ["trajectory 0"] * 4 and of_none == []
 
 
 def test_inputs_that_cannot_be_looked_at_are_told(here):
