@@ -311,13 +311,17 @@ def test_figures_are_saved(browser, pages):
     text = page.run("return [...Plot.all][0].asSvg()")
     assert text.startswith("<svg") and "data:image/png;base64" in text and "norm input x" in text
     assert "1 second" not in text and "0 first" in text
+    # Its key: a line and a name for each curve that is not switched off.
+    assert [name in text for name in (">E[y|x]<", ">tanh<", ">isru<", ">derf<")] == [True] * 4
+    page.run("[...document.querySelectorAll('button[aria-pressed]')].find((b) => b.textContent === 'isru').click()")
+    assert ">isru<" not in page.run("return [...Plot.all][0].asSvg()")
     picture = page.driver.execute_async_script("""const done = arguments[0]; const plot = [...Plot.all][0];
-        drawnOf(new Blob([plot.asSvg()], {type: "image/svg+xml"}), plot.width, plot.high + 26, 2)
+        drawnOf(new Blob([plot.asSvg()], {type: "image/svg+xml"}), plot.width, plot.high + plot.above, 2)
             .then((blob) => createImageBitmap(blob))
             .then((map) => done([map.width, map.height]), (error) => done(String(error)))""")
     assert picture == [
         2 * page.run("return [...Plot.all][0].width"),
-        2 * (page.run("return [...Plot.all][0].high") + 26),
+        2 * page.run("return [...Plot.all][0].high + [...Plot.all][0].above"),
     ]
 
 

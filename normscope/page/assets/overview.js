@@ -98,10 +98,10 @@ function depthText(site, row, place) {
 }
 
 // A thin line through the sites of each kind.
-function kindLines(capture, { colour, dashes = [], values, level = false }, kinds) {
+function kindLines(capture, { colour, dashes = [], values, label, level = false }, kinds) {
   return kinds.map((kind) => {
     const places = capture.sites.map((site, place) => place).filter((place) => kindOfSite(capture.sites[place].name) === kind);
-    return { x: places, y: places.map((place) => values[place]), colour, dashes: level ? [1, 2] : dashes, width: 1.1, halo: false, opacity: 0.7 };
+    return { x: places, y: places.map((place) => values[place]), colour, dashes: level ? [1, 2] : dashes, width: 1.1, halo: false, opacity: 0.7, name: label };
   });
 }
 

@@ -5,6 +5,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
 const LETTERS = 12;
 const NEAR = 24; // pixels, from which a point answers
+const KEY = { title: 26, row: 18, gap: 10, swatch: 26, letter: 7 }; // pixels
 let clips = 0;
 
 function svg(name, attributes = {}, text = null) {
@@ -285,14 +286,48 @@ class Plot {
     this.draw();
   }
 
-  // The figure by itself, with its title above it, as the text of an SVG file.
+  // Rows of named lines and where each stands, for a figure by itself: on the page the buttons above it are its key.
+  keyRows() {
+    const lines = [...new Map((this.shown.lines || []).filter(({ name }) => name).map((line) => [line.name, line])).values()];
+    const rows = [];
+    let x = Infinity;
+    for (const line of lines.length > 1 ? lines : []) {
+      const text = line.name === "mean" ? "E[y|x]" : line.name;
+      const width = KEY.swatch + KEY.letter * text.length + 2 * KEY.gap;
+      if (x + width > this.width) {
+        rows.push([]);
+        x = KEY.gap;
+      }
+      rows.at(-1).push({ ...line, text, at: x });
+      x += width;
+    }
+    return rows;
+  }
+
+  // Pixels above the figure when it stands by itself.
+  get above() {
+    return KEY.title + KEY.row * this.keyRows().length;
+  }
+
+  keyDrawn() {
+    const rows = this.keyRows();
+    return rows.flatMap((row, number) => row.flatMap(({ name, colour, dashes = [], text, at }) => {
+      const y = (number - rows.length) * KEY.row + 6;
+      return [
+        svg("path", { d: `M${at} ${y}h${KEY.swatch}`, stroke: name === "pinned" ? palette.mark : colour, "stroke-width": 2.4, "stroke-dasharray": dashes.map((dash) => 2 * dash).join(" ") || null }),
+        svg("text", { x: at + KEY.swatch + 5, y: y + 4, fill: palette.style.ink, "font-size": LETTERS, "font-family": FONT }, text),
+      ];
+    }));
+  }
+
+  // The figure by itself, with its title and its key above it, as the text of an SVG file.
   asSvg() {
-    const above = 26;
+    const { above } = this;
     const { background, ink } = palette.style;
     const size = { width: this.width, height: this.high + above, viewBox: `0 ${-above} ${this.width} ${this.high + above}` };
     const whole = svg("svg", { xmlns: SVG, ...size });
     whole.append(svg("title", {}, this.label), svg("rect", { x: 0, y: -above, width: this.width, height: size.height, fill: background }));
-    whole.append(svg("text", { x: 10, y: -8, fill: ink, "font-size": LETTERS + 1, "font-family": FONT, "font-weight": 600 }, this.title || this.label));
+    whole.append(...this.keyDrawn(), svg("text", { x: 10, y: KEY.title - 8 - above, fill: ink, "font-size": LETTERS + 1, "font-family": FONT, "font-weight": 600 }, this.title || this.label));
     whole.append(svg("image", { href: this.canvas.toDataURL("image/png"), width: this.width, height: this.high }));
     for (const part of this.svg.children) whole.append(part.cloneNode(true));
     return new XMLSerializer().serializeToString(whole);
@@ -302,7 +337,7 @@ class Plot {
     const file = `${(this.title || this.label).replace(/[^\w.]+/g, "-").slice(0, 100)}`;
     const text = new Blob([this.asSvg()], { type: "image/svg+xml" });
     if (kind === "svg") return download(text, `${file}.svg`);
-    return drawnOf(text, this.width, this.high + 26, 2).then((picture) => download(picture, `${file}.png`));
+    return drawnOf(text, this.width, this.high + this.above, 2).then((picture) => download(picture, `${file}.png`));
   }
 }
 
