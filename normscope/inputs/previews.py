@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 LONGEST_SIDE = 160  # pixels of a thumbnail
 SPANS = 512  # of an envelope
 _SHORTEST_WAVEFORM = 400  # samples: what one frame of wav2vec 2.0 sees; shorter rows are features of something else
-_MOST_IN_ENVELOPE_CHANNELS = 2
+_MOST_CHANNELS = 2  # of a waveform
 _SPECTROGRAMS = ("input_features", "input_values")  # by which names transformers passes them
 _IDS = ("", "input_ids", "decoder_input_ids")
 
@@ -106,32 +107,42 @@ def preview_of(
     for name, value in [*named, *batch.kwargs.items()]:
         if not isinstance(value, torch.Tensor) or value.ndim < 2 or len(value) != len(batch.samples):
             continue
-        one = value[place].detach().cpu()
-        if one.is_floating_point() and one.isfinite().all():
-            found = _of_numbers(name, one.float(), normalized_by)
-        elif one.ndim == 1 and name in _IDS and not one.is_complex() and not one.is_floating_point():
-            found = {"words": _spelled(one.tolist(), words)}
-        else:
-            continue
+        found = _of_ids(name, value[place], words) or _of_numbers(name, value[place].detach(), normalized_by)
         for part, content in found.items():
             parts.setdefault(part, content)
     return Preview(**parts) if parts else None  # type: ignore[arg-type]
 
 
-def _of_numbers(name: str, one: Tensor, normalized_by: Normalized | None) -> dict[str, object]:
-    """The parts of a preview that a floating-point tensor of one sample, float32 on the CPU, makes."""
-    if one.ndim == 3 and min(one.shape[1:]) > 1:
+def _of_ids(name: str, one: Tensor, words: Words | None) -> dict[str, object]:
+    """The words of a preview, where a tensor of one sample holds token ids."""
+    if one.ndim != 1 or name not in _IDS or one.is_complex() or one.is_floating_point():
+        return {}
+    ids = one.tolist()
+    return {"words": tuple(f"#{number}" for number in ids) if words is None else tuple(words(ids))}
+
+
+def _of_numbers(name: str, given: Tensor, normalized_by: Normalized | None) -> dict[str, object]:
+    """The parts of a preview that a floating-point tensor of one sample makes."""
+    shape = given.shape
+    picture = len(shape) == 3 and min(shape[1:]) > 1
+    spectrogram = len(shape) == 2 and name in _SPECTROGRAMS and min(shape) > _MOST_CHANNELS
+    waveform = len(shape) <= 2 and shape[-1] >= _SHORTEST_WAVEFORM and math.prod(shape[:-1]) <= _MOST_CHANNELS
+    # By its shape first: what shows nothing is not fetched from a GPU for every sample.
+    if not given.is_floating_point() or not (picture or spectrogram or waveform):
+        return {}
+    one = given.float().cpu()
+    if not one.isfinite().all():
+        return {}
+    if picture:
         pixels, note = _pixels(one, normalized_by)
         return {"pixels": pixels, "size": tuple(one.shape[1:]), "note": note}
-    if one.ndim == 2 and name in _SPECTROGRAMS and min(one.shape) > _MOST_IN_ENVELOPE_CHANNELS:
+    if spectrogram:
         # Whisper's are (mel bins, time), those of the others (time, mel bins): time is the longer one.
         drawn = (one if one.shape[0] < one.shape[1] else one.T).flip(0)
         pixels, note = _pixels(drawn[None], None)
         return {"pixels": pixels, "size": tuple(drawn.shape), "along_width": True, "note": note}
-    if one.ndim <= 2 and one.shape[-1] >= _SHORTEST_WAVEFORM and len(one.view(-1, one.shape[-1])) <= 2:
-        mono = one.reshape(-1, one.shape[-1]).mean(0)
-        return {"envelope": _envelope(mono), "length": len(mono)}
-    return {}
+    mono = one.reshape(-1, shape[-1]).mean(0)
+    return {"envelope": _envelope(mono), "length": len(mono)}
 
 
 def _pixels(one: Tensor, normalized_by: Normalized | None) -> tuple[Tensor, str]:
@@ -162,7 +173,3 @@ def _envelope(waveform: Tensor) -> Tensor:
 
     spans = waveform.tensor_split(min(SPANS, len(waveform)))
     return torch.stack([torch.stack([span.amin() for span in spans]), torch.stack([span.amax() for span in spans])])
-
-
-def _spelled(ids: list[int], words: Words | None) -> tuple[str, ...]:
-    return tuple(f"#{number}" for number in ids) if words is None else tuple(words(ids))

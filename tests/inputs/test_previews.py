@@ -54,6 +54,12 @@ def test_the_envelope_holds_every_sample_of_its_spans(length, seed):
     assert low.tolist() == [span.min() for span in spans] and high.tolist() == [span.max() for span in spans]
 
 
+def test_a_waveform_whose_samples_lie_apart_in_memory_is_shown():
+    stereo = torch.randn(1, 500, 2, generator=torch.Generator().manual_seed(0))
+    preview = preview_of(batch_of(stereo.mT), 0)  # as of a loader that transposes
+    assert preview.length == 500 and preview.envelope.max() == stereo.mean(2).max()
+
+
 def test_both_channels_of_a_stereo_recording_are_averaged():
     stereo = torch.stack([torch.full((500,), 1.0), torch.full((500,), -0.5)])[None]
     assert preview_of(batch_of(stereo), 0).envelope.unique().tolist() == [0.25]
