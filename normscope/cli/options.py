@@ -242,16 +242,6 @@ Diagonal = Annotated[
         help="Also keep sums of the diagonal of each norm's Jacobian, for `gradient`.",
     ),
 ]
-KeepInputs = Annotated[
-    int,
-    typer.Option(
-        "--keep-inputs",
-        callback=at_least(0),
-        metavar="N",
-        help="Also keep of N inputs a thumbnail, the envelope of the waveform or the text, and σ of every token, for "
-        "`report`. The file then shows them to whoever has it.",
-    ),
-]
 Layers = Annotated[
     str,
     typer.Option(

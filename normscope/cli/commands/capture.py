@@ -15,11 +15,11 @@ from normscope.cli.options import (
     By,
     ByGamma,
     Diagonal,
-    KeepInputs,
     Layers,
     Model,
     PerChannel,
     Quiet,
+    at_least,
     seconds_asked,
 )
 from normscope.cli.output import Output, pairs_as_json, skipped_as_json
@@ -45,7 +45,16 @@ Raw = Annotated[
     bool, typer.Option("--raw", help="Also write every pair of the chosen layers, into FILE's -raw folder.")
 ]
 
-
+KeepInputs = Annotated[
+    int,
+    typer.Option(
+        "--keep-inputs",
+        callback=at_least(0),
+        metavar="N",
+        help="Also keep of N inputs a thumbnail, the envelope of the waveform or the text, and σ of every token, for "
+        "`report`. The file then shows them to whoever has it.",
+    ),
+]
 Every = Annotated[
     float,
     typer.Option(
