@@ -34,15 +34,6 @@ class Patches(nn.Module):
         return self.last(x)
 
 
-class Ears(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-
-    def forward(self, x):
-        return self.norm(x.unflatten(1, (-1, 8)))
-
-
 @pytest.fixture(scope="module")
 def pictures(hostile_name):
     torch.manual_seed(0)
@@ -62,10 +53,10 @@ def hostile_name():
 
 
 @pytest.fixture(scope="module")
-def page_file(pictures, tmp_path_factory):
+def page_file(pictures, ears, tmp_path_factory):
     """Pictures in three timesteps; a waveform; a text of hostile words, two of them padding."""
     torch.manual_seed(0)
-    sound = normscope.capture(Ears(), [torch.randn(4, 800)], keep_inputs=1, about={"model": "sound"})
+    sound = normscope.capture(ears, [torch.randn(4, 800)], keep_inputs=1, about={"model": "sound"})
     words = nn.Sequential(nn.Embedding(12, 8), nn.LayerNorm(8))
     text = normscope.capture(words, [torch.arange(12).view(1, 12)], keep_inputs=1, about={"model": "text"})
     [kept] = text.inputs

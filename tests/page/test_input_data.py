@@ -203,17 +203,9 @@ def test_an_input_of_several_parts_is_one_input():
     assert unpacked(inputs[0]["picture"]["pixels"]).shape == (16 * 16 * 3,) and inputs[0]["waveform"] is None
 
 
-def test_waveforms_and_words_are_written_down():
-    class Ears(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.LayerNorm(8)
-
-        def forward(self, x):
-            return self.norm(x.unflatten(1, (-1, 8)))
-
+def test_waveforms_and_words_are_written_down(ears):
     x = torch.randn(2, 800)
-    [heard] = capture_data(seen := captured(Ears(), x), normscope.fit(seen, "tanh"), 4000)["inputs"]
+    [heard] = capture_data(seen := captured(ears, x), normscope.fit(seen, "tanh"), 4000)["inputs"]
     assert heard["waveform"]["length"] == 800 and heard["words"] == [] and heard["picture"] is None
     assert unpacked(heard["waveform"]["low"]).min() == x[0].min()
     words = nn.Sequential(nn.Embedding(9, 8), nn.LayerNorm(8))
