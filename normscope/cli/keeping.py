@@ -79,21 +79,12 @@ def choose(
     after: Callable[[Sequence[str]], float] | None = None,
 ) -> normscope.KeepReport:
     """Choose the norms to keep, on the inputs to learn from; arguments are those of :func:`normscope.keep`."""
-    from normscope.swaps.keep.keep import HELD_OUT, MOST_SAMPLES, STAGE, passes_of
+    from normscope.swaps.keep.keep import MOST_SAMPLES
 
     if number is not None and number >= len(modules):
         raise UsageError(f"--keep {number} leaves nothing to swap: there are {count(len(modules), 'norm')}.")
-    of_a_sample = learner.seconds_of_a_pass() / learner.network.inputs.batch_size
-    a_pass = of_a_sample * min(MOST_SAMPLES, learner.learned.n_samples or MOST_SAMPLES)
-    if number is not None:
-        on_held_out = (number + 2) * of_a_sample * (learner.held_out.n_samples or MOST_SAMPLES)
-        say.estimate.expect({STAGE: passes_of(len(modules), number) * a_pass, HELD_OUT: on_held_out})
-    else:
-        trials = "" if after is None else ", and every number of norms that is tried a calibration"
-        say.remark(
-            f"every norm that is kept takes up to {len(modules)} passes over at most {MOST_SAMPLES} samples, about "
-            f"{len(modules) * a_pass:.0f} s{trials}"
-        )
+    trials = "" if after is None else ", and each number of norms that is tried a calibration"
+    say.remark(f"every norm kept takes up to {len(modules)} passes over at most {MOST_SAMPLES} samples{trials}")
     with say.bars() as progress:
         return normscope.keep(
             learner.network,

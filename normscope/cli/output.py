@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from normscope.cli.estimate import Estimate, ProgressLines
 from normscope.cli.formats import (
     CSV,
     LATEX,
@@ -77,6 +76,8 @@ def _print_words(console: Console, text: str, style: str = "") -> None:
 
 
 _MOST_NAMED = 4  # inputs that are kept, in a remark
+_SECONDS_TO_A_LINE, _SECONDS_BETWEEN_LINES = 3.0, 30.0
+_LONG_SECONDS = 20.0  # stages of fewer get no line
 
 
 class Output:
@@ -89,7 +90,6 @@ class Output:
             ends in .tex or .md, else the whole document, as YAML if it ends in .yaml or .yml and as JSON if it ends in
             .json or has no suffix.
         as_csv: results are rows on stdout, and nothing else is there.
-        estimate: of how long the command takes; it announces here what is to come.
     """
 
     _tables: list[tuple[str, Table]]
@@ -107,8 +107,7 @@ class Output:
         self._above, self._tables = "", []
         self._speaks = Place.from_environment().speaks
         self._results, self._remarks = _console(stderr=False), _console(stderr=True)
-        self.estimate = Estimate()
-        self._lines = ProgressLines(self.remark, self.estimate)
+        self._lines = ProgressLines(self.remark)
 
     @property
     def for_programs(self) -> bool:
@@ -236,24 +235,15 @@ class Output:
             self.warn(f"skipped {norm.name} ({norm.kind}): {norm.reason}")
 
     @contextlib.contextmanager
-    def bars(self, counted_as: str = "") -> Iterator[Progress]:
-        """Show a progress bar for each stage; lines now and then where stderr is no terminal; nothing when quiet.
-
-        Args:
-            counted_as: the announced stage that all of it is, where its own stages tell no pace.
-        """
+    def bars(self) -> Iterator[Progress]:
+        """Show a progress bar for each stage; lines now and then where stderr is no terminal; nothing when quiet."""
         if not self._remarks.is_terminal:
-            yield functools.partial(self._lines, counted_as=counted_as)
+            yield self._lines
             return
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bars
 
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[left]}"),
-        )
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Bars(*columns, console=self._remarks, disable=self.quiet or not self._speaks, transient=True) as bars:
             tasks: dict[str, TaskID] = {}
 
@@ -262,13 +252,59 @@ class Output:
                     self._lines(stage, done, of)
                     return
                 if stage not in tasks:
-                    for before in tasks.values():
-                        bars.update(before, left="")
-                    tasks[stage] = bars.add_task(_harmless(stage), total=of, left="")
-                self.estimate.told(counted_as or stage, done, None if counted_as else of)
-                bars.update(tasks[stage], completed=done, left=self.estimate.still)
+                    tasks[stage] = bars.add_task(_harmless(stage), total=of)
+                bars.update(tasks[stage], completed=done)
 
             yield progress
+
+
+class ProgressLines:
+    """Progress as lines: the first within seconds if a stage takes long, then one every half a minute.
+
+    A stage that is one long step (its name ends in …) gets one line, when it begins.
+
+    >>> clock = iter([0.0, 2.0, 10.0, 40.0, 50.0])
+    >>> progress = ProgressLines(print, clock.__next__)
+    >>> for done in (0, 2, 10, 40, 50):
+    ...     progress("samples", done, 100)
+    samples: 10 of 100, about 90 s left
+    samples: 40 of 100, about 60 s left
+    """
+
+    def __init__(self, remark: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
+        """Print lines with ``remark``; ``now`` returns seconds."""
+        self._remark, self._now = remark, now
+        self._stage, self._first, self._done = "", 0, 0
+        self._began = self._next_line = 0.0
+        self._steps: set[str] = set()
+
+    def __call__(self, stage: str, done: int, of: int | None) -> None:
+        """Report progress, see :data:`normscope.runtime.progress.Progress`."""
+        if is_one_step(stage):
+            if stage not in self._steps:
+                self._remark(stage)
+            self._steps.add(stage)
+            return
+        now = self._now()
+        if stage != self._stage or done < self._done:
+            self._stage, self._first, self._began, self._next_line = stage, done, now, now + _SECONDS_TO_A_LINE
+        self._done = done
+        seconds = now - self._began
+        left = seconds / max(1, done - self._first) * (of - done) if of is not None else 0.0
+        if now < self._next_line or done == of or seconds + left < _LONG_SECONDS:
+            return
+        self._remark(f"{stage}: {done:,}" + (f" of {of:,}, about {_rounded(left)} left" if of is not None else ""))
+        self._next_line = now + _SECONDS_BETWEEN_LINES
+
+
+def _rounded(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )
 
 
 def listed(names: Sequence[str]) -> str:

@@ -248,12 +248,8 @@ def captures(
         typer.Exit: at the end, of all ranks but the first.
     """
     speaks = Place.from_environment().speaks
-    models = [name for name, _ in sources if not _is_file(name)]
-    place = 0
     for name, run in sources:
         if not _is_file(name):
-            place += 1
-            output.estimate.model(place, len(models))
             with run.joined() as ranks:
                 network = run.load(name, output)
                 seen = run.capture(network, layers, output, ranks, by_part=by is not None, **kept)

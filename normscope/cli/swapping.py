@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import normscope
-from normscope.cli.estimate import seconds_of_a_pass
 from normscope.cli.options import SWAP
 from normscope.errors import UsageError, count, unknown
 from normscope.inputs.splits import divided
@@ -243,7 +242,6 @@ class Learner:
         least: how many of the norms, those whose swap alone moves the output least; None for all.
         seed: of the captures.
         ranks: the processes that divide captures and drift among them; all come to the same start values.
-        sample: one of its inputs, which passes are timed on.
     """
 
     network: LoadedModel
@@ -271,11 +269,6 @@ class Learner:
         if least and int(least[1]) > len(norms):
             raise UsageError(f"--sites {sites} asks for more norms than there are: {len(norms)}.")
         return cls(network, norms, report.skipped, int(least[1]) if least else None, seed, ranks, sample)
-
-    def seconds_of_a_pass(self, batches: int = 1) -> float:
-        """Time a pass through the network, of so many of its batches as one."""
-        size = batches * self.network.inputs.batch_size
-        return seconds_of_a_pass(self.network.module, self.sample, size)
 
     @property
     def learned(self) -> DivisibleInputs | Part:

@@ -6,7 +6,7 @@ import re
 import torch
 
 import normscope
-from normscope.cli.output import Output, print_error
+from normscope.cli.output import Output, ProgressLines, print_error
 
 
 def test_tokens_that_hold_no_numbers_are_said_once_a_site(capsys):
@@ -30,30 +30,51 @@ def test_no_name_from_a_file_commands_the_terminal(capsys):
 
 
 def test_lines_take_the_place_of_bars_where_stderr_is_no_terminal_unless_quiet(capsys, monkeypatch):
-    for name in ("_EARLY_SECONDS", "_LONG_SECONDS", "_PACE_SECONDS"):
-        monkeypatch.setattr(f"normscope.cli.estimate.{name}", -1.0)
+    monkeypatch.setattr("normscope.cli.output._SECONDS_TO_A_LINE", 0.0)
+    monkeypatch.setattr("normscope.cli.output._LONG_SECONDS", 0.0)
     for quiet in (False, True):
         with Output(as_json=True, quiet=quiet).bars() as progress:
-            for done in (0, 1, 2):
-                progress("samples", done, 1000)
-        assert capsys.readouterr().err == ("" if quiet else "samples: 2 of 1,000, about 0 s in all\n")
+            progress("compiling …", 0, 1)
+            progress("samples", 2, 1000)
+            progress("compiling …", 0, 1)
+        assert capsys.readouterr().err == ("" if quiet else "compiling …\nsamples: 2 of 1,000, about 0 s left\n")
 
 
-def test_the_bars_of_a_terminal_end_in_what_is_left_of_the_whole_command(monkeypatch):
+def lines_of(calls):
+    """Lines printed by calls of (second, stage, done, of)."""
+    lines, seconds = [], iter([second for second, *_ in calls])
+    progress = ProgressLines(lines.append, seconds.__next__)
+    for _, *call in calls:
+        progress(*call)
+    return lines
+
+
+def test_short_stages_print_nothing_and_long_ones_their_time_left():
+    assert lines_of([(0.9 * n, "samples", n, 20) for n in range(21)]) == []
+    assert lines_of([(n, "end to end", 10 * n, 5000) for n in range(71)]) == [
+        "end to end: 30 of 5,000, about 8 min left",
+        "end to end: 330 of 5,000, about 8 min left",
+        "end to end: 630 of 5,000, about 7 min left",
+    ]
+    resumed = [(0, "blocks", 50, 100), (10, "blocks", 70, 100), (60, "blocks", 90, 100)]
+    assert lines_of(resumed) == ["blocks: 70 of 100, about 15 s left", "blocks: 90 of 100, about 15 s left"]
+    assert lines_of([(15 * n, "samples", 10 * n, None) for n in range(3)]) == ["samples: 20"]
+    begun_anew = [(0, "a", 0, 9), (40, "b", 0, 90), (50, "b", 1, 90)]
+    assert lines_of(begun_anew) == ["b: 1 of 90, about 15 min left"]
+
+
+def test_the_bars_of_a_terminal_show_the_time_left(monkeypatch):
     stderr = io.StringIO()
     stderr.isatty = lambda: True
     monkeypatch.setattr("sys.stderr", stderr)
     for name, value in (("COLUMNS", "200"), ("TERM", "xterm"), ("TTY_COMPATIBLE", "1"), ("TTY_INTERACTIVE", "1")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("normscope.cli.estimate._PACE_SECONDS", 0.0)
-    say = Output(as_json=True, quiet=False)
-    say.estimate.expect({"end to end": 100.0})
-    with say.bars() as progress:
+    with Output(as_json=True, quiet=False).bars() as progress:
         progress("samples", 0, 3)
         for done in (0, 1):
             progress("compiling …", done, 1)
         for done in (1, 2):
             progress("samples", done, 3)
-    said = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", stderr.getvalue())
-    assert said.count("compiling …") == 1
-    assert re.search(r"samples +\S+ +2/3 +about 100 s left", said), said
+    printed = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", stderr.getvalue())
+    assert printed.count("compiling …") == 1
+    assert re.search(r"samples +\S+ +2/3 +[-\d:]+", printed), printed

@@ -118,7 +118,7 @@ def heal(
     from normscope.swaps.heal.checkpoint import check_asked
     from normscope.swaps.heal.heal import STEPS
     from normscope.swaps.heal.reports import TRAINED
-    from normscope.swaps.heal.stages import SAMPLES_A_STEP, HealOptions, expected_seconds
+    from normscope.swaps.heal.stages import HealOptions
     from normscope.swaps.start import RMS_NORM
     from normscope.swaps.store.record import ALSO, FILES
 
@@ -126,7 +126,7 @@ def heal(
     calibrated = init == CALIBRATED and how.asked != RMS_NORM
     if minutes is None and steps is None:
         steps = STEPS
-    plan = HealOptions(calibrated, train, steps, minutes, run.seed)
+    HealOptions(calibrated, train, steps, minutes, run.seed)  # refuses contradictions before anything is loaded
     check_kernels([how], run.device)
     check_keep(keep, None, sites, place)
     check_folder_writable(output, FILES, ALSO)
@@ -142,9 +142,6 @@ def heal(
     at_once = batch_size or (RunOptions.batch_size if model.startswith("py:") else _BATCH_SIZE)
     network = replace(run, batch_size=at_once, dtype="float32").load(model, say)  # half precision swallows small steps
     learner = Learner.of(network, sites, run.seed, say, ALONE)
-    joins = learner.sample.valid is None  # texts of several lengths stay apart
-    batches = max(1, SAMPLES_A_STEP // network.inputs.batch_size) if joins else 1
-    say.estimate.expect(expected_seconds(plan, learner.seconds_of_a_pass(batches)))
     if init == CALIBRATED and not calibrated:
         say.remark("rmsnorm begins as it is: point-wise functions alone are calibrated")
     fits = learner.fits(how, say)
@@ -202,13 +199,13 @@ def heal(
 
 
 def _remark_on(check: TrainingCheck, say: Output) -> None:
-    """Say how far the training has come, and how much of it is left."""
+    """Print what a check of the training found."""
     found = [
         f"{name} {value:.4f}" for name, value in (("loss", check.loss), ("drift", check.drift)) if value is not None
     ]
     if not check.kept:
         found.append("a better state is kept")
-    say.remark(f"step {check.step:,}: {', '.join(filter(None, (*found, say.estimate.still)))}")
+    say.remark(f"step {check.step:,}: {', '.join(found)}")
 
 
 def _inputs(run: RunOptions) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import normscope
-from normscope.cli.estimate import in_minutes
 from normscope.cli.options import (
     RUNNING,
     SWAP,
@@ -60,10 +59,7 @@ EXAMPLES = (
     "normscope swap-bench vit_b16 --sites least:8 · normscope swap-bench llama_7b --device cuda"
 )
 _VIEWS = ("drift", "speed")
-_TIMING = "timing"
-_DRIFT_OF_A_PASS = 1.5  # with functions in the norms' places, and outputs to compare
-_LONG_CALIBRATIONS = 60.0  # seconds from which it is said how there are fewer
-_BATCHES_TOGETHER = 8  # passes of tiny networks run together
+_MANY_CALIBRATIONS = 8
 _PUBLISHED = "llama_7b"
 CURVES = "dyt,dyisru,derf"
 
@@ -173,8 +169,7 @@ def swap_bench(
         say.remark(f"{place.ranks} ranks divide the drift; speed is of the first alone, while the others wait")
     drifts, speeds, tables = [], [], []
     figures: list[dict[str, str]] = []
-    timing = _seconds_of_timing(full, seconds)
-    for learner, moved in _drifts(names, sites, wanted, run, timing, say):
+    for learner, moved in _drifts(names, sites, wanted, run, say):
         network = learner.network
         speed = _speed(network, wanted, run, full, seconds, say)
         if network.name == _PUBLISHED:
@@ -216,24 +211,19 @@ def _check_published(names: Sequence[str], there: torch.device) -> None:
 
 
 def _drifts(
-    names: Sequence[str], sites: str, wanted: Wanted, run: RunOptions, timing: float | None, say: Output
+    names: Sequence[str], sites: str, wanted: Wanted, run: RunOptions, say: Output
 ) -> Iterator[tuple[Learner, list[DriftReport]]]:
     """Measure the drift of each model; ranks divide its inputs among them, and the first alone gets what they found.
-
-    That timing each takes so many seconds besides, or None, is for the estimate.
 
     Raises:
         typer.Exit: at the end, of all ranks but the first.
     """
     speaks = Place.from_environment().speaks
     with run.joined() as ranks:
-        for place, name in enumerate(names, 1):
-            say.estimate.model(place, len(names))
+        for name in names:
             ranks.told(name)  # the others wait here: none loads the next network while the first times this one
             learner = Learner.of(run.load(name, say), sites, run.seed, say, ranks)
-            expected = _expected(learner, wanted, timing)
-            say.estimate.expect(expected)
-            _remark_on_cost(learner, wanted, expected, say)
+            _remark_on_cost(learner, wanted, say)
             moved = _drift(learner, wanted, say)
             if speaks:
                 yield learner, moved
@@ -241,53 +231,13 @@ def _drifts(
         raise typer.Exit
 
 
-def _expected(learner: Learner, wanted: Wanted, timing: float | None) -> dict[str, float | None]:
-    """Say how long the stages of a model will take, as far as something tells."""
-    from normscope.swaps.drift.drift import passes, stage_of
-
-    inputs, of_timing = learner.held_out, {_TIMING: timing}
-    number, learned = (getattr(part, "n_samples", None) for part in (inputs, learner.learned))
-    stages = {stage_of(learner.network.about, how.func, how.start): how.calibrated for how in wanted.ways}
-    if number is None or getattr(inputs, "ends", None) is not None:  # trajectories are walked to their ends besides
-        return dict.fromkeys(stages) | of_timing
-    together = learner.seconds_of_a_pass(_BATCHES_TOGETHER) / _BATCHES_TOGETHER
-    a_sample = together / learner.network.inputs.batch_size
-    sites = learner.least or len(learner.norms)
-    took = _DRIFT_OF_A_PASS * a_sample * number * passes(sites) / learner.ranks.size
-    calibrating = None if learned is None else _seconds_of_calibrations(sites, a_sample, learned, number)
-    return {stage: calibrating if calibrated else took for stage, calibrated in stages.items()} | of_timing
-
-
-def _remark_on_cost(learner: Learner, wanted: Wanted, expected: Mapping[str, float | None], say: Output) -> None:
-    """Say how many calibrations there will be, and how there are fewer, where they take long or nothing tells."""
-    from normscope.swaps.drift.drift import stage_of
-
+def _remark_on_cost(learner: Learner, wanted: Wanted, say: Output) -> None:
+    """Print how many calibrations there will be, and how to get by with fewer."""
     ways = [how for how in wanted.ways if how.calibrated]
-    seconds = [expected[stage_of(learner.network.about, how.func, how.start)] for how in ways]
-    known = [one for one in seconds if one is not None]
-    if not ways or (len(known) == len(seconds) and sum(known) < _LONG_CALIBRATIONS):
-        return
-    rows = _rows(learner.least or len(learner.norms))
-    about = f", about {in_minutes(sum(known))} in all" if len(known) == len(seconds) else ""
+    sites = learner.least or len(learner.norms)
     each = f" for each of {len(ways)} curves" if len(ways) > 1 else ""
-    say.remark(
-        f"{rows} calibrations{each}{about}: all sites, each alone, and each number of them; --sites 4 takes fewer"
-    )
-
-
-def _seconds_of_calibrations(sites: int, a_sample: float, learned: int, held_out: int) -> float:
-    """How long it takes to calibrate every row and to measure it, with a pass of a sample taking so long."""
-    from normscope.swaps.drift.calibrated_passes import calibrations
-
-    rows = _rows(sites)
-    # Both networks' passes, and about as long as one of them for each site that is fitted: half as long in
-    # all-MiniLM-L6-v2, one and a half times in demo_vit.
-    return a_sample * (learned * (2 * rows + calibrations(sites)) + 2 * _DRIFT_OF_A_PASS * held_out * rows)
-
-
-def _rows(sites: int) -> int:
-    """How many sets of sites are swapped: all, each alone, and each number of them between."""
-    return 1 + sites + max(0, sites - 2)
+    if ways and (rows := 1 + sites + max(0, sites - 2)) > _MANY_CALIBRATIONS:
+        say.remark(f"{rows} calibrations{each}: all sites, each alone, and each number of them; --sites 4 takes fewer")
 
 
 def _drift(learner: Learner, wanted: Wanted, say: Output) -> list[DriftReport]:
@@ -343,6 +293,7 @@ def _speed(
 ) -> BenchReport:
     """Time the network; for an embedded one, which is tiny, its full-size sibling with random weights."""
     from normscope.models.weights.devices import KEEP, dtype_name
+    from normscope.swaps.bench.bench import BUDGET
     from normscope.tables.speed import speed_tables
 
     if sibling := registry.find(network.name).sibling:
@@ -350,10 +301,11 @@ def _speed(
         size = RunOptions.batch_size if run.batch_size == "auto" else run.batch_size
         of_sibling = replace(run, weights="random", data=None, limit=size, batch_size=size, shuffle=False)
         network = of_sibling.load(sibling, say)
-    if limit := _seconds_of_timing(full, seconds):
+    if not full and seconds != 0:
+        limit = BUDGET if seconds is None else seconds
         say.remark(f"timing {network.name} takes about {limit:.0f} s; --quick takes the fewest timings")
     dtypes = None if full or run.dtype in (None, KEEP) else [dtype_name(run.dtype)]
-    with say.bars(_TIMING) as progress:
+    with say.bars() as progress:
         report = normscope.bench(
             network, curves=wanted.curves, dtypes=dtypes, full=full, budget=seconds, progress=progress
         )
@@ -361,15 +313,6 @@ def _speed(
     for table in speed_tables(report):
         say.result(table)
     return report
-
-
-def _seconds_of_timing(full: bool, seconds: float | None) -> float | None:
-    """Return the seconds that timing takes; None where nothing tells."""
-    from normscope.swaps.bench.bench import BUDGET
-
-    if full or seconds == 0:
-        return None
-    return BUDGET if seconds is None else seconds
 
 
 def _published(network: LoadedModel, wanted: Wanted, say: Output) -> PublishedReport:

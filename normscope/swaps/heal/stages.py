@@ -24,7 +24,6 @@ from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.progress import Progress, silent
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, NORMS, calibrate
 from normscope.swaps.calibrate.neighbours import neighbours_of
-from normscope.swaps.calibrate.refitting import STAGE
 from normscope.swaps.drift.output_errors import OutputErrors, output_errors
 from normscope.swaps.heal import training
 from normscope.swaps.heal.checkpoint import load_checkpoint, save_checkpoint
@@ -40,7 +39,6 @@ _MOST_CALIBRATED = 320  # samples: twice as many texts take twice the time, for 
 ALL = "all"
 TRAINS = (NORMS, NEIGHBOURS, ALL)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_PASSES_A_STEP = 4  # forward: gradients take twice the time, and the step itself some
 _TIMED = 8  # steps, from which minutes become steps
 _SHARES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
 
@@ -73,20 +71,6 @@ class HealOptions:
             raise UsageError(f"steps is {self.steps}: it is a number of steps, at least 1.")
         if self.minutes is not None and not 0 < self.minutes < math.inf:
             raise UsageError(f"minutes is {self.minutes}: it is a time, more than 0.")
-
-
-def expected_seconds(options: HealOptions, of_pass: float) -> dict[str, float | None]:
-    """Seconds that each stage will take, by the name that it tells its progress by; None where nothing tells.
-
-    Args:
-        options: how a network is healed.
-        of_pass: seconds of one forward pass of a step's inputs.
-
-    >>> expected_seconds(HealOptions(calibrated=True, train="all", steps=100, minutes=None, seed=0), 0.5)
-    {'calibrate': None, 'train': 200.0}
-    """
-    in_training = 60 * options.minutes if options.minutes else _PASSES_A_STEP * of_pass * (options.steps or 0)
-    return {**({STAGE: None} if options.calibrated else {}), training.STAGE: in_training}
 
 
 class Stages:

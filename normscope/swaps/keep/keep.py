@@ -107,15 +107,6 @@ def keep(
     return _on_held_out(report, loaded, held_out, replacements or {}, outputs, quality, progress)
 
 
-def passes_of(sites: int, number: int) -> int:
-    """Return how many times :func:`keep` runs each sample that it chooses on to keep so many norms.
-
-    >>> passes_of(13, 2)
-    29
-    """
-    return 2 + sum(1 + sites - kept for kept in range(number))
-
-
 def _check(sites: Sequence[str], number: int | None, max_drift: float | None) -> None:
     if not sites:
         raise UsageError("There is nothing to swap: the replacements name no module.")

@@ -12,7 +12,7 @@ from torch import nn
 import normscope
 from normscope import PointwiseFunction, drift, keep, load_swapped, plot_keep, replacements, save_swapped
 from normscope.errors import UsageError
-from normscope.swaps.keep.keep import MOST_SAMPLES, passes_of
+from normscope.swaps.keep.keep import MOST_SAMPLES
 from normscope.swaps.store.record import read_record
 
 
@@ -166,14 +166,6 @@ def test_it_chooses_on_few_inputs_from_all_over(chain):
 
     report = keep(model, list(batches()), modules_of(model), number=1)
     assert MOST_SAMPLES / 2 < report.n_chosen_on <= MOST_SAMPLES
-
-
-def test_the_number_of_passes_is_known_before(chain):
-    model, batches = chain
-    told = []
-    keep(model, batches, modules_of(model), number=2, progress=lambda stage, done, of: told.append(done))
-    # The first comparison of two passes ends at 96, each later one begins anew from there.
-    assert max(told) == 48 * passes_of(4, 2)
 
 
 @pytest.mark.parametrize(
