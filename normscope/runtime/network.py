@@ -6,13 +6,14 @@ import contextlib
 import copy
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from normscope.errors import MemoryEndedError, ModelError, NormscopeError, count
+from normscope.errors import MemoryEndedError, ModelError, NormscopeError, UsageError, count
 from normscope.inputs.batch import BY_HAND, Batch
 
 _ALLOCATORS = (
@@ -79,7 +80,10 @@ def _of_others(model: nn.Module) -> bool:
 
 
 class _OneByOne:
-    """Two switches of torch's, which the whole process shares: threads that overlap turn them once, and once back."""
+    """Switches that the whole process shares: threads that overlap turn them once, and once back.
+
+    Two are torch's; the third lets the threads that a pass starts belong to the pass, see :func:`passes_by`.
+    """
 
     def __init__(self) -> None:
         self._lock, self._users, self._turned = threading.Lock(), 0, contextlib.ExitStack()
@@ -92,6 +96,8 @@ class _OneByOne:
                     torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
                 )
                 torch.backends.mha.set_fastpath_enabled(False)
+                self._turned.callback(setattr, threading.Thread, "start", threading.Thread.start)
+                threading.Thread.start = _inheriting(threading.Thread.start)  # type: ignore[method-assign]
             if may_compile and not self._eager:
                 self._turned.enter_context(torch.compiler.set_stance("force_eager"))
                 self._eager = True
@@ -106,6 +112,65 @@ class _OneByOne:
 
 
 _one_by_one = _OneByOne()
+_passes: weakref.WeakKeyDictionary[threading.Thread, object] = weakref.WeakKeyDictionary()
+_captured: dict[int, threading.Thread] = {}  # by the id of the module
+_capturing = threading.Lock()
+
+
+def _inheriting(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    def started(thread: threading.Thread) -> None:
+        if passes := _passes.get(threading.current_thread()):
+            _passes[thread] = passes
+        start(thread)
+
+    return started
+
+
+@contextlib.contextmanager
+def passes_by(lock: object) -> Iterator[None]:
+    """Let hooks of :func:`heard_by` run for the passes of this thread in the block, and of threads that these start."""
+    thread = threading.current_thread()
+    before, _passes[thread] = _passes.get(thread), lock
+    try:
+        yield
+    finally:
+        _passes[thread] = before
+
+
+def heard_by(lock: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that ignores the passes of unrelated threads, and runs one at a time for those of related ones."""
+
+    def heard(*call: Any) -> Any:
+        if _passes.get(threading.current_thread()) is lock:
+            with lock:
+                return hook(*call)
+        return None
+
+    return heard
+
+
+@contextlib.contextmanager
+def captured_once(model: nn.Module) -> Iterator[None]:
+    """Refuse captures of a network by other threads in the block.
+
+    Raises:
+        UsageError: if another thread is capturing the network or a part of it.
+    """
+    thread, modules = threading.current_thread(), {id(module) for module in getattr(model, "modules", tuple)()}
+    with _capturing:
+        if any(_captured.get(module, thread) is not thread for module in modules):
+            raise UsageError(
+                f"Another thread is capturing this {type(model).__name__}, or a part of it. Wait until that capture "
+                "ends, or capture a copy: copy.deepcopy(model)."
+            )
+        modules -= _captured.keys()
+        _captured.update(dict.fromkeys(modules, thread))
+    try:
+        yield
+    finally:
+        with _capturing:
+            for module in modules:
+                del _captured[module]
 
 
 class KeptBuffers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -129,6 +130,7 @@ class FunctionWatch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.on_pause = False
+        self.lock = threading.RLock()  # identifies the watched pass
         self.path: list[str] = []
         self.tensorless: dict[str, None] = {}
         self.functional: dict[tuple[str, str], None] = {}

@@ -20,7 +20,7 @@ from normscope.pairs.norms.known import POINTWISE
 from normscope.pairs.norms.placement import Ends, FunctionWatch, of_sites, version_of
 from normscope.pairs.norms.recognition import ancestor_kind, identified, ignores_scale, is_norm, kind_of, refusal
 from normscope.pairs.norms.sites import NormSite, SkippedNorm
-from normscope.runtime.network import at_hand, left_as_found, run
+from normscope.runtime.network import at_hand, heard_by, left_as_found, passes_by, run
 
 NOT_CALLED = "not called"
 
@@ -113,7 +113,7 @@ def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> No
     named, weighing = _suspects(model)
     watch = FunctionWatch()
     with left_as_found(model) as buffers:
-        with _calls_of(named, weighing, watch) as calls, _entered(model, watch), watch:
+        with _calls_of(named, weighing, watch) as calls, _entered(model, watch), passes_by(watch.lock), watch:
             run(model, batch)
         keeps_state = buffers.changed
 
@@ -257,8 +257,8 @@ def _calls_of(
 
     with contextlib.ExitStack() as hooks:
         for name, module in suspects.items():
-            hooks.callback(module.register_forward_pre_hook(enter(name), with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(leave(name), with_kwargs=True).remove)
+            hooks.callback(module.register_forward_pre_hook(heard_by(watch.lock, enter(name)), with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(heard_by(watch.lock, leave(name)), with_kwargs=True).remove)
         yield calls
 
 
@@ -274,8 +274,8 @@ def _entered(model: nn.Module, watch: FunctionWatch) -> Iterator[None]:
 
     with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
-            hooks.callback(module.register_forward_pre_hook(enter(name)).remove)
-            hooks.callback(module.register_forward_hook(leave).remove)
+            hooks.callback(module.register_forward_pre_hook(heard_by(watch.lock, enter(name))).remove)
+            hooks.callback(module.register_forward_hook(heard_by(watch.lock, leave)).remove)
         yield
 
 
