@@ -80,10 +80,7 @@ def _of_others(model: nn.Module) -> bool:
 
 
 class _OneByOne:
-    """Switches that the whole process shares: threads that overlap turn them once, and once back.
-
-    Two are torch's; the third lets the threads that a pass starts belong to the pass, see :func:`passes_by`.
-    """
+    """Switches that the whole process shares: threads that overlap turn them once, and once back."""
 
     def __init__(self) -> None:
         self._lock, self._users, self._turned = threading.Lock(), 0, contextlib.ExitStack()
@@ -113,14 +110,13 @@ class _OneByOne:
 
 _one_by_one = _OneByOne()
 _passes: weakref.WeakKeyDictionary[threading.Thread, object] = weakref.WeakKeyDictionary()
-_captured: dict[int, threading.Thread] = {}  # by the id of the module
+_captured: dict[int, set[int]] = {}  # ids of modules by thread
 _capturing = threading.Lock()
 
 
 def _inheriting(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
     def started(thread: threading.Thread) -> None:
-        if passes := _passes.get(threading.current_thread()):
-            _passes[thread] = passes
+        _passes[thread] = _passes.get(threading.current_thread())
         start(thread)
 
     return started
@@ -141,36 +137,30 @@ def heard_by(lock: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
     """Return a hook that ignores the passes of unrelated threads, and runs one at a time for those of related ones."""
 
     def heard(*call: Any) -> Any:
-        if _passes.get(threading.current_thread()) is lock:
-            with lock:
-                return hook(*call)
-        return None
+        if _passes.get(threading.current_thread()) is not lock:
+            return None
+        with lock:
+            return hook(*call)
 
     return heard
 
 
 @contextlib.contextmanager
 def captured_once(model: nn.Module) -> Iterator[None]:
-    """Refuse captures of a network by other threads in the block.
-
-    Raises:
-        UsageError: if another thread is capturing the network or a part of it.
-    """
-    thread, modules = threading.current_thread(), {id(module) for module in getattr(model, "modules", tuple)()}
+    """Raise UsageError if another thread is capturing the network or a part of it, and in the block let none begin."""
+    here, modules = threading.get_ident(), set(map(id, getattr(model, "modules", tuple)()))
     with _capturing:
-        if any(_captured.get(module, thread) is not thread for module in modules):
+        if any(thread != here and modules & others for thread, others in _captured.items()):
             raise UsageError(
                 f"Another thread is capturing this {type(model).__name__}, or a part of it. Wait until that capture "
                 "ends, or capture a copy: copy.deepcopy(model)."
             )
-        modules -= _captured.keys()
-        _captured.update(dict.fromkeys(modules, thread))
+        before = _captured.get(here, set())
+        _captured[here] = before | modules
     try:
         yield
     finally:
-        with _capturing:
-            for module in modules:
-                del _captured[module]
+        _captured[here] = before
 
 
 class KeptBuffers:

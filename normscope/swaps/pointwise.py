@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 
 from normscope.errors import UsageError
 from normscope.fits.curves.expressions import curves_named
@@ -42,6 +43,8 @@ class PointwiseFunction(nn.Module):
         weight: ``normalized_shape``, or ``(1,)``.
         bias: ``normalized_shape``, or None.
         in_place_of: full name of the class of the norm whose place it took; empty where it took none.
+        keeps: which strides of its input its output keeps, as the norm in whose place it is: ``all``, ``channels_last``
+            or ``none``; it is contiguous otherwise.
 
     tanh, isru and erf are computed in one pass (:mod:`normscope.swaps.kernels`) where the environment variable
     ``NORMSCOPE_KERNELS`` does not say ``eager``. On CUDA by fused kernels, which have no second derivative, none in
@@ -67,6 +70,7 @@ class PointwiseFunction(nn.Module):
     eps = math.nan
 
     in_place_of: str = ""
+    keeps: str = "all"
     alpha: nn.Parameter
     shift: nn.Parameter | None
     weight: nn.Parameter
@@ -108,6 +112,11 @@ class PointwiseFunction(nn.Module):
             (input,) = named.values()
         if input.is_nested:
             return of_each(self, input)
+        if self.keeps != "all" and not input.is_contiguous():
+            as_given = self.keeps == "channels_last"
+            input = input.contiguous(
+                memory_format=suggest_memory_format(input) if as_given else torch.contiguous_format
+            )
         own: dict[str, Any] = self._parameters
         curve, behind = self.curve.function_name, 0 if self.channel_axis == -1 else self._behind(input)
         # As attributes nn.Module finds them last, and where they are parametrized they are nothing else.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from normscope.fits.curves.known import Curve
 from normscope.inputs.loaded_model import LoadedModel, Outputs, module_of
 from normscope.pairs.norms.formulas import gain_and_shift
 from normscope.pairs.norms.kinds import NormKind
-from normscope.pairs.norms.recognition import kind_at
+from normscope.pairs.norms.recognition import kept_strides, kind_at
 from normscope.pairs.norms.sites import Layers, NormSite, select_by_placement
 from normscope.runtime.network import check_whole, copied, uncompiled
 from normscope.runtime.progress import Progress, silent
@@ -314,8 +315,16 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
     kind = kind_at(norm, site)
     if isinstance(kind, str):
         raise ModelError(f"The norm {site.name} ({type(norm).__name__}) cannot be replaced: {kind}.")
-    gain, offset = kind.gain_and_offset(norm, site.channels)
     own_gain, own_shift = gain_and_shift(norm)
+    sized = [part for part in (own_gain, own_shift, getattr(norm, "running_mean", None)) if part is not None]
+    shape = getattr(norm, "normalized_shape", ())
+    widths = {part.numel() for part in sized} | {math.prod(shape if isinstance(shape, Iterable) else [shape])}
+    if widths - {1, site.channels}:
+        raise ModelError(
+            f"The norm {site.name} ({type(norm).__name__}) has {max(widths)} channels, and {site.channels} in the "
+            "capture, which is of another network; capture this one."
+        )
+    gain, offset = kind.gain_and_offset(norm, site.channels)
     like = model_tensor(norm, where)
     shape, axis = _channels_of(site, kind)
     bias = own_shift is not None or bool(offset.any())
@@ -336,6 +345,7 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
             elementwise_affine=elementwise or start.amplitude.numel() > 1,
             bias=bias,
         )
+        module.keeps = kept_strides(norm, shape, axis, like)
     module = module.to(like.device, like.dtype)
     weight = gain.cpu().double() * start.amplitude
     with torch.no_grad():

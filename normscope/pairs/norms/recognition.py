@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -259,11 +260,47 @@ def kind_at(module: nn.Module, site: NormSite) -> NormKind | str:
     for shape in _shapes_at(site):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
         try:
-            output = twin(x.clone())
+            args, kwargs = call = _call_with(twin, x)
+            output = twin(*args, **kwargs)
         except Exception:  # noqa: S112 - code that is not ours may take inputs of one number of axes alone
             continue
-        return identified(twin, ((x,), {}), x, output, ancestor_kind(module))
+        return identified(twin, call, x, output, ancestor_kind(module))
     return "it could not be tried on noise; normscope.register_norm says what it does"
+
+
+@torch.no_grad()
+def kept_strides(module: nn.Module, shape: Sequence[int], channel_axis: int, like: Tensor) -> str:
+    """Identify, by trial on a copy, which strides of its input a norm's output keeps; it is contiguous otherwise.
+
+    Args:
+        module: the norm.
+        shape: sizes of the axes that number the channels.
+        channel_axis: the axis that numbers them; -1 for the last axes.
+        like: a tensor of the norm's device and dtype.
+
+    Returns:
+        ``none``, as of LayerNorm; ``channels_last``, as of GroupNorm and BatchNorm; or ``all``, as of an elementwise
+        formula, and of a norm that cannot be tried.
+    """
+    twin = _twin(module).eval()
+    for n_axes in (4, 3, 5):
+        sizes = [2, 3, *shape] if channel_axis == -1 else [3] * n_axes
+        sizes[channel_axis] = shape[-1]
+        x = like.new_zeros(sizes[::-1]).permute(*reversed(range(len(sizes))))
+        channels_last = x.movedim(channel_axis, -1).contiguous().movedim(-1, channel_axis)
+        try:
+            calls = [_call_with(twin, each) for each in (x, channels_last)]
+            contiguous = [twin(*args, **kwargs).is_contiguous() for args, kwargs in calls]
+        except Exception:  # noqa: S112 - as above
+            continue
+        return "all" if not contiguous[0] else "none" if contiguous[1] else "channels_last"
+    return "all"
+
+
+def _call_with(module: nn.Module, x: Tensor) -> _Call:
+    """Return the arguments that pass a norm its input, by name where its forward takes no positional ones."""
+    first = next(iter(inspect.signature(module.forward).parameters.values()))
+    return ((), {first.name: x}) if first.kind is first.KEYWORD_ONLY else ((x,), {})
 
 
 def _shapes_at(site: NormSite) -> Iterator[list[int]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor
 
 from normscope.errors import ModelError, count
 from normscope.inputs.batch import Batch
@@ -81,7 +82,9 @@ class _Input:
         """Whether the norm changed it: by torch's own count, and by its values, since ``x.data`` is not counted."""
         if version_of(self._given) != self._version:
             return True
-        comparable = self._given.layout == torch.strided and not self._given.is_nested
+        comparable = self._given.layout == torch.strided and not (
+            self._given.is_nested or is_batchedtensor(self._given)
+        )
         return comparable and not torch.equal(self._given, self.copy)
 
 
@@ -149,15 +152,20 @@ def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> No
 
 def _refuse_what_hooks_cannot_enter(model: nn.Module | torch.export.ExportedProgram) -> None:
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
+    if any(map(_is_scripted_norm, modules)):
         raise ModelError(
-            "The model is TorchScript, in whole or in part, which hooks cannot enter; load it as a module."
+            "The model is TorchScript where it normalizes, which hooks cannot enter; load that part as a module."
         )
     if isinstance(model, torch.export.ExportedProgram) or any(map(_is_exported, modules)):
         raise ModelError(
             "The model is of torch.export, in whole or in part: its norms are calls of functions (torch.ops.aten), "
             "which hooks on modules do not see. Pass the module as it was before torch.export.export."
         )
+
+
+def _is_scripted_norm(module: nn.Module) -> bool:
+    graph = getattr(module, "inlined_graph", "") if isinstance(module, torch.jit.ScriptModule) else ""
+    return re.search(r"aten::(\w*norm|rsqrt)\b", str(graph)) is not None
 
 
 def _is_exported(module: nn.Module) -> bool:
@@ -189,7 +197,7 @@ def _suspects(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Modu
     """
     named: dict[str, nn.Module] = {}
     weighing: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
+    for name, module in _hookable(model):
         if any(parent in named and kind_of(named[parent]) for parent in _parents(name)):
             continue
         if is_norm(module):
@@ -197,6 +205,14 @@ def _suspects(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Modu
         elif channel_vectors(module):
             weighing[name] = module
     return named, weighing
+
+
+def _is_over_the_batch(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None
+
+
+def _hookable(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [named for named in model.named_modules() if not isinstance(named[1], torch.jit.ScriptModule)]
 
 
 def _parents(name: str) -> list[str]:
@@ -225,15 +241,19 @@ def _calls_of(
     before: dict[str, list[tuple[_Input | None, tuple[int, int]]]] = {name: [] for name in suspects}
 
     def enter(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x = input_of(args, kwargs)
             with watch.paused():
                 before[name].append((None if x is None else _Input(x), watch.mark()))
+                # torch refuses to take statistics over one sample of one position: it gets the sample twice.
+                if x is not None and _is_over_the_batch(module) and x.ndim > 1 and x.numel() == x.shape[1]:
+                    return with_input(args, kwargs, torch.cat([x, x]))
+            return None
 
         return hook
 
     def leave(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             x, (kept_input, mark) = input_of(args, kwargs), before[name].pop()
             with watch.paused():
                 overwrites = kept_input is not None and kept_input.changed
@@ -252,6 +272,7 @@ def _calls_of(
                 watch.tensorless[name] = None
             if name in named or (name in calls and isinstance(calls[name].kind, NormKind)):
                 watch.forget_since(mark)
+            return output[:1] if x is not None and kept_input is not None and len(x) > len(kept_input.copy) else None
 
         return hook
 
@@ -273,7 +294,7 @@ def _entered(model: nn.Module, watch: FunctionWatch) -> Iterator[None]:
         watch.path.pop()
 
     with contextlib.ExitStack() as hooks:
-        for name, module in model.named_modules():
+        for name, module in _hookable(model):
             hooks.callback(module.register_forward_pre_hook(heard_by(watch.lock, enter(name))).remove)
             hooks.callback(module.register_forward_hook(heard_by(watch.lock, leave)).remove)
         yield
@@ -285,6 +306,8 @@ def _resolve(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
     assert x is not None  # noqa: S101 - as the module was called with a tensor
     if x.is_nested:
         return "it takes a nested tensor, whose tokens cannot be told apart by sample"
+    if is_batchedtensor(x):
+        return "it is called within torch.vmap, where its tokens cannot be told apart by sample"
     known = kind_of(module) or refusal(module)
     if known is None:
         if not (is_norm(module) or ignores_scale(module, (args, kwargs), x)):

@@ -79,6 +79,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch._prims_common import suggest_memory_format
 {imports}
 WEIGHTS = Path(__file__).with_name("model.safetensors")
 TIED = {tied}  # tensors that are others under another name
@@ -92,9 +93,9 @@ class PointwiseFunction(nn.Module):
 
     eps = math.nan  # unequal to all, so that nn.TransformerEncoderLayer does not take this for a LayerNorm
 
-    def __init__(self, *shape, channel_axis=-1, per_channel=False, shift=False, affine=True, bias=True, activations=()):
+    def __init__(self, *shape, channel_axis=-1, per_channel=False, shift=False, affine=True, bias=True, activations=(), keeps="none"):
         super().__init__()
-        self.channel_axis, self.activations = channel_axis, activations
+        self.channel_axis, self.activations, self.keeps = channel_axis, activations, keeps
         self.alpha = nn.Parameter(torch.full(shape if per_channel else (1,), 0.5))
         self.shift = nn.Parameter(torch.zeros(self.alpha.shape)) if shift else None
         self.weight = nn.Parameter(torch.ones(shape if affine else (1,)))
@@ -103,6 +104,9 @@ class PointwiseFunction(nn.Module):
     def forward(self, x=None, **named):
         if x is None:  # some libraries call a norm with its input's name
             (x,) = named.values()
+        if self.keeps != "all" and not x.is_contiguous():  # the strides that the norm returned
+            as_given = self.keeps == "channels_last"
+            x = x.contiguous(memory_format=suggest_memory_format(x) if as_given else torch.contiguous_format)
         inside = torch.promote_types(x.dtype, torch.float32)
         alpha, shift, weight, bias = (
             None if part is None else self.along_channels(part, x).to(inside)
@@ -261,7 +265,10 @@ def standalone(model: nn.Module, record: SwapRecord, tensors: Mapping[str, Tenso
     origin = origin_of(model, record.model, free=any(site.curve == FREE for site in record.sites))
     classes, lines = _Classes(), []
     for site in record.sites:
-        made = _made(site, classes.of(site.curve), tensors, _activations(model.get_submodule(site.name), site))
+        module = model.get_submodule(site.name)
+        made = _made(
+            site, classes.of(site.curve), tensors, _activations(module, site), getattr(module, "keeps", "none")
+        )
         lines.append(f"        {site.name!a}: {made},\n")
     norms = count(len(record.sites), "norm")
     what = f"{in_docstring(record.func)} in place of {norms} of {in_docstring(record.model)}"
@@ -308,7 +315,7 @@ class _Classes:
         return name, _CURVE.format(name=name, text=text, expression=expression)
 
 
-def _made(site: SwappedSite, name: str, tensors: Mapping[str, Tensor], activations: Sequence[str]) -> str:
+def _made(site: SwappedSite, name: str, tensors: Mapping[str, Tensor], activations: Sequence[str], keeps: str) -> str:
     """The call that makes what stands at a site."""
     options: dict[str, object] = {}
     if site.channel_axis != -1:
@@ -322,6 +329,7 @@ def _made(site: SwappedSite, name: str, tensors: Mapping[str, Tensor], activatio
     options |= {} if site.elementwise_affine else {"affine": False}
     options |= {} if site.bias else {"bias": False}
     options |= {"activations": tuple(activations)} if activations else {}
+    options |= {} if keeps == "none" else {"keeps": keeps}
     arguments = [*map(str, site.normalized_shape), *(f"{key}={value!r}" for key, value in options.items())]
     return f"{name}({', '.join(arguments)})"
 
