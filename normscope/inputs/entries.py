@@ -246,19 +246,15 @@ def _images(entry: Any) -> Sequence[Tensor] | None:
         images: Sequence[Tensor] = entry[0]
         return images
     # Of one size they are alike to arguments, which a list may hold as well.
-    if isinstance(entry, list) and _all_images(entry) and len({image.shape[1:] for image in entry}) > 1:
-        return entry if _have_colours(entry) else None
-    return None
+    several_sizes = isinstance(entry, list) and _all_images(entry) and len({image.shape[1:] for image in entry}) > 1
+    return entry if several_sizes and _have_colours(entry) else None
 
 
 def _all_images(values: Any) -> bool:
     import torch
 
-    return (
-        isinstance(values, (list, tuple))
-        and len(values) > 0
-        and all(isinstance(value, torch.Tensor) and value.ndim == 3 for value in values)
-    )
+    listed = isinstance(values, (list, tuple)) and len(values) > 0
+    return listed and all(isinstance(value, torch.Tensor) and value.ndim == 3 for value in values)
 
 
 def _have_colours(images: Sequence[Tensor]) -> bool:

@@ -25,16 +25,10 @@ _COMPILE_NOTHING = ("torch.nn.", "torchaudio.", "normscope.")
 
 @contextlib.contextmanager
 def left_as_found(model: nn.Module, *, timed: bool = False) -> Iterator[KeptBuffers]:
-    """Run the block in eval mode without gradients; put training flags, grad mode, RNG states and buffers back.
+    """Run the block in eval mode without gradients, then restore training flags, grad mode, RNG states and buffers.
 
-    Meanwhile torch runs each module by itself, see :func:`module_by_module`.
-
-    Args:
-        model: the network that is run.
-        timed: leave it to torch instead what it compiles and fuses, for those who want to know how long that takes.
-
-    Yields:
-        The buffers as they were found: passes that must not depend on one another put them back in between.
+    Each module runs by itself, see :func:`module_by_module`, unless ``timed`` leaves compilation and fusion to torch.
+    Yields the buffers as they were, which passes that must not depend on one another restore in between.
     """
     training = {module: module.training for module in model.modules()}
     try:
@@ -94,7 +88,7 @@ class _OneByOne:
                 )
                 torch.backends.mha.set_fastpath_enabled(False)
                 self._turned.callback(setattr, threading.Thread, "start", threading.Thread.start)
-                threading.Thread.start = _inheriting(threading.Thread.start)  # type: ignore[method-assign]
+                threading.Thread.start = _inheriting(threading.Thread.start)  # type: ignore[assignment, method-assign]
             if may_compile and not self._eager:
                 self._turned.enter_context(torch.compiler.set_stance("force_eager"))
                 self._eager = True
@@ -109,7 +103,7 @@ class _OneByOne:
 
 
 _one_by_one = _OneByOne()
-_passes: weakref.WeakKeyDictionary[threading.Thread, object] = weakref.WeakKeyDictionary()
+_passes: weakref.WeakKeyDictionary[threading.Thread, Any] = weakref.WeakKeyDictionary()
 _captured: dict[int, set[int]] = {}  # ids of modules by thread
 _capturing = threading.Lock()
 
@@ -123,7 +117,7 @@ def _inheriting(start: Callable[[threading.Thread], None]) -> Callable[[threadin
 
 
 @contextlib.contextmanager
-def passes_by(lock: object) -> Iterator[None]:
+def passes_by(lock: Any) -> Iterator[None]:
     """Let hooks of :func:`heard_by` run for the passes of this thread in the block, and of threads that these start."""
     thread = threading.current_thread()
     before, _passes[thread] = _passes.get(thread), lock

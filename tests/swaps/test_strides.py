@@ -83,6 +83,7 @@ def test_outputs_have_the_strides_of_the_norm(name):
             assert all(torch.equal(model(x), model(x.contiguous())) for x in layouts(shape))
 
 
+@pytest.mark.slow  # torch.compile
 @pytest.mark.parametrize("name", ["LayerNorm", "Elementwise", "GroupNorm"])
 def test_compiled_restored_and_standalone_outputs_have_them_too(name, tmp_path):
     make, shape = NORMS[name]

@@ -167,9 +167,7 @@ class FunctionWatch(TorchFunctionMode):
             if self.is_weight(operands[0] if operands else kwargs["input"]):
                 self.weights_normed[where] = None
             else:
-                self.functional[(where, func.__name__.partition(".")[0])] = (
-                    None  # an operator's name may name an overload
-                )
+                self.functional[(where, func.__name__.partition(".")[0])] = None  # without an operator's overload
         # A bias or an embedding is no branch.
         elif func in ADDITIONS and not any(isinstance(value, nn.Parameter) for value in operands):
             in_place = func.__name__.endswith("_") and not func.__name__.startswith("__")  # add_, but not __rsub__

@@ -82,10 +82,9 @@ class _Input:
         """Whether the norm changed it: by torch's own count, and by its values, since ``x.data`` is not counted."""
         if version_of(self._given) != self._version:
             return True
-        comparable = self._given.layout == torch.strided and not (
-            self._given.is_nested or is_batchedtensor(self._given)
-        )
-        return comparable and not torch.equal(self._given, self.copy)
+        x = self._given
+        comparable = x.layout == torch.strided and not (x.is_nested or is_batchedtensor(x))
+        return comparable and not torch.equal(x, self.copy)
 
 
 def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> NormReport:
@@ -207,10 +206,6 @@ def _suspects(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Modu
     return named, weighing
 
 
-def _is_over_the_batch(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None
-
-
 def _hookable(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [named for named in model.named_modules() if not isinstance(named[1], torch.jit.ScriptModule)]
 
@@ -238,23 +233,23 @@ def _calls_of(
     calls: dict[str, _FirstCall] = {}
     suspects = {**named, **weighing}
     # The last one is running: it may call itself.
-    before: dict[str, list[tuple[_Input | None, tuple[int, int]]]] = {name: [] for name in suspects}
+    before: dict[str, list[tuple[_Input | None, tuple[int, int], bool]]] = {name: [] for name in suspects}
 
     def enter(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x = input_of(args, kwargs)
             with watch.paused():
-                before[name].append((None if x is None else _Input(x), watch.mark()))
-                # torch refuses to take statistics over one sample of one position: it gets the sample twice.
-                if x is not None and _is_over_the_batch(module) and x.ndim > 1 and x.numel() == x.shape[1]:
-                    return with_input(args, kwargs, torch.cat([x, x]))
-            return None
+                # Without running statistics, torch refuses one sample of one position: pass it twice.
+                sums_batch = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None
+                twice = x is not None and sums_batch and x.numel() == x.shape[1]
+                before[name].append((None if x is None else _Input(x), watch.mark(), twice))
+                return with_input(args, kwargs, torch.cat([x, x])) if x is not None and twice else None
 
         return hook
 
     def leave(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            x, (kept_input, mark) = input_of(args, kwargs), before[name].pop()
+            x, (kept_input, mark, twice) = input_of(args, kwargs), before[name].pop()
             with watch.paused():
                 overwrites = kept_input is not None and kept_input.changed
             if name in calls:
@@ -272,7 +267,7 @@ def _calls_of(
                 watch.tensorless[name] = None
             if name in named or (name in calls and isinstance(calls[name].kind, NormKind)):
                 watch.forget_since(mark)
-            return output[:1] if x is not None and kept_input is not None and len(x) > len(kept_input.copy) else None
+            return output[:1] if twice else None
 
         return hook
 
