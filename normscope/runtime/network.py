@@ -103,7 +103,7 @@ class _OneByOne:
 
 
 _one_by_one = _OneByOne()
-_passes: weakref.WeakKeyDictionary[threading.Thread, Any] = weakref.WeakKeyDictionary()
+_passes: Any = weakref.WeakKeyDictionary()  # from threads to the locks of their passes
 _captured: dict[int, set[int]] = {}  # ids of modules by thread
 _capturing = threading.Lock()
 
