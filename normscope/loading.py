@@ -11,6 +11,8 @@ from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Provenance
 from normscope.models import registry
 
 if TYPE_CHECKING:
+    import torch
+
     from normscope.swaps.store.record import SwapRecord
 
 _CODE = "py"
@@ -24,8 +26,8 @@ def load(
     limit: int | None = None,
     batch_size: int | Literal["auto"] = 8,
     seed: int = 0,
-    device: str = "auto",
-    dtype: str | None = None,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype | None = None,
     guidance: float | None = None,
     timesteps: str | int | None = None,
     workers: int | None = None,
@@ -48,11 +50,11 @@ def load(
         batch_size: samples per batch, at most; ``auto`` for as many as there is memory for, which runs the network on
             the first one. Recordings, and prompts that hold an image, are taken one at a time.
         seed: of random weights and of the choice of default inputs. torch's global random state is left as it is.
-        device: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
-        dtype: ``float32``, ``bfloat16`` or ``float16``, or ``fp32``, ``bf16`` or ``fp16`` for short: of weights and
-            inputs. ``keep`` leaves weights as the library or your function made them, and inputs of a dtype that the
-            network has weights of; others get that of its first weights. None is ``keep`` for a network of your own,
-            and ``float32`` for any other. Where weights were converted, the provenance says from which to which.
+        device: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``, or a :class:`torch.device`.
+        dtype: of weights and inputs: ``float32``, ``bfloat16`` or ``float16``, ``fp32``, ``bf16`` or ``fp16`` for
+            short, or a :class:`torch.dtype`. ``keep``, the default for a network of your own, leaves weights as they
+            were made, and inputs of a dtype that some weights have; other inputs get that of the first weights. The
+            default of other networks is ``float32``. The provenance names a conversion.
         guidance: of a diffusion model: the scale of classifier-free guidance, 1 for none; None for the model's own.
         timesteps: of a diffusion model: a number of timesteps evenly along its trajectory (``4``), or those named
             (``"980,500,0"``, ``"980,"``).
@@ -76,6 +78,7 @@ def load(
     """
     if isinstance(batch_size, str) and batch_size != "auto":
         raise UsageError(f"batch_size is {batch_size!r}; it has to be a number, or 'auto'.")
+    device = str(device)
     record = _swap_in(weights)
     if record is not None:
         _check_model(name, record, Path(weights))
@@ -97,7 +100,7 @@ def load(
         limit=limit,
         batch_size=size,
         seed=seed,
-        dtype=resolve_dtype(dtype or (KEEP if entry.library == _CODE else DTYPES[0])),
+        dtype=resolve_dtype(str(dtype or (KEEP if entry.library == _CODE else DTYPES[0])).removeprefix("torch.")),
         device=resolve_device(device),
         guidance=guidance,
         timesteps=timesteps,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +21,13 @@ from normscope.fits.solving.nodes import Problems, batches, goodness, nodes_of, 
 from normscope.fits.solving.objective import Parametrization
 from normscope.fits.solving.refits import Attributes, fitted, inside_noise
 from normscope.pairs.captures import Capture
+from normscope.pairs.storage import load_capture
 from normscope.runtime.records import Records
 
 
 def fit(
-    capture: Capture,
-    curves: str | Sequence[str | Curve] = ("tanh", "isru"),
+    capture: Capture | str | Path,
+    curves: str | Curve | Sequence[str | Curve] = ("tanh", "isru"),
     *,
     per: str = "site",
     pool: str | None = None,
@@ -38,7 +40,7 @@ def fit(
     """Fit curves to every site of a capture, from its binned sums: the cost does not depend on the number of pairs.
 
     Args:
-        capture: what :func:`normscope.capture` returned.
+        capture: what :func:`normscope.capture` returned, or the path of its file.
         curves: names of curves (``dyt`` is tanh, ``dyisru`` is isru, ``derf`` is erf with shift), formulas
             (``mine=x/(1+abs(x))``), or :class:`normscope.Curve`; ``all`` for every curve that is known and has the
             form, ``free`` for E[y|x] itself, and ``best`` for the one of least held-out error of all that have as many
@@ -70,6 +72,7 @@ def fit(
     >>> fits["1", "tanh"] is fits[0], fits
     (True, 1 CurveFit: 1 site × 1 curve)
     """
+    capture = load_capture(capture) if isinstance(capture, (str, Path)) else capture
     form = Parametrization(amplitude, theory, alpha, shift)
     wanted = _wanted(curves, form)
     levels = levels_of(capture, per=per, pool=pool, weights_by=weights_by)
@@ -88,7 +91,7 @@ def fit(
 
 
 def check_fit(
-    curves: str | Sequence[str | Curve],
+    curves: str | Curve | Sequence[str | Curve],
     *,
     per: str = "site",
     pool: str | None = None,
@@ -100,11 +103,11 @@ def check_fit(
     check_levels(per, pool, weights_by)
 
 
-def _wanted(curves: str | Sequence[str | Curve], form: Parametrization) -> list[str | Curve]:
+def _wanted(curves: str | Curve | Sequence[str | Curve], form: Parametrization) -> list[str | Curve]:
     """Curves in a form, and then ``free`` and ``best``; UsageError where a curve that was named has no such form."""
-    parts = split_names(curves) if isinstance(curves, str) else curves
+    parts = split_names(curves) if isinstance(curves, str) else curves if isinstance(curves, Iterable) else [curves]
     words = {part.strip().lower() for part in parts if isinstance(part, str)}
-    known = [part for part in parts if isinstance(part, Curve) or part.strip().lower() not in (FREE, BEST)]
+    known = [part for part in parts if not isinstance(part, str) or part.strip().lower() not in (FREE, BEST)]
     every = curves_named(known)
     for curve in curves_named([part for part in known if isinstance(part, Curve) or part.strip().lower() != "all"]):
         if refusal := form.refusal(curve):

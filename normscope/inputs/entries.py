@@ -42,7 +42,7 @@ def as_batches(
         batches: any iterable, a DataLoader for example.
         model: whose ``forward`` decides; None to take every entry for an argument.
         forward: runs the model on an entry, whatever that is: ``forward(model, entry)``. Where all its tensors agree on
-            their axis 0, that counts samples; otherwise an entry is one.
+            their axis 0, that counts samples; otherwise, and where it is a list of images, an entry is one.
 
     Raises:
         DataError: if an entry is none of these, holds no tensor with an axis of samples or no sample, if its tensors
@@ -240,25 +240,25 @@ class _Taker:
 
 def _images(entry: Any) -> Sequence[Tensor] | None:
     """Return the images of a list of them, by themselves or before their targets, as detection takes them."""
-    import torch
-
-    def all_images(values: Any) -> bool:
-        return (
-            isinstance(values, (list, tuple))
-            and len(values) > 0
-            and all(isinstance(value, torch.Tensor) and value.ndim == 3 for value in values)
-        )
-
     if not isinstance(entry, (list, tuple)) or not entry:
         return None
-    if all_images(entry[0]):
+    if _all_images(entry[0]):
         images: Sequence[Tensor] = entry[0]
         return images
     # Of one size they are alike to arguments, which a list may hold as well.
-    if isinstance(entry, list) and all_images(entry) and len({image.shape[1:] for image in entry}) > 1:
-        colours = {len(image) for image in entry}
-        return entry if len(colours) == 1 and colours <= {*_COLOURS} else None
-    return None
+    several_sizes = isinstance(entry, list) and _all_images(entry) and len({image.shape[1:] for image in entry}) > 1
+    return entry if several_sizes and _have_colours(entry) else None
+
+
+def _all_images(values: Any) -> bool:
+    import torch
+
+    listed = isinstance(values, (list, tuple)) and len(values) > 0
+    return listed and all(isinstance(value, torch.Tensor) and value.ndim == 3 for value in values)
+
+
+def _have_colours(images: Sequence[Tensor]) -> bool:
+    return len({len(image) for image in images}) == 1 and len(images[0]) in _COLOURS
 
 
 def _looks_like_labels(value: Any) -> bool:
@@ -282,6 +282,8 @@ def _n_samples(entry: Any) -> int:
     """Return how many samples an entry of any kind holds: what its tensors agree on, else one."""
     import torch
 
+    if _all_images(entry) and _have_colours(entry):
+        return 1
     sizes = {len(leaf) if leaf.ndim else 0 for leaf in leaves([entry], of_lists=True) if isinstance(leaf, torch.Tensor)}
     return sizes.pop() if len(sizes) == 1 and sizes != {0} else 1
 

@@ -212,8 +212,11 @@ class LoadedModel:
 
 
 def module_of(model: nn.Module | LoadedModel) -> nn.Module:
-    """Return the module itself, or that of a loaded model."""
-    return model.module if isinstance(model, LoadedModel) else model
+    """Return the module itself, or that of a loaded model; UsageError if it is neither."""
+    module = model.module if isinstance(model, LoadedModel) else model
+    if not hasattr(module, "state_dict"):
+        raise UsageError(f"model is {module!r:.60}. Pass a torch.nn.Module, or what normscope.load returned.")
+    return module
 
 
 def unpacked(
@@ -233,7 +236,7 @@ def unpacked(
         forward: runs the module on an entry of the batches, see :func:`normscope.inputs.entries.as_batches`.
 
     Raises:
-        UsageError: if there are no batches.
+        UsageError: if there are no batches, or ``model`` is no network.
 
     >>> import normscope
     >>> module, batches, about, outputs = unpacked(normscope.load("demo_vit", device="cpu"), None)
@@ -245,6 +248,7 @@ def unpacked(
         described = {**model.about, "data": str(getattr(batches, "description", None) or "not named")}
         batches = _read_for(batches, model.module, forward)
         return model.module, batches, {**described, **(about or {})}, outputs or model.outputs
+    model = module_of(model)
     if batches is None:
         raise UsageError(
             f"A {type(model).__name__} brings no batches: pass some after it, or pass what normscope.load returned."

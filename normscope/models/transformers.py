@@ -71,7 +71,8 @@ def load_transformers(name: str, architecture: str, options: LoadOptions) -> Loa
         DataError: if there is nothing at ``options.data`` that the model takes.
     """
     library = _library(name)
-    repository = Repository(str(Path(architecture).expanduser()))
+    folder = Path(architecture).expanduser()
+    repository = Repository(str(folder) if folder.exists() else architecture)
     with _quiet(library):
         config = _config(library, name, repository, options)
         kind, config = _kind(library, name, config)

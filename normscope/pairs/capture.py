@@ -20,7 +20,7 @@ from normscope.pairs.norms.trace import NOT_CALLED, find_norms
 from normscope.pairs.ranks import ALONE, Ranks, agree_on_batches, check_alike, merge_left_out, merge_seen
 from normscope.pairs.recorder import Recorder, Summing
 from normscope.pairs.resuming import Checkpoints, Work
-from normscope.runtime.network import left_as_found, memory_for
+from normscope.runtime.network import captured_once, heard_by, left_as_found, memory_for
 from normscope.runtime.progress import Progress, StageProgress, reporting, silent
 
 if TYPE_CHECKING:
@@ -136,34 +136,35 @@ def captured(
     agree_on_batches(batches, ranks)
     taken = Done()  # by runs before this one: known once the sites are, and before the first chunk is asked for
     first, chunks = shared(batches, Share(ranks.rank, ranks.size, taken))
-    report = find_norms(model, first)
-    sites = select(report.sites, layers)
     model = getattr(model, "_orig_mod", model)
     dtype = " and ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in model.parameters()))
     unsaid = {"model": type(model).__name__, "weights": "not named", "data": "not named", "dtype": dtype or "not named"}
     about = {**unsaid, **about}
-    work = Work(Recorder(model, summing, report, sites, getattr(batches, "preview", preview_of)))
-    settings = _settings(work.recorder, batches, first, about)
-    check_alike(ranks, settings)
-    if checkpoints is not None:
-        taken.add(Done(checkpoints.begin(work, ranks, settings)).numbers)
-    idle = {norm.name: norm for norm in report.skipped if norm.reason == NOT_CALLED}
-    told = StageProgress(progress, "samples", getattr(batches, "n_samples", None), ranks.size)
-    with (
-        left_as_found(model),
-        work.recorder.hooked(),
-        _watched(model, idle, work.recorder.seen.late),
-        memory_for("inputs were made ready"),
-        reporting(progress),
-    ):
-        for chunk in chunks:
-            for batch in chunk.batches:
-                work.recorder.run(batch, chunk.numbers[0], chunk.heard)
-                told.add(len(batch.samples))
-            work.done.add(chunk.numbers)
-            work.left_out.add(chunk)
-            if checkpoints is not None:
-                checkpoints.after_chunk(work, ranks)
+    with captured_once(model):
+        report = find_norms(model, first)
+        sites = select(report.sites, layers)
+        work = Work(Recorder(model, summing, report, sites, getattr(batches, "preview", preview_of)))
+        settings = _settings(work.recorder, batches, first, about)
+        check_alike(ranks, settings)
+        if checkpoints is not None:
+            taken.add(Done(checkpoints.begin(work, ranks, settings)).numbers)
+        idle = {norm.name: norm for norm in report.skipped if norm.reason == NOT_CALLED}
+        told = StageProgress(progress, "samples", getattr(batches, "n_samples", None), ranks.size)
+        with (
+            left_as_found(model),
+            work.recorder.hooked(),
+            _watched(work.recorder, idle),
+            memory_for("inputs were made ready"),
+            reporting(progress),
+        ):
+            for chunk in chunks:
+                for batch in chunk.batches:
+                    work.recorder.run(batch, chunk.numbers[0], chunk.heard)
+                    told.add(len(batch.samples))
+                work.done.add(chunk.numbers)
+                work.left_out.add(chunk)
+                if checkpoints is not None:
+                    checkpoints.after_chunk(work, ranks)
     if checkpoints is not None:
         checkpoints.after_share(work, ranks)
     with contextlib.nullcontext() if checkpoints is None else checkpoints.kept_if_lost(work, ranks):
@@ -194,18 +195,19 @@ def _settings(recorder: Recorder, batches: Iterable[Any], first: Batch, about: M
 
 
 @contextlib.contextmanager
-def _watched(model: nn.Module, idle: Mapping[str, SkippedNorm], late: dict[str, SkippedNorm]) -> Iterator[None]:
+def _watched(recorder: Recorder, idle: Mapping[str, SkippedNorm]) -> Iterator[None]:
     """Notice norms that the first sample did not call and a later one does: they are skipped for another reason."""
 
     def noticed(norm: SkippedNorm) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
-            late[norm.name] = replace(norm, reason="not called by the first sample, only by later ones")
+            recorder.seen.late[norm.name] = replace(norm, reason="not called by the first sample, only by later ones")
 
         return hook
 
     with contextlib.ExitStack() as hooks:
         for name, norm in idle.items():
-            hooks.callback(model.get_submodule(name).register_forward_pre_hook(noticed(norm)).remove)
+            hook = heard_by(recorder.lock, noticed(norm))
+            hooks.callback(recorder.model.get_submodule(name).register_forward_pre_hook(hook).remove)
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from normscope.pairs.norms.trace import NormReport, input_of, with_input
 from normscope.pairs.norms.verification import check
 from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import batch_axis, serves_all, token_axes
-from normscope.runtime.network import ForwardHook, KeptBuffers, run, with_weights_at_hand
+from normscope.runtime.network import ForwardHook, KeptBuffers, heard_by, passes_by, run, with_weights_at_hand
 
 Observer = Callable[[NormSite, Tensor, Tensor], None]
 ForwardPreHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
@@ -116,7 +117,8 @@ class Recorder:
         self._summed: Counter[str] = Counter()
         self._summing_at = ""
         self._nobodys = ""
-        self._inputs: dict[str, list[Tensor]] = {}  # of norms at work that change their own
+        self.lock = threading.RLock()  # identifies this recorder's passes; held while a hook sums
+        self._inputs: dict[tuple[str, int], list[Tensor]] = {}  # by norm and thread; of norms that change their own
         self._halving = Halving("taken")
 
     @contextlib.contextmanager
@@ -129,8 +131,9 @@ class Recorder:
                 hook = with_weights_at_hand(norm, hook)
                 if site.name in self.report.overwriting:
                     keep, hook = self._with_own_input(site.name, hook)
+                    keep = heard_by(self.lock, keep)
                     hooks.callback(norm.register_forward_pre_hook(keep, with_kwargs=True).remove)
-                hooks.callback(norm.register_forward_hook(hook, with_kwargs=True).remove)
+                hooks.callback(norm.register_forward_hook(heard_by(self.lock, hook), with_kwargs=True).remove)
             yield
 
     def run(self, batch: Batch, number: int = 0, heard: Callable[[nn.Module, Any], None] | None = None) -> None:
@@ -231,7 +234,8 @@ class Recorder:
         self.seen.inputs = self._keeper.begin(batch, self.seen.inputs)
         self._padded = batch.padded  # once a batch: a hook that asked would wait for the GPU at each norm
         try:
-            yield
+            with passes_by(self.lock):
+                yield
         finally:
             self._batch = None
 
@@ -241,11 +245,11 @@ class Recorder:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = input_of(args, kwargs)
             if x is not None and self._batch is not None:
-                self._inputs.setdefault(name, []).append(x.detach().clone())
+                self._inputs.setdefault((name, threading.get_ident()), []).append(x.detach().clone())
 
         def with_it(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if self._inputs.get(name):
-                args, kwargs = with_input(args, kwargs, self._inputs[name].pop())
+            if inputs := self._inputs.get((name, threading.get_ident())):
+                args, kwargs = with_input(args, kwargs, inputs.pop())
             hook(module, args, kwargs, output)
 
         return keep, with_it

@@ -6,13 +6,14 @@ import contextlib
 import copy
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from normscope.errors import MemoryEndedError, ModelError, NormscopeError, count
+from normscope.errors import MemoryEndedError, ModelError, NormscopeError, UsageError, count
 from normscope.inputs.batch import BY_HAND, Batch
 
 _ALLOCATORS = (
@@ -24,16 +25,10 @@ _COMPILE_NOTHING = ("torch.nn.", "torchaudio.", "normscope.")
 
 @contextlib.contextmanager
 def left_as_found(model: nn.Module, *, timed: bool = False) -> Iterator[KeptBuffers]:
-    """Run the block in eval mode without gradients; put training flags, grad mode, RNG states and buffers back.
+    """Run the block in eval mode without gradients, then restore training flags, grad mode, RNG states and buffers.
 
-    Meanwhile torch runs each module by itself, see :func:`module_by_module`.
-
-    Args:
-        model: the network that is run.
-        timed: leave it to torch instead what it compiles and fuses, for those who want to know how long that takes.
-
-    Yields:
-        The buffers as they were found: passes that must not depend on one another put them back in between.
+    Each module runs by itself, see :func:`module_by_module`, unless ``timed`` leaves compilation and fusion to torch.
+    Yields the buffers as they were, which passes that must not depend on one another restore in between.
     """
     training = {module: module.training for module in model.modules()}
     try:
@@ -79,7 +74,7 @@ def _of_others(model: nn.Module) -> bool:
 
 
 class _OneByOne:
-    """Two switches of torch's, which the whole process shares: threads that overlap turn them once, and once back."""
+    """Switches that the whole process shares: threads that overlap turn them once, and once back."""
 
     def __init__(self) -> None:
         self._lock, self._users, self._turned = threading.Lock(), 0, contextlib.ExitStack()
@@ -92,6 +87,8 @@ class _OneByOne:
                     torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
                 )
                 torch.backends.mha.set_fastpath_enabled(False)
+                self._turned.callback(setattr, threading.Thread, "start", threading.Thread.start)
+                threading.Thread.start = _inheriting(threading.Thread.start)  # type: ignore[assignment, method-assign]
             if may_compile and not self._eager:
                 self._turned.enter_context(torch.compiler.set_stance("force_eager"))
                 self._eager = True
@@ -106,6 +103,58 @@ class _OneByOne:
 
 
 _one_by_one = _OneByOne()
+_passes: Any = weakref.WeakKeyDictionary()  # from threads to the locks of their passes
+_captured: dict[int, set[int]] = {}  # ids of modules by thread
+_capturing = threading.Lock()
+
+
+def _inheriting(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    def started(thread: threading.Thread) -> None:
+        _passes[thread] = _passes.get(threading.current_thread())
+        start(thread)
+
+    return started
+
+
+@contextlib.contextmanager
+def passes_by(lock: Any) -> Iterator[None]:
+    """Let hooks of :func:`heard_by` run for the passes of this thread in the block, and of threads that these start."""
+    thread = threading.current_thread()
+    before, _passes[thread] = _passes.get(thread), lock
+    try:
+        yield
+    finally:
+        _passes[thread] = before
+
+
+def heard_by(lock: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that ignores the passes of unrelated threads, and runs one at a time for those of related ones."""
+
+    def heard(*call: Any) -> Any:
+        if _passes.get(threading.current_thread()) is not lock:
+            return None
+        with lock:
+            return hook(*call)
+
+    return heard
+
+
+@contextlib.contextmanager
+def captured_once(model: nn.Module) -> Iterator[None]:
+    """Raise UsageError if another thread is capturing the network or a part of it, and in the block let none begin."""
+    here, modules = threading.get_ident(), set(map(id, getattr(model, "modules", tuple)()))
+    with _capturing:
+        if any(thread != here and modules & others for thread, others in _captured.items()):
+            raise UsageError(
+                f"Another thread is capturing this {type(model).__name__}, or a part of it. Wait until that capture "
+                "ends, or capture a copy: copy.deepcopy(model)."
+            )
+        before = _captured.get(here, set())
+        _captured[here] = before | modules
+    try:
+        yield
+    finally:
+        _captured[here] = before
 
 
 class KeptBuffers:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 
 from normscope.errors import UsageError
 from normscope.fits.curves.expressions import curves_named
@@ -21,39 +22,36 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class PointwiseFunction(nn.Module):
-    """weight · f(αx + s) + bias, elementwise: no element of the output depends on another of the input.
-
-    Computed in float32 at least and returned in the input's dtype, as norms do.
+    """Elementwise weight · f(αx + s) + bias, computed in float32 at least and returned in the input's dtype.
 
     Args:
         curve: f, or its name: ``tanh`` (``dyt``), ``isru`` (``dyisru``), ``derf``, …, or a formula of x.
-        normalized_shape: sizes of the axes that number the channels, as of the norm whose place it takes.
-        channel_axis: the axis of its input that numbers the channels, where ``normalized_shape`` is one number;
-            several numbers are those of the last axes.
-        alpha: α to begin with: a number, or one for each channel, ``(channels,)``.
-        shift: s to begin with, likewise; None for a function without one, of derf for zero.
-        elementwise_affine: whether weight and bias are one a channel. Without, the weight is the amplitude alone,
-            ``(1,)``, and there is no bias.
-        bias: whether there is a bias.
+        normalized_shape: sizes of the channel axes, as of the norm that it replaces.
+        channel_axis: the channel axis, if ``normalized_shape`` is one number; several numbers are the last axes.
+        alpha: initial α: a number, or one per channel, ``(channels,)``.
+        shift: initial s, likewise; None for a function without s, or for zero with derf.
+        elementwise_affine: use one weight and bias per channel; otherwise one weight, ``(1,)``, and no bias.
+        bias: use a bias.
 
     Attributes:
         alpha: ``(1,)`` or, per channel, ``(channels,)``.
         shift: likewise, or None.
         weight: ``normalized_shape``, or ``(1,)``.
         bias: ``normalized_shape``, or None.
-        in_place_of: full name of the class of the norm whose place it took; empty where it took none.
+        in_place_of: full class name of the norm that it replaced; empty if none.
+        keeps: strides that the output takes over from the input, as the replaced norm does: ``all``,
+            ``channels_last`` or ``none``; otherwise the output is contiguous.
 
-    tanh, isru and erf are computed in one pass (:mod:`normscope.swaps.kernels`) where the environment variable
-    ``NORMSCOPE_KERNELS`` does not say ``eager``. On CUDA by fused kernels, which have no second derivative, none in
-    forward mode and no batched gradients; plain torch has, and is what torch.compile and torch.export make where the
-    variable does not say ``triton``. On the CPU, where no gradient is wanted, by a compiled loop.
+    tanh, isru and erf run in one pass (:mod:`normscope.swaps.kernels`) unless ``NORMSCOPE_KERNELS=eager``: on the CPU
+    in a compiled loop if no gradient is needed; on CUDA in fused kernels, which lack second derivatives, forward mode
+    and batched gradients. torch.compile and torch.export trace plain torch unless ``NORMSCOPE_KERNELS=triton``.
 
-    Shape: any input with the channels at their axis; the output has its shape and dtype (:func:`dtype_after`). The
-    names of the parameters are those of the published DyT and Derf layers.
+    The output has the input's shape and dtype (:func:`dtype_after`). Parameters are named as in the published DyT and
+    Derf layers.
 
     Raises:
-        UsageError: if there is no such curve, or if there are not as many α or s as channels; when called, if the input
-            has other channels, or if ``NORMSCOPE_KERNELS`` cannot be met.
+        UsageError: if the curve is unknown or α or s do not match the channels; when called, if the input's channels
+            differ, or if ``NORMSCOPE_KERNELS`` cannot be met.
 
     >>> layer = PointwiseFunction("tanh", 4, alpha=0.5)
     >>> layer(torch.tensor([[0.0, 1.0, 2.0, 100.0]]))
@@ -62,11 +60,9 @@ class PointwiseFunction(nn.Module):
     ['alpha', 'bias', 'weight']
     """
 
-    # A NaN equals no other, so that nn.TransformerEncoderLayer does not take its fused path, which would use this
-    # weight and bias as those of a LayerNorm.
-    eps = math.nan
-
+    eps = math.nan  # keeps nn.TransformerEncoderLayer from its fused path, which would make a LayerNorm of this
     in_place_of: str = ""
+    keeps: str = "all"
     alpha: nn.Parameter
     shift: nn.Parameter | None
     weight: nn.Parameter
@@ -108,6 +104,9 @@ class PointwiseFunction(nn.Module):
             (input,) = named.values()
         if input.is_nested:
             return of_each(self, input)
+        if self.keeps != "all" and not input.is_contiguous():
+            kept = suggest_memory_format(input) if self.keeps == "channels_last" else torch.contiguous_format
+            input = input.contiguous(memory_format=kept)
         own: dict[str, Any] = self._parameters
         curve, behind = self.curve.function_name, 0 if self.channel_axis == -1 else self._behind(input)
         # As attributes nn.Module finds them last, and where they are parametrized they are nothing else.
@@ -138,11 +137,11 @@ class PointwiseFunction(nn.Module):
         return self._activate is not None
 
     def also_activate(self, norm: nn.Module, activation: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        """Do to the output what a norm does to its own, as timm's NormAct classes do.
+        """Apply the activation of a norm such as timm's NormAct to each output.
 
         Args:
-            norm: its children are taken over, for the activation to call.
-            activation: from this module and its output to what takes the output's place.
+            norm: its children become this module's, for the activation to call.
+            activation: a function of this module and its output.
         """
         for name, child in norm.named_children():
             self.add_module(name, child)
@@ -179,21 +178,14 @@ class PointwiseFunction(nn.Module):
 
 
 def dtype_after(input: Tensor, weight: Tensor | None) -> torch.dtype:
-    """Return the dtype of a norm's result: its input's; but of a float32 input, the weight's where that is a half one.
-
-    T5 in float16 keeps some layers in float32, and leaves it to its norms to come back.
-    """
+    """Return a norm's output dtype: the input's, but a half weight's for a float32 input, as T5 in float16 expects."""
     if input.dtype != torch.float32 or weight is None or weight.dtype not in _HALF:
         return input.dtype
     return weight.dtype
 
 
 def check_kernels(modules: Iterable[nn.Module]) -> None:
-    """Refuse, before there is any work, point-wise functions that ``NORMSCOPE_KERNELS`` keeps from running.
-
-    Raises:
-        UsageError: if a point-wise function among the modules cannot be computed as the variable says, on its device
-            and of inputs of its own dtype.
+    """Raise UsageError if ``NORMSCOPE_KERNELS`` keeps a point-wise function among the modules from running.
 
     >>> check_kernels([DyT(4)])
     """
@@ -286,19 +278,12 @@ def _curve_named(name: str) -> Curve:
 class RMSNorm(nn.Module):
     """weight · x / √(mean of x² + eps) + bias over the channels (arXiv 1910.07467, eq. 4, with a bias besides).
 
-    Args:
-        normalized_shape: sizes of the axes that share one statistic.
-        channel_axis: the axis that numbers the channels, where ``normalized_shape`` is one number; several numbers are
-            those of the last axes.
-        eps: what is added under the root.
-        elementwise_affine: whether there are weight and bias, ``normalized_shape``.
-        bias: whether there is a bias.
+    ``normalized_shape``, ``channel_axis`` and ``in_place_of`` are as in :class:`PointwiseFunction`.
 
-    Attributes:
-        weight: ``normalized_shape``, or None.
-        bias: likewise.
-        variance_epsilon: ``eps``; of that name there is a NaN instead.
-        in_place_of: full name of the class of the norm whose place it took; empty where it took none.
+    Args:
+        eps: added under the root, and kept as ``variance_epsilon``; ``eps`` itself is NaN.
+        elementwise_affine: use a weight and a bias, both ``normalized_shape``.
+        bias: use a bias.
 
     >>> RMSNorm(2, eps=0.0)(torch.tensor([[3.0, 4.0]])).detach()
     tensor([[0.8485, 1.1314]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from normscope.fits.curves.known import Curve
 from normscope.inputs.loaded_model import LoadedModel, Outputs, module_of
 from normscope.pairs.norms.formulas import gain_and_shift
 from normscope.pairs.norms.kinds import NormKind
-from normscope.pairs.norms.recognition import kind_at
+from normscope.pairs.norms.recognition import kept_strides, kind_at
 from normscope.pairs.norms.sites import Layers, NormSite, select_by_placement
 from normscope.runtime.network import check_whole, copied, uncompiled
 from normscope.runtime.progress import Progress, silent
@@ -30,13 +31,7 @@ CALIBRATED = "calibrated"
 
 
 class Holders:
-    """Which modules of a network hold which: to swap one set of sites after another without looking each time.
-
-    They are those of the network as it is now, and serve as long as the same modules stand there whenever it is asked.
-
-    Raises:
-        ModelError: if accelerate has spread the network.
-    """
+    """The parents of each module of a network, found once for many swaps; ModelError if accelerate has spread it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._inner = uncompiled(model)
@@ -53,34 +48,29 @@ class Holders:
 
 
 class Swap:
-    """Other modules in the place of some of a network's; a context manager that takes them out again.
+    """Modules that replace some of a network's; a context manager that puts the originals back.
 
-    The network is changed at once; without ``with`` or :meth:`undo` it stays so. Its own modules are kept aside as
-    they are, and come back as the same objects: ``state_dict`` and outputs are then what they were, to the bit. A norm
-    that the network calls past its module tree, from a plain list for example, goes on being called there.
+    The network changes at once, and stays so without ``with`` or :meth:`undo`. The originals are kept unchanged and
+    come back as the same objects, so ``state_dict`` and outputs are restored to the bit. A norm that the network calls
+    past its module tree, from a plain list for example, is still called there.
 
-    A hook belongs to the place. Forward and backward hooks and pre-hooks that were registered on a norm hear what
-    stands in its place, before the module's own and with that module as their first argument; those that are
-    registered while it stands there hear the norm afterwards. For that the norm lends the module torch's own dicts of
-    hooks, so that every handle removes its hook at any time, and order and options stay. A norm that is still called
-    past the module tree calls the hooks that it had. A copy or a pickle of a swapped network
-    has these hooks as one of any network does; its ``state_dict`` and what :func:`normscope.save_swapped` writes have
-    none. Not carried over are hooks of the norm's own tensors: methods of the norm, and pre-hooks that compute one of
-    its tensors, as :func:`torch.nn.utils.weight_norm` and pruning leave them (a warning names these), and those of its
-    ``state_dict``. They go on serving the norm.
+    Forward and backward hooks and pre-hooks of a norm run for the module that replaces it, before the module's own and
+    with that module as first argument; hooks registered meanwhile run for the norm afterwards. Both share torch's own
+    dicts of hooks, so handles, order and options stay valid. Copies and pickles of a swapped network contain these
+    hooks; its ``state_dict`` and saved folders do not. Hooks of the norm's own tensors or ``state_dict`` stay with the
+    norm: its methods, and pre-hooks that compute a tensor, such as those of :func:`torch.nn.utils.weight_norm` and
+    pruning, which a warning names.
 
-    ``holders`` is for who swaps the same network's norms again and again; ``refitted``, by name, what others of its
-    parameters are meanwhile.
+    ``holders`` saves time in many swaps of one network; ``refitted`` contains values of other parameters by name.
 
     Attributes:
         model: the network.
-        modules: what was put where, by module path.
-        calibration: what was done to them and to the layers beside them, where that was asked for; else None. These
-            layers get their own weights back with the norms.
+        modules: the replacements, by module path.
+        calibration: the report of the calibration, or None. Refitted layers get their own weights back with the norms.
 
     Raises:
-        ModelError: if the network has no such module, or is itself the norm; if one module is to take the places of
-            several norms with hooks, or has backward hooks of another kind than the norm's.
+        ModelError: if the network has no such module, or is itself the norm; if one module replaces several norms that
+            have hooks, or has backward hooks of another kind than the norm's.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
     >>> with Swap(model, {"1": PointwiseFunction("tanh", 8)}):
@@ -314,8 +304,16 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
     kind = kind_at(norm, site)
     if isinstance(kind, str):
         raise ModelError(f"The norm {site.name} ({type(norm).__name__}) cannot be replaced: {kind}.")
-    gain, offset = kind.gain_and_offset(norm, site.channels)
     own_gain, own_shift = gain_and_shift(norm)
+    sized = [part for part in (own_gain, own_shift, getattr(norm, "running_mean", None)) if part is not None]
+    shape = getattr(norm, "normalized_shape", ())
+    widths = {part.numel() for part in sized} | {math.prod(shape if isinstance(shape, Iterable) else [shape])}
+    if widths - {1, site.channels}:
+        raise ModelError(
+            f"The norm {site.name} ({type(norm).__name__}) has {max(widths)} channels, and {site.channels} in the "
+            "capture, which is of another network; capture this one."
+        )
+    gain, offset = kind.gain_and_offset(norm, site.channels)
     like = model_tensor(norm, where)
     shape, axis = _channels_of(site, kind)
     bias = own_shift is not None or bool(offset.any())
@@ -336,6 +334,7 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
             elementwise_affine=elementwise or start.amplitude.numel() > 1,
             bias=bias,
         )
+        module.keeps = kept_strides(norm, shape, axis, like)
     module = module.to(like.device, like.dtype)
     weight = gain.cpu().double() * start.amplitude
     with torch.no_grad():

@@ -92,7 +92,7 @@ def asked_for(curve: str | Curve, init: str = "fit") -> Curve | str:
     """
     if init not in INITS:
         raise UsageError(unknown("init", init, INITS))
-    name = curve.strip().lower() if isinstance(curve, str) else curve.name
+    name = curve.strip().lower() if isinstance(curve, str) else getattr(curve, "name", None)
     if name in (FREE, BEST) and init != "fit":
         raise UsageError(f"{name} is what was fitted: there is no {init} start of it.")
     return name if name in (FREE, BEST, RMS_NORM) else _one_curve(curve)

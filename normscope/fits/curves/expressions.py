@@ -99,13 +99,16 @@ def curves_named(names: str | Sequence[str | Curve]) -> list[Curve]:
     parts = split_names(names) if isinstance(names, str) else names
     curves: dict[str, Curve] = {}
     for part in dict.fromkeys(parts):
-        for curve in [part] if isinstance(part, Curve) else _curves_of(part.strip()):
+        for curve in [part] if isinstance(part, Curve) else _curves_of(part):
             if curves.setdefault(curve.name, curve) is not curve:
                 raise UsageError(f"Two curves are called {curve.name!r}. Give each a name of its own.")
     return list(curves.values())
 
 
 def _curves_of(part: str) -> Sequence[Curve]:
+    if not isinstance(part, str):
+        raise UsageError(f"{part!r:.60} is no curve. Pass a name, a formula such as 'mine=x/(1+abs(x))', or a Curve.")
+    part = part.strip()
     if "=" in part:
         return [curve_from(part)]
     if part.lower() == "all":

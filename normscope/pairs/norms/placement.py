@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -39,6 +40,8 @@ _NORM_FUNCTIONS = {
     torch.native_layer_norm,
     torch.native_group_norm,
 }
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_NORM_OPERATORS = re.compile(r"aten\.(_?native_|_fused_|cudnn_|miopen_)?(batch|group|instance|layer|rms)_norm\b")
 # As timm (q_norm), diffusers (norm_q, norm_added_k, q_rms_norm_t) and transformers (q_layernorm, qk_norm,
 # q_layernorm.norms.0 of one head) say; a norm before the projection (pre_norm_q, q_a_layernorm) is none of them.
 _QUERY_OR_KEY = re.compile(
@@ -129,6 +132,7 @@ class FunctionWatch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.on_pause = False
+        self.lock = threading.RLock()  # identifies the watched pass
         self.path: list[str] = []
         self.tensorless: dict[str, None] = {}
         self.functional: dict[tuple[str, str], None] = {}
@@ -158,12 +162,12 @@ class FunctionWatch(TorchFunctionMode):
         if self.on_pause:
             return func(*args, **kwargs)
         operands = tuple(value for value in args if isinstance(value, Tensor))
-        if func in _NORM_FUNCTIONS:
+        if func in _NORM_FUNCTIONS or (isinstance(func, _OPERATORS) and _NORM_OPERATORS.match(str(func))):
             where = self.path[-1] if self.path else ""
             if self.is_weight(operands[0] if operands else kwargs["input"]):
                 self.weights_normed[where] = None
             else:
-                self.functional[(where, func.__name__)] = None
+                self.functional[(where, func.__name__.partition(".")[0])] = None  # without an operator's overload
         # A bias or an embedding is no branch.
         elif func in ADDITIONS and not any(isinstance(value, nn.Parameter) for value in operands):
             in_place = func.__name__.endswith("_") and not func.__name__.startswith("__")  # add_, but not __rsub__

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,11 +115,10 @@ def refusal(module: nn.Module) -> str | None:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Say whether a module is a norm by the table or by its name, which has norm somewhere or rms or ln as a word.
+    """True if a module is a norm by the table or by its name, which contains norm, or rms or ln as a word.
 
-    One that only holds a norm is none, nor is one with layers of its own, unless norm is what it is called: a
-    RobertaPreLayerNormOutput is an output, an AdaGroupNorm a norm, a ConvMlpWithNorm an MLP. Nor is a convolution or a
-    linear layer, which may normalize its weight.
+    Convolutions and linear layers are no norms, nor are modules that contain a norm, nor modules with layers unless
+    their name ends in norm: RobertaPreLayerNormOutput is an output, AdaGroupNorm a norm, ConvMlpWithNorm an MLP.
 
     >>> [is_norm(type(name, (nn.Module,), {})()) for name in ("MyRMS", "LN2d", "AdaLN", "Channels", "Alarms")]
     [True, True, True, False, False]
@@ -179,14 +179,10 @@ class _Shown:
 
 
 def identified(module: nn.Module, call: _Call, x: Tensor, output: Tensor, ancestor: NormKind | None) -> NormKind | str:
-    """Find the one form that reproduces what the module does, or say why there is none.
+    """Find the one form that reproduces a norm's output, by trial on a copy; return the reason if there is none.
 
-    Args:
-        module: the norm, in eval mode; it is not called, only a copy of it.
-        call: positional and keyword arguments that it was called with.
-        x: the tensor among them that it normalizes.
-        output: what it returned.
-        ancestor: how a class normalizes that the module's class is made from and whose ``forward`` it does not keep.
+    ``x`` is the normalized tensor among the arguments of ``call``. ``ancestor`` is the kind of a base class whose
+    ``forward`` the module's class overrides.
     """
     register = "normscope.register_norm says what it does"
     if not x.is_floating_point() or output.shape != x.shape:
@@ -219,12 +215,9 @@ def identified(module: nn.Module, call: _Call, x: Tensor, output: Tensor, ancest
 
 @torch.no_grad()
 def ignores_scale(module: nn.Module, call: _Call, x: Tensor) -> bool:
-    """Say quickly whether a module of one weight per channel may be a norm: a layer scale doubles with its input.
+    """True if a module with one weight per channel may be a norm; the output of a layer scale doubles with its input.
 
-    Args:
-        module: it is not called, only a copy of it.
-        call: positional and keyword arguments that it was called with.
-        x: the tensor among them that it normalizes or weighs.
+    A copy is tried on noise in place of ``x``, which is one of the arguments of ``call``.
 
     >>> x = torch.zeros(2, 8)
     >>> ignores_scale(nn.RMSNorm(8), ((x,), {}), x), ignores_scale(nn.PReLU(8), ((x,), {}), x)
@@ -244,11 +237,9 @@ def ignores_scale(module: nn.Module, call: _Call, x: Tensor) -> bool:
 
 @torch.no_grad()
 def kind_at(module: nn.Module, site: NormSite) -> NormKind | str:
-    """How the module at a known site normalizes, without running the network; or why it is no norm.
+    """Return the kind of the module at a known site without running the network, or the reason why it is no norm.
 
-    Args:
-        module: it is not called; where its class is in no table a copy of it is, in eval mode and on noise.
-        site: as it was found.
+    Of a class that is in no table, a copy is tried on noise.
     """
     known = kind_of(module) or refusal(module)
     if known is not None:
@@ -259,11 +250,39 @@ def kind_at(module: nn.Module, site: NormSite) -> NormKind | str:
     for shape in _shapes_at(site):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
         try:
-            output = twin(x.clone())
+            args, kwargs = call = _call_with(twin, x)
+            output = twin(*args, **kwargs)
         except Exception:  # noqa: S112 - code that is not ours may take inputs of one number of axes alone
             continue
-        return identified(twin, ((x,), {}), x, output, ancestor_kind(module))
+        return identified(twin, call, x, output, ancestor_kind(module))
     return "it could not be tried on noise; normscope.register_norm says what it does"
+
+
+@torch.no_grad()
+def kept_strides(module: nn.Module, shape: Sequence[int], channel_axis: int, like: Tensor) -> str:
+    """Identify, by trial, which strides of its input a norm keeps; its output is contiguous otherwise.
+
+    Returns ``none`` for LayerNorm, ``channels_last`` for GroupNorm and BatchNorm, and ``all`` for elementwise formulas
+    and norms that cannot be tried. ``like`` is a tensor of the norm's device and dtype.
+    """
+    twin = _twin(module).eval()
+    for n_axes in (4, 3, 5):
+        sizes = [2, 3, *shape] if channel_axis == -1 else [3] * n_axes
+        sizes[channel_axis] = shape[-1]
+        x = like.new_zeros(sizes[::-1]).permute(*reversed(range(len(sizes))))
+        channels_last = x.movedim(channel_axis, -1).contiguous().movedim(-1, channel_axis)
+        try:
+            calls = [_call_with(twin, each) for each in (x, channels_last)]
+            contiguous = [twin(*args, **kwargs).is_contiguous() for args, kwargs in calls]
+        except Exception:  # noqa: S112 - as above
+            continue
+        return "all" if not contiguous[0] else "none" if contiguous[1] else "channels_last"
+    return "all"
+
+
+def _call_with(module: nn.Module, x: Tensor) -> _Call:
+    first = next(iter(inspect.signature(module.forward).parameters.values()))
+    return ((), {first.name: x}) if first.kind is first.KEYWORD_ONLY else ((x,), {})
 
 
 def _shapes_at(site: NormSite) -> Iterator[list[int]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor
 
 from normscope.errors import ModelError, count
 from normscope.inputs.batch import Batch
@@ -20,7 +21,7 @@ from normscope.pairs.norms.known import POINTWISE
 from normscope.pairs.norms.placement import Ends, FunctionWatch, of_sites, version_of
 from normscope.pairs.norms.recognition import ancestor_kind, identified, ignores_scale, is_norm, kind_of, refusal
 from normscope.pairs.norms.sites import NormSite, SkippedNorm
-from normscope.runtime.network import at_hand, left_as_found, run
+from normscope.runtime.network import at_hand, heard_by, left_as_found, passes_by, run
 
 NOT_CALLED = "not called"
 
@@ -81,8 +82,9 @@ class _Input:
         """Whether the norm changed it: by torch's own count, and by its values, since ``x.data`` is not counted."""
         if version_of(self._given) != self._version:
             return True
-        comparable = self._given.layout == torch.strided and not self._given.is_nested
-        return comparable and not torch.equal(self._given, self.copy)
+        x = self._given
+        comparable = x.layout == torch.strided and not (x.is_nested or is_batchedtensor(x))
+        return comparable and not torch.equal(x, self.copy)
 
 
 def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> NormReport:
@@ -113,7 +115,7 @@ def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> No
     named, weighing = _suspects(model)
     watch = FunctionWatch()
     with left_as_found(model) as buffers:
-        with _calls_of(named, weighing, watch) as calls, _entered(model, watch), watch:
+        with _calls_of(named, weighing, watch) as calls, _entered(model, watch), passes_by(watch.lock), watch:
             run(model, batch)
         keeps_state = buffers.changed
 
@@ -149,15 +151,20 @@ def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> No
 
 def _refuse_what_hooks_cannot_enter(model: nn.Module | torch.export.ExportedProgram) -> None:
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
+    if any(map(_is_scripted_norm, modules)):
         raise ModelError(
-            "The model is TorchScript, in whole or in part, which hooks cannot enter; load it as a module."
+            "The model is TorchScript where it normalizes, which hooks cannot enter; load that part as a module."
         )
     if isinstance(model, torch.export.ExportedProgram) or any(map(_is_exported, modules)):
         raise ModelError(
             "The model is of torch.export, in whole or in part: its norms are calls of functions (torch.ops.aten), "
             "which hooks on modules do not see. Pass the module as it was before torch.export.export."
         )
+
+
+def _is_scripted_norm(module: nn.Module) -> bool:
+    graph = getattr(module, "inlined_graph", "") if isinstance(module, torch.jit.ScriptModule) else ""
+    return re.search(r"aten::(\w*norm|rsqrt)\b", str(graph)) is not None
 
 
 def _is_exported(module: nn.Module) -> bool:
@@ -189,7 +196,7 @@ def _suspects(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Modu
     """
     named: dict[str, nn.Module] = {}
     weighing: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
+    for name, module in _hookable(model):
         if any(parent in named and kind_of(named[parent]) for parent in _parents(name)):
             continue
         if is_norm(module):
@@ -197,6 +204,10 @@ def _suspects(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Modu
         elif channel_vectors(module):
             weighing[name] = module
     return named, weighing
+
+
+def _hookable(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [named for named in model.named_modules() if not isinstance(named[1], torch.jit.ScriptModule)]
 
 
 def _parents(name: str) -> list[str]:
@@ -222,19 +233,23 @@ def _calls_of(
     calls: dict[str, _FirstCall] = {}
     suspects = {**named, **weighing}
     # The last one is running: it may call itself.
-    before: dict[str, list[tuple[_Input | None, tuple[int, int]]]] = {name: [] for name in suspects}
+    before: dict[str, list[tuple[_Input | None, tuple[int, int], bool]]] = {name: [] for name in suspects}
 
     def enter(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x = input_of(args, kwargs)
             with watch.paused():
-                before[name].append((None if x is None else _Input(x), watch.mark()))
+                # Without running statistics, torch refuses one sample of one position: pass it twice.
+                sums_batch = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None
+                twice = x is not None and sums_batch and x.numel() == x.shape[1]
+                before[name].append((None if x is None else _Input(x), watch.mark(), twice))
+                return with_input(args, kwargs, torch.cat([x, x])) if x is not None and twice else None
 
         return hook
 
     def leave(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            x, (kept_input, mark) = input_of(args, kwargs), before[name].pop()
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            x, (kept_input, mark, twice) = input_of(args, kwargs), before[name].pop()
             with watch.paused():
                 overwrites = kept_input is not None and kept_input.changed
             if name in calls:
@@ -252,13 +267,14 @@ def _calls_of(
                 watch.tensorless[name] = None
             if name in named or (name in calls and isinstance(calls[name].kind, NormKind)):
                 watch.forget_since(mark)
+            return output[:1] if twice else None
 
         return hook
 
     with contextlib.ExitStack() as hooks:
         for name, module in suspects.items():
-            hooks.callback(module.register_forward_pre_hook(enter(name), with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(leave(name), with_kwargs=True).remove)
+            hooks.callback(module.register_forward_pre_hook(heard_by(watch.lock, enter(name)), with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(heard_by(watch.lock, leave(name)), with_kwargs=True).remove)
         yield calls
 
 
@@ -273,9 +289,9 @@ def _entered(model: nn.Module, watch: FunctionWatch) -> Iterator[None]:
         watch.path.pop()
 
     with contextlib.ExitStack() as hooks:
-        for name, module in model.named_modules():
-            hooks.callback(module.register_forward_pre_hook(enter(name)).remove)
-            hooks.callback(module.register_forward_hook(leave).remove)
+        for name, module in _hookable(model):
+            hooks.callback(module.register_forward_pre_hook(heard_by(watch.lock, enter(name))).remove)
+            hooks.callback(module.register_forward_hook(heard_by(watch.lock, leave)).remove)
         yield
 
 
@@ -285,6 +301,8 @@ def _resolve(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
     assert x is not None  # noqa: S101 - as the module was called with a tensor
     if x.is_nested:
         return "it takes a nested tensor, whose tokens cannot be told apart by sample"
+    if is_batchedtensor(x):
+        return "it is called within torch.vmap, where its tokens cannot be told apart by sample"
     known = kind_of(module) or refusal(module)
     if known is None:
         if not (is_norm(module) or ignores_scale(module, (args, kwargs), x)):

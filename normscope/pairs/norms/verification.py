@@ -29,12 +29,7 @@ _ACTIVATION = 2
 def excess(kind: NormKind, module: nn.Module, x: Tensor, output: Tensor, *, at_most: int | None = None) -> float:
     """Return the largest difference between the module's output and ours, as a multiple of what rounding explains.
 
-    Args:
-        kind: how the module is thought to normalize.
-        module: the norm.
-        x: its input.
-        output: its true output.
-        at_most: compare about as many tokens, evenly over all; tokens that are groups are all compared.
+    ``at_most`` limits the number of tokens that are compared, evenly over all, unless tokens are groups.
     """
     if output.shape != x.shape:
         return math.inf
@@ -57,19 +52,10 @@ def check(
     batch_axis: int = 0,
     valid: Tensor | None = None,
 ) -> None:
-    """Compare the output of the site ``name`` with what ``kind`` makes of its input, wherever that is summed.
+    """Raise ModelError if a site's output differs from what ``kind`` makes of its input by more than rounding.
 
-    Args:
-        kind: how the module is thought to normalize.
-        name: of the site.
-        module: the norm.
-        x: its input.
-        output: its true output.
-        batch_axis: which axis of both counts samples.
-        valid: which tokens are data and not padding, bool ``(tokens,)``, samples one after the other; None for all.
-
-    Raises:
-        ModelError: if they differ by more than rounding explains.
+    ``batch_axis`` of ``x`` and ``output`` counts samples. ``valid``, bool ``(tokens,)`` with samples one after the
+    other, marks the tokens that are no padding; None stands for all.
     """
     where = f"{name} ({kind.name}, input {tuple(x.shape)} {x.dtype})"
     furthest, too_large = math.inf, None

@@ -26,20 +26,11 @@ _NONE = np.full(1, -0.0, np.float32)  # a shift or bias that there is not
 
 
 def pointwise(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Tensor | None:
-    """Weight · f(αx + s) + bias, computed in float32; None where that is plain torch's.
+    """Return weight · f(αx + s) + bias, computed in float32; None to leave it to plain torch.
 
-    The loop takes plain contiguous tensors where no gradient is wanted and nothing looks on that would see operators:
-    no mode or subclass of torch, no transform. Parameters that do not go with x it leaves to plain torch, which says
-    what is wrong.
-
-    Args:
-        x: on the CPU, float32 or bfloat16, of any shape.
-        parameters: α, s, weight and bias.
-        curve: ``tanh``, ``isru`` or ``erf``.
-        behind: how many axes of x come after those of the channels.
-
-    Returns:
-        A tensor of x's shape and dtype.
+    The loop takes contiguous float32 and bfloat16 tensors if no gradient is needed and no dispatch mode, tensor
+    subclass or functorch transform is active. Plain torch reports parameters that do not fit. ``curve`` is ``tanh``,
+    ``isru`` or ``erf``; ``behind`` counts the axes of x after the channels.
 
     >>> one = torch.ones(1)
     >>> with torch.no_grad():

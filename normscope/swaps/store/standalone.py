@@ -7,7 +7,7 @@ from a user or from a file stands in it as a literal of ASCII signs or as part o
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 
@@ -79,6 +79,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch._prims_common import suggest_memory_format
 {imports}
 WEIGHTS = Path(__file__).with_name("model.safetensors")
 TIED = {tied}  # tensors that are others under another name
@@ -92,9 +93,12 @@ class PointwiseFunction(nn.Module):
 
     eps = math.nan  # unequal to all, so that nn.TransformerEncoderLayer does not take this for a LayerNorm
 
-    def __init__(self, *shape, channel_axis=-1, per_channel=False, shift=False, affine=True, bias=True, activations=()):
+    def __init__(
+        self, *shape, channel_axis=-1, per_channel=False, shift=False, affine=True, bias=True, activations=(),
+        keeps="none"
+    ):
         super().__init__()
-        self.channel_axis, self.activations = channel_axis, activations
+        self.channel_axis, self.activations, self.keeps = channel_axis, activations, keeps
         self.alpha = nn.Parameter(torch.full(shape if per_channel else (1,), 0.5))
         self.shift = nn.Parameter(torch.zeros(self.alpha.shape)) if shift else None
         self.weight = nn.Parameter(torch.ones(shape if affine else (1,)))
@@ -103,6 +107,9 @@ class PointwiseFunction(nn.Module):
     def forward(self, x=None, **named):
         if x is None:  # some libraries call a norm with its input's name
             (x,) = named.values()
+        if self.keeps != "all" and not x.is_contiguous():  # the strides that the norm returned
+            kept = suggest_memory_format(x) if self.keeps == "channels_last" else torch.contiguous_format
+            x = x.contiguous(memory_format=kept)
         inside = torch.promote_types(x.dtype, torch.float32)
         alpha, shift, weight, bias = (
             None if part is None else self.along_channels(part, x).to(inside)
@@ -261,7 +268,7 @@ def standalone(model: nn.Module, record: SwapRecord, tensors: Mapping[str, Tenso
     origin = origin_of(model, record.model, free=any(site.curve == FREE for site in record.sites))
     classes, lines = _Classes(), []
     for site in record.sites:
-        made = _made(site, classes.of(site.curve), tensors, _activations(model.get_submodule(site.name), site))
+        made = _made(site, classes.of(site.curve), tensors, model.get_submodule(site.name))
         lines.append(f"        {site.name!a}: {made},\n")
     norms = count(len(record.sites), "norm")
     what = f"{in_docstring(record.func)} in place of {norms} of {in_docstring(record.model)}"
@@ -308,7 +315,7 @@ class _Classes:
         return name, _CURVE.format(name=name, text=text, expression=expression)
 
 
-def _made(site: SwappedSite, name: str, tensors: Mapping[str, Tensor], activations: Sequence[str]) -> str:
+def _made(site: SwappedSite, name: str, tensors: Mapping[str, Tensor], module: nn.Module) -> str:
     """The call that makes what stands at a site."""
     options: dict[str, object] = {}
     if site.channel_axis != -1:
@@ -321,15 +328,16 @@ def _made(site: SwappedSite, name: str, tensors: Mapping[str, Tensor], activatio
     options |= {"shift": True} if site.shift else {}
     options |= {} if site.elementwise_affine else {"affine": False}
     options |= {} if site.bias else {"bias": False}
-    options |= {"activations": tuple(activations)} if activations else {}
+    options |= {"activations": activations} if (activations := _activations(module, site)) else {}
+    options |= {"keeps": keeps} if (keeps := getattr(module, "keeps", "none")) != "none" else {}
     arguments = [*map(str, site.normalized_shape), *(f"{key}={value!r}" for key, value in options.items())]
     return f"{name}({', '.join(arguments)})"
 
 
-def _activations(module: nn.Module, site: SwappedSite) -> list[str]:
+def _activations(module: nn.Module, site: SwappedSite) -> tuple[str, ...]:
     """Names of the children that run after a site's affine step."""
     there = dict(module.named_children()) if site.activated else {}
-    return [name for name in _ACTIVATIONS if name in there]
+    return tuple(name for name in _ACTIVATIONS if name in there)
 
 
 def _of_formula(formula: str) -> str:

@@ -17,7 +17,7 @@ from normscope.fits.curves.expressions import curve_from
 from normscope.fits.curves.known import CURVES, FREE, Curve
 from normscope.fits.solving.ceiling import Piecewise, curve_along
 from normscope.pairs.captures import versions
-from normscope.pairs.norms.recognition import ancestor_kind, kind_of
+from normscope.pairs.norms.recognition import ancestor_kind, kept_strides, kind_of
 from normscope.runtime.files import sha256_of, whole_folder, write_tensors
 from normscope.runtime.network import uncompiled
 from normscope.swaps.keep.reports import KeepReport
@@ -274,6 +274,8 @@ def _module(
                 raise ModelError(f"The swap in {folder} activates at {site.name}, where a {there} does not.")
             function.also_activate(norm, kind.activation)
     like = model_tensor(norm, where)
+    if isinstance(module, PointwiseFunction):
+        module.keeps = kept_strides(norm, shape, axis, like)
     return module.to(like.device, like.dtype)
 
 
