@@ -70,7 +70,7 @@ class Batch:
     valid: torch.Tensor | None = None
     part: str = ""
     forward: Callable[..., Any] | None = None
-    valid_within: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    valid_within: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
 
     def valid_at(self, path: str) -> torch.Tensor | None:
         """Return which positions are data where the network counts as the module of this path does; None for all.

@@ -77,7 +77,7 @@ def _read(batches: Iterable[Any], taker: _Taker, forward: Forward | None) -> Ite
                 named = (Sample(f"sample {i}", i, i, data) for i in range(seen, seen + len(batch.samples)))
                 batch = replace(batch, samples=tuple(named))
                 seen += len(batch.samples)
-            yield replace(batch, valid=_valid(batch))
+            yield batch
 
 
 _UNNAMED = Sample("", -1, -1)
@@ -284,26 +284,6 @@ def _n_samples(entry: Any) -> int:
 
     sizes = {len(leaf) if leaf.ndim else 0 for leaf in leaves([entry], of_lists=True) if isinstance(leaf, torch.Tensor)}
     return sizes.pop() if len(sizes) == 1 and sizes != {0} else 1
-
-
-def _valid(batch: Batch) -> Tensor | None:
-    """Return which positions are data; None where nothing tells."""
-    import torch
-
-    arguments = batch.kwargs
-    if batch.forward is not None and isinstance(batch.args[0], Mapping):
-        arguments = batch.args[0]
-    mask = arguments.get("attention_mask")
-    if batch.valid is not None or batch.valid_within or not isinstance(mask, torch.Tensor):
-        return batch.valid
-    if mask.ndim != 2 or len(mask) != len(batch.samples):  # of queries and keys, not of samples and positions
-        return None
-    if not bool(((mask == 0) | (mask == 1)).all()):
-        raise DataError(
-            "An attention_mask of samples and positions holds other values than 0 and 1, so that it cannot be told "
-            "which positions are padding. Say it in the valid of a normscope.Batch."
-        )
-    return mask != 0
 
 
 def _refuse_nested(args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int) -> None:

@@ -11,11 +11,12 @@ from torch import nn
 
 from normscope.errors import UsageError
 from normscope.inputs.batch import Batch
-from normscope.inputs.loaded_model import LoadedModel, unpacked
+from normscope.inputs.loaded_model import LoadedModel
 from normscope.inputs.previews import preview_of
 from normscope.inputs.splits import Done, LeftOut, Share, shared
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import Layers, SkippedNorm, select
+from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import NOT_CALLED, find_norms
 from normscope.pairs.ranks import ALONE, Ranks, agree_on_batches, check_alike, merge_left_out, merge_seen
 from normscope.pairs.recorder import Recorder, Summing
