@@ -122,7 +122,7 @@ class Entries:
 
 def taken_once(batches: Iterable[Any]) -> bool:
     """Whether batches can be iterated only once, as a generator can."""
-    return isinstance(batches.batches if isinstance(batches, Entries) else batches, Iterator)
+    return isinstance(getattr(batches, "batches", batches), Iterator)
 
 
 @dataclass

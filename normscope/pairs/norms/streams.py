@@ -1,7 +1,7 @@
 """Streams of tokens: the part of a network that each padding mask is for, followed through one forward pass.
 
-A mask belongs to the tokens of the module that takes it under the name of a mask. Torch functions pass the arguments
-that tokens come from on to their results; attention passes on those of its queries, not those of its keys.
+A mask belongs to the tokens of the module that takes it under the name of a mask. Every torch function passes on the
+arguments that the tokens of its operands come from; attention passes on those of its queries alone.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,274 +20,191 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from normscope.errors import DataError, UsageError
-from normscope.inputs.batch import Batch, tensors_of
+from normscope.inputs.batch import Batch, tensors_at, tensors_of
 from normscope.inputs.entries import Entries
 from normscope.inputs.loaded_model import LoadedModel, Outputs
-from normscope.inputs.splits import Chunk, Share
 from normscope.pairs.norms.recognition import is_norm
 from normscope.runtime.network import left_as_found, run, uncompiled
 
 if TYPE_CHECKING:
     from normscope.inputs.entries import Forward
 
-# The name of a mask begins as that of its tokens: src_key_padding_mask and src, pixel_attention_mask and pixel_values.
+# A mask is named after its tokens: src_key_padding_mask after src, pixel_attention_mask after pixel_values.
 _MASK = re.compile(r"(?!global_)(?:(\w+?)_)?(?:key_)?(?:attention|padding)_mask|(pixel)_mask")
-_OTHER_STREAMS = re.compile(r"(encoder|decoder|memory|tgt)(_\w+)?")
-_NO_TOKENS = re.compile(rf"labels?|targets?|(token_type|position)_ids|{_OTHER_STREAMS.pattern}")
+_OTHER_STREAM = re.compile(r"(encoder|decoder|memory|tgt)(_\w+)?")
+_NO_TOKENS = re.compile(rf"labels?|targets?|(token_type|position)_ids|{_MASK.pattern}|{_OTHER_STREAM.pattern}")
 _ATTENTION = {"matmul", "__matmul__", "bmm", "einsum", "scaled_dot_product_attention", "multi_head_attention_forward"}
 
-_Path = tuple[str | int, ...]  # of a tensor in (args, kwargs)
-_Origins = frozenset[_Path]  # the arguments that the tokens of a tensor come from; none for those of weights
-_WEIGHTS: _Origins = frozenset()
+_Path = tuple[Any, ...]  # of a tensor in (args, kwargs)
+_Origins = frozenset[_Path]  # arguments that the tokens of a tensor come from; none for tokens made of weights
 
 
-@dataclass(frozen=True)
-class _Binding:
-    """The masks among the arguments of a network.
+class _Masks(NamedTuple):
+    """Paths of masks among the arguments: of the output's tokens, of parts with others, zero for data, of none."""
 
-    Attributes:
-        of_output: the mask of the stream that the output belongs to; None where no mask is for it.
-        within: masks of the parts of the network that have another one.
-        of_padding: masks that are nonzero where padded.
-        unbound: masks whose stream is not known, with the reason.
-    """
-
-    of_output: _Path | None = None
-    within: Mapping[str, _Path | None] = field(default_factory=dict)
-    of_padding: frozenset[_Path] = frozenset()
-    unbound: Mapping[_Path, str] = field(default_factory=dict)
-
-    def bound(self, batch: Batch, tensors: Mapping[_Path, Tensor]) -> Batch:
-        """Return the batch with the masks among its arguments as ``valid`` and ``valid_within``."""
-        for path, reason in self.unbound.items():
-            if bool((tensors[path] == 0).any()) and bool((tensors[path] != 0).any()):
-                raise DataError(
-                    f"The mask {path[-1]!r} {tuple(tensors[path].shape)} cannot be bound to the tokens that it masks: "
-                    f"{reason}. Pass normscope.Batch(args, kwargs, samples, valid=…), bool (samples, positions), and "
-                    "valid_within={path of a module: …} for parts of the network with other tokens."
-                )
-        masks = {path: self._valid(path, tensors[path]) for path in {self.of_output, *self.within.values()} - {None}}
-        within = {name: masks.get(path) for name, path in self.within.items()}
-        return replace(batch, valid=masks.get(self.of_output), valid_within=within)
-
-    def _valid(self, path: _Path, mask: Tensor) -> Tensor:
-        if path in self.of_padding:
-            return mask == 0
-        if not bool(((mask == 0) | (mask == 1)).all()):
-            raise DataError(
-                f"The {path[-1]} {tuple(mask.shape)} of samples and positions holds other values than 0 and 1, so that "
-                "it does not tell which positions are padding. Pass them as the valid of a normscope.Batch."
-            )
-        return mask != 0
+    output: _Path | None = None
+    within: Mapping[str, _Path | None] = {}
+    inverted: frozenset[_Path] = frozenset()
+    unbound: frozenset[_Path] = frozenset()
 
 
 class _StreamWatch(TorchFunctionMode):
     """Follows the arguments of a network to the inputs of its modules."""
 
-    def __init__(self, model: nn.Module, tensors: Mapping[_Path, Tensor], masks: set[_Path]) -> None:
+    def __init__(self, model: nn.Module, tensors: Mapping[_Path, Tensor], masks: frozenset[_Path]) -> None:
         super().__init__()
-        self._model, self._tensors, self._masks = model, tensors, masks
-        self._origins = WeakTensorKeyDictionary()
-        for buffer in model.buffers():
-            self._origins[buffer] = _WEIGHTS
-        for path, tensor in tensors.items():
-            self._origins[tensor] = frozenset([path])
-        self._running: list[_Origins] = [_WEIGHTS]
-        self._at: dict[str, set[_Origins]] = {}  # the origins of each module's inputs
-        self._norms = {name for name, module in model.named_modules() if is_norm(module)}
-        self._taken: dict[_Path, list[tuple[int, bool, list[_Origins]]]] = {}
+        self._modules, self._tensors, self._masks = dict(model.named_modules()), tensors, masks
+        self._origins: Any = WeakTensorKeyDictionary(dict.fromkeys(model.buffers(), frozenset()))
+        self._origins.update({tensor: frozenset([path]) for path, tensor in tensors.items()})
+        self._running: list[_Origins] = [frozenset()]
+        self._at: dict[str, set[_Origins]] = {}  # of each module's inputs
+        self._taken: dict[_Path, list[set[_Origins]]] = {}  # of the possible tokens of a mask, call by call
+        self._inverted: dict[_Path, bool] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        operands = tensors_of([args, kwargs or {}])
-        if func.__name__ in _ATTENTION:
-            origins = self._known(operands[0])
-        else:
-            known = [(value.numel(), value.shape, self._known(value)) for value in operands]
-            of_tokens = [one for one in known if one[2] and one[2] - self._masks]
-            most = max(of_tokens, key=lambda one: one[0], default=None)
-            same = [one[2] for one in of_tokens if most and one[1] == most[1]] or [one[2] or _WEIGHTS for one in known]
-            origins = _WEIGHTS.union(*same) if any(one[2] is not None for one in known) or not known else None
-            origins = origins - self._masks if most and origins else origins
-        written = [args[0]] if func.__name__ == "__setitem__" else tensors_of([result])
-        for value in written if origins is not None else ():
+        operands = tensors_of([args, kwargs or {}])[: 1 if func.__name__ in _ATTENTION else None]
+        tokens = [(operand.shape, self._of(operand) - self._masks) for operand in operands]
+        # Smaller operands scale or shift whole samples.
+        largest = max((shape for shape, own in tokens if own), key=torch.Size.numel, default=None)
+        passed = [own for shape, own in tokens if shape == largest] if largest else map(self._of, operands)
+        origins = frozenset[_Path]().union(*passed)
+        for value in [args[0]] if func.__name__ == "__setitem__" else tensors_of([result]):
             self._origins[value] = origins
         return result
 
-    def _known(self, value: Tensor) -> _Origins | None:
-        known: _Origins | None = self._origins.get(value)
-        return _WEIGHTS if known is None and isinstance(value, nn.Parameter) else known
+    def _of(self, value: Tensor) -> _Origins:
+        """Return the origins; of what no torch function made, those of the input of the module that runs."""
+        unknown: _Origins = frozenset() if isinstance(value, nn.Parameter) else self._running[-1]
+        origins: _Origins = self._origins.get(value, unknown)
+        return origins
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
-        """Note the inputs of the modules meanwhile."""
+        """Note what the modules take meanwhile."""
         with contextlib.ExitStack() as hooks:
-            for name, module in self._model.named_modules():
+            for name, module in self._modules.items():
                 if not isinstance(module, torch.jit.ScriptModule):
-                    hooks.callback(module.register_forward_pre_hook(self._enter(name), with_kwargs=True).remove)
+                    enter = partial(self._enter, name)
+                    hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
                     hooks.callback(module.register_forward_hook(self._leave).remove)
             yield
 
-    def _enter(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = tensors_of([args, kwargs])
-            # A function that torch does not show made what has no origin: of what the module around it was given.
-            known = self._known(given[0]) if given else None
-            origins = self._running[-1] if known is None else known
-            self._running.append(origins)
-            if given and given[0].is_floating_point() and (name in self._norms or module._parameters):
-                self._at.setdefault(name, set()).add(origins)
-            if any((self._known(value) or _WEIGHTS) & self._masks for value in given):
-                with contextlib.suppress(TypeError, ValueError):  # a forward that is not written in Python
-                    arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-                    self.note(arguments | arguments.get("kwargs", {}), len(self._running))
-
-        return hook
+    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = tensors_of([args, kwargs])
+        self._running.append(self._of(given[0]) if given else self._running[-1])
+        if given and given[0].is_floating_point() and (module._parameters or is_norm(module)):
+            self._at.setdefault(name, set()).add(self._running[-1])
+        if any(self._of(value) & self._masks for value in given):
+            with contextlib.suppress(TypeError, ValueError):  # a forward that is not written in Python
+                arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+                self.note(arguments | arguments.get("kwargs", {}))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        origins = self._running.pop()
-        for value in tensors_of([output]):
-            if self._known(value) is None:
-                self._origins[value] = origins
+        self._origins.update({value: self._of(value) for value in tensors_of([output])})
+        self._running.pop()
 
-    def note(self, arguments: Mapping[str, Any], depth: int) -> None:
-        """Note the masks among the arguments of one call, and the arguments that may be the tokens they mask."""
+    def note(self, arguments: Mapping[str, Any]) -> None:
+        """Note the masks among the arguments of a call, and the arguments that may be the tokens they mask."""
         named = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-        for name, mask in named.items():
-            match = _MASK.fullmatch(name)
-            for path in (self._known(mask) or _WEIGHTS) & self._masks if match else ():
-                given = self._tensors[path]
-                valid = mask == 0 if "padding" in name else mask != 0
-                inverted = torch.equal(valid, given == 0)
-                if valid.shape != given.shape or not (inverted or torch.equal(valid, given != 0)):
-                    continue
-                tokens = {key: value for key, value in named.items() if not _MASK.fullmatch(key)}
-                prefix = match[1] or match[2] if match else ""
-                own = [value for key, value in tokens.items() if prefix and key.startswith(prefix)][:1]
-                if not own and not _OTHER_STREAMS.fullmatch(prefix or ""):
-                    own = [value for key, value in tokens.items() if not _NO_TOKENS.fullmatch(key)]
-                    own = [value for value in own if value.shape[:2] == mask.shape] or own[:1]
-                origins = [self._known(value) or _WEIGHTS for value in own]
-                self._taken.setdefault(path, []).append((depth, inverted, origins))
+        for match in filter(None, map(_MASK.fullmatch, named)):
+            mask, prefix = named[match[0]], match[1] or match[2]
+            own = [named[name] for name in named if prefix and name.startswith(prefix) and name != match[0]][:1]
+            if not own and not _OTHER_STREAM.fullmatch(prefix or ""):
+                own = [named[name] for name in named if not _NO_TOKENS.fullmatch(name)]
+                own = [value for value in own if value.shape[:2] == mask.shape] or own[:1]
+            for path in self._of(mask) & self._masks:
+                data, given = mask == 0 if "padding" in match[0] else mask != 0, self._tensors[path] != 0
+                if data.shape == given.shape and (torch.equal(data, given) or torch.equal(data, ~given)):
+                    self._inverted.setdefault(path, not torch.equal(data, given))
+                    self._taken.setdefault(path, []).append({self._of(value) for value in own})
 
-    def binding(self, output: Any) -> _Binding:
+    def masks(self, output: Any) -> _Masks:
         """Return the mask of each part of the network, now that it has run."""
+        norms = [name for name in self._at if is_norm(self._modules[name])]
+        at_norms = frozenset[_Path]().union(*(origins for name in norms for origins in self._at[name]))
         streams: dict[_Path, _Origins] = {}
-        unbound: dict[_Path, str] = {}
-        at_norms = _WEIGHTS.union(*(origins for name in self._norms for origins in self._at.get(name, ())))
-        for path in sorted(self._masks, key=str):
-            found = [
-                (depth, {one for one in each if one & at_norms} or {*each})
-                for depth, _, each in self._taken.get(path, ())
-            ]
-            sure = [(depth, one) for depth, each in found if len(each) == 1 for one in each]
-            if sure:
-                common = frozenset.intersection(*(one for _, one in sure)) or max(sure, key=lambda one: one[0])[1]
-                streams[path] = common | {path}
-            elif found or _MASK.fullmatch(str(path[-1])):
-                unbound[path] = (
-                    "several arguments may be these tokens" if any(found) else "no module takes it with its tokens"
-                )
+        for path, calls in self._taken.items():
+            tokens = [{origins for origins in each if origins & at_norms} or each for each in calls]
+            alone = [origins for each in tokens if len(each) == 1 for origins in each]
+            if alone and frozenset.intersection(*alone):
+                streams[path] = frozenset.intersection(*alone) | {path}
 
         def mask_of(origins: _Origins) -> _Path | None:
             return next((path for path, stream in streams.items() if stream & origins), None)
 
         at = {name: {mask_of(origins) for origins in each} for name, each in self._at.items()}
-        for name in self._norms & at.keys():
-            if len(at[name]) > 1:
-                unbound |= dict.fromkeys(at[name] - {None}, f"the norm {name} takes other tokens as well")
-        default = next(
-            (mask_of(self._known(value) or _WEIGHTS) for value in tensors_of(output) if value.is_floating_point()), None
-        )
-        parts: dict[str, set[_Path | None]] = {}
-        for name, each in at.items():
-            for end in re.finditer(r"\.|$", name):
-                parts.setdefault(name[: end.start()], set()).update(each)
+        of_output = next((mask_of(self._of(value)) for value in tensors_of(output) if value.is_floating_point()), None)
         within: dict[str, _Path | None] = {}
-        for name, each in at.items():
-            ends = (name[: end.start()] for end in re.finditer(r"\.|$", name))
-            largest = next((part for part in ends if len(parts[part]) == 1), name)
-            within[largest] = next(iter(each))
-        within = {name: path for name, path in within.items() if path != default and name}
-        of_padding = frozenset(path for path, each in self._taken.items() if each[0][1])
-        return _Binding(default, within, of_padding, unbound)
+        for part in filter(None, self._modules):  # those around it come first
+            inside = {mask for name in at if f"{name}.".startswith(f"{part}.") for mask in at[name]}
+            if len(inside) == 1 and not any(part.startswith(f"{around}.") for around in within):
+                within[part] = inside.pop()
+        named = {path for path in self._masks if path in self._taken or _MASK.fullmatch(str(path[-1]))}
+        torn = {path for name in norms if len(at[name]) > 1 for path in at[name] if path}
+        inverted = frozenset(path for path, turned in self._inverted.items() if turned)
+        within = {part: mask for part, mask in within.items() if mask != of_output}
+        return _Masks(of_output, within, inverted, frozenset(torn | named - streams.keys()))
 
 
-def _tensors_at(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Tensor]]:
-    """Yield the tensors within arguments, with their paths."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _tensors_at(each, (*path, key))
-
-
-def _observed(model: nn.Module, batch: Batch) -> _Binding:
-    """Run the first sample of a batch and bind the masks among its arguments."""
-    n_samples = len(batch.samples)
-    masks = {
-        path
-        for path, tensor in _tensors_at((batch.args, batch.kwargs))
-        if tensor.ndim == 2 and len(tensor) == n_samples and (named := str(path[-1]))
-        if _MASK.fullmatch(named) or not (re.search("ids$|label", named) or ((tensor != 0) & (tensor != 1)).any())
-    }
+def _masks_of(model: nn.Module, batch: Batch, tensors: Mapping[_Path, Tensor]) -> _Masks:
+    """Find the masks among the arguments of a batch: its first sample shows which tokens they mask."""
+    masks = set()
+    for path, tensor in tensors.items():
+        name, samples = str(path[-1]), tensor.shape[0] if tensor.ndim == 2 else 0
+        counts = re.search("ids$|label", name) or ((tensor != 0) & (tensor != 1)).any()
+        if samples == len(batch.samples) and (_MASK.fullmatch(name) or not counts):
+            masks.add(path)
     if not masks:
-        return _Binding()
+        return _Masks()
     first = batch.first_sample()
-    watch = _StreamWatch(model, dict(_tensors_at((first.args, first.kwargs))), masks)
+    watch = _StreamWatch(model, dict(tensors_at((first.args, first.kwargs))), frozenset(masks))
     with left_as_found(model), watch.hooked(), watch:
         output = run(model, first)
     if first.forward is not None and isinstance(first.args[0], Mapping):
-        watch.note(first.args[0], -1)
-    return watch.binding(output)
-
-
-class _Binder:
-    """Binds the masks of batch after batch, with one pass for each structure of arguments."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._bindings = uncompiled(model), dict[Any, _Binding]()
-
-    def bound(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        for batch in batches:
-            if batch.valid is not None or batch.valid_within:
-                yield batch
-                continue
-            tensors = dict(_tensors_at((batch.args, batch.kwargs)))
-            structure = frozenset((path, tensor.ndim) for path, tensor in tensors.items())
-            if structure not in self._bindings:
-                self._bindings[structure] = _observed(self._model, batch)
-            yield self._bindings[structure].bound(batch, tensors)
-
-
-class BoundEntries(Entries):
-    """A user's own batches, with the masks among their arguments as ``valid`` and ``valid_within``."""
-
-    def __iter__(self) -> Iterator[Batch]:
-        binder = vars(self).setdefault("_binder", _Binder(self.model))
-        return binder.bound(super().__iter__())
+        watch.note(first.args[0])
+    return watch.masks(output)
 
 
 class BoundInputs:
-    """Inputs that divide themselves, likewise."""
+    """Inputs whose batches have the masks among their arguments as ``valid`` and ``valid_within``."""
 
     def __init__(self, inputs: Any, model: nn.Module) -> None:
-        vars(self).update(_inputs=inputs, _binder=_Binder(model))
+        vars(self).update(_inputs=inputs, _model=uncompiled(model), _masks={})
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_inputs"], name)
+        value = getattr(vars(self)["_inputs"], name)
+        if name == "chunks":
+            return lambda share: (replace(chunk, batches=map(self._bound, chunk.batches)) for chunk in value(share))
+        return (lambda: self._bound(value())) if name == "first_sample" else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._inputs, name, value)
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._binder.bound(self._inputs)
+        return map(self._bound, self._inputs)
 
-    def chunks(self, share: Share) -> Iterator[Chunk]:
-        return (replace(chunk, batches=self._binder.bound(chunk.batches)) for chunk in self._inputs.chunks(share))
-
-    def first_sample(self) -> Batch:
-        return next(self._binder.bound([self._inputs.first_sample()]))
+    def _bound(self, batch: Batch) -> Batch:
+        if batch.valid is not None or batch.valid_within:
+            return batch
+        tensors = dict(tensors_at((batch.args, batch.kwargs)))
+        arguments = frozenset((path, tensor.ndim) for path, tensor in tensors.items())
+        if arguments not in self._masks:
+            self._masks[arguments] = _masks_of(self._model, batch, tensors)
+        masks, valid = self._masks[arguments], dict[_Path | None, Tensor | None]({None: None})
+        for path in {*masks.within.values(), masks.output, *masks.unbound} - {None}:
+            mask = tensors[path]
+            valid[path] = mask == 0 if path in masks.inverted else mask != 0
+            known = path in masks.inverted or bool(((mask == 0) | (mask == 1)).all())
+            if not known or (path in masks.unbound and bool((mask != mask[0, 0]).any())):
+                why = "no module takes it with these alone" if known else "it holds other values than 0 and 1"
+                raise DataError(
+                    f"The mask {path[-1]!r} {tuple(mask.shape)} cannot be bound to the tokens that it masks: {why}. "
+                    "Pass normscope.Batch(args, kwargs, samples, valid=…), bool (samples, positions), with valid_within="
+                    "{module path: …} for the parts of the network with other tokens."
+                )
+        within = {part: valid[path] for part, path in masks.within.items()}
+        return replace(batch, valid=valid[masks.output], valid_within=within)
 
 
 def unpacked(
@@ -327,4 +245,4 @@ def unpacked(
 
 def _read_for(batches: Iterable[Any], model: nn.Module, forward: Forward | None) -> Iterable[Any]:
     """Return inputs that divide themselves as they are, and others as what the network takes of them."""
-    return BoundInputs(batches, model) if hasattr(batches, "chunks") else BoundEntries(batches, model, forward)
+    return BoundInputs(batches if hasattr(batches, "chunks") else Entries(batches, model, forward), model)
