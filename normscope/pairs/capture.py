@@ -171,7 +171,7 @@ def captured(
         left_out = merge_left_out(work.left_out, ranks)
         merge_seen(work.recorder, ranks)
     if isinstance(getattr(batches, "left_out", None), LeftOut):
-        batches.left_out = left_out  # type: ignore[attr-defined]
+        batches.left_out = left_out
     late = work.recorder.seen.late
     return work.recorder.captured(
         {**about, **_described(batches)}, [late.get(norm.name, norm) for norm in report.skipped]

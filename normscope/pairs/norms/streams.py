@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Batch, tensors_at, tensors_of
-from normscope.inputs.entries import Entries
+from normscope.inputs.entries import Taker, read
 from normscope.inputs.loaded_model import LoadedModel, Outputs
 from normscope.pairs.norms.recognition import is_norm
 from normscope.runtime.network import left_as_found, run, uncompiled
@@ -59,7 +59,7 @@ class _StreamWatch(TorchFunctionMode):
         self._running: list[_Origins] = [frozenset()]
         self._at: dict[str, set[_Origins]] = {}  # of each module's inputs
         self._taken: dict[_Path, list[set[_Origins]]] = {}  # of the possible tokens of a mask, call by call
-        self._inverted: dict[_Path, bool] = {}
+        self._inverted: set[_Path] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -115,8 +115,8 @@ class _StreamWatch(TorchFunctionMode):
                 own = [value for value in own if value.shape[:2] == mask.shape] or own[:1]
             for path in self._of(mask) & self._masks:
                 data, given = mask == 0 if "padding" in match[0] else mask != 0, self._tensors[path] != 0
-                if data.shape == given.shape and (torch.equal(data, given) or torch.equal(data, ~given)):
-                    self._inverted.setdefault(path, not torch.equal(data, given))
+                if torch.equal(data, given) or torch.equal(data, ~given):
+                    self._inverted |= {path} if torch.equal(data, ~given) else set()
                     self._taken.setdefault(path, []).append({self._of(value) for value in own})
 
     def masks(self, output: Any) -> _Masks:
@@ -138,13 +138,11 @@ class _StreamWatch(TorchFunctionMode):
         within: dict[str, _Path | None] = {}
         for part in filter(None, self._modules):  # those around it come first
             inside = {mask for name in at if f"{name}.".startswith(f"{part}.") for mask in at[name]}
-            if len(inside) == 1 and not any(part.startswith(f"{around}.") for around in within):
+            if len(inside - {of_output}) == len(inside) == 1 and not any(part.startswith(f"{top}.") for top in within):
                 within[part] = inside.pop()
         named = {path for path in self._masks if path in self._taken or _MASK.fullmatch(str(path[-1]))}
         torn = {path for name in norms if len(at[name]) > 1 for path in at[name] if path}
-        inverted = frozenset(path for path, turned in self._inverted.items() if turned)
-        within = {part: mask for part, mask in within.items() if mask != of_output}
-        return _Masks(of_output, within, inverted, frozenset(torn | named - streams.keys()))
+        return _Masks(of_output, within, frozenset(self._inverted), frozenset(torn | named - streams.keys()))
 
 
 def _masks_of(model: nn.Module, batch: Batch, tensors: Mapping[_Path, Tensor]) -> _Masks:
@@ -167,10 +165,11 @@ def _masks_of(model: nn.Module, batch: Batch, tensors: Mapping[_Path, Tensor]) -
 
 
 class BoundInputs:
-    """Inputs whose batches have the masks among their arguments as ``valid`` and ``valid_within``."""
+    """Inputs read for a network; masks among the arguments become ``valid`` and ``valid_within`` of the batches."""
 
-    def __init__(self, inputs: Any, model: nn.Module) -> None:
+    def __init__(self, inputs: Any, model: nn.Module, forward: Forward | None) -> None:
         vars(self).update(_inputs=inputs, _model=uncompiled(model), _masks={})
+        vars(self).update(_read=partial(read, taker=Taker.of(model), forward=forward))
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(vars(self)["_inputs"], name)
@@ -182,7 +181,7 @@ class BoundInputs:
         setattr(self._inputs, name, value)
 
     def __iter__(self) -> Iterator[Batch]:
-        return map(self._bound, self._inputs)
+        return map(self._bound, self._read(self._inputs))
 
     def _bound(self, batch: Batch) -> Batch:
         if batch.valid is not None or batch.valid_within:
@@ -200,8 +199,8 @@ class BoundInputs:
                 why = "no module takes it with these alone" if known else "it holds other values than 0 and 1"
                 raise DataError(
                     f"The mask {path[-1]!r} {tuple(mask.shape)} cannot be bound to the tokens that it masks: {why}. "
-                    "Pass normscope.Batch(args, kwargs, samples, valid=…), bool (samples, positions), with valid_within="
-                    "{module path: …} for the parts of the network with other tokens."
+                    "Pass normscope.Batch(args, kwargs, samples, valid=…), bool (samples, positions), and "
+                    "valid_within={module path: …} for parts with other tokens."
                 )
         within = {part: valid[path] for part, path in masks.within.items()}
         return replace(batch, valid=valid[masks.output], valid_within=within)
@@ -213,13 +212,13 @@ def unpacked(
     about: Mapping[str, str] | None = None,
     outputs: Outputs | None = None,
     forward: Forward | None = None,
-) -> tuple[nn.Module, Iterable[Any], dict[str, str], Outputs]:
-    """Return a module, batches, what they say of themselves, and how outputs are read, of either way to pass them.
+) -> tuple[nn.Module, BoundInputs, dict[str, str], Outputs]:
+    """Return a module, its batches, their description, and how outputs are read, from a module or a loaded model.
 
     Args:
-        model: a module; or a loaded model, which has all of them. What is given besides takes the place of its own.
+        model: a module, or a loaded model, whose own inputs, description and outputs are the defaults.
         batches: None for the loaded model's inputs.
-        about: None for what the loaded model and the batches say.
+        about: entries of the description that replace others.
         outputs: None for the loaded model's; of a module, the first tensor.
         forward: runs the module on an entry of the batches, see :func:`normscope.inputs.entries.as_batches`.
 
@@ -233,16 +232,10 @@ def unpacked(
     """
     if isinstance(model, LoadedModel):
         batches = model.inputs if batches is None else batches
-        described = {**model.about, "data": str(getattr(batches, "description", None) or "not named")}
-        batches = _read_for(batches, model.module, forward)
-        return model.module, batches, {**described, **(about or {})}, outputs or model.outputs
+        described = {**model.about, "data": str(getattr(batches, "description", None) or "not named"), **(about or {})}
+        return model.module, BoundInputs(batches, model.module, forward), described, outputs or model.outputs
     if batches is None:
         raise UsageError(
             f"A {type(model).__name__} brings no batches: pass some after it, or pass what normscope.load returned."
         )
-    return model, _read_for(batches, model, forward), dict(about or {}), outputs or Outputs()
-
-
-def _read_for(batches: Iterable[Any], model: nn.Module, forward: Forward | None) -> Iterable[Any]:
-    """Return inputs that divide themselves as they are, and others as what the network takes of them."""
-    return BoundInputs(batches if hasattr(batches, "chunks") else Entries(batches, model, forward), model)
+    return model, BoundInputs(batches, model, forward), dict(about or {}), outputs or Outputs()
