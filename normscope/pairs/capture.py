@@ -60,7 +60,7 @@ def capture(
             and a list of images is taken one by one, see :func:`normscope.inputs.entries.as_batches`. Taken one at a
             time: any iterable, of any length; one that
             runs the model itself, as a sampler does, may do so, and nothing of that is recorded. Positions that a
-            Batch, or an ``attention_mask``, marks as padding are in no sum. A norm whose input has no axis of samples
+            Batch, or a mask among the arguments, marks as padding of a stream are in no sum of its norms. A norm whose input has no axis of samples
             has no padding: all its tokens are, once for each batch; they are no sample's, and the site has no folds.
             None for a loaded model's own inputs.
         layers: which norm sites, see :func:`normscope.pairs.norms.sites.select`.
@@ -89,7 +89,8 @@ def capture(
         A :class:`Capture` on the CPU, whose size does not depend on the number of batches.
 
     Raises:
-        DataError: if there is no batch, or if it cannot be told which tokens of a norm are padding.
+        DataError: if there is no batch, if a mask cannot be bound to the tokens that it masks, or if it cannot be told
+            which tokens of a norm are padding.
         ModelError: if the model raises, if it calls no norm that normscope knows, or if verification fails.
         UsageError: if ``layers`` names no site, ``sample`` no token, or ``keep_inputs`` no number of inputs; or if a
             module comes without batches.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -54,7 +54,8 @@ class _StreamWatch(TorchFunctionMode):
     def __init__(self, model: nn.Module, tensors: Mapping[_Path, Tensor], masks: frozenset[_Path]) -> None:
         super().__init__()
         self._modules, self._tensors, self._masks = dict(model.named_modules()), tensors, masks
-        self._origins: Any = WeakTensorKeyDictionary(dict.fromkeys(model.buffers(), frozenset()))
+        self._origins: MutableMapping[Tensor, _Origins] = WeakTensorKeyDictionary()
+        self._origins.update(dict.fromkeys(model.buffers(), frozenset()))
         self._origins.update({tensor: frozenset([path]) for path, tensor in tensors.items()})
         self._running: list[_Origins] = [frozenset()]
         self._at: dict[str, set[_Origins]] = {}  # of each module's inputs
@@ -62,35 +63,23 @@ class _StreamWatch(TorchFunctionMode):
         self._inverted: set[_Path] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        operands = tensors_of([args, kwargs or {}])[: 1 if func.__name__ in _ATTENTION else None]
+        result, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
+        operands = tensors_of([args, kwargs or {}])[: 1 if name in _ATTENTION else None]
         tokens = [(operand.shape, self._of(operand) - self._masks) for operand in operands]
         # Smaller operands scale or shift whole samples.
         largest = max((shape for shape, own in tokens if own), key=torch.Size.numel, default=None)
         passed = [own for shape, own in tokens if shape == largest] if largest else map(self._of, operands)
         origins = frozenset[_Path]().union(*passed)
-        for value in [args[0]] if func.__name__ == "__setitem__" else tensors_of([result]):
+        for value in [args[0]] if name == "__setitem__" else tensors_of([result]):
             self._origins[value] = origins
         return result
 
     def _of(self, value: Tensor) -> _Origins:
         """Return the origins; of what no torch function made, those of the input of the module that runs."""
-        unknown: _Origins = frozenset() if isinstance(value, nn.Parameter) else self._running[-1]
-        origins: _Origins = self._origins.get(value, unknown)
-        return origins
+        return self._origins.get(value, frozenset() if isinstance(value, nn.Parameter) else self._running[-1])
 
-    @contextlib.contextmanager
-    def hooked(self) -> Iterator[None]:
-        """Note what the modules take meanwhile."""
-        with contextlib.ExitStack() as hooks:
-            for name, module in self._modules.items():
-                if not isinstance(module, torch.jit.ScriptModule):
-                    enter = partial(self._enter, name)
-                    hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-                    hooks.callback(module.register_forward_hook(self._leave).remove)
-            yield
-
-    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what a module takes; a forward pre-hook, but for the name."""
         given = tensors_of([args, kwargs])
         self._running.append(self._of(given[0]) if given else self._running[-1])
         if given and given[0].is_floating_point() and (module._parameters or is_norm(module)):
@@ -100,7 +89,8 @@ class _StreamWatch(TorchFunctionMode):
                 arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
                 self.note(arguments | arguments.get("kwargs", {}))
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Follow what a module returns; a forward hook."""
         self._origins.update({value: self._of(value) for value in tensors_of([output])})
         self._running.pop()
 
@@ -126,7 +116,7 @@ class _StreamWatch(TorchFunctionMode):
         streams: dict[_Path, _Origins] = {}
         for path, calls in self._taken.items():
             tokens = [{origins for origins in each if origins & at_norms} or each for each in calls]
-            alone = [origins for each in tokens if len(each) == 1 for origins in each]
+            alone = [origins for each in tokens if len(each) == 1 for origins in each if origins]
             if alone and frozenset.intersection(*alone):
                 streams[path] = frozenset.intersection(*alone) | {path}
 
@@ -147,17 +137,19 @@ class _StreamWatch(TorchFunctionMode):
 
 def _masks_of(model: nn.Module, batch: Batch, tensors: Mapping[_Path, Tensor]) -> _Masks:
     """Find the masks among the arguments of a batch: its first sample shows which tokens they mask."""
-    masks = set()
-    for path, tensor in tensors.items():
-        name, samples = str(path[-1]), tensor.shape[0] if tensor.ndim == 2 else 0
-        counts = re.search("ids$|label", name) or ((tensor != 0) & (tensor != 1)).any()
-        if samples == len(batch.samples) and (_MASK.fullmatch(name) or not counts):
-            masks.add(path)
+    tables = {path: each for path, each in tensors.items() if each.ndim == 2 and len(each) == len(batch.samples)}
+    others = {path for path in tables if re.search("ids$|label", str(path[-1]))}
+    others |= {path for path, table in tables.items() if bool(((table != 0) & (table != 1)).any())}
+    masks = frozenset(path for path in tables if path not in others or _MASK.fullmatch(str(path[-1])))
     if not masks:
         return _Masks()
     first = batch.first_sample()
-    watch = _StreamWatch(model, dict(tensors_at((first.args, first.kwargs))), frozenset(masks))
-    with left_as_found(model), watch.hooked(), watch:
+    watch = _StreamWatch(model, dict(tensors_at((first.args, first.kwargs))), masks)
+    with left_as_found(model), contextlib.ExitStack() as hooks, watch:
+        for name, module in model.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                hooks.callback(module.register_forward_pre_hook(partial(watch.enter, name), with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(watch.leave).remove)
         output = run(model, first)
     if first.forward is not None and isinstance(first.args[0], Mapping):
         watch.note(first.args[0])
@@ -224,11 +216,6 @@ def unpacked(
 
     Raises:
         UsageError: if there are no batches.
-
-    >>> import normscope
-    >>> module, batches, about, outputs = unpacked(normscope.load("demo_vit", device="cpu"), None)
-    >>> about["data"], outputs.kind
-    ('64 held-out digits', 'classes')
     """
     if isinstance(model, LoadedModel):
         batches = model.inputs if batches is None else batches
