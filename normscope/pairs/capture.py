@@ -58,10 +58,9 @@ def capture(
         batches: tensors, tuples of arguments, dicts of keyword arguments, or :class:`normscope.Batch`; on the model's
             device and in its dtype, samples along axis 0. Labels beside them, as a DataLoader gives them, are left out,
             and a list of images is taken one by one, see :func:`normscope.inputs.entries.as_batches`. Taken one at a
-            time: any iterable, of any length; one that
-            runs the model itself, as a sampler does, may do so, and nothing of that is recorded. Positions that a
-            Batch, or a mask among the arguments, marks as padding of a stream are in no sum of its norms. A norm whose input has no axis of samples
-            has no padding: all its tokens are, once for each batch; they are no sample's, and the site has no folds.
+            time: any iterable, of any length; one that runs the model itself, as a sampler does, may do so, and nothing
+            of that is recorded. Positions that a Batch marks as padding are in no sum, nor those that a mask among the
+            arguments marks, where its tokens are normalized. A norm whose input has no axis of samples has no padding: all its tokens are, once for each batch; they are no sample's, and the site has no folds.
             None for a loaded model's own inputs.
         layers: which norm sites, see :func:`normscope.pairs.norms.sites.select`.
         about: what the capture says of itself: ``model``, ``weights``, ``data``. Files and figures print it. Batches
@@ -89,8 +88,7 @@ def capture(
         A :class:`Capture` on the CPU, whose size does not depend on the number of batches.
 
     Raises:
-        DataError: if there is no batch, if a mask cannot be bound to the tokens that it masks, or if it cannot be told
-            which tokens of a norm are padding.
+        DataError: if there is no batch, or if it is not known which tokens a mask is for, or where they are at a norm.
         ModelError: if the model raises, if it calls no norm that normscope knows, or if verification fails.
         UsageError: if ``layers`` names no site, ``sample`` no token, or ``keep_inputs`` no number of inputs; or if a
             module comes without batches.

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,6 @@ from normscope.inputs.loaded_model import LoadedModel, Outputs
 from normscope.pairs.norms.recognition import is_norm
 from normscope.runtime.network import left_as_found, run, uncompiled
 
-if TYPE_CHECKING:
-    from normscope.inputs.entries import Forward
-
 # A mask is named after its tokens: src_key_padding_mask after src, pixel_attention_mask after pixel_values.
 _MASK = re.compile(r"(?!global_)(?:(\w+?)_)?(?:key_)?(?:attention|padding)_mask|(pixel)_mask")
 _OTHER_STREAM = re.compile(r"(encoder|decoder|memory|tgt)(_\w+)?")
@@ -36,6 +33,7 @@ _NO_TOKENS = re.compile(rf"labels?|targets?|(token_type|position)_ids|{_MASK.pat
 _ATTENTION = {"matmul", "__matmul__", "bmm", "einsum", "scaled_dot_product_attention", "multi_head_attention_forward"}
 
 _Path = tuple[Any, ...]  # of a tensor in (args, kwargs)
+_Forward = Callable[[nn.Module, Any], Any] | None
 _Origins = frozenset[_Path]  # arguments that the tokens of a tensor come from; none for tokens made of weights
 
 
@@ -159,7 +157,7 @@ def _masks_of(model: nn.Module, batch: Batch, tensors: Mapping[_Path, Tensor]) -
 class BoundInputs:
     """Inputs read for a network; masks among the arguments become ``valid`` and ``valid_within`` of the batches."""
 
-    def __init__(self, inputs: Any, model: nn.Module, forward: Forward | None) -> None:
+    def __init__(self, inputs: Any, model: nn.Module, forward: _Forward) -> None:
         vars(self).update(_inputs=inputs, _model=uncompiled(model), _masks={})
         vars(self).update(_read=partial(read, taker=Taker.of(model), forward=forward))
 
@@ -203,16 +201,12 @@ def unpacked(
     batches: Iterable[Any] | None,
     about: Mapping[str, str] | None = None,
     outputs: Outputs | None = None,
-    forward: Forward | None = None,
+    forward: _Forward = None,
 ) -> tuple[nn.Module, BoundInputs, dict[str, str], Outputs]:
     """Return a module, its batches, their description, and how outputs are read, from a module or a loaded model.
 
-    Args:
-        model: a module, or a loaded model, whose own inputs, description and outputs are the defaults.
-        batches: None for the loaded model's inputs.
-        about: entries of the description that replace others.
-        outputs: None for the loaded model's; of a module, the first tensor.
-        forward: runs the module on an entry of the batches, see :func:`normscope.inputs.entries.as_batches`.
+    A loaded model has all of them; ``batches``, ``about`` and ``outputs`` replace its own. ``forward`` runs the module
+    on an entry of the batches, see :func:`normscope.inputs.entries.as_batches`.
 
     Raises:
         UsageError: if there are no batches.
