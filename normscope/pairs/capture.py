@@ -60,7 +60,8 @@ def capture(
             and a list of images is taken one by one, see :func:`normscope.inputs.entries.as_batches`. Taken one at a
             time: any iterable, of any length; one that runs the model itself, as a sampler does, may do so, and nothing
             of that is recorded. Positions that a Batch marks as padding are in no sum, nor those that a mask among the
-            arguments marks, where its tokens are normalized. A norm whose input has no axis of samples has no padding: all its tokens are, once for each batch; they are no sample's, and the site has no folds.
+            arguments marks, where its tokens are normalized. A norm whose input has no axis of samples has no padding:
+            all its tokens are, once for each batch; they are no sample's, and the site has no folds.
             None for a loaded model's own inputs.
         layers: which norm sites, see :func:`normscope.pairs.norms.sites.select`.
         about: what the capture says of itself: ``model``, ``weights``, ``data``. Files and figures print it. Batches
