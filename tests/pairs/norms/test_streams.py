@@ -90,27 +90,21 @@ def of_transformers(name: str) -> nn.Module:
 
 
 def assert_counted(model, batches, real, **options) -> None:
-    """Compare the sums of each norm with those over the real tokens of its input, ``{path: mask}``, as hooks see it."""
-    inputs: dict[str, torch.Tensor] = {}
+    """Compare the sums of each norm with those over the real tokens, ``{path: mask}``, of its inputs as hooks see them."""
     seen = normscope.capture(model, batches, **options)
-    hooks = [
-        model.get_submodule(name).register_forward_hook(lambda _, args, __, name=name: inputs.update({name: args[0]}))
-        for name in seen.stats
-    ]
+    inputs: dict[str, list[torch.Tensor]] = {name: [] for name in seen.stats}
     run = options.get("forward") or (lambda model, batch: model(**batch) if isinstance(batch, dict) else model(*batch))
+    for name, calls in inputs.items():
+        model.get_submodule(name).register_forward_hook(lambda _, args, __, calls=calls: calls.append(args[0].detach()))
     with torch.no_grad():
         for batch in batches:
             run(model, batch)
-    for hook in hooks:
-        hook.remove()
     for name, stats in seen.stats.items():
-        mask = max(((path, mask) for path, mask in real.items() if name.startswith(path)), key=lambda one: len(one[0]))[
-            1
-        ]
-        x = inputs[name] if mask is None else inputs[name][mask]
+        path = max((path for path in real if name.startswith(path)), key=len)
+        tokens = [x.flatten(0, -2) if real[path] is None else x[real[path]] for x in inputs[name]]
         n, total = stats.moments.sum((0, 2))[:2].tolist()
-        assert (name, n) == (name, x.numel())
-        assert total == pytest.approx(float(x.double().sum()), rel=1e-4, abs=1e-3)
+        assert (name, n) == (name, sum(x.numel() for x in tokens))
+        assert total == pytest.approx(sum(float(x.double().sum()) for x in tokens), rel=1e-4, abs=1e-3)
 
 
 torch.manual_seed(0)
