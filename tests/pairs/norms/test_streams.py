@@ -90,7 +90,7 @@ def of_transformers(name: str) -> nn.Module:
 
 
 def assert_counted(model, batches, real, **options) -> None:
-    """Compare the sums of each norm with those over the real tokens, ``{path: mask}``, of its inputs as hooks see them."""
+    """Compare the sums of each norm with those over the real tokens, by path, of its inputs as hooks see them."""
     seen = normscope.capture(model, batches, **options)
     inputs: dict[str, list[torch.Tensor]] = {name: [] for name in seen.stats}
     run = options.get("forward") or (lambda model, batch: model(**batch) if isinstance(batch, dict) else model(*batch))
