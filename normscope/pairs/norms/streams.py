@@ -136,10 +136,10 @@ class _StreamWatch(TorchFunctionMode):
 def _masks_of(model: nn.Module, batch: Batch, tensors: Mapping[_Path, Tensor]) -> _Masks:
     """Find the masks among the arguments of a batch: its first sample shows which tokens they mask."""
     tables = {path: each for path, each in tensors.items() if each.ndim == 2 and len(each) == len(batch.samples)}
-    others = {path for path in tables if re.search("ids$|label", str(path[-1]))}
-    others |= {path for path, table in tables.items() if bool(((table != 0) & (table != 1)).any())}
-    masks = frozenset(path for path in tables if path not in others or _MASK.fullmatch(str(path[-1])))
-    if not masks:
+    flags = {path for path, table in tables.items() if bool((table == table.bool()).all())}
+    flags -= {path for path in tables if re.search("ids$|label", str(path[-1]))}
+    masks = frozenset(flags | {path for path in tables if _MASK.fullmatch(str(path[-1]))})
+    if not masks or not isinstance(model, nn.Module):  # a torch.export.ExportedProgram is refused elsewhere
         return _Masks()
     first = batch.first_sample()
     watch = _StreamWatch(model, dict(tensors_at((first.args, first.kwargs))), masks)
@@ -158,8 +158,7 @@ class BoundInputs:
     """Inputs read for a network; masks among the arguments become ``valid`` and ``valid_within`` of the batches."""
 
     def __init__(self, inputs: Any, model: nn.Module, forward: _Forward) -> None:
-        vars(self).update(_inputs=inputs, _model=uncompiled(model), _masks={})
-        vars(self).update(_read=partial(read, taker=Taker.of(model), forward=forward))
+        vars(self).update(_inputs=inputs, _model=uncompiled(model), _masks={}, _taken=(Taker.of(model), forward))
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(vars(self)["_inputs"], name)
@@ -171,7 +170,7 @@ class BoundInputs:
         setattr(self._inputs, name, value)
 
     def __iter__(self) -> Iterator[Batch]:
-        return map(self._bound, self._read(self._inputs))
+        return map(self._bound, read(self._inputs, *self._taken))
 
     def _bound(self, batch: Batch) -> Batch:
         if batch.valid is not None or batch.valid_within:
@@ -184,9 +183,9 @@ class BoundInputs:
         for path in {*masks.within.values(), masks.output, *masks.unbound} - {None}:
             mask = tensors[path]
             valid[path] = mask == 0 if path in masks.inverted else mask != 0
-            known = path in masks.inverted or bool(((mask == 0) | (mask == 1)).all())
+            known = path in masks.inverted or bool((mask == mask.bool()).all())
             if not known or (path in masks.unbound and bool((mask != mask[0, 0]).any())):
-                why = "no module takes it with these alone" if known else "it holds other values than 0 and 1"
+                why = "no module takes it with one stream alone" if known else "it holds other values than 0 and 1"
                 raise DataError(
                     f"The mask {path[-1]!r} {tuple(mask.shape)} cannot be bound to the tokens that it masks: {why}. "
                     "Pass normscope.Batch(args, kwargs, samples, valid=…), bool (samples, positions), and "
