@@ -110,13 +110,15 @@ class _StreamWatch(TorchFunctionMode):
     def masks(self, output: Any) -> _Masks:
         """Return the mask of each part of the network, now that it has run."""
         norms = [name for name in self._at if is_norm(self._modules[name])]
-        at_norms = frozenset[_Path]().union(*(origins for name in norms for origins in self._at[name]))
+        normed = [origins for name in norms for origins in self._at[name]]
         streams: dict[_Path, _Origins] = {}
         for path, calls in self._taken.items():
-            tokens = [{origins for origins in each if origins & at_norms} or each for each in calls]
-            alone = [origins for each in tokens if len(each) == 1 for origins in each if origins]
-            if alone and frozenset.intersection(*alone):
-                streams[path] = frozenset.intersection(*alone) | {path}
+            tokens = [[own for own in each if any(own & origins for origins in normed)] or [*each] for each in calls]
+            known = [(len(each), frozenset[_Path]().union(*each)) for each in tokens]
+            # Tokens that are added to one another are of one stream.
+            sure = [own for number, own in known if own and (number == 1 or any(map(own.issubset, normed)))]
+            if sure and frozenset.intersection(*sure):
+                streams[path] = frozenset.intersection(*sure) | {path}
 
         def mask_of(origins: _Origins) -> _Path | None:
             return next((path for path, stream in streams.items() if stream & origins), None)

@@ -272,6 +272,19 @@ def test_tokens_are_followed_through_functions_of_the_users_own():
     assert_counted(Own(), [{"x": SRC, "attention_mask": REAL.long()}], {"": REAL})
 
 
+def test_arguments_that_are_added_token_by_token_are_one_stream():
+    class Placed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.place, self.norm = nn.Linear(4, WIDTH), nn.LayerNorm(WIDTH)
+
+        def forward(self, x, bbox, attention_mask):
+            return self.norm(x + self.place(bbox))
+
+    batch = {"x": SRC, "bbox": torch.rand(3, POSITIONS, 4), "attention_mask": REAL.long()}
+    assert_counted(Placed(), [batch], {"": REAL})
+
+
 def test_a_part_of_a_list_is_bound_too():
     batches = [{"src": SRC[i : i + 1], "src_key_padding_mask": ~REAL[i : i + 1]} for i in range(3)]
     learned, held_out = learned_and_held_out(batches)
