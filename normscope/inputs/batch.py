@@ -70,7 +70,7 @@ class Batch:
     valid: torch.Tensor | None = None
     part: str = ""
     forward: Callable[..., Any] | None = None
-    valid_within: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    valid_within: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
 
     def valid_at(self, path: str) -> torch.Tensor | None:
         """Return which positions are data where the network counts as the module of this path does; None for all.
@@ -204,14 +204,20 @@ def leaves(values: Iterable[Any], *, of_lists: bool = False) -> Iterator[Any]:
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """List the tensors of a batch, or of a value: of tuples, lists and mappings, those within."""
+    if isinstance(value, Batch):
+        value = [value.args, value.kwargs, value.valid, value.valid_within]
+    return [tensor for _, tensor in tensors_at(value)]
+
+
+def tensors_at(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """Yield the tensors within tuples, lists and mappings, with the indices and keys that lead to them."""
     import torch
 
-    if isinstance(value, Batch):
-        return tensors_of([value.args, value.kwargs, value.valid, value.valid_within])
     if isinstance(value, torch.Tensor):
-        return [value]
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
-    return [tensor for part in values for tensor in tensors_of(part)]
+        yield path, value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from tensors_at(part, (*path, key))
 
 
 def joined(batches: Sequence[Batch]) -> list[Batch]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import logging
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from normscope.errors import DataError
 from normscope.inputs.batch import BY_HAND, Batch, Sample, leaves
-from normscope.inputs.previews import Preview, preview_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -34,9 +32,8 @@ def as_batches(
     Of a tuple, ``model.forward`` gets as many entries as it takes, and of a dict those that it has names for: labels
     beside the inputs are left out, and a warning says so once. A list of images becomes a batch for each.
 
-    An ``attention_mask`` of zeros and ones, ``(samples, positions)``, among the keyword arguments says which
-    positions are padding, where the Batch does not say it itself. The samples of anything but a Batch are numbered
-    through, and each counts as a source of its own. What tells their data set from others is a hash of the first batch.
+    The samples of anything but a Batch are numbered through, and each counts as a source of its own. What tells their
+    data set from others is a hash of the first batch.
 
     Args:
         batches: any iterable, a DataLoader for example.
@@ -55,10 +52,11 @@ def as_batches(
     >>> [(len(batch.args), list(batch.kwargs)) for batch in as_batches(labelled, torch.nn.Linear(3, 3))]
     [(1, [])]
     """
-    return _read(batches, _Taker.of(model), forward)
+    return read(batches, Taker.of(model), forward)
 
 
-def _read(batches: Iterable[Any], taker: _Taker, forward: Forward | None) -> Iterator[Batch]:
+def read(batches: Iterable[Any], taker: Taker, forward: Forward | None) -> Iterator[Batch]:
+    """Yield batches as :func:`as_batches` does for the network of ``taker``, which warns once of what it leaves out."""
     seen, data = 0, ""
     for number, entry in enumerate(batches):
         if isinstance(entry, Batch):
@@ -77,56 +75,19 @@ def _read(batches: Iterable[Any], taker: _Taker, forward: Forward | None) -> Ite
                 named = (Sample(f"sample {i}", i, i, data) for i in range(seen, seen + len(batch.samples)))
                 batch = replace(batch, samples=tuple(named))
                 seen += len(batch.samples)
-            yield replace(batch, valid=_valid(batch))
+            yield batch
 
 
 _UNNAMED = Sample("", -1, -1)
 
 
-@dataclass(frozen=True)
-class Entries:
-    """A user's own batches, read as :func:`as_batches` does for one network whenever they are iterated.
-
-    Attributes:
-        batches: what is iterated.
-        model: what they are for.
-        forward: runs the model on an entry.
-    """
-
-    batches: Iterable[Any]
-    model: nn.Module
-    forward: Forward | None = None
-
-    @property
-    def description(self) -> str | None:
-        """What the batches say that they are, if anything."""
-        return getattr(self.batches, "description", None)
-
-    @property
-    def n_samples(self) -> int | None:
-        """How many samples the batches say that they hold, if they do."""
-        return getattr(self.batches, "n_samples", None)
-
-    def preview(self, batch: Batch, place: int) -> Preview | None:
-        """Return what can be looked at of a sample: as the batches say, if they do."""
-        shown: Preview | None = getattr(self.batches, "preview", preview_of)(batch, place)
-        return shown
-
-    @functools.cached_property
-    def _taker(self) -> _Taker:  # one for all iterations, as what is left out is said once
-        return _Taker.of(self.model)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return _read(self.batches, self._taker, self.forward)
-
-
 def taken_once(batches: Iterable[Any]) -> bool:
     """Whether batches can be iterated only once, as a generator can."""
-    return isinstance(batches.batches if isinstance(batches, Entries) else batches, Iterator)
+    return isinstance(getattr(batches, "_inputs", batches), Iterator)
 
 
 @dataclass
-class _Taker:
+class Taker:
     """What a network's forward takes.
 
     Attributes:
@@ -144,7 +105,7 @@ class _Taker:
     warned: bool = False
 
     @classmethod
-    def of(cls, model: nn.Module | None) -> _Taker:
+    def of(cls, model: nn.Module | None) -> Taker:
         """Read the signature of ``model.forward``."""
         model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         try:
@@ -286,26 +247,6 @@ def _n_samples(entry: Any) -> int:
         return 1
     sizes = {len(leaf) if leaf.ndim else 0 for leaf in leaves([entry], of_lists=True) if isinstance(leaf, torch.Tensor)}
     return sizes.pop() if len(sizes) == 1 and sizes != {0} else 1
-
-
-def _valid(batch: Batch) -> Tensor | None:
-    """Return which positions are data; None where nothing tells."""
-    import torch
-
-    arguments = batch.kwargs
-    if batch.forward is not None and isinstance(batch.args[0], Mapping):
-        arguments = batch.args[0]
-    mask = arguments.get("attention_mask")
-    if batch.valid is not None or batch.valid_within or not isinstance(mask, torch.Tensor):
-        return batch.valid
-    if mask.ndim != 2 or len(mask) != len(batch.samples):  # of queries and keys, not of samples and positions
-        return None
-    if not bool(((mask == 0) | (mask == 1)).all()):
-        raise DataError(
-            "An attention_mask of samples and positions holds other values than 0 and 1, so that it cannot be told "
-            "which positions are padding. Say it in the valid of a normscope.Batch."
-        )
-    return mask != 0
 
 
 def _refuse_nested(args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from normscope.errors import ModelError, UsageError
 from normscope.inputs import splits
-from normscope.inputs.entries import Entries
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from normscope.inputs.batch import Batch, Sample
-    from normscope.inputs.entries import Forward
 
 
 Kind = Literal["classes", "tokens", "frames", "prediction", "tensor"]
@@ -217,45 +215,3 @@ def module_of(model: nn.Module | LoadedModel) -> nn.Module:
     if not hasattr(module, "state_dict"):
         raise UsageError(f"model is {module!r:.60}. Pass a torch.nn.Module, or what normscope.load returned.")
     return module
-
-
-def unpacked(
-    model: nn.Module | LoadedModel,
-    batches: Iterable[Any] | None,
-    about: Mapping[str, str] | None = None,
-    outputs: Outputs | None = None,
-    forward: Forward | None = None,
-) -> tuple[nn.Module, Iterable[Any], dict[str, str], Outputs]:
-    """Return a module, batches, what they say of themselves, and how outputs are read, of either way to pass them.
-
-    Args:
-        model: a module; or a loaded model, which has all of them. What is given besides takes the place of its own.
-        batches: None for the loaded model's inputs.
-        about: None for what the loaded model and the batches say.
-        outputs: None for the loaded model's; of a module, the first tensor.
-        forward: runs the module on an entry of the batches, see :func:`normscope.inputs.entries.as_batches`.
-
-    Raises:
-        UsageError: if there are no batches, or ``model`` is no network.
-
-    >>> import normscope
-    >>> module, batches, about, outputs = unpacked(normscope.load("demo_vit", device="cpu"), None)
-    >>> about["data"], outputs.kind
-    ('64 held-out digits', 'classes')
-    """
-    if isinstance(model, LoadedModel):
-        batches = model.inputs if batches is None else batches
-        described = {**model.about, "data": str(getattr(batches, "description", None) or "not named")}
-        batches = _read_for(batches, model.module, forward)
-        return model.module, batches, {**described, **(about or {})}, outputs or model.outputs
-    model = module_of(model)
-    if batches is None:
-        raise UsageError(
-            f"A {type(model).__name__} brings no batches: pass some after it, or pass what normscope.load returned."
-        )
-    return model, _read_for(batches, model, forward), dict(about or {}), outputs or Outputs()
-
-
-def _read_for(batches: Iterable[Any], model: nn.Module, forward: Forward | None) -> Iterable[Any]:
-    """Return inputs that divide themselves as they are, and others as what the network takes of them."""
-    return batches if hasattr(batches, "chunks") else Entries(batches, model, forward)

@@ -11,11 +11,12 @@ from torch import nn
 
 from normscope.errors import UsageError
 from normscope.inputs.batch import Batch
-from normscope.inputs.loaded_model import LoadedModel, unpacked
+from normscope.inputs.loaded_model import LoadedModel
 from normscope.inputs.previews import preview_of
 from normscope.inputs.splits import Done, LeftOut, Share, shared
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import Layers, SkippedNorm, select
+from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import NOT_CALLED, find_norms
 from normscope.pairs.ranks import ALONE, Ranks, agree_on_batches, check_alike, merge_left_out, merge_seen
 from normscope.pairs.recorder import Recorder, Summing
@@ -57,10 +58,10 @@ def capture(
         batches: tensors, tuples of arguments, dicts of keyword arguments, or :class:`normscope.Batch`; on the model's
             device and in its dtype, samples along axis 0. Labels beside them, as a DataLoader gives them, are left out,
             and a list of images is taken one by one, see :func:`normscope.inputs.entries.as_batches`. Taken one at a
-            time: any iterable, of any length; one that
-            runs the model itself, as a sampler does, may do so, and nothing of that is recorded. Positions that a
-            Batch, or an ``attention_mask``, marks as padding are in no sum. A norm whose input has no axis of samples
-            has no padding: all its tokens are, once for each batch; they are no sample's, and the site has no folds.
+            time: any iterable, of any length; one that runs the model itself, as a sampler does, may do so, and nothing
+            of that is recorded. Positions that a Batch marks as padding are in no sum, nor those that a mask among the
+            arguments marks, where its tokens are normalized. A norm whose input has no axis of samples has no padding:
+            all its tokens are, once for each batch; they are no sample's, and the site has no folds.
             None for a loaded model's own inputs.
         layers: which norm sites, see :func:`normscope.pairs.norms.sites.select`.
         about: what the capture says of itself: ``model``, ``weights``, ``data``. Files and figures print it. Batches
@@ -88,7 +89,7 @@ def capture(
         A :class:`Capture` on the CPU, whose size does not depend on the number of batches.
 
     Raises:
-        DataError: if there is no batch, or if it cannot be told which tokens of a norm are padding.
+        DataError: if there is no batch, or if it is not known which tokens a mask is for, or where they are at a norm.
         ModelError: if the model raises, if it calls no norm that normscope knows, or if verification fails.
         UsageError: if ``layers`` names no site, ``sample`` no token, or ``keep_inputs`` no number of inputs; or if a
             module comes without batches.
@@ -171,7 +172,7 @@ def captured(
         left_out = merge_left_out(work.left_out, ranks)
         merge_seen(work.recorder, ranks)
     if isinstance(getattr(batches, "left_out", None), LeftOut):
-        batches.left_out = left_out  # type: ignore[attr-defined]
+        batches.left_out = left_out
     late = work.recorder.seen.late
     return work.recorder.captured(
         {**about, **_described(batches)}, [late.get(norm.name, norm) for norm in report.skipped]

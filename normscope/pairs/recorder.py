@@ -356,7 +356,8 @@ class Recorder:
         if batch_axis is None or self._position_axes.get(site.name) not in along:
             raise DataError(
                 f"At the norm {site.name} (input {tuple(x.shape)}) it cannot be told which tokens are padding, of "
-                f"{valid.shape[1]} positions. Pass samples of one length, or one at a time (--batch-size 1)."
+                f"{valid.shape[1]} positions. Pass samples of one length, or one at a time (--batch-size 1), "
+                f"or say it in the valid_within of a normscope.Batch: {{{site.name!r}: …}}."
             )
         shape = [
             size if axis in (batch_axis, self._position_axes[site.name]) else 1

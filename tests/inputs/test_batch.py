@@ -31,24 +31,11 @@ def test_an_axis_of_one_serves_every_sample():
     [
         ((torch.zeros(4, 2), torch.zeros(8, 2)), "have 4 and 8 entries along axis 0"),
         (torch.zeros(4, 2, device="meta"), "holds a tensor on the meta device"),
-        ({"x": torch.zeros(2, 3), "attention_mask": torch.full((2, 3), -1e9)}, "holds other values than 0 and 1"),
     ],
 )
 def test_what_cannot_be_counted_is_refused(entry, sentence):
     with pytest.raises(DataError, match=sentence):
         list(as_batches([entry]))
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
-def test_a_mask_says_which_positions_are_data(dtype):
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    (batch,) = as_batches([{"x": torch.zeros(2, 3, 4), "attention_mask": mask.to(dtype)}])
-    assert torch.equal(batch.valid, mask.bool())
-
-
-def test_a_mask_of_queries_and_keys_says_nothing():
-    (batch,) = as_batches([{"x": torch.zeros(2, 3, 4), "attention_mask": torch.ones(1, 3).tril().expand(1, 3)}])
-    assert batch.valid is None
 
 
 def test_the_first_samples_of_nested_arguments():

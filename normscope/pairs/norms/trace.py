@@ -14,13 +14,14 @@ from torch._C._functorch import is_batchedtensor
 
 from normscope.errors import ModelError, count
 from normscope.inputs.batch import Batch
-from normscope.inputs.loaded_model import LoadedModel, unpacked
+from normscope.inputs.loaded_model import LoadedModel
 from normscope.pairs.norms.formulas import channel_vectors, form_name, gain_and_shift
 from normscope.pairs.norms.kinds import NormKind
 from normscope.pairs.norms.known import POINTWISE
 from normscope.pairs.norms.placement import Ends, FunctionWatch, of_sites, version_of
 from normscope.pairs.norms.recognition import ancestor_kind, identified, ignores_scale, is_norm, kind_of, refusal
 from normscope.pairs.norms.sites import NormSite, SkippedNorm
+from normscope.pairs.norms.streams import unpacked
 from normscope.runtime.network import at_hand, heard_by, left_as_found, passes_by, run
 
 NOT_CALLED = "not called"

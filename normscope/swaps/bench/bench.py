@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from normscope.errors import DeviceError, UsageError, count, unknown
 from normscope.inputs.batch import Batch, Sample
-from normscope.inputs.loaded_model import LoadedModel, Outputs, unpacked
+from normscope.inputs.loaded_model import LoadedModel, Outputs
+from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.network import left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent

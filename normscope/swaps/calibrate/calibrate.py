@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from normscope.errors import UsageError, count, unknown
 from normscope.inputs.batch import Batch
-from normscope.inputs.loaded_model import LoadedModel, Outputs, unpacked
+from normscope.inputs.loaded_model import LoadedModel, Outputs
 from normscope.inputs.pool import Pool
+from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.network import KeptBuffers, left_as_found, run, uncompiled
 from normscope.runtime.progress import Progress, silent

@@ -163,6 +163,6 @@ def rows(value: Tensor, valid: Tensor | None = None) -> Tensor:
         value: ``(…, channels)``.
         valid: which positions are data, bool ``(samples, positions)``; without effect where the axes are others.
     """
-    if valid is not None and value.shape[:2] == valid.shape:
+    if valid is not None and value.ndim > 2 and value.shape[:2] == valid.shape:
         value = value[valid.to(value.device)]
     return value.reshape(-1, value.shape[-1])

@@ -11,9 +11,10 @@ from typing import Any
 from torch import nn
 
 from normscope.errors import UsageError, unknown
-from normscope.inputs.loaded_model import LoadedModel, Outputs, unpacked
+from normscope.inputs.loaded_model import LoadedModel, Outputs
 from normscope.inputs.pool import kept_in_memory
 from normscope.inputs.splits import divided
+from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.ranks import ALONE, Ranks
 from normscope.runtime.progress import Progress, StageProgress, is_one_step
 from normscope.swaps.calibrate.calibrate import REFITS

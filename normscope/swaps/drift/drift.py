@@ -10,7 +10,8 @@ from torch import nn
 
 from normscope.errors import DataError, UsageError
 from normscope.inputs.entries import taken_once
-from normscope.inputs.loaded_model import LoadedModel, Outputs, Task, unpacked
+from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
+from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.ranks import ALONE, Ranks
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, silent

@@ -31,7 +31,7 @@ def relative_errors(output: Tensor, wanted: Tensor, valid: Tensor | None = None)
     """
     inside = torch.promote_types(output.dtype, torch.float32)
     output, wanted = output.to(inside), wanted.to(inside)
-    if valid is not None and output.shape[:2] == valid.shape:
+    if valid is not None and output.ndim > 2 and output.shape[:2] == valid.shape:
         kept = valid.to(output.device).view(*valid.shape, *[1] * (output.ndim - 2))
         output, wanted = output * kept, wanted * kept
     norms = vector_norm(wanted.flatten(1), dim=1).clamp_min(torch.finfo(inside).tiny)

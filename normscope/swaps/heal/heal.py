@@ -12,9 +12,10 @@ from torch import nn
 
 from normscope.errors import ModelError, UsageError
 from normscope.inputs.entries import taken_once
-from normscope.inputs.loaded_model import LoadedModel, Outputs, Task, unpacked
+from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
 from normscope.inputs.pool import kept_in_memory
 from normscope.inputs.splits import divided
+from normscope.pairs.norms.streams import unpacked
 from normscope.runtime.network import left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.swaps.heal.checkpoint import check_asked

@@ -20,7 +20,7 @@ from normscope.runtime.network import KeptBuffers, run
 
 def pooled_loss(output: Tensor, wanted: Tensor, valid: Tensor | None) -> Tensor:
     """The relative L2 of all samples and positions together, so that none dominates."""
-    if valid is not None and output.shape[:2] == valid.shape:
+    if valid is not None and output.ndim > 2 and output.shape[:2] == valid.shape:
         kept = valid.to(output.device).view(*valid.shape, *[1] * (output.ndim - 2))
         output, wanted = output * kept, wanted * kept
     error: Tensor = vector_norm(output - wanted) / vector_norm(wanted).clamp_min(torch.finfo(torch.float32).tiny)

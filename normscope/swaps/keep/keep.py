@@ -11,8 +11,9 @@ from torch import nn
 
 from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Batch
-from normscope.inputs.loaded_model import LoadedModel, Outputs, Task, unpacked
+from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
 from normscope.inputs.pool import Pool, evenly
+from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.ranks import ALONE
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, silent

@@ -40,7 +40,7 @@ def texts(lengths, seed=0, labels=None):
         Sample(f"text {n}", n if labels is None else n // 2, n, label=labels and labels[n // 2])
         for n in range(len(rows))
     )
-    return rows, Batch(kwargs={"input_ids": ids, "attention_mask": mask}, samples=samples)
+    return rows, Batch(kwargs={"input_ids": ids, "attention_mask": mask}, samples=samples, valid=mask.bool())
 
 
 def gpt2(**changes):

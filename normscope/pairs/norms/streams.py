@@ -1,0 +1,224 @@
+"""Streams of tokens: the part of a network that each padding mask is for, followed through one forward pass.
+
+A mask belongs to the tokens of the module that takes it under the name of a mask. Every torch function passes on the
+arguments that the tokens of its operands come from; attention passes on those of its queries alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from normscope.errors import DataError, UsageError
+from normscope.inputs.batch import Batch, tensors_at, tensors_of
+from normscope.inputs.entries import Taker, read
+from normscope.inputs.loaded_model import LoadedModel, Outputs, module_of
+from normscope.pairs.norms.recognition import is_norm
+from normscope.runtime.network import left_as_found, run, uncompiled
+
+# A mask is named after its tokens: src_key_padding_mask after src, pixel_attention_mask after pixel_values.
+_MASK = re.compile(r"(?!global_)(?:(\w+?)_)?(?:key_)?(?:attention|padding)_mask|(pixel)_mask")
+_OTHER_STREAM = re.compile(r"(encoder|decoder|memory|tgt)(_\w+)?")
+_NO_TOKENS = re.compile(rf"labels?|targets?|(token_type|position)_ids|{_MASK.pattern}|{_OTHER_STREAM.pattern}")
+_ATTENTION = {"matmul", "__matmul__", "bmm", "einsum", "scaled_dot_product_attention", "multi_head_attention_forward"}
+
+_Path = tuple[Any, ...]  # of a tensor in (args, kwargs)
+_Forward = Callable[[nn.Module, Any], Any] | None
+_Origins = frozenset[_Path]  # arguments that the tokens of a tensor come from; none for tokens made of weights
+
+
+class _Masks(NamedTuple):
+    """Paths of masks among the arguments: of the output's tokens, of parts with others, zero for data, of none."""
+
+    output: _Path | None = None
+    within: Mapping[str, _Path | None] = {}
+    inverted: frozenset[_Path] = frozenset()
+    unbound: frozenset[_Path] = frozenset()
+
+
+class _StreamWatch(TorchFunctionMode):
+    """Follows the arguments of a network to the inputs of its modules."""
+
+    def __init__(self, model: nn.Module, tensors: Mapping[_Path, Tensor], masks: frozenset[_Path]) -> None:
+        super().__init__()
+        self._modules, self._tensors, self._masks = dict(model.named_modules()), tensors, masks
+        self._origins: MutableMapping[Tensor, _Origins] = WeakTensorKeyDictionary()
+        self._origins.update(dict.fromkeys(model.buffers(), frozenset()))
+        self._origins.update({tensor: frozenset([path]) for path, tensor in tensors.items()})
+        self._running: list[_Origins] = [frozenset()]
+        self._at: dict[str, set[_Origins]] = {}  # of each module's inputs
+        self._taken: dict[_Path, list[set[_Origins]]] = {}  # of the possible tokens of a mask, call by call
+        self._inverted: set[_Path] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
+        operands = tensors_of([args, kwargs or {}])[: 1 if name in _ATTENTION else None]
+        tokens = [(operand.shape, self._of(operand) - self._masks) for operand in operands]
+        # Smaller operands scale or shift whole samples.
+        largest = max((shape for shape, own in tokens if own), key=torch.Size.numel, default=None)
+        passed = [own for shape, own in tokens if shape == largest] if largest else map(self._of, operands)
+        origins = frozenset[_Path]().union(*passed)
+        for value in [args[0]] if name == "__setitem__" else tensors_of([result]):
+            self._origins[value] = origins
+        return result
+
+    def _of(self, value: Tensor) -> _Origins:
+        """Return the origins; of what no torch function made, those of the input of the module that runs."""
+        return self._origins.get(value, frozenset() if isinstance(value, nn.Parameter) else self._running[-1])
+
+    def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what a module takes; a forward pre-hook, but for the name."""
+        given = tensors_of([args, kwargs])
+        self._running.append(self._of(given[0]) if given else self._running[-1])
+        if given and given[0].is_floating_point() and (module._parameters or is_norm(module)):
+            self._at.setdefault(name, set()).add(self._running[-1])
+        if any(self._of(value) & self._masks for value in given):
+            with contextlib.suppress(TypeError, ValueError):  # a forward that is not written in Python
+                arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+                self.note(arguments | arguments.get("kwargs", {}))
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Follow what a module returns; a forward hook."""
+        self._origins.update({value: self._of(value) for value in tensors_of([output])})
+        self._running.pop()
+
+    def note(self, arguments: Mapping[str, Any]) -> None:
+        """Note the masks among the arguments of a call, and the arguments that may be the tokens they mask."""
+        named = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        for match in filter(None, map(_MASK.fullmatch, named)):
+            mask, prefix = named[match[0]], match[1] or match[2]
+            own = [named[name] for name in named if prefix and name.startswith(prefix) and name != match[0]][:1]
+            if not own and not _OTHER_STREAM.fullmatch(prefix or ""):
+                own = [named[name] for name in named if not _NO_TOKENS.fullmatch(name)]
+                own = [value for value in own if value.shape[:2] == mask.shape] or own[:1]
+            for path in self._of(mask) & self._masks:
+                data, given = mask == 0 if "padding" in match[0] else mask != 0, self._tensors[path] != 0
+                if torch.equal(data, given) or torch.equal(data, ~given):
+                    self._inverted |= {path} if torch.equal(data, ~given) else set()
+                    self._taken.setdefault(path, []).append({self._of(value) for value in own})
+
+    def masks(self, output: Any) -> _Masks:
+        """Return the mask of each part of the network, now that it has run."""
+        norms = [name for name in self._at if is_norm(self._modules[name])]
+        normed = [origins for name in norms for origins in self._at[name]]
+        streams: dict[_Path, _Origins] = {}
+        for path, calls in self._taken.items():
+            tokens = [[own for own in each if any(own & origins for origins in normed)] or [*each] for each in calls]
+            known = [(len(each), frozenset[_Path]().union(*each)) for each in tokens]
+            # Tokens that are added to one another are of one stream.
+            sure = [own for number, own in known if own and (number == 1 or any(map(own.issubset, normed)))]
+            if sure and frozenset.intersection(*sure):
+                streams[path] = frozenset.intersection(*sure) | {path}
+
+        def mask_of(origins: _Origins) -> _Path | None:
+            return next((path for path, stream in streams.items() if stream & origins), None)
+
+        at = {name: {mask_of(origins) for origins in each} for name, each in self._at.items()}
+        of_output = next((mask_of(self._of(value)) for value in tensors_of(output) if value.is_floating_point()), None)
+        within: dict[str, _Path | None] = {}
+        for part in filter(None, self._modules):  # those around it come first
+            inside = {mask for name in at if f"{name}.".startswith(f"{part}.") for mask in at[name]}
+            if len(inside - {of_output}) == len(inside) == 1 and not any(part.startswith(f"{top}.") for top in within):
+                within[part] = inside.pop()
+        named = {path for path in self._masks if path in self._taken or _MASK.fullmatch(str(path[-1]))}
+        torn = {path for name in norms if len(at[name]) > 1 for path in at[name] if path}
+        return _Masks(of_output, within, frozenset(self._inverted), frozenset(torn | named - streams.keys()))
+
+
+def _masks_of(model: nn.Module, batch: Batch, tensors: Mapping[_Path, Tensor]) -> _Masks:
+    """Find the masks among the arguments of a batch: its first sample shows which tokens they mask."""
+    tables = {path: each for path, each in tensors.items() if each.ndim == 2 and len(each) == len(batch.samples)}
+    flags = {path for path, table in tables.items() if bool((table == table.bool()).all())}
+    flags -= {path for path in tables if re.search("ids$|label", str(path[-1]))}
+    masks = frozenset(flags | {path for path in tables if _MASK.fullmatch(str(path[-1]))})
+    if not masks or not isinstance(model, nn.Module):  # a torch.export.ExportedProgram is refused elsewhere
+        return _Masks()
+    first = batch.first_sample()
+    watch = _StreamWatch(model, dict(tensors_at((first.args, first.kwargs))), masks)
+    with left_as_found(model), contextlib.ExitStack() as hooks, watch:
+        for name, module in model.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                hooks.callback(module.register_forward_pre_hook(partial(watch.enter, name), with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(watch.leave).remove)
+        output = run(model, first)
+    if first.forward is not None and isinstance(first.args[0], Mapping):
+        watch.note(first.args[0])
+    return watch.masks(output)
+
+
+class BoundInputs:
+    """Inputs read for a network; masks among the arguments become ``valid`` and ``valid_within`` of the batches."""
+
+    def __init__(self, inputs: Any, model: nn.Module, forward: _Forward) -> None:
+        vars(self).update(_inputs=inputs, _model=uncompiled(model), _masks={}, _taken=(Taker.of(model), forward))
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(vars(self)["_inputs"], name)
+        if name == "chunks":
+            return lambda share: (replace(chunk, batches=map(self._bound, chunk.batches)) for chunk in value(share))
+        return (lambda: self._bound(value())) if name == "first_sample" else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._inputs, name, value)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return map(self._bound, read(self._inputs, *self._taken))
+
+    def _bound(self, batch: Batch) -> Batch:
+        if batch.valid is not None or batch.valid_within:
+            return batch
+        tensors = dict(tensors_at((batch.args, batch.kwargs)))
+        arguments = frozenset((path, tensor.ndim) for path, tensor in tensors.items())
+        if arguments not in self._masks:
+            self._masks[arguments] = _masks_of(self._model, batch, tensors)
+        masks, valid = self._masks[arguments], dict[_Path | None, Tensor | None]({None: None})
+        for path in {*masks.within.values(), masks.output, *masks.unbound} - {None}:
+            mask = tensors[path]
+            valid[path] = mask == 0 if path in masks.inverted else mask != 0
+            known = path in masks.inverted or bool((mask == mask.bool()).all())
+            if not known or (path in masks.unbound and bool((mask != mask[0, 0]).any())):
+                why = "no module takes it with one stream alone" if known else "it holds other values than 0 and 1"
+                raise DataError(
+                    f"The mask {path[-1]!r} {tuple(mask.shape)} cannot be bound to the tokens that it masks: {why}. "
+                    "Pass normscope.Batch(args, kwargs, samples, valid=…), bool (samples, positions), and "
+                    "valid_within={module path: …} for parts with other tokens."
+                )
+        within = {part: valid[path] for part, path in masks.within.items()}
+        return replace(batch, valid=valid[masks.output], valid_within=within)
+
+
+def unpacked(
+    model: nn.Module | LoadedModel,
+    batches: Iterable[Any] | None,
+    about: Mapping[str, str] | None = None,
+    outputs: Outputs | None = None,
+    forward: _Forward = None,
+) -> tuple[nn.Module, BoundInputs, dict[str, str], Outputs]:
+    """Return a module, its batches, their description, and how outputs are read, from a module or a loaded model.
+
+    A loaded model has all of them; ``batches``, ``about`` and ``outputs`` replace its own. ``forward`` runs the module
+    on an entry of the batches, see :func:`normscope.inputs.entries.as_batches`.
+
+    Raises:
+        UsageError: if there are no batches, or ``model`` is no network.
+    """
+    if isinstance(model, LoadedModel):
+        batches = model.inputs if batches is None else batches
+        described = {**model.about, "data": str(getattr(batches, "description", None) or "not named"), **(about or {})}
+        return model.module, BoundInputs(batches, model.module, forward), described, outputs or model.outputs
+    model = module_of(model)
+    if batches is None:
+        raise UsageError(
+            f"A {type(model).__name__} brings no batches: pass some after it, or pass what normscope.load returned."
+        )
+    return model, BoundInputs(batches, model, forward), dict(about or {}), outputs or Outputs()
