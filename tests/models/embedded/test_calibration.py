@@ -14,8 +14,8 @@ from normscope.models.weights.checkpoints import read_embedded
 
 
 @pytest.fixture(scope="module")
-def demos():
-    return {name: load(name, device="cpu", limit=4 if name == "demo_dit" else None) for name in embedded_models()}
+def demos(made_on_demand):
+    return made_on_demand(lambda name: load(name, device="cpu", limit=4 if name == "demo_dit" else None))
 
 
 def contents(inputs):

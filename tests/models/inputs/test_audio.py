@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from torchaudio.functional import resample
 
 from normscope.errors import DataError
-from normscope.models.inputs.audio import AudioFormat, audio_inputs, read
+
+resample = pytest.importorskip("torchaudio.functional", exc_type=Exception).resample
+
+from normscope.models.inputs.audio import AudioFormat, audio_inputs, read  # noqa: E402 - imports torchaudio
 
 MONO = AudioFormat(16_000, shortest=400)
 STEREO = AudioFormat(16_000, shortest=400, channels=2)
