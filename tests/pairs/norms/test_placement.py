@@ -1,5 +1,6 @@
 """Placements: read from the residual stream, and for norms on queries and keys from the libraries' names."""
 
+import pytest
 import timm
 import torch
 from torch import nn
