@@ -22,8 +22,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores leave one 
 _SPEECH_MODELS = "demo_wav2vec2|wav2vec2_|torchaudio:|transformers:"
 _WITHOUT_TORCHAUDIO = f"({_SPEECH_MODELS})\\S* (needs torchaudio|cannot be loaded, because torchaudio)"
 
+try:  # some releases of torch make it raise OSError or RuntimeError
+    import torchaudio  # noqa: F401
+except Exception:
+    WITH_TORCHAUDIO = ["normscope/models/speech.py"]
+else:
+    WITH_TORCHAUDIO = []
 WITH_TRITON = ["pairs/sums/binning/cuda*", "swaps/kernels/device_functions", "swaps/kernels/l*"]
 collect_ignore_glob = [] if find_spec("triton") else [f"normscope/{path}.py" for path in WITH_TRITON]
+collect_ignore_glob += WITH_TORCHAUDIO
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,7 +57,8 @@ def pytest_runtest_makereport(
     """Skip a test that loads a speech model, and no other, where torchaudio cannot be imported."""
     error = call.excinfo.value if call.excinfo else None
     if type(error).__name__ == "ModelError" and re.match(_WITHOUT_TORCHAUDIO, str(error)):
-        call.excinfo = pytest.ExceptionInfo.from_exception(pytest.skip.Exception(str(error)))
+        skipped = pytest.skip.Exception(str(error)).with_traceback(error.__traceback__)
+        call.excinfo = pytest.ExceptionInfo.from_exception(skipped)
     return (yield)
 
 
