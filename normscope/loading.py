@@ -108,7 +108,12 @@ def load(
         shuffle=shuffle,
         device_map=device_map,
     )
-    network = registry.loader_of(entry)(name, entry.source.partition(":")[2], options)
+    try:
+        network = registry.loader_of(entry)(name, entry.source.partition(":")[2], options)
+    except Exception as error:
+        if (fault := registry.fault_of_torchaudio(entry, error)) is None:
+            raise
+        raise fault from error
     network = network if record is None else _restored(network, Path(weights))
     if batch_size == "auto":
         from normscope.runtime.batch_size import fit_batches

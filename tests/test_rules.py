@@ -272,6 +272,11 @@ def required(*names):
     return found
 
 
+def test_tests_do_without_torchaudio():
+    """Its last release does not work beside a newer torch: tests import it by pytest.importorskip alone."""
+    assert [path for path in TESTS.rglob("*.py") if any("torchaudio" in name for name in imported(path))] == []
+
+
 def test_the_extra_test_brings_all_that_the_tests_import():
     """A fresh machine has nothing else: README's second command must not need what the linters or benchmarks bring."""
     root = PACKAGE.parent

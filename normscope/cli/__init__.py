@@ -126,6 +126,7 @@ def main() -> None:
     """Run the command line and exit with its status."""
     # OpenMP's threads, spinning while they wait, slow a busy machine down 40-fold; torch reads this when imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ["MPLBACKEND"] = "agg"  # figures go to files, whatever backend a notebook or a shell has set
     # torch.compile is timed on a CPU too, for which no CUDA is missed.
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_not_of_cuda_home)
     try:

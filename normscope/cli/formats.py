@@ -1,4 +1,4 @@
-"""Tables as CSV and Parquet, with the JSON document's values in flat columns; documents as YAML."""
+"""Tables as CSV and Parquet, with the JSON document's values in flat columns; documents as YAML; checks of names."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
+
+import typer
 
 from normscope.errors import UsageError
-from normscope.runtime.files import whole_file
+from normscope.runtime.files import check_writable, whole_file
 from normscope.runtime.records import flat
 
 Row: TypeAlias = Mapping[str, Any]
@@ -55,6 +57,21 @@ def check_suffix(path: Path) -> None:
             f"--output {path} ends in {path.suffix}, but a result's file ends in .csv, .parquet, .tex, .md, .yaml, "
             ".yml or .json."
         )
+
+
+Force = Annotated[bool, typer.Option("--force", help="Replace the output file even if it is not a capture.")]
+
+
+def check_capture_file(path: Path, force: bool) -> None:
+    """Raise UsageError if a capture cannot be written there, or would replace another kind of file without force."""
+    check_writable(path)
+    if path.exists() and not force:
+        from normscope.pairs.storage import is_capture
+
+        if not is_capture(path):
+            raise UsageError(
+                f"Cannot write {path}: it exists, and is not a capture. Name another file, or replace it with --force."
+            )
 
 
 def check_parquet(path: Path) -> None:

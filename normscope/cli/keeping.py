@@ -64,7 +64,7 @@ def check_keep(keep: int | None, max_drift: float | None, sites: str, place: Pla
 
 def figure_of_choice(folder: Path) -> Path:
     """Where the figure of the norms kept is written, beside the folder of the swap."""
-    return folder.with_name(f"{folder.name}-keep.png")
+    return folder.parent / f"{folder.name}-keep.png"
 
 
 def choose(

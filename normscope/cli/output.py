@@ -161,7 +161,8 @@ class Output:
         """
         if not self._speaks:
             return
-        text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        escaped = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+        text = json.dumps(document, indent=2, ensure_ascii=escaped, allow_nan=False) + "\n"
         if self.as_json:
             sys.stdout.write(text)
         if self.as_csv:

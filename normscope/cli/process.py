@@ -85,7 +85,7 @@ def _guarded(stream: object) -> _Stream:
     return _Stream(
         cast(io.BufferedWriter, text.buffer),
         encoding=text.encoding,
-        errors=text.errors,
+        errors="backslashreplace" if text.errors == "strict" else text.errors,  # α, where the encoding is not UTF-8
         line_buffering=text.line_buffering,
         write_through=text.write_through,
     )

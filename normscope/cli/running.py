@@ -159,7 +159,7 @@ def named_or_embedded(names: Sequence[str] | None, output: Output) -> list[str]:
     loadable, left_out = [], []
     for name in registry.embedded_models():
         try:
-            registry.check_library(registry.find(name))
+            registry.loader_of(registry.find(name))
         except ModelError as error:
             left_out.append(str(error))
         else:

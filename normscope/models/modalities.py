@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from normscope.errors import ModelError
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Inputs, Kind, LoadOptions, Outputs
-from normscope.models import registry
 from normscope.models.inputs.images import suffixes
 from normscope.models.inputs.processors import (
     has_processor,
@@ -76,7 +75,8 @@ def taken_by(library: Any, name: str, repository: Repository, kind: Any, data: s
             or where it lies there without a processor.
 
     Raises:
-        ModelError: if that is not to be had here, or if torchaudio is missing, which reads recordings.
+        ModelError: if that is not to be had here.
+        ImportError: if torchaudio is missing, which reads recordings.
     """
     modalities = {kind.input_modalities} if isinstance(kind.input_modalities, str) else {*kind.input_modalities}
     parameters = [one for one in inspect.signature(kind.forward).parameters.values() if one.kind is not one.VAR_KEYWORD]
@@ -97,7 +97,8 @@ def taken_by(library: Any, name: str, repository: Repository, kind: Any, data: s
             return "images"
         modalities = {"video"}
     if main in _WAVES and "audio" in modalities and needed <= {main} and "input_ids" not in names:
-        registry.check_torchaudio(name)
+        import torchaudio  # noqa: F401 - reads recordings, and is missed before weights are loaded
+
         return "recordings"
     wanted = " and ".join([f"{main} ({' and '.join(sorted(modalities))})", *sorted(needed - {main} - _PIXELS)])
     raise ModelError(

@@ -6,9 +6,8 @@ Nothing heavy is imported before a model is loaded: ``normscope models`` and she
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.util
-import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -158,13 +157,17 @@ def embedded_models() -> list[str]:
 def loader_of(entry: ModelEntry) -> Loader:
     """Return the function that loads a model of this kind, from its name, its architecture and LoadOptions.
 
+    Raises:
+        ModelError: if a library that it needs cannot be imported.
+
     >>> loader_of(find("demo_vit")).__name__
     'load_demo_vit'
     """
-    if entry.library == "transformers" or entry.family == "diffusion":
-        _error_of_torchaudio()
     module_name, _, function_name = (_LOADERS.get(entry.source) or _LOADERS[entry.library]).partition(":")
-    loader: Loader = getattr(importlib.import_module(f"normscope.models.{module_name}"), function_name)
+    try:
+        loader: Loader = getattr(importlib.import_module(f"normscope.models.{module_name}"), function_name)
+    except Exception as error:  # ImportError, OSError, RuntimeError and AttributeError were seen
+        raise fault_of_torchaudio(entry, error) or ModelError(f"{entry.name} cannot be loaded: {error}.") from error
     return loader
 
 
@@ -226,36 +229,28 @@ def check_device_map(device_map: str | None, device: str) -> None:
 def check_library(entry: ModelEntry) -> None:
     """Raise ModelError if a speech model is asked for where torchaudio cannot be imported."""
     if entry.family == "speech":
-        check_torchaudio(entry.name)
+        loader_of(entry)
 
 
-def check_torchaudio(name: str) -> None:
-    """Raise ModelError, which says that the model of this name needs it, if torchaudio cannot be imported."""
-    if (error := _error_of_torchaudio()) is None:
-        return
-    if isinstance(error, ModuleNotFoundError) and error.name == "torchaudio":
-        reason = "is not installed"
-    else:
-        reason = f"cannot be imported ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
-    raise ModelError(
-        f"{name} needs torchaudio, which {reason}. Install it: pip install torchaudio. Where it refuses the "
-        f"torch that is installed ({metadata.version('torch')}), pip install 'normscope[speech]' brings releases of "
-        "both that belong together."
-    ) from error
+def fault_of_torchaudio(entry: ModelEntry, error: BaseException) -> ModelError | None:
+    """Return the error to raise in place of another one that torchaudio caused; None if it did not.
 
-
-@functools.cache
-def _error_of_torchaudio() -> Exception | None:
-    """Import torchaudio and return what it raises, beside a torch of another CUDA version for example.
-
-    One that cannot be imported is hidden from transformers, and from diffusers, which imports that: they do without a
-    torchaudio that is missing, but not without one that raises.
+    transformers, and diffusers with it, imports any torchaudio that is installed, and fails if that fails.
     """
-    try:
-        importlib.import_module("torchaudio")
-    except Exception as error:  # ImportError, OSError, RuntimeError and AttributeError were seen
-        sys.modules["torchaudio"] = None  # type: ignore[assignment]
-        return error
+    help_ = "Install it with the torch that it belongs to: pip install 'normscope[speech]'."
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ModuleNotFoundError) and cause.name == "torchaudio":
+            return ModelError(f"{entry.name} needs torchaudio, which is not installed. {help_}")
+        modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(cause.__traceback__)]
+        if any(module.partition(".")[0] == "torchaudio" for module in modules):
+            reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+            return ModelError(
+                f"{entry.name} cannot be loaded, because torchaudio cannot be imported beside torch "
+                f"{metadata.version('torch')} ({reason}). "
+                + (help_ if entry.family == "speech" else "Remove it: pip uninstall torchaudio.")
+            )
+        cause = cause.__cause__ or cause.__context__
     return None
 
 

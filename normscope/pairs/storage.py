@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from normscope.errors import DataError, UsageError
@@ -26,7 +27,7 @@ from normscope.pairs.sums.sampling import SourcesSeen
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.files import file_stem, umask, write_tensors
 from normscope.runtime.records import checked, is_bool, is_count, is_int, is_shape, is_text
-from normscope.runtime.sealed_files import digest, read_checked, write_checked
+from normscope.runtime.sealed_files import HEADER, digest, read_checked, write_checked
 
 _GRIDS = {
     "pairs": PAIR_GRID,
@@ -202,6 +203,15 @@ def all_tensors(capture: Capture) -> dict[str, Tensor]:
         # Copied: the only part is the whole, and safetensors refuses tensors that share memory.
         tensors |= {name: tensor.clone() for name, tensor in tensors_of(part, f"{number}/").items()}
     return tensors | kept_inputs.tensors_of(capture.inputs, capture.sites)
+
+
+def is_capture(path: str | Path) -> bool:
+    """Return True if a file has the header of a capture, of any version; its content is not read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return bool(json.loads(file.metadata()[HEADER])["format"] == FORMAT)
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def load_capture(path: str | Path) -> Capture:

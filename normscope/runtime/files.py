@@ -154,7 +154,8 @@ def _target_folder(path: Path, files: Collection[str], also: Collection[str]) ->
     except NotADirectoryError:
         raise UsageError(f"Cannot write {path}: it is a file. Name a folder.") from None
     if target == Path.cwd() or target == target.parent:
-        raise UsageError(f"Cannot write {path}: it is the folder that this runs in. Name a new one in it.")
+        what = "folder that this runs in" if target == Path.cwd() else "root of the file system"
+        raise UsageError(f"Cannot write {path}: it is the {what}. Name a new folder in it.")
     if others:
         raise UsageError(
             f"Cannot write {path}: the folder exists, and {others[0]} in it would be lost. Move it away, or name "

@@ -407,3 +407,19 @@ def test_other_warnings_of_torch_about_extensions_are_heard(run, folder):
     )
     done = run(cwd=folder, command=(sys.executable, "-c", script))
     assert done.stderr == "another\n"
+
+
+def test_an_encoding_without_greek_letters_ends_no_command(run, folder):
+    done = run("curves", cwd=folder, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "tanh" in done.stdout and "\\u03b1" in done.stdout
+    table = json.loads(run("curves", "--json", cwd=folder, PYTHONIOENCODING="ascii").stdout)
+    assert table == json.loads(run("curves", "--json", cwd=folder).stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["module://matplotlib_inline.of_a_kernel", "nonsense"])
+def test_no_backend_of_a_notebook_is_needed(run, folder, backend):
+    quick = ("--limit", "2", "--layers", "1", "--device", "cpu", "-o", "drawn")
+    done = run("plot", "demo_vit", *quick, cwd=folder, MPLBACKEND=backend)
+    assert (done.returncode, done.stdout) == (0, "drawn/demo_vit-scurves.png\n"), done.stderr

@@ -12,7 +12,6 @@ import diffusers
 import pytest
 import timm
 import torch
-import torchaudio
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
@@ -20,6 +19,7 @@ import normscope
 from normscope.cli import app
 from normscope.fits.curves.known import CURVES
 
+torchaudio = pytest.importorskip("torchaudio", exc_type=Exception)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak memory is read from /proc"),

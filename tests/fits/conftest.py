@@ -47,13 +47,9 @@ def by_scipy():
 
 
 @pytest.fixture(scope="session")
-def embedded():
+def embedded(made_on_demand):
     """A capture of each embedded network, of a few of its own inputs."""
-    seen = {}
-    for name in ("demo_vit", "demo_wav2vec2", "demo_dit"):
-        network = normscope.load(name, limit=16)
-        seen[name] = normscope.capture(network.module, network.inputs, about=network.about)
-    return seen
+    return made_on_demand(lambda name: normscope.capture(normscope.load(name, limit=16)))
 
 
 @pytest.fixture(scope="session")

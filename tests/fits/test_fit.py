@@ -127,7 +127,7 @@ def test_weights_by_x_see_the_tails(observed, by_scipy):
         mantissa, exponent = np.frexp(np.abs(x).astype(np.float32).astype(float))
         place = np.stack([np.sign(x), exponent, np.floor((mantissa - 0.5) * 128)])
         _, bin_, count = np.unique(place, axis=1, return_inverse=True, return_counts=True)
-        weight = np.ldexp(1.0, exponent - 7) / count[bin_]
+        weight = np.ldexp(1.0, exponent - 7) / count[bin_.ravel()]
         # x of the order of 1e-8 lies in one bin about zero, of next to no width.
         weight[np.abs(x) < 2.0**-27] = 0
         used = weight > 0

@@ -2,7 +2,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import normscope
 from normscope.errors import DataError, DeviceError, ModelError, UsageError
 from normscope.loading import load
-from normscope.models.registry import embedded_models, find, list_models
+from normscope.models.registry import embedded_models, find, list_models, loader_of
 
 
 def test_listing_models_imports_nothing_heavy():
@@ -111,8 +110,15 @@ def test_what_outputs_print():
     }
 
 
+def test_a_library_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchaudio", None)
+    monkeypatch.delitem(sys.modules, "normscope.models.speech", raising=False)
+    with pytest.raises(ModelError, match=r"^demo_wav2vec2 needs torchaudio, which is not installed\. Install it with "):
+        loader_of(find("demo_wav2vec2"))
+
+
 REFUSES = 'raise RuntimeError("PyTorch and TorchAudio were compiled with different CUDA versions.\\nReinstall both")'
-MISSING = 'raise ModuleNotFoundError("No module named torchaudio", name="torchaudio")'
+MISSING = ""
 
 
 COMMANDS = {
@@ -122,7 +128,9 @@ COMMANDS = {
     "no name": ("layers",),
 }
 ONE_AFTER_THE_OTHER = """
-import contextlib, io, json, sys
+import contextlib, io, json, sys, traceback
+if sys.argv[2] == "missing":
+    sys.modules["torchaudio"] = None
 from normscope.cli import app
 said = {}
 for name, arguments in json.loads(sys.argv[1]).items():
@@ -132,6 +140,12 @@ for name, arguments in json.loads(sys.argv[1]).items():
             app(arguments)
         except SystemExit as done:
             said[name] = done.code or 0, out.getvalue(), err.getvalue()
+try:
+    from transformers import BertModel
+    user = ""
+except Exception as error:
+    user = "".join(traceback.format_exception(error))
+said["of the user"] = 0, user, ""
 print(json.dumps(said))
 """
 
@@ -147,14 +161,17 @@ def without_torchaudio(request, tmp_path_factory):
     (folder / "wav2vec2" / "config.json").write_text(config)
     path = os.pathsep.join([str(folder), str(Path(normscope.__file__).parents[1])])
     done = subprocess.run(
-        [sys.executable, "-c", ONE_AFTER_THE_OTHER, json.dumps(COMMANDS)],
+        [sys.executable, "-c", ONE_AFTER_THE_OTHER, json.dumps(COMMANDS), "there" if request.param else "missing"],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
         cwd=folder,
     )
     assert done.returncode == 0, done.stderr
-    return {name: subprocess.CompletedProcess(name, *said) for name, said in json.loads(done.stdout).items()}
+    said = {name: subprocess.CompletedProcess(name, *said) for name, said in json.loads(done.stdout).items()}
+    fails = "cannot be loaded, because torchaudio cannot be imported beside torch "
+    reason = fails if request.param else "needs torchaudio, which is not installed"
+    return said | {"speech": f"demo_wav2vec2 {reason}"}
 
 
 @pytest.mark.slow
@@ -162,20 +179,29 @@ def test_speech_without_torchaudio_is_one_sentence_and_the_rest_works(without_to
     done = without_torchaudio["named"]
     assert done.returncode == 3
     assert done.stdout == ""  # said before demo_vit is run
-    assert done.stderr.startswith("Error: demo_wav2vec2 needs torchaudio, which ")
-    assert "is not installed" in done.stderr or "(RuntimeError: PyTorch and TorchAudio were compiled" in done.stderr
-    assert f"({metadata.version('torch')}), pip install 'normscope[speech]' brings" in done.stderr
+    assert done.stderr.startswith(f"Error: {without_torchaudio['speech']}")
+    assert done.stderr.endswith("with the torch that it belongs to: pip install 'normscope[speech]'.\n")
     assert done.stderr.count("\n") == 1
 
-    named = without_torchaudio["another"]
-    assert named.returncode == 0, named.stderr
+
+@pytest.mark.slow
+def test_transformers_beside_a_torchaudio_that_cannot_be_imported(without_torchaudio):
+    named, user = without_torchaudio["another"], without_torchaudio["of the user"]
+    if "is not installed" in without_torchaudio["speech"]:
+        assert (named.returncode, user.stdout) == (0, ""), named.stderr
+    else:
+        assert (named.returncode, named.stderr.count("\n")) == (3, 1)
+        assert named.stderr.startswith("Error: gpt2 cannot be loaded, because torchaudio cannot be imported beside ")
+        assert named.stderr.endswith("Remove it: pip uninstall torchaudio.\n")
+        # As without normscope: the error of torchaudio itself, and no module that normscope hid.
+        assert "RuntimeError: PyTorch and TorchAudio were compiled" in user.stdout and "halted" not in user.stdout
 
 
 @pytest.mark.slow
 def test_a_folder_that_hears_needs_torchaudio(without_torchaudio):
     done = without_torchaudio["a folder"]
     assert done.returncode == 3
-    assert done.stderr.startswith("Error: transformers:wav2vec2 needs torchaudio, which ")
+    assert done.stderr.startswith("Error: transformers:wav2vec2 ") and "torchaudio" in done.stderr
 
 
 @pytest.mark.slow
@@ -183,5 +209,5 @@ def test_without_a_name_and_torchaudio_the_other_embedded_models_are_taken(witho
     done = without_torchaudio["no name"]
     assert done.returncode == 0, done.stderr
     assert "no model named: taking what is embedded, demo_vit, demo_dit\n" in done.stderr
-    assert "left out: demo_wav2vec2 needs torchaudio, which " in done.stderr
+    assert done.stderr.count(f"left out: {without_torchaudio['speech']}") == 1
     assert "demo_vit\n" in done.stdout and "demo_dit\n" in done.stdout and "wav2vec2" not in done.stdout

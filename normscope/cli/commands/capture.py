@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import normscope
+from normscope.cli.formats import Force, check_capture_file
 from normscope.cli.options import (
     RUNNING,
     AsCsv,
@@ -26,7 +27,7 @@ from normscope.cli.output import Output, pairs_as_json, skipped_as_json
 from normscope.cli.process import stopping_between_chunks
 from normscope.cli.running import RunOptions, check_by, check_models, runs_networks
 from normscope.errors import UsageError
-from normscope.runtime.files import CHECKPOINT, check_writable
+from normscope.runtime.files import CHECKPOINT
 from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def capture(
     model: Model,
     output: File,
     *,
+    force: Force = False,
     layers: Layers = "all",
     raw: Raw = False,
     checkpoint_every: Every = 300,
@@ -100,7 +102,7 @@ def capture(
     say = Output(as_json, quiet, as_csv=as_csv)
     check_models([model])
     check_by(by, [model])
-    check_writable(output)
+    check_capture_file(output, force)
     place = Place.from_environment()
     _check_raw(raw, resume, place)
     from normscope.pairs.resuming import Checkpoints

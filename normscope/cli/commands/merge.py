@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 import normscope
+from normscope.cli.formats import Force, check_capture_file
 from normscope.cli.options import AsCsv, AsJson, Quiet
 from normscope.cli.output import Output, pairs_as_json, skipped_as_json
 from normscope.errors import DataError, UsageError
-from normscope.runtime.files import check_writable
 from normscope.runtime.processes import Place
 
 EXAMPLES = (
@@ -26,6 +26,7 @@ File = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The 
 def merge(
     files: Files,
     output: File,
+    force: Force = False,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
     quiet: Quiet = False,
@@ -35,7 +36,7 @@ def merge(
         raise typer.Exit
     say = Output(as_json, quiet, as_csv=as_csv)
     _check_files(files)
-    check_writable(output)
+    check_capture_file(output, force)
     seen = normscope.merge_captures(files)
     say.account(seen)
     path = normscope.save_capture(seen, output)

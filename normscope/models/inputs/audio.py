@@ -12,7 +12,6 @@ from typing import BinaryIO, cast
 import soundfile
 import torch
 from torch import Tensor
-from torchaudio.functional import resample
 
 from normscope.errors import DataError, count
 from normscope.inputs.batch import Sample
@@ -101,7 +100,10 @@ def _decoded(file: BinaryIO, taken: AudioFormat) -> Tensor:
     divisor = math.gcd(rate, taken.sample_rate)
     if (rate // divisor) * (taken.sample_rate // divisor) > _LARGEST_FILTER:
         raise DataError(f"its {rate:,} Hz and the model's {taken.sample_rate:,} Hz have no simple ratio: resample it")
-    waveform = cast(Tensor, resample(waveform, rate, taken.sample_rate))
+    if rate != taken.sample_rate:
+        from torchaudio.functional import resample
+
+        waveform = cast(Tensor, resample(waveform, rate, taken.sample_rate))
     if not waveform.isfinite().all():
         raise DataError("it holds samples that are no finite numbers")
     length = waveform.shape[-1]

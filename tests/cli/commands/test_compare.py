@@ -76,7 +76,20 @@ def test_checkpoints_are_weights_given_again(tmp_path, monkeypatch, runs):
 
 def test_networks_of_other_names_are_matched_by_depth(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = compare("demo_vit", "demo_wav2vec2", "--limit", "3", "--layers", "3", "--device", "cpu", "--func", "tanh")
+    done = compare(
+        "demo_vit",
+        "timm:test_vit",
+        "--weights",
+        "random",
+        "--limit",
+        "3",
+        "--layers",
+        "3",
+        "--device",
+        "cpu",
+        "--func",
+        "tanh",
+    )
     assert done.exit_code == 0, done.output
     assert "matched by placement and relative depth" in done.stdout
 

@@ -57,6 +57,20 @@ def test_rows_and_quiet(run_here, folder):
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("arguments", [("merge", "first.safetensors", "second.safetensors"), ("capture", "demo_vit")])
+def test_only_a_capture_is_replaced_without_force(run_here, folder, arguments):
+    code = folder / "network.py"
+    code.write_text("x = 1\n")
+    options = ("--limit", "2", "--layers", "1", "--device", "cpu") if arguments[0] == "capture" else ()
+    refused = run_here(*arguments, *options, "-o", code.name, cwd=folder)
+    assert (refused.returncode, code.read_text()) == (2, "x = 1\n")
+    assert "Cannot write network.py: it exists, and is not a capture." in refused.stderr
+    for more in (["--force"], []):  # then it is a capture, which needs no force
+        done = run_here(*arguments, *options, "-o", code.name, *more, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        assert normscope.load_capture(code).n_samples > 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "status", "sentence"),

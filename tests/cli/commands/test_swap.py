@@ -124,6 +124,8 @@ def test_some_sites_and_the_rest_is_seen_as_before(tmp_path, capsys):
         ({"shift": True, "init": "theory"}, 2, "leave --shift and --no-shift out"),
         ({"per": "token"}, 2, "There is no level 'token'"),
         ({"output": "full"}, 2, "the folder exists, and mine in it would be lost"),
+        ({"output": "."}, 2, "the folder that this runs in"),
+        ({"output": "/"}, 2, "the root of the file system"),
         ({"sites": "qk"}, 2, "No norm here is qk; there are final, pre-norm"),
         ({"device": "cuda:99"}, 5, "There is no device 'cuda:99'"),
         ({"weights": "full"}, 3, "'full' are a folder"),
