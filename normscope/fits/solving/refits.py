@@ -93,7 +93,7 @@ def fitted(problems: Problems, curve: Curve, form: Parametrization) -> tuple[lis
         others = solutions.of(torch.arange(len(problems)).repeat_interleave(problems.folds))
         without, held = problems.without_folds(odd=odd), problems.of_folds(odd=odd)
         if not form.theory:
-            others = refined(objective.on(without), others)
+            others = refined(objective.on(without), others, problems.rough_without_folds(odd=odd))
         left = held.residual(others.predicted(curve, held.x)).view(-1, problems.folds)
         held_out = torch.where(problems.occupied, left, 0.0)
         r2_cv = 1 - held_out.sum(-1) / nodes.total
@@ -186,7 +186,7 @@ _DEFAULT = Parametrization()
 
 
 def without_folds(levels: Sequence[Level], fits: Sequence[CurveFit]) -> dict[tuple[str, str], dict[str, Tensor]]:
-    """Fit again without each fold, from where the fits to all pairs ended.
+    """Fit again without each fold.
 
     Args:
         levels: the sites of a capture.
@@ -212,9 +212,10 @@ def without_folds(levels: Sequence[Level], fits: Sequence[CurveFit]) -> dict[tup
 def _without_folds(problems: Problems, fits: Sequence[CurveFit]) -> list[dict[str, Tensor]]:
     """Fit one curve to each problem without each of its folds."""
     curve = fits[0].function
-    objective = _DEFAULT.objective(problems.without_folds(odd=_DEFAULT.odd(curve)), curve, problems.levels)
+    odd = _DEFAULT.odd(curve)
+    objective = _DEFAULT.objective(problems.without_folds(odd=odd), curve, problems.levels)
     every = torch.arange(len(problems)).repeat_interleave(problems.folds)
-    others = refined(objective, _solutions(fits).of(every))
+    others = refined(objective, _solutions(fits).of(every), problems.rough_without_folds(odd=odd))
     columns = {
         "alpha": others.alpha,
         "slope": others.amplitude * others.alpha * curve.derivative(others.shift),
