@@ -24,8 +24,8 @@ class SourcesSeen:
     """None, one or several sources; of a single one its data set, name and number.
 
     ``mapped`` is False for a site whose tokens cannot be told apart by sample; it has no folds. ``assignment`` is the
-    rule that assigns sources to folds: ``permuted`` anew in each block of eight; ``modulo`` eight in captures of before;
-    or ``mixed`` where two captures of different rules were merged, which then have no folds either.
+    rule by which sources are assigned to folds: ``permuted`` anew in each block of eight, or their numbers ``modulo``
+    eight, as in older captures; ``mixed`` where captures of both rules were merged, which leaves no folds.
     """
 
     number: Literal["none", "one", "several"] = "none"
@@ -78,7 +78,9 @@ class SourcesSeen:
         if self.assignment == "permuted":
             block, within = divmod(index, FOLDS)
             return permutation(FOLDS, f"folds\0{data or ''}\0{block}")[within]
-        first = 0 if data is None else hashlib.blake2b(data.encode("utf-8", "surrogateescape"), digest_size=1).digest()[0]
+        first = (
+            0 if data is None else hashlib.blake2b(data.encode("utf-8", "surrogateescape"), digest_size=1).digest()[0]
+        )
         return (first + index) % FOLDS
 
 

@@ -149,9 +149,7 @@ def test_without_a_fold_a_curve_with_kinks_is_in_the_lower_of_two_minima(solved,
         (near_error, near_alpha), (far_error, far_alpha) = (lowest(name, x[~held], y[~held], span) for span in spans)
         in_near += near_error < far_error
         alpha = near_alpha if near_error < far_error else far_alpha
-        values, others = (
-            CURVES[name].function(torch.from_numpy(alpha * x[of])).numpy() for of in (held, ~held)
-        )
+        values, others = (CURVES[name].function(torch.from_numpy(alpha * x[of])).numpy() for of in (held, ~held))
         left += np.sum((y[held] - (y[~held] @ others) / (others @ others) * values) ** 2)
     assert 0 < in_near < 8
     assert solved(x, y, name, folds=folds).r2_cv == pytest.approx(1 - left / np.sum((y - y.mean()) ** 2), abs=2e-5)
