@@ -56,6 +56,25 @@ def interval(whole: Tensor, without: Tensor, pairs: Tensor) -> tuple[Tensor, Ten
     return whole - width, whole + width
 
 
+_NOTHING_LEFT = 1e-4  # of Σ(y − ȳ)²: so little may be that of a few tokens, and tells nothing of others
+
+
+def interval_of_r2(unexplained: Tensor, without: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """Interval of R², on the scale of log(1 − R²), on which it is nearest to normal.
+
+    Args:
+        unexplained: 1 − R² of all pairs, ``(problems,)``.
+        without: likewise of all pairs but one fold's, ``(problems, folds)``.
+        pairs: number of pairs of each fold, likewise; zero for a fold that does not count.
+
+    Returns:
+        Lower and upper bound of 95 %, ``(problems,)`` each; NaN also where the upper one leaves nothing to explain.
+    """
+    low, high = interval(unexplained.log(), without.log(), pairs)
+    tells = low.exp() > _NOTHING_LEFT
+    return (1 - high.exp()).where(tells, torch.nan), (1 - low.exp()).where(tells, torch.nan)
+
+
 def inside_noise(errors: Tensor, best: Tensor, pairs: Tensor) -> Tensor:
     """Whether the held-out error of one curve passes another's by less than their folds differ.
 
@@ -143,11 +162,8 @@ def _estimates(curve: Curve, solutions: Solutions, r2: Tensor) -> dict[str, Tens
         "slope": solutions.amplitude * steepness,
         "coefficient": solutions.amplitude * solutions.alpha**curve.power_at_origin * curve.coefficient_at_origin,
         "shift": solutions.shift,
-        "r2": (1 - r2).log(),
+        "r2": 1 - r2,
     }
-
-
-_BACK = {"alpha": torch.exp, "C": torch.exp}
 
 
 def _intervals(
@@ -172,11 +188,10 @@ def _intervals(
     }
     bounds = {}
     for name, estimate in whole.items():
-        low, high = interval(estimate, without[name].view(-1, problems.folds), pairs)
-        if name == "r2":
-            low, high = 1 - high.exp(), 1 - low.exp()
-        elif name in _BACK:
-            low, high = _BACK[name](low), _BACK[name](high)
+        jackknife = interval_of_r2 if name == "r2" else interval
+        low, high = jackknife(estimate, without[name].view(-1, problems.folds), pairs)
+        if name in ("alpha", "C"):
+            low, high = low.exp(), high.exp()
         counts = says.get(name, torch.ones_like(told_apart))
         bounds[name] = torch.stack([low, high], -1).where(counts[:, None], torch.nan)
     return bounds
