@@ -61,8 +61,7 @@ class CurveFit(Tabled):
             without folds, by error.
         in_noise: whether the first of them is better by less than the folds differ; None without folds.
         best: whether this is the curve that ``best`` stands for.
-        x_repeats: whether many x are equal to the last bit, as those of blank patches: a function of x that tells them
-            from their neighbours in a bin may explain more than the ceiling.
+        x_repeats: whether many x are equal to the last bit, as those of blank patches: the ceiling is then too low.
         nothing: why there was nothing to fit, in words; None where there was.
         norm: what is known of the norm, for whatever takes its place; None of pooled sites.
     """

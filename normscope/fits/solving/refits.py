@@ -60,15 +60,9 @@ _NOTHING_LEFT = 1e-4  # of Σ(y − ȳ)²: so little may be that of a few tokens
 
 
 def interval_of_r2(unexplained: Tensor, without: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Interval of R², on the scale of log(1 − R²), on which it is nearest to normal.
+    """Return the :func:`interval` of R² from 1 − R², on whose logarithm it is nearest to normal.
 
-    Args:
-        unexplained: 1 − R² of all pairs, ``(problems,)``.
-        without: likewise of all pairs but one fold's, ``(problems, folds)``.
-        pairs: number of pairs of each fold, likewise; zero for a fold that does not count.
-
-    Returns:
-        Lower and upper bound of 95 %, ``(problems,)`` each; NaN also where the upper one leaves nothing to explain.
+    It is NaN also where its upper bound leaves nothing to explain.
     """
     low, high = interval(unexplained.log(), without.log(), pairs)
     tells = low.exp() > _NOTHING_LEFT

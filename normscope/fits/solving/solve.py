@@ -69,13 +69,9 @@ def _searched(
 
 
 def refined(objective: Objective, near: Solutions, rough: Nodes) -> Solutions:
-    """Fit one curve to problems of nearly the same pairs as others.
+    """Fit one curve to problems of nearly the same pairs as others, from whose solutions the search begins.
 
-    Args:
-        objective: of the problems.
-        near: solutions of the others. The search begins there, unless the curve has kinks: of its minima another one
-            may be the least.
-        rough: fewer nodes for the same pairs, for the first look of a curve with kinks.
+    Of a curve with kinks another minimum may be the least: the search begins anew, on fewer nodes for the same pairs.
     """
     first_look = objective.on(rough)
     if len(objective.nodes) > 1 and objective.rugged:

@@ -70,10 +70,9 @@ class SourcesSeen:
         return [self._fold_of(sample.data, sample.source_index) for sample in samples]
 
     def _fold_of(self, data: str | None, index: int) -> int:
-        """The fold of a source of a data set, or of a sample of a single source.
+        """Return the fold of a source of a data set, or of a sample of a single source.
 
-        Each block of eight fills all folds. Their order differs from block to block, so that periodic data, such as
-        two kinds of sources that alternate, fill no fold with a single kind.
+        Each block of eight fills all folds, in an order of its own: kinds of sources that alternate share every fold.
         """
         if self.assignment == "permuted":
             block, within = divmod(index, FOLDS)
