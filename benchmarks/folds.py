@@ -18,8 +18,8 @@ from normscope.inputs.splits import learned_and_held_out, permutation
 SETS, SOURCES = 20, 64
 TOKENS, CHANNELS = 8, 32
 LOUD, SPREAD, WITHIN = 8.0, 0.2, 0.3
-PERIODS = (1, 2, 4)
-RATIO, TRUTH = 3.0, 8000
+PERIODS = (1, 2)
+RATIO, TRUTH = 3.0, 2000
 DATA = "benchmark"
 ORDERS = ("in order", "shuffled")
 ASSIGNMENTS = ("permuted blocks", "modulo eight")
@@ -36,7 +36,7 @@ that is held out, over its share in all sources; 1 is right. The truth is the fi
 
 
 def main() -> None:
-    parser = options(__doc__, repeats=5)
+    parser = options(__doc__, repeats=1)
     args = parser.parse_args()
     torch.set_num_threads(1)
     measurements = [one for period in PERIODS for order in ORDERS for one in measured(period, order, args)]
