@@ -31,6 +31,7 @@ TITLES = {
     "fit": "What a fit costs",
     "channels": "What a fit of every channel costs",
     "intervals": "How often the intervals hold the truth",
+    "folds": "Where kinds of sources alternate",
     "swaps": "How far a swap moves the output",
     "speed": "How fast swapped networks are",
     "pointwise": "How fast point-wise functions are on the CPU",

@@ -59,6 +59,8 @@ def remarks(panels: Sequence[Panel], fits: Sequence[CurveFit], *, ceilings: bool
     if ceilings and with_ceiling:
         folds = sorted({str(panel.stats.fold_by) for panel in with_ceiling})
         lines.append(f"best f(x): held-out R² of the best function of x that was found, folds by {', '.join(folds)}")
+        if any(panel.fits[0].x_repeats for panel in with_ceiling):
+            lines[0] += "; *: too low, as x repeats there, finer than bins resolve"
     if others := best_of(fits)[1]:
         more = f" and {len(others) - _MOST_LISTED} more" if len(others) > _MOST_LISTED else ""
         lines.append(f"not drawn, of smaller mean R²: {', '.join(others[:_MOST_LISTED])}{more}")
@@ -70,7 +72,8 @@ def ceiling_note(panel: Panel) -> list[Words]:
     ceiling = panel.fits[0].r2_ceiling if panel.fits else None
     if ceiling is None:
         return []
-    return broken(["best f(x)", f"R² {ceiling:.3f}"], panel.style.ink, panel.room)
+    mark = "*" if panel.fits[0].x_repeats else ""
+    return broken(["best f(x)", f"R² {ceiling:.3f}{mark}"], panel.style.ink, panel.room)
 
 
 def fit_notes(panel: Panel, result: Callable[[CurveFit], list[str]]) -> list[Words]:

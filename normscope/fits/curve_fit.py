@@ -61,6 +61,7 @@ class CurveFit(Tabled):
             without folds, by error.
         in_noise: whether the first of them is better by less than the folds differ; None without folds.
         best: whether this is the curve that ``best`` stands for.
+        x_repeats: whether many x are equal to the last bit, as those of blank patches: the ceiling is then too low.
         nothing: why there was nothing to fit, in words; None where there was.
         norm: what is known of the norm, for whatever takes its place; None of pooled sites.
     """
@@ -98,6 +99,7 @@ class CurveFit(Tabled):
     rank: int | None = None
     in_noise: bool | None = None
     best: bool = False
+    x_repeats: bool = False
     nothing: str | None = None
     norm: NormSite | None = field(default=None, repr=False, compare=False)
 
@@ -183,5 +185,5 @@ _ATTRIBUTES = (
     *("model", "weights", "data", "site", "curve", "amplitude", "alpha", "shift", "C", "slope", "r2", "r2_ceiling"),
     *("rmse", "n_pairs", "converged", "straight", "power_law", "coefficient", "folds", "channel", "sites", "form"),
     *("weights_by", "r2_cv", "of_ceiling", "tail_rmse", "centre_rmse", "largest_error", "largest_error_at"),
-    *("saturated", "reach", "parameters", "rank", "in_noise", "best", "nothing", "intervals"),
+    *("saturated", "reach", "parameters", "rank", "in_noise", "best", "x_repeats", "nothing", "intervals"),
 )

@@ -124,7 +124,7 @@ def _about(level: Level, capture: Capture, weights_by: str) -> Attributes:
     """Attributes that all fits of a level share."""
     return {
         **{name: capture.about[name] for name in ("model", "weights", "data")},
-        **{name: getattr(level, name) for name in ("site", "sites", "channel")},
+        **{name: getattr(level, name) for name in ("site", "sites", "channel", "x_repeats")},
         "weights_by": weights_by,
         "folds": level.fold_by,
         "norm": next((site for site in capture.sites if site.name == level.site), None),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -160,7 +162,7 @@ def shared(batches: Iterable[Any], share: Share) -> tuple[Batch, Iterator[Chunk]
     return first.first_sample(), share.of(left)
 
 
-_ONE_IN = 4  # sources is held out
+_ONE_IN = 4  # consecutive sources is held out
 
 _Key = tuple[str, str | int]
 
@@ -311,7 +313,9 @@ def divided(
 
 
 def learned_and_held_out(inputs: Iterable[Any]) -> tuple[Part, Part]:
-    """Divide inputs: every fourth source is held out, and the last one where there are fewer than four.
+    """Divide inputs: one source of every four is held out, and the last one where there are fewer than four.
+
+    Its place among the four differs from block to block, so that in periodic data no kind of sources is held out alone.
 
     Of a single source the samples are divided instead, and the descriptions say so. To see what there is, inputs that
     know their samples, as those of ``known_samples()`` do, are asked, and others are gone through once. Of a sample
@@ -341,11 +345,22 @@ def learned_and_held_out(inputs: Iterable[Any]) -> tuple[Part, Part]:
         raise DataError(
             f"The inputs hold {count(len(keys), 'sample')}; to learn from some and hold others out takes two at least."
         )
-    held = frozenset(keys[_ONE_IN - 1 :: _ONE_IN] or keys[-1:])
+    blocks = (keys[first : first + _ONE_IN] for first in range(0, len(keys) - _ONE_IN + 1, _ONE_IN))
+    held = frozenset([block[permutation(_ONE_IN, f"held out\0{n}")[0]] for n, block in enumerate(blocks)] or keys[-1:])
     return (
         _part(inputs, samples, by, frozenset(keys) - held, "to learn from"),
         _part(inputs, samples, by, held, "held out"),
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def permutation(n: int, key: str) -> list[int]:
+    """Return the numbers below n in an order that depends on nothing but the key: the same in every process.
+
+    >>> permutation(4, "block 0"), permutation(4, "block 1")
+    ([0, 3, 1, 2], [2, 0, 3, 1])
+    """
+    return sorted(range(n), key=lambda i: hashlib.blake2b(f"{key}\0{i}".encode("utf-8", "surrogateescape")).digest())
 
 
 def _part(inputs: Iterable[Any], samples: Sequence[Sample], by: str, keys: frozenset[_Key], which: str) -> Part:

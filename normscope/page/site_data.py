@@ -42,7 +42,7 @@ _MOST_SLOPES = 3000  # points of the diagonal
 _MOST_PAIRS = 6000  # of grouped norms, whose tokens do not know their channels
 _OF_A_FIT = (
     *("curve", "amplitude", "alpha", "shift", "slope", "r2", "r2_ceiling", "r2_cv", "rmse", "tail_rmse", "saturated"),
-    *("rank", "in_noise", "form", "parameters", "doubt", "nothing", "intervals", "reach", "largest_error"),
+    *("rank", "in_noise", "form", "parameters", "doubt", "nothing", "intervals", "reach", "largest_error", "x_repeats"),
 )
 
 

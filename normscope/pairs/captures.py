@@ -15,6 +15,7 @@ from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.records import Tabled
 
 _AND = " + "
+_MIXED = " · folds of two assignments, so no intervals and no ceiling"
 
 
 @dataclass(repr=False)
@@ -90,14 +91,17 @@ class Capture(Tabled):
                 f"Cannot merge a capture that keeps its parts, such as {part!r}, with one that does not; capture "
                 "both the same way."
             )
-        about = {**self.about, "data": _joined(self.about["data"], other.about["data"])}
+        stats = {name: stats.merge(other.stats[name]) for name, stats in self.stats.items()}
+        data = _joined(*(capture.about["data"].removesuffix(_MIXED) for capture in (self, other)))
+        mixed = any(merged.sources.assignment == "mixed" for merged in stats.values())
+        about = {**self.about, "data": data + _MIXED * mixed}
         if self.about.get("part") != other.about.get("part"):
             about.pop("part", None)
         return Capture(
             about=about,
             sites=self.sites,
             skipped=list(dict.fromkeys([*self.skipped, *other.skipped])),
-            stats={name: stats.merge(other.stats[name]) for name, stats in self.stats.items()},
+            stats=stats,
             n_samples=self.n_samples + other.n_samples,
             seed=self.seed,
             versions={

@@ -21,6 +21,7 @@ from normscope.pairs.norms.kinds import NormKind
 from normscope.pairs.norms.sites import NormSite, SkippedNorm
 from normscope.pairs.norms.trace import NormReport, input_of, with_input
 from normscope.pairs.norms.verification import check
+from normscope.pairs.sums.sampling import Assignment, SourcesSeen
 from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import batch_axis, serves_all, token_axes
 from normscope.runtime.network import ForwardHook, KeptBuffers, heard_by, passes_by, run, with_weights_at_hand
@@ -107,6 +108,7 @@ class Recorder:
         """Keep which norms to observe, and how; and what says of the samples of a batch what can be looked at."""
         self.model, self.summing, self.report, self.sites = model, summing, report, sites
         self.seen = Seen()
+        self.assignment: Assignment = "permuted"  # of sources to folds; a resumed capture keeps its own
         self._keeper = InputKeeper(summing.keep_inputs, previews)
         self._batch: Batch | None = None
         self._padded = False
@@ -188,7 +190,7 @@ class Recorder:
 
     def empty(self, site: NormSite, device: torch.device) -> PairStats:
         """Return sums over nothing, such as are kept of a site."""
-        return PairStats.empty(
+        stats = PairStats.empty(
             site.channels,
             self.summing.seed,
             device,
@@ -197,6 +199,8 @@ class Recorder:
             per_channel=self.summing.per_channel,
             diagonal=self.summing.diagonal and site.has_diagonal,
         )
+        stats.sources = SourcesSeen(assignment=self.assignment)
+        return stats
 
     def _fits(self, batch: Batch, summed: Counter[str], heard: Callable[[nn.Module, Any], None] | None = None) -> bool:
         """Run the batch; return False if memory ended, with the network's buffers as they were before."""

@@ -33,7 +33,7 @@ from normscope.runtime.sealed_files import read_checked, write_checked
 logger = logging.getLogger(__name__)
 
 FORMAT = "normscope-checkpoint"
-FORMAT_VERSIONS = (1, 2, 3)  # that are read; the last one is written
+FORMAT_VERSIONS = (1, 2, 3, 4)  # that are read; the last one is written
 _PARTIAL = re.compile(r"\.\d+\.safetensors\.\w{8}\.safetensors|\.tmp\w{6}")  # of files.whole_file, and of safetensors
 _NO_ABOUT = {"model": "", "weights": "", "data": ""}
 
@@ -102,6 +102,9 @@ class Checkpoints:
                         path.unlink(missing_ok=True)
         if ranks.rank == 0:  # before another rank begins to write
             self._remove_partial()
+        of_sites = [stats for part in work.recorder.seen.stats.values() for stats in part.values()]
+        kept = [stats.sources.assignment for stats in of_sites] or [work.recorder.assignment]
+        work.recorder.assignment = ranks.told(kept[0])[0]
         return ranks.from_first(work.done.flags)
 
     @property

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from normscope.pairs.norms.formulas import FORMS, form_name
 from normscope.pairs.norms.sites import NormSite, SkippedNorm
 from normscope.pairs.sums.binning import CHANNEL_GRID, DENSITY_X_GRID, DENSITY_Y_GRID, PAIR_GRID, TOKEN_GRID, FloatGrid
 from normscope.pairs.sums.packing import packed, unpacked
-from normscope.pairs.sums.sampling import SourcesSeen
+from normscope.pairs.sums.sampling import Assignment, SourcesSeen
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.files import file_stem, umask, write_tensors
 from normscope.runtime.records import checked, is_bool, is_count, is_int, is_shape, is_text
@@ -139,13 +139,15 @@ def _site(entry: Mapping[str, Any]) -> NormSite:
 
 
 def _sources(entry: Mapping[str, Any]) -> SourcesSeen:
-    sources = SourcesSeen(**entry)
+    sources = SourcesSeen(**{"assignment": "modulo", **entry})  # files of before the field hold no other
     for field in fields(sources):
         value = getattr(sources, field.name)
         if type(value) is not type(field.default):
             raise ValueError(f"the {field.name} of the sources is {value!r}")
     if sources.number not in ("none", "one", "several"):
         raise ValueError(f"the number of the sources is {sources.number!r}")
+    if sources.assignment not in get_args(Assignment):
+        raise ValueError(f"the assignment of the sources is {sources.assignment!r}")
     return sources
 
 
@@ -154,7 +156,7 @@ def _tuples(value: Any) -> Any:
 
 
 FORMAT = "normscope-capture"
-FORMAT_VERSIONS = (4, 5, 6)  # that are read; 6 is written where inputs are kept, 5 where none are
+FORMAT_VERSIONS = (4, 5, 6, 7)  # that are read; the last one is written
 _AGAIN = "`normscope capture MODEL -o FILE` writes one"
 
 
@@ -166,7 +168,7 @@ def save_capture(capture: Capture, path: str | Path) -> Path:
     Raises:
         UsageError: if it cannot be written there.
     """
-    header = {"format": FORMAT, "version": 6 if capture.inputs else 5, **header_of(capture)}
+    header = {"format": FORMAT, "version": FORMAT_VERSIONS[-1], **header_of(capture)}
     tensors = all_tensors(capture)
     if _adds_up(capture):
         tensors = {name: tensor for name, tensor in tensors.items() if "/" in name}

@@ -152,6 +152,9 @@ def _explained(fits: Sequence[CurveFit]) -> Iterable[Explanation]:
     if over:
         yield Explanation(f"±: half of the 95 % interval, a jackknife over folds by {over}")
         yield Explanation("ceiling: R² of the best held-out function of x that was found", ("ceiling",))
+        if low := dict.fromkeys(fit.site for fit in fits if fit.x_repeats and fit.r2_ceiling is not None):
+            where = as_cell(", ".join(low))
+            yield Explanation(f"too low at {where}: x repeats there, finer than bins resolve", ("ceiling",), "; ")
         yield Explanation("of it: the curve's held-out R² over that", ("of it",), "; ")
     else:
         yield Explanation("no folds, and so no intervals and no ceiling")

@@ -13,8 +13,10 @@ from torch import nn
 import normscope
 from normscope.errors import DataError, UsageError
 from normscope.fits.curves.known import CURVES
+from normscope.inputs.entries import as_batches
 from normscope.pairs.capture import captured
 from normscope.pairs.recorder import Summing
+from normscope.pairs.sums.sampling import SourcesSeen
 
 NUMPY = {"tanh": np.tanh, "isru": lambda u: u / np.sqrt(1 + u * u)}
 
@@ -97,7 +99,6 @@ def test_every_number_is_that_of_the_raw_pairs(observed):
         assert near.any() and np.abs(off[near]).max() >= found.largest_error * (1 - 1e-3)
         at_origin = found.amplitude * found.alpha * float(slope(torch.tensor(found.shift).double()))
         assert found.slope == pytest.approx(at_origin, rel=1e-12)
-        assert found.of_ceiling == found.r2_cv / found.r2_ceiling
 
 
 @pytest.mark.parametrize("curve", ["tanh", "isru"])
@@ -236,14 +237,18 @@ def test_held_out_error_is_that_of_folds_left_out(observed, solved, by_scipy):
     seen, raw, _ = observed
     [found] = [one for one in normscope.fit(seen, "isru") if one.site == "norms.ln"]
     x, y = raw["norms.ln"]
-    # Each sample is a source of its own, and sources are dealt out by their number.
-    fold = np.broadcast_to((np.arange(32) % 8)[:, None, None], x.shape)
+    # Each sample is a source of its own; each block of eight sources is dealt out in its own order.
+    samples = [sample for batch in as_batches(heavy_tailed_batches()) for sample in batch.samples]
+    of_samples = np.array(SourcesSeen("several").folds_of(samples))
+    fold = np.broadcast_to(of_samples[:, None, None], x.shape)
     error = 0.0
     for held in range(8):
         out = fold == held
         amplitude, alpha = by_scipy(NUMPY["isru"], x[~out], y[~out])
         error += np.sum((y[out] - amplitude * NUMPY["isru"](alpha * x[out])) ** 2)
-    assert found.r2_cv == pytest.approx(1 - error / np.sum((y - y.mean()) ** 2), abs=1e-5)
+    held_out = 1 - error / np.sum((y - y.mean()) ** 2)
+    assert found.r2_cv == pytest.approx(held_out, abs=1e-5)
+    assert found.of_ceiling * found.r2_ceiling == pytest.approx(held_out, abs=1e-5) != pytest.approx(found.r2, abs=1e-5)
 
 
 def test_a_curve_of_ones_own_is_fitted_like_any_other(observed):

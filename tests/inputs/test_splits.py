@@ -33,6 +33,28 @@ def numbers_in(part):
     return [sample.index for batch in part for sample in batch.samples]
 
 
+def assert_one_of_each_four(held, every):
+    """Of each four, in the order in which they come, one is held out; of fewer than four the last."""
+    blocks = [set(every[first : first + 4]) for first in range(0, len(every), 4)]
+    whole = [len(block & held) for block in blocks if len(block) == 4]
+    assert len(held) == max(1, len(whole))
+    assert whole == [1] * len(whole) if whole else held == {every[-1]}
+
+
+@pytest.mark.parametrize("period", [2, 3, 4, 8])
+def test_of_sources_of_periodic_kinds_all_kinds_are_held_out(period):
+    """Multiples of four apart, one of two alternating kinds would be held out alone."""
+    held = numbers_in(learned_and_held_out(batches_of([[number] for number in range(800)]))[1])
+    counts = [sum(number % period == kind for number in held) for kind in range(period)]
+    # Each count is binomial, of 200 or fewer trials; five standard deviations of it.
+    assert counts == pytest.approx([200 / period] * period, abs=5 * (200 / period * (1 - 1 / period)) ** 0.5)
+
+
+def test_the_division_is_the_same_in_every_process():
+    held = learned_and_held_out([torch.zeros(24, 1)])[1]
+    assert numbers_in(held) == [0, 5, 9, 13, 18, 22]
+
+
 @given(_of_batches)
 def test_sources_stay_together_and_every_sample_is_in_one_part(sources):
     inputs, flat = batches_of(sources), [source for batch in sources for source in batch]
@@ -53,11 +75,10 @@ def test_sources_stay_together_and_every_sample_is_in_one_part(sources):
     if len(first_seen) > 1:
         apart = {flat[number] for number in held}
         assert not apart & {flat[number] for number in learned}
-        # Every fourth source, in the order in which they come; the last of fewer.
-        assert apart == set(first_seen[3::4] or first_seen[-1:])
+        assert_one_of_each_four(apart, first_seen)
         assert {part.by for part in parts} == {"source"}
     else:
-        assert held == (list(range(len(flat)))[3::4] or [len(flat) - 1])
+        assert_one_of_each_four(set(held), range(len(flat)))
         assert {part.by for part in parts} == {"sample"}
         assert all(part.description.endswith(", all of one source") for part in parts)
     again = learned_and_held_out(inputs)
@@ -80,11 +101,11 @@ def test_all_of_a_batch_is_cut_alike(sources):
 
 def test_plain_tensors_and_descriptions():
     learned, held = learned_and_held_out([torch.arange(5.0), {"x": torch.arange(5.0, 8.0)}])
-    assert [batch.args[0].tolist() if batch.args else batch.kwargs["x"].tolist() for batch in learned] == [
-        [0.0, 1.0, 2.0, 4.0],
-        [5.0, 6.0],
+    values = [
+        [batch.args[0].tolist() if batch.args else batch.kwargs["x"].tolist() for batch in part]
+        for part in (learned, held)
     ]
-    assert [batch.args[0].tolist() if batch.args else batch.kwargs["x"].tolist() for batch in held] == [[3.0], [7.0]]
+    assert values == [[[1.0, 2.0, 3.0, 4.0], [6.0, 7.0]], [[0.0], [5.0]]]
     assert learned.description == "inputs · 6 of 8 samples to learn from"
     assert held.description == "inputs · 2 of 8 samples held out"
 
@@ -131,7 +152,7 @@ def test_the_shares_of_a_part_are_the_part(name, ranks):
 
 def test_a_part_walks_its_own_trajectories_of_a_share():
     learned, held = learned_and_held_out(normscope.load("demo_dit", limit=5, batch_size=2, device="cpu").inputs)
-    for part, expected in ((learned, {0, 1, 2, 4}), (held, {3})):
+    for part, expected in ((learned, {1, 2, 3, 4}), (held, {0})):
         walked = [
             sample.source_index for rank in range(2) for samples, _ in part.ends(Share(rank, 2)) for sample in samples
         ]
@@ -152,11 +173,11 @@ def test_samples_that_are_known_are_not_read(tmp_path):
 def test_a_part_of_which_nothing_can_be_read(tmp_path):
     for number in range(4):
         Image.new("L", (8, 8)).save(tmp_path / f"{number}.png")
-    (tmp_path / "3.png").write_bytes(b"damaged")
+    (tmp_path / "0.png").write_bytes(b"damaged")
     learned, held = learned_and_held_out(normscope.load("demo_vit", data=tmp_path, device="cpu").inputs)
     assert sum(len(batch.samples) for batch in learned) == learned.n_samples == 3
     assert [list(chunk.batches) for chunk in held.chunks(ALL)] == [[]]
-    assert list(held.left_out.unreadable) == [3]
+    assert list(held.left_out.unreadable) == [0]
     with pytest.raises(DataError, match=r"No sample can be read of .* 1 of 4 samples held out\."):
         held.first_sample()
 

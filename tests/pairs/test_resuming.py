@@ -311,7 +311,7 @@ def of_version_1(tensors):
 def test_a_checkpoint_of_before_there_were_sums_of_the_diagonal(tmp_path, whole):
     stopped(tmp_path, 3)
     path = tmp_path / "0.safetensors"
-    header, tensors = checkpoints_module.read_checked(path, checkpoints_module.FORMAT, (3,))
+    header, tensors = checkpoints_module.read_checked(path, checkpoints_module.FORMAT, (4,))
     del (
         header["settings"]["diagonal"],
         header["settings"]["by_part"],
@@ -326,7 +326,7 @@ def test_a_checkpoint_of_before_there_were_sums_of_the_diagonal(tmp_path, whole)
 
 def test_all_settings_are_tried(tmp_path):
     stopped(tmp_path, 1)
-    header, _ = checkpoints_module.read_checked(tmp_path / "0.safetensors", checkpoints_module.FORMAT, (3,))
+    header, _ = checkpoints_module.read_checked(tmp_path / "0.safetensors", checkpoints_module.FORMAT, (4,))
     assert header["settings"].keys() == OTHERS.keys()
 
 

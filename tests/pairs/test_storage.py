@@ -112,7 +112,7 @@ def test_the_whole_is_kept_where_it_is_not_the_sum_of_its_parts(seen, file, tmp_
 def test_the_header_says_what_it_is(file):
     with safe_open(file, framework="pt") as opened:
         header = json.loads(opened.metadata()["normscope"])
-    assert (header["format"], header["version"]) == ("normscope-capture", 5)
+    assert (header["format"], header["version"]) == ("normscope-capture", 7)
     assert header["about"] == {"model": "small", "weights": "ours", "data": "noise", "dtype": "float32"}
     assert header["seed"] == 5
     assert header["versions"]["torch"] == torch.__version__.split("+")[0] or header["versions"]["torch"]
@@ -128,7 +128,7 @@ def test_merging_saved_captures_is_merging_captures(seen, file):
 
 
 def rewritten(file, path, change):
-    write_checked(path, *change(*read_checked(file, "normscope-capture", (5,))))
+    write_checked(path, *change(*read_checked(file, "normscope-capture", (7,))))
     return path
 
 
@@ -175,6 +175,7 @@ SOURCES_CHANGES = {
     "source": [None, 3, "\ud800"],
     "source_index": [None, "0", 0.0, True],
     "mapped": [None, 1, "yes"],
+    "assignment": [None, 8, "by hand"],
 }
 HEADER_CHANGES = {
     "n_samples": [-1, 1.5, "9", None, True],
@@ -336,7 +337,7 @@ def test_mutated_files_are_errors_or_captures(file, tmp_path, data):
     ],
 )
 def test_another_grid_is_refused(file, tmp_path, change, sentence):
-    header, tensors = read_checked(file, "normscope-capture", (5,))
+    header, tensors = read_checked(file, "normscope-capture", (7,))
     other = tmp_path / "seen.safetensors"
     write_checked(other, {**header, "grids": change(header["grids"])}, tensors)
     with pytest.raises(DataError, match=sentence):

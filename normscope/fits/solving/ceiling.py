@@ -20,7 +20,7 @@ from normscope.fits.curve_fit import Interval
 from normscope.fits.curves.known import CURVES, FREE, Curve
 from normscope.fits.solving.nodes import Nodes, Problems, nodes_of
 from normscope.fits.solving.objective import Parametrization, Solutions
-from normscope.fits.solving.refits import interval
+from normscope.fits.solving.refits import interval_of_r2
 from normscope.fits.solving.solve import roughly
 
 Array = NDArray[np.float64]
@@ -65,7 +65,7 @@ class Ceiling:
 
     Attributes:
         r2: the ceiling.
-        interval: its 95 %, by a jackknife over the folds; None where it has none.
+        interval: its 95 %, by a jackknife over the folds; None where it has none, as nothing is left to explain.
         r2_free: the same of E[y|x] alone, in groups of bins.
         least_count: number of pairs that a group of bins must hold for E[y|x] to predict best.
         along_line: whether beyond the outermost groups the line of all pairs predicts better than a constant.
@@ -172,9 +172,9 @@ def _chosen(
         left = _first_of_least((others[:, :, None] - errors[:, None]) * handicaps[:, None, None])
     kept = np.where(np.eye(len(folds), dtype=bool), 0.0, errors[left, folds[:, None]])
     with np.errstate(divide="ignore", invalid="ignore"):
-        logs = torch.from_numpy(np.log(np.concatenate([[unexplained], kept.sum(0) / without])))
-    low, high = (float(1 - end.exp()) for end in interval(logs[:1], logs[None, 1:], torch.from_numpy(pairs)[None]))
-    return float(1 - unexplained), (high, low) if math.isfinite(low + high) else None
+        shares = (np.array([unexplained]), (kept.sum(0) / without)[None], pairs[None])
+    low, high = map(float, interval_of_r2(*map(torch.from_numpy, shares)))
+    return float(1 - unexplained), (low, high) if math.isfinite(low + high) else None
 
 
 def _first_of_least(errors: Array) -> Places:

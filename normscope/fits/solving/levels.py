@@ -24,6 +24,7 @@ POOLS = ("placement", "kind", "all")
 WEIGHTS = ("pairs", "gamma", "x")
 
 CONSTANT_OUTPUT = "constant output"
+_REPEATED = 0.02  # of the drawn x: far fewer are equal by chance
 _NO_SPREAD = 1e-14  # of the mean square: below it, what is left of the difference of two squares is rounding
 
 
@@ -44,6 +45,7 @@ class Level:
         bound: largest possible |y|; infinite where nothing that is known bounds it.
         slope: of the mean token's line at the origin, (1 − 1/d)/σ with centring and 1/ρ without.
         nothing: why there is nothing to fit, in words; None where there is.
+        x_repeats: whether many x of the drawn tokens are equal to the last bit, which bins do not tell from others.
     """
 
     site: str
@@ -57,6 +59,7 @@ class Level:
     bound: float
     slope: float
     nothing: str | None
+    x_repeats: bool = False
 
 
 def levels_of(
@@ -127,7 +130,15 @@ def site_level(site: NormSite, stats: PairStats, moments: Tensor) -> Level:
         bound=math.inf,
         slope=math.nan,
         nothing=_nothing_at(stats, moments),
+        x_repeats=_repeats(stats.tokens.x),
     )
+
+
+def _repeats(x: Tensor) -> bool:
+    """True if many x occur more than once, as those of blank patches; those that half precision holds do by chance."""
+    fine = x[(x != x.half()) & (x != x.bfloat16())]
+    _, times = fine.unique(return_counts=True)
+    return bool(times[times > 1].sum() > _REPEATED * x.numel())
 
 
 def _even_over_x(level: Level) -> Level:
@@ -230,4 +241,5 @@ def _pooled(name: str, members: Sequence[Level]) -> Level:
         bound=bounds.pop() if len(bounds) == 1 else math.inf,
         slope=sum(slopes) / sum(n) if sum(n) else math.nan,
         nothing=None if any(level.nothing is None for level in used) else used[0].nothing,
+        x_repeats=any(level.x_repeats for level in used),
     )

@@ -56,6 +56,19 @@ def interval(whole: Tensor, without: Tensor, pairs: Tensor) -> tuple[Tensor, Ten
     return whole - width, whole + width
 
 
+_NOTHING_LEFT = 1e-4  # of Σ(y − ȳ)²: so little may be that of a few tokens, and tells nothing of others
+
+
+def interval_of_r2(unexplained: Tensor, without: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the :func:`interval` of R² from 1 − R², on whose logarithm it is nearest to normal.
+
+    It is NaN also where its upper bound leaves nothing to explain.
+    """
+    low, high = interval(unexplained.log(), without.log(), pairs)
+    tells = low.exp() > _NOTHING_LEFT
+    return (1 - high.exp()).where(tells, torch.nan), (1 - low.exp()).where(tells, torch.nan)
+
+
 def inside_noise(errors: Tensor, best: Tensor, pairs: Tensor) -> Tensor:
     """Whether the held-out error of one curve passes another's by less than their folds differ.
 
@@ -93,7 +106,7 @@ def fitted(problems: Problems, curve: Curve, form: Parametrization) -> tuple[lis
         others = solutions.of(torch.arange(len(problems)).repeat_interleave(problems.folds))
         without, held = problems.without_folds(odd=odd), problems.of_folds(odd=odd)
         if not form.theory:
-            others = refined(objective.on(without), others)
+            others = refined(objective.on(without), others, problems.rough_without_folds(odd=odd))
         left = held.residual(others.predicted(curve, held.x)).view(-1, problems.folds)
         held_out = torch.where(problems.occupied, left, 0.0)
         r2_cv = 1 - held_out.sum(-1) / nodes.total
@@ -143,11 +156,8 @@ def _estimates(curve: Curve, solutions: Solutions, r2: Tensor) -> dict[str, Tens
         "slope": solutions.amplitude * steepness,
         "coefficient": solutions.amplitude * solutions.alpha**curve.power_at_origin * curve.coefficient_at_origin,
         "shift": solutions.shift,
-        "r2": (1 - r2).log(),
+        "r2": 1 - r2,
     }
-
-
-_BACK = {"alpha": torch.exp, "C": torch.exp}
 
 
 def _intervals(
@@ -172,11 +182,10 @@ def _intervals(
     }
     bounds = {}
     for name, estimate in whole.items():
-        low, high = interval(estimate, without[name].view(-1, problems.folds), pairs)
-        if name == "r2":
-            low, high = 1 - high.exp(), 1 - low.exp()
-        elif name in _BACK:
-            low, high = _BACK[name](low), _BACK[name](high)
+        jackknife = interval_of_r2 if name == "r2" else interval
+        low, high = jackknife(estimate, without[name].view(-1, problems.folds), pairs)
+        if name in ("alpha", "C"):
+            low, high = low.exp(), high.exp()
         counts = says.get(name, torch.ones_like(told_apart))
         bounds[name] = torch.stack([low, high], -1).where(counts[:, None], torch.nan)
     return bounds
@@ -186,7 +195,7 @@ _DEFAULT = Parametrization()
 
 
 def without_folds(levels: Sequence[Level], fits: Sequence[CurveFit]) -> dict[tuple[str, str], dict[str, Tensor]]:
-    """Fit again without each fold, from where the fits to all pairs ended.
+    """Fit again without each fold.
 
     Args:
         levels: the sites of a capture.
@@ -212,9 +221,10 @@ def without_folds(levels: Sequence[Level], fits: Sequence[CurveFit]) -> dict[tup
 def _without_folds(problems: Problems, fits: Sequence[CurveFit]) -> list[dict[str, Tensor]]:
     """Fit one curve to each problem without each of its folds."""
     curve = fits[0].function
-    objective = _DEFAULT.objective(problems.without_folds(odd=_DEFAULT.odd(curve)), curve, problems.levels)
+    odd = _DEFAULT.odd(curve)
+    objective = _DEFAULT.objective(problems.without_folds(odd=odd), curve, problems.levels)
     every = torch.arange(len(problems)).repeat_interleave(problems.folds)
-    others = refined(objective, _solutions(fits).of(every))
+    others = refined(objective, _solutions(fits).of(every), problems.rough_without_folds(odd=odd))
     columns = {
         "alpha": others.alpha,
         "slope": others.amplitude * others.alpha * curve.derivative(others.shift),

@@ -52,36 +52,49 @@ def least_squares(objective: Objective, coarse: Nodes) -> Solutions:
     if len(objective.nodes) > 1 and objective.rugged:
         alone = zip(objective.alone, first_look.alone, strict=True)
         return joined_solutions([least_squares(one, few.nodes) for one, few in alone])
+    return _solutions(objective, *_searched(objective, first_look))
+
+
+def _searched(
+    objective: Objective, first_look: Objective, roughly: float | None = None
+) -> tuple[Evaluation, Tensor, Tensor]:
+    """Return the least of the minima about the starts of a grid, and the bounds of log α in which it was searched."""
     low, high = _range(first_look)
     problem, starts = _starts(first_look, low, high)
-    ended = _minimum(objective.of(problem), starts, low[problem], high[problem])
+    ended = _minimum(objective.of(problem), starts, low[problem], high[problem], roughly)
     order = ended.residual.nan_to_num(torch.inf).argsort(stable=True)
     order = order[problem[order].argsort(stable=True)]  # problem by problem, the least residual first
     best = order[torch.searchsorted(problem[order], torch.arange(len(low)))]
-    return _solutions(objective, ended.of(best), low, high)
+    return ended.of(best), low, high
 
 
-def refined(objective: Objective, near: Solutions) -> Solutions:
-    """Fit one curve to problems of nearly the same pairs as others, from whose solutions the search begins."""
+def refined(objective: Objective, near: Solutions, rough: Nodes) -> Solutions:
+    """Fit one curve to problems of nearly the same pairs as others, from whose solutions the search begins.
+
+    Of a curve with kinks another minimum may be the least: the search begins anew, on fewer nodes for the same pairs.
+    """
+    first_look = objective.on(rough)
     if len(objective.nodes) > 1 and objective.rugged:
         near_each = (near.of(torch.tensor([number])) for number in range(len(objective.nodes)))
-        return joined_solutions([refined(*one) for one in zip(objective.alone, near_each, strict=True)])
+        alone = zip(objective.alone, near_each, first_look.alone, strict=True)
+        return joined_solutions([refined(one, near_one, few.nodes) for one, near_one, few in alone])
     start = torch.stack([near.alpha.log(), near.shift], -1)
     bends = (~near.only_power).nonzero()[:, 0]
     if len(bends) == len(start):
-        ended = _refined(objective, start)
+        ended = _refined(objective, start, first_look)
     else:  # a line stays one, of another slope
         ended = objective.at(start)
         if len(bends):
-            ended.put(bends, _refined(objective.of(bends), start[bends]))
+            ended.put(bends, _refined(objective.of(bends), start[bends], first_look.of(bends)))
     return ended.solutions(near.only_power, near.converged)
 
 
-def _refined(objective: Objective, start: Tensor) -> Evaluation:
-    """Find the minimum about each start, and no farther than where curves are a line or a step."""
+def _refined(objective: Objective, start: Tensor, first_look: Objective) -> Evaluation:
+    """Find the minimum about each start, no farther than where curves are a line or a step; the least, with kinks."""
+    if not objective.curve.smooth:
+        return _searched(objective, first_look, _REFITTED if objective.rugged else None)[0]
     width = math.log(_STEEPEST)
-    near_enough = _REFITTED if objective.rugged else None
-    return _minimum(objective, start, start[:, 0] - width, start[:, 0] + width, near_enough)
+    return _minimum(objective, start, start[:, 0] - width, start[:, 0] + width)
 
 
 def roughly(coarse: Objective, nodes: Nodes) -> Solutions:
@@ -94,12 +107,15 @@ def roughly(coarse: Objective, nodes: Nodes) -> Solutions:
     Returns:
         One solution a variant; whether α means anything is not asked.
     """
+    never = torch.zeros(len(nodes), dtype=torch.bool)
+    if not coarse.curve.smooth:
+        variants = coarse.on(nodes)
+        return _searched(variants, variants, _ROUGHLY)[0].solutions(never, ~never)
     low, high = _range(coarse)
     problem, starts = _starts(coarse, low, high)
     best = torch.searchsorted(problem, torch.arange(len(low)))  # of each, that of the least error comes first
     variant = torch.arange(len(low)).repeat_interleave(len(nodes) // len(low))
     ended = _minimum(coarse.on(nodes), starts[best][variant], low[variant], high[variant], _ROUGHLY)
-    never = torch.zeros(len(nodes), dtype=torch.bool)
     return ended.solutions(never, ~never)
 
 

@@ -351,7 +351,8 @@ def _same_inputs(here: PairStats, there: PairStats) -> bool:
     The keys of the drawing sample tell: each is a hash of seed, data set, sample and place, and the least are kept.
     """
     keys = [stats.tokens.key.sort().values for stats in (here, there)]
-    return here.fold_by == there.fold_by and torch.equal(*keys)
+    alike = (here.fold_by, here.sources.assignment) == (there.fold_by, there.sources.assignment)
+    return alike and torch.equal(*keys)
 
 
 def _transferred(base: CurveFit, level: Level) -> float | None:

@@ -17,7 +17,7 @@ from normscope.fits.curve_fit import CurveFit, Interval
 from normscope.fits.solving.ceiling import ceilings, conditional_mean
 from normscope.fits.solving.levels import levels_of, site_level
 from normscope.fits.solving.nodes import Nodes, Problems, batches, joined
-from normscope.fits.solving.refits import interval
+from normscope.fits.solving.refits import interval_of_r2
 from normscope.fits.views.jacobians import Constants, Jacobians, constants_by_part, jacobians
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.formulas import FORMS, form_name
@@ -231,10 +231,8 @@ def _of_curve(fit: CurveFit, problems: Problems) -> tuple[float, Interval | None
         return nodes.residual(slopes) / nodes.total
 
     whole, without = left(problems.nodes()), left(problems.without_folds()).view(1, problems.folds)
-    # As the fits' own: on the scale on which R² is nearest to normal.
-    low, high = interval(whole.log(), without.log(), torch.where(problems.occupied, problems.n_pairs, 0.0))
-    bounds = (float(1 - high.exp()), float(1 - low.exp()))
-    return float(1 - whole), bounds if all(map(math.isfinite, bounds)) else None
+    low, high = map(float, interval_of_r2(whole, without, torch.where(problems.occupied, problems.n_pairs, 0.0)))
+    return float(1 - whole), (low, high) if math.isfinite(low + high) else None
 
 
 def _of_x(diagonal: Problems, capture: Capture) -> tuple[float, Interval | None]:

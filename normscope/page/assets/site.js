@@ -187,7 +187,8 @@ function fitsOfSite(site) {
       cellOf(fit.rmse), cellOf(fit.tail_rmse), { text: percent(fit.saturated), value: fit.saturated },
     ];
   });
-  const caption = "y ≈ A·f(αx + s) · ±: half of the 95 % interval, over folds · ceiling: R² of the best held-out function of x that was found · tail: RMSE beyond the 99th percentile of |x| · flat: pairs where |f′| is under 5 % of its peak";
+  const low = site.fits.some((fit) => fit.x_repeats) ? ", too low here: x repeats, finer than bins resolve" : "";
+  const caption = `y ≈ A·f(αx + s) · ±: half of the 95 % interval, over folds · ceiling: R² of the best held-out function of x that was found${low} · tail: RMSE beyond the 99th percentile of |x| · flat: pairs where |f′| is under 5 % of its peak`;
   return element("section", {}, [element("h3", { text: "Fits" }), table(`${siteTitle(site)} fits`, heads, rows, { caption })]);
 }
 

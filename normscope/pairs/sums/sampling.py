@@ -12,16 +12,20 @@ import torch
 from torch import Tensor
 
 from normscope.inputs.batch import Sample
+from normscope.inputs.splits import permutation
 from normscope.pairs.sums.binning import PAIR_GRID
 
 FOLDS = 8
+Assignment = Literal["permuted", "modulo", "mixed"]
 
 
 @dataclass(frozen=True)
 class SourcesSeen:
     """None, one or several sources; of a single one its data set, name and number.
 
-    ``mapped`` is False for a site whose tokens cannot be told apart by sample; it has no folds.
+    ``mapped`` is False for a site whose tokens cannot be told apart by sample; it has no folds. ``assignment`` is the
+    rule by which sources are assigned to folds: ``permuted`` anew in each block of eight, or their numbers ``modulo``
+    eight, as in older captures; ``mixed`` where captures of both rules were merged, which leaves no folds.
     """
 
     number: Literal["none", "one", "several"] = "none"
@@ -29,6 +33,7 @@ class SourcesSeen:
     source: str = ""
     source_index: int = 0
     mapped: bool = True
+    assignment: Assignment = "permuted"
 
     def with_samples(self, samples: Sequence[Sample]) -> SourcesSeen:
         """Return what has been seen once ``samples`` have."""
@@ -36,7 +41,8 @@ class SourcesSeen:
             return self
         seen = self
         for sample in samples:
-            seen = seen.merged(SourcesSeen("one", sample.data, sample.source, sample.source_index, self.mapped))
+            one = SourcesSeen("one", sample.data, sample.source, sample.source_index, self.mapped, self.assignment)
+            seen = seen.merged(one)
         return seen
 
     def merged(self, other: SourcesSeen) -> SourcesSeen:
@@ -46,27 +52,35 @@ class SourcesSeen:
             return replace(other, mapped=mapped)
         if other.number == "none" or replace(self, mapped=mapped) == replace(other, mapped=mapped):
             return replace(self, mapped=mapped)
-        return SourcesSeen("several", mapped=mapped)
+        if self.assignment != other.assignment:
+            return SourcesSeen("several", mapped=False, assignment="mixed")
+        return SourcesSeen("several", mapped=mapped, assignment=self.assignment)
 
     @property
     def fold(self) -> int:
         """The fold of the single source, once others come beside it."""
-        return _source_fold(self.data, self.source_index)
+        return self._fold_of(self.data, self.source_index)
 
     def folds_of(self, samples: Sequence[Sample]) -> list[int]:
         """Return the fold of each sample."""
         if not self.mapped:
             return [0] * len(samples)
         if self.number == "one":
-            return [sample.index % FOLDS for sample in samples]
-        return [_source_fold(sample.data, sample.source_index) for sample in samples]
+            return [self._fold_of(None, sample.index) for sample in samples]
+        return [self._fold_of(sample.data, sample.source_index) for sample in samples]
 
+    def _fold_of(self, data: str | None, index: int) -> int:
+        """Return the fold of a source of a data set, or of a sample of a single source.
 
-@functools.lru_cache(maxsize=4096)
-def _source_fold(data: str, source_index: int) -> int:
-    """The fold of a source: dealt out evenly, starting elsewhere for each data set, as their numbers are the same."""
-    first = hashlib.blake2b(data.encode("utf-8", "surrogateescape"), digest_size=1).digest()[0]
-    return (first + source_index) % FOLDS
+        Each block of eight fills all folds, in an order of its own: kinds of sources that alternate share every fold.
+        """
+        if self.assignment == "permuted":
+            block, within = divmod(index, FOLDS)
+            return permutation(FOLDS, f"folds\0{data or ''}\0{block}")[within]
+        first = (
+            0 if data is None else hashlib.blake2b(data.encode("utf-8", "surrogateescape"), digest_size=1).digest()[0]
+        )
+        return (first + index) % FOLDS
 
 
 UNIFORM_TOKENS = 64

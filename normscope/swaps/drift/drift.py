@@ -70,8 +70,8 @@ def drift(
         func: what takes the norms' place, and
         init: with which start values: both stand in every row; ``calibrated`` is done here.
         learn: of ``calibrated``: inputs to learn from, other ones than the batches; at most a gibibyte of them is kept
-            in memory. None for a loaded model's calibration; where it has none, and no batches are passed, every fourth
-            source of its inputs is measured on, and the others are learned from.
+            in memory. None for a loaded model's calibration; where it has none, and no batches are passed, one source
+            of each four of its inputs is measured on, and the others are learned from.
         refit: of ``calibrated``: ``neighbours``, or ``norms`` for the functions alone.
         one_at_a_time: whether each site is also swapped alone.
         cumulative: whether sites are also swapped one after the other.

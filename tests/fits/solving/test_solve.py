@@ -126,6 +126,35 @@ def test_of_two_minima_the_lower_is_found(solved, name, beside):
     assert found.alpha == pytest.approx(near_alpha if beside < 0 else far_alpha, rel=1e-4)
 
 
+@pytest.mark.parametrize("name", ["hardtanh", "logsign_clip"])
+def test_without_a_fold_a_curve_with_kinks_is_in_the_lower_of_two_minima(solved, name):
+    """Of all pairs the two are nearly as deep, so that some folds, left out, decide which one is the lower."""
+    generator = np.random.default_rng(1)
+    near, folds = generator.random(16_000) < 0.6, np.arange(16_000) % 8
+    x = generator.standard_normal(near.size) * np.where(near, 1e-2, 30.0)
+    noise = np.where(folds < 4, 0.05, 0.3) * generator.standard_normal(near.size)
+    spans = ((10, 3e3), (1e-3, 1))
+
+    def y_of(far):
+        far = far * np.where(folds < 4, 1.2, 0.8)
+        return np.where(near, np.tanh(300 * x), far * np.tanh(0.1 * x)) + noise
+
+    def lead_of_far(far):
+        return lowest(name, x, y_of(far), spans[1])[0] - lowest(name, x, y_of(far), spans[0])[0]
+
+    y = y_of(brentq(lead_of_far, 0.5, 5, xtol=1e-6))
+    left, in_near = 0.0, 0
+    for fold in range(8):
+        held = folds == fold
+        (near_error, near_alpha), (far_error, far_alpha) = (lowest(name, x[~held], y[~held], span) for span in spans)
+        in_near += near_error < far_error
+        alpha = near_alpha if near_error < far_error else far_alpha
+        values, others = (CURVES[name].function(torch.from_numpy(alpha * x[of])).numpy() for of in (held, ~held))
+        left += np.sum((y[held] - (y[~held] @ others) / (others @ others) * values) ** 2)
+    assert 0 < in_near < 8
+    assert solved(x, y, name, folds=folds).r2_cv == pytest.approx(1 - left / np.sum((y - y.mean()) ** 2), abs=2e-5)
+
+
 @pytest.mark.parametrize("name", sorted(NUMPY))
 def test_pairs_far_from_the_origin_and_close_together_bend_where_all_raw_pairs_do(solved, name):
     generator = np.random.default_rng(2)
@@ -212,7 +241,7 @@ def test_a_line_is_not_searched_again_without_each_fold(moments_of):
     nodes = nodes_of(torch.stack([moments_of(x[start::4], y[start::4]) for start in range(4)]), odd=True)
     noting, sizes = counted(CURVES["hardtanh"])
     small, zero = torch.full((4,), 1e-5, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
-    lines = refined(Objective(nodes, noting), solve.Solutions(small, small, zero, zero == 0, zero == 0))
+    lines = refined(Objective(nodes, noting), solve.Solutions(small, small, zero, zero == 0, zero == 0), nodes)
     slopes = [(x[start::4] @ y[start::4]) / (x[start::4] @ x[start::4]) for start in range(4)]
     np.testing.assert_allclose(lines.amplitude * lines.alpha, slopes, rtol=1e-9)
     assert sum(sizes) < 3 * nodes.x.numel()  # f once, and f′

@@ -10,7 +10,7 @@ from normscope.errors import DataError
 from normscope.inputs.batch import Sample
 from normscope.pairs.norms.formulas import FORMS, layer_norm
 from normscope.pairs.sums.binning import PAIR_GRID, TOKEN_GRID
-from normscope.pairs.sums.sampling import FOLDS, LARGEST_TOKENS, PAIRS_PER_BIN, UNIFORM_TOKENS
+from normscope.pairs.sums.sampling import LARGEST_TOKENS, PAIRS_PER_BIN, UNIFORM_TOKENS, Assignment, SourcesSeen
 from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import Lines
 
@@ -29,8 +29,9 @@ def rows_of(sample: Sample) -> torch.Tensor:
 GAMMA = torch.linspace(0.5, 3, D)
 
 
-def stats_of(*samples: Sample, seed: int = 0) -> PairStats:
+def stats_of(*samples: Sample, seed: int = 0, assignment: Assignment = "permuted") -> PairStats:
     stats = PairStats.empty(D, seed, by_gamma=True, per_channel=True, diagonal=True)
+    stats.sources = SourcesSeen(assignment=assignment)
     if samples:
         x = torch.cat([rows_of(sample) for sample in samples])
         stats.update(x, LAYER_NORM, samples, gamma=GAMMA)
@@ -83,13 +84,45 @@ def test_folds_of_one_source_are_its_samples_and_of_several_the_sources():
     assert stats_of(crops[0]).fold_by is None
     by_sample = stats_of(*crops)
     assert by_sample.fold_by == "sample"
-    assert by_sample.moments[:, 0].sum(1).tolist() == [30.0] * 4 + [0.0] * 4
+    assert sorted(by_sample.moments[:, 0].sum(1).tolist()) == [0.0] * 4 + [30.0] * 4
     by_source = by_sample.merge(stats_of(other))
     assert by_source.fold_by == "source"
     pairs = by_source.moments[:, 0].sum(1)
     assert pairs[pairs > 0].tolist() in ([120.0, 30.0], [30.0, 120.0])
-    # Sources 3 and 9 of one data set are six folds apart, wherever that data set begins.
-    assert (int((pairs == 30).nonzero()) - int((pairs == 120).nonzero())) % FOLDS == 6
+
+
+@pytest.mark.parametrize("of", ["sources", "samples"])
+def test_each_block_of_eight_fills_every_fold_in_an_order_of_its_own(of):
+    """Eight apart, every second source would be in the same four folds; by a plain hash, eight fill five or so."""
+    several = of == "sources"
+    samples = [Sample("photo", n, n, "a") if several else Sample("photo", 0, n, "a") for n in range(1600)]
+    folds = np.array(SourcesSeen("several" if several else "one").folds_of(samples)).reshape(200, 8)
+    assert (np.sort(folds, axis=1) == np.arange(8)).all()
+    assert len({tuple(block) for block in folds}) > 190  # of 200 draws from 40,320 orders
+    for period in (2, 4, 8):
+        kinds = np.arange(1600).reshape(200, 8) % period
+        share = [(folds[kinds == 0] == fold).mean() for fold in range(8)]
+        assert share == pytest.approx([1 / 8] * 8, abs=5 * (7 / 64 / (1600 / period)) ** 0.5)
+
+
+def test_folds_are_the_same_in_every_process():
+    """As captures of one data set by several ranks, or on several days, are merged."""
+    samples = [Sample("photo", n, n, "digits") for n in range(16)]
+    assert SourcesSeen("several").folds_of(samples) == [6, 0, 5, 7, 2, 1, 3, 4, 1, 7, 2, 3, 6, 0, 4, 5]
+    by_number = SourcesSeen("several", assignment="modulo").folds_of(samples)
+    assert [(fold - by_number[0]) % 8 for fold in by_number] == [*range(8), *range(8)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(parts, st.sampled_from(["permuted", "modulo"])), min_size=3, max_size=3))
+def test_sums_of_two_assignments_have_no_folds(captures):
+    a, b, c = (stats_of(*samples, assignment=assignment) for samples, assignment in captures)
+    merged = a.merge(b).merge(c)
+    assert same(merged, a.merge(b.merge(c))) and same(merged, c.merge(b).merge(a))
+    seen = {assignment for samples, assignment in captures if samples}
+    assert (merged.sources.assignment == "mixed") == (len(seen) == 2)
+    if len(seen) == 2:
+        assert merged.fold_by is None
 
 
 def test_equal_names_in_two_data_sets_are_two_sources():

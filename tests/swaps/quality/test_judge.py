@@ -68,6 +68,14 @@ def test_samples_that_share_a_source_get_no_interval():
     assert (score.value, score.interval) == (1.0, None)
 
 
+def test_equal_names_in_two_data_sets_are_independent_sources():
+    samples = tuple(Sample(f"{n % 2}.png", n % 2, n % 2, data="ab"[n // 2], label=n) for n in range(4))
+    batch = Batch((torch.eye(4),), samples=samples)
+    score = judged(Task("top-1"), nn.Identity(), [batch], Outputs("classes")).quality.scores["original"]
+    expected = stats.binomtest(4, 4).proportion_ci(0.95, method="wilson")
+    assert score.interval == pytest.approx((expected.low, expected.high))
+
+
 class Block(nn.Module):
     """A norm and a layer of 4 channels; its memory ends with more samples than fit."""
 
