@@ -144,7 +144,13 @@ def test_the_formulas_of_curves_are_set_in_math(tmp_path):
 
 @pytest.mark.parametrize(
     "command",
-    [("fit", "--func", "all"), ("fit", "--per", "token"), ("stats",), ("stats", "--layers", "3,"), ("fit", "--advise")],
+    [
+        ("fit", "--func", "all", "--layers", "2"),
+        ("fit", "--per", "token"),
+        ("stats", "--layers", "2"),
+        ("stats", "--layers", "3,"),
+        ("fit", "--advise", "--layers", "4"),
+    ],
     ids=" ".join,
 )
 def test_what_commands_write_can_be_set_by_any_latex(command, tmp_path, monkeypatch):
