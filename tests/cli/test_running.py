@@ -132,6 +132,7 @@ def test_a_table_and_its_document_say_so(run):
     assert all(SAID in fit["data"] and fit["n_pairs"] == 4 * 3 * 64 for fit in document["fits"])
 
 
+@pytest.mark.slow
 def test_a_figure_and_its_document_say_so(run, tmp_path):
     (figure,) = json.loads(run("plot", *RUN, "--json", "--dpi", "40").stdout)["figures"]
     assert figure["sample"] == SAID

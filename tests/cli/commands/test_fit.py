@@ -93,8 +93,10 @@ def test_slopes_of_tokens_as_json(folder, seen):
 
 
 def test_one_curve_everywhere_against_the_best_at_each_site(folder, seen):
-    document = json.loads(run("fit", "seen.safetensors", "--json", cwd=folder).stdout)
-    assert document["layerwise"] == [{"model": "demo_vit", **normscope.layerwise(normscope.fit(seen)).as_dict()}]
+    document = json.loads(run("fit", "seen.safetensors", "--layers", "3", "--json", cwd=folder).stdout)
+    assert document["layerwise"] == [
+        {"model": "demo_vit", **normscope.layerwise(normscope.fit(seen.only(3))).as_dict()}
+    ]
 
 
 def test_advice_as_yaml(folder, seen):

@@ -19,7 +19,7 @@ def gradient(*arguments):
 
 
 def test_tables_and_a_figure(here):
-    done = gradient("demo_vit", *QUICK)
+    done = gradient("demo_vit", *QUICK, "--layers", "4")
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert lines[0].startswith("demo_vit · embedded demo_vit")

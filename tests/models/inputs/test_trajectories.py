@@ -528,6 +528,7 @@ def test_the_network_as_it_is_walks_and_leaves_nothing_behind(demo):
         assert torch.equal(again, latents)
 
 
+@pytest.mark.slow
 def test_ends_come_first_and_batches_of_the_original_afterwards(demo):
     with other_norms(demo.module):
         ends_of(demo.inputs)

@@ -148,6 +148,7 @@ def test_mistakes_are_sentences(vit):
         calibrate(network, swapped_vit(vit), learn, refit="all")
 
 
+@pytest.mark.slow
 def test_memory_is_said_before_it_is_taken(vit, monkeypatch):
     network, learn, _, _ = vit
     module = __import__("normscope.swaps.calibrate.calibrate", fromlist=["calibrate"])
