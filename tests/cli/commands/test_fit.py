@@ -75,7 +75,9 @@ def test_the_command_prints_what_python_gives(folder, seen, arguments, options):
 
 
 def test_the_tables_say_what_was_fitted_and_how_sure_it_is(folder):
-    table = words(run("fit", "seen.safetensors", "-q", "--layers", "4", "--func", "tanh,derf,best", cwd=folder).stdout)
+    table = words(
+        run("fit", "seen.safetensors", "-q", "--layers", "4", "--func", "tanh,derf,sigmoid,best", cwd=folder).stdout
+    )
     assert "±: half of the 95 % interval, a jackknife over folds by source" in table
     assert "A·f(αx + s)" in table and "*: the best" in table and "it would be tanh" in table
     assert "mean R² over 4 sites" in table
