@@ -143,6 +143,7 @@ FIGURES = (
     *("plot", "plot --share-axes", "overview", "overview --share-axes", "fit --plot", "stats --plot", "curves"),
     *("gradient", "compare", "drift", "heal", "speed"),
 )
+TWICE = ("plot --share-axes", "overview --share-axes")  # which look like those without it
 
 
 def within(axes):
@@ -170,7 +171,9 @@ def said(figure):
     return " ".join(text.get_text() for text in written(figure)).replace("\n", " ")
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in TWICE else name for name in FIGURES]
+)
 def test_every_letter_can_be_read_in_one_column(drawn, name):
     figure = drawn[name](width=ONE_COLUMN, title="Figure $1_{")
     assert figure.get_figwidth() == ONE_COLUMN
