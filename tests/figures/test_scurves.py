@@ -301,7 +301,7 @@ def test_many_sites_are_broken_into_blocks(fits):
     assert figure.get_figwidth() < 16
 
 
-@pytest.mark.parametrize("width", [None, 5.5])
+@pytest.mark.parametrize("width", [None, pytest.param(5.5, marks=pytest.mark.slow)])
 def test_no_number_of_pairs_is_cut(width):
     seen = normscope.capture(normscope.load("demo_vit", limit=8, device="cpu"), layers="0,6,9,norm")
     figure = normscope.plot(seen, normscope.fit(seen), width=width)

@@ -58,6 +58,7 @@ print([library for library in {LIBRARIES!r} if library in sys.modules])
     assert done.stdout.splitlines()[-1] == str(needed)
 
 
+@pytest.mark.slow
 def test_several_models_share_a_figure_and_none_is_run_twice(tmp_path, monkeypatch, runs):
     monkeypatch.chdir(tmp_path)
     options = ("--weights", "random", "--limit", "2", "--layers", "0,1,2,3,16", "--device", "cpu", *QUICK)

@@ -158,6 +158,7 @@ def stopped(*_):
     raise UsageError("no further")
 
 
+@pytest.mark.slow
 def test_trajectories_are_walked_once_for_the_least_harmful_sites(tmp_path, monkeypatch):
     walks, ends = [], Trajectories.ends
     monkeypatch.setattr(Trajectories, "ends", lambda self, *share: (walks.append(self), ends(self, *share))[1])

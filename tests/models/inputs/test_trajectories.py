@@ -501,6 +501,7 @@ def test_the_last_step_starts_where_the_batches_at_the_last_timestep_are(demo):
     assert torch.equal(ends_of(inputs), step)
 
 
+@pytest.mark.slow
 def test_one_sample_and_one_latent_for_each_trajectory():
     inputs = load("demo_dit", device="cpu", limit=5, batch_size=4, guidance=2.0, dtype="bfloat16").inputs
     ends = list(inputs.ends())
