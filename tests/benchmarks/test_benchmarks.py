@@ -183,27 +183,22 @@ def test_healing(measured):
     assert len(set(ends)) == 3  # each ablation does something
 
 
-def test_calibration(measured):
-    samples = measured("calibration", "--models", "demo_vit", "--curves", "dyt", "--limit", "48")
-    closed = {way: samples["demo_vit", f"dyt, {way}", "closed"][0] for way in ("fit", "norms", "neighbours")}
-    assert closed["fit"] == 0 < closed["norms"] < closed["neighbours"]
-    for way, share in closed.items():
-        medians = [statistics.median(samples["demo_vit", f"dyt, {one}", "relative L2"]) for one in (way, "fit")]
-        assert share == pytest.approx(100 * (1 - medians[0] / medians[1]), rel=0.05, abs=0.1)  # of an even number
-
-
-def test_calibration_with_norms_kept_stands_beside_what_was_measured_before(measured):
+def test_calibration_stands_beside_what_was_measured_with_norms_kept(measured):
     asked = ("calibration", "--models", "demo_vit", "--curves", "dyt", "--limit", "48")
     before = measured(*asked)
-    for _ in range(2):  # the second time in place of the first
-        after = measured(*asked, "--keep", "2")
-        assert {key: own for key, own in after.items() if key in before} == before
-        new = after.keys() - before.keys()
-        assert {way for _, way, _ in new} == {"dyt, fit, 2 norms kept", "dyt, neighbours, 2 norms kept"}
-        closed = {way: after["demo_vit", way, "closed"][0] for _, way, name in after if name == "closed"}
-        assert closed["dyt, fit"] == 0 < closed["dyt, fit, 2 norms kept"]
-        assert closed["dyt, neighbours"] < closed["dyt, neighbours, 2 norms kept"] < 100
-        assert after["demo_vit", "dyt, neighbours, 2 norms kept", "CPU of the choice"][0] > 0
+    closed = {way: before["demo_vit", f"dyt, {way}", "closed"][0] for way in ("fit", "norms", "neighbours")}
+    assert closed["fit"] == 0 < closed["norms"] < closed["neighbours"]
+    for way, share in closed.items():
+        medians = [statistics.median(before["demo_vit", f"dyt, {one}", "relative L2"]) for one in (way, "fit")]
+        assert share == pytest.approx(100 * (1 - medians[0] / medians[1]), rel=0.05, abs=0.1)  # of an even number
+    after = measured(*asked, "--keep", "2")
+    assert {key: own for key, own in after.items() if key in before} == before
+    new = after.keys() - before.keys()
+    assert {way for _, way, _ in new} == {"dyt, fit, 2 norms kept", "dyt, neighbours, 2 norms kept"}
+    closed = {way: after["demo_vit", way, "closed"][0] for _, way, name in after if name == "closed"}
+    assert closed["dyt, fit"] == 0 < closed["dyt, fit, 2 norms kept"]
+    assert closed["dyt, neighbours"] < closed["dyt, neighbours, 2 norms kept"] < 100
+    assert after["demo_vit", "dyt, neighbours, 2 norms kept", "CPU of the choice"][0] > 0
 
 
 def test_docstrings_are_a_line_each_and_always_the_same(monkeypatch):

@@ -124,6 +124,7 @@ def test_a_traceback_is_no_clear_error():
     assert not is_clear("done")
 
 
+@pytest.mark.slow
 def test_captures_that_differ_are_told_apart():
     """Each comparison that every other test relies on can fail."""
     network = normscope.load("demo_vit", limit=6, batch_size=2)

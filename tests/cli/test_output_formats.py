@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -167,6 +167,7 @@ def test_nested_values_become_columns(tmp_path):
     assert (kinds["n"], kinds["of_x_y"], kinds["A_low"]) == (pa.float64(), pa.int64(), pa.null())
 
 
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.text(st.characters(codec="utf-8"), min_size=1), st.floats(allow_nan=False)), min_size=1))
 def test_every_name_and_number_reads_back_as_it_was(rows):
     text = as_csv([{"site": site, "alpha": alpha} for site, alpha in rows])

@@ -271,13 +271,13 @@ def test_files_say_what_they_show(figure, seen, tmp_path, kind):
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
+@pytest.mark.parametrize("kind", ["png", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("svg", "pdf"))])
 def test_a_figure_is_laid_out_and_drawn_once(seen, fits, tmp_path, kind, monkeypatch):
     """Its file is the one that matplotlib makes, which draws all of it a second time."""
     done = []
     execute = ConstrainedLayoutEngine.execute
     monkeypatch.setattr(ConstrainedLayoutEngine, "execute", lambda *given: done.append("layout") or execute(*given))
-    figure, other = plot(seen, fits), plot(seen, fits)
+    figure, other = (plot(seen, fits, sites=NAMES[1]) for _ in range(2))
     engine, canvas, dpi = figure.get_layout_engine(), figure.canvas, figure.dpi
     figure.canvas.mpl_connect("draw_event", lambda event: done.append("draw"))
     path = save_figure(figure, tmp_path / f"figure.{kind}", seen, dpi=60)
@@ -301,7 +301,7 @@ def test_many_sites_are_broken_into_blocks(fits):
     assert figure.get_figwidth() < 16
 
 
-@pytest.mark.parametrize("width", [None, 5.5])
+@pytest.mark.parametrize("width", [None, pytest.param(5.5, marks=pytest.mark.slow)])
 def test_no_number_of_pairs_is_cut(width):
     seen = normscope.capture(normscope.load("demo_vit", limit=8, device="cpu"), layers="0,6,9,norm")
     figure = normscope.plot(seen, normscope.fit(seen), width=width)

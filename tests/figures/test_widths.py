@@ -143,6 +143,7 @@ FIGURES = (
     *("plot", "plot --share-axes", "overview", "overview --share-axes", "fit --plot", "stats --plot", "curves"),
     *("gradient", "compare", "drift", "heal", "speed"),
 )
+TWICE = ("plot --share-axes", "overview --share-axes")  # which look like those without it
 
 
 def within(axes):
@@ -170,19 +171,38 @@ def said(figure):
     return " ".join(text.get_text() for text in written(figure)).replace("\n", " ")
 
 
-# Letters collide where there is little room, and the usual width is everybody's: the one between is a slow test.
 @pytest.mark.parametrize(
-    "width",
-    [
-        pytest.param(None, id="usual"),
-        pytest.param(NEURIPS, id="5.5 in", marks=pytest.mark.slow),
-        pytest.param(ONE_COLUMN, id="3.25 in"),
-    ],
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in TWICE else name for name in FIGURES]
 )
+def test_every_letter_can_be_read_in_one_column(drawn, name):
+    figure = drawn[name](width=ONE_COLUMN, title="Figure $1_{")
+    assert figure.get_figwidth() == ONE_COLUMN
+    check_letters(figure)
+    assert figure.get_suptitle() == "Figure $1_{"
+    assert "a_net" not in said(figure) or name.startswith("overview")  # where it is the name of a row
+    assert "noise & <more>" in said(figure) or name == "curves"  # of which no network is drawn
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
-def test_every_letter_can_be_read(drawn, name, width):
-    figure = drawn[name](width=width)
-    assert width is None or figure.get_figwidth() == width
+def test_every_letter_can_be_read_at_the_usual_width_with_its_usual_title(drawn, name):
+    check_letters(drawn[name]())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIGURES)
+def test_without_a_title_letters_can_be_read_and_pdfs_hold_whole_fonts(drawn, name, tmp_path):
+    figure = drawn[name](width=NEURIPS, title="none")
+    check_letters(figure)
+    assert figure.get_suptitle() == ""
+    assert "noise & <more>" not in said(figure)
+    assert "random init" in said(figure) or name == "curves"  # in every output
+    content = save_figure(figure, tmp_path / "figure.pdf", {}, dpi=40).read_bytes()
+    assert b"/CIDFontType2" in content and b"/Type3" not in content  # many journals refuse the latter
+
+
+def check_letters(figure):
+    """Check that no text is small, cut or over another."""
     figure.draw_without_rendering()
     texts = written(figure)
     assert {text.get_text(): text.get_fontsize() for text in texts if text.get_fontsize() < 6} == {}
@@ -203,28 +223,7 @@ def overlapping(boxes):
     return [(boxes[one][0], boxes[other][0]) for one, other in pairs]
 
 
-@pytest.mark.parametrize("name", [name for name in FIGURES if not name.endswith("--share-axes")])  # titled alike
-def test_titles_are_the_same_everywhere(drawn, name):
-    named = drawn[name](title="Figure $1_{")
-    assert named.get_suptitle() == "Figure $1_{"
-    assert "a_net" not in said(named) or name == "overview"  # where it is the name of a row
-    bare = drawn[name](title="none")
-    assert bare.get_suptitle() == ""
-    if name == "curves":  # of which no network is drawn
-        return
-    assert "noise & <more>" in said(named)
-    assert "noise & <more>" not in said(bare)
-    assert "random init" in said(bare)  # in every output
-
-
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_width_that_no_figure_has_is_refused(drawn, name):
     with pytest.raises(UsageError, match="cannot be 1 inches wide"):
         drawn[name](width=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FIGURES)
-def test_pdfs_hold_whole_fonts(drawn, name, tmp_path):
-    content = save_figure(drawn[name](width=NEURIPS), tmp_path / "figure.pdf", {}, dpi=40).read_bytes()
-    assert b"/CIDFontType2" in content and b"/Type3" not in content  # many journals refuse the latter

@@ -103,6 +103,7 @@ def test_what_is_left_out_is_said_once(caplog):
     assert len(caplog.records) == 1
 
 
+@pytest.mark.slow
 def test_drift_and_healing_leave_labels_out_too_and_say_so_once_for_each_loader(caplog):
     torch.manual_seed(0)
     model, loader = nn.Sequential(Plain(), nn.Linear(WIDTH, 2)), DataLoader(TensorDataset(x, y), batch_size=3)

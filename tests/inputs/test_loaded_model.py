@@ -51,6 +51,7 @@ def test_a_swap(network, seen):
     assert network.module.get_submodule(next(iter(apart))) is norm
 
 
+@pytest.mark.slow
 def test_a_drift_with_the_ends_of_trajectories(network, seen):
     modules = normscope.replacements(network, "dyt", seen)
     apart = normscope.drift(

@@ -150,6 +150,7 @@ def test_the_shares_of_a_part_are_the_part(name, ranks):
         assert part.first_sample().samples == batches[0].samples[:1]
 
 
+@pytest.mark.slow
 def test_a_part_walks_its_own_trajectories_of_a_share():
     learned, held = learned_and_held_out(normscope.load("demo_dit", limit=5, batch_size=2, device="cpu").inputs)
     for part, expected in ((learned, {1, 2, 3, 4}), (held, {0})):

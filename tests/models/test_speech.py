@@ -259,6 +259,7 @@ def test_published_weights_are_those_of_torchaudios_own_loading(
     assert len(download_server.requests) == 2, "what the cache holds is asked of nobody"
 
 
+@pytest.mark.slow
 def test_published_weights_of_other_networks(download_server):
     torch.manual_seed(1234)
     weights = torchaudio.models.squim_objective_base().state_dict()
@@ -286,13 +287,12 @@ def test_published_code_is_not_run(download_server, monkeypatch, tmp_path, archi
 
 
 @pytest.mark.parametrize(
-    ("architecture", "filename"),
+    ("architecture", "filename", "content"),
     [
-        ("WAV2VEC2_BASE", "wav2vec2_fairseq_base_ls960.pth"),
-        ("SQUIM_OBJECTIVE", "squim_objective_dns2020.pth"),
+        ("WAV2VEC2_BASE", "wav2vec2_fairseq_base_ls960.pth", serialized({"weight": torch.zeros(999)})[:900]),
+        ("SQUIM_OBJECTIVE", "squim_objective_dns2020.pth", b""),
     ],
 )
-@pytest.mark.parametrize("content", [serialized({"weight": torch.zeros(999)})[:900], b""])
 def test_a_broken_download_is_named_and_can_be_got_rid_of(download_server, architecture, filename, content):
     download_server.files = {f"torchaudio/models/{filename}/": content}
     for _ in range(2):

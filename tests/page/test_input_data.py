@@ -38,7 +38,12 @@ VITS = {
 }
 
 
-@pytest.mark.parametrize("name", VITS)
+QUICK_VITS = ("vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK_VITS else pytest.param(name, marks=pytest.mark.slow) for name in VITS]
+)
 def test_vision_transformers_say_their_grid_themselves(name):
     timm = pytest.importorskip("timm")
     network = timm.create_model(name, depth=1, qk_norm=True, **VITS[name])

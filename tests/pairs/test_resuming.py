@@ -199,7 +199,7 @@ def run_of_ranks(folder, ends):
             run(folder, inputs=Inputs(batch_size=1), ranks=ranks, every=every, stopping=ending(after, killed))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.lists(RUN, max_size=3))
 def test_every_input_counts_once_whatever_happens(whole, runs):
     with tempfile.TemporaryDirectory() as name:

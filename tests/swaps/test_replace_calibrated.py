@@ -53,6 +53,7 @@ def test_it_is_what_calibrate_makes_of_a_swapped_copy():
     assert all(torch.equal(model.state_dict()[name], value) for name, value in layers.items())
 
 
+@pytest.mark.slow
 def test_a_loaded_model_learns_from_its_own_calibration():
     loaded = normscope.load("demo_vit", limit=48, batch_size=16, device="cpu")
     inputs = list(loaded.inputs)

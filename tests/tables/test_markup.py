@@ -144,7 +144,13 @@ def test_the_formulas_of_curves_are_set_in_math(tmp_path):
 
 @pytest.mark.parametrize(
     "command",
-    [("fit", "--func", "all"), ("fit", "--per", "token"), ("stats",), ("stats", "--layers", "3,"), ("fit", "--advise")],
+    [
+        ("fit", "--func", "all", "--layers", "2"),
+        ("fit", "--per", "token"),
+        ("stats", "--layers", "2"),
+        ("stats", "--layers", "3,"),
+        ("fit", "--advise", "--layers", "4"),
+    ],
     ids=" ".join,
 )
 def test_what_commands_write_can_be_set_by_any_latex(command, tmp_path, monkeypatch):
@@ -157,7 +163,9 @@ def test_what_commands_write_can_be_set_by_any_latex(command, tmp_path, monkeypa
         assert done.exit_code == 0, done.output
     text = (tmp_path / "t.tex").read_text()
     assert text.startswith("% demo_vit · embedded demo_vit")
-    for body in re.findall(r"\\begin\{tabular\}\{([lr]+)\}\n(.*?)\\end\{tabular\}", text, re.DOTALL):
+    tables = re.findall(r"\\begin\{tabular\}\{([lr]+)\}\n(.*?)\\end\{tabular\}", text, re.DOTALL)
+    assert tables
+    for body in tables:
         sides, lines = body[0], [line for line in body[1].splitlines() if not re.fullmatch(r"\\\w+rule", line)]
         assert len(lines) > 2 and body[1].isascii()
         for line in lines:

@@ -19,7 +19,7 @@ def gradient(*arguments):
 
 
 def test_tables_and_a_figure(here):
-    done = gradient("demo_vit", *QUICK)
+    done = gradient("demo_vit", *QUICK, "--layers", "4")
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert lines[0].startswith("demo_vit · embedded demo_vit")
@@ -35,6 +35,7 @@ def test_tables_and_a_figure(here):
         assert json.loads(image.text["Description"])["model"] == "demo_vit"
 
 
+@pytest.mark.slow
 def test_a_capture_file_gives_what_its_network_gave(here):
     made = CliRunner().invoke(
         app, ["capture", "demo_vit", "-o", "seen.safetensors", "--layers", "all", "--diagonal", *QUICK[:4]]
@@ -74,6 +75,7 @@ def test_intervals_have_columns_of_their_own(here):
     assert float(row["r2_tanh_low"]) < float(row["r2_tanh"]) < float(row["r2_tanh_high"])
 
 
+@pytest.mark.slow
 def test_the_timesteps_of_a_diffusion_model_are_kept_apart(here):
     arguments = ("demo_dit", "--limit", "2", "--device", "cpu", "--timesteps", "900,0", "--by", "timestep")
     done = gradient(*arguments, "--layers", "2", "--json", "--dpi", "40", "-o", "out")

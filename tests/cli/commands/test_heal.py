@@ -100,10 +100,7 @@ def interrupted(here, leftover):
     [
         (("--func", "dyt"), "its func is 'dyisru', not 'dyt'"),
         (("--steps", "20"), "its steps is 16, not 20"),
-        (("--train", "norms"), "its train is 'all', not 'norms'"),
-        (("--init", "fit"), "its init is 'calibrated', not 'fit'"),
         (("--no-shift",), "its shift is None, not False"),
-        (("--data", "other"), "its data is None, not 'other'"),
         (("--weights", "random"), "its weights is 'pretrained', not 'random'"),
     ],
 )

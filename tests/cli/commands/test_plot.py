@@ -58,6 +58,7 @@ print([library for library in {LIBRARIES!r} if library in sys.modules])
     assert done.stdout.splitlines()[-1] == str(needed)
 
 
+@pytest.mark.slow
 def test_several_models_share_a_figure_and_none_is_run_twice(tmp_path, monkeypatch, runs):
     monkeypatch.chdir(tmp_path)
     options = ("--weights", "random", "--limit", "2", "--layers", "0,1,2,3,16", "--device", "cpu", *QUICK)
@@ -127,7 +128,7 @@ def test_every_command_that_draws_takes_a_width_and_a_title(command):
     assert refused.exit_code == 2 and "1 is not from 2 to 100 inches" in refused.stderr
 
 
-@pytest.mark.parametrize("command", ["plot", "compare"])
+@pytest.mark.parametrize("command", [pytest.param("plot", marks=pytest.mark.slow), "compare"])
 def test_a_figure_is_as_wide_as_asked(captures, tmp_path, command):
     look = ("--func", "tanh", "--dpi", "40", "--width", "3.25", "--title", "none", "-o", tmp_path)
     shared = ("--share-axes",) if command == "plot" else ()

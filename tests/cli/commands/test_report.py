@@ -83,6 +83,7 @@ def test_what_cannot_be_done_is_one_sentence_before_anything_runs(here, runs, ar
     assert runs == [] and "Traceback" not in done.output
 
 
+@pytest.mark.slow
 def test_inputs_are_inside_and_are_named(here):
     done = run("demo_vit", "--layers", "1", "--limit", "4", "-o", "page.html")
     assert "kept to be looked at: the thumbnail of digit 0, sample 0, the thumbnail of digit 1, sample 1" in done.stderr

@@ -191,7 +191,9 @@ def test_the_drift_that_is_allowed_is_met_after_calibration(tmp_path, capsys):
         ({"max_drift": -1.0}, "--max-drift is -1; it is a relative L2"),
         ({"max_drift": float("nan")}, "--max-drift is nan"),
         ({"keep": 2, "sites": "least:4"}, "--sites least:4 and --keep both choose norms"),
-        ({"max_drift": 0.0, "limit": 8}, "no norm can be swapped. Allow more drift"),
+        pytest.param(
+            {"max_drift": 0.0, "limit": 8}, "no norm can be swapped. Allow more drift", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_what_cannot_be_kept(options, said, tmp_path):

@@ -99,6 +99,7 @@ def test_a_straight_fit_is_transferred_as_the_line_it_makes():
     assert second.slope.value == pytest.approx(1e-3, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_of_the_same_inputs_each_fold_is_left_out_of_both():
     x = noise(2)
 

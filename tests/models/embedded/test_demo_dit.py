@@ -49,12 +49,14 @@ def test_it_draws_the_digits_that_its_card_says(recognised, demo, facts):
     assert facts["recognised"] > 0.95
 
 
+@pytest.mark.slow
 def test_the_label_decides_and_not_the_noise(recognised, demo):
     asked = torch.arange(10).repeat(3)
     assert recognised(demo, asked) > 0.8
     assert recognised(demo, asked.flip(0)) > 0.8
 
 
+@pytest.mark.slow
 def test_random_weights_draw_no_digits(recognised):
     untrained = load("demo_dit", device="cpu", weights="random")
     assert untrained.about["weights"] == "random weights, seed 0"
@@ -69,6 +71,7 @@ def test_default_inputs(demo):
     assert demo.inputs.n_samples == 256
 
 
+@pytest.mark.slow
 def test_every_norm_at_every_timestep():
     few = load("demo_dit", device="cpu", limit=8)
     seen = normscope.capture(few.module, few.inputs, about=few.about, verify=True, by_part=True)

@@ -399,8 +399,7 @@ def test_a_mistake_in_timesteps_is_told_of_the_most_steps(options):
         from_noise(SPACE, dit_scheduler(), options(timesteps="970,"), guidance=4.0, trajectories=1, steps=(10, 50))
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("together", [0, 4, 100])
+@pytest.mark.parametrize(("shuffle", "together"), [(False, 0), (True, 4), (True, 100)])
 def test_shares_walk_what_one_process_walks(trajectories, shuffle, together, monkeypatch):
     monkeypatch.setattr("normscope.models.inputs.trajectories._TOGETHER", together * 4 * 8 * 8)
 
@@ -502,6 +501,7 @@ def test_the_last_step_starts_where_the_batches_at_the_last_timestep_are(demo):
     assert torch.equal(ends_of(inputs), step)
 
 
+@pytest.mark.slow
 def test_one_sample_and_one_latent_for_each_trajectory():
     inputs = load("demo_dit", device="cpu", limit=5, batch_size=4, guidance=2.0, dtype="bfloat16").inputs
     ends = list(inputs.ends())
@@ -514,6 +514,7 @@ def test_one_sample_and_one_latent_for_each_trajectory():
     }
 
 
+@pytest.mark.slow
 def test_the_network_as_it_is_walks_and_leaves_nothing_behind(demo):
     before, ends = latents_of(demo.inputs), ends_of(demo.inputs)
     with other_norms(demo.module):
@@ -528,6 +529,7 @@ def test_the_network_as_it_is_walks_and_leaves_nothing_behind(demo):
         assert torch.equal(again, latents)
 
 
+@pytest.mark.slow
 def test_ends_come_first_and_batches_of_the_original_afterwards(demo):
     with other_norms(demo.module):
         ends_of(demo.inputs)

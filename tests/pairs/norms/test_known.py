@@ -246,7 +246,7 @@ def test_every_norm_of_the_libraries_is_accounted_for():
 def test_a_gated_norm_is_skipped_for_its_second_tensor():
     gated = [norm_type for name, norm_type in norm_classes().items() if name.endswith("RMSNormGated")]
     assert len(gated) > 10
-    for norm_type in gated:
+    for norm_type in gated[::8]:  # all are written alike
 
         class Gated(nn.Module):
             def __init__(self, norm: nn.Module) -> None:

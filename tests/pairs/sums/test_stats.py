@@ -61,7 +61,7 @@ parts = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30)), max_size=4).m
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(parts, parts, parts)
 def test_merging_is_associative_and_commutative(one, two, three):
     a, b, c = stats_of(*one), stats_of(*two), stats_of(*three)

@@ -61,6 +61,7 @@ def test_a_norm_of_tokens_of_one_size_is_taken_over_exactly():
     assert not report.restored
 
 
+@pytest.mark.slow
 def test_most_of_a_vits_drift_goes_on_inputs_that_nothing_was_learned_from(vit):
     network, learn, held_out, _ = vit
     found = {}
@@ -97,6 +98,7 @@ def test_one_site_refits_the_layers_beside_it(vit):
     assert changed <= {"norm.alpha", "norm.shift", "norm.weight", "norm.bias", "head.weight", "head.bias"}
 
 
+@pytest.mark.slow
 def test_the_same_call_gives_the_same_bits(vit):
     network, learn, _, _ = vit
     states = []
@@ -146,6 +148,7 @@ def test_mistakes_are_sentences(vit):
         calibrate(network, swapped_vit(vit), learn, refit="all")
 
 
+@pytest.mark.slow
 def test_memory_is_said_before_it_is_taken(vit, monkeypatch):
     network, learn, _, _ = vit
     module = __import__("normscope.swaps.calibrate.calibrate", fromlist=["calibrate"])

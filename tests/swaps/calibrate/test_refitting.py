@@ -181,6 +181,7 @@ def test_a_convolution_in_groups_is_least_squares_in_each(monkeypatch, groups, r
         )
 
 
+@pytest.mark.slow
 def test_depthwise_convolutions_before_norms_are_refitted():
     """A block of ConvNeXt: its weights were left as they were."""
     timm = pytest.importorskip("timm")

@@ -110,16 +110,17 @@ def test_it_says_what_was_learned_from(measured):
 def test_the_network_and_the_start_values_stay_to_the_bit(measured):
     model, _, modules, _ = measured
     kept = [copy.deepcopy(one.state_dict()) for one in (model, *modules.values())]
-    own = model[2].weight
+    own, refitted = model[2].weight, []
 
     def spoil(module):
-        assert not torch.equal(module[2].weight, kept[0]["2.weight"]) or isinstance(module[1], nn.LayerNorm)
+        refitted.append((type(module[1]) is nn.LayerNorm, torch.equal(module[2].weight, kept[0]["2.weight"])))
         return 0.0
 
     for quality in (spoil, lambda module: "no number"):
         options = {"init": "calibrated", "learn": LEARN, "cumulative": False, "quality": quality}
         if quality is spoil:
             normscope.drift(model, JUDGE, modules, **options)
+            assert refitted == [(True, True), (False, False)]
         else:
             with pytest.raises(UsageError, match="has to return a number"):
                 normscope.drift(model, JUDGE, modules, **options)
@@ -152,17 +153,16 @@ def test_a_loaded_model_learns_from_its_calibration():
     reports = [
         normscope.drift(loaded, replacements=modules, init=init, cumulative=False) for init in ("fit", "calibrated")
     ]
-    path = next(iter(modules))
     original = copy.deepcopy(loaded.module)
-    with torch.no_grad(), normscope.swap(loaded, "dyt", seen, sites=[path], init="calibrated"):
-        pairs = [[one(*batch.args) for one in (original, loaded.module)] for batch in loaded.inputs]
-    moved = torch.cat([(after - before).norm(dim=1) / before.norm(dim=1) for before, after in pairs])
-    row = reports[1].by_site[0]
-    assert row.site == path and row.relative_l2.p50 == pytest.approx(float(moved.quantile(0.5)), rel=1e-5)  # float32
+    for path, row in zip(modules, reports[1].by_site, strict=True):
+        with torch.no_grad(), normscope.swap(loaded, "dyt", seen, sites=[path], init="calibrated"):
+            pairs = [[one(*batch.args) for one in (original, loaded.module)] for batch in loaded.inputs]
+        moved = torch.cat([(after - before).norm(dim=1) / before.norm(dim=1) for before, after in pairs])
+        assert row.site == path and row.relative_l2.p50 == pytest.approx(
+            float(moved.quantile(0.5)), rel=1e-5
+        )  # float32
     told = reports[1].calibration
-    for before, after in zip(reports[0].by_site, reports[1].by_site, strict=True):
-        same = after.relative_l2 == before.relative_l2  # so few samples lead nowhere at the last norm
-        assert after.relative_l2.p50 < before.relative_l2.p50 or (same and told.restored)
+    # At the last norm so few samples lead nowhere, and the row may be that of the start values.
     assert reports[1].by_site[0].relative_l2.p50 < reports[0].by_site[0].relative_l2.p50
     assert told.data.startswith("the first 32 of 1,437 digits") and told.n_learned + told.n_judged == 32
     assert reports[1].about["data"] == "the first 32 of 64 held-out digits"

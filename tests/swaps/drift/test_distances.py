@@ -154,3 +154,16 @@ def test_a_site_in_a_part_with_a_mask_of_its_own_is_compared_by_that():
     assert torch.equal(found, valid) and arranged.shape == A.shape
     arranged, found = SiteLayout("decoder.norm", torch.Size([1, 5, A.shape[-1]])).by_sample(A, batch)
     assert found is None and arranged.shape == (6, 1, 5 * A.shape[-1])
+
+
+def test_rows_of_an_output_belong_to_their_samples_or_all_of_them_to_each():
+    batch = Batch((A,), samples=tuple(Sample(f"{i}", i, i) for i in range(6)))
+    unknown = SiteLayout("norm", None)
+    windows = torch.arange(24.0).reshape(24, 1)  # four of each sample, one sample's after the other's
+    for rows in (windows, windows.reshape(24, 1, 1)):
+        arranged, _ = unknown.by_sample(rows, batch)
+        assert arranged.flatten(1).tolist() == [[4.0 * sample + window for window in range(4)] for sample in range(6)]
+    for n_rows in (1, 4, 9):  # no multiple of the samples: learned queries, for example
+        queries = torch.arange(2.0 * n_rows).reshape(n_rows, 2)
+        arranged, valid = unknown.by_sample(queries, batch)
+        assert valid is None and arranged.flatten(1).tolist() == [queries.flatten().tolist()] * 6

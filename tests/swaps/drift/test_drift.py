@@ -350,6 +350,7 @@ def test_mistakes_are_said():
         drift(model, inputs(), modules).least_harmful(7)
 
 
+@pytest.mark.slow
 def test_a_diffusion_models_batches_are_the_originals():
     network = normscope.load("demo_dit", limit=4, timesteps="980,500,0", batch_size=4)
     sites = find_norms(network.module, next(iter(network.inputs)).first_sample()).sites
@@ -365,4 +366,4 @@ def test_a_diffusion_models_batches_are_the_originals():
 
 def test_a_compiled_network_runs_uncompiled():
     model, modules = Stack(), dyts(Stack())
-    assert drift(torch.compile(model), inputs(), modules).rows == drift(model, inputs(), modules).rows
+    assert drift(torch.compile(model, backend="eager"), inputs(), modules).rows == drift(model, inputs(), modules).rows

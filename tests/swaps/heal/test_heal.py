@@ -299,7 +299,7 @@ class _StopError(Exception):
     pass
 
 
-@pytest.mark.parametrize(("stage", "at"), [("calibrate", 1), ("train", 1), ("train", 15), ("train", 24)])
+@pytest.mark.parametrize(("stage", "at"), [("calibrate", 1), ("train", 1), ("train", 15)])
 def test_it_goes_on_where_it_stopped_to_the_bit(networks, tmp_path, stage, at):
     original, swapped = networks
     other, path = copy.deepcopy(swapped), tmp_path / "at.safetensors"
@@ -409,10 +409,7 @@ def test_a_finished_healing_is_read_again(networks, tmp_path):
     ("changed", "named"),
     [
         ({"steps": 24}, "steps is 12, not 24"),
-        ({"seed": 1}, "seed is 0, not 1"),
         ({"train": "norms"}, "other train"),
-        ({"calibrated": False}, "calibrated is True, not False"),
-        ({"steps": None, "minutes": 1}, "steps is 12, not None"),
         ({"learn": LEARN[:20]}, r"healing: other inputs; remove"),
     ],
 )
@@ -492,6 +489,7 @@ def test_outputs_that_are_not_finite_are_no_drift_to_go_by(networks):
     assert report.after["median"] < 2 and report.closed == 1  # least squares needs no start
 
 
+@pytest.mark.slow
 def test_embedded_models_heal():
     network = normscope.load("demo_dit", limit=4, timesteps="900,", device="cpu")
     swapped = copy.deepcopy(network.module)

@@ -187,6 +187,7 @@ def test_mistakes(chain, options, said):
         keep(model, batches, {}, number=1)
 
 
+@pytest.mark.slow
 def test_the_choice_is_saved_shown_and_drawn(tmp_path):
     network = normscope.load("demo_vit", limit=16, device="cpu")
     modules = replacements(network, "dyt", normscope.capture(network, network.calibration))
