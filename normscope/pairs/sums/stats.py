@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import warnings
@@ -17,6 +18,7 @@ from normscope.errors import DataError
 from normscope.inputs.batch import Sample
 from normscope.pairs.sums.binning import (
     CHANNEL_GRID,
+    DENSITY_BLOCK,
     DENSITY_X_GRID,
     DENSITY_Y_GRID,
     MOMENTS,
@@ -25,6 +27,7 @@ from normscope.pairs.sums.binning import (
     reference,
 )
 from normscope.pairs.sums.binning.cuda_launcher import TRITON, VARIABLE, cannot_be_met, why_no_launcher
+from normscope.pairs.sums.blocks import Compacted
 from normscope.pairs.sums.sampling import (
     FOLDS,
     GROUPED_WIDTH,
@@ -73,8 +76,8 @@ class PairStats:
             ``moments``. Of sites alone where it is known in closed form (:attr:`NormSite.has_diagonal`).
     """
 
-    moments: Tensor
-    density: Tensor
+    moments: Compacted = Compacted(len(MOMENTS))
+    density: Compacted = Compacted(DENSITY_BLOCK)
     channel_sums: Tensor
     channel_extremes: Tensor
     token_offsets: Tensor
@@ -86,9 +89,9 @@ class PairStats:
     sources: SourcesSeen
     seed: int
     grouped: bool = False
-    gamma_moments: Tensor | None = None
+    gamma_moments: Compacted = Compacted(len(MOMENTS), optional=True)
     channel_moments: Tensor | None = None
-    diagonal_moments: Tensor | None = None
+    diagonal_moments: Compacted = Compacted(len(MOMENTS), optional=True)
 
     @classmethod
     def empty(
@@ -255,12 +258,16 @@ class PairStats:
 
     def regrouped(self, sources: SourcesSeen) -> PairStats:
         """Return the same sums with their folds grouped as they are where ``sources`` have been seen."""
-        kept = {name: moments for name in _BY_FOLD if (moments := getattr(self, name)) is not None}
-        regrouped: dict[str, Any] = {name: self._regrouped(moments, sources) for name, moments in kept.items()}
-        return replace(self, **regrouped, sources=sources)
+        regrouped = copy.copy(self)
+        regrouped._regroup(sources)
+        return regrouped
 
     def to(self, device: torch.device | str) -> PairStats:
-        """Return the same sums in a device's memory."""
+        """Return the same sums in a device's memory; those that are there already share it."""
+        if self.channel_sums.device == torch.device(device):
+            same = copy.copy(self)
+            same.tokens, same.largest = self.tokens.kept(), self.largest.kept()
+            return same
 
         def moved(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -274,17 +281,13 @@ class PairStats:
         return PairStats(*(moved(getattr(self, f.name)) for f in fields(self)))
 
     def _regroup(self, sources: SourcesSeen) -> None:
-        """Regroup the folds in place: new memory for a moment would raise the peak for good."""
         fold = self._joined_fold(sources)
-        for moments in (getattr(self, name) for name in _BY_FOLD):
-            if moments is not None and fold is not None:
-                _join_folds(moments, fold)
+        for name in _BY_FOLD if fold is not None else ():
+            if (moments := getattr(self, name)) is not None:
+                joined = torch.zeros_like(moments)
+                joined[fold] = moments.sum(0)
+                setattr(self, name, joined)
         self.sources = sources
-
-    def _regrouped(self, moments: Tensor, sources: SourcesSeen) -> Tensor:
-        """Return the moments with their folds regrouped for what has been seen by now."""
-        fold = self._joined_fold(sources)
-        return moments if fold is None else _join_folds(moments.clone(), fold)
 
     def _joined_fold(self, sources: SourcesSeen) -> int | None:
         """The fold that all pairs join, as a single source's samples do beside other sources; None if folds stay."""
@@ -293,13 +296,6 @@ class PairStats:
         if sources.mapped and (self.sources.number, sources.number) == ("one", "several"):
             return self.sources.fold
         return None
-
-
-def _join_folds(moments: Tensor, into: int) -> Tensor:
-    total = moments.sum(0)
-    moments.zero_()
-    moments[into] = total
-    return moments
 
 
 def add(stats: PairStats, tokens: Tokens) -> None:

@@ -6,7 +6,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, PAIR_GRID, TOKEN_GRID, FloatGrid
+from normscope.pairs.sums.binning import (
+    DENSITY_BLOCK,
+    DENSITY_X_GRID,
+    DENSITY_Y_GRID,
+    PAIR_GRID,
+    TOKEN_GRID,
+    FloatGrid,
+)
 from normscope.pairs.sums.sampling import ONE_ELEMENT_IN, PAIRS_PER_BIN
 
 
@@ -20,6 +27,7 @@ class LoopConstants(NamedTuple):
     density_x: tuple[Any, Any, Any]
     density_y: tuple[Any, Any, Any]
     token: tuple[Any, Any, Any]
+    cell_bits: int
     one_element_in: int
     pairs_per_bin: int
 
@@ -61,27 +69,33 @@ class Rows(NamedTuple):
     sample: Any
 
 
+class Table(NamedTuple):
+    """One group of a :class:`Blocks`: a block without a row gets one when it is first needed."""
+
+    rows: Any
+    values: Any
+
+
 class Sums(NamedTuple):
-    """What one thread fills: as :class:`PairStats` keeps them, but for the moments and the pairs.
+    """What one thread fills: as :class:`PairStats` keeps them, each :class:`Compacted` field as tables.
 
     Attributes:
-        moments: of every fold, float64 ``(folds, bins, 6)``, the same array for all threads.
-        shared: of a fold that another thread has begun, float64 ``(bins, 6)``.
-        pair_key: flat, as are the others of the drawn pairs.
+        moments: of every fold, ``(folds, …)``, the same arrays for all threads.
+        shared: moments of a fold that another thread has begun.
     """
 
-    moments: Any
-    shared: Any
-    density: Any
+    moments: Table
+    shared: Table
+    density: Table
     channel_sums: Any
     channel_extremes: Any
     token_offsets: Any
     token_scales: Any
     nonfinite_tokens: Any
-    pair_key: Any
-    pair_x: Any
-    pair_y: Any
-    pair_channel: Any
+    pair_key: Table
+    pair_x: Table
+    pair_y: Table
+    pair_channel: Table
 
 
 class SampleArrays(NamedTuple):
@@ -119,5 +133,11 @@ def _of(grid: FloatGrid) -> tuple[Any, Any, Any]:
 
 
 CONSTANTS = LoopConstants(
-    _of(PAIR_GRID), _of(DENSITY_X_GRID), _of(DENSITY_Y_GRID), _of(TOKEN_GRID), ONE_ELEMENT_IN, PAIRS_PER_BIN
+    _of(PAIR_GRID),
+    _of(DENSITY_X_GRID),
+    _of(DENSITY_Y_GRID),
+    _of(TOKEN_GRID),
+    DENSITY_BLOCK.bit_length() - 1,
+    ONE_ELEMENT_IN,
+    PAIRS_PER_BIN,
 )

@@ -56,30 +56,3 @@ def _last(sample: Any) -> int:
         if (sample.rank[i], sample.key[i]) > (sample.rank[last], sample.key[last]):
             last = i
     return last
-
-
-@_called
-def join(into: Any, other: Any) -> None:
-    """Add flat sums of 64 bits to others, and leave zeros; most are zero already, and are passed over in eights."""
-    bits, whole = other.view(np.int64), into.size - into.size % 8
-    for i in range(0, whole, 8):
-        low = bits[i] | bits[i + 1] | bits[i + 2] | bits[i + 3]
-        if (low | bits[i + 4] | bits[i + 5] | bits[i + 6] | bits[i + 7]) != 0:
-            _move(into[i : i + 8], other[i : i + 8])
-    _move(into[whole:], other[whole:])
-
-
-@_exact
-def _move(into: Any, other: Any) -> None:
-    for i in range(into.size):
-        into[i] += other[i]
-        other[i] = 0
-
-
-@_called
-def join_pairs(sums: Any, other: Any) -> None:
-    """Take the drawn pairs of lesser keys."""
-    for i in range(sums.pair_key.size):
-        if other.pair_key[i] < sums.pair_key[i]:
-            sums.pair_key[i], sums.pair_x[i], sums.pair_y[i] = other.pair_key[i], other.pair_x[i], other.pair_y[i]
-            sums.pair_channel[i] = other.pair_channel[i]

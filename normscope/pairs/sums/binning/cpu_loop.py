@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from normscope.pairs.sums.binning.compiled_loops import compiled
-from normscope.pairs.sums.binning.cpu_arrays import Tile
+from normscope.pairs.sums.binning.cpu_arrays import Table, Tile
 from normscope.pairs.sums.sampling import GOLDEN, MIX, NO_KEY
 
 Array = NDArray[Any]
@@ -27,6 +27,7 @@ _TOKENS = 32
 _ELEMENTS = 1024
 _BYTES_OF_A_BIN = 48
 _UNCOUNTED = -1.0
+_TOGETHER = 16
 
 _u8 = np.uint64
 _GOLDEN, _MIX_1, _MIX_2 = (_u8(number % 2**64) for number in (GOLDEN, *MIX))
@@ -85,6 +86,20 @@ def _bin(bits: Any, shift: Any, lowest: Any, centre: Any) -> Any:
     return _to_either_side(_steps(bits, shift, lowest, centre), bits, centre)
 
 
+@_exact
+def _new_row(rows: Any, block: Any) -> Any:
+    """Return the next free row of a :class:`Blocks`, from now on that of a block that has none."""
+    rows[-1] += 1
+    rows[block] = rows[-1]
+    return rows[block]
+
+
+@_exact
+def _row_of(rows: Any, block: Any) -> Any:
+    row = rows[_u8(block)]
+    return _u8(_new_row(rows, _u8(block)) if row == 0 else row)
+
+
 @_any_order
 def _total(row: Any) -> float:
     total = 0.0
@@ -139,32 +154,33 @@ def _index(row: Any, shift: float, rstd: float, constants: Any, y: Any, bins: An
         y[j] = (row[j] - narrow_shift) * narrow_rstd
     joined = _i4(constants.density_x[0] - constants.pair[0])  # two to this power of the pairs' bins are one here
     round_up = _i4((1 << joined) - 1)
-    y_bins = _i4(_i4(2) * constants.density_y[2] + _i4(1))
+    x_bins = _i4(_i4(2) * constants.density_x[2] + _i4(1))
     for j in range(row.size):
         steps = _steps(bits[j], *constants.pair)
         bins[j] = _to_either_side(steps, bits[j], constants.pair[2])
         steps = _i4(_i4(steps + round_up) >> _i4(joined & _i4(31)))
-        cell = _i4(_to_either_side(steps, bits[j], constants.density_x[2]) * y_bins)
-        cells[j] = _i4(cell + _bin(y_bits[j], *constants.density_y))
+        cell = _i4(_bin(y_bits[j], *constants.density_y) * x_bins)
+        cells[j] = _i4(cell + _to_either_side(steps, bits[j], constants.density_x[2]))
 
 
 @_exact
-def _add_pairs(row: Any, shift: float, rstd: float, bins: Any, cells: Any, moments: Any, density: Any) -> None:
-    address, fours = _u8(moments.ctypes.data), row.size - row.size % 4
-    for first in range(0, fours, 4):
-        for j in range(first, first + 4):
-            _add_moments(row[j], shift, rstd, address + _u8(bins[j]) * _u8(_BYTES_OF_A_BIN))
-        for j in range(first, first + 4):
-            density[_u8(cells[j])] += 1
-    for j in range(fours, row.size):
-        _add_moments(row[j], shift, rstd, address + _u8(bins[j]) * _u8(_BYTES_OF_A_BIN))
-        density[_u8(cells[j])] += 1
-
-
-@_exact
-def _add_moments(element: Any, shift: float, rstd: float, row_of_bin: Any) -> None:
-    x = np.float64(element)
-    _add_pair(row_of_bin, x, (x - shift) * rstd)  # type: ignore[call-arg]
+def _add_pairs(row: Any, shift: float, rstd: float, bins: Any, cells: Any, moments: Any, density: Any, bits: Any) -> None:
+    address, rows = _u8(moments.values.ctypes.data), moments.rows
+    counts, count_rows, within = density.values.reshape(-1), density.rows, _u8((1 << bits) - 1)
+    for first in range(0, row.size, _TOGETHER):
+        stop = min(first + _TOGETHER, row.size)
+        for j in range(first, stop):
+            place = rows[_u8(bins[j])]
+            if place == 0:
+                place = _new_row(rows, _u8(bins[j]))
+            x = np.float64(row[j])
+            _add_pair(address + _u8(place) * _u8(_BYTES_OF_A_BIN), x, (x - shift) * rstd)  # type: ignore[call-arg]
+        for j in range(first, stop):
+            cell = _u8(cells[j])
+            place = count_rows[cell >> _u8(bits)]
+            if place == 0:
+                place = _new_row(count_rows, cell >> _u8(bits))
+            counts[(_u8(place) << _u8(bits)) | (cell & within)] += 1
 
 
 @_exact
@@ -172,22 +188,28 @@ def _draw_pairs(tokens: Any, t: int, first: int, stop: int, bins: Any, constants
     """Let some pairs of a part of a token compete for the places of their bins, as :meth:`PairSample.add` says."""
     key, step, last_place = _u8(tokens.keys[t]), constants.one_element_in, _u8(constants.pairs_per_bin - 1)
     start = np.int64((key >> _u8(8)) % _u8(step))
-    element_keys, bins_in_all = tokens.element_keys[start, first // step :], _u8(2 * constants.pair[2] + 1)
+    element_keys, key_rows, keys = tokens.element_keys[start, first // step :], sums.pair_key.rows, sums.pair_key.values
     for i in range((stop - first - start + step - 1) // step):
         j = start + i * step
         drawn = ((key ^ element_keys[i]) * _MIX_1) & _NO_KEY
-        place = (drawn & last_place) * bins_in_all + _u8(bins[j])
-        if np.int64(drawn) < sums.pair_key[place]:
-            sums.pair_key[place] = np.int64(drawn)
+        place, kept = drawn & last_place, np.int64(drawn ^ _NO_KEY)
+        if kept > keys[_u8(key_rows[_u8(bins[j])]), place]:
             x, channels = tokens.rows[t, first + j], tokens.rows.shape[1] // tokens.positions
-            sums.pair_x[place], sums.pair_y[place] = x, (np.float64(x) - tokens.shift[t]) * tokens.rstd[t]
-            sums.pair_channel[place] = t % tokens.groups * channels + (first + j) // tokens.positions
+            _put(sums.pair_key, bins[j], place, kept)
+            _put(sums.pair_x, bins[j], place, x)
+            _put(sums.pair_y, bins[j], place, (np.float64(x) - tokens.shift[t]) * tokens.rstd[t])
+            _put(sums.pair_channel, bins[j], place, t % tokens.groups * channels + (first + j) // tokens.positions)
+
+
+@_exact
+def _put(table: Any, block: Any, place: Any, value: Any) -> None:
+    table.values[_row_of(table.rows, block), place] = value
 
 
 @_exact
 def _add_block(tokens: Any, block: Any, constants: Any, moments: Any, sums: Any, tile: Any) -> None:
     """Add the pairs of some finite tokens, one step after the other for a part of each."""
-    rows, density, d = tokens.rows, sums.density.reshape(-1), tokens.rows.shape[1]
+    rows, d = tokens.rows, tokens.rows.shape[1]
     plain = tokens.positions == 1 and tokens.groups == 1
     for first in range(0, d, _ELEMENTS):
         stop = min(first + _ELEMENTS, d)
@@ -196,7 +218,7 @@ def _add_block(tokens: Any, block: Any, constants: Any, moments: Any, sums: Any,
             _index(rows[t, first:stop], tokens.shift[t], tokens.rstd[t], constants, tile.y, tile.bins[i], tile.cells[i])
         for i in range(block.size):
             t, bins, cells = block[i], tile.bins[i], tile.cells[i]
-            _add_pairs(rows[t, first:stop], tokens.shift[t], tokens.rstd[t], bins, cells, moments, density)
+            _add_pairs(rows[t, first:stop], tokens.shift[t], tokens.rstd[t], bins, cells, moments, sums.density, constants.cell_bits)
         for i in range(block.size):
             _draw_pairs(tokens, block[i], first, stop, tile.bins[i], constants, sums)
         if plain:
@@ -291,7 +313,7 @@ def fill(constants: Any, tokens: Any, runs: Any, sums: Any) -> None:
     block, filled = np.empty(_TOKENS, np.int64), 0
     for run in range(runs.shape[0]):
         start, stop, fold, sample_key, position, sample = runs[run]
-        moments = sums.shared if fold < 0 else sums.moments[fold]
+        moments = sums.shared if fold < 0 else Table(sums.moments.rows[fold], sums.moments.values[fold])
         for t in range(start, stop):
             tokens.reach[t] = _UNCOUNTED
             if not tokens.valid[t]:
@@ -317,6 +339,33 @@ def fill(constants: Any, tokens: Any, runs: Any, sums: Any) -> None:
 
 
 @_called
+def join(table: Any, other: Any) -> None:
+    """Add the sums of another thread, and leave zeros."""
+    for block in range(other.rows.size - 1):
+        if other.rows[block] != 0:
+            row, source = _row_of(table.rows, block), other.rows[block]
+            for i in range(table.values.shape[1]):
+                table.values[row, i] += other.values[source, i]
+                other.values[source, i] = 0
+            other.rows[block] = 0
+    other.rows[-1] = 0
+
+
+@_called
+def join_pairs(sums: Any, other: Any) -> None:
+    """Take the drawn pairs of lesser keys, and leave none."""
+    for block in range(other.pair_key.rows.size - 1):
+        for place in range(other.pair_key.values.shape[1] if other.pair_key.rows[block] != 0 else 0):
+            key = other.pair_key.values[other.pair_key.rows[block], place]
+            if key > sums.pair_key.values[sums.pair_key.rows[block], place]:
+                _put(sums.pair_key, block, place, key)
+                _put(sums.pair_x, block, place, other.pair_x.values[other.pair_x.rows[block], place])
+                _put(sums.pair_y, block, place, other.pair_y.values[other.pair_y.rows[block], place])
+                _put(sums.pair_channel, block, place, other.pair_channel.values[other.pair_channel.rows[block], place])
+    other.pair_key.values[: other.pair_key.rows[-1] + 1] = 0
+
+
+@_called
 def add_weighted(constants: Any, tokens: Any, runs: Any, weight: Any, moments: Any) -> None:
     """Add the pairs of the tokens that :func:`fill` has counted, each times the weight of its channel.
 
@@ -325,7 +374,7 @@ def add_weighted(constants: Any, tokens: Any, runs: Any, weight: Any, moments: A
         tokens: a :class:`Rows` that has been filled.
         runs: start, stop and fold of each, int64 ``(runs, 3)``.
         weight: float64 ``(channels,)``.
-        moments: of every fold, float64 ``(folds, bins, 6)``.
+        moments: of every fold, a :class:`Table`.
     """
     d, positions = tokens.rows.shape[1], tokens.positions
     for run in range(runs.shape[0]):
@@ -341,7 +390,7 @@ def add_weighted(constants: Any, tokens: Any, runs: Any, weight: Any, moments: A
                 y = (x - shift) * rstd
                 of_one = weight[first_channel + j // positions]
                 of_x, of_y = of_one * x, of_one * y
-                sums = moments[fold, _bin(bits[j], *constants.pair)]
+                sums = moments.values[fold, _row_of(moments.rows[fold], _bin(bits[j], *constants.pair))]
                 sums[0] += of_one
                 sums[1] += of_x
                 sums[2] += of_y
