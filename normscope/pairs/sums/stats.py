@@ -18,7 +18,6 @@ from normscope.errors import DataError
 from normscope.inputs.batch import Sample
 from normscope.pairs.sums.binning import (
     CHANNEL_GRID,
-    DENSITY_BLOCK,
     DENSITY_X_GRID,
     DENSITY_Y_GRID,
     MOMENTS,
@@ -77,7 +76,7 @@ class PairStats:
     """
 
     moments: Compacted = Compacted(len(MOMENTS))
-    density: Compacted = Compacted(DENSITY_BLOCK)
+    density: Compacted = Compacted()
     channel_sums: Tensor
     channel_extremes: Tensor
     token_offsets: Tensor

@@ -7,16 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = [
-    "CHANNEL_GRID",
-    "DENSITY_BLOCK",
-    "DENSITY_X_GRID",
-    "DENSITY_Y_GRID",
-    "MOMENTS",
-    "PAIR_GRID",
-    "TOKEN_GRID",
-    "FloatGrid",
-]
+__all__ = ["CHANNEL_GRID", "DENSITY_X_GRID", "DENSITY_Y_GRID", "MOMENTS", "PAIR_GRID", "TOKEN_GRID", "FloatGrid"]
 
 
 _MANTISSA_BITS = 23
@@ -74,7 +65,5 @@ DENSITY_X_GRID = FloatGrid(mantissa_bits=4, low=-27, high=18)
 DENSITY_Y_GRID = FloatGrid(mantissa_bits=3, low=-6, high=7)
 TOKEN_GRID = FloatGrid(mantissa_bits=3, low=-27, high=18)
 CHANNEL_GRID = FloatGrid(mantissa_bits=2, low=-27, high=18)
-
-DENSITY_BLOCK = 16  # cells of the density that take memory together, a power of two
 
 MOMENTS = ("n", "x", "y", "xx", "xy", "yy")

@@ -19,8 +19,7 @@ from normscope.pairs.sums.binning import reference
 from normscope.pairs.sums.binning.compiled_loops import threads
 from normscope.pairs.sums.binning.cpu_arrays import CONSTANTS, Rows, SampleArrays, Sums, Table
 from normscope.pairs.sums.binning.cpu_draw import draw
-from normscope.pairs.sums.binning.cpu_loop import add_weighted, fill, join, join_pairs
-from normscope.pairs.sums.blocks import blocks_of
+from normscope.pairs.sums.binning.cpu_loop import add_weighted, fill, join, join_density, join_pairs
 from normscope.pairs.sums.sampling import ONE_ELEMENT_IN, TokenSample, element_keys
 from normscope.pairs.sums.tokens import Run, Tokens
 
@@ -129,7 +128,7 @@ _views: WeakKeyDictionary[PairStats, _Views] = WeakKeyDictionary()
 
 def _views_of(stats: PairStats) -> _Views:
     """The views of the last call, as making them anew costs a hundredth of the loop."""
-    kept = (*_tables_of(stats), stats.tokens, stats.largest)
+    kept = (_kept(stats, "moments"), _kept(stats, "density"), _kept(stats.pairs, "x"), stats.tokens, stats.largest)
     views = _views.get(stats)
     if views is None or any(one is not other for one, other in zip(kept, views.of, strict=True)):
         samples = (_sample_of(stats.tokens), _sample_of(stats.largest))
@@ -138,11 +137,12 @@ def _views_of(stats: PairStats) -> _Views:
 
 
 def _sums_of(stats: PairStats) -> Sums:
-    moments = _table_of(stats, "moments")
+    moments, density = _table_of(stats, "moments"), _kept(stats, "density")
     return Sums(
         moments=moments,
         shared=_group(moments, 0),
-        density=_group(_table_of(stats, "density"), 0),
+        density=density.low.view(-1).numpy().view(np.uint16),
+        density_high=density.high.view(-1).numpy(),
         channel_sums=stats.channel_sums.numpy(),
         channel_extremes=stats.channel_extremes.numpy(),
         token_offsets=stats.token_offsets.numpy(),
@@ -152,12 +152,13 @@ def _sums_of(stats: PairStats) -> Sums:
     )
 
 
-def _tables_of(stats: PairStats) -> tuple[object, ...]:
-    return (blocks_of(stats, "moments"), blocks_of(stats, "density"), blocks_of(stats.pairs, "key"))
+def _kept(owner: object, name: str) -> Any:
+    """Return what a :class:`Compacted` field keeps in memory."""
+    return owner.__dict__[name]
 
 
 def _table_of(owner: object, name: str) -> Table:
-    blocks = blocks_of(owner, name)
+    blocks = _kept(owner, name)
     return Table(blocks.rows.numpy(), blocks.values.numpy())
 
 
@@ -192,7 +193,7 @@ def _join(sums: Sums, other: Sums, shared_fold: int | None) -> None:
     """Add another thread's sums, and leave them empty."""
     if shared_fold is not None:
         join(_group(sums.moments, shared_fold), other.shared)
-    join(sums.density, other.density)
+    join_density(sums, other)
     for name in ("token_offsets", "token_scales", "nonfinite_tokens"):
         getattr(sums, name)[:] += getattr(other, name)
         getattr(other, name)[:] = 0

@@ -6,14 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from normscope.pairs.sums.binning import (
-    DENSITY_BLOCK,
-    DENSITY_X_GRID,
-    DENSITY_Y_GRID,
-    PAIR_GRID,
-    TOKEN_GRID,
-    FloatGrid,
-)
+from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, PAIR_GRID, TOKEN_GRID, FloatGrid
 from normscope.pairs.sums.sampling import ONE_ELEMENT_IN, PAIRS_PER_BIN
 
 
@@ -27,7 +20,6 @@ class LoopConstants(NamedTuple):
     density_x: tuple[Any, Any, Any]
     density_y: tuple[Any, Any, Any]
     token: tuple[Any, Any, Any]
-    cell_bits: int
     one_element_in: int
     pairs_per_bin: int
 
@@ -82,11 +74,14 @@ class Sums(NamedTuple):
     Attributes:
         moments: of every fold, ``(folds, …)``, the same arrays for all threads.
         shared: moments of a fold that another thread has begun.
+        density: lower 16 bits of the counts, uint16 and flat.
+        density_high: the counts over 65,536, int64 and flat.
     """
 
     moments: Table
     shared: Table
-    density: Table
+    density: Any
+    density_high: Any
     channel_sums: Any
     channel_extremes: Any
     token_offsets: Any
@@ -133,11 +128,5 @@ def _of(grid: FloatGrid) -> tuple[Any, Any, Any]:
 
 
 CONSTANTS = LoopConstants(
-    _of(PAIR_GRID),
-    _of(DENSITY_X_GRID),
-    _of(DENSITY_Y_GRID),
-    _of(TOKEN_GRID),
-    DENSITY_BLOCK.bit_length() - 1,
-    ONE_ELEMENT_IN,
-    PAIRS_PER_BIN,
+    _of(PAIR_GRID), _of(DENSITY_X_GRID), _of(DENSITY_Y_GRID), _of(TOKEN_GRID), ONE_ELEMENT_IN, PAIRS_PER_BIN
 )

@@ -27,9 +27,8 @@ _TOKENS = 32
 _ELEMENTS = 1024
 _BYTES_OF_A_BIN = 48
 _UNCOUNTED = -1.0
-_TOGETHER = 16
 
-_u8 = np.uint64
+_u8, _u2 = np.uint64, np.uint16
 _GOLDEN, _MIX_1, _MIX_2 = (_u8(number % 2**64) for number in (GOLDEN, *MIX))
 _NO_KEY = _u8(NO_KEY)
 
@@ -154,33 +153,41 @@ def _index(row: Any, shift: float, rstd: float, constants: Any, y: Any, bins: An
         y[j] = (row[j] - narrow_shift) * narrow_rstd
     joined = _i4(constants.density_x[0] - constants.pair[0])  # two to this power of the pairs' bins are one here
     round_up = _i4((1 << joined) - 1)
-    x_bins = _i4(_i4(2) * constants.density_x[2] + _i4(1))
+    y_bins = _i4(_i4(2) * constants.density_y[2] + _i4(1))
     for j in range(row.size):
         steps = _steps(bits[j], *constants.pair)
         bins[j] = _to_either_side(steps, bits[j], constants.pair[2])
         steps = _i4(_i4(steps + round_up) >> _i4(joined & _i4(31)))
-        cell = _i4(_bin(y_bits[j], *constants.density_y) * x_bins)
-        cells[j] = _i4(cell + _to_either_side(steps, bits[j], constants.density_x[2]))
+        cell = _i4(_to_either_side(steps, bits[j], constants.density_x[2]) * y_bins)
+        cells[j] = _i4(cell + _bin(y_bits[j], *constants.density_y))
 
 
 @_exact
-def _add_pairs(row: Any, shift: float, rstd: float, bins: Any, cells: Any, moments: Any, density: Any, bits: Any) -> None:
-    address, rows = _u8(moments.values.ctypes.data), moments.rows
-    counts, count_rows, within = density.values.reshape(-1), density.rows, _u8((1 << bits) - 1)
-    for first in range(0, row.size, _TOGETHER):
-        stop = min(first + _TOGETHER, row.size)
-        for j in range(first, stop):
-            place = rows[_u8(bins[j])]
-            if place == 0:
-                place = _new_row(rows, _u8(bins[j]))
-            x = np.float64(row[j])
-            _add_pair(address + _u8(place) * _u8(_BYTES_OF_A_BIN), x, (x - shift) * rstd)  # type: ignore[call-arg]
-        for j in range(first, stop):
-            cell = _u8(cells[j])
-            place = count_rows[cell >> _u8(bits)]
-            if place == 0:
-                place = _new_row(count_rows, cell >> _u8(bits))
-            counts[(_u8(place) << _u8(bits)) | (cell & within)] += 1
+def _add_pairs(row: Any, shift: float, rstd: float, bins: Any, cells: Any, moments: Any, sums: Any) -> None:
+    address, rows, fours = _u8(moments.values.ctypes.data), moments.rows, row.size - row.size % 4
+    low, high = sums.density, sums.density_high
+    for first in range(0, fours, 4):
+        for j in range(first, first + 4):
+            _add_moments(row[j], shift, rstd, address + _row_of(rows, bins[j]) * _u8(_BYTES_OF_A_BIN))
+        for j in range(first, first + 4):
+            _count(low, high, _u8(cells[j]), _u2(1))
+    for j in range(fours, row.size):
+        _add_moments(row[j], shift, rstd, address + _row_of(rows, bins[j]) * _u8(_BYTES_OF_A_BIN))
+        _count(low, high, _u8(cells[j]), _u2(1))
+
+
+@_exact
+def _add_moments(element: Any, shift: float, rstd: float, row_of_bin: Any) -> None:
+    x = np.float64(element)
+    _add_pair(row_of_bin, x, (x - shift) * rstd)  # type: ignore[call-arg]
+
+
+@_exact
+def _count(low: Any, high: Any, cell: Any, number: Any) -> None:
+    """Add to the count of a cell; what its lower bits cannot hold goes to the others."""
+    low[cell] += number
+    if low[cell] < number:
+        high[cell] += 1
 
 
 @_exact
@@ -218,7 +225,7 @@ def _add_block(tokens: Any, block: Any, constants: Any, moments: Any, sums: Any,
             _index(rows[t, first:stop], tokens.shift[t], tokens.rstd[t], constants, tile.y, tile.bins[i], tile.cells[i])
         for i in range(block.size):
             t, bins, cells = block[i], tile.bins[i], tile.cells[i]
-            _add_pairs(rows[t, first:stop], tokens.shift[t], tokens.rstd[t], bins, cells, moments, sums.density, constants.cell_bits)
+            _add_pairs(rows[t, first:stop], tokens.shift[t], tokens.rstd[t], bins, cells, moments, sums)
         for i in range(block.size):
             _draw_pairs(tokens, block[i], first, stop, tile.bins[i], constants, sums)
         if plain:
@@ -349,6 +356,19 @@ def join(table: Any, other: Any) -> None:
                 other.values[source, i] = 0
             other.rows[block] = 0
     other.rows[-1] = 0
+
+
+@_called
+def join_density(sums: Any, other: Any) -> None:
+    """Add the counts of another thread, and leave zeros."""
+    for cell in range(other.density.size):
+        if other.density[cell] != 0:
+            _count(sums.density, sums.density_high, cell, other.density[cell])
+            other.density[cell] = 0
+    for cell in range(other.density_high.size):
+        if other.density_high[cell] != 0:
+            sums.density_high[cell] += other.density_high[cell]
+            other.density_high[cell] = 0
 
 
 @_called
