@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,26 +33,27 @@ class Blocks:
     def of(cls, tensor: Tensor, length: int, empty: int) -> Blocks:
         """Cut a tensor up into blocks of ``length`` elements."""
         groups = tensor.shape[0] if tensor.ndim == 3 else 1
-        flat = (tensor ^ empty if empty else tensor).mT.reshape(groups, -1)
-        blocks = flat.view(groups, -1, length)
+        if empty:
+            tensor = torch.bitwise_xor(tensor, empty, out=zeros(tensor.shape, tensor.dtype))
+        blocks = tensor.mT.reshape(groups, -1, length)
         filled = blocks.any(2)
-        rows = _untouched(torch.int16, groups, blocks.shape[1] + 1)
-        values = _untouched(tensor.dtype, groups, blocks.shape[1] + 1, length)
+        rows = zeros((groups, blocks.shape[1] + 1), torch.int16)
+        values = zeros((groups, blocks.shape[1] + 1, length), tensor.dtype)
         group, number = filled.nonzero(as_tuple=True)
-        order = filled.cumsum(1)
-        values[group, order[group, number]] = blocks[group, number]
-        rows[group, number], rows[:, -1] = order[group, number].short(), order[:, -1]
+        rows[:, -1] = in_use = filled.sum(1)
+        row = torch.arange(1, len(group) + 1) - (in_use.cumsum(0) - in_use)[group]
+        values[group, row], rows[group, number] = blocks[group, number], row.short()
         return cls(tensor.shape, rows, values, empty)
 
     def tensor(self) -> Tensor:
         """Return the whole tensor, whose zeros take no memory either."""
         groups, blocks, length = self.values.shape
-        whole = _untouched(self.values.dtype, groups, blocks - 1, length)
+        whole = zeros((groups, blocks - 1, length), self.values.dtype)
         group, number = self.rows[:, :-1].nonzero(as_tuple=True)
         whole[group, number] = self.values[group, self.rows[group, number].long()]
         turned = torch.Size((*self.shape[:-2], self.shape[-1], self.shape[-2]))
         whole = whole.view(turned).mT
-        return whole ^ self.empty if self.empty else whole
+        return whole.bitwise_xor_(self.empty) if self.empty else whole
 
 
 @dataclass(frozen=True)
@@ -68,16 +70,21 @@ class Counts:
 
     @classmethod
     def of(cls, counts: Tensor) -> Counts:
-        """Take counts apart."""
-        kept = cls(_untouched(torch.int16, *counts.shape), _untouched(torch.int64, *counts.shape))
-        for part, values in ((kept.low, counts.short()), (kept.high, counts >> 16)):
-            filled = values.nonzero(as_tuple=True)
-            part[filled] = values[filled]
+        """Split counts."""
+        kept = cls(zeros(counts.shape, torch.int16), zeros(counts.shape, torch.int64))
+        filled = counts.nonzero(as_tuple=True)
+        kept.low[filled] = counts[filled].short()
+        large = (counts >= 1 << 16).nonzero(as_tuple=True)
+        kept.high[large] = counts[large] >> 16
         return kept
 
     def tensor(self) -> Tensor:
-        """Return the counts."""
-        return (self.high << 16) + (self.low.long() & 0xFFFF)
+        """Return the counts, whose zeros take no memory either."""
+        counts = zeros(self.low.shape, torch.int64)
+        small, large = (part.nonzero(as_tuple=True) for part in (self.low, self.high))
+        counts[small] = self.low[small].long() & 0xFFFF
+        counts[large] += self.high[large] << 16
+        return counts
 
 
 class Compacted:
@@ -108,9 +115,11 @@ class Compacted:
         owner.__dict__[self.name] = kept
 
 
-def _untouched(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return zeros that take memory page by page, once they are written."""
-    memory = mmap.mmap(-1, max(1, math.prod(shape)) * dtype.itemsize, access=mmap.ACCESS_COPY)
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Return zeros; in the CPU's memory, a page takes memory once it is written."""
+    if device is not None and device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, access=mmap.ACCESS_COPY)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):  # a huge page would take 2 MB for the first element
         memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
+    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from normscope.inputs.batch import Sample
 from normscope.pairs.sums.binning import PAIR_GRID
-from normscope.pairs.sums.blocks import Compacted
+from normscope.pairs.sums.blocks import Compacted, zeros
 
 FOLDS = 8
 
@@ -209,10 +209,10 @@ class PairSample:
     def empty(cls, device: torch.device) -> PairSample:
         shape = (PAIRS_PER_BIN, PAIR_GRID.size)
         return cls(
-            torch.full(shape, NO_KEY, dtype=torch.int64, device=device),
-            torch.zeros(shape, device=device),
-            torch.zeros(shape, device=device),
-            torch.zeros(shape, dtype=torch.int32, device=device),
+            zeros(shape, torch.int64, device).fill_(NO_KEY),
+            zeros(shape, torch.float32, device),
+            zeros(shape, torch.float32, device),
+            zeros(shape, torch.int32, device),
         )
 
     @property

@@ -26,7 +26,7 @@ from normscope.pairs.sums.binning import (
     reference,
 )
 from normscope.pairs.sums.binning.cuda_launcher import TRITON, VARIABLE, cannot_be_met, why_no_launcher
-from normscope.pairs.sums.blocks import Compacted
+from normscope.pairs.sums.blocks import Compacted, zeros
 from normscope.pairs.sums.sampling import (
     FOLDS,
     GROUPED_WIDTH,
@@ -108,11 +108,14 @@ class PairStats:
         on = device or torch.device("cpu")
         infinity = torch.full((channels,), torch.inf, device=on)
         width = GROUPED_WIDTH if grouped else channels
-        moments = torch.zeros(FOLDS, PAIR_GRID.size, len(MOMENTS), dtype=torch.float64, device=on).mT
+
+        def moments() -> Tensor:
+            return zeros((FOLDS, PAIR_GRID.size, len(MOMENTS)), torch.float64, on).mT
+
         by_channel = (len(MOMENTS), channels, CHANNEL_GRID.size) if per_channel else None
         return cls(
-            moments=moments,
-            density=torch.zeros(DENSITY_X_GRID.size, DENSITY_Y_GRID.size, dtype=torch.int64, device=on),
+            moments=moments(),
+            density=zeros((DENSITY_X_GRID.size, DENSITY_Y_GRID.size), torch.int64, on),
             channel_sums=torch.zeros(2, channels, dtype=torch.float64, device=on),
             channel_extremes=torch.stack([infinity, -infinity]),
             token_offsets=torch.zeros(TOKEN_GRID.size, dtype=torch.int64, device=on),
@@ -124,9 +127,9 @@ class PairStats:
             sources=SourcesSeen(),
             seed=seed,
             grouped=grouped,
-            gamma_moments=torch.zeros_like(moments) if by_gamma else None,
+            gamma_moments=moments() if by_gamma else None,
             channel_moments=torch.zeros(by_channel, dtype=torch.float64, device=on) if by_channel else None,
-            diagonal_moments=torch.zeros_like(moments) if diagonal else None,
+            diagonal_moments=moments() if diagonal else None,
         )
 
     def __repr__(self) -> str:
