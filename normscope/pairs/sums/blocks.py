@@ -45,6 +45,11 @@ class Blocks:
         values[group, row], rows[group, number] = blocks[group, number], row.short()
         return cls(tensor.shape, rows, values, empty)
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that is taken once all blocks are in use."""
+        return self.rows.nbytes + self.values.nbytes
+
     def tensor(self) -> Tensor:
         """Return the whole tensor, whose zeros take no memory either."""
         groups, blocks, length = self.values.shape
@@ -78,6 +83,11 @@ class Counts:
         kept.high[large] = counts[large] >> 16
         return kept
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that is taken once all counts are large."""
+        return self.low.nbytes + self.high.nbytes
+
     def tensor(self) -> Tensor:
         """Return the counts, whose zeros take no memory either."""
         counts = zeros(self.low.shape, torch.int64)
@@ -88,9 +98,10 @@ class Counts:
 
 
 class Compacted:
-    """A dataclass field whose tensor is kept as :class:`Blocks` or :class:`Counts` in the CPU's memory and rebuilt at every access.
+    """A dataclass field whose tensor is rebuilt at every access.
 
-    A change to the tensor takes effect once it is assigned again.
+    In the CPU's memory it is kept as :class:`Blocks` or :class:`Counts`; elsewhere, as it is. A change to the tensor
+    takes effect once it is assigned again.
     """
 
     def __init__(self, length: int = 0, *, empty: int = 0, optional: bool = False) -> None:

@@ -26,7 +26,7 @@ from normscope.pairs.sums.binning import (
     reference,
 )
 from normscope.pairs.sums.binning.cuda_launcher import TRITON, VARIABLE, cannot_be_met, why_no_launcher
-from normscope.pairs.sums.blocks import Compacted, zeros
+from normscope.pairs.sums.blocks import Blocks, Compacted, Counts, zeros
 from normscope.pairs.sums.sampling import (
     FOLDS,
     GROUPED_WIDTH,
@@ -159,10 +159,9 @@ class PairStats:
     @property
     def nbytes(self) -> int:
         """Memory that the sums and samples take at most: a constant of the channels, whatever has been added."""
-        tensors = [getattr(self, f.name) for f in fields(self)]
+        kept = [*vars(self).values(), *vars(self.pairs).values()]
         token_bytes = (UNIFORM_TOKENS + LARGEST_TOKENS) * (4 * 8 + 4 * 2 * self.tokens.x.shape[1] + 4)
-        pair_bytes = sum(getattr(self.pairs, f.name).nbytes for f in fields(self.pairs))
-        return int(sum(t.nbytes for t in tensors if isinstance(t, Tensor)) + token_bytes + pair_bytes)
+        return token_bytes + sum(one.nbytes for one in kept if isinstance(one, (Tensor, Blocks, Counts)))
 
     @property
     def fold_by(self) -> Literal["source", "sample"] | None:

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from normscope.pairs.sums.binning import reference
 from normscope.pairs.sums.binning.compiled_loops import threads
 from normscope.pairs.sums.binning.cpu_arrays import CONSTANTS, Rows, SampleArrays, Sums, Table
-from normscope.pairs.sums.binning.cpu_draw import draw
-from normscope.pairs.sums.binning.cpu_loop import add_weighted, fill, join, join_density, join_pairs
+from normscope.pairs.sums.binning.cpu_draw import draw, join, join_density, join_pairs
+from normscope.pairs.sums.binning.cpu_loop import add_weighted, fill
 from normscope.pairs.sums.sampling import ONE_ELEMENT_IN, TokenSample, element_keys
 from normscope.pairs.sums.tokens import Run, Tokens
 
@@ -54,7 +54,7 @@ def add(stats: PairStats, tokens: Tokens) -> None:
 
 def _add_weighted(stats: PairStats, tokens: Tokens, rows: Rows) -> None:
     """Fill the sums weighted by γ², if they are kept: by one thread, so as not to depend on how many there are."""
-    if stats.gamma_moments is None:
+    if _kept(stats, "gamma_moments") is None:
         return
     gamma = torch.ones(tokens.channels) if tokens.gamma is None else tokens.gamma
     runs = np.array([(run.start, run.stop, run.fold) for run in tokens.runs], np.int64)

@@ -87,14 +87,14 @@ def _bin(bits: Any, shift: Any, lowest: Any, centre: Any) -> Any:
 
 @_exact
 def _new_row(rows: Any, block: Any) -> Any:
-    """Return the next free row of a :class:`Blocks`, from now on that of a block that has none."""
     rows[-1] += 1
     rows[block] = rows[-1]
     return rows[block]
 
 
 @_exact
-def _row_of(rows: Any, block: Any) -> Any:
+def row_of(rows: Any, block: Any) -> Any:
+    """Return the row of a block of a :class:`Blocks`, after giving it the next free one if it has none."""
     row = rows[_u8(block)]
     return _u8(_new_row(rows, _u8(block)) if row == 0 else row)
 
@@ -168,12 +168,12 @@ def _add_pairs(row: Any, shift: float, rstd: float, bins: Any, cells: Any, momen
     low, high = sums.density, sums.density_high
     for first in range(0, fours, 4):
         for j in range(first, first + 4):
-            _add_moments(row[j], shift, rstd, address + _row_of(rows, bins[j]) * _u8(_BYTES_OF_A_BIN))
+            _add_moments(row[j], shift, rstd, address + row_of(rows, bins[j]) * _u8(_BYTES_OF_A_BIN))
         for j in range(first, first + 4):
-            _count(low, high, _u8(cells[j]), _u2(1))
+            count(low, high, _u8(cells[j]), _u2(1))
     for j in range(fours, row.size):
-        _add_moments(row[j], shift, rstd, address + _row_of(rows, bins[j]) * _u8(_BYTES_OF_A_BIN))
-        _count(low, high, _u8(cells[j]), _u2(1))
+        _add_moments(row[j], shift, rstd, address + row_of(rows, bins[j]) * _u8(_BYTES_OF_A_BIN))
+        count(low, high, _u8(cells[j]), _u2(1))
 
 
 @_exact
@@ -183,7 +183,7 @@ def _add_moments(element: Any, shift: float, rstd: float, row_of_bin: Any) -> No
 
 
 @_exact
-def _count(low: Any, high: Any, cell: Any, number: Any) -> None:
+def count(low: Any, high: Any, cell: Any, number: Any) -> None:
     """Add to the count of a cell; what its lower bits cannot hold goes to the others."""
     low[cell] += number
     if low[cell] < number:
@@ -202,15 +202,16 @@ def _draw_pairs(tokens: Any, t: int, first: int, stop: int, bins: Any, constants
         place, kept = drawn & last_place, np.int64(drawn ^ _NO_KEY)
         if kept > keys[_u8(key_rows[_u8(bins[j])]), place]:
             x, channels = tokens.rows[t, first + j], tokens.rows.shape[1] // tokens.positions
-            _put(sums.pair_key, bins[j], place, kept)
-            _put(sums.pair_x, bins[j], place, x)
-            _put(sums.pair_y, bins[j], place, (np.float64(x) - tokens.shift[t]) * tokens.rstd[t])
-            _put(sums.pair_channel, bins[j], place, t % tokens.groups * channels + (first + j) // tokens.positions)
+            put(sums.pair_key, bins[j], place, kept)
+            put(sums.pair_x, bins[j], place, x)
+            put(sums.pair_y, bins[j], place, (np.float64(x) - tokens.shift[t]) * tokens.rstd[t])
+            put(sums.pair_channel, bins[j], place, t % tokens.groups * channels + (first + j) // tokens.positions)
 
 
 @_exact
-def _put(table: Any, block: Any, place: Any, value: Any) -> None:
-    table.values[_row_of(table.rows, block), place] = value
+def put(table: Any, block: Any, place: Any, value: Any) -> None:
+    """Set an element of a block."""
+    table.values[row_of(table.rows, block), place] = value
 
 
 @_exact
@@ -346,46 +347,6 @@ def fill(constants: Any, tokens: Any, runs: Any, sums: Any) -> None:
 
 
 @_called
-def join(table: Any, other: Any) -> None:
-    """Add the sums of another thread, and leave zeros."""
-    for block in range(other.rows.size - 1):
-        if other.rows[block] != 0:
-            row, source = _row_of(table.rows, block), other.rows[block]
-            for i in range(table.values.shape[1]):
-                table.values[row, i] += other.values[source, i]
-                other.values[source, i] = 0
-            other.rows[block] = 0
-    other.rows[-1] = 0
-
-
-@_called
-def join_density(sums: Any, other: Any) -> None:
-    """Add the counts of another thread, and leave zeros."""
-    for cell in range(other.density.size):
-        if other.density[cell] != 0:
-            _count(sums.density, sums.density_high, cell, other.density[cell])
-            other.density[cell] = 0
-    for cell in range(other.density_high.size):
-        if other.density_high[cell] != 0:
-            sums.density_high[cell] += other.density_high[cell]
-            other.density_high[cell] = 0
-
-
-@_called
-def join_pairs(sums: Any, other: Any) -> None:
-    """Take the drawn pairs of lesser keys, and leave none."""
-    for block in range(other.pair_key.rows.size - 1):
-        for place in range(other.pair_key.values.shape[1] if other.pair_key.rows[block] != 0 else 0):
-            key = other.pair_key.values[other.pair_key.rows[block], place]
-            if key > sums.pair_key.values[sums.pair_key.rows[block], place]:
-                _put(sums.pair_key, block, place, key)
-                _put(sums.pair_x, block, place, other.pair_x.values[other.pair_x.rows[block], place])
-                _put(sums.pair_y, block, place, other.pair_y.values[other.pair_y.rows[block], place])
-                _put(sums.pair_channel, block, place, other.pair_channel.values[other.pair_channel.rows[block], place])
-    other.pair_key.values[: other.pair_key.rows[-1] + 1] = 0
-
-
-@_called
 def add_weighted(constants: Any, tokens: Any, runs: Any, weight: Any, moments: Any) -> None:
     """Add the pairs of the tokens that :func:`fill` has counted, each times the weight of its channel.
 
@@ -410,7 +371,7 @@ def add_weighted(constants: Any, tokens: Any, runs: Any, weight: Any, moments: A
                 y = (x - shift) * rstd
                 of_one = weight[first_channel + j // positions]
                 of_x, of_y = of_one * x, of_one * y
-                sums = moments.values[fold, _row_of(moments.rows[fold], _bin(bits[j], *constants.pair))]
+                sums = moments.values[fold, row_of(moments.rows[fold], _bin(bits[j], *constants.pair))]
                 sums[0] += of_one
                 sums[1] += of_x
                 sums[2] += of_y
