@@ -218,7 +218,8 @@ class PairSample:
     @property
     def filled(self) -> Tensor:
         """Which places hold a pair: bool ``(PAIRS_PER_BIN, bins)``."""
-        return self.key != NO_KEY
+        filled: Tensor = self.key != NO_KEY
+        return filled
 
     def add(self, keys: Tensor, bins: Tensor, x: Tensor, y: Tensor, channel: Tensor) -> None:
         """Let one in :data:`ONE_ELEMENT_IN` pairs of some tokens compete for the places of their bins.

@@ -46,7 +46,7 @@ _OPTIONAL = ("gamma_moments", "channel_moments", "diagonal_moments")
 _COMPILED_BY = {"cpu": "numba", "cuda": "triton"}
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, kw_only=True)
 class PairStats:
     """Sums over all pairs (x, y) of one norm site: exact, mergeable, of constant size.
 
@@ -279,7 +279,7 @@ class PairStats:
                 return TokenSample(*(moved(getattr(value, f.name)) for f in fields(value))).kept()
             return value
 
-        return PairStats(*(moved(getattr(self, f.name)) for f in fields(self)))
+        return PairStats(**{f.name: moved(getattr(self, f.name)) for f in fields(self)})
 
     def _regroup(self, sources: SourcesSeen) -> None:
         fold = self._joined_fold(sources)
