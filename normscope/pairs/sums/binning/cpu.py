@@ -185,7 +185,7 @@ def _sums_apart(sums: Sums) -> Sums:
     )
 
 
-def _empty_like(kept: Table | Array) -> Table | Array:
+def _empty_like(kept: Any) -> Any:
     return Table(*map(np.zeros_like, kept)) if isinstance(kept, Table) else np.zeros_like(kept)
 
 
