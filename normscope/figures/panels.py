@@ -126,7 +126,8 @@ class Panel:
     @functools.cached_property
     def moments(self) -> Tensor:
         """Sums over all folds, per bin of x."""
-        return self.stats.moments.sum(0)
+        moments: Tensor = self.stats.moments
+        return moments.sum(0)
 
     @property
     def axis(self) -> XAxis:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import metadata
+
+import torch
+from torch import Tensor
 
 from normscope.errors import DataError, count
 from normscope.pairs.kept_inputs import KeptInput, first_inputs
 from normscope.pairs.norms.sites import Layers, NormSite, SkippedNorm, select
+from normscope.pairs.sums.sampling import NO_KEY, TokenSample
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.records import Tabled
 
@@ -70,11 +74,11 @@ class Capture(Tabled):
         return replace(self, sites=sites, stats=stats, inputs=[one.only(names) for one in self.inputs])
 
     def merge(self, other: Capture) -> Capture:
-        """Return the capture of both sets of inputs; what is in both counts twice.
+        """Return the capture of both sets of inputs.
 
         Raises:
             DataError: if the two are not of the same model, weights, dtype and sites, or not the same sample of the
-                tokens, or if one alone keeps parts.
+                tokens, if only one keeps parts, or if both contain the same input.
         """
         for key in ("model", "weights", "dtype"):
             mine, theirs = (about.get(key, "not named") for about in (self.about, other.about))
@@ -91,6 +95,15 @@ class Capture(Tabled):
                 f"Cannot merge a capture that keeps its parts, such as {part!r}, with one that does not; capture "
                 "both the same way."
             )
+        if common := shared_input(self, other):
+            raise DataError(
+                f"Cannot merge two captures: both hold {common}, and merged it would be counted twice. Capture other "
+                "inputs, or leave one of the two out; inputs that differ need samples of different names "
+                "(normscope.Batch(samples=…))."
+            )
+        return self._merged(other)
+
+    def _merged(self, other: Capture) -> Capture:
         stats = {name: stats.merge(other.stats[name]) for name, stats in self.stats.items()}
         data = _joined(*(capture.about["data"].removesuffix(_MIXED) for capture in (self, other)))
         mixed = any(merged.sources.assignment == "mixed" for merged in stats.values())
@@ -118,8 +131,42 @@ def sums_of(sites: Iterable[NormSite], parts: Sequence[Mapping[str, PairStats]])
     return {name: functools.reduce(PairStats.merge, own) for name, own in of_parts.items() if own}
 
 
+def shared_input(one: Capture, other: Capture) -> str | None:
+    """Name an input that both captures have drawn tokens or pairs from; None if there is none.
+
+    The drawing samples hold the tokens and pairs of least keys: of the inputs that two captures share, the least of
+    both is among them. If a part J of all inputs is shared (Broder, "On the resemblance and containment of documents",
+    1997), each of the thousands of places for single pairs misses it with probability 1 − J.
+    """
+    if one.seed != other.seed:  # the keys of one say nothing of the other's
+        return None
+    both = [(stats, other.stats[name]) for name, stats in one.stats.items() if name in other.stats]
+    for mine, theirs in both:
+        for sample in _samples_of_both(mine, theirs):
+            return f"sample {sample} of the same data"
+    return "some samples of the same data" if any(_pairs_of_both(*stats) for stats in both) else None
+
+
+def _samples_of_both(one: PairStats, other: PairStats) -> Iterator[int]:
+    for name in ("tokens", "largest"):
+        (mine, samples), (theirs, _) = (_identified(getattr(stats, name)) for stats in (one, other))
+        yield from samples[torch.isin(mine, theirs)].tolist()
+
+
+def _identified(drawn: TokenSample) -> tuple[Tensor, Tensor]:
+    """Keys and samples of the drawn tokens whose sample is known."""
+    known = (drawn.sample >= 0) & (drawn.key != NO_KEY)
+    return drawn.key[known], drawn.sample[known]
+
+
+def _pairs_of_both(one: PairStats, other: PairStats) -> bool:
+    if not (one.sources.mapped and other.sources.mapped):  # pairs do not tell whether their token was of a sample
+        return False
+    return bool((one.pairs.filled & (one.pairs.key == other.pairs.key)).any())
+
+
 def _merged(mine: Mapping[str, Capture], theirs: Mapping[str, Capture]) -> dict[str, Capture]:
-    both = {name: part.merge(theirs[name]) for name, part in mine.items() if name in theirs}
+    both = {name: part._merged(theirs[name]) for name, part in mine.items() if name in theirs}
     return {**mine, **theirs, **both}
 
 

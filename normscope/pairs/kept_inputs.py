@@ -225,7 +225,9 @@ _SAMPLE_FIELDS: dict[str, Callable[[Any], bool]] = {
     "label": lambda value: value is None or isinstance(value, (int, float, str)),
 }
 _PREVIEW_FIELDS: dict[str, Callable[[Any], bool]] = {
-    "size": lambda value: isinstance(value, tuple) and len(value) == 2 and all(map(is_count, value)),
+    "size": lambda value: (
+        isinstance(value, tuple) and len(value) == 2 and all(is_count(n) and n < 2**20 for n in value)
+    ),
     "along_width": is_bool,
     "length": is_count,
     "words": lambda value: isinstance(value, tuple) and all(map(is_text, value)),

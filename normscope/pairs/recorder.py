@@ -309,7 +309,7 @@ class Recorder:
         stats = self.seen.stats.setdefault(self._part_of(self._batch) if self._batch else "", {})
         if site.name not in stats:
             stats[site.name] = self.empty(site, device)
-        if stats[site.name].moments.device != device:  # read from a checkpoint
+        if stats[site.name].channel_sums.device != device:  # read from a checkpoint
             stats[site.name] = stats[site.name].to(device)
         return stats[site.name]
 

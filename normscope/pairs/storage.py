@@ -45,7 +45,7 @@ _SITE_FIELDS: dict[str, Callable[[Any], bool]] = {
     "normalized_shape": is_shape,
     "channel_axis": lambda value: all(map(is_int, value if isinstance(value, tuple) else (value,))),
     "channels": lambda value: is_count(value) and value > 0,
-    "eps": lambda value: isinstance(value, float) and math.isfinite(value),
+    "eps": lambda value: isinstance(value, float) and 0 <= value < math.inf,
     "affine": is_bool,
     "placement": lambda value: value in (None, "pre-norm", "post-norm", "qk", "final"),
     "calls": is_count,

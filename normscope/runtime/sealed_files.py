@@ -20,6 +20,8 @@ from normscope.runtime.files import whole_file, write_tensors
 
 HEADER, DIGEST, _DEFLATED = "normscope", "sha256", "deflated"
 _LONGEST_HEADER = 100_000_000  # bytes: safetensors refuses more
+_LEAST_LIMIT, _LARGEST_RATIO = 2**28, 64  # decompressed: bytes of any file, and times the compressed ones
+_DAMAGES = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError, BufferError, zlib.error)
 _AGAIN = "write it again"
 
 
@@ -83,7 +85,13 @@ def read_checked(
     if not sealed.endswith(seal) or seal != _seal(digest(text, tensors)):
         raise DataError(f"The {kind} {path} is damaged: it does not hold what was written (another sha256); {again}.")
     kinds = header.pop(_DEFLATED, {})
-    return header, tensors | {name: _inflated(tensors[name], *kind) for name, kind in kinds.items()}
+    try:
+        sizes = [math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in kinds.values()]
+        if sum(sizes) > _LEAST_LIMIT + _LARGEST_RATIO * sum(tensors[name].nbytes for name in kinds):
+            raise ValueError(f"its compressed tensors have {sum(sizes):,} bytes, more than a {kind} can have")
+        return header, tensors | {name: _inflated(tensors[name], *kinds[name]) for name in kinds}
+    except _DAMAGES as error:
+        raise DataError(f"The {kind} {path} is damaged: {type(error).__name__}: {error}; {again}.") from error
 
 
 def _deflated(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, tuple[str, list[int]]]]:
@@ -103,9 +111,12 @@ def _deflated(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[st
 
 
 def _inflated(small: Tensor, dtype: str, shape: list[int]) -> Tensor:
-    """Make a tensor again that :func:`_deflated` compressed."""
-    kind = getattr(torch, dtype)
-    content = zlib.decompress(small.numpy().data, bufsize=math.prod(shape) * kind.itemsize)
+    """Decompress a tensor of :func:`_deflated`; ValueError unless it has the bytes of its shape."""
+    kind, inflating = getattr(torch, dtype), zlib.decompressobj()
+    size = math.prod(shape) * kind.itemsize
+    content = inflating.decompress(small.numpy().data, max(size, 1))
+    if len(content) != size or inflating.decompress(inflating.unconsumed_tail, 1):
+        raise ValueError(f"a compressed tensor does not have the {size:,} bytes of its shape {shape}")
     elements = np.frombuffer(content, np.uint8).reshape(kind.itemsize, -1).T.copy()
     return torch.from_numpy(elements).view(kind).view(shape)
 

@@ -218,6 +218,7 @@ def test_a_file_holds_them(seen, tmp_path):
         lambda header, tensors: header["inputs"][0]["sample"].update(index="first"),
         lambda header, tensors: header["inputs"][0].update(words=[1]),
         lambda header, tensors: header["inputs"][0].update(size=[16]),
+        lambda header, tensors: header["inputs"][0].update(size=[2**40, 2**40]),
         lambda header, tensors: header["inputs"][0].update(part=None),
         lambda header, tensors: header["inputs"][0]["tokens"].update({"0": [5, 5]}),
         lambda header, tensors: header["inputs"][0]["tokens"].update({"99": [4, 6]}),

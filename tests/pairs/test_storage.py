@@ -1,6 +1,8 @@
 import contextlib
 import dataclasses
 import json
+import tracemalloc
+import zlib
 
 import pytest
 import torch
@@ -118,10 +120,9 @@ def test_the_header_says_what_it_is(file):
     assert header["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
 
 
-def test_merging_saved_captures_is_merging_captures(seen, file):
-    double = load_capture(file).merge(seen)
-    assert double.stats["1"].n_pairs == 2 * seen.stats["1"].n_pairs
-    assert double.n_samples == 18
+def test_a_capture_and_its_file_are_not_merged(seen, file):
+    with pytest.raises(DataError, match=r"Cannot merge two captures: both hold .* would be counted twice"):
+        seen.merge(load_capture(file))
     other = dataclasses.replace(seen, about={**seen.about, "weights": "others"})
     with pytest.raises(DataError, match="different weights: 'ours' and 'others'"):
         seen.merge(other)
@@ -158,7 +159,7 @@ SITE_CHANGES = {
     "normalized_shape": [8, [], [8.0], [-8, -1], [True, 8], [[8]], "8", [2**40, 2**40], [8, 0]],
     "channel_axis": [None, "last", 1.5, True, [[1]], {"axis": 1}],
     "channels": [None, 0, -8, 8.0, "8", True, 7, 2**40],
-    "eps": [None, "1e-5", float("nan"), float("inf"), [1e-5]],
+    "eps": [None, "1e-5", float("nan"), float("inf"), [1e-5], -1.0],
     "affine": [None, 1, "yes"],
     "placement": ["", "pre", 0, [], {}],
     "calls": [None, -1, 1.0, "1", 10**400],
@@ -243,6 +244,54 @@ def test_number_that_no_finite_pairs_leave(file, tmp_path, name, value):
         return header, tensors
 
     is_refused(file, tmp_path, change)
+
+
+def sealed_again(file, path, change):
+    """Change what the header declares of compressed tensors and the tensors as they are stored, and seal both again."""
+    with safe_open(file, framework="pt") as opened:
+        header = json.loads(opened.metadata()["normscope"])
+    del header["sha256"]
+    header["deflated"], tensors = change(header["deflated"], load_file(file))
+    write_checked(path, header, tensors)
+    return path
+
+
+ENTRY = "0/0.moments"
+ZEROS = torch.frombuffer(bytearray(zlib.compress(bytes(2**20))), dtype=torch.uint8)
+DEFLATED_CHANGES = {
+    "no table": lambda d, t: ([ENTRY], t),
+    "a number": lambda d, t: (3, t),
+    "a missing tensor": lambda d, t: (d | {"none": ["float64", [1]]}, t),
+    "no shape": lambda d, t: (d | {ENTRY: ["float64"]}, t),
+    "no list": lambda d, t: (d | {ENTRY: 5}, t),
+    "an unknown dtype": lambda d, t: (d | {ENTRY: ["float65", d[ENTRY][1]]}, t),
+    "a function for a dtype": lambda d, t: (d | {ENTRY: ["add", d[ENTRY][1]]}, t),
+    "a dtype that is a number": lambda d, t: (d | {ENTRY: [64, d[ENTRY][1]]}, t),
+    "a shape of words": lambda d, t: (d | {ENTRY: ["float64", ["6", "2"]]}, t),
+    "a shape of fractions": lambda d, t: (d | {ENTRY: ["float64", [6.0, 2.5]]}, t),
+    "a negative shape": lambda d, t: (d | {ENTRY: ["float64", [-6, 2]]}, t),
+    "a smaller shape": lambda d, t: (d | {ENTRY: ["float64", [6, 1]]}, t),
+    "a larger shape": lambda d, t: (d | {ENTRY: ["float64", [6, 10**6]]}, t),
+    "a huge shape": lambda d, t: (d | {ENTRY: ["float64", [2**62, 2**62]]}, t),
+    "bytes that are not compressed": lambda d, t: (d, t | {ENTRY: torch.zeros(100, dtype=torch.uint8)}),
+    "incomplete bytes": lambda d, t: (d, t | {ENTRY: t[ENTRY][:-20].clone()}),
+    "compressed bfloat16": lambda d, t: (d, t | {ENTRY: torch.zeros(100, dtype=torch.bfloat16)}),
+    "a megabyte of zeros": lambda d, t: (d, t | {ENTRY: ZEROS}),
+    "a thousand of them": lambda d, t: (
+        d | {f"{i}/0.x": ["uint8", [2**20]] for i in range(1000)},
+        t | {f"{i}/0.x": ZEROS.clone() for i in range(1000)},
+    ),
+}
+
+
+@pytest.mark.parametrize("change", DEFLATED_CHANGES.values(), ids=DEFLATED_CHANGES)
+def test_compressed_tensors_that_are_none(file, tmp_path, change):
+    path = sealed_again(file, tmp_path / "changed.safetensors", change)
+    tracemalloc.start()
+    with pytest.raises(DataError, match="is damaged"):
+        load_capture(path)
+    assert tracemalloc.get_traced_memory()[1] < 2**27
+    tracemalloc.stop()
 
 
 def test_site_that_saw_only_nonfinite_tokens(tmp_path):

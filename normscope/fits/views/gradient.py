@@ -218,7 +218,8 @@ def _diagonal_moments(site: NormSite, stats: PairStats) -> Tensor:
             f"The capture holds no sums of the diagonal of the Jacobian of {site.name}; capture again with "
             "diagonal=True (normscope capture --diagonal)."
         )
-    return stats.diagonal_moments
+    moments: Tensor = stats.diagonal_moments
+    return moments
 
 
 def _of_curve(fit: CurveFit, problems: Problems) -> tuple[float, Interval | None]:

@@ -62,17 +62,22 @@ def unpacked(
     cells, shape = _cells(tensors)
     for name, moments in _moments_of(stats):
         _rows(moments)[cells] = _rows(_like(torch.empty(shape, dtype=torch.float64), tensors[name], name))
+        setattr(stats, name, moments)
     if stats.channel_moments is not None:
         cells = _within(tensors["channel_moments.cells"].long(), stats.channel_moments[0].numel())
         kept = torch.empty(len(MOMENTS), len(cells), dtype=torch.float64)
         stats.channel_moments.flatten(1)[:, cells] = _like(kept, tensors["channel_moments"], "channel_moments")
     cells = _within(tensors["density.cells"].long(), stats.density.numel())
-    stats.density.view(-1)[cells] = _like(torch.empty(len(cells), dtype=torch.int64), tensors["density"], "density")
+    density = stats.density.flatten()
+    density[cells] = _like(density.new_empty(len(cells)), tensors["density"], "density")
+    stats.density = density.view(stats.density.shape)
     places = _within(tensors["pairs.places"].long(), stats.pairs.key.numel())
     for field in fields(PairSample):
-        whole = getattr(stats.pairs, field.name).view(-1)
+        whole = getattr(stats.pairs, field.name)
         name = f"pairs.{field.name}"
-        whole[places] = _like(whole.new_empty(len(places)), tensors[name], name)
+        flat = whole.flatten()
+        flat[places] = _like(flat.new_empty(len(places)), tensors[name], name)
+        setattr(stats.pairs, field.name, flat.view(whole.shape))
     for name, capacity in (("tokens", UNIFORM_TOKENS), ("largest", LARGEST_TOKENS)):
         width = stats.tokens.x.shape[1]
         setattr(stats, name, _token_sample(width, capacity, name, tensors))

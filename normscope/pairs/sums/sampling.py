@@ -14,6 +14,7 @@ from torch import Tensor
 from normscope.inputs.batch import Sample
 from normscope.inputs.splits import permutation
 from normscope.pairs.sums.binning import PAIR_GRID
+from normscope.pairs.sums.blocks import Compacted, zeros
 
 FOLDS = 8
 Assignment = Literal["permuted", "modulo", "mixed"]
@@ -213,25 +214,26 @@ class PairSample:
         channel: int32 of the same shape.
     """
 
-    key: Tensor
-    x: Tensor
-    y: Tensor
-    channel: Tensor
+    key: Compacted = Compacted(PAIRS_PER_BIN, empty=NO_KEY)
+    x: Compacted = Compacted(PAIRS_PER_BIN)
+    y: Compacted = Compacted(PAIRS_PER_BIN)
+    channel: Compacted = Compacted(PAIRS_PER_BIN)
 
     @classmethod
     def empty(cls, device: torch.device) -> PairSample:
         shape = (PAIRS_PER_BIN, PAIR_GRID.size)
         return cls(
-            torch.full(shape, NO_KEY, dtype=torch.int64, device=device),
-            torch.zeros(shape, device=device),
-            torch.zeros(shape, device=device),
-            torch.zeros(shape, dtype=torch.int32, device=device),
+            zeros(shape, torch.int64, device).fill_(NO_KEY),
+            zeros(shape, torch.float32, device),
+            zeros(shape, torch.float32, device),
+            zeros(shape, torch.int32, device),
         )
 
     @property
     def filled(self) -> Tensor:
         """Which places hold a pair: bool ``(PAIRS_PER_BIN, bins)``."""
-        return self.key != NO_KEY
+        filled: Tensor = self.key != NO_KEY
+        return filled
 
     def add(self, keys: Tensor, bins: Tensor, x: Tensor, y: Tensor, channel: Tensor) -> None:
         """Let one in :data:`ONE_ELEMENT_IN` pairs of some tokens compete for the places of their bins.
@@ -247,14 +249,16 @@ class PairSample:
         competes = (place % ONE_ELEMENT_IN == _first_element(keys)[:, None]) & (keys != NO_KEY)[:, None]
         pair_keys = ((keys[:, None] ^ element_keys(x.shape[1]).to(x.device)) * MIX[0]) & NO_KEY
         places = pair_keys.remainder(PAIRS_PER_BIN) * PAIR_GRID.size + bins
-        self.key.view(-1).scatter_reduce_(0, places.flatten(), pair_keys.where(competes, NO_KEY).flatten(), "amin")
-        won = competes & (self.key.view(-1)[places] == pair_keys)
+        key = self.key.flatten()
+        key.scatter_reduce_(0, places.flatten(), pair_keys.where(competes, NO_KEY).flatten(), "amin")
+        self.key = key.view(PAIRS_PER_BIN, -1)
+        won = competes & (key[places] == pair_keys)
         # Pairs that lost write to a place that is thrown away: picking the winners would have to wait for a GPU.
-        target = places.where(won, self.key.numel()).flatten()
+        target = places.where(won, len(key)).flatten()
         for name, values in (("x", x), ("y", y), ("channel", channel.int())):
-            drawn = getattr(self, name).view(-1)
+            drawn = getattr(self, name).flatten()
             longer = torch.cat([drawn, drawn[:1]]).scatter_(0, target, values.flatten())
-            setattr(self, name, longer[:-1].view(self.key.shape))
+            setattr(self, name, longer[:-1].view(PAIRS_PER_BIN, -1))
 
     def merged(self, other: PairSample) -> PairSample:
         """Return, place by place, the pair of least key."""

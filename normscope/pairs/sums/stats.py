@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import warnings
@@ -25,6 +26,7 @@ from normscope.pairs.sums.binning import (
     reference,
 )
 from normscope.pairs.sums.binning.cuda_launcher import TRITON, VARIABLE, cannot_be_met, why_no_launcher
+from normscope.pairs.sums.blocks import Blocks, Compacted, Counts, zeros
 from normscope.pairs.sums.sampling import (
     FOLDS,
     GROUPED_WIDTH,
@@ -44,7 +46,7 @@ _OPTIONAL = ("gamma_moments", "channel_moments", "diagonal_moments")
 _COMPILED_BY = {"cpu": "numba", "cuda": "triton"}
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, kw_only=True)
 class PairStats:
     """Sums over all pairs (x, y) of one norm site: exact, mergeable, of constant size.
 
@@ -73,8 +75,8 @@ class PairStats:
             ``moments``. Of sites alone where it is known in closed form (:attr:`NormSite.has_diagonal`).
     """
 
-    moments: Tensor
-    density: Tensor
+    moments: Compacted = Compacted(len(MOMENTS))
+    density: Compacted = Compacted()
     channel_sums: Tensor
     channel_extremes: Tensor
     token_offsets: Tensor
@@ -86,9 +88,9 @@ class PairStats:
     sources: SourcesSeen
     seed: int
     grouped: bool = False
-    gamma_moments: Tensor | None = None
+    gamma_moments: Compacted = Compacted(len(MOMENTS), optional=True)
     channel_moments: Tensor | None = None
-    diagonal_moments: Tensor | None = None
+    diagonal_moments: Compacted = Compacted(len(MOMENTS), optional=True)
 
     @classmethod
     def empty(
@@ -106,11 +108,14 @@ class PairStats:
         on = device or torch.device("cpu")
         infinity = torch.full((channels,), torch.inf, device=on)
         width = GROUPED_WIDTH if grouped else channels
-        moments = torch.zeros(FOLDS, PAIR_GRID.size, len(MOMENTS), dtype=torch.float64, device=on).mT
+
+        def moments() -> Tensor:
+            return zeros((FOLDS, PAIR_GRID.size, len(MOMENTS)), torch.float64, on).mT
+
         by_channel = (len(MOMENTS), channels, CHANNEL_GRID.size) if per_channel else None
         return cls(
-            moments=moments,
-            density=torch.zeros(DENSITY_X_GRID.size, DENSITY_Y_GRID.size, dtype=torch.int64, device=on),
+            moments=moments(),
+            density=zeros((DENSITY_X_GRID.size, DENSITY_Y_GRID.size), torch.int64, on),
             channel_sums=torch.zeros(2, channels, dtype=torch.float64, device=on),
             channel_extremes=torch.stack([infinity, -infinity]),
             token_offsets=torch.zeros(TOKEN_GRID.size, dtype=torch.int64, device=on),
@@ -122,9 +127,9 @@ class PairStats:
             sources=SourcesSeen(),
             seed=seed,
             grouped=grouped,
-            gamma_moments=torch.zeros_like(moments) if by_gamma else None,
+            gamma_moments=moments() if by_gamma else None,
             channel_moments=torch.zeros(by_channel, dtype=torch.float64, device=on) if by_channel else None,
-            diagonal_moments=torch.zeros_like(moments) if diagonal else None,
+            diagonal_moments=moments() if diagonal else None,
         )
 
     def __repr__(self) -> str:
@@ -154,10 +159,9 @@ class PairStats:
     @property
     def nbytes(self) -> int:
         """Memory that the sums and samples take at most: a constant of the channels, whatever has been added."""
-        tensors = [getattr(self, f.name) for f in fields(self)]
+        kept = [*vars(self).values(), *vars(self.pairs).values()]
         token_bytes = (UNIFORM_TOKENS + LARGEST_TOKENS) * (4 * 8 + 4 * 2 * self.tokens.x.shape[1] + 4)
-        pair_bytes = sum(getattr(self.pairs, f.name).nbytes for f in fields(self.pairs))
-        return int(sum(t.nbytes for t in tensors if isinstance(t, Tensor)) + token_bytes + pair_bytes)
+        return token_bytes + sum(one.nbytes for one in kept if isinstance(one, (Tensor, Blocks, Counts)))
 
     @property
     def fold_by(self) -> Literal["source", "sample"] | None:
@@ -255,12 +259,16 @@ class PairStats:
 
     def regrouped(self, sources: SourcesSeen) -> PairStats:
         """Return the same sums with their folds grouped as they are where ``sources`` have been seen."""
-        kept = {name: moments for name in _BY_FOLD if (moments := getattr(self, name)) is not None}
-        regrouped: dict[str, Any] = {name: self._regrouped(moments, sources) for name, moments in kept.items()}
-        return replace(self, **regrouped, sources=sources)
+        regrouped = copy.copy(self)
+        regrouped._regroup(sources)
+        return regrouped
 
     def to(self, device: torch.device | str) -> PairStats:
-        """Return the same sums in a device's memory."""
+        """Return the same sums in a device's memory; those that are there already share it."""
+        if self.channel_sums.device == torch.device(device):
+            same = copy.copy(self)
+            same.tokens, same.largest = self.tokens.kept(), self.largest.kept()
+            return same
 
         def moved(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -271,20 +279,16 @@ class PairStats:
                 return TokenSample(*(moved(getattr(value, f.name)) for f in fields(value))).kept()
             return value
 
-        return PairStats(*(moved(getattr(self, f.name)) for f in fields(self)))
+        return PairStats(**{f.name: moved(getattr(self, f.name)) for f in fields(self)})
 
     def _regroup(self, sources: SourcesSeen) -> None:
-        """Regroup the folds in place: new memory for a moment would raise the peak for good."""
         fold = self._joined_fold(sources)
-        for moments in (getattr(self, name) for name in _BY_FOLD):
-            if moments is not None and fold is not None:
-                _join_folds(moments, fold)
+        for name in _BY_FOLD if fold is not None else ():
+            if (moments := getattr(self, name)) is not None:
+                joined = torch.zeros_like(moments)
+                joined[fold] = moments.sum(0)
+                setattr(self, name, joined)
         self.sources = sources
-
-    def _regrouped(self, moments: Tensor, sources: SourcesSeen) -> Tensor:
-        """Return the moments with their folds regrouped for what has been seen by now."""
-        fold = self._joined_fold(sources)
-        return moments if fold is None else _join_folds(moments.clone(), fold)
 
     def _joined_fold(self, sources: SourcesSeen) -> int | None:
         """The fold that all pairs join, as a single source's samples do beside other sources; None if folds stay."""
@@ -293,13 +297,6 @@ class PairStats:
         if sources.mapped and (self.sources.number, sources.number) == ("one", "several"):
             return self.sources.fold
         return None
-
-
-def _join_folds(moments: Tensor, into: int) -> Tensor:
-    total = moments.sum(0)
-    moments.zero_()
-    moments[into] = total
-    return moments
 
 
 def add(stats: PairStats, tokens: Tokens) -> None:

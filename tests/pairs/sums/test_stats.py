@@ -1,5 +1,8 @@
 """Merging is addition: associative, commutative, and the same as having seen everything at once."""
 
+import mmap
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -251,3 +254,43 @@ def test_sums_that_do_not_belong_together_are_refused():
         PairStats.empty(6).merge(PairStats.empty(6, by_gamma=True))
     with pytest.raises(DataError, match="with diagonal_moments and sums without"):
         PairStats.empty(6, diagonal=True).merge(PairStats.empty(6))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="The system does not report resident memory.")
+def test_empty_bins_take_no_memory():
+    def seen(tokens: int) -> PairStats:
+        stats = PairStats.empty(64)
+        x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(tokens))
+        for first, rows in enumerate(x.chunk(5)):
+            stats.update(rows, LAYER_NORM, [Sample("data", 8 * first + i, 8 * first + i) for i in range(8)])
+        return stats
+
+    for tokens, most in ((200, 1.0e6), (10_000, 1.8e6)):
+        kept = [seen(tokens)]
+        before = resident_bytes()
+        kept += [seen(tokens) for _ in range(30)]
+        assert (resident_bytes() - before) / 30 < most
+        assert len({stats.nbytes for stats in kept}) == 1
+        assert kept[0].nbytes == PairStats.empty(64).nbytes  # the bound does not depend on what was added
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_cell_of_more_pairs_than_16_bits_count(threads):
+    tokens, d = 1600, 256
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        stats = PairStats.empty(d)
+        for _ in range(2):
+            x = torch.tensor([-1.0, 1.0]).repeat(tokens, d // 2)
+            stats.update(x, LAYER_NORM, [Sample("data", i, i) for i in range(8)])
+    finally:
+        torch.set_num_threads(before)
+    half = tokens * d  # of the two batches' pairs, at -1 and at 1
+    for one, times in ((stats, 1), (stats.merge(stats), 2)):
+        assert one.density[one.density > 0].tolist() == [times * half, times * half]
+        assert one.moments[:, 0].sum(0)[one.moments[:, 0].sum(0) > 0].tolist() == [times * half, times * half]

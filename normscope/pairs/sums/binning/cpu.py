@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from normscope.pairs.sums.binning import reference
 from normscope.pairs.sums.binning.compiled_loops import threads
-from normscope.pairs.sums.binning.cpu_arrays import CONSTANTS, Rows, SampleArrays, Sums
-from normscope.pairs.sums.binning.cpu_draw import draw, join, join_pairs
+from normscope.pairs.sums.binning.cpu_arrays import CONSTANTS, Rows, SampleArrays, Sums, Table
+from normscope.pairs.sums.binning.cpu_draw import draw, join, join_density, join_pairs
 from normscope.pairs.sums.binning.cpu_loop import add_weighted, fill
 from normscope.pairs.sums.sampling import ONE_ELEMENT_IN, TokenSample, element_keys
 from normscope.pairs.sums.tokens import Run, Tokens
@@ -54,13 +54,11 @@ def add(stats: PairStats, tokens: Tokens) -> None:
 
 def _add_weighted(stats: PairStats, tokens: Tokens, rows: Rows) -> None:
     """Fill the sums weighted by γ², if they are kept: by one thread, so as not to depend on how many there are."""
-    if stats.gamma_moments is None:
+    if _kept(stats, "gamma_moments") is None:
         return
-    if not stats.gamma_moments.mT.is_contiguous():
-        stats.gamma_moments = stats.gamma_moments.mT.contiguous().mT
     gamma = torch.ones(tokens.channels) if tokens.gamma is None else tokens.gamma
     runs = np.array([(run.start, run.stop, run.fold) for run in tokens.runs], np.int64)
-    add_weighted(CONSTANTS, rows, runs, gamma.double().square().numpy(), stats.gamma_moments.mT.numpy())
+    add_weighted(CONSTANTS, rows, runs, gamma.double().square().numpy(), _table_of(stats, "gamma_moments"))
 
 
 def _rows(tokens: Tokens) -> Rows:
@@ -130,32 +128,42 @@ _views: WeakKeyDictionary[PairStats, _Views] = WeakKeyDictionary()
 
 def _views_of(stats: PairStats) -> _Views:
     """The views of the last call, as making them anew costs a hundredth of the loop."""
-    kept = (stats.moments, stats.tokens, stats.largest, stats.pairs.x)
+    kept = (_kept(stats, "moments"), _kept(stats, "density"), _kept(stats.pairs, "x"), stats.tokens, stats.largest)
     views = _views.get(stats)
     if views is None or any(one is not other for one, other in zip(kept, views.of, strict=True)):
-        if not stats.moments.mT.is_contiguous():
-            stats.moments = stats.moments.mT.contiguous().mT
         samples = (_sample_of(stats.tokens), _sample_of(stats.largest))
-        views = _views[stats] = _Views((stats.moments, *kept[1:]), _sums_of(stats), samples)
+        views = _views[stats] = _Views(kept, _sums_of(stats), samples)
     return views
 
 
 def _sums_of(stats: PairStats) -> Sums:
-    moments, pairs = stats.moments.mT.numpy(), stats.pairs
+    moments, density = _table_of(stats, "moments"), _kept(stats, "density")
     return Sums(
         moments=moments,
-        shared=moments[0],
-        density=stats.density.numpy(),
+        shared=_group(moments, 0),
+        density=density.low.view(-1).numpy().view(np.uint16),
+        density_high=density.high.view(-1).numpy(),
         channel_sums=stats.channel_sums.numpy(),
         channel_extremes=stats.channel_extremes.numpy(),
         token_offsets=stats.token_offsets.numpy(),
         token_scales=stats.token_scales.numpy(),
         nonfinite_tokens=stats.nonfinite_tokens.view(1).numpy(),
-        pair_key=pairs.key.view(-1).numpy(),
-        pair_x=pairs.x.view(-1).numpy(),
-        pair_y=pairs.y.view(-1).numpy(),
-        pair_channel=pairs.channel.view(-1).numpy(),
+        **{f"pair_{name}": _group(_table_of(stats.pairs, name), 0) for name in ("key", "x", "y", "channel")},
     )
+
+
+def _kept(owner: object, name: str) -> Any:
+    """Return what a :class:`Compacted` field keeps in memory."""
+    return owner.__dict__[name]
+
+
+def _table_of(owner: object, name: str) -> Table:
+    blocks = _kept(owner, name)
+    return Table(blocks.rows.numpy(), blocks.values.numpy())
+
+
+def _group(table: Table, number: int) -> Table:
+    return Table(table.rows[number], table.values[number])
 
 
 def _sample_of(tokens: TokenSample) -> SampleArrays:
@@ -168,9 +176,8 @@ _spare: list[Sums] = []
 
 def _sums_apart(sums: Sums) -> Sums:
     """Empty sums for another thread."""
-    apart = _spare.pop() if _spare else Sums(sums.moments, *(np.zeros_like(array) for array in sums[1:]))
+    apart = _spare.pop() if _spare else Sums(*(_empty_like(kept) for kept in sums))
     infinity = np.full(sums.channel_sums.shape[1], np.inf, np.float32)
-    apart.pair_key[:] = sums.pair_key  # what would lose to a pair that is there need not be kept
     return apart._replace(
         moments=sums.moments,
         channel_sums=np.zeros_like(sums.channel_sums),
@@ -178,17 +185,24 @@ def _sums_apart(sums: Sums) -> Sums:
     )
 
 
+def _empty_like(kept: Any) -> Any:
+    return Table(*map(np.zeros_like, kept)) if isinstance(kept, Table) else np.zeros_like(kept)
+
+
 def _join(sums: Sums, other: Sums, shared_fold: int | None) -> None:
     """Add another thread's sums, and leave them empty."""
     if shared_fold is not None:
-        join(sums.moments[shared_fold].reshape(-1), other.shared.reshape(-1))
-    join(sums.density.reshape(-1), other.density.reshape(-1))
+        join(_group(sums.moments, shared_fold), other.shared)
+    join_density(sums, other)
     for name in ("token_offsets", "token_scales", "nonfinite_tokens"):
-        join(getattr(sums, name), getattr(other, name))
+        getattr(sums, name)[:] += getattr(other, name)
+        getattr(other, name)[:] = 0
     sums.channel_sums[:] += other.channel_sums
     np.minimum(sums.channel_extremes[0], other.channel_extremes[0], out=sums.channel_extremes[0])
     np.maximum(sums.channel_extremes[1], other.channel_extremes[1], out=sums.channel_extremes[1])
     join_pairs(sums, other)
+    for name in ("key", "x", "y", "channel"):
+        getattr(other, f"pair_{name}").rows[:] = 0
     _spare.append(other)
 
 

@@ -61,27 +61,36 @@ class Rows(NamedTuple):
     sample: Any
 
 
+class Table(NamedTuple):
+    """One group of a :class:`Blocks`: a block without a row gets one when it is first needed."""
+
+    rows: Any
+    values: Any
+
+
 class Sums(NamedTuple):
-    """What one thread fills: as :class:`PairStats` keeps them, but for the moments and the pairs.
+    """What one thread fills: as :class:`PairStats` keeps them, each :class:`Compacted` field as tables.
 
     Attributes:
-        moments: of every fold, float64 ``(folds, bins, 6)``, the same array for all threads.
-        shared: of a fold that another thread has begun, float64 ``(bins, 6)``.
-        pair_key: flat, as are the others of the drawn pairs.
+        moments: of every fold, ``(folds, …)``, the same arrays for all threads.
+        shared: moments of a fold that another thread has begun.
+        density: lower 16 bits of the counts, uint16 and flat.
+        density_high: the counts over 65,536, int64 and flat.
     """
 
-    moments: Any
-    shared: Any
+    moments: Table
+    shared: Table
     density: Any
+    density_high: Any
     channel_sums: Any
     channel_extremes: Any
     token_offsets: Any
     token_scales: Any
     nonfinite_tokens: Any
-    pair_key: Any
-    pair_x: Any
-    pair_y: Any
-    pair_channel: Any
+    pair_key: Table
+    pair_x: Table
+    pair_y: Table
+    pair_channel: Table
 
 
 class SampleArrays(NamedTuple):

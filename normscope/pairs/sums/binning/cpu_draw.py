@@ -1,6 +1,7 @@
 """Which tokens and pairs are drawn, and sums of several threads as one: what numba compiles beside the loop itself.
 
-Everything compiled stands in this file, as in :mod:`normscope.pairs.sums.binning.cpu_loop`.
+After a change to what this file imports from :mod:`normscope.pairs.sums.binning.cpu_loop`, touch it: numba keeps what
+it compiled until the file of the function that is called changes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from normscope.pairs.sums.binning.compiled_loops import compiled
+from normscope.pairs.sums.binning.cpu_loop import count, put, row_of
 
 _called = compiled()
 _exact = compiled(within=True)
@@ -59,27 +61,40 @@ def _last(sample: Any) -> int:
 
 
 @_called
-def join(into: Any, other: Any) -> None:
-    """Add flat sums of 64 bits to others, and leave zeros; most are zero already, and are passed over in eights."""
-    bits, whole = other.view(np.int64), into.size - into.size % 8
-    for i in range(0, whole, 8):
-        low = bits[i] | bits[i + 1] | bits[i + 2] | bits[i + 3]
-        if (low | bits[i + 4] | bits[i + 5] | bits[i + 6] | bits[i + 7]) != 0:
-            _move(into[i : i + 8], other[i : i + 8])
-    _move(into[whole:], other[whole:])
+def join(table: Any, other: Any) -> None:
+    """Add the sums of another thread, and leave zeros."""
+    for block in range(other.rows.size - 1):
+        if other.rows[block] != 0:
+            row, source = row_of(table.rows, block), other.rows[block]
+            for i in range(table.values.shape[1]):
+                table.values[row, i] += other.values[source, i]
+                other.values[source, i] = 0
+            other.rows[block] = 0
+    other.rows[-1] = 0
 
 
-@_exact
-def _move(into: Any, other: Any) -> None:
-    for i in range(into.size):
-        into[i] += other[i]
-        other[i] = 0
+@_called
+def join_density(sums: Any, other: Any) -> None:
+    """Add the counts of another thread, and leave zeros."""
+    for cell in range(other.density.size):
+        if other.density[cell] != 0:
+            count(sums.density, sums.density_high, cell, other.density[cell])
+            other.density[cell] = 0
+    for cell in range(other.density_high.size):
+        if other.density_high[cell] != 0:
+            sums.density_high[cell] += other.density_high[cell]
+            other.density_high[cell] = 0
 
 
 @_called
 def join_pairs(sums: Any, other: Any) -> None:
-    """Take the drawn pairs of lesser keys."""
-    for i in range(sums.pair_key.size):
-        if other.pair_key[i] < sums.pair_key[i]:
-            sums.pair_key[i], sums.pair_x[i], sums.pair_y[i] = other.pair_key[i], other.pair_x[i], other.pair_y[i]
-            sums.pair_channel[i] = other.pair_channel[i]
+    """Take the drawn pairs of lesser keys, and leave none."""
+    for block in range(other.pair_key.rows.size - 1):
+        for place in range(other.pair_key.values.shape[1] if other.pair_key.rows[block] != 0 else 0):
+            key = other.pair_key.values[other.pair_key.rows[block], place]
+            if key > sums.pair_key.values[sums.pair_key.rows[block], place]:
+                put(sums.pair_key, block, place, key)
+                put(sums.pair_x, block, place, other.pair_x.values[other.pair_x.rows[block], place])
+                put(sums.pair_y, block, place, other.pair_y.values[other.pair_y.rows[block], place])
+                put(sums.pair_channel, block, place, other.pair_channel.values[other.pair_channel.rows[block], place])
+    other.pair_key.values[: other.pair_key.rows[-1] + 1] = 0

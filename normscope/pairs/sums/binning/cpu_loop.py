@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from normscope.pairs.sums.binning.compiled_loops import compiled
-from normscope.pairs.sums.binning.cpu_arrays import Tile
+from normscope.pairs.sums.binning.cpu_arrays import Table, Tile
 from normscope.pairs.sums.sampling import GOLDEN, MIX, NO_KEY
 
 Array = NDArray[Any]
@@ -28,7 +28,7 @@ _ELEMENTS = 1024
 _BYTES_OF_A_BIN = 48
 _UNCOUNTED = -1.0
 
-_u8 = np.uint64
+_u8, _u2 = np.uint64, np.uint16
 _GOLDEN, _MIX_1, _MIX_2 = (_u8(number % 2**64) for number in (GOLDEN, *MIX))
 _NO_KEY = _u8(NO_KEY)
 
@@ -83,6 +83,20 @@ def _to_either_side(steps: Any, bits: Any, centre: Any) -> Any:
 def _bin(bits: Any, shift: Any, lowest: Any, centre: Any) -> Any:
     """Return :meth:`FloatGrid.index` of a float32 number of these bits."""
     return _to_either_side(_steps(bits, shift, lowest, centre), bits, centre)
+
+
+@_exact
+def _new_row(rows: Any, block: Any) -> Any:
+    rows[-1] += 1
+    rows[block] = rows[-1]
+    return rows[block]
+
+
+@_exact
+def row_of(rows: Any, block: Any) -> Any:
+    """Return the row of a block of a :class:`Blocks`, after giving it the next free one if it has none."""
+    row = rows[_u8(block)]
+    return _u8(_new_row(rows, _u8(block)) if row == 0 else row)
 
 
 @_any_order
@@ -149,16 +163,17 @@ def _index(row: Any, shift: float, rstd: float, constants: Any, y: Any, bins: An
 
 
 @_exact
-def _add_pairs(row: Any, shift: float, rstd: float, bins: Any, cells: Any, moments: Any, density: Any) -> None:
-    address, fours = _u8(moments.ctypes.data), row.size - row.size % 4
+def _add_pairs(row: Any, shift: float, rstd: float, bins: Any, cells: Any, moments: Any, sums: Any) -> None:
+    address, rows, fours = _u8(moments.values.ctypes.data), moments.rows, row.size - row.size % 4
+    low, high = sums.density, sums.density_high
     for first in range(0, fours, 4):
         for j in range(first, first + 4):
-            _add_moments(row[j], shift, rstd, address + _u8(bins[j]) * _u8(_BYTES_OF_A_BIN))
+            _add_moments(row[j], shift, rstd, address + row_of(rows, bins[j]) * _u8(_BYTES_OF_A_BIN))
         for j in range(first, first + 4):
-            density[_u8(cells[j])] += 1
+            count(low, high, _u8(cells[j]), _u2(1))
     for j in range(fours, row.size):
-        _add_moments(row[j], shift, rstd, address + _u8(bins[j]) * _u8(_BYTES_OF_A_BIN))
-        density[_u8(cells[j])] += 1
+        _add_moments(row[j], shift, rstd, address + row_of(rows, bins[j]) * _u8(_BYTES_OF_A_BIN))
+        count(low, high, _u8(cells[j]), _u2(1))
 
 
 @_exact
@@ -168,26 +183,41 @@ def _add_moments(element: Any, shift: float, rstd: float, row_of_bin: Any) -> No
 
 
 @_exact
+def count(low: Any, high: Any, cell: Any, number: Any) -> None:
+    """Add to the count of a cell; what its lower bits cannot hold goes to the others."""
+    low[cell] += number
+    if low[cell] < number:
+        high[cell] += 1
+
+
+@_exact
 def _draw_pairs(tokens: Any, t: int, first: int, stop: int, bins: Any, constants: Any, sums: Any) -> None:
     """Let some pairs of a part of a token compete for the places of their bins, as :meth:`PairSample.add` says."""
     key, step, last_place = _u8(tokens.keys[t]), constants.one_element_in, _u8(constants.pairs_per_bin - 1)
     start = np.int64((key >> _u8(8)) % _u8(step))
-    element_keys, bins_in_all = tokens.element_keys[start, first // step :], _u8(2 * constants.pair[2] + 1)
+    element_keys, key_rows, keys = tokens.element_keys[start, first // step :], sums.pair_key.rows, sums.pair_key.values
     for i in range((stop - first - start + step - 1) // step):
         j = start + i * step
         drawn = ((key ^ element_keys[i]) * _MIX_1) & _NO_KEY
-        place = (drawn & last_place) * bins_in_all + _u8(bins[j])
-        if np.int64(drawn) < sums.pair_key[place]:
-            sums.pair_key[place] = np.int64(drawn)
+        place, kept = drawn & last_place, np.int64(drawn ^ _NO_KEY)
+        if kept > keys[_u8(key_rows[_u8(bins[j])]), place]:
             x, channels = tokens.rows[t, first + j], tokens.rows.shape[1] // tokens.positions
-            sums.pair_x[place], sums.pair_y[place] = x, (np.float64(x) - tokens.shift[t]) * tokens.rstd[t]
-            sums.pair_channel[place] = t % tokens.groups * channels + (first + j) // tokens.positions
+            put(sums.pair_key, bins[j], place, kept)
+            put(sums.pair_x, bins[j], place, x)
+            put(sums.pair_y, bins[j], place, (np.float64(x) - tokens.shift[t]) * tokens.rstd[t])
+            put(sums.pair_channel, bins[j], place, t % tokens.groups * channels + (first + j) // tokens.positions)
+
+
+@_exact
+def put(table: Any, block: Any, place: Any, value: Any) -> None:
+    """Set an element of a block."""
+    table.values[row_of(table.rows, block), place] = value
 
 
 @_exact
 def _add_block(tokens: Any, block: Any, constants: Any, moments: Any, sums: Any, tile: Any) -> None:
     """Add the pairs of some finite tokens, one step after the other for a part of each."""
-    rows, density, d = tokens.rows, sums.density.reshape(-1), tokens.rows.shape[1]
+    rows, d = tokens.rows, tokens.rows.shape[1]
     plain = tokens.positions == 1 and tokens.groups == 1
     for first in range(0, d, _ELEMENTS):
         stop = min(first + _ELEMENTS, d)
@@ -196,7 +226,7 @@ def _add_block(tokens: Any, block: Any, constants: Any, moments: Any, sums: Any,
             _index(rows[t, first:stop], tokens.shift[t], tokens.rstd[t], constants, tile.y, tile.bins[i], tile.cells[i])
         for i in range(block.size):
             t, bins, cells = block[i], tile.bins[i], tile.cells[i]
-            _add_pairs(rows[t, first:stop], tokens.shift[t], tokens.rstd[t], bins, cells, moments, density)
+            _add_pairs(rows[t, first:stop], tokens.shift[t], tokens.rstd[t], bins, cells, moments, sums)
         for i in range(block.size):
             _draw_pairs(tokens, block[i], first, stop, tile.bins[i], constants, sums)
         if plain:
@@ -291,7 +321,7 @@ def fill(constants: Any, tokens: Any, runs: Any, sums: Any) -> None:
     block, filled = np.empty(_TOKENS, np.int64), 0
     for run in range(runs.shape[0]):
         start, stop, fold, sample_key, position, sample = runs[run]
-        moments = sums.shared if fold < 0 else sums.moments[fold]
+        moments = sums.shared if fold < 0 else Table(sums.moments.rows[fold], sums.moments.values[fold])
         for t in range(start, stop):
             tokens.reach[t] = _UNCOUNTED
             if not tokens.valid[t]:
@@ -325,7 +355,7 @@ def add_weighted(constants: Any, tokens: Any, runs: Any, weight: Any, moments: A
         tokens: a :class:`Rows` that has been filled.
         runs: start, stop and fold of each, int64 ``(runs, 3)``.
         weight: float64 ``(channels,)``.
-        moments: of every fold, float64 ``(folds, bins, 6)``.
+        moments: of every fold, a :class:`Table`.
     """
     d, positions = tokens.rows.shape[1], tokens.positions
     for run in range(runs.shape[0]):
@@ -341,7 +371,7 @@ def add_weighted(constants: Any, tokens: Any, runs: Any, weight: Any, moments: A
                 y = (x - shift) * rstd
                 of_one = weight[first_channel + j // positions]
                 of_x, of_y = of_one * x, of_one * y
-                sums = moments[fold, _bin(bits[j], *constants.pair)]
+                sums = moments.values[fold, row_of(moments.rows[fold], _bin(bits[j], *constants.pair))]
                 sums[0] += of_one
                 sums[1] += of_x
                 sums[2] += of_y

@@ -15,7 +15,7 @@ from normscope.pairs.sums.binning.cuda_draw import draw
 from normscope.pairs.sums.binning.cuda_launches import KernelCall, launched
 from normscope.pairs.sums.binning.cuda_loop import GATHERED, describe
 from normscope.pairs.sums.binning.cuda_pairs import COUNTED, add_pairs, flush
-from normscope.pairs.sums.sampling import FOLDS, GROUPED_WIDTH, NO_KEY, ONE_ELEMENT_IN
+from normscope.pairs.sums.sampling import FOLDS, GROUPED_WIDTH, NO_KEY, ONE_ELEMENT_IN, PairSample
 from normscope.pairs.sums.tokens import Run, Tokens
 
 if TYPE_CHECKING:
@@ -44,13 +44,14 @@ def add(stats: PairStats, tokens: Tokens) -> None:
         stats.moments = stats.moments.mT.contiguous().mT
     with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
         n, d = rows.shape
+        kept = _kept(stats)
         scratch = torch.zeros(_CELLS + _ADDED + 1, GATHERED.value, device=rows.device)
         memory = {
             "rows": rows,
             "valid": rows if tokens.valid is None else tokens.valid.contiguous(),
             "runs": _runs(tuple(tokens.runs), rows.device, _stream(rows.device)),
             "scratch": scratch,
-            **_kept(stats),
+            **kept,
         }
         lines = tokens.lines
         if lines.shift is not None and lines.rstd is not None:
@@ -61,6 +62,8 @@ def add(stats: PairStats, tokens: Tokens) -> None:
             *(stats.grouped, len(stats.tokens.key), len(stats.largest.key)),
         )
         launched(kind, memory, _said(n, lines.form is None), lambda: _launches(stats, tokens, n, d))
+        stats.moments, stats.density = kept["moments"], kept["density"]
+        stats.pairs = PairSample(*(kept[f"pair_{name}"] for name in ("keys", "x", "y", "channel")))
         reference.add_optional(stats, tokens)
 
 

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from normscope.pairs.sums.binning import CHANNEL_GRID, DENSITY_X_GRID, DENSITY_Y_GRID, MOMENTS, PAIR_GRID, TOKEN_GRID
-from normscope.pairs.sums.sampling import GROUPED_WIDTH, LARGEST_TOKENS, NO_KEY, UNIFORM_TOKENS, TokenSample, evenly
+from normscope.pairs.sums.sampling import (
+    FOLDS,
+    GROUPED_WIDTH,
+    LARGEST_TOKENS,
+    NO_KEY,
+    UNIFORM_TOKENS,
+    TokenSample,
+    evenly,
+)
 from normscope.pairs.sums.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -42,10 +50,10 @@ def add(stats: PairStats, tokens: Tokens) -> None:
     """Add the pairs of ``tokens`` to everything that ``stats`` keeps."""
     keys, places = tokens.keys(), tokens.places()
     for rows, pairs in _in_steps(stats, tokens):
-        _add_moments(stats.moments, pairs)
+        stats.moments += _moments(pairs)
         _add_optional(stats, tokens, pairs)
         stats.nonfinite_tokens += (pairs.valid & ~pairs.counted).sum()
-        _add_density(stats.density, pairs)
+        stats.density += _density(pairs)
         _add_channels(stats, pairs)
         _count(stats.token_offsets, pairs.x.mean(1, keepdim=True) * pairs.rstd, pairs.counted)
         _count(stats.token_scales, 1 / pairs.rstd, pairs.counted)
@@ -76,7 +84,7 @@ def _in_steps(stats: PairStats, tokens: Tokens) -> Iterator[tuple[slice, _Pairs]
         y = ((x - shift) * rstd).where(counted, 0)
         x = x.where(counted, 0)
         bins = PAIR_GRID.index(x.float())
-        cells = (folds[rows] * PAIR_GRID.size + bins).where(counted, stats.moments[:, 0].numel())
+        cells = (folds[rows] * PAIR_GRID.size + bins).where(counted, FOLDS * PAIR_GRID.size)
         yield rows, _Pairs(x, y, bins, cells, tokens.channel_of(rows), shift, rstd, valid, counted)
 
 
@@ -101,27 +109,26 @@ def binned_moments(x: Tensor, y: Tensor, index: Tensor, bins: int, weight: Tenso
     return moments[:, :-1]
 
 
-def _add_density(density: Tensor, pairs: _Pairs) -> None:
+def _density(pairs: _Pairs) -> Tensor:
     """Count the pairs per cell; y is taken in float32 here, and may lie beside the edge of its bin by its rounding."""
-    x, size = pairs.x.float(), density.numel()
+    x, size = pairs.x.float(), DENSITY_X_GRID.size * DENSITY_Y_GRID.size
     y = (x - pairs.shift.float()) * pairs.rstd.float()
     cells = DENSITY_X_GRID.index(x) * DENSITY_Y_GRID.size + DENSITY_Y_GRID.index(y)
     counts = torch.zeros(size + 1, dtype=torch.int64, device=x.device)
     counts.index_add_(0, cells.where(pairs.counted, size).flatten(), torch.ones_like(cells).flatten())
-    density += counts[:-1].view_as(density)
+    return counts[:-1].view(DENSITY_X_GRID.size, -1)
 
 
-def _add_moments(moments: Tensor, pairs: _Pairs, weight: Tensor | None = None) -> None:
-    folds, words, bins = moments.shape
-    sums = binned_moments(pairs.x, pairs.y, pairs.cells, folds * bins, weight)
-    moments += sums.view(words, folds, bins).transpose(0, 1)
+def _moments(pairs: _Pairs, weight: Tensor | None = None) -> Tensor:
+    sums = binned_moments(pairs.x, pairs.y, pairs.cells, FOLDS * PAIR_GRID.size, weight)
+    return sums.view(len(MOMENTS), FOLDS, -1).transpose(0, 1)
 
 
 def _add_optional(stats: PairStats, tokens: Tokens, pairs: _Pairs, by_gamma: bool = True) -> None:
     if by_gamma and stats.gamma_moments is not None:
         gamma = torch.ones(tokens.channels) if tokens.gamma is None else tokens.gamma
         weight = gamma.to(pairs.x.device).double().square()
-        _add_moments(stats.gamma_moments, pairs, weight[pairs.channel])
+        stats.gamma_moments += _moments(pairs, weight[pairs.channel])
     if stats.channel_moments is not None:
         _, channels, bins = stats.channel_moments.shape
         cells = (pairs.channel * bins + CHANNEL_GRID.index(pairs.x.float())).where(pairs.counted, channels * bins)
@@ -129,7 +136,7 @@ def _add_optional(stats: PairStats, tokens: Tokens, pairs: _Pairs, by_gamma: boo
     if stats.diagonal_moments is not None:
         form = tokens.lines.form
         assert form is not None  # noqa: S101 - the sums are kept of sites with a form alone
-        _add_moments(stats.diagonal_moments, replace(pairs, y=form.diagonal(pairs.x, tokens.lines.eps)))
+        stats.diagonal_moments += _moments(replace(pairs, y=form.diagonal(pairs.x, tokens.lines.eps)))
 
 
 def _add_channels(stats: PairStats, pairs: _Pairs) -> None:

@@ -191,9 +191,11 @@ def test_nothing_waits_for_a_gpu():
     with FakeTensorMode():
         for groups, d in ((None, 8), (2, 40)):
             asked = {"by_gamma": True, "per_channel": True, "diagonal": groups is None}
-            stats = PairStats.empty(8, grouped=groups is not None, **asked)
+            stats = PairStats.empty(8, device=torch.device("cuda"), grouped=groups is not None, **asked)
             lines = Lines(FORMS[layer_norm], 1e-6)
-            tokens = Tokens(torch.randn(12, d), lines, [Run(0, 6, 0, 1, 0, 0), Run(6, 12, 1, 2, 0, 1)], 8, groups)
+            tokens = Tokens(
+                torch.randn(12, d, device="cuda"), lines, [Run(0, 6, 0, 1, 0, 0), Run(6, 12, 1, 2, 0, 1)], 8, groups
+            )
             reference.add(stats, tokens)
             assert stats.tokens.x.shape[0] == 64
 
