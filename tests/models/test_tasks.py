@@ -49,7 +49,7 @@ def test_digits_in_folders_are_judged_like_any_labelled_images(tmp_path):
     modules = {"norm": DyT(64, alpha=0.2)}
     report = normscope.drift(network, replacements=modules, one_at_a_time=False, cumulative=False)
     with torch.no_grad(), normscope.Swap(network.module, modules):
-        answers = torch.cat([network.module(batch.args[0]).argmax(1) for batch in network.inputs])
+        answers = torch.cat([network.module(batch.args[0]).argmax(1) for batch in network.inputs]).tolist()
     scores = report.quality.scores
     assert scores["original"].value == 1.0 and scores["swapped"].value == accuracy_score(labels(network), answers)
 

@@ -64,7 +64,7 @@ def test_one_shift_for_alphas_of_both_signs_leaves_them():
             assert (fitted - y).norm() < 1e-5 * y.norm()
 
 
-def test_lines_between_points_are_fitted_where_they_are_and_go_back_to_a_gpu():
+def test_lines_between_points_are_fitted_where_they_are_and_go_back_to_a_gpu(fake_cuda):
     lines = curve_along(Piecewise(np.array([0.0, 1.0]), np.array([0.0, 3.0]), beyond=0.0))
     with FakeTensorMode():
         with torch.device("cuda"):

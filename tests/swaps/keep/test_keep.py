@@ -48,7 +48,7 @@ def modules_of(model):
 def median(model, batches, modules):
     """The drift with these modules in, by the public function. keep() makes other batches, which round otherwise."""
     moved = drift(model, batches, modules, one_at_a_time=False, cumulative=False).all.relative_l2.p50
-    return pytest.approx(moved, rel=1e-6)
+    return pytest.approx(moved, rel=1e-5)
 
 
 def test_one_norm_to_keep_is_that_of_brute_force(chain):
@@ -61,7 +61,7 @@ def test_one_norm_to_keep_is_that_of_brute_force(chain):
     least = min(one.expected for one in moved.values())
     assert [moved[path].expected for path in report.kept] == [least]
     assert report.steps[0].relative_l2.p50 == median(model, batches, modules)
-    assert report.steps[1].relative_l2.p50 == pytest.approx(least, rel=1e-6)
+    assert report.steps[1].relative_l2.p50 == pytest.approx(least, rel=1e-5)
     assert report.swapped == [path for path in modules if path not in report.kept]
 
 

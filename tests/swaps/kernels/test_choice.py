@@ -64,13 +64,13 @@ OWN = {"normscope::pointwise"}
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize("curve", KERNELS)
-def test_on_cuda_the_kernels_are_the_default(ampere, curve, dtype):
+def test_on_cuda_the_kernels_are_the_default(fake_cuda, ampere, curve, dtype):
     names = called(curve, dtype, "cuda")
     assert set(names) >= OWN
     assert not {"aten::tanh", "aten::erf", "aten::rsqrt", "aten::hypot"} & set(names)
 
 
-def test_on_cuda_plain_torch_has_the_rest(ampere, monkeypatch):
+def test_on_cuda_plain_torch_has_the_rest(fake_cuda, ampere, monkeypatch):
     assert not OWN & set(called("softsign", torch.float32, "cuda"))
     assert not OWN & set(called("linear", torch.float32, "cuda"))
     assert not OWN & set(called("tanh", torch.float64, "cuda"))
@@ -110,7 +110,7 @@ def test_what_is_transformed_is_plain_torchs(ampere, monkeypatch):
         torch.func.jvp(lambda x: loss(own, x), (x,), (torch.ones_like(x),))
 
 
-def test_eager_is_plain_torch_on_cuda_too(ampere, monkeypatch):
+def test_eager_is_plain_torch_on_cuda_too(fake_cuda, ampere, monkeypatch):
     monkeypatch.setenv(VARIABLE, "eager")
     assert not OWN & set(called("tanh", torch.bfloat16, "cuda"))
 
@@ -141,7 +141,7 @@ def test_what_is_compiled_for_cuda_has_kernels_only_where_they_are_asked_for(amp
     assert by_kernels("tanh", CUDA, torch.float32) == (asked != "eager")
 
 
-def test_an_override_that_can_be_met_is(ampere, monkeypatch):
+def test_an_override_that_can_be_met_is(fake_cuda, ampere, monkeypatch):
     monkeypatch.setenv(VARIABLE, "triton")
     assert set(called("erf", torch.float16, "cuda")) >= OWN
     monkeypatch.setattr(choice, "interpreted", lambda: True)

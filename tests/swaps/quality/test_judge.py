@@ -42,9 +42,9 @@ def test_top_1_is_scikit_learns_accuracy_before_and_after(digits):
     labels = [sample.label for batch in digits.inputs for sample in batch.samples]
     modules = {f"blocks.{n}.norm1": DyT(64, alpha=0.4) for n in range(8)}
     report = drift(digits, None, modules, one_at_a_time=False, cumulative=False)
-    before = accuracy_score(labels, plain_logits(digits.module, digits.inputs).argmax(1))
+    before = accuracy_score(labels, plain_logits(digits.module, digits.inputs).argmax(1).tolist())
     with normscope.Swap(digits.module, modules):
-        after = accuracy_score(labels, plain_logits(digits.module, digits.inputs).argmax(1))
+        after = accuracy_score(labels, plain_logits(digits.module, digits.inputs).argmax(1).tolist())
     found = report.quality
     assert (found.name, found.n, found.over, found.higher_is_better) == (
         *("top-1 accuracy", 64, "64 labelled samples", True),
@@ -176,7 +176,7 @@ def test_healing_says_the_same_number_before_and_after():
     labels = [sample.label for sample in labelled().samples]
     wanted = {}
     for name, module in (("original", network.module), ("swapped", first), ("healed", swapped)):
-        wanted[name] = accuracy_score(labels, plain_logits(module, [labelled()]).argmax(1))
+        wanted[name] = accuracy_score(labels, plain_logits(module, [labelled()]).argmax(1).tolist())
     assert {name: score.value for name, score in report.quality.scores.items()} == wanted
     assert report.as_dict()["quality"]["scores"]["healed"]["value"] == wanted["healed"]
 

@@ -213,7 +213,7 @@ def test_without_a_head_there_are_features(folders, lines, kind):
     assert torch.equal(model.outputs.read(result, batch), result.last_hidden_state)
 
 
-def test_random_weights_for_a_gpu_are_drawn_on_it(monkeypatch):
+def test_random_weights_for_a_gpu_are_drawn_on_it(fake_cuda, monkeypatch):
     seeded, forked = [], torch.random.fork_rng
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

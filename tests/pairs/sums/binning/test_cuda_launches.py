@@ -71,7 +71,8 @@ class Compiled:
 def driver(monkeypatch):
     own = Driver()
     monkeypatch.setattr("triton.compiler.compile", Compiled)
-    monkeypatch.setattr(triton.runtime.driver, "_active", own)
+    config = triton.runtime.driver
+    monkeypatch.setattr(config, "_active" if hasattr(config, "_active") else "active", own)  # Triton 3.4 has no _active
     monkeypatch.setattr(cuda_launches, "_plans", {})
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
     for kernel in KERNELS:
