@@ -59,7 +59,7 @@ Minutes = Annotated[
     typer.Option(
         metavar="M",
         rich_help_panel=SWAP,
-        help="In place of --steps: how long calibration and training may take.",
+        help="In place of --steps: wall-clock minutes of calibration, training and measuring together.",
         show_default=False,
     ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -68,7 +69,8 @@ def heal(
         train: ``all``, every weight but those of embeddings; ``neighbours``, the functions and the linear layers beside
             them, as :func:`normscope.calibrate` takes them; ``norms``, the functions alone, calibrated alone too.
         steps: of the training, each of one batch to learn from, or of several small ones; None for 1700.
-        minutes: in place of steps: that all of it may take, calibration and measuring included.
+        minutes: in place of steps: wall-clock time that all of it may take, calibration and measuring included; the
+            clock is read before every step, and the learning rate follows the share of the time that has passed.
         seed: of the order of the batches.
         checkpoint: a safetensors file that is written a dozen times, and that the same call goes on from; None for
             none.
@@ -82,7 +84,7 @@ def heal(
 
     Returns:
         A :class:`HealReport`. Training flags, grad mode and RNG states are left as found. On a CPU with the same
-        number of threads, the same call gives the same bits, interrupted or not.
+        number of threads, the same call with a number of steps gives the same bits, interrupted or not.
 
     Raises:
         UsageError: if nothing was swapped, if one of ``learn`` and ``held_out`` is missing, if options contradict one
@@ -123,11 +125,13 @@ def heal(
     if path is not None:
         check_asked(path, asked or {})
     for name, network in (("original", teacher), ("swapped", student)):
+        judging = time.monotonic()
         judge.add(name, network)
+    until = judging - time.monotonic() + (began + 60 * minutes if minutes else math.inf)
     batches, left_out = kept_in_memory(learn)
     stages = Stages(teacher, student, sites, outputs, batches, reported, options)
     with left_as_found(teacher), left_as_found(student):
-        course = stages.run(path, asked or {}, began, progress, checked)
+        course = stages.run(path, asked or {}, until, progress, checked)
     judge.add("healed", student)
     pool = stages.pool
     n_learned, n_judged = (sum(len(batch.samples) for batch in part) for part in (pool.learned, pool.judged))

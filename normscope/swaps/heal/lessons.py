@@ -86,10 +86,6 @@ class Lessons:
         """Return how many lessons there are."""
         return len(self._batches)
 
-    def elements(self, number: int) -> int:
-        """How many numbers the inputs of a lesson hold, one at least: in proportion to that, it takes its time."""
-        return max(1, sum(tensor.numel() for batch in self._batches[number] for tensor in tensors_of(batch)))
-
     def targets(self, number: int) -> list[Target]:
         """Return what the original gives for the batches of a lesson."""
         if number in self._kept:
