@@ -229,7 +229,8 @@ def unpacked(
         model: a module; or a loaded model, which has all of them. What is given besides takes the place of its own.
         batches: None for the loaded model's inputs.
         about: None for what the loaded model and the batches say.
-        outputs: None for the loaded model's; of a module, the first tensor.
+        outputs: None for the loaded model's; of a module, the first tensor: logits where its class is transformers' own
+            for language models or classification, or derives from one.
         forward: runs the module on an entry of the batches, see :func:`normscope.inputs.entries.as_batches`.
 
     Raises:
@@ -249,7 +250,22 @@ def unpacked(
         raise UsageError(
             f"A {type(model).__name__} brings no batches: pass some after it, or pass what normscope.load returned."
         )
-    return model, _read_for(batches, model, forward), dict(about or {}), outputs or Outputs()
+    return model, _read_for(batches, model, forward), dict(about or {}), outputs or Outputs(_kind_of(model))
+
+
+_HEADS: dict[str, Kind] = {
+    "ForCausalLM": "tokens",
+    "LMHeadModel": "tokens",
+    "ForMaskedLM": "tokens",
+    "ForSequenceClassification": "classes",
+    "ForImageClassification": "classes",
+}
+
+
+def _kind_of(model: nn.Module) -> Kind:
+    """Return the kind of output that the names of transformers' classes state; ``tensor`` of other modules."""
+    names = [base.__name__ for base in type(model).__mro__]
+    return next((kind for head, kind in _HEADS.items() for name in names if name.endswith(head)), "tensor")
 
 
 def _read_for(batches: Iterable[Any], model: nn.Module, forward: Forward | None) -> Iterable[Any]:

@@ -18,6 +18,7 @@ from normscope.inputs.pool import kept_in_memory
 from normscope.inputs.splits import divided
 from normscope.runtime.network import left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent
+from normscope.swaps.drift.output_errors import measure_of
 from normscope.swaps.heal.checkpoint import check_asked
 from normscope.swaps.heal.reports import HealReport
 from normscope.swaps.heal.stages import ALL, HealOptions, Stages
@@ -48,8 +49,8 @@ def heal(
     """Train a swapped network, in place, until it gives what the original gives.
 
     First it is calibrated (:func:`normscope.calibrate`), which takes no gradient. From there AdamW trains it end to
-    end: the loss is the relative L2 at the output, plus the mean over the swapped sites of the relative L2 of what they
-    give. Point-wise functions are trained by their slope, weight · α, and log α, and have a weight and a bias for each
+    end: the loss is the relative L2 at the output, or of logits the root of their KL divergence, plus the mean over the
+    swapped sites of the relative L2 of what they give. Point-wise functions are trained by their slope, weight · α, and log α, and have a weight and a bias for each
     channel afterwards. A fourth of the inputs to learn from decides: of all states, the start and the calibrated one
     among them, the one with the least median drift there is kept. The held-out inputs only tell what came of it, and
     the network is left with the stage that did best on them: it is never worse than it was.
@@ -149,6 +150,7 @@ def heal(
         judge.quality,
         judge.untold,
         about,
+        measure_of(outputs.kind),
     )
 
 

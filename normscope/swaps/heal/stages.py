@@ -149,7 +149,9 @@ class Stages:
             with _trainable(self._swapped, names):
                 self._train(course, names, until, saved, progress, checked)
             course.drifts[TRAINED] = self._held_out()
-            course.left_with = min(course.drifts, key=lambda stage: course.drifts[stage]["median"])
+            high = course.drifts[START]["p90"]
+            allowed = [stage for stage, drift in course.drifts.items() if stage == START or drift["p90"] <= high]
+            course.left_with = min(allowed, key=lambda stage: course.drifts[stage]["median"])
             course.trained, course.moments = {}, {}
             saved()
         restore(self._parameters, start)
@@ -164,7 +166,7 @@ class Stages:
         errors = self._held_out_errors()
         if not len(errors):
             raise DataError("There is no held-out batch to report the drift of.")
-        course = Course(self._drift(), drifts={START: _quantiles(errors)}, n_held_out=len(errors))
+        course = Course(*self._drift(), drifts={START: _quantiles(errors)}, n_held_out=len(errors))
         self._measuring = time.monotonic() - began
         return course
 
@@ -180,7 +182,7 @@ class Stages:
             for name, value in self._parameters.items()
             if not torch.equal(value, start[name])
         }
-        course.drift = self._drift()
+        course.drift, _ = self._drift()
         course.drifts[CALIBRATED] = self._held_out()
 
     def _train(
@@ -236,9 +238,10 @@ class Stages:
             "inputs": self.pool.digest,
         }
 
-    def _drift(self) -> float:
-        """The median on the inputs that decide."""
-        return _quantiles(self._judged.of(self._swapped))["median"]
+    def _drift(self) -> tuple[float, float]:
+        """Return median and 90th percentile on the inputs that decide."""
+        found = _quantiles(self._judged.of(self._swapped))
+        return found["median"], found["p90"]
 
     def _held_out(self) -> dict[str, float]:
         return _quantiles(self._held_out_errors())

@@ -34,7 +34,8 @@ class Course:
     """The state of a healing, all that it resumes from.
 
     Attributes:
-        drift: the least so far, on the inputs that decide.
+        drift: the least median so far, on the inputs that decide.
+        most_p90: the 90th percentile there with the start values, which no state that is kept exceeds.
         drifts: quantiles of the drift on the held-out inputs, at the start and after each stage.
         n_held_out: number of the held-out samples.
         not_refitted: why a layer beside a swapped norm was not calibrated, by path.
@@ -50,6 +51,7 @@ class Course:
     """
 
     drift: float
+    most_p90: float = math.inf
     drifts: dict[str, dict[str, float]] = field(default_factory=dict)
     n_held_out: int = 0
     not_refitted: dict[str, str] = field(default_factory=dict)
@@ -63,9 +65,9 @@ class Course:
     trained: Values = field(default_factory=dict)
     moments: dict[str, Values] = field(default_factory=dict)
 
-    def check(self, drift: float, loss: float) -> TrainingCheck:
-        """Add a check, and say whether the drift is the least so far."""
-        kept = drift < self.drift
+    def check(self, drift: float, p90: float, loss: float) -> TrainingCheck:
+        """Add a check, which says whether the state is the best so far."""
+        kept = drift < self.drift and p90 <= self.most_p90
         self.drift = drift if kept else self.drift
         found = TrainingCheck(self.step, _finite(loss), _finite(drift), kept)
         self.checks.append(found)
@@ -115,7 +117,7 @@ def train(
     width: int,
     steps: int | None,
     gradients: Callable[[int], float],
-    drift: Callable[[], float],
+    drift: Callable[[], tuple[float, float]],
     saved: Callable[[], None],
     progress: Progress,
     checked: Checked,
@@ -133,7 +135,7 @@ def train(
         width: of the norms, see :func:`rate_for`.
         steps: of the whole schedule; None where ``course.budget`` says how many seconds it may take.
         gradients: adds those of the step of this number to the network's parameters, and returns the loss.
-        drift: measures it, on the inputs that decide.
+        drift: measures its median and 90th percentile, on the inputs that decide.
         saved: called after every check.
         progress: called after every step with the stage's name, and the steps done and all of them, or the seconds.
         checked: called with each check.
@@ -166,7 +168,7 @@ def train(
         progress(STAGE, *((step + 1, steps) if steps else (round(after * budget), round(budget))))
         if after * CHECKS >= len(course.checks) + 1:
             course.step = step + 1
-            check = course.check(drift(), sum(losses) / len(losses))
+            check = course.check(*drift(), sum(losses) / len(losses))
             losses.clear()
             course.trained, course.seconds = copied(trained.tensors), time.monotonic() - began
             course.moments = _moments(optimizer, trained)
