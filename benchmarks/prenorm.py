@@ -80,9 +80,7 @@ def measured(model: str, folder: Path, texts: int, minutes: float) -> list[Measu
     def healed() -> torch.nn.Module:
         copied = swapped()
         with by_cpu_time():
-            report = normscope.heal(
-                network.module, copied, learned, held_out, outputs=network.outputs, minutes=minutes
-            )
+            report = normscope.heal(network.module, copied, learned, held_out, outputs=network.outputs, minutes=minutes)
         found.append(Measurement(model, "healed", "training", "steps", [float(report.steps)]))
         return copied
 

@@ -38,7 +38,9 @@ def keep_table(report: KeepReport) -> Table:
         Column(measured, score, quality is not None),
     ]
     caption = [
-        Explanation(f"{report.measure} at the output, median over {report.n_chosen_on} samples that the choice was made on"),
+        Explanation(
+            f"{report.measure} at the output, median over {report.n_chosen_on} samples that the choice was made on"
+        ),
     ]
     if held_out:
         caption.append(Explanation("held out: over inputs that nothing was chosen by", ("held out",), "; "))

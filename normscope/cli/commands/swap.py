@@ -205,7 +205,9 @@ def _tell(report: normscope.CalibrationReport, say: Output) -> None:
     )
     tell_what_stayed(report.left, report.left_out, say)
     if report.restored:
-        say.warn("the error did not fall in the median and at the 90th percentile: what was written has the start values")
+        say.warn(
+            "the error did not fall in the median and at the 90th percentile: what was written has the start values"
+        )
 
 
 def remark_on_loading(model: str, folder: str, say: Output) -> None:

@@ -144,8 +144,9 @@ def calibrate(
         before, found = judged(given), {name: value.detach().clone() for name, value in student.named_parameters()}
         last = max(number for number, station in enumerate(stations) if station.is_norm)
         behind = tuple(f"{station.path}." for station in stations[last + 1 :])
+        as_they_were = {name: value for name, value in start.items() if name.startswith(behind)}
         best, after = start, before
-        for state in (found, {**found, **{name: start[name] for name in start if name.startswith(behind)}}):
+        for state in (found, {**found, **as_they_were}) if behind else (found,):
             put_parameters(student, state)
             error = judged(_outputs(student, pool.judged, outputs))
             if error[0] < after[0] and error[1] <= before[1]:

@@ -14,6 +14,9 @@ from normscope.runtime.network import KeptBuffers, run
 from normscope.swaps.drift.distances import output_by_sample
 
 
+KL, RELATIVE_L2 = "KL divergence", "relative L2"
+
+
 def relative_errors(output: Tensor, wanted: Tensor, valid: Tensor | None = None) -> Tensor:
     """Relative L2 of each sample, ‖output − wanted‖ / ‖wanted‖ over all that is not padding.
 
@@ -70,13 +73,12 @@ def measure_of(kind: Kind) -> str:
     >>> measure_of("tokens"), measure_of("frames")
     ('KL divergence', 'relative L2')
     """
-    return "KL divergence" if kind in ("classes", "tokens") else "relative L2"
+    return KL if kind in ("classes", "tokens") else RELATIVE_L2
 
 
 def errors_by_kind(output: Tensor, wanted: Tensor, batch: Batch, kind: Kind) -> Tensor:
     """Return the error of each sample's output that :func:`measure_of` names: ``(samples,)``."""
-    measure = kl_divergences if measure_of(kind) == "KL divergence" else relative_errors
-    return measure(output, wanted, batch.valid)
+    return (kl_divergences if measure_of(kind) == KL else relative_errors)(output, wanted, batch.valid)
 
 
 def output_errors(original: nn.Module, swapped: nn.Module, batches: Iterable[Batch], outputs: Outputs) -> Tensor:

@@ -50,10 +50,11 @@ def heal(
 
     First it is calibrated (:func:`normscope.calibrate`), which takes no gradient. From there AdamW trains it end to
     end: the loss is the relative L2 at the output, or of logits the root of their KL divergence, plus the mean over the
-    swapped sites of the relative L2 of what they give. Point-wise functions are trained by their slope, weight · α, and log α, and have a weight and a bias for each
-    channel afterwards. A fourth of the inputs to learn from decides: of all states, the start and the calibrated one
-    among them, the one with the least median drift there is kept. The held-out inputs only tell what came of it, and
-    the network is left with the stage that did best on them: it is never worse than it was.
+    swapped sites of the relative L2 of what they give. Point-wise functions are trained by their slope, weight · α,
+    and log α, and have a weight and a bias for each channel afterwards. A fourth of the inputs to learn from decides:
+    of all states, the start and the calibrated one among them, the one with the least median error there is kept, if
+    its 90th percentile is not above the start's. The network is left with the stage that did best on the held-out
+    inputs by the same rule.
 
     Args:
         original: the network: what :func:`normscope.load` returned, or any module; it stays as it is.

@@ -16,7 +16,7 @@ from normscope.inputs.batch import Batch, joined, tensors_of
 from normscope.inputs.loaded_model import Outputs
 from normscope.inputs.pool import by_length
 from normscope.runtime.network import KeptBuffers, run
-from normscope.swaps.drift.output_errors import kl_divergences, measure_of
+from normscope.swaps.drift.output_errors import KL, kl_divergences, measure_of
 
 
 def pooled_loss(output: Tensor, wanted: Tensor, valid: Tensor | None) -> Tensor:
@@ -131,7 +131,7 @@ class Lessons:
             for path, calls in target.of_sites.items()
             for given, wanted in zip(of_sites[path], calls, strict=True)
         ]
-        if measure_of(self._outputs.kind) == "KL divergence":
+        if measure_of(self._outputs.kind) == KL:
             loss = kl_divergences(output, target.output, batch.valid).mean().clamp_min(_LEAST_KL).sqrt()
         else:
             loss = pooled_loss(output, target.output, batch.valid)

@@ -21,7 +21,7 @@ class TrainingCheck:
         step: how many steps were done.
         loss: mean training loss of the steps since the check before; None where it was not finite.
         drift: median error at the output, on the inputs that decide; None where it was not finite.
-        kept: whether this state was kept: no state before was as near, and the 90th percentile is not above the start's.
+        kept: whether this state was kept: none before was as near, and the 90th percentile is not above the start's.
     """
 
     step: int
@@ -51,8 +51,8 @@ class HealReport(Tabled, Record):
             on the held-out inputs; None where nothing tells.
         no_quality: why there is none; else empty.
         about: model, weights and data, which are the held-out inputs; empty of a module that is no loaded model.
-        measure: of all errors: ``KL divergence`` in nats, the mean over a sample's positions, of logits; ``relative L2``
-            of other outputs.
+        measure: of all errors: ``KL divergence`` of logits, in nats, the mean over a sample's positions; ``relative
+            L2`` of other outputs.
     """
 
     drifts: Mapping[str, Mapping[str, float]]
@@ -73,7 +73,9 @@ class HealReport(Tabled, Record):
     _properties: ClassVar[tuple[str, ...]] = ("restored",)
 
     def __repr__(self) -> str:
-        return f"HealReport: {self.measure} {self.before['median']:.3g} → {self.after['median']:.3g} in {self.steps} steps"
+        return (
+            f"HealReport: {self.measure} {self.before['median']:.3g} → {self.after['median']:.3g} in {self.steps} steps"
+        )
 
     @property
     def restored(self) -> bool:
