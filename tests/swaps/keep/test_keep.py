@@ -120,7 +120,7 @@ def test_a_bound_that_all_meet_keeps_none_and_one_that_none_meets_says_so(chain)
     report = keep(model, batches, modules, max_drift=100.0)
     assert (report.kept, len(report.swapped), len(report.steps)) == ([], 4, 1)
     with pytest.raises(
-        UsageError, match=r"With one of 4 norms swapped, norms\.\d, the median relative L2 is .* no norm"
+        UsageError, match=r"With one of 4 norms swapped, norms\.\d, the median error at the output is .* no norm"
     ):
         keep(model, batches, modules, max_drift=0.0)
 
@@ -183,8 +183,8 @@ def test_the_number_of_passes_is_known_before(chain):
         ({"number": 0}, "0 norms cannot be kept"),
         ({}, "one of the two"),
         ({"number": 1, "max_drift": 0.1}, "one of the two"),
-        ({"max_drift": -0.1}, "a relative L2, 0 or more"),
-        ({"max_drift": math.nan}, "a relative L2, 0 or more"),
+        ({"max_drift": -0.1}, "an error at the output, 0 or more"),
+        ({"max_drift": math.nan}, "an error at the output, 0 or more"),
     ],
 )
 def test_mistakes(chain, options, said):
