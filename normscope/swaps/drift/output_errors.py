@@ -13,7 +13,6 @@ from normscope.inputs.loaded_model import Kind, Outputs
 from normscope.runtime.network import KeptBuffers, run
 from normscope.swaps.drift.distances import output_by_sample
 
-
 KL, RELATIVE_L2 = "KL divergence", "relative L2"
 
 
