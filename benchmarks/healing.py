@@ -28,12 +28,12 @@ All norms of a network were swapped, with start values fitted to its own inputs 
 swapped network was healed by normscope.heal on the same inputs: calibrated, then trained, in so many steps, or as many
 as fit into so many minutes. Drift: median error at the output against the original (KL divergence of logits, relative
 L2 of all else), over held-out inputs that neither has seen; on the way, at a few checks: by the CPU seconds until
-there, calibration and the original's own passes included, measuring left out. Closed: the share of the start's drift that is gone. minilm is all-MiniLM-L6-v2, a
-pretrained network, on {texts} docstrings of Python's standard library, judged by {held_out} of other modules; torchfcpe
-is FCPE, a pretrained network that hears pitch and that nothing was tuned on, on the synthetic words that demo_wav2vec2
-learns from and is judged by. Each repeat draws its batches by another seed. Everything ran on one thread. With
---ablations also: weight and α trained as they are, not by slope and log α; the loss of the output alone, not of what
-the sites give.
+there, calibration and the original's own passes included, measuring left out. Closed: the share of the start's drift
+that is gone. minilm is all-MiniLM-L6-v2, a pretrained network, on {texts} docstrings of Python's standard library,
+judged by {held_out} of other modules; torchfcpe is FCPE, a pretrained network that hears pitch and that nothing was
+tuned on, on the synthetic words that demo_wav2vec2 learns from and is judged by. Each repeat draws its batches by
+another seed. Everything ran on one thread. With --ablations also: weight and α trained as they are, not by slope and
+log α; the loss of the output alone, not of what the sites give.
 """
 
 

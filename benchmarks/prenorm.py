@@ -33,14 +33,14 @@ ABOUT = """
 DyT in place of all norms of pre-norm networks, by normscope's functions. gpt2-128 and llama-128 are decoders of four
 blocks and nine norms, trained by benchmarks/decoder.py for ten minutes of one core on docstrings of Python's standard
 library: their 8,192 entries of the vocabulary include 7,168 that no text contains; the head of gpt2-128 has the word
-embeddings for its weight. They learn from {texts} docstrings and are judged by {held_out} of other modules, which their
-training did not contain. torchfcpe is FCPE, which hears pitch; it learns from the synthetic words that demo_wav2vec2
-learns from, and is judged by those of other voices. gpt2-128 was used in development; nothing was tuned on the others.
-KL, in nats: of the original's distribution to the swapped network's, a text's mean over its tokens (of FCPE: over
-frames, of pitches normalized to a sum of 1). Samples of KL and relative L2 are inputs. Top-1: share of tokens or frames
-whose largest output is the same. Two kept: the norms that normscope.keep chose on inputs to learn from. Healed: all
-norms swapped; calibrated and trained for {minutes:g} minutes of CPU time, measuring included. Everything ran on one
-thread.
+embeddings for its weight. They learn from {texts} docstrings and are judged by {held_out} of other modules, which
+their training did not contain. torchfcpe is FCPE, which hears pitch; it learns from the synthetic words that
+demo_wav2vec2 learns from, and is judged by those of other voices. gpt2-128 was used in development; nothing was tuned
+on the others. KL, in nats: of the original's distribution to the swapped network's, a text's mean over its tokens (of
+FCPE: over frames, of pitches normalized to a sum of 1). Samples of KL and relative L2 are inputs. Top-1: share of
+tokens or frames whose largest output is the same. RMSNorm: in place of all norms but FCPE's one GroupNorm. Two kept:
+the norms that normscope.keep chose on inputs to learn from. Healed: all norms swapped; calibrated and trained for
+{minutes:g} minutes of CPU time, measuring included. Everything ran on one thread.
 """
 
 
@@ -84,7 +84,8 @@ def measured(model: str, folder: Path, texts: int, minutes: float) -> list[Measu
         found.append(Measurement(model, "healed", "training", "steps", [float(report.steps)]))
         return copied
 
-    ways = {"RMSNorm": lambda: swapped("rmsnorm"), "fitted": swapped, "calibrated": calibrated}
+    layer_norms = [path for path in modules if not isinstance(network.module.get_submodule(path), torch.nn.GroupNorm)]
+    ways = {"RMSNorm": lambda: swapped("rmsnorm", layer_norms), "fitted": swapped, "calibrated": calibrated}
     for way, make in (ways | {"calibrated, two kept": kept, "healed": healed}).items():
         began = time.process_time()
         module = make()

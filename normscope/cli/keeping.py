@@ -34,8 +34,8 @@ MaxDrift = Annotated[
     typer.Option(
         metavar="D",
         rich_help_panel=SWAP,
-        help="Leave as few of these norms as keep the median error at the output (relative L2; KL divergence of logits) "
-        "at or below D, on inputs to learn from.",
+        help="Leave as few of these norms as keep the median error at the output (relative L2; KL divergence of "
+        "logits) at or below D, on inputs to learn from.",
         show_default=False,
     ),
 ]

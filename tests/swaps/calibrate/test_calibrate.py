@@ -69,7 +69,8 @@ def test_most_of_a_vits_drift_goes_on_inputs_that_nothing_was_learned_from(vit):
     for refit in ("norms", "neighbours"):
         swapped = swapped_vit(vit)
         before = drift(network.module, swapped, held_out, network.outputs)
-        report = calibrate(network, swapped, learn, refit=refit)
+        # As features: by their KL divergence, functions alone make a tenth of these digits worse, and are put back.
+        report = calibrate(network, swapped, learn, refit=refit, outputs=Outputs(read=network.outputs.read))
         found[refit] = drift(network.module, swapped, held_out, network.outputs) / before
         assert report.after < report.before and not report.restored
         assert all(one.after <= one.before for one in report.modules)
