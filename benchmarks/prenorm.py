@@ -1,4 +1,4 @@
-"""What a swap, calibration and healing make of pre-norm networks: ``python benchmarks/prenorm.py FOLDER``."""
+"""What a swap, calibration and healing make of pre-norm networks: ``python benchmarks/prenorm.py``."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from normscope.inputs.pool import by_length
 from normscope.runtime.network import run
 from normscope.swaps.heal import heal, stages, training
 
-MODELS = "gpt2-128,llama-128,torchfcpe"
+MODELS = "llama-128,torchfcpe"
 CURVE = "dyt"
 TEXTS = 480
 MINUTES = 6.0
 ABOUT = """
-DyT in place of all norms of pre-norm networks, by normscope's functions. gpt2-128 and llama-128 are decoders of four
-blocks and nine norms, trained by benchmarks/decoder.py for ten minutes of one core on docstrings of Python's standard
-library: their 8,192 entries of the vocabulary include 7,168 that no text contains; the head of gpt2-128 has the word
-embeddings for its weight. They learn from {texts} docstrings and are judged by {held_out} of other modules, which
-their training did not contain. torchfcpe is FCPE, which hears pitch; it learns from the synthetic words that
-demo_wav2vec2 learns from, and is judged by those of other voices. gpt2-128 was used in development; nothing was tuned
-on the others. KL, in nats: of the original's distribution to the swapped network's, a text's mean over its tokens (of
-FCPE: over frames, of pitches normalized to a sum of 1). Samples of KL and relative L2 are inputs. Top-1: share of
-tokens or frames whose largest output is the same. RMSNorm: in place of all norms but FCPE's one GroupNorm. Two kept:
-the norms that normscope.keep chose on inputs to learn from. Healed: all norms swapped; calibrated and trained for
-{minutes:g} minutes of CPU time, measuring included. Everything ran on one thread.
+DyT in place of all norms of pre-norm networks, by normscope's functions. llama-128 is a decoder of four blocks and
+nine norms, trained by benchmarks/decoder.py for ten minutes of one core on docstrings of Python's standard library; of
+the 8,192 entries of its vocabulary, 7,168 occur in no text. It learns from {texts} docstrings and is judged by
+{held_out} of other modules, which its training did not contain. torchfcpe is FCPE, which hears pitch; it learns from
+the synthetic words that demo_wav2vec2 learns from, and is judged by those of other voices. Nothing was tuned on
+either; --models gpt2-128 is the decoder that was used in development, whose head shares the word embeddings. KL, in
+nats: of the original's distribution to the swapped network's, a text's mean over its tokens (of FCPE: over frames, of
+pitches normalized to a sum of 1). Samples of KL and relative L2 are inputs. Top-1: share of tokens or frames whose
+largest output is the same. RMSNorm: in place of all norms but FCPE's one GroupNorm. Two kept: the norms that
+normscope.keep chose on inputs to learn from. Healed: all norms swapped; calibrated and trained for {minutes:g} minutes
+of CPU time, measuring included. Everything ran on one thread.
 """
 
 
 def main() -> None:
     parser = options(__doc__, repeats=1)
-    parser.add_argument("folder", type=Path, help="where benchmarks/decoder.py saved the decoders")
+    parser.add_argument("--folder", type=Path, default=Path("decoders"), help="of benchmarks/decoder.py (%(default)s)")
     parser.add_argument("--models", type=names, default=names(MODELS), help="(%(default)s)")
     parser.add_argument("--texts", type=int, default=TEXTS, help="docstrings that decoders learn from (%(default)s)")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="of healing (%(default)s)")
