@@ -48,7 +48,7 @@ def modules_of(model):
 def median(model, batches, modules):
     """The drift with these modules in, by the public function. keep() makes other batches, which round otherwise."""
     moved = drift(model, batches, modules, one_at_a_time=False, cumulative=False).all.relative_l2.p50
-    return pytest.approx(moved, rel=1e-6)
+    return pytest.approx(moved, rel=1e-5)  # a few units of float32 in each of many products
 
 
 def test_one_norm_to_keep_is_that_of_brute_force(chain):
