@@ -43,11 +43,11 @@ def test_a_network_is_healed_and_written(here):
 def test_a_table_for_people_and_what_was_interrupted(here, monkeypatch):
     check, checks = Course.check, []
 
-    def interrupted(course, drift, loss):
+    def interrupted(course, *found):
         checks.append(course.step)
         if len(checks) == 3:
             raise KeyboardInterrupt
-        return check(course, drift, loss)
+        return check(course, *found)
 
     monkeypatch.setattr(Course, "check", interrupted)
     stopped = heal(*QUICK, "-o", "out/healed")
@@ -78,7 +78,7 @@ def test_a_table_for_people_and_what_was_interrupted(here, monkeypatch):
 def leftover(tmp_path_factory):
     """What an interrupted healing of QUICK to a folder ``healed`` left beside it, as bytes."""
 
-    def interrupt(course, drift, loss):
+    def interrupt(course, *found):
         raise KeyboardInterrupt
 
     folder = tmp_path_factory.mktemp("interrupted")
