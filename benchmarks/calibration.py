@@ -83,7 +83,8 @@ class Subject:
 
     def errors(self, swapped: torch.nn.Module) -> torch.Tensor:
         """Relative L2 of each held-out input's output, ``(samples,)``."""
-        return output_errors(self.network.module, swapped, self.held_out, self.network.outputs)
+        outputs = dataclasses.replace(self.network.outputs, kind="tensor")  # of logits, too
+        return output_errors(self.network.module, swapped, self.held_out, outputs)
 
 
 def measured(

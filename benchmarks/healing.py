@@ -26,14 +26,14 @@ TEXTS = 1200
 ABOUT = """
 All norms of a network were swapped, with start values fitted to its own inputs to learn from, weighted by γ², and the
 swapped network was healed by normscope.heal on the same inputs: calibrated, then trained, in so many steps, or as many
-as fit into so many minutes. Drift: median relative L2 at the output against the original, over held-out inputs that
-neither has seen; on the way, at a few checks: by the CPU seconds until there, calibration and the original's own passes
-included, measuring left out. Closed: the share of the start's drift that is gone. minilm is all-MiniLM-L6-v2, a
-pretrained network, on {texts} docstrings of Python's standard library, judged by {held_out} of other modules; torchfcpe
-is FCPE, a pretrained network that hears pitch and that nothing was tuned on, on the synthetic words that demo_wav2vec2
-learns from and is judged by. Each repeat draws its batches by another seed. Everything ran on one thread. With
---ablations also: weight and α trained as they are, not by slope and log α; the loss of the output alone, not of what
-the sites give.
+as fit into so many minutes. Drift: median error at the output against the original (KL divergence of logits, relative
+L2 of all else), over held-out inputs that neither has seen; on the way, at a few checks: by the CPU seconds until
+there, calibration and the original's own passes included, measuring left out. Closed: the share of the start's drift
+that is gone. minilm is all-MiniLM-L6-v2, a pretrained network, on {texts} docstrings of Python's standard library,
+judged by {held_out} of other modules; torchfcpe is FCPE, a pretrained network that hears pitch and that nothing was
+tuned on, on the synthetic words that demo_wav2vec2 learns from and is judged by. Each repeat draws its batches by
+another seed. Everything ran on one thread. With --ablations also: weight and α trained as they are, not by slope and
+log α; the loss of the output alone, not of what the sites give.
 """
 
 
@@ -131,13 +131,13 @@ def healed(
     yield "CPU", "s", time.process_time() - start - measuring
     yield "training", "steps", float(report.steps)
     for stage, quantiles in report.drifts.items():
-        yield f"drift, {stage}", "relative L2", quantiles["median"]
-    yield "drift, 90 % of inputs below", "relative L2", report.after["p90"]
+        yield f"drift, {stage}", report.measure, quantiles["median"]
+    yield "drift, 90 % of inputs below", report.measure, report.after["p90"]
     yield "closed", "%", 100 * report.closed
     for number in (len(course) // 4, len(course) // 2, 3 * len(course) // 4):
         if 0 < number < len(course):
             yield f"CPU until check {number} of {len(course)}", "s", course[number - 1][0]
-            yield f"drift, check {number} of {len(course)}", "relative L2", course[number - 1][1]
+            yield f"drift, check {number} of {len(course)}", report.measure, course[number - 1][1]
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ TITLES = {
     "accuracy": "How accurate the kernels' functions are",
     "calibration": "How much of that goes without training",
     "healing": "How much of that is healed",
+    "prenorm": "What is left of pre-norm networks",
     "conversion": "A pretrained network converted from start to end",
     "figure": "What a figure costs",
     "page": "How fast the page is written, opens and answers",

@@ -89,6 +89,7 @@ HELD_BY = {
     "pairs/sums/binning/test_cuda_loop.py": {"pairs/sums/binning/cuda_draw", "pairs/sums/binning/cuda_pairs"},
     "pairs/test_merging.py": {"pairs/captures"},
     "pairs/test_storage.py": {"pairs/sums/packing"},
+    "pairs/sums/test_stats.py": {"pairs/sums/blocks"},
     "swaps/bench/test_bench.py": {
         f"swaps/bench/{room}" for room in ("reports", "single_norm", "variants", "whole_network")
     },

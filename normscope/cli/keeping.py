@@ -34,7 +34,8 @@ MaxDrift = Annotated[
     typer.Option(
         metavar="D",
         rich_help_panel=SWAP,
-        help="Leave as few of these norms as keep the median relative L2 at or below D, on inputs to learn from.",
+        help="Leave as few of these norms as keep the median error at the output (relative L2; KL divergence of "
+        "logits) at or below D, on inputs to learn from.",
         show_default=False,
     ),
 ]
@@ -51,7 +52,7 @@ def check_keep(keep: int | None, max_drift: float | None, sites: str, place: Pla
     if keep is not None and keep < 1:
         raise UsageError(f"--keep {keep} leaves no norm: take 1 or more, or leave it out.")
     if max_drift is not None and not 0 <= max_drift < math.inf:
-        raise UsageError(f"--max-drift is {max_drift:g}; it is a relative L2, 0 or more.")
+        raise UsageError(f"--max-drift is {max_drift:g}; it is an error at the output, 0 or more.")
     if sites.strip().startswith("least"):
         raise UsageError(
             f"--sites {sites} and {'--keep' if keep else '--max-drift'} both choose norms; give one of them."

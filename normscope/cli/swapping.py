@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from normscope.pairs.norms.sites import NormSite, SkippedNorm
     from normscope.pairs.ranks import Ranks
     from normscope.runtime.processes import Place
+    from normscope.swaps.drift.reports import Quality
 
 _LEAST = re.compile(r"least:([1-9]\d{0,5})")
 _LEVELS = ("site", "channel")
@@ -188,6 +189,13 @@ def tell_what_stayed(left: Mapping[str, str], left_out: int, say: Output) -> Non
         say.remark(f"not refitted: {path} ({reason}){others}")
     if left_out:
         say.warn(f"{count(left_out, 'sample')} did not fit into memory, and nothing was learned from them")
+
+
+def tell_quality(quality: Quality | None, untold: str, func: str, init: str, say: Output) -> None:
+    """Print the quality of the original and of the swapped network, or why there is none."""
+    from normscope.tables.drift import quality_table
+
+    say.result(quality_table({(func, init): quality}) if quality else f"No quality: {untold}.")
 
 
 def inits_there_are(func: str, inits: Sequence[str]) -> Sequence[str]:

@@ -362,7 +362,7 @@ def plot_keep(
 
 
 def _draw_kept(ax: Axes, report: KeepReport, theme: Style) -> None:
-    named = {"chosen on": "relative_l2", "held out": "held_out"}
+    named = {"chosen on": "error", "held out": "held_out"}
     for colour, aside, (label, name) in zip(theme.curves, (-_ASIDE, _ASIDE), named.items(), strict=False):
         points = [(step.swapped, getattr(step, name)) for step in report.taken if getattr(step, name) is not None]
         if points:
@@ -373,7 +373,7 @@ def _draw_kept(ax: Axes, report: KeepReport, theme: Style) -> None:
     if tried:
         ax.plot(*zip(*tried, strict=True), color=theme.ink, ls="", marker="X", ms=4, mew=0, label="calibrated")
     ax.set_ylim(0, None)
-    ax.set_ylabel("relative L2")
+    ax.set_ylabel(report.measure)
     _legend_above(ax)
 
 

@@ -123,6 +123,6 @@ def _draw_drifts(ax: Axes, report: HealReport, style: Style) -> None:
             bbox={"facecolor": style.background, "edgecolor": "none", "pad": 0.8},  # the line goes on at either side
         )
     ax.set_xticks(range(len(stages)), [_NAMES[stage] for stage in stages])
-    ax.set_ylabel(f"drift on {report.n_held_out} held-out samples")
+    ax.set_ylabel(f"{report.measure} on {report.n_held_out} held-out samples")
     ending = "start values kept" if report.restored else f"{report.closed:.0%} of the median closed"
     ax.set_title(ending)

@@ -215,3 +215,18 @@ def module_of(model: nn.Module | LoadedModel) -> nn.Module:
     if not hasattr(module, "state_dict"):
         raise UsageError(f"model is {module!r:.60}. Pass a torch.nn.Module, or what normscope.load returned.")
     return module
+
+
+_HEADS: dict[str, Kind] = {
+    "ForCausalLM": "tokens",
+    "LMHeadModel": "tokens",
+    "ForMaskedLM": "tokens",
+    "ForSequenceClassification": "classes",
+    "ForImageClassification": "classes",
+}
+
+
+def output_kind(model: nn.Module) -> Kind:
+    """Return the kind of output that the names of transformers' classes state; ``tensor`` of other modules."""
+    names = [base.__name__ for base in type(model).__mro__]
+    return next((kind for head, kind in _HEADS.items() for name in names if name.endswith(head)), "tensor")

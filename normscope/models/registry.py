@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -238,7 +239,7 @@ def fault_of_torchaudio(entry: ModelEntry, error: BaseException) -> ModelError |
     transformers, and diffusers with it, imports any torchaudio that is installed, and fails if that fails.
     """
     help_ = "Install it with the torch that it belongs to: pip install 'normscope[speech]'."
-    cause: BaseException | None = error
+    cause: BaseException | None = None if sys.modules.get("torchaudio") else error  # there only if it can be imported
     while cause is not None:
         if isinstance(cause, ModuleNotFoundError) and cause.name == "torchaudio":
             return ModelError(f"{entry.name} needs torchaudio, which is not installed. {help_}")

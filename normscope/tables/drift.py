@@ -213,7 +213,7 @@ def healing_table(report: HealReport) -> Table:
         Column("kept", lambda stage: "yes" if stage == report.left_with else ""),
     ]
     caption = (
-        f"relative L2 at the output on {report.n_held_out} held-out samples, quantiles over them; learned from "
+        f"{report.measure} at the output on {report.n_held_out} held-out samples, quantiles over them; learned from "
         f"{report.n_learned}, and {report.n_judged} others decided which state of the training was kept"
     )
     return table_of(report.drifts, columns, caption=caption)

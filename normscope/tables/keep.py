@@ -32,13 +32,15 @@ def keep_table(report: KeepReport) -> Table:
         Column("kept", lambda step: str(step.kept)),
         names("norm put back", lambda step: step.site or NONE),
         Column("swapped", lambda step: str(step.swapped), drop=1),
-        Column("L2", lambda step: _median(step.relative_l2)),
+        Column("L2" if report.measure.endswith("L2") else "KL", lambda step: _median(step.error)),
         *several(("held out", "p90"), lambda step: _held_out(step.held_out), (0, 2), shown=held_out),
         Column("calibrated", lambda step: _distance(step.worked_on), worked_on),
         Column(measured, score, quality is not None),
     ]
     caption = [
-        Explanation(f"relative L2 at the output, median over {report.n_chosen_on} samples that the choice was made on"),
+        Explanation(
+            f"{report.measure} at the output, median over {report.n_chosen_on} samples that the choice was made on"
+        ),
     ]
     if held_out:
         caption.append(Explanation("held out: over inputs that nothing was chosen by", ("held out",), "; "))

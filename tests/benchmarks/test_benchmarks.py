@@ -166,6 +166,20 @@ def test_only_peers_can_be_left_out(measured, capsys):
     assert "there is no peer 'lmfti' to leave out; the peers are scipy, lmfit" in capsys.readouterr().err
 
 
+def test_prenorm(measured, monkeypatch, tmp_path):
+    decoder = importlib.import_module("decoder")
+    monkeypatch.setattr(sys, "argv", ["decoder.py", "--folder", str(tmp_path), "--name", "gpt2-128", "--steps", "2"])
+    decoder.main()
+    asked = ("--folder", str(tmp_path), "--models", "gpt2-128", "--texts", "16", "--minutes", "0.2")
+    samples = measured("prenorm", *asked)
+    assert samples["gpt2-128", "original", "KL"] == [0.0] * 96
+    assert samples["gpt2-128", "original", "top-1"] == [100.0]
+    # After two steps no token is much likelier than any other of the 8,192.
+    assert 2000 < samples["gpt2-128", "original", "perplexity"][0] < 9000
+    for way in ("fitted", "calibrated", "calibrated, two kept", "healed"):
+        assert min(samples["gpt2-128", way, "KL"]) > 0
+
+
 def test_healing(measured):
     asked = ("--models", "demo_vit", "--steps", "12", "--limit", "64", "--trains", "all,norms", "--ablations")
     samples = measured("healing", *asked)

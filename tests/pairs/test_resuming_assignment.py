@@ -84,8 +84,8 @@ def test_a_capture_of_before_keeps_its_folds_and_intervals(older):
     assert fit.intervals["alpha"] and fit.r2_ceiling is not None
     again = normscope.load_capture(normscope.save_capture(seen, older.with_name("again.safetensors")))
     assert again.stats["norm"].sources == stats.sources and torch.equal(again.stats["norm"].moments, stats.moments)
-    doubled = seen.merge(seen)
-    assert doubled.stats["norm"].fold_by == "source" and MIXED not in doubled.about["data"]
+    doubled = stats.merge(stats)
+    assert doubled.fold_by == "source" and doubled.sources.assignment == "modulo"
 
 
 def test_a_merge_of_two_assignments_has_no_intervals_and_says_so(older):

@@ -25,6 +25,7 @@ from normscope.cli.swapping import (
     Shift,
     Sites,
     check_kernels,
+    tell_quality,
 )
 from normscope.errors import UsageError, count
 from normscope.runtime.files import check_folder_writable, check_writable
@@ -59,7 +60,7 @@ Minutes = Annotated[
     typer.Option(
         metavar="M",
         rich_help_panel=SWAP,
-        help="In place of --steps: how long calibration and training may take.",
+        help="In place of --steps: wall-clock minutes of calibration, training and measuring together.",
         show_default=False,
     ),
 ]
@@ -216,13 +217,10 @@ def _inputs(run: RunOptions) -> dict[str, Any]:
 
 def _tell(report: HealReport, func: str, init: str, say: Output) -> None:
     from normscope.swaps.heal.reports import TRAINED
-    from normscope.tables.drift import healing_table, quality_table
+    from normscope.tables.drift import healing_table
 
     say.result(healing_table(report))
-    if report.quality:
-        say.result(quality_table({(func, init): report.quality}))
-    else:
-        say.result(f"No quality: {report.no_quality}.")
+    tell_quality(report.quality, report.no_quality, func, init, say)
     if report.left_out:
         say.warn(f"{count(report.left_out, 'sample')} did not fit into the gibibyte of inputs that is kept in memory")
     if report.not_refitted:

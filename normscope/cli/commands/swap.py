@@ -29,6 +29,7 @@ from normscope.cli.swapping import (
     Sites,
     check_calibrated,
     check_kernels,
+    tell_quality,
     tell_what_stayed,
 )
 from normscope.errors import count
@@ -72,6 +73,7 @@ def swap(
     """Put point-wise functions in the place of a model's norms, and write the model: its weights and what is where."""
     say = Output(as_json, quiet, as_csv=as_csv)
     check_models([model])
+    from normscope.swaps.quality.judge import Judge
     from normscope.swaps.start import starts
     from normscope.swaps.store.record import ALSO, FILES
 
@@ -101,8 +103,12 @@ def swap(
         choice = choose(learner, modules, keep, max_drift, func, start or "", say, after=after)
     chosen = list(modules) if choice is None else choice.swapped
     swapped, report = (network.module, None) if maker is None else maker.made(chosen)
-    if maker is None:
-        normscope.Swap(network.module, {path: modules[path] for path in chosen})
+    with say.bars() as progress:
+        judge = Judge.of(network, None, learner.held_out, network.outputs, progress)
+        judge.add("original", network.module)
+        if maker is None:
+            normscope.Swap(network.module, {path: modules[path] for path in chosen})
+        judge.add("swapped", swapped)
     rows = [_row(one, fits) for one in starts(how.asked, fits, how.begin) if one.norm.name in chosen]
     if report is not None:
         rows = [{**row, **_now(swapped.get_submodule(row["site"]))} for row in rows]
@@ -118,7 +124,9 @@ def swap(
         tell_choice(choice, f"{network.name} · {func}", drawn, say)
         whole |= {"keep": choice.as_dict(), "figure": str(drawn)}
         if maker is not None:
-            whole["held_out"] = maker.judged(network.module, swapped)
+            whole["held_out"] = maker.judged(network.module, swapped, choice.measure)
+    tell_quality(judge.quality, judge.untold, func, start or "", say)
+    whole["quality"] = judge.quality and judge.quality.as_dict()
     say.result(str(folder))
     if choice is not None:
         say.result(str(drawn))
@@ -159,10 +167,10 @@ class _Maker:
         return copied, report
 
     def drift(self, paths: Sequence[str]) -> float:
-        """Return the median relative L2 that calibration leaves with these sites swapped."""
+        """Return the median error that calibration leaves with these sites swapped."""
         return self.made(paths)[1].after
 
-    def judged(self, original: nn.Module, swapped: nn.Module) -> dict[str, float]:
+    def judged(self, original: nn.Module, swapped: nn.Module, measure: str) -> dict[str, float]:
         """Say how far the calibrated network is from the original on inputs that nothing was learned from."""
         from normscope.inputs.entries import as_batches
         from normscope.runtime.network import left_as_found
@@ -174,7 +182,7 @@ class _Maker:
             errors = output_errors(original, swapped, as_batches(held_out), self.learner.network.outputs)
         moved = Quantiles.of(errors.tolist())
         self.say.result(
-            f"calibrated, on {held_out.description}: relative L2 at the output {moved.p50:.3g} in the median, "
+            f"calibrated, on {held_out.description}: {measure} at the output {moved.p50:.3g} in the median, "
             f"{moved.p90:.3g} at the 90th percentile"
         )
         return asdict(moved)
@@ -192,12 +200,14 @@ def _tell(report: normscope.CalibrationReport, say: Output) -> None:
     layers = sum(not one.is_norm and one.penalty is not None for one in report.modules)
     learned, judged = count(report.n_learned, "sample"), count(report.n_judged, "sample")
     say.result(
-        f"calibrated on {learned}, {count(layers, 'linear layer')} refitted: median relative L2 at the output "
+        f"calibrated on {learned}, {count(layers, 'linear layer')} refitted: median {report.measure} at the output "
         f"{report.before:.3g} → {report.after:.3g}, on {judged} that decided"
     )
     tell_what_stayed(report.left, report.left_out, say)
     if report.restored:
-        say.warn("the drift did not fall: what was written has the start values")
+        say.warn(
+            "the error did not fall in the median and at the 90th percentile: what was written has the start values"
+        )
 
 
 def remark_on_loading(model: str, folder: str, say: Output) -> None:

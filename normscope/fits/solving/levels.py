@@ -137,7 +137,7 @@ def site_level(site: NormSite, stats: PairStats, moments: Tensor) -> Level:
 def _repeats(x: Tensor) -> bool:
     """True if many x occur more than once, as those of blank patches; those that half precision holds do by chance."""
     fine = x[(x != x.half()) & (x != x.bfloat16())]
-    _, times = fine.unique(return_counts=True)
+    _, times = torch.unique(fine, return_counts=True)
     return bool(times[times > 1].sum() > _REPEATED * x.numel())
 
 

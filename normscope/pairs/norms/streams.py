@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Batch, tensors_at, tensors_of
 from normscope.inputs.entries import Taker, read
-from normscope.inputs.loaded_model import LoadedModel, Outputs, module_of
+from normscope.inputs.loaded_model import LoadedModel, Outputs, module_of, output_kind
 from normscope.pairs.norms.recognition import is_norm
 from normscope.runtime.network import left_as_found, run, uncompiled
 
@@ -207,7 +207,8 @@ def unpacked(
     """Return a module, its batches, their description, and how outputs are read, from a module or a loaded model.
 
     A loaded model has all of them; ``batches``, ``about`` and ``outputs`` replace its own. ``forward`` runs the module
-    on an entry of the batches, see :func:`normscope.inputs.entries.as_batches`.
+    on an entry of the batches, see :func:`normscope.inputs.entries.as_batches`. Of a module, the output is the first
+    tensor, see :func:`normscope.inputs.loaded_model.output_kind`.
 
     Raises:
         UsageError: if there are no batches, or ``model`` is no network.
@@ -221,4 +222,4 @@ def unpacked(
         raise UsageError(
             f"A {type(model).__name__} brings no batches: pass some after it, or pass what normscope.load returned."
         )
-    return model, BoundInputs(batches, model, forward), dict(about or {}), outputs or Outputs()
+    return model, BoundInputs(batches, model, forward), dict(about or {}), outputs or Outputs(output_kind(model))

@@ -26,7 +26,7 @@ from normscope.runtime.records import Record
 from normscope.swaps.calibrate.neighbours import Neighbours, neighbours_of
 from normscope.swaps.calibrate.refitting import CalibratedModule, Refitting, put_parameters
 from normscope.swaps.drift.distances import output_by_sample
-from normscope.swaps.drift.output_errors import relative_errors
+from normscope.swaps.drift.output_errors import errors_by_kind, measure_of
 from normscope.swaps.pointwise import PointwiseFunction
 
 NORMS, NEIGHBOURS = "norms", "neighbours"
@@ -40,14 +40,16 @@ class CalibrationReport(Record):
     """What a calibration did.
 
     Attributes:
-        before: median relative L2 at the output with the start values, on the inputs that decide.
+        before: median error at the output with the start values, on the inputs that decide.
         after: the same after it.
-        restored: whether the network was left with its start values, as the median had not fallen.
+        restored: whether the network was left with its start values, as the median had not fallen, or the 90th
+            percentile had risen.
         modules: what was fitted, in the order of calls.
         left: why a linear layer beside a swapped norm was left as it is, by path.
         n_learned: samples that were learned from.
         n_judged: samples that decided on λ, and on what is kept.
         left_out: samples that did not fit into memory.
+        measure: of the errors: ``KL divergence`` of logits, ``relative L2`` of other outputs.
     """
 
     before: float
@@ -58,9 +60,10 @@ class CalibrationReport(Record):
     n_learned: int
     n_judged: int
     left_out: int
+    measure: str
 
     def __repr__(self) -> str:
-        return f"CalibrationReport: relative L2 {self.before:.3g} → {self.after:.3g}, {len(self.modules)} modules"
+        return f"CalibrationReport: {self.measure} {self.before:.3g} → {self.after:.3g}, {len(self.modules)} modules"
 
 
 def calibrate(
@@ -131,15 +134,28 @@ def calibrate(
         given = _outputs(student, pool.judged, outputs)
         start = {name: value.detach().clone() for name, value in student.named_parameters()}
         refitting = Refitting(teacher, student, sites, [*learned, *pool.judged], len(learned))
-        refitting.run([one for one in near.stations if one.is_norm or refit == NEIGHBOURS], progress)
+        stations = [station for station in near.stations if station.is_norm or refit == NEIGHBOURS]
+        refitting.run(stations, progress)
         results = zip(refitting.results_of_original, pool.judged, strict=True)
         wanted = [outputs.read(result, batch) for result, batch in results]
-        before = _median(given, wanted, pool.judged)
-        after = _median(_outputs(student, pool.judged, outputs), wanted, pool.judged)
-        restored = not after < before
-        if restored:
-            put_parameters(student, start)
-    return CalibrationReport(before, after, restored, refitting.modules, near.left, n_learned, n_judged, left_out)
+
+        def judged(given: Sequence[Tensor]) -> tuple[float, float]:
+            return _quantiles(given, wanted, pool.judged, outputs)
+
+        before, found = judged(given), {name: value.detach().clone() for name, value in student.named_parameters()}
+        last = max(number for number, station in enumerate(stations) if station.is_norm)
+        behind = tuple(f"{station.path}." for station in stations[last + 1 :])
+        as_they_were = {name: value for name, value in start.items() if name.startswith(behind)}
+        best, after = start, before
+        for state in (found, {**found, **as_they_were}) if behind else (found,):
+            put_parameters(student, state)
+            error = judged(_outputs(student, pool.judged, outputs))
+            if error[0] < after[0] and error[1] <= before[1]:
+                best, after = state, error
+        put_parameters(student, best)
+    measure, restored = measure_of(outputs.kind), best is start
+    counts = n_learned, n_judged, left_out
+    return CalibrationReport(before[0], after[0], restored, refitting.modules, near.left, *counts, measure)
 
 
 @torch.no_grad()
@@ -153,11 +169,15 @@ def _outputs(network: nn.Module, batches: Sequence[Batch], outputs: Outputs) -> 
     return given
 
 
-def _median(given: Sequence[Tensor], wanted: Sequence[Tensor], batches: Sequence[Batch]) -> float:
-    """The median over samples of the relative L2 at the output; what is not finite is infinitely far."""
+def _quantiles(
+    given: Sequence[Tensor], wanted: Sequence[Tensor], batches: Sequence[Batch], outputs: Outputs
+) -> tuple[float, float]:
+    """Return median and 90th percentile over samples of the error at the output; ∞ for what is not finite."""
     parts = zip(given, wanted, batches, strict=True)
-    errors = torch.cat([relative_errors(mine, theirs, batch.valid).double().cpu() for mine, theirs, batch in parts])
-    return float(errors.nan_to_num(nan=torch.inf).quantile(0.5, interpolation="higher"))
+    errors = torch.cat([errors_by_kind(*part, outputs.kind).double().cpu() for part in parts])
+    shares = torch.tensor([0.5, 0.9], dtype=torch.float64)
+    median, high = errors.nan_to_num(nan=torch.inf).quantile(shares, interpolation="higher").tolist()
+    return median, high
 
 
 def _about_memory(size: int, samples: int, left_out: int) -> str:

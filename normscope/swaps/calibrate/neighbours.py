@@ -97,7 +97,7 @@ def neighbours_of(network: nn.Module, sites: Sequence[NormSite], swapped: Sequen
     layers = {path: layer for path, layer in every.items() if layer is not None}
     seen = _seen(network, [*layers, *(site.name for site in sites)], batch.first(_SAMPLES))
     calls = Counter(call.path for call in seen)
-    owners = Counter(id(parameter) for layer in layers.values() for parameter in layer.parameters)
+    owners = Counter(id(parameter) for module in network.modules() for parameter in module._parameters.values())
     stations: list[Station] = []
     left: dict[str, str] = {}
     for number, call in enumerate(seen):
@@ -147,7 +147,7 @@ def _refusal(layer: LinearLayer, call: _ModuleCall, calls: int, owners: Counter[
     if calls > 1:
         return f"it is called {calls} times in one pass"
     if any(owners[id(parameter)] > 1 for parameter in layer.parameters):
-        return "its weights are another layer's too"
+        return "its weights are another module's too"
     if call.input.ndim < 1 - layer.channel_axis:
         return "it is called without an axis of samples"
     if call.derived and not call.of_one:

@@ -1,4 +1,4 @@
-"""The relative L2 between what two networks give, sample by sample: what learning goes by, and is judged by."""
+"""Output errors, sample by sample: KL divergence of logits, relative L2 of everything else."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch.linalg import vector_norm
 
 from normscope.inputs.batch import Batch
-from normscope.inputs.loaded_model import Outputs
+from normscope.inputs.loaded_model import Kind, Outputs
 from normscope.runtime.network import KeptBuffers, run
 from normscope.swaps.drift.distances import output_by_sample
+
+KL, RELATIVE_L2 = "KL divergence", "relative L2"
 
 
 def relative_errors(output: Tensor, wanted: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -39,8 +41,47 @@ def relative_errors(output: Tensor, wanted: Tensor, valid: Tensor | None = None)
     return errors
 
 
+def kl_divergences(output: Tensor, wanted: Tensor, valid: Tensor | None = None) -> Tensor:
+    """KL(wanted ‖ output) of logits in nats, the mean over each sample's positions that are not padding.
+
+    Args:
+        output: ``(samples, …, classes)``.
+        wanted: likewise.
+        valid: as for :func:`relative_errors`.
+
+    Returns:
+        ``(samples,)``, in the dtype of ``output``, float32 at least.
+
+    >>> wanted, output = torch.zeros(1, 2, 2), torch.tensor([[[1.0, 3.0], [9.0, 0.0]]]).log()
+    >>> kl_divergences(output, wanted, torch.tensor([[True, False]]))  # ½ log(½ / ¼) + ½ log(½ / ¾)
+    tensor([0.1438])
+    """
+    inside = torch.promote_types(output.dtype, torch.float32)
+    if valid is None or output.shape[:2] != valid.shape:
+        valid = torch.ones(len(output), 1, dtype=torch.bool).expand(-1, output[0].numel() // output.shape[-1])
+    found = []
+    for mine, theirs, kept in zip(output, wanted, valid.to(output.device), strict=True):  # few logits at a time
+        a, b = (x.reshape(-1, x.shape[-1])[kept].to(inside).log_softmax(-1) for x in (theirs, mine))
+        found.append((a.exp() * (a - b)).sum(-1).clamp_min(0).mean())  # rounding may pass Gibbs' inequality
+    return torch.stack(found)
+
+
+def measure_of(kind: Kind) -> str:
+    """Name the error by which outputs of a kind are judged: logits by what they say of each class, not by their size.
+
+    >>> measure_of("tokens"), measure_of("frames")
+    ('KL divergence', 'relative L2')
+    """
+    return KL if kind in ("classes", "tokens") else RELATIVE_L2
+
+
+def errors_by_kind(output: Tensor, wanted: Tensor, batch: Batch, kind: Kind) -> Tensor:
+    """Return the error of each sample's output that :func:`measure_of` names: ``(samples,)``."""
+    return (kl_divergences if measure_of(kind) == KL else relative_errors)(output, wanted, batch.valid)
+
+
 def output_errors(original: nn.Module, swapped: nn.Module, batches: Iterable[Batch], outputs: Outputs) -> Tensor:
-    """Return the relative L2 at the output of every sample: float64 ``(samples,)`` on the CPU, ∞ where not finite.
+    """Return the error at the output of every sample: float64 ``(samples,)`` on the CPU, ∞ where not finite.
 
     Every pass begins from the buffers that the networks have now, and leaves them and its batch so.
 
@@ -69,7 +110,7 @@ class OutputErrors:
         self._bytes_left = MOST_OUTPUT_BYTES
 
     def of(self, swapped: nn.Module) -> Tensor:
-        """Return the relative L2 at the output of every sample: float64 ``(samples,)`` on the CPU, ∞ where not finite.
+        """Return the error at the output of every sample: float64 ``(samples,)`` on the CPU, ∞ where not finite.
 
         Raises:
             ModelError: if axis 0 of the output does not count the samples.
@@ -77,7 +118,7 @@ class OutputErrors:
         errors = [torch.zeros(0, dtype=torch.float64)]
         for number, batch in enumerate(self._batches):
             wanted = self._wanted(number)
-            errors.append(relative_errors(self._given(swapped, batch), wanted, batch.valid).double().cpu())
+            errors.append(errors_by_kind(self._given(swapped, batch), wanted, batch, self._outputs.kind).double().cpu())
         return torch.cat(errors).nan_to_num(nan=torch.inf)
 
     def _wanted(self, number: int) -> Tensor:

@@ -14,7 +14,7 @@ from normscope.swaps.heal.reports import START
 from normscope.swaps.heal.training import Course
 
 _FORMAT = "normscope-healing"
-_VERSION = 4
+_VERSION = 5
 _AGAIN = "remove it to begin anew, as `normscope heal --restart` does"
 _ASKED = "asked"
 

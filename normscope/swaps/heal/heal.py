@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from normscope.inputs.splits import divided
 from normscope.pairs.norms.streams import unpacked
 from normscope.runtime.network import left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent
+from normscope.swaps.drift.output_errors import measure_of
 from normscope.swaps.heal.checkpoint import check_asked
 from normscope.swaps.heal.reports import HealReport
 from normscope.swaps.heal.stages import ALL, HealOptions, Stages
@@ -48,11 +50,12 @@ def heal(
     """Train a swapped network, in place, until it gives what the original gives.
 
     First it is calibrated (:func:`normscope.calibrate`), which takes no gradient. From there AdamW trains it end to
-    end: the loss is the relative L2 at the output, plus the mean over the swapped sites of the relative L2 of what they
-    give. Point-wise functions are trained by their slope, weight · α, and log α, and have a weight and a bias for each
-    channel afterwards. A fourth of the inputs to learn from decides: of all states, the start and the calibrated one
-    among them, the one with the least median drift there is kept. The held-out inputs only tell what came of it, and
-    the network is left with the stage that did best on them: it is never worse than it was.
+    end: the loss is the relative L2 at the output, or of logits the root of their KL divergence, plus the mean over the
+    swapped sites of the relative L2 of what they give. Point-wise functions are trained by their slope, weight · α,
+    and log α, and have a weight and a bias for each channel afterwards. A fourth of the inputs to learn from decides:
+    of all states, the start and the calibrated one among them, the one with the least median error there is kept, if
+    its 90th percentile is not above the start's. The network is left with the stage that did best on the held-out
+    inputs by the same rule.
 
     Args:
         original: the network: what :func:`normscope.load` returned, or any module; it stays as it is.
@@ -69,7 +72,8 @@ def heal(
         train: ``all``, every weight but those of embeddings; ``neighbours``, the functions and the linear layers beside
             them, as :func:`normscope.calibrate` takes them; ``norms``, the functions alone, calibrated alone too.
         steps: of the training, each of one batch to learn from, or of several small ones; None for 1700.
-        minutes: in place of steps: that all of it may take, calibration and measuring included.
+        minutes: in place of steps: wall-clock time that all of it may take, calibration and measuring included; the
+            clock is read before every step, and the learning rate follows the share of the time that has passed.
         seed: of the order of the batches.
         checkpoint: a safetensors file that is written a dozen times, and that the same call goes on from; None for
             none.
@@ -83,7 +87,7 @@ def heal(
 
     Returns:
         A :class:`HealReport`. Training flags, grad mode and RNG states are left as found. On a CPU with the same
-        number of threads, the same call gives the same bits, interrupted or not.
+        number of threads, the same call with a number of steps gives the same bits, interrupted or not.
 
     Raises:
         UsageError: if nothing was swapped, if one of ``learn`` and ``held_out`` is missing, if options contradict one
@@ -124,11 +128,13 @@ def heal(
     if path is not None:
         check_asked(path, asked or {})
     for name, network in (("original", teacher), ("swapped", student)):
+        judging = time.monotonic()
         judge.add(name, network)
+    until = judging - time.monotonic() + (began + 60 * minutes if minutes else math.inf)
     batches, left_out = kept_in_memory(learn)
     stages = Stages(teacher, student, sites, outputs, batches, reported, options)
     with left_as_found(teacher), left_as_found(student):
-        course = stages.run(path, asked or {}, began, progress, checked)
+        course = stages.run(path, asked or {}, until, progress, checked)
     judge.add("healed", student)
     pool = stages.pool
     n_learned, n_judged = (sum(len(batch.samples) for batch in part) for part in (pool.learned, pool.judged))
@@ -146,6 +152,7 @@ def heal(
         judge.quality,
         judge.untold,
         about,
+        measure_of(outputs.kind),
     )
 
 

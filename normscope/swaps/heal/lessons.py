@@ -16,6 +16,7 @@ from normscope.inputs.batch import Batch, joined, tensors_of
 from normscope.inputs.loaded_model import Outputs
 from normscope.inputs.pool import by_length
 from normscope.runtime.network import KeptBuffers, run
+from normscope.swaps.drift.output_errors import KL, kl_divergences, measure_of
 
 
 def pooled_loss(output: Tensor, wanted: Tensor, valid: Tensor | None) -> Tensor:
@@ -32,6 +33,7 @@ def tensors_in(result: Any) -> list[Tensor]:
     return [tensor for tensor in tensors_of(result) if tensor.is_floating_point()]
 
 
+_LEAST_KL = 1e-12  # below which rounding is all that is left of it
 MOST_TARGET_BYTES = 4 * 2**30  # of what the original gave, that is kept in memory
 
 
@@ -86,10 +88,6 @@ class Lessons:
         """Return how many lessons there are."""
         return len(self._batches)
 
-    def elements(self, number: int) -> int:
-        """How many numbers the inputs of a lesson hold, one at least: in proportion to that, it takes its time."""
-        return max(1, sum(tensor.numel() for batch in self._batches[number] for tensor in tensors_of(batch)))
-
     def targets(self, number: int) -> list[Target]:
         """Return what the original gives for the batches of a lesson."""
         if number in self._kept:
@@ -111,8 +109,9 @@ class Lessons:
     def gradients(self, number: int) -> float:
         """Add the gradients of the loss on a lesson, and return the loss.
 
-        The loss is the relative L2 at the output, plus the mean over the sites of what they give: what norms gave says
-        far more about an input than the few numbers at the end, so that fewer inputs do.
+        The loss is the relative L2 at the output, or of logits the root of the KL divergence, plus the mean over the
+        sites of the relative L2 of what they give: what norms gave says far more about an input than the few numbers at
+        the end, so that fewer inputs do.
         """
         total, batches = 0.0, self._batches[number]
         samples = sum(len(batch.samples) for batch in batches)
@@ -132,7 +131,10 @@ class Lessons:
             for path, calls in target.of_sites.items()
             for given, wanted in zip(of_sites[path], calls, strict=True)
         ]
-        loss = pooled_loss(output, target.output, batch.valid)
+        if measure_of(self._outputs.kind) == KL:
+            loss = kl_divergences(output, target.output, batch.valid).mean().clamp_min(_LEAST_KL).sqrt()
+        else:
+            loss = pooled_loss(output, target.output, batch.valid)
         return loss + torch.stack(at_sites).mean() if at_sites else loss
 
 

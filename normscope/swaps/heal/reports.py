@@ -20,8 +20,8 @@ class TrainingCheck:
     Attributes:
         step: how many steps were done.
         loss: mean training loss of the steps since the check before; None where it was not finite.
-        drift: median relative L2 at the output, on the inputs that decide; None where it was not finite.
-        kept: whether no state before was as near, so that this one was kept.
+        drift: median error at the output, on the inputs that decide; None where it was not finite.
+        kept: whether this state was kept: none before was as near, and the 90th percentile is not above the start's.
     """
 
     step: int
@@ -32,12 +32,13 @@ class TrainingCheck:
 
 @dataclass(frozen=True, repr=False)
 class HealReport(Tabled, Record):
-    """What a healing did: relative L2 at the output against the original, in quantiles over samples.
+    """What a healing did: the error at the output against the original, in quantiles over samples.
 
     Attributes:
         drifts: on the held-out inputs, which nothing else has seen: ``p10``, ``median`` and ``p90`` at the ``start``
             and after each stage, ``calibrated`` and ``trained``; ∞ where outputs were not finite.
-        left_with: the stage whose state the network was left with: that of the least held-out median.
+        left_with: the stage whose state the network was left with: that of the least held-out median, of those whose
+            90th percentile is not above the start's.
         checks: the course of the training.
         steps: how many steps it took.
         train: which weights were trained: ``norms``, ``neighbours`` or ``all``.
@@ -50,6 +51,8 @@ class HealReport(Tabled, Record):
             on the held-out inputs; None where nothing tells.
         no_quality: why there is none; else empty.
         about: model, weights and data, which are the held-out inputs; empty of a module that is no loaded model.
+        measure: of all errors: ``KL divergence`` of logits, in nats, the mean over a sample's positions; ``relative
+            L2`` of other outputs.
     """
 
     drifts: Mapping[str, Mapping[str, float]]
@@ -65,11 +68,14 @@ class HealReport(Tabled, Record):
     quality: Quality | None = None
     no_quality: str = ""
     about: Mapping[str, str] = field(default_factory=dict)
+    measure: str = "relative L2"
 
     _properties: ClassVar[tuple[str, ...]] = ("restored",)
 
     def __repr__(self) -> str:
-        return f"HealReport: relative L2 {self.before['median']:.3g} → {self.after['median']:.3g} in {self.steps} steps"
+        return (
+            f"HealReport: {self.measure} {self.before['median']:.3g} → {self.after['median']:.3g} in {self.steps} steps"
+        )
 
     @property
     def restored(self) -> bool:

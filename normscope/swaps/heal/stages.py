@@ -21,7 +21,7 @@ from normscope.inputs.entries import as_batches
 from normscope.inputs.loaded_model import Outputs
 from normscope.inputs.pool import Pool, by_length, evenly, tensor_bytes
 from normscope.pairs.norms.trace import find_norms
-from normscope.runtime.progress import Progress, silent
+from normscope.runtime.progress import Progress
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, NORMS, calibrate
 from normscope.swaps.calibrate.neighbours import neighbours_of
 from normscope.swaps.drift.output_errors import OutputErrors, output_errors
@@ -30,7 +30,7 @@ from normscope.swaps.heal.checkpoint import load_checkpoint, save_checkpoint
 from normscope.swaps.heal.lessons import Lessons, drawn, steps_of
 from normscope.swaps.heal.reports import CALIBRATED, START, TRAINED
 from normscope.swaps.heal.trained_parameters import TrainedParameters
-from normscope.swaps.heal.training import CHECKS, Checked, Course, copied, restore
+from normscope.swaps.heal.training import Checked, Course, copied, restore
 from normscope.swaps.pointwise import PointwiseFunction
 
 SAMPLES_A_STEP = 64  # at least, where they can be run in one pass
@@ -39,7 +39,6 @@ _MOST_CALIBRATED = 320  # samples: twice as many texts take twice the time, for 
 ALL = "all"
 TRAINS = (NORMS, NEIGHBOURS, ALL)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_TIMED = 8  # steps, from which minutes become steps
 _SHARES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
 
 
@@ -97,16 +96,25 @@ class Stages:
         self._width = max(widths)
         self._calibrates = options.calibrated and bool(functions)
         self._parameters = dict(swapped.named_parameters())
+        self._measuring = 0.0  # seconds of what is measured once the training is over
 
     def run(
         self,
         path: Path | None,
         asked: Mapping[str, Any],
-        began: float,
+        until: float,
         progress: Progress,
         checked: Checked | None,
     ) -> Course:
-        """Run the stages that are not done yet, and leave the network in the best of their states."""
+        """Run the stages that are not done yet, and leave the network in the best of their states.
+
+        Args:
+            path: of the checkpoint; None for none.
+            asked: what the checkpoint says of itself besides.
+            until: the monotonic time at which all of it is to end; ∞ where a number of steps is given.
+            progress: called with the stage, what was done of it, and all of it.
+            checked: called with each check.
+        """
         start = copied(self._parameters)
         settings = self._settings()
         found = None if path is None else load_checkpoint(path, settings, self._parameters)
@@ -123,9 +131,11 @@ class Stages:
         if not course.left_with:
             names = self._trained_names()
             with _trainable(self._swapped, names):
-                self._train(course, names, began, saved, progress, checked)
+                self._train(course, names, until, saved, progress, checked)
             course.drifts[TRAINED] = self._held_out()
-            course.left_with = min(course.drifts, key=lambda stage: course.drifts[stage]["median"])
+            high = course.drifts[START]["p90"]
+            allowed = [stage for stage, drift in course.drifts.items() if stage == START or drift["p90"] <= high]
+            course.left_with = min(allowed, key=lambda stage: course.drifts[stage]["median"])
             course.trained, course.moments = {}, {}
             saved()
         restore(self._parameters, start)
@@ -136,10 +146,13 @@ class Stages:
         return course
 
     def _begun(self) -> Course:
+        began = time.monotonic()
         errors = self._held_out_errors()
         if not len(errors):
             raise DataError("There is no held-out batch to report the drift of.")
-        return Course(self._drift(), drifts={START: _quantiles(errors)}, n_held_out=len(errors))
+        course = Course(*self._drift(), drifts={START: _quantiles(errors)}, n_held_out=len(errors))
+        self._measuring = time.monotonic() - began
+        return course
 
     def _calibrate(self, course: Course, start: Mapping[str, Tensor], progress: Progress) -> None:
         refit = NORMS if self._options.train == NORMS else NEIGHBOURS
@@ -153,14 +166,14 @@ class Stages:
             for name, value in self._parameters.items()
             if not torch.equal(value, start[name])
         }
-        course.drift = self._drift()
+        course.drift, _ = self._drift()
         course.drifts[CALIBRATED] = self._held_out()
 
     def _train(
         self,
         course: Course,
         names: Sequence[str],
-        began: float,
+        until: float,
         saved: Callable[[], None],
         progress: Progress,
         checked: Checked | None,
@@ -169,50 +182,16 @@ class Stages:
         lessons = Lessons(self._original, self._swapped, self._outputs, self._sites, of_steps)
         order = functools.partial(drawn, self._options.seed, number=len(lessons))
         trained = TrainedParameters(self._swapped, names)
-        if course.steps is None:
-            minutes = self._options.minutes
+        if not course.best:
             course.best = copied(trained.parameters)
-            course.steps = self._options.steps or self._steps_in(minutes or 0.0, trained, lessons, order, began)
+            if self._options.minutes is not None:
+                course.budget = until - self._measuring - time.monotonic()
             saved()
         gradients = functools.partial(_gradients, lessons, order)
-        rate = self._rate(course)
-        training.train(course, trained, rate, gradients, self._drift, saved, progress, checked or _nothing)
-
-    def _rate(self, course: Course) -> float:
-        return training.rate_for(self._width, course.steps or 0)
-
-    def _steps_in(
-        self, minutes: float, trained: TrainedParameters, lessons: Lessons, order: Callable[[int], int], began: float
-    ) -> int:
-        """Turn the minutes that are left into steps, by a trial of some: at least one, besides the checks."""
-        numbers = [order(step) for step in range(_TIMED)]
-        of_target = _seconds_of(lambda: [lessons.targets(number) for number in numbers]) / len(set(numbers))
-        of_drift = _seconds_of(self._drift)
-        sizes = [lessons.elements(number) for number in range(len(lessons))]
-        larger = len(numbers) * sum(sizes) / (len(sizes) * sum(sizes[number] for number in numbers))
-        before, gradients = copied(trained.parameters), functools.partial(_gradients, lessons, order)
-
-        def trial() -> None:
-            course = Course(math.inf, steps=_TIMED, best=before)  # which is put back
-            own = TrainedParameters(self._swapped, list(before))
-            training.train(
-                course,
-                own,
-                training.rate_for(self._width, _TIMED),
-                gradients,
-                lambda: math.inf,
-                _nothing,
-                silent,
-                _nothing,
-            )
-
-        trial()  # the first steps may compile something
-        of_step, of_target = larger * _seconds_of(trial) / _TIMED, larger * of_target
-        left = 60 * minutes - (time.monotonic() - began) - (CHECKS + 1) * of_drift
-        batches = len(lessons)
-        if (of_step + of_target) * batches < left:
-            return int((left - of_target * batches) / of_step)
-        return max(1, int(left / (of_step + of_target)))
+        training.train(
+            *(course, trained, self._width, self._options.steps, gradients, self._drift, saved, progress),
+            checked or _nothing,
+        )
 
     def _trained_names(self) -> list[str]:
         """Names of the parameters that are trained."""
@@ -243,9 +222,10 @@ class Stages:
             "inputs": self.pool.digest,
         }
 
-    def _drift(self) -> float:
-        """The median on the inputs that decide."""
-        return _quantiles(self._judged.of(self._swapped))["median"]
+    def _drift(self) -> tuple[float, float]:
+        """Return median and 90th percentile on the inputs that decide."""
+        found = _quantiles(self._judged.of(self._swapped))
+        return found["median"], found["p90"]
 
     def _held_out(self) -> dict[str, float]:
         return _quantiles(self._held_out_errors())
@@ -261,12 +241,6 @@ def _gradients(lessons: Lessons, order: Callable[[int], int], step: int) -> floa
 
 def _nothing(*_: object) -> None:
     """Take notice of nothing."""
-
-
-def _seconds_of(call: Callable[[], object]) -> float:
-    began = time.monotonic()
-    call()
-    return time.monotonic() - began
 
 
 def _quantiles(errors: Tensor) -> dict[str, float]:

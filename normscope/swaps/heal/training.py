@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,12 +34,14 @@ class Course:
     """The state of a healing, all that it resumes from.
 
     Attributes:
-        drift: the least so far, on the inputs that decide.
+        drift: the least median so far, on the inputs that decide.
+        most_p90: the 90th percentile there with the start values, which no state that is kept exceeds.
         drifts: quantiles of the drift on the held-out inputs, at the start and after each stage.
         n_held_out: number of the held-out samples.
         not_refitted: why a layer beside a swapped norm was not calibrated, by path.
-        steps: of the training; None until that is known.
-        step: how many are done.
+        budget: seconds that the training may take; None where its number of steps is given, and until it begins.
+        seconds: that it took until the last check.
+        step: number of steps done.
         checks: what they found, in order.
         left_with: the stage whose state the network was left with; empty until all is done.
         calibrated: what calibration changed.
@@ -47,10 +51,12 @@ class Course:
     """
 
     drift: float
+    most_p90: float = math.inf
     drifts: dict[str, dict[str, float]] = field(default_factory=dict)
     n_held_out: int = 0
     not_refitted: dict[str, str] = field(default_factory=dict)
-    steps: int | None = None
+    budget: float | None = None
+    seconds: float = 0.0
     step: int = 0
     checks: list[TrainingCheck] = field(default_factory=list)
     left_with: str = ""
@@ -59,9 +65,9 @@ class Course:
     trained: Values = field(default_factory=dict)
     moments: dict[str, Values] = field(default_factory=dict)
 
-    def check(self, drift: float, loss: float) -> TrainingCheck:
-        """Add a check, and say whether the drift is the least so far."""
-        kept = drift < self.drift
+    def check(self, drift: float, p90: float, loss: float) -> TrainingCheck:
+        """Add a check, which says whether the state is the best so far."""
+        kept = drift < self.drift and p90 <= self.most_p90
         self.drift = drift if kept else self.drift
         found = TrainingCheck(self.step, _finite(loss), _finite(drift), kept)
         self.checks.append(found)
@@ -94,7 +100,7 @@ class Course:
         return course
 
 
-def rate_for(width: int, steps: int) -> float:
+def rate_for(width: int, steps: float) -> float:
     """The largest learning rate for a network of so many channels, over so many steps.
 
     The first steps at a large rate lose what calibration has found; a short schedule does not win it back.
@@ -108,51 +114,63 @@ def rate_for(width: int, steps: int) -> float:
 def train(
     course: Course,
     trained: TrainedParameters,
-    rate: float,
+    width: int,
+    steps: int | None,
     gradients: Callable[[int], float],
-    drift: Callable[[], float],
+    drift: Callable[[], tuple[float, float]],
     saved: Callable[[], None],
     progress: Progress,
     checked: Checked,
 ) -> None:
-    """Take all steps of a schedule, from where the course stands; the network is left in its best state.
+    """Go through the rest of a schedule, from where the course stands; the network is left in its best state.
 
     AdamW without weight decay, its rate rising for the first steps and then falling to nought along a cosine, gradients
     clipped. A dozen times over the schedule the drift is measured, and the state kept if it is the least so far; it is
-    never stopped early, since much of what such a schedule gains comes at its end.
+    never stopped early, since much of what such a schedule gains comes at its end. With a budget of seconds in place of
+    steps, rate and checks follow the share of it that has passed.
 
     Args:
-        course: changed as it goes; it says how many steps, and which state is the best to begin with.
+        course: changed as it goes; it says which state is the best to begin with.
         trained: what is trained.
-        rate: the largest learning rate, see :func:`rate_for`.
+        width: of the norms, see :func:`rate_for`.
+        steps: of the whole schedule; None where ``course.budget`` says how many seconds it may take.
         gradients: adds those of the step of this number to the network's parameters, and returns the loss.
-        drift: measures it, on the inputs that decide.
+        drift: measures its median and 90th percentile, on the inputs that decide.
         saved: called after every check.
-        progress: called with the stage's name, the steps done and all of them, after every step.
+        progress: called after every step with the stage's name, and the steps done and all of them, or the seconds.
         checked: called with each check.
     """
-    optimizer = torch.optim.AdamW(trained.tensors.values(), lr=rate, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(trained.tensors.values(), lr=MOST_RATE, weight_decay=0.0, fused=True)
     if course.trained:
         trained.load(course.trained)
         _put_moments(optimizer, trained, course.moments)
-    steps = course.steps or 0
-    every = max(1, math.ceil(steps / CHECKS))
+    began, budget = time.monotonic() - course.seconds, course.budget or 0.0
+
+    def passed(step: int) -> float:
+        if steps is not None:
+            return step / steps
+        return min(1.0, (time.monotonic() - began) / budget) if budget > 0 else 1.0
+
     losses: list[float] = []
-    for step in range(course.step, steps):
+    for step in itertools.count(course.step):
+        if (share := passed(step)) >= 1:
+            break
+        expected = steps or (step + 1) / max(share, torch.finfo(torch.float32).tiny)
         for group in optimizer.param_groups:
-            group["lr"] = rate * _schedule(step, steps)
+            group["lr"] = rate_for(width, expected) * _schedule(share, share + 1 / expected)
         trained.forget_gradients()
         losses.append(gradients(step))
         trained.take_gradients()
         if math.isfinite(float(nn.utils.clip_grad_norm_(trained.tensors.values(), _CLIP))):  # else nowhere to go
             optimizer.step()
             trained.put()
-        progress(STAGE, step + 1, steps)
-        if (step + 1) % every == 0 or step + 1 == steps:
+        after = passed(step + 1)
+        progress(STAGE, *((step + 1, steps) if steps else (round(after * budget), round(budget))))
+        if after * CHECKS >= len(course.checks) + 1:
             course.step = step + 1
-            check = course.check(drift(), sum(losses) / len(losses))
+            check = course.check(*drift(), sum(losses) / len(losses))
             losses.clear()
-            course.trained = copied(trained.tensors)
+            course.trained, course.seconds = copied(trained.tensors), time.monotonic() - began
             course.moments = _moments(optimizer, trained)
             if check.kept:
                 course.best = copied(trained.parameters)
@@ -178,8 +196,9 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _schedule(step: int, steps: int) -> float:
-    return min(1.0, (step + 1) / max(1.0, _WARM_UP * steps)) * 0.5 * (1 + math.cos(math.pi * step / steps))
+def _schedule(share: float, after: float) -> float:
+    """Share of the largest rate, from the share of the schedule before a step and after it."""
+    return min(1.0, after / _WARM_UP) * 0.5 * (1 + math.cos(math.pi * share))
 
 
 def _moments(optimizer: torch.optim.Optimizer, trained: TrainedParameters) -> dict[str, Values]:

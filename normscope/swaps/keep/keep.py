@@ -18,6 +18,7 @@ from normscope.pairs.ranks import ALONE
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, silent
 from normscope.swaps.drift.distances import Configuration
+from normscope.swaps.drift.output_errors import measure_of
 from normscope.swaps.drift.paired_passes import PairedPasses
 from normscope.swaps.drift.reports import OUTPUT, Drift, Quality, Quantiles
 from normscope.swaps.keep.reports import KeepReport, KeepStep
@@ -27,7 +28,7 @@ from normscope.swaps.replace import Swap
 MOST_SAMPLES = 48  # that a choice is made on: norms differ by more than a median over these is uncertain
 STAGE, HELD_OUT = "keep", "keep, held out"
 
-# From the paths that stay swapped to the median relative L2 at the output once these were worked on.
+# From the paths that stay swapped to the median error at the output once these were worked on.
 After = Callable[[Sequence[str]], float]
 
 
@@ -50,7 +51,8 @@ def keep(
     """Choose which norms to keep: from all swapped, put back the one that lowers the drift most, and again.
 
     What a norm is worth depends on which others are swapped. So each step tries every norm that is still swapped, with
-    all that came back before it in their places, and takes the one with the least median relative L2 at the output:
+    all that came back before it in their places, and takes the one with the least median error at the output, the KL
+    divergence of logits and the relative L2 of everything else:
     n passes a step for n sites, over at most 48 samples (:data:`MOST_SAMPLES`). The network is left as found.
 
     Args:
@@ -59,12 +61,12 @@ def keep(
             None for a loaded model's calibration, or where it has none its inputs.
         replacements: what takes the place of which norm, by module path, as :func:`normscope.replacements` makes it.
         number: how many norms to keep; or
-        max_drift: the median relative L2 to stay at or below: as few norms as that takes.
+        max_drift: the median error to stay at or below: as few norms as that takes.
         held_out: inputs to report on; not looked at in choosing.
         outputs: how to read what the network returns; a loaded model says it.
         quality: how well the network does what it is for, on the held-out inputs, as of :func:`normscope.drift`.
         after: what works on the functions that stay, such as a calibration: from the paths that stay swapped to the
-            median relative L2 that this leaves, by which ``max_drift`` is then met. Norms come back in the same order;
+            median error that this leaves, by which ``max_drift`` is then met. Norms come back in the same order;
             how many is found by trying 0, 1, 3, 7, … and then halves between.
         func: what takes the norms' place, and
         init: with which start values: what the report says of itself.
@@ -84,7 +86,7 @@ def keep(
     >>> network = normscope.load("demo_vit", limit=8, device="cpu")
     >>> modules = normscope.replacements(network, "dyt", normscope.capture(network, network.calibration))
     >>> report = keep(network, network.calibration, modules, number=1)
-    >>> len(report.kept), len(report.swapped), report.steps[1].relative_l2.p50 < report.steps[0].relative_l2.p50
+    >>> len(report.kept), len(report.swapped), report.steps[1].error.p50 < report.steps[0].error.p50
     (1, 16, True)
     """
     sites = list(replacements or ())
@@ -102,7 +104,8 @@ def keep(
     search.step(chosen)
     kept = search.order[:chosen]
     steps = [replace(step, worked_on=tried.get(step.kept)) for step in search.steps]
-    report = KeepReport(sites, kept, steps, sum(len(batch.samples) for batch in few), func, init, about)
+    n_chosen_on, measure = sum(len(batch.samples) for batch in few), measure_of(outputs.kind)
+    report = KeepReport(sites, kept, steps, n_chosen_on, func, init, about, measure=measure)
     if held_out is None:
         return report
     return _on_held_out(report, loaded, held_out, replacements or {}, outputs, quality, progress)
@@ -116,7 +119,7 @@ def _check(sites: Sequence[str], number: int | None, max_drift: float | None) ->
     if number is not None and not 1 <= number < len(sites):
         raise UsageError(f"{number} norms cannot be kept of {len(sites)}: take 1 to {len(sites) - 1}.")
     if max_drift is not None and not 0 <= max_drift < math.inf:
-        raise UsageError(f"The drift to stay at or below is {max_drift}; it is a relative L2, 0 or more.")
+        raise UsageError(f"The drift to stay at or below is {max_drift}; it is an error at the output, 0 or more.")
 
 
 def _chosen_on(model: nn.Module | LoadedModel, batches: Iterable[Any] | None) -> Iterable[Any] | None:
@@ -147,7 +150,7 @@ class _Search:
         counter = StageProgress(progress, STAGE, None)
         self._passes = PairedPasses(network, batches, modules, outputs, ALONE, counter.add, {})
         (everything,) = self._moved([Configuration("one", self._sites[0], tuple(self._sites))])
-        self.steps = [KeepStep(None, 0, len(self._sites), everything.relative_l2)]
+        self.steps = [KeepStep(None, 0, len(self._sites), _error(everything))]
 
     def swapped(self, kept: int) -> list[str]:
         """Paths that stay swapped where so many norms are kept."""
@@ -159,12 +162,12 @@ class _Search:
         while len(self.order) < kept:
             left = [path for path in self._sites if path not in self.order]
             if len(left) == 1:
-                self._put_back(left[0], Quantiles.of([0.0] * self.steps[-1].relative_l2.n), 0)
+                self._put_back(left[0], Quantiles.of([0.0] * self.steps[-1].error.n), 0)
                 continue
             without = [Configuration("one", path, tuple(one for one in left if one != path)) for path in left]
-            best = min(self._moved(without), key=lambda row: _known(row.relative_l2.p50))
+            best = min(self._moved(without), key=lambda row: _known(_error(row).p50))
             assert best.site is not None  # noqa: S101  # as configured
-            self._put_back(best.site, best.relative_l2, len(left) - 1)
+            self._put_back(best.site, _error(best), len(left) - 1)
         return self.steps[kept]
 
     def _moved(self, wanted: Sequence[Configuration]) -> list[Drift]:
@@ -174,6 +177,10 @@ class _Search:
     def _put_back(self, path: str, moved: Quantiles, left: int) -> None:
         self.order.append(path)
         self.steps.append(KeepStep(path, len(self.order), left, moved))
+
+
+def _error(row: Drift) -> Quantiles:
+    return row.relative_l2 if row.kl is None else row.kl
 
 
 def _known(median: float) -> float:
@@ -186,7 +193,7 @@ def _fewest(search: _Search, most: float, after: After | None) -> tuple[int, dic
 
     def drift(kept: int) -> float:
         if after is None:
-            return search.step(kept).relative_l2.p50
+            return search.step(kept).error.p50
         if kept not in tried:
             tried[kept] = after(search.swapped(kept))
         return tried[kept]
@@ -195,7 +202,7 @@ def _fewest(search: _Search, most: float, after: After | None) -> tuple[int, dic
     while not drift(high) <= most:
         if high == n - 1:
             raise UsageError(
-                f"With one of {n} norms swapped, {search.swapped(high)[0]}, the median relative L2 is "
+                f"With one of {n} norms swapped, {search.swapped(high)[0]}, the median error at the output is "
                 f"{drift(high):.3g}, and it was to be {most:g} at most: no norm can be swapped. Allow more drift."
             )
         low, high = high, min(n - 1, high + stride)
@@ -223,7 +230,7 @@ def _on_held_out(
     counter = StageProgress(progress, HELD_OUT, None)
     passes = PairedPasses(network, held_out, modules, outputs, ALONE, counter.add, {})
     rows = passes.compared([Configuration("one", paths[0], paths) for paths in left]).rows("", "", report.sites)
-    moved = [row.relative_l2 for row in rows if row.at == OUTPUT and not row.part]
+    moved = [_error(row) for row in rows if row.at == OUTPUT and not row.part]
     judge.add("original", network)
     for kept, paths in enumerate(left):
         with Swap(network, {path: modules[path] for path in paths}):

@@ -19,7 +19,7 @@ class KeepStep(Record):
         site: the norm that came back in this step; None of the first, with all sites swapped.
         kept: how many norms are back.
         swapped: how many sites are swapped.
-        relative_l2: of the output, over the inputs that the choice was made on.
+        error: at the output, over the inputs that the choice was made on.
         held_out: the same over held-out inputs; None where there were none, and of steps that were not taken.
         worked_on: the median that ``after`` gave, once what is swapped was calibrated for example; None where it was
             not asked.
@@ -28,7 +28,7 @@ class KeepStep(Record):
     site: str | None
     kept: int
     swapped: int
-    relative_l2: Quantiles
+    error: Quantiles
     held_out: Quantiles | None = None
     worked_on: float | None = None
 
@@ -47,6 +47,7 @@ class KeepReport(Tabled, Record):
         about: ``model``, ``weights`` and ``data`` in words, as far as they were told.
         quality: how well the network does what it is for, on held-out inputs: ``original``, and by the number of norms
             kept, ``0 kept``, ``1 kept``, …; None where nothing tells.
+        measure: of all errors: ``KL divergence`` of logits, ``relative L2`` of other outputs.
     """
 
     sites: Sequence[str]
@@ -57,10 +58,11 @@ class KeepReport(Tabled, Record):
     init: str = ""
     about: Mapping[str, str] = field(default_factory=dict)
     quality: Quality | None = None
+    measure: str = "relative L2"
 
     def __repr__(self) -> str:
-        medians = f"{self.steps[0].relative_l2.p50:.3g} → {self.taken[-1].relative_l2.p50:.3g}"
-        return f"KeepReport: {count(len(self.kept), 'norm')} of {len(self.sites)} kept, relative L2 {medians}"
+        medians = f"{self.steps[0].error.p50:.3g} → {self.taken[-1].error.p50:.3g}"
+        return f"KeepReport: {count(len(self.kept), 'norm')} of {len(self.sites)} kept, {self.measure} {medians}"
 
     @property
     def swapped(self) -> list[str]:

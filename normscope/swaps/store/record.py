@@ -59,7 +59,7 @@ class SwappedSite:
 
 @dataclass(frozen=True)
 class KeptNorm:
-    """A norm that was left as it is, and what it is worth: the median relative L2 at the output.
+    """A norm that was left as it is, and what it is worth: the median error at the output.
 
     Attributes:
         name: module path.

@@ -151,7 +151,7 @@ def restored(model: nn.Module, folder: str | Path) -> SwapRecord:
 
 
 def _kept(report: KeepReport) -> tuple[KeptNorm, ...]:
-    medians = [step.relative_l2.p50 if math.isfinite(step.relative_l2.p50) else None for step in report.taken]
+    medians = [step.error.p50 if math.isfinite(step.error.p50) else None for step in report.taken]
     return tuple(KeptNorm(path, *medians[at : at + 2]) for at, path in enumerate(report.kept))
 
 

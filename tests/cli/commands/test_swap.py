@@ -188,7 +188,7 @@ def test_the_drift_that_is_allowed_is_met_after_calibration(tmp_path, capsys):
         ({"keep": 2, "max_drift": 0.1}, "give one of them"),
         ({"keep": 0}, "--keep 0 leaves no norm"),
         ({"keep": 17, "limit": 8}, "--keep 17 leaves nothing to swap: there are 17 norms"),
-        ({"max_drift": -1.0}, "--max-drift is -1; it is a relative L2"),
+        ({"max_drift": -1.0}, "--max-drift is -1; it is an error"),
         ({"max_drift": float("nan")}, "--max-drift is nan"),
         ({"keep": 2, "sites": "least:4"}, "--sites least:4 and --keep both choose norms"),
         pytest.param(

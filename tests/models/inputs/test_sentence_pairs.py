@@ -77,7 +77,8 @@ def test_both_sentences_are_in_one_batch_and_one_part(written, options):
     assert "the first 5 of 6 pairs of sentences (5 cut to 6 tokens)" in inputs.description
     assert list(inputs.known_samples()) == [sample for batch in batches for sample in batch.samples]
     _, held_out = learned_and_held_out(inputs)
-    assert [sample.index for batch in held_out for sample in batch.samples] == [6, 7]
+    first, second = [sample.index for batch in held_out for sample in batch.samples]
+    assert first % 2 == 0 and second == first + 1  # a pair is held out whole
     assert len(next(iter(SentencePairs(path, READING, options(batch_size=1)))).samples) == 2
 
 

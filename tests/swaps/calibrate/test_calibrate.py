@@ -24,7 +24,9 @@ def batches(number, x_of, size=8):
 
 
 def drift(original, swapped, inputs, outputs=None):
-    return float(output_errors(original, swapped, inputs, Outputs() if outputs is None else outputs).median())
+    """The median relative L2, of logits too."""
+    outputs = Outputs() if outputs is None else Outputs(read=outputs.read)
+    return float(output_errors(original, swapped, inputs, outputs).median())
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,8 @@ def test_most_of_a_vits_drift_goes_on_inputs_that_nothing_was_learned_from(vit):
     for refit in ("norms", "neighbours"):
         swapped = swapped_vit(vit)
         before = drift(network.module, swapped, held_out, network.outputs)
-        report = calibrate(network, swapped, learn, refit=refit)
+        # As features: by their KL divergence, functions alone make a tenth of these digits worse, and are put back.
+        report = calibrate(network, swapped, learn, refit=refit, outputs=Outputs(read=network.outputs.read))
         found[refit] = drift(network.module, swapped, held_out, network.outputs) / before
         assert report.after < report.before and not report.restored
         assert all(one.after <= one.before for one in report.modules)
@@ -113,11 +116,11 @@ def test_what_is_no_better_at_the_output_is_put_back(vit, monkeypatch):
     network, learn, _, _ = vit
     swapped = swapped_vit(vit)
     start = {name: value.clone() for name, value in swapped.state_dict().items()}
-    medians = iter([0.1, 0.2])
+    found = iter([(0.1, 0.2), (0.2, 0.2), (0.1, 0.2)])
     module = __import__("normscope.swaps.calibrate.calibrate", fromlist=["calibrate"])
-    monkeypatch.setattr(module, "_median", lambda *given: next(medians))
+    monkeypatch.setattr(module, "_quantiles", lambda *given: next(found))
     report = calibrate(network, swapped, learn[:3])
-    assert report.restored and (report.before, report.after) == (pytest.approx(0.1), pytest.approx(0.2))
+    assert report.restored and (report.before, report.after) == (0.1, 0.1)
     assert all(torch.equal(value, start[name]) for name, value in swapped.state_dict().items())
 
 

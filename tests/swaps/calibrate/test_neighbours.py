@@ -103,8 +103,8 @@ def test_what_cannot_be_refitted_is_left_with_its_reason():
 
     assert of(Odd(), torch.randn(2, 3, 6)).left == {
         "twice": "it is called 2 times in one pass",
-        "one": "its weights are another layer's too",
-        "other": "its weights are another layer's too",
+        "one": "its weights are another module's too",
+        "other": "its weights are another module's too",
         "normed": "its weight is computed from other tensors",
         "unused": "it is not called as a module",
     }

@@ -1,8 +1,8 @@
 """Healing: what it lowers, what it leaves alone, and that it goes on where it stopped."""
 
 import copy
-import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +18,9 @@ from normscope.inputs.pool import Pool
 from normscope.runtime.sealed_files import read_checked, write_checked
 from normscope.swaps.calibrate.functions import least_squares
 from normscope.swaps.drift.output_errors import output_errors
+from normscope.swaps.heal import heal as heal_module
 from normscope.swaps.heal import lessons, stages, training
 from normscope.swaps.heal.lessons import Lessons, drawn, pooled_loss, steps_of
-from normscope.swaps.heal.trained_parameters import TrainedParameters
 from normscope.swaps.pointwise import RMSNorm
 
 SITES = ["blocks.0.1", "blocks.1.1"]
@@ -323,48 +323,69 @@ def test_it_goes_on_where_it_stopped_to_the_bit(networks, tmp_path, stage, at):
     assert min(done for of_stage, done, _ in told if of_stage == "train") == {1: 1, 15: 15, 24: 23}[at]
 
 
-@pytest.mark.slow
-def test_minutes_become_steps_once(networks, tmp_path, monkeypatch):
+class _Clock:
+    """Seconds that pass only as a test says: in a calibration, in each step of a training, and in measuring."""
+
+    def __init__(self, monkeypatch, of_calibration, of_step, of_measuring):
+        self.now, self.steps, self.rates = 1000.0, 0, []
+        for module in (heal_module, stages, training):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now), raising=False)
+        self._slow(monkeypatch, stages, "calibrate", lambda: of_calibration)
+        self._slow(monkeypatch, stages.OutputErrors, "of", lambda: of_measuring)
+        self._slow(monkeypatch, stages, "output_errors", lambda: of_measuring)
+        self._slow(monkeypatch, Lessons, "gradients", lambda: of_step(self.steps))
+        step = torch.optim.AdamW.step
+        monkeypatch.setattr(
+            torch.optim.AdamW, "step", lambda own: self.rates.append(own.param_groups[0]["lr"]) or step(own)
+        )
+
+    def _slow(self, monkeypatch, owner, name, seconds):
+        call = getattr(owner, name)
+
+        def slowly(*args, **kwargs):
+            self.now += seconds()
+            self.steps += name == "gradients"
+            return call(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, slowly)
+
+
+@pytest.mark.parametrize("later", [0.5, 2.0, 8.0])
+def test_minutes_are_kept_to_on_a_machine_that_gets_slower_or_faster(networks, monkeypatch, later):
+    clock = _Clock(monkeypatch, 100, lambda step: 2.0 if step < 30 else later, 5)
+    began = clock.now
+    report = normscope.heal(*networks, LEARN, HELD_OUT, minutes=6)
+    # Two measurements follow the last step, which began in time.
+    assert 360 - 2 * later <= clock.now - began <= 360 + later
+    assert report.steps == clock.steps == len(clock.rates) and report.checks[-1].step == report.steps
+    largest = max(clock.rates)
+    assert clock.rates[-1] < 0.05 * largest and clock.rates[0] < 0.5 * largest  # the schedule is gone through
+    assert len(report.checks) == 12
+
+
+def test_calibration_may_take_all_minutes(networks, monkeypatch):
+    _Clock(monkeypatch, 400, lambda step: 1.0, 1)
+    report = normscope.heal(*networks, LEARN, HELD_OUT, minutes=6)
+    assert report.steps == 0 and not report.checks and report.closed > 0
+
+
+def test_an_interrupted_healing_has_only_the_minutes_that_are_left(networks, tmp_path, monkeypatch):
     original, swapped = networks
-    other, path = copy.deepcopy(swapped), tmp_path / "at.safetensors"
-    began = time.monotonic()
-    told = []
+    other, asked = copy.deepcopy(swapped), {"minutes": 6, "checkpoint": tmp_path / "at.safetensors"}
+    clock = _Clock(monkeypatch, 100, lambda step: 1.0, 5)
 
     def stopping(stage, done, of):
-        told.append(of)
-        if stage == "train" and done == of // 2 + 1:
+        if stage == "train" and done > of // 2:
             raise _StopError
 
-    asked = {"minutes": 0.1, "checkpoint": path}
     with pytest.raises(_StopError):
         normscope.heal(original, swapped, LEARN, HELD_OUT, **asked, progress=stopping)
-    assert time.monotonic() - began < 60  # on a machine that others use too
-    monkeypatch.setattr(stages.Stages, "_steps_in", None)  # is not asked again
+    clock.now += 10_000
+    began = clock.now
     report = normscope.heal(original, other, LEARN, HELD_OUT, **asked)
-    assert report.steps == told[-1] > 10 and report.checks[-1].step == report.steps
-    with pytest.raises(UsageError, match=r"its minutes is 0.1, not 0.2"):
-        normscope.heal(original, other, LEARN, HELD_OUT, **{**asked, "minutes": 0.2})
-
-
-def test_a_trial_of_long_inputs_is_no_measure_of_short_ones(networks, monkeypatch):
-    """A step takes as long as its input is; the eight that are tried are the longest by far."""
-    original, swapped = networks
-    long, short = (Batch((torch.zeros(1, n, 8),), samples=(Sample("", 0, 0),)) for n in (400, 4))
-    lessons_ = Lessons(original, swapped, Outputs(), SITES, [[long]] * 8 + [[short]] * 72)
-    assert [lessons_.elements(number) for number in (0, 8)] == [3200, 32]
-    whole = stages.Stages(
-        original, swapped, SITES, Outputs(), LEARN, HELD_OUT, stages.HealOptions(True, "all", 1, None, 0)
-    )
-    trained = TrainedParameters(swapped, [name for name, _ in swapped.named_parameters()])
-    monkeypatch.setattr(stages, "_seconds_of", lambda call: 8.0)
-    now = time.monotonic()
-
-    def steps(order):
-        return whole._steps_in(60.0, trained, lessons_, order, now)
-
-    # Of an hour, thirteen checks take 8 s each, and a target and a step 1 s each of the long ones. The call takes time.
-    mean = (8 * 3200 + 72 * 32) / 80 / 3200
-    assert steps(lambda step: step % 8) == pytest.approx((3496 - 80 * mean) / mean, rel=0.01)
+    assert 100 < clock.now - began < 180 and len(report.checks) == 12
+    with pytest.raises(UsageError, match=r"its minutes is 6, not 7"):
+        normscope.heal(original, other, LEARN, HELD_OUT, **{**asked, "minutes": 7})
 
 
 @pytest.mark.parametrize("train", ["norms", "neighbours", "all"])
@@ -537,7 +558,7 @@ def test_a_checkpoint_that_a_full_disk_does_not_take_is_told(networks, tmp_path,
 def test_a_checkpoint_without_a_drift_is_damaged(networks, tmp_path, spoil):
     path = tmp_path / "at.safetensors"
     normscope.heal(networks[0], copy.deepcopy(networks[1]), LEARN, HELD_OUT, steps=6, checkpoint=path)
-    header, tensors = read_checked(path, "normscope-healing", (4,))
+    header, tensors = read_checked(path, "normscope-healing", (5,))
     spoil(header["course"]["drifts"])
     write_checked(path, header, tensors)
     with pytest.raises(DataError, match="is damaged"):

@@ -216,6 +216,7 @@ def test_a_benchmark_has_no_row_of_an_override_that_cannot_be_met(monkeypatch):
     assert isinstance(model[1], nn.LayerNorm)
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.8."), reason="torch 2.8 raises an error of its own for ours")
 def test_what_is_compiled_where_nothing_was_asked_for_goes_on_as_it_was_compiled(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     layer, x = DyT(8), torch.linspace(-3, 3, 24).view(3, 8)

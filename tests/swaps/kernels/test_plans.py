@@ -20,6 +20,7 @@ from normscope.swaps.kernels.parameters import Parameters
 EVERY = (True,) * 5
 ALIGNED = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OLD = knobs.runtime.launch_enter_hook is None  # as in Triton 3.4: later ones have a chain of hooks
 
 
 def parts(channels=64, shift=False, bias=True, each=False, dtype=torch.float32):
@@ -114,6 +115,7 @@ def test_plans_are_made_and_followed(driver, monkeypatch):
     assert [one.kernel for one in driver.launches] == ["forward", "backward", "add_slots"] * 2
 
 
+@pytest.mark.skipif(OLD, reason="what Triton 3.4 has compiled is launched by Triton itself, without plans")
 def test_kernels_that_triton_has_compiled_are_followed_too(launches, tmp_path, monkeypatch):
     """Triton's own record of a kernel has what a plan is made of."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -161,6 +163,9 @@ def test_a_triton_of_another_kind_launches_by_itself(launches, monkeypatch, othe
         assert list(plans._plans.values()) == [None, None]
 
 
+CHAINED = pytest.mark.skipif(OLD, reason="Triton 3.4 has one hook, and no chain of them")
+
+
 def hooks(name, calls):
     def hook(*_, **__):
         calls.append(name)
@@ -189,8 +194,8 @@ def before_a_kernel(name, hook):
 @pytest.mark.parametrize(
     ("put", "name"),
     [
-        (in_a_chain, "launch_enter_hook"),
-        (in_a_chain, "launch_exit_hook"),
+        pytest.param(in_a_chain, "launch_enter_hook", marks=CHAINED),
+        pytest.param(in_a_chain, "launch_exit_hook", marks=CHAINED),
         (before_a_kernel, "forward"),
         (before_a_kernel, "add_slots"),
     ],

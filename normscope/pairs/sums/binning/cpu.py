@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from normscope.pairs.sums.binning import reference
 from normscope.pairs.sums.binning.compiled_loops import threads
-from normscope.pairs.sums.binning.cpu_arrays import CONSTANTS, Rows, SampleArrays, Sums, Table
+from normscope.pairs.sums.binning.cpu_arrays import CONSTANTS, BlockRows, Rows, SampleArrays, Sums
 from normscope.pairs.sums.binning.cpu_draw import draw, join, join_density, join_pairs
 from normscope.pairs.sums.binning.cpu_loop import add_weighted, fill
 from normscope.pairs.sums.sampling import ONE_ELEMENT_IN, TokenSample, element_keys
@@ -157,13 +157,13 @@ def _kept(owner: object, name: str) -> Any:
     return owner.__dict__[name]
 
 
-def _table_of(owner: object, name: str) -> Table:
+def _table_of(owner: object, name: str) -> BlockRows:
     blocks = _kept(owner, name)
-    return Table(blocks.rows.numpy(), blocks.values.numpy())
+    return BlockRows(blocks.rows.numpy(), blocks.values.numpy())
 
 
-def _group(table: Table, number: int) -> Table:
-    return Table(table.rows[number], table.values[number])
+def _group(table: BlockRows, number: int) -> BlockRows:
+    return BlockRows(table.rows[number], table.values[number])
 
 
 def _sample_of(tokens: TokenSample) -> SampleArrays:
@@ -186,7 +186,7 @@ def _sums_apart(sums: Sums) -> Sums:
 
 
 def _empty_like(kept: Any) -> Any:
-    return Table(*map(np.zeros_like, kept)) if isinstance(kept, Table) else np.zeros_like(kept)
+    return BlockRows(*map(np.zeros_like, kept)) if isinstance(kept, BlockRows) else np.zeros_like(kept)
 
 
 def _join(sums: Sums, other: Sums, shared_fold: int | None) -> None:

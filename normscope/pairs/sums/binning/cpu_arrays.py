@@ -61,7 +61,7 @@ class Rows(NamedTuple):
     sample: Any
 
 
-class Table(NamedTuple):
+class BlockRows(NamedTuple):
     """One group of a :class:`Blocks`: a block without a row gets one when it is first needed."""
 
     rows: Any
@@ -78,8 +78,8 @@ class Sums(NamedTuple):
         density_high: the counts over 65,536, int64 and flat.
     """
 
-    moments: Table
-    shared: Table
+    moments: BlockRows
+    shared: BlockRows
     density: Any
     density_high: Any
     channel_sums: Any
@@ -87,10 +87,10 @@ class Sums(NamedTuple):
     token_offsets: Any
     token_scales: Any
     nonfinite_tokens: Any
-    pair_key: Table
-    pair_x: Table
-    pair_y: Table
-    pair_channel: Table
+    pair_key: BlockRows
+    pair_x: BlockRows
+    pair_y: BlockRows
+    pair_channel: BlockRows
 
 
 class SampleArrays(NamedTuple):

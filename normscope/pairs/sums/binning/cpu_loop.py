@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from normscope.pairs.sums.binning.compiled_loops import compiled
-from normscope.pairs.sums.binning.cpu_arrays import Table, Tile
+from normscope.pairs.sums.binning.cpu_arrays import BlockRows, Tile
 from normscope.pairs.sums.sampling import GOLDEN, MIX, NO_KEY
 
 Array = NDArray[Any]
@@ -321,7 +321,7 @@ def fill(constants: Any, tokens: Any, runs: Any, sums: Any) -> None:
     block, filled = np.empty(_TOKENS, np.int64), 0
     for run in range(runs.shape[0]):
         start, stop, fold, sample_key, position, sample = runs[run]
-        moments = sums.shared if fold < 0 else Table(sums.moments.rows[fold], sums.moments.values[fold])
+        moments = sums.shared if fold < 0 else BlockRows(sums.moments.rows[fold], sums.moments.values[fold])
         for t in range(start, stop):
             tokens.reach[t] = _UNCOUNTED
             if not tokens.valid[t]:
@@ -355,7 +355,7 @@ def add_weighted(constants: Any, tokens: Any, runs: Any, weight: Any, moments: A
         tokens: a :class:`Rows` that has been filled.
         runs: start, stop and fold of each, int64 ``(runs, 3)``.
         weight: float64 ``(channels,)``.
-        moments: of every fold, a :class:`Table`.
+        moments: of every fold, a :class:`BlockRows`.
     """
     d, positions = tokens.rows.shape[1], tokens.positions
     for run in range(runs.shape[0]):

@@ -95,12 +95,13 @@ def slabs(monkeypatch):
 
 def told(driver, slabs, stats, tokens, valid):
     """Return what a call tells the driver, with names in place of addresses."""
-    begin, zeros = len(driver.launches), []
+    begin, zeros, kept, keep = len(driver.launches), [], [], cuda._kept
     with pytest.MonkeyPatch.context() as patch:
         made = torch.zeros
         patch.setattr(torch, "zeros", lambda *given, **more: zeros.append(made(*given, **more)) or zeros[-1])
+        patch.setattr(cuda, "_kept", lambda stats: kept.append(keep(stats)) or kept[-1])
         cuda.add(stats, tokens)
-    named = {tensor.data_ptr(): name for name, tensor in cuda._kept(stats).items()}
+    named = {tensor.data_ptr(): name for name, tensor in kept[-1].items()}
     runs = cuda._runs(tuple(tokens.runs), tokens.rows.device, 0)
     named |= {zeros[0].data_ptr(): "scratch", runs.data_ptr(): "runs", tokens.rows.data_ptr(): "rows"}
     given = {"shift": tokens.lines.shift, "rstd": tokens.lines.rstd, "valid": valid}
