@@ -48,7 +48,7 @@ def test_help_is_fast_and_imports_nothing_heavy(run, folder):
 
     imports = (sys.executable, "-c", "import typer.rich_utils")  # which prints any help
     pairs = [(seconds("--help"), seconds(command=imports)) for _ in range(3)]
-    assert min(ours for ours, _ in pairs) < 2 * min(theirs for _, theirs in pairs)
+    assert min(ours for ours, _ in pairs) < 3 * min(theirs for _, theirs in pairs)
     code = (
         "import sys; from normscope.cli import main\n"
         "try: main()\nexcept SystemExit: pass\n"

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 
 import normscope
 from normscope.inputs.batch import Batch, Sample
-from normscope.inputs.loaded_model import Outputs, unpacked
+from normscope.inputs.loaded_model import Outputs
 from normscope.inputs.pool import Pool
+from normscope.pairs.norms.streams import unpacked
 from normscope.swaps.calibrate import calibrate as module
 from normscope.swaps.heal.lessons import Lessons
 from normscope.swaps.heal.training import Course
