@@ -77,10 +77,10 @@ def _kept(stats: PairStats) -> dict[str, Tensor]:
         "token_offsets": stats.token_offsets,
         "token_scales": stats.token_scales,
         "nonfinite_tokens": stats.nonfinite_tokens,
-        "pair_keys": stats.pairs.key,
-        "pair_x": stats.pairs.x,
-        "pair_y": stats.pairs.y,
-        "pair_channel": stats.pairs.channel,
+        "pair_keys": stats.pairs.key.contiguous(),
+        "pair_x": stats.pairs.x.contiguous(),
+        "pair_y": stats.pairs.y.contiguous(),
+        "pair_channel": stats.pairs.channel.contiguous(),
     }
     for name, sample in (("token", stats.tokens), ("largest", stats.largest)):
         kept |= {f"{name}_{part}": values for part, values in vars(sample).items()}
