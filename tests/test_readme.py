@@ -41,7 +41,7 @@ def test_the_python_of_its_page_runs(tmp_path, monkeypatch, capsys):
     assert recognition.kind_of(MyRMSNorm()).name == "MyRMSNorm"
     assert "blocks.0.norm2" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["scurves.png", "seen.safetensors"]
-    assert names["both"].n_samples == 1600
+    assert names["both"].n_samples == 800 + 8
 
 
 def test_the_readme_holds_the_two_commands_and_can_be_read_in_minutes():

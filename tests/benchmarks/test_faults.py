@@ -144,7 +144,7 @@ def test_captures_that_differ_are_told_apart():
     for sums, difference in (("moments", 1e-9), ("channel_sums", 1e-9), ("density", 1), ("nonfinite_tokens", 1)):
         other = captured(batches)
         tensor = getattr(other.stats[name], sums)
-        tensor += difference * (tensor.abs().max() if difference < 1 else 1)
+        setattr(other.stats[name], sums, tensor + difference * (tensor.abs().max() if difference < 1 else 1))
         assert f"{name}: {sums}" in differences(whole, other)
 
 

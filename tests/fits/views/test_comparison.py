@@ -15,7 +15,9 @@ from torch import nn
 import normscope
 from normscope.errors import UsageError
 from normscope.fits.views.comparison import compare, compared, match
+from normscope.inputs.entries import as_batches
 from normscope.pairs.norms.sites import NormSite
+from normscope.pairs.sums.sampling import SourcesSeen
 
 D, EPS = 16, 1e-12  # so small that LN(kx) = LN(x) to float32's rounding
 ABOUT = {"model": "net", "weights": "made", "data": "noise"}
@@ -112,7 +114,8 @@ def test_of_the_same_inputs_each_fold_is_left_out_of_both():
         fits = [normscope.fit(captured(inputs[kept]), "tanh")[0] for inputs in (x, later(x))]
         return math.log(fits[1].alpha / fits[0].alpha), math.log(fits[1].slope / fits[0].slope)
 
-    fold = torch.arange(len(x)) % 8
+    [batch] = as_batches([x])
+    fold = torch.tensor(SourcesSeen("several").folds_of(batch.samples))
     whole = log_ratio(fold >= 0)
     without = np.array([log_ratio(fold != f) for f in range(8)])
     # Of folds of one size, the jackknife's textbook form.
