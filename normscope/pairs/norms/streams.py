@@ -35,6 +35,7 @@ _ATTENTION = {"matmul", "__matmul__", "bmm", "einsum", "scaled_dot_product_atten
 _Path = tuple[Any, ...]  # of a tensor in (args, kwargs)
 _Forward = Callable[[nn.Module, Any], Any] | None
 _Origins = frozenset[_Path]  # arguments that the tokens of a tensor come from; none for tokens made of weights
+_LATENTS: _Origins = frozenset([()])  # of what attention makes of such tokens: no argument, and no mask added to it
 
 
 class _Masks(NamedTuple):
@@ -67,7 +68,7 @@ class _StreamWatch(TorchFunctionMode):
         # Smaller operands scale or shift whole samples.
         largest = max((shape for shape, own in tokens if own), key=torch.Size.numel, default=None)
         passed = [own for shape, own in tokens if shape == largest] if largest else map(self._of, operands)
-        origins = frozenset[_Path]().union(*passed)
+        origins = frozenset[_Path]().union(*passed) or (_LATENTS if name in _ATTENTION else frozenset())
         for value in [args[0]] if name == "__setitem__" else tensors_of([result]):
             self._origins[value] = origins
         return result
@@ -105,7 +106,7 @@ class _StreamWatch(TorchFunctionMode):
                 data, given = mask == 0 if "padding" in match[0] else mask != 0, self._tensors[path] != 0
                 if torch.equal(data, given) or torch.equal(data, ~given):
                     self._inverted |= {path} if torch.equal(data, ~given) else set()
-                    self._taken.setdefault(path, []).append({self._of(value) for value in own})
+                    self._taken.setdefault(path, []).append({self._of(value) - _LATENTS for value in own})
 
     def masks(self, output: Any) -> _Masks:
         """Return the mask of each part of the network, now that it has run."""

@@ -113,6 +113,8 @@ def loaded(folder, **options):
 @pytest.fixture
 def small(monkeypatch):
     """Let Wan sample a video of one frame of 32 × 32 pixels, and not of 81 of 480 × 832."""
+    if diffusers.__version__.startswith("0.36"):
+        pytest.importorskip("ftfy")  # which this version calls without importing it where it is missing
     sample = diffusers.WanPipeline.__call__
 
     def smaller(self, prompt=None, generator=None, output_type=None, guidance_scale=5.0):

@@ -186,7 +186,7 @@ def test_captures_in_several_threads_at_once_do_not_meet():
         assert_same(stats, alone)
 
 
-def test_nothing_waits_for_a_gpu():
+def test_nothing_waits_for_a_gpu(fake_cuda):
     """Whatever depends on the data raises on tensors that have none."""
     with FakeTensorMode():
         for groups, d in ((None, 8), (2, 40)):
