@@ -13,20 +13,34 @@ from matplotlib.gridspec import GridSpec
 
 from normscope.errors import UsageError, count
 from normscope.figures.axes import AUTO, share_colours
-from normscope.figures.legends import ceiling_note, fit_notes, legend_handles, remarks
-from normscope.figures.notes import (
+from normscope.figures.panels import (
+    Panel,
+    best_of,
+    ceiling_note,
+    draw_panel,
+    fit_notes,
+    legend_handles,
+    panels_of,
+    remarks,
+    with_shared_scales,
+)
+from normscope.figures.style import (
+    LEAST_POINTS,
     LINE_POINTS,
     NONE,
+    Style,
     Words,
     framed,
     heading,
     inches_of,
+    name_lines,
+    style_named,
+    tail,
     title_and_foot,
     without_digest,
+    wrapped,
     write_above,
 )
-from normscope.figures.panels import Panel, best_of, draw_panel, panels_of, with_shared_scales
-from normscope.figures.style import LEAST_POINTS, Style, name_lines, style_named, tail, wrapped
 from normscope.fits.curve_fit import CurveFit
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import select

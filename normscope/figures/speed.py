@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import NormscopeError, UsageError
-from normscope.figures.notes import framed, heading, inches_of, title_and_foot
 from normscope.figures.panels import outline
-from normscope.figures.style import LEAST_POINTS, Style, style_named, that_fits, width_of
+from normscope.figures.style import LEAST_POINTS, Style, inches_of, sheet, style_named, that_fits, width_of
 from normscope.fits.curves.expressions import curves_named
 from normscope.swaps.bench.reports import BESIDE, FASTER, SLOWER, TOO_FEW, BenchReport, Timing
 from normscope.tables.speed import SCOPES, duration
@@ -63,10 +61,8 @@ def plot_speed(
     rows_of_panels = [panels[first : first + across] for first in range(0, len(panels), across)]
     heights = [max(map(_height, beside)) for beside in rows_of_panels]
     inches = inches_of(width, max(4.6, 0.3 + _PANEL_INCHES * across))
-    title, origin = title_and_foot(title, heading(report.about, report.device), report.about)
-    with matplotlib.rc_context(theme.rc()):
-        height = sum(0.62 + _BAR_INCHES * height for height in heights)
-        figure = framed(inches, height, title, [_signs(report), origin], theme)
+    height = sum(0.62 + _BAR_INCHES * height for height in heights)
+    with sheet(theme, inches, height, title, report.about, report.device, foot=[_signs(report)]) as figure:
         axes = figure.subplots(
             len(heights), across, squeeze=False, height_ratios=[0.4 / _BAR_INCHES + h for h in heights]
         )

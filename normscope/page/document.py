@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from normscope.errors import UsageError
-from normscope.figures.notes import NONE, title_and_foot
-from normscope.figures.style import STYLES, Style
+from normscope.figures.style import NONE, STYLES, Style, title_and_foot
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import CURVES, FREE, Curve
 from normscope.fits.solving.levels import levels_of

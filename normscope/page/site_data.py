@@ -13,8 +13,7 @@ from rich.text import Text
 
 from normscope.errors import DataError
 from normscope.figures.axes import ASINH, AUTO, LINEAR, Scales, XAxis, mean_line, scales_of
-from normscope.figures.panels import drawn_pairs, image
-from normscope.figures.residuals import residuals
+from normscope.figures.panels import drawn_pairs, image, residuals
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.solving.nodes import Nodes
 from normscope.fits.views.card import MASSIVE_RATIO, MASSIVE_SIZE, NormCard
