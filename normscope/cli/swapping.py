@@ -355,7 +355,7 @@ def choose(
 
 def tell_choice(choice: normscope.KeepReport, title: str, drawn: Path, say: Output) -> None:
     """Print the table of the norms kept, and draw it."""
-    from normscope.tables.keep import keep_table
+    from normscope.tables.drift import keep_table
 
     say.result(keep_table(choice))
     if not choice.kept:

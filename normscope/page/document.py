@@ -14,8 +14,7 @@ from normscope.fits.solving.levels import levels_of
 from normscope.fits.solving.nodes import Nodes, batches
 from normscope.fits.views.card import norm_cards
 from normscope.fits.views.comparison import match
-from normscope.page.input_data import inputs_data, site_inputs
-from normscope.page.site_data import LINE_POINTS, ROWS, site_data
+from normscope.page.site_data import LINE_POINTS, ROWS, inputs_data, site_data, site_inputs
 from normscope.pairs.captures import Capture
 
 FORMAT = 1

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from rich.table import Table
 
-from normscope.tables.layout import plain
+from normscope.tables.table import plain
 
 # A table, and what stands above it: model, weights and data.
 Titled: TypeAlias = tuple[str, Table]

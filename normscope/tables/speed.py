@@ -8,8 +8,18 @@ from rich.table import Table
 
 from normscope.errors import count
 from normscope.swaps.bench.reports import FUSED, BenchReport, Latency, PublishedReport, Timing
-from normscope.tables.layout import AdaptiveTable, Explanation
-from normscope.tables.table import NONE, Column, as_cell, names, number, several, table_of, words
+from normscope.tables.table import (
+    NONE,
+    AdaptiveTable,
+    Column,
+    Explanation,
+    as_cell,
+    names,
+    number,
+    several,
+    table_of,
+    words,
+)
 
 SCOPES = {"norm": "the norm alone", "model": "the whole network"}
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))

@@ -55,7 +55,7 @@ def compare(
     sources = [(name, replace(run, weights=checkpoint)) for name in names for checkpoint in weights or ["pretrained"]]
 
     from normscope.figures.style import style_named
-    from normscope.tables.comparison import comparison_table, matching_lines
+    from normscope.tables.fit import comparison_table, matching_lines
 
     style_named(style)
     for name, options in sources:

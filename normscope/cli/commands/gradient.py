@@ -10,7 +10,7 @@ from normscope.cli.options import figure_path, figure_suffix, figure_title
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
 from normscope.runtime.files import check_writable
-from normscope.tables.gradient import gradient_tables
+from normscope.tables.card import gradient_tables
 
 EXAMPLES = (
     "Examples: normscope gradient demo_vit · normscope gradient vit_b16 --layers all --json · "
