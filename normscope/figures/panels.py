@@ -411,7 +411,6 @@ def fit_notes(panel: Panel, result: Callable[[CurveFit], list[str]]) -> list[Wor
     return lines
 
 
-Array = NDArray[np.float64]
 
 _GROUPS = 120  # across a panel at most
 _LEAST_COUNT = 128  # pairs that a group holds at least

@@ -242,7 +242,8 @@ def quality_table(found: Mapping[tuple[str, str], Quality]) -> Table:
             "95 %", lambda network: _bounds(networks[network], form), any(own.interval for own in networks.values())
         ),
     ]
-    better = {True: "higher is better", False: "lower is better"}.get(first.higher_is_better, "a function of your own")
+    words_of = {True: "higher is better", False: "lower is better", None: "a function of your own"}
+    better = words_of[first.higher_is_better]
     interval = "95 %: Wilson's interval" if networks["original", ""].interval else ""
     return table_of(networks, columns, caption=" · ".join(filter(None, [first.over, better, interval])))
 
