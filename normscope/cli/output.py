@@ -105,7 +105,7 @@ class Output:
 
     @property
     def for_programs(self) -> bool:
-        """Whether stdout holds what a program reads, and nothing that a person would."""
+        """True if stdout takes a JSON document or rows only."""
         return self.as_json or self.as_csv
 
     def remark(self, text: str) -> None:
@@ -142,7 +142,7 @@ class Output:
             _print_words(self._results, text)
 
     def heading(self, about: Mapping[str, str]) -> None:
-        """Say above a table which network it is of, with which weights and data."""
+        """Print a line with network, weights and data above a table."""
         self._above = "{model} · {weights} · {data}".format(**about)
         self.sentences(self._above)
 
@@ -183,7 +183,7 @@ class Output:
         return as_latex(self._tables) if suffix == LATEX else as_markdown(self._tables)
 
     def introduce(self, network: LoadedModel) -> None:
-        """Say which network runs, with which weights, where; random weights are said so even when quiet."""
+        """Report network, weights and device; random weights are reported even when quiet."""
         from normscope.models.weights.devices import places
 
         module = network.module
@@ -194,12 +194,12 @@ class Output:
         (self.warn if network.provenance.kind == "random" else self.remark)(line)
 
     def account(self, capture: Capture, unreadable: Sequence[str] = ()) -> None:
-        """Say what was run, what was left out, and why."""
+        """Report the samples of a capture, and the norms, inputs and tokens that were left out."""
         self.observed(capture, unreadable)
         self.skipped(capture.skipped)
 
     def observed(self, capture: Capture, unreadable: Sequence[str] = ()) -> None:
-        """Say what was run, and which inputs and tokens were left out."""
+        """Report the samples of a capture, and the inputs and tokens that were left out."""
         self.remark(f"{capture.about['model']}: {count(capture.n_samples, 'sample')}, {capture.about['data']}")
         for line in unreadable:
             self.warn(f"unreadable, left out: {line}")
@@ -210,7 +210,7 @@ class Output:
                 self.warn(f"{site.name}: {tokens} hold a NaN or an infinity, and are in no sum")
 
     def chosen(self, sites: Sequence[NormSite], asked: str, option: str = "--layers") -> None:
-        """Say which sites a lone number took."""
+        """Report the sites that were chosen, if a single number was given."""
         from normscope.pairs.norms.sites import is_number
 
         if is_number(asked):
@@ -218,7 +218,7 @@ class Output:
             self.remark(f"{option} {asked} takes one of each stretch of the depth, by turns of every kind: {named}")
 
     def kept_inputs(self, capture: Capture) -> None:
-        """Say whose inputs a file will show to whoever has it."""
+        """Name the inputs that are kept in the file."""
         shown = [f"the {one.preview.kind} of {one.name}" for one in capture.inputs[:_MOST_NAMED]]
         more = [f"{len(capture.inputs) - _MOST_NAMED:,} more"] if len(capture.inputs) > _MOST_NAMED else []
         if shown:

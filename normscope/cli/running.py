@@ -1,4 +1,4 @@
-"""How networks are run: the options that commands share, and from names to captures."""
+"""Options for running networks, shared by the commands, and captures of models by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OF_CAPTURES = ("sample", "verify")  # options that normscope.load does not take
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How to run a network: an option of the command line for each field, with its default, in the help's order."""
+    """Options for running a network: each field is an option, with its default, in the order of the help."""
 
     weights: str = "pretrained"
     data: Path | None = None

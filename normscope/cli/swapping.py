@@ -1,4 +1,4 @@
-"""What the commands that swap norms share: their options, and the start values that a network gives."""
+"""Checks, start values and messages shared by the commands that swap norms."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CALIBRATED = "calibrated"
 
 @dataclass(frozen=True)
 class How:
-    """What takes the norms' place, and how its start values are found; UsageError where options contradict.
+    """A replacement for norms and its initialization; UsageError where options contradict.
 
     Attributes:
         func: as it was asked for.
@@ -80,7 +80,7 @@ class How:
 
     @property
     def needs_pairs(self) -> bool:
-        """Whether start values are made of what the norms did."""
+        """True if start values are computed from pairs."""
         return self.start not in ("", "paper")
 
     @property
@@ -92,7 +92,7 @@ class How:
 
     @property
     def begin(self) -> str:
-        """What the fits are taken as: those of theory hold A and α already."""
+        """Initialization passed to ``replacements``; fits by theory already contain A and α."""
         return "fit" if self.needs_pairs else self.init
 
 
@@ -131,7 +131,7 @@ def check_calibrated(asked: bool, refit: str, ways: Sequence[How], place: Place)
 
 
 def tell_what_stayed(left: Mapping[str, str], left_out: int, say: Output) -> None:
-    """Say which layers and samples a calibration could not take."""
+    """Report the layers and samples that a calibration left out."""
     if left:
         path, reason = next(iter(left.items()))
         others = f", and {count(len(left) - 1, 'other')}" if len(left) > 1 else ""
@@ -160,7 +160,7 @@ def inits_there_are(func: str, inits: Sequence[str]) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be swapped in, and how it starts; UsageError where options do not go together.
+    """Replacements and their initializations; UsageError where options contradict.
 
     Attributes:
         ways: each function with each start.
@@ -315,7 +315,7 @@ def check_keep(keep: int | None, max_drift: float | None, sites: str, place: Pla
 
 
 def figure_of_choice(folder: Path) -> Path:
-    """Where the figure of the norms kept is written, beside the folder of the swap."""
+    """Return the path of the figure of the kept norms, beside the folder of the swap."""
     return folder.parent / f"{folder.name}-keep.png"
 
 

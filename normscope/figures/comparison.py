@@ -160,7 +160,7 @@ def _lines(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], them
 
 
 def _in_common(captures: Sequence[Capture]) -> dict[str, str]:
-    """What the captures have in common; the legend says the rest."""
+    """Return the entries that all captures share; the legend contains the others."""
     about, *others = (_about(capture) for capture in captures)
     return {key: about[key] for key in _TOLD if key in about and all(one.get(key) == about[key] for one in others)}
 

@@ -56,7 +56,7 @@ _HELD = {"scale": "tanh", "others": "isru"}  # which curve's derivation holds it
 
 @dataclass(frozen=True)
 class _SiteColumn:
-    """Everything that the panels of one site are drawn from."""
+    """Data and style of the panels of one site."""
 
     site: NormSite
     stats: PairStats
@@ -132,7 +132,7 @@ def plot_gradient(
 def _column(
     capture: Capture, site: NormSite, view: GradientView, fits: Sequence[CurveFit], theme: Style, room: float
 ) -> _SiteColumn | str:
-    """What a site's panels are drawn from, or why there is nothing to draw."""
+    """Return the data of a site's panels, or the reason why nothing can be drawn."""
     stats = capture.stats[site.name]
     drawn = drawn_jacobians(site, stats)
     if not isinstance(drawn, DrawnJacobians):
@@ -195,7 +195,7 @@ def _draw_diagonal(ax: Axes, column: _SiteColumn) -> None:
 
 
 def _notes_of_diagonal(column: _SiteColumn) -> list[Words]:
-    """How much the diagonal holds, and how well functions of x predict it."""
+    """Return the diagonal's shares of ‖J‖², and the R² of functions of x that predict it."""
     view, style, room = column.view, column.style, column.room
     shares = [
         f"diagonal: {_written(100 * view.share, '.1f')} % of ‖J‖²",
@@ -242,7 +242,7 @@ def _draw_constants(ax: Axes, column: _SiteColumn) -> None:
 
 
 def _notes_of_constants(column: _SiteColumn) -> list[Words]:
-    """How far apart the quantiles of what is held constant are."""
+    """Return the ratio of the quantiles 0.84 and 0.16 of each constant."""
     sign = "σ" if column.view.centred else "ρ"
     lines: list[Words] = []
     for part in ("centre", "tail"):

@@ -150,7 +150,7 @@ _Row: TypeAlias = tuple[Sequence[str], Sequence[Panel]]  # a heading's lines, of
 
 
 def _columns(captures: Sequence[Capture], width: float | None) -> tuple[int, float]:
-    """How many panels stand beside one another, and how wide the figure is."""
+    """Return the number of columns and the width of the figure."""
     columns = max(2, *(min(_ACROSS, len(capture.sites)) for capture in captures))
     inches = inches_of(width, _COLUMN_INCHES * columns)
     return (columns if inches / columns >= _LEAST_COLUMN else 2), inches

@@ -104,7 +104,7 @@ _LINE_POINTS = 33  # of a token's line on an asinh axis, where it is bent
 
 @dataclass(frozen=True)
 class Panel:
-    """Everything that the panels of one site are drawn from.
+    """Data and style of the panels of one site.
 
     Attributes:
         site: the norm.
@@ -368,7 +368,7 @@ def legend_handles(panels: Sequence[Panel], *, density: bool, sampled: bool, bou
 
 
 def _formula_of(curve: str, function: Curve, argument: str) -> str:
-    """What a legend calls a fitted curve: one of one's own by its formula."""
+    """Return the legend's label of a fitted curve; user-defined curves are labelled by formula."""
     if curve == FREE:
         return "free: E[y|x] in groups of bins"
     if curve not in CURVES:
@@ -409,7 +409,6 @@ def fit_notes(panel: Panel, result: Callable[[CurveFit], list[str]]) -> list[Wor
         colour = panel.style.faint if fit.degenerate else panel.looks[fit.curve][0]
         lines += broken(parts, colour, panel.room)
     return lines
-
 
 
 _GROUPS = 120  # across a panel at most

@@ -74,7 +74,7 @@ def plot_speed(
 
 
 def _across(panels: int, most: int = _MOST_ACROSS) -> int:
-    """How many panels stand beside one another, with the fewest places left empty, and as many as there may be.
+    """Return the number of columns that leaves the fewest places empty; of equals, the largest.
 
     >>> [_across(panels) for panels in (1, 2, 3, 4, 5, 6, 7, 8)]
     [1, 2, 3, 4, 3, 3, 4, 4]
@@ -177,7 +177,7 @@ def _colour(variant: str, style: Style) -> Any:
 
 
 def _signs(report: BenchReport) -> str:
-    """Say what bars, whiskers, lines and letters mean."""
+    """Return the meaning of bars, whiskers, lines and fonts."""
     signs = ["bars: median", "whiskers: p20 to p80", "dotted: native"]
     signs += [f"of {way}: native {BESIDE[way]}" for way in BESIDE if any(row.way == way for row in report.rows)]
     meant = {FASTER: "bold", SLOWER: "italics", TOO_FEW: "?"}

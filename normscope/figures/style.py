@@ -1,4 +1,4 @@
-"""What all figures share: colours and sizes, and the text above and beside the panels.
+"""Parts shared by all figures: colours, sizes, the sheet with title and footer, and texts above panels.
 
 Colours are told apart by people with any colour vision, on paper and on a dark screen.
 """
@@ -277,7 +277,7 @@ def titles_of(site: NormSite, inches: float, font: FontProperties) -> list[str]:
 
 
 def head_panel(ax: Axes, site: NormSite, details: Sequence[str], inches: float, pad: float = 3.0) -> None:
-    """Say above a panel of so many inches which norm it shows, and the first line of detail that there is room for."""
+    """Write a norm's name above a panel, and the first line of detail that fits."""
     font = _head_font(inches)
     detail = that_fits(details, inches, font.get_size_in_points())
     lines = [*name_lines(site, inches, font), tail(detail, inches, font)]

@@ -58,7 +58,7 @@ def site_data(
     nodes: Nodes | None,
     elements: int,
 ) -> dict[str, Any]:
-    """Everything that the page knows of one site, as JSON holds it.
+    """Return the data of one site as JSON.
 
     Args:
         site: the norm.
@@ -104,7 +104,7 @@ def site_data(
 
 
 def numbers(card: NormCard, stats: PairStats) -> dict[str, float | int | None]:
-    """What the overview draws of a site besides its fits; None of what there is not."""
+    """Return the numbers of a site that the overview draws; None where there is none."""
     of_site: dict[str, float | int | None] = dict.fromkeys(
         ("offset", "offset_p95", "sigma", "spread", "bent", "kurtosis", "largest", "median")
     )
@@ -217,7 +217,7 @@ def channels_data(stats: PairStats) -> dict[str, Any]:
 
 
 def residual_data(stats: PairStats, fits: Sequence[CurveFit], axis: XAxis) -> dict[str, Any]:
-    """What the curves leave of E[y|x], beside two standard errors of it."""
+    """Return the residuals of E[y|x] after each fit, with its standard errors."""
     fitted = [fit for fit in fits if not fit.degenerate]
     low, high = axis.along(np.array(axis.limits))
     groups = residuals(stats.moments, fitted, float(high - low) / _GROUPS, along=axis.along)
@@ -297,7 +297,7 @@ _OFF_BY = 0.1  # of the threshold of the tail, as a share: the grid of sizes has
 
 @dataclass(frozen=True)
 class Places:
-    """Which place of an input each token of a norm is.
+    """Map from a norm's tokens to places of an input.
 
     Token ``other * steps[0] + place * steps[1]`` is that of a place, in the row of one of the others; the first
     ``before`` places are no part of the input, the next ones are the cells of the grid, row by row.
@@ -322,7 +322,7 @@ class Places:
 
 
 def inputs_data(inputs: Sequence[KeptInput]) -> list[dict[str, Any]]:
-    """What the page shows of each kept input; those that are one input in several parts of the data share a group."""
+    """Return previews of the kept inputs; one input in several parts of the data has one group."""
     groups: dict[tuple[str, str, int], int] = {}
     met: Counter[tuple[str, str, str]] = Counter()
     return [
@@ -338,7 +338,7 @@ def inputs_data(inputs: Sequence[KeptInput]) -> list[dict[str, Any]]:
 
 
 def _occurrence(one: KeptInput, met: Counter[tuple[str, str, str]]) -> int:
-    """How many samples of the same source came before in its part of the data."""
+    """Return the number of earlier samples of the same source in this part of the data."""
     key = one.sample.source, one.sample.data, one.part
     met[key] += 1
     return met[key] - 1

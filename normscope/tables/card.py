@@ -210,7 +210,7 @@ _NOT_COVERED = "not covered"
 
 
 def gradient_tables(views: Sequence[GradientView]) -> list[Table]:
-    """What the diagonals of some norms' Jacobians hold, and what is constant in them."""
+    """Make the tables of the norms' Jacobians: shares of their diagonals, and constants."""
     return [jacobians_table(views), constants_table(views)]
 
 

@@ -25,7 +25,7 @@ _L2 = "relative L2: ‖swapped − original‖ / ‖original‖"
 
 
 def drift_tables(reports: Sequence[DriftReport]) -> list[Table]:
-    """All that is said of the drift of some swaps of one network: of all sites, by part, by site, and of quality."""
+    """Make the tables of drift for swaps of one network: all sites, by part, by site, and quality."""
     tables = [drift_table(reports)]
     if any(report.by_part for report in reports):
         tables.append(parts_table(reports))
@@ -111,13 +111,13 @@ def sites_table(reports: Sequence[DriftReport]) -> Table:
 
 
 def _calibrated(reports: Sequence[DriftReport]) -> list[str]:
-    """What calibrated rows learned from, in words."""
+    """Describe the inputs that calibrated rows learned from."""
     found = [report.calibration for report in reports if report.calibration is not None]
     return list(dict.fromkeys(f"{CALIBRATED}: each row {one.in_words}" for one in found))
 
 
 def _near(report: DriftReport) -> str:
-    """Say how many sites can be swapped, one after the other, before the median passes what is still near."""
+    """Return how many sites can be swapped in turn before the median L2 exceeds the limit."""
     if not report.cumulative:
         return NONE
     near = itertools.takewhile(lambda row: row.relative_l2.p50 <= _NEAR, report.cumulative)

@@ -269,7 +269,7 @@ def comparison_table(rows: Sequence[Compared]) -> Table:
 
 
 def matching_lines(comparison: Comparison) -> list[str]:
-    """Say, capture by capture, what it is and how its sites were put beside those of the first."""
+    """Describe each capture and how its sites were matched to those of the first."""
     titles = []
     for place, capture in enumerate(comparison.captures, 1):
         known = [capture.about[key] for key in ("model", "weights", "data")]

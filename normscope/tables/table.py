@@ -342,7 +342,7 @@ def _joined(explanations: Sequence[Explanation]) -> str:
 
 
 def _widths(columns: Sequence[_ColumnTexts], width: int) -> list[int]:
-    """What each column gets: what it wants if all can have that, and of the rest more where most is lacking."""
+    """Divide the width among columns; the remainder goes to the columns that lack most."""
     room = width - len(_GAP) * (len(columns) - 1)
     widths = [column.wanted for column in columns]
     if sum(widths) > room:

@@ -119,7 +119,7 @@ def _check_raw(raw: bool, resume: bool, place: Place) -> None:
 
 
 def _check_kept(kept: Checkpoints, raw: bool, say: Output) -> None:
-    """Say whether the run resumes another one; refuse to start over beside what that left."""
+    """Report whether the run resumes a checkpoint; refuse to start over beside one."""
     if raw:
         return
     kept.check()
@@ -142,7 +142,7 @@ def _saved(seen: Capture, output: Path, kept: Checkpoints) -> Path:
 
 
 def _announce(pairs: RawPairs, network: LoadedModel, layers: str, sample: int | None, say: Output) -> None:
-    """Say how large the raw pairs will be."""
+    """Report the size of the raw pairs."""
     from normscope.pairs.norms.sites import select
     from normscope.pairs.storage import raw_bytes
 

@@ -166,7 +166,7 @@ class _Maker:
         return self.made(paths)[1].after
 
     def judged(self, original: nn.Module, swapped: nn.Module, measure: str) -> dict[str, float]:
-        """Say how far the calibrated network is from the original on inputs that nothing was learned from."""
+        """Measure and print the drift of the calibrated network on held-out inputs."""
         from normscope.inputs.entries import as_batches
         from normscope.runtime.network import left_as_found
         from normscope.swaps.drift.output_errors import output_errors
@@ -206,7 +206,7 @@ def _tell(report: normscope.CalibrationReport, say: Output) -> None:
 
 
 def remark_on_loading(model: str, folder: str, say: Output) -> None:
-    """Say how the folder is loaded; a network of the user's own is loaded by its name."""
+    """Print the call that loads the folder; py: networks are loaded by name."""
     by_name = model.startswith("py:")
     call = f"normscope.load({model!r}, weights={folder!r})" if by_name else f"normscope.load_swapped({folder!r})"
     say.remark(f"--weights {folder} takes it in every command; in Python, {call}")
