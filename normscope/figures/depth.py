@@ -10,7 +10,7 @@ import matplotlib
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
@@ -33,6 +33,7 @@ from normscope.figures.style import (
     that_fits,
     wrapped,
     write_above,
+    write_at,
 )
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.expressions import curves_named
@@ -245,9 +246,7 @@ def plot_tails(
         _draw_positions(figure, tokens, [_positions(by_site.get(site.name)) for site in sites], theme)
         for place, site in enumerate(sites):
             if (card := by_site.get(site.name)) and card.tails and card.tails.massive:
-                channels.annotate(
-                    "×", (place, 1), (0, 0), xycoords=("data", "axes fraction"), textcoords="offset points", ha="center"
-                )
+                write_at(channels, "×", (place, 1), (0, 0), ("data", "axes fraction"), va="baseline", ha="center")
         tokens.xaxis.set_major_locator(MaxNLocator(12, integer=True))
         tokens.xaxis.set_major_formatter(lambda at, _: str(numbers[round(at)]) if 0 <= round(at) < len(numbers) else "")
         tokens.set_xlabel("norm site, in the order of calls", labelpad=1)
@@ -274,22 +273,23 @@ def _draw_channels(figure: Figure, ax: Axes, shares: Sequence[Array], theme: Sty
         image[: len(of_rows), column] = of_rows
     shown = np.ma.masked_where(~(image > 0), image)
     top = float(shown.max()) if shown.count() else 1.0
-    drawn = ax.imshow(
-        shown,
-        extent=(-0.5, len(shares) - 0.5, -0.5, rows * each - 0.5),
-        origin="lower",
-        aspect="auto",
-        interpolation="nearest",
-        cmap=theme.tokens,
-        norm=LogNorm(max(float(shown.min()), 1e-4 * top) if shown.count() else 0.1, top),
-    )
-    figure.colorbar(drawn, ax=ax, pad=0.09, label="share of Σx²", aspect=30)
+    norm = LogNorm(max(float(shown.min()), 1e-4 * top) if shown.count() else 0.1, top)
+    _draw_map(figure, ax, shown, each, theme, norm, "share of Σx²")
     ax.set_ylabel("channel")
     peaks: dict[int, float] = {}
     for share in shares:
         for channel in np.flatnonzero(share > _TIMES / len(share)):
             peaks[int(channel)] = max(peaks.get(int(channel), 0.0), float(share[channel]))
     _name(ax, sorted(peaks, key=lambda channel: -peaks[channel])[:_NAMED], rows * each, theme)
+
+
+def _draw_map(figure: Figure, ax: Axes, image: Any, each: int, theme: Style, norm: Normalize, label: str) -> None:
+    """Draw a masked image ``(rows, sites)`` whose rows stand for ``each`` channels or positions."""
+    rows, columns = image.shape
+    extent = (-0.5, columns - 0.5, -0.5, rows * each - 0.5)
+    look: dict[str, Any] = {"origin": "lower", "aspect": "auto", "interpolation": "nearest", "cmap": theme.tokens}
+    drawn = ax.imshow(image, extent=extent, norm=norm, **look)
+    figure.colorbar(drawn, ax=ax, pad=0.09, label=label, aspect=30)
 
 
 def _positions(card: NormCard | None) -> dict[int, int]:
@@ -305,18 +305,8 @@ def _draw_positions(figure: Figure, ax: Axes, positions: Sequence[dict[int, int]
     for column, at_site in enumerate(positions):
         for position, number in at_site.items():
             image[position // each, column] += number
-    drawn = ax.imshow(
-        np.ma.masked_equal(image, 0),
-        extent=(-0.5, len(positions) - 0.5, -0.5, rows * each - 0.5),
-        origin="lower",
-        aspect="auto",
-        interpolation="nearest",
-        cmap=theme.tokens,
-        vmin=0,
-        vmax=max(image.max(), 1),
-    )
-    label = "of the 16 tokens of largest |x|"
-    figure.colorbar(drawn, ax=ax, pad=0.09, label=label, aspect=30)
+    norm = Normalize(0, max(image.max(), 1))
+    _draw_map(figure, ax, np.ma.masked_equal(image, 0), each, theme, norm, "of the 16 tokens of largest |x|")
     ax.set_ylabel("position of the token")
     totals = {position: sum(at_site.get(position, 0) for at_site in positions) for position in known}
     _name(ax, sorted(totals, key=lambda position: -totals[position])[:_NAMED], rows * each, theme)
@@ -328,16 +318,8 @@ def _name(ax: Axes, numbers: Sequence[int], top: int, theme: Style) -> None:
     for number in numbers:
         if all(abs(number - other) > 0.05 * top for other in kept):
             kept.append(number)
-            ax.annotate(
-                f"{number}",
-                (1, number),
-                (3, 0),
-                xycoords=("axes fraction", "data"),
-                textcoords="offset points",
-                va="center",
-                fontsize=LEAST_POINTS,
-                color=theme.ink,
-            )
+            look = {"va": "center", "fontsize": LEAST_POINTS, "color": theme.ink}
+            write_at(ax, f"{number}", (1, number), (3, 0), ("axes fraction", "data"), **look)
 
 
 _PANEL_INCHES = 1.55

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +118,7 @@ def plot_drift(
         places = [(len(wide) + ratios + number // abreast, number % abreast) for number in range(len(narrow))]
         lower = [figure.add_subplot(grid[place]) for place in places]
         for ax, draw in zip([*upper, *lower], [*wide, *narrow], strict=True):
-            draw(ax, lines, paths, theme)
+            draw(ax, lines, paths)
             _finish(ax, theme)
         if ratios:
             upper.append(figure.add_subplot(grid[len(wide), :]))
@@ -177,16 +177,7 @@ def _handles(
     lines: Sequence[_DriftLine], sites: Sequence[NormSite], paths: Sequence[str], theme: Style
 ) -> list[Artist]:
     handles: list[Artist] = [
-        Line2D(
-            [],
-            [],
-            color=line.colour,
-            marker=line.marker,
-            ms=3,
-            lw=0.9,
-            ls=line.dashes,
-            label=literal(line.label),
-        )
+        Line2D([], [], color=line.colour, marker=line.marker, ms=3, lw=0.9, ls=line.dashes, label=literal(line.label))
         for line in lines
     ]
     handles.append(Line2D([], [], color=theme.faint, marker="|", ms=6, ls="", label="10th to 90th percentile"))
@@ -202,18 +193,19 @@ def _infinite(quantiles: Quantiles) -> bool:
     return math.isinf(quantiles.p50) or math.isinf(quantiles.p90)
 
 
-def _draw_alone(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
-    for line in lines:
-        rows = {row.site: row for row in line.report.by_site}
-        _draw_dots(ax, line, [(number, rows[path]) for number, path in enumerate(paths) if path in rows], line.offset)
+def _draw_alone(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str]) -> None:
+    _draw_sites(ax, [(line, {row.site: row for row in line.report.by_site}) for line in lines], paths)
     ax.set_title("the network's output, each site swapped alone", loc="left", pad=13)
 
 
-def _draw_at_sites(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
-    for line in lines:
-        rows = {row.at: row for row in line.report.at_sites}
-        _draw_dots(ax, line, [(number, rows[path]) for number, path in enumerate(paths) if path in rows], line.offset)
+def _draw_at_sites(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str]) -> None:
+    _draw_sites(ax, [(line, {row.at: row for row in line.report.at_sites}) for line in lines], paths)
     ax.set_title("each site's own output, all sites swapped", loc="left")
+
+
+def _draw_sites(ax: Axes, rows: Sequence[tuple[_DriftLine, Mapping[str | None, Drift]]], paths: Sequence[str]) -> None:
+    for line, at in rows:
+        _draw_dots(ax, line, [(number, at[path]) for number, path in enumerate(paths) if path in at], line.offset)
 
 
 def _draw_ratios(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
@@ -236,7 +228,7 @@ def _draw_ratios(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], th
     draw_guides(ax, theme)
 
 
-def _draw_cumulative(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
+def _draw_cumulative(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str]) -> None:
     for line in lines:
         rows = [(row.sites_swapped, row) for row in line.report.cumulative]
         _draw_dots(ax, line, rows, line.offset, joined=True)
@@ -245,7 +237,7 @@ def _draw_cumulative(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str]
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
-def _draw_parts(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
+def _draw_parts(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str]) -> None:
     parts = list(dict.fromkeys(row.part for line in lines for row in line.report.by_part))
     for line in lines:
         rows = [(parts.index(row.part), row) for row in line.report.by_part]
@@ -269,14 +261,8 @@ def _draw_dots(
     dashes = line.dashes if joined else ""
     ax.plot([x for x, _ in known], medians, marker=line.marker, ms=2.3, mew=0, color=line.colour, ls=dashes, lw=0.7)
     whole = [(x, quantiles) for x, quantiles in known if math.isfinite(quantiles.p90)]
-    ax.vlines(
-        [x for x, _ in whole],
-        [quantiles.p10 for _, quantiles in whole],
-        [quantiles.p90 for _, quantiles in whole],
-        color=line.colour,
-        lw=0.7,
-        alpha=0.8,
-    )
+    low, high = [quantiles.p10 for _, quantiles in whole], [quantiles.p90 for _, quantiles in whole]
+    ax.vlines([x for x, _ in whole], low, high, color=line.colour, lw=0.7, alpha=0.8)
     _cross_out(ax, [(x, quantiles) for x, quantiles in points if _infinite(quantiles)], line)
 
 

@@ -40,6 +40,7 @@ from normscope.figures.style import (
     without_digest,
     wrapped,
     write_above,
+    write_at,
 )
 from normscope.fits.curve_fit import CurveFit
 from normscope.pairs.captures import Capture
@@ -187,16 +188,9 @@ def _write(ax: Axes, lines: Sequence[str]) -> None:
     """Write the heading into axes of its own, which the layout keeps free whatever its letters turn out to take."""
     ax.axis("off")
     for line, text in enumerate(lines):
-        ax.annotate(
-            text,
-            (0, 0),
-            (0, 2 + 72 * _LINE_INCHES * (len(lines) - 1 - line)),
-            fontproperties=_SMALL if line else _BOLD,
-            xycoords="axes fraction",
-            textcoords="offset points",
-            parse_math=False,
-            in_layout=False,
-        )
+        points = 0, 2 + 72 * _LINE_INCHES * (len(lines) - 1 - line)
+        font = _SMALL if line else _BOLD
+        write_at(ax, text, (0, 0), points, va="baseline", fontproperties=font, parse_math=False, in_layout=False)
 
 
 def _draw(ax: Axes, panel: Panel, notes: Sequence[Words], least: int) -> None:

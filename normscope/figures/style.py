@@ -333,19 +333,8 @@ def write_above(ax: Axes, lines: Sequence[Words], least: int = 0) -> float:
     for number, words in enumerate(reversed(lines)):
         x = 0.0
         for text, colour in words:
-            ax.annotate(
-                text,
-                (0, 1),
-                (x, _ABOVE_POINTS + LINE_POINTS * number),
-                xycoords="axes fraction",
-                textcoords="offset points",
-                color=colour,
-                va="bottom",
-                fontproperties=NOTE,
-                annotation_clip=False,
-                parse_math=False,
-                in_layout=False,
-            )
+            look: dict[str, Any] = {"color": colour, "fontproperties": NOTE, "parse_math": False, "in_layout": False}
+            write_at(ax, text, (0, 1), (x, _ABOVE_POINTS + LINE_POINTS * number), annotation_clip=False, **look)
             x += 72 * width_of(text, NOTE) + _SPACE_POINTS
     number = max(len(lines), least)
     if not number:
@@ -353,6 +342,18 @@ def write_above(ax: Axes, lines: Sequence[Words], least: int = 0) -> float:
     # A title is given room by its height alone, and these lines need no other.
     ax.set_title(" ", loc="right", fontproperties=NOTE, pad=_ABOVE_POINTS + LINE_POINTS * (number - 1))
     return _ABOVE_POINTS + LINE_POINTS * number + _BELOW_TITLE
+
+
+def write_at(
+    ax: Axes,
+    text: str,
+    at: tuple[float, float],
+    points: tuple[float, float],
+    xycoords: Any = "axes fraction",
+    **look: Any,
+) -> None:
+    """Write a text some points off a place of a panel."""
+    ax.annotate(text, at, points, xycoords=xycoords, textcoords="offset points", **{"va": "bottom", **look})
 
 
 def broken(parts: Sequence[str], colour: str, inches: float) -> list[Words]:
