@@ -41,9 +41,9 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
     columns: list[Column[CurveFit]] = [
         names("site", lambda fit: fit.site, once=True),
         words("curve", lambda fit: fit.curve + (" *" if fit.best else "")),
-        *several(("params", "A", "α"), lambda fit: _shape(fit), (8, 1, 0)),
+        *several(("params", "A", "α"), _shape, (8, 1, 0)),
         Column("s", lambda fit: number(fit.shift or None, ".3g"), _shifted(fits), drop=2),
-        Column("slope", lambda fit: _slope(fit), drop=4),
+        Column("slope", _slope, drop=4),
         Column("R²", lambda fit: _with_interval(fit, "r2", ".4f")),
         Column("ceiling", lambda fit: _with_interval(fit, "r2_ceiling", ".4f"), drop=3),
         Column("of it", lambda fit: number(fit.of_ceiling, ".3f"), drop=5),
@@ -219,8 +219,8 @@ def advice_table(advice: Sequence[Advice]) -> Table:
         Column("s", lambda row: _start(row.shift), shifted, drop=1),
         Column("A", lambda row: _start(row.amplitude)),
         Column("sites", lambda row: str(row.sites), drop=4),
-        names("left out", lambda row: _left_out(row), 5),
-        names("published α₀", lambda row: _published(row), 1),
+        names("left out", _left_out, 5),
+        names("published α₀", _published, 1),
     ]
     caption = [
         Explanation(f"Medians of the sites of a kind that bend; in brackets, their range. {NOTE_ON_START}"),

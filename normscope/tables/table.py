@@ -258,22 +258,18 @@ class AdaptiveTable(Table):
         kept = self._kept(columns, options.max_width)
         chosen = [columns[number] for number in kept]
         widths = _widths(chosen, options.max_width)
-        across = sum(widths) + len(_GAP) * (len(widths) - 1)
+        across = _across(widths)
         if self.title:
             yield from _wrapped(plain(self.title), max(across, _LEAST_CAPTION), options, "bold")
-        yield from _lines(
-            [column.folded_heading(width) for column, width in zip(chosen, widths, strict=True)],
-            chosen,
-            widths,
-            "table.header",
-        )
+        headings = [_folded(column.heading, width) for column, width in zip(chosen, widths, strict=True)]
+        yield from _lines(headings, chosen, widths, "table.header")
         for row in range(self.row_count):
             yield from self._row(row, kept, chosen, widths, options.max_width)
         shown = {self.labels[number] for number in kept}
         explained = _joined([part for part in self._explanations if not part.of or shown.intersection(part.of)])
         below = [plain(explained)] if explained else []
         if dropped := [self.labels[number] for number in range(len(columns)) if number not in kept]:
-            needed = sum(column.wanted for column in columns) + len(_GAP) * (len(columns) - 1)
+            needed = _across([column.wanted for column in columns])
             names = ", ".join(dropped).rstrip(".")
             below.append(f"Left out at a width of {options.max_width}, as all takes {needed}: {names}.")
         for text in below:
@@ -283,15 +279,12 @@ class AdaptiveTable(Table):
         """From the columns that always stay to all of them."""
         columns = [_ColumnTexts(self, number) for number in range(len(self.columns))]
         stays = [column for column, priority in zip(columns, self.priorities, strict=True) if not priority]
-        least, most = (
-            sum(widths) + len(_GAP) * (len(widths) - 1)
-            for widths in ([column.least for column in stays], [column.natural for column in columns])
-        )
+        least, most = _across([column.least for column in stays]), _across([column.natural for column in columns])
         return Measurement(least, max(least, most))
 
     def _kept(self, columns: Sequence[_ColumnTexts], width: int) -> list[int]:
         kept = list(range(len(columns)))
-        while sum(columns[number].wanted + len(_GAP) for number in kept) - len(_GAP) > width:
+        while _across([columns[number].wanted for number in kept]) > width:
             last = max(kept, key=lambda number: (self.priorities[number], number))
             if not self.priorities[last]:
                 break
@@ -303,12 +296,12 @@ class AdaptiveTable(Table):
     ) -> Iterator[Text]:
         spanning = self.spans.get(row)
         before = len(kept) if spanning is None else sum(number < spanning for number in kept)
-        cells = [column.folded(row, room) for column, room in zip(columns[:before], widths, strict=False)]
+        cells = [_folded(column.cells[row], room) for column, room in zip(columns[:before], widths, strict=False)]
         if spanning is None:
             yield from _lines(cells, columns, widths)
             return
         indent = sum(widths[:before]) + len(_GAP) * before
-        room = max(sum(widths) + len(_GAP) * (len(widths) - 1), min(width, indent + _LEAST_CAPTION)) - indent
+        room = max(_across(widths), min(width, indent + _LEAST_CAPTION)) - indent
         said = _folded(plain(list(self.columns[spanning].cells)[row]), max(room, 1))
         yield from _lines([*cells, said], [*columns[:before], None], [*widths[:before], 0])
 
@@ -328,13 +321,9 @@ class _ColumnTexts:
         self.natural = max([self.least, cell_len(self.heading), *map(cell_len, own)])
         self.wanted = max(self.least, min(self.natural, _COMFORTABLE)) if folds else self.least
 
-    def folded(self, row: int, width: int) -> list[str]:
-        """A cell's lines."""
-        return _folded(self.cells[row], width)
 
-    def folded_heading(self, width: int) -> list[str]:
-        """The heading's lines."""
-        return _folded(self.heading, width)
+def _across(widths: Sequence[int]) -> int:
+    return sum(widths) + len(_GAP) * (len(widths) - 1)
 
 
 def _joined(explanations: Sequence[Explanation]) -> str:
@@ -347,16 +336,9 @@ def _widths(columns: Sequence[_ColumnTexts], width: int) -> list[int]:
     widths = [column.wanted for column in columns]
     if sum(widths) > room:
         widths = [column.least for column in columns]
-    left = room - sum(widths)
-    while (
-        left > 0
-        and (lacking := max(range(len(columns)), key=lambda n: columns[n].natural / max(widths[n], 1), default=None))
-        is not None
-    ):
-        if columns[lacking].natural <= widths[lacking]:
-            break
-        widths[lacking] += 1
-        left -= 1
+    for _ in range(room - sum(widths) if columns else 0):
+        lacking = max(range(len(columns)), key=lambda n: columns[n].natural / max(widths[n], 1))
+        widths[lacking] += columns[lacking].natural > widths[lacking]
     return widths
 
 
