@@ -49,7 +49,7 @@ LIBRARIES = {
     "diffusers": {"models"},
     "transformers": {"models"},
     "accelerate": {"models", "runtime/network.py"},
-    "pyarrow": {"cli/formats.py"},
+    "pyarrow": {"cli/output.py"},
     "typer": {"cli"},
 }
 TESTS = PACKAGE.parent / "tests"
@@ -71,7 +71,6 @@ HELD_BY = {
     "cli/test_mistakes.py": {"cli/options"},
     "cli/commands/test_stats.py": {"tables/card"},
     "cli/commands/test_swap_bench.py": {"cli/swapping"},
-    "cli/commands/test_swap.py": {"cli/keeping"},
     "cli/commands/test_gradient.py": {"tables/gradient"},
     "figures/test_scurves.py": {"figures/panels", "figures/notes"},
     "figures/test_speed.py": {"tables/speed"},

@@ -28,7 +28,7 @@ from normscope.cli.commands import (
     swap,
     swap_bench,
 )
-from normscope.cli.options import OUTPUT, PANELS
+from normscope.cli.options import OUTPUT, PANELS, declared
 from normscope.cli.output import print_error, print_stop
 from normscope.cli.process import StreamError, flush_streams, guard_streams
 from normscope.errors import NormscopeError, StoppedError
@@ -87,22 +87,11 @@ app = typer.Typer(
     help="See what the normalization layers of a pretrained network really do.",
     epilog="Exit status: 0 done, 2 usage, 3 model or weights, 4 data, 5 device, 130 interrupted, 141 closed pipe.",
 )
-app.command("plot", epilog=plot.EXAMPLES)(plot.plot)
-app.command("fit", epilog=fit.EXAMPLES)(fit.fit)
-app.command("stats", epilog=stats.EXAMPLES)(stats.stats)
-app.command("gradient", epilog=gradient.EXAMPLES)(gradient.gradient)
-app.command("report", epilog=report.EXAMPLES)(report.report)
-app.command("compare", epilog=compare.EXAMPLES)(compare.compare)
-app.command("swap-bench", epilog=swap_bench.EXAMPLES)(swap_bench.swap_bench)
-app.command("swap", epilog=swap.EXAMPLES)(swap.swap)
-app.command("heal", epilog=heal.EXAMPLES)(heal.heal)
-app.command("capture", epilog=capture.EXAMPLES)(capture.capture)
-app.command("merge", epilog=merge.EXAMPLES)(merge.merge)
-app.command("layers", epilog=layers.EXAMPLES)(layers.layers)
-app.command("curves", epilog=curves.EXAMPLES)(curves.curves)
-app.command("models", epilog=models.EXAMPLES)(models.models)
-for _command in app.registered_commands:
-    _command.cls = _InPanels
+for _module in (
+    *(plot, fit, stats, gradient, report, compare, swap_bench, swap, heal, capture, merge, layers, curves, models),
+):
+    _name = _module.__name__.rpartition(".")[2]
+    app.command(_name.replace("_", "-"), cls=_InPanels, epilog=_module.EXAMPLES)(declared(getattr(_module, _name)))
 
 
 def _print_version(asked: bool) -> None:

@@ -1,37 +1,27 @@
-"""What a command says: results on stdout, everything else on stderr."""
+"""Output of a command: results on stdout and in files (JSON, CSV, Parquet, YAML, tables); all else on stderr."""
 
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from normscope.cli.formats import (
-    CSV,
-    LATEX,
-    MARKDOWN,
-    PARQUET,
-    YAML,
-    Row,
-    as_csv,
-    as_yaml,
-    check_parquet,
-    check_suffix,
-    write_parquet,
-)
 from normscope.errors import UsageError, count
 from normscope.runtime.files import check_writable, visible, whole_file
 from normscope.runtime.processes import Place
 from normscope.runtime.progress import is_one_step
+from normscope.runtime.records import flat
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -42,6 +32,10 @@ if TYPE_CHECKING:
     from normscope.pairs.norms.sites import NormSite, SkippedNorm
     from normscope.runtime.progress import Progress
 
+Row: TypeAlias = Mapping[str, Any]
+CSV, PARQUET, YAML = ".csv", ".parquet", (".yaml", ".yml")
+LATEX, MARKDOWN = ".tex", ".md"
+_JSON = (".json", "")
 _WIDTH_OF_A_PIPE = 1000  # a table that goes to a file or a program is as wide as it needs to be
 
 
@@ -111,7 +105,7 @@ class Output:
 
     @property
     def for_programs(self) -> bool:
-        """Whether stdout holds what a program reads, and nothing that a person would."""
+        """True if stdout takes a JSON document or rows only."""
         return self.as_json or self.as_csv
 
     def remark(self, text: str) -> None:
@@ -148,7 +142,7 @@ class Output:
             _print_words(self._results, text)
 
     def heading(self, about: Mapping[str, str]) -> None:
-        """Say above a table which network it is of, with which weights and data."""
+        """Print a line with network, weights and data above a table."""
         self._above = "{model} · {weights} · {data}".format(**about)
         self.sentences(self._above)
 
@@ -189,7 +183,7 @@ class Output:
         return as_latex(self._tables) if suffix == LATEX else as_markdown(self._tables)
 
     def introduce(self, network: LoadedModel) -> None:
-        """Say which network runs, with which weights, where; random weights are said so even when quiet."""
+        """Report network, weights and device; random weights are reported even when quiet."""
         from normscope.models.weights.devices import places
 
         module = network.module
@@ -200,12 +194,12 @@ class Output:
         (self.warn if network.provenance.kind == "random" else self.remark)(line)
 
     def account(self, capture: Capture, unreadable: Sequence[str] = ()) -> None:
-        """Say what was run, what was left out, and why."""
+        """Report the samples of a capture, and the norms, inputs and tokens that were left out."""
         self.observed(capture, unreadable)
         self.skipped(capture.skipped)
 
     def observed(self, capture: Capture, unreadable: Sequence[str] = ()) -> None:
-        """Say what was run, and which inputs and tokens were left out."""
+        """Report the samples of a capture, and the inputs and tokens that were left out."""
         self.remark(f"{capture.about['model']}: {count(capture.n_samples, 'sample')}, {capture.about['data']}")
         for line in unreadable:
             self.warn(f"unreadable, left out: {line}")
@@ -216,7 +210,7 @@ class Output:
                 self.warn(f"{site.name}: {tokens} hold a NaN or an infinity, and are in no sum")
 
     def chosen(self, sites: Sequence[NormSite], asked: str, option: str = "--layers") -> None:
-        """Say which sites a lone number took."""
+        """Report the sites that were chosen, if a single number was given."""
         from normscope.pairs.norms.sites import is_number
 
         if is_number(asked):
@@ -224,7 +218,7 @@ class Output:
             self.remark(f"{option} {asked} takes one of each stretch of the depth, by turns of every kind: {named}")
 
     def kept_inputs(self, capture: Capture) -> None:
-        """Say whose inputs a file will show to whoever has it."""
+        """Name the inputs that are kept in the file."""
         shown = [f"the {one.preview.kind} of {one.name}" for one in capture.inputs[:_MOST_NAMED]]
         more = [f"{len(capture.inputs) - _MOST_NAMED:,} more"] if len(capture.inputs) > _MOST_NAMED else []
         if shown:
@@ -328,3 +322,115 @@ def pairs_as_json(capture: Capture) -> list[dict[str, str | int]]:
         {"name": site.name, "n_pairs": stats.n_pairs, "nonfinite_tokens": int(stats.nonfinite_tokens)}
         for site, stats in ((site, capture.stats[site.name]) for site in capture.sites)
     ]
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    r"""Write rows as CSV: quoted as RFC 4180 says, and a line ends as every other that this program prints, in \n.
+
+    Columns are those of all rows, in the order in which they first appear. What a row lacks or has as None is empty,
+    a number reads back as the same number, and a truth value is ``true`` or ``false``. Names are written as they are,
+    also those that a spreadsheet would take for a formula (``=``, ``+``, ``-``, ``@``): no quoting keeps it from that,
+    and anything put before them would name another site than the JSON document does.
+
+    >>> as_csv([{"site": "a,b", "alpha": 0.1}, {"site": "norm", "straight": True}])
+    'site,alpha,straight\n"a,b",0.1,\nnorm,,true\n'
+    """
+    table = [flat(row) for row in rows]
+    names = _columns(table)
+    lines = [names, *([_cell(row.get(name)) for name in names] for row in table)] if names else []
+    return "".join(map(_line, lines))
+
+
+def as_yaml(document: Mapping[str, Any]) -> str:
+    """Write a document of JSON's types as YAML, in its own order.
+
+    >>> print(as_yaml({"α": 0.5, "kinds": ["blocks.*.norm1"]}), end="")
+    α: 0.5
+    kinds:
+    - blocks.*.norm1
+    """
+    import yaml
+
+    return str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100))
+
+
+def check_suffix(path: Path) -> None:
+    """Refuse a suffix that results are not written in; UsageError that names those that are."""
+    if path.suffix.lower() not in (CSV, PARQUET, *YAML, LATEX, MARKDOWN, *_JSON):
+        raise UsageError(
+            f"--output {path} ends in {path.suffix}, but a result's file ends in .csv, .parquet, .tex, .md, .yaml, "
+            ".yml or .json."
+        )
+
+
+def check_capture_file(path: Path, force: bool) -> None:
+    """Raise UsageError if a capture cannot be written there, or would replace another kind of file without force."""
+    check_writable(path)
+    if path.exists() and not force:
+        from normscope.pairs.storage import is_capture
+
+        if not is_capture(path):
+            raise UsageError(
+                f"Cannot write {path}: it exists, and is not a capture. Name another file, or replace it with --force."
+            )
+
+
+def check_parquet(path: Path) -> None:
+    """Refuse to write Parquet without the library that does; UsageError."""
+    try:
+        import pyarrow.parquet  # noqa: F401 - whether it can be imported at all
+    except ImportError as error:
+        raise UsageError(
+            f"Cannot write {path}: Parquet needs pyarrow, which cannot be imported ({error}). "
+            "Install it: pip install 'normscope[parquet]'."
+        ) from error
+
+
+def write_parquet(rows: Sequence[Row], path: Path) -> None:
+    """Write rows as Parquet, whole or not at all: columns of int64, double, bool and string, by what they hold.
+
+    The columns are those of :func:`as_csv`, and None is null. One that holds nothing else has Arrow's type ``null``.
+    The file's metadata tell the version of normscope, under the key ``normscope``.
+
+    Raises:
+        UsageError: if the file cannot be written there.
+    """
+    from importlib.metadata import version
+
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    table = [flat(row) for row in rows]
+    types = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string(), None: pa.null()}
+    columns = {}
+    for name in _columns(table):
+        values = [row.get(name) for row in table]
+        kind = _kind(values)
+        cells = [value if value is None or kind is None else kind(value) for value in values]
+        columns[name] = pa.array(cells, types[kind])
+    written = io.BytesIO()  # pyarrow puts what the system says into words of its own
+    parquet.write_table(pa.table(columns).replace_schema_metadata({"normscope": version("normscope")}), written)
+    with whole_file(path) as partial:
+        partial.write_bytes(written.getvalue())
+
+
+def _columns(table: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(name for row in table for name in row))
+
+
+def _cell(value: Any) -> Any:
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+def _line(cells: Sequence[Any]) -> str:
+    line = io.StringIO(newline="")
+    csv.writer(line).writerow(cells)  # which quotes a lone \r only where lines end in \r\n
+    return line.getvalue().removesuffix("\r\n") + "\n"
+
+
+def _kind(values: Sequence[Any]) -> type[bool | int | float | str] | None:
+    """The narrowest type that holds all values; None if all are None."""
+    kinds = {type(value) for value in values if value is not None}
+    if not kinds:
+        return None
+    return next((kind for kind in (bool, int, float) if kinds <= ({int, float} if kind is float else {kind})), str)

@@ -1,4 +1,4 @@
-"""How networks are run: the options that commands share, and from names to captures."""
+"""Options for running networks, shared by the commands, and captures of models by name."""
 
 from __future__ import annotations
 
@@ -8,27 +8,11 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 import normscope
-from normscope.cli.options import (
-    BatchSize,
-    Data,
-    Device,
-    DeviceMap,
-    Dtype,
-    Guidance,
-    Limit,
-    Sample,
-    Seed,
-    Shuffle,
-    Timesteps,
-    Verify,
-    Weights,
-    Workers,
-)
 from normscope.cli.output import Output
 from normscope.errors import DataError, ModelError, UsageError, unknown
 from normscope.models import registry
@@ -42,28 +26,27 @@ if TYPE_CHECKING:
     from normscope.pairs.resuming import Checkpoints
 
 
-_PARAMETER = "run"
 _OF_CAPTURES = ("sample", "verify")  # options that normscope.load does not take
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How to run a network: an option of the command line for each field, with its default, in the help's order."""
+    """Options for running a network: each field is an option, with its default, in the order of the help."""
 
-    weights: Weights = "pretrained"
-    data: Data = None
-    limit: Limit = None
-    shuffle: Shuffle = False
-    batch_size: BatchSize = 8
-    workers: Workers = None
-    sample: Sample = None
-    seed: Seed = 0
-    device: Device = "auto"
-    device_map: DeviceMap = None
-    dtype: Dtype = None
-    guidance: Guidance = None
-    timesteps: Timesteps = None
-    verify: Verify = False
+    weights: str = "pretrained"
+    data: Path | None = None
+    limit: int | None = None
+    shuffle: bool = False
+    batch_size: int | Literal["auto"] = 8
+    workers: int | None = None
+    sample: int | None = None
+    seed: int = 0
+    device: str = "auto"
+    device_map: str | None = None
+    dtype: str | None = None
+    guidance: float | None = None
+    timesteps: str | None = None
+    verify: bool = False
 
     def load(self, name: str, output: Output) -> LoadedModel:
         """Load a model and say which."""
@@ -123,11 +106,10 @@ def runs_networks(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., N
     >>> say("demo_vit", seed=3)
     demo_vit pretrained 3 False
     """
-    hints = get_type_hints(RunOptions, include_extras=True)
     taken = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
-        for f in fields(RunOptions)
-        if f.name not in without
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in inspect.signature(RunOptions, eval_str=True).parameters.values()
+        if parameter.name not in without
     ]
     names = [parameter.name for parameter in taken]
 
@@ -140,10 +122,8 @@ def runs_networks(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., N
         own = inspect.signature(command, eval_str=True)
         shown: list[inspect.Parameter] = []
         for parameter in own.parameters.values():
-            shown += taken if parameter.name == _PARAMETER else [parameter]
-        # Typer reads both.
+            shown += taken if parameter.name == "run" else [parameter]
         with_a_run.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
-        with_a_run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
         return with_a_run
 
     return decorated

@@ -1,17 +1,16 @@
-"""What the commands that swap norms share: their options, and the start values that a network gives."""
+"""Checks, start values and messages shared by the commands that swap norms."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import normscope
-from normscope.cli.options import SWAP
 from normscope.errors import UsageError, count, unknown
 from normscope.inputs.splits import divided
 
@@ -33,62 +32,12 @@ if TYPE_CHECKING:
 _LEAST = re.compile(r"least:([1-9]\d{0,5})")
 _LEVELS = ("site", "channel")
 
-OneFunc = Annotated[
-    str,
-    typer.Option(
-        "--func",
-        metavar="CURVE",
-        rich_help_panel=SWAP,
-        help="One curve: dyt (tanh), dyisru (isru), derf, identity, …; free, E\\[y|x] itself; best, each site's own; "
-        "rmsnorm, the norm without centring; or your own formula of x, 'mine=x/(1+abs(x))'.",
-    ),
-]
-Init = Annotated[
-    str,
-    typer.Option(
-        "--init",
-        metavar="START",
-        rich_help_panel=SWAP,
-        help="Where to start: fit, this network's own fits; calibrated, from there all that follows without training, "
-        "in the linear layers beside the norms too; theory, A and α in theory; paper, A = 1 and α = 0.5.",
-    ),
-]
-Refit = Annotated[
-    str,
-    typer.Option(
-        metavar="WHAT",
-        rich_help_panel=SWAP,
-        help="What calibrated may change: neighbours, the functions and the linear layers beside them; or norms, the "
-        "functions alone.",
-    ),
-]
 CALIBRATED = "calibrated"
-Sites = Annotated[
-    str,
-    typer.Option(
-        metavar="N|LIST",
-        rich_help_panel=SWAP,
-        help="Which norms: all; pre-norm, post-norm, qk, final; indices, ranges, names, globs; a number; or least:8, "
-        "those that move the output least.",
-    ),
-]
-Per = Annotated[
-    str, typer.Option(metavar="LEVEL", rich_help_panel=SWAP, help="One A and α a site, or one for each channel.")
-]
-Shift = Annotated[
-    bool | None,
-    typer.Option(
-        "--shift/--no-shift",
-        rich_help_panel=SWAP,
-        help="Fit s in f(αx + s), or not; by default it is.",
-        show_default=False,
-    ),
-]
 
 
 @dataclass(frozen=True)
 class How:
-    """What takes the norms' place, and how its start values are found; UsageError where options contradict.
+    """A replacement for norms and its initialization; UsageError where options contradict.
 
     Attributes:
         func: as it was asked for.
@@ -131,7 +80,7 @@ class How:
 
     @property
     def needs_pairs(self) -> bool:
-        """Whether start values are made of what the norms did."""
+        """True if start values are computed from pairs."""
         return self.start not in ("", "paper")
 
     @property
@@ -143,7 +92,7 @@ class How:
 
     @property
     def begin(self) -> str:
-        """What the fits are taken as: those of theory hold A and α already."""
+        """Initialization passed to ``replacements``; fits by theory already contain A and α."""
         return "fit" if self.needs_pairs else self.init
 
 
@@ -182,7 +131,7 @@ def check_calibrated(asked: bool, refit: str, ways: Sequence[How], place: Place)
 
 
 def tell_what_stayed(left: Mapping[str, str], left_out: int, say: Output) -> None:
-    """Say which layers and samples a calibration could not take."""
+    """Report the layers and samples that a calibration left out."""
     if left:
         path, reason = next(iter(left.items()))
         others = f", and {count(len(left) - 1, 'other')}" if len(left) > 1 else ""
@@ -211,7 +160,7 @@ def inits_there_are(func: str, inits: Sequence[str]) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be swapped in, and how it starts; UsageError where options do not go together.
+    """Replacements and their initializations; UsageError where options contradict.
 
     Attributes:
         ways: each function with each start.
@@ -341,3 +290,75 @@ class Learner:
             inputs = self.network.calibration or self.network.inputs
             say.observed(self._seen[per], inputs.unreadable)
         return self._seen[per]
+
+
+def check_keep(keep: int | None, max_drift: float | None, sites: str, place: Place) -> None:
+    """Refuse, before any work, what cannot choose the norms to keep; UsageError."""
+    if keep is None and max_drift is None:
+        return
+    if keep is not None and max_drift is not None:
+        raise UsageError(
+            "--keep says how many norms to leave, and --max-drift lets the drift say it; give one of them."
+        )
+    if keep is not None and keep < 1:
+        raise UsageError(f"--keep {keep} leaves no norm: take 1 or more, or leave it out.")
+    if max_drift is not None and not 0 <= max_drift < math.inf:
+        raise UsageError(f"--max-drift is {max_drift:g}; it is an error at the output, 0 or more.")
+    if sites.strip().startswith("least"):
+        raise UsageError(
+            f"--sites {sites} and {'--keep' if keep else '--max-drift'} both choose norms; give one of them."
+        )
+    if not place.alone:
+        raise UsageError(
+            f"Norms to keep are chosen in one process, and torchrun started {place.ranks}. Start it without torchrun."
+        )
+
+
+def figure_of_choice(folder: Path) -> Path:
+    """Return the path of the figure of the kept norms, beside the folder of the swap."""
+    return folder.parent / f"{folder.name}-keep.png"
+
+
+def choose(
+    learner: Learner,
+    modules: Mapping[str, nn.Module],
+    number: int | None,
+    max_drift: float | None,
+    func: str,
+    init: str,
+    say: Output,
+    *,
+    after: Callable[[Sequence[str]], float] | None = None,
+) -> normscope.KeepReport:
+    """Choose the norms to keep, on the inputs to learn from; arguments are those of :func:`normscope.keep`."""
+    from normscope.swaps.keep.keep import MOST_SAMPLES
+
+    if number is not None and number >= len(modules):
+        raise UsageError(f"--keep {number} leaves nothing to swap: there are {count(len(modules), 'norm')}.")
+    trials = "" if after is None else ", and each number of norms that is tried a calibration"
+    say.remark(f"every norm kept takes up to {len(modules)} passes over at most {MOST_SAMPLES} samples{trials}")
+    with say.bars() as progress:
+        return normscope.keep(
+            learner.network,
+            learner.learned,
+            modules,
+            number=number,
+            max_drift=max_drift,
+            held_out=learner.held_out,
+            after=after,
+            func=func,
+            init=init,
+            about=learner.about,
+            progress=progress,
+        )
+
+
+def tell_choice(choice: normscope.KeepReport, title: str, drawn: Path, say: Output) -> None:
+    """Print the table of the norms kept, and draw it."""
+    from normscope.tables.drift import keep_table
+
+    say.result(keep_table(choice))
+    if not choice.kept:
+        say.remark("all norms could be swapped: none had to be kept")
+    about = {**choice.about, "func": choice.func}
+    normscope.save_figure(normscope.plot_keep(choice, title), drawn, about)

@@ -49,7 +49,7 @@ class XAxis:
     linear_width: float | None = None
 
     def label(self, inches: float) -> str:
-        """Say what the axis is, in few words where there are few inches."""
+        """Return the axis label, short on a narrow panel."""
         name = "norm input x" if inches > _NARROW or self.linear_width is None else "x"
         return name if self.linear_width is None else f"{name} (asinh scale)"
 
@@ -184,7 +184,7 @@ def scales_of(sites: Sequence[tuple[NormSite, PairStats]], xscale: str, *, share
 
 
 def _top_of(site: NormSite, stats: PairStats) -> float:
-    """Where a panel that holds every y ends, or the bound, where the pairs come near it."""
+    """Return the end of an axis that contains every y; the norm's bound if the pairs come near it."""
     filled = stats.density.sum(0).nonzero().squeeze(1)
     edges = DENSITY_Y_GRID.edges()[1:-1].abs()  # of the bin that holds the largest |y|: the panel holds it whole
     reach = float(edges[(filled - 1).clamp(0, len(edges) - 1)].maximum(edges[filled.clamp(max=len(edges) - 1)]).max())

@@ -15,8 +15,17 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import UsageError, count
-from normscope.figures.notes import framed, heading, inches_of, title_and_foot, without_digest
-from normscope.figures.style import Style, scale_by_factors, style_named, that_fits
+from normscope.figures.style import (
+    MANY_TIMES,
+    Style,
+    draw_guides,
+    inches_of,
+    scale_by_factors,
+    sheet,
+    style_named,
+    that_fits,
+    without_digest,
+)
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import FREE
 from normscope.fits.views.comparison import check_number, match
@@ -25,7 +34,6 @@ from normscope.pairs.captures import Capture
 _COLUMN_INCHES, _ROW_INCHES = 2.9, 1.3
 _LEAST_INCHES, _LEAST_COLUMN = 4.6, 1.3
 _COLUMNS = 4
-_MANY_TIMES = 4
 _MARKERS = "osD^vP*X"
 _DODGE = 0.09  # of the distance of two sites, so that one capture's interval does not hide another's
 _TOLD = ("model", "weights", "dtype", "data", "part", "sample")
@@ -111,10 +119,8 @@ def plot_comparison(
     room = (inches - 0.5) / columns
     common = _in_common(captures)
     how = "sites matched by name" if by_name else "sites matched by placement and relative depth"
-    title, origin = title_and_foot(title, heading(common, how), common, _TOLD[1:])
-    with matplotlib.rc_context(theme.rc()):
-        height = (0.3 + _ROW_INCHES * len(_NUMBERS)) * blocks
-        figure = framed(inches, height, title, [origin], theme, _handles(lines, fits, theme))
+    height, handles = (0.3 + _ROW_INCHES * len(_NUMBERS)) * blocks, _handles(lines, fits, theme)
+    with sheet(theme, inches, height, title, common, how, handles=handles, names=_TOLD[1:]) as figure:
         axes = figure.subplots(len(_NUMBERS) * blocks, columns, squeeze=False, sharex=True)
         for place in range(len(curves), blocks * columns):
             for ax in axes[-len(_NUMBERS) :, place % columns]:
@@ -154,7 +160,7 @@ def _lines(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], them
 
 
 def _in_common(captures: Sequence[Capture]) -> dict[str, str]:
-    """What the captures have in common; the legend says the rest."""
+    """Return the entries that all captures share; the legend contains the others."""
     about, *others = (_about(capture) for capture in captures)
     return {key: about[key] for key in _TOLD if key in about and all(one.get(key) == about[key] for one in others)}
 
@@ -217,7 +223,7 @@ def _heights(ax: Axes) -> list[float]:
 def _share_heights(panels: Sequence[Axes], columns: int) -> None:
     """Give one number the same axis in all columns, logarithmic where its values are many times one another."""
     heights = [y for ax in panels for y in _heights(ax)]
-    logarithmic = heights and min(heights) > 0 and max(heights) > _MANY_TIMES * min(heights)
+    logarithmic = heights and min(heights) > 0 and max(heights) > MANY_TIMES * min(heights)
     for number, ax in enumerate(panels):
         if number:
             ax.sharey(panels[0])
@@ -230,7 +236,7 @@ def _share_heights(panels: Sequence[Axes], columns: int) -> None:
 
 def _say_what_is_missing(panels: Sequence[Axes], curves: Sequence[str], label: str, theme: Style) -> None:
     for ax, curve in zip(panels, curves, strict=True):
-        ax.grid(axis="y", color=theme.faint, alpha=0.25, lw=0.5)
+        draw_guides(ax, theme)
         if not _heights(ax):
             text = f"E[y|x] has no {label}" if curve == FREE else f"no fit with {label}"
             ax.text(0.5, 0.5, text, color=theme.faint, ha="center", va="center", transform=ax.transAxes)

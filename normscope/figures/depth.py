@@ -8,18 +8,37 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import torch
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from numpy.typing import NDArray
 
-from normscope.errors import DataError, count
-from normscope.figures.legends import remarks
-from normscope.figures.notes import framed, heading, inches_of, title_and_foot
-from normscope.figures.panels import best_of
-from normscope.figures.style import Style, scale_by_factors, style_named, that_fits
+from normscope.errors import DataError, UsageError, count
+from normscope.figures.panels import best_of, remarks
+from normscope.figures.style import (
+    LEAST_POINTS,
+    LINE_POINTS,
+    NONE,
+    NOTE,
+    Style,
+    draw_guides,
+    framed,
+    inches_of,
+    scale_where_wide,
+    sheet,
+    style_named,
+    that_fits,
+    wrapped,
+    write_above,
+    write_at,
+)
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.curves.known import FREE
+from normscope.fits.curves.expressions import curves_named
+from normscope.fits.curves.known import FREE, Curve
+from normscope.fits.views.card import NormCard
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import kind_of_site
 from normscope.pairs.sums.stats import PairStats
@@ -27,7 +46,6 @@ from normscope.pairs.sums.stats import PairStats
 _MARKERS = "osD^vP*X"
 _ROW_INCHES, _SQUARE_INCHES = 1.15, 1.7
 _COLUMN_INCHES = 2.3
-_MANY_TIMES = 4
 
 
 def plot_depth(
@@ -68,11 +86,9 @@ def plot_depth(
     handles = _handles(kinds, theme)
     inches = inches_of(width, max(4.6, 0.5 + _COLUMN_INCHES * len(curves)))
     room = (inches - 0.5) / len(curves)
-    usual = heading(capture.about, count(capture.n_samples, "sample"))
-    title, origin = title_and_foot(title, usual, capture.about)
-    foot = [*remarks([], fits), origin]
-    with matplotlib.rc_context(theme.rc()):
-        figure = framed(inches, 0.7 + _ROW_INCHES * len(_NUMBERS) + _SQUARE_INCHES, title, foot, theme, handles)
+    height, samples = 0.7 + _ROW_INCHES * len(_NUMBERS) + _SQUARE_INCHES, count(capture.n_samples, "sample")
+    foot = remarks([], fits)
+    with sheet(theme, inches, height, title, capture.about, samples, foot=foot, handles=handles) as figure:
         ratios = [*([_ROW_INCHES] * len(_NUMBERS)), _SQUARE_INCHES]
         axes = figure.subplots(len(ratios), len(curves), squeeze=False, height_ratios=ratios)
         for column, curve in enumerate(curves):
@@ -83,7 +99,8 @@ def plot_depth(
                     draw(ax, [(numbers[fit.site], fit) for fit in of_kind], _look(place, theme))
                 ax.set_ylabel(label if column == 0 else "")
                 ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-                _finish(ax, theme)
+                scale_where_wide(ax)
+                draw_guides(ax, theme)
             names = ("norm site, in the order of calls", "norm site")
             axes[-2, column].set_xlabel(that_fits(names, room), labelpad=1)
             axes[0, column].set_title(curve, parse_math=False)
@@ -146,13 +163,6 @@ def _draw_r2(ax: Axes, points: Sequence[tuple[int, CurveFit]], look: dict[str, A
 _NUMBERS = {"A": _draw_amplitude, "α": _draw_alpha, "R²": _draw_r2}
 
 
-def _finish(ax: Axes, theme: Style) -> None:
-    low, high = ax.dataLim.y0, ax.dataLim.y1
-    if low > 0 and _MANY_TIMES * low < high < math.inf:
-        scale_by_factors(ax)
-    ax.grid(axis="y", color=theme.faint, alpha=0.25, lw=0.5)
-
-
 def spread(stats: PairStats) -> float:
     """Return the standard deviation of a norm's input x over all of its pairs; NaN without any."""
     n, x, _, xx, _, _ = stats.moments.sum((0, 2)).tolist()
@@ -180,3 +190,199 @@ def _draw_spread(ax: Axes, capture: Capture, fits: Sequence[CurveFit], kinds: Se
     limits = ax.get_ylim()
     ax.plot(x[[0, -1]], x[[0, -1]], color=theme.faint, ls="--", lw=0.8, zorder=1)
     ax.set_ylim(min(limits[0], x[0]), max(limits[1], x[-1]))
+
+
+Array = NDArray[np.float64]
+_SITE_INCHES, _LEAST_INCHES, _MAP_INCHES = 0.16, 4.6, 2.0
+_ROWS = 200  # of pixels at most, each the largest of its channels
+_NAMED = 6  # channels or positions beside a map
+_TIMES = 10.0  # the share that channels alike would have: from there on a channel is named
+
+
+def plot_tails(
+    capture: Capture,
+    cards: Sequence[NormCard],
+    *,
+    width: float | None = None,
+    title: str | None = None,
+    style: str = "light",
+) -> Figure:
+    """Draw which channels hold Σx² at every norm site, and at which positions the tokens of largest |x| stand.
+
+    Above, each channel's share of Σx² on a logarithmic scale, a column a site, over all pairs; channels that hold ten
+    times as much as they would if all were alike are named at the right. Below, how many of the 16 tokens of largest
+    |x| of each site stand at each position within their samples. A cross marks a site with massive activations
+    (|x| beyond 100 and beyond 1000 times the median, arXiv 2402.17762). Both maps are of the site's own channels: of
+    networks whose widths differ, each column goes to its own number.
+
+    Args:
+        capture: what :func:`normscope.capture` returned.
+        cards: what :func:`normscope.norm_cards` made of it.
+        width: of the figure, in inches.
+        title: above both maps, as of :func:`normscope.plot`.
+        style: ``light`` or ``dark``.
+
+    Returns:
+        A matplotlib figure; :func:`normscope.save_figure` writes it.
+
+    Raises:
+        DataError: if no site holds pairs.
+        UsageError: if there is no such style.
+    """
+    theme = style_named(style)
+    sites = [site for site in capture.sites if capture.stats[site.name].n_pairs]
+    if not sites:
+        raise DataError("No site holds a pair, so that there are no tails to draw.")
+    by_site = {card.site: card for card in cards}
+    chosen = [by_site[site.name] for site in sites if site.name in by_site]
+    shares = [shares_of(capture, site.name) for site in sites]
+    inches = inches_of(width, max(_LEAST_INCHES, 1.6 + _SITE_INCHES * len(sites)))
+    samples = count(capture.n_samples, "sample")
+    foot = ["×: massive activations, |x| beyond 100 and 1000 times the median"] if _massive(chosen) else []
+    with sheet(theme, inches, 0.7 + 2 * _MAP_INCHES, title, capture.about, samples, foot=foot) as figure:
+        channels, tokens = figure.subplots(2, 1, sharex=True)
+        numbers = [site.index for site in sites]
+        _draw_channels(figure, channels, shares, theme)
+        _draw_positions(figure, tokens, [_positions(by_site.get(site.name)) for site in sites], theme)
+        for place, site in enumerate(sites):
+            if (card := by_site.get(site.name)) and card.tails and card.tails.massive:
+                write_at(channels, "×", (place, 1), (0, 0), ("data", "axes fraction"), va="baseline", ha="center")
+        tokens.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+        tokens.xaxis.set_major_formatter(lambda at, _: str(numbers[round(at)]) if 0 <= round(at) < len(numbers) else "")
+        tokens.set_xlabel("norm site, in the order of calls", labelpad=1)
+    return figure
+
+
+def _massive(cards: Sequence[NormCard]) -> bool:
+    return any(card.tails is not None and card.tails.massive for card in cards)
+
+
+def shares_of(capture: Capture, site: str) -> Array:
+    """Return each channel's share of Σx² at a site, float64 ``(d,)``."""
+    squares: Array = capture.stats[site].channel_sums[1].double().numpy()
+    return squares / squares.sum() if squares.sum() > 0 else np.zeros_like(squares)
+
+
+def _draw_channels(figure: Figure, ax: Axes, shares: Sequence[Array], theme: Style) -> None:
+    most = max(map(len, shares))
+    each = math.ceil(most / _ROWS)
+    rows = math.ceil(most / each)
+    image = np.full((rows, len(shares)), np.nan)
+    for column, share in enumerate(shares):
+        of_rows = np.maximum.reduceat(share, np.arange(0, len(share), each))
+        image[: len(of_rows), column] = of_rows
+    shown = np.ma.masked_where(~(image > 0), image)
+    top = float(shown.max()) if shown.count() else 1.0
+    norm = LogNorm(max(float(shown.min()), 1e-4 * top) if shown.count() else 0.1, top)
+    _draw_map(figure, ax, shown, each, theme, norm, "share of Σx²")
+    ax.set_ylabel("channel")
+    peaks: dict[int, float] = {}
+    for share in shares:
+        for channel in np.flatnonzero(share > _TIMES / len(share)):
+            peaks[int(channel)] = max(peaks.get(int(channel), 0.0), float(share[channel]))
+    _name(ax, sorted(peaks, key=lambda channel: -peaks[channel])[:_NAMED], rows * each, theme)
+
+
+def _draw_map(figure: Figure, ax: Axes, image: Any, each: int, theme: Style, norm: Normalize, label: str) -> None:
+    """Draw a masked image ``(rows, sites)`` whose rows stand for ``each`` channels or positions."""
+    rows, columns = image.shape
+    extent = (-0.5, columns - 0.5, -0.5, rows * each - 0.5)
+    look: dict[str, Any] = {"origin": "lower", "aspect": "auto", "interpolation": "nearest", "cmap": theme.tokens}
+    drawn = ax.imshow(image, extent=extent, norm=norm, **look)
+    figure.colorbar(drawn, ax=ax, pad=0.09, label=label, aspect=30)
+
+
+def _positions(card: NormCard | None) -> dict[int, int]:
+    return dict(card.tails.positions) if card is not None and card.tails is not None else {}
+
+
+def _draw_positions(figure: Figure, ax: Axes, positions: Sequence[dict[int, int]], theme: Style) -> None:
+    known = sorted({position for at_site in positions for position in at_site})
+    most = max(known, default=0) + 1
+    each = math.ceil(most / _ROWS)
+    rows = math.ceil(most / each)
+    image = np.zeros((rows, len(positions)))
+    for column, at_site in enumerate(positions):
+        for position, number in at_site.items():
+            image[position // each, column] += number
+    norm = Normalize(0, max(image.max(), 1))
+    _draw_map(figure, ax, np.ma.masked_equal(image, 0), each, theme, norm, "of the 16 tokens of largest |x|")
+    ax.set_ylabel("position of the token")
+    totals = {position: sum(at_site.get(position, 0) for at_site in positions) for position in known}
+    _name(ax, sorted(totals, key=lambda position: -totals[position])[:_NAMED], rows * each, theme)
+
+
+def _name(ax: Axes, numbers: Sequence[int], top: int, theme: Style) -> None:
+    """Write numbers of rows at the right edge, the weightiest first, where none would run into another."""
+    kept: list[int] = []
+    for number in numbers:
+        if all(abs(number - other) > 0.05 * top for other in kept):
+            kept.append(number)
+            look = {"va": "center", "fontsize": LEAST_POINTS, "color": theme.ink}
+            write_at(ax, f"{number}", (1, number), (3, 0), ("axes fraction", "data"), **look)
+
+
+_PANEL_INCHES = 1.55
+_HEIGHT = 1.1
+_COLUMNS = 4
+_REACH = 5.0
+_POINTS = 601
+ALPHAS = (0.5, 1.0, 2.0)
+
+
+def plot_curves(
+    curves: str | Sequence[str | Curve] = "all",
+    *,
+    width: float | None = None,
+    title: str | None = None,
+    style: str = "light",
+) -> Figure:
+    """Draw f(αx) of curves for α = 0.5, 1 and 2, a panel each, with its formula above it.
+
+    The panels of hardtanh, sigmoid and tanh are figure 7 of arXiv 2503.10622, and that of tanh its figure 3.
+
+    Args:
+        curves: names separated by commas or as a list, ``all``, or formulas, as ``func`` of :func:`normscope.fit`.
+        width: of the figure, in inches.
+        title: above all panels; by default, and with ``none``, there is none.
+        style: ``light`` or ``dark``.
+
+    Returns:
+        A matplotlib figure.
+
+    Raises:
+        UsageError: if there is no such curve or style, or if the width is under 2 inches.
+    """
+    chosen, theme = curves_named(curves), style_named(style)
+    if not chosen:
+        raise UsageError("There is no curve to draw; name one or more, or all.")
+    columns = min(_COLUMNS, len(chosen)) if width is None else max(1, min(len(chosen), int(width / 1.3)))
+    inches = inches_of(width, 0.3 + _PANEL_INCHES * columns)
+    rows = math.ceil(len(chosen) / columns)
+    with matplotlib.rc_context(theme.rc()):
+        handles = [
+            Line2D([], [], color=colour, lw=1.1, label=f"α = {alpha:g}")
+            for alpha, colour in zip(ALPHAS, theme.curves, strict=False)
+        ]
+        above = "" if title in (None, NONE) else str(title)
+        figure = framed(inches, 0.1 + (_HEIGHT + 0.55) * rows, above, [], theme, handles)
+        axes = figure.subplots(rows, columns, squeeze=False, sharex=True)
+        for ax in axes.flat[len(chosen) :]:
+            ax.set_visible(False)
+        for number, (ax, curve) in enumerate(zip(axes.flat, chosen, strict=False)):
+            _draw(ax, curve, theme, inches / columns - 0.35)
+            ax.tick_params(labelbottom=number + columns >= len(chosen))
+    return figure
+
+
+def _draw(ax: Axes, curve: Curve, theme: Style, inches: float) -> None:
+    x = torch.linspace(-_REACH, _REACH, _POINTS, dtype=torch.float64)
+    for place, alpha in enumerate(ALPHAS):
+        ax.plot(x, curve.function(alpha * x), color=theme.curves[place], lw=1.1)
+    for level in (0.0,) if curve.limit is None else (-curve.limit, 0.0, curve.limit):
+        ax.axhline(level, color=theme.faint, lw=0.5, ls=":", zorder=0)
+    reach = 1.15 * (curve.limit or 2.0)
+    ax.set(xlim=(-_REACH, _REACH), ylim=(-reach, reach))
+    formula = wrapped(f"f(u) = {curve.formula}", inches, NOTE)
+    pad = write_above(ax, [[(line, theme.ink)] for line in formula])
+    ax.set_title(curve.name, loc="left", pad=max(pad, LINE_POINTS), parse_math=False)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -16,12 +15,21 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import UsageError, count
-from normscope.figures.notes import framed, heading, inches_of, title_and_foot
-from normscope.figures.style import LEAST_POINTS, Style, scale_by_factors, style_named, tail, width_of
+from normscope.figures.style import (
+    LEAST_POINTS,
+    Style,
+    draw_guides,
+    inches_of,
+    literal,
+    scale_where_wide,
+    sheet,
+    style_named,
+    tail,
+    width_of,
+)
 from normscope.fits.curves.expressions import curves_named
 from normscope.fits.curves.known import CURVES
 from normscope.pairs.norms.sites import NormSite
-from normscope.runtime.files import visible
 from normscope.swaps.drift.reports import Drift, DriftReport, Quality, Quantiles
 from normscope.swaps.keep.reports import KeepReport, KeepStep
 
@@ -32,7 +40,6 @@ _EDGE_INCHES = 0.5  # of a panel's width, that its ticks take
 _LEAST_ABREAST = 2.5
 _KEEP_INCHES = (6.4, 2.6)
 _ASIDE = 0.06  # of a number of norms: so that bars at the same one do not cover one another
-_MANY_TIMES = 4
 _DODGE = 0.62  # of the distance of two sites, over which the swaps are spread
 _TINY = FontProperties(size=LEAST_POINTS)
 _INITS = {
@@ -104,17 +111,14 @@ def plot_drift(
     foot = max(width_of(name, _TINY) for name in names) if wide else 0.0
     ratios = len(reports) > 1 and _any(reports, "by_site")
     rows = len(wide) + math.ceil(len(narrow) / max(1, abreast)) + ratios
-    about = reports[0].about
-    title, origin = title_and_foot(title, heading(about, _inputs(reports)), about)
-    with matplotlib.rc_context(theme.rc()):
-        height = (_PANEL_INCHES + 0.35) * rows + foot
-        figure = framed(inches, height, title, [origin], theme, _handles(lines, sites, paths, theme))
+    height, handles = (_PANEL_INCHES + 0.35) * rows + foot, _handles(lines, sites, paths, theme)
+    with sheet(theme, inches, height, title, reports[0].about, _inputs(reports), handles=handles) as figure:
         grid = figure.add_gridspec(rows, max(1, abreast))
         upper = [figure.add_subplot(grid[row, :]) for row in range(len(wide))]
         places = [(len(wide) + ratios + number // abreast, number % abreast) for number in range(len(narrow))]
         lower = [figure.add_subplot(grid[place]) for place in places]
         for ax, draw in zip([*upper, *lower], [*wide, *narrow], strict=True):
-            draw(ax, lines, paths, theme)
+            draw(ax, lines, paths)
             _finish(ax, theme)
         if ratios:
             upper.append(figure.add_subplot(grid[len(wide), :]))
@@ -173,16 +177,7 @@ def _handles(
     lines: Sequence[_DriftLine], sites: Sequence[NormSite], paths: Sequence[str], theme: Style
 ) -> list[Artist]:
     handles: list[Artist] = [
-        Line2D(
-            [],
-            [],
-            color=line.colour,
-            marker=line.marker,
-            ms=3,
-            lw=0.9,
-            ls=line.dashes,
-            label=_plain(line.label),
-        )
+        Line2D([], [], color=line.colour, marker=line.marker, ms=3, lw=0.9, ls=line.dashes, label=literal(line.label))
         for line in lines
     ]
     handles.append(Line2D([], [], color=theme.faint, marker="|", ms=6, ls="", label="10th to 90th percentile"))
@@ -194,26 +189,23 @@ def _handles(
     return handles
 
 
-def _plain(text: str) -> str:
-    return visible(text).replace("$", r"\$")
-
-
 def _infinite(quantiles: Quantiles) -> bool:
     return math.isinf(quantiles.p50) or math.isinf(quantiles.p90)
 
 
-def _draw_alone(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
-    for line in lines:
-        rows = {row.site: row for row in line.report.by_site}
-        _draw_dots(ax, line, [(number, rows[path]) for number, path in enumerate(paths) if path in rows], line.offset)
+def _draw_alone(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str]) -> None:
+    _draw_sites(ax, [(line, {row.site: row for row in line.report.by_site}) for line in lines], paths)
     ax.set_title("the network's output, each site swapped alone", loc="left", pad=13)
 
 
-def _draw_at_sites(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
-    for line in lines:
-        rows = {row.at: row for row in line.report.at_sites}
-        _draw_dots(ax, line, [(number, rows[path]) for number, path in enumerate(paths) if path in rows], line.offset)
+def _draw_at_sites(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str]) -> None:
+    _draw_sites(ax, [(line, {row.at: row for row in line.report.at_sites}) for line in lines], paths)
     ax.set_title("each site's own output, all sites swapped", loc="left")
+
+
+def _draw_sites(ax: Axes, rows: Sequence[tuple[_DriftLine, Mapping[str | None, Drift]]], paths: Sequence[str]) -> None:
+    for line, at in rows:
+        _draw_dots(ax, line, [(number, at[path]) for number, path in enumerate(paths) if path in at], line.offset)
 
 
 def _draw_ratios(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
@@ -230,14 +222,13 @@ def _draw_ratios(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], th
         ax.plot(x, ratio, marker=line.marker, ms=2.6, mew=0, color=line.colour, ls="")
         ax.vlines(x, 1, ratio, color=line.colour, lw=0.7, alpha=0.8)
     ax.axhline(1, color=theme.faint, lw=0.9, zorder=0)
-    ax.set_title(f"each site swapped alone, as a multiple of {_plain(lines[0].label)}", loc="left")
-    if ax.dataLim.y0 > 0 and _MANY_TIMES * ax.dataLim.y0 < ax.dataLim.y1 < math.inf:
-        scale_by_factors(ax)
+    ax.set_title(f"each site swapped alone, as a multiple of {literal(lines[0].label)}", loc="left")
+    scale_where_wide(ax)
     ax.set_ylabel("ratio of medians")
-    ax.grid(axis="y", color=theme.faint, alpha=0.25, lw=0.5)
+    draw_guides(ax, theme)
 
 
-def _draw_cumulative(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
+def _draw_cumulative(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str]) -> None:
     for line in lines:
         rows = [(row.sites_swapped, row) for row in line.report.cumulative]
         _draw_dots(ax, line, rows, line.offset, joined=True)
@@ -246,18 +237,18 @@ def _draw_cumulative(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str]
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
-def _draw_parts(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
+def _draw_parts(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str]) -> None:
     parts = list(dict.fromkeys(row.part for line in lines for row in line.report.by_part))
     for line in lines:
         rows = [(parts.index(row.part), row) for row in line.report.by_part]
         _draw_dots(ax, line, rows, 0.6 * line.offset, joined=True)
     words = {part.rpartition(" ")[0] for part in parts}
     shared = words.pop() if len(words) == 1 else ""
-    names = [_plain(part.removeprefix(f"{shared} ")) for part in parts]
+    names = [literal(part.removeprefix(f"{shared} ")) for part in parts]
     every = max(1, math.ceil(len(parts) / 12))
     ax.set_xticks(range(0, len(parts), every), names[::every])
-    ax.set_xlabel(_plain(shared) or "part of the data")
-    ax.set_title(f"the output by {_plain(shared) or 'part of the data'}, all sites swapped", loc="left")
+    ax.set_xlabel(literal(shared) or "part of the data")
+    ax.set_title(f"the output by {literal(shared) or 'part of the data'}, all sites swapped", loc="left")
 
 
 def _draw_dots(
@@ -270,14 +261,8 @@ def _draw_dots(
     dashes = line.dashes if joined else ""
     ax.plot([x for x, _ in known], medians, marker=line.marker, ms=2.3, mew=0, color=line.colour, ls=dashes, lw=0.7)
     whole = [(x, quantiles) for x, quantiles in known if math.isfinite(quantiles.p90)]
-    ax.vlines(
-        [x for x, _ in whole],
-        [quantiles.p10 for _, quantiles in whole],
-        [quantiles.p90 for _, quantiles in whole],
-        color=line.colour,
-        lw=0.7,
-        alpha=0.8,
-    )
+    low, high = [quantiles.p10 for _, quantiles in whole], [quantiles.p90 for _, quantiles in whole]
+    ax.vlines([x for x, _ in whole], low, high, color=line.colour, lw=0.7, alpha=0.8)
     _cross_out(ax, [(x, quantiles) for x, quantiles in points if _infinite(quantiles)], line)
 
 
@@ -291,21 +276,19 @@ def _cross_out(ax: Axes, points: Sequence[tuple[float, Quantiles]], line: _Drift
 
 def _finish(ax: Axes, theme: Style) -> None:
     """Choose the axis, logarithmic where values are many times one another, and show 1 where it is near."""
-    low, high = ax.dataLim.y0, ax.dataLim.y1
-    if low > 0 and _MANY_TIMES * low < high < math.inf:
-        scale_by_factors(ax)
-    else:
+    high = ax.dataLim.y1
+    if not scale_where_wide(ax):
         ax.set_ylim(0, None if 0 < high < math.inf else 1.1)
     bottom, top = ax.get_ylim()
     if bottom < 1 < 1.5 * top:
         ax.axhline(1, color=theme.faint, ls=":", lw=0.9, zorder=0)
     ax.set_ylabel("relative L2")
-    ax.grid(axis="y", color=theme.faint, alpha=0.25, lw=0.5)
+    draw_guides(ax, theme)
 
 
 def _name_sites(ax: Axes, names: Sequence[str], inches: float) -> None:
     every = max(1, math.ceil(len(names) * _UPRIGHT_INCHES / inches))
-    labels = [_plain(name) for name in names[::every]]
+    labels = [literal(name) for name in names[::every]]
     ax.set_xticks(range(0, len(names), every), labels, rotation=90, fontproperties=_TINY)
     ax.margins(x=0.01)
 
@@ -340,13 +323,11 @@ def plot_keep(
     """
     theme = style_named(style)
     inches = inches_of(width, _KEEP_INCHES[0])
-    title, origin = title_and_foot(title, heading(report.about), report.about)
     beside = report.quality is not None and inches >= 2 * _LEAST_ABREAST
     rows = 1 + (report.quality is not None and not beside)
-    names = [_plain(tail(f"{step.site or 'none'}  {step.swapped}", _NAME_INCHES, _TINY)) for step in report.taken]
+    names = [literal(tail(f"{step.site or 'none'}  {step.swapped}", _NAME_INCHES, _TINY)) for step in report.taken]
     foot = max(width_of(name, _TINY) for name in names)
-    with matplotlib.rc_context(theme.rc()):
-        figure = framed(inches, (_KEEP_INCHES[1] + foot) * rows, title, [origin], theme)
+    with sheet(theme, inches, (_KEEP_INCHES[1] + foot) * rows, title, report.about) as figure:
         grid = figure.add_gridspec(rows, 1 + beside)
         drifts = figure.add_subplot(grid[0, 0])
         _draw_kept(drifts, report, theme)
@@ -357,7 +338,7 @@ def plot_keep(
             every = max(1, math.ceil(len(names) * 2 * _UPRIGHT_INCHES * len(figure.axes) / inches))
             ticks = [step.swapped for step in report.taken]
             ax.set_xticks(ticks[::every], names[::every], rotation=90, fontproperties=_TINY)
-            ax.grid(axis="y", color=theme.faint, alpha=0.25, lw=0.5)
+            draw_guides(ax, theme)
     return figure
 
 
@@ -387,4 +368,4 @@ def _draw_quality(ax: Axes, quality: Quality, taken: Sequence[KeepStep], theme: 
     ax.plot(*zip(*points, strict=True), color=theme.curves[0], marker="o", ms=3, lw=0.9, label="swapped")
     ax.axhline(scores["original"].value, color=theme.faint, ls=":", lw=0.9, label="original")
     _legend_above(ax)
-    ax.set_ylabel(_plain(quality.name))
+    ax.set_ylabel(literal(quality.name))

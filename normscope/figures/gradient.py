@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import matplotlib
 import numpy as np
 import torch
 from matplotlib.artist import Artist
@@ -21,18 +20,21 @@ from torch import Tensor
 
 from normscope.errors import count
 from normscope.figures.axes import XAxis
-from normscope.figures.notes import (
+from normscope.figures.panels import outline
+from normscope.figures.style import (
     LINE_POINTS,
+    Style,
     Words,
     broken,
-    framed,
-    heading,
+    columns_within,
+    head_inches,
+    head_panel,
     inches_of,
-    title_and_foot,
+    sheet,
+    style_named,
+    wrapped,
     write_above,
 )
-from normscope.figures.panels import outline
-from normscope.figures.style import Style, columns_within, head_inches, head_panel, style_named, wrapped
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.views.gradient import DrawnJacobians, GradientView, drawn_jacobians, gradient, mean_diagonal
 from normscope.pairs.captures import Capture
@@ -54,7 +56,7 @@ _HELD = {"scale": "tanh", "others": "isru"}  # which curve's derivation holds it
 
 @dataclass(frozen=True)
 class _SiteColumn:
-    """Everything that the panels of one site are drawn from."""
+    """Data and style of the panels of one site."""
 
     site: NormSite
     stats: PairStats
@@ -103,11 +105,9 @@ def plot_gradient(
     ]
     notes = [sum(map(len, _notes(column))) for column in columns if isinstance(column, _SiteColumn)]
     height = 2 * panel_height + 0.35 + head_inches(capture.sites, room) + max(notes, default=0) * LINE_POINTS / 72
-    usual = heading(capture.about, count(capture.n_samples, "sample"))
-    title, origin = title_and_foot(title, usual, capture.about)
     inches = inches_of(width, max(0.5 + panel_width * across, _LEAST_INCHES))
-    with matplotlib.rc_context(theme.rc()):
-        figure = framed(inches, height * blocks, title, [origin], theme, _handles(fits, theme))
+    samples, handles = count(capture.n_samples, "sample"), _handles(fits, theme)
+    with sheet(theme, inches, height * blocks, title, capture.about, samples, handles=handles) as figure:
         axes = figure.subplots(2 * blocks, across, squeeze=False)
         for ax in axes.flat:
             ax.set_visible(False)
@@ -132,7 +132,7 @@ def plot_gradient(
 def _column(
     capture: Capture, site: NormSite, view: GradientView, fits: Sequence[CurveFit], theme: Style, room: float
 ) -> _SiteColumn | str:
-    """What a site's panels are drawn from, or why there is nothing to draw."""
+    """Return the data of a site's panels, or the reason why nothing can be drawn."""
     stats = capture.stats[site.name]
     drawn = drawn_jacobians(site, stats)
     if not isinstance(drawn, DrawnJacobians):
@@ -195,7 +195,7 @@ def _draw_diagonal(ax: Axes, column: _SiteColumn) -> None:
 
 
 def _notes_of_diagonal(column: _SiteColumn) -> list[Words]:
-    """How much the diagonal holds, and how well functions of x predict it."""
+    """Return the diagonal's shares of ‖J‖², and the R² of functions of x that predict it."""
     view, style, room = column.view, column.style, column.room
     shares = [
         f"diagonal: {_written(100 * view.share, '.1f')} % of ‖J‖²",
@@ -242,7 +242,7 @@ def _draw_constants(ax: Axes, column: _SiteColumn) -> None:
 
 
 def _notes_of_constants(column: _SiteColumn) -> list[Words]:
-    """How far apart the quantiles of what is held constant are."""
+    """Return the ratio of the quantiles 0.84 and 0.16 of each constant."""
     sign = "σ" if column.view.centred else "ρ"
     lines: list[Words] = []
     for part in ("centre", "tail"):

@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from normscope.figures.notes import framed, heading, inches_of, title_and_foot
-from normscope.figures.style import LEAST_POINTS, Style, scale_by_factors, style_named
+from normscope.figures.style import LEAST_POINTS, Style, inches_of, scale_where_wide, sheet, style_named, write_at
 from normscope.swaps.heal.reports import CALIBRATED, START, TRAINED, HealReport, TrainingCheck
 
 _INCHES = (6.4, 2.4)
 _LEAST_INCHES = 4.5  # of both panels beside one another
 _NAMES = {START: "start\nvalues", CALIBRATED: "calibrated", TRAINED: "trained"}
-_MANY_TIMES = 4
 _HEALED = 0.2  # of the start's drift
 
 
@@ -45,15 +42,11 @@ def plot_healing(
     theme = style_named(style)
     inches = inches_of(width, _INCHES[0])
     narrow = inches < _LEAST_INCHES
-    title, origin = title_and_foot(title, heading(report.about), report.about)
-    with matplotlib.rc_context(theme.rc()):
-        figure = framed(inches, _INCHES[1] * (1 + narrow), title, [origin], theme)
+    with sheet(theme, inches, _INCHES[1] * (1 + narrow), title, report.about) as figure:
         grid = figure.add_gridspec(1 + narrow, 2 - narrow, width_ratios=[1.4, 1.3][: 2 - narrow])
         course, drifts = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[-1, -1])
         _draw_course(course, report.checks, theme)
-        low, high = course.dataLim.y0, course.dataLim.y1
-        if 0 < _MANY_TIMES * low < high < math.inf:
-            scale_by_factors(course)
+        scale_where_wide(course)
         course.set_ylabel("relative L2")
         _draw_drifts(drifts, report, theme)
     return figure
@@ -97,31 +90,17 @@ def _draw_drifts(ax: Axes, report: HealReport, style: Style) -> None:
             continue
         ax.plot([place, place], [quantiles["p10"], quantiles["p90"]], color=colour, lw=1.4, solid_capstyle="butt")
         ax.plot([place], [quantiles["median"]], marker="o", ms=4, mew=0, color=colour)
-        ax.annotate(
-            f"{quantiles['median']:.3f}",
-            (place, quantiles["median"]),
-            (4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=LEAST_POINTS,
-            bbox={"facecolor": style.background, "edgecolor": "none", "pad": 0.5},  # lines do not run through it
-        )
+        behind = {"facecolor": style.background, "edgecolor": "none", "pad": 0.5}  # no line runs through the number
+        at, look = (place, quantiles["median"]), {"va": "center", "fontsize": LEAST_POINTS, "bbox": behind}
+        write_at(ax, f"{quantiles['median']:.3f}", at, (4, 0), "data", **look)
     ax.set_xlim(-0.5, len(stages) - 0.2)
     ax.set_ylim(bottom=0)
     start = report.before["median"]
     if math.isfinite(start):
         ax.axhline(_HEALED * start, color=style.faint, lw=0.8, ls="--", zorder=0)
-        ax.annotate(
-            f"{1 - _HEALED:.0%} closed",
-            (0.0, _HEALED * start),
-            (3, 0),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            va="center",
-            fontsize=LEAST_POINTS,
-            color=style.faint,
-            bbox={"facecolor": style.background, "edgecolor": "none", "pad": 0.8},  # the line goes on at either side
-        )
+        behind = {"facecolor": style.background, "edgecolor": "none", "pad": 0.8}  # the line goes on at either side
+        look = {"va": "center", "fontsize": LEAST_POINTS, "color": style.faint, "bbox": behind}
+        write_at(ax, f"{1 - _HEALED:.0%} closed", (0.0, _HEALED * start), (3, 0), ("axes fraction", "data"), **look)
     ax.set_xticks(range(len(stages)), [_NAMES[stage] for stage in stages])
     ax.set_ylabel(f"{report.measure} on {report.n_held_out} held-out samples")
     ending = "start values kept" if report.restored else f"{report.closed:.0%} of the median closed"

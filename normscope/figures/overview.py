@@ -13,20 +13,35 @@ from matplotlib.gridspec import GridSpec
 
 from normscope.errors import UsageError, count
 from normscope.figures.axes import AUTO, share_colours
-from normscope.figures.legends import ceiling_note, fit_notes, legend_handles, remarks
-from normscope.figures.notes import (
+from normscope.figures.panels import (
+    Panel,
+    best_of,
+    ceiling_note,
+    draw_panel,
+    fit_notes,
+    legend_handles,
+    panels_of,
+    remarks,
+    with_shared_scales,
+)
+from normscope.figures.style import (
+    LEAST_POINTS,
     LINE_POINTS,
     NONE,
+    Style,
     Words,
     framed,
     heading,
     inches_of,
+    name_lines,
+    style_named,
+    tail,
     title_and_foot,
     without_digest,
+    wrapped,
     write_above,
+    write_at,
 )
-from normscope.figures.panels import Panel, best_of, draw_panel, panels_of, with_shared_scales
-from normscope.figures.style import LEAST_POINTS, Style, name_lines, style_named, tail, wrapped
 from normscope.fits.curve_fit import CurveFit
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import select
@@ -136,7 +151,7 @@ _Row: TypeAlias = tuple[Sequence[str], Sequence[Panel]]  # a heading's lines, of
 
 
 def _columns(captures: Sequence[Capture], width: float | None) -> tuple[int, float]:
-    """How many panels stand beside one another, and how wide the figure is."""
+    """Return the number of columns and the width of the figure."""
     columns = max(2, *(min(_ACROSS, len(capture.sites)) for capture in captures))
     inches = inches_of(width, _COLUMN_INCHES * columns)
     return (columns if inches / columns >= _LEAST_COLUMN else 2), inches
@@ -173,16 +188,9 @@ def _write(ax: Axes, lines: Sequence[str]) -> None:
     """Write the heading into axes of its own, which the layout keeps free whatever its letters turn out to take."""
     ax.axis("off")
     for line, text in enumerate(lines):
-        ax.annotate(
-            text,
-            (0, 0),
-            (0, 2 + 72 * _LINE_INCHES * (len(lines) - 1 - line)),
-            fontproperties=_SMALL if line else _BOLD,
-            xycoords="axes fraction",
-            textcoords="offset points",
-            parse_math=False,
-            in_layout=False,
-        )
+        points = 0, 2 + 72 * _LINE_INCHES * (len(lines) - 1 - line)
+        font = _SMALL if line else _BOLD
+        write_at(ax, text, (0, 0), points, va="baseline", fontproperties=font, parse_math=False, in_layout=False)
 
 
 def _draw(ax: Axes, panel: Panel, notes: Sequence[Words], least: int) -> None:

@@ -10,18 +10,21 @@ from dataclasses import dataclass, replace
 import matplotlib
 import numpy as np
 import torch
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
 from normscope.figures.axes import AUTO, Limits, Scales, XAxis, few_ticks, mean_line, number, scales_of
-from normscope.figures.style import LEAST_POINTS, Look, Style
+from normscope.figures.style import LEAST_POINTS, Look, Style, Words, broken
 from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curves.known import CURVES, FREE, Curve
 from normscope.fits.solving.ceiling import conditional_mean
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
@@ -101,7 +104,7 @@ _LINE_POINTS = 33  # of a token's line on an asinh axis, where it is bent
 
 @dataclass(frozen=True)
 class Panel:
-    """Everything that the panels of one site are drawn from.
+    """Data and style of the panels of one site.
 
     Attributes:
         site: the norm.
@@ -334,3 +337,202 @@ def _centre_range(stats: PairStats) -> tuple[Limits, Limits] | None:
 def outline(style: Style, width: float = 1.2) -> list[withStroke]:
     """Set lines and letters off from whatever lies behind them."""
     return [withStroke(linewidth=1.1 + width, foreground=style.background, alpha=0.7)]
+
+
+_MOST_LISTED = 20
+
+
+def legend_handles(panels: Sequence[Panel], *, density: bool, sampled: bool, bounds: bool = True) -> list[Artist]:
+    """The legend of these panels: greys, lines and dashes.
+
+    ``density`` is whether they show one, ``sampled`` whether of a sample of the tokens alone, and ``bounds`` whether
+    they show y itself, which the norm bounds.
+    """
+    style = panels[0].style
+    handles: list[Artist] = []
+    if density:
+        grey = matplotlib.colormaps[style.density](0.6)
+        pairs = "pairs of the sampled tokens" if sampled else "all pairs"
+        whose = "one for all panels" if panels[0].scales.shared else "each panel its own"
+        handles.append(Patch(facecolor=grey, label=f"{pairs} (log scale, {whose})"))
+        handles.append(Line2D([], [], color=style.ink, lw=1.4, label="E[y|x], where there are pairs enough"))
+    fits = [fit for panel in panels for fit in panel.fits]
+    shifted = {fit.curve for fit in fits if not fit.degenerate and fit.shift}
+    for curve, function in {fit.curve: fit.function for fit in fits}.items():
+        colour, dashes = panels[0].looks[curve]
+        label = _formula_of(curve, function, "αx+s" if curve in shifted else "αx")
+        handles.append(Line2D([], [], color=colour, ls=dashes, lw=1.1, label=label.replace("$", r"\$")))
+    if bounds and any(panel.site.bound < panel.scales.y[1] for panel in panels):
+        handles.append(Line2D([], [], color=style.faint, ls=":", lw=0.9, label="bound: ±√(d−1), without centring ±√d"))
+    return handles
+
+
+def _formula_of(curve: str, function: Curve, argument: str) -> str:
+    """Return the legend's label of a fitted curve; user-defined curves are labelled by formula."""
+    if curve == FREE:
+        return "free: E[y|x] in groups of bins"
+    if curve not in CURVES:
+        return f"{curve}: A·f({argument}), f(u) = {function.formula}"
+    label = f"A·{function.function_name}({argument}), least squares"
+    return label if function.function_name == curve else f"{curve}: {label}"
+
+
+def remarks(panels: Sequence[Panel], fits: Sequence[CurveFit], *, ceilings: bool = True) -> list[str]:
+    """Sentences below a legend: what a ceiling is, where any is written, and which curves are not drawn."""
+    with_ceiling = [panel for panel in panels if panel.fits and panel.fits[0].r2_ceiling is not None]
+    lines = []
+    if ceilings and with_ceiling:
+        folds = sorted({str(panel.stats.fold_by) for panel in with_ceiling})
+        lines.append(f"best f(x): held-out R² of the best function of x that was found, folds by {', '.join(folds)}")
+        if any(panel.fits[0].x_repeats for panel in with_ceiling):
+            lines[0] += "; *: too low, as x repeats there, finer than bins resolve"
+    if others := best_of(fits)[1]:
+        more = f" and {len(others) - _MOST_LISTED} more" if len(others) > _MOST_LISTED else ""
+        lines.append(f"not drawn, of smaller mean R²: {', '.join(others[:_MOST_LISTED])}{more}")
+    return lines
+
+
+def ceiling_note(panel: Panel) -> list[Words]:
+    """The line of the ceiling above a panel; none where there is none."""
+    ceiling = panel.fits[0].r2_ceiling if panel.fits else None
+    if ceiling is None:
+        return []
+    mark = "*" if panel.fits[0].x_repeats else ""
+    return broken(["best f(x)", f"R² {ceiling:.3f}{mark}"], panel.style.ink, panel.room)
+
+
+def fit_notes(panel: Panel, result: Callable[[CurveFit], list[str]]) -> list[Words]:
+    """The lines above a panel: each fit's name and what is said of it, in its colour."""
+    lines: list[Words] = []
+    for fit in panel.fits:
+        parts = [f"{fit.curve}: nothing to fit"] if fit.degenerate else [fit.curve, *result(fit)]
+        colour = panel.style.faint if fit.degenerate else panel.looks[fit.curve][0]
+        lines += broken(parts, colour, panel.room)
+    return lines
+
+
+_GROUPS = 120  # across a panel at most
+_LEAST_COUNT = 128  # pairs that a group holds at least
+_BAND = 2.0  # standard errors
+_MARGIN = 1.08
+_INSET_SHARE = 0.46  # of a panel's height
+_BAND_ALPHA = 0.35
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """Of groups of neighbouring bins, in ascending order of x.
+
+    Attributes:
+        x: mean x, float64 ``(groups,)``.
+        error: standard error of E[y|x], in units of y, ``(groups,)``; NaN where the pairs are of a single fold.
+        off: E[y|x] − A·f(αx + s), in units of y, ``(fits, groups)``.
+    """
+
+    x: Array
+    error: Array
+    off: Array
+
+
+def residuals(
+    moments: Tensor,
+    fits: Sequence[CurveFit],
+    width: float,
+    least_count: int = _LEAST_COUNT,
+    along: Callable[[Array], Array] = lambda x: x,
+) -> Residuals:
+    """Average over each group of bins what the curves leave of y there, and see how far the folds differ.
+
+    The folds are independent, pairs are not: with the share w of a group's pairs that each fold holds, and the folds'
+    means m of y there, the standard error is that of a mean of so many folds, √(Σw² · Σw(m − Σwm)² / (1 − Σw²)),
+    which is the standard deviation over folds / √folds where all hold the same number.
+
+    Args:
+        moments: n, Σx, Σy, … per fold and bin of x: float64 ``(folds, 6, bins)``.
+        fits: of this site, none degenerate.
+        width: a group reaches over no more of x than this, unless it would hold too few pairs.
+        least_count: how many pairs a group holds at least, where there are as many.
+        along: places of x on an axis, in whose units the width is.
+
+    Returns:
+        The residuals, of no group where there is no pair.
+
+    >>> n, y = torch.full((4, 1), 50.0), torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    >>> found = residuals(torch.stack([n, n, n * y, n, n, n], 1).double(), (), 1.0)
+    >>> round(float(found.error[0]), 6), round(float(y.std() / 4**0.5), 6)
+    (0.645497, 0.645497)
+    """
+    filled = moments[:, 0].sum(0) > 0
+    n, sum_x, sum_y = moments[:, :3, filled].numpy().transpose(1, 0, 2)
+    if not n.size:
+        return Residuals(np.empty(0), np.empty(0), np.empty((len(fits), 0)))
+    x = sum_x.sum(0) / n.sum(0)
+    starts = _starts(n.sum(0), along(x), width, least_count)
+    by_fold, y_by_fold = np.add.reduceat(n, starts, axis=1), np.add.reduceat(sum_y, starts, axis=1)
+    held = by_fold.sum(0)
+    mean = y_by_fold.sum(0) / held
+    share = by_fold / held
+    fold_means = np.divide(y_by_fold, by_fold, out=np.zeros_like(by_fold), where=by_fold > 0)
+    alike = (share**2).sum(0)
+    several = np.count_nonzero(by_fold, axis=0) > 1
+    error = np.full_like(mean, np.nan)
+    np.divide(alike * (share * (fold_means - mean) ** 2).sum(0), 1 - alike, out=error, where=several)
+    expected = np.stack([fit(torch.from_numpy(x)).numpy() for fit in fits]) if fits else np.empty((0, len(x)))
+    at_fit = np.add.reduceat(n.sum(0) * expected, starts, axis=1) / held
+    return Residuals(np.add.reduceat(sum_x.sum(0), starts) / held, np.sqrt(error), mean - at_fit)
+
+
+def _starts(n: Array, x: Array, width: float, least_count: int) -> NDArray[np.intp]:
+    """First bins of the groups: at most one in a multiple of ``width``, each of ``least_count`` pairs if there are."""
+    cuts = np.flatnonzero(np.diff(np.floor(x / width), prepend=-np.inf))
+    starts, held = [0], 0.0
+    for place, count in zip(cuts, np.add.reduceat(n, cuts), strict=True):
+        if held >= least_count:
+            starts.append(int(place))
+            held = 0.0
+        held += count
+    return np.array(starts[:-1] if held < least_count and len(starts) > 1 else starts)
+
+
+def draw_residuals(ax: Axes, panel: Panel) -> None:
+    """E[y|x] − A·f(αx + s) of every fitted curve over ± 2 standard errors of E[y|x]."""
+    centre = enlarged_range(panel)
+    _draw_residuals_within(ax, panel, panel.axis, _INSET_SHARE if centre else 0)
+    panel.axis.set_on(ax, panel.inches)
+    if centre:
+        _draw_residuals_within(inset_of(ax, panel, centre[0]), panel, XAxis(centre[0]), 0)
+
+
+def _draw_residuals_within(ax: Axes, panel: Panel, axis: XAxis, free: float) -> None:
+    """Draw what lies between these limits; above it a share of the height stays free."""
+    fits = [fit for fit in panel.fits if not fit.degenerate]
+    low, high = axis.along(np.array(axis.limits))
+    groups = residuals(panel.stats.moments, fits, (high - low) / _GROUPS, along=axis.along)
+    band = _BAND * groups.error
+    inside = (groups.x >= axis.limits[0]) & (groups.x <= axis.limits[1])
+    reach = _MARGIN * float(np.nanmax(np.abs(np.array([*groups.off, *([] if fits else [band])])[:, inside]), initial=0))
+    reach = reach if reach > 0 else 1.0
+    if axis.linear_width is not None:
+        ax.set_xscale("asinh", linear_width=axis.linear_width)
+    ax.set(xlim=axis.limits, ylim=(-reach, reach * (1 + free) / (1 - free)))
+    drawn: list[Artist] = [
+        ax.fill_between(groups.x, -band, band, color=panel.style.faint, alpha=_BAND_ALPHA, lw=0, zorder=1)
+    ]
+    ax.axhline(0, color=panel.style.ink, lw=0.6, zorder=2)
+    for fit, off in zip(fits, groups.off, strict=True):
+        colour, dashes = panel.looks[fit.curve]
+        drawn += ax.plot(
+            groups.x, off, color=colour, ls=dashes, lw=1.0, zorder=4, path_effects=outline(panel.style, 0.6)
+        )
+    left, right = axis.limits
+    for artist in drawn if free else []:
+        artist.set_clip_path(Rectangle((left, -reach), right - left, 2 * reach, transform=ax.transData))
+
+
+def residual_handles(panels: Sequence[Panel]) -> list[Artist]:
+    """The legend of the band, and of its folds; nothing where no site has any."""
+    over = sorted({str(panel.stats.fold_by) for panel in panels if panel.stats.fold_by})
+    if not over:
+        return []
+    label = f"±{_BAND:g} standard errors of E[y|x], folds by {', '.join(over)}"
+    return [Patch(facecolor=panels[0].style.faint, alpha=_BAND_ALPHA, label=label)]

@@ -19,30 +19,37 @@ from matplotlib.figure import Figure
 
 from normscope.errors import UsageError, count, unknown
 from normscope.figures.axes import AUTO, check_xscale, share_colours, share_heights
-from normscope.figures.legends import ceiling_note, fit_notes, legend_handles, remarks
-from normscope.figures.notes import (
-    LINE_POINTS,
-    NOTE,
-    Words,
-    broken,
-    framed,
-    heading,
-    inches_of,
-    lined,
-    strip_above,
-    title_and_foot,
-    write_above,
-)
 from normscope.figures.panels import (
     DRAW,
     Panel,
+    ceiling_note,
     draw_panel,
+    draw_residuals,
     extreme_channels,
+    fit_notes,
+    legend_handles,
     panels_of,
+    remarks,
+    residual_handles,
     with_shared_scales,
 )
-from normscope.figures.residuals import draw_residuals, residual_handles
-from normscope.figures.style import Style, columns_within, head_inches, head_panel, style_named, width_of
+from normscope.figures.style import (
+    LINE_POINTS,
+    NOTE,
+    Style,
+    Words,
+    broken,
+    columns_within,
+    head_inches,
+    head_panel,
+    inches_of,
+    lined,
+    sheet,
+    strip_above,
+    style_named,
+    width_of,
+    write_above,
+)
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import FREE
 from normscope.pairs.captures import Capture
@@ -112,17 +119,14 @@ def plot(
     panels = panels_of(capture, capture.sites, fits, theme, xscale=xscale, inches=inches, room=inches + 0.05)
     if share_axes:
         panels = with_shared_scales(panels, xscale)
-    usual = heading(capture.about, count(capture.n_samples, "sample"))
-    title, origin = title_and_foot(title, usual, capture.about)
-    foot = [*remarks(panels, fits, ceilings="density" in shown), origin]
-    with matplotlib.rc_context(theme.rc()):
-        inches = inches_of(width, 0.5 + panel_inches[0] * columns)
-        notes = [[_NOTES[row](panel) for row in shown] for panel in panels]
-        blocks = math.ceil(len(panels) / columns)
-        heights = [panel_inches[1] + _note_inches(notes, place) for place in range(len(shown))]
-        head = head_inches(capture.sites, panels[0].room) + 0.12
-        handles = _handles(capture, panels, shown)
-        figure = framed(inches, blocks * (sum(heights) + head), title, foot, theme, handles)
+    inches = inches_of(width, 0.5 + panel_inches[0] * columns)
+    notes = [[_NOTES[row](panel) for row in shown] for panel in panels]
+    blocks = math.ceil(len(panels) / columns)
+    heights = [panel_inches[1] + _note_inches(notes, place) for place in range(len(shown))]
+    height = blocks * (sum(heights) + head_inches(capture.sites, panels[0].room) + 0.12)
+    samples, handles = count(capture.n_samples, "sample"), _handles(capture, panels, shown)
+    foot = remarks(panels, fits, ceilings="density" in shown)
+    with sheet(theme, inches, height, title, capture.about, samples, foot=foot, handles=handles) as figure:
         axes = figure.subplots(len(shown) * blocks, columns, squeeze=False)
         for empty in axes.flat:
             empty.set_visible(False)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import NormscopeError, UsageError
-from normscope.figures.notes import framed, heading, inches_of, title_and_foot
 from normscope.figures.panels import outline
-from normscope.figures.style import LEAST_POINTS, Style, style_named, that_fits, width_of
+from normscope.figures.style import LEAST_POINTS, Style, inches_of, sheet, style_named, that_fits, width_of
 from normscope.fits.curves.expressions import curves_named
 from normscope.swaps.bench.reports import BESIDE, FASTER, SLOWER, TOO_FEW, BenchReport, Timing
 from normscope.tables.speed import SCOPES, duration
@@ -63,10 +61,8 @@ def plot_speed(
     rows_of_panels = [panels[first : first + across] for first in range(0, len(panels), across)]
     heights = [max(map(_height, beside)) for beside in rows_of_panels]
     inches = inches_of(width, max(4.6, 0.3 + _PANEL_INCHES * across))
-    title, origin = title_and_foot(title, heading(report.about, report.device), report.about)
-    with matplotlib.rc_context(theme.rc()):
-        height = sum(0.62 + _BAR_INCHES * height for height in heights)
-        figure = framed(inches, height, title, [_signs(report), origin], theme)
+    height = sum(0.62 + _BAR_INCHES * height for height in heights)
+    with sheet(theme, inches, height, title, report.about, report.device, foot=[_signs(report)]) as figure:
         axes = figure.subplots(
             len(heights), across, squeeze=False, height_ratios=[0.4 / _BAR_INCHES + h for h in heights]
         )
@@ -78,7 +74,7 @@ def plot_speed(
 
 
 def _across(panels: int, most: int = _MOST_ACROSS) -> int:
-    """How many panels stand beside one another, with the fewest places left empty, and as many as there may be.
+    """Return the number of columns that leaves the fewest places empty; of equals, the largest.
 
     >>> [_across(panels) for panels in (1, 2, 3, 4, 5, 6, 7, 8)]
     [1, 2, 3, 4, 3, 3, 4, 4]
@@ -181,7 +177,7 @@ def _colour(variant: str, style: Style) -> Any:
 
 
 def _signs(report: BenchReport) -> str:
-    """Say what bars, whiskers, lines and letters mean."""
+    """Return the meaning of bars, whiskers, lines and fonts."""
     signs = ["bars: median", "whiskers: p20 to p80", "dotted: native"]
     signs += [f"of {way}: native {BESIDE[way]}" for way in BESIDE if any(row.way == way for row in report.rows)]
     meant = {FASTER: "bold", SLOWER: "italics", TOO_FEW: "?"}

@@ -1,21 +1,29 @@
-"""What all figures share: colours and sizes, and the text above and beside the panels.
+"""Parts shared by all figures: colours, sizes, the sheet with title and footer, and texts above panels.
 
 Colours are told apart by people with any colour vision, on paper and on a dark screen.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import matplotlib
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.legend import Legend
 from matplotlib.textpath import TextToPath
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.transforms import ScaledTranslation
 
 from normscope.errors import UsageError, unknown
 from normscope.fits.curves.known import CURVES
@@ -172,6 +180,7 @@ def columns_within(panels: int, width: float | None) -> tuple[int, tuple[float, 
 
 
 _MOST_LINES = 3
+MANY_TIMES = 4  # between the values of a logarithmic axis, at least
 _NARROW, _NARROWEST = 1.6, 1.3  # inches of a panel, with smaller titles, and with paths in two lines
 _HINTING = 1.12  # so much wider do letters become where they are fitted to few pixels
 _LETTERS = TextToPath()
@@ -237,6 +246,25 @@ def scale_by_factors(ax: Axes) -> None:
     ax.yaxis.set_minor_formatter(NullFormatter())
 
 
+def scale_where_wide(ax: Axes) -> bool:
+    """Make the axis of y logarithmic if its values are many times one another; return whether it was."""
+    low, high = ax.dataLim.y0, ax.dataLim.y1
+    wide = bool(0 < MANY_TIMES * low < high < math.inf)
+    if wide:
+        scale_by_factors(ax)
+    return wide
+
+
+def draw_guides(ax: Axes, style: Style) -> None:
+    """Draw faint lines behind a panel at the ticks of y."""
+    ax.grid(axis="y", color=style.faint, alpha=0.25, lw=0.5)
+
+
+def literal(text: str) -> str:
+    """Write a text as matplotlib takes it in labels: one line, and no dollar sign begins a formula."""
+    return visible(text).replace("$", r"\$")
+
+
 def titles_of(site: NormSite, inches: float, font: FontProperties) -> list[str]:
     """Return a norm's number and the end of its path, in a line of so many inches, or in two where they are few."""
     number, name = f"{site.index}  ", visible(site.name)
@@ -249,7 +277,7 @@ def titles_of(site: NormSite, inches: float, font: FontProperties) -> list[str]:
 
 
 def head_panel(ax: Axes, site: NormSite, details: Sequence[str], inches: float, pad: float = 3.0) -> None:
-    """Say above a panel of so many inches which norm it shows, and the first line of detail that there is room for."""
+    """Write a norm's name above a panel, and the first line of detail that fits."""
     font = _head_font(inches)
     detail = that_fits(details, inches, font.get_size_in_points())
     lines = [*name_lines(site, inches, font), tail(detail, inches, font)]
@@ -277,3 +305,234 @@ def kind_of(site: NormSite, inches: float, font: FontProperties) -> list[str]:
     parts = [part for part in (f"{visible(site.kind)} d={site.d}", site.placement) if part]
     whole = " · ".join(parts)
     return [whole] if width_of(whole, font) <= inches else [tail(part, inches, font) for part in parts]
+
+
+Words: TypeAlias = Sequence[tuple[str, str]]  # texts of one line, each with its colour
+
+LINE_POINTS = 7.6
+_ABOVE_POINTS = 2.5
+_BELOW_TITLE = 3.0
+_SPACE_POINTS = 3.6
+_TITLE_POINTS = 7.5
+NOTE, LEGEND = FontProperties(size=LEAST_POINTS), FontProperties(size=6.5)
+NONE = "none"
+_DIGEST = re.compile(r" \(sha256 [0-9a-f]+\)|, sha256 [0-9a-f]+|sha256 [0-9a-f]+, ")
+
+
+def write_above(ax: Axes, lines: Sequence[Words], least: int = 0) -> float:
+    """Write lines of coloured words right above a panel, from its left edge.
+
+    Args:
+        ax: the panel.
+        lines: from top to bottom.
+        least: number of lines that room is left for, so that titles above panels beside one another are in line.
+
+    Returns:
+        The pad of a title above them, in points.
+    """
+    for number, words in enumerate(reversed(lines)):
+        x = 0.0
+        for text, colour in words:
+            look: dict[str, Any] = {"color": colour, "fontproperties": NOTE, "parse_math": False, "in_layout": False}
+            write_at(ax, text, (0, 1), (x, _ABOVE_POINTS + LINE_POINTS * number), annotation_clip=False, **look)
+            x += 72 * width_of(text, NOTE) + _SPACE_POINTS
+    number = max(len(lines), least)
+    if not number:
+        return _ABOVE_POINTS
+    # A title is given room by its height alone, and these lines need no other.
+    ax.set_title(" ", loc="right", fontproperties=NOTE, pad=_ABOVE_POINTS + LINE_POINTS * (number - 1))
+    return _ABOVE_POINTS + LINE_POINTS * number + _BELOW_TITLE
+
+
+def write_at(
+    ax: Axes,
+    text: str,
+    at: tuple[float, float],
+    points: tuple[float, float],
+    xycoords: Any = "axes fraction",
+    **look: Any,
+) -> None:
+    """Write a text some points off a place of a panel."""
+    ax.annotate(text, at, points, xycoords=xycoords, textcoords="offset points", **{"va": "bottom", **look})
+
+
+def broken(parts: Sequence[str], colour: str, inches: float) -> list[Words]:
+    """Put parts of a text into as few lines of so many inches as they need; no part is divided."""
+    lines: list[str] = []
+    for part in parts:
+        longer = f"{lines[-1]}  {part}" if lines else part
+        if lines and width_of(longer, NOTE) <= inches:
+            lines[-1] = longer
+        else:
+            lines.append(part)
+    return [[(line, colour)] for line in lines]
+
+
+def lined(words: Words, inches: float) -> list[Words]:
+    """Put words of several colours into as few lines of so many inches as they need."""
+    lines: list[list[tuple[str, str]]] = [[]]
+    left = inches
+    for text, colour in words:
+        width = width_of(text, NOTE) + _SPACE_POINTS / 72
+        if lines[-1] and width > left:
+            lines.append([])
+            left = inches
+        lines[-1].append((text, colour))
+        left -= width
+    return list(lines)
+
+
+def strip_above(ax: Axes, left_points: float, width_points: float) -> Axes:
+    """Make axes as high as a letter within the lowest line above a panel, for a colour bar there."""
+    inches = (left_points / 72, (_ABOVE_POINTS + 1.2) / 72, width_points / 72, 4.2 / 72)
+    corner: Any = ax.transAxes  # annotated as any transform
+    strip: Axes = ax.inset_axes(inches, transform=ax.figure.dpi_scale_trans + ScaledTranslation(0, 1, corner))
+    strip.set_in_layout(False)
+    return strip
+
+
+def heading(about: Mapping[str, str], samples: str = "") -> str:
+    """Name the network, and the part of its data if it is one: a figure's title."""
+    return " · ".join(part for part in (about.get("model"), about.get("part"), samples) if part)
+
+
+def without_digest(text: str) -> str:
+    """Leave out the digest of a file, which nobody compares by eye; the figure's metadata hold it.
+
+    >>> without_digest("embedded net (trained on digits, sha256 0123456789ab)"), without_digest("net (sha256 01ab)")
+    ('embedded net (trained on digits)', 'net')
+    """
+    return _DIGEST.sub("", text)
+
+
+def provenance(about: Mapping[str, str], names: Sequence[str] = ("weights", "data")) -> str:
+    """Name weights and data in one line, as far as they are known: a figure's footer."""
+    return " · ".join(f"{name}: {without_digest(about[name])}" for name in names if name in about)
+
+
+def title_and_foot(
+    title: str | None, usual: str, about: Mapping[str, str], names: Sequence[str] = ("weights", "data")
+) -> tuple[str, str]:
+    """Decide what stands above a figure and below it.
+
+    Without a title of one's own, the usual one and, as with one, where everything is from; ``none`` is neither. That
+    weights are not trained stands in every figure.
+
+    >>> title_and_foot("none", "net", {"weights": "w", "data": "d"})
+    ('', '')
+    >>> title_and_foot("none", "net", {"weights": "random weights", "data": "d"})
+    ('', 'random weights')
+    """
+    if title == NONE:
+        weights = without_digest(about.get("weights", ""))
+        return "", weights if _made(weights) else ""
+    return usual if title is None else title, provenance(about, names)
+
+
+def _made(weights: str) -> bool:
+    return "random" in weights.lower() or "made" in weights.lower()
+
+
+def inches_of(width: float | None, usual: float) -> float:
+    """Return how wide a figure is that may have been asked to be so many inches wide; UsageError if none can be."""
+    if width is not None and not 2 <= width <= 100:
+        raise UsageError(f"A figure cannot be {width:g} inches wide: take 2 to 100; a column of a paper has 3 to 7.")
+    return width or usual
+
+
+@contextlib.contextmanager
+def sheet(
+    style: Style,
+    width: float,
+    height: float,
+    title: str | None,
+    about: Mapping[str, str],
+    detail: str = "",
+    *,
+    foot: Sequence[str] = (),
+    handles: Sequence[Artist] = (),
+    names: Sequence[str] = ("weights", "data"),
+) -> Iterator[Figure]:
+    """Make the figure of a network, and keep the style's parameters while its panels are drawn.
+
+    Args:
+        style: of the figure.
+        width: in inches.
+        height: in inches, of its panels, as of :func:`framed`.
+        title: that the user asked for, see :func:`title_and_foot`.
+        about: of the network.
+        detail: in the usual title, after the network's name.
+        foot: lines above the one on weights and data.
+        handles: of the legend.
+        names: of what the last line reports of ``about``.
+    """
+    above, origin = title_and_foot(title, heading(about, detail), about, names)
+    with matplotlib.rc_context(style.rc()):
+        yield framed(width, height, above, [*foot, origin], style, handles)
+
+
+def framed(
+    width: float,
+    height: float,
+    title: str,
+    foot: Sequence[str],
+    style: Style,
+    handles: Sequence[Artist] = (),
+    font: FontProperties = LEGEND,
+    **layout: Any,
+) -> Figure:
+    """Make a figure with a title above all panels, and a legend and lines of text below, nothing over one another.
+
+    Args:
+        width: of the figure, in inches.
+        height: of its panels and what stands between them; the figure is as much higher as the rest takes.
+        title: empty for none.
+        foot: texts, each of which begins a line; empty ones are left out.
+        style: of the figure.
+        handles: of the legend; labels too long for the figure are broken into lines.
+        font: of the legend.
+        layout: spaces between the panels, as :class:`matplotlib.layout_engine.ConstrainedLayoutEngine` takes them.
+    """
+    figure = Figure(figsize=(width, height))
+    font_of_title = FontProperties(size=_TITLE_POINTS)
+    head = wrapped(title, width - 0.2, font_of_title)
+    lines = [line for text in foot if text for line in wrapped(text, width - 0.2, NOTE)]
+    below = 0.04 + 0.12 * len(lines) if lines else 0.0
+    legend = _legend(figure, handles, font)
+    legend_inches = legend.get_window_extent().height / figure.dpi + 0.05 if legend else 0.0
+    whole = height + (0.06 + 0.13 * len(head) if head else 0.0) + below + legend_inches
+    figure.set_size_inches(width, whole)
+    if head:
+        figure.suptitle("\n".join(head), fontproperties=font_of_title, parse_math=False)
+    if lines:
+        figure.text(
+            *(0.5, 0.03 / whole, "\n".join(lines)),
+            ha="center",
+            va="bottom",
+            color=style.faint,
+            fontproperties=NOTE,
+            parse_math=False,
+        )
+    if legend:
+        legend.set_bbox_to_anchor((0.5, below / whole))
+    below = (below + legend_inches) / whole
+    figure.set_layout_engine(ConstrainedLayoutEngine(rect=(0, below, 1, 1 - below), **layout))
+    return figure
+
+
+def _legend(figure: Figure, handles: Sequence[Artist], font: FontProperties) -> Legend | None:
+    """Put a legend at the lower edge of a figure, with no label wider than that."""
+    if not handles:
+        return None
+    width = figure.get_figwidth()
+    room = width - (HANDLE_LENGTH + 1.6) * font.get_size_in_points() / 72
+    for handle in handles:
+        text = str(handle.get_label()).replace(r"\$", "$")
+        if width_of(text, font) > room:
+            handle.set_label("\n".join(wrapped(text, room, font)).replace("$", r"\$"))
+    columns = legend_columns([str(handle.get_label()) for handle in handles], width, font)
+    legend = figure.legend(
+        handles=handles, loc="lower center", bbox_to_anchor=(0.5, 0), borderaxespad=0.2, ncols=columns, prop=font
+    )
+    legend.set_in_layout(False)  # as nothing else leaves room for text below it
+    return legend

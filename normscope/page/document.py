@@ -1,4 +1,4 @@
-"""All that a page holds, as JSON: captures with their sites, the curves, the swaps, and the colours."""
+"""The page's data as JSON: captures with their sites, curves, swaps and colours."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from normscope.errors import UsageError
-from normscope.figures.notes import NONE, title_and_foot
-from normscope.figures.style import STYLES, Style
+from normscope.figures.style import NONE, STYLES, Style, title_and_foot
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import CURVES, FREE, Curve
 from normscope.fits.solving.levels import levels_of
 from normscope.fits.solving.nodes import Nodes, batches
 from normscope.fits.views.card import norm_cards
 from normscope.fits.views.comparison import match
-from normscope.page.input_data import inputs_data, site_inputs
-from normscope.page.site_data import LINE_POINTS, ROWS, site_data
+from normscope.page.site_data import LINE_POINTS, ROWS, inputs_data, site_data, site_inputs
 from normscope.pairs.captures import Capture
 
 FORMAT = 1
@@ -67,7 +65,7 @@ def named(capture: Capture) -> str:
 
 
 def capture_data(capture: Capture, fits: Sequence[CurveFit], elements: int) -> dict[str, Any]:
-    """What the page knows of one capture, its sites in the order of their calls."""
+    """Return the data of one capture, with its sites in the order of their calls."""
     names = {site.name for site in capture.sites}
     of_sites = [one for one in fits if one.channel is None and one.site in names]
     weightings = {one.weights_by for one in of_sites} or {"pairs"}
@@ -114,7 +112,7 @@ def nodes_of_sites(capture: Capture, weights_by: str) -> dict[str, Nodes]:
 
 
 def curve_data(curve: Curve) -> dict[str, Any]:
-    """What the page knows of a curve; it can evaluate the built-in ones, and formulas that it can read."""
+    """Return the data of a curve; the page can evaluate built-in curves and simple formulas."""
     own = curve.name not in CURVES
     return {
         "formula": curve.formula,

@@ -1,4 +1,4 @@
-"""What a swap did to a network, from records or from a file of ``swap-bench --json``, checked before it is shown."""
+"""Results of swaps, from records or a file of ``swap-bench --json``, validated before they are shown."""
 
 from __future__ import annotations
 

@@ -31,10 +31,7 @@ class Record:
 class Tabled:
     """What :func:`normscope.table` makes tables of: in a notebook by itself, in a terminal by ``table()``."""
 
-    def table(self) -> Any:
-        """Return the tables that the command line prints of this, as :func:`normscope.table` does."""
-        # The tables stand above all records, which do not know them: they are found by name, when they are asked for.
-        return importlib.import_module("normscope.tables.notebook").table(self)
+    table: Callable[[], Any]  # a method that normscope/__init__.py attaches, as tables import records
 
     def _repr_html_(self) -> str:
         html: str = self.table()._repr_html_()

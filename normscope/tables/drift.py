@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from normscope.swaps.heal.reports import CALIBRATED, START, TRAINED, HealReport
-from normscope.tables.layout import Explanation
-from normscope.tables.table import NONE, Column, names, number, several, table_of, words
+from normscope.tables.table import NONE, Column, Explanation, names, number, several, table_of, words
 
 if TYPE_CHECKING:
     from normscope.swaps.drift.reports import Drift, DriftReport, Quality, Quantiles, Score
 
     Swap = tuple[DriftReport, Drift]
+    from normscope.swaps.keep.reports import KeepReport, KeepStep
+
 
 _NEAR = 0.1  # of the output's length
 _P90, _P10 = "p90 of L2", "p10 of cosine"
@@ -24,7 +25,7 @@ _L2 = "relative L2: ‖swapped − original‖ / ‖original‖"
 
 
 def drift_tables(reports: Sequence[DriftReport]) -> list[Table]:
-    """All that is said of the drift of some swaps of one network: of all sites, by part, by site, and of quality."""
+    """Make the tables of drift for swaps of one network: all sites, by part, by site, and quality."""
     tables = [drift_table(reports)]
     if any(report.by_part for report in reports):
         tables.append(parts_table(reports))
@@ -110,13 +111,13 @@ def sites_table(reports: Sequence[DriftReport]) -> Table:
 
 
 def _calibrated(reports: Sequence[DriftReport]) -> list[str]:
-    """What calibrated rows learned from, in words."""
+    """Describe the inputs that calibrated rows learned from."""
     found = [report.calibration for report in reports if report.calibration is not None]
     return list(dict.fromkeys(f"{CALIBRATED}: each row {one.in_words}" for one in found))
 
 
 def _near(report: DriftReport) -> str:
-    """Say how many sites can be swapped, one after the other, before the median passes what is still near."""
+    """Return how many sites can be swapped in turn before the median L2 exceeds the limit."""
     if not report.cumulative:
         return NONE
     near = itertools.takewhile(lambda row: row.relative_l2.p50 <= _NEAR, report.cumulative)
@@ -148,8 +149,8 @@ def _lower(cosines: Quantiles) -> list[str]:
     return ["NaN" if value == -math.inf else number(value, ".4f") for value in (cosines.p50, cosines.p10)]
 
 
-def _distance(value: float) -> str:
-    return "∞" if math.isinf(value) else number(value, "#.3g").rstrip(".")
+def _distance(value: float | None) -> str:
+    return "∞" if value == math.inf else number(value, "#.3g").rstrip(".")
 
 
 def _spoilt(rows: Sequence[Drift]) -> Column[Swap]:
@@ -241,9 +242,8 @@ def quality_table(found: Mapping[tuple[str, str], Quality]) -> Table:
             "95 %", lambda network: _bounds(networks[network], form), any(own.interval for own in networks.values())
         ),
     ]
-    better = {True: "higher is better", False: "lower is better", None: "a function of your own"}[
-        first.higher_is_better
-    ]
+    words_of = {True: "higher is better", False: "lower is better", None: "a function of your own"}
+    better = words_of[first.higher_is_better]
     interval = "95 %: Wilson's interval" if networks["original", ""].interval else ""
     return table_of(networks, columns, caption=" · ".join(filter(None, [first.over, better, interval])))
 
@@ -254,3 +254,40 @@ def _score(value: float, form: str) -> str:
 
 def _bounds(score: Score, form: str) -> str:
     return "" if score.interval is None else " – ".join(format(bound, form) for bound in score.interval)
+
+
+def keep_table(report: KeepReport) -> Table:
+    """One line for each number of norms kept, from none on: which one came back, and how far the output is moved."""
+    quality, steps = report.quality, report.taken
+    held_out = any(step.held_out is not None for step in steps)
+    worked_on = any(step.worked_on is not None for step in report.steps)
+    shown = report.steps if worked_on else steps  # of what was tried and not taken, too
+    measured = quality.name if quality else "quality"
+    form = ".1%" if measured.endswith("accuracy") else "#.5g"
+
+    def score(step: KeepStep) -> str:
+        own = quality.scores.get(f"{step.kept} kept") if quality else None
+        return NONE if own is None else number(own.value, form)
+
+    columns: list[Column[KeepStep]] = [
+        Column("kept", lambda step: str(step.kept)),
+        names("norm put back", lambda step: step.site or NONE),
+        Column("swapped", lambda step: str(step.swapped), drop=1),
+        Column("L2" if report.measure.endswith("L2") else "KL", lambda step: _distance(step.error.p50)),
+        *several(("held out", "p90"), lambda step: _upper(step.held_out), (0, 2), shown=held_out),
+        Column("calibrated", lambda step: _distance(step.worked_on), worked_on),
+        Column(measured, score, quality is not None),
+    ]
+    caption = [
+        Explanation(
+            f"{report.measure} at the output, median over {report.n_chosen_on} samples that the choice was made on"
+        ),
+    ]
+    if held_out:
+        caption.append(Explanation("held out: over inputs that nothing was chosen by", ("held out",), "; "))
+    if worked_on:
+        caption.append(Explanation("calibrated: on the inputs that decided", ("calibrated",), "; "))
+    if quality:
+        original = number(quality.scores["original"].value, form)
+        caption.append(Explanation(f"{quality.name} of the original: {original}, {quality.over}", (measured,), "; "))
+    return table_of(shown, columns, caption=caption)

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from rich.table import Table
 
-from normscope.tables.layout import plain
+from normscope.tables.table import plain
 
 # A table, and what stands above it: model, weights and data.
 Titled: TypeAlias = tuple[str, Table]
@@ -108,7 +108,7 @@ def latex(text: str) -> str:
 
 
 def _kind(letter: str) -> str:
-    """Say in which way LaTeX has to be told of a letter: in math, raised, lowered, or as text."""
+    """Classify a letter for LaTeX: math, superscript, subscript, or text."""
     if letter in _MATHS:
         return "math"
     return "^" if letter in _RAISED else "_" if letter in _LOWERED else ""

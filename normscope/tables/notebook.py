@@ -22,12 +22,9 @@ from normscope.swaps.bench.reports import BenchReport
 from normscope.swaps.drift.reports import DriftReport
 from normscope.swaps.heal.reports import HealReport
 from normscope.swaps.keep.reports import KeepReport
-from normscope.tables.card import card_tables
-from normscope.tables.comparison import comparison_table
-from normscope.tables.drift import drift_tables, healing_table, quality_table
-from normscope.tables.fit import advice_table, channels_table, fits_table, slopes_table
-from normscope.tables.gradient import gradient_tables
-from normscope.tables.keep import keep_table
+from normscope.tables.card import card_tables, gradient_tables
+from normscope.tables.drift import drift_tables, healing_table, keep_table, quality_table
+from normscope.tables.fit import advice_table, channels_table, comparison_table, fits_table, slopes_table
 from normscope.tables.speed import speed_tables
 from normscope.tables.table import layers_table
 

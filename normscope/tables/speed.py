@@ -8,8 +8,18 @@ from rich.table import Table
 
 from normscope.errors import count
 from normscope.swaps.bench.reports import FUSED, BenchReport, Latency, PublishedReport, Timing
-from normscope.tables.layout import AdaptiveTable, Explanation
-from normscope.tables.table import NONE, Column, as_cell, names, number, several, table_of, words
+from normscope.tables.table import (
+    NONE,
+    AdaptiveTable,
+    Column,
+    Explanation,
+    as_cell,
+    names,
+    number,
+    several,
+    table_of,
+    words,
+)
 
 SCOPES = {"norm": "the norm alone", "model": "the whole network"}
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -34,7 +44,7 @@ def speed_tables(report: BenchReport) -> list[Table]:
 
 
 def duration(seconds: float) -> str:
-    """Say a time in three digits and the unit that suits it.
+    """Write a time with three digits in a suitable unit.
 
     >>> duration(0.0000632), duration(0.918835), duration(3.1)
     ('63.2 µs', '919 ms', '3.10 s')
@@ -78,7 +88,7 @@ def _times(row: Timing) -> list[str]:
 
 
 def _in_its_unit(row: Timing, *seconds: float | None) -> list[str]:
-    """Say times in the median's unit."""
+    """Write times in the unit of the median."""
     size, _ = _unit(row.median or 0)
     return [_digits((time or 0) / size) for time in seconds]
 

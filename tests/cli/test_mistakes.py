@@ -107,6 +107,20 @@ MISTAKES = [
     (["plot", "--batch-size", "0"], 2, "'--batch-size': 0 is less than 1."),
     (["plot", "--batch-size", "many"], 2, "'--batch-size': 'many' is neither a number nor auto."),
     (["plot", "--data", ""], 2, "--data is empty; name a file or a folder."),
+    (["stats", "no_such_model"], 3, "no_such_model"),
+    (["gradient", "demo_vit", "--style", "dusk"], 2, "There is no style 'dusk'"),
+    (["gradient", "demo_vit", "demo_dit", "-o", "a.png"], 2, "Name a folder"),
+    (["gradient", "demo_vit", "--by", "timestep"], 2, "has no timesteps"),
+    (["compare", "seen.safetensors"], 2, "two or more captures"),
+    (["compare", "demo_vit"], 2, "two or more captures"),
+    (["compare", "seen.safetensors", "seen.safetensors", "--func", "best"], 2, "another at every site"),
+    (["compare", "seen.safetensors", "demo_vit", "--style", "drak"], 2, "no style 'drak'"),
+    (["compare", "seen.safetensors", "demo_vit", "-o", "a.png", "--format", "pdf"], 2, "--format asks for pdf"),
+    (["report", "missing.safetensors"], 4, "There is no capture file missing.safetensors"),
+    (["report", "demo_vit", "-o", "page.pdf"], 2, "its file ends in .html"),
+    (["report", "demo_vit", "-o", "/dev/null/page.html"], 2, "/dev/null"),
+    (["report", "demo_vit", "--func", "nothing"], 2, "nothing"),
+    (["report", "demo_vit", "--swap-bench", "missing.json"], 4, "Cannot read missing.json"),
 ]
 
 

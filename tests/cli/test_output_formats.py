@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 import normscope
-from normscope.cli.formats import as_csv, write_parquet
+from normscope.cli.output import as_csv, write_parquet
 
 CHECKOUT = Path(normscope.__file__).parents[1]
 FIT = ("fit", "demo_vit", "--layers", "0,16", "--limit", "9")

@@ -14,6 +14,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from normscope.cli import app
+from normscope.cli.options import declared
 from normscope.cli.running import RunOptions, check_sources, family_of, runs_networks
 from normscope.errors import UsageError
 
@@ -61,6 +62,7 @@ def test_typer_reads_the_options_where_the_run_stands():
     program = typer.Typer()
 
     @program.command()
+    @declared
     @runs_networks()
     def command(model: str, *, run: RunOptions, quiet: bool = False) -> None:
         """Say so."""
@@ -96,6 +98,7 @@ def test_a_batch_size_is_a_number_or_auto():
     program = typer.Typer()
 
     @program.command()
+    @declared
     @runs_networks()
     def command(model: str, *, run: RunOptions) -> None:
         """Say so."""

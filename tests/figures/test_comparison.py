@@ -2,7 +2,6 @@
 
 import html
 import json
-import math
 from dataclasses import replace
 
 import matplotlib.colors
@@ -70,22 +69,6 @@ def test_each_curve_has_a_column_and_each_number_a_row(pair):
     assert [figure.axes[n].get_ylabel() for n in (0, 2, 4)] == ["α", "slope at 0", "R²"]
 
 
-def test_intervals_stand_at_their_markers(pair):
-    _, fits, figure = pair
-    upright = [line for line in figure.axes[0].lines if line.get_linewidth() == 0.7]
-    wanted = [tuple(found.intervals["alpha"]) for own in fits for found in own if found.curve == "tanh"]
-    assert [tuple(line.get_ydata()) for line in upright] == wanted
-    assert len({round(float(line.get_xdata()[0]), 3) for line in upright}) == len(upright)  # none hides another
-
-
-def test_the_ceilings_are_dotted(pair):
-    _, fits, figure = pair
-    dotted = [line for line in figure.axes[4].lines if line.get_linestyle() == ":"]
-    assert [list(line.get_ydata()) for line in dotted] == [
-        [found.r2_ceiling for found in own if found.curve == "tanh"] for own in fits
-    ]
-
-
 def test_the_legend_says_what_differs_and_the_heading_what_does_not(pair):
     _, _, figure = pair
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
@@ -96,21 +79,6 @@ def test_the_legend_says_what_differs_and_the_heading_what_does_not(pair):
     assert labels(parts) == ["1  timestep 980", "2  timestep 0"]
     assert drawn(parts)[1].texts[-1].get_text().endswith("data: noise")
     assert labels([captured(), captured()]) == ["1  24 samples", "2  24 samples"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("style", ["light", "dark"])
-@pytest.mark.parametrize("number", [2, 4, 7])
-def test_captures_are_told_apart_from_one_another_and_the_background(style, number):
-    captures = [captured(["n0", "n1"], scale=n + 1, weights=f"step {n}") for n in range(number)]
-    _, figure = drawn(captures, style=style)
-    colours = [matplotlib.colors.to_rgb(line.get_color()) for line in lines(figure.axes[0])]
-    shapes = [{m.get_marker() for m in markers(figure.axes[0]) if m.get_color() == line.get_color()}
-              for line in lines(figure.axes[0])]  # fmt: skip
-    background = matplotlib.colors.to_rgb(figure.get_facecolor())
-    assert len(set(colours)) == number
-    assert [len(shape) for shape in shapes] == [1] * number and len(set.union(*shapes)) == number
-    assert all(math.dist(colour, background) > 0.3 for colour in colours)
 
 
 def test_a_straight_fit_is_open_and_has_no_alpha():

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from normscope.errors import UsageError
-from normscope.figures.curves import ALPHAS, plot_curves
+from normscope.figures.depth import ALPHAS, plot_curves
 from normscope.fits.curves.known import BUILT_IN, CURVES
 
 

@@ -127,15 +127,6 @@ def test_what_coincides_is_told_apart_by_its_ratio_to_the_first(reports):
     assert not any(line.get_marker() in "os" and len(line.get_xdata()) for line in figure.axes[-1].lines)
 
 
-def test_bars_go_from_the_10th_to_the_90th_percentile(reports):
-    measured, sites = reports
-    alone = plot_drift(measured, sites).axes[0]
-    for bars, one in zip(alone.collections, measured, strict=True):
-        assert [(low, high) for (_, low), (_, high) in bars.get_segments()] == [
-            (row.relative_l2.p10, row.relative_l2.p90) for row in one.by_site
-        ]
-
-
 def test_sites_stand_in_order_with_their_placements(reports):
     measured, sites = reports
     figure = plot_drift(measured[:1], sites[::-1])

@@ -7,7 +7,7 @@ from torch import nn
 
 import normscope
 from normscope.errors import DataError
-from normscope.figures.heatmaps import plot_tails, shares_of
+from normscope.figures.depth import plot_tails, shares_of
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from torch import nn
 
 import normscope
 from normscope.errors import UsageError
-from normscope.figures.residuals import residuals
+from normscope.figures.panels import residuals
 from normscope.figures.scurves import plot
 from normscope.figures.style import STYLES
 from normscope.fits.curve_fit import CurveFit

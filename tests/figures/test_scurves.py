@@ -2,7 +2,6 @@
 
 import json
 import re
-from itertools import combinations
 
 import matplotlib.colors
 import numpy as np
@@ -13,15 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
-from matplotlib.text import Text
-from matplotlib.transforms import Bbox
 from PIL import Image
 from torch import nn
 
 import normscope
 from normscope.errors import UsageError
 from normscope.figures import panels
-from normscope.figures.panels import extreme_channels
 from normscope.figures.scurves import plot, save_figure
 from normscope.figures.style import STYLES
 
@@ -104,16 +100,6 @@ def test_parameters_ceiling_and_bound_are_written_above_the_panel(figure, fits, 
     assert heights == {-bound, bound}
 
 
-def test_no_text_above_a_panel_runs_into_another_in_the_narrowest_figure(seen, fits):
-    figure = plot(seen, fits, width=3.0)  # wider ones are drawn in test_widths.py
-    figure.draw_without_rendering()
-    for ax in shown(figure):
-        title = [text for text in ax.get_children() if isinstance(text, Text) and text.get_text().strip()]
-        for one, other in combinations(title, 2):
-            shared = Bbox.intersection(one.get_window_extent(), other.get_window_extent())
-            assert shared is None or min(shared.size) < 2, (one, other)
-
-
 def test_random_weights_and_odd_names_are_written_as_they_are(figure):
     assert figure.get_suptitle() == "odd$name_{ · 8 samples"
     assert "weights: random weights, seed 0 · data: noise & <more>" in figure.texts[-1].get_text()
@@ -146,18 +132,6 @@ def test_tokens_are_straight_lines_of_slope_one_over_sigma(figure, seen):
     assert len(slopes) == 64 + 16
 
 
-def test_tokens_points_are_theirs_in_their_lines_colour(figure, seen):
-    ax = shown(figure)[2]
-    (lines,) = (c for c in ax.collections if isinstance(c, LineCollection))
-    colours = lines.to_rgba(lines.get_array())
-    points = [line for line in ax.lines if line.get_marker() == "o"]
-    stats = seen.stats[NAMES[0]]
-    tokens = [torch.stack([sample.x, sample.y], 2) for sample in (stats.tokens, stats.largest)]
-    for own, token, colour in zip(points, torch.cat(tokens), colours, strict=True):
-        np.testing.assert_array_equal(own.get_xydata(), token)
-        assert matplotlib.colors.same_color(own.get_color(), colour)
-
-
 def test_what_is_drawn_does_not_grow_with_the_pairs():
     few, many = (plot(capture, normscope.fit(capture)) for capture in map(steps, (250, 8000)))
     for kind, number in drawn(many).items():
@@ -184,15 +158,6 @@ def drawn(figure):
         "tokens": sum(len(lines.get_segments()) for lines in figure.findobj(LineCollection)),
         "pixels": sum(image.get_array().size for image in figure.findobj(AxesImage)),
     }
-
-
-def test_the_extreme_channel_is_among_the_coloured_ones(figure, seen):
-    assert extreme_channels(seen.stats[NAMES[0]])[0] == 5
-    ax = shown(figure)[4]
-    coloured = [c for c in ax.collections if isinstance(c, PathCollection)]
-    assert len(coloured) == 1 + len(STYLES["light"].channels)
-    reach = float(seen.stats[NAMES[0]].channel_extremes[1].max())
-    assert coloured[1].get_offsets()[:, 0].max() == pytest.approx(reach)
 
 
 def test_the_density_holds_every_pair(seen):

@@ -91,28 +91,11 @@ def test_a_bar_is_as_long_as_its_median(report):
     assert norm.get_xlim()[0] == 0
 
 
-def test_whiskers_and_the_native_line(report):
-    norm = shown(plot_speed(report))[0]
-    dotted = [line for line in norm.lines if line.get_linestyle() == ":"]
-    assert [list(line.get_xdata()) for line in dotted] == [[2.0, 2.0], [3.0, 3.0]]
-    whiskers = [list(line.get_xdata()) for line in norm.lines if line not in dotted]
-    assert whiskers[0] == pytest.approx([1.8, 2.4])
-    assert whiskers[2][0] == pytest.approx(3.6)
-    assert 4.0 < whiskers[2][1] < norm.get_xlim()[1] < 10  # of 900 s: it leaves the panel, and does not widen it
-
-
 def test_a_whisker_that_leaves_the_panel_ends_in_an_arrow(report):
     norm = shown(plot_speed(report))[0]
     cut = [line for line in norm.lines if line.get_marker() == ">"]
     assert [line.get_ydata()[0] for line in cut] == [3]  # dyisru's alone, of 900 s
     assert cut[0].get_markevery() == [1]
-
-
-def test_panels_leave_the_least_empty_places():
-    rows = [row("native", dtype=dtype) for dtype in ("float32", "bfloat16", "float16")]
-    rows.append(row("native", scope="model"))
-    figure = plot_speed(Record(about={}, device="cpu", rows=rows, left_out=()))
-    assert len(figure.axes) == len(shown(figure)) == 4
 
 
 def test_what_is_fused_stands_beside_the_eager_native_norm():
@@ -152,27 +135,6 @@ def test_only_what_is_faster_is_bold_and_slower_in_italics_and_what_did_not_run_
     assert slanted == ["×2.00"]
     assert "bold: faster; italics: slower" in plot_speed(report).texts[-1].get_text().replace("\n", " ")
     assert [text.get_text() for text in norm.texts].count("not run") == 1
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_a_curve_has_its_colour(report, style):
-    norm = shown(plot_speed(report, style=style))[0]
-    theme = STYLES[style]
-    colours = [theme.ink, theme.looks()["tanh"][0], theme.looks()["isru"][0]]
-    assert all(
-        matplotlib.colors.same_color(bar.get_facecolor(), colour)
-        for bar, colour in zip(norm.patches, colours, strict=False)
-    )
-
-
-def test_texts_lie_within_the_figure(report, tmp_path):
-    figure = plot_speed(report)
-    figure.savefig(tmp_path / "speed.png", dpi=100)
-    box = figure.get_window_extent()
-    for ax in shown(figure):
-        for text in ax.texts:
-            found = text.get_window_extent()
-            assert box.x0 <= found.x0 and found.x1 <= box.x1, text.get_text()
 
 
 def test_mistakes(report):

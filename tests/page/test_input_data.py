@@ -11,9 +11,8 @@ from torch import nn
 import normscope
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.previews import Preview
-from normscope.page.arrays import unpacked
 from normscope.page.document import capture_data
-from normscope.page.input_data import places_of
+from normscope.page.site_data import places_of, unpacked
 
 NORM = SimpleNamespace(placement="pre-norm", calls=1)
 SPECTROGRAM = torch.zeros(8, 160, 1, dtype=torch.uint8)

@@ -10,9 +10,8 @@ from torch import nn
 import normscope
 from normscope.figures.axes import ASINH, scales_of
 from normscope.figures.panels import image
-from normscope.page.arrays import unpacked
 from normscope.page.document import capture_data
-from normscope.page.site_data import COLUMNS, ROWS
+from normscope.page.site_data import COLUMNS, ROWS, unpacked
 
 
 @pytest.fixture(scope="module")

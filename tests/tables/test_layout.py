@@ -11,13 +11,20 @@ from rich.console import Console
 from torch import nn
 
 import normscope
-from normscope.tables.card import scale_table, tails_table
-from normscope.tables.comparison import comparison_table
+from normscope.tables.card import constants_table, jacobians_table, scale_table, tails_table
 from normscope.tables.drift import drift_table, sites_table
-from normscope.tables.fit import advice_table, channels_table, fits_table, slopes_table
-from normscope.tables.gradient import constants_table, jacobians_table
-from normscope.tables.layout import AdaptiveTable, Explanation
-from normscope.tables.table import Column, layers_table, models_table, names, several, table_of, words
+from normscope.tables.fit import advice_table, channels_table, comparison_table, fits_table, slopes_table
+from normscope.tables.table import (
+    AdaptiveTable,
+    Column,
+    Explanation,
+    layers_table,
+    models_table,
+    names,
+    several,
+    table_of,
+    words,
+)
 
 _PATHS = st.lists(
     st.sampled_from(["encoder", "layers", "11", "feature_projection", "norm1", "0"]), min_size=1, max_size=7

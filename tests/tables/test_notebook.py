@@ -121,7 +121,7 @@ def test_records_are_found_by_site_and_curve(fits):
 
 def test_pandas_has_the_columns_of_csv(fits):
     pandas = pytest.importorskip("pandas")
-    from normscope.cli.formats import as_csv
+    from normscope.cli.output import as_csv
 
     frame = fits.to_pandas()
     rows = list(csv.DictReader(io.StringIO(as_csv([one.as_dict() for one in fits]))))

@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 import normscope
-from normscope.cli.formats import Force, check_capture_file
-from normscope.cli.options import (
-    RUNNING,
-    AsCsv,
-    AsJson,
-    By,
-    ByGamma,
-    Diagonal,
-    Layers,
-    Model,
-    PerChannel,
-    Quiet,
-    at_least,
-    seconds_asked,
-)
-from normscope.cli.output import Output, pairs_as_json, skipped_as_json
+from normscope.cli.output import Output, check_capture_file, pairs_as_json, skipped_as_json
 from normscope.cli.process import stopping_between_chunks
 from normscope.cli.running import RunOptions, check_by, check_models, runs_networks
 from normscope.errors import UsageError
@@ -41,59 +26,26 @@ EXAMPLES = (
     "torchrun --nproc-per-node=8 -m normscope capture vit_b16 --data images -o seen.safetensors --resume"
 )
 
-File = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The capture's file (safetensors).")]
-Raw = Annotated[
-    bool, typer.Option("--raw", help="Also write every pair of the chosen layers, into FILE's -raw folder.")
-]
-
-KeepInputs = Annotated[
-    int,
-    typer.Option(
-        "--keep-inputs",
-        callback=at_least(0),
-        metavar="N",
-        help="Also keep of N inputs a thumbnail, the envelope of the waveform or the text, and σ of every token, for "
-        "`report`. The file then shows them to whoever has it.",
-    ),
-]
-Every = Annotated[
-    float,
-    typer.Option(
-        callback=seconds_asked,
-        metavar="SECONDS",
-        rich_help_panel=RUNNING,
-        help="How often to keep what was captured so far, in FILE's .checkpoint folder, until the file is written.",
-    ),
-]
-Resume = Annotated[
-    bool,
-    typer.Option(
-        "--resume",
-        rich_help_panel=RUNNING,
-        help="Go on from what an unfinished run kept, if there is one; else from the start.",
-    ),
-]
-
 
 @runs_networks()
 def capture(
-    model: Model,
-    output: File,
+    model: str,
+    output: Path,
     *,
-    force: Force = False,
-    layers: Layers = "all",
-    raw: Raw = False,
-    checkpoint_every: Every = 300,
-    resume: Resume = False,
+    force: bool = False,
+    layers: str = "all",
+    raw: bool = False,
+    checkpoint_every: float = 300,
+    resume: bool = False,
     run: RunOptions,
-    by_gamma: ByGamma = False,
-    per_channel: PerChannel = False,
-    diagonal: Diagonal = False,
-    keep_inputs: KeepInputs = 0,
-    by: By = None,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    quiet: Quiet = False,
+    by_gamma: bool = False,
+    per_channel: bool = False,
+    diagonal: bool = False,
+    keep_inputs: int = 0,
+    by: str | None = None,
+    as_json: bool = False,
+    as_csv: bool = False,
+    quiet: bool = False,
 ) -> None:
     """Run a model and keep what its norms did, in a file that other commands take in place of a model.
 
@@ -167,7 +119,7 @@ def _check_raw(raw: bool, resume: bool, place: Place) -> None:
 
 
 def _check_kept(kept: Checkpoints, raw: bool, say: Output) -> None:
-    """Say whether the run resumes another one; refuse to start over beside what that left."""
+    """Report whether the run resumes a checkpoint; refuse to start over beside one."""
     if raw:
         return
     kept.check()
@@ -190,7 +142,7 @@ def _saved(seen: Capture, output: Path, kept: Checkpoints) -> Path:
 
 
 def _announce(pairs: RawPairs, network: LoadedModel, layers: str, sample: int | None, say: Output) -> None:
-    """Say how large the raw pairs will be."""
+    """Report the size of the raw pairs."""
     from normscope.pairs.norms.sites import select
     from normscope.pairs.storage import raw_bytes
 

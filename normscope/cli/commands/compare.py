@@ -4,27 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 import normscope
-from normscope.cli.options import (
-    MODEL,
-    AsCsv,
-    AsJson,
-    By,
-    Dpi,
-    Format,
-    Func,
-    Layers,
-    Models,
-    Quiet,
-    Theme,
-    Title,
-    Width,
-    figure_suffix,
-)
+from normscope.cli.options import figure_suffix
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
 from normscope.runtime.files import check_writable
@@ -38,37 +21,26 @@ EXAMPLES = (
 )
 
 _FIGURE = "comparison"
-Checkpoints = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--weights",
-        metavar="NAME|FILE|DIR",
-        rich_help_panel=MODEL,
-        help="pretrained, random, a safetensors or torch file, a swap's folder; again for each to compare.",
-        show_default="pretrained",
-    ),
-]
-Destination = Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="A folder, or the figure's file.")]
 
 
 @runs_networks(without=("weights",))
 def compare(
-    models: Models = None,
+    models: list[str] | None = None,
     *,
-    func: Func = "tanh,isru",
-    layers: Layers = "all",
-    weights: Checkpoints = None,
+    func: str = "tanh,isru",
+    layers: str = "all",
+    weights: list[str] | None = None,
     run: RunOptions,
-    by: By = None,
-    figure_format: Format = None,
-    dpi: Dpi = 200,
-    style: Theme = "light",
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    output: Destination = Path("outputs"),
-    quiet: Quiet = False,
-    width: Width = None,
-    title: Title = None,
+    by: str | None = None,
+    figure_format: str | None = None,
+    dpi: int = 200,
+    style: str = "light",
+    as_json: bool = False,
+    as_csv: bool = False,
+    output: Path = Path("outputs"),
+    quiet: bool = False,
+    width: float | None = None,
+    title: str | None = None,
 ) -> None:
     """Compare models, captures, or the checkpoints of a training with the first of them: site by site, in one figure.
 
@@ -83,7 +55,7 @@ def compare(
     sources = [(name, replace(run, weights=checkpoint)) for name in names for checkpoint in weights or ["pretrained"]]
 
     from normscope.figures.style import style_named
-    from normscope.tables.comparison import comparison_table, matching_lines
+    from normscope.tables.fit import comparison_table, matching_lines
 
     style_named(style)
     for name, options in sources:

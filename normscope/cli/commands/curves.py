@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import typer
 
 import normscope
-from normscope.cli.options import AsCsv, AsJson, Dpi, Func, JsonFile, PlotFile, Quiet, Theme, Title, Width, check_plot
+from normscope.cli.options import check_plot
 from normscope.cli.output import Output
 from normscope.runtime.processes import Place
 
@@ -15,16 +16,16 @@ EXAMPLES = "Examples: normscope curves · normscope curves --func tanh,mine=x/(1
 
 
 def curves(
-    func: Func = "all",
-    dpi: Dpi = 200,
-    style: Theme = "light",
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    output: JsonFile = None,
-    quiet: Quiet = False,
-    plot: PlotFile = None,
-    width: Width = None,
-    title: Title = None,
+    func: str = "all",
+    dpi: int = 200,
+    style: str = "light",
+    as_json: bool = False,
+    as_csv: bool = False,
+    output: Path | None = None,
+    quiet: bool = False,
+    plot: Path | None = None,
+    width: float | None = None,
+    title: str | None = None,
 ) -> None:
     """List the curves that are known, with their formulas; draw them."""
     if not Place.from_environment().speaks:

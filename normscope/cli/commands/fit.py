@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import normscope
-from normscope.cli.options import (
-    FIT,
-    AsCsv,
-    AsJson,
-    By,
-    Func,
-    JsonFile,
-    Layers,
-    Models,
-    PlotFile,
-    Quiet,
-    Title,
-    Width,
-    check_plot,
-)
+from normscope.cli.options import check_plot
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import (
     RunOptions,
@@ -47,91 +32,30 @@ EXAMPLES = (
 LEVELS = ("site", "channel", "token")
 CURVES = "tanh,isru"
 
-Per = Annotated[
-    str,
-    typer.Option(
-        metavar="LEVEL",
-        rich_help_panel=FIT,
-        help="One fit a site, a channel, or a token (its line, exactly).",
-    ),
-]
-Pool = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PARTS",
-        rich_help_panel=FIT,
-        help="Fit sites together: of a placement, of a kind (blocks.*.norm1), or all.",
-        show_default=False,
-    ),
-]
-Amplitude = Annotated[
-    str,
-    typer.Option(
-        metavar="HOW",
-        rich_help_panel=FIT,
-        help="free: A is fitted; theory: it is such that the curve tends to √d or √(d−1).",
-    ),
-]
-Theory = Annotated[
-    bool,
-    typer.Option(
-        "--theory", rich_help_panel=FIT, help="Fit nothing: A as in theory, α from the mean slope of the tokens' lines."
-    ),
-]
-Alpha = Annotated[
-    float | None,
-    typer.Option(metavar="NUMBER", rich_help_panel=FIT, help="Fix α; 1 is the ablation without α.", show_default=False),
-]
-Shift = Annotated[
-    bool | None,
-    typer.Option(
-        "--shift/--no-shift",
-        rich_help_panel=FIT,
-        help="Fit s in f(αx + s) of every curve, or of none; else of derf alone.",
-        show_default=False,
-    ),
-]
-WeightsBy = Annotated[
-    str,
-    typer.Option(
-        metavar="HOW",
-        rich_help_panel=FIT,
-        help="pairs: all count alike; gamma: by γ² (what the next layer sees); x: evenly over x.",
-    ),
-]
-Advise = Annotated[
-    bool,
-    typer.Option(
-        "--advise",
-        rich_help_panel=FIT,
-        help="Say where to start a norm-free training, kind by kind of site (-o advice.yaml).",
-    ),
-]
-
 
 @runs_networks()
 def fit(
-    models: Models = None,
+    models: list[str] | None = None,
     *,
-    func: Func = CURVES,
-    per: Per = "site",
-    pool: Pool = None,
-    amplitude: Amplitude = "free",
-    theory: Theory = False,
-    alpha: Alpha = None,
-    shift: Shift = None,
-    weights_by: WeightsBy = "pairs",
-    advise: Advise = False,
-    layers: Layers = "all",
+    func: str = CURVES,
+    per: str = "site",
+    pool: str | None = None,
+    amplitude: str = "free",
+    theory: bool = False,
+    alpha: float | None = None,
+    shift: bool | None = None,
+    weights_by: str = "pairs",
+    advise: bool = False,
+    layers: str = "all",
     run: RunOptions,
-    by: By = None,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    output: JsonFile = None,
-    quiet: Quiet = False,
-    plot: PlotFile = None,
-    width: Width = None,
-    title: Title = None,
+    by: str | None = None,
+    as_json: bool = False,
+    as_csv: bool = False,
+    output: Path | None = None,
+    quiet: bool = False,
+    plot: Path | None = None,
+    width: float | None = None,
+    title: str | None = None,
 ) -> None:
     """Fit y ≈ A·f(αx + s) to every norm's pairs, by least squares over all of them, with honest intervals."""
     say = Output(as_json, quiet, output, as_csv=as_csv)

@@ -6,28 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import normscope
-from normscope.cli.options import (
-    AsCsv,
-    AsJson,
-    By,
-    Destination,
-    Dpi,
-    Format,
-    Func,
-    Layers,
-    Models,
-    Quiet,
-    Theme,
-    Title,
-    Width,
-    figure_path,
-    figure_suffix,
-    figure_title,
-)
+from normscope.cli.options import figure_path, figure_suffix, figure_title
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
 from normscope.runtime.files import check_writable
-from normscope.tables.gradient import gradient_tables
+from normscope.tables.card import gradient_tables
 
 EXAMPLES = (
     "Examples: normscope gradient demo_vit · normscope gradient vit_b16 --layers all --json · "
@@ -39,21 +22,21 @@ _VIEW = "gradient"
 
 @runs_networks()
 def gradient(
-    models: Models = None,
+    models: list[str] | None = None,
     *,
-    layers: Layers = "4",
-    func: Func = "tanh,isru",
-    figure_format: Format = None,
-    dpi: Dpi = 200,
-    style: Theme = "light",
+    layers: str = "4",
+    func: str = "tanh,isru",
+    figure_format: str | None = None,
+    dpi: int = 200,
+    style: str = "light",
     run: RunOptions,
-    by: By = None,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    output: Destination = Path("outputs"),
-    quiet: Quiet = False,
-    width: Width = None,
-    title: Title = None,
+    by: str | None = None,
+    as_json: bool = False,
+    as_csv: bool = False,
+    output: Path = Path("outputs"),
+    quiet: bool = False,
+    width: float | None = None,
+    title: str | None = None,
 ) -> None:
     """Set each norm's Jacobian beside its curves' derivatives, and show whether what DyT and DyISRU assume holds."""
     say = Output(as_json, quiet, as_csv=as_csv)

@@ -5,26 +5,21 @@ from __future__ import annotations
 import copy
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 import normscope
-from normscope.cli.commands.swap import Folder, remark_on_loading
-from normscope.cli.keeping import Keep, check_keep, choose, figure_of_choice, tell_choice
-from normscope.cli.options import RUNNING, SWAP, AsCsv, AsJson, Model, OwnBatchSize, Quiet, Title, Width, at_least
+from normscope.cli.commands.swap import remark_on_loading
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models, runs_networks
 from normscope.cli.swapping import (
     CALIBRATED,
     How,
-    Init,
     Learner,
-    OneFunc,
-    Per,
-    Shift,
-    Sites,
+    check_keep,
     check_kernels,
+    choose,
+    figure_of_choice,
+    tell_choice,
     tell_quality,
 )
 from normscope.errors import UsageError, count
@@ -45,67 +40,29 @@ _BATCH_SIZE = 16
 # Options of where and how fast it runs, and those that this command does not have.
 _OF_THE_MACHINE = ("device", "workers", "batch_size", "sample", "device_map", "dtype", "verify")
 
-Steps = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        callback=at_least(1),
-        rich_help_panel=SWAP,
-        help="Of the training, each of one batch; 1700 where --minutes are not given.",
-        show_default=False,
-    ),
-]
-Minutes = Annotated[
-    float | None,
-    typer.Option(
-        metavar="M",
-        rich_help_panel=SWAP,
-        help="In place of --steps: wall-clock minutes of calibration, training and measuring together.",
-        show_default=False,
-    ),
-]
-Train = Annotated[
-    str,
-    typer.Option(
-        metavar="WHAT",
-        rich_help_panel=SWAP,
-        help="Which weights are trained: all, but those of embeddings; neighbours, the functions and the linear layers "
-        "beside them; or norms, the functions alone, which then are calibrated alone too.",
-    ),
-]
-
-Restart = Annotated[
-    bool,
-    typer.Option(
-        "--restart",
-        rich_help_panel=RUNNING,
-        help="Discard what an interrupted healing left beside the folder, and begin anew.",
-    ),
-]
-
 
 @runs_networks(without=("batch_size", "sample", "device_map", "dtype", "verify"))
 def heal(
-    model: Model,
-    output: Folder,
+    model: str,
+    output: Path,
     *,
-    func: OneFunc = "dyisru",
-    steps: Steps = None,
-    minutes: Minutes = None,
-    train: Train = "all",
-    init: Init = CALIBRATED,
-    sites: Sites = "all",
-    keep: Keep = None,
-    per: Per = "site",
-    shift: Shift = None,
-    batch_size: OwnBatchSize = None,
-    restart: Restart = False,
+    func: str = "dyisru",
+    steps: int | None = None,
+    minutes: float | None = None,
+    train: str = "all",
+    init: str = CALIBRATED,
+    sites: str = "all",
+    keep: int | None = None,
+    per: str = "site",
+    shift: bool | None = None,
+    batch_size: int | None = None,
+    restart: bool = False,
     run: RunOptions,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    quiet: Quiet = False,
-    width: Width = None,
-    title: Title = None,
+    as_json: bool = False,
+    as_csv: bool = False,
+    quiet: bool = False,
+    width: float | None = None,
+    title: str | None = None,
 ) -> None:
     """Swap a model's norms, calibrate it, and train it back to what it gave."""
     if not (place := Place.from_environment()).alone:

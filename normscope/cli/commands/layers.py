@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 import normscope
-from normscope.cli.options import AsCsv, AsJson, JsonFile, Models, Quiet
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models, named_or_embedded, runs_networks
 from normscope.runtime.processes import Place
@@ -22,13 +22,13 @@ _FIELDS = ("index", "name", "kind", "normalized_shape", "channel_axis", "eps", "
 
 @runs_networks(without=("limit", "shuffle", "workers", "sample", "guidance", "timesteps"))
 def layers(
-    models: Models = None,
+    models: list[str] | None = None,
     *,
     run: RunOptions,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    output: JsonFile = None,
-    quiet: Quiet = False,
+    as_json: bool = False,
+    as_csv: bool = False,
+    output: Path | None = None,
+    quiet: bool = False,
 ) -> None:
     """List every normalization layer of a model in the order in which it is called, and those that are skipped."""
     if not Place.from_environment().speaks:

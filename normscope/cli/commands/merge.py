@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 import normscope
-from normscope.cli.formats import Force, check_capture_file
-from normscope.cli.options import AsCsv, AsJson, Quiet
-from normscope.cli.output import Output, pairs_as_json, skipped_as_json
+from normscope.cli.output import Output, check_capture_file, pairs_as_json, skipped_as_json
 from normscope.errors import DataError, UsageError
 from normscope.runtime.processes import Place
 
@@ -19,17 +16,14 @@ EXAMPLES = (
     "normscope merge first.safetensors second.safetensors -o both.safetensors · normscope plot both.safetensors"
 )
 
-Files = Annotated[list[str], typer.Argument(metavar="FILE", help="Captures of one model, of different inputs.")]
-File = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file of all of them (safetensors).")]
-
 
 def merge(
-    files: Files,
-    output: File,
-    force: Force = False,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    quiet: Quiet = False,
+    files: list[str],
+    output: Path,
+    force: bool = False,
+    as_json: bool = False,
+    as_csv: bool = False,
+    quiet: bool = False,
 ) -> None:
     """Make one capture of several: of one model, from runs over different inputs, on whatever days and machines."""
     if not Place.from_environment().speaks:

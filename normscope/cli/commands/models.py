@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 import typer
 
 import normscope
-from normscope.cli.options import AsCsv, AsJson, JsonFile, Quiet
 from normscope.cli.output import Output
 from normscope.runtime.processes import Place
 from normscope.tables.table import models_table
@@ -15,7 +15,7 @@ from normscope.tables.table import models_table
 EXAMPLES = "Example: normscope models --json"
 
 
-def models(as_json: AsJson = False, as_csv: AsCsv = False, output: JsonFile = None, quiet: Quiet = False) -> None:
+def models(as_json: bool = False, as_csv: bool = False, output: Path | None = None, quiet: bool = False) -> None:
     """List the models that can be named."""
     if not Place.from_environment().speaks:
         raise typer.Exit

@@ -3,29 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 import normscope
-from normscope.cli.options import (
-    AsCsv,
-    AsJson,
-    By,
-    Destination,
-    Dpi,
-    Format,
-    Func,
-    Layers,
-    Models,
-    Quiet,
-    Theme,
-    Title,
-    Width,
-    figure_path,
-    figure_suffix,
-    figure_title,
-)
+from normscope.cli.options import figure_path, figure_suffix, figure_title
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
 from normscope.runtime.files import check_writable
@@ -34,46 +15,28 @@ EXAMPLES = "Examples: normscope plot · normscope plot vit_b16 --layers 4 --form
 
 _OVERVIEW = "overview"
 _VIEW = "scurves"
-Color = Annotated[
-    str,
-    typer.Option(
-        metavar="ROWS",
-        help="Rows of the figure, separated by commas: density, token, channel; residual: E\\[y|x] less a fit.",
-    ),
-]
-XScale = Annotated[
-    str,
-    typer.Option(
-        metavar="SCALE",
-        help="Of x: linear, asinh, or auto, which is asinh where 99 % of the pairs lie in under a tenth of the width.",
-    ),
-]
-ShareAxes = Annotated[
-    bool,
-    typer.Option("--share-axes", help="Give all panels of a figure the same axes and colours, to compare them."),
-]
 
 
 @runs_networks()
 def plot(
-    models: Models = None,
+    models: list[str] | None = None,
     *,
-    layers: Layers = "4",
-    func: Func = "tanh,isru",
-    color: Color = "density,token,channel",
-    figure_format: Format = None,
-    dpi: Dpi = 200,
-    style: Theme = "light",
+    layers: str = "4",
+    func: str = "tanh,isru",
+    color: str = "density,token,channel",
+    figure_format: str | None = None,
+    dpi: int = 200,
+    style: str = "light",
     run: RunOptions,
-    by: By = None,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    output: Destination = Path("outputs"),
-    quiet: Quiet = False,
-    xscale: XScale = "auto",
-    share_axes: ShareAxes = False,
-    width: Width = None,
-    title: Title = None,
+    by: str | None = None,
+    as_json: bool = False,
+    as_csv: bool = False,
+    output: Path = Path("outputs"),
+    quiet: bool = False,
+    xscale: str = "auto",
+    share_axes: bool = False,
+    width: float | None = None,
+    title: str | None = None,
 ) -> None:
     """Draw the S-curves of a model's norms: all pairs, by token and by channel, under fitted curves.
 

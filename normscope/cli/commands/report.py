@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 import normscope
-from normscope.cli.options import AsJson, By, Func, Layers, Models, Quiet, at_least
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
 from normscope.errors import UsageError
@@ -22,43 +19,22 @@ EXAMPLES = (
 _SUFFIXES = (".html", ".htm")
 _MEGABYTE = 1e6
 
-Page = Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="A folder, or the page's file, FILE.html.")]
-SwapBench = Annotated[
-    Path | None,
-    typer.Option(
-        "--swap-bench",
-        metavar="FILE",
-        help="Also show the drift and speed that `normscope swap-bench --json` printed into it.",
-        show_default=False,
-    ),
-]
-ShownInputs = Annotated[
-    int | None,
-    typer.Option(
-        "--keep-inputs",
-        callback=at_least(0),
-        metavar="N",
-        help="How many inputs the page shows to whoever has it: thumbnails, envelopes of waveforms or texts, with σ of "
-        "every token; 0 for none. By default 2 of a model, and of a file those that it has.",
-        show_default=False,
-    ),
-]
 _OF_A_MODEL = 2  # inputs that are kept
 
 
 @runs_networks()
 def report(
-    models: Models = None,
+    models: list[str] | None = None,
     *,
-    layers: Layers = "all",
-    func: Func = "tanh,isru",
+    layers: str = "all",
+    func: str = "tanh,isru",
     run: RunOptions,
-    by: By = None,
-    keep_inputs: ShownInputs = None,
-    swap_bench: SwapBench = None,
-    as_json: AsJson = False,
-    output: Page = Path("outputs"),
-    quiet: Quiet = False,
+    by: str | None = None,
+    keep_inputs: int | None = None,
+    swap_bench: Path | None = None,
+    as_json: bool = False,
+    output: Path = Path("outputs"),
+    quiet: bool = False,
 ) -> None:
     """Write one HTML page in which people look at their norms: it opens from disk, asks no network, and can be sent."""
     say = Output(as_json, quiet)

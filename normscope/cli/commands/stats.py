@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import normscope
-from normscope.cli.options import AsCsv, AsJson, By, JsonFile, Layers, Models, PlotFile, Quiet, Title, Width, check_plot
+from normscope.cli.options import check_plot
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
 from normscope.tables.card import card_tables
@@ -16,18 +18,18 @@ EXAMPLES = (
 
 @runs_networks()
 def stats(
-    models: Models = None,
+    models: list[str] | None = None,
     *,
-    layers: Layers = "all",
+    layers: str = "all",
     run: RunOptions,
-    by: By = None,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    output: JsonFile = None,
-    quiet: Quiet = False,
-    plot: PlotFile = None,
-    width: Width = None,
-    title: Title = None,
+    by: str | None = None,
+    as_json: bool = False,
+    as_csv: bool = False,
+    output: Path | None = None,
+    quiet: bool = False,
+    plot: Path | None = None,
+    width: float | None = None,
+    title: str | None = None,
 ) -> None:
     """Say what centring and scaling do at every norm, and which channels and tokens make its tails: the norm card."""
     say = Output(as_json, quiet, output, as_csv=as_csv)

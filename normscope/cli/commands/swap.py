@@ -8,27 +8,23 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 import normscope
-from normscope.cli.keeping import Keep, MaxDrift, check_keep, choose, figure_of_choice, tell_choice
-from normscope.cli.options import AsCsv, AsJson, Model, Quiet
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models, runs_networks
 from normscope.cli.swapping import (
     CALIBRATED,
     How,
-    Init,
     Learner,
-    OneFunc,
-    Per,
-    Refit,
-    Shift,
-    Sites,
     check_calibrated,
+    check_keep,
     check_kernels,
+    choose,
+    figure_of_choice,
+    tell_choice,
     tell_quality,
     tell_what_stayed,
 )
@@ -49,26 +45,25 @@ EXAMPLES = (
     "normscope swap vit_b16 --func dyisru --sites final,pre-norm -o safe · normscope swap demo_dit --func best -o best "
     "· normscope swap minilm --init calibrated --keep 2 -o minilm-dyt"
 )
-Folder = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The folder to write; --weights takes it.")]
 
 
 @runs_networks(without=("sample", "device_map", "verify"))
 def swap(
-    model: Model,
-    output: Folder,
+    model: str,
+    output: Path,
     *,
-    func: OneFunc = "dyt",
-    init: Init = "fit",
-    refit: Refit = "neighbours",
-    sites: Sites = "all",
-    keep: Keep = None,
-    max_drift: MaxDrift = None,
-    per: Per = "site",
-    shift: Shift = None,
+    func: str = "dyt",
+    init: str = "fit",
+    refit: str = "neighbours",
+    sites: str = "all",
+    keep: int | None = None,
+    max_drift: float | None = None,
+    per: str = "site",
+    shift: bool | None = None,
     run: RunOptions,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
-    quiet: Quiet = False,
+    as_json: bool = False,
+    as_csv: bool = False,
+    quiet: bool = False,
 ) -> None:
     """Put point-wise functions in the place of a model's norms, and write the model: its weights and what is where."""
     say = Output(as_json, quiet, as_csv=as_csv)
@@ -171,7 +166,7 @@ class _Maker:
         return self.made(paths)[1].after
 
     def judged(self, original: nn.Module, swapped: nn.Module, measure: str) -> dict[str, float]:
-        """Say how far the calibrated network is from the original on inputs that nothing was learned from."""
+        """Measure and print the drift of the calibrated network on held-out inputs."""
         from normscope.inputs.entries import as_batches
         from normscope.runtime.network import left_as_found
         from normscope.swaps.drift.output_errors import output_errors
@@ -211,7 +206,7 @@ def _tell(report: normscope.CalibrationReport, say: Output) -> None:
 
 
 def remark_on_loading(model: str, folder: str, say: Output) -> None:
-    """Say how the folder is loaded; a network of the user's own is loaded by its name."""
+    """Print the call that loads the folder; py: networks are loaded by name."""
     by_name = model.startswith("py:")
     call = f"normscope.load({model!r}, weights={folder!r})" if by_name else f"normscope.load_swapped({folder!r})"
     say.remark(f"--weights {folder} takes it in every command; in Python, {call}")

@@ -6,40 +6,15 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 import normscope
-from normscope.cli.options import (
-    RUNNING,
-    SWAP,
-    AsJson,
-    Dpi,
-    Format,
-    Quiet,
-    Theme,
-    Title,
-    Width,
-    figure_path,
-    figure_suffix,
-    seconds_asked,
-)
+from normscope.cli.options import figure_path, figure_suffix
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models, named_or_embedded, runs_networks
-from normscope.cli.swapping import (
-    CALIBRATED,
-    How,
-    Learner,
-    Per,
-    Refit,
-    Shift,
-    Sites,
-    Wanted,
-    check_calibrated,
-    check_kernels,
-    tell_what_stayed,
-)
+from normscope.cli.swapping import CALIBRATED, How, Learner, Wanted, check_calibrated, check_kernels, tell_what_stayed
 from normscope.errors import DeviceError, UsageError, count
 from normscope.models import registry
 from normscope.runtime.files import check_writable
@@ -63,83 +38,29 @@ _MANY_CALIBRATIONS = 8
 _PUBLISHED = "llama_7b"
 CURVES = "dyt,dyisru,derf"
 
-Networks = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="Models (`normscope models` lists them); without any, the embedded ones.",
-        show_default=False,
-    ),
-]
-Funcs = Annotated[
-    str,
-    typer.Option(
-        metavar="CURVES",
-        rich_help_panel=SWAP,
-        help="What takes the norms' place, separated by commas: dyt (tanh), dyisru (isru), derf, identity, …; rmsnorm; "
-        "free, E\\[y|x] itself; best, each site's own; or your own formula of x.",
-    ),
-]
-Inits = Annotated[
-    str,
-    typer.Option(
-        metavar="START",
-        rich_help_panel=SWAP,
-        help="Where to start, or several with commas: fit, own fits; calibrated, from there all that follows without "
-        "training, for each row by itself; theory, A and α in theory; paper, A = 1, α = 0.5.",
-    ),
-]
-Full = Annotated[
-    bool,
-    typer.Option(
-        "--full",
-        rich_help_panel=RUNNING,
-        help="Time the whole matrix: whole networks compiled and backward, in every dtype.",
-    ),
-]
-Quick = Annotated[
-    bool,
-    typer.Option(
-        "--quick", rich_help_panel=RUNNING, help="One curve, dyt or that of --func, and the fewest timings there are."
-    ),
-]
-Seconds = Annotated[
-    float | None,
-    typer.Option(
-        metavar="SECONDS",
-        callback=seconds_asked,
-        rich_help_panel=RUNNING,
-        help="For each model's speed; by default 15, and of --full no limit.",
-        show_default=False,
-    ),
-]
-Folder = Annotated[
-    Path, typer.Option("--output", "-o", metavar="DIR", help="A folder for the figures, two of each model.")
-]
-
 
 @runs_networks(without=("sample", "device_map", "verify"))
 def swap_bench(
-    models: Networks = None,
+    models: list[str] | None = None,
     *,
-    func: Funcs = CURVES,
-    init: Inits = "fit",
-    refit: Refit = "neighbours",
-    sites: Sites = "all",
-    per: Per = "site",
-    shift: Shift = None,
-    full: Full = False,
-    quick: Quick = False,
-    seconds: Seconds = None,
-    figure_format: Format = None,
-    dpi: Dpi = 200,
-    style: Theme = "light",
+    func: str = CURVES,
+    init: str = "fit",
+    refit: str = "neighbours",
+    sites: str = "all",
+    per: str = "site",
+    shift: bool | None = None,
+    full: bool = False,
+    quick: bool = False,
+    seconds: float | None = None,
+    figure_format: str | None = None,
+    dpi: int = 200,
+    style: str = "light",
     run: RunOptions,
-    as_json: AsJson = False,
-    output: Folder = Path("outputs"),
-    quiet: Quiet = False,
-    width: Width = None,
-    title: Title = None,
+    as_json: bool = False,
+    output: Path = Path("outputs"),
+    quiet: bool = False,
+    width: float | None = None,
+    title: str | None = None,
 ) -> None:
     """Replace norms by point-wise functions: how far the outputs move on held-out inputs, and how fast it is."""
     say = Output(as_json, quiet)
@@ -298,7 +219,7 @@ def _speed(
 
     if sibling := registry.find(network.name).sibling:
         say.remark(f"{network.name} is tiny: speed is that of {sibling}, of the same norms, with random weights")
-        size = RunOptions.batch_size if run.batch_size == "auto" else run.batch_size
+        size = int(RunOptions.batch_size if run.batch_size == "auto" else run.batch_size)
         of_sibling = replace(run, weights="random", data=None, limit=size, batch_size=size, shuffle=False)
         network = of_sibling.load(sibling, say)
     if not full and seconds != 0:

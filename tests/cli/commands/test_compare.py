@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 import normscope
 from normscope.cli import app
-from normscope.pairs import capture as hooks
 
 
 def compare(*arguments, **environment):
@@ -92,26 +91,3 @@ def test_networks_of_other_names_are_matched_by_depth(tmp_path, monkeypatch):
     )
     assert done.exit_code == 0, done.output
     assert "matched by placement and relative depth" in done.stdout
-
-
-@pytest.mark.parametrize(
-    "arguments, sentence",
-    [
-        (["0.safetensors"], "two or more captures"),
-        (["demo_vit"], "two or more captures"),
-        (["0.safetensors", "1.safetensors", "--func", "best"], "another at every site"),
-        (["0.safetensors", "1.safetensors", "--style", "drak"], "no style 'drak'"),
-        (["0.safetensors", "1.safetensors", "--format", "gif"], "figure format 'gif'"),
-        (["0.safetensors", "1.safetensors", "-o", "a.png", "--format", "pdf"], "--format asks for pdf"),
-        (["0.safetensors", "demo_vit", "--weights", "random"], "is a capture file"),
-        (["0.safetensors", "none.safetensors"], "no capture file none.safetensors"),
-        (["0.safetensors", "1.safetensors", "-o", "folder.png"], "it is a folder"),
-    ],
-)
-def test_mistakes_are_said_before_anything_is_run(files, tmp_path, monkeypatch, arguments, sentence):
-    (tmp_path / "folder.png").mkdir()
-    monkeypatch.setattr(hooks, "captured", lambda *_, **__: pytest.fail("ran a network"))
-    done = compare(*arguments)
-    assert done.exit_code in (2, 4)
-    assert sentence in " ".join(done.stderr.split())
-    assert done.stdout == ""

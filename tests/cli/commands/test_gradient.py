@@ -86,22 +86,3 @@ def test_the_timesteps_of_a_diffusion_model_are_kept_apart(here):
     assert [figure["file"] for figure in document["figures"]] == names
     assert [figure["part"] for figure in document["figures"]] == ["timestep 900", "timestep 0"]
     assert all((here / name).is_file() for name in names)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "sentence"),
-    [
-        (("demo_vit", "--style", "dusk"), 2, "There is no style 'dusk'"),
-        (("demo_vit", "--func", "thanh"), 2, "Did you mean 'tanh'"),
-        (("demo_vit", "demo_dit", "-o", "a.png"), 2, "Name a folder"),
-        (("demo_vit", "--format", "gif"), 2, "There is no figure format 'gif'"),
-        (("demo_vat",), 3, "demo_vit"),
-        (("missing.safetensors",), 4, "There is no capture file missing.safetensors"),
-        (("demo_vit", "--by", "timestep"), 2, "has no timesteps"),
-    ],
-)
-def test_mistakes_are_told_before_anything_runs(here, arguments, status, sentence):
-    done = gradient(*arguments)
-    assert done.exit_code == status
-    assert sentence in " ".join(done.stderr.split())
-    assert not list(here.iterdir())

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 import normscope
 from normscope.cli import app
-from normscope.models import registry
 
 QUICK = ("--func", "tanh", "--color", "token", "--dpi", "40")
 
@@ -112,14 +111,6 @@ def test_where_it_cannot_be_written_nothing_is_run(captures, tmp_path):
     assert done.exit_code == 2
     assert "overview-scurves.png: it is a folder" in " ".join(done.stderr.split())
     assert (done.stdout, written(tmp_path / "out")) == ("", ["overview-scurves.png"])
-
-
-def test_several_embedded_models_do_not_go_into_one_file(captures, tmp_path, monkeypatch):
-    monkeypatch.setattr(registry, "embedded_models", lambda: ["demo_vit", "demo_vit"])
-    done = plot("-o", "one.png", *QUICK)
-    assert done.exit_code == 2
-    assert "one.png is one file, but there are 2 models. Name a folder." in " ".join(done.stderr.split())
-    assert written(tmp_path) == []
 
 
 @pytest.mark.parametrize("command", ["plot", "fit", "stats", "curves", "gradient", "compare", "heal", "swap-bench"])

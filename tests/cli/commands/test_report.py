@@ -66,23 +66,6 @@ def test_several_captures_share_a_page_with_what_a_swap_did(file, here):
     assert len(document["captures"]) == 2 and document["swaps"]["speed"][0]["device"] == "cpu"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "words"),
-    [
-        (["no_such_model"], 3, "no_such_model"),
-        (["missing.safetensors"], 4, "There is no capture file missing.safetensors"),
-        (["demo_vit", "-o", "page.pdf"], 2, "its file ends in .html"),
-        (["demo_vit", "-o", "/dev/null/page.html"], 2, "/dev/null"),
-        (["demo_vit", "--func", "nothing"], 2, "nothing"),
-        (["demo_vit", "--swap-bench", "missing.json"], 4, "Cannot read missing.json"),
-    ],
-)
-def test_what_cannot_be_done_is_one_sentence_before_anything_runs(here, runs, arguments, status, words):
-    done = run(*arguments, status=status)
-    assert words in " ".join(done.output.split())
-    assert runs == [] and "Traceback" not in done.output
-
-
 @pytest.mark.slow
 def test_inputs_are_inside_and_are_named(here):
     done = run("demo_vit", "--layers", "1", "--limit", "4", "-o", "page.html")

@@ -88,21 +88,6 @@ def test_the_embedded_models_and_their_parts():
     assert "timestep 980" in out and "timestep 0" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "words"),
-    [
-        (["no_such_model"], 3, "no_such_model"),
-        (["missing.safetensors"], 4, "There is no capture file missing.safetensors"),
-        (["demo_vit", "--by", "timestep"], 2, "demo_vit has no timesteps to keep apart"),
-        (["demo_vit", "-o", "/dev/null/cards.json"], 2, "/dev/null"),
-    ],
-)
-def test_what_cannot_be_done_is_one_sentence(arguments, status, words):
-    done = run(*arguments, status=status)
-    assert words in " ".join(done.output.split())
-    assert "Traceback" not in done.output
-
-
 def test_norms_without_an_answer_show_dashes():
     norms = nn.Sequential(nn.BatchNorm1d(4), nn.ReLU(), nn.LayerNorm(4, eps=0.0))
     norms[0].running_var.fill_(4.0)

@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 
 import normscope
-from normscope.cli.formats import as_yaml
+from normscope.cli.output import as_yaml
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import CURVES
 from normscope.fits.views.advice import BY_WIDTH, NOTE, StartingValue, advise, feeds_of, published
