@@ -19,7 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from normscope.swaps.kernels.launch import LANES, Launch
+from normscope.runtime.launches import KernelCall
+from normscope.swaps.kernels.launch import LANES
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+((?:@!?U?P\w+\s+)?)([A-Z][\w.]*)([^;]*);")
@@ -115,7 +116,7 @@ def code_of(source: ASTSource, capability: int, options: dict[str, Any]) -> Code
     return Code(tuple(instructions), used["REG"], used["STACK"] + used["LOCAL"], compiled.asm)
 
 
-def code_of_launch(launch: Launch, capability: int) -> Code:
+def code_of_launch(launch: KernelCall, capability: int) -> Code:
     """Compile what a launch would run, specialized for its arguments by Triton itself, as at a launch."""
     backend = make_backend(GPUTarget("cuda", capability, LANES))
     bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)

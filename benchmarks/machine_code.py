@@ -17,7 +17,8 @@ from torch import Tensor
 
 from normscope.swaps.kernels import launch as launches_of_kernels
 from normscope.swaps.kernels.eager import Gradients
-from normscope.swaps.kernels.launch import LANES, Launch, backward_launches, forward_launch
+from normscope.runtime.launches import KernelCall
+from normscope.swaps.kernels.launch import LANES, backward_launches, forward_launch
 from normscope.swaps.kernels.parameters import Parameters, layout_of
 
 WAYS = {"tanh": "DyT", "isru": "DyISRU", "erf": "Derf"}
@@ -92,7 +93,7 @@ def measured(targets: list[int], dtypes: list[str]) -> Iterator[tuple[tuple[str,
                             yield (case, way, "sm_90 at most", "per element"), float(CEILINGS[name][curve])
 
 
-def numbers(launch: Launch, x: Tensor, target: int) -> dict[tuple[str, str], float]:
+def numbers(launch: KernelCall, x: Tensor, target: int) -> dict[tuple[str, str], float]:
     """Compile a launch over x for a target, and return by quantity and unit what its code says."""
     code, own = code_of_launch(launch, target), f"sm_{target}"
     if code.local:
@@ -112,7 +113,7 @@ def numbers(launch: Launch, x: Tensor, target: int) -> dict[tuple[str, str], flo
     return {key: float(number) for key, number in found.items()}
 
 
-def launches(x: Tensor, curve: str, behind: int = 0, alpha_each: bool = False) -> list[Launch]:
+def launches(x: Tensor, curve: str, behind: int = 0, alpha_each: bool = False) -> list[KernelCall]:
     """Return the kernels that a layer would launch for x: forward, backward, and the sum of backward's slots.
 
     Args:
@@ -136,21 +137,21 @@ def launches(x: Tensor, curve: str, behind: int = 0, alpha_each: bool = False) -
     return [forward_launch(x, x, own, layout, curve), *backward]
 
 
-def executed(code: Code, launch: Launch, x: Tensor, pattern: str = ".*") -> float:
+def executed(code: Code, launch: KernelCall, x: Tensor, pattern: str = ".*") -> float:
     """Return how many instructions all threads of a launch execute, for each element of x."""
     return code.executed(rounds(launch), pattern) * threads(launch) / x.numel()
 
 
-def loop(code: Code, launch: Launch, x: Tensor) -> float:
+def loop(code: Code, launch: KernelCall, x: Tensor) -> float:
     """Return how many of these are within the loop."""
     return len(code.loop) * rounds(launch) * threads(launch) / x.numel()
 
 
-def threads(launch: Launch) -> int:
+def threads(launch: KernelCall) -> int:
     return launch.grid[0] * launch.options["num_warps"] * LANES
 
 
-def rounds(launch: Launch) -> float:
+def rounds(launch: KernelCall) -> float:
     """Return how often a program goes round its loop, on the average of all."""
     given: dict[str, Any] = launch.arguments
     if "programs" not in given:

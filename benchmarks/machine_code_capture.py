@@ -15,11 +15,11 @@ from disassembly import Code, Instruction, code_of_launch
 from machine_code import MULTIPROCESSORS, assemblers
 
 from normscope.pairs.norms.formulas import FORMS, layer_norm
-from normscope.pairs.sums.binning import cuda, cuda_launches
-from normscope.pairs.sums.binning.cuda_launches import KernelCall
+from normscope.pairs.sums.binning import cuda
 from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import Lines, Run, Tokens
-from normscope.swaps.kernels.launch import LANES, Launch
+from normscope.runtime.launches import KernelCall, Scratch, complete
+from normscope.swaps.kernels.launch import LANES
 
 TOKENS, CHANNELS, SAMPLES = 64 * 197, 768, 64  # of a hook of ViT-B/16
 PAIRS, HOOKS = TOKENS * CHANNELS, 25
@@ -92,25 +92,21 @@ def codes(dtype: torch.dtype, target: int) -> Iterator[tuple[KernelCall, Code]]:
     each = TOKENS // SAMPLES
     runs = [Run(number * each, (number + 1) * each, number % 8, number, 0, number) for number in range(SAMPLES)]
     tokens = Tokens(rows, Lines(FORMS[layer_norm], 1e-6), runs, CHANNELS)
-    room = cuda._said(TOKENS, False)
-    begins, nbytes = cuda_launches._places(room)
-    slab = torch.empty(nbytes, dtype=torch.uint8, device="meta")
     memory = {"rows": rows, "valid": rows, "scratch": torch.empty(8, device="meta"), **cuda._kept(stats)}
     memory |= {"runs": torch.empty(5, len(runs), dtype=torch.int64, device="meta")}
-    memory |= cuda_launches._tensors(slab, room, begins)
+    scratch = Scratch(rows.device)
     with mock.patch.object(cuda, "_major", return_value=target // 10):  # of a device that is not here
-        calls = list(cuda._launches(stats, tokens, TOKENS, CHANNELS))
+        calls = [complete(call, memory, scratch) for call in cuda._launches(stats, tokens, scratch)]
     for call in calls:
-        arguments = {name: memory[name] for name in call.tensors} | dict(call.numbers) | dict(call.constants)
-        yield call, code_of_launch(Launch(call.kernel, call.grid, arguments, dict(call.options)), target)
+        yield call, code_of_launch(call, target)
 
 
 def executed(call: KernelCall, code: Code) -> float:
     """Return how many instructions all threads of a launch execute, for each pair."""
-    tiles = triton.cdiv(CHANNELS, call.constants["tile"])
+    tiles = triton.cdiv(CHANNELS, call.arguments["tile"])
     rounds = {
         "describe": (tiles, tiles, SAMPLES.bit_length() - 1),  # twice over x, and once for the run of each token
-        "add_pairs": (call.numbers.get("steps", 0),),
+        "add_pairs": (call.arguments.get("steps", 0),),
         "flush": (),
     }[call.kernel.__name__]
     loops = loops_of(code)
@@ -170,7 +166,7 @@ def sectors(call: KernelCall, code: Code) -> float:
         raise ValueError(f"{call.kernel.__name__} adds a pair in {len(known)} layouts that are known of, not in one")
     [of_a_pair] = known
     programs = call.grid[0] * call.grid[1]
-    of_channels = programs * call.constants["tile"] * (2 * 8 + 2 * 4) / SECTOR
+    of_channels = programs * call.arguments["tile"] * (2 * 8 + 2 * 4) / SECTOR
     return PAIRS * (of_a_pair + 1) + of_channels
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -19,7 +19,8 @@ import triton.compiler
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from normscope.swaps.kernels import choice, launch, loops, plans
+from normscope.runtime import launches
+from normscope.swaps.kernels import choice, launch, loops
 
 CAPABILITY, LANES = 90, 32
 MULTIPROCESSORS = 132
@@ -111,11 +112,12 @@ class Compiled:
 
 
 @contextlib.contextmanager
-def recorded(compiling: bool = False) -> Iterator[Driver]:
+def recorded(compiling: bool = False, kernels: Sequence[Any] = KERNELS) -> Iterator[Driver]:
     """Let everything within be launched by a driver that notes it, where ``NORMSCOPE_KERNELS=triton`` asks for kernels.
 
     Args:
         compiling: whether Triton compiles them, for sm_90.
+        kernels: those that are launched.
     """
     own = Driver()
     with contextlib.ExitStack() as stack:
@@ -123,9 +125,9 @@ def recorded(compiling: bool = False) -> Iterator[Driver]:
         stack.enter_context(mock.patch.object(driver, active, own))  # the last to go: kernels are unloaded by it
         if not compiling:
             stack.enter_context(mock.patch.object(triton.compiler, "compile", Compiled))
-        for kernel in KERNELS:
+        for kernel in kernels:
             stack.enter_context(mock.patch.object(kernel, "device_caches", defaultdict(kernel.create_binder)))
-        stack.enter_context(mock.patch.object(plans, "_plans", {}))
+        stack.enter_context(mock.patch.object(launches, "_plans", {}))
         stack.enter_context(mock.patch.object(choice, "why_not_on", lambda device: ""))
         stack.enter_context(mock.patch.object(launch, "multiprocessors", lambda device: MULTIPROCESSORS))
         yield own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -23,11 +24,16 @@ from normscope.pairs.norms.sites import Layers, NormSite, select_by_placement
 from normscope.runtime.network import check_whole, copied, uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, CalibrationReport, calibrate
-from normscope.swaps.place_hooks import PlaceHooks, check_hooks
 from normscope.swaps.pointwise import PointwiseFunction, RMSNorm
 from normscope.swaps.start import RMS_NORM, Fits, Start, norms_of, only, starts
 
 CALIBRATED = "calibrated"
+PRE_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_backward_pre_hooks", "_backward_hooks"),
+)
+_FULL_BACKWARD = "_is_full_backward_hook"
 
 
 class Holders:
@@ -54,12 +60,12 @@ class Swap:
     come back as the same objects, so ``state_dict`` and outputs are restored to the bit. A norm that the network calls
     past its module tree, from a plain list for example, is still called there.
 
-    Forward and backward hooks and pre-hooks of a norm run for the module that replaces it, before the module's own and
-    with that module as first argument; hooks registered meanwhile run for the norm afterwards. Both share torch's own
-    dicts of hooks, so handles, order and options stay valid. Copies and pickles of a swapped network contain these
-    hooks; its ``state_dict`` and saved folders do not. Hooks of the norm's own tensors or ``state_dict`` stay with the
-    norm: its methods, and pre-hooks that compute a tensor, such as those of :func:`torch.nn.utils.weight_norm` and
-    pruning, which a warning names.
+    The module that replaces a norm shares its forward and backward hooks and pre-hooks, which receive that module as
+    first argument. Handles, order and options stay valid, and hooks registered meanwhile run for the norm afterwards.
+    Copies and pickles of a swapped network contain these hooks; its ``state_dict`` and saved folders do not. Two
+    warnings name exceptions: pre-hooks of a norm that compute its own tensors, as pruning and
+    :func:`torch.nn.utils.weight_norm` register them, stay with the norm together with its other pre-hooks; and hooks
+    that the replacement had before are inactive while it is swapped in.
 
     ``holders`` saves time in many swaps of one network; ``refitted`` contains values of other parameters by name.
 
@@ -70,7 +76,7 @@ class Swap:
 
     Raises:
         ModelError: if the network has no such module, or is itself the norm; if one module replaces several norms that
-            have hooks, or has backward hooks of another kind than the norm's.
+            have hooks.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
     >>> with Swap(model, {"1": PointwiseFunction("tanh", 8)}):
@@ -99,14 +105,16 @@ class Swap:
         # A module that several parents hold is replaced in each.
         for path, norm in {id(norm): (path, norm) for path, norm in norms.items()}.values():
             self._places += [(parent, name, norm, self.modules[path]) for parent, name in holders.of(norm)]
-        pairs = {id(norm): (path, norm, self.modules[path]) for path, norm in norms.items()}
-        places = Counter(id(module) for _, _, module in pairs.values())
-        for path, norm, module in pairs.values():
-            check_hooks(path, norm, module, places[id(module)])
-        self._hooks: list[PlaceHooks] = []
-        for _, norm, module in pairs.values():
-            if places[id(module)] == 1 and module is not norm:
-                self._hooks.append(PlaceHooks(norm, module))
+        replaced = {id(norm): (path, norm, self.modules[path]) for path, norm in norms.items()}
+        uses = Counter(id(module) for _, _, module in replaced.values())
+        shared = []
+        for path, norm, module in replaced.values():
+            shared.append(_shared_hooks(path, norm, module, uses[id(module)]))
+        self._hooks: list[tuple[nn.Module, nn.Module, dict[str, Any]]] = []  # with what the replacement had before
+        for (_, norm, module), names in zip(replaced.values(), shared, strict=True):
+            self._hooks.append((norm, module, {name: getattr(module, name) for name in names}))
+            for name in names:
+                setattr(module, name, getattr(norm, name))
         for parent, name, norm, module in self._places:
             module.train(norm.training)
             if isinstance(module, (PointwiseFunction, RMSNorm)):
@@ -129,8 +137,12 @@ class Swap:
                 raise ModelError(f"{name!r} is no longer what was swapped in: take out first what came last.")
         for parent, name, norm, _ in self._places:
             _put(parent, name, norm)
-        for hooks in self._hooks:
-            hooks.part()
+        for norm, module, before in self._hooks:
+            # torch calls full backward hooks only of a module marked so, and marks the one they are registered on.
+            if _FULL_BACKWARD in before and norm._is_full_backward_hook is None:
+                norm._is_full_backward_hook = module._is_full_backward_hook
+            for name, value in before.items():
+                setattr(module, name, value)
         with torch.no_grad():
             for parameter, value in self._own:
                 parameter.copy_(value)
@@ -369,6 +381,33 @@ def model_tensor(module: nn.Module, otherwise: Tensor | None = None) -> Tensor:
     tensors = itertools.chain(module.parameters(), module.buffers())
     floating = (tensor for tensor in tensors if tensor.is_floating_point())
     return next(floating, torch.zeros(()) if otherwise is None else otherwise)
+
+
+def _shared_hooks(path: str, norm: nn.Module, module: nn.Module, uses: int) -> tuple[str, ...]:
+    """Return the attributes with hooks that a replacement shares with its norm, and warn of hooks that pause."""
+    if uses > 1 and any(getattr(norm, name) for name in (*PRE_HOOKS, *HOOKS)):
+        raise ModelError(
+            f"The {type(module).__name__} for {path!r} replaces {uses} norms, and that norm has hooks, which would run "
+            "for the others too; give each norm a module of its own."
+        )
+    if uses > 1 or module is norm:
+        return ()
+    if any(getattr(module, name) for name in (*PRE_HOOKS, *HOOKS)):
+        warnings.warn(
+            f"The {type(module).__name__} for {path!r} has hooks, which do not run while it replaces the norm; register "
+            "them after the swap.",
+            stacklevel=3,
+        )
+    for hook in norm._forward_pre_hooks.values():
+        computed = (getattr(hook, name, None) for name in ("name", "_tensor_name"))  # weight_norm; pruning
+        if getattr(hook, "__self__", None) is norm or any(isinstance(name, str) for name in computed):
+            warnings.warn(
+                f"The hook {getattr(hook, '__qualname__', type(hook).__qualname__)} of the norm {path!r} works on the "
+                "norm's own tensors: the norm's forward pre-hooks stay with it, and the replacement does not call them.",
+                stacklevel=3,
+            )
+            return (*HOOKS, _FULL_BACKWARD)
+    return (*PRE_HOOKS, *HOOKS, _FULL_BACKWARD)
 
 
 def _put(parent: nn.Module, name: str, module: nn.Module) -> None:

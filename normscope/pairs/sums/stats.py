@@ -25,7 +25,6 @@ from normscope.pairs.sums.binning import (
     TOKEN_GRID,
     reference,
 )
-from normscope.pairs.sums.binning.cuda_launcher import TRITON, VARIABLE, cannot_be_met, why_no_launcher
 from normscope.pairs.sums.blocks import Blocks, Compacted, Counts, zeros
 from normscope.pairs.sums.sampling import (
     FOLDS,
@@ -38,6 +37,7 @@ from normscope.pairs.sums.sampling import (
     sample_key,
 )
 from normscope.pairs.sums.tokens import Lines, Run, Tokens
+from normscope.runtime.launches import TRITON, VARIABLE, cannot_be_met, why_no_launcher
 
 _NOBODY = (Sample("tokens of no sample", 0, -1),)
 _SUMS = ("moments", "density", "channel_sums", "token_offsets", "token_scales", "nonfinite_tokens")

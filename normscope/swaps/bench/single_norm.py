@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -28,8 +29,7 @@ from normscope.swaps.bench.timing import (
     sets_beyond_cache,
 )
 from normscope.swaps.bench.variants import Variant, computed, fused, require_gradients
-from normscope.swaps.place_hooks import unheard
-from normscope.swaps.replace import module_at
+from normscope.swaps.replace import HOOKS, PRE_HOOKS, module_at
 
 AT_LEAST, AT_MOST = 4, 10
 _SEED = 0
@@ -190,7 +190,7 @@ def norm_bench(model: nn.Module, candidates: Sequence[Variant], norm: Norm, wher
     native = module_at(model, norm.name)
     modules = {one.name: one.modules.get(norm.name) for one in candidates}
     modules[NATIVE] = native
-    there = {name: unheard(module) for name, module in modules.items() if module is not None}
+    there = {name: _without_hooks(module) for name, module in modules.items() if module is not None}
     notes = {one.name: one.note for one in candidates}
     missing = {name: notes[name] for name, module in modules.items() if module is None}
     generator = torch.Generator(where.device).manual_seed(_SEED)
@@ -202,6 +202,12 @@ def norm_bench(model: nn.Module, candidates: Sequence[Variant], norm: Norm, wher
     if where.is_cuda:
         number = sets_beyond_cache(nbytes, cache_of(where.device))
     return NormBench(norm, there, missing, [Buffers(noise().requires_grad_(), noise()) for _ in range(number)])
+
+
+def _without_hooks(module: nn.Module) -> nn.Module:
+    """Return a copy that does not run the hooks of the network, nor copy what they refer to."""
+    hooks = [getattr(part, name) for part in module.modules() for name in (*PRE_HOOKS, *HOOKS)]
+    return copy.deepcopy(module, {id(registered): OrderedDict() for registered in hooks})
 
 
 def first_line(error: Exception) -> str:

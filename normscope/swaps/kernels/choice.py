@@ -22,10 +22,10 @@ from torch._C import (
 from torch.autograd import forward_ad
 
 from normscope.errors import UsageError, unknown
-from normscope.pairs.sums.binning.cuda_launcher import EAGER as EAGER
-from normscope.pairs.sums.binning.cuda_launcher import TRITON as TRITON
-from normscope.pairs.sums.binning.cuda_launcher import VARIABLE as VARIABLE
-from normscope.pairs.sums.binning.cuda_launcher import cannot_be_met, why_no_launcher
+from normscope.runtime.launches import EAGER as EAGER
+from normscope.runtime.launches import TRITON as TRITON
+from normscope.runtime.launches import VARIABLE as VARIABLE
+from normscope.runtime.launches import cannot_be_met, why_no_launcher
 
 CURVES = ("tanh", "isru", "erf")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -145,7 +145,7 @@ def plain_torch() -> contextlib.AbstractContextManager[None]:
 
 
 def unseen(*tensors: Tensor | None) -> bool:
-    """Whether nobody would miss the operators that are not called: no mode, no subclass, no transform looks on.
+    """True if no dispatch mode, tensor subclass or functorch transform is active, so the operator may be bypassed.
 
     >>> unseen(torch.ones(2), None)
     True

@@ -1,15 +1,16 @@
-"""Launches of the Triton kernels: which tiles of which tensors, forward and backward."""
+"""Calls of the Triton kernels, forward and backward: tiles, grids and cached launches."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from normscope.runtime.launches import KernelCall, Scratch, alignment, launch
+from normscope.runtime.launches import is_planned as is_planned
 from normscope.swaps.kernels import loops
 from normscope.swaps.kernels.choice import interpreted
 from normscope.swaps.kernels.eager import Gradients
@@ -52,43 +53,9 @@ FORWARD = Tiling(warps=4, loads=8)
 BACKWARD = Tiling(warps=4, loads=1, steps=4, per_multiprocessor=3, registers=168, shares=True)
 ADDED = {"tile": 4096, "block_channels": 64}
 ADDING: dict[str, int | None] = {"num_warps": 4}
-SLOTS_BEGIN = 32  # numbers: a parameter's slots begin at a multiple of so many, that is at a line of the cache
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One kernel with its grid, arguments and options.
-
-    Attributes:
-        kernel: of :mod:`normscope.swaps.kernels.loops`.
-        grid: programs along each axis.
-        arguments: by name; tensors, sizes, what the kernel is compiled with, and None for what there is not.
-        options: what Triton compiles it with.
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    options: dict[str, int | None]
-
-    def run(self) -> None:
-        """Launch it on the device whose memory holds the tensors, or in Triton's interpreter."""
-        self.kernel[self.grid](**self.arguments, **self.options)
-
-    def compiled(self) -> Any:
-        """Compile it, or find it compiled: Triton's record of the kernel."""
-        return self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)
-
-
-Run = Callable[[Launch], None]
-
-
-def run(launch: Launch) -> None:
-    """Launch a kernel in Triton's own way."""
-    launch.run()
-
-
-def forward_launch(x: Tensor, y: Tensor, parameters: Parameters, layout: Layout, curve: str) -> Launch:
+def forward_launch(x: Tensor, y: Tensor, parameters: Parameters, layout: Layout, curve: str) -> KernelCall:
     """The launch that fills y, which has x's layout.
 
     Args:
@@ -106,21 +73,28 @@ def forward_launch(x: Tensor, y: Tensor, parameters: Parameters, layout: Layout,
         **_each(parameters), **constants, "curve": curve,
     }  # fmt: skip
     options = FORWARD.options if constants["multiple"] > 1 else {**FORWARD.options, "maxnreg": ALL_REGISTERS}
-    return Launch(loops.forward, (blocks * tiles * layout.outers,), arguments, options)
+    return KernelCall(loops.forward, (blocks * tiles * layout.outers,), arguments, options)
 
 
 def backward_launches(
-    dy: Tensor, x: Tensor, parameters: Parameters, gradients: Gradients, layout: Layout, curve: str
-) -> list[Launch]:
-    """The launches that fill the gradients that are not None: the pass over x, then that over the slots.
+    dy: Tensor,
+    x: Tensor,
+    parameters: Parameters,
+    gradients: Gradients,
+    layout: Layout,
+    curve: str,
+    scratch: Scratch | None = None,
+) -> list[KernelCall]:
+    """Return the calls that fill the gradients that are not None: the pass over x, then that over the slots.
 
     Args:
         dy: of x's shape.
         x: not empty.
         parameters: α, s, weight and bias, contiguous.
-        gradients: contiguous, but for that by x.
-        layout: of dy, x and the gradient by x; where that is not wanted, of x a second time.
+        gradients: contiguous, except that by x.
+        layout: of dy, x and the gradient by x; without that gradient, of x a second time.
         curve: as of :func:`forward_launch`.
+        scratch: memory for the slots; None to allocate it here.
     """
     filled = [] if gradients.x is None else [gradients.x]
     constants, each = _constants(layout, BACKWARD, [x, dy, *filled]), _each(parameters)
@@ -132,39 +106,31 @@ def backward_launches(
     runs = _parts(tiles, steps) * layout.outers
     at_once = multiprocessors(x.device) * BACKWARD.per_multiprocessor
     programs = min(runs, max(1, at_once // blocks))  # one more would begin when all others end
-    slots = _slots(x, {
-        name: 0 if getattr(gradients, name) is None
-        else programs * (layout.channels if each[f"{name}_each"] else blocks)
+    by_parameter = gradients._asdict()
+    sizes = {
+        f"{name}_slots": (torch.float32, programs * (layout.channels if each[f"{name}_each"] else blocks))
         for name in vars(parameters)
-    })  # fmt: skip
-    named_slots = {f"{name}_slots": slot for name, slot in slots.items()}
+        if by_parameter[name] is not None
+    }
+    slots = dict.fromkeys(f"{name}_slots" for name in vars(parameters)) | (
+        (scratch or Scratch(x.device))(sizes) if sizes else {}
+    )
     arguments = {
         **{"dy": dy, "x": x, "dx": gradients.x},
         **{name: part for name, part in vars(parameters).items() if name != "bias"},
-        **named_slots, **_sizes(layout, "dy x dx", constants["multiple"]), "programs": programs,
+        **slots, **_sizes(layout, "dy x dx", constants["multiple"]), "programs": programs,
         **each, **constants, "curve": curve, "steps": steps, "shares": BACKWARD.shares,
     }  # fmt: skip
-    launches = [Launch(loops.backward, (programs * blocks,), arguments, BACKWARD.options)]
-    if any(slot is not None for slot in slots.values()):
+    calls = [KernelCall(loops.backward, (programs * blocks,), arguments, BACKWARD.options)]
+    if sizes:
         columns = _parts(layout.channels, ADDED["block_channels"]) if any(each.values()) else 1
         adding = {
-            **named_slots, **{name: getattr(gradients, name) for name in slots},
+            **slots, **{f"d{name}": by_parameter[name] for name in vars(parameters)},
             "programs": programs, "slots_in_all": programs * blocks, "channels": layout.channels,
             **each, **ADDED,
         }  # fmt: skip
-        launches.append(Launch(loops.add_slots, (columns, len(slots)), adding, ADDING))
-    return launches
-
-
-def _slots(x: Tensor, sizes: dict[str, int]) -> dict[str, Tensor | None]:
-    """Cut one piece of memory into slots for each parameter, which begin where new memory could; None for none."""
-    slab = x.new_empty(sum(_parts(size, SLOTS_BEGIN) for size in sizes.values()) * SLOTS_BEGIN, dtype=torch.float32)
-    slots: dict[str, Tensor | None] = {}
-    begin = 0
-    for name, size in sizes.items():
-        slots[name] = slab[begin : begin + size] if size else None
-        begin += _parts(size, SLOTS_BEGIN) * SLOTS_BEGIN
-    return slots
+        calls.append(KernelCall(loops.add_slots, (columns, len(vars(parameters))), adding, ADDING))
+    return calls
 
 
 def _each(parameters: Parameters) -> dict[str, bool]:
@@ -256,46 +222,44 @@ def _sizes(layout: Layout, names: str, multiple: int) -> dict[str, int]:
     return sizes
 
 
-def forward(x: Tensor, parameters: Parameters, curve: str, behind: int, run: Run = run) -> Tensor:
+def forward(x: Tensor, parameters: Parameters, curve: str, behind: int, kind: Hashable = None) -> Tensor:
     """Return weight · f(αx + s) + bias, in one pass over x.
 
     Args:
         x: float32, bfloat16 or float16, of any shape and strides.
         parameters: α, s, weight and bias, each float32, bfloat16 or float16.
         curve: ``tanh``, ``isru`` or ``erf``.
-        behind: how many axes of x come after those of the channels.
-        run: what launches the kernel.
+        behind: the number of axes of x after those of the channels.
+        kind: what :func:`kind_of` returned, if it was called before.
 
     Returns:
-        A tensor of x's shape and dtype, and of its strides where they leave no gaps.
+        A tensor of x's shape and dtype, and of its strides if they leave no gaps.
 
     Raises:
-        UsageError: if the parameters are for other channels than x has.
+        UsageError: if the parameters do not match x's channels.
     """
-    axes = parameters.channel_axes(x, behind)
     y = torch.empty_like(x)
-    if x.numel() > 0:
-        (there, y_there), layout = _laid_out([x, y], axes)
-        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-            run(forward_launch(there, y_there, parameters.each(Tensor.contiguous), layout, curve))
-        if y_there is not y:
-            y.copy_(y_there)
+
+    def calls(scratch: Scratch) -> Iterator[KernelCall]:
+        axes = parameters.channel_axes(x, behind)
+        if x.numel() == 0:
+            return
+        (laid_x, laid_y), layout = _laid_out([x, y], axes)
+        yield forward_launch(laid_x, laid_y, parameters.each(Tensor.contiguous), layout, curve)
+        if laid_y is not y:
+            y.copy_(laid_y)
+
+    launch(kind or kind_of(x, parameters, curve, behind), {"x": x, "y": y, **vars(parameters)}, calls)
     return y
 
 
 def backward(
-    dy: Tensor,
-    x: Tensor,
-    parameters: Parameters,
-    curve: str,
-    behind: int,
-    wanted: Sequence[bool],
-    run: Run = run,
+    dy: Tensor, x: Tensor, parameters: Parameters, curve: str, behind: int, needed: Sequence[bool]
 ) -> Gradients:
     """Go back through :func:`forward` in one pass over dy and x, and one over what its programs have summed.
 
     ``dy`` is the gradient of the loss by :func:`forward`'s output, of x's shape and of any strides; ``x`` to ``behind``
-    are as there; ``wanted`` says which of the gradients by x, α, s, weight and bias are.
+    are as there; ``needed`` selects the gradients by x, α, s, weight and bias.
 
     Returns:
         Gradients of the shapes and dtypes of what they are by. The same inputs on the same device give the same bits.
@@ -303,26 +267,44 @@ def backward(
     Raises:
         UsageError: as there.
     """
-    axes = parameters.channel_axes(x, behind)
-    room = torch.empty if x.numel() > 0 else torch.zeros
-    of_input, *of_each = wanted
-    gradients = Gradients(
-        torch.empty_like(x) if of_input else None,
-        *(
-            room(part.shape, dtype=part.dtype, device=part.device) if needed and part is not None else None
-            for part, needed in zip(vars(parameters).values(), of_each, strict=True)
-        ),
-    )
-    if x.numel() > 0 and any(gradient is not None for gradient in gradients):
-        (dy_there, x_there, dx_there), layout = _laid_out([dy, x, x if gradients.x is None else gradients.x], axes)
-        filled = gradients if gradients.x is None else gradients._replace(x=dx_there)
-        parameters = parameters.each(Tensor.contiguous)
-        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-            for launch in backward_launches(dy_there, x_there, parameters, filled, layout, curve):
-                run(launch)
-        if gradients.x is not None and dx_there is not gradients.x:
-            gradients.x.copy_(dx_there)
+    allocate = torch.empty_like if x.numel() else torch.zeros_like
+    inputs = (x, *vars(parameters).values())
+    gradients = Gradients(*[
+        None if tensor is None or not need
+        else allocate(tensor) if tensor is x
+        else allocate(tensor, memory_format=torch.contiguous_format)
+        for tensor, need in zip(inputs, needed, strict=True)
+    ])  # fmt: skip
+
+    def calls(scratch: Scratch) -> Iterator[KernelCall]:
+        axes = parameters.channel_axes(x, behind)
+        if x.numel() == 0 or not any(gradient is not None for gradient in gradients):
+            return
+        (laid_dy, laid_x, laid_dx), layout = _laid_out([dy, x, x if gradients.x is None else gradients.x], axes)
+        filled = gradients if gradients.x is None else gradients._replace(x=laid_dx)
+        yield from backward_launches(
+            laid_dy, laid_x, parameters.each(Tensor.contiguous), filled, layout, curve, scratch
+        )
+        if gradients.x is not None and laid_dx is not gradients.x:
+            gradients.x.copy_(laid_dx)
+
+    kind = (kind_of(x, parameters, curve, behind), *needed, dy.stride(), dy.dtype, alignment(dy))
+    by = dict(zip(("dx", "dalpha", "dshift", "dweight", "dbias"), gradients, strict=True))
+    launch(kind, {"x": x, "dy": dy, **vars(parameters), **by}, calls)
     return gradients
+
+
+def kind_of(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Hashable:
+    """Return everything that launches depend on.
+
+    New memory, which outputs get, begins at 256 bytes at least, and its strides follow from x's.
+    """
+    alpha, shift, weight, bias = parameters.alpha, parameters.shift, parameters.weight, parameters.bias
+    return (
+        curve, behind, FORWARD, BACKWARD, x.shape, x.stride(), x.dtype, x.device, alignment(x, alpha, shift, weight, bias),
+        *[None if part is None else (part.shape, part.dtype, part.get_device(), part.is_contiguous())
+          for part in (alpha, shift, weight, bias)],
+    )  # fmt: skip
 
 
 def _laid_out(tensors: Sequence[Tensor], axes: tuple[int, int]) -> tuple[list[Tensor], Layout]:

@@ -243,7 +243,7 @@ def _add_up(
 @triton.jit
 def add_slots(
     alpha_slots: tl.tensor, shift_slots: tl.tensor, weight_slots: tl.tensor, bias_slots: tl.tensor,
-    alpha: tl.tensor, shift: tl.tensor, weight: tl.tensor, bias: tl.tensor,
+    dalpha: tl.tensor, dshift: tl.tensor, dweight: tl.tensor, dbias: tl.tensor,
     programs: tl.tensor, slots_in_all: tl.tensor, channels: tl.tensor,
     alpha_each: tl.constexpr, shift_each: tl.constexpr, weight_each: tl.constexpr, bias_each: tl.constexpr,
     tile: tl.constexpr, block_channels: tl.constexpr,
@@ -251,10 +251,10 @@ def add_slots(
     """Fill the parameters' gradients with the sums of their slots: a row of programs for each parameter."""
     parameter = tl.program_id(1)
     if parameter == 0:
-        _add_up(alpha_slots, alpha, programs, slots_in_all, channels, alpha_each, tile, block_channels)
+        _add_up(alpha_slots, dalpha, programs, slots_in_all, channels, alpha_each, tile, block_channels)
     elif parameter == 1:
-        _add_up(shift_slots, shift, programs, slots_in_all, channels, shift_each, tile, block_channels)
+        _add_up(shift_slots, dshift, programs, slots_in_all, channels, shift_each, tile, block_channels)
     elif parameter == 2:
-        _add_up(weight_slots, weight, programs, slots_in_all, channels, weight_each, tile, block_channels)
+        _add_up(weight_slots, dweight, programs, slots_in_all, channels, weight_each, tile, block_channels)
     else:
-        _add_up(bias_slots, bias, programs, slots_in_all, channels, bias_each, tile, block_channels)
+        _add_up(bias_slots, dbias, programs, slots_in_all, channels, bias_each, tile, block_channels)

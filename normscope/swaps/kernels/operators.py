@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from normscope.errors import UsageError
 from normscope.fits.curves.known import CURVES
 from normscope.swaps.kernels import eager
-from normscope.swaps.kernels.choice import EAGER, VARIABLE, by_kernels
+from normscope.swaps.kernels.choice import EAGER, VARIABLE, asked_for_plain_torch, by_kernels, unseen
 from normscope.swaps.kernels.parameters import Parameters
 
-plans: Any = None  # normscope.swaps.kernels.plans, which imports Triton, from the first launch on
+_GIVEN = 6  # of the operator's arguments, curve and behind are one argument of _Pointwise
+launches: Any = None  # normscope.swaps.kernels.launch, which imports Triton, from the first launch on
 
 
 def _launching() -> Any:
-    global plans
-    if plans is None:
-        plans = import_module("normscope.swaps.kernels.plans")
-    return plans
+    global launches
+    if launches is None:
+        launches = import_module("normscope.swaps.kernels.launch")
+    return launches
 
 
 @torch.library.custom_op("normscope::pointwise", mutates_args=())
@@ -53,7 +56,7 @@ def pointwise(
     """
     parameters = Parameters(alpha, shift, weight, bias)
     if by_kernels(curve, x.device, x.dtype):
-        y: Tensor = _launching().forward((x, alpha, shift, weight, bias), curve, behind)
+        y: Tensor = _launching().forward(x, parameters, curve, behind)
         return y
     parameters.channel_axes(x, behind)
     return torch.empty_like(x).copy_(eager.pointwise(x, CURVES[curve].function, parameters, behind))
@@ -89,7 +92,7 @@ def pointwise_backward(
     wanted = (of_input, *[of_parameters] * len(vars(parameters)))
     gradients: tuple[Tensor | None, ...]
     if by_kernels(curve, x.device, x.dtype):
-        gradients = _launching().backward(dy, (x, alpha, shift, weight, bias), curve, behind, wanted)
+        gradients = _launching().backward(dy, x, parameters, curve, behind, wanted)
     else:
         parameters.channel_axes(x, behind)
         f, derivative = CURVES[curve].function, CURVES[curve].derivative
@@ -173,3 +176,52 @@ def _back_twice(ctx: Any, of_gradients: list[Tensor]) -> tuple[None, ...]:
 
 
 pointwise_backward.register_autograd(_back_twice)
+
+
+def bypassed(
+    x: Tensor, alpha: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor | None, curve: str, behind: int
+) -> Tensor | None:
+    """Return what :func:`pointwise` returns, without torch's dispatcher; None where the operator has to be called.
+
+    For small tensors, torch's work around an operator written in Python takes longer than everything else. The operator
+    is called the first time, because it decides whether there is a kernel and caches its launch; and where dispatch
+    modes, tensor subclasses, transforms or forward mode have to see it.
+    """
+    if launches is None or asked_for_plain_torch() or not unseen(x, alpha, shift, weight, bias):
+        return None
+    parameters = Parameters(alpha, shift, weight, bias)
+    kind = launches.kind_of(x, parameters, curve, behind)
+    if not launches.is_planned(kind):
+        return None
+    if torch.is_grad_enabled() and any(
+        [part is not None and part.requires_grad for part in (x, alpha, shift, weight, bias)]
+    ):
+        return _apply(x, alpha, shift, weight, bias, (parameters, curve, behind, kind))
+    y: Tensor = launches.forward(x, parameters, curve, behind, kind)
+    return y
+
+
+class _Pointwise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, alpha: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor | None, call: Any
+    ) -> Tensor:
+        ctx.save_for_backward(x, alpha, shift, weight, bias)
+        parameters, ctx.curve, ctx.behind, kind = call
+        y: Tensor = launches.forward(x, parameters, ctx.curve, ctx.behind, kind)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        # The operator is what compilers see, and refuses gradients of gradients and batched gradients.
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or is_legacy_batchedtensor(dy):
+            return back(ctx, dy)[:_GIVEN]
+        x, *parts = saved = ctx.saved_tensors
+        if not unseen(dy, *saved):
+            return back(ctx, dy)[:_GIVEN]
+        needed = ctx.needs_input_grad[:-1]
+        return (*launches.backward(dy, x, Parameters(*parts), ctx.curve, ctx.behind, needed), None)
+
+
+# Function.apply without its support of torch.func's transforms, which bypassed() excludes.
+_apply: Callable[..., Tensor] = super(torch.autograd.Function, _Pointwise).apply

@@ -203,7 +203,7 @@ def test_an_exported_program_is_compiled_for_a_gpu(monkeypatch, tmp_path, asked)
 def in_the_interpreter() -> None:
     for curve in CURVES:
         net = nn.Sequential(nn.Linear(4, C), PointwiseFunction(curve, C, alpha=0.7, shift=0.1), nn.Linear(C, 3))
-        with mock.patch("normscope.swaps.kernels.launch.Launch.run", autospec=True, side_effect=RUN) as launched:
+        with mock.patch("normscope.runtime.launches.KernelCall.run", autospec=True, side_effect=RUN) as launched:
             held_against_float64(net, torch.compile(net, fullgraph=True, backend="aot_eager", dynamic=True))
             assert launched.call_count == 3  # forward, backward, and what adds up
             net.requires_grad_(False)
@@ -227,7 +227,7 @@ def held_against_float64(net, compiled) -> None:
 
 
 if __name__ == "__main__":
-    from normscope.swaps.kernels.launch import Launch
+    from normscope.runtime.launches import KernelCall
 
-    RUN = Launch.run
+    RUN = KernelCall.run
     in_the_interpreter()

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from normscope.pairs.sums.binning import PAIR_GRID, reference
 from normscope.pairs.sums.binning.cuda_draw import draw
-from normscope.pairs.sums.binning.cuda_launches import KernelCall, launched
 from normscope.pairs.sums.binning.cuda_loop import GATHERED, describe
 from normscope.pairs.sums.binning.cuda_pairs import COUNTED, add_pairs, flush
 from normscope.pairs.sums.sampling import FOLDS, GROUPED_WIDTH, NO_KEY, ONE_ELEMENT_IN, PairSample
 from normscope.pairs.sums.tokens import Run, Tokens
+from normscope.runtime.launches import KernelCall, Scratch, alignment, launch
 
 if TYPE_CHECKING:
     from normscope.pairs.sums.stats import PairStats
@@ -59,9 +59,9 @@ def add(stats: PairStats, tokens: Tokens) -> None:
         kind = (
             *(n, d, rows.dtype, rows.device, len(tokens.runs), tokens.valid is None, tokens.groups, tokens.channels),
             *(lines.form, lines.eps, lines.shift is None or lines.shift.dtype, lines.rstd is None or lines.rstd.dtype),
-            *(stats.grouped, len(stats.tokens.key), len(stats.largest.key)),
+            *(stats.grouped, len(stats.tokens.key), len(stats.largest.key), alignment(*memory.values())),
         )
-        launched(kind, memory, _said(n, lines.form is None), lambda: _launches(stats, tokens, n, d))
+        launch(kind, memory, lambda scratch: _launches(stats, tokens, scratch))
         stats.moments, stats.density = kept["moments"], kept["density"]
         stats.pairs = PairSample(*(kept[f"pair_{name}"] for name in ("keys", "x", "y", "channel")))
         reference.add_optional(stats, tokens)
@@ -111,8 +111,10 @@ def _major(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if there else 9
 
 
-def _launches(stats: PairStats, tokens: Tokens, n: int, d: int) -> Iterator[KernelCall]:
-    """Say which kernels a call of ``n`` tokens of ``d`` elements takes."""
+def _launches(stats: PairStats, tokens: Tokens, scratch: Scratch) -> Iterator[KernelCall]:
+    """Yield the kernel calls for some tokens; :func:`launch` adds the tensors by name."""
+    n, d = tokens.rows.shape
+    scratch(_said(n, tokens.lines.form is None))
     uniform, largest = len(stats.tokens.key), len(stats.largest.key)
     # Below it, enough of so many uniformly distributed keys lie to fill the uniform sample, almost surely.
     cut = min(NO_KEY, NO_KEY // n * _TIMES_THE_PLACES * uniform)
@@ -121,8 +123,8 @@ def _launches(stats: PairStats, tokens: Tokens, n: int, d: int) -> Iterator[Kern
     yield KernelCall(
         describe,
         (triton.cdiv(n, at_once),),
-        {"n": n, "d": d, "n_runs": n_runs, "half": triton.next_power_of_2(n_runs) // 2, "cut": cut},
-        {
+        {"n": n, "d": d, "n_runs": n_runs, "half": triton.next_power_of_2(n_runs) // 2, "cut": cut}
+        | {
             "eps": tokens.lines.eps,
             "centred": form is not None and form.centred,
             "about_mean": form is not None and form.about_mean,
@@ -150,14 +152,14 @@ def _launches(stats: PairStats, tokens: Tokens, n: int, d: int) -> Iterator[Kern
         numbers |= {"steps": steps, "per_token": d // width, "groups": groups, "channels": tokens.channels}
         constants = {"cells": _CELLS, "grouped": grouped, "at_once": at_once, "tile": tile}
         grid = (columns, triton.cdiv(in_rows, steps))  # of which the second may be 65,535 at most
-        yield KernelCall(add_pairs, grid, numbers, constants, options_to_add(_major(stats.moments.device)))
-        yield KernelCall(flush, (triton.cdiv(_CELLS, _FLUSHED),), {"cells": _CELLS}, {"tile": _FLUSHED})
+        yield KernelCall(add_pairs, grid, numbers | constants, options_to_add(_major(stats.moments.device)))
+        yield KernelCall(flush, (triton.cdiv(_CELLS, _FLUSHED),), {"cells": _CELLS, "tile": _FLUSHED})
     yield KernelCall(
         draw,
         (2 + triton.cdiv(n, _LOOKED_AFTER),),
         {"n": n, "d": d, "cut": cut, "groups": groups, "per_token": d // tokens.positions}
-        | {"positions": tokens.positions},
-        {
+        | {"positions": tokens.positions}
+        | {
             "cells": _CELLS + _ADDED,
             "uniform": uniform,
             "largest": largest,

@@ -18,13 +18,15 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from normscope.inputs.batch import Batch, Sample  # noqa: E402
+from normscope.pairs.norms import formulas  # noqa: E402
 from normscope.pairs.norms.formulas import FORMS, layer_norm  # noqa: E402
 from normscope.pairs.norms.trace import find_norms  # noqa: E402
 from normscope.pairs.recorder import Recorder, Summing  # noqa: E402
 from normscope.pairs.sums import stats as loops  # noqa: E402
-from normscope.pairs.sums.binning import PAIR_GRID, cuda, cuda_draw, cuda_launches, cuda_loop, cuda_pairs  # noqa: E402
+from normscope.pairs.sums.binning import PAIR_GRID, cuda, cuda_draw, cuda_loop, cuda_pairs  # noqa: E402
 from normscope.pairs.sums.stats import PairStats  # noqa: E402
 from normscope.pairs.sums.tokens import Lines, Run, Tokens  # noqa: E402
+from normscope.runtime import launches as launches_module  # noqa: E402
 
 LAYER_NORM = Lines(FORMS[layer_norm], 1e-6)
 
@@ -88,7 +90,7 @@ def launches(monkeypatch) -> list[str]:
         monkeypatch.setattr(cuda, name, Launched(getattr(cuda, name), noted))
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
     monkeypatch.setattr(cuda, "_stream", lambda device: 0)
-    monkeypatch.setattr(cuda_launches, "_watched", lambda: True)
+    monkeypatch.setattr(launches_module, "_watched", lambda: True)
     monkeypatch.setattr(loops, "why_no_launcher", lambda: "")
     return noted
 
@@ -284,7 +286,7 @@ def test_the_kernels_compile_for_what_a_capture_launches_them_with(
     for module, name in zip((cuda_loop, cuda_pairs, cuda_pairs, cuda_draw), KERNELS_OF_A_CALL, strict=True):
         monkeypatch.setattr(cuda, name, Compiled(getattr(module, name), made))
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
-    monkeypatch.setattr(cuda_launches, "_watched", lambda: True)
+    monkeypatch.setattr(launches_module, "_watched", lambda: True)
     rows = torch.ones(shape, dtype=dtype)
     line = torch.ones(len(rows), dtype=torch.float64)
     lines = Lines(shift=line, rstd=line) if of_lines else LAYER_NORM
@@ -292,3 +294,75 @@ def test_the_kernels_compile_for_what_a_capture_launches_them_with(
     cuda.add(stats, Tokens(rows, lines, [Run(0, len(rows), 0, 1, 0, 0)], channels, groups))
     assert len(made) == 8
     assert all("cubin" in kernel.asm and ".local" not in kernel.asm["ptx"] for kernel in made)
+
+
+CASES = {
+    "a Transformer's": ((40, 768), torch.bfloat16, "layer_norm", None, False),
+    "as wide as wastes": ((40, 1152), torch.float16, "rms_norm", None, False),
+    "padded": ((33, 65), torch.float32, "layer_norm", None, True),
+    "one element": ((1, 1), torch.float32, "layer_norm", None, False),
+    "groups": ((6, 300), torch.float32, "layer_norm", 2, False),
+    "groups of a batch": ((16, 4096), torch.bfloat16, None, 4, False),
+    "more pairs than float32 counts": ((2**16 + 1, 2**8), torch.bfloat16, "rms_norm", None, False),
+}
+KERNELS = tuple(getattr(cuda, name) for name in KERNELS_OF_A_CALL)
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """Record launches, and keep all memory, so that addresses are not used twice."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[4] / "benchmarks")
+    for name in ("empty", "zeros"):
+        make = getattr(torch, name)
+        monkeypatch.setattr(
+            torch, name, lambda *given, make=make, **more: kept.append(make(*given, **more)) or kept[-1]
+        )
+    make = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *given, **more: kept.append(make(*given, **more)) or kept[-1])
+    kept = []
+    with importlib.import_module("recorded_launches").recorded(kernels=KERNELS) as own:
+        yield own
+    kept.clear()
+
+
+def launched(driver, stats, tokens):
+    """Return what a call launches, with an address replaced by its rank among those of the call's own kind."""
+    begin = len(driver.launches)
+    cuda.add(stats, tokens)
+    made = driver.launches[begin:]
+    named = {}
+    for one in made:
+        for place in one.arguments:
+            if isinstance(place, int) and place > 2**40:
+                named.setdefault(place, f"address {len(named)}")
+    return [(one.kernel, one.grid, one.function, [named.get(a, a) for a in one.arguments]) for one in made]
+
+
+@pytest.mark.skipif(not isinstance(cuda.draw, triton.JITFunction), reason="Triton interprets kernels here")
+@pytest.mark.parametrize("case", CASES)
+def test_a_cached_launch_passes_to_the_driver_what_triton_does(driver, monkeypatch, case):
+    (n, d), dtype, form, groups, padded = CASES[case]
+    stats = PairStats.empty(d if groups is None else 4 * groups, grouped=groups is not None)
+    given = torch.ones(n, dtype=torch.float64)
+    lines = Lines(FORMS[getattr(formulas, form)], 1e-6) if form else Lines(shift=given, rstd=given.clone())
+    valid = torch.ones(n, dtype=torch.bool) if padded else None
+    runs = [Run(0, n // 2, 0, 5, 0, 0), Run(n // 2, n, 1, 6, 0, 1)]
+    tokens = Tokens(torch.ones(n, d, dtype=dtype), lines, runs, stats.channels, groups, valid)
+    with monkeypatch.context() as patch:
+        patch.setattr(launches_module, "_watched", lambda: True)
+        by_triton = launched(driver, stats, tokens)
+    assert [by_triton[0][0], by_triton[-1][0]] == ["describe", "draw"]
+    assert launched(driver, stats, tokens) == by_triton
+    driver.stream += 64
+    monkeypatch.setattr(cuda, "_launches", None)  # nothing is computed again
+    assert launched(driver, stats, tokens) == by_triton
+    assert driver.launches[-1].stream == driver.stream
+
+
+@pytest.mark.skipif(not isinstance(cuda.draw, triton.JITFunction), reason="Triton interprets kernels here")
+def test_unaligned_tokens_are_launched_with_a_kernel_of_their_own(driver):
+    stats, memory = PairStats.empty(16), torch.ones(4 * 16 + 1)
+    for rows in (memory[:-1].view(4, 16), memory[1:].view(4, 16)) * 2:
+        launched(driver, stats, Tokens(rows, LAYER_NORM, [Run(0, 4, 0, 5, 0, 0)], 16))
+    functions = [[one.function for one in driver.launches[start : start + 4]] for start in (0, 4, 8, 12)]
+    assert functions[0] == functions[2] != functions[1] == functions[3]

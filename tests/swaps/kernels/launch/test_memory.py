@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from truth import DEVICE, EVERY, GPU, OF_INPUT, OF_PARAMETERS, agree, hold, numbers, parameters, truth
 
+from normscope.runtime.launches import KernelCall
 from normscope.swaps.kernels import launch
 from normscope.swaps.kernels import launch as fused
 from normscope.swaps.kernels.eager import Gradients
-from normscope.swaps.kernels.launch import Launch, backward_launches, forward_launch
+from normscope.swaps.kernels.launch import backward_launches, forward_launch
 from normscope.swaps.kernels.parameters import layout_of
 
 HALF = torch.bfloat16
@@ -77,7 +78,7 @@ def hold_nan(storage: torch.UntypedStorage) -> None:
 in_the_interpreter = pytest.mark.skipif(GPU, reason="on a GPU test_far.py runs the whole of it")
 
 
-def run_the_last_two(whole: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_the_last_two(whole: KernelCall, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the last two programs of hundreds of thousands."""
     from triton.runtime.interpreter import interpreter_builder
 

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from truth import BY_NUMPY, DEVICE, EVERY, agree, numbers, on_a_gpu, parameters, truth
 
-from normscope.swaps.kernels import launch, plans
+from normscope.runtime import launches
+from normscope.swaps.kernels import launch
 from normscope.swaps.kernels.parameters import Parameters
 
 pytestmark = on_a_gpu
@@ -31,8 +32,7 @@ def given(name: str, curve: str, seed: int = 0) -> tuple[Tensor, Tensor, Paramet
 
 def all_of(x: Tensor, dy: Tensor, own: Parameters, curve: str, behind: int) -> list[Tensor]:
     """Compute everything: the first time by Triton's own launches, and then by a plan of them."""
-    given = (x, *vars(own).values())
-    return [plans.forward(given, curve, behind), *plans.backward(dy, given, curve, behind, EVERY)]
+    return [launch.forward(x, own, curve, behind), *launch.backward(dy, x, own, curve, behind, EVERY)]
 
 
 def same_bits(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -61,12 +61,14 @@ def test_the_same_bits_twenty_times_and_beside_other_work(name, curve):
 
 @each_curve
 @each_shape
-def test_a_plan_gives_the_bits_of_tritons_own_launches(name, curve):
+def test_a_plan_gives_the_bits_of_tritons_own_launches(name, curve, monkeypatch):
     x, dy, own, behind = given(name, curve)
-    expected = [launch.forward(x, own, curve, behind), *launch.backward(dy, x, own, curve, behind, EVERY)]
+    with monkeypatch.context() as patch:
+        patch.setattr(launches, "_watched", lambda: True)
+        expected = all_of(x, dy, own, curve, behind)
     for _ in range(3):
         assert same_bits(expected, all_of(x, dy, own, curve, behind))
-    assert name == "cut out" or any(isinstance(plan, plans.Plan) for plan in plans._plans.values())
+    assert name == "cut out" or any(launches._plans.values())
 
 
 @each_shape
@@ -114,9 +116,9 @@ def test_replayed_from_a_graph_with_other_numbers(name, curve):
     torch.cuda.current_stream().wait_stream(warm)
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(forward):
-        y = plans.forward((x, *vars(own).values()), curve, behind)
+        y = launch.forward(x, own, curve, behind)
     with torch.cuda.graph(backward):
-        gradients = plans.backward(dy, (x, *vars(own).values()), curve, behind, EVERY)
+        gradients = launch.backward(dy, x, own, curve, behind, EVERY)
     for seed in (10, 20):
         new_x, new_dy, _, _ = given(name, curve, seed)
         x.copy_(new_x)

@@ -1,4 +1,4 @@
-"""Plans held to what Triton itself passes to the driver, by a driver that notes launches."""
+"""Cached launches against what Triton itself passes to the driver, by a driver that records launches."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,8 @@ pytest.importorskip("triton", reason="Triton is made for Linux alone")
 from triton import knobs
 from triton.runtime import driver as driver_of_triton
 
-from normscope.swaps.kernels import launch, loops, plans
+from normscope.runtime import launches as cached
+from normscope.swaps.kernels import launch, loops
 from normscope.swaps.kernels.parameters import Parameters
 
 EVERY = (True,) * 5
@@ -33,19 +34,22 @@ def parts(channels=64, shift=False, bias=True, each=False, dtype=torch.float32):
     )
 
 
-def by_plans(x, dy, own, curve="tanh", behind=0, wanted=EVERY):
-    return [plans.forward((x, *own), curve, behind), *plans.backward(dy, (x, *own), curve, behind, wanted)]
-
-
-def by_triton(x, dy, own, curve="tanh", behind=0, wanted=EVERY):
+def call(x, dy, own, curve="tanh", behind=0, needed=EVERY):
     parameters = Parameters(*own)
-    return [launch.forward(x, parameters, curve, behind), *launch.backward(dy, x, parameters, curve, behind, wanted)]
+    return [launch.forward(x, parameters, curve, behind), *launch.backward(dy, x, parameters, curve, behind, needed)]
 
 
-def taken(driver, call, *given, **more):
+def planned():
+    return [plan is not None for plan in cached._plans.values()]
+
+
+def taken(driver, *given, by_triton=False, **more):
     """Return what a call launches, with numbers in place of addresses, and what it returned."""
     begin = len(driver.launches)
-    made = call(*given, **more)
+    with pytest.MonkeyPatch.context() as patch:
+        if by_triton:
+            patch.setattr(cached, "_watched", lambda: True)
+        made = call(*given, **more)
     x, dy, own = given[:3]
     named = {tensor.data_ptr(): place for place, tensor in enumerate((x, dy, *own, *made)) if tensor is not None}
     return [without_addresses(one, named) for one in driver.launches[begin:]], made
@@ -91,12 +95,12 @@ def test_a_plan_passes_what_triton_passes(launches, data):
             more = {
                 "curve": data.draw(st.sampled_from(["tanh", "isru", "erf"])),
                 "behind": behind,
-                "wanted": data.draw(st.tuples(*[st.booleans()] * 5)),
+                "needed": data.draw(st.tuples(*[st.booleans()] * 5)),
             }
-            expected, _ = taken(driver, by_triton, x, dy, own, **more)
-            first, _ = taken(driver, by_plans, x, dy, own, **more)
+            expected, _ = taken(driver, x, dy, own, by_triton=True, **more)
+            first, _ = taken(driver, x, dy, own, **more)
             driver.stream += 1
-            then, made = taken(driver, by_plans, x, dy, own, **more)
+            then, made = taken(driver, x, dy, own, **more)
             assert first == expected
             assert then == [(kernel, grid, driver.stream, *rest) for kernel, grid, _, *rest in expected]
             for one, like in zip(made, (x, x, *own), strict=True):
@@ -107,11 +111,11 @@ def test_a_plan_passes_what_triton_passes(launches, data):
 
 def test_plans_are_made_and_followed(driver, monkeypatch):
     x, own = torch.zeros(8, 64), parts()
-    by_plans(x, x, own)
-    assert [type(plan) for plan in plans._plans.values()] == [plans.Plan] * 2
-    monkeypatch.setattr(launch, "forward", None)
-    monkeypatch.setattr(launch, "backward", None)
-    by_plans(x, x, own)
+    call(x, x, own)
+    assert planned() == [True, True]
+    monkeypatch.setattr(launch, "forward_launch", None)
+    monkeypatch.setattr(launch, "backward_launches", None)
+    call(x, x, own)
     assert [one.kernel for one in driver.launches] == ["forward", "backward", "add_slots"] * 2
 
 
@@ -121,9 +125,9 @@ def test_kernels_that_triton_has_compiled_are_followed_too(launches, tmp_path, m
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with launches.recorded(compiling=True) as driver:
         x, own = torch.zeros(8, 64), parts()
-        first, _ = taken(driver, by_plans, x, x, own)
-        assert [type(plan) for plan in plans._plans.values()] == [plans.Plan] * 2
-        assert taken(driver, by_plans, x, x, own)[0] == first
+        first, _ = taken(driver, x, x, own)
+        assert planned() == [True, True]
+        assert taken(driver, x, x, own)[0] == first
         assert len({one.function for one in driver.launches}) == 3
 
 
@@ -147,7 +151,7 @@ def with_metadata_of_each_launch(compiled):
     """One that passes to its launcher what is not known before."""
 
     class Other(compiled):
-        packed_metadata = property(lambda self: [4, 1, 0], lambda self, value: None)
+        packed_metadata = property(lambda self: object(), lambda self, value: None)
 
     return Other
 
@@ -157,20 +161,10 @@ def test_a_triton_of_another_kind_launches_by_itself(launches, monkeypatch, othe
     monkeypatch.setattr(launches, "Compiled", other(launches.Compiled))
     with launches.recorded() as driver:
         x, own = torch.zeros(8, 64), parts()
-        expected = taken(driver, by_triton, x, x, own)[0]
+        expected = taken(driver, x, x, own, by_triton=True)[0]
         for _ in range(3):
-            assert taken(driver, by_plans, x, x, own)[0] == expected
-        assert list(plans._plans.values()) == [None, None]
-
-
-CHAINED = pytest.mark.skipif(OLD, reason="Triton 3.4 has one hook, and no chain of them")
-
-
-def hooks(name, calls):
-    def hook(*_, **__):
-        calls.append(name)
-
-    return hook
+            assert taken(driver, x, x, own)[0] == expected
+        assert planned() == [False, False]
 
 
 @contextlib.contextmanager
@@ -182,45 +176,29 @@ def in_a_chain(name, hook):
         getattr(knobs.runtime, name).remove(hook)
 
 
-@contextlib.contextmanager
-def before_a_kernel(name, hook):
-    loops.__dict__[name].add_pre_run_hook(hook)
-    try:
-        yield
-    finally:
-        loops.__dict__[name].pre_run_hooks.remove(hook)
-
-
-@pytest.mark.parametrize(
-    ("put", "name"),
-    [
-        pytest.param(in_a_chain, "launch_enter_hook", marks=CHAINED),
-        pytest.param(in_a_chain, "launch_exit_hook", marks=CHAINED),
-        (before_a_kernel, "forward"),
-        (before_a_kernel, "add_slots"),
-    ],
-)
+@pytest.mark.skipif(OLD, reason="Triton 3.4 has one hook, and no chain of them")
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 @pytest.mark.parametrize("before", [False, True])
-def test_hooks_hear_of_every_launch(driver, put, name, before):
+def test_hooks_hear_of_every_launch(driver, name, before):
     x, own, calls = torch.zeros(8, 64), parts(), []
     if before:
-        by_plans(x, x, own)
-    with put(name, hooks(name, calls)):
+        call(x, x, own)
+    with in_a_chain(name, lambda *_, **__: calls.append(name)):
         for _ in range(2):
-            by_plans(x, x, own)
-    assert len(calls) == (2 * 3 if put is in_a_chain else 2)
-    by_plans(x, x, own)
-    by_plans(x, x, own)
-    assert [type(plan) for plan in plans._plans.values()] == [plans.Plan] * 2
+            call(x, x, own)
+    assert len(calls) == 2 * 3
+    call(x, x, own)
+    call(x, x, own)
+    assert planned() == [True, True]
     assert not any(one.hooked for one in driver.launches[-3:])
 
 
 def test_what_changes_how_triton_compiles_goes_to_triton(driver, monkeypatch):
     x, own = torch.zeros(8, 64), parts()
-    by_plans(x, x, own)
+    call(x, x, own)
     functions = {one.function for one in driver.launches}
     monkeypatch.setattr(knobs.runtime, "debug", True)
-    by_plans(x, x, own)
+    call(x, x, own)
     assert not functions & {one.function for one in driver.launches[3:]}  # compiled anew, with its checks
     monkeypatch.undo()
 
@@ -229,7 +207,7 @@ def test_the_stream_is_the_current_one_of_each_call(driver):
     x, own = torch.zeros(8, 64), parts()
     for stream in (0, 7, 2**50):
         driver.stream = stream
-        by_plans(x, x, own)
+        call(x, x, own)
         assert {one.stream for one in driver.launches[-3:]} == {stream}
 
 
@@ -246,25 +224,25 @@ def test_a_gpu_that_is_not_the_current_one_becomes_it_for_the_launch(driver, mon
             driver.device = self.before
 
     x, own, seen = torch.zeros(8, 64), parts(), []
-    by_plans(x, x, own)
+    call(x, x, own)
     monkeypatch.setattr(torch.cuda, "device", Current)
     driver.device = 3
-    by_plans(x, x, own)
+    call(x, x, own)
     assert seen == [-1, -1]  # x's own, forward and backward
     assert driver.device == 3
     assert len(driver.launches) == 6
 
 
 def test_only_so_many_plans_are_kept(driver, monkeypatch):
-    monkeypatch.setattr(plans, "LIMIT", 4)
+    monkeypatch.setattr(cached, "LIMIT", 4)
     own = parts()
     for rows in (*range(1, 8), 7, 7):
         x = torch.zeros(rows, 64)
-        by_plans(x, x, own)
-        assert len(plans._plans) <= 4
+        call(x, x, own)
+        assert len(cached._plans) <= 4
     assert len(driver.launches) == 3 * 9
-    monkeypatch.setattr(launch, "forward", None)
-    plans.forward((torch.zeros(7, 64), *own), "tanh", 0)  # the newest are there
+    monkeypatch.setattr(launch, "forward_launch", None)
+    launch.forward(torch.zeros(7, 64), Parameters(*own), "tanh", 0)  # the newest are there
 
 
 def test_what_is_copied_first_or_empty_has_no_plan(driver):
@@ -275,11 +253,9 @@ def test_what_is_copied_first_or_empty_has_no_plan(driver):
         (torch.zeros(3, 12, 1), scattered),
         (torch.zeros(0, 12, 1), scattered),
     ):
-        own = (torch.ones(1), None, weight, None)
         for _ in range(2):
-            by_plans(x, x, own, behind=1)
-    assert len(plans._plans) == 6
-    assert set(plans._plans.values()) == {None}
+            call(x, x, (torch.ones(1), None, weight, None), behind=1)
+    assert planned() == 6 * [False]
     assert len(driver.launches) == 2 * 2 * 3
 
 
@@ -287,7 +263,7 @@ def test_slots_are_one_piece_of_memory_and_only_those_that_are_wanted(driver):
     x, own = torch.zeros(300, 64), parts(shift=True, each=True)
     for wanted in (EVERY, (True, False, True, True, False), (False, False, False, False, True)):
         for _ in range(2):
-            made = plans.backward(x, (x, *own), "erf", 0, wanted)
+            made = launch.backward(x, x, Parameters(*own), "erf", 0, wanted)
             assert [gradient is not None for gradient in made] == list(wanted)
         for one in driver.launches[-2:]:
             given = dict(zip(loops.__dict__[one.kernel].arg_names, one.arguments, strict=True))
@@ -307,7 +283,7 @@ def test_threads_launch_what_is_theirs(driver):
         try:
             for number in range(40):
                 x = torch.zeros(shapes[(number + offset) % len(shapes)])
-                plans.forward((x, *own), "tanh", 0)
+                launch.forward(x, Parameters(*own), "tanh", 0)
         except Exception as error:
             failed.append(error)
 
@@ -318,7 +294,7 @@ def test_threads_launch_what_is_theirs(driver):
         thread.join()
     assert not failed
     assert len(driver.launches) == 6 * 40
-    assert len(plans._plans) == len(shapes)
+    assert len(cached._plans) == len(shapes)
     names = loops.forward.arg_names
     for one in driver.launches:
         given = dict(zip(names, one.arguments, strict=True))
@@ -329,11 +305,11 @@ def test_threads_launch_what_is_theirs(driver):
 def test_another_tiling_is_another_kernel(driver, monkeypatch):
     """Which is how tilings are compared."""
     x, own = torch.zeros(8, 64), parts()
-    by_plans(x, x, own)
+    call(x, x, own)
     tiling = dataclasses.replace(launch.BACKWARD, shares=not launch.BACKWARD.shares)
     monkeypatch.setattr(launch, "BACKWARD", tiling)
-    expected = taken(driver, by_triton, x, x, own)[0]
+    expected = taken(driver, x, x, own, by_triton=True)[0]
     for _ in range(2):
-        assert taken(driver, by_plans, x, x, own)[0] == expected
+        assert taken(driver, x, x, own)[0] == expected
     functions = {one.function for one in driver.launches if one.kernel == "backward"}
     assert len(functions) == 2

@@ -5,7 +5,9 @@ import shutil
 import stat
 import subprocess
 import sys
+import sysconfig
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +18,11 @@ triton = pytest.importorskip("triton", reason="Triton is made for Linux alone")
 from normscope.errors import UsageError  # noqa: E402
 from normscope.pairs.norms.formulas import FORMS, layer_norm  # noqa: E402
 from normscope.pairs.sums import stats as loops  # noqa: E402
-from normscope.pairs.sums.binning import cuda, cuda_launcher, reference  # noqa: E402
-from normscope.pairs.sums.binning.cuda_launcher import VARIABLE, why_no_launcher  # noqa: E402
+from normscope.pairs.sums.binning import cuda, reference  # noqa: E402
 from normscope.pairs.sums.stats import PairStats  # noqa: E402
 from normscope.pairs.sums.tokens import Lines, Run, Tokens  # noqa: E402
+from normscope.runtime import launches  # noqa: E402
+from normscope.runtime.launches import VARIABLE, why_no_launcher  # noqa: E402
 from normscope.swaps.kernels import choice  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
@@ -42,7 +45,7 @@ def untried(monkeypatch, tmp_path):
 def forget():
     """Triton 3.8 remembers which compiler it has found, as a process does that has one all the time."""
     found = getattr(triton.runtime.build, "_find_compiler", None)
-    for remembered in filter(None, (cuda_launcher._tried, cuda_launcher._warn, found)):
+    for remembered in filter(None, (launches._tried, launches._warn, found)):
         remembered.cache_clear()
 
 
@@ -66,7 +69,8 @@ def tried_anew() -> str:
 
 
 needs_a_compiler = pytest.mark.skipif(
-    not (shutil.which("gcc") or shutil.which("clang")) or not cuda_launcher._with_headers(),
+    not (shutil.which("gcc") or shutil.which("clang"))
+    or not (Path(sysconfig.get_config_var("INCLUDEPY")) / "Python.h").exists(),
     reason="There is no C compiler here, or no Python.h.",
 )
 
@@ -166,8 +170,8 @@ def test_headers_that_are_not_there_are_named(monkeypatch, tmp_path, said):
     compiler.write_text("#!/bin/sh\nexit 1\n")
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("CC", str(compiler))
-    monkeypatch.setattr(cuda_launcher, "_headers", lambda: "/nowhere/include")
-    assert "(gcc ended with status 1, and there is no Python.h in /nowhere/include)" in why_no_launcher()
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: "/nowhere/include")
+    assert "(gcc ended with status 1, and there is no /nowhere/include/Python.h)" in why_no_launcher()
 
 
 def test_a_cache_that_cannot_be_written_is_named(monkeypatch, tmp_path, said):
@@ -179,7 +183,7 @@ def test_a_cache_that_cannot_be_written_is_named(monkeypatch, tmp_path, said):
 DRIVER = """
 import torch
 torch.cuda.is_available = lambda: True  # Triton asks nothing more before it builds
-from normscope.pairs.sums.binning.cuda_launcher import why_no_launcher
+from normscope.runtime.launches import why_no_launcher
 print(why_no_launcher())
 """
 
