@@ -75,10 +75,7 @@ HELD_BY = {
     "cli/commands/test_gradient.py": {"tables/gradient"},
     "figures/test_scurves.py": {"figures/panels", "figures/notes"},
     "figures/test_speed.py": {"tables/speed"},
-    "fits/curves/test_known.py": {"fits/curves/functions", "fits/curves/properties"},
-    "fits/solving/test_solve.py": {"fits/solving/objective"},
     "fits/test_fit.py": {"fits/curve_fit"},
-    "fits/views/test_gradient.py": {"fits/views/jacobians"},
     "models/inputs/test_numbered_inputs.py": {"models/inputs/file_inputs"},
     "models/transformers/": {
         "models/modalities",

@@ -11,8 +11,7 @@ from normscope.figures.notes import NONE, title_and_foot
 from normscope.figures.style import STYLES, Style
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import CURVES, FREE, Curve
-from normscope.fits.solving.levels import levels_of
-from normscope.fits.solving.nodes import Nodes, batches
+from normscope.fits.solving.nodes import Nodes, batches, levels_of
 from normscope.fits.views.card import norm_cards
 from normscope.fits.views.comparison import match
 from normscope.page.input_data import inputs_data, site_inputs

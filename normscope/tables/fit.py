@@ -16,8 +16,7 @@ from normscope.tables.table import NONE, Column, as_cell, names, number, several
 
 if TYPE_CHECKING:
     from normscope.fits.curve_fit import CurveFit
-    from normscope.fits.views.advice import Advice, StartingValue
-    from normscope.fits.views.summaries import Layerwise, TokenSlopes
+    from normscope.fits.views.advice import Advice, Layerwise, StartingValue, TokenSlopes
 
 _PASSES = 1.0005  # which the table prints as more than 1
 _SIGMOID = "sigmoid has no offset here; with one it would be tanh, as 1/(1 + e^−u) = (1 + tanh(u/2))/2"

@@ -12,8 +12,7 @@ from normscope.tables.layout import Explanation
 from normscope.tables.table import NONE, Column, as_cell, names, number, several, table_of, with_interval, words
 
 if TYPE_CHECKING:
-    from normscope.fits.views.gradient import GradientView
-    from normscope.fits.views.jacobians import Constants
+    from normscope.fits.views.gradient import Constants, GradientView
 
 _STEADIER = {"scale": "DyT", "others": "DyISRU", None: "alike"}
 _NOT_COVERED = "not covered"

@@ -14,9 +14,8 @@ from normscope.fits.curve_fit import CurveFit, Interval
 from normscope.fits.curves.expressions import split_names
 from normscope.fits.curves.known import BEST, FREE, Curve
 from normscope.fits.fit import check_fit, fit
-from normscope.fits.solving.levels import Level, levels_of
-from normscope.fits.solving.nodes import nodes_of
-from normscope.fits.solving.refits import interval, student, without_folds
+from normscope.fits.solving.jackknife import interval, student, without_folds
+from normscope.fits.solving.nodes import FitTarget, levels_of, nodes_of
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.stats import PairStats
@@ -341,7 +340,7 @@ def _against(
     )
 
 
-def _folds(level: Level) -> int:
+def _folds(level: FitTarget) -> int:
     return int((level.counts.sum(1) > 0).sum()) if level.fold_by else 0
 
 
@@ -355,7 +354,7 @@ def _same_inputs(here: PairStats, there: PairStats) -> bool:
     return alike and torch.equal(*keys)
 
 
-def _transferred(base: CurveFit, level: Level) -> float | None:
+def _transferred(base: CurveFit, level: FitTarget) -> float | None:
     """R² of a curve on the pairs of another capture."""
     if base.degenerate or level.nothing:
         return None
