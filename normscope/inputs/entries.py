@@ -82,8 +82,8 @@ _UNNAMED = Sample("", -1, -1)
 
 
 def taken_once(batches: Iterable[Any]) -> bool:
-    """Whether batches can be iterated only once, as a generator can."""
-    return isinstance(getattr(batches, "_inputs", batches), Iterator)
+    """True if batches can be iterated only once, as a generator can, or wrap such batches."""
+    return isinstance(batches, Iterator) or bool(getattr(batches, "taken_once", False))
 
 
 @dataclass

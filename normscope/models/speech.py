@@ -20,7 +20,7 @@ from normscope.errors import ModelError, UsageError, unknown
 from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Provenance, Task
 from normscope.models.inputs.audio import AudioFormat, audio_inputs
-from normscope.models.inputs.file_inputs import LazyInputs, TensorInputs
+from normscope.models.inputs.numbered_inputs import LazyInputs, TensorInputs
 from normscope.models.weights import downloads
 from normscope.models.weights.checkpoints import embedded_module, load_file, read_embedded, ready, with_weights
 from normscope.runtime.files import sha256_of

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from normscope.errors import first_few
 from normscope.inputs.loaded_model import Inputs, Outputs, Task
-from normscope.models.inputs.file_inputs import Files, name_in
-from normscope.models.inputs.sentence_pairs import SentencePairs
+from normscope.models.inputs.numbered_inputs import Files, name_in
+from normscope.models.inputs.text import SentencePairs
 from normscope.models.weights.repository import Repository
 
 _WORDNET_ID = re.compile(r"n\d{8}")

@@ -17,9 +17,9 @@ from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Inputs, LoadOptions
 from normscope.inputs.previews import Words
 from normscope.models.inputs.audio import SUFFIXES, AudioFormat, read, utterances
-from normscope.models.inputs.file_inputs import FileKind, Files, Prepared, TensorInputs, text_beside
+from normscope.models.inputs.numbered_inputs import FileKind, Files, Prepared, TensorInputs, text_beside
 from normscope.models.inputs.processors import arguments
-from normscope.models.inputs.tokenizer import words_of
+from normscope.models.inputs.text import words_of
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,9 @@ from normscope.errors import DataError, ModelError
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Inputs, LoadOptions
 from normscope.inputs.previews import Normalized
-from normscope.models.inputs.file_inputs import FileKind, Files, Prepared, TensorInputs, text_beside
 from normscope.models.inputs.images import Preprocessing, crops_of_photograph, image_inputs, read_image, suffixes
-from normscope.models.inputs.text import LONGEST, lines_of_page
-from normscope.models.inputs.tokenizer import words_of
+from normscope.models.inputs.numbered_inputs import FileKind, Files, Prepared, TensorInputs, text_beside
+from normscope.models.inputs.text import LONGEST, lines_of_page, words_of
 from normscope.models.weights import downloads
 from normscope.models.weights.repository import Repository, refuse_code
 

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Batch, tensors_at, tensors_of
-from normscope.inputs.entries import Taker, read
+from normscope.inputs.entries import Taker, read, taken_once
 from normscope.inputs.loaded_model import LoadedModel, Outputs, module_of, output_kind
 from normscope.pairs.norms.recognition import is_norm
 from normscope.runtime.network import left_as_found, run, uncompiled
@@ -170,6 +170,10 @@ class BoundInputs:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._inputs, name, value)
+
+    @property
+    def taken_once(self) -> bool:
+        return taken_once(self._inputs)
 
     def __iter__(self) -> Iterator[Batch]:
         return map(self._bound, read(self._inputs, *self._taken))
