@@ -124,7 +124,7 @@ def _wanted(curves: str | Curve | Sequence[str | Curve], form: FitForm) -> list[
 
 
 def _in_form(curves: Iterable[Curve], form: FitForm) -> dict[str, Curve]:
-    """Those of some curves that have a form, by the names that they have in it."""
+    """Curves that support a form, by their names in it (erf with a shift is derf)."""
     return {form.called(curve).name: form.called(curve) for curve in curves if not form.refusal(curve)}
 
 

@@ -88,7 +88,7 @@ def taken_once(batches: Iterable[Any]) -> bool:
 
 @dataclass
 class Taker:
-    """What a network's forward takes.
+    """Signature of a network's forward.
 
     Attributes:
         name: of the network's class; empty where nothing is known of it.
@@ -164,7 +164,7 @@ class Taker:
         return entries[:taken]
 
     def _names_fields(self, entry: Any) -> bool:
-        """Whether a namedtuple has a field for each parameter that has no default."""
+        """True if a namedtuple has a field for each parameter without a default."""
         required = None if self.positional is None else self.positional[: self.required]
         return bool(hasattr(entry, "_fields") and required and {*required} <= {*entry._fields})
 
@@ -223,7 +223,7 @@ def _have_colours(images: Sequence[Tensor]) -> bool:
 
 
 def _looks_like_labels(value: Any) -> bool:
-    """Whether a value is whole numbers, one a sample, or no tensor: classes, captions, boxes in dicts."""
+    """True for whole numbers, one a sample, or values that are no tensor: classes, captions, boxes in dicts."""
     import torch
 
     if isinstance(value, torch.Tensor):

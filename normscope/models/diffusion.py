@@ -361,7 +361,7 @@ class PipelineCalls(NumberedInputs):
 
     @property
     def description(self) -> str:
-        """Say which pipeline sampled for how many prompts, and at which timesteps its calls are taken."""
+        """Describe the pipeline, the number of prompts and the timesteps of its calls."""
         guidance = "its own guidance" if self._options.guidance is None else f"guidance {self._options.guidance:g}"
         shuffled = ", shuffled" if self._options.shuffle else ""
         return (
@@ -452,7 +452,7 @@ class PipelineCalls(NumberedInputs):
             handle.remove()
 
     def _failure(self, error: Exception, number: int, step: int) -> NormscopeError:
-        """Say what a pipeline raised as it sampled for a prompt, and at which step: the first is 1, 0 is before it."""
+        """Report an exception of a pipeline with its prompt and step: the first step is 1, 0 is before it."""
         name = type(self.pipeline).__name__
         if memory_ended(error):
             return MemoryEndedError(
@@ -545,7 +545,7 @@ def _in_float32(kind: Any) -> list[str] | None:
 
 
 def _by_accelerate(name: str, kinds: Iterable[Any]) -> bool:
-    """Tell whether to load through accelerate, as diffusers insists on for classes that keep parts in float32.
+    """True if accelerate loads the network, as diffusers requires for classes with parts in float32.
 
     Raises:
         ModelError: if it is not installed then.

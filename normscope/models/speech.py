@@ -173,7 +173,7 @@ def unwrapped(module: nn.Module) -> Any:
 
 
 def outputs_of(module: nn.Module) -> Outputs:
-    """Say what a network of torchaudio returns.
+    """Return the reader of a torchaudio network's outputs.
 
     Features, logits or log-probabilities of ``frames`` of a wav2vec 2.0 and its like; three scores ``(samples, 3)`` of
     one that judges speech; waveforms ``(samples, sources, channels, time)`` of one that separates them.

@@ -1,4 +1,4 @@
-"""What a loaded network is for: classes from the names of folders, tokens from a head, embeddings from its pooling."""
+"""Tasks of loaded networks: classes from the names of folders, tokens from a head, embeddings from a pooling."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _numbered(folders: Sequence[str], number: int, names: Sequence[str]) -> dict
 def transformers_task(
     library: Any, module: Any, tokenizer: Any, repository: Repository, inputs: Inputs, outputs: Outputs
 ) -> Task:
-    """Say what a model of transformers is for: texts as :func:`language_task` says, images by the folders they lie in.
+    """Return the task of a model of transformers: texts by :func:`language_task`, images by the names of their folders.
 
     Args:
         library: the module ``transformers``.
@@ -83,7 +83,7 @@ def transformers_task(
 
 
 def language_task(library: Any, module: Any, tokenizer: Any, repository: Repository, inputs: Inputs) -> Task:
-    """Say what a model of transformers that reads text is for.
+    """Return the task of a model of transformers that reads text.
 
     Args:
         library: the module ``transformers``.

@@ -80,7 +80,7 @@ def has_head(library: Any, kind: str) -> bool:
 
 
 def taken_by(library: Any, name: str, repository: Repository, kind: Any, data: str | None) -> Takes:
-    """Say on what a class of transformers is run.
+    """Return the kind of inputs of a class of transformers.
 
     Args:
         library: the module ``transformers``.
@@ -124,7 +124,7 @@ def taken_by(library: Any, name: str, repository: Repository, kind: Any, data: s
 
 
 def _may_hold_images(data: str | None) -> bool:
-    """Whether there is an image among the user's own data; without any data there is the photograph."""
+    """True if the user's data contain an image; without any data there is the photograph."""
     if data is None:
         return True
     path = Path(data)
@@ -132,7 +132,7 @@ def _may_hold_images(data: str | None) -> bool:
 
 
 def _writes(network: Any) -> bool:
-    """Whether a network, or its class, has a decoder beside what it hears with."""
+    """True if a network, or its class, has a decoder beside its audio encoder."""
     return "decoder_input_ids" in inspect.signature(network.forward).parameters
 
 
@@ -210,7 +210,7 @@ def both_embeddings(result: Any, batch: Batch) -> Tensor:
 
 
 def outputs_of(library: Any, module: nn.Module, takes: Takes) -> Outputs:
-    """Say how outputs are read: by the head, if it is one of those that are known."""
+    """Return the reader of the outputs: by the head, if it is a supported one."""
     if takes == "images with texts":
         return Outputs("tensor", both_embeddings)
     for outputs, tasks in HEADS.items():
@@ -453,7 +453,7 @@ class _Network:
 
 
 def _converted(provenance: Provenance, dtypes: Mapping[str, torch.dtype], module: nn.Module) -> Provenance:
-    """Say which dtypes were converted; a head's network has a prefix before the names that it has without one."""
+    """Report converted dtypes; a network with a head has a prefix before the names of its parameters."""
     prefix = f"{getattr(module, 'base_model_prefix', '')}."
     before, after = (
         {name.removeprefix(prefix): dtype for name, dtype in named.items()}

@@ -83,7 +83,7 @@ class Curve:
 
     @property
     def shifted(self) -> bool:
-        """Whether the curve's own layer learns a shift s."""
+        """True if the curve's own layer learns a shift s."""
         return self.shift_of is not None
 
     @property
@@ -93,17 +93,17 @@ class Curve:
 
     @property
     def bounded(self) -> bool:
-        """Whether |f| has a limit."""
+        """True if |f| has a limit."""
         return self.limit is not None
 
     @property
     def centre_sensitive(self) -> bool:
-        """Whether f′(0) is not zero, so that f has no flat region about the origin (arXiv 2512.10938)."""
+        """True if f′(0) is not zero, so that f has no flat region about the origin (arXiv 2512.10938)."""
         return self.slope_at_origin != 0
 
     @property
     def linear_at_origin(self) -> bool:
-        """Whether f′(0) is finite and not zero, so that f(αx) is a straight line in the limit α → 0."""
+        """True if f′(0) is finite and not zero, so that f(αx) is a straight line in the limit α → 0."""
         return self.centre_sensitive and math.isfinite(self.slope_at_origin)
 
     @functools.cached_property
@@ -249,7 +249,7 @@ def _at_origin(u: Tensor, f: Tensor) -> tuple[float, float]:
 
 
 def _jumps(derivative: Function, u: Tensor, slope: Tensor) -> bool:
-    """Whether f′ jumps between two points of the grid: whether halving each gap many times leaves it a jump."""
+    """True if f′ jumps between two points of the grid: repeated halving of a gap leaves a jump."""
     origin = len(u) // 2
     outwards = slope.abs().clone()
     outwards[origin:] = outwards[origin:].cummax(0).values

@@ -226,7 +226,7 @@ class Piecewise:
 
     @property
     def slopes(self) -> Array:
-        """Of each piece, those beyond included."""
+        """Slopes of all pieces, including the outer ones."""
         between = np.diff(self.mean) / np.maximum(np.diff(self.at), 1e-300)
         return np.concatenate([[self.beyond], between, [self.beyond]])
 
@@ -291,7 +291,7 @@ class _Points:
 
     @classmethod
     def of(cls, held: Nodes, means: Array, first: Places) -> _Points:
-        """Take the points that stand for pairs.
+        """Collect the points that represent the pairs.
 
         Args:
             held: the pairs of each fold.

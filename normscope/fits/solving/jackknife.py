@@ -68,7 +68,7 @@ def interval_of_r2(unexplained: Tensor, without: Tensor, pairs: Tensor) -> tuple
 
 
 def inside_noise(errors: Tensor, best: Tensor, pairs: Tensor) -> Tensor:
-    """Whether the held-out error of one curve passes another's by less than their folds differ.
+    """True if one curve's held-out error exceeds another's by less than their folds differ.
 
     Args:
         errors: of each held-out fold, ``(problems, folds)``.

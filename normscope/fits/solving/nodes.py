@@ -143,7 +143,7 @@ def _repeats(x: Tensor) -> bool:
 
 
 def _even_over_x(level: FitTarget) -> FitTarget:
-    """Give every bin that holds pairs the weight of its width, shared alike among them."""
+    """Weight every bin with pairs by its width, shared alike among them."""
     width = level.grid.edges().diff()
     # Nothing is known of how far pairs lie apart beyond the grid.
     share = width.where(width.isfinite(), 0.0) / level.counts.sum(0).clamp_min(1)
@@ -483,14 +483,14 @@ class FitBatch:
 
     @functools.cached_property
     def off_grid(self) -> Tensor:
-        """Whether much of x or of y lies in a bin without width, below the grid or beyond; bool ``(problems,)``."""
+        """True where much of x or of y is in a bin without width, below the grid or beyond; bool ``(problems,)``."""
         centre = self._whole.shape[-1] // 2
         xx, yy = self._whole[:, 3], self._whole[:, 5]
         beyond = yy[:, [0, -1]].sum(-1) > _NEGLIGIBLE * yy.sum(-1)
         return beyond | (xx[:, centre] > _NEGLIGIBLE * xx.sum(-1))
 
     def unresolved(self, alpha: Tensor) -> Tensor:
-        """Whether the grid is too narrow for a curve: for x or y, or for the bend; bool ``(problems,)``."""
+        """True where the grid is too narrow for a curve: for x or y, or for the bend; bool ``(problems,)``."""
         below = self._whole[:, 3, self._whole.shape[-1] // 2] > 0
         return self.off_grid | ((alpha * 2.0 ** self.levels[0].grid.low > _STRAIGHT_UP_TO) & below)
 

@@ -117,7 +117,7 @@ class Objective:
 
     @property
     def rugged(self) -> bool:
-        """Whether the error may have many minima of nearly the same depth, as kinks pass points in two directions.
+        """True if the error may have many minima of nearly the same depth, as kinks pass points in two directions.
 
         Which of them is found hangs on the last digit of a sum, and so on what else is summed beside it.
         """
@@ -132,7 +132,7 @@ class Objective:
 
     @property
     def may_be_only_power(self) -> bool:
-        """Whether A and α go over into one number, A·α^p, in the limit α → 0."""
+        """True if A and α become one number, A·α^p, in the limit α → 0."""
         free = self.fixed_amplitude is None and self.fixed_alpha is None
         powered = self.curve.zero_centred and math.isfinite(self.curve.power_at_origin)
         return free and powered and not self.curve.amplitude_is_inverse_scale
@@ -253,7 +253,7 @@ class FitForm:
 
     @property
     def needs_bound(self) -> bool:
-        """Whether A follows from the bound of |y|."""
+        """True if A follows from the bound of |y|."""
         return self.theory or self.amplitude == "theory"
 
     def refusal(self, curve: Curve) -> str | None:
@@ -288,11 +288,11 @@ class FitForm:
         return other.get(curve.name if self.shift else curve.shift_of or "", curve)
 
     def shifted(self, curve: Curve) -> bool:
-        """Whether s of a curve is fitted."""
+        """True if s of a curve is fitted."""
         return not self.theory and (curve.shifted if self.shift is None else self.shift)
 
     def odd(self, curve: Curve) -> bool:
-        """Whether A·f(αx + s) is odd in x."""
+        """True if A·f(αx + s) is odd in x."""
         return curve.zero_centred and not self.shifted(curve)
 
     def objective(self, nodes: Nodes, curve: Curve, levels: Sequence[FitTarget]) -> Objective:
@@ -602,7 +602,7 @@ def _offsets(axes: int) -> Tensor:
 
 
 def _polished(objective: Objective, near: Evaluation, low: Tensor, high: Tensor) -> Evaluation:
-    """Take Newton's last steps to a minimum that is round, and none at one that is a kink."""
+    """Make Newton's last steps to a round minimum, and none at a kink."""
     here, going = near, torch.ones_like(low, dtype=torch.bool)
     for _ in range(_LAST_STEPS):
         step = _newton(objective, here, objective.free, _SMALL_STEP)

@@ -99,7 +99,7 @@ class Ratio:
 
     @property
     def in_noise(self) -> bool | None:
-        """Whether the interval holds 1; None without an interval."""
+        """True if the interval contains 1; None without an interval."""
         return None if self.interval is None else self.interval[0] <= 1 <= self.interval[1]
 
 
@@ -185,7 +185,7 @@ class Compared(Tabled):
 
     @property
     def r2_lost(self) -> float | None:
-        """How much less R² the first capture's curve has on these pairs than their own curve."""
+        """Loss of R² on these pairs with the first capture's curve in place of their own."""
         return None if self.r2_of_first is None else self.fit.r2 - self.r2_of_first
 
     def as_dict(self) -> dict[str, Any]:
@@ -345,7 +345,7 @@ def _folds(level: FitTarget) -> int:
 
 
 def _same_inputs(here: PairStats, there: PairStats) -> bool:
-    """Whether both saw the same tokens of the same samples, so that their folds are the same too.
+    """True if both contain the same tokens of the same samples, and so the same folds.
 
     The keys of the drawing sample tell: each is a hash of seed, data set, sample and place, and the least are kept.
     """

@@ -231,7 +231,7 @@ class NumberedInputs(ABC):
         return DataError(f"None of the {self._tried} can be read{self._read_as}. The first is {left_out.lines[0]}.")
 
     def _taken_of(self, total: str) -> str:
-        """Say which of all inputs are taken, ``total`` saying how many of what there are."""
+        """Describe the selection among all inputs; ``total`` is their number and kind in words."""
         number, seed = len(self.order), self._options.seed
         if number == self._total:
             return f"{total}, shuffled with seed {seed}" if self._options.shuffle else total
@@ -258,7 +258,7 @@ class ReadInputs(NumberedInputs):
         """Yield all samples that are taken, in order, without reading: also of inputs that turn out unreadable."""
 
     def _described(self, name: str, total: str, before: Sequence[str], after: Sequence[str]) -> str:
-        """Say which inputs are taken, and between other remarks how many could not be read."""
+        """Describe the selected inputs, with remarks and the number of unreadable ones."""
         unreadable = len(self.left_out.unreadable)
         remarks = [*before, *([f"{unreadable:,} unreadable"] if unreadable else []), *after]
         return f"{name}: {self._taken_of(total)}" + (f" ({', '.join(remarks)})" if remarks else "")
@@ -306,7 +306,7 @@ def in_pieces(numbers: Iterable[int], size: int) -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a processor made of one input.
+    """One input, as a processor prepared it.
 
     Attributes:
         batch: it alone, without a name.
@@ -376,7 +376,7 @@ class TensorInputs(ReadInputs):
 
     @property
     def description(self) -> str:
-        """Say which samples of how many are taken, and how many are cut."""
+        """Describe the selected samples and the number of truncated ones."""
         cut = f" ({self.left_out.cut:,} cut to {self._cut_to})" if self.left_out.cut else ""
         return self._taken_of(self._all) + cut
 
@@ -453,7 +453,7 @@ class Files(ReadInputs):
 
     @property
     def description(self) -> str:
-        """Say how many files were read, could not be read, and were not looked at."""
+        """Describe the numbers of files: read, unreadable and ignored."""
         others = [f"{count(self._others, 'other file')} left out"] if self._others else []
         cut = [f"{self.left_out.cut:,} cut to {self.kind.cut_to}"] if self.left_out.cut else []
         files = count(len(self.paths), self.kind.noun)
@@ -505,7 +505,7 @@ def text_beside(path: Path) -> str | None:
 
 
 def listing_digest(root: Path, paths: Iterable[Path]) -> str:
-    """Tell a data set from others by its files' names and sizes, wherever it lies and whatever part is taken."""
+    """Identify a data set by its files' names and sizes, in any folder and for any part of it."""
     digest = hashlib.blake2b(digest_size=8)
     for path in paths:
         digest.update(f"{name_in(root, path)}\0{_size(path)}\0".encode("utf-8", "surrogateescape"))
@@ -554,7 +554,7 @@ def name_in(root: Path, path: Path) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Say in a few words why a file cannot be read."""
+    """Reason, in a few words, why a file cannot be read."""
     match error:
         case FileNotFoundError(filename=str() | Path() as name) if Path(name).is_symlink():
             return f"a link to {Path(name).readlink()}, which does not exist"

@@ -200,7 +200,7 @@ class Texts(ReadInputs):
 
     @property
     def description(self) -> str:
-        """Say how many texts were read, how many were cut or could not be read, and what was not looked at."""
+        """Describe the numbers of texts: read, truncated, unreadable and ignored."""
         cut = [f"{self.left_out.cut:,} cut to {count(self._reading.longest, 'token')}"] if self.left_out.cut else []
         texts = count(len(self._lines), "text")
         return self._described(self._name, texts, [*self._reading.remarks, *cut], self._remarks)
@@ -326,7 +326,7 @@ def load_tokenizer(library: Any, name: str, repository: Repository, weights: str
 
 
 def reading_of(module: Any, config: Any, tokenizer: Any) -> Reading:
-    """Say how a model of transformers reads texts; with their UTF-8 bytes as tokens where ``tokenizer`` is None."""
+    """Return the tokenization of a model of transformers; UTF-8 bytes are its tokens where ``tokenizer`` is None."""
     vocabulary = _vocabulary(module)
     longest = min(LONGEST, _positions(module, config), getattr(tokenizer, "model_max_length", LONGEST))
     pad_id = getattr(tokenizer, "pad_token_id", None)
@@ -448,7 +448,7 @@ class SentencePairs(ReadInputs):
 
     @property
     def description(self) -> str:
-        """Say how many pairs were read, and how many sentences were cut or pairs could not be read."""
+        """Describe the numbers of pairs read, of truncated sentences and of unreadable pairs."""
         cut = [f"{self.left_out.cut:,} cut to {count(self._reading.longest, 'token')}"] if self.left_out.cut else []
         pairs = f"{count(len(self._pairs), 'pair')} of sentences"
         return self._described(str(self._path), pairs, [*self._reading.remarks, *cut], [])

@@ -112,7 +112,7 @@ class LatentSpace:
 
 @dataclass
 class _Given:
-    """What the module gave for the batch of a chunk that came last, which was at this timestep; None before it ran."""
+    """Output of the module for the last batch of a chunk, at this timestep; None before it ran."""
 
     timestep: int = -1
     output: Tensor | None = None
@@ -147,7 +147,7 @@ class Trajectories(NumberedInputs):
         options: LoadOptions,
         remark: str = "",
     ) -> None:
-        """Take noise; no step is made yet.
+        """Start from noise, before the first step.
 
         Args, besides the attributes:
             null_class: the label that stands for no class.
@@ -165,7 +165,7 @@ class Trajectories(NumberedInputs):
 
     @property
     def description(self) -> str:
-        """Say how many trajectories of which kind there are, and at which timesteps they are taken."""
+        """Describe the number and kind of the trajectories, and their timesteps."""
         guidance = "no guidance" if self._guidance == 1 else f"guidance {self._guidance:g}"
         shuffled = "shuffled" if self._options.shuffle else ""
         about = ", ".join(filter(None, [f"seed {self._options.seed}", guidance, shuffled, self._remark]))
@@ -246,7 +246,7 @@ class Trajectories(NumberedInputs):
             yield self._batch(numbers, timestep, self._known(numbers, timestep))
 
     def _hear(self, given: _Given, module: nn.Module, output: Any) -> None:
-        """Take what a module gave for the batch that came last: of this one, it is the next step's own pass."""
+        """Record the module's output for the last batch, which serves the next step as its own pass."""
         if module is self.module:
             given.output = output[0]
 
@@ -287,7 +287,7 @@ class Trajectories(NumberedInputs):
     @torch.inference_mode(False)  # what is kept may later be the input of a pass with gradients
     @torch.no_grad()
     def _denoised(self, latents: Tensor, timestep: int, numbers: Sequence[int], output: Tensor | None = None) -> Tensor:
-        """Take the step at ``timestep``, in float32 on the CPU but for the module itself, whose output may be known."""
+        """Make the step at ``timestep``, in float32 on the CPU except for the module; a recorded output replaces it."""
         if output is None:
             output = run(self.module, self._batch(numbers, timestep, latents))[0]  # of a copy: latents are kept
         predicted = output[:, : latents.shape[1]].float().cpu()  # behind these channels are learned variances
@@ -444,7 +444,7 @@ class NoisedLatents(ReadInputs):
 
     @property
     def description(self) -> str:
-        """Say what was read and what it was noised to."""
+        """Describe the latents and the timesteps of their noise."""
         latents, seed = self._taken_of(count(self._total, "latent")), self._options.seed
         return f"{self._path}: {latents} with noise (seed {seed}, {self._remark}), {listed(self.timesteps)}"
 

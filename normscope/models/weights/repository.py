@@ -187,7 +187,7 @@ class Repository:
     copied: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
-        """Tell a folder from a repository, and take a copy in its place; ModelError if it can be neither."""
+        """Identify a folder, a repository or its copy; ModelError if it is none of them."""
         if self.is_folder:
             return
         if self.name in COPIES and copy_of(self.name).is_dir():

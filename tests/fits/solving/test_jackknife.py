@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from normscope.fits.curves.known import CURVES
-from normscope.fits.solving import refits
+from normscope.fits.solving import jackknife
 from normscope.fits.solving.jackknife import fitted, inside_noise, interval
 from normscope.fits.solving.nodes import batches
 from normscope.fits.solving.solve import FitForm
@@ -17,7 +17,7 @@ from normscope.fits.solving.solve import FitForm
 def test_quantiles_are_students():
     folds = torch.arange(1, 9)
     expected = [math.nan, *stats.t.ppf(0.975, np.arange(1, 8))]
-    np.testing.assert_allclose(refits.student(folds), expected, rtol=1e-6)
+    np.testing.assert_allclose(jackknife.student(folds), expected, rtol=1e-6)
 
 
 def test_of_equal_folds_a_mean_has_students_interval():
