@@ -76,11 +76,7 @@ HELD_BY = {
     "figures/test_scurves.py": {"figures/panels", "figures/notes"},
     "figures/test_speed.py": {"tables/speed"},
     "fits/test_fit.py": {"fits/curve_fit"},
-    "models/inputs/test_numbered_inputs.py": {"models/inputs/file_inputs"},
-    "models/transformers/": {
-        "models/modalities",
-        *(f"models/inputs/{room}" for room in ("tokenizer", "processors", "features")),
-    },
+    "models/transformers/": {"models/transformers", "models/inputs/processors", "models/inputs/features"},
     "pairs/norms/test_kinds_grouped.py": {"pairs/sums/tokens"},
     "pairs/sums/binning/test_cpu.py": {"pairs/sums/binning/reference"},
     "pairs/sums/binning/test_cuda_loop.py": {"pairs/sums/binning/cuda_draw", "pairs/sums/binning/cuda_pairs"},

@@ -52,11 +52,11 @@ def as_batches(
     >>> [(len(batch.args), list(batch.kwargs)) for batch in as_batches(labelled, torch.nn.Linear(3, 3))]
     [(1, [])]
     """
-    return read(batches, Taker.of(model), forward)
+    return read(batches, ForwardSignature.of(model), forward)
 
 
-def read(batches: Iterable[Any], taker: Taker, forward: Forward | None) -> Iterator[Batch]:
-    """Yield batches as :func:`as_batches` does for the network of ``taker``, which warns once of what it leaves out."""
+def read(batches: Iterable[Any], signature: ForwardSignature, forward: Forward | None) -> Iterator[Batch]:
+    """Yield batches as :func:`as_batches` does, for a network of this signature; warn once of omitted entries."""
     seen, data = 0, ""
     for number, entry in enumerate(batches):
         if isinstance(entry, Batch):
@@ -66,7 +66,7 @@ def read(batches: Iterable[Any], taker: Taker, forward: Forward | None) -> Itera
             _refuse_nested((entry,), {}, number)
             read = [Batch((entry,), samples=(_UNNAMED,) * _n_samples(entry), forward=forward)]
         else:
-            read = taker.read(entry, number)
+            read = signature.read(entry, number)
         for batch in read:
             if not batch.samples:
                 raise DataError(f"Batch {number} holds no sample.")
@@ -87,7 +87,7 @@ def taken_once(batches: Iterable[Any]) -> bool:
 
 
 @dataclass
-class Taker:
+class ForwardSignature:
     """Signature of a network's forward.
 
     Attributes:
@@ -105,7 +105,7 @@ class Taker:
     warned: bool = False
 
     @classmethod
-    def of(cls, model: nn.Module | None) -> Taker:
+    def of(cls, model: nn.Module | None) -> ForwardSignature:
         """Read the signature of ``model.forward``."""
         model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         try:
