@@ -16,10 +16,8 @@ from torch import Tensor
 
 import normscope
 from normscope.fits.curves.known import CURVES as FITTED
-from normscope.fits.solving.levels import levels_of
-from normscope.fits.solving.nodes import Nodes, batches
-from normscope.fits.solving.objective import Objective, Solutions
-from normscope.fits.solving.solve import least_squares
+from normscope.fits.solving.nodes import Nodes, batches, levels_of
+from normscope.fits.solving.solve import Objective, Solutions, least_squares
 
 PEERS = ("scipy", "lmfit")
 CURVES = {"tanh": np.tanh, "isru": lambda x: x / np.sqrt(1 + x * x)}

@@ -128,7 +128,7 @@ class CurveFit(Tabled):
 
     @property
     def told_apart(self) -> bool:
-        """Whether there are an A and an α, which the pairs tell from one another."""
+        """True if the pairs identify A and α separately."""
         return not (self.doubt or self.degenerate or self.curve == FREE)
 
     @property
@@ -143,7 +143,7 @@ class CurveFit(Tabled):
 
     @property
     def degenerate(self) -> bool:
-        """Whether there was nothing to fit."""
+        """True if there was nothing to fit."""
         return self.nothing is not None
 
     def __repr__(self) -> str:

@@ -16,10 +16,18 @@ from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.expressions import curves_named, split_names
 from normscope.fits.curves.known import BEST, CURVES, FREE, Curve
 from normscope.fits.solving.ceiling import Ceiling, ceilings, free
-from normscope.fits.solving.levels import Level, check_levels, levels_of
-from normscope.fits.solving.nodes import Problems, batches, goodness, nodes_of, tails
-from normscope.fits.solving.objective import Parametrization
-from normscope.fits.solving.refits import Attributes, fitted, inside_noise
+from normscope.fits.solving.jackknife import Attributes, fitted, inside_noise
+from normscope.fits.solving.nodes import (
+    FitBatch,
+    FitTarget,
+    batches,
+    check_levels,
+    goodness,
+    levels_of,
+    nodes_of,
+    tails,
+)
+from normscope.fits.solving.solve import FitForm
 from normscope.pairs.captures import Capture
 from normscope.pairs.storage import load_capture
 from normscope.runtime.records import Records
@@ -73,7 +81,7 @@ def fit(
     (True, 1 CurveFit: 1 site × 1 curve)
     """
     capture = load_capture(capture) if isinstance(capture, (str, Path)) else capture
-    form = Parametrization(amplitude, theory, alpha, shift)
+    form = FitForm(amplitude, theory, alpha, shift)
     wanted = _wanted(curves, form)
     levels = levels_of(capture, per=per, pool=pool, weights_by=weights_by)
     for level in levels:
@@ -99,11 +107,11 @@ def check_fit(
     **form: Any,
 ) -> None:
     """Refuse arguments that :func:`fit` would refuse for any capture; UsageError."""
-    _wanted(curves, Parametrization(**form))
+    _wanted(curves, FitForm(**form))
     check_levels(per, pool, weights_by)
 
 
-def _wanted(curves: str | Curve | Sequence[str | Curve], form: Parametrization) -> list[str | Curve]:
+def _wanted(curves: str | Curve | Sequence[str | Curve], form: FitForm) -> list[str | Curve]:
     """Curves in a form, and then ``free`` and ``best``; UsageError where a curve that was named has no such form."""
     parts = split_names(curves) if isinstance(curves, str) else curves if isinstance(curves, Iterable) else [curves]
     words = {part.strip().lower() for part in parts if isinstance(part, str)}
@@ -115,12 +123,12 @@ def _wanted(curves: str | Curve | Sequence[str | Curve], form: Parametrization) 
     return [*_in_form(every, form).values(), *(word for word in (FREE, BEST) if word in words)]
 
 
-def _in_form(curves: Iterable[Curve], form: Parametrization) -> dict[str, Curve]:
-    """Those of some curves that have a form, by the names that they have in it."""
+def _in_form(curves: Iterable[Curve], form: FitForm) -> dict[str, Curve]:
+    """Curves that support a form, by their names in it (erf with a shift is derf)."""
     return {form.called(curve).name: form.called(curve) for curve in curves if not form.refusal(curve)}
 
 
-def _about(level: Level, capture: Capture, weights_by: str) -> Attributes:
+def _about(level: FitTarget, capture: Capture, weights_by: str) -> Attributes:
     """Attributes that all fits of a level share."""
     return {
         **{name: capture.about[name] for name in ("model", "weights", "data")},
@@ -132,7 +140,7 @@ def _about(level: Level, capture: Capture, weights_by: str) -> Attributes:
     }
 
 
-def _nothing(level: Level, wanted: str | Curve, form: Parametrization, about: Attributes) -> CurveFit:
+def _nothing(level: FitTarget, wanted: str | Curve, form: FitForm, about: Attributes) -> CurveFit:
     """The record of a level with nothing to fit."""
     curve = wanted if isinstance(wanted, Curve) else replace(CURVES["linear"], name=wanted)
     return CurveFit(
@@ -154,7 +162,7 @@ def _nothing(level: Level, wanted: str | Curve, form: Parametrization, about: At
 
 
 def _fits(
-    problems: Problems, wanted: Sequence[str | Curve], form: Parametrization, abouts: Sequence[Attributes]
+    problems: FitBatch, wanted: Sequence[str | Curve], form: FitForm, abouts: Sequence[Attributes]
 ) -> list[list[CurveFit]]:
     """Fit all that is wanted to a batch; return each level's records."""
     curves = {curve.name: curve for curve in wanted if isinstance(curve, Curve)}
@@ -185,7 +193,7 @@ def _fits(
     return of_levels
 
 
-def _rank(problems: Problems, rows: Sequence[Sequence[Attributes]], held_out: Tensor) -> None:
+def _rank(problems: FitBatch, rows: Sequence[Sequence[Attributes]], held_out: Tensor) -> None:
     """Rank curves of as many free parameters by what they leave of held-out folds, or of all pairs without any.
 
     Args:
@@ -209,7 +217,7 @@ def _of_ceiling(top: Ceiling | None) -> Attributes:
     return {"r2_ceiling": top.interval} if top and top.interval else {}
 
 
-def _free(level: Level, top: Ceiling | None, about: Attributes) -> CurveFit:
+def _free(level: FitTarget, top: Ceiling | None, about: Attributes) -> CurveFit:
     """The record of E[y|x] itself, scored on the bins that it is made of, in sample as held out."""
     moments = level.moments.sum(0)
     curve = free(moments, level.counts.sum(0), top)

@@ -1,4 +1,4 @@
-"""What goes into a network: one batch of inputs, and for each of its samples where it came from.
+"""Batches of inputs of a network, with the origin of each sample.
 
 The wing that makes batches (models) and the wing that consumes them (pairs) do not know each other; this is the
 one word that they share.
@@ -135,13 +135,13 @@ class Batch:
 
     @property
     def padded(self) -> bool:
-        """Whether any position is padding; of a mask on a GPU, that is waited for."""
+        """True if any position is padding; this waits for a mask on a GPU."""
         masks = [mask for mask in (self.valid, *self.valid_within.values()) if mask is not None]
         return not all(bool(mask.all()) for mask in masks)
 
     @property
     def divisible(self) -> bool:
-        """Whether every argument is known to have a part for some samples, or to serve any of them.
+        """True if every argument can be divided by samples, or serves any of them.
 
         A tensor that counts the samples has one; a number, a text or a tensor of another length serves any. A list of
         images, or an object of the user's own, is in no part.
@@ -337,7 +337,7 @@ class Halving:
             self._left += [(piece.take(range(cut, min(cut + step, number))), note) for cut in reversed(cuts)]
 
     def halve(self, piece: Batch, note: Any = None) -> None:
-        """Take the piece that came last once more, in halves; what follows is cut so too."""
+        """Repeat the last piece in halves; later pieces have that size too."""
         self._at_most = len(piece.samples) // 2
         self._left.append((piece, note))
         logger.warning(

@@ -52,11 +52,11 @@ def as_batches(
     >>> [(len(batch.args), list(batch.kwargs)) for batch in as_batches(labelled, torch.nn.Linear(3, 3))]
     [(1, [])]
     """
-    return read(batches, Taker.of(model), forward)
+    return read(batches, ForwardSignature.of(model), forward)
 
 
-def read(batches: Iterable[Any], taker: Taker, forward: Forward | None) -> Iterator[Batch]:
-    """Yield batches as :func:`as_batches` does for the network of ``taker``, which warns once of what it leaves out."""
+def read(batches: Iterable[Any], signature: ForwardSignature, forward: Forward | None) -> Iterator[Batch]:
+    """Yield batches as :func:`as_batches` does, for a network of this signature; warn once of omitted entries."""
     seen, data = 0, ""
     for number, entry in enumerate(batches):
         if isinstance(entry, Batch):
@@ -66,7 +66,7 @@ def read(batches: Iterable[Any], taker: Taker, forward: Forward | None) -> Itera
             _refuse_nested((entry,), {}, number)
             read = [Batch((entry,), samples=(_UNNAMED,) * _n_samples(entry), forward=forward)]
         else:
-            read = taker.read(entry, number)
+            read = signature.read(entry, number)
         for batch in read:
             if not batch.samples:
                 raise DataError(f"Batch {number} holds no sample.")
@@ -82,13 +82,13 @@ _UNNAMED = Sample("", -1, -1)
 
 
 def taken_once(batches: Iterable[Any]) -> bool:
-    """Whether batches can be iterated only once, as a generator can."""
-    return isinstance(getattr(batches, "_inputs", batches), Iterator)
+    """True if batches can be iterated only once, as a generator can, or wrap such batches."""
+    return isinstance(batches, Iterator) or bool(getattr(batches, "taken_once", False))
 
 
 @dataclass
-class Taker:
-    """What a network's forward takes.
+class ForwardSignature:
+    """Signature of a network's forward.
 
     Attributes:
         name: of the network's class; empty where nothing is known of it.
@@ -105,7 +105,7 @@ class Taker:
     warned: bool = False
 
     @classmethod
-    def of(cls, model: nn.Module | None) -> Taker:
+    def of(cls, model: nn.Module | None) -> ForwardSignature:
         """Read the signature of ``model.forward``."""
         model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         try:
@@ -164,7 +164,7 @@ class Taker:
         return entries[:taken]
 
     def _names_fields(self, entry: Any) -> bool:
-        """Whether a namedtuple has a field for each parameter that has no default."""
+        """True if a namedtuple has a field for each parameter without a default."""
         required = None if self.positional is None else self.positional[: self.required]
         return bool(hasattr(entry, "_fields") and required and {*required} <= {*entry._fields})
 
@@ -223,7 +223,7 @@ def _have_colours(images: Sequence[Tensor]) -> bool:
 
 
 def _looks_like_labels(value: Any) -> bool:
-    """Whether a value is whole numbers, one a sample, or no tensor: classes, captions, boxes in dicts."""
+    """True for whole numbers, one a sample, or values that are no tensor: classes, captions, boxes in dicts."""
     import torch
 
     if isinstance(value, torch.Tensor):

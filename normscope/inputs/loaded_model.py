@@ -63,7 +63,7 @@ def without_variances(result: Any, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class Outputs:
-    """How to read what a forward pass returned.
+    """Reader of the outputs of a forward pass.
 
     Attributes:
         kind: what the tensor holds: logits of ``classes`` ``(samples, classes)``; logits of the next (or hidden)
@@ -79,7 +79,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Task:
-    """What a network is for, as far as its head and the labels of its inputs tell: its quality is measured by that.
+    """Task of a network, from its head and the labels of its inputs; its quality is measured by it.
 
     Attributes:
         measure: ``top-1`` of classes, by the samples' labels; ``words`` that are spelled rightly from frames, likewise;
@@ -107,7 +107,7 @@ class Task:
     truth: Callable[[Sequence[Sample]], Tensor | None] | None = None
 
     def __post_init__(self) -> None:
-        """Say that nothing tells what the network is for, where no other reason is given."""
+        """Set the usual reason for an unknown task, unless there is another."""
         if self.measure is None and not self.untold:
             why = "nothing tells what the network is for (in Python, pass quality=, a function of the module)"
             object.__setattr__(self, "untold", why)
@@ -115,7 +115,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the weights of a network come from.
+    """Origin of a network's weights.
 
     Attributes:
         kind: ``pretrained`` from a hub, ``random``, ``file``, ``embedded`` in this package, or ``custom``: as a
@@ -132,7 +132,7 @@ class Provenance:
 
     @classmethod
     def random(cls, seed: int, on: str = "") -> Provenance:
-        """Say that the weights are as their initialization under ``seed`` left them: the CPU's, or that of ``on``."""
+        """Provenance of weights initialized under ``seed``, on the CPU or on ``on``."""
         return cls("random", f"random weights, seed {seed}{f' of a {on}' if on else ''}")
 
 

@@ -21,7 +21,7 @@ _MOST_JUDGED = 100  # samples that decide what is kept
 
 
 def kept_in_memory(inputs: Iterable[Any]) -> tuple[list[Batch], int]:
-    """Take batches, in order, up to a gibibyte of them; and count the samples that were left out.
+    """Collect batches, in order, up to a gibibyte, and count the omitted samples.
 
     Raises:
         DataError: if there is no batch.
@@ -40,7 +40,7 @@ def kept_in_memory(inputs: Iterable[Any]) -> tuple[list[Batch], int]:
 
 
 def evenly(batches: Sequence[Batch], most: int) -> list[Batch]:
-    """Take every second, third … sample of some batches, so many at most; of batches that cannot be divided, batches.
+    """Select every second, third … sample of some batches up to a number; whole batches if they cannot be divided.
 
     Texts may be sorted by length: a few whole batches would be of a few lengths.
 
@@ -78,7 +78,7 @@ class Pool:
 
     @classmethod
     def of(cls, inputs: Iterable[Any]) -> Pool:
-        """Take inputs, in order, up to a gibibyte, and divide them.
+        """Collect inputs, in order, up to a gibibyte, and divide them.
 
         Raises:
             DataError: if there are fewer than two samples.

@@ -1,4 +1,4 @@
-"""What people can look at of one sample: its picture, its waveform, its text."""
+"""Previews of a sample: its picture, its waveform, its text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Normalized = tuple[Sequence[float], Sequence[float]]
 
 @dataclass(frozen=True, eq=False)
 class Preview:
-    """What can be looked at of one sample; a sample may have several of these parts.
+    """Preview of one sample, which may have several of these parts.
 
     Raises:
         DataError: if pixels or envelope are of another shape or dtype.

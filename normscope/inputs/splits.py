@@ -49,7 +49,7 @@ class Chunk:
 
 @dataclass
 class LeftOut:
-    """What reading left out so far.
+    """Inputs omitted by reading so far.
 
     Attributes:
         unreadable: ``name: reason`` of each input that could not be read, by its number.
@@ -65,7 +65,7 @@ class LeftOut:
     cut: int = 0
 
     def add(self, other: Chunk | LeftOut) -> None:
-        """Take in what a chunk, or another process, left out."""
+        """Add the omissions of a chunk or of another process."""
         self.unreadable |= other.unreadable
         self.cut += other.cut
 
@@ -76,7 +76,7 @@ class LeftOut:
 
 
 class Done:
-    """Which inputs have been taken: a byte an input, so that its size is known from the start.
+    """Flags of inputs already read: a byte an input, so that the size is fixed from the start.
 
     >>> done = Done()
     >>> done.add([0, 2])
@@ -114,7 +114,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Share:
-    """What one process takes of some inputs: every ``ranks``-th chunk of what is left, beginning with its own rank.
+    """One process's share of some inputs: every ``ranks``-th chunk of the remaining ones, from its own rank on.
 
     No input is taken twice and none is left out, whatever the numbers: nothing is padded to make shares even.
 
@@ -184,11 +184,11 @@ class DivisibleInputs(Protocol):
 
     @property
     def n_samples(self) -> int | None:
-        """How many samples there are at most; None where only iterating would tell."""
+        """Largest possible number of samples; None if only iterating would show it."""
 
     @property
     def n_inputs(self) -> int | None:
-        """How many inputs there are; None where only iterating would tell."""
+        """Number of inputs; None if only iterating would show it."""
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield all batches; DataError at the end where there was none."""
@@ -221,7 +221,7 @@ class Part:
 
     @property
     def n_inputs(self) -> int | None:
-        """How many inputs there are to look for samples in; None where only iterating would tell."""
+        """Number of inputs to search for samples; None if only iterating would show it."""
         n_inputs: int | None = getattr(
             self.inputs, "n_inputs", len(self.inputs) if isinstance(self.inputs, Sized) else None
         )
@@ -229,7 +229,7 @@ class Part:
 
     @property
     def batch_size(self) -> int:
-        """How many inputs are read together, at most; of a plain list of batches each is one, and that stays so."""
+        """Largest number of inputs read together; always one batch for a plain list of batches."""
         batch_size: int = getattr(self.inputs, "batch_size", 1)
         return batch_size
 
@@ -240,7 +240,7 @@ class Part:
 
     @property
     def left_out(self) -> LeftOut:
-        """What the latest iteration could not read, or has cut, of this part and of the others."""
+        """Unreadable and truncated inputs of the latest iteration, in this part and the others."""
         left_out: LeftOut = getattr(self.inputs, "left_out", LeftOut())
         return left_out
 
@@ -275,7 +275,7 @@ class Part:
 
     @property
     def ends(self) -> Callable[..., Iterator[tuple[Sequence[Sample], Tensor]]] | None:
-        """What walks this part's trajectories to their ends, or those of a share of them.
+        """Return a function that runs this part's trajectories, or a share of them, to their ends.
 
         None where the inputs are no trajectories, or are a single one's.
         """

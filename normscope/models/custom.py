@@ -126,7 +126,7 @@ class FactoryBatches:
 
     @property
     def description(self) -> str:
-        """Say whose batches they are, and whether only some of their samples were taken, or in another order."""
+        """Describe the batches, and a selection or another order of their samples."""
         limit, seed, shuffled = self._options.limit, self._options.seed, self._options.shuffle
         batches = f"batches of {self._name}"
         if limit is None or (self._sizes is not None and sum(self._sizes) <= limit):

@@ -53,12 +53,12 @@ class ModelEntry:
 
     @property
     def embedded(self) -> bool:
-        """Whether weights and inputs are in this package."""
+        """True if weights and inputs are in this package."""
         return self.library == "embedded"
 
     @property
     def library(self) -> str:
-        """Which library knows the architecture: ``embedded`` for this package, ``py`` for the user's own code."""
+        """Library that defines the architecture: ``embedded`` for this package, ``py`` for the user's own code."""
         return self.source.partition(":")[0]
 
 

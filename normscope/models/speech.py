@@ -20,7 +20,7 @@ from normscope.errors import ModelError, UsageError, unknown
 from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Provenance, Task
 from normscope.models.inputs.audio import AudioFormat, audio_inputs
-from normscope.models.inputs.file_inputs import LazyInputs, TensorInputs
+from normscope.models.inputs.numbered_inputs import LazyInputs, TensorInputs
 from normscope.models.weights import downloads
 from normscope.models.weights.checkpoints import embedded_module, load_file, read_embedded, ready, with_weights
 from normscope.runtime.files import sha256_of
@@ -173,7 +173,7 @@ def unwrapped(module: nn.Module) -> Any:
 
 
 def outputs_of(module: nn.Module) -> Outputs:
-    """Say what a network of torchaudio returns.
+    """Return the reader of a torchaudio network's outputs.
 
     Features, logits or log-probabilities of ``frames`` of a wav2vec 2.0 and its like; three scores ``(samples, 3)`` of
     one that judges speech; waveforms ``(samples, sources, channels, time)`` of one that separates them.

@@ -1,4 +1,4 @@
-"""What a loaded network is for: classes from the names of folders, tokens from a head, embeddings from its pooling."""
+"""Tasks of loaded networks: classes from the names of folders, tokens from a head, embeddings from a pooling."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from normscope.errors import first_few
 from normscope.inputs.loaded_model import Inputs, Outputs, Task
-from normscope.models.inputs.file_inputs import Files, name_in
-from normscope.models.inputs.sentence_pairs import SentencePairs
+from normscope.models.inputs.numbered_inputs import Files, name_in
+from normscope.models.inputs.text import SentencePairs
 from normscope.models.weights.repository import Repository
 
 _WORDNET_ID = re.compile(r"n\d{8}")
@@ -64,7 +64,7 @@ def _numbered(folders: Sequence[str], number: int, names: Sequence[str]) -> dict
 def transformers_task(
     library: Any, module: Any, tokenizer: Any, repository: Repository, inputs: Inputs, outputs: Outputs
 ) -> Task:
-    """Say what a model of transformers is for: texts as :func:`language_task` says, images by the folders they lie in.
+    """Return the task of a model of transformers: texts by :func:`language_task`, images by the names of their folders.
 
     Args:
         library: the module ``transformers``.
@@ -83,7 +83,7 @@ def transformers_task(
 
 
 def language_task(library: Any, module: Any, tokenizer: Any, repository: Repository, inputs: Inputs) -> Task:
-    """Say what a model of transformers that reads text is for.
+    """Return the task of a model of transformers that reads text.
 
     Args:
         library: the module ``transformers``.

@@ -5,21 +5,29 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from normscope.errors import ModelError, NormscopeError, first_few
-from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Provenance
-from normscope.models.inputs.processors import masks
-from normscope.models.inputs.tokenizer import load_tokenizer
-from normscope.models.modalities import FAMILIES, has_head, inputs_of, outputs_of, readers_of, taken_by
+from normscope.inputs.batch import Batch
+from normscope.inputs.loaded_model import Inputs, Kind, LoadedModel, LoadOptions, Outputs, Provenance
+from normscope.models.inputs.images import suffixes
+from normscope.models.inputs.processors import (
+    has_processor,
+    images_with_texts,
+    load_processor,
+    masks,
+    processed_images,
+    prompts,
+)
+from normscope.models.inputs.text import load_tokenizer, pairs_or_texts, reading_of, text_inputs
 from normscope.models.tasks import transformers_task
 from normscope.models.weights import downloads
 from normscope.models.weights.checkpoints import (
@@ -33,6 +41,184 @@ from normscope.models.weights.checkpoints import (
 from normscope.models.weights.devices import offload_folder, quiet
 from normscope.models.weights.repository import HubSilentError, Repository, refuse_code
 from normscope.runtime.files import sha256_of
+
+Takes = Literal["texts", "images", "recordings", "images with texts", "prompts"]
+
+FAMILIES: dict[Takes, str] = {
+    "texts": "language",
+    "images": "vision",
+    "recordings": "speech",
+    "images with texts": "vision",
+    "prompts": "language",
+}
+_READING = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM")
+_SEEING_AND_READING = ("IMAGE_TEXT_TO_TEXT",)
+
+# What a head gives, and for which of the library's tasks it is.
+HEADS: dict[Kind, tuple[str, ...]] = {
+    "tokens": (*_READING, *_SEEING_AND_READING, "SPEECH_SEQ_2_SEQ"),
+    "classes": ("IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION"),
+    "frames": ("CTC",),
+}
+_PIXELS = {"pixel_values", "pixel_attention_mask", "spatial_shapes"}  # all of which a processor gives
+_WAVES = ("input_values", "input_features")  # what recordings are called, as waveforms and as spectra
+
+
+def is_for(library: Any, kind: str, tasks: Iterable[str]) -> bool:
+    """Return whether a class of transformers, by its name, is for one of the library's tasks."""
+    automatic = library.models.auto.modeling_auto
+    for task in tasks:
+        for names in getattr(automatic, f"MODEL_FOR_{task}_MAPPING_NAMES", {}).values():
+            if kind in (names if isinstance(names, (tuple, list)) else (names,)):
+                return True
+    return False
+
+
+def has_head(library: Any, kind: str) -> bool:
+    """Return whether a class of transformers, by its name, ends in what can be read."""
+    return any(is_for(library, kind, tasks) for tasks in HEADS.values())
+
+
+def taken_by(library: Any, name: str, repository: Repository, kind: Any, data: str | None) -> Takes:
+    """Return the kind of inputs of a class of transformers.
+
+    Args:
+        library: the module ``transformers``.
+        name: what errors call the model.
+        repository: where the files of processors lie.
+        kind: the class.
+        data: path of the user's own. What reads texts and sees images is run on texts alone, where there are no images,
+            or where it lies there without a processor.
+
+    Raises:
+        ModelError: if that is not to be had here.
+        ImportError: if torchaudio is missing, which reads recordings.
+    """
+    modalities = {kind.input_modalities} if isinstance(kind.input_modalities, str) else {*kind.input_modalities}
+    parameters = [one for one in inspect.signature(kind.forward).parameters.values() if one.kind is not one.VAR_KEYWORD]
+    names = {one.name for one in parameters}
+    needed = {one.name for one in parameters if one.default is one.empty} - {"self"}
+    main = kind.main_input_name
+    reads = main == "input_ids" and (modalities == {"text"} or is_for(library, kind.__name__, _READING))
+    if main == "input_ids" and "image" in modalities and is_for(library, kind.__name__, _SEEING_AND_READING):
+        alone = not _may_hold_images(data) or (reads and not has_processor(repository))
+        return "texts" if alone else "prompts"
+    if reads:
+        return "texts"
+    if modalities == {"image", "text"} and is_for(library, kind.__name__, ("ZERO_SHOT_IMAGE_CLASSIFICATION",)):
+        return "images with texts"
+    videos = library.models.auto.modeling_auto.MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES
+    if main == "pixel_values" and modalities == {"image"} and needed <= _PIXELS:
+        if kind.config_class.model_type not in videos:
+            return "images"
+        modalities = {"video"}
+    if main in _WAVES and "audio" in modalities and needed <= {main} and "input_ids" not in names:
+        import torchaudio  # noqa: F401 - reads recordings, and is missed before weights are loaded
+
+        return "recordings"
+    wanted = " and ".join([f"{main} ({' and '.join(sorted(modalities))})", *sorted(needed - {main} - _PIXELS)])
+    raise ModelError(
+        f"{name} is a {kind.__name__}, which takes {wanted}: texts, images, recordings, or images with texts are not "
+        "enough. Make it and its inputs in a function of yours, and name that: py:FILE:FACTORY."
+    )
+
+
+def _may_hold_images(data: str | None) -> bool:
+    """True if the user's data contain an image; without any data there is the photograph."""
+    if data is None:
+        return True
+    path = Path(data)
+    return any(file.suffix.lower() in suffixes() for file in ([path] if path.is_file() else path.rglob("*")))
+
+
+def _writes(network: Any) -> bool:
+    """True if a network, or its class, has a decoder beside its audio encoder."""
+    return "decoder_input_ids" in inspect.signature(network.forward).parameters
+
+
+def readers_of(
+    library: Any, name: str, repository: Repository, kind: Any, takes: Takes, tokenizer: Callable[[], Any]
+) -> tuple[Any, ...]:
+    """Return what makes inputs of data: a tokenizer, a processor, or both.
+
+    Args:
+        library: the module ``transformers``.
+        name: what errors call the model.
+        repository: where the files of processors lie.
+        kind: the class.
+        takes: on what it is run.
+        tokenizer: loads it.
+
+    Raises:
+        ModelError: if something is missing, damaged, or asks for code of its own.
+    """
+    match takes:
+        case "texts":
+            return (tokenizer(),)
+        case "images":
+            return (load_processor(library, name, repository, "AutoImageProcessor"),)
+        case "recordings":
+            extractor = load_processor(library, name, repository, "AutoFeatureExtractor")
+            return extractor, tokenizer() if _writes(kind) else None
+        case "images with texts" | "prompts":
+            tokenizer()  # which has sentences for what may be wrong with it
+            return (load_processor(library, name, repository, "AutoProcessor"),)
+
+
+def inputs_of(
+    library: Any, takes: Takes, readers: tuple[Any, ...], module: nn.Module, config: Any, options: LoadOptions
+) -> Inputs:
+    """Return the inputs of a network, as its own ``readers`` make them of data.
+
+    Raises:
+        DataError: if there is nothing at ``options.data`` that the network takes.
+    """
+    match takes:
+        case "texts":
+            reading = reading_of(module, config, *readers)
+            if has_head(library, type(module).__name__):
+                return text_inputs(reading, options)
+            return pairs_or_texts(reading, options)  # of which embeddings are made
+        case "images":
+            (processor,) = readers
+            return processed_images(processor, module, config, options)
+        case "recordings":
+            from normscope.models.inputs.features import heard_inputs  # which needs torchaudio
+
+            extractor, tokenizer = readers
+            return heard_inputs(extractor, tokenizer, module, config, options)
+        case "images with texts":
+            (processor,) = readers
+            return images_with_texts(processor, module, config, options)
+        case "prompts":
+            (processor,) = readers
+            return prompts(processor, module, config, options)
+
+
+def both_embeddings(result: Any, batch: Batch) -> Tensor:
+    """Return what a network that looks at images and texts apart makes of each pair: ``(samples, 2 · features)``.
+
+    Raises:
+        ModelError: if it returned no such embeddings.
+
+    >>> both_embeddings({"image_embeds": torch.zeros(3, 8), "text_embeds": torch.ones(3, 8)}, Batch()).shape
+    torch.Size([3, 16])
+    """
+    if not {"image_embeds", "text_embeds"} <= {*result}:
+        raise ModelError(f"The model returned {', '.join(result)}, and no embeddings of images and texts to compare.")
+    return torch.cat([result["image_embeds"], result["text_embeds"]], dim=-1)
+
+
+def outputs_of(library: Any, module: nn.Module, takes: Takes) -> Outputs:
+    """Return the reader of the outputs: by the head, if it is a supported one."""
+    if takes == "images with texts":
+        return Outputs("tensor", both_embeddings)
+    for outputs, tasks in HEADS.items():
+        if is_for(library, type(module).__name__, tasks):
+            return Outputs(outputs)
+    of_frames = takes == "recordings" and hasattr(module, "_get_feat_extract_output_lengths") and not _writes(module)
+    return Outputs("frames" if of_frames else "tensor")
+
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +453,7 @@ class _Network:
 
 
 def _converted(provenance: Provenance, dtypes: Mapping[str, torch.dtype], module: nn.Module) -> Provenance:
-    """Say which dtypes were converted; a head's network has a prefix before the names that it has without one."""
+    """Report converted dtypes; a network with a head has a prefix before the names of its parameters."""
     prefix = f"{getattr(module, 'base_model_prefix', '')}."
     before, after = (
         {name.removeprefix(prefix): dtype for name, dtype in named.items()}

@@ -133,7 +133,7 @@ def _timm_preprocessing(module: nn.Module) -> Preprocessing:
 
 
 def _timm_outputs(module: Any) -> Outputs:
-    """Say whether a network classifies.
+    """Return classification as the task of a network with a classifier.
 
     Feature extractors have no classes. An image tower of CLIP has a projection, whose width timm counts as classes:
     a multiple of 64, as no number of classes of timm's weights is.

@@ -10,8 +10,7 @@ from normscope.errors import UsageError
 from normscope.figures.style import NONE, STYLES, Style, title_and_foot
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import CURVES, FREE, Curve
-from normscope.fits.solving.levels import levels_of
-from normscope.fits.solving.nodes import Nodes, batches
+from normscope.fits.solving.nodes import Nodes, batches, levels_of
 from normscope.fits.views.card import norm_cards
 from normscope.fits.views.comparison import match
 from normscope.page.site_data import LINE_POINTS, ROWS, inputs_data, site_data, site_inputs

@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from normscope.errors import UsageError
 from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curves.known import BUILT_IN, in_javascript
 from normscope.fits.fit import fit
 from normscope.page.document import document
 from normscope.page.swap_results import SwapResults, swap_results
@@ -127,8 +128,12 @@ def _rendered(document: dict[str, Any]) -> str:
 
 
 def asset(name: str) -> str:
-    """Text of one of the page's own files."""
-    return (_ASSETS / name).read_text(encoding="utf-8")
+    """Text of one of the page's own files; functions.js with f of every built-in curve."""
+    text = (_ASSETS / name).read_text(encoding="utf-8")
+    if name == "functions.js":
+        lines = [f"  {curve.name}: (u) => {in_javascript(curve)},\n" for curve in BUILT_IN]
+        text = text.replace("const FUNCTIONS = {};", "const FUNCTIONS = {\n" + "".join(lines) + "};")
+    return text
 
 
 def policy(style: str, scripts: Sequence[str]) -> str:

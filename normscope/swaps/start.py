@@ -13,7 +13,7 @@ from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.expressions import curves_named
 from normscope.fits.curves.known import BEST, FREE, Curve
 from normscope.fits.fit import fit
-from normscope.fits.solving.objective import Parametrization
+from normscope.fits.solving.solve import FitForm
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 
@@ -118,7 +118,7 @@ def fitted(
         return fit(capture, [curve], theory=True)
     by_gamma = per == "site" and all(stats.gamma_moments is not None for stats in capture.stats.values())
     has_shift = not (
-        isinstance(curve, Curve) and (curve.amplitude_is_inverse_scale or Parametrization(shift=True).refusal(curve))
+        isinstance(curve, Curve) and (curve.amplitude_is_inverse_scale or FitForm(shift=True).refusal(curve))
     )
     own_shift = shift if has_shift else None
     return fit(capture, [curve], per=per, shift=own_shift, weights_by="gamma" if by_gamma else "pairs")

@@ -23,8 +23,7 @@ from normscope.tables.table import (
 
 if TYPE_CHECKING:
     from normscope.fits.views.card import NormCard, Tails, TailToken
-    from normscope.fits.views.gradient import GradientView
-    from normscope.fits.views.jacobians import Constants
+    from normscope.fits.views.gradient import Constants, GradientView
 
 
 _NAMED = 3  # of a kind, on a whole card

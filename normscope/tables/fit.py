@@ -26,9 +26,8 @@ from normscope.tables.table import (
 
 if TYPE_CHECKING:
     from normscope.fits.curve_fit import CurveFit, Interval
-    from normscope.fits.views.advice import Advice, StartingValue
+    from normscope.fits.views.advice import Advice, Layerwise, StartingValue, TokenSlopes
     from normscope.fits.views.comparison import Compared, Comparison, Ratio
-    from normscope.fits.views.summaries import Layerwise, TokenSlopes
 
 
 _PASSES = 1.0005  # which the table prints as more than 1

@@ -12,11 +12,10 @@ from rich.text import Text
 
 from normscope.errors import UsageError
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.views.advice import Advice
+from normscope.fits.views.advice import Advice, TokenSlopes
 from normscope.fits.views.card import NormCard
 from normscope.fits.views.comparison import Compared
 from normscope.fits.views.gradient import GradientView
-from normscope.fits.views.summaries import TokenSlopes
 from normscope.pairs.captures import Capture
 from normscope.swaps.bench.reports import BenchReport
 from normscope.swaps.drift.reports import DriftReport

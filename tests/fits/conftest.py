@@ -12,10 +12,9 @@ from scipy.optimize import curve_fit
 
 import normscope
 from normscope.fits.curves.known import CURVES
-from normscope.fits.solving.levels import Level
-from normscope.fits.solving.nodes import batches
-from normscope.fits.solving.objective import Parametrization
-from normscope.fits.solving.refits import fitted
+from normscope.fits.solving.jackknife import fitted
+from normscope.fits.solving.nodes import FitTarget, batches
+from normscope.fits.solving.solve import FitForm
 from normscope.pairs.sums.binning import PAIR_GRID
 
 
@@ -74,7 +73,7 @@ def level_of(moments_of):
         x, y = np.ravel(x), np.ravel(y)
         numbers = np.zeros(x.size, int) if folds is None else np.ravel(folds)
         moments = torch.stack([moments_of(x[numbers == fold], y[numbers == fold]) for fold in range(8)])
-        return Level(
+        return FitTarget(
             site="norm",
             sites=(),
             channel=None,
@@ -96,7 +95,7 @@ def solved(level_of):
     """Fit one curve to raw pairs; return what CurveFit says of it, and the squared error over all, as attributes."""
 
     def solve(x, y, curve="tanh", form=None, **level):
-        form = form or Parametrization(shift=False)
+        form = form or FitForm(shift=False)
         [(_, problems)] = batches([level_of(x, y, **level)])
         [row], _ = fitted(problems, CURVES.get(curve, curve) if isinstance(curve, str) else curve, form)
         return SimpleNamespace(**row, residual=row["rmse"] ** 2 * np.size(x))

@@ -11,7 +11,7 @@ from normscope.errors import DataError
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import LoadOptions
 from normscope.inputs.splits import ALL, Chunk, Done, LeftOut, Share, learned_and_held_out, shared
-from normscope.models.inputs.file_inputs import TensorInputs
+from normscope.models.inputs.numbered_inputs import TensorInputs
 
 _of_batches = st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=5), min_size=1, max_size=5)
 

@@ -313,8 +313,9 @@ def test_weights_that_cannot_be_had(download_server, tmp_path):
         load("wav2vec2_large", device="cpu")
     assert str(caught.value) == (
         "The weights https://download.pytorch.org/torchaudio/models/wav2vec2_fairseq_large_ls960.pth cannot be had: "
-        "download.pytorch.org does not know them (status 404). Name a file with --weights FILE, take --weights "
-        "random, or use an embedded model, which needs no network: normscope plot demo_wav2vec2."
+        "asking the hub at download.pytorch.org failed with HTTPError: HTTP Error 404: Not Found. Name a file with "
+        "--weights FILE, take --weights random, or use an embedded model, which needs no network: normscope plot "
+        "demo_wav2vec2."
     )
     assert not (tmp_path / "torch").exists()
 

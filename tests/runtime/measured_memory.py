@@ -8,7 +8,7 @@ from torch import nn
 
 from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import LoadOptions
-from normscope.models.inputs.file_inputs import TensorInputs
+from normscope.models.inputs.numbered_inputs import TensorInputs
 from normscope.runtime import batch_size
 from normscope.runtime.batch_size import Gauge, largest
 

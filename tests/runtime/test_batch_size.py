@@ -14,7 +14,7 @@ import normscope
 from normscope.errors import MemoryEndedError, UsageError
 from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import LoadOptions
-from normscope.models.inputs.file_inputs import TensorInputs
+from normscope.models.inputs.numbered_inputs import TensorInputs
 from normscope.runtime import batch_size
 from normscope.runtime.batch_size import largest
 
@@ -141,7 +141,7 @@ REAL = """
     from normscope.inputs.batch import Sample
     from normscope.inputs.loaded_model import LoadOptions
     from normscope.runtime.batch_size import largest
-    from normscope.models.inputs.file_inputs import TensorInputs
+    from normscope.models.inputs.numbered_inputs import TensorInputs
 
     logging.basicConfig(level="WARNING", stream=sys.stdout, format="%(message)s")
     torch.manual_seed(0)

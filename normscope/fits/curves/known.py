@@ -1,30 +1,44 @@
-"""The curves that may stand in for a norm: one table of them, each with its formula, its properties and its source.
+"""Curves that may replace a norm: one table row each, with f, f′, the formula, the properties and the source.
 
-Every curve is used as y ≈ A·f(αx + s), with amplitude A, scale α and shift s. The functions themselves are in
-:mod:`normscope.fits.curves.functions`; one of your own is made by :func:`curve_of`, or from a formula by
-:func:`normscope.fits.curves.expressions.curve_from`.
+Every curve is used as y ≈ A·f(αx + s), with amplitude A, scale α and shift s. :func:`curve_of` makes a curve of any
+torch function, and :func:`normscope.fits.curves.expressions.curve_from` of a formula. The page's scripts and the
+module of a swapped folder print f from the same table.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import math
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from normscope.errors import UsageError
-from normscope.fits.curves import functions as f
-from normscope.fits.curves.properties import autograd_of, properties_of
+
+Function = Callable[[Tensor], Tensor]
 
 FREE, BEST = "free", "best"
 NO_CURVES = (FREE, BEST, "all")  # what ``--func`` takes besides curves
 _NEAR_ORIGIN = 1e-8
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
+_DECADES = 6  # of |u|, on either side of 1
+_POINTS_A_DECADE = 256  # a maximum that lies between two points is missed by 2e-5 of it
+_FINITE_UP_TO = 1e3  # |u| to which values have to be finite; beyond, they may be infinite
+_ROUNDING = 1e-12  # of f: lesser ups and downs, and lesser sums of f(u) and f(−u), are rounding
+_STRAIGHT = 0.01  # a power of u nearer to 1 than this is a straight line
+_STILL_GROWS = 0.5  # a bound is near where two decades add less than half of what the two before them did
+_SAMPLING = 1e-3  # of the supremum: what one with a maximum between grid points may seem to grow by
+_JUMP = 1e-4  # of the steepest slope up to there: a lesser jump of f′ is no kink
+_HALVINGS = 40
+_ORIGIN = 1e-100
+_QUOTIENT = 1e-6  # of u: half the width of a difference quotient
+_LARGEST = torch.finfo(torch.float64).max
 
 
 @dataclass(frozen=True)
@@ -47,6 +61,7 @@ class Curve:
         power_at_origin: p, where f(u) − f(0) goes as |u|^p for small u: 1 where f has a tangent; NaN without any.
         shift_of: name of the curve that this is with a shift s, which its own layer learns; None for all others.
         amplitude_is_inverse_scale: A is no number of its own but 1/α.
+        expression: f of a built-in curve in Python, of a tensor ``u`` and the modules torch and math.
     """
 
     name: str
@@ -64,10 +79,11 @@ class Curve:
     power_at_origin: float = 1.0
     shift_of: str | None = None
     amplitude_is_inverse_scale: bool = False
+    expression: str | None = field(default=None, repr=False, compare=False)
 
     @property
     def shifted(self) -> bool:
-        """Whether the curve's own layer learns a shift s."""
+        """True if the curve's own layer learns a shift s."""
         return self.shift_of is not None
 
     @property
@@ -77,17 +93,17 @@ class Curve:
 
     @property
     def bounded(self) -> bool:
-        """Whether |f| has a limit."""
+        """True if |f| has a limit."""
         return self.limit is not None
 
     @property
     def centre_sensitive(self) -> bool:
-        """Whether f′(0) is not zero, so that f has no flat region about the origin (arXiv 2512.10938)."""
+        """True if f′(0) is not zero, so that f has no flat region about the origin (arXiv 2512.10938)."""
         return self.slope_at_origin != 0
 
     @property
     def linear_at_origin(self) -> bool:
-        """Whether f′(0) is finite and not zero, so that f(αx) is a straight line in the limit α → 0."""
+        """True if f′(0) is finite and not zero, so that f(αx) is a straight line in the limit α → 0."""
         return self.centre_sensitive and math.isfinite(self.slope_at_origin)
 
     @functools.cached_property
@@ -100,72 +116,281 @@ class Curve:
         return float((near - at_origin) / _NEAR_ORIGIN**self.power_at_origin)
 
 
+@dataclass(frozen=True)
+class Properties:
+    """Properties of a function, by the names of the attributes of :class:`~normscope.fits.curves.known.Curve`."""
+
+    limit: float | None
+    zero_centred: bool
+    monotone: bool
+    slope_at_origin: float
+    peak: float
+    smooth: bool
+    power_at_origin: float
+
+
+def autograd_of(function: Function) -> Function:
+    """Derivative of an elementwise function by torch's autograd, in float64, also where gradients are switched off.
+
+    At the origin it is the slope to the right, at 1e-100: abs and sign have none there, and torch takes it for zero.
+    Where autograd makes NaN of infinity times zero, as of 1/(1 + e^(−u)) at u = −1000, it is a difference quotient.
+
+    >>> autograd_of(torch.abs)(torch.tensor([-2.0, 0.0, 2.0])).tolist()
+    [-1.0, 1.0, 1.0]
+    """
+
+    def derivative(u: Tensor) -> Tensor:
+        with torch.inference_mode(False), torch.enable_grad():
+            at = torch.where(u == 0, _ORIGIN, u.detach().double()).clone().requires_grad_()
+            values = function(at)
+            (slope,) = torch.autograd.grad(values, at, torch.ones_like(values))
+        if not slope.isnan().any():
+            return slope
+        below, above = at.detach() * (1 - _QUOTIENT), at.detach() * (1 + _QUOTIENT)
+        return torch.where(slope.isnan(), (function(above) - function(below)) / (above - below), slope)
+
+    return derivative
+
+
+def properties_of(function: Function, derivative: Function, name: str) -> Properties:
+    """Measure a function of float64 tensors at ±1e-6 … ±1e6 and at 0.
+
+    Raises:
+        UsageError: if it is no curve: not elementwise, not real, not finite for |u| ≤ 1000, constant, or without a
+            derivative.
+    """
+    half = torch.logspace(-_DECADES, _DECADES, 2 * _DECADES * _POINTS_A_DECADE + 1, dtype=torch.float64)
+    u = torch.cat([-half.flip(0), torch.zeros(1, dtype=torch.float64), half])
+    f = _values(function, u, name)
+    slope = _slopes(derivative, u, name)
+    scale = torch.maximum(f.abs(), f[u.abs() <= 1].abs().max())
+    steps, between = f.diff(), _ROUNDING * torch.maximum(scale[1:], scale[:-1])
+    power, at_origin = _at_origin(u, f)
+    peak = _supremum(u, slope)
+    return Properties(
+        limit=_supremum(u, f),
+        zero_centred=bool(((f + f.flip(0)).abs() <= _ROUNDING * scale).all()),
+        monotone=bool((steps >= -between).all() or (steps <= between).all()),
+        slope_at_origin=at_origin,
+        peak=math.inf if peak is None or power < 1 - _STRAIGHT else peak,
+        smooth=power >= 1 - _STRAIGHT and not _jumps(derivative, u, slope),
+        power_at_origin=1.0 if abs(power - 1) <= _STRAIGHT else power if math.isfinite(power) else math.nan,
+    )
+
+
+def _values(function: Function, u: Tensor, name: str) -> Tensor:
+    try:
+        f = function(u)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(f"The curve {name!r} cannot be evaluated on a float64 tensor: {error}") from error
+    if not isinstance(f, Tensor) or f.shape != u.shape or f.is_complex():
+        what = f"{f.dtype} of shape {tuple(f.shape)}" if isinstance(f, Tensor) else type(f).__name__
+        raise UsageError(
+            f"The curve {name!r} makes a {what} of a float64 tensor of shape {tuple(u.shape)}; "
+            "a curve gives one real number for each u."
+        )
+    f = f.detach().double()
+    _refuse_first(name, "is", u, f, f.isnan() | (f.isinf() & (u.abs() <= _FINITE_UP_TO)))
+    f = f.clamp(-_LARGEST, _LARGEST)
+    if (f.max() - f.min()) <= _ROUNDING * f.abs().max():
+        raise UsageError(f"The curve {name!r} is {f[0].item() + 0:g} wherever u is; a constant cannot be fitted.")
+    return f
+
+
+def _slopes(derivative: Function, u: Tensor, name: str) -> Tensor:
+    try:
+        slope = derivative(u).detach().double()
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"torch cannot find the derivative of the curve {name!r} ({error}). Give it yourself, as derivative=…"
+        ) from error
+    if slope.shape != u.shape:
+        raise UsageError(
+            f"The derivative of the curve {name!r} gives {tuple(slope.shape)} for {tuple(u.shape)} numbers."
+        )
+    _refuse_first(name, "has the slope", u, slope, slope.isnan())
+    return slope
+
+
+def _refuse_first(name: str, does: str, u: Tensor, values: Tensor, bad: Tensor) -> None:
+    if bad.any():
+        at = int(torch.where(bad, u.abs(), math.inf).argmin())
+        raise UsageError(
+            f"The curve {name!r} {does} {values[at].item():g} at u = {u[at].item():g}; "
+            f"it has to be finite for every |u| up to {_FINITE_UP_TO:g}, and a number beyond."
+        )
+
+
+def _supremum(u: Tensor, values: Tensor) -> float | None:
+    """Largest magnitude, extrapolated from those up to |u| = 1e2, 1e4 and 1e6; None where these keep growing."""
+    magnitude = values.abs()
+    near, far, farthest = (float(magnitude[u.abs() <= 1.001 * bound].max()) for bound in (1e2, 1e4, 1e6))
+    before, last = far - near, farthest - far
+    if not math.isfinite(farthest) or last > max(_STILL_GROWS * before, _SAMPLING * farthest):
+        return None
+    return farthest + (last * last / (before - last) if before > last else 0.0)
+
+
+def _at_origin(u: Tensor, f: Tensor) -> tuple[float, float]:
+    """Power of |u| that f starts with, the lower of both sides, and its slope: NaN where the sides differ."""
+    origin = len(u) // 2
+    powers, slopes = [], []
+    rounding = 1e-15 * max(float(f[u.abs() <= 1].abs().max()), abs(float(f[origin])))
+    for side in (-1, 1):
+        places = (origin + side * (1 + decade * _POINTS_A_DECADE) for decade in range(_DECADES))
+        rises = [float(f[place] - f[origin]) for place in places]
+        clear = [(near, far) for near, far in pairwise(rises) if abs(near) > rounding]
+        powers.append(math.log10(abs(clear[0][1] / clear[0][0])) if clear and clear[0][1] else math.inf)
+        slopes.append(0.0 if powers[-1] > 1 + _STRAIGHT else side * rises[0] / float(u[origin + 1]))
+    if min(powers) < 1 - _STRAIGHT:
+        return min(powers), math.copysign(math.inf, slopes[1])
+    equal = math.isclose(*slopes, rel_tol=1e-3)
+    return min(powers), sum(slopes) / 2 if equal else math.nan
+
+
+def _jumps(derivative: Function, u: Tensor, slope: Tensor) -> bool:
+    """True if f′ jumps between two points of the grid: repeated halving of a gap leaves a jump."""
+    origin = len(u) // 2
+    outwards = slope.abs().clone()
+    outwards[origin:] = outwards[origin:].cummax(0).values
+    outwards[: origin + 1] = outwards[: origin + 1].flip(0).cummax(0).values.flip(0)
+    counts = _JUMP * torch.maximum(outwards[1:], outwards[:-1])
+    some = slope.diff().abs() > counts
+    left, right, at_left, at_right = u[:-1][some], u[1:][some], slope[:-1][some], slope[1:][some]
+    for _ in range(_HALVINGS):
+        middle = (left + right) / 2
+        here = derivative(middle)
+        to_the_left = (here - at_left).abs() > (at_right - here).abs()
+        left, at_left = torch.where(to_the_left, left, middle), torch.where(to_the_left, at_left, here)
+        right, at_right = torch.where(to_the_left, middle, right), torch.where(to_the_left, here, at_right)
+    return bool(((at_right - at_left).abs() > counts[some]).any())
+
+
 _DYT = "DyT, arXiv 2503.10622"
 _TRIED = f"{_DYT}, which tries it in tanh's place"
 _DERF = "arXiv 2512.10938, ViT/other_functions"
 
 
-def _built_in(name: str, formula: str, source: str = "", aliases: tuple[str, ...] = (), **properties: Any) -> Curve:
-    """A curve of :mod:`normscope.fits.curves.functions`, which has what most have but for the properties given.
+def _of(expression: str) -> Function:
+    """Make a function of u of an expression of the table below."""
+    function: Function = eval(f"lambda u: {expression}", {"torch": torch, "math": math, "within": _within})  # noqa: S307
+    return function
+
+
+def _within(inside: Tensor, slope: Tensor) -> Tensor:
+    return slope * inside.to(slope.dtype)  # a fifth of the time of torch.where
+
+
+def _built_in(
+    name: str, formula: str, f: str, slope: str, source: str = "", aliases: tuple[str, ...] = (), **properties: Any
+) -> Curve:
+    """A curve with expressions in u of f and f′, and the properties of most curves except for those given.
 
     Most are odd, rise everywhere and tend to ±1; most of these are smooth, and steepest at the origin, with slope 1.
     """
-    return Curve(
-        **{
-            "name": name,
-            "aliases": aliases,
-            "formula": formula,
-            "function": getattr(f, name, None),
-            "derivative": getattr(f, f"{name}_derivative", None),
-            "source": source or f"{_DERF}/{name}.py",
-            **{
-                "limit": 1.0,
-                "zero_centred": True,
-                "monotone": True,
-                "smooth": True,
-                "slope_at_origin": 1.0,
-                "peak": 1.0,
-            },
-            **properties,
-        }
-    )
+    usual = {"limit": 1.0, "zero_centred": True, "monotone": True, "smooth": True, "slope_at_origin": 1.0, "peak": 1.0}
+    source = source or f"{_DERF}/{name}.py"
+    return Curve(name, aliases, formula, _of(f), _of(slope), source, expression=f, **(usual | properties))
 
 
 _VERTICAL: dict[str, Any] = {"slope_at_origin": math.inf, "peak": math.inf, "smooth": False}
-_TANH: dict[str, Any] = {"function": torch.tanh, "derivative": f.tanh_derivative}
-_LINE: dict[str, Any] = {"function": torch.clone, "derivative": torch.ones_like, "limit": None}
 _ERF_SLOPE = 2 / math.sqrt(math.pi)
+_TANH = ("torch.tanh(u)", "4 * (t := torch.exp(-2 * u.abs())) / (1 + t).square()")  # does not cancel for large u
 
+# Name, formula, f, f′, source, aliases, properties. f and f′ keep their digits over all of float64, from denormal u to
+# ±1e308: nothing overflows, and numbers of nearly the same size are not subtracted. Where f′ jumps, it is that of the
+# inner side.
 BUILT_IN = (
-    _built_in("tanh", "tanh(u)", f"{_DYT}, eq. 2", ("dyt",), **_TANH),
-    _built_in("isru", "u / √(1 + u²)", "DyISRU, arXiv 2503.21708", ("dyisru",)),
+    _built_in("tanh", "tanh(u)", *_TANH, f"{_DYT}, eq. 2", ("dyt",)),
+    _built_in(  # u / hypot(u, 1) takes 1.5 times as long on a CPU, and 3.6 times when compiled
+        *("isru", "u / √(1 + u²)", "(v := u.clamp(-1e9, 1e9)) * torch.rsqrt(1 + v.square())"),
+        "torch.hypot(u, torch.ones_like(u)).reciprocal().pow(3)",
+        *("DyISRU, arXiv 2503.21708", ("dyisru",)),
+    ),
     _built_in(
-        *("erf", "erf(u)", "Derf, arXiv 2512.10938, without its shift"),
-        function=torch.erf,
+        *("erf", "erf(u)", "torch.erf(u)", "2 / math.sqrt(math.pi) * torch.exp(-u.square())"),
+        "Derf, arXiv 2512.10938, without its shift",
         slope_at_origin=_ERF_SLOPE,
         peak=_ERF_SLOPE,
     ),
-    _built_in("hardtanh", "clip(u, −1, 1)", _TRIED, ("linear_clip", "linearclip"), smooth=False),
-    _built_in("linear", "u", _TRIED, ("identity",), **_LINE),
     _built_in(
-        *("softcap", "tanh(u), A = 1/α", "Gemma 2, arXiv 2408.00118: t·tanh(x/t)"),
+        *("hardtanh", "clip(u, −1, 1)", "u.clamp(-1, 1)", "(u.abs() <= 1).to(u.dtype)"),
+        *(_TRIED, ("linear_clip", "linearclip")),
+        smooth=False,
+    ),
+    _built_in("linear", "u", "torch.clone(u)", "torch.ones_like(u)", _TRIED, ("identity",), limit=None),
+    _built_in(
+        *("softcap", "tanh(u), A = 1/α", *_TANH, "Gemma 2, arXiv 2408.00118: t·tanh(x/t)"),
         amplitude_is_inverse_scale=True,
-        **_TANH,
     ),
-    _built_in("sigmoid", "1 / (1 + e^(−u))", _TRIED, zero_centred=False, slope_at_origin=0.25, peak=0.25),
-    _built_in("arctan", "2/π · atan(u)", slope_at_origin=2 / math.pi, peak=2 / math.pi),
-    _built_in("satursin", "sin(clip(u, −π/2, π/2))"),
-    _built_in("expsign", "sign(u)·(1 − e^(−|u|))"),
-    _built_in("softsign", "u / (1 + |u|)", f"{_DERF}/smoothsign.py", ("smoothsign", "smoothsign_clip")),
-    _built_in("relsign", "u / (1 + √(1 + u²))", slope_at_origin=0.5, peak=0.5),
-    _built_in("cubsign", "u³ / (1 + |u|³)", slope_at_origin=0.0, peak=4 / 3 * 0.5 ** (2 / 3), power_at_origin=3.0),
-    _built_in("exproot", "sign(u)·(1 − e^(−√|u|))", power_at_origin=1 / 2, **_VERTICAL),
-    _built_in("saturlog", "sign(u)·L / (1 + L), L = ln(1 + |u|)"),
+    _built_in(  # (1 + tanh(u/2)) / 2: with an offset, tanh with half its α and A
+        *("sigmoid", "1 / (1 + e^(−u))", "torch.exp(u.clamp(max=0)) / (1 + torch.exp(-u.abs()))"),
+        *("(t := torch.exp(-u.abs())) / (1 + t).square()", _TRIED),
+        zero_centred=False,
+        slope_at_origin=0.25,
+        peak=0.25,
+    ),
     _built_in(
-        "logquad_clip", "clip(sign(u)·ln(1 + u²), −1, 1)", slope_at_origin=0.0, smooth=False, power_at_origin=2.0
+        *("arctan", "2/π · atan(u)", "2 / math.pi * torch.atan(u)", "2 / math.pi / (1 + u.square())"),
+        slope_at_origin=2 / math.pi,
+        peak=2 / math.pi,
     ),
-    _built_in("logsign_clip", "clip(sign(u)·ln(1 + |u|), −1, 1)", smooth=False),
-    _built_in("power23_clip", "clip(sign(u)·|u|^(2/3), −1, 1)", power_at_origin=2 / 3, **_VERTICAL),
+    _built_in(
+        *("satursin", "sin(clip(u, −π/2, π/2))", "torch.sin(u.clamp(-math.pi / 2, math.pi / 2))"),
+        "within(u.abs() <= math.pi / 2, torch.cos(u.clamp(-math.pi / 2, math.pi / 2)))",
+    ),
+    _built_in(
+        *("expsign", "sign(u)·(1 − e^(−|u|))", "torch.copysign(-torch.expm1(-u.abs()), u)", "torch.exp(-u.abs())")
+    ),
+    _built_in(  # stays within ±1, so that smoothsign_clip is the same function
+        *("softsign", "u / (1 + |u|)", "u / (1 + u.abs())", "1 / (1 + u.abs()).square()"),
+        *(f"{_DERF}/smoothsign.py", ("smoothsign", "smoothsign_clip")),
+    ),
+    _built_in(  # tan of half the angle whose tan is u
+        *("relsign", "u / (1 + √(1 + u²))", "u / (1 + torch.hypot(u, torch.ones_like(u)))"),
+        "1 / ((h := torch.hypot(u, torch.ones_like(u))) * (1 + h))",
+        slope_at_origin=0.5,
+        peak=0.5,
+    ),
+    _built_in(
+        *("cubsign", "u³ / (1 + |u|³)", "(v := u.clamp(-1e6, 1e6).pow(3)) / (1 + v.abs())"),
+        "3 * (u / (1 + u.abs().pow(3))).square()",
+        slope_at_origin=0.0,
+        peak=4 / 3 * 0.5 ** (2 / 3),
+        power_at_origin=3.0,
+    ),
+    _built_in(
+        *("exproot", "sign(u)·(1 − e^(−√|u|))", "torch.copysign(-torch.expm1(-u.abs().sqrt()), u)"),
+        "torch.exp(-(r := u.abs().sqrt())) / (2 * r)",
+        power_at_origin=1 / 2,
+        **_VERTICAL,
+    ),
+    _built_in(  # nears ±1 so slowly that at u = 1e6 it is 0.93
+        *("saturlog", "sign(u)·L / (1 + L), L = ln(1 + |u|)"),
+        "torch.copysign((v := torch.log1p(u.abs())) / (1 + v), u)",
+        "1 / (1 + (m := u.abs())) / (1 + torch.log1p(m)).square()",
+    ),
+    _built_in(
+        *("logquad_clip", "clip(sign(u)·ln(1 + u²), −1, 1)"),
+        "torch.copysign(torch.log1p(u.square()).clamp(max=1), u)",
+        "within(torch.log1p(s := (m := u.abs().clamp(max=2)).square()) <= 1, 2 * m / (1 + s))",
+        slope_at_origin=0.0,
+        smooth=False,
+        power_at_origin=2.0,
+    ),
+    _built_in(
+        *("logsign_clip", "clip(sign(u)·ln(1 + |u|), −1, 1)"),
+        "torch.copysign(torch.log1p(u.abs()).clamp(max=1), u)",
+        "within(torch.log1p(m := u.abs()) <= 1, 1 / (1 + m))",
+        smooth=False,
+    ),
+    _built_in(
+        *("power23_clip", "clip(sign(u)·|u|^(2/3), −1, 1)"),
+        "torch.copysign(u.abs().clamp(max=1).pow(2 / 3), u)",
+        "within((m := u.abs()) <= 1, 2 / 3 * m.pow(-1 / 3))",
+        power_at_origin=2 / 3,
+        **_VERTICAL,
+    ),
 )
 # derf is not among all that are compared: it has one free parameter more, and with as many erf takes its place.
 CURVES = {curve.name: curve for curve in BUILT_IN}
@@ -208,3 +433,52 @@ def curve_of(
     slope = derivative or autograd_of(function)
     measured = properties_of(function, slope, _own_name(name))
     return Curve(name, (), formula or f"{name}(u)", function, slope, source, **asdict(measured))
+
+
+_IN_JAVASCRIPT = {
+    "pi": "Math.PI",
+    "clone": "{}",
+    "ones_like": "1",
+    "rsqrt": "(1 / Math.sqrt({}))",
+    "square": "(({}) ** 2)",
+    "hypot": "Math.hypot({}, {})",
+    "pow": "(({}) ** ({}))",
+    "erf": "erf({})",
+    "copysign": "odd({}, {})",
+    "clamp": "clipped({}, {}, {})",
+}
+_SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+
+
+def in_javascript(curve: Curve) -> str:
+    """Print f of a built-in curve in JavaScript, of a number ``u`` and the functions clipped, erf and odd.
+
+    >>> in_javascript(CURVES["isru"])
+    '(clipped(u, -1e9, 1e9) * (1 / Math.sqrt((1 + ((clipped(u, -1e9, 1e9)) ** 2)))))'
+    """
+    named: dict[str, str] = {}
+
+    def printed(node: ast.expr) -> str:
+        match node:
+            case ast.NamedExpr(target=target, value=value):
+                named[target.id] = printed(value)
+                return named[target.id]
+            case ast.Name(id=name):
+                return named.get(name, name)
+            case ast.Constant(value=value):
+                return f"{value:g}".replace("e+0", "e")
+            case ast.UnaryOp(operand=operand):
+                return f"(-{printed(operand)})" if not isinstance(operand, ast.Constant) else f"-{printed(operand)}"
+            case ast.BinOp(left=left, op=op, right=right):
+                return f"({printed(left)} {_SIGNS[type(op)]} {printed(right)})"
+            case ast.Attribute(attr=name):
+                return _IN_JAVASCRIPT[name]
+            case ast.Call(func=ast.Attribute(value=of, attr=name), args=args, keywords=keywords):
+                terms = [] if isinstance(of, ast.Name) and of.id == "torch" else [printed(of)]
+                terms += map(printed, args)
+                if keywords:  # max=
+                    terms += ["-Infinity", printed(keywords[0].value)]
+                return _IN_JAVASCRIPT.get(name, f"Math.{name}({{}})").format(*terms)
+        raise TypeError(f"{ast.dump(node)} cannot be printed in JavaScript.")
+
+    return printed(ast.parse(curve.expression or "", mode="eval").body)

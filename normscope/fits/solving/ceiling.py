@@ -18,10 +18,9 @@ from torch import Tensor
 
 from normscope.fits.curve_fit import Interval
 from normscope.fits.curves.known import CURVES, FREE, Curve
-from normscope.fits.solving.nodes import Nodes, Problems, nodes_of
-from normscope.fits.solving.objective import Parametrization, Solutions
-from normscope.fits.solving.refits import interval_of_r2
-from normscope.fits.solving.solve import roughly
+from normscope.fits.solving.jackknife import interval_of_r2
+from normscope.fits.solving.nodes import FitBatch, Nodes, nodes_of
+from normscope.fits.solving.solve import FitForm, Solutions, roughly
 
 Array = NDArray[np.float64]
 Places = NDArray[np.intp]
@@ -78,7 +77,7 @@ class Ceiling:
     along_line: bool
 
 
-def ceilings(problems: Problems, diagonal: Problems | None = None) -> list[Ceiling | None]:
+def ceilings(problems: FitBatch, diagonal: FitBatch | None = None) -> list[Ceiling | None]:
     """Held-out R² of the best function of x that was found at each problem.
 
     The functions are E[y|x] of all folds but one, piecewise linear between groups of bins, for eight least counts of
@@ -109,7 +108,7 @@ def ceilings(problems: Problems, diagonal: Problems | None = None) -> list[Ceili
     return best_held_out(predicted, torch.stack(errors), unbounded)
 
 
-def best_held_out(problems: Problems, of_curves: Tensor, unbounded: Sequence[bool]) -> list[Ceiling | None]:
+def best_held_out(problems: FitBatch, of_curves: Tensor, unbounded: Sequence[bool]) -> list[Ceiling | None]:
     """Choose among E[y|x] and curves whose squared errors of held-out folds are known.
 
     Args:
@@ -140,10 +139,10 @@ def best_held_out(problems: Problems, of_curves: Tensor, unbounded: Sequence[boo
     return tops
 
 
-def _without_folds(problems: Problems) -> Iterator[tuple[Curve, Solutions]]:
+def _without_folds(problems: FitBatch) -> Iterator[tuple[Curve, Solutions]]:
     """Fit every curve of the set to all pairs but those of one fold: ``problems · folds`` fits each."""
-    forms = [(curve, Parametrization()) for curve in CURVES.values() if not curve.shifted]
-    for curve, form in [*forms, *((CURVES[name], Parametrization(shift=True)) for name in _SHIFTED)]:
+    forms = [(curve, FitForm()) for curve in CURVES.values() if not curve.shifted]
+    for curve, form in [*forms, *((CURVES[name], FitForm(shift=True)) for name in _SHIFTED)]:
         coarse = form.objective(problems.coarse(odd=form.odd(curve)), curve, problems.levels)
         yield curve, roughly(coarse, problems.rough_without_folds(odd=form.odd(curve)))
 
@@ -227,7 +226,7 @@ class Piecewise:
 
     @property
     def slopes(self) -> Array:
-        """Of each piece, those beyond included."""
+        """Slopes of all pieces, including the outer ones."""
         between = np.diff(self.mean) / np.maximum(np.diff(self.at), 1e-300)
         return np.concatenate([[self.beyond], between, [self.beyond]])
 
@@ -292,7 +291,7 @@ class _Points:
 
     @classmethod
     def of(cls, held: Nodes, means: Array, first: Places) -> _Points:
-        """Take the points that stand for pairs.
+        """Collect the points that represent the pairs.
 
         Args:
             held: the pairs of each fold.

@@ -14,9 +14,8 @@ from normscope.fits.curve_fit import CurveFit, Interval
 from normscope.fits.curves.expressions import split_names
 from normscope.fits.curves.known import BEST, FREE, Curve
 from normscope.fits.fit import check_fit, fit
-from normscope.fits.solving.levels import Level, levels_of
-from normscope.fits.solving.nodes import nodes_of
-from normscope.fits.solving.refits import interval, student, without_folds
+from normscope.fits.solving.jackknife import interval, student, without_folds
+from normscope.fits.solving.nodes import FitTarget, levels_of, nodes_of
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.stats import PairStats
@@ -100,7 +99,7 @@ class Ratio:
 
     @property
     def in_noise(self) -> bool | None:
-        """Whether the interval holds 1; None without an interval."""
+        """True if the interval contains 1; None without an interval."""
         return None if self.interval is None else self.interval[0] <= 1 <= self.interval[1]
 
 
@@ -186,7 +185,7 @@ class Compared(Tabled):
 
     @property
     def r2_lost(self) -> float | None:
-        """How much less R² the first capture's curve has on these pairs than their own curve."""
+        """Loss of R² on these pairs with the first capture's curve in place of their own."""
         return None if self.r2_of_first is None else self.fit.r2 - self.r2_of_first
 
     def as_dict(self) -> dict[str, Any]:
@@ -341,12 +340,12 @@ def _against(
     )
 
 
-def _folds(level: Level) -> int:
+def _folds(level: FitTarget) -> int:
     return int((level.counts.sum(1) > 0).sum()) if level.fold_by else 0
 
 
 def _same_inputs(here: PairStats, there: PairStats) -> bool:
-    """Whether both saw the same tokens of the same samples, so that their folds are the same too.
+    """True if both contain the same tokens of the same samples, and so the same folds.
 
     The keys of the drawing sample tell: each is a hash of seed, data set, sample and place, and the least are kept.
     """
@@ -355,7 +354,7 @@ def _same_inputs(here: PairStats, there: PairStats) -> bool:
     return alike and torch.equal(*keys)
 
 
-def _transferred(base: CurveFit, level: Level) -> float | None:
+def _transferred(base: CurveFit, level: FitTarget) -> float | None:
     """R² of a curve on the pairs of another capture."""
     if base.degenerate or level.nothing:
         return None

@@ -14,8 +14,8 @@ from torch.nn import functional
 from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Task
 from normscope.inputs.previews import Normalized
-from normscope.models.inputs.file_inputs import LazyInputs, TensorInputs
 from normscope.models.inputs.images import Preprocessing, image_inputs
+from normscope.models.inputs.numbered_inputs import LazyInputs, TensorInputs
 from normscope.models.tasks import class_task
 from normscope.models.weights.checkpoints import embedded_module, read_embedded, ready, with_weights
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from normscope.errors import DataError, count
 from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import Inputs, LoadOptions
-from normscope.models.inputs.file_inputs import FileKind, Files, TensorInputs
+from normscope.models.inputs.numbered_inputs import FileKind, Files, TensorInputs
 
 # What libsndfile opens, and MP4 is not among it. A single file is tried whatever its name.
 SUFFIXES = frozenset(

@@ -1,4 +1,4 @@
-"""What a feature extractor of transformers makes of recordings, which frames are data, and what a decoder reads."""
+"""Recordings as inputs for models of transformers: features, their frames that are data, and a decoder's tokens."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Inputs, LoadOptions
 from normscope.inputs.previews import Words
 from normscope.models.inputs.audio import SUFFIXES, AudioFormat, read, utterances
-from normscope.models.inputs.file_inputs import FileKind, Files, Prepared, TensorInputs, text_beside
+from normscope.models.inputs.numbered_inputs import FileKind, Files, Prepared, TensorInputs, text_beside
 from normscope.models.inputs.processors import arguments
-from normscope.models.inputs.tokenizer import words_of
+from normscope.models.inputs.text import words_of
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Hearing:
 
     @property
     def longest(self) -> str:
-        """Say how much the network hears of a long recording; empty for all of it."""
+        """Describe the part of a long recording that reaches the network; empty for all of it."""
         if self._of_patches:
             return count(self.extractor.max_length, "frame")
         samples = getattr(self.extractor, "n_samples", None)
@@ -114,11 +114,11 @@ class Hearing:
 
     @property
     def _of_patches(self) -> bool:
-        """Whether it sees a spectrogram of one length in patches, as AST does, whose extractor gives no mask."""
+        """True if it reads patches of a spectrogram of fixed length, as AST does, whose extractor returns no mask."""
         return hasattr(self.config, "time_stride") and hasattr(self.extractor, "max_length")
 
     def _patches(self, waveform: Tensor) -> tuple[Tensor, bool]:
-        """Tell which tokens see any of the recording, bool ``(1, tokens)``, and whether some of it is cut off."""
+        """Mark the tokens that see part of the recording, bool ``(1, tokens)``, and report truncation."""
         longer = copy.copy(self.extractor)
         longer.max_length += 1
         rows = self._made(longer, waveform)["input_values"][0]

@@ -16,7 +16,7 @@ from normscope.errors import DataError, count
 from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import Inputs, LoadOptions
 from normscope.inputs.previews import Normalized
-from normscope.models.inputs.file_inputs import FileKind, Files, Prepared, TensorInputs
+from normscope.models.inputs.numbered_inputs import FileKind, Files, Prepared, TensorInputs
 
 CROPS = 8
 SMALLEST_CROP = 0.4  # of the photograph's short edge: a face or a badge, not one button

@@ -1,4 +1,4 @@
-"""What the processor beside a model of transformers makes of images, and of images with texts; no code of it is run."""
+"""Images, and images with texts, prepared by a model's processor; code that comes with it is not run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from normscope.errors import DataError, ModelError
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Inputs, LoadOptions
 from normscope.inputs.previews import Normalized
-from normscope.models.inputs.file_inputs import FileKind, Files, Prepared, TensorInputs, text_beside
 from normscope.models.inputs.images import Preprocessing, crops_of_photograph, image_inputs, read_image, suffixes
-from normscope.models.inputs.text import LONGEST, lines_of_page
-from normscope.models.inputs.tokenizer import words_of
+from normscope.models.inputs.numbered_inputs import FileKind, Files, Prepared, TensorInputs, text_beside
+from normscope.models.inputs.text import LONGEST, lines_of_page, words_of
 from normscope.models.weights import downloads
 from normscope.models.weights.repository import Repository, refuse_code
 
@@ -39,7 +38,7 @@ _READS = {"AutoImageProcessor": "image", "AutoFeatureExtractor": "recording", "A
 
 
 def has_processor(repository: Repository) -> bool:
-    """Whether a folder or a repository says how images or recordings are to be made ready."""
+    """True if a folder or a repository contains the configuration of a processor."""
     return any(repository.file(filename) is not None for filename in _OWN)
 
 
@@ -86,7 +85,7 @@ def arguments(made: Mapping[str, Any], module: nn.Module) -> dict[str, Tensor]:
 
 
 def masks(config: Any) -> bool:
-    """Whether a bare network leaves patches out, at random, as it did when it was trained."""
+    """True if a network without a head masks patches at random, as in its training."""
     masked: bool = config.model_type == "vit_mae"
     return masked
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+import inspect
+import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from itertools import groupby
@@ -12,15 +16,16 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from normscope.errors import DataError, count
+from normscope.errors import DataError, ModelError, count
 from normscope.inputs.batch import Batch, Sample
-from normscope.inputs.loaded_model import LoadOptions
+from normscope.inputs.loaded_model import Inputs, LoadOptions
 from normscope.inputs.previews import Words
 from normscope.inputs.splits import Chunk
-from normscope.models.inputs.file_inputs import find_files, listing_digest, name_in, reason
-from normscope.models.inputs.numbered_inputs import ReadInputs
+from normscope.models.inputs.numbered_inputs import ReadInputs, find_files, listing_digest, name_in, reason
+from normscope.models.weights import downloads
+from normscope.models.weights.repository import HubSilentError, Repository, refuse_code
 
 _BYTE_ORDER_MARK = "\ufeff"
 _NOT_OPENED = 0  # in place of a line's number, which are counted from 1
@@ -195,7 +200,7 @@ class Texts(ReadInputs):
 
     @property
     def description(self) -> str:
-        """Say how many texts were read, how many were cut or could not be read, and what was not looked at."""
+        """Describe the numbers of texts: read, truncated, unreadable and ignored."""
         cut = [f"{self.left_out.cut:,} cut to {count(self._reading.longest, 'token')}"] if self.left_out.cut else []
         texts = count(len(self._lines), "text")
         return self._described(self._name, texts, [*self._reading.remarks, *cut], self._remarks)
@@ -281,3 +286,260 @@ def padded(tokens: Sequence[Sequence[int]], reading: Reading) -> Batch:
 
 
 _SUFFIXES = frozenset({".txt", ".text", ".md", ".rst"})
+
+_FILES = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
+
+Tokenize = Callable[[str], tuple[list[int], bool]]
+
+
+def load_tokenizer(library: Any, name: str, repository: Repository, weights: str) -> Any:
+    """Return the tokenizer that lies beside a model.
+
+    Args:
+        library: the module ``transformers``.
+        name: what errors call the model.
+        repository: where the tokenizer's files lie.
+        weights: ``pretrained``, ``random`` or a file's path: where the hub is silent, that decides what else there is.
+
+    Raises:
+        HubSilentError: if the hub cannot be asked for it.
+        ModelError: if there is none, or it asks for code of its own.
+    """
+    try:
+        paths = [repository.file(filename) for filename in _FILES]
+    except HubSilentError as error:
+        if weights == "pretrained":
+            raise
+        raise HubSilentError(
+            f"The tokenizer of {name} cannot be had: {error.reason}. Name a folder that holds config.json and "
+            "tokenizer.json: transformers:DIR.",
+            error.reason,
+        ) from error
+    if paths[-1] is None:
+        raise ModelError(f"{repository.name!r} holds no tokenizer.json, so that no text can be read for {name}.")
+    refuse_code(name, "tokenizer_config.json", repository.json("tokenizer_config.json"))
+    with repository.damage_named(*paths):
+        try:
+            return library.AutoTokenizer.from_pretrained(repository.name, trust_remote_code=False, **repository.where())
+        except Exception as error:  # of tokenizers, of transformers
+            raise ModelError(f"The tokenizer of {name} cannot be loaded: {downloads.first_line(error)}.") from error
+
+
+def reading_of(module: Any, config: Any, tokenizer: Any) -> Reading:
+    """Return the tokenization of a model of transformers; UTF-8 bytes are its tokens where ``tokenizer`` is None."""
+    vocabulary = _vocabulary(module)
+    longest = min(LONGEST, _positions(module, config), getattr(tokenizer, "model_max_length", LONGEST))
+    pad_id = getattr(tokenizer, "pad_token_id", None)
+    remarks = ["UTF-8 bytes as tokens, for want of its tokenizer"] if tokenizer is None else []
+    if config.is_encoder_decoder:
+        remarks.append("the decoder reads the same text")
+    window = getattr(config, "attention_window", 1)
+    return Reading(
+        _checked(_bytes(longest) if tokenizer is None else _tokens(tokenizer, longest), vocabulary),
+        _keywords(module, config),
+        longest=longest,
+        pad_id=pad_id if pad_id is not None and (vocabulary is None or pad_id < vocabulary) else 0,
+        multiple=max(window) if isinstance(window, list) else window,
+        remarks=tuple(remarks),
+        words=_byte_words if tokenizer is None else partial(words_of, tokenizer),
+    )
+
+
+def words_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return what each token id stands for by itself, as the tokenizer writes it."""
+    return [str(tokenizer.decode([token])) for token in ids]
+
+
+def _byte_words(ids: Sequence[int]) -> list[str]:
+    """Return each byte as its letter, or where it is no ASCII letter by itself as its number."""
+    return [chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in ids]
+
+
+def _vocabulary(module: Any) -> int | None:
+    """Return how many tokens the model has embeddings for; None where it has no table of them: CANINE hashes."""
+    try:
+        embeddings = module.get_input_embeddings()
+    except NotImplementedError:
+        return None
+    size: int = embeddings.weight.shape[0]
+    return size
+
+
+def _positions(module: nn.Module, config: Any) -> int:
+    """Return how many tokens the model takes at most."""
+    text = config.get_text_config()
+    limits = [value for value in (getattr(text, "max_position_embeddings", None),) if value and value > 0]
+    for name, part in module.named_modules():
+        if name.endswith("position_embeddings") and getattr(part, "padding_idx", None) is not None:
+            limits.append(len(part.weight) - part.padding_idx - 1)  # RoBERTa counts positions from there
+    return min(limits, default=LONGEST)
+
+
+def _tokens(tokenizer: Any, longest: int) -> Tokenize:
+    def tokenize(text: str) -> tuple[list[int], bool]:
+        if not tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]:
+            raise DataError("the tokenizer leaves nothing of it")
+        whole = tokenizer(text, verbose=False)["input_ids"]
+        if len(whole) <= longest:
+            return whole, False
+        return tokenizer(text, truncation=True, max_length=longest)["input_ids"], True
+
+    return tokenize
+
+
+def _bytes(longest: int) -> Tokenize:
+    def tokenize(text: str) -> tuple[list[int], bool]:
+        content = text.encode()
+        return list(content[:longest]), len(content) > longest
+
+    return tokenize
+
+
+def _checked(tokenize: Tokenize, vocabulary: int | None) -> Tokenize:
+    """Refuse tokens that the model has no embedding for, which a GPU would answer with an assertion."""
+    if vocabulary is None:
+        return tokenize
+
+    def checked(text: str) -> tuple[list[int], bool]:
+        tokens, cut = tokenize(text)
+        if max(tokens) >= vocabulary:
+            raise DataError(f"the tokenizer makes token {max(tokens)} of it, and the model knows {vocabulary}")
+        return tokens, cut
+
+    return checked
+
+
+def _keywords(module: nn.Module, config: Any) -> Callable[[Tensor, Tensor], dict[str, Any]]:
+    parameters = inspect.signature(module.forward).parameters
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    no_cache = {"use_cache": False} if anything or "use_cache" in parameters else {}
+
+    def keywords(ids: Tensor, mask: Tensor) -> dict[str, Any]:
+        given = {"input_ids": ids, "attention_mask": mask, **no_cache}
+        if config.is_encoder_decoder:
+            given |= {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+        return given
+
+    return keywords
+
+
+_COLUMNS = ("sentence1", "sentence2", "score")
+_TABLES = (".tsv", ".csv")
+
+
+class SentencePairs(ReadInputs):
+    """Pairs of sentences with scores: two samples each, of one source, that have the pair's score for a label."""
+
+    def __init__(self, path: Path, reading: Reading, options: LoadOptions) -> None:
+        """Read a file, see :func:`read_pairs`.
+
+        Args:
+            path: of the file.
+            reading: how texts become batches.
+            options: limit and order, of pairs; batch size, device and dtype.
+
+        Raises:
+            DataError: if it holds anything else.
+        """
+        self._path, self._reading, self._pairs = path, reading, read_pairs(path)
+        self._data = listing_digest(path, [path])
+        super().__init__(len(self._pairs), options)
+        self._tried = f"{count(len(self.order), 'pair')} tried at {str(path)!r}"
+
+    @property
+    def description(self) -> str:
+        """Describe the numbers of pairs read, of truncated sentences and of unreadable pairs."""
+        cut = [f"{self.left_out.cut:,} cut to {count(self._reading.longest, 'token')}"] if self.left_out.cut else []
+        pairs = f"{count(len(self._pairs), 'pair')} of sentences"
+        return self._described(str(self._path), pairs, [*self._reading.remarks, *cut], [])
+
+    @property
+    def n_samples(self) -> int:
+        """Number of sentences."""
+        return 2 * len(self.order)
+
+    def read(self, numbers: Sequence[int]) -> Chunk:
+        """Tokenize some pairs, and pad their sentences to one length."""
+        samples, texts, unreadable, n_cut = [], [], {}, 0
+        for number in numbers:
+            try:
+                (first, first_cut), (second, second_cut) = map(self._reading.tokenize, self._pairs[number][:2])
+            except Exception as error:  # of any tokenizer
+                unreadable[number] = f"{self._path.name} pair {number + 1}: {reason(error)}"
+                continue
+            n_cut += first_cut + second_cut
+            samples += [self._sample(number, side) for side in range(2)]
+            texts += [first, second]
+        batches = [replace(padded(texts, self._reading), samples=tuple(samples))] if texts else []
+        return Chunk(numbers, batches, unreadable, n_cut)
+
+    def known_samples(self) -> Iterator[Sample]:
+        """Yield two samples for each pair that is taken, readable or not."""
+        return (self._sample(number, side) for number in self.order for side in range(2))
+
+    def _at_once(self) -> int:
+        """Return how many pairs are read together: both sentences are in one batch, also where that holds one."""
+        return max(1, self.batch_size // 2)
+
+    def _sample(self, number: int, side: int) -> Sample:
+        return Sample(f"pair {number + 1}", number, 2 * number + side, self._data, self._pairs[number][2])
+
+
+def pairs_or_texts(reading: Reading, options: LoadOptions) -> Inputs:
+    """Return pairs of sentences where ``options.data`` is a .tsv or .csv file, and texts otherwise.
+
+    Raises:
+        DataError: if such a file holds anything but pairs, or there is no text to be found.
+    """
+    path = Path(options.data or "")
+    if path.suffix.lower() in _TABLES and path.is_file():
+        return SentencePairs(path, reading, options)
+    return text_inputs(reading, options)
+
+
+def read_pairs(path: Path) -> list[tuple[str, str, float]]:
+    """Read pairs of sentences: rows of two sentences and the score of their likeness.
+
+    The first row may name the columns ``sentence1``, ``sentence2`` and ``score``, in any order and among others. A
+    ``.csv`` file has commas and quotation marks; in a ``.tsv`` file there are tabs, and quotation marks are text.
+
+    Raises:
+        DataError: if it cannot be read, a row is anything else, or there is none.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     path = Path(folder, "pairs.csv")
+    ...     _ = path.write_text('score,sentence1,sentence2\\n4.5,"A dog, asleep.",A dog sleeps.\\n')
+    ...     read_pairs(path)
+    [('A dog, asleep.', 'A dog sleeps.', 4.5)]
+    """
+    quoted = path.suffix.lower() == ".csv"
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file) if quoted else csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+            rows = [(reader.line_num, row) for row in reader if any(row)]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        why = "not UTF-8" if isinstance(error, UnicodeDecodeError) else reason(error)
+        raise DataError(f"{str(path)!r} cannot be read as pairs of sentences: {why}.") from error
+    first = [name.strip().lower() for name in rows[0][1]] if rows else []
+    headed = set(_COLUMNS) <= set(first)
+    columns = first if headed else list(_COLUMNS)
+    pairs = [_pair(f"Line {line} of {str(path)!r}", row, columns) for line, row in rows[headed:]]
+    if not pairs:
+        raise DataError(f"{str(path)!r} holds no pair of sentences.")
+    return pairs
+
+
+def _pair(place: str, row: Sequence[str], columns: Sequence[str]) -> tuple[str, str, float]:
+    try:
+        by_name = dict(zip(columns, row, strict=True))
+        first, second, score = (by_name[name].strip() for name in _COLUMNS)
+        value = float(score)
+        if not (first and second and math.isfinite(value)):
+            raise ValueError
+    except ValueError:
+        raise DataError(
+            f"{place} is no pair of sentences; a line is {', '.join(_COLUMNS)}, the last of them a number. To read "
+            "lines as texts, name a .txt file."
+        ) from None
+    return first, second, value

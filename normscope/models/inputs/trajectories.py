@@ -8,18 +8,21 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from normscope.errors import UsageError, count
+from normscope.errors import DataError, UsageError, count
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import LoadOptions
 from normscope.inputs.previews import Preview
 from normscope.inputs.splits import ALL, Chunk, Share
-from normscope.models.inputs.numbered_inputs import NumberedInputs, in_pieces
+from normscope.models.inputs.numbered_inputs import NumberedInputs, ReadInputs, in_pieces, listing_digest
 from normscope.runtime.network import run
 from normscope.runtime.progress import StageProgress, report
 
@@ -109,7 +112,7 @@ class LatentSpace:
 
 @dataclass
 class _Given:
-    """What the module gave for the batch of a chunk that came last, which was at this timestep; None before it ran."""
+    """Output of the module for the last batch of a chunk, at this timestep; None before it ran."""
 
     timestep: int = -1
     output: Tensor | None = None
@@ -144,7 +147,7 @@ class Trajectories(NumberedInputs):
         options: LoadOptions,
         remark: str = "",
     ) -> None:
-        """Take noise; no step is made yet.
+        """Start from noise, before the first step.
 
         Args, besides the attributes:
             null_class: the label that stands for no class.
@@ -162,7 +165,7 @@ class Trajectories(NumberedInputs):
 
     @property
     def description(self) -> str:
-        """Say how many trajectories of which kind there are, and at which timesteps they are taken."""
+        """Describe the number and kind of the trajectories, and their timesteps."""
         guidance = "no guidance" if self._guidance == 1 else f"guidance {self._guidance:g}"
         shuffled = "shuffled" if self._options.shuffle else ""
         about = ", ".join(filter(None, [f"seed {self._options.seed}", guidance, shuffled, self._remark]))
@@ -243,7 +246,7 @@ class Trajectories(NumberedInputs):
             yield self._batch(numbers, timestep, self._known(numbers, timestep))
 
     def _hear(self, given: _Given, module: nn.Module, output: Any) -> None:
-        """Take what a module gave for the batch that came last: of this one, it is the next step's own pass."""
+        """Record the module's output for the last batch, which serves the next step as its own pass."""
         if module is self.module:
             given.output = output[0]
 
@@ -284,7 +287,7 @@ class Trajectories(NumberedInputs):
     @torch.inference_mode(False)  # what is kept may later be the input of a pass with gradients
     @torch.no_grad()
     def _denoised(self, latents: Tensor, timestep: int, numbers: Sequence[int], output: Tensor | None = None) -> Tensor:
-        """Take the step at ``timestep``, in float32 on the CPU but for the module itself, whose output may be known."""
+        """Make the step at ``timestep``, in float32 on the CPU except for the module; a recorded output replaces it."""
         if output is None:
             output = run(self.module, self._batch(numbers, timestep, latents))[0]  # of a copy: latents are kept
         predicted = output[:, : latents.shape[1]].float().cpu()  # behind these channels are learned variances
@@ -397,3 +400,173 @@ def _checked(guidance: float) -> float:
     if not (math.isfinite(guidance) and guidance >= 1):
         raise UsageError(f"The guidance is {guidance:g}; it has to be 1, for none, or more.")
     return float(guidance)
+
+
+class NoisedLatents(ReadInputs):
+    """Clean latents, each noised to several timesteps, as in training: √ᾱ·x₀ + √(1−ᾱ)·noise.
+
+    Each latent has one noise for all timesteps, which follows from the seed and from the latent's number in its file.
+    """
+
+    kept = True
+
+    def __init__(
+        self,
+        path: Path,
+        latents: Tensor,
+        labels: Tensor,
+        scheduler: DDIMScheduler,
+        timesteps: Sequence[int],
+        options: LoadOptions,
+        remark: str,
+    ) -> None:
+        """Keep, or map into memory, all latents of a file.
+
+        Args:
+            path: of the file that they come from.
+            latents: x₀: floats ``(latents, channels, height, width)``.
+            labels: class of each: int64 ``(latents,)``.
+            scheduler: of training; it knows ᾱ.
+            timesteps: what they are noised to.
+            options: ``seed``, those that say which are taken, and those that say how to batch are read.
+            remark: whose classes they have, for the description.
+
+        Raises:
+            DataError: if one that is taken is not finite.
+        """
+        super().__init__(len(latents), options)
+        self._path, self._latents, self._labels, self._remark = path, latents, labels, remark
+        self._scheduler, self.timesteps = scheduler, timesteps
+        self._data = listing_digest(path, [path])
+        for number in self.order:
+            if not latents[number].float().isfinite().all():
+                raise DataError(f"Latent {number} in {str(path)!r} holds numbers that are infinite or not a number.")
+
+    @property
+    def description(self) -> str:
+        """Describe the latents and the timesteps of their noise."""
+        latents, seed = self._taken_of(count(self._total, "latent")), self._options.seed
+        return f"{self._path}: {latents} with noise (seed {seed}, {self._remark}), {listed(self.timesteps)}"
+
+    @property
+    def n_samples(self) -> int:
+        """Number of samples: each latent at each timestep."""
+        return len(self.order) * len(self.timesteps)
+
+    def read(self, numbers: Sequence[int]) -> Chunk:
+        """Noise some latents to each of the timesteps."""
+        which = list(numbers)
+        clean = self._latents[which].float()
+        noise = torch.stack([self._noise(number) for number in which])
+        batches = []
+        for timestep in self.timesteps:
+            every = torch.full((len(clean),), timestep)
+            noised = self._scheduler.add_noise(clean, noise, every)  # type: ignore[arg-type]  # all integers do
+            samples = [self._sample(number, timestep) for number in which]
+            batches.append(denoising_batch(noised, timestep, self._labels[which], samples))
+        return Chunk(numbers, batches)
+
+    def truth(self, samples: Sequence[Sample]) -> Tensor | None:
+        """Return what a perfect network would predict of some samples: ε, x₀ or v, as the scheduler says.
+
+        Args:
+            samples: of :meth:`known_samples`.
+
+        Returns:
+            float32 ``(samples, channels, height, width)``, on the CPU; None if any sample is of other inputs.
+        """
+        if any(sample.data != self._data for sample in samples):
+            return None
+        numbers = [sample.source_index for sample in samples]
+        clean, noise = self._latents[numbers].float(), torch.stack([self._noise(number) for number in numbers])
+        steps = torch.tensor([sample.index % self._scheduler.config["num_train_timesteps"] for sample in samples])
+        velocity = self._scheduler.get_velocity(clean, noise, steps)  # type: ignore[arg-type]  # all integers do
+        by_name = {"epsilon": noise, "sample": clean, "v_prediction": velocity}
+        return by_name[self._scheduler.config["prediction_type"]]
+
+    def known_samples(self) -> Iterator[Sample]:
+        """Yield a sample for each timestep of each latent that is taken."""
+        return (self._sample(number, timestep) for number in self.order for timestep in self.timesteps)
+
+    def _noise(self, number: int) -> Tensor:
+        generator = np.random.default_rng([self._options.seed % 2**64, number])
+        return torch.from_numpy(generator.standard_normal(self._latents.shape[1:], dtype=np.float32))
+
+    def _sample(self, number: int, timestep: int) -> Sample:
+        index = number * self._scheduler.config["num_train_timesteps"] + timestep
+        return Sample(f"latent {number}", number, index, self._data)
+
+
+def read_latents(path: Path, space: LatentSpace, scheduler: DDIMScheduler, options: LoadOptions) -> NoisedLatents:
+    """Return the latents of a file, each to be run once at each timestep, with its own class or the null class.
+
+    Args:
+        path: a ``.npy`` file of floats ``(latents, channels, height, width)``; or a ``.safetensors`` file that holds
+            such a tensor ``latents``, and may hold integers ``class_labels``, ``(latents,)``. Latents are as the model
+            takes them: an autoencoder's, times its scaling factor.
+        space: what the model takes.
+        scheduler: of training.
+        options: ``limit``, ``shuffle``, ``seed``, ``timesteps`` and those that say how to batch are read.
+
+    Raises:
+        UsageError: if ``options.guidance`` is given: nothing is guided; or if ``options.timesteps`` is wrong.
+        DataError: if the file cannot be read, or what it holds is not in ``space``.
+    """
+    if options.guidance is not None:
+        raise UsageError(
+            f"Guidance ({options.guidance:g}) steers the model's own trajectories, and latents from a file run "
+            "along none. Leave out either guidance or data."
+        )
+    timesteps = chosen_timesteps(scheduler, options)
+    tensors = _read(path)
+    if "latents" not in tensors:
+        raise DataError(f"{str(path)!r} holds no tensor 'latents', only {', '.join(sorted(tensors)) or 'none at all'}.")
+    latents = _checked_shape(path, tensors["latents"], space)
+    labels, remark = torch.full((len(latents),), space.classes), "null class"
+    if "class_labels" in tensors:
+        labels = _checked_labels(path, tensors["class_labels"], len(latents), space.classes)
+        remark = "classes of the file"
+    return NoisedLatents(path, latents, labels, scheduler, timesteps, options, remark)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    """Map a file's tensors into memory, unchecked."""
+    if path.is_dir():
+        raise DataError(f"{str(path)!r} is a folder; latents are read from one .npy or .safetensors file.")
+    kind = path.suffix.lower()
+    if kind not in (".npy", ".safetensors"):
+        raise DataError(f"Latents are read from .npy and .safetensors files, not from {str(path)!r}.")
+    try:
+        if kind == ".safetensors":
+            return load_file(path)
+        return {"latents": torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))}
+    except Exception as error:  # numpy, the parsers of headers and torch each have their own
+        raise DataError(f"{str(path)!r} cannot be read as a {kind[1:]} file of latents: {error}") from error
+
+
+def _checked_shape(path: Path, latents: Tensor, space: LatentSpace) -> Tensor:
+    wanted = (space.channels, space.size, space.size)
+    if latents.ndim != 4 or tuple(latents.shape[1:]) != wanted or not len(latents):
+        raise DataError(
+            f"The latents in {str(path)!r} are {tuple(latents.shape)}; the model takes (latents, "
+            f"{', '.join(map(str, wanted))}), at least one."
+        )
+    if not latents.is_floating_point():
+        dtype = str(latents.dtype).removeprefix("torch.")
+        raise DataError(f"The latents in {str(path)!r} are {dtype}; the model takes floating-point numbers.")
+    return latents
+
+
+def _checked_labels(path: Path, labels: Tensor, wanted: int, classes: int) -> Tensor:
+    if labels.shape != (wanted,) or labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
+        raise DataError(
+            f"The class_labels in {str(path)!r} are {str(labels.dtype).removeprefix('torch.')} of shape "
+            f"{tuple(labels.shape)}; they have to be integers, one for each of the {wanted} latents."
+        )
+    labels = labels.long()
+    if ((labels < 0) | (labels > classes)).any():
+        raise DataError(
+            f"The class_labels in {str(path)!r} go from {int(labels.min())} to {int(labels.max())}; the model has "
+            f"classes from 0 to {classes - 1}, and {classes} for none."
+        )
+    return labels

@@ -43,7 +43,7 @@ def dtypes_of_files(paths: Iterable[Path]) -> dict[str, torch.dtype]:
 def converted(
     provenance: Provenance, before: Mapping[str, torch.dtype], after: Mapping[str, torch.dtype]
 ) -> Provenance:
-    """Say in a provenance from which dtypes to which weights were converted; as it was where none of them were.
+    """Add conversions of the weights' dtypes to a provenance; without any, return it unchanged.
 
     Args:
         provenance: of the weights.

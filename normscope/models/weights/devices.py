@@ -104,12 +104,12 @@ def _no_device(spec: str, present: list[str]) -> DeviceError:
 
 
 def _hidden() -> bool:
-    """Whether the user hides all GPUs."""
+    """True if the user hides all GPUs."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
 
 
 def _why_no_cuda() -> str:
-    """Say, where there is a driver of NVIDIA, why torch cannot use it and what to do; nothing where there is none."""
+    """Explain why torch cannot use an NVIDIA driver, with a remedy; empty without a driver."""
     import torch
 
     driver, cuda = _driver(), torch.version.cuda

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TypeVar
-from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
@@ -32,7 +31,7 @@ class UnusableCacheError(ModelError):
 
 
 def ask(question: Callable[[], object], deadline: float = DEADLINE) -> Exception | None:
-    """Return what ``question`` raises, TimeoutError where it is not done within ``deadline`` seconds, or None.
+    """Return the exception of ``question``, TimeoutError if it takes more than ``deadline`` seconds, or None.
 
     In a thread, because the timeouts of HTTP libraries hold for each address that the host's name has, and do not
     hold for looking that name up.
@@ -57,38 +56,18 @@ def ask(question: Callable[[], object], deadline: float = DEADLINE) -> Exception
 
 
 def reason(error: Exception, host: str, within: str = f"{DEADLINE:g} s") -> str:
-    """Say in one clause why the hub at ``host`` does not answer; ``within`` is how long was waited for it.
+    """Explain in one clause why the hub at ``host`` does not answer; ``within`` is the time that it had.
 
     >>> reason(TimeoutError(), "huggingface.co")
     'the hub at huggingface.co did not answer within 3 s'
     """
-    if isinstance(error, HTTPError):
-        return reason_of_status(error.code, host)
-    causes = list(_causes(error))
-    if any(isinstance(cause, socket.gaierror) for cause in causes):
-        return f"the name of the hub, {host}, cannot be resolved"
-    if any(isinstance(cause, ConnectionRefusedError) for cause in causes):
-        return f"the hub at {host} refuses the connection"
-    if any("Timeout" in type(cause).__name__ for cause in causes):
+    if any("Timeout" in type(cause).__name__ for cause in _causes(error)):
         return f"the hub at {host} did not answer within {within}"
     return f"asking the hub at {host} failed with {first_line(error)}"
 
 
-def reason_of_status(status: int, host: str) -> str:
-    """Say in one clause what an HTTP status other than 200 means.
-
-    >>> reason_of_status(404, "huggingface.co")
-    'huggingface.co does not know them (status 404)'
-    """
-    if status == 404:
-        return f"{host} does not know them (status 404)"
-    if status in (401, 403):
-        return f"{host} does not give them to you (status {status}): they are private, gated, or not there"
-    return f"{host} cannot serve them now (status {status})"
-
-
 def ways_on(example: str = "demo_vit") -> str:
-    """Say what to do without a hub; ``example`` is the embedded model that comes nearest to the one asked for."""
+    """Remedies without a hub; ``example`` is the embedded model nearest to the requested one."""
     return (
         "Name a file with --weights FILE, take --weights random, or use an embedded model, which needs no "
         f"network: normscope plot {example}."
@@ -96,7 +75,7 @@ def ways_on(example: str = "demo_vit") -> str:
 
 
 def check_cache(error: BaseException, folder: Path, variable: str) -> None:
-    """Raise where a download failed on the disk that it was to be written to.
+    """Raise if a download failed because of the disk of its cache.
 
     Args:
         error: that the download, or reading what it brought, raised.
@@ -130,7 +109,7 @@ def _error_number(error: BaseException) -> int:
 
 
 def first_line(error: Exception) -> str:
-    """Name an error and say the first line of its message, without the stop at its end.
+    """Return the class of an error and the first line of its message, without the stop at its end.
 
     >>> first_line(ValueError("too long:\\nsee below"))
     'ValueError: too long'
@@ -156,7 +135,7 @@ def cache() -> Path:
 
 
 def fetch(url: str, cached: Path, download: Callable[[], T], *, embedded: str) -> T:
-    """Return what ``download`` returns, once sure that it will not wait for a server that does not answer.
+    """Download a file, after checking that its server answers.
 
     Args:
         url: https; where the weights are published.
@@ -182,7 +161,7 @@ def fetch(url: str, cached: Path, download: Callable[[], T], *, embedded: str) -
 
 
 def _failure(error: Exception, url: str, cached: Path, embedded: str) -> str:
-    """Say what went wrong with a download, or with a file that it left in the cache, and what to do about it."""
+    """Explain what is wrong with a download or a cached file, and the remedy."""
     if not cached.exists():
         return f"The download of {url} broke off: {first_line(error)}. {ways_on(embedded)}"
     delete = "Delete it, and the next run fetches it again."

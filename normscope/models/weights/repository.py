@@ -1,4 +1,4 @@
-"""Repositories of the Hugging Face hub at one commit, and folders: where the files of a model lie."""
+"""Repositories of the Hugging Face hub at one commit, and folders: the files of a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from huggingface_hub import (
     hf_hub_url,
     try_to_load_from_cache,
 )
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, OfflineModeIsEnabled
 
 from normscope.errors import ModelError
 from normscope.inputs.loaded_model import Provenance
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 def fetch(repo: str, filename: str) -> tuple[Path, str]:
     """Bring ``filename`` of ``repo`` into huggingface_hub's cache; return where it is and the commit it belongs to.
 
-    Where the hub does not answer, the copy that is in the cache is taken, and a warning says so.
+    Without an answer of the hub, it returns the copy in the cache, with a warning.
 
     Raises:
         UnusableCacheError: if the cache cannot take it.
@@ -81,7 +81,7 @@ def _deadline() -> float:
 
 
 def _cache_variable() -> str:
-    """Name the variable that says where the cache is: HF_HOME, unless another one overrules it."""
+    """Variable that sets the folder of the cache: HF_HOME, unless another one overrules it."""
     return next((name for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE") if os.environ.get(name)), "HF_HOME")
 
 
@@ -90,7 +90,7 @@ class NotAHubError(Exception):
 
 
 def reason(error: Exception, filename: str) -> str:
-    """Say in one clause why the hub does not give ``filename``."""
+    """Explain in one clause why the hub does not provide ``filename``."""
     host = urlsplit(constants.ENDPOINT).netloc or constants.ENDPOINT
     match error:
         case OfflineModeIsEnabled():
@@ -99,58 +99,47 @@ def reason(error: Exception, filename: str) -> str:
             return f"what answers at {host} is no model hub (HF_ENDPOINT is {constants.ENDPOINT})"
         case EntryNotFoundError():
             return f"there is no {filename} on {host}, and other formats, which can run code, are not fetched"
-        case HfHubHTTPError():
-            return downloads.reason_of_status(error.response.status_code, host)
     return downloads.reason(error, host, f"{_deadline():g} s (HF_HUB_ETAG_TIMEOUT sets how long it is waited for)")
 
 
 @contextmanager
 def damage_named(cached: Iterable[Path]) -> Iterator[None]:
-    """Load what files of the cache hold in the block; where it fails, say which of them to remove.
-
-    A file of the cache is called by the hash that the hub gives for it. Where it is not (a file system without links,
-    another kind of server), it cannot be told whether it holds what the hub gave.
+    """Load files of the hub's cache in the block; where it fails, name the damaged ones to remove.
 
     Args:
-        cached: files as :func:`huggingface_hub.try_to_load_from_cache` names them.
+        cached: files as :func:`huggingface_hub.try_to_load_from_cache` names them: links to blobs, which may be links
+            into a store that caches share.
 
     Raises:
-        ModelError: that of the block, with a sentence for each file that is damaged, or may be.
+        ModelError: the block's own, with the remedy.
     """
     try:
         yield
     except ModelError as error:
-        damaged = list(filter(None, map(_damage, cached)))
+        blobs = [
+            Path(os.path.normpath(path.parent / path.readlink())) if path.is_symlink() else path for path in cached
+        ]
+        damaged = [repr(str(file)) for blob in blobs if not _is_intact(blob) for file in (blob, blob.resolve())]
         if not damaged:
             raise
-        raise ModelError(" ".join([str(error).removesuffix(".") + ".", *damaged])) from error.__cause__
+        raise ModelError(
+            f"{str(error).removesuffix('.')}. The hub's cache may be damaged: remove "
+            f"{' and '.join(dict.fromkeys(damaged))}, and the next run fetches it again."
+        ) from error.__cause__
 
 
-def _damage(path: Path) -> str:
-    """Say that a file in the cache is damaged, and what to remove; empty if it holds what the hub gave."""
-    blob = path.parent / path.readlink() if path.is_symlink() else path
-    blob = Path(os.path.normpath(blob))  # and no further: it may be a link into a store that caches share
-    intact = _is_intact(blob)
-    if intact:
-        return ""
-    what = "may be damaged: if it is, remove" if intact is None else "is damaged: remove"
-    files = " and ".join(dict.fromkeys([repr(str(blob)), repr(str(blob.resolve()))]))
-    return f"The file {str(path)!r} in the hub's cache {what} {files}, and the next run fetches it again."
-
-
-def _is_intact(blob: Path) -> bool | None:
-    """Return whether a file's content has the hash that it is called by: git's, or SHA-256; None if by neither."""
-    name = blob.name
-    if not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", name):
-        return None
+def _is_intact(blob: Path) -> bool:
+    """True if a file's content has the hash in its name: git's, or SHA-256."""
+    if not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
+        return False
     try:
-        digest = hashlib.sha256() if len(name) == 64 else hashlib.sha1(b"blob %d\0" % blob.stat().st_size)  # noqa: S324
+        digest = hashlib.sha256() if len(blob.name) == 64 else hashlib.sha1(b"blob %d\0" % blob.stat().st_size)  # noqa: S324
         with blob.open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
-    except OSError:  # of a disk that gives no more of it
+    except OSError:
         return False
-    return digest.hexdigest() == name
+    return digest.hexdigest() == blob.name
 
 
 WEIGHTS = "model.safetensors"
@@ -198,7 +187,7 @@ class Repository:
     copied: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
-        """Tell a folder from a repository, and take a copy in its place; ModelError if it can be neither."""
+        """Identify a folder, a repository or its copy; ModelError if it is none of them."""
         if self.is_folder:
             return
         if self.name in COPIES and copy_of(self.name).is_dir():
@@ -216,7 +205,7 @@ class Repository:
 
     @property
     def is_folder(self) -> bool:
-        """Whether the files lie in a folder of this machine."""
+        """True if the files are in a folder of this machine."""
         return Path(self.name).is_dir()
 
     def file(self, filename: str) -> Path | None:
@@ -279,7 +268,7 @@ class Repository:
         return [path for path in files.values() if path is not None]
 
     def provenance(self, files: Iterable[Path]) -> Provenance:
-        """Say where the weights in some files of it come from.
+        """Describe the origin of the weights in some of its files.
 
         Raises:
             ModelError: if they are those of a copy, and not what the hub has.

@@ -1,5 +1,5 @@
 "use strict";
-// The functions f of the built-in curves, as normscope/fits/curves/functions.py has them.
+// The functions f of the built-in curves, as normscope/fits/curves/known.py contains them.
 
 function erf(u) {
   const size = Math.abs(u);
@@ -22,30 +22,7 @@ function odd(size, u) {
   return u < 0 ? -size : size;
 }
 
-function sigmoid(u) {
-  return Math.exp(Math.min(u, 0)) / (1 + Math.exp(-Math.abs(u)));
-}
-
-const FUNCTIONS = {
-  tanh: Math.tanh,
-  isru: (u) => clipped(u, -1e9, 1e9) / Math.sqrt(1 + clipped(u, -1e9, 1e9) ** 2),
-  erf,
-  hardtanh: (u) => clipped(u, -1, 1),
-  linear: (u) => u,
-  softcap: Math.tanh,
-  sigmoid,
-  arctan: (u) => (2 / Math.PI) * Math.atan(u),
-  satursin: (u) => Math.sin(clipped(u, -Math.PI / 2, Math.PI / 2)),
-  expsign: (u) => odd(-Math.expm1(-Math.abs(u)), u),
-  softsign: (u) => u / (1 + Math.abs(u)),
-  relsign: (u) => u / (1 + Math.hypot(u, 1)),
-  cubsign: (u) => clipped(u, -1e6, 1e6) ** 3 / (1 + Math.abs(clipped(u, -1e6, 1e6) ** 3)),
-  exproot: (u) => odd(-Math.expm1(-Math.sqrt(Math.abs(u))), u),
-  saturlog: (u) => odd(Math.log1p(Math.abs(u)) / (1 + Math.log1p(Math.abs(u))), u),
-  logquad_clip: (u) => odd(Math.min(Math.log1p(u * u), 1), u),
-  logsign_clip: (u) => odd(Math.min(Math.log1p(Math.abs(u)), 1), u),
-  power23_clip: (u) => odd(Math.min(Math.abs(u), 1) ** (2 / 3), u),
-};
+const FUNCTIONS = {}; // printed here from the table in normscope/fits/curves/known.py
 
 // f of a curve by its name: a built-in one, or a formula that can be read; null of any other.
 function functionOf(name) {

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Batch, tensors_at, tensors_of
-from normscope.inputs.entries import Taker, read
+from normscope.inputs.entries import ForwardSignature, read, taken_once
 from normscope.inputs.loaded_model import LoadedModel, Outputs, module_of, output_kind
 from normscope.pairs.norms.recognition import is_norm
 from normscope.runtime.network import left_as_found, run, uncompiled
@@ -161,7 +161,9 @@ class BoundInputs:
     """Inputs read for a network; masks among the arguments become ``valid`` and ``valid_within`` of the batches."""
 
     def __init__(self, inputs: Any, model: nn.Module, forward: _Forward) -> None:
-        vars(self).update(_inputs=inputs, _model=uncompiled(model), _masks={}, _taken=(Taker.of(model), forward))
+        vars(self).update(
+            _inputs=inputs, _model=uncompiled(model), _masks={}, _taken=(ForwardSignature.of(model), forward)
+        )
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(vars(self)["_inputs"], name)
@@ -171,6 +173,10 @@ class BoundInputs:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._inputs, name, value)
+
+    @property
+    def taken_once(self) -> bool:
+        return taken_once(self._inputs)
 
     def __iter__(self) -> Iterator[Batch]:
         return map(self._bound, read(self._inputs, *self._taken))

@@ -17,27 +17,6 @@ from normscope.swaps.start import RMS_NORM
 from normscope.swaps.store.origins import Origin, in_docstring, origin_of
 from normscope.swaps.store.record import SwappedSite, SwapRecord
 
-# f(u) of each built-in curve, as normscope.fits.curves.functions computes it; derf is erf.
-EXPRESSIONS = {
-    "tanh": "torch.tanh(u)",
-    "isru": "u.clamp(-1e9, 1e9) * torch.rsqrt(1 + u.clamp(-1e9, 1e9).square())",
-    "erf": "torch.erf(u)",
-    "hardtanh": "u.clamp(-1, 1)",
-    "linear": "u",
-    "softcap": "torch.tanh(u)",
-    "sigmoid": "torch.exp(u.clamp(max=0)) / (1 + torch.exp(-u.abs()))",
-    "arctan": "2 / math.pi * torch.atan(u)",
-    "satursin": "torch.sin(u.clamp(-math.pi / 2, math.pi / 2))",
-    "expsign": "torch.copysign(-torch.expm1(-u.abs()), u)",
-    "softsign": "u / (1 + u.abs())",
-    "relsign": "u / (1 + torch.hypot(u, torch.ones_like(u)))",
-    "cubsign": "u.clamp(-1e6, 1e6).pow(3) / (1 + u.clamp(-1e6, 1e6).pow(3).abs())",
-    "exproot": "torch.copysign(-torch.expm1(-u.abs().sqrt()), u)",
-    "saturlog": "torch.copysign(torch.log1p(u.abs()) / (1 + torch.log1p(u.abs())), u)",
-    "logquad_clip": "torch.copysign(torch.log1p(u.square()).clamp(max=1), u)",
-    "logsign_clip": "torch.copysign(torch.log1p(u.abs()).clamp(max=1), u)",
-    "power23_clip": "torch.copysign(u.abs().clamp(max=1).pow(2 / 3), u)",
-}
 _PUBLISHED = {
     "tanh": (
         "DyT",
@@ -306,11 +285,11 @@ class _Classes:
             return "RMSNorm", _RMS
         if curve in _PUBLISHED:
             name, text = _PUBLISHED[curve]
-            return name, _CURVE.format(name=name, text=text, expression=EXPRESSIONS[curve])
+            return name, _CURVE.format(name=name, text=text, expression=CURVES[curve].expression)
         word, _, formula = curve.partition("=")
         name = f"{word[0].upper()}{word[1:]}Curve"
         name += "_" * sum(other.rstrip("_") == name for other in self._names.values())
-        expression = _of_formula(formula) if formula else EXPRESSIONS[curve]
+        expression = _of_formula(formula) if formula else CURVES[curve].expression
         text = f"f(u) = {in_docstring(formula) if formula else CURVES[curve].formula}"
         return name, _CURVE.format(name=name, text=text, expression=expression)
 

@@ -13,8 +13,7 @@ from scipy import special
 
 from normscope.errors import UsageError
 from normscope.fits.curves.expressions import curves_named, split_names
-from normscope.fits.curves.known import CURVES, curve_of
-from normscope.fits.curves.properties import Properties, autograd_of, properties_of
+from normscope.fits.curves.known import CURVES, Properties, autograd_of, curve_of, properties_of
 
 PI = np.longdouble("3.14159265358979323846")
 EPS = 2.0**-52

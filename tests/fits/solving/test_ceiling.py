@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 import normscope
 from normscope.fits.curves.known import CURVES
 from normscope.fits.solving.ceiling import best_held_out, ceilings, conditional_mean, free
-from normscope.fits.solving.levels import Level
-from normscope.fits.solving.nodes import batches
-from normscope.fits.solving.objective import Parametrization
-from normscope.fits.solving.refits import fitted
+from normscope.fits.solving.jackknife import fitted
+from normscope.fits.solving.nodes import FitTarget, batches
+from normscope.fits.solving.solve import FitForm
 from normscope.pairs.sums.binning import PAIR_GRID
 
 
@@ -30,7 +29,7 @@ def moments_of(x, y):
 
 def problems_of(moments, counts=None):
     counts = moments[:, 0] if counts is None else counts
-    [(_, problems)] = batches([Level("norm", (), None, moments, counts, PAIR_GRID, "source", 1.0, 1.0, 1.0, None)])
+    [(_, problems)] = batches([FitTarget("norm", (), None, moments, counts, PAIR_GRID, "source", 1.0, 1.0, 1.0, None)])
     return problems
 
 
@@ -332,7 +331,7 @@ def test_with_few_sources_that_differ_the_interval_holds_the_law_and_hardly_a_cu
             moments, truth = unlike_sources(law, sources, seed)
             problems = problems_of(moments)
             [top] = ceilings(problems)
-            fits = (fitted(problems, curve, Parametrization(shift=False)) for curve in CURVES.values())
+            fits = (fitted(problems, curve, FitForm(shift=False)) for curve in CURVES.values())
             held_out = [row["r2_cv"] for [row], _ in fits]
             passing, curves = passing + sum(own > top.r2 + 1e-6 for own in held_out), curves + len(held_out)
             low, high = top.interval

@@ -1,10 +1,14 @@
 """Weighted points made of bins: the sums of their pairs, also joined and mirrored."""
 
+from collections import OrderedDict
+
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from normscope.fits.solving.nodes import joined, mirrored, nodes_of
+import normscope
+from normscope.fits.solving.nodes import joined, levels_of, mirrored, nodes_of
 from normscope.pairs.sums.binning import PAIR_GRID
 
 
@@ -45,7 +49,7 @@ def test_nodes_have_the_sums_of_their_pairs(moments_of):
 
 
 def test_each_problem_has_nodes_of_its_own_pairs_alone_and_errs_as_it_does_by_itself(moments_of):
-    """Problems whose x lie octaves apart share no bins: side by side none has more nodes than alone."""
+    """FitBatch whose x lie octaves apart share no bins: side by side none has more nodes than alone."""
     generator = np.random.default_rng(3)
     x = generator.uniform(0.5, 1, (4, 3000)) * np.array([[1e-3], [1.0], [-30.0], [1e4]])
     x[0] = x[0, :300].repeat(10)
@@ -56,3 +60,10 @@ def test_each_problem_has_nodes_of_its_own_pairs_alone_and_errs_as_it_does_by_it
     expected = torch.cat([one.residual(one.x.sin() - one.x) for one in alone])
     torch.testing.assert_close(errors, expected, rtol=1e-13, atol=0)  # sums of as many numbers in another order
     torch.testing.assert_close(both.total, torch.cat([one.total for one in alone]), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize(("pool", "levels"), [(None, 4), ("kind", 2), ("all", 1)])
+def test_a_pool_by_kind_joins_the_sites_whose_paths_differ_in_numbers_alone(pool, levels):
+    blocks = [nn.Sequential(OrderedDict(norm1=nn.LayerNorm(8), norm2=nn.LayerNorm(8))) for _ in range(2)]
+    seen = normscope.capture(nn.Sequential(*blocks), [torch.randn(4, 8)])
+    assert len(levels_of(seen, pool=pool)) == levels

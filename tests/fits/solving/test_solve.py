@@ -13,8 +13,7 @@ from scipy.optimize import brentq, curve_fit, minimize_scalar
 from normscope.fits.curves.known import CURVES
 from normscope.fits.solving import solve
 from normscope.fits.solving.nodes import joined, nodes_of
-from normscope.fits.solving.objective import Objective, Parametrization
-from normscope.fits.solving.solve import CLOSE, _descended, least_squares, refined
+from normscope.fits.solving.solve import CLOSE, FitForm, Objective, _descended, least_squares, refined
 
 NUMPY = {"tanh": np.tanh, "isru": lambda u: u / np.hypot(1, u)}
 SLOPE = {"tanh": lambda u: np.cosh(np.minimum(np.abs(u), 300)) ** -2.0, "isru": lambda u: np.hypot(1, u) ** -3.0}
@@ -61,7 +60,7 @@ def test_alpha_is_where_the_error_of_all_raw_pairs_is_stationary(solved, name, s
 def test_every_smooth_curve_agrees_with_scipy_on_all_raw_pairs(solved, by_scipy, curve, shift):
     x, generator = heavy_tailed(20_000, 1)
     y = 2 * curve.function(torch.from_numpy(0.8 * x + shift)).numpy() + 0.3 * generator.standard_normal(x.size)
-    found = solved(x, y, curve, Parametrization(shift=shift != 0))
+    found = solved(x, y, curve, FitForm(shift=shift != 0))
 
     def predicted(x, amplitude, alpha, s=0.0):
         return amplitude * curve.function(torch.from_numpy(alpha * x + s)).numpy()
@@ -170,7 +169,7 @@ def test_pairs_far_from_the_origin_and_close_together_bend_where_all_raw_pairs_d
 def test_a_shift_finds_a_bend_away_from_the_origin(solved, offset):
     x, generator = heavy_tailed(20_000, 5)
     y = 3 * np.tanh(0.9 * x) + 0.2 * generator.standard_normal(x.size)
-    found = solved(x + offset, y, "tanh", Parametrization(shift=True))
+    found = solved(x + offset, y, "tanh", FitForm(shift=True))
     # x near 200 is known to 1/64 octave at best, which is wider than the bend: its own regression line is what is left.
     rel = 0.01 if abs(offset) < 10 else 0.5
     assert found.alpha == pytest.approx(0.9, rel=rel)
@@ -304,7 +303,7 @@ def test_pairs_that_bend_outwards_are_straight_too(solved):
 
 def test_with_a_shift_the_line_need_not_pass_the_origin(solved):
     x, noise = np.random.default_rng(0).standard_normal((2, 4000))
-    found = solved(x, 2 * x - 3 + 0.1 * noise, "tanh", Parametrization(shift=True))
+    found = solved(x, 2 * x - 3 + 0.1 * noise, "tanh", FitForm(shift=True))
     assert found.straight
     predicted = found.amplitude * np.tanh(found.alpha * x + found.shift)
     slope, offset = np.polyfit(x, 2 * x - 3 + 0.1 * noise, 1)
@@ -383,7 +382,7 @@ def test_the_identity_is_the_line(solved):
     found = solved(x, y, "linear")
     assert found.straight and found.converged and found.alpha == 1
     assert found.amplitude == pytest.approx(float(x @ y / (x @ x)), rel=1e-6)
-    given = solved(x, y, "linear", Parametrization(alpha=2.0))
+    given = solved(x, y, "linear", FitForm(alpha=2.0))
     assert given.alpha == 2 and 2 * given.amplitude == pytest.approx(found.amplitude, rel=1e-12)
 
 
@@ -405,7 +404,7 @@ def test_a_sigmoid_with_an_offset_would_be_tanh():
 
 @pytest.mark.parametrize(
     "form",
-    [Parametrization(alpha=1.0), Parametrization(amplitude="theory"), Parametrization(alpha=0.3, shift=True)],
+    [FitForm(alpha=1.0), FitForm(amplitude="theory"), FitForm(alpha=0.3, shift=True)],
     ids=str,
 )
 def test_what_is_not_fitted_stays_what_it_was_set_to(solved, form):

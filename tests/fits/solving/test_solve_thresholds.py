@@ -11,7 +11,7 @@ from scipy.optimize import brentq, minimize_scalar
 from normscope.fits.curves.known import CURVES
 from normscope.fits.solving import ceiling
 from normscope.fits.solving.nodes import batches
-from normscope.fits.solving.objective import Solutions
+from normscope.fits.solving.solve import Solutions
 
 
 def least_error(x, y, bounds=(1e-4, 1e3)):

@@ -8,8 +8,7 @@ from safetensors.torch import save_file
 
 from normscope.errors import DataError, UsageError
 from normscope.inputs.splits import ALL, Share
-from normscope.models.inputs.latents import read_latents
-from normscope.models.inputs.trajectories import LatentSpace
+from normscope.models.inputs.trajectories import LatentSpace, read_latents
 
 SPACE = LatentSpace(channels=4, size=8, classes=5)
 LATENTS = torch.randn(6, 4, 8, 8, generator=torch.Generator().manual_seed(2))

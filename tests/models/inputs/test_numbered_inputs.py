@@ -17,9 +17,8 @@ from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import LoadOptions
 from normscope.inputs.splits import ALL, LeftOut, Share
 from normscope.loading import load
-from normscope.models.inputs.file_inputs import TensorInputs
 from normscope.models.inputs.images import Preprocessing, image_files
-from normscope.models.inputs.numbered_inputs import number_of_workers
+from normscope.models.inputs.numbered_inputs import TensorInputs, number_of_workers
 
 
 def made(**changes):

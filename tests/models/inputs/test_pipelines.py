@@ -13,7 +13,7 @@ import normscope
 from normscope.errors import MemoryEndedError, ModelError, UsageError
 from normscope.inputs.splits import ALL, Share
 from normscope.loading import load
-from normscope.models.inputs.pipelines import OTHERWISE, PROMPTS
+from normscope.models.diffusion import OTHERWISE, PROMPTS
 
 transformers = pytest.importorskip("transformers")
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"

@@ -8,7 +8,7 @@ from diffusers.utils import import_utils
 import normscope
 from normscope.errors import ModelError
 from normscope.loading import load
-from normscope.models.inputs import pipelines
+from normscope.models import diffusion
 
 transformers = pytest.importorskip("transformers")
 
@@ -138,7 +138,7 @@ def small(monkeypatch):
 def test_every_class_loads_with_the_weights_that_were_saved(kind, tmp_path):
     module = made(kind)
     module.save_pretrained(tmp_path)
-    read, provenance = pipelines._pretrained("this", type(module), tmp_path.parent, tmp_path)
+    read, provenance = diffusion._pretrained_in("this", type(module), tmp_path.parent, tmp_path)
     assert provenance.kind == "file" and "converted" not in provenance.description
     assert read.state_dict().keys() == module.state_dict().keys()
     assert all(torch.equal(value, module.state_dict()[key]) for key, value in read.state_dict().items())
@@ -172,7 +172,7 @@ def test_without_accelerate_a_sentence_says_what_to_install(wan, without_acceler
 def test_without_accelerate_what_keeps_nothing_in_float32_loads(without_accelerate, tmp_path):
     module = made("PixArtTransformer2DModel")
     module.save_pretrained(tmp_path)
-    read, _ = pipelines._pretrained("this", type(module), tmp_path.parent, tmp_path)
+    read, _ = diffusion._pretrained_in("this", type(module), tmp_path.parent, tmp_path)
     assert all(torch.equal(value, module.state_dict()[key]) for key, value in read.state_dict().items())
 
 

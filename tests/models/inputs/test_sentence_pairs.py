@@ -7,8 +7,7 @@ import torch
 
 from normscope.errors import DataError
 from normscope.inputs.splits import learned_and_held_out
-from normscope.models.inputs.sentence_pairs import SentencePairs, pairs_or_texts, read_pairs
-from normscope.models.inputs.text import Reading
+from normscope.models.inputs.text import Reading, SentencePairs, pairs_or_texts, read_pairs
 
 
 def tokenize(text):

@@ -24,7 +24,7 @@ from normscope.swaps.kernels.choice import plain_torch
 from normscope.swaps.replace import replacements
 from normscope.swaps.start import asked_for, fitted
 from normscope.swaps.store.origins import in_docstring
-from normscope.swaps.store.standalone import EXPRESSIONS, _of_formula
+from normscope.swaps.store.standalone import _of_formula
 
 EVALUATED = {"torch": torch, "math": __import__("math"), "number": lambda value: torch.tensor(value).double()}
 
@@ -210,7 +210,7 @@ def test_every_curve_is_computed_as_here(name):
     u = torch.cat([torch.linspace(-20, 20, 401), large, -large, torch.zeros(1)])
     for values in (u, u.double()):
         here = CURVES[name].function(values)
-        assert torch.equal(eval(EXPRESSIONS[name], EVALUATED, {"u": values}), here)  # noqa: S307 - our own table
+        assert torch.equal(eval(CURVES[name].expression, EVALUATED, {"u": values}), here)  # noqa: S307 - our own table
 
 
 FORMULAS = [

@@ -8,16 +8,16 @@ import torch
 from scipy import stats
 
 from normscope.fits.curves.known import CURVES
-from normscope.fits.solving import refits
+from normscope.fits.solving import jackknife
+from normscope.fits.solving.jackknife import fitted, inside_noise, interval
 from normscope.fits.solving.nodes import batches
-from normscope.fits.solving.objective import Parametrization
-from normscope.fits.solving.refits import fitted, inside_noise, interval
+from normscope.fits.solving.solve import FitForm
 
 
 def test_quantiles_are_students():
     folds = torch.arange(1, 9)
     expected = [math.nan, *stats.t.ppf(0.975, np.arange(1, 8))]
-    np.testing.assert_allclose(refits.student(folds), expected, rtol=1e-6)
+    np.testing.assert_allclose(jackknife.student(folds), expected, rtol=1e-6)
 
 
 def test_of_equal_folds_a_mean_has_students_interval():
@@ -86,7 +86,7 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say(level_of, curve):
     """64 sources a data set; the truth is the fit to 20,000 of them. docs/methods.md has harder cases."""
     generator = np.random.default_rng(0)
     [(_, everything)] = batches([level_of(*layer_norm_of(generator, 20_000, 0.2))])
-    [truth], _ = fitted(everything, CURVES[curve], Parametrization())
+    [truth], _ = fitted(everything, CURVES[curve], FitForm())
     levels = [level_of(*layer_norm_of(generator, 64, 0.2)) for _ in range(200)]
     hits = {name: [] for name in ("amplitude", "alpha", "slope", "r2")}
     known = {
@@ -96,7 +96,7 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say(level_of, curve):
         "r2": truth["r2"],
     }
     for _, problems in batches(levels):
-        rows, _ = fitted(problems, CURVES[curve], Parametrization())
+        rows, _ = fitted(problems, CURVES[curve], FitForm())
         for name, of_name in hits.items():
             of_name += [row["intervals"][name][0] <= known[name] <= row["intervals"][name][1] for row in rows]
     for name, own in hits.items():
@@ -117,7 +117,7 @@ def test_intervals_that_count_pairs_as_independent_would_be_far_too_narrow(level
         gradient = np.array([b, a])
         claimed.append(math.sqrt(gradient @ covariance @ gradient))
         [(_, problems)] = batches([level_of(x, y, folds)])
-        [row], _ = fitted(problems, CURVES["tanh"], Parametrization())
+        [row], _ = fitted(problems, CURVES["tanh"], FitForm())
         low, high = row["intervals"]["slope"]
         ours.append(float(high - low) / 2 / stats.t.ppf(0.975, 7))
     assert np.median(claimed) < 0.3 * np.std(slopes)

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import FREE, Curve
-from normscope.fits.solving.levels import Level
-from normscope.fits.solving.nodes import Problems, batches, goodness
-from normscope.fits.solving.objective import Parametrization, Solutions
-from normscope.fits.solving.solve import least_squares, refined
+from normscope.fits.solving.nodes import FitBatch, FitTarget, batches, goodness
+from normscope.fits.solving.solve import FitForm, Solutions, least_squares, refined
 
 Attributes = dict[str, Any]  # of a CurveFit, by their names
 
@@ -70,7 +68,7 @@ def interval_of_r2(unexplained: Tensor, without: Tensor, pairs: Tensor) -> tuple
 
 
 def inside_noise(errors: Tensor, best: Tensor, pairs: Tensor) -> Tensor:
-    """Whether the held-out error of one curve passes another's by less than their folds differ.
+    """True if one curve's held-out error exceeds another's by less than their folds differ.
 
     Args:
         errors: of each held-out fold, ``(problems, folds)``.
@@ -84,7 +82,7 @@ def inside_noise(errors: Tensor, best: Tensor, pairs: Tensor) -> Tensor:
     return ~(low > 0)
 
 
-def fitted(problems: Problems, curve: Curve, form: Parametrization) -> tuple[list[Attributes], Tensor]:
+def fitted(problems: FitBatch, curve: Curve, form: FitForm) -> tuple[list[Attributes], Tensor]:
     """Fit one curve to a batch of problems, in a form that it has, and again without each of their folds.
 
     Returns:
@@ -161,8 +159,8 @@ def _estimates(curve: Curve, solutions: Solutions, r2: Tensor) -> dict[str, Tens
 
 
 def _intervals(
-    problems: Problems,
-    form: Parametrization,
+    problems: FitBatch,
+    form: FitForm,
     curve: Curve,
     solutions: Solutions,
     whole: dict[str, Tensor],
@@ -191,10 +189,10 @@ def _intervals(
     return bounds
 
 
-_DEFAULT = Parametrization()
+_DEFAULT = FitForm()
 
 
-def without_folds(levels: Sequence[Level], fits: Sequence[CurveFit]) -> dict[tuple[str, str], dict[str, Tensor]]:
+def without_folds(levels: Sequence[FitTarget], fits: Sequence[CurveFit]) -> dict[tuple[str, str], dict[str, Tensor]]:
     """Fit again without each fold.
 
     Args:
@@ -218,7 +216,7 @@ def without_folds(levels: Sequence[Level], fits: Sequence[CurveFit]) -> dict[tup
     return refits
 
 
-def _without_folds(problems: Problems, fits: Sequence[CurveFit]) -> list[dict[str, Tensor]]:
+def _without_folds(problems: FitBatch, fits: Sequence[CurveFit]) -> list[dict[str, Tensor]]:
     """Fit one curve to each problem without each of its folds."""
     curve = fits[0].function
     odd = _DEFAULT.odd(curve)
