@@ -55,7 +55,7 @@ CAPTURE_ONCE = {
     "compare-text": f"compare {SEEN} {SEEN} -o FOLDER/text.svg",
     "mistake-merge": f"merge {SEEN} {SEEN} -o FOLDER/merged.safetensors",
     "mistake-model": "fit nosuch",
-    "mistake-layers": "stats MODEL --layers 99",
+    "mistake-layers": f"stats {SEEN} --layers nosuch",
     "mistake-func": "fit MODEL --func tahn",
     "mistake-data": "stats MODEL --data missing.png",
     "models": "models --json",
@@ -149,7 +149,7 @@ def signatures() -> str:
             with contextlib.suppress(TypeError, ValueError):  # attributes and exceptions
                 text += str(inspect.signature(function))
             lines.append(f"{text}\n")
-    return "".join(lines)
+    return re.sub(r" at 0x\w+", "", "".join(lines))
 
 
 def main() -> None:
