@@ -15,7 +15,6 @@ TITLES = {
     "capture": "What a capture costs",
     "fit": "What a fit costs",
     "intervals": "How often the intervals hold the truth",
-    "folds": "Where kinds of sources alternate",
     "swaps": "How far a swap moves the output",
     "speed": "How fast swapped networks are",
     "pointwise": "How fast point-wise functions are on the CPU",
