@@ -20,7 +20,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-MODELS = "demo_vit,demo_wav2vec2,demo_dit,minilm"
 ONCE = "demo_vit"  # slow commands and text are recorded of this model alone
 FEW = "MODEL --limit 6 --batch-size 4"
 SEEN = "FOLDER/seen.safetensors"
@@ -122,8 +121,9 @@ def contents(path: Path) -> str | None:
         with path.open("rb") as file:
             header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
         metadata = printed(schema(header.pop("__metadata__", {})))
-        lines = [metadata, *(f"{name} {tensor['dtype']} {tensor['shape']}" for name, tensor in sorted(header.items()))]
-        return "\n".join(lines)
+        return "\n".join(
+            [metadata, *(f"{name} {entry['dtype']} {entry['shape']}" for name, entry in sorted(header.items()))]
+        )
     if path.suffix not in (".json", ".html", ".svg", ".py"):
         return None
     text = path.read_text(encoding="utf-8")
@@ -145,10 +145,9 @@ def signatures() -> str:
             public |= {f"{name}.{member}": value for member, value in members if member[0] != "_"}
         for full, value in public.items():
             function = getattr(value, "__func__", value)  # of class methods
-            text = full
             with contextlib.suppress(TypeError, ValueError):  # attributes and exceptions
-                text += str(inspect.signature(function))
-            lines.append(f"{text}\n")
+                full += str(inspect.signature(function))
+            lines.append(f"{full}\n")
     return re.sub(r" at 0x\w+", "", "".join(lines))
 
 
@@ -156,7 +155,7 @@ def main() -> None:
     """Write one text file per command and per file that commands write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--models", default=MODELS)
+    parser.add_argument("--models", default="demo_vit,demo_wav2vec2,demo_dit,minilm")
     options = parser.parse_args()
     (folder := options.folder).mkdir(parents=True, exist_ok=True)
     os.environ |= {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
@@ -172,8 +171,7 @@ def main() -> None:
                 for name, line in (common | (once if model == ONCE else {})).items():
                     commands[f"{model}.{name}"] = line.replace("MODEL", model).replace("FOLDER", f"{scratch / model}")
             for name, line in commands.items():
-                process = FORK.Process(target=record, args=(line, folder / f"{name}.txt", scratch))
-                process.start()
+                (process := FORK.Process(target=record, args=(line, folder / f"{name}.txt", scratch))).start()
                 process.join()
         for path in sorted(scratch.rglob("*")):
             if (text := contents(path)) is not None:
