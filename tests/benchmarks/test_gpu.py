@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tarfile
-import time
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -84,26 +83,6 @@ def test_time_that_is_over_is_said_and_what_there_is_is_packed(benchmark, monkey
     assert "a rehearsal on the CPU is no result" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_one_command_rehearses_a_question_and_keeps_what_it_found(tmp_path):
-    options = ("--shapes", "8x16", "--dtypes", "bfloat16", "--ways", "eager,fused", "--repeats", "1")
-    done = run(
-        *(FOLDER / "gpu.py", "gpu_kernels", "--device", "cpu", "--results", tmp_path, *options),
-        TRITON_INTERPRET="1",
-        NORMSCOPE_KERNELS="triton",
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    [path] = tmp_path.glob("gpu_kernels-*.json")
-    record = json.loads(path.read_text(encoding="utf-8"))
-    assert record["failed"] == [] and "gpu" not in record["machine"]
-    taken = {(one["case"], one["way"], one["quantity"]): one["samples"] for one in record["measurements"]}
-    for of in ("DyT", "DyISRU", "Derf"):
-        for passes in ("forward", "backward"):
-            place = f"{passes}, bfloat16, 8 × 16"
-            [ours], [native] = taken[f"{of} {place}", "normscope", "time"], taken[f"LayerNorm {place}", "eager", "time"]
-            assert taken[f"{of} {place}", "normscope", "of F.layer_norm"] == [pytest.approx(ours / native)]
-
-
 def test_without_a_gpu_there_is_a_sentence_and_a_rehearsal_is_no_result(benchmark, monkeypatch, capsys):
     command, common = benchmark("gpu"), benchmark("common")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -159,59 +138,6 @@ def test_the_copys_rate_is_of_the_bytes_that_have_to_be_moved(benchmark):
     taken["LayerNorm", "eager", "forward"] = [40.0]
     made = samples(kernels.compared(taken, place))
     assert made[f"Derf forward, {place}", "normscope", "of F.layer_norm"] == [2.0]
-
-
-def test_what_cannot_be_timed_is_said_and_the_others_are(benchmark, monkeypatch):
-    kernels = benchmark("gpu_kernels")
-    monkeypatch.setitem(kernels.OF, "DyT", lambda channels: torch.nn.LayerNorm(channels + 1))
-    *found, sentence = sorted(kernels.measured("8x16", "float32", "cpu", ["eager"], 1), key=lambda one: str(type(one)))
-    assert sentence.startswith("DyT by eager, float32, 8 × 16: RuntimeError: ")
-    assert {case.split()[0] for case, *_ in samples(found)} == {"copy", "LayerNorm", "RMSNorm", "DyISRU", "Derf"}
-
-
-class MadeUpEvent:
-    """An event of the host's clock."""
-
-    def __init__(self, enable_timing):
-        self.at = None
-
-    def record(self):
-        self.at = time.perf_counter()
-
-    def elapsed_time(self, later):
-        return 1000 * (later.at - self.at)
-
-
-def test_the_gpus_clock_adds_up_what_lies_between_events(benchmark, monkeypatch):
-    captures = benchmark("gpu_captures")
-    monkeypatch.setattr(torch.cuda, "Event", MadeUpEvent)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(captures, "network_and_batch", lambda *given: network_and_batch(*given[:2]))
-    network_and_batch = benchmark("capture").network_and_batch
-    made = samples(captures.measured("demo_vit", 2, "float32", "cuda", 2))
-    case = "demo_vit, 2 at once, float32"
-    whole, inside, share = (
-        made[case, "normscope, hooks timed", name] for name in ("pass", "in the hooks", "in the hooks, of the rest")
-    )
-    assert len(whole) == 2 and all(0 < one < other for one, other in zip(inside, whole, strict=True))
-    assert share == pytest.approx([100 * one / (other - one) for one, other in zip(inside, whole, strict=True)])
-    assert len(made[case, "normscope", "pass"]) == 2 and (case, "normscope", "in the hooks") not in made
-
-
-def test_samples_are_taken_again_where_there_are_fewer(benchmark):
-    _, batch = benchmark("capture").network_and_batch("demo_wav2vec2", 3)
-    assert len(batch.samples) == len({sample.index for sample in batch.samples}) == 3
-    [waveforms] = batch.args
-    assert len(waveforms) == 3 and torch.equal(waveforms[0], waveforms[2])
-
-
-def test_whole_networks_are_timed_and_what_did_not_run_is_said(benchmark):
-    networks = benchmark("gpu_networks")
-    found = list(networks.measured("demo_vit", "float32", "cpu", 0.0, True))
-    ways = {one.way for one in found if one.quantity == "of native"}
-    fused = ("dyt", "dyisru", "derf")
-    eager = {f"{name}, eager" for name in ("native", "rmsnorm", "identity", *fused)}
-    assert ways == eager | {f"{name}, fused" for name in fused}
 
 
 REPORT = """<testsuite>

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,17 +25,7 @@ RECORD = {
 def page_of(records, folder):
     for number, record in enumerate(records):
         (folder / f"{number}.json").write_text(json.dumps(record), encoding="utf-8")
-    models = shutil.copy(FOLDER.parent / "docs" / "models.md", folder / "models.md")
-    command = [
-        sys.executable,
-        FOLDER / "table.py",
-        "--results",
-        folder,
-        "--page",
-        folder / "page.md",
-        "--models",
-        models,
-    ]
+    command = [sys.executable, FOLDER / "table.py", "--results", folder, "--page", folder / "page.md"]
     subprocess.run(command, check=True)
     return (folder / "page.md").read_text(encoding="utf-8")
 
@@ -72,55 +61,11 @@ def test_the_page_is_written_from_the_files_alone(tmp_path):
     ]
 
 
-def test_architectures_are_counted_and_those_refused_listed_by_the_reason(tmp_path):
-    def row(library, name, outcome, reason="", **more):
-        empty = {"norms": {}, "worst": None, "exit_status": None}
-        return {"library": library, "name": name, "outcome": outcome, "reason": reason, **empty, **more}
-
-    rows = [
-        row("timm", "a_net", "works", norms={"LayerNorm": 1200, "BatchNorm": 34}, worst=0.25),
-        row("timm", "b_net", "no norm", "This BNet has no normalization of activations, so that nothing is there."),
-        row("transformers", "CModel", "refused", "At a.b.0 (input (2, 3)) CModel ends at 12 of 4,190. Do that."),
-        row("transformers", "DModel", "refused", "At c.d (input (5, 7)) DModel ends at 1 of 7. Do this."),
-        row("transformers", "EModel", "time", "not done after 120 s", exit_status=0),
-    ]
-    record = RECORD | {"benchmark": "architectures", "about": "What ran.", "rows": rows}
-    page_of([record], tmp_path)
-    before, _, rest = (tmp_path / "models.md").read_text(encoding="utf-8").partition("<!-- python benchmarks/table.py")
-    block, _, after = rest.partition("<!-- to here -->")
-    assert block.splitlines()[1:-4] == [
-        "What ran.",
-        "",
-        "|  | timm | transformers |",
-        "| :-- | --: | --: |",
-        "| every norm reproduced | 1 | 0 |",
-        "| no norm of activations, and that is said | 1 | 0 |",
-        "| refused in a sentence | 0 | 2 |",
-        "| took too long | 0 | 1 |",
-        "",
-        "1,234 norms were reproduced, to within 0.25 of what rounding explains.",
-        "",
-        "No norm of activations, and that is said: `b_net`.",
-        "",
-        "Refused in a sentence:",
-        "",
-        "- At … … ends at … of …. `CModel`, `DModel`",
-        "",
-        "Took too long:",
-        "",
-        "- not done after 120 s `EModel` (alone, by the command line: done)",
-    ]
-    page = (FOLDER.parent / "docs" / "models.md").read_text(encoding="utf-8")
-    assert before and after and page.startswith(before) and page.endswith(after)
-
-
 def test_the_pages_say_what_the_results_do(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     table = importlib.import_module("table")
     records = table.records(table.RESULTS)
     assert table.PAGE.read_text(encoding="utf-8") == table.page(records)
-    survey = table.MODELS.read_text(encoding="utf-8")
-    assert survey == table.with_survey(survey, records)
     of_a_gpu = any(record["benchmark"] in table.OF_A_GPU for record in records)
     kernels = table.PAGE.with_name("kernels.md").read_text(encoding="utf-8")
     assert ("**Measured on a GPU: nothing.**" in kernels) != of_a_gpu

@@ -6,6 +6,7 @@ from collections import namedtuple
 
 import pytest
 import torch
+from networks import OneNorm
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,16 +18,7 @@ from normscope.inputs.entries import as_batches
 WIDTH = 8
 
 
-class Plain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x):
-        return self.norm(x)
-
-
-class Masked(Plain):
+class Masked(OneNorm):
     """As timm's ViT is called: what comes second is a mask, and a label would be taken for one."""
 
     def forward(self, x, attn_mask=None):
@@ -34,18 +26,18 @@ class Masked(Plain):
         return self.norm(x if attn_mask is None else x * attn_mask[..., None])
 
 
-class Lengths(Plain):
+class Lengths(OneNorm):
     def forward(self, x, lengths=None):
         assert lengths is not None
         return self.norm(x * lengths[:, None, None])
 
 
-class Named(Plain):
+class Named(OneNorm):
     def forward(self, pixel_values, labels=None):
         return self.norm(pixel_values)
 
 
-class Anything(Plain):
+class Anything(OneNorm):
     def forward(self, *args, **kwargs):
         return self.norm(args[0] if args else kwargs["x"])
 
@@ -59,7 +51,7 @@ def sums_of(model, batches, **options):
 
 
 def assert_as_by_hand(stats, model=None, by_hand=x):
-    truth = sums_of(model or Plain(), [Batch((by_hand,), samples=samples(len(by_hand)))])
+    truth = sums_of(model or OneNorm(), [Batch((by_hand,), samples=samples(len(by_hand)))])
     assert torch.equal(stats.moments[:, 0].sum(0), truth.moments[:, 0].sum(0))
     # float64 sums of the same numbers in another order.
     torch.testing.assert_close(stats.moments.sum(0), truth.moments.sum(0), rtol=1e-12, atol=1e-9)
@@ -72,16 +64,16 @@ def samples(number):
 Pair = namedtuple("Pair", "image label")
 PixelPair = namedtuple("PixelPair", "label pixel_values")
 LABELLED = {
-    "a DataLoader of (x, label)": (Plain, DataLoader(TensorDataset(x, y), batch_size=4)),
+    "a DataLoader of (x, label)": (OneNorm, DataLoader(TensorDataset(x, y), batch_size=4)),
     "of a network with a mask": (Masked, DataLoader(TensorDataset(x, y), batch_size=4)),
     "captions": (Masked, [(x, ["a", "b", "c", "d", "e", "f"])]),
-    "a dict under other names": (Plain, [{"image": x, "label": y}]),
+    "a dict under other names": (OneNorm, [{"image": x, "label": y}]),
     "a dict with the network's name": (Named, [{"pixel_values": x, "target": y}]),
     "a dict with labels of the network's": (Named, [{"pixel_values": x, "labels": y}]),
-    "a namedtuple in order": (Plain, [Pair(x, y)]),
+    "a namedtuple in order": (OneNorm, [Pair(x, y)]),
     "a namedtuple by name": (Named, [PixelPair(y, x)]),
     "whatever a network takes": (Anything, [{"x": x, "label": y}]),
-    "compiled": (lambda: torch.compile(Plain(), backend="eager"), [(x, y)]),
+    "compiled": (lambda: torch.compile(OneNorm(), backend="eager"), [(x, y)]),
 }
 
 
@@ -106,7 +98,7 @@ def test_what_is_left_out_is_said_once(caplog):
 @pytest.mark.slow
 def test_drift_and_healing_leave_labels_out_too_and_say_so_once_for_each_loader(caplog):
     torch.manual_seed(0)
-    model, loader = nn.Sequential(Plain(), nn.Linear(WIDTH, 2)), DataLoader(TensorDataset(x, y), batch_size=3)
+    model, loader = nn.Sequential(OneNorm(), nn.Linear(WIDTH, 2)), DataLoader(TensorDataset(x, y), batch_size=3)
     by_hand = [Batch((x,), samples=samples(len(x)))]
     seen = normscope.capture(model, by_hand, by_gamma=True)
     modules = normscope.replacements(model, "dyt", seen)
@@ -136,7 +128,7 @@ def test_what_a_network_asks_for_is_no_label():
 
 def test_what_a_network_has_no_name_for_is_not_left_out_in_silence():
     with pytest.raises(ModelError, match="unexpected keyword argument 'attention_mask'"):
-        normscope.capture(Plain(), [{"x": x, "attention_mask": torch.ones(6, 5)}])
+        normscope.capture(OneNorm(), [{"x": x, "attention_mask": torch.ones(6, 5)}])
 
 
 def test_lists_of_images_are_taken_one_by_one():
@@ -182,8 +174,8 @@ class Record:
 def test_forward_takes_whatever_a_loader_gives():
     records = [Record(x[:4]), Record(x[4:])]
     with pytest.raises(DataError, match=r"a batch is a tensor.* forward=lambda model, batch: …"):
-        normscope.capture(Plain(), records)
-    seen = normscope.capture(Plain(), records, forward=lambda model, batch: model(batch.values))
+        normscope.capture(OneNorm(), records)
+    seen = normscope.capture(OneNorm(), records, forward=lambda model, batch: model(batch.values))
     assert seen.n_samples == 2  # of which nobody says how many are in one
     assert_as_by_hand(seen.stats["norm"])
 
@@ -195,7 +187,7 @@ def test_forward_counts_samples_where_tensors_agree(entry):
     def forward(model, batch):
         return model(batch["x"] if isinstance(batch, dict) else batch[0])
 
-    seen = normscope.capture(Plain(), [entry], forward=forward)
+    seen = normscope.capture(OneNorm(), [entry], forward=forward)
     assert seen.n_samples == 6 and seen.stats["norm"].fold_by == "source"
     assert_as_by_hand(seen.stats["norm"])
 
@@ -203,7 +195,7 @@ def test_forward_counts_samples_where_tensors_agree(entry):
 def test_forward_knows_padding():
     mask = torch.arange(5) < torch.tensor([1, 2, 3, 4, 5, 5])[:, None]
     entry = {"x": x, "attention_mask": mask}
-    seen = normscope.capture(Plain(), [entry], forward=lambda model, batch: model(batch["x"]))
+    seen = normscope.capture(OneNorm(), [entry], forward=lambda model, batch: model(batch["x"]))
     assert seen.stats["norm"].n_tokens == 20
     assert_as_by_hand(seen.stats["norm"], by_hand=x[mask][:, None])
 
@@ -211,7 +203,7 @@ def test_forward_knows_padding():
 def test_a_batch_says_itself_how_the_network_is_run():
     """So that whatever takes batches takes those too: a swap's drift, for example."""
     batch = Batch((Record(x),), samples=samples(1), forward=lambda model, batch: model(batch.values))
-    network = nn.Sequential(Plain(), nn.Linear(WIDTH, 2))
+    network = nn.Sequential(OneNorm(), nn.Linear(WIDTH, 2))
     batch = Batch((Record(x[:1]),), samples=samples(1), forward=lambda model, batch: model(batch.values))
     seen = normscope.capture(network, [batch], by_gamma=True)
     report = normscope.drift(network, [batch], normscope.replacements(network, "dyt", seen))
@@ -230,7 +222,7 @@ def test_loaders_are_not_started_to_be_looked_at():
             Started.times += 1
             return super().__iter__()
 
-    normscope.capture(Plain(), Started([(x, y)]))
+    normscope.capture(OneNorm(), Started([(x, y)]))
     assert Started.times == 1  # of a DataLoader with workers, each start is processes
 
 

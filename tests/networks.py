@@ -1,0 +1,45 @@
+"""Tiny networks that tests of several folders share; weights depend on ``seed`` alone."""
+
+import torch
+from torch import nn
+
+
+class OneNorm(nn.Module):
+    """A LayerNorm, or another norm, alone: ``norm``."""
+
+    def __init__(self, norm: int | nn.Module = 8) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(norm) if isinstance(norm, int) else norm
+
+    def forward(self, x):
+        return self.norm(x)
+
+
+class PreNorm(nn.Module):
+    """Residual pre-norm blocks (``norms.0``, ``layers.0``, …) and a linear head: (…, width) to (…, classes)."""
+
+    def __init__(self, depth: int = 3, width: int = 8, classes: int = 7, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(depth))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x):
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x)).relu()
+        return self.head(x)
+
+
+class PostNorm(nn.Module):
+    """A post-norm block between a first norm and a linear head: (…, width) to (…, classes)."""
+
+    def __init__(self, width: int = 6, classes: int = 2, norm: type[nn.Module] = nn.LayerNorm, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.inner, self.out = norm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.last, self.head = norm(width), nn.Linear(width, classes)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.head(self.last(x + self.out(self.inner(x).relu())))
