@@ -263,9 +263,9 @@ def figure_suffix(output: Path, asked: str | None, names: list[str], by: str | N
     named = output.suffix.lower().removeprefix(".")
     if named not in _FORMATS:
         if named and not output.is_dir():
-            known = ", ".join(f".{ending}" for ending in _FORMATS)
+            endings = ", ".join(f".{ending}" for ending in _FORMATS)
             raise UsageError(
-                f"--output {output} ends in .{named}, but a figure's file ends in one of {known}. To name a folder "
+                f"--output {output} ends in .{named}, but a figure's file ends in one of {endings}. To name a folder "
                 "with a dot, make it first."
             )
         return asked or "png"

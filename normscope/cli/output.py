@@ -219,7 +219,7 @@ class Output:
 
     def kept_inputs(self, capture: Capture) -> None:
         """Name the inputs that are kept in the file."""
-        shown = [f"the {one.preview.kind} of {one.name}" for one in capture.inputs[:_MOST_NAMED]]
+        shown = [f"the {kept.preview.kind} of {kept.name}" for kept in capture.inputs[:_MOST_NAMED]]
         more = [f"{len(capture.inputs) - _MOST_NAMED:,} more"] if len(capture.inputs) > _MOST_NAMED else []
         if shown:
             self.remark(f"kept to be looked at: {', '.join(shown + more)}")

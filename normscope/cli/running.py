@@ -119,11 +119,11 @@ def runs_networks(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., N
             run = RunOptions(**{name: options.pop(name) for name in names if name in options})
             command(*arguments, run=run, **options)
 
-        own = inspect.signature(command, eval_str=True)
+        signature = inspect.signature(command, eval_str=True)
         shown: list[inspect.Parameter] = []
-        for parameter in own.parameters.values():
+        for parameter in signature.parameters.values():
             shown += taken if parameter.name == "run" else [parameter]
-        with_a_run.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
+        with_a_run.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
         return with_a_run
 
     return decorated

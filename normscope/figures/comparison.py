@@ -162,7 +162,7 @@ def _lines(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], them
 def _in_common(captures: Sequence[Capture]) -> dict[str, str]:
     """Return the entries that all captures share; the legend contains the others."""
     about, *others = (_about(capture) for capture in captures)
-    return {key: about[key] for key in _TOLD if key in about and all(one.get(key) == about[key] for one in others)}
+    return {key: about[key] for key in _TOLD if key in about and all(rest.get(key) == about[key] for rest in others)}
 
 
 def _handles(lines: Sequence[_Line], fits: Sequence[Sequence[CurveFit]], theme: Style) -> list[Line2D]:

@@ -297,8 +297,8 @@ def _positions(card: NormCard | None) -> dict[int, int]:
 
 
 def _draw_positions(figure: Figure, ax: Axes, positions: Sequence[dict[int, int]], theme: Style) -> None:
-    known = sorted({position for at_site in positions for position in at_site})
-    most = max(known, default=0) + 1
+    positions_drawn = sorted({position for at_site in positions for position in at_site})
+    most = max(positions_drawn, default=0) + 1
     each = math.ceil(most / _ROWS)
     rows = math.ceil(most / each)
     image = np.zeros((rows, len(positions)))
@@ -308,7 +308,7 @@ def _draw_positions(figure: Figure, ax: Axes, positions: Sequence[dict[int, int]
     norm = Normalize(0, max(image.max(), 1))
     _draw_map(figure, ax, np.ma.masked_equal(image, 0), each, theme, norm, "of the 16 tokens of largest |x|")
     ax.set_ylabel("position of the token")
-    totals = {position: sum(at_site.get(position, 0) for at_site in positions) for position in known}
+    totals = {position: sum(at_site.get(position, 0) for at_site in positions) for position in positions_drawn}
     _name(ax, sorted(totals, key=lambda position: -totals[position])[:_NAMED], rows * each, theme)
 
 

@@ -169,8 +169,8 @@ def _curve(func: str) -> str:
 
 def _paths(reports: Sequence[DriftReport], sites: Sequence[NormSite]) -> list[str]:
     swapped = dict.fromkeys(path for report in reports for path in report.sites)
-    known = [site.name for site in sites if site.name in swapped]
-    return [*known, *(path for path in swapped if path not in known)]
+    listed = [site.name for site in sites if site.name in swapped]
+    return [*listed, *(path for path in swapped if path not in listed)]
 
 
 def _handles(
@@ -256,11 +256,11 @@ def _draw_dots(
 ) -> None:
     """A dot and a bar for each row, set aside so that one swap does not hide another."""
     points = [(x + offset, row.relative_l2) for x, row in rows]
-    known = [(x, quantiles) for x, quantiles in points if math.isfinite(quantiles.p50)]
-    medians = [quantiles.p50 for _, quantiles in known]
+    finite = [(x, quantiles) for x, quantiles in points if math.isfinite(quantiles.p50)]
+    medians = [quantiles.p50 for _, quantiles in finite]
     dashes = line.dashes if joined else ""
-    ax.plot([x for x, _ in known], medians, marker=line.marker, ms=2.3, mew=0, color=line.colour, ls=dashes, lw=0.7)
-    whole = [(x, quantiles) for x, quantiles in known if math.isfinite(quantiles.p90)]
+    ax.plot([x for x, _ in finite], medians, marker=line.marker, ms=2.3, mew=0, color=line.colour, ls=dashes, lw=0.7)
+    whole = [(x, quantiles) for x, quantiles in finite if math.isfinite(quantiles.p90)]
     low, high = [quantiles.p10 for _, quantiles in whole], [quantiles.p90 for _, quantiles in whole]
     ax.vlines([x for x, _ in whole], low, high, color=line.colour, lw=0.7, alpha=0.8)
     _cross_out(ax, [(x, quantiles) for x, quantiles in points if _infinite(quantiles)], line)
@@ -348,8 +348,14 @@ def _draw_kept(ax: Axes, report: KeepReport, theme: Style) -> None:
         points = [(step.swapped, getattr(step, name)) for step in report.taken if getattr(step, name) is not None]
         if points:
             x = [swapped + aside for swapped, _ in points]
-            ax.plot(x, [own.p50 for _, own in points], color=colour, marker="o", ms=3, lw=0.9, label=label)
-            ax.vlines(x, [own.p10 for _, own in points], [own.p90 for _, own in points], color=colour, lw=0.7)
+            ax.plot(x, [quantiles.p50 for _, quantiles in points], color=colour, marker="o", ms=3, lw=0.9, label=label)
+            ax.vlines(
+                x,
+                [quantiles.p10 for _, quantiles in points],
+                [quantiles.p90 for _, quantiles in points],
+                color=colour,
+                lw=0.7,
+            )
     tried = [(step.swapped, step.worked_on) for step in report.steps if step.worked_on is not None]
     if tried:
         ax.plot(*zip(*tried, strict=True), color=theme.ink, ls="", marker="X", ms=4, mew=0, label="calibrated")

@@ -252,7 +252,7 @@ def rows_named(rows: str | Sequence[str]) -> list[str]:
 def _origin(shown: Any) -> Any:
     if isinstance(shown, Capture):
         return {**shown.about, "versions": dict(shown.versions), "seed": shown.seed}
-    return [_origin(one) for one in shown] if isinstance(shown, (list, tuple)) else shown
+    return [_origin(capture) for capture in shown] if isinstance(shown, (list, tuple)) else shown
 
 
 def _draw(ax: Axes, panel: Panel, row: str, notes: Sequence[Words], least: int = 0, *, title: bool) -> None:

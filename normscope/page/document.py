@@ -44,7 +44,7 @@ def document(seen: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], swaps:
     elements = min(max(elements, _LEAST_ELEMENTS), _MOST_ELEMENTS)
     captures = [capture_data(capture, of_capture, elements) for capture, of_capture in zip(seen, fits, strict=True)]
     names = list(dict.fromkeys(fit.curve for of_capture in fits for fit in of_capture))
-    own = {one.curve: one.function for of_capture in fits for one in of_capture if one.curve not in CURVES}
+    own = {fit.curve: fit.function for of_capture in fits for fit in of_capture if fit.curve not in CURVES}
     return {
         "format": FORMAT,
         "title": " · ".join(dict.fromkeys(named(capture) for capture in seen)),
@@ -66,8 +66,8 @@ def named(capture: Capture) -> str:
 def capture_data(capture: Capture, fits: Sequence[CurveFit], elements: int) -> dict[str, Any]:
     """Return the data of one capture, with its sites in the order of their calls."""
     names = {site.name for site in capture.sites}
-    of_sites = [one for one in fits if one.channel is None and one.site in names]
-    weightings = {one.weights_by for one in of_sites} or {"pairs"}
+    of_sites = [fit for fit in fits if fit.channel is None and fit.site in names]
+    weightings = {fit.weights_by for fit in of_sites} or {"pairs"}
     if len(weightings) > 1:
         raise UsageError(f"The fits weight pairs by {' and by '.join(sorted(weightings))}; report on one of them.")
     nodes = nodes_of_sites(capture, next(iter(weightings)))
@@ -76,7 +76,7 @@ def capture_data(capture: Capture, fits: Sequence[CurveFit], elements: int) -> d
         site_data(
             site,
             capture.stats[site.name],
-            [one for one in of_sites if one.site == site.name],
+            [fit for fit in of_sites if fit.site == site.name],
             cards[site.name],
             nodes.get(site.name),
             elements,
@@ -84,15 +84,15 @@ def capture_data(capture: Capture, fits: Sequence[CurveFit], elements: int) -> d
         | site_inputs(capture.inputs, site, cards[site.name])
         for site in capture.sites
     ]
-    _, made = title_and_foot(NONE, "", capture.about)
+    _, note = title_and_foot(NONE, "", capture.about)
     return {
         "about": {name: capture.about[name] for name in _ABOUT if name in capture.about},
-        "made": made,
+        "made": note,
         "samples": capture.n_samples,
         "seed": capture.seed,
         "versions": dict(capture.versions),
         "weights_by": next(iter(weightings)),
-        "curves": list(dict.fromkeys(one.curve for one in of_sites)),
+        "curves": list(dict.fromkeys(fit.curve for fit in of_sites)),
         "skipped": [norm.as_dict() for norm in capture.skipped],
         "inputs": inputs_data(capture.inputs),
         "sites": sites,
@@ -101,13 +101,13 @@ def capture_data(capture: Capture, fits: Sequence[CurveFit], elements: int) -> d
 
 def nodes_of_sites(capture: Capture, weights_by: str) -> dict[str, Nodes]:
     """The weighted points that fits of each site are made on, by its name; of those that have something to fit."""
-    levels, found = levels_of(capture, weights_by=weights_by), dict[str, Nodes]()
+    levels, nodes_by_site = levels_of(capture, weights_by=weights_by), dict[str, Nodes]()
     for numbers, problems in batches(levels):
         nodes = problems.nodes()
         for place, number in enumerate(numbers):
             alone = Nodes(*(rows[place : place + 1] for rows in vars(nodes).values()))
-            found[levels[number].site] = alone
-    return found
+            nodes_by_site[levels[number].site] = alone
+    return nodes_by_site
 
 
 def curve_data(curve: Curve) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def _of_each(captures: Sequence[Capture], fits: Any) -> list[Sequence[CurveFit]]
     if fits is None:
         return [fit(capture) for capture in captures]
     given = list(fits)
-    if all(isinstance(one, CurveFit) for one in given):
+    if all(isinstance(entry, CurveFit) for entry in given):
         if len(captures) == 1:
             return [given]
         raise UsageError(f"There are {len(captures)} captures and one list of fits; give a list of fits for each.")

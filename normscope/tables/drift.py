@@ -112,8 +112,8 @@ def sites_table(reports: Sequence[DriftReport]) -> Table:
 
 def _calibrated(reports: Sequence[DriftReport]) -> list[str]:
     """Describe the inputs that calibrated rows learned from."""
-    found = [report.calibration for report in reports if report.calibration is not None]
-    return list(dict.fromkeys(f"{CALIBRATED}: each row {one.in_words}" for one in found))
+    calibrations = [report.calibration for report in reports if report.calibration is not None]
+    return list(dict.fromkeys(f"{CALIBRATED}: each row {calibration.in_words}" for calibration in calibrations))
 
 
 def _near(report: DriftReport) -> str:
@@ -239,7 +239,7 @@ def quality_table(found: Mapping[tuple[str, str], Quality]) -> Table:
         words("init", lambda network: network[1]),
         Column(first.name, lambda network: _score(networks[network].value, form)),
         Column(
-            "95 %", lambda network: _bounds(networks[network], form), any(own.interval for own in networks.values())
+            "95 %", lambda network: _bounds(networks[network], form), any(score.interval for score in networks.values())
         ),
     ]
     words_of = {True: "higher is better", False: "lower is better", None: "a function of your own"}
@@ -266,8 +266,8 @@ def keep_table(report: KeepReport) -> Table:
     form = ".1%" if measured.endswith("accuracy") else "#.5g"
 
     def score(step: KeepStep) -> str:
-        own = quality.scores.get(f"{step.kept} kept") if quality else None
-        return NONE if own is None else number(own.value, form)
+        scored = quality.scores.get(f"{step.kept} kept") if quality else None
+        return NONE if scored is None else number(scored.value, form)
 
     columns: list[Column[KeepStep]] = [
         Column("kept", lambda step: str(step.kept)),

@@ -271,8 +271,8 @@ def matching_lines(comparison: Comparison) -> list[str]:
     """Describe each capture and how its sites were matched to those of the first."""
     titles = []
     for place, capture in enumerate(comparison.captures, 1):
-        known = [capture.about[key] for key in ("model", "weights", "data")]
-        titles.append(f"{place}  {' · '.join(known)} ({count(capture.n_samples, 'sample')})")
+        parts = [capture.about[key] for key in ("model", "weights", "data")]
+        titles.append(f"{place}  {' · '.join(parts)} ({count(capture.n_samples, 'sample')})")
     lines = titles[:1]
     for place, (title, match) in enumerate(zip(titles[1:], comparison.matches, strict=True), 2):
         how = "by name" if match.by == "name" else "by placement and relative depth, as most names differ"
@@ -291,11 +291,11 @@ def _caption(rows: Sequence[Compared]) -> Iterator[Explanation]:
     yield Explanation("In brackets: 95 %, by folds", after=" ")
     yield Explanation("* beyond the noise: a ratio's 95 % do not hold 1", _OF_RATIOS, "; ")
     yield Explanation(".", after="")
-    known = {ratio.paired for row in rows for ratio in (row.alpha, row.slope) if ratio and ratio.interval}
+    kinds = {ratio.paired for row in rows for ratio in (row.alpha, row.slope) if ratio and ratio.interval}
     yield from (
         Explanation(text, _OF_RATIOS, " ")
         for paired, text in ((True, _PAIRED), (False, _INDEPENDENT))
-        if paired in known
+        if paired in kinds
     )
 
 

@@ -103,7 +103,7 @@ def capture(
         "n_samples": seen.n_samples,
         "unreadable": network.inputs.unreadable,
         "parts": list(seen.parts),
-        "inputs": [one.name for one in seen.inputs],
+        "inputs": [kept_input.name for kept_input in seen.inputs],
         "sites": sites,
         "skipped": skipped_as_json([seen]),
     }

@@ -92,7 +92,7 @@ def fit(
             rows += _advice(capture, func, how, say)
         else:
             fits, summary = _fits(capture, func, how, say)
-            rows += [one.as_dict() for one in fits]
+            rows += [fit.as_dict() for fit in fits]
             if plot:
                 figure = normscope.plot_depth(capture, fits, width=width, title=title)
                 say.result(str(normscope.save_figure(figure, plot, capture)))
@@ -123,7 +123,7 @@ def _advice(capture: Capture, func: str, how: dict[str, Any], say: Output) -> li
 
     advice = normscope.advise(normscope.fit(capture, func, **how), capture.sites, family=family_of(capture))
     say.result(advice_table(advice))
-    return [one.as_dict() for one in advice]
+    return [row.as_dict() for row in advice]
 
 
 def _slopes(capture: Capture, say: Output) -> list[dict[str, Any]]:
@@ -131,4 +131,4 @@ def _slopes(capture: Capture, say: Output) -> list[dict[str, Any]]:
 
     slopes = normscope.token_slopes(capture)
     say.result(slopes_table(slopes))
-    return [one.as_dict() for one in slopes]
+    return [row.as_dict() for row in slopes]

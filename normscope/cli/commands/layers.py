@@ -43,7 +43,7 @@ def layers(
         say.result(layers_table(report.sites))
         say.skipped(report.skipped)
         documents.append(_document(name, report))
-    rows = [{"model": one["model"], **site} for one in documents for site in one["sites"]]
+    rows = [{"model": document["model"], **site} for document in documents for site in document["sites"]]
     say.document(documents[0] if len(documents) == 1 else {"models": documents}, rows)
 
 

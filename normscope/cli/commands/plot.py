@@ -77,7 +77,7 @@ def plot(
         normscope.save_figure(figure, path, capture, dpi)
         say.result(str(path))
         sites = [site.name for site in capture.sites]
-        shown = {"file": str(path), "sites": sites, "fits": [one.as_dict() for one in fitted]}
+        shown = {"file": str(path), "sites": sites, "fits": [fit.as_dict() for fit in fitted]}
         figures.append({**capture.about, **shown})
         seen.append(capture)
         fits.append(fitted)

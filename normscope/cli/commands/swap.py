@@ -104,7 +104,11 @@ def swap(
         if maker is None:
             normscope.Swap(network.module, {path: modules[path] for path in chosen})
         judge.add("swapped", swapped)
-    rows = [_row(one, fits) for one in starts(how.asked, fits, how.begin) if one.norm.name in chosen]
+    rows = [
+        _row(start_values, fits)
+        for start_values in starts(how.asked, fits, how.begin)
+        if start_values.norm.name in chosen
+    ]
     if report is not None:
         rows = [{**row, **_now(swapped.get_submodule(row["site"]))} for row in rows]
     about = learner.about
@@ -192,7 +196,7 @@ def _now(module: nn.Module) -> dict[str, Any]:
 
 
 def _tell(report: normscope.CalibrationReport, say: Output) -> None:
-    layers = sum(not one.is_norm and one.penalty is not None for one in report.modules)
+    layers = sum(not module.is_norm and module.penalty is not None for module in report.modules)
     learned, judged = count(report.n_learned, "sample"), count(report.n_judged, "sample")
     say.result(
         f"calibrated on {learned}, {count(layers, 'linear layer')} refitted: median {report.measure} at the output "
@@ -213,15 +217,15 @@ def remark_on_loading(model: str, folder: str, say: Output) -> None:
 
 
 def _row(start: Start, fits: Sequence[CurveFit] | Sequence[NormSite]) -> dict[str, Any]:
-    """Describe what was put at one site; where each channel has numbers of its own, by their medians."""
+    """Describe the replacement of a site; of several channels, their medians."""
     from normscope.fits.curves.known import FREE
 
     of_site = [
-        one
-        for one in fits
-        if isinstance(one, normscope.CurveFit) and one.function is start.curve and one.norm is start.norm
+        fit
+        for fit in fits
+        if isinstance(fit, normscope.CurveFit) and fit.function is start.curve and fit.norm is start.norm
     ]
-    r2 = [one.r2 for one in of_site if not one.degenerate]
+    r2 = [fit.r2 for fit in of_site if not fit.degenerate]
     has_parameters = start.curve is not None and start.curve.name != FREE
     return {
         "site": start.norm.name,
