@@ -271,10 +271,16 @@ _TRIED = f"{_DYT}, which tries it in tanh's place"
 _DERF = "arXiv 2512.10938, ViT/other_functions"
 
 
-def _of(expression: str) -> Function:
+class Functions:
+    """f and f′ of the built-in curves, by which pickle finds them."""
+
+
+def _of(name: str, expression: str) -> Function:
     """Make a function of u of an expression of the table below."""
-    function: Function = eval(f"lambda u: {expression}", {"torch": torch, "math": math, "within": _within})  # noqa: S307
-    return function
+    function = eval(f"lambda u: {expression}", {"torch": torch, "math": math, "within": _within})  # noqa: S307
+    function.__module__, function.__name__, function.__qualname__ = __name__, name, f"{Functions.__name__}.{name}"
+    setattr(Functions, name, staticmethod(function))
+    return getattr(Functions, name)  # type: ignore[no-any-return]
 
 
 def _within(inside: Tensor, slope: Tensor) -> Tensor:
@@ -290,7 +296,9 @@ def _built_in(
     """
     usual = {"limit": 1.0, "zero_centred": True, "monotone": True, "smooth": True, "slope_at_origin": 1.0, "peak": 1.0}
     source = source or f"{_DERF}/{name}.py"
-    return Curve(name, aliases, formula, _of(f), _of(slope), source, expression=f, **(usual | properties))
+    return Curve(
+        name, aliases, formula, _of(name, f), _of(f"{name}_slope", slope), source, expression=f, **(usual | properties)
+    )
 
 
 _VERTICAL: dict[str, Any] = {"slope_at_origin": math.inf, "peak": math.inf, "smooth": False}
