@@ -15,11 +15,10 @@ from common import Measurement, finish, names, options
 from disassembly import Code, code_of_launch
 from torch import Tensor
 
-from normscope.swaps.kernels import launch as launches_of_kernels
-from normscope.swaps.kernels.eager import Gradients
 from normscope.runtime.launches import KernelCall
+from normscope.swaps.kernels import launch as launches_of_kernels
+from normscope.swaps.kernels.eager import Gradients, Parameters, layout_of
 from normscope.swaps.kernels.launch import LANES, backward_launches, forward_launch
-from normscope.swaps.kernels.parameters import Parameters, layout_of
 
 WAYS = {"tanh": "DyT", "isru": "DyISRU", "erf": "Derf"}
 DTYPES = ("bfloat16", "float16", "float32")

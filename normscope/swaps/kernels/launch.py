@@ -13,8 +13,7 @@ from normscope.runtime.launches import KernelCall, Scratch, alignment, launch
 from normscope.runtime.launches import is_planned as is_planned
 from normscope.swaps.kernels import loops
 from normscope.swaps.kernels.choice import interpreted
-from normscope.swaps.kernels.eager import Gradients
-from normscope.swaps.kernels.parameters import Layout, Parameters, layout_of
+from normscope.swaps.kernels.eager import Gradients, Layout, Parameters, layout_of
 
 LOAD = 16  # bytes that a thread loads at once
 LANES = 32
@@ -301,7 +300,8 @@ def kind_of(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Hasha
     """
     alpha, shift, weight, bias = parameters.alpha, parameters.shift, parameters.weight, parameters.bias
     return (
-        curve, behind, FORWARD, BACKWARD, x.shape, x.stride(), x.dtype, x.device, alignment(x, alpha, shift, weight, bias),
+        curve, behind, FORWARD, BACKWARD, x.shape, x.stride(), x.dtype, x.device,
+        alignment(x, alpha, shift, weight, bias),
         *[None if part is None else (part.shape, part.dtype, part.get_device(), part.is_contiguous())
           for part in (alpha, shift, weight, bias)],
     )  # fmt: skip

@@ -15,7 +15,7 @@ from normscope.errors import UsageError
 from normscope.fits.curves.known import CURVES
 from normscope.swaps.kernels import eager
 from normscope.swaps.kernels.choice import EAGER, VARIABLE, asked_for_plain_torch, by_kernels, unseen
-from normscope.swaps.kernels.parameters import Parameters
+from normscope.swaps.kernels.eager import Parameters
 
 _GIVEN = 6  # of the operator's arguments, curve and behind are one argument of _Pointwise
 launches: Any = None  # normscope.swaps.kernels.launch, which imports Triton, from the first launch on
@@ -194,7 +194,7 @@ def bypassed(
     if not launches.is_planned(kind):
         return None
     if torch.is_grad_enabled() and any(
-        [part is not None and part.requires_grad for part in (x, alpha, shift, weight, bias)]
+        part is not None and part.requires_grad for part in (x, alpha, shift, weight, bias)
     ):
         return _apply(x, alpha, shift, weight, bias, (parameters, curve, behind, kind))
     y: Tensor = launches.forward(x, parameters, curve, behind, kind)
