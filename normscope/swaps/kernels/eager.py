@@ -12,7 +12,7 @@ from torch import Tensor
 from normscope.errors import UsageError
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: that would double the time to make one, at every call
 class Parameters:
     """α, s, weight and bias: each one number, or one a channel in the shape of the axes that number the channels."""
 
