@@ -38,7 +38,7 @@ BELOW = {
 # All that is drawn of swaps.
 REPORTS = {f"normscope.swaps.{wing}.reports" for wing in ("drift", "heal", "bench", "keep")}
 LIBRARIES = {
-    "triton": {"pairs/sums/binning/cuda", "swaps/kernels", "swaps/bench/timing.py"},
+    "triton": {"runtime/launches.py", "pairs/sums/binning/cuda", "swaps/kernels", "swaps/bench/timing.py"},
     "numba": {"pairs/sums/binning/cpu_loop.py", "pairs/sums/binning/compiled_loops.py", "swaps/kernels/cpu_loop.py"},
     "llvmlite": {"pairs/sums/binning/cpu_loop.py", "swaps/kernels/cpu_loop.py"},
     "matplotlib": {"figures"},
