@@ -185,7 +185,7 @@ def _planned(call: KernelCall, tensors: Mapping[str, Tensor | None], scratch: Sc
     """Launch through Triton; return the equivalent step, or None if this Triton launches in another way."""
     import triton
 
-    compiled = call.compiled() if isinstance(call.kernel, triton.JITFunction) else None
+    compiled: Any = call.compiled() if isinstance(call.kernel, triton.JITFunction) else None
     if not hasattr(compiled, "_run"):
         call.run()
         return None
