@@ -28,7 +28,7 @@ except Exception:
     WITH_TORCHAUDIO = ["normscope/models/speech.py"]
 else:
     WITH_TORCHAUDIO = []
-WITH_TRITON = ["pairs/sums/binning/cuda*", "swaps/kernels/device_functions", "swaps/kernels/l*"]
+WITH_TRITON = ["pairs/sums/binning/cuda*", "swaps/kernels/l*"]
 collect_ignore_glob = [] if find_spec("triton") else [f"normscope/{path}.py" for path in WITH_TRITON]
 collect_ignore_glob += WITH_TORCHAUDIO
 

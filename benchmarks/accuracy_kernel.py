@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from normscope.swaps.kernels import device_functions
+from normscope.swaps.kernels import loops
 from normscope.swaps.kernels.choice import interpreted
-from normscope.swaps.kernels.device_functions import derivative, function, function_beside
+from normscope.swaps.kernels.loops import derivative, function, function_beside
 
 BLOCK = {"cpu": 65_536, "cuda": 1024}
 BESIDE = "f beside f′"
@@ -58,8 +58,8 @@ def put_off(off: Sequence[float]) -> contextlib.AbstractContextManager[object]:
     """Let the instructions of the interpreter be off."""
     if not any(off):
         return contextlib.nullcontext()
-    off_by = {name: times(getattr(device_functions, name), 1 + by) for name, by in zip(INSTRUCTIONS, off, strict=True)}
-    return mock.patch.multiple(device_functions, **off_by)
+    off_by = {name: times(getattr(loops, name), 1 + by) for name, by in zip(INSTRUCTIONS, off, strict=True)}
+    return mock.patch.multiple(loops, **off_by)
 
 
 def times(instruction: Callable[..., tl.tensor], factor: float) -> Callable[..., tl.tensor]:

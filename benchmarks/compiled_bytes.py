@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from normscope.fits.curves.known import CURVES
 from normscope.swaps.kernels import eager, operators
-from normscope.swaps.kernels.parameters import Parameters
+from normscope.swaps.kernels.eager import Parameters
 
 SAMPLES, TOKENS, CHANNELS = 32, 256, (768, 1152)  # of DiT-B and DiT-XL
 H100 = SimpleNamespace(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from normscope.swaps.bench.bench import compilations
 from normscope.swaps.bench.timing import flushed, in_turns, once
-from normscope.swaps.bench.variants import computed, fused, has_kernel, require_gradients
+from normscope.swaps.bench.whole_network import computed, fused, has_kernel, require_gradients
 from normscope.swaps.pointwise import Derf, DyISRU, DyT
 
 SHAPES = ("25216x768", "4096x4096", "32768x4096", "131072x1152")  # of docs/kernels.md

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from normscope.runtime.launches import KernelCall
 from normscope.swaps.kernels import launch as launches_of_kernels
-from normscope.swaps.kernels.eager import Gradients
+from normscope.swaps.kernels.eager import Gradients, Parameters, layout_of
 from normscope.swaps.kernels.launch import LANES, backward_launches, forward_launch
-from normscope.swaps.kernels.parameters import Parameters, layout_of
 
 WAYS = {"tanh": "DyT", "isru": "DyISRU", "erf": "Derf"}
 DTYPES = ("bfloat16", "float16", "float32")

@@ -118,7 +118,7 @@ def launch(kind: Hashable, tensors: Mapping[str, Tensor | None], calls: Calls) -
     assert first is not None  # noqa: S101 - the input of a call
     plan: Any = None if _watched() else _plans.get(kind, _UNKNOWN)
     if plan is not None and plan is not _UNKNOWN:
-        _follow(plan, first, tensors)
+        follow(plan, first, tensors)
         return
     scratch = Scratch(first.device)
     with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
@@ -135,9 +135,10 @@ def launch(kind: Hashable, tensors: Mapping[str, Tensor | None], calls: Calls) -
                 del _plans[next(iter(_plans))]
 
 
-def is_planned(kind: Hashable) -> bool:
-    """True if calls of this kind are launched without Triton."""
-    return _plans.get(kind) is not None and not _watched()
+def plan_of(kind: Hashable) -> Any:
+    """Return the plan for calls of this kind, for :func:`follow`; None where Triton has to launch them."""
+    plan = _plans.get(kind)
+    return None if plan is None or _watched() else plan
 
 
 def alignment(*tensors: Tensor | None) -> tuple[bool, ...]:
@@ -155,13 +156,14 @@ def alignment(*tensors: Tensor | None) -> tuple[bool, ...]:
     return tuple(tensor is None or tensor.data_ptr() % ALIGNED == 0 for tensor in tensors)
 
 
-def _follow(plan: _Plan, first: Tensor, tensors: Mapping[str, Tensor | None]) -> None:
+def follow(plan: Any, first: Tensor, tensors: Mapping[str, Tensor | None]) -> None:
+    """Launch the kernels of a plan on the device of a tensor; ``tensors`` are as in :func:`launch`."""
     active, device = _triton()[2].active, first.get_device()
     if active.get_current_device() != device:
         with torch.cuda.device(device):
-            _follow(plan, first, tensors)
+            follow(plan, first, tensors)
         return
-    addresses = {name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
+    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
     if plan.nbytes:
         slab = first.new_empty(plan.nbytes, dtype=torch.uint8)
         base = slab.data_ptr()
@@ -183,7 +185,7 @@ def _planned(call: KernelCall, tensors: Mapping[str, Tensor | None], scratch: Sc
     """Launch through Triton; return the equivalent step, or None if this Triton launches in another way."""
     import triton
 
-    compiled = call.compiled() if isinstance(call.kernel, triton.JITFunction) else None
+    compiled: Any = call.compiled() if isinstance(call.kernel, triton.JITFunction) else None
     if not hasattr(compiled, "_run"):
         call.run()
         return None

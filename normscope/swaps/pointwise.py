@@ -16,7 +16,7 @@ from normscope.fits.curves.known import CURVES, Curve
 from normscope.fits.solving.ceiling import Piecewise
 from normscope.swaps.kernels import eager, operators
 from normscope.swaps.kernels.choice import by_kernels, loop_for
-from normscope.swaps.kernels.parameters import Parameters
+from normscope.swaps.kernels.eager import Parameters
 
 _HALF = (torch.float16, torch.bfloat16)
 

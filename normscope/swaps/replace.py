@@ -394,8 +394,8 @@ def _shared_hooks(path: str, norm: nn.Module, module: nn.Module, uses: int) -> t
         return ()
     if any(getattr(module, name) for name in (*PRE_HOOKS, *HOOKS)):
         warnings.warn(
-            f"The {type(module).__name__} for {path!r} has hooks, which do not run while it replaces the norm; register "
-            "them after the swap.",
+            f"The {type(module).__name__} for {path!r} has hooks, which do not run while it replaces the norm; "
+            "register them after the swap.",
             stacklevel=3,
         )
     for hook in norm._forward_pre_hooks.values():
@@ -403,7 +403,7 @@ def _shared_hooks(path: str, norm: nn.Module, module: nn.Module, uses: int) -> t
         if getattr(hook, "__self__", None) is norm or any(isinstance(name, str) for name in computed):
             warnings.warn(
                 f"The hook {getattr(hook, '__qualname__', type(hook).__qualname__)} of the norm {path!r} works on the "
-                "norm's own tensors: the norm's forward pre-hooks stay with it, and the replacement does not call them.",
+                "norm's own tensors: the norm's forward pre-hooks stay with it and do not run for the replacement.",
                 stacklevel=3,
             )
             return (*HOOKS, _FULL_BACKWARD)

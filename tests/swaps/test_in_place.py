@@ -15,7 +15,7 @@ from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.network import left_as_found
 from normscope.swaps.bench import whole_network
 from normscope.swaps.bench.reports import NATIVE, PASSES
-from normscope.swaps.bench.variants import Variant
+from normscope.swaps.bench.whole_network import Variant
 from normscope.swaps.drift.output_errors import output_errors
 from normscope.swaps.heal.lessons import Lessons
 from normscope.swaps.pointwise import DyT

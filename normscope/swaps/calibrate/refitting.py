@@ -23,7 +23,7 @@ from normscope.swaps.calibrate.lockstep import Stop, WaitingPass, all_to, statio
 from normscope.swaps.calibrate.modulation import Modulation, best_for_each_sample
 from normscope.swaps.calibrate.neighbours import NextNorm, Station
 from normscope.swaps.kernels import eager
-from normscope.swaps.kernels.parameters import Parameters
+from normscope.swaps.kernels.eager import Parameters
 from normscope.swaps.pointwise import PointwiseFunction
 
 STAGE = "calibrate"

@@ -18,7 +18,7 @@ from normscope.errors import UsageError
 from normscope.pairs.sums.binning.compiled_loops import threads
 from normscope.swaps.kernels import cpu_loop
 from normscope.swaps.kernels.choice import unseen
-from normscope.swaps.kernels.parameters import Parameters
+from normscope.swaps.kernels.eager import Parameters
 
 _A_THREAD = 2**17  # elements, at least: below it, a further thread costs more than it saves
 _CURVES = {"tanh": cpu_loop.TANH, "isru": cpu_loop.ISRU, "erf": cpu_loop.ERF}

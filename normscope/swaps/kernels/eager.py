@@ -1,14 +1,159 @@
-"""Point-wise functions in plain torch: the truth for the kernels, and what runs where Triton does not."""
+"""Parameters and memory layout of point-wise functions, and the functions in plain torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from normscope.swaps.kernels.parameters import Parameters
+from normscope.errors import UsageError
+
+
+@dataclass  # not frozen: that would double the time to make one, at every call
+class Parameters:
+    """α, s, weight and bias: each one number, or one a channel in the shape of the axes that number the channels."""
+
+    alpha: Tensor
+    shift: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Parameters:
+        """Return what ``change`` makes of those that there are."""
+        return Parameters(
+            alpha=change(self.alpha),
+            shift=None if self.shift is None else change(self.shift),
+            weight=change(self.weight),
+            bias=None if self.bias is None else change(self.bias),
+        )
+
+    def along(self, behind: int) -> Parameters:
+        """View them such that they meet their channels in an input with ``behind`` axes after those of the channels.
+
+        >>> import torch
+        >>> Parameters(torch.ones(1), None, torch.ones(3), None).along(behind=2).weight.shape
+        torch.Size([3, 1, 1])
+        """
+        if behind == 0:
+            return self
+        return self.each(lambda part: part if part.numel() == 1 else part.view(*part.shape, *[1] * behind))
+
+    def channel_axes(self, x: Tensor, behind: int) -> tuple[int, int]:
+        """Return which axis of x is the first that numbers channels, and which is the one after the last.
+
+        Where no parameter has a number for each, it does not matter what a channel is: it is the last axis.
+
+        Args:
+            x: the input.
+            behind: how many axes of it come after those of the channels.
+
+        Raises:
+            UsageError: if x has other channels than the parameters, or they differ among themselves, or are elsewhere.
+
+        >>> import torch
+        >>> Parameters(torch.ones(1), None, torch.ones(3), None).channel_axes(torch.ones(2, 3, 5, 5), behind=2)
+        (1, 2)
+        """
+        parts = [part for part in vars(self).values() if part is not None]
+        if elsewhere := [part.device for part in parts if part.device != x.device]:
+            raise UsageError(f"The input is on {x.device}, and a parameter on {elsewhere[0]}; move one to the other.")
+        shapes = [tuple(part.shape) for part in parts if part.numel() != 1]
+        if not shapes:
+            return x.ndim - min(x.ndim, 1), x.ndim
+        end = x.ndim - behind
+        begin = end - len(shapes[0])
+        if begin < 0 or any(shape != tuple(x.shape[begin:end]) for shape in shapes):
+            raise UsageError(
+                f"Parameters of shape {' and '.join(dict.fromkeys(map(str, shapes)))} do not go with an input of "
+                f"{tuple(x.shape)} that has {behind} axes after those of its channels."
+            )
+        return begin, end
+
+
+@dataclass(frozen=True)
+class Strides:
+    """The strides of one tensor, in elements."""
+
+    outer: int
+    other: int
+    channel: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What several tensors of one shape have in common.
+
+    Attributes:
+        outers: how many of what the others' stride does not span; 1 where it spans all.
+        others: how many elements of one channel are in each.
+        channels: their number.
+        channels_in_columns: whether neighbouring channels are closer together in memory than neighbouring others.
+        strides: of each tensor.
+    """
+
+    outers: int
+    others: int
+    channels: int
+    channels_in_columns: bool
+    strides: tuple[Strides, ...]
+
+
+@dataclass(frozen=True)
+class _Axis:
+    size: int
+    strides: tuple[int, ...]
+
+    def spans(self, inner: _Axis) -> bool:
+        """Whether this axis and the one within it are one axis in memory, in every tensor."""
+        return all(stride == within * inner.size for stride, within in zip(self.strides, inner.strides, strict=True))
+
+
+def layout_of(tensors: Sequence[Tensor], begin: int, end: int) -> Layout | None:
+    """Find the layout of tensors of one shape, none of whose sizes is zero.
+
+    Args:
+        tensors: at least one.
+        begin: the first of the axes that number the channels.
+        end: the axis after the last of them.
+
+    Returns:
+        None if there is none: if the strides of some tensor span its axes neither as one nor as two and the channels.
+
+    >>> import torch
+    >>> layout_of([torch.empty(2, 6, 5, 4)[:, 1:]], begin=3, end=4)
+    Layout(outers=2, others=25, channels=4, channels_in_columns=True, strides=(Strides(outer=120, other=4, channel=1),))
+    >>> layout_of([torch.empty(2, 3, 5)], begin=1, end=2)
+    Layout(outers=2, others=5, channels=3, channels_in_columns=False, strides=(Strides(outer=15, other=1, channel=5),))
+    """
+    by_axis = zip(*(tensor.stride() for tensor in tensors), strict=True)
+    axes = [_Axis(size, strides) for size, strides in zip(tensors[0].shape, by_axis, strict=True)]
+    channels = _merged(axes[begin:end])
+    # An expanded tensor's strides of zero decide nothing.
+    rest = _merged(sorted(axes[:begin] + axes[end:], key=lambda axis: max(axis.strides), reverse=True))
+    if len(channels) > 1 or len(rest) > 2:
+        return None
+    none = _Axis(1, (0,) * len(tensors))
+    [channel] = channels or [none]
+    outer, other = [none, none, *rest][-2:]
+    strides = tuple(map(Strides, outer.strides, other.strides, channel.strides))
+    in_columns = channel.size > 1 and (other.size == 1 or max(channel.strides) <= max(other.strides))
+    return Layout(outer.size, other.size, channel.size, in_columns, strides)
+
+
+def _merged(axes: Sequence[_Axis]) -> list[_Axis]:
+    """Leave out axes of one element, and join neighbours that are one axis in memory."""
+    merged: list[_Axis] = []
+    for axis in axes:
+        if axis.size == 1:
+            continue
+        if merged and merged[-1].spans(axis):
+            axis = _Axis(merged.pop().size * axis.size, axis.strides)
+        merged.append(axis)
+    return merged
+
 
 Function = Callable[[Tensor], Tensor]
 

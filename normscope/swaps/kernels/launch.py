@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from normscope.runtime.launches import KernelCall, Scratch, alignment, launch
-from normscope.runtime.launches import is_planned as is_planned
+from normscope.runtime.launches import KernelCall, Scratch, alignment, follow, launch
+from normscope.runtime.launches import plan_of as plan_of
 from normscope.swaps.kernels import loops
 from normscope.swaps.kernels.choice import interpreted
-from normscope.swaps.kernels.eager import Gradients
-from normscope.swaps.kernels.parameters import Layout, Parameters, layout_of
+from normscope.swaps.kernels.eager import Gradients, Layout, Parameters, layout_of
 
 LOAD = 16  # bytes that a thread loads at once
 LANES = 32
@@ -222,7 +222,7 @@ def _sizes(layout: Layout, names: str, multiple: int) -> dict[str, int]:
     return sizes
 
 
-def forward(x: Tensor, parameters: Parameters, curve: str, behind: int, kind: Hashable = None) -> Tensor:
+def forward(x: Tensor, parameters: Parameters, curve: str, behind: int, plan: Any = None) -> Tensor:
     """Return weight · f(αx + s) + bias, in one pass over x.
 
     Args:
@@ -230,7 +230,7 @@ def forward(x: Tensor, parameters: Parameters, curve: str, behind: int, kind: Ha
         parameters: α, s, weight and bias, each float32, bfloat16 or float16.
         curve: ``tanh``, ``isru`` or ``erf``.
         behind: the number of axes of x after those of the channels.
-        kind: what :func:`kind_of` returned, if it was called before.
+        plan: that of the call's kind, see :func:`kind_of`, if it was looked up before.
 
     Returns:
         A tensor of x's shape and dtype, and of its strides if they leave no gaps.
@@ -239,6 +239,10 @@ def forward(x: Tensor, parameters: Parameters, curve: str, behind: int, kind: Ha
         UsageError: if the parameters do not match x's channels.
     """
     y = torch.empty_like(x)
+    tensors = {"x": x, "y": y, **vars(parameters)}
+    if plan is not None:
+        follow(plan, x, tensors)
+        return y
 
     def calls(scratch: Scratch) -> Iterator[KernelCall]:
         axes = parameters.channel_axes(x, behind)
@@ -249,7 +253,7 @@ def forward(x: Tensor, parameters: Parameters, curve: str, behind: int, kind: Ha
         if laid_y is not y:
             y.copy_(laid_y)
 
-    launch(kind or kind_of(x, parameters, curve, behind), {"x": x, "y": y, **vars(parameters)}, calls)
+    launch(kind_of(x, parameters, curve, behind), tensors, calls)
     return y
 
 
@@ -300,10 +304,12 @@ def kind_of(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Hasha
     New memory, which outputs get, begins at 256 bytes at least, and its strides follow from x's.
     """
     alpha, shift, weight, bias = parameters.alpha, parameters.shift, parameters.weight, parameters.bias
+    of_shift = shift is not None and (shift.shape, shift.dtype, shift.get_device(), shift.is_contiguous())
+    of_bias = bias is not None and (bias.shape, bias.dtype, bias.get_device(), bias.is_contiguous())
     return (
-        curve, behind, FORWARD, BACKWARD, x.shape, x.stride(), x.dtype, x.device, alignment(x, alpha, shift, weight, bias),
-        *[None if part is None else (part.shape, part.dtype, part.get_device(), part.is_contiguous())
-          for part in (alpha, shift, weight, bias)],
+        curve, behind, FORWARD, BACKWARD, x.shape, x.stride(), x.dtype, x.device,
+        alignment(x, alpha, shift, weight, bias), alpha.shape, alpha.dtype, alpha.get_device(), alpha.is_contiguous(),
+        of_shift, weight.shape, weight.dtype, weight.get_device(), weight.is_contiguous(), of_bias,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from normscope.errors import UsageError
 from normscope.fits.curves.known import CURVES
 from normscope.swaps.kernels import eager
 from normscope.swaps.kernels.choice import EAGER, VARIABLE, asked_for_plain_torch, by_kernels, unseen
-from normscope.swaps.kernels.parameters import Parameters
+from normscope.swaps.kernels.eager import Parameters
 
 _GIVEN = 6  # of the operator's arguments, curve and behind are one argument of _Pointwise
 launches: Any = None  # normscope.swaps.kernels.launch, which imports Triton, from the first launch on
@@ -190,14 +190,18 @@ def bypassed(
     if launches is None or asked_for_plain_torch() or not unseen(x, alpha, shift, weight, bias):
         return None
     parameters = Parameters(alpha, shift, weight, bias)
-    kind = launches.kind_of(x, parameters, curve, behind)
-    if not launches.is_planned(kind):
+    plan = launches.plan_of(launches.kind_of(x, parameters, curve, behind))
+    if plan is None:
         return None
-    if torch.is_grad_enabled() and any(
-        [part is not None and part.requires_grad for part in (x, alpha, shift, weight, bias)]
+    if torch.is_grad_enabled() and (
+        x.requires_grad
+        or alpha.requires_grad
+        or weight.requires_grad
+        or (shift is not None and shift.requires_grad)
+        or (bias is not None and bias.requires_grad)
     ):
-        return _apply(x, alpha, shift, weight, bias, (parameters, curve, behind, kind))
-    y: Tensor = launches.forward(x, parameters, curve, behind, kind)
+        return _apply(x, alpha, shift, weight, bias, (parameters, curve, behind, plan))
+    y: Tensor = launches.forward(x, parameters, curve, behind, plan)
     return y
 
 
@@ -207,8 +211,8 @@ class _Pointwise(torch.autograd.Function):
         ctx: Any, x: Tensor, alpha: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor | None, call: Any
     ) -> Tensor:
         ctx.save_for_backward(x, alpha, shift, weight, bias)
-        parameters, ctx.curve, ctx.behind, kind = call
-        y: Tensor = launches.forward(x, parameters, ctx.curve, ctx.behind, kind)
+        parameters, ctx.curve, ctx.behind, plan = call
+        y: Tensor = launches.forward(x, parameters, ctx.curve, ctx.behind, plan)
         return y
 
     @staticmethod

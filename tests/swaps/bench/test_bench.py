@@ -21,12 +21,11 @@ from normscope.errors import DeviceError, ModelError, UsageError
 from normscope.inputs.batch import Batch
 from normscope.models.registry import find, list_models
 from normscope.pairs.norms.trace import find_norms
-from normscope.swaps.bench import single_norm
+from normscope.swaps.bench import whole_network
 from normscope.swaps.bench.bench import bench, compilations, published, why_not
 from normscope.swaps.bench.reports import ALIKE, COPY, FASTER, NATIVE, NOT_RUN, PUBLISHED, SLOWER, TOO_FEW, Case
-from normscope.swaps.bench.single_norm import NormBench, commonest, norm_bench
 from normscope.swaps.bench.timing import Measured, bytes_moved, judged, once
-from normscope.swaps.bench.variants import fused, variants
+from normscope.swaps.bench.whole_network import NormBench, commonest, fused, norm_bench, variants
 from normscope.swaps.pointwise import DyT
 
 FORWARD, BOTH = "forward", "forward + backward"
@@ -83,7 +82,7 @@ def compiled(monkeypatch):
 @pytest.fixture
 def quick(monkeypatch):
     """A sample of a norm is one call: what is timed does not hang on how fast the machine is."""
-    monkeypatch.setattr(single_norm, "blocks", once)
+    monkeypatch.setattr(whole_network, "blocks", once)
 
 
 def case(variant=NATIVE, way="eager", passes=FORWARD, timer="blocks", nbytes=8000, scope="norm"):
@@ -251,7 +250,7 @@ def test_what_is_timed_is_the_norm_and_its_gradients(net, batch, monkeypatch):
     found = find_norms(net, batch)
     timed = norm_bench(net, variants(net, found.sites, ["dyt"]), commonest(found), torch.zeros(0))
     returned = {}
-    monkeypatch.setattr(single_norm, "blocks", lambda run: [returned.setdefault(len(returned), run()) is None])
+    monkeypatch.setattr(whole_network, "blocks", lambda run: [returned.setdefault(len(returned), run()) is None])
     timed.measured(["eager"], BOTH, 0.0)
     [buffers] = timed.buffers
     first = returned[0]  # the native norm
@@ -442,7 +441,7 @@ def test_what_cannot_be_timed_leaves_the_others_to_be(net, batch, monkeypatch):
             raise RuntimeError("cannot be captured\nand more")
         return once(run)
 
-    monkeypatch.setattr(single_norm, "blocks", refuse_the_fifth)
+    monkeypatch.setattr(whole_network, "blocks", refuse_the_fifth)
 
     def only(case):
         return (

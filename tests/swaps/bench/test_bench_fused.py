@@ -16,11 +16,11 @@ from torch._subclasses import FakeTensorMode
 
 from normscope.errors import UsageError
 from normscope.inputs.batch import Batch
-from normscope.swaps.bench import single_norm, whole_network
+from normscope.swaps.bench import whole_network
 from normscope.swaps.bench.bench import bench, published, without_kernels
 from normscope.swaps.bench.reports import COPY, FUSED, NATIVE, NOT_RUN, Case
 from normscope.swaps.bench.timing import Measured, judged, once
-from normscope.swaps.bench.variants import has_kernel
+from normscope.swaps.bench.whole_network import has_kernel
 from normscope.swaps.kernels import choice, cpu
 from normscope.swaps.pointwise import DyT, PointwiseFunction
 
@@ -62,8 +62,11 @@ def in_the_interpreter() -> dict:
         return forward(*args)
 
     with (
-        mock.patch.multiple(single_norm, blocks=recorded, AT_LEAST=1, AT_MOST=1),
-        mock.patch.multiple(whole_network, once=recorded, AT_LEAST=1, AT_MOST=1, _COMPILED_PASSES=1),
+        mock.patch.multiple(
+            whole_network,
+            **{"blocks": recorded, "once": recorded},
+            **{"AT_LEAST": 1, "NORM_AT_LEAST": 1, "AT_MOST": 1, "_COMPILED_PASSES": 1},
+        ),
         mock.patch.object(torch, "compile", lambda module, **how: compile(module, backend=backend, **how)),
         mock.patch.object(fused, "forward", launch),
     ):
@@ -171,7 +174,7 @@ def test_what_is_fused_is_set_beside_the_native_norm_that_has_no_kernel():
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(single_norm, "blocks", once)
+    monkeypatch.setattr(whole_network, "blocks", once)
 
 
 def test_on_the_cpu_there_are_none_and_nothing_is_said_of_them(quick, monkeypatch):

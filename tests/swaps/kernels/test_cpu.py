@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from normscope.swaps.kernels import choice, cpu, cpu_loop
 from normscope.swaps.kernels.choice import LOOP_FROM, VARIABLE
-from normscope.swaps.kernels.parameters import Parameters
+from normscope.swaps.kernels.eager import Parameters
 from normscope.swaps.pointwise import Derf, DyISRU, DyT, PointwiseFunction, check_kernels
 
 ROOT = Path(__file__).parents[3]

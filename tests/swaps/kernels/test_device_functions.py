@@ -20,7 +20,7 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from normscope.swaps.kernels.device_functions import function  # noqa: E402
+from normscope.swaps.kernels.loops import function  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -189,7 +189,7 @@ def test_the_derivative_is_that_of_the_function(computed, curve):
 
 def constants():
     """The tuples of numbers in functions.py, as they are written there."""
-    text = (ROOT / "normscope/swaps/kernels/device_functions.py").read_text(encoding="utf-8")
+    text = (ROOT / "normscope/swaps/kernels/loops.py").read_text(encoding="utf-8")
     found = re.findall(r"^(\w+) = tl.constexpr\(\s*\(([^()]*)\)", text, re.MULTILINE)
     return {name: [float(number) for number in numbers.split(",") if number.strip()] for name, numbers in found}
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from normscope.fits.curves.known import CURVES
 from normscope.swaps.kernels import eager
-from normscope.swaps.kernels.parameters import Parameters
+from normscope.swaps.kernels.eager import Parameters
 
 PAGE = (Path(__file__).parents[3] / "docs" / "kernels.md").read_text(encoding="utf-8")
 TOKENS, CHANNELS = 64, 48

@@ -16,7 +16,7 @@ from triton.runtime import driver as driver_of_triton
 
 from normscope.runtime import launches as cached
 from normscope.swaps.kernels import launch, loops
-from normscope.swaps.kernels.parameters import Parameters
+from normscope.swaps.kernels.eager import Parameters
 
 EVERY = (True,) * 5
 ALIGNED = 16

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from normscope.swaps.kernels.parameters import Layout, layout_of
+from normscope.swaps.kernels.eager import Layout, layout_of
 
 
 @st.composite

@@ -23,8 +23,7 @@ from normscope.runtime.network import run
 from normscope.swaps.kernels.choice import plain_torch
 from normscope.swaps.replace import replacements
 from normscope.swaps.start import asked_for, fitted
-from normscope.swaps.store.origins import in_docstring
-from normscope.swaps.store.standalone import _of_formula
+from normscope.swaps.store.standalone import _of_formula, in_docstring
 
 EVALUATED = {"torch": torch, "math": __import__("math"), "number": lambda value: torch.tensor(value).double()}
 

@@ -10,8 +10,7 @@ from truth import BY_NUMPY, BY_TORCH, DEVICE, EVERY, GPU, HALF_ULP, OF_INPUT, ho
 
 from normscope.swaps.kernels import launch
 from normscope.swaps.kernels import launch as fused
-from normscope.swaps.kernels.eager import Gradients
-from normscope.swaps.kernels.parameters import Parameters, layout_of
+from normscope.swaps.kernels.eager import Gradients, Parameters, layout_of
 
 NAN, INF = math.nan, math.inf
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -5,9 +5,8 @@ import torch
 from torch import Tensor
 from truth import DEVICE, GPU, agree, for_a_gpu, hold_in_pieces, parameters, truth_there
 
-from normscope.swaps.kernels.eager import Gradients
+from normscope.swaps.kernels.eager import Gradients, layout_of
 from normscope.swaps.kernels.launch import backward_launches, forward_launch
-from normscope.swaps.kernels.parameters import layout_of
 
 pytestmark = for_a_gpu
 HALF = torch.bfloat16

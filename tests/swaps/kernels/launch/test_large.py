@@ -10,7 +10,7 @@ from torch import Tensor
 from truth import BY_NUMPY, DEVICE, EVERY, GPU, check_forms, for_a_gpu, hold_in_pieces, numbers, parameters, truth_there
 
 from normscope.swaps.kernels import launch
-from normscope.swaps.kernels.parameters import Parameters
+from normscope.swaps.kernels.eager import Parameters
 
 pytestmark = for_a_gpu
 ALL = "alpha shift weight bias"

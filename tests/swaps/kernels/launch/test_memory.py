@@ -10,9 +10,8 @@ from truth import DEVICE, EVERY, GPU, OF_INPUT, OF_PARAMETERS, agree, hold, numb
 from normscope.runtime.launches import KernelCall
 from normscope.swaps.kernels import launch
 from normscope.swaps.kernels import launch as fused
-from normscope.swaps.kernels.eager import Gradients
+from normscope.swaps.kernels.eager import Gradients, layout_of
 from normscope.swaps.kernels.launch import backward_launches, forward_launch
-from normscope.swaps.kernels.parameters import layout_of
 
 HALF = torch.bfloat16
 ALL = "alpha shift weight bias"

@@ -8,7 +8,7 @@ from truth import BY_NUMPY, DEVICE, GPU, OF_INPUT, hold, numbers, parameters
 
 from normscope.swaps.kernels import eager, launch
 from normscope.swaps.kernels import launch as fused
-from normscope.swaps.kernels.parameters import layout_of
+from normscope.swaps.kernels.eager import layout_of
 
 ALL = "alpha shift weight bias"
 HALF = torch.bfloat16

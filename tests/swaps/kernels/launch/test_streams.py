@@ -7,7 +7,7 @@ from truth import BY_NUMPY, DEVICE, EVERY, agree, numbers, on_a_gpu, parameters,
 
 from normscope.runtime import launches
 from normscope.swaps.kernels import launch
-from normscope.swaps.kernels.parameters import Parameters
+from normscope.swaps.kernels.eager import Parameters
 
 pytestmark = on_a_gpu
 ALL = "alpha shift weight bias"

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from normscope.swaps.kernels import launch as fused
-from normscope.swaps.kernels.eager import Gradients
+from normscope.swaps.kernels.eager import Gradients, Parameters, layout_of
 from normscope.swaps.kernels.launch import backward_launches, forward_launch
-from normscope.swaps.kernels.parameters import Parameters, layout_of
 
 MODE = os.environ.get("NORMSCOPE_KERNEL_TESTS", "")  # cuda; cpu: what is for a GPU alone, tiny, in the interpreter
 GPU = MODE == "cuda"
