@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from normscope.pairs.norms.sites import NormSite, SkippedNorm
     from normscope.pairs.ranks import Ranks
     from normscope.runtime.processes import Place
-    from normscope.swaps.drift.reports import Quality
+    from normscope.swaps.reports import Quality
 
 _LEAST = re.compile(r"least:([1-9]\d{0,5})")
 _LEVELS = ("site", "channel")

@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from normscope.figures.notes import framed, heading, inches_of, title_and_foot
 from normscope.figures.style import LEAST_POINTS, Style, scale_by_factors, style_named
-from normscope.swaps.heal.reports import CALIBRATED, START, TRAINED, HealReport, TrainingCheck
+from normscope.swaps.reports import CALIBRATED, START, TRAINED, HealReport, TrainingCheck
 
 _INCHES = (6.4, 2.4)
 _LEAST_INCHES = 4.5  # of both panels beside one another

@@ -16,7 +16,7 @@ from normscope.figures.notes import framed, heading, inches_of, title_and_foot
 from normscope.figures.panels import outline
 from normscope.figures.style import LEAST_POINTS, Style, style_named, that_fits, width_of
 from normscope.fits.curves.expressions import curves_named
-from normscope.swaps.bench.reports import BESIDE, FASTER, SLOWER, TOO_FEW, BenchReport, Timing
+from normscope.swaps.reports import BESIDE, FASTER, SLOWER, TOO_FEW, BenchReport, Timing
 from normscope.tables.speed import SCOPES, duration
 
 _PANEL_INCHES, _LEAST_PANEL_INCHES, _BAR_INCHES, _GAP = 2.6, 2.3, 0.155, 0.9

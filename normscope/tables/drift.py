@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from normscope.swaps.heal.reports import CALIBRATED, START, TRAINED, HealReport
+from normscope.swaps.reports import CALIBRATED, START, TRAINED, HealReport
 from normscope.tables.layout import Explanation
 from normscope.tables.table import NONE, Column, names, number, several, table_of, words
 
 if TYPE_CHECKING:
-    from normscope.swaps.drift.reports import Drift, DriftReport, Quality, Quantiles, Score
+    from normscope.swaps.reports import Drift, DriftReport, Quality, Quantiles, Score
 
     Swap = tuple[DriftReport, Drift]
 

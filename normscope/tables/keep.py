@@ -11,8 +11,7 @@ from normscope.tables.layout import Explanation
 from normscope.tables.table import NONE, Column, names, number, several, table_of
 
 if TYPE_CHECKING:
-    from normscope.swaps.drift.reports import Quantiles
-    from normscope.swaps.keep.reports import KeepReport, KeepStep
+    from normscope.swaps.reports import KeepReport, KeepStep, Quantiles
 
 
 def keep_table(report: KeepReport) -> Table:

@@ -18,10 +18,7 @@ from normscope.fits.views.comparison import Compared
 from normscope.fits.views.gradient import GradientView
 from normscope.fits.views.summaries import TokenSlopes
 from normscope.pairs.captures import Capture
-from normscope.swaps.bench.reports import BenchReport
-from normscope.swaps.drift.reports import DriftReport
-from normscope.swaps.heal.reports import HealReport
-from normscope.swaps.keep.reports import KeepReport
+from normscope.swaps.reports import BenchReport, DriftReport, HealReport, KeepReport
 from normscope.tables.card import card_tables
 from normscope.tables.comparison import comparison_table
 from normscope.tables.drift import drift_tables, healing_table, quality_table

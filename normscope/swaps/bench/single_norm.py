@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from normscope.errors import ModelError
 from normscope.pairs.norms.trace import NormReport
-from normscope.swaps.bench.reports import COPY, FUSED, NATIVE, PASSES, Case, Passes, Way
 from normscope.swaps.bench.timing import (
     Measured,
     Sampler,
@@ -30,6 +29,7 @@ from normscope.swaps.bench.timing import (
 from normscope.swaps.bench.variants import Variant, computed, fused, require_gradients
 from normscope.swaps.place_hooks import unheard
 from normscope.swaps.replace import module_at
+from normscope.swaps.reports import COPY, FUSED, NATIVE, PASSES, Case, Passes, Way
 
 AT_LEAST, AT_MOST = 4, 10
 _SEED = 0

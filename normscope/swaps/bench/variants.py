@@ -16,10 +16,10 @@ from torch import nn
 from normscope.errors import ModelError
 from normscope.fits.curves.expressions import split_names
 from normscope.pairs.norms.sites import NormSite
-from normscope.swaps.bench.reports import FUSED, NATIVE, Passes, Way
 from normscope.swaps.kernels import choice
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import replacements
+from normscope.swaps.reports import FUSED, NATIVE, Passes, Way
 from normscope.swaps.start import RMS_NORM
 
 IDENTITY = "identity"

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Outputs
 from normscope.runtime.network import call
-from normscope.swaps.bench.reports import FUSED, NATIVE, PASSES, Case, Passes, Way
 from normscope.swaps.bench.single_norm import Only, every, first_line
 from normscope.swaps.bench.timing import Measured, Sampler, in_turns, once, repeated
 from normscope.swaps.bench.variants import Variant, compiled, computed, has_kernel, require_gradients
 from normscope.swaps.replace import Swap
+from normscope.swaps.reports import FUSED, NATIVE, PASSES, Case, Passes, Way
 
 AT_LEAST, AT_MOST = 1, 10
 _COMPILED_PASSES = 10
