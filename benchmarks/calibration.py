@@ -23,7 +23,7 @@ import normscope
 from normscope.inputs.splits import divided
 from normscope.swaps.calibrate import closed_form, refitting
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS
-from normscope.swaps.drift.distances import output_errors
+from normscope.swaps.distances import output_errors
 
 MODELS = "demo_vit,demo_wav2vec2,demo_dit,minilm,torchfcpe"
 CURVES = "dyt,dyisru"

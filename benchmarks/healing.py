@@ -14,7 +14,7 @@ from calibration import HELD_OUT, inputs_of
 from common import Measurement, finish, in_own_process, names, options
 
 import normscope
-from normscope.swaps.drift.distances import output_errors
+from normscope.swaps.distances import output_errors
 from normscope.swaps.heal import targets, training
 from normscope.swaps.heal.stages import TRAINS
 

@@ -36,7 +36,7 @@ BELOW = {
     "__main__": {"cli"},
 }
 # All that is drawn of swaps.
-REPORTS = {f"normscope.swaps.{wing}.reports" for wing in ("drift", "heal", "bench", "keep")}
+REPORTS = {"normscope.swaps.reports"}
 LIBRARIES = {
     "triton": {"pairs/sums/binning/cuda", "swaps/kernels", "swaps/bench/timing.py"},
     "numba": {"pairs/sums/binning/cpu_loop.py", "pairs/sums/binning/compiled_loops.py", "swaps/kernels/cpu_loop.py"},
@@ -90,12 +90,9 @@ HELD_BY = {
     "pairs/test_merging.py": {"pairs/captures"},
     "pairs/test_storage.py": {"pairs/sums/packing"},
     "pairs/sums/test_stats.py": {"pairs/sums/blocks"},
-    "swaps/bench/test_bench.py": {
-        f"swaps/bench/{room}" for room in ("reports", "single_norm", "variants", "whole_network")
-    },
-    "swaps/drift/test_drift.py": {"swaps/drift/reports"},
+    "swaps/bench/test_bench.py": {f"swaps/bench/{room}" for room in ("single_norm", "variants", "whole_network")},
     "swaps/heal/test_heal.py": {
-        *(f"swaps/heal/{room}" for room in ("checkpoint", "lessons", "reports", "stages", "training")),
+        *(f"swaps/heal/{room}" for room in ("stages", "targets", "training")),
     },
     "swaps/store/test_store.py": {"swaps/store/record"},
     "swaps/store/test_standalone.py": {"swaps/store/origins"},

@@ -17,7 +17,7 @@ from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.ranks import ALONE
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, silent
-from normscope.swaps.drift.distances import Configuration, measure_of
+from normscope.swaps.distances import Configuration, measure_of
 from normscope.swaps.drift.paired_passes import PairedPasses
 from normscope.swaps.quality.measures import Judge, QualityFunction
 from normscope.swaps.replace import Swap

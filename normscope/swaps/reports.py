@@ -1,4 +1,4 @@
-"""Reports of drift: how far a swap moved a network's outputs."""
+"""Records of drift, healing, the choice of norms to keep, and speed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Swapped = Literal["all", "one", "cumulative"]
 
 @dataclass(frozen=True)
 class Quantiles:
-    """How values are distributed over inputs.
+    """Distribution of values over inputs.
 
     Between two of them a quantile is interpolated, as numpy does by default; it is infinite where either is.
 
@@ -60,7 +60,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True)
 class Drift(Record):
-    """How far one place of a network moved when something else took the place of some of its norms.
+    """Distance of a network from the original at one place, with some of its norms replaced.
 
     An input whose swapped values are not finite counts as the worst in the order of the quantiles: infinitely far,
     with a cosine of −∞. No mean is taken over inputs.
@@ -110,7 +110,7 @@ class Drift(Record):
 
 @dataclass(frozen=True)
 class Score(Record):
-    """How well one network does what it is for.
+    """Quality of one network at its task.
 
     Attributes:
         value: of what was measured.
@@ -123,7 +123,7 @@ class Score(Record):
 
 @dataclass(frozen=True)
 class Quality(Record):
-    """How well a network does what it is for, with its norms and with something else in their place.
+    """Quality of a network at its task, with its norms and with replacements.
 
     Attributes:
         name: what was measured: ``top-1``, ``perplexity``, …; of a function of the user's its own name.
@@ -142,7 +142,7 @@ class Quality(Record):
 
 @dataclass(frozen=True)
 class DriftCalibration(Record):
-    """What the rows of a drift were calibrated on, each by itself, before it was measured on other inputs.
+    """Inputs that each row of a drift was calibrated on; it is measured on others.
 
     Attributes:
         data: the inputs in words; empty where they do not say it.
@@ -176,7 +176,7 @@ class DriftCalibration(Record):
 
 @dataclass(frozen=True, repr=False)
 class DriftReport(Tabled, Record):
-    """What one swap did to a network's outputs.
+    """Effect of one swap on a network's outputs.
 
     Attributes:
         func: what took the norms' place.
@@ -269,7 +269,7 @@ START, CALIBRATED, TRAINED = "start", "calibrated", "trained"
 
 @dataclass(frozen=True)
 class TrainingCheck:
-    """How far a training had come at one step.
+    """State of a training at one step.
 
     Attributes:
         step: how many steps were done.
@@ -286,7 +286,7 @@ class TrainingCheck:
 
 @dataclass(frozen=True, repr=False)
 class HealReport(Tabled, Record):
-    """What a healing did: the error at the output against the original, in quantiles over samples.
+    """Result of a healing: the error at the output against the original, in quantiles over samples.
 
     Attributes:
         drifts: on the held-out inputs, which nothing else has seen: ``p10``, ``median`` and ``p90`` at the ``start``
@@ -333,7 +333,7 @@ class HealReport(Tabled, Record):
 
     @property
     def restored(self) -> bool:
-        """Whether the network was left with its start values, as nothing had lowered the held-out median."""
+        """True if the network has its start values, because nothing lowered the held-out median."""
         return self.left_with == START
 
     @property
@@ -396,7 +396,7 @@ class KeepStep(Record):
 
 @dataclass(frozen=True, repr=False)
 class KeepReport(Tabled, Record):
-    """Which norms of a network to leave as they are, and what each is worth.
+    """Norms of a network to keep, and the error with each number of them kept.
 
     Attributes:
         sites: paths of all sites, in the network's order.
@@ -456,7 +456,7 @@ SOURCE = "arXiv 2503.10622, one H100"
 
 @dataclass(frozen=True)
 class Case(Record):
-    """What is timed.
+    """Subject of a timing.
 
     Attributes:
         variant: ``native``, ``rmsnorm``, ``identity``, a curve, or ``copy``: a tensor of the norm's size, copied.
@@ -486,7 +486,7 @@ class Case(Record):
 
 @dataclass(frozen=True)
 class Timing(Case):
-    """How long a case took, and what that says.
+    """Times of one case, and the verdict.
 
     Attributes:
         samples: seconds of one pass, each; none where it did not run.
@@ -522,7 +522,7 @@ class Timing(Case):
 
 @dataclass(frozen=True, repr=False)
 class BenchReport(Tabled, Record):
-    """How fast a network is with each point-wise function in the place of its norms.
+    """Speed of a network with each point-wise function in the place of its norms.
 
     Attributes:
         about: model, weights and data, as of :attr:`normscope.inputs.loaded_model.LoadedModel.about`.

@@ -15,7 +15,7 @@ from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.network import left_as_found
 from normscope.swaps.bench import whole_network
 from normscope.swaps.bench.variants import Variant
-from normscope.swaps.drift.distances import output_errors
+from normscope.swaps.distances import output_errors
 from normscope.swaps.heal.targets import TrainingTargets
 from normscope.swaps.pointwise import DyT
 from normscope.swaps.replace import Swap

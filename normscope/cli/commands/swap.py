@@ -174,7 +174,7 @@ class _Maker:
         """Say how far the calibrated network is from the original on inputs that nothing was learned from."""
         from normscope.inputs.entries import as_batches
         from normscope.runtime.network import left_as_found
-        from normscope.swaps.drift.distances import output_errors
+        from normscope.swaps.distances import output_errors
         from normscope.swaps.reports import Quantiles
 
         held_out = self.learner.held_out

@@ -250,6 +250,7 @@ def _remark_on_cost(learner: Learner, wanted: Wanted, say: Output) -> None:
 
 def _drift(learner: Learner, wanted: Wanted, all_samples: bool, say: Output) -> list[DriftReport]:
     """Measure drift for each function and start, on inputs that nothing was fitted to."""
+    from normscope.swaps.drift.drift import MOST_SAMPLES
     from normscope.swaps.drift.paired_passes import KeptEnds
     from normscope.tables.drift import drift_tables
 
@@ -257,8 +258,8 @@ def _drift(learner: Learner, wanted: Wanted, all_samples: bool, say: Output) -> 
     ends = None if ends is None else KeptEnds(ends)
     # All before the first pass: what cannot be swapped in should fail at once, not after minutes of drift.
     replacements = [(how, learner.replacements(how, learner.fits(how, say), say)) for how in wanted.ways]
-    few = {"most": None} if all_samples else {}
-    reports = [_drift_of(learner, how, modules, wanted.refit, ends, few, say) for how, modules in replacements]
+    most = None if all_samples else MOST_SAMPLES
+    reports = [_drift_of(learner, how, modules, wanted.refit, ends, most, say) for how, modules in replacements]
     say.heading(reports[0].about)
     if reports[0].by_site and (number := reports[0].by_site[0].inputs) < reports[0].all.inputs:
         say.remark(f"each site alone and the cumulative order: on {count(number, 'sample')}; --all-samples takes all")
@@ -287,7 +288,7 @@ def _drift_of(
     modules: Mapping[str, nn.Module],
     refit: str,
     ends: KeptEnds | None,
-    few: Mapping[str, None],
+    most: int | None,
     say: Output,
 ) -> DriftReport:
     calibration: dict[str, Any] = {"learn": learner.learned, "refit": refit} if how.calibrated else {}
@@ -300,7 +301,7 @@ def _drift_of(
             func=how.func,
             init=how.start,
             **calibration,
-            **few,
+            most=most,
             progress=progress,
             ranks=learner.ranks,
         )

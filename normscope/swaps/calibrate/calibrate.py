@@ -25,7 +25,7 @@ from normscope.runtime.progress import Progress, silent
 from normscope.runtime.records import Record
 from normscope.swaps.calibrate.neighbours import Neighbours, neighbours_of
 from normscope.swaps.calibrate.refitting import CalibratedModule, Refitting, put_parameters
-from normscope.swaps.drift.distances import errors_by_kind, measure_of, output_by_sample
+from normscope.swaps.distances import errors_by_kind, measure_of, output_by_sample
 from normscope.swaps.pointwise import PointwiseFunction
 
 NORMS, NEIGHBOURS = "norms", "neighbours"
@@ -36,7 +36,7 @@ MOST_BYTES = 4 * 2**30
 
 @dataclass(frozen=True, repr=False)
 class CalibrationReport(Record):
-    """What a calibration did.
+    """Result of a calibration.
 
     Attributes:
         before: median error at the output with the start values, on the inputs that decide.
@@ -159,7 +159,7 @@ def calibrate(
 
 @torch.no_grad()
 def _outputs(network: nn.Module, batches: Sequence[Batch], outputs: Outputs) -> list[Tensor]:
-    """What a network gives, every pass begun from the buffers that it has now."""
+    """Return the outputs of a network; every pass starts from its present buffers."""
     kept, given = KeptBuffers(network), []
     for batch in batches:
         given.append(outputs.read(run(network, batch), batch).clone())  # it may be a buffer

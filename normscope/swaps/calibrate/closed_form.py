@@ -165,7 +165,7 @@ class LayerSums:
 
 @dataclass(frozen=True)
 class RefittedLayer:
-    """What a ridge regression found.
+    """Result of a ridge regression.
 
     Attributes:
         weight: W: float64 ``(channels, features)``.

@@ -1,4 +1,4 @@
-"""Which linear layers stand beside the norms of a network, and what becomes of what they give."""
+"""Linear layers beside the norms of a network, and where their outputs go."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class CalledModule:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """What a calibration goes through.
+    """Modules that a calibration visits.
 
     Attributes:
         called_modules: norms and linear layers in the order of calls.
@@ -246,15 +246,13 @@ def _is(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).norm() <= _SAME * other.norm())
 
 
-# Of sums that the network itself takes in its own precision.
-_SAME = 1e-2
 _MOST_PARTS = 12  # that a layer's output is cut into
 _SHRUNK = 0.02  # of a channel's mean variance, by which a sample's own scale is held to the present one
 
 
 @dataclass(frozen=True)
 class Modulation:
-    """What becomes of a norm's output y: y · (1 + scale) + shift, both parts of what one layer gives for the sample.
+    """Modulation of a norm's output y: y · (1 + scale) + shift, both from the output of one layer for the sample.
 
     Attributes:
         layer: path of the linear layer.
@@ -314,10 +312,6 @@ def best_for_each_sample(given: Tensor, wanted: Tensor, present: Tensor) -> tupl
     held = (_SHRUNK * spread.mean(0)).clamp_min(torch.finfo(torch.float64).tiny)
     slope = (common + held * (1 + present)) / (spread + held)
     return slope - 1, centres[1] - slope * centres[0]
-
-
-def _is(one: Tensor, other: Tensor) -> bool:
-    return bool((one - other).norm() <= _SAME * other.norm())
 
 
 # Of a convolution: what one of its outputs is computed from. The products of so many are as large as a layer may be.
@@ -414,7 +408,7 @@ class LinearLayer:
             self.offset.copy_(torch.where(channels, offset, self.offset.to(offset)))
 
     def inputs(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """What each row of outputs is computed from, ``(tokens, features)``, or ``(tokens, groups, features)``.
+        """Return the features of each row of outputs, ``(tokens, features)``, or ``(tokens, groups, features)``.
 
         Args:
             x: what the module takes.
@@ -439,7 +433,7 @@ class LinearLayer:
             yield self.inputs(x[some], None if valid is None else valid[some])
 
     def _unfolded(self, module: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
-        """What each output of a convolution is computed from, channel by channel: ``(samples, positions, numbers)``."""
+        """Unfold the inputs of a convolution, channel by channel: ``(samples, positions, numbers)``."""
         if math.prod(module.kernel_size) == 1 and not any(module._reversed_padding_repeated_twice):
             for axis, step in enumerate(module.stride, self.channel_axis + 1):
                 x = x.movedim(axis, 0)[::step].movedim(0, axis)
@@ -453,7 +447,7 @@ class LinearLayer:
         return functional.unfold(x, kernel, dilation, 0, stride).mT
 
     def outputs(self, x: Tensor, output: Tensor | None, valid: Tensor | None = None) -> Tensor:
-        """What it gives, ``(tokens, channels)``; of attention, whose output is another, what the weights make of x."""
+        """Return the rows of its output, ``(tokens, channels)``; for attention, its projection of x."""
         if isinstance(self.module, nn.MultiheadAttention):
             given = self.inputs(x, valid) @ self.matrix.T
             return given if self.offset is None else given + self.offset

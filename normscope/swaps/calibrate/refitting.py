@@ -42,7 +42,7 @@ _LEAST_GAIN = 1e-3  # of the largest: through a smaller one, what a channel give
 
 @dataclass(frozen=True)
 class CalibratedModule(Record):
-    """What calibration did to one module: relative L2 of what it gives, on the inputs that decide.
+    """Result of calibrating one module: relative L2 of its output, on the inputs that decide.
 
     Attributes:
         path: of the module.
@@ -62,7 +62,7 @@ class CalibratedModule(Record):
 
 @dataclass(frozen=True)
 class _Passed:
-    """What the original did at a module, with one batch: rows without padding, and what it took as it was given."""
+    """Input and output of a module of the original for one batch, as rows without padding."""
 
     input: Tensor | None
     taken: Tensor
@@ -70,14 +70,14 @@ class _Passed:
 
 
 class _Taken:
-    """What a layer is called with, to know it again: as queries, keys and values are often made of one tensor."""
+    """Inputs of a layer, for comparison: queries, keys and values are often computed from one tensor."""
 
     def __init__(self, layer: LinearLayer, inputs: Sequence[Tensor]) -> None:
         self._kind = type(layer.module) if layer.channel_axis == -1 else None
         self._inputs, self._versions = inputs, [0 if one.is_inference() else one._version for one in inputs]
 
     def is_same(self, other: _Taken) -> bool:
-        """Whether the rows of another layer of the same kind are the same, as nothing has changed them in place."""
+        """True if a layer of the same kind has the same inputs, and nothing has changed them in place."""
         tensors = all(mine is theirs for mine, theirs in zip(self._inputs, other._inputs, strict=True))
         return self._kind is not None and self._kind is other._kind and tensors and self._versions == other._versions
 
@@ -117,7 +117,7 @@ class Refitting:
         self.results_of_original: list[Any] = []
 
     def run(self, way: Sequence[CalledModule], progress: Progress) -> None:
-        """Go through all called_modules at which there is something to do, and no further.
+        """Go through all modules that something is done at, and no further.
 
         Raises:
             ModelError: if the order in which the network calls its modules depends on its input.
@@ -159,7 +159,7 @@ class Refitting:
             one.outputs.pop(path, None)
 
     def _wanted(self, path: str) -> list[_Passed]:
-        """What the original does at a called; it goes ahead of the swapped network where that is asked for early."""
+        """Inputs and outputs of the original network at a module; runs it forward to there if needed."""
         while path not in self._of_original:
             there = self._way[next(self._ahead)]
             stops = all_to(self._originals, there.path)
@@ -276,7 +276,7 @@ class Refitting:
         return into.of_output and function is not None and not function.activated
 
     def _kept_up(self, into: NextNorm, number: int, wanted: Sequence[_Passed]) -> Tensor:
-        """What a layer gave, through its gain, and what the stream that it is added to has come to lack."""
+        """Target of a layer: its output in the original, plus the error of the residual stream so far."""
         short_of = self._base_in_original(into, number) - self._base(into, number)
         return into.gain.to(short_of) * wanted[number].given + short_of
 
@@ -320,7 +320,7 @@ class Refitting:
         return learned, judged
 
     def _base(self, into: NextNorm, number: int) -> Tensor:
-        """What the output of a layer is added to, in the swapped network."""
+        """Rows that the output of a layer is added to, in the swapped network."""
         assert into.base is not None  # noqa: S101 - as _target_of has seen
         if not into.of_output:
             return self._norm_inputs[into.base][number]
@@ -332,7 +332,7 @@ class Refitting:
         return passed.given if into.of_output else passed.taken
 
     def _normalized(self, path: str) -> Callable[[int], Tensor]:
-        """What a norm of the original gives for a batch, before its weight and bias, whatever it does with them."""
+        """Normalized output of the original norm for a batch, with weight and bias undone."""
         norm, wanted = self._original.get_submodule(path), self._wanted(path)
         kind = kind_at(norm, self._sites[path])
         if isinstance(kind, str):
@@ -409,7 +409,7 @@ def put_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class PausedPass:
-    """Where a pass waits.
+    """Forward pass that waits at a module.
 
     Attributes:
         path: of the module.

@@ -20,7 +20,7 @@ from normscope.pairs.ranks import ALONE, Ranks
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, is_one_step, silent
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS
-from normscope.swaps.drift.distances import Configuration, Tallies
+from normscope.swaps.distances import Configuration, Tallies
 from normscope.swaps.drift.paired_passes import Ends, PairedPasses
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.quality.measures import Judge, QualityFunction
@@ -316,7 +316,7 @@ class CalibratedPasses:
 def to_learn_from(
     model: nn.Module | LoadedModel, learn: Iterable[Any] | None, batches: Iterable[Any] | None
 ) -> tuple[Iterable[Any], Iterable[Any] | None]:
-    """What calibration learns from, and what the drift is measured on."""
+    """Return the inputs of the calibration, and those of the drift."""
     if learn is None and isinstance(model, LoadedModel):
         if model.calibration is not None:
             learn = model.calibration

@@ -18,7 +18,7 @@ from normscope.inputs.loaded_model import Outputs
 from normscope.inputs.splits import LeftOut, Share, shared
 from normscope.pairs.ranks import Ranks, agree_on_batches, check_alike, merge_left_out
 from normscope.runtime.network import KeptBuffers, cuda_devices, left_as_found, memory_ended, run
-from normscope.swaps.drift.distances import Configuration, Distances, SiteLayout, Tallies, distances, output_by_sample
+from normscope.swaps.distances import Configuration, Distances, SiteLayout, Tallies, distances, output_by_sample
 from normscope.swaps.replace import Holders, Swap, module_at
 from normscope.swaps.reports import END, OUTPUT
 
@@ -47,7 +47,7 @@ class KeptEnds:
         return self._walk(*share)
 
     def original(self, *share: Share) -> Iterator[tuple[Sequence[Sample], Tensor]]:
-        """Those of the network with its norms."""
+        """Ends of the unswapped network, cached after the first walk."""
         if self._kept is not None:
             yield from self._kept
             return
@@ -63,7 +63,7 @@ class KeptEnds:
 
 @dataclass(frozen=True)
 class _PassesSeen:
-    """What one forward pass gave: the output, and what each site gave at each of its calls."""
+    """Outputs of one forward pass: of the network, and of each site at each of its calls."""
 
     output: Tensor
     at_sites: Mapping[str, Sequence[Tensor]]

@@ -19,7 +19,7 @@ from normscope.inputs.splits import divided
 from normscope.pairs.norms.streams import unpacked
 from normscope.runtime.network import left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent
-from normscope.swaps.drift.distances import measure_of
+from normscope.swaps.distances import measure_of
 from normscope.swaps.heal.stages import ALL, HealOptions, Stages
 from normscope.swaps.heal.training import Checked, check_asked
 from normscope.swaps.quality.measures import Judge, QualityFunction

@@ -24,7 +24,7 @@ from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.progress import Progress
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, NORMS, calibrate
 from normscope.swaps.calibrate.neighbours import neighbours_of
-from normscope.swaps.drift.distances import OutputErrors, output_errors
+from normscope.swaps.distances import OutputErrors, output_errors
 from normscope.swaps.heal import training
 from normscope.swaps.heal.targets import TrainingTargets, drawn, steps_of
 from normscope.swaps.heal.training import (
@@ -50,7 +50,7 @@ _SHARES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
 
 @dataclass(frozen=True)
 class HealOptions:
-    """How a network is healed.
+    """Options of a healing.
 
     Attributes:
         calibrated: whether it is calibrated first.
@@ -214,11 +214,11 @@ class Stages:
             first = self.pool.learned[0]
             norms = find_norms(self._original, first.first_sample()).sites
             near = neighbours_of(self._original, norms, self._sites, first)
-            paths += [station.path for station in near.stations if not station.is_norm]
+            paths += [station.path for station in near.called_modules if not station.is_norm]
         return [name for name in self._parameters if name.startswith(tuple(f"{path}." for path in paths))]
 
     def _settings(self) -> dict[str, Any]:
-        """What a checkpoint is recognized by."""
+        """Settings that identify a checkpoint."""
         return {
             "model": type(self._original).__name__,
             "sites": {name: repr(self._swapped.get_submodule(name)) for name in self._sites},

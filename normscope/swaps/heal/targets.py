@@ -1,4 +1,4 @@
-"""What a swapped network learns: the outputs of the original and of its norms, on inputs in an order by a seed."""
+"""Training targets: outputs of the original network and of its norms, in a seeded order of inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from normscope.inputs.batch import Batch, joined, tensors_of
 from normscope.inputs.loaded_model import Outputs
 from normscope.inputs.pool import by_length
 from normscope.runtime.network import KeptBuffers, run
-from normscope.swaps.drift.distances import KL, kl_divergences, measure_of
+from normscope.swaps.distances import KL, kl_divergences, measure_of
 
 
 def pooled_loss(output: Tensor, wanted: Tensor, valid: Tensor | None) -> Tensor:
@@ -39,7 +39,7 @@ MOST_TARGET_BYTES = 4 * 2**30  # of what the original gave, that is kept in memo
 
 @dataclass(frozen=True)
 class Target:
-    """What the original gave for one batch, with copies: it may change them in place later.
+    """Outputs of the original for one batch, copied because the network may change them in place.
 
     Attributes:
         output: of the network.

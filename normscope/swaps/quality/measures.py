@@ -1,4 +1,4 @@
-"""What a network is judged by: labels, the text itself, people's scores, or the noise that was added."""
+"""Quality of a network by labels, the text itself, human scores, or the noise that was added."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
 from normscope.pairs.ranks import Ranks
 from normscope.runtime.network import KeptBuffers, left_as_found, run
 from normscope.runtime.progress import Progress
-from normscope.swaps.drift.distances import in_float64
+from normscope.swaps.distances import in_float64
 from normscope.swaps.reports import Quality, Score
 
 MASKED_TOKENS = 256  # of a masked language model that are hidden, one at a time: each takes a pass over its text
@@ -30,7 +30,7 @@ _STILL = 1e-3  # relative L2 by which a causal model's logits may move: kernels 
 
 
 class UntoldError(DataError):
-    """What a network was run on does not tell how well it does."""
+    """Raised when the inputs carry nothing to score against."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import normscope
 from normscope.cli import app
-from normscope.swaps.drift.distances import output_errors
+from normscope.swaps.distances import output_errors
 from normscope.swaps.heal.training import TrainingState
 
 QUICK = ("demo_vit", "--steps", "16", "--device", "cpu", "--sites", "blocks.0.*,norm", "--limit", "160")

@@ -16,7 +16,7 @@ from normscope.inputs.splits import divided
 from normscope.pairs.norms.streams import unpacked
 from normscope.swaps.calibrate import calibrate as module
 from normscope.swaps.calibrate.calibrate import calibrate
-from normscope.swaps.drift.distances import output_errors
+from normscope.swaps.distances import output_errors
 from normscope.swaps.heal.targets import TrainingTargets
 from normscope.swaps.heal.training import TrainingState
 

@@ -20,7 +20,7 @@ from normscope.inputs.loaded_model import Outputs
 from normscope.inputs.pool import Pool
 from normscope.runtime.sealed_files import read_checked, write_checked
 from normscope.swaps.calibrate.closed_form import least_squares
-from normscope.swaps.drift.distances import output_errors
+from normscope.swaps.distances import output_errors
 from normscope.swaps.heal import heal as heal_module
 from normscope.swaps.heal import stages, targets, training
 from normscope.swaps.heal.targets import TrainingTargets, drawn, pooled_loss, steps_of

@@ -42,7 +42,7 @@ def output_by_sample(output: Tensor, batch: Batch, kind: Kind) -> Arranged:
 
 
 class SiteLayout:
-    """How the output of one norm site lies; it remembers where positions were found when it could be told.
+    """Layout of the output of one norm site; remembers the axis of positions once it is unambiguous.
 
     Args:
         path: of the site.
@@ -96,7 +96,7 @@ _AT_ONCE = 1 << 24  # elements in float64 at a time: logits of a long text over 
 
 @dataclass(frozen=True)
 class Distances:
-    """How far the samples of one batch are from the original's, on the CPU.
+    """Distances between the samples of one batch and the original's, on the CPU.
 
     Attributes:
         left_out: samples with nothing to compare to: the original is zero throughout or not finite; bool
@@ -233,7 +233,7 @@ Came = tuple[int, int]
 
 @dataclass(frozen=True)
 class Configuration:
-    """Which sites are swapped at once.
+    """Sites that are swapped together.
 
     Attributes:
         swapped: why just these.
@@ -321,7 +321,7 @@ class Tallies:
 
     @property
     def at_output(self) -> bool:
-        """Whether there is any batch of which the output was compared."""
+        """True if the output of any batch was compared."""
         return any(at == OUTPUT for _, at, _ in self._kept)
 
     def gathered(self, ranks: Ranks) -> Tallies:
@@ -448,11 +448,11 @@ MOST_OUTPUT_BYTES = 2**30  # of what the original gave, that is kept in memory
 
 
 class OutputErrors:
-    """What a network gives for some batches, computed once, and how far from that others are.
+    """Outputs of a network for some batches, computed once, and the distance of others from them.
 
     Args:
         original: the network; called when it is first needed, and for outputs beyond a gibibyte again each time.
-        batches: in memory; each is taken as :func:`normscope.swaps.drift.distances.output_errors` takes it.
+        batches: in memory; each is taken as :func:`normscope.swaps.distances.output_errors` takes it.
         outputs: how to read what the networks return.
     """
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from scipy.special import rel_entr, softmax
 from torch import nn
 
-import normscope.swaps.drift.distances as module
+import normscope.swaps.distances as module
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Outputs
-from normscope.swaps.drift.distances import OutputErrors, SiteLayout, distances
+from normscope.swaps.distances import OutputErrors, SiteLayout, distances
 from normscope.swaps.reports import Quantiles
 
 DRAW = torch.Generator().manual_seed(0)
