@@ -127,10 +127,12 @@ class PairedPasses:
             check_alike(self.ranks, {**self.asked, "first sample": list(astuple(first.samples[0]))})
             if rounds[0]:
                 self._learn_layouts(first)
+            size = 0  # of this rank's first batch; others are as large, but for the last
             for number, chunk in enumerate(chunks):
                 for place, batch in enumerate(chunk.batches):
                     came = self._came(number, place)
-                    some = self._some(batch, (came[0] + place) * len(first.samples))
+                    size = size or len(batch.samples)
+                    some = self._some(batch, (came[0] + place) * size)
                     for part, swaps in zip((batch, some), rounds, strict=True):
                         for done, at, of_part, moved in self._in_pieces(part, swaps) if part and swaps else ():
                             tallies.add(done, at, of_part, moved, came)

@@ -214,7 +214,7 @@ class Stages:
             first = self.pool.learned[0]
             norms = find_norms(self._original, first.first_sample()).sites
             near = neighbours_of(self._original, norms, self._sites, first)
-            paths += [station.path for station in near.called_modules if not station.is_norm]
+            paths += [called.path for called in near.called_modules if not called.is_norm]
         return [name for name in self._parameters if name.startswith(tuple(f"{path}." for path in paths))]
 
     def _settings(self) -> dict[str, Any]:
