@@ -23,7 +23,7 @@ import normscope
 from normscope.inputs.splits import divided
 from normscope.swaps.calibrate import closed_form, refitting
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS
-from normscope.swaps.drift.output_errors import output_errors
+from normscope.swaps.distances import output_errors
 
 MODELS = "demo_vit,demo_wav2vec2,demo_dit,minilm,torchfcpe"
 CURVES = "dyt,dyisru"
@@ -143,19 +143,19 @@ def of_curve(
 @contextlib.contextmanager
 def on_the_originals_inputs() -> Iterator[None]:
     """Let every module be fitted on what the original gives it, as if nothing before it were swapped."""
-    stations, passes, passed = refitting.stations, refitting.waiting_passes, refitting.Refitting._passed
+    paused_at, passes, passed = refitting.paused_at, refitting.waiting_passes, refitting.Refitting._passed
     originals: list[Any] = []
 
     def waiting(network: Any, paths: Sequence[str], *, behind: bool, kept: Sequence[str] = ()) -> Any:
         if behind:
             originals.append(network)
-        return stations(originals[-1], paths if behind else (), behind=behind, kept=kept)
+        return paused_at(originals[-1], paths if behind else (), behind=behind, kept=kept)
 
     def whatever_it_takes(*given: Any) -> Any:
         return dataclasses.replace(passed(*given), input=None)
 
     with (
-        patch.object(refitting, "stations", waiting),
+        patch.object(refitting, "paused_at", waiting),
         patch.object(refitting, "waiting_passes", lambda network, batches: passes(originals[-1], batches)),
         patch.object(refitting.Refitting, "_passed", whatever_it_takes),
     ):

@@ -20,7 +20,7 @@ from common import Measurement, finish, in_own_process, options
 from torch import Tensor
 
 import normscope
-from normscope.swaps.drift.output_errors import OutputErrors
+from normscope.swaps.distances import OutputErrors
 
 MODEL = "minilm"
 TEXTS = 1200

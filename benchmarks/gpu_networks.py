@@ -13,7 +13,7 @@ import normscope
 from normscope.inputs.loaded_model import LoadedModel
 from normscope.models.registry import find
 from normscope.swaps.bench.bench import PASSES_TIMED, TOKENS, of_tokens, published
-from normscope.swaps.bench.reports import NATIVE, NOT_RUN, SOURCE, Case
+from normscope.swaps.reports import NATIVE, NOT_RUN, SOURCE, Case
 
 NUMBERS = {"vit_b16": 64, "wav2vec2_large": 8, "dit_xl": 32, "llama_7b": TOKENS}  # samples, or tokens of one sequence
 PASSES_OF_THE_TABLE = 25  # a quarter of the paper's

@@ -14,8 +14,8 @@ from calibration import HELD_OUT, inputs_of
 from common import Measurement, finish, in_own_process, names, options
 
 import normscope
-from normscope.swaps.drift.output_errors import output_errors
-from normscope.swaps.heal import lessons, trained_parameters
+from normscope.swaps.distances import output_errors
+from normscope.swaps.heal import targets, training
 from normscope.swaps.heal.stages import TRAINS
 
 MODELS = "demo_vit,demo_wav2vec2,demo_dit,minilm,torchfcpe"
@@ -39,8 +39,8 @@ log α; the loss of the output alone, not of what the sites give.
 
 def the_output_alone(own: Any, batch: Any, target: Any) -> torch.Tensor:
     """The loss without what the sites give."""
-    output = own._outputs.read(lessons.run(own._swapped, batch), batch)
-    return lessons.pooled_loss(output, target.output, batch.valid)
+    output = own._outputs.read(targets.run(own._swapped, batch), batch)
+    return targets.pooled_loss(output, target.output, batch.valid)
 
 
 class _Nothing:
@@ -49,8 +49,8 @@ class _Nothing:
 
 # Healings with one step done otherwise.
 ABLATIONS: dict[str, Callable[[], Any]] = {
-    "weight and α as they are": lambda: patch.object(trained_parameters, "PointwiseFunction", _Nothing),
-    "the output alone": lambda: patch.object(lessons.Lessons, "_loss", the_output_alone),
+    "weight and α as they are": lambda: patch.object(training, "PointwiseFunction", _Nothing),
+    "the output alone": lambda: patch.object(targets.TrainingTargets, "_loss", the_output_alone),
 }
 
 

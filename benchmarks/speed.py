@@ -8,7 +8,7 @@ from common import Measurement, finish, in_own_process, names, options
 
 import normscope
 from normscope.models.registry import embedded_models, find
-from normscope.swaps.bench.reports import FASTER, NATIVE, SLOWER, Timing
+from normscope.swaps.reports import FASTER, NATIVE, SLOWER, Timing
 
 ABOUT = """
 Networks of full size with random weights, which trained ones do not change the speed of: one of their norms alone, on

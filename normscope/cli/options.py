@@ -98,6 +98,7 @@ _ROWS: dict[str, dict[str, str]] = {
         "verify": "Recompute every norm's true output from y, and fail where it differs.",
         "full": "Time the whole matrix: whole networks compiled and backward, in every dtype.",
         "quick": "One curve, dyt or that of --func, and the fewest timings there are.",
+        "all_samples": "Drift of each site alone and in cumulative order on all samples, not on 16 of them.",
         "seconds": "SECONDS  For each model's speed; by default 15, and of --full no limit.",
         "checkpoint_every": "SECONDS  How often to keep what was captured so far, in FILE's .checkpoint folder, until "
         "the file is written.",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from normscope.pairs.norms.sites import NormSite, SkippedNorm
     from normscope.pairs.ranks import Ranks
     from normscope.runtime.processes import Place
-    from normscope.swaps.drift.reports import Quality
+    from normscope.swaps.reports import Quality
 
 _LEAST = re.compile(r"least:([1-9]\d{0,5})")
 _LEVELS = ("site", "channel")
@@ -331,7 +331,7 @@ def choose(
     after: Callable[[Sequence[str]], float] | None = None,
 ) -> normscope.KeepReport:
     """Choose the norms to keep, on the inputs to learn from; arguments are those of :func:`normscope.keep`."""
-    from normscope.swaps.keep.keep import MOST_SAMPLES
+    from normscope.swaps.keep import MOST_SAMPLES
 
     if number is not None and number >= len(modules):
         raise UsageError(f"--keep {number} leaves nothing to swap: there are {count(len(modules), 'norm')}.")

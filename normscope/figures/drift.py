@@ -30,8 +30,7 @@ from normscope.figures.style import (
 from normscope.fits.curves.expressions import curves_named
 from normscope.fits.curves.known import CURVES
 from normscope.pairs.norms.sites import NormSite
-from normscope.swaps.drift.reports import Drift, DriftReport, Quality, Quantiles
-from normscope.swaps.keep.reports import KeepReport, KeepStep
+from normscope.swaps.reports import Drift, DriftReport, KeepReport, KeepStep, Quality, Quantiles
 
 _WIDTH, _WIDEST = 6.6, 24.0
 _SITE_INCHES, _PANEL_INCHES = 0.2, 1.5

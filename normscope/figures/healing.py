@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from normscope.figures.style import LEAST_POINTS, Style, inches_of, scale_where_wide, sheet, style_named, write_at
-from normscope.swaps.heal.reports import CALIBRATED, START, TRAINED, HealReport, TrainingCheck
+from normscope.swaps.reports import CALIBRATED, START, TRAINED, HealReport, TrainingCheck
 
 _INCHES = (6.4, 2.4)
 _LEAST_INCHES = 4.5  # of both panels beside one another

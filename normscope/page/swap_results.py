@@ -10,8 +10,7 @@ from typing import Any, TypeAlias
 
 from normscope.errors import DataError, UsageError
 from normscope.runtime.records import checked, is_count, is_text
-from normscope.swaps.bench.reports import BenchReport
-from normscope.swaps.drift.reports import DriftReport
+from normscope.swaps.reports import BenchReport, DriftReport
 
 SwapResults: TypeAlias = "DriftReport | BenchReport | Sequence[DriftReport | BenchReport] | Mapping[str, Any]"
 

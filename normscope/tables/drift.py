@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from normscope.swaps.heal.reports import CALIBRATED, START, TRAINED, HealReport
+from normscope.swaps.reports import CALIBRATED, START, TRAINED, HealReport
 from normscope.tables.table import NONE, Column, Explanation, names, number, several, table_of, words
 
 if TYPE_CHECKING:
-    from normscope.swaps.drift.reports import Drift, DriftReport, Quality, Quantiles, Score
+    from normscope.swaps.reports import Drift, DriftReport, Quality, Quantiles, Score
 
     Swap = tuple[DriftReport, Drift]
-    from normscope.swaps.keep.reports import KeepReport, KeepStep
+    from normscope.swaps.reports import KeepReport, KeepStep
 
 
 _NEAR = 0.1  # of the output's length

@@ -17,10 +17,7 @@ from normscope.fits.views.card import NormCard
 from normscope.fits.views.comparison import Compared
 from normscope.fits.views.gradient import GradientView
 from normscope.pairs.captures import Capture
-from normscope.swaps.bench.reports import BenchReport
-from normscope.swaps.drift.reports import DriftReport
-from normscope.swaps.heal.reports import HealReport
-from normscope.swaps.keep.reports import KeepReport
+from normscope.swaps.reports import BenchReport, DriftReport, HealReport, KeepReport
 from normscope.tables.card import card_tables, gradient_tables
 from normscope.tables.drift import drift_tables, healing_table, keep_table, quality_table
 from normscope.tables.fit import advice_table, channels_table, comparison_table, fits_table, slopes_table

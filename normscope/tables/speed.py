@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from normscope.errors import count
-from normscope.swaps.bench.reports import FUSED, BenchReport, Latency, PublishedReport, Timing
+from normscope.swaps.reports import FUSED, BenchReport, Latency, PublishedReport, Timing
 from normscope.tables.table import (
     NONE,
     AdaptiveTable,

@@ -7,7 +7,7 @@ from matplotlib.colors import to_hex
 
 from normscope.errors import UsageError
 from normscope.figures.healing import plot_healing
-from normscope.swaps.heal.reports import HealReport, TrainingCheck
+from normscope.swaps.reports import HealReport, TrainingCheck
 from normscope.tables.drift import healing_table
 
 DRIFTS = {

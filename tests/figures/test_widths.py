@@ -11,10 +11,9 @@ from normscope.errors import UsageError
 from normscope.figures.scurves import save_figure
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Outputs
-from normscope.swaps.bench.reports import BenchReport, Timing
 from normscope.swaps.drift.drift import drift
-from normscope.swaps.heal.reports import HealReport, TrainingCheck
 from normscope.swaps.replace import replacements
+from normscope.swaps.reports import BenchReport, HealReport, Timing, TrainingCheck
 
 ONE_COLUMN, NEURIPS = 3.25, 5.5
 ABOUT = {

@@ -14,12 +14,12 @@ from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.network import left_as_found
 from normscope.swaps.bench import whole_network
-from normscope.swaps.bench.reports import NATIVE, PASSES
 from normscope.swaps.bench.whole_network import Variant
-from normscope.swaps.drift.output_errors import output_errors
-from normscope.swaps.heal.lessons import Lessons
+from normscope.swaps.distances import output_errors
+from normscope.swaps.heal.targets import TrainingTargets
 from normscope.swaps.pointwise import DyT
 from normscope.swaps.replace import Swap
+from normscope.swaps.reports import NATIVE, PASSES
 
 WIDTH = 8
 
@@ -167,7 +167,7 @@ def test_walks_to_an_end_begin_from_the_same_buffers(network, batches):
 def test_a_lesson_is_what_the_original_gave_at_each_norm_and_at_its_end(network, batches):
     swapped, lesson_of = (
         with_norms_replaced(network),
-        lambda swapped: Lessons(network, swapped, Outputs(), SITES, [[batch] for batch in batches]),
+        lambda swapped: TrainingTargets(network, swapped, Outputs(), SITES, [[batch] for batch in batches]),
     )
     losses = [lesson_of(swapped).gradients(0) for _ in range(2)]
     assert losses[0] == losses[1] > 0  # of the same buffers and batches

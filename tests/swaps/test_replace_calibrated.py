@@ -8,7 +8,7 @@ from torch import nn
 
 import normscope
 from normscope.errors import UsageError
-from normscope.swaps.drift.output_errors import output_errors
+from normscope.swaps.distances import output_errors
 
 
 def network():

@@ -2,7 +2,7 @@
 
 import math
 
-from normscope.swaps.drift.reports import Quality, Score
+from normscope.swaps.reports import Quality, Score
 from normscope.tables.drift import quality_table
 
 

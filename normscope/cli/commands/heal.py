@@ -29,7 +29,7 @@ from normscope.runtime.processes import Place
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from normscope.swaps.heal.reports import HealReport, TrainingCheck
+    from normscope.swaps.reports import HealReport, TrainingCheck
 
 EXAMPLES = (
     "Examples: normscope heal demo_vit --func dyisru -o healed · normscope heal minilm --data texts.txt --minutes 6 "
@@ -73,10 +73,10 @@ def heal(
     say = Output(as_json, quiet, as_csv=as_csv)
     check_models([model])
     from normscope.pairs.ranks import ALONE
-    from normscope.swaps.heal.checkpoint import check_asked
     from normscope.swaps.heal.heal import STEPS
-    from normscope.swaps.heal.reports import TRAINED
     from normscope.swaps.heal.stages import HealOptions
+    from normscope.swaps.heal.training import check_asked
+    from normscope.swaps.reports import TRAINED
     from normscope.swaps.start import RMS_NORM
     from normscope.swaps.store.record import ALSO, FILES
 
@@ -173,7 +173,7 @@ def _inputs(run: RunOptions) -> dict[str, Any]:
 
 
 def _tell(report: HealReport, func: str, init: str, say: Output) -> None:
-    from normscope.swaps.heal.reports import TRAINED
+    from normscope.swaps.reports import TRAINED
     from normscope.tables.drift import healing_table
 
     say.result(healing_table(report))

@@ -68,7 +68,7 @@ def swap(
     """Put point-wise functions in the place of a model's norms, and write the model: its weights and what is where."""
     say = Output(as_json, quiet, as_csv=as_csv)
     check_models([model])
-    from normscope.swaps.quality.judge import Judge
+    from normscope.swaps.quality.measures import Judge
     from normscope.swaps.start import starts
     from normscope.swaps.store.record import ALSO, FILES
 
@@ -173,8 +173,8 @@ class _Maker:
         """Measure and print the drift of the calibrated network on held-out inputs."""
         from normscope.inputs.entries import as_batches
         from normscope.runtime.network import left_as_found
-        from normscope.swaps.drift.output_errors import output_errors
-        from normscope.swaps.drift.reports import Quantiles
+        from normscope.swaps.distances import output_errors
+        from normscope.swaps.reports import Quantiles
 
         held_out = self.learner.held_out
         with left_as_found(original), left_as_found(swapped):

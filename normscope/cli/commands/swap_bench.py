@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from normscope.inputs.loaded_model import LoadedModel
-    from normscope.swaps.bench.reports import BenchReport, PublishedReport
     from normscope.swaps.drift.paired_passes import KeptEnds
-    from normscope.swaps.drift.reports import DriftReport
+    from normscope.swaps.reports import BenchReport, DriftReport, PublishedReport
 
 EXAMPLES = (
     "Examples: normscope swap-bench · normscope swap-bench demo_dit --func dyt,free,rmsnorm --init fit,paper · "
@@ -51,6 +50,7 @@ def swap_bench(
     shift: bool | None = None,
     full: bool = False,
     quick: bool = False,
+    all_samples: bool = False,
     seconds: float | None = None,
     figure_format: str | None = None,
     dpi: int = 200,
@@ -90,7 +90,7 @@ def swap_bench(
         say.remark(f"{place.ranks} ranks divide the drift; speed is of the first alone, while the others wait")
     drifts, speeds, tables = [], [], []
     figures: list[dict[str, str]] = []
-    for learner, moved in _drifts(names, sites, wanted, run, say):
+    for learner, moved in _drifts(names, sites, wanted, all_samples, run, say):
         network = learner.network
         speed = _speed(network, wanted, run, full, seconds, say)
         if network.name == _PUBLISHED:
@@ -132,7 +132,7 @@ def _check_published(names: Sequence[str], there: torch.device) -> None:
 
 
 def _drifts(
-    names: Sequence[str], sites: str, wanted: Wanted, run: RunOptions, say: Output
+    names: Sequence[str], sites: str, wanted: Wanted, all_samples: bool, run: RunOptions, say: Output
 ) -> Iterator[tuple[Learner, list[DriftReport]]]:
     """Measure the drift of each model; ranks divide its inputs among them, and the first alone gets what they found.
 
@@ -145,7 +145,7 @@ def _drifts(
             ranks.told(name)  # the others wait here: none loads the next network while the first times this one
             learner = Learner.of(run.load(name, say), sites, run.seed, say, ranks)
             _remark_on_cost(learner, wanted, say)
-            moved = _drift(learner, wanted, say)
+            moved = _drift(learner, wanted, all_samples, say)
             if speaks:
                 yield learner, moved
     if not speaks:
@@ -161,8 +161,9 @@ def _remark_on_cost(learner: Learner, wanted: Wanted, say: Output) -> None:
         say.remark(f"{rows} calibrations{each}: all sites, each alone, and each number of them; --sites 4 takes fewer")
 
 
-def _drift(learner: Learner, wanted: Wanted, say: Output) -> list[DriftReport]:
+def _drift(learner: Learner, wanted: Wanted, all_samples: bool, say: Output) -> list[DriftReport]:
     """Measure drift for each function and start, on inputs that nothing was fitted to."""
+    from normscope.swaps.drift.drift import MOST_SAMPLES
     from normscope.swaps.drift.paired_passes import KeptEnds
     from normscope.tables.drift import drift_tables
 
@@ -170,8 +171,11 @@ def _drift(learner: Learner, wanted: Wanted, say: Output) -> list[DriftReport]:
     ends = None if ends is None else KeptEnds(ends)
     # All before the first pass: what cannot be swapped in should fail at once, not after minutes of drift.
     replacements = [(how, learner.replacements(how, learner.fits(how, say), say)) for how in wanted.ways]
-    reports = [_drift_of(learner, how, modules, wanted.refit, ends, say) for how, modules in replacements]
+    most = None if all_samples else MOST_SAMPLES
+    reports = [_drift_of(learner, how, modules, wanted.refit, ends, most, say) for how, modules in replacements]
     say.heading(reports[0].about)
+    if reports[0].by_site and (number := reports[0].by_site[0].inputs) < reports[0].all.inputs:
+        say.remark(f"each site alone and the cumulative order: on {count(number, 'sample')}; --all-samples takes all")
     for table in drift_tables(reports):
         say.result(table)
     if not any(report.quality for report in reports):
@@ -192,7 +196,13 @@ def _tell_of_calibration(reports: Sequence[DriftReport], say: Output) -> None:
 
 
 def _drift_of(
-    learner: Learner, how: How, modules: Mapping[str, nn.Module], refit: str, ends: KeptEnds | None, say: Output
+    learner: Learner,
+    how: How,
+    modules: Mapping[str, nn.Module],
+    refit: str,
+    ends: KeptEnds | None,
+    most: int | None,
+    say: Output,
 ) -> DriftReport:
     calibration: dict[str, Any] = {"learn": learner.learned, "refit": refit} if how.calibrated else {}
     with say.bars() as progress:
@@ -204,6 +214,7 @@ def _drift_of(
             func=how.func,
             init=how.start,
             **calibration,
+            most=most,
             progress=progress,
             ranks=learner.ranks,
         )

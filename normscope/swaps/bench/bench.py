@@ -24,7 +24,6 @@ from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.network import left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.swaps.bench import whole_network
-from normscope.swaps.bench.reports import FUSED, NATIVE, PASSES, BenchReport, Latency, Norms, Passes, PublishedReport
 from normscope.swaps.bench.timing import LEAST_SAMPLES, Measured, judged, warmed
 from normscope.swaps.bench.whole_network import (
     ModelBench,
@@ -42,6 +41,7 @@ from normscope.swaps.bench.whole_network import (
 from normscope.swaps.kernels.choice import EAGER, TRITON, VARIABLE, why_not_on
 from normscope.swaps.pointwise import check_kernels
 from normscope.swaps.replace import module_at
+from normscope.swaps.reports import FUSED, NATIVE, PASSES, BenchReport, Latency, Norms, Passes, PublishedReport
 
 CURVES = ("dyt", "dyisru", "derf")
 DTYPES = ("float32", "bfloat16", "float16")

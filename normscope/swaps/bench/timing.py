@@ -14,7 +14,7 @@ import torch
 from torch.utils.benchmark import Timer
 from torch.utils.benchmark.utils.timer import timer as clock
 
-from normscope.swaps.bench.reports import (
+from normscope.swaps.reports import (
     ALIKE,
     BESIDE,
     COPY,

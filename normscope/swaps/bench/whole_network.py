@@ -22,7 +22,6 @@ from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.norms.trace import NormReport
 from normscope.runtime.network import call
-from normscope.swaps.bench.reports import COPY, FUSED, NATIVE, PASSES, Case, Passes, Way
 from normscope.swaps.bench.timing import (
     Measured,
     Sampler,
@@ -39,6 +38,7 @@ from normscope.swaps.bench.timing import (
 from normscope.swaps.kernels import choice
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import HOOKS, PRE_HOOKS, Swap, module_at, replacements
+from normscope.swaps.reports import COPY, FUSED, NATIVE, PASSES, Case, Passes, Way
 from normscope.swaps.start import RMS_NORM
 
 IDENTITY = "identity"

@@ -25,8 +25,7 @@ from normscope.runtime.progress import Progress, silent
 from normscope.runtime.records import Record
 from normscope.swaps.calibrate.neighbours import Neighbours, neighbours_of
 from normscope.swaps.calibrate.refitting import CalibratedModule, Refitting, put_parameters
-from normscope.swaps.drift.distances import output_by_sample
-from normscope.swaps.drift.output_errors import errors_by_kind, measure_of
+from normscope.swaps.distances import errors_by_kind, measure_of, output_by_sample
 from normscope.swaps.pointwise import PointwiseFunction
 
 NORMS, NEIGHBOURS = "norms", "neighbours"
@@ -37,7 +36,7 @@ MOST_BYTES = 4 * 2**30
 
 @dataclass(frozen=True, repr=False)
 class CalibrationReport(Record):
-    """What a calibration did.
+    """Result of a calibration.
 
     Attributes:
         before: median error at the output with the start values, on the inputs that decide.
@@ -134,8 +133,8 @@ def calibrate(
         given = _outputs(student, pool.judged, outputs)
         start = {name: value.detach().clone() for name, value in student.named_parameters()}
         refitting = Refitting(teacher, student, sites, [*learned, *pool.judged], len(learned))
-        stations = [station for station in near.stations if station.is_norm or refit == NEIGHBOURS]
-        refitting.run(stations, progress)
+        called_modules = [called for called in near.called_modules if called.is_norm or refit == NEIGHBOURS]
+        refitting.run(called_modules, progress)
         results = zip(refitting.results_of_original, pool.judged, strict=True)
         wanted = [outputs.read(result, batch) for result, batch in results]
 
@@ -143,8 +142,8 @@ def calibrate(
             return _quantiles(given, wanted, pool.judged, outputs)
 
         before, found = judged(given), {name: value.detach().clone() for name, value in student.named_parameters()}
-        last = max(number for number, station in enumerate(stations) if station.is_norm)
-        behind = tuple(f"{station.path}." for station in stations[last + 1 :])
+        last = max(number for number, called in enumerate(called_modules) if called.is_norm)
+        behind = tuple(f"{called.path}." for called in called_modules[last + 1 :])
         as_they_were = {name: value for name, value in start.items() if name.startswith(behind)}
         best, after = start, before
         for state in (found, {**found, **as_they_were}) if behind else (found,):
@@ -160,7 +159,7 @@ def calibrate(
 
 @torch.no_grad()
 def _outputs(network: nn.Module, batches: Sequence[Batch], outputs: Outputs) -> list[Tensor]:
-    """What a network gives, every pass begun from the buffers that it has now."""
+    """Return the outputs of a network; every pass starts from its present buffers."""
     kept, given = KeptBuffers(network), []
     for batch in batches:
         given.append(outputs.read(run(network, batch), batch).clone())  # it may be a buffer

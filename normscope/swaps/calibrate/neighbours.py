@@ -1,8 +1,10 @@
-"""Which linear layers stand beside the norms of a network, and what becomes of what they give."""
+"""Linear layers beside the norms of a network, and where their outputs go."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from normscope.inputs.batch import Batch, leaves
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.norms.trace import input_of
 from normscope.runtime.network import left_as_found, run
-from normscope.swaps.calibrate.linear_layers import LinearLayer
-from normscope.swaps.calibrate.modulation import Modulation, modulation_of
 
 _SAMPLES = 2  # that tell how layers and norms hang together
 _HELD = 4  # times what goes in and out of the largest module: both networks' streams, and copies
@@ -44,7 +45,7 @@ class NextNorm:
 
 
 @dataclass(frozen=True)
-class Station:
+class CalledModule:
     """A norm or a linear layer, in the order of calls.
 
     Attributes:
@@ -64,15 +65,15 @@ class Station:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """What a calibration goes through.
+    """Modules that a calibration visits.
 
     Attributes:
-        stations: norms and linear layers in the order of calls.
+        called_modules: norms and linear layers in the order of calls.
         left: why a linear layer beside a swapped norm is left as it is, by path.
         held: about how many bytes a batch's passes through both networks hold while they wait, for each of its own.
     """
 
-    stations: Sequence[Station]
+    called_modules: Sequence[CalledModule]
     left: dict[str, str]
     held: float
 
@@ -98,7 +99,7 @@ def neighbours_of(network: nn.Module, sites: Sequence[NormSite], swapped: Sequen
     seen = _seen(network, [*layers, *(site.name for site in sites)], batch.first(_SAMPLES))
     calls = Counter(call.path for call in seen)
     owners = Counter(id(parameter) for module in network.modules() for parameter in module._parameters.values())
-    stations: list[Station] = []
+    called_modules: list[CalledModule] = []
     left: dict[str, str] = {}
     for number, call in enumerate(seen):
         if call.path in layers:
@@ -110,14 +111,14 @@ def neighbours_of(network: nn.Module, sites: Sequence[NormSite], swapped: Sequen
                 left[call.path] = reason
             else:
                 into = None if call.derived else _next_norm(seen, number, streams, layer.channel_axis)
-                stations.append(Station(call.path, False, layer.channel_axis, into))
+                called_modules.append(CalledModule(call.path, False, layer.channel_axis, into))
         elif call.path in streams or (call.path in swapped and calls[call.path] == 1):
             site = next(site for site in sites if site.name == call.path)
             axis = _channel_axis(site, call.input.ndim)
-            stations.append(Station(call.path, True, axis, modulated=_modulation(seen, number, layers)))
+            called_modules.append(CalledModule(call.path, True, axis, modulated=_modulation(seen, number, layers)))
     left |= {path: "it is not called as a module" for path in layers if not calls[path]}
     largest = max((call.input.nbytes + call.output.nbytes for call in seen), default=0)
-    return Neighbours(stations, left, _HELD * largest / _size(batch.first(_SAMPLES)))
+    return Neighbours(called_modules, left, _HELD * largest / _size(batch.first(_SAMPLES)))
 
 
 def _size(batch: Batch) -> int:
@@ -243,3 +244,229 @@ def _modulation(seen: Sequence[_ModuleCall], number: int, layers: Container[str]
 
 def _is(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).norm() <= _SAME * other.norm())
+
+
+_MOST_PARTS = 12  # that a layer's output is cut into
+_SHRUNK = 0.02  # of a channel's mean variance, by which a sample's own scale is held to the present one
+
+
+@dataclass(frozen=True)
+class Modulation:
+    """Modulation of a norm's output y: y · (1 + scale) + shift, both from the output of one layer for the sample.
+
+    Attributes:
+        layer: path of the linear layer.
+        scale: the first of its channels that are the scale.
+        shift: likewise.
+    """
+
+    layer: str
+    scale: int
+    shift: int
+
+    def channels(self, size: int) -> Tensor:
+        """The layer's channels that are scale and shift, in this order, of a norm of so many channels."""
+        return torch.cat([first + torch.arange(size) for first in (self.scale, self.shift)])
+
+
+def modulation_of(output: Tensor, taken: Tensor, layers: Sequence[tuple[str, Tensor]]) -> Modulation | None:
+    """Tell what modulates a norm's output from what the next layer takes; None where nothing does.
+
+    Args:
+        output: of the norm: ``(samples, tokens, channels)``.
+        taken: what the next layer takes, likewise.
+        layers: paths of linear layers that were called before, and what they gave.
+
+    >>> y, given = torch.randn(2, 9, 4), torch.randn(2, 12)
+    >>> modulation_of(y, y * (1 + given[:, None, 8:]) + given[:, None, :4], [("adaln", given)])
+    Modulation(layer='adaln', scale=8, shift=0)
+    """
+    if output.ndim != 3 or output.shape != taken.shape:
+        return None
+    size = output.shape[-1]
+    for path, given in layers:
+        if given.ndim != 2 or len(given) != len(output) or given.shape[1] % size or given.shape[1] > _MOST_PARTS * size:
+            continue
+        parts = list(enumerate(given[:, None].chunk(given.shape[1] // size, dim=-1)))
+        for (first, scale), (second, shift) in itertools.permutations(parts, 2):
+            if _is(output * (1 + scale) + shift, taken):
+                return Modulation(path, first * size, second * size)
+    return None
+
+
+def best_for_each_sample(given: Tensor, wanted: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale and shift for each sample and channel with which given · (1 + scale) + shift comes nearest to wanted.
+
+    Args:
+        given: ``(samples, tokens, channels)``.
+        wanted: likewise.
+        present: scales, which those of channels that hardly vary are held to: ``(samples, channels)``.
+
+    Returns:
+        Scale and shift, each float64 ``(samples, channels)``, on the CPU.
+    """
+    given, wanted, present = (value.cpu().double() for value in (given, wanted, present))
+    centres = given.mean(1), wanted.mean(1)
+    about = given - centres[0][:, None]
+    spread, common = about.square().mean(1), (about * (wanted - centres[1][:, None])).mean(1)
+    held = (_SHRUNK * spread.mean(0)).clamp_min(torch.finfo(torch.float64).tiny)
+    slope = (common + held * (1 + present)) / (spread + held)
+    return slope - 1, centres[1] - slope * centres[0]
+
+
+# Of a convolution: what one of its outputs is computed from. The products of so many are as large as a layer may be.
+MOST_FEATURES = 4096
+MOST_NUMBERS = 2**24  # of what a convolution takes, at once: an image holds each as often as its kernel has places
+_FLAT = ("Conv1D",)  # of transformers: a linear layer whose weight is (inputs, outputs)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """A module as a linear map from rows ``(tokens, features)`` to rows ``(tokens, channels)``.
+
+    Of a convolution in groups each group of channels is computed from features of its own, and the rows of what it
+    takes are ``(tokens, groups, features)``.
+
+    Attributes:
+        module: what it is of.
+        weight: the parameter's name.
+        bias: likewise; None where there is none.
+        channel_axis: the axis of its input and output that numbers the channels.
+
+    >>> convolution = nn.Conv1d(2, 5, 3, stride=2)
+    >>> layer, x = LinearLayer.of(convolution), torch.randn(4, 2, 9)
+    >>> rows = layer.inputs(x) @ layer.matrix.T + convolution.bias
+    >>> torch.allclose(rows, layer.outputs(x, convolution(x)), atol=1e-6)
+    True
+    """
+
+    module: nn.Module
+    weight: str = "weight"
+    bias: str | None = "bias"
+    channel_axis: int = -1
+
+    @classmethod
+    def of(cls, module: nn.Module) -> LinearLayer | None:
+        """View a module as one; None where it is of no kind that is known."""
+        has_bias = "bias" if getattr(module, "bias", None) is not None else None
+        if isinstance(module, nn.Linear):
+            return cls(module, bias=has_bias)
+        if isinstance(module, _CONVOLUTIONS):
+            return cls(module, bias=has_bias, channel_axis=-1 - len(module.kernel_size))
+        if isinstance(module, nn.MultiheadAttention):
+            return cls(module, "in_proj_weight", "in_proj_bias" if module.in_proj_bias is not None else None)
+        if type(module).__name__ in _FLAT and isinstance(getattr(module, "weight", None), nn.Parameter):
+            return cls(module, bias=has_bias)
+        return None
+
+    @property
+    def reason(self) -> str:
+        """Why it cannot be refitted whatever it is called with; empty where it can."""
+        module = self.module
+        if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is None:
+            return "its queries, keys and values have weights of their own, which torch uses without calling a module"
+        if not isinstance(module, _CONVOLUTIONS):
+            return ""
+        features = module.in_channels // module.groups * math.prod(module.kernel_size)
+        if features > MOST_FEATURES:
+            return f"it is a convolution over {features} numbers, more than {MOST_FEATURES}"
+        if len(module.kernel_size) > 2 and math.prod(module.kernel_size) > 1:
+            return "it is a convolution over three axes"
+        return ""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The weight and the bias, as far as they are the module's own and not computed."""
+        own = self.module._parameters
+        return [one for one in (own.get(self.weight), own.get(self.bias or "")) if one is not None]
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as ``(channels, features)``."""
+        weight = self.module.get_parameter(self.weight)
+        return weight.T if type(self.module).__name__ in _FLAT else weight.flatten(1)
+
+    @property
+    def offset(self) -> Tensor | None:
+        """The bias, ``(channels,)``; None where there is none."""
+        return None if self.bias is None else self.module.get_parameter(self.bias)
+
+    @torch.no_grad()
+    def put(self, matrix: Tensor, offset: Tensor | None, channels: Tensor) -> None:
+        """Give some channels other weights.
+
+        Args:
+            matrix: ``(channels, features)``.
+            offset: ``(channels,)``; None to leave the bias.
+            channels: which channels: bool ``(channels,)``.
+        """
+        weight = self.module.get_parameter(self.weight)
+        changed = torch.where(channels[:, None], matrix, self.matrix.to(matrix))
+        weight.copy_(changed.T if type(self.module).__name__ in _FLAT else changed.reshape(weight.shape))
+        if offset is not None and self.offset is not None:
+            self.offset.copy_(torch.where(channels, offset, self.offset.to(offset)))
+
+    def inputs(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Return the features of each row of outputs, ``(tokens, features)``, or ``(tokens, groups, features)``.
+
+        Args:
+            x: what the module takes.
+            valid: which positions are data; padding is left out where they are the rows'.
+        """
+        module = self.module
+        if not isinstance(module, _CONVOLUTIONS):
+            return rows(self._samples_first(x), valid)
+        unfolded = rows(self._unfolded(module, x), valid)
+        return unfolded if module.groups == 1 else unfolded.reshape(len(unfolded), module.groups, -1)
+
+    def inputs_in_pieces(self, x: Tensor, valid: Tensor | None = None) -> Iterator[Tensor]:
+        """Yield the same in pieces of whole samples, of a convolution that takes each number many times."""
+        module = self.module
+        size = math.prod(module.kernel_size) * x.numel() if isinstance(module, _CONVOLUTIONS) else 0
+        if size <= MOST_NUMBERS:
+            yield self.inputs(x, valid)
+            return
+        samples = max(1, MOST_NUMBERS * len(x) // size)
+        for first in range(0, len(x), samples):
+            some = slice(first, first + samples)
+            yield self.inputs(x[some], None if valid is None else valid[some])
+
+    def _unfolded(self, module: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
+        """Unfold the inputs of a convolution, channel by channel: ``(samples, positions, numbers)``."""
+        if math.prod(module.kernel_size) == 1 and not any(module._reversed_padding_repeated_twice):
+            for axis, step in enumerate(module.stride, self.channel_axis + 1):
+                x = x.movedim(axis, 0)[::step].movedim(0, axis)
+            return x.flatten(self.channel_axis + 1).mT
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        x = functional.pad(x, module._reversed_padding_repeated_twice, mode)
+        sizes = (module.kernel_size, module.dilation, module.stride)
+        if len(module.kernel_size) == 1:
+            x, sizes = x[..., None, :], tuple((1, *size) for size in sizes)  # type: ignore[assignment]
+        kernel, dilation, stride = sizes
+        return functional.unfold(x, kernel, dilation, 0, stride).mT
+
+    def outputs(self, x: Tensor, output: Tensor | None, valid: Tensor | None = None) -> Tensor:
+        """Return the rows of its output, ``(tokens, channels)``; for attention, its projection of x."""
+        if isinstance(self.module, nn.MultiheadAttention):
+            given = self.inputs(x, valid) @ self.matrix.T
+            return given if self.offset is None else given + self.offset
+        if output is None:
+            raise ValueError(f"a {type(self.module).__name__} gave no tensor")
+        return rows(output if self.channel_axis == -1 else output.flatten(self.channel_axis + 1).mT, valid)
+
+    def _samples_first(self, x: Tensor) -> Tensor:
+        turned = isinstance(self.module, nn.MultiheadAttention) and not self.module.batch_first and x.ndim == 3
+        return x.transpose(0, 1) if turned else x
+
+
+def rows(value: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Bring values whose last axis numbers the channels to ``(tokens, channels)``, without padding.
+
+    Args:
+        value: ``(…, channels)``.
+        valid: which positions are data, bool ``(samples, positions)``; without effect where the axes are others.
+    """
+    if valid is not None and value.ndim > 2 and value.shape[:2] == valid.shape:
+        value = value[valid.to(value.device)]
+    return value.reshape(-1, value.shape[-1])

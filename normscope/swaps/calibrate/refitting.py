@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +16,20 @@ from normscope.errors import ModelError
 from normscope.inputs.batch import Batch
 from normscope.pairs.norms.recognition import kind_at
 from normscope.pairs.norms.sites import NormSite
+from normscope.pairs.norms.trace import input_of
+from normscope.runtime.network import run
 from normscope.runtime.progress import Progress
 from normscope.runtime.records import Record
-from normscope.swaps.calibrate.closed_form import BLOCK, LayerSums, RefittedLayer, ridge, slopes
-from normscope.swaps.calibrate.functions import least_squares
-from normscope.swaps.calibrate.linear_layers import MOST_NUMBERS, LinearLayer, rows
-from normscope.swaps.calibrate.lockstep import Stop, WaitingPass, all_to, stations, waiting_passes
-from normscope.swaps.calibrate.modulation import Modulation, best_for_each_sample
-from normscope.swaps.calibrate.neighbours import NextNorm, Station
+from normscope.swaps.calibrate.closed_form import BLOCK, LayerSums, RefittedLayer, least_squares, ridge, slopes
+from normscope.swaps.calibrate.neighbours import (
+    MOST_NUMBERS,
+    CalledModule,
+    LinearLayer,
+    Modulation,
+    NextNorm,
+    best_for_each_sample,
+    rows,
+)
 from normscope.swaps.kernels import eager
 from normscope.swaps.kernels.eager import Parameters
 from normscope.swaps.pointwise import PointwiseFunction
@@ -34,7 +42,7 @@ _LEAST_GAIN = 1e-3  # of the largest: through a smaller one, what a channel give
 
 @dataclass(frozen=True)
 class CalibratedModule(Record):
-    """What calibration did to one module: relative L2 of what it gives, on the inputs that decide.
+    """Result of calibrating one module: relative L2 of its output, on the inputs that decide.
 
     Attributes:
         path: of the module.
@@ -54,7 +62,7 @@ class CalibratedModule(Record):
 
 @dataclass(frozen=True)
 class _Passed:
-    """What the original did at a module, with one batch: rows without padding, and what it took as it was given."""
+    """Input and output of a module of the original for one batch, as rows without padding."""
 
     input: Tensor | None
     taken: Tensor
@@ -62,14 +70,14 @@ class _Passed:
 
 
 class _Taken:
-    """What a layer is called with, to know it again: as queries, keys and values are often made of one tensor."""
+    """Inputs of a layer, for comparison: queries, keys and values are often computed from one tensor."""
 
     def __init__(self, layer: LinearLayer, inputs: Sequence[Tensor]) -> None:
         self._kind = type(layer.module) if layer.channel_axis == -1 else None
         self._inputs, self._versions = inputs, [0 if one.is_inference() else one._version for one in inputs]
 
     def is_same(self, other: _Taken) -> bool:
-        """Whether the rows of another layer of the same kind are the same, as nothing has changed them in place."""
+        """True if a layer of the same kind has the same inputs, and nothing has changed them in place."""
         tensors = all(mine is theirs for mine, theirs in zip(self._inputs, other._inputs, strict=True))
         return self._kind is not None and self._kind is other._kind and tensors and self._versions == other._versions
 
@@ -108,8 +116,8 @@ class Refitting:
         self.modules: list[CalibratedModule] = []
         self.results_of_original: list[Any] = []
 
-    def run(self, way: Sequence[Station], progress: Progress) -> None:
-        """Go through all stations at which there is something to do, and no further.
+    def run(self, way: Sequence[CalledModule], progress: Progress) -> None:
+        """Go through all modules that something is done at, and no further.
 
         Raises:
             ModelError: if the order in which the network calls its modules depends on its input.
@@ -124,20 +132,20 @@ class Refitting:
         bases = {one.feeds.base for one in way if one.feeds is not None and one.feeds.of_output}
         self._modulating = {one.modulated.layer for one in way if one.modulated is not None}
         with (
-            stations(self._original, paths, behind=True),
-            stations(
+            paused_at(self._original, paths, behind=True),
+            paused_at(
                 self._swapped, paths, behind=False, kept=[path for path in paths if path in bases | self._modulating]
             ),
             waiting_passes(self._original, self._batches) as self._originals,
             waiting_passes(self._swapped, self._batches) as self._passes,
         ):
             progress(STAGE, 0, len(way))
-            for number, station in enumerate(way):
-                wanted, there = self._wanted(station.path), all_to(self._passes, station.path)
-                if station.is_norm:
-                    self._at_norm(station, there, wanted)
+            for number, called in enumerate(way):
+                wanted, there = self._wanted(called.path), all_to(self._passes, called.path)
+                if called.is_norm:
+                    self._at_norm(called, there, wanted)
                 else:
-                    self._at_layer(station, there, wanted)
+                    self._at_layer(called, there, wanted)
                 for path in [path for path in self._of_original if last_use[path] <= number]:
                     self._forget(path)
                 progress(STAGE, number + 1, len(way))
@@ -151,39 +159,39 @@ class Refitting:
             one.outputs.pop(path, None)
 
     def _wanted(self, path: str) -> list[_Passed]:
-        """What the original does at a station; it goes ahead of the swapped network where that is asked for early."""
+        """Inputs and outputs of the original network at a module; runs it forward to there if needed."""
         while path not in self._of_original:
             there = self._way[next(self._ahead)]
             stops = all_to(self._originals, there.path)
             self._of_original[there.path] = [self._passed(there, number, stop) for number, stop in enumerate(stops)]
         return self._of_original[path]
 
-    def _passed(self, station: Station, number: int, stop: Stop) -> _Passed:
-        valid = self._batches[number].valid_at(station.path)
-        if station.is_norm:
-            return _Passed(None, self._rows(station, number, stop.input), self._rows(station, number, stop.output))
+    def _passed(self, called: CalledModule, number: int, stop: PausedPass) -> _Passed:
+        valid = self._batches[number].valid_at(called.path)
+        if called.is_norm:
+            return _Passed(None, self._rows(called, number, stop.input), self._rows(called, number, stop.output))
         # A layer whose first batch comes as in the original has nothing swapped before it.
-        layer = self._layer(self._original, station)
+        layer = self._layer(self._original, called)
         given = layer.outputs(stop.input, stop.output, valid)
         of = stop.output if isinstance(stop.output, Tensor) else stop.input
         return _Passed(stop.input.clone() if not number else None, given.new_zeros(0), _own(given, of))
 
-    def _rows(self, station: Station, number: int, value: Tensor | None) -> Tensor:
+    def _rows(self, called: CalledModule, number: int, value: Tensor | None) -> Tensor:
         """A copy of what goes in or out at a norm, ``(tokens, channels)``: the network may change its tensors."""
         if value is None:
-            raise ModelError(f"The norm {station.path} gave no tensor to compare with.")
-        turned = value.movedim(station.channel_axis, -1) if station.channel_axis != -1 else value
-        return _own(rows(turned, self._batches[number].valid_at(station.path)), value)
+            raise ModelError(f"The norm {called.path} gave no tensor to compare with.")
+        turned = value.movedim(called.channel_axis, -1) if called.channel_axis != -1 else value
+        return _own(rows(turned, self._batches[number].valid_at(called.path)), value)
 
-    def _layer(self, network: nn.Module, station: Station) -> LinearLayer:
-        layer = LinearLayer.of(network.get_submodule(station.path))
+    def _layer(self, network: nn.Module, called: CalledModule) -> LinearLayer:
+        layer = LinearLayer.of(network.get_submodule(called.path))
         if layer is None:
-            raise ModelError(f"{station.path} of the swapped network is no layer of the kind that the original has.")
+            raise ModelError(f"{called.path} of the swapped network is no layer of the kind that the original has.")
         return layer
 
-    def _at_norm(self, station: Station, there: Sequence[Stop], wanted: Sequence[_Passed]) -> None:
-        path = station.path
-        self._norm_inputs[path] = [self._rows(station, number, stop.input) for number, stop in enumerate(there)]
+    def _at_norm(self, called: CalledModule, there: Sequence[PausedPass], wanted: Sequence[_Passed]) -> None:
+        path = called.path
+        self._norm_inputs[path] = [self._rows(called, number, stop.input) for number, stop in enumerate(there)]
         function = self._functions.get(path)
         if function is None or function.activated:
             return
@@ -200,14 +208,14 @@ class Refitting:
         if not after < before:
             put_parameters(function, start)
         self.modules.append(CalibratedModule(path, True, before, min(before, after)))
-        if station.modulated is None or station.modulated.layer not in self._conditions:
+        if called.modulated is None or called.modulated.layer not in self._conditions:
             return
         if all(batch.valid_at(path) is None for batch in self._batches):  # a batch's samples have as many tokens each
-            self._modulate(function, station, station.modulated, there)
+            self._modulate(function, called, called.modulated, there)
 
     @torch.no_grad()
     def _modulate(
-        self, function: PointwiseFunction, station: Station, modulated: Modulation, there: Sequence[Stop]
+        self, function: PointwiseFunction, called: CalledModule, modulated: Modulation, there: Sequence[PausedPass]
     ) -> None:
         """Fit what gives each sample its scale and shift behind a function, and give the passes what it gives now."""
         layer, size = self._layer(self._swapped, self._way[modulated.layer]), function.weight.numel()
@@ -216,7 +224,7 @@ class Refitting:
         for number, stop in enumerate(there):
             present = self._wanted(modulated.layer)[number].given[:, channels.to(stop.input.device)]
             scale, shift = present.chunk(2, dim=1)
-            y = self._wanted(station.path)[number].given.reshape(len(scale), -1, size)
+            y = self._wanted(called.path)[number].given.reshape(len(scale), -1, size)
             given = function.forward(stop.input).reshape(y.shape)  # past the hooks of its place
             best = best_for_each_sample(given, y * (1 + scale[:, None]) + shift[:, None], scale)
             (judged if number >= self._n_learned else learned).add(conditions[number].cpu(), [torch.cat(best, 1)])
@@ -235,30 +243,30 @@ class Refitting:
             output = one.outputs[modulated.layer]  # its parts are views, which nothing has read yet
             output[:, changed.to(output.device)] = layer.module.forward(condition)[:, changed.to(output.device)]
 
-    def _at_layer(self, station: Station, there: Sequence[Stop], wanted: Sequence[_Passed]) -> None:
-        if station.path in self._modulating:
-            self._conditions[station.path] = [stop.input.clone() for stop in there]
+    def _at_layer(self, called: CalledModule, there: Sequence[PausedPass], wanted: Sequence[_Passed]) -> None:
+        if called.path in self._modulating:
+            self._conditions[called.path] = [stop.input.clone() for stop in there]
         first = wanted[0].input
         if first is not None and torch.equal(there[0].input, first):
             return  # nothing that was swapped comes before it
-        layer, into = self._layer(self._swapped, station), self._target_of(station)
+        layer, into = self._layer(self._swapped, called), self._target_of(called)
         own, offset = layer.matrix.detach().to("cpu", torch.float64), layer.offset
         gain = torch.ones(len(own), dtype=torch.float64)
         if into is None:
-            sums = self._summed(layer, station, there, lambda number: [wanted[number].given])
+            sums = self._summed(layer, called, there, lambda number: [wanted[number].given])
         elif self._into_function(into):
-            sums = self._towards_norm(layer, station, into, there)
+            sums = self._towards_norm(layer, called, into, there)
         else:
             gain = into.gain
-            sums = self._summed(layer, station, there, lambda number: [self._kept_up(into, number, wanted)])
+            sums = self._summed(layer, called, there, lambda number: [self._kept_up(into, number, wanted)])
         own_bias = None if offset is None else gain * offset.detach().to("cpu", torch.float64)
         refitted = ridge(*sums, gain[:, None] * own, own_bias)
         _put(refitted, layer, gain)
-        self.modules.append(CalibratedModule(station.path, False, refitted.before, refitted.after, refitted.penalty))
+        self.modules.append(CalibratedModule(called.path, False, refitted.before, refitted.after, refitted.penalty))
 
-    def _target_of(self, station: Station) -> NextNorm | None:
+    def _target_of(self, called: CalledModule) -> NextNorm | None:
         """The norm that a layer's output goes into, where that says more than the output of the original's."""
-        into = station.feeds
+        into = called.feeds
         if into is None or (into.base is None and not self._into_function(into)):
             return None
         return into if into.base is None or into.base in self._norm_inputs else None
@@ -268,20 +276,20 @@ class Refitting:
         return into.of_output and function is not None and not function.activated
 
     def _kept_up(self, into: NextNorm, number: int, wanted: Sequence[_Passed]) -> Tensor:
-        """What a layer gave, through its gain, and what the stream that it is added to has come to lack."""
+        """Target of a layer: its output in the original, plus the error of the residual stream so far."""
         short_of = self._base_in_original(into, number) - self._base(into, number)
         return into.gain.to(short_of) * wanted[number].given + short_of
 
     def _towards_norm(
-        self, layer: LinearLayer, station: Station, into: NextNorm, there: Sequence[Stop]
+        self, layer: LinearLayer, called: CalledModule, into: NextNorm, there: Sequence[PausedPass]
     ) -> tuple[LayerSums, LayerSums]:
         """Sums with x̂/θ less the base for a target: with the norm's own output x̂ at a slope θ for each channel."""
         normalized = self._normalized(into.path)
         sigma = self._mean_sigma(into.path)
         if into.base is None:
-            return self._summed(layer, station, there, lambda number: [sigma * normalized(number)])
+            return self._summed(layer, called, there, lambda number: [sigma * normalized(number)])
         learned, judged = self._summed(
-            layer, station, there, lambda number: [normalized(number), self._base(into, number)]
+            layer, called, there, lambda number: [normalized(number), self._base(into, number)]
         )
         slope = slopes(learned.with_own(layer.matrix.detach().to("cpu", torch.float64)))
         slope = slope.clamp(*(bound / sigma for bound in _SLOPES))
@@ -291,8 +299,8 @@ class Refitting:
     def _summed(
         self,
         layer: LinearLayer,
-        station: Station,
-        there: Sequence[Stop],
+        called: CalledModule,
+        there: Sequence[PausedPass],
         targets: Callable[[int], Sequence[Tensor]],
     ) -> tuple[LayerSums, LayerSums]:
         """Sums over the tokens to learn from, and over those that decide; products of the same inputs are made once."""
@@ -303,7 +311,7 @@ class Refitting:
             waiting: list[tuple[Tensor, ...]] = []  # few products of many tokens take less time than many of few
             for number in numbers:
                 wanted, first = targets(number), 0
-                for h in layer.inputs_in_pieces(there[number].input, self._batches[number].valid_at(station.path)):
+                for h in layer.inputs_in_pieces(there[number].input, self._batches[number].valid_at(called.path)):
                     waiting.append((h, *(target[first : first + len(h)] for target in wanted)))
                     first += len(h)
                     _add(waiting, sums)
@@ -312,7 +320,7 @@ class Refitting:
         return learned, judged
 
     def _base(self, into: NextNorm, number: int) -> Tensor:
-        """What the output of a layer is added to, in the swapped network."""
+        """Rows that the output of a layer is added to, in the swapped network."""
         assert into.base is not None  # noqa: S101 - as _target_of has seen
         if not into.of_output:
             return self._norm_inputs[into.base][number]
@@ -324,7 +332,7 @@ class Refitting:
         return passed.given if into.of_output else passed.taken
 
     def _normalized(self, path: str) -> Callable[[int], Tensor]:
-        """What a norm of the original gives for a batch, before its weight and bias, whatever it does with them."""
+        """Normalized output of the original norm for a batch, with weight and bias undone."""
         norm, wanted = self._original.get_submodule(path), self._wanted(path)
         kind = kind_at(norm, self._sites[path])
         if isinstance(kind, str):
@@ -343,12 +351,12 @@ def _to_the_end(one: WaitingPass) -> Any:
     return copy.deepcopy(one.result)  # it may hold a buffer, which the next pass fills
 
 
-def _used(station: Station) -> list[str]:
-    """Paths of which a station reads what happened there."""
-    into = station.feeds
-    layer = None if station.modulated is None else station.modulated.layer
+def _used(called: CalledModule) -> list[str]:
+    """Paths of which a called reads what happened there."""
+    into = called.feeds
+    layer = None if called.modulated is None else called.modulated.layer
     others = [layer, *((None, None) if into is None else (into.path, into.base))]
-    return [station.path, *(path for path in others if path is not None)]
+    return [called.path, *(path for path in others if path is not None)]
 
 
 def _own(value: Tensor, of: Tensor) -> Tensor:
@@ -397,3 +405,178 @@ def put_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Copy values into a module's parameters, by name."""
     for name, value in values.items():
         module.get_parameter(name).copy_(value)
+
+
+@dataclass(frozen=True)
+class PausedPass:
+    """Forward pass that waits at a module.
+
+    Attributes:
+        path: of the module.
+        input: what the module is called with.
+        output: what it gave; None in front of it.
+    """
+
+    path: str
+    input: Tensor
+    output: Tensor | None = None
+
+
+class _Abandoned(BaseException):
+    """Raised within a pass that nobody goes on with; a BaseException, so that no network catches it."""
+
+
+class WaitingPass:
+    """One forward pass in a thread of its own. It runs only while :meth:`go_on` waits for it.
+
+    Args:
+        network: to run; :func:`paused_at` makes it stop.
+        batch: what it is run on.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> with paused_at(layer, [""], behind=False):
+    ...     one = WaitingPass(layer, Batch((torch.zeros(1, 2),)))
+    ...     stop = one.go_on()
+    ...     _ = layer.bias.data.fill_(3.0)
+    ...     _ = one.go_on()
+    >>> stop.input, one.result
+    (tensor([[0., 0.]]), tensor([[3., 3.]]))
+    """
+
+    def __init__(self, network: nn.Module, batch: Batch) -> None:
+        self.network, self.batch = network, batch
+        self.result: Any = None
+        self.outputs: dict[str, Tensor] = {}  # of modules that :func:`paused_at` keeps
+        self._stop: PausedPass | None = None
+        self._error: BaseException | None = None
+        self._go, self._here = threading.Semaphore(0), threading.Semaphore(0)
+        self._abandoned = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def go_on(self) -> PausedPass | None:
+        """Run to the next called; None where the pass is at its end.
+
+        Raises:
+            NormscopeError: if the network fails.
+        """
+        if self._thread.is_alive():
+            self._go.release()
+        else:
+            self._thread.start()
+        self._here.acquire()
+        if self._error is not None:
+            raise self._error
+        return self._stop
+
+    def wait_at(self, stop: PausedPass) -> None:
+        """Wait, in the pass's own thread, until somebody goes on with it."""
+        self._stop = stop
+        self._here.release()
+        self._go.acquire()
+        if self._abandoned:
+            raise _Abandoned
+
+    def abandon(self) -> None:
+        """End the pass where it waits."""
+        if self._thread.is_alive():
+            self._abandoned = True
+            self._go.release()
+            self._thread.join()
+
+    def _run(self) -> None:
+        _here.waiting_pass = self
+        try:
+            with torch.no_grad():
+                self.result = run(self.network, self.batch)
+        except _Abandoned:
+            pass
+        except BaseException as error:  # raised where the pass is waited for
+            self._error = error
+        self._stop = None
+        self._here.release()
+
+
+_here = threading.local()
+
+
+def _of_this_thread() -> WaitingPass | None:
+    return getattr(_here, "waiting_pass", None)
+
+
+@contextlib.contextmanager
+def paused_at(network: nn.Module, paths: Sequence[str], *, behind: bool, kept: Sequence[str] = ()) -> Iterator[None]:
+    """Let every :class:`WaitingPass` of a network wait at some modules.
+
+    Args:
+        network: which is run by nobody else meanwhile.
+        paths: of the modules.
+        behind: whether it waits behind them; else in front of them.
+        kept: those whose outputs a pass keeps.
+    """
+    with contextlib.ExitStack() as hooks:
+        for path in paths:
+            module = network.get_submodule(path)
+            if behind:
+                hooks.callback(module.register_forward_hook(_behind(path), with_kwargs=True).remove)
+            else:
+                hooks.callback(module.register_forward_pre_hook(_in_front_of(path), with_kwargs=True).remove)
+        for path in kept:
+            hooks.callback(network.get_submodule(path).register_forward_hook(_keep_output(path)).remove)
+        yield
+
+
+def _behind(path: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        one, given = _of_this_thread(), input_of(args, kwargs)
+        if one is not None and given is not None:
+            one.wait_at(PausedPass(path, given, output))
+
+    return hook
+
+
+def _in_front_of(path: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        one, given = _of_this_thread(), input_of(args, kwargs)
+        if one is not None and given is not None:
+            one.wait_at(PausedPass(path, given))
+
+    return hook
+
+
+def _keep_output(path: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        one = _of_this_thread()
+        if one is not None:
+            one.outputs[path] = output
+
+    return hook
+
+
+@contextlib.contextmanager
+def waiting_passes(network: nn.Module, batches: Sequence[Batch]) -> Iterator[list[WaitingPass]]:
+    """Begin a pass of each batch, and leave none behind."""
+    passes = [WaitingPass(network, batch) for batch in batches]
+    try:
+        yield passes
+    finally:
+        for one in passes:
+            one.abandon()
+
+
+def all_to(passes: Sequence[WaitingPass], path: str) -> list[PausedPass]:
+    """Let every pass go on to its next called, which has to be this one.
+
+    Raises:
+        ModelError: if one comes to another: the network calls its modules in an order that depends on its input.
+    """
+    stops = []
+    for number, one in enumerate(passes):
+        stop = one.go_on()
+        if stop is None or stop.path != path:
+            there = "the end" if stop is None else stop.path
+            raise ModelError(
+                f"Batch {number} comes to {there} where the first one came to {path}: the network calls its modules in "
+                "an order that depends on its input, so that it cannot be calibrated site by site."
+            )
+        stops.append(stop)
+    return stops

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from normscope.errors import DataError, UsageError
+from normscope.errors import DataError, UsageError, unknown
 from normscope.inputs.entries import taken_once
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
+from normscope.inputs.pool import kept_in_memory
+from normscope.inputs.splits import divided
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.ranks import ALONE, Ranks
 from normscope.runtime.network import uncompiled
-from normscope.runtime.progress import Progress, StageProgress, silent
-from normscope.swaps.calibrate.calibrate import NEIGHBOURS
-from normscope.swaps.drift.calibrated_passes import CalibratedPasses, calibrations, to_learn_from
-from normscope.swaps.drift.distances import Configuration
+from normscope.runtime.progress import Progress, StageProgress, is_one_step, silent
+from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS
+from normscope.swaps.distances import Configuration, Tallies
 from normscope.swaps.drift.paired_passes import Ends, PairedPasses
-from normscope.swaps.drift.reports import Drift, DriftReport
-from normscope.swaps.quality.judge import Judge, QualityFunction
-from normscope.swaps.replace import CALIBRATED
+from normscope.swaps.pointwise import PointwiseFunction
+from normscope.swaps.quality.measures import Judge, QualityFunction
+from normscope.swaps.replace import CALIBRATED, Calibration, calibrated
+from normscope.swaps.reports import Drift, DriftCalibration, DriftReport
+
+MOST_SAMPLES = 16  # for each site alone and for the cumulative order
 
 
 def drift(
@@ -37,6 +43,7 @@ def drift(
     refit: str = NEIGHBOURS,
     one_at_a_time: bool = True,
     cumulative: bool = True,
+    most: int | None = MOST_SAMPLES,
     quality: QualityFunction | Task | None = None,
     about: Mapping[str, str] | None = None,
     progress: Progress = silent,
@@ -47,10 +54,8 @@ def drift(
     Each batch runs through the network as it is, and again for each of these, from the same state of torch's random
     numbers and with the buffers that the network was found with. The cumulative order is by the median that each site
     alone moves the output, the least first: a greedy search that tries every remaining site at each step would take
-    n²/2 passes for n sites in place of 2n, and is not made. Where a network is so small that the code around it takes
-    longer, several of these run as one batch; that changes the rounding of sums, and nothing else. A network under
-    ``torch.compile`` runs uncompiled. It is left as found, also after an exception. Where memory ends with a batch, it
-    runs in halves.
+    n²/2 passes for n sites in place of 2n, and is not made. A network under ``torch.compile`` runs uncompiled. It is
+    left as found, also after an exception. Where memory ends with a batch, it runs in halves.
 
     With ``init="calibrated"`` every one of these swaps is calibrated by itself, from ``replacements`` on and with its
     own sites alone swapped, on inputs to learn from, before it is measured on the others
@@ -75,6 +80,8 @@ def drift(
         refit: of ``calibrated``: ``neighbours``, or ``norms`` for the functions alone.
         one_at_a_time: whether each site is also swapped alone.
         cumulative: whether sites are also swapped one after the other.
+        most: largest number of samples for each site alone and for the cumulative order, evenly spaced over the
+            inputs; None for all. With all sites swapped, all samples are compared.
         quality: a function of yours that says how well the network does what it is for: from the module, in eval mode
             and without gradients, to a number. It is called with no site swapped and with all, by the first rank. None
             for a loaded model's own task, on the same batches: accuracy by labels, perplexity, …; see
@@ -136,7 +143,7 @@ def drift(
             "The batches can be iterated only once, and every calibrated row is measured on all of them; pass a list "
             "of batches, or one_at_a_time=False and cumulative=False."
         )
-    if cumulative and len(sites) > 2 and taken_once(batches):
+    if cumulative and len(sites) > 1 and taken_once(batches):
         raise DataError(
             "The batches can be iterated only once, and the cumulative order is known after the first time; pass a "
             "list of batches, or cumulative=False."
@@ -154,12 +161,13 @@ def drift(
             progress=progress,
             stage=stage,
             of=all_of_them,
+            most=most,
         )
     else:
         asked = {**about, "func": func, "init": init, "sites": sites, "number of samples": samples}
-        of = None if samples is None else samples * passes(len(sites), **rows_wanted)
+        of = None if samples is None else passes(samples, len(sites), most, **rows_wanted)
         counter = StageProgress(progress, stage, of, ranks.size)
-        comparison = PairedPasses(network, batches, replacements, outputs, ranks, counter.add, asked)
+        comparison = PairedPasses(network, batches, replacements, outputs, ranks, counter.add, asked, most=most)
     rows = comparison.compared([everything, *alone], ends).rows(func, init, sites)
     report = DriftReport(func, init, sites, rows, about)
     if cumulative:
@@ -182,22 +190,160 @@ def stage_of(about: Mapping[str, str], func: str, init: str) -> str:
     return ", ".join(filter(None, (about.get("model"), func, init))) or "samples"
 
 
-def passes(sites: int, *, one_at_a_time: bool = True, cumulative: bool = True) -> int:
-    """Return how many times :func:`drift` runs each sample, trajectories aside: what a progress bar ends at.
+def passes(
+    samples: int, sites: int, most: int | None = None, *, one_at_a_time: bool = True, cumulative: bool = True
+) -> int:
+    """Return the number of passes of single samples in :func:`drift`, trajectories aside: the end of a progress bar.
 
-    >>> passes(25), passes(25, one_at_a_time=False, cumulative=False)
-    (51, 2)
+    >>> passes(100, 25), passes(100, 25, 16), passes(100, 25, one_at_a_time=False, cumulative=False)
+    (5100, 1016, 200)
     """
-    more = sites - 2 + 1 if cumulative and sites > 2 else 0
-    return 2 + (sites if one_at_a_time else 0) + more
+    rounds = [sites] * one_at_a_time + [sites - 1] * (cumulative and sites > 1)
+    return 2 * samples + (samples if most is None else min(most, samples)) * sum(1 + swaps for swaps in rounds)
 
 
 def _cumulative(comparison: PairedPasses | CalibratedPasses, report: DriftReport) -> list[Drift]:
-    """Swap one site after the other; what the first alone and all together do is known already."""
+    """Swap one site after the other; what the first alone does is known already."""
     order = report.least_harmful(len(report.sites))
     first = next(row for row in report.by_site if row.site == order[0])
-    last = replace(report.all, site=order[-1], frames=None)
-    between = [Configuration("cumulative", order[number - 1], tuple(order[:number])) for number in range(2, len(order))]
-    between_rows = comparison.compared(between).rows(report.func, report.init, report.sites) if between else []
-    known = [first, *between_rows, last] if len(order) > 1 else [first]
-    return [replace(row, swapped="cumulative") for row in known]
+    more = [Configuration("cumulative", order[n - 1], tuple(order[:n])) for n in range(2, len(order) + 1)]
+    rows = comparison.compared(more).rows(report.func, report.init, report.sites) if more else []
+    return [replace(first, swapped="cumulative"), *rows]
+
+
+def calibrations(sites: int, *, one_at_a_time: bool = True, cumulative: bool = True) -> int:
+    """Return how many sites :func:`drift` calibrates, those of all rows counted: what a progress bar ends at.
+
+    >>> calibrations(4), calibrations(4, one_at_a_time=False, cumulative=False)  # 4, four times 1, 2 and 3
+    (13, 4)
+    """
+    return sites + (sites if one_at_a_time else 0) + (sum(range(2, sites)) if cumulative else 0)
+
+
+class CalibratedPasses:
+    """A network with and without its norms, each swap calibrated by itself before it is measured.
+
+    Attributes:
+        calibration: what the rows so far were calibrated on; that of all sites comes first.
+    """
+
+    calibration: DriftCalibration | None = None
+    _everything: PairedPasses | None = None
+
+    def __init__(
+        self,
+        network: nn.Module,
+        batches: Iterable[Any],
+        modules: Mapping[str, nn.Module],
+        outputs: Outputs,
+        ranks: Ranks,
+        learn: Iterable[Any] | None,
+        refit: str,
+        *,
+        progress: Progress,
+        stage: str,
+        of: int,
+        most: int | None,
+    ) -> None:
+        """Keep what to swap and to measure, and as much of the inputs to learn from as memory has room for.
+
+        See :func:`normscope.swaps.drift.drift.drift`; ``of`` is how many sites all rows have, see :func:`calibrations`.
+        """
+        _check(modules, refit, ranks)
+        self._network, self._batches, self._modules, self._outputs = network, batches, modules, outputs
+        self._data = str(getattr(learn, "description", None) or "")
+        self._learn, self._left_out = kept_in_memory(unpacked(network, learn)[1])
+        self._refit, self._progress, self._most = refit, progress, most
+        self._counter = StageProgress(progress, stage, of)
+
+    def compared(self, wanted: Sequence[Configuration], ends: Ends | None = None) -> Tallies:
+        """Calibrate each of some swaps and compare, as :meth:`PairedPasses.compared` does.
+
+        Args:
+            wanted: the swaps; the first call has that of all sites first.
+            ends: of trajectories, compared with all sites swapped.
+        """
+        tallies = Tallies(wanted)
+        for number, done in enumerate(wanted):
+            everything = len(done.paths) == len(self._modules)
+            passes = self._everything if everything else None
+            if passes is None:
+                found, both = self._calibrated(done), (self._network, self._batches)
+                passes = PairedPasses(
+                    *both, found.modules, self._outputs, ALONE, _unheard, {}, found.refitted, self._most
+                )
+                self._everything = passes if everything else self._everything
+            tallies.take(number, passes.compared([done], ends if done.swapped == "all" else None))
+        return tallies
+
+    @contextlib.contextmanager
+    def swapped(self, paths: Sequence[str]) -> Iterator[None]:
+        """Swap all sites meanwhile, as they were calibrated together."""
+        assert self._everything is not None  # noqa: S101 - compared() begins with all sites
+        with self._everything.swapped(paths):
+            yield
+
+    def _calibrated(self, done: Configuration) -> Calibration:
+        sites, reached = len(done.paths), 0
+
+        def told(stage: str, at: int, of: int | None) -> None:
+            nonlocal reached
+            if is_one_step(stage):
+                if self.calibration is None:  # later ones take no more memory than that of all sites
+                    self._progress(stage, at, of)
+                return
+            now = math.floor(sites * at / (of or at or 1))
+            self._counter.add(now - reached)
+            reached = now
+
+        modules = {path: self._modules[path] for path in done.paths}
+        found = calibrated(self._network, modules, self._learn, outputs=self._outputs, refit=self._refit, progress=told)
+        report, before = found.report, self.calibration
+        if before is None:
+            before = DriftCalibration(
+                self._data,
+                self._refit,
+                report.n_learned,
+                report.n_judged,
+                self._left_out + report.left_out,
+                0,
+                report.left,
+            )
+        self.calibration = replace(before, restored=before.restored + report.restored)
+        return found
+
+
+def to_learn_from(
+    model: nn.Module | LoadedModel, learn: Iterable[Any] | None, batches: Iterable[Any] | None
+) -> tuple[Iterable[Any], Iterable[Any] | None]:
+    """Return the inputs of the calibration, and those of the drift."""
+    if learn is None and isinstance(model, LoadedModel):
+        if model.calibration is not None:
+            learn = model.calibration
+        elif batches is None:
+            learn, batches = divided(model.inputs)
+    if learn is None:
+        raise UsageError(
+            "init='calibrated' learns from other inputs than the drift is measured on: pass learn=, batches as "
+            "normscope.capture takes them."
+        )
+    if learn is batches:
+        raise UsageError("The drift is measured on other inputs than calibration learns from; both are the same here.")
+    return learn, batches
+
+
+def _check(modules: Mapping[str, nn.Module], refit: str, ranks: Ranks) -> None:
+    if refit not in REFITS:
+        raise UsageError(unknown("refit", refit, REFITS))
+    for path, module in modules.items():
+        if not isinstance(module, PointwiseFunction):
+            raise UsageError(
+                f"What takes the place of {path} is a {type(module).__name__}: point-wise functions alone are "
+                "calibrated."
+            )
+    if ranks.size > 1:
+        raise UsageError(f"Calibration runs in one process, and {ranks.size} measure this drift.")
+
+
+def _unheard(number: int) -> None:
+    """Count nothing: sites are counted, and not the samples that they are measured on."""

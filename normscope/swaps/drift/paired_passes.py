@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -17,11 +18,9 @@ from normscope.inputs.loaded_model import Outputs
 from normscope.inputs.splits import LeftOut, Share, shared
 from normscope.pairs.ranks import Ranks, agree_on_batches, check_alike, merge_left_out
 from normscope.runtime.network import KeptBuffers, cuda_devices, left_as_found, memory_ended, run
-from normscope.swaps.drift.copies import Copies
-from normscope.swaps.drift.distances import Configuration, Distances, SiteLayout, Tallies, distances, output_by_sample
-from normscope.swaps.drift.replay import Recording, Replay
-from normscope.swaps.drift.reports import END, OUTPUT
+from normscope.swaps.distances import Configuration, Distances, SiteLayout, Tallies, distances, output_by_sample
 from normscope.swaps.replace import Holders, Swap, module_at
+from normscope.swaps.reports import END, OUTPUT
 
 Ends = Callable[..., Iterable[tuple[Sequence[Sample], Tensor]]]
 _Entry = tuple[Configuration, str, str, Distances]  # which swap, where it was measured, and the part of the data
@@ -48,7 +47,7 @@ class KeptEnds:
         return self._walk(*share)
 
     def original(self, *share: Share) -> Iterator[tuple[Sequence[Sample], Tensor]]:
-        """Those of the network with its norms."""
+        """Ends of the unswapped network, cached after the first walk."""
         if self._kept is not None:
             yield from self._kept
             return
@@ -64,7 +63,7 @@ class KeptEnds:
 
 @dataclass(frozen=True)
 class _PassesSeen:
-    """What one forward pass gave: the output, and what each site gave at each of its calls."""
+    """Outputs of one forward pass: of the network, and of each site at each of its calls."""
 
     output: Tensor
     at_sites: Mapping[str, Sequence[Tensor]]
@@ -85,10 +84,20 @@ class PairedPasses:
         advance: Callable[[int], object],
         asked: Mapping[str, Any],
         refitted: Mapping[str, Tensor] | None = None,
+        most: int | None = None,
     ) -> None:
-        """Keep what to run on what, see :func:`normscope.swaps.drift.drift.drift`.
+        """Prepare the passes of :func:`normscope.swaps.drift.drift.drift`.
 
-        ``asked`` has to be so on all ranks. ``refitted`` is what other parameters are while sites are swapped, by name.
+        Args:
+            model: the network.
+            batches: inputs.
+            modules: replacements by path.
+            outputs: how to read what the network returns.
+            ranks: processes that divide the inputs.
+            advance: called with the number of samples of each pass.
+            asked: values that must agree on all ranks.
+            refitted: values of other parameters while sites are swapped, by name.
+            most: largest number of samples for swaps of some of the sites; None for all.
         """
         self.model, self.batches, self.modules = model, batches, modules
         self.outputs, self.ranks, self.asked = outputs, ranks, asked
@@ -98,38 +107,36 @@ class PairedPasses:
         self._called: set[str] = set()
         self._halving = Halving("compared")
         self._advance = _Advance(advance)
-        self._holders, self._replay = Holders(model), Replay(model, modules)
-        self._refitted = refitted
-        if refitted:  # before the first site, too
-            self._replay.possible = False
-        self._verified = False
-        norms = {id(module_at(model, path)) for path in modules}
-        within = any(one.startswith(f"{other}.") for one in modules for other in modules)
-        self._apart = len(norms) == len(modules) and not within
-        self._copies = Copies(model, modules)
+        self._holders, self._refitted, self._most = Holders(model), refitted, most
 
     def compared(self, wanted: Sequence[Configuration], ends: Ends | None = None) -> Tallies:
         """Run this rank's batches as they are and with each of the swaps, and compare.
 
         Args:
-            wanted: the swaps; those that are cumulative last, each with the sites of the one before and one more.
+            wanted: the swaps.
             ends: of trajectories, compared with all sites swapped.
 
         Returns:
             What all ranks found.
         """
         tallies, left_out = Tallies(wanted), LeftOut()
+        rounds = [[done for done in wanted if (done.swapped == "all") is whole] for whole in (True, False)]
         agree_on_batches(self.batches, self.ranks)
         with left_as_found(self.model) as self._buffers:
             first, chunks = shared(self.batches, self._share)
             check_alike(self.ranks, {**self.asked, "first sample": list(astuple(first.samples[0]))})
-            self._learn_layouts(first)
-            with self._replay.watching():
-                for number, chunk in enumerate(chunks):
-                    for place, batch in enumerate(chunk.batches):
-                        for done, at, part, moved in self._in_pieces(batch, wanted):
-                            tallies.add(done, at, part, moved, self._came(number, place))
-                    left_out.add(chunk)
+            if rounds[0]:
+                self._learn_layouts(first)
+            size = 0  # of this rank's first batch; others are as large, but for the last
+            for number, chunk in enumerate(chunks):
+                for place, batch in enumerate(chunk.batches):
+                    came = self._came(number, place)
+                    size = size or len(batch.samples)
+                    some = self._some(batch, (came[0] + place) * size)
+                    for part, swaps in zip((batch, some), rounds, strict=True):
+                        for done, at, of_part, moved in self._in_pieces(part, swaps) if part and swaps else ():
+                            tallies.add(done, at, of_part, moved, came)
+                left_out.add(chunk)
             if ends is not None:
                 self._compare_ends(ends, tallies)
         if isinstance(getattr(self.batches, "left_out", None), LeftOut):
@@ -145,6 +152,22 @@ class PairedPasses:
     def _came(self, chunk: int, batch: int) -> tuple[int, int]:
         """Number a chunk of this rank's share among those of all ranks."""
         return chunk * self._share.ranks + self._share.rank, batch
+
+    def _some(self, batch: Batch, before: int) -> Batch | None:
+        """Return the samples of a batch for swaps of some of the sites: evenly spaced over all inputs.
+
+        Args:
+            batch: whole where it cannot be divided.
+            before: number of samples in earlier batches, which are about as large as the first.
+        """
+        if self._most is None:
+            return batch
+        step = max(1, math.ceil((getattr(self.batches, "n_samples", None) or 0) / self._most))
+        numbers = [at for at in range(len(batch.samples)) if (before + at) % step == 0]
+        numbers = [at for at in numbers if (before + at) // step < self._most]
+        if not numbers:
+            return None
+        return batch if len(numbers) == len(batch.samples) or not batch.divisible else batch.take(numbers)
 
     def _in_pieces(self, batch: Batch, wanted: Sequence[Configuration]) -> Iterator[_Entry]:
         """Compare a batch; in halves, and halves of them, where memory ends.
@@ -179,73 +202,16 @@ class PairedPasses:
         return None
 
     def _with_each(self, batch: Batch, wanted: Sequence[Configuration]) -> Iterator[_Entry]:
-        with self._replay.recorded() as before:
-            original = self._run(batch, self.modules)
+        original = self._run(batch, self.modules)
         self._advance()
         self._called.update(path for path, outputs in original.at_sites.items() if outputs)
-        self._verify(batch, before)
-        together = self._in_copies(batch, wanted, original)
-        there: set[str] = set()
-        with contextlib.ExitStack() as standing:
-            for done in wanted:
-                beside = together.get(done)
-                if beside is None or not self._copies.verified:
-                    adds_up = done.swapped == "cumulative" and self._apart
-                    added = [path for path in done.paths if path not in there]
-                    with contextlib.ExitStack() as alone:
-                        (standing if adds_up else alone).enter_context(self.swapped(added))
-                        swapped, recording = self._begun_at(added, batch, before, record=adds_up)
-                    for path in added:
-                        _check_called(path, original, swapped)
-                    if adds_up:
-                        before, there = recording, there.union(added)
-                    if beside is None or not self._copies.verify(beside[1].output, swapped.output):
-                        beside = original, swapped
-                yield from self._distances(batch, done, *beside)
-                self._advance()
-        self._copies.verified = self._copies.verified or bool(together)
-
-    def _in_copies(
-        self, batch: Batch, wanted: Sequence[Configuration], original: _PassesSeen
-    ) -> dict[Configuration, tuple[_PassesSeen, _PassesSeen]]:
-        """Run what can be run in one pass: each of the swaps, beside the output that it is compared with."""
-        some = [done for done in wanted if done.swapped != "all"]
-        to_verify = not self._copies.verified  # by passes one by one, of which none builds on another
-        if not (self._apart and self._replay.possible) or (to_verify and any(done.swapped != "one" for done in some)):
-            return {}
-        sets = [done.paths for done in some]
-        pairs = self._copies.outputs(
-            lambda own: self._run(own, []).output, batch, sets, original.output, original.at_sites
-        )
-        seen = [(_PassesSeen(before, {}), _PassesSeen(after, {})) for before, after in pairs]
-        return dict(zip(some, seen, strict=True)) if self._replay.possible and seen else {}
-
-    def _begun_at(
-        self, sites: Sequence[str], batch: Batch, before: Recording, record: bool
-    ) -> tuple[_PassesSeen, Recording]:
-        """Run one batch from the first of some sites on, and in full if that turns out not to be the same."""
-        replays = self._replay.possible
-        with self._replay.begun_at(sites, before, record) as recording:
-            seen = self._run(batch, sites)
-        if replays and not self._replay.possible:
-            seen = self._run(batch, sites)
-        return seen, recording
-
-    def _verify(self, batch: Batch, before: Recording) -> None:
-        """Replay a pass from the middle of the network and run it in full, once: if they differ, no pass is replayed.
-
-        Of changes past torch's own count of them, and of notes outside modules, nothing else tells.
-        """
-        if self._verified or not self._replay.possible:
-            return
-        self._verified = True
-        ordered = sorted(before.entered, key=before.entered.__getitem__)
-        for path in ordered[len(ordered) // 2 :][:1]:
-            with self.swapped([path]):
-                replayed, _ = self._begun_at([path], batch, before, record=False)
-                in_full = self._run(batch, [])
-            same = torch.equal(_bits(replayed.output), _bits(in_full.output))
-            self._replay.possible = self._replay.possible and same
+        for done in wanted:
+            with self.swapped(done.paths):
+                swapped = self._run(batch, done.paths)
+            for path in done.paths:
+                _check_called(path, original, swapped)
+            yield from self._distances(batch, done, original, swapped)
+            self._advance()
 
     def _compare_ends(self, ends: Ends, tallies: Tallies) -> None:
         """Compare the ends of trajectories, some at a time: each comes while the network is as it has to be."""
@@ -288,8 +254,7 @@ class PairedPasses:
             for path, kept in at_sites.items():
                 handle = module_at(self.model, path).register_forward_hook(_keeping(kept))
                 hooks.callback(handle.remove)
-            with self._replay.drawing():
-                output = self.outputs.read(run(self.model, batch), batch)
+            output = self.outputs.read(run(self.model, batch), batch)
         return _PassesSeen(output.clone(), at_sites)  # it may be a buffer, which the next pass begins without
 
     def _distances(
@@ -367,11 +332,6 @@ def _keeping(kept: list[Tensor]) -> Callable[..., None]:
             kept.append(output.detach().clone())  # the network may go on to change it in place
 
     return hook
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """A NaN is the same as itself so."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _flat(arranged: Tensor, valid: Tensor | None) -> Tensor:

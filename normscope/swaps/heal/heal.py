@@ -19,12 +19,11 @@ from normscope.inputs.splits import divided
 from normscope.pairs.norms.streams import unpacked
 from normscope.runtime.network import left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent
-from normscope.swaps.drift.output_errors import measure_of
-from normscope.swaps.heal.checkpoint import check_asked
-from normscope.swaps.heal.reports import HealReport
+from normscope.swaps.distances import measure_of
 from normscope.swaps.heal.stages import ALL, HealOptions, Stages
-from normscope.swaps.heal.training import Checked
-from normscope.swaps.quality.judge import Judge, QualityFunction
+from normscope.swaps.heal.training import Checked, check_asked
+from normscope.swaps.quality.measures import Judge, QualityFunction
+from normscope.swaps.reports import HealReport
 
 STEPS = 1700
 
@@ -134,21 +133,21 @@ def heal(
     batches, left_out = kept_in_memory(learn)
     stages = Stages(teacher, student, sites, outputs, batches, reported, options)
     with left_as_found(teacher), left_as_found(student):
-        course = stages.run(path, asked or {}, until, progress, checked)
+        state = stages.run(path, asked or {}, until, progress, checked)
     judge.add("healed", student)
     pool = stages.pool
     n_learned, n_judged = (sum(len(batch.samples) for batch in part) for part in (pool.learned, pool.judged))
     return HealReport(
-        course.drifts,
-        course.left_with,
-        course.checks,
-        course.step,
+        state.drifts,
+        state.left_with,
+        state.checks,
+        state.step,
         options.train,
         n_learned,
         n_judged,
-        course.n_held_out,
+        state.n_held_out,
         left_out,
-        course.not_refitted,
+        state.not_refitted,
         judge.quality,
         judge.untold,
         about,

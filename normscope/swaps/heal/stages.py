@@ -24,14 +24,20 @@ from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.progress import Progress
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, NORMS, calibrate
 from normscope.swaps.calibrate.neighbours import neighbours_of
-from normscope.swaps.drift.output_errors import OutputErrors, output_errors
+from normscope.swaps.distances import OutputErrors, output_errors
 from normscope.swaps.heal import training
-from normscope.swaps.heal.checkpoint import load_checkpoint, save_checkpoint
-from normscope.swaps.heal.lessons import Lessons, drawn, steps_of
-from normscope.swaps.heal.reports import CALIBRATED, START, TRAINED
-from normscope.swaps.heal.trained_parameters import TrainedParameters
-from normscope.swaps.heal.training import Checked, Course, copied, restore
+from normscope.swaps.heal.targets import TrainingTargets, drawn, steps_of
+from normscope.swaps.heal.training import (
+    Checked,
+    TrainedParameters,
+    TrainingState,
+    copied,
+    load_checkpoint,
+    restore,
+    save_checkpoint,
+)
 from normscope.swaps.pointwise import PointwiseFunction
+from normscope.swaps.reports import CALIBRATED, START, TRAINED
 
 SAMPLES_A_STEP = 64  # at least, where they can be run in one pass
 _SAMPLES_APART = 8  # where they cannot
@@ -44,7 +50,7 @@ _SHARES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
 
 @dataclass(frozen=True)
 class HealOptions:
-    """How a network is healed.
+    """Options of a healing.
 
     Attributes:
         calibrated: whether it is calibrated first.
@@ -105,7 +111,7 @@ class Stages:
         until: float,
         progress: Progress,
         checked: Checked | None,
-    ) -> Course:
+    ) -> TrainingState:
         """Run the stages that are not done yet, and leave the network in the best of their states.
 
         Args:
@@ -118,60 +124,60 @@ class Stages:
         start = copied(self._parameters)
         settings = self._settings()
         found = None if path is None else load_checkpoint(path, settings, self._parameters)
-        course = found or self._begun()
+        state = found or self._begun()
 
         def saved() -> None:
             if path is not None:
-                save_checkpoint(path, asked, settings, course)
+                save_checkpoint(path, asked, settings, state)
 
-        if self._calibrates and CALIBRATED not in course.drifts:
-            self._calibrate(course, start, progress)
+        if self._calibrates and CALIBRATED not in state.drifts:
+            self._calibrate(state, start, progress)
             saved()
-        restore(self._parameters, course.calibrated)
-        if not course.left_with:
+        restore(self._parameters, state.calibrated)
+        if not state.left_with:
             names = self._trained_names()
             with _trainable(self._swapped, names):
-                self._train(course, names, until, saved, progress, checked)
-            course.drifts[TRAINED] = self._held_out()
-            high = course.drifts[START]["p90"]
-            allowed = [stage for stage, drift in course.drifts.items() if stage == START or drift["p90"] <= high]
-            course.left_with = min(allowed, key=lambda stage: course.drifts[stage]["median"])
-            course.trained, course.moments = {}, {}
+                self._train(state, names, until, saved, progress, checked)
+            state.drifts[TRAINED] = self._held_out()
+            high = state.drifts[START]["p90"]
+            allowed = [stage for stage, drift in state.drifts.items() if stage == START or drift["p90"] <= high]
+            state.left_with = min(allowed, key=lambda stage: state.drifts[stage]["median"])
+            state.trained, state.moments = {}, {}
             saved()
         restore(self._parameters, start)
-        if course.left_with != START:
-            restore(self._parameters, course.calibrated)
-        if course.left_with == TRAINED:
-            restore(self._parameters, course.best)
-        return course
+        if state.left_with != START:
+            restore(self._parameters, state.calibrated)
+        if state.left_with == TRAINED:
+            restore(self._parameters, state.best)
+        return state
 
-    def _begun(self) -> Course:
+    def _begun(self) -> TrainingState:
         began = time.monotonic()
         errors = self._held_out_errors()
         if not len(errors):
             raise DataError("There is no held-out batch to report the drift of.")
-        course = Course(*self._drift(), drifts={START: _quantiles(errors)}, n_held_out=len(errors))
+        state = TrainingState(*self._drift(), drifts={START: _quantiles(errors)}, n_held_out=len(errors))
         self._measuring = time.monotonic() - began
-        return course
+        return state
 
-    def _calibrate(self, course: Course, start: Mapping[str, Tensor], progress: Progress) -> None:
+    def _calibrate(self, state: TrainingState, start: Mapping[str, Tensor], progress: Progress) -> None:
         refit = NORMS if self._options.train == NORMS else NEIGHBOURS
         learned = evenly(self._batches, _MOST_CALIBRATED)
         report = calibrate(
             self._original, self._swapped, learned, outputs=self._outputs, refit=refit, progress=progress
         )
-        course.not_refitted = dict(report.left)
-        course.calibrated = {
+        state.not_refitted = dict(report.left)
+        state.calibrated = {
             name: value.detach().clone()
             for name, value in self._parameters.items()
             if not torch.equal(value, start[name])
         }
-        course.drift, _ = self._drift()
-        course.drifts[CALIBRATED] = self._held_out()
+        state.drift, _ = self._drift()
+        state.drifts[CALIBRATED] = self._held_out()
 
     def _train(
         self,
-        course: Course,
+        state: TrainingState,
         names: Sequence[str],
         until: float,
         saved: Callable[[], None],
@@ -179,17 +185,17 @@ class Stages:
         checked: Checked | None,
     ) -> None:
         of_steps = steps_of(self.pool.learned, SAMPLES_A_STEP, _SAMPLES_APART)
-        lessons = Lessons(self._original, self._swapped, self._outputs, self._sites, of_steps)
-        order = functools.partial(drawn, self._options.seed, number=len(lessons))
+        targets = TrainingTargets(self._original, self._swapped, self._outputs, self._sites, of_steps)
+        order = functools.partial(drawn, self._options.seed, number=len(targets))
         trained = TrainedParameters(self._swapped, names)
-        if not course.best:
-            course.best = copied(trained.parameters)
+        if not state.best:
+            state.best = copied(trained.parameters)
             if self._options.minutes is not None:
-                course.budget = until - self._measuring - time.monotonic()
+                state.budget = until - self._measuring - time.monotonic()
             saved()
-        gradients = functools.partial(_gradients, lessons, order)
+        gradients = functools.partial(_gradients, targets, order)
         training.train(
-            *(course, trained, self._width, self._options.steps, gradients, self._drift, saved, progress),
+            *(state, trained, self._width, self._options.steps, gradients, self._drift, saved, progress),
             checked or _nothing,
         )
 
@@ -208,11 +214,11 @@ class Stages:
             first = self.pool.learned[0]
             norms = find_norms(self._original, first.first_sample()).sites
             near = neighbours_of(self._original, norms, self._sites, first)
-            paths += [station.path for station in near.stations if not station.is_norm]
+            paths += [called.path for called in near.called_modules if not called.is_norm]
         return [name for name in self._parameters if name.startswith(tuple(f"{path}." for path in paths))]
 
     def _settings(self) -> dict[str, Any]:
-        """What a checkpoint is recognized by."""
+        """Settings that identify a checkpoint."""
         return {
             "model": type(self._original).__name__,
             "sites": {name: repr(self._swapped.get_submodule(name)) for name in self._sites},
@@ -235,8 +241,8 @@ class Stages:
         return output_errors(self._original, self._swapped, batches, self._outputs)
 
 
-def _gradients(lessons: Lessons, order: Callable[[int], int], step: int) -> float:
-    return lessons.gradients(order(step))
+def _gradients(targets: TrainingTargets, order: Callable[[int], int], step: int) -> float:
+    return targets.gradients(order(step))
 
 
 def _nothing(*_: object) -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from normscope.errors import DataError, UsageError
 from normscope.runtime.progress import Progress
 from normscope.runtime.records import as_json
-from normscope.swaps.heal.reports import TrainingCheck
-from normscope.swaps.heal.trained_parameters import TrainedParameters
+from normscope.runtime.sealed_files import read_checked, write_checked
+from normscope.swaps.pointwise import PointwiseFunction
+from normscope.swaps.reports import START, TrainingCheck
 
 STAGE = "train"
 CHECKS = 12  # of the drift, over the whole schedule
@@ -30,7 +33,7 @@ Checked = Callable[[TrainingCheck], object]
 
 
 @dataclass
-class Course:
+class TrainingState:
     """The state of a healing, all that it resumes from.
 
     Attributes:
@@ -87,17 +90,17 @@ class Course:
         return stored | {"checks": as_json(self.checks)}
 
     @classmethod
-    def of(cls, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Course:
-        """Make the course that :meth:`as_dict` and :attr:`tensors` described."""
-        course = cls(**{**document, "checks": [TrainingCheck(**check) for check in document["checks"]]})
-        groups = {"calibrated": course.calibrated, "best": course.best, "trained": course.trained}
+    def of(cls, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> TrainingState:
+        """Make the state that :meth:`as_dict` and :attr:`tensors` described."""
+        state = cls(**{**document, "checks": [TrainingCheck(**check) for check in document["checks"]]})
+        groups = {"calibrated": state.calibrated, "best": state.best, "trained": state.trained}
         for full, value in tensors.items():
             group, _, name = full.partition("/")
             if group.startswith("moment."):
-                course.moments.setdefault(group.removeprefix("moment."), {})[name] = value
+                state.moments.setdefault(group.removeprefix("moment."), {})[name] = value
             else:
                 groups[group][name] = value
-        return course
+        return state
 
 
 def rate_for(width: int, steps: float) -> float:
@@ -112,7 +115,7 @@ def rate_for(width: int, steps: float) -> float:
 
 
 def train(
-    course: Course,
+    state: TrainingState,
     trained: TrainedParameters,
     width: int,
     steps: int | None,
@@ -122,7 +125,7 @@ def train(
     progress: Progress,
     checked: Checked,
 ) -> None:
-    """Go through the rest of a schedule, from where the course stands; the network is left in its best state.
+    """Go through the rest of a schedule, from where the state stands; the network is left in its best state.
 
     AdamW without weight decay, its rate rising for the first steps and then falling to nought along a cosine, gradients
     clipped. A dozen times over the schedule the drift is measured, and the state kept if it is the least so far; it is
@@ -130,10 +133,10 @@ def train(
     steps, rate and checks follow the share of it that has passed.
 
     Args:
-        course: changed as it goes; it says which state is the best to begin with.
+        state: changed as it goes; it says which state is the best to begin with.
         trained: what is trained.
         width: of the norms, see :func:`rate_for`.
-        steps: of the whole schedule; None where ``course.budget`` says how many seconds it may take.
+        steps: of the whole schedule; None where ``state.budget`` says how many seconds it may take.
         gradients: adds those of the step of this number to the network's parameters, and returns the loss.
         drift: measures its median and 90th percentile, on the inputs that decide.
         saved: called after every check.
@@ -141,10 +144,10 @@ def train(
         checked: called with each check.
     """
     optimizer = torch.optim.AdamW(trained.tensors.values(), lr=MOST_RATE, weight_decay=0.0, fused=True)
-    if course.trained:
-        trained.load(course.trained)
-        _put_moments(optimizer, trained, course.moments)
-    began, budget = time.monotonic() - course.seconds, course.budget or 0.0
+    if state.trained:
+        trained.load(state.trained)
+        _put_moments(optimizer, trained, state.moments)
+    began, budget = time.monotonic() - state.seconds, state.budget or 0.0
 
     def passed(step: int) -> float:
         if steps is not None:
@@ -152,7 +155,7 @@ def train(
         return min(1.0, (time.monotonic() - began) / budget) if budget > 0 else 1.0
 
     losses: list[float] = []
-    for step in itertools.count(course.step):
+    for step in itertools.count(state.step):
         if (share := passed(step)) >= 1:
             break
         expected = steps or (step + 1) / max(share, torch.finfo(torch.float32).tiny)
@@ -166,18 +169,18 @@ def train(
             trained.put()
         after = passed(step + 1)
         progress(STAGE, *((step + 1, steps) if steps else (round(after * budget), round(budget))))
-        if after * CHECKS >= len(course.checks) + 1:
-            course.step = step + 1
-            check = course.check(*drift(), sum(losses) / len(losses))
+        if after * CHECKS >= len(state.checks) + 1:
+            state.step = step + 1
+            check = state.check(*drift(), sum(losses) / len(losses))
             losses.clear()
-            course.trained, course.seconds = copied(trained.tensors), time.monotonic() - began
-            course.moments = _moments(optimizer, trained)
+            state.trained, state.seconds = copied(trained.tensors), time.monotonic() - began
+            state.moments = _moments(optimizer, trained)
             if check.kept:
-                course.best = copied(trained.parameters)
+                state.best = copied(trained.parameters)
             saved()
             checked(check)
     trained.forget_gradients()
-    restore(trained.parameters, course.best)
+    restore(trained.parameters, state.best)
 
 
 def copied(values: Mapping[str, Tensor]) -> Values:
@@ -216,3 +219,207 @@ def _put_moments(
         for name, value in values.items():
             tensor = trained.tensors[name]
             optimizer.state[tensor][key] = value.to(tensor.device, copy=True)
+
+
+_FORMAT = "normscope-healing"
+_VERSION = 5
+_AGAIN = "remove it to begin anew, as `normscope heal --restart` does"
+_ASKED = "asked"
+
+
+def save_checkpoint(path: Path, asked: Mapping[str, Any], settings: Mapping[str, Any], state: TrainingState) -> None:
+    """Write the state of a healing, whole or not at all.
+
+    Args:
+        path: of the file.
+        asked: what :func:`check_asked` compares.
+        settings: what is healed, of what and on what; only the same goes on from it.
+        state: where it stands.
+
+    Raises:
+        UsageError: if it cannot be written there.
+    """
+    tensors = {name: value.cpu().contiguous() for name, value in state.tensors.items()}
+    header = {"format": _FORMAT, "version": _VERSION, _ASKED: dict(asked), "settings": dict(settings)}
+    write_checked(path, {**header, "course": state.as_dict()}, tensors)
+
+
+def check_asked(path: Path, asked: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of a healing with other options, before any work; no file is no checkpoint.
+
+    Args:
+        path: of the file.
+        asked: what tells one healing from others before a network is loaded: options, by name.
+
+    Raises:
+        UsageError: if the checkpoint is of another healing.
+        DataError: if the file is damaged, or of another kind or version.
+    """
+    if not path.exists():
+        return
+    header, _ = read_checked(path, _FORMAT, (_VERSION,), _AGAIN)
+    for name, before, value in _differing(header.get(_ASKED), asked):
+        raise _of_another(path, f"its {name} is {before!r:.60}, not {value!r:.60}")
+
+
+def load_checkpoint(
+    path: Path, settings: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]
+) -> TrainingState | None:
+    """Read where a healing stands; None where there is no file.
+
+    Args:
+        path: of the file.
+        settings: as for :func:`save_checkpoint`.
+        parameters: of the swapped network, which the tensors have to fit.
+
+    Raises:
+        UsageError: if the checkpoint is of another healing.
+        DataError: if the file is damaged, or of another kind or version.
+    """
+    if not path.exists():
+        return None
+    header, tensors = read_checked(path, _FORMAT, (_VERSION,), _AGAIN)
+    for name, before, value in _differing(header.get("settings"), settings):
+        # A list of all sites, or a hash, would say nothing.
+        plain = value is None or isinstance(value, (int, float))
+        raise _of_another(path, f"its {name} is {before!r:.60}, not {value}" if plain else f"other {name}")
+    try:
+        state = TrainingState.of(header["course"], tensors)
+        for quantiles in (state.drifts[START], *state.drifts.values()):
+            if not all(isinstance(quantiles[name], float) for name in ("p10", "median", "p90")):
+                raise TypeError(f"a drift is {quantiles}")
+        for full, value in tensors.items():
+            _check_fits(full, value, parameters)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"The checkpoint {path} is damaged: {type(error).__name__}: {error}; {_AGAIN}.") from error
+    return state
+
+
+def _check_fits(full: str, value: Tensor, parameters: Mapping[str, nn.Parameter]) -> None:
+    group, _, name = full.partition("/")
+    like = parameters[name]
+    if group != "moment.step" and (value.shape != like.shape or value.dtype != like.dtype):
+        raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)}")
+
+
+def _differing(stored: Any, wanted: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    known = stored if isinstance(stored, dict) else {}
+    return ((name, known.get(name), value) for name, value in wanted.items() if known.get(name) != value)
+
+
+def _of_another(path: Path, what: str) -> UsageError:
+    return UsageError(f"{path} is of another healing: {what}; {_AGAIN}, or name another.")
+
+
+_LEAST_ALPHA = 1e-6  # in place of an α of nought, through which nothing could be learned
+
+
+class TrainedParameters:
+    """Parameters of a network as training moves them: weight · f(αx + s) + bias as (v/α) · f(α(x + c)) + bias.
+
+    Where a norm is nearly a straight line, weight and α matter by their product alone: trained as they are, α falls
+    and the weight grows, to 10⁵, until one step of α or s destroys the network. The slope v = weight · α, log α and
+    c = s/α, a shift of x itself, stay moderate.
+
+    Args:
+        network: whose point-wise functions have a weight for each channel.
+        names: of the parameters that are trained; of a function all of them together.
+
+    Attributes:
+        tensors: what an optimizer moves, by parameter name: v under the weight's, log α under α's, counted from what it
+            was, and c under the shift's; everything else is the parameter itself.
+
+    >>> function = PointwiseFunction("tanh", 2, alpha=0.5)
+    >>> trained = TrainedParameters(function, ["alpha", "weight", "bias"])
+    >>> trained.tensors["weight"], trained.tensors["alpha"]
+    (tensor([0.5000, 0.5000]), tensor([0.]))
+    >>> trained.tensors["alpha"] += 1
+    >>> trained.put()
+    >>> [round(float(parameter.detach().max()), 3) for parameter in (function.alpha, function.weight)]
+    [1.359, 0.368]
+    """
+
+    def __init__(self, network: nn.Module, names: Sequence[str]) -> None:
+        of_network = dict(network.named_parameters())
+        self.parameters: Mapping[str, nn.Parameter] = {name: of_network[name] for name in names}
+        self.tensors: dict[str, Tensor] = dict(self.parameters)
+        self._functions: list[_Function] = []
+        for path, module in network.named_modules():
+            prefix = f"{path}." if path else ""
+            if isinstance(module, PointwiseFunction) and f"{prefix}alpha" in self.parameters:
+                with torch.no_grad():
+                    module.alpha[module.alpha == 0] = _LEAST_ALPHA
+                function = _Function(prefix, module.alpha.detach().clone())
+                self._functions.append(function)
+                self.tensors |= function.tensors(self.parameters)
+
+    @torch.no_grad()
+    def put(self) -> None:
+        """Give the network the values of the tensors."""
+        for function in self._functions:
+            for name, value in function.values(self.tensors).items():
+                self.parameters[name].copy_(value)
+
+    @torch.no_grad()
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Give the tensors, and with them the network, other values."""
+        for name, value in values.items():
+            self.tensors[name].copy_(value)
+        self.put()
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Give the tensors the gradients that the network's parameters have."""
+        for function in self._functions:
+            for name, gradient in function.gradients(self.parameters).items():
+                self.tensors[name].grad = gradient
+
+    def forget_gradients(self) -> None:
+        """Leave no gradient, neither in the network nor in the tensors."""
+        for tensor in (*self.parameters.values(), *self.tensors.values()):
+            tensor.grad = None
+
+
+class _Function:
+    """One point-wise function: from its parameters to what is trained in their place, and back."""
+
+    def __init__(self, prefix: str, begun: Tensor) -> None:
+        self._weight, self._alpha, self._shift = (f"{prefix}{name}" for name in ("weight", "alpha", "shift"))
+        self._begun = begun  # α, whose sign stays
+
+    def tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return v, log α and c."""
+        trained = {
+            self._weight: parameters[self._weight].detach() * self._begun,
+            self._alpha: torch.zeros_like(self._begun),
+        }
+        if self._has_shift(parameters):
+            trained[self._shift] = parameters[self._shift].detach() / self._begun
+        return trained
+
+    def values(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return weight, α and s."""
+        alpha = self._begun * tensors[self._alpha].exp()
+        found = {self._weight: tensors[self._weight] / alpha, self._alpha: alpha}
+        if self._has_shift(tensors):
+            found[self._shift] = tensors[self._shift] * alpha
+        return found
+
+    def gradients(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """Return the gradients of v, log α and c, from those of weight, α and s."""
+        weight, alpha = parameters[self._weight], parameters[self._alpha]
+        if weight.grad is None or alpha.grad is None:
+            return {}
+        # As log α grows, so does s = αc; the weight, v/α, falls.
+        of_log = alpha * alpha.grad - (weight * weight.grad).sum_to_size(alpha.shape)
+        found = {self._weight: weight.grad / alpha}
+        if self._has_shift(parameters):
+            shift = parameters[self._shift]
+            of_shift = torch.zeros_like(shift) if shift.grad is None else shift.grad
+            found[self._shift] = of_shift * alpha
+            of_log = of_log + shift * of_shift
+        return {**found, self._alpha: of_log}
+
+    def _has_shift(self, tensors: Mapping[str, Tensor]) -> bool:
+        # One shift for the αs of all channels stays as it is.
+        return self._shift in tensors and tensors[self._shift].shape == tensors[self._alpha].shape

@@ -20,9 +20,9 @@ from normscope.pairs.captures import versions
 from normscope.pairs.norms.recognition import ancestor_kind, kept_strides, kind_of
 from normscope.runtime.files import sha256_of, whole_folder, write_tensors
 from normscope.runtime.network import uncompiled
-from normscope.swaps.keep.reports import KeepReport
 from normscope.swaps.pointwise import PointwiseFunction, RMSNorm
 from normscope.swaps.replace import Swap, model_tensor, module_at
+from normscope.swaps.reports import KeepReport
 from normscope.swaps.start import RMS_NORM
 from normscope.swaps.store.record import (
     ALSO,

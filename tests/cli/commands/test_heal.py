@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 import normscope
 from normscope.cli import app
-from normscope.swaps.drift.output_errors import output_errors
-from normscope.swaps.heal.training import Course
+from normscope.swaps.distances import output_errors
+from normscope.swaps.heal.training import TrainingState
 
 QUICK = ("demo_vit", "--steps", "16", "--device", "cpu", "--sites", "blocks.0.*,norm", "--limit", "160")
 
@@ -41,20 +41,20 @@ def test_a_network_is_healed_and_written(here):
 
 @pytest.mark.slow
 def test_a_table_for_people_and_what_was_interrupted(here, monkeypatch):
-    check, checks = Course.check, []
+    check, checks = TrainingState.check, []
 
-    def interrupted(course, *found):
-        checks.append(course.step)
+    def interrupted(state, *found):
+        checks.append(state.step)
         if len(checks) == 3:
             raise KeyboardInterrupt
-        return check(course, *found)
+        return check(state, *found)
 
-    monkeypatch.setattr(Course, "check", interrupted)
+    monkeypatch.setattr(TrainingState, "check", interrupted)
     stopped = heal(*QUICK, "-o", "out/healed")
     assert stopped.exit_code == 130
     assert "the same command goes on from out/healed.healing.safetensors" in " ".join(stopped.stderr.split())
     assert [path.name for path in (here / "out").iterdir()] == ["healed.healing.safetensors"]
-    monkeypatch.setattr(Course, "check", check)
+    monkeypatch.setattr(TrainingState, "check", check)
     done = heal(*QUICK, "-o", "out/healed")
     assert done.exit_code == 0, done.output
     assert "going on from out/healed.healing.safetensors" in done.stderr
@@ -78,12 +78,12 @@ def test_a_table_for_people_and_what_was_interrupted(here, monkeypatch):
 def leftover(tmp_path_factory):
     """What an interrupted healing of QUICK to a folder ``healed`` left beside it, as bytes."""
 
-    def interrupt(course, *found):
+    def interrupt(state, *found):
         raise KeyboardInterrupt
 
     folder = tmp_path_factory.mktemp("interrupted")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Course, "check", interrupt)
+        patched.setattr(TrainingState, "check", interrupt)
         assert heal(*QUICK, "-o", folder / "healed").exit_code == 130
     (path,) = folder.iterdir()
     assert path.name == "healed.healing.safetensors"

@@ -12,7 +12,7 @@ from normscope.cli.commands.layers import layers
 from normscope.cli.commands.swap import swap
 from normscope.errors import NormscopeError
 from normscope.inputs.splits import learned_and_held_out
-from normscope.swaps.drift.output_errors import output_errors
+from normscope.swaps.distances import output_errors
 from normscope.swaps.start import asked_for, fitted
 from normscope.swaps.store.record import read_record
 

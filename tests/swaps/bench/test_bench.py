@@ -23,10 +23,10 @@ from normscope.models.registry import find, list_models
 from normscope.pairs.norms.trace import find_norms
 from normscope.swaps.bench import whole_network
 from normscope.swaps.bench.bench import bench, compilations, published, why_not
-from normscope.swaps.bench.reports import ALIKE, COPY, FASTER, NATIVE, NOT_RUN, PUBLISHED, SLOWER, TOO_FEW, Case
 from normscope.swaps.bench.timing import Measured, bytes_moved, judged, once
 from normscope.swaps.bench.whole_network import NormBench, commonest, fused, norm_bench, variants
 from normscope.swaps.pointwise import DyT
+from normscope.swaps.reports import ALIKE, COPY, FASTER, NATIVE, NOT_RUN, PUBLISHED, SLOWER, TOO_FEW, Case
 
 FORWARD, BOTH = "forward", "forward + backward"
 

@@ -18,11 +18,11 @@ from normscope.errors import UsageError
 from normscope.inputs.batch import Batch
 from normscope.swaps.bench import whole_network
 from normscope.swaps.bench.bench import bench, published, without_kernels
-from normscope.swaps.bench.reports import COPY, FUSED, NATIVE, NOT_RUN, Case
 from normscope.swaps.bench.timing import Measured, judged, once
 from normscope.swaps.bench.whole_network import has_kernel
 from normscope.swaps.kernels import choice, cpu
 from normscope.swaps.pointwise import DyT, PointwiseFunction
+from normscope.swaps.reports import COPY, FUSED, NATIVE, NOT_RUN, Case
 
 pytestmark = pytest.mark.slow
 

@@ -17,13 +17,11 @@ from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.ranks import ALONE
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, silent
-from normscope.swaps.drift.distances import Configuration
-from normscope.swaps.drift.output_errors import measure_of
+from normscope.swaps.distances import Configuration, measure_of
 from normscope.swaps.drift.paired_passes import PairedPasses
-from normscope.swaps.drift.reports import OUTPUT, Drift, Quality, Quantiles
-from normscope.swaps.keep.reports import KeepReport, KeepStep
-from normscope.swaps.quality.judge import Judge, QualityFunction
+from normscope.swaps.quality.measures import Judge, QualityFunction
 from normscope.swaps.replace import Swap
+from normscope.swaps.reports import OUTPUT, Drift, KeepReport, KeepStep, Quality, Quantiles
 
 MOST_SAMPLES = 48  # that a choice is made on: norms differ by more than a median over these is uncertain
 STAGE, HELD_OUT = "keep", "keep, held out"

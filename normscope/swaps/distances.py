@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.linalg import vector_norm
 
 from normscope.errors import DataError, ModelError
 from normscope.inputs.batch import Batch
-from normscope.inputs.loaded_model import Kind
+from normscope.inputs.loaded_model import Kind, Outputs
 from normscope.pairs.ranks import Ranks
 from normscope.pairs.sums.tokens import batch_axis
-from normscope.swaps.drift.reports import END, OUTPUT, Drift, Quantiles, Swapped
+from normscope.runtime.network import KeptBuffers, run
+from normscope.swaps.reports import END, OUTPUT, Drift, Quantiles, Swapped
 
 Arranged = tuple[Tensor, Tensor | None]  # (samples, positions, features), and which positions are data
 
@@ -40,7 +42,7 @@ def output_by_sample(output: Tensor, batch: Batch, kind: Kind) -> Arranged:
 
 
 class SiteLayout:
-    """How the output of one norm site lies; it remembers where positions were found when it could be told.
+    """Layout of the output of one norm site; remembers the axis of positions once it is unambiguous.
 
     Args:
         path: of the site.
@@ -94,7 +96,7 @@ _AT_ONCE = 1 << 24  # elements in float64 at a time: logits of a long text over 
 
 @dataclass(frozen=True)
 class Distances:
-    """How far the samples of one batch are from the original's, on the CPU.
+    """Distances between the samples of one batch and the original's, on the CPU.
 
     Attributes:
         left_out: samples with nothing to compare to: the original is zero throughout or not finite; bool
@@ -231,7 +233,7 @@ Came = tuple[int, int]
 
 @dataclass(frozen=True)
 class Configuration:
-    """Which sites are swapped at once.
+    """Sites that are swapped together.
 
     Attributes:
         swapped: why just these.
@@ -319,7 +321,7 @@ class Tallies:
 
     @property
     def at_output(self) -> bool:
-        """Whether there is any batch of which the output was compared."""
+        """True if the output of any batch was compared."""
         return any(at == OUTPUT for _, at, _ in self._kept)
 
     def gathered(self, ranks: Ranks) -> Tallies:
@@ -361,3 +363,130 @@ class Tallies:
 
 def _share(total: float | None, of: float | None) -> float | None:
     return total / of if total is not None and of else None
+
+
+KL, RELATIVE_L2 = "KL divergence", "relative L2"
+
+
+def relative_errors(output: Tensor, wanted: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Relative L2 of each sample, ‖output − wanted‖ / ‖wanted‖ over all that is not padding.
+
+    Args:
+        output: ``(samples, …)``.
+        wanted: likewise.
+        valid: which positions are data, bool ``(samples, positions)``; None for all, and where the tensors do not have
+            those positions.
+
+    Returns:
+        ``(samples,)``, in the dtype of ``output``, float32 at least.
+
+    >>> relative_errors(torch.tensor([[3.0, 5.0], [1.0, 0.0]]), torch.tensor([[3.0, 4.0], [1.0, 0.0]]))
+    tensor([0.2000, 0.0000])
+    """
+    inside = torch.promote_types(output.dtype, torch.float32)
+    output, wanted = output.to(inside), wanted.to(inside)
+    if valid is not None and output.ndim > 2 and output.shape[:2] == valid.shape:
+        kept = valid.to(output.device).view(*valid.shape, *[1] * (output.ndim - 2))
+        output, wanted = output * kept, wanted * kept
+    norms = vector_norm(wanted.flatten(1), dim=1).clamp_min(torch.finfo(inside).tiny)
+    errors: Tensor = vector_norm((output - wanted).flatten(1), dim=1) / norms
+    return errors
+
+
+def kl_divergences(output: Tensor, wanted: Tensor, valid: Tensor | None = None) -> Tensor:
+    """KL(wanted ‖ output) of logits in nats, the mean over each sample's positions that are not padding.
+
+    Args:
+        output: ``(samples, …, classes)``.
+        wanted: likewise.
+        valid: as for :func:`relative_errors`.
+
+    Returns:
+        ``(samples,)``, in the dtype of ``output``, float32 at least.
+
+    >>> wanted, output = torch.zeros(1, 2, 2), torch.tensor([[[1.0, 3.0], [9.0, 0.0]]]).log()
+    >>> kl_divergences(output, wanted, torch.tensor([[True, False]]))  # ½ log(½ / ¼) + ½ log(½ / ¾)
+    tensor([0.1438])
+    """
+    inside = torch.promote_types(output.dtype, torch.float32)
+    if valid is None or output.shape[:2] != valid.shape:
+        valid = torch.ones(len(output), 1, dtype=torch.bool).expand(-1, output[0].numel() // output.shape[-1])
+    found = []
+    for mine, theirs, kept in zip(output, wanted, valid.to(output.device), strict=True):  # few logits at a time
+        a, b = (x.reshape(-1, x.shape[-1])[kept].to(inside).log_softmax(-1) for x in (theirs, mine))
+        found.append((a.exp() * (a - b)).sum(-1).clamp_min(0).mean())  # rounding may pass Gibbs' inequality
+    return torch.stack(found)
+
+
+def measure_of(kind: Kind) -> str:
+    """Name the error by which outputs of a kind are judged: logits by what they say of each class, not by their size.
+
+    >>> measure_of("tokens"), measure_of("frames")
+    ('KL divergence', 'relative L2')
+    """
+    return KL if kind in ("classes", "tokens") else RELATIVE_L2
+
+
+def errors_by_kind(output: Tensor, wanted: Tensor, batch: Batch, kind: Kind) -> Tensor:
+    """Return the error of each sample's output that :func:`measure_of` names: ``(samples,)``."""
+    return (kl_divergences if measure_of(kind) == KL else relative_errors)(output, wanted, batch.valid)
+
+
+def output_errors(original: nn.Module, swapped: nn.Module, batches: Iterable[Batch], outputs: Outputs) -> Tensor:
+    """Return the error at the output of every sample: float64 ``(samples,)`` on the CPU, ∞ where not finite.
+
+    Every pass begins from the buffers that the networks have now, and leaves them and its batch so.
+
+    Raises:
+        ModelError: if axis 0 of the output does not count the samples.
+    """
+    errors = (OutputErrors(original, [batch], outputs).of(swapped) for batch in batches)
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *errors])
+
+
+MOST_OUTPUT_BYTES = 2**30  # of what the original gave, that is kept in memory
+
+
+class OutputErrors:
+    """Outputs of a network for some batches, computed once, and the distance of others from them.
+
+    Args:
+        original: the network; called when it is first needed, and for outputs beyond a gibibyte again each time.
+        batches: in memory; each is taken as :func:`normscope.swaps.distances.output_errors` takes it.
+        outputs: how to read what the networks return.
+    """
+
+    def __init__(self, original: nn.Module, batches: Sequence[Batch], outputs: Outputs) -> None:
+        self._original, self._batches, self._outputs = original, batches, outputs
+        self._kept: dict[int, Tensor] = {}
+        self._bytes_left = MOST_OUTPUT_BYTES
+
+    def of(self, swapped: nn.Module) -> Tensor:
+        """Return the error at the output of every sample: float64 ``(samples,)`` on the CPU, ∞ where not finite.
+
+        Raises:
+            ModelError: if axis 0 of the output does not count the samples.
+        """
+        errors = [torch.zeros(0, dtype=torch.float64)]
+        for number, batch in enumerate(self._batches):
+            wanted = self._wanted(number)
+            errors.append(errors_by_kind(self._given(swapped, batch), wanted, batch, self._outputs.kind).double().cpu())
+        return torch.cat(errors).nan_to_num(nan=torch.inf)
+
+    def _wanted(self, number: int) -> Tensor:
+        if number in self._kept:
+            return self._kept[number]
+        batch = self._batches[number]
+        wanted = self._given(self._original, batch)
+        output_by_sample(wanted, batch, self._outputs.kind)  # which refuses what has no axis of samples
+        if wanted.nbytes <= self._bytes_left:
+            self._bytes_left -= wanted.nbytes
+            self._kept[number] = wanted
+        return wanted
+
+    @torch.no_grad()
+    def _given(self, network: nn.Module, batch: Batch) -> Tensor:
+        buffers = KeptBuffers(network)
+        given = self._outputs.read(run(network, batch), batch).clone()  # it may be a buffer
+        buffers.put_back()
+        return given

@@ -1,4 +1,4 @@
-"""What a swapped network learns: the outputs of the original and of its norms, on inputs in an order by a seed."""
+"""Training targets: outputs of the original network and of its norms, in a seeded order of inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from normscope.inputs.batch import Batch, joined, tensors_of
 from normscope.inputs.loaded_model import Outputs
 from normscope.inputs.pool import by_length
 from normscope.runtime.network import KeptBuffers, run
-from normscope.swaps.drift.output_errors import KL, kl_divergences, measure_of
+from normscope.swaps.distances import KL, kl_divergences, measure_of
 
 
 def pooled_loss(output: Tensor, wanted: Tensor, valid: Tensor | None) -> Tensor:
@@ -39,7 +39,7 @@ MOST_TARGET_BYTES = 4 * 2**30  # of what the original gave, that is kept in memo
 
 @dataclass(frozen=True)
 class Target:
-    """What the original gave for one batch, with copies: it may change them in place later.
+    """Outputs of the original for one batch, copied because the network may change them in place.
 
     Attributes:
         output: of the network.
@@ -55,7 +55,7 @@ class Target:
         return sum(tensor.nbytes for tensor in (self.output, *(one for each in self.of_sites.values() for one in each)))
 
 
-class Lessons:
+class TrainingTargets:
     """The original and the swapped network side by side, on batches to learn from.
 
     What the original gives for them is computed once and kept, up to four gibibytes of it; beyond, whenever it is
@@ -85,7 +85,7 @@ class Lessons:
         self._bytes_left = MOST_TARGET_BYTES
 
     def __len__(self) -> int:
-        """Return how many lessons there are."""
+        """Return how many targets there are."""
         return len(self._batches)
 
     def targets(self, number: int) -> list[Target]:
@@ -183,7 +183,7 @@ def steps_of(batches: Sequence[Batch], at_once: int, apart: int) -> list[list[Ba
 
 
 def drawn(seed: int, step: int, *, number: int) -> int:
-    """Draw which of a number of lessons a step takes: all of them in a new order, again and again.
+    """Draw which of a number of targets a step takes: all of them in a new order, again and again.
 
     The same seed and step give the same one, whatever was drawn before.
 

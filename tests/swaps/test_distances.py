@@ -1,5 +1,6 @@
 """Distances against numpy in float64, scipy's relative entropy, torch's cosine similarity, and counting by hand."""
 
+import copy
 import math
 
 import numpy as np
@@ -8,11 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import rel_entr, softmax
+from torch import nn
 
-import normscope.swaps.drift.distances as module
+import normscope.swaps.distances as module
 from normscope.inputs.batch import Batch, Sample
-from normscope.swaps.drift.distances import SiteLayout, distances
-from normscope.swaps.drift.reports import Quantiles
+from normscope.inputs.loaded_model import Outputs
+from normscope.swaps.distances import OutputErrors, SiteLayout, distances
+from normscope.swaps.reports import Quantiles
 
 DRAW = torch.Generator().manual_seed(0)
 A, B = (torch.randn(6, 5, 12, generator=DRAW) for _ in range(2))
@@ -167,3 +170,34 @@ def test_rows_of_an_output_belong_to_their_samples_or_all_of_them_to_each():
         queries = torch.arange(2.0 * n_rows).reshape(n_rows, 2)
         arranged, valid = unknown.by_sample(queries, batch)
         assert valid is None and arranged.flatten(1).tolist() == [queries.flatten().tolist()] * 6
+
+
+BATCHES = [
+    Batch((torch.full((2, 3), float(n + 1)),), samples=tuple(Sample(f"{n}", n, k) for k in range(2))) for n in range(3)
+]
+
+
+@pytest.fixture
+def networks():
+    torch.manual_seed(0)
+    original = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    other = copy.deepcopy(original)
+    nn.init.normal_(other[1].weight)
+    return original, other
+
+
+@pytest.mark.parametrize(("room", "passes"), [(2**30, 3), (2 * 4 * 4, 3 + 2), (0, 3 + 3)])
+def test_the_original_runs_once_for_what_memory_holds(networks, monkeypatch, room, passes):
+    original, other = networks
+    monkeypatch.setattr(module, "MOST_OUTPUT_BYTES", room)
+    calls = []
+    original.register_forward_hook(lambda *_: calls.append(1))
+    errors = OutputErrors(original, BATCHES, Outputs())
+    assert not calls
+    found = errors.of(other)
+    assert torch.equal(found, errors.of(other)) and len(calls) == passes
+    with torch.no_grad():
+        pairs = [(original(*b.args).double().numpy(), other(*b.args).double().numpy()) for b in BATCHES]
+    by_hand = [np.linalg.norm(z - y) / np.linalg.norm(y) for ys, zs in pairs for y, z in zip(ys, zs, strict=True)]
+    np.testing.assert_allclose(found.numpy(), by_hand, rtol=1e-6)  # float32 within
+    assert torch.equal(errors.of(original), torch.zeros(6, dtype=torch.float64))

@@ -1,0 +1,595 @@
+"""Records of drift, healing, the choice of norms to keep, and speed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from normscope.errors import UsageError, count
+from normscope.runtime.records import Record, Tabled, as_json
+
+OUTPUT, END = "output", "end of trajectory"
+Swapped = Literal["all", "one", "cumulative"]
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    """Distribution of values over inputs.
+
+    Between two of them a quantile is interpolated, as numpy does by default; it is infinite where either is.
+
+    Attributes:
+        min: the smallest.
+        p10: quantile 0.1.
+        p50: the median.
+        p90: quantile 0.9.
+        max: the largest.
+        n: number of values; of none, all of these are NaN.
+    """
+
+    min: float
+    p10: float
+    p50: float
+    p90: float
+    max: float
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Quantiles:
+        """Take the quantiles of some values, among which may be infinite ones.
+
+        >>> Quantiles.of([3.0, 1.0, 2.0]).p50, Quantiles.of([1.0, 2.0, math.inf]).p90
+        (2.0, inf)
+        """
+        ordered = sorted(values)
+        smallest, p10, p50, p90, largest = (_quantile(ordered, share) for share in (0.0, 0.1, 0.5, 0.9, 1.0))
+        return cls(smallest, p10, p50, p90, largest, len(ordered))
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    if not ordered:
+        return math.nan
+    place = (len(ordered) - 1) * share
+    low, high = ordered[math.floor(place)], ordered[math.ceil(place)]  # between which numpy has NaN where one is ∞
+    if math.isinf(low) or math.isinf(high):
+        return low if low == high or math.isinf(low) else high
+    return low + (high - low) * (place - math.floor(place))
+
+
+@dataclass(frozen=True)
+class Drift(Record):
+    """Distance of a network from the original at one place, with some of its norms replaced.
+
+    An input whose swapped values are not finite counts as the worst in the order of the quantiles: infinitely far,
+    with a cosine of −∞. No mean is taken over inputs.
+
+    Attributes:
+        func: what took the norms' place.
+        init: with which start values; empty where there are none, as of an RMSNorm.
+        swapped: ``all`` the sites; ``one`` alone; or ``cumulative``: those up to this one, the least harmful first.
+        site: the one, or the one added last; None for all.
+        sites_swapped: number of sites swapped.
+        at: where it was measured: ``output``, a site's path, or ``end of trajectory``.
+        part: the part of the data, ``timestep 980`` for example; empty for all of it.
+        inputs: number of inputs that were compared, those among them that are not finite included.
+        nonfinite: how many of them gave a NaN or an infinity once the norms were swapped.
+        left_out: number of further inputs at which the original itself is not finite, or zero throughout.
+        relative_l2: ‖swapped − original‖ / ‖original‖ over all that belongs to an input.
+        cosine: of the angle between the two.
+        kl: KL(original ‖ swapped) of the softmaxes, in nats; of tokens, an input's mean over its positions. None for
+            what is no logits.
+        top1: share of the answers (inputs; of tokens, positions) where the largest logit is the same.
+        top5: share of the answers where the original's largest is among the swapped's five largest, as top-5 accuracy
+            counts it, with the original for the truth; None of five classes and fewer.
+        top5_overlap: share of the original's five largest that are among the swapped's five largest.
+        answers: number of answers that these are shares of; one that is not finite agrees in nothing.
+        frames: relative L2 of single frames, over the frames of all inputs; where all sites are swapped, at the output.
+    """
+
+    func: str
+    init: str
+    swapped: Swapped
+    site: str | None
+    sites_swapped: int
+    at: str
+    part: str
+    inputs: int
+    nonfinite: int
+    left_out: int
+    relative_l2: Quantiles
+    cosine: Quantiles
+    kl: Quantiles | None = None
+    top1: float | None = None
+    top5: float | None = None
+    top5_overlap: float | None = None
+    answers: int | None = None
+    frames: Quantiles | None = None
+
+
+@dataclass(frozen=True)
+class Score(Record):
+    """Quality of one network at its task.
+
+    Attributes:
+        value: of what was measured.
+        interval: 95 % interval of a share, after Wilson; None of anything else, and of inputs that are not independent.
+    """
+
+    value: float
+    interval: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Quality(Record):
+    """Quality of a network at its task, with its norms and with replacements.
+
+    Attributes:
+        name: what was measured: ``top-1``, ``perplexity``, …; of a function of the user's its own name.
+        higher_is_better: whether it grows with quality; None where only the user knows.
+        n: number of images, words, tokens or pairs that it was measured on; None where only the user knows.
+        over: they in words.
+        scores: of each network: ``original``; ``swapped``; and where it was healed, ``healed``.
+    """
+
+    name: str
+    higher_is_better: bool | None
+    n: int | None
+    over: str
+    scores: Mapping[str, Score]
+
+
+@dataclass(frozen=True)
+class DriftCalibration(Record):
+    """Inputs that each row of a drift was calibrated on; it is measured on others.
+
+    Attributes:
+        data: the inputs in words; empty where they do not say it.
+        refit: ``neighbours`` or ``norms``, as :func:`normscope.calibrate` takes it.
+        n_learned: samples that were learned from.
+        n_judged: samples that decided what was kept of it.
+        left_out: samples that did not fit into memory.
+        restored: rows that have the start values, as calibration did not lower the drift on the samples that decide.
+        left: why a linear layer beside a site was left as it is where all sites are swapped, by path.
+    """
+
+    data: str
+    refit: str
+    n_learned: int
+    n_judged: int
+    left_out: int
+    restored: int
+    left: Mapping[str, str]
+
+    @property
+    def in_words(self) -> str:
+        """Say it in a line.
+
+        >>> DriftCalibration("digits", "norms", 36, 12, 0, 0, {}).in_words
+        'by itself, functions alone, on 48 other samples than it is measured on (12 of them decided)'
+        """
+        alone = ", functions alone" if self.refit == "norms" else ""
+        samples = count(self.n_learned + self.n_judged, "other sample")
+        return f"by itself{alone}, on {samples} than it is measured on ({self.n_judged} of them decided)"
+
+
+@dataclass(frozen=True, repr=False)
+class DriftReport(Tabled, Record):
+    """Effect of one swap on a network's outputs.
+
+    Attributes:
+        func: what took the norms' place.
+        init: with which start values; empty where there are none, as of an RMSNorm.
+        sites: paths of the swapped sites, in the network's order.
+        rows: everything that was measured.
+        about: ``model``, ``weights`` and ``data`` in words, as far as they were told.
+        quality: how well the network does what it is for, on the same inputs, with no site swapped and with all; None
+            where nothing tells.
+        no_quality: why there is none; else empty.
+        calibration: of ``init="calibrated"``, what every row was calibrated on; else None.
+    """
+
+    func: str
+    init: str
+    sites: Sequence[str]
+    rows: Sequence[Drift]
+    about: Mapping[str, str] = field(default_factory=dict)
+    quality: Quality | None = None
+    no_quality: str = ""
+    calibration: DriftCalibration | None = None
+
+    def __repr__(self) -> str:
+        how = " ".join(filter(None, ("DriftReport", self.func, self.init)))
+        return f"{how}: {count(len(self.sites), 'site')} swapped, relative L2 {self.all.relative_l2.p50:.3g}"
+
+    @property
+    def start_in_words(self) -> str:
+        """The init; of a calibrated one also what it was learned from."""
+        done = self.calibration
+        if done is None:
+            return self.init
+        alone = " (functions alone)" if done.refit == "norms" else ""
+        return f"{self.init}{alone} on {count(done.n_learned + done.n_judged, 'other sample')}"
+
+    @property
+    def all(self) -> Drift:
+        """The output with all sites swapped."""
+        return next(row for row in self.rows if row.swapped == "all" and row.at == OUTPUT and not row.part)
+
+    @property
+    def by_part(self) -> list[Drift]:
+        """The output with all sites swapped, for each part of the data, in the order in which they came."""
+        return [row for row in self.rows if row.swapped == "all" and row.at == OUTPUT and row.part]
+
+    @property
+    def end(self) -> Drift | None:
+        """The ends of trajectories with all sites swapped; None where none were run."""
+        return next((row for row in self.rows if row.at == END), None)
+
+    @property
+    def at_sites(self) -> list[Drift]:
+        """The output of each site with all sites swapped, in the network's order."""
+        return [row for row in self.rows if row.swapped == "all" and row.at in self.sites]
+
+    @property
+    def by_site(self) -> list[Drift]:
+        """The network's output with each site swapped alone, in the network's order; empty if it was not asked for."""
+        return [row for row in self.rows if row.swapped == "one"]
+
+    @property
+    def cumulative(self) -> list[Drift]:
+        """The network's output with one site, two sites, … swapped; empty if it was not asked for."""
+        return [row for row in self.rows if row.swapped == "cumulative"]
+
+    def least_harmful(self, number: int) -> list[str]:
+        """Return the paths of those sites that move the output least when each is swapped alone, the least first.
+
+        By the median over inputs, a median that is not finite last; of equals, the first in the network.
+
+        Raises:
+            UsageError: if there are not so many sites, or if no site was swapped alone.
+        """
+        if not self.by_site:
+            raise UsageError("Which sites are least harmful is known once each was swapped alone: one_at_a_time=True.")
+        if not 1 <= number <= len(self.sites):
+            raise UsageError(f"{number} sites were asked for; there are {len(self.sites)}, and at least one is taken.")
+        medians = {row.site: row.relative_l2.p50 for row in self.by_site}
+        known = {path: math.inf if math.isnan(medians[path]) else medians[path] for path in self.sites}
+        return sorted(self.sites, key=known.__getitem__)[:number]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what JSON holds, with what was told of the network at its top level."""
+        document = super().as_dict()
+        return {**document.pop("about"), **document}
+
+
+START, CALIBRATED, TRAINED = "start", "calibrated", "trained"
+
+
+@dataclass(frozen=True)
+class TrainingCheck:
+    """State of a training at one step.
+
+    Attributes:
+        step: how many steps were done.
+        loss: mean training loss of the steps since the check before; None where it was not finite.
+        drift: median error at the output, on the inputs that decide; None where it was not finite.
+        kept: whether this state was kept: none before was as near, and the 90th percentile is not above the start's.
+    """
+
+    step: int
+    loss: float | None
+    drift: float | None
+    kept: bool
+
+
+@dataclass(frozen=True, repr=False)
+class HealReport(Tabled, Record):
+    """Result of a healing: the error at the output against the original, in quantiles over samples.
+
+    Attributes:
+        drifts: on the held-out inputs, which nothing else has seen: ``p10``, ``median`` and ``p90`` at the ``start``
+            and after each stage, ``calibrated`` and ``trained``; ∞ where outputs were not finite.
+        left_with: the stage whose state the network was left with: that of the least held-out median, of those whose
+            90th percentile is not above the start's.
+        checks: the course of the training.
+        steps: how many steps it took.
+        train: which weights were trained: ``norms``, ``neighbours`` or ``all``.
+        n_learned: samples that were learned from.
+        n_judged: samples that decided which state is kept.
+        n_held_out: samples that the drifts are of.
+        left_out: samples to learn from that did not fit into memory.
+        not_refitted: why a layer beside a swapped norm was not calibrated, by path.
+        quality: how well the original does what it is for, and the swapped network with its start values and healed,
+            on the held-out inputs; None where nothing tells.
+        no_quality: why there is none; else empty.
+        about: model, weights and data, which are the held-out inputs; empty of a module that is no loaded model.
+        measure: of all errors: ``KL divergence`` of logits, in nats, the mean over a sample's positions; ``relative
+            L2`` of other outputs.
+    """
+
+    drifts: Mapping[str, Mapping[str, float]]
+    left_with: str
+    checks: Sequence[TrainingCheck]
+    steps: int
+    train: str
+    n_learned: int
+    n_judged: int
+    n_held_out: int
+    left_out: int
+    not_refitted: Mapping[str, str] = field(default_factory=dict)
+    quality: Quality | None = None
+    no_quality: str = ""
+    about: Mapping[str, str] = field(default_factory=dict)
+    measure: str = "relative L2"
+
+    _properties: ClassVar[tuple[str, ...]] = ("restored",)
+
+    def __repr__(self) -> str:
+        return (
+            f"HealReport: {self.measure} {self.before['median']:.3g} → {self.after['median']:.3g} in {self.steps} steps"
+        )
+
+    @property
+    def restored(self) -> bool:
+        """True if the network has its start values, because nothing lowered the held-out median."""
+        return self.left_with == START
+
+    @property
+    def before(self) -> Mapping[str, float]:
+        """Quantiles of the drift on the held-out inputs with the start values."""
+        return self.drifts[START]
+
+    @property
+    def after(self) -> Mapping[str, float]:
+        """The same, with what the network was left with."""
+        return self.drifts[self.left_with]
+
+    @property
+    def closed(self) -> float:
+        """Share of the median drift that is gone.
+
+        >>> drifts = {"start": {"median": 0.5}, "trained": {"median": 0.1}}
+        >>> HealReport(drifts, "trained", [], 1, "all", 1, 1, 1, 0).closed
+        0.8
+        """
+        return self.closed_after(self.left_with)
+
+    def closed_after(self, stage: str) -> float:
+        """Share of the median drift that was gone after a stage."""
+        left, start = self.drifts[stage]["median"], self.before["median"]
+        if not math.isfinite(start):
+            return 1.0 if math.isfinite(left) else 0.0
+        return 1 - left / start if start else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what JSON holds, with what is told of the network at its top level; a drift not finite is None."""
+        document = super().as_dict()
+        about, stages, checks = (document.pop(name) for name in ("about", "drifts", "checks"))
+        del stages[START]
+        of_all = {"before": self.before, "after": self.after, "closed": self.closed}
+        return {**about, **as_json(of_all), "stages": stages, **document, "checks": checks}
+
+
+@dataclass(frozen=True)
+class KeepStep(Record):
+    """The network once one norm more is back in its place, all others of the chosen sites swapped.
+
+    Attributes:
+        site: the norm that came back in this step; None of the first, with all sites swapped.
+        kept: how many norms are back.
+        swapped: how many sites are swapped.
+        error: at the output, over the inputs that the choice was made on.
+        held_out: the same over held-out inputs; None where there were none, and of steps that were not taken.
+        worked_on: the median that ``after`` gave, once what is swapped was calibrated for example; None where it was
+            not asked.
+    """
+
+    site: str | None
+    kept: int
+    swapped: int
+    error: Quantiles
+    held_out: Quantiles | None = None
+    worked_on: float | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class KeepReport(Tabled, Record):
+    """Norms of a network to keep, and the error with each number of them kept.
+
+    Attributes:
+        sites: paths of all sites, in the network's order.
+        kept: those of the norms to keep, in the order in which they were put back: the one that was worth most first.
+        steps: one for each number of norms kept, from none on; the last ones may have been tried and not taken.
+        n_chosen_on: number of samples that the choice was made on.
+        func: what takes the norms' place.
+        init: with which start values.
+        about: ``model``, ``weights`` and ``data`` in words, as far as they were told.
+        quality: how well the network does what it is for, on held-out inputs: ``original``, and by the number of norms
+            kept, ``0 kept``, ``1 kept``, …; None where nothing tells.
+        measure: of all errors: ``KL divergence`` of logits, ``relative L2`` of other outputs.
+    """
+
+    sites: Sequence[str]
+    kept: Sequence[str]
+    steps: Sequence[KeepStep]
+    n_chosen_on: int
+    func: str = ""
+    init: str = ""
+    about: Mapping[str, str] = field(default_factory=dict)
+    quality: Quality | None = None
+    measure: str = "relative L2"
+
+    def __repr__(self) -> str:
+        medians = f"{self.steps[0].error.p50:.3g} → {self.taken[-1].error.p50:.3g}"
+        return f"KeepReport: {count(len(self.kept), 'norm')} of {len(self.sites)} kept, {self.measure} {medians}"
+
+    @property
+    def swapped(self) -> list[str]:
+        """Paths of the sites that stay swapped, in the network's order."""
+        return [path for path in self.sites if path not in self.kept]
+
+    @property
+    def taken(self) -> Sequence[KeepStep]:
+        """The steps up to the number of norms that are kept."""
+        return self.steps[: len(self.kept) + 1]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what JSON holds, with what was told of the network at its top level."""
+        document = super().as_dict()
+        return {**document.pop("about"), **document}
+
+
+Way = Literal["eager", "compile", "fused", "compile + fused"]
+Scope = Literal["norm", "model"]
+Passes = Literal["forward", "forward + backward"]
+BESIDE: dict[Way, Way] = {"fused": "eager", "compile + fused": "compile"}  # the native norm has no kernel of ours
+FUSED = tuple(BESIDE)
+PASSES: tuple[Passes, ...] = ("forward", "forward + backward")
+Norms = Literal["eager", "compile", "fused"]
+NATIVE, COPY = "native", "copy"
+FASTER, SLOWER, ALIKE = "faster", "slower", "alike"
+TOO_FEW, NOT_RUN = "too few passes to tell", "not run"
+SOURCE = "arXiv 2503.10622, one H100"
+
+
+@dataclass(frozen=True)
+class Case(Record):
+    """Subject of a timing.
+
+    Attributes:
+        variant: ``native``, ``rmsnorm``, ``identity``, a curve, or ``copy``: a tensor of the norm's size, copied.
+        way: ``eager``, plain torch; ``compile``, plain torch by torch.compile; ``fused``, by one kernel made for it, in
+            an eager network; ``compile + fused``, by that kernel in a network by torch.compile, to which it is opaque.
+        scope: the ``norm`` alone or the whole ``model``.
+        passes: ``forward``, without gradients, or ``forward + backward``.
+        dtype: ``float32``, ``bfloat16`` or ``float16``.
+        timer: ``blocks`` of torch.utils.benchmark; single ``passes``; on CUDA ``do_bench``, or ``graph``: a CUDA
+            graph's replay.
+        shape: of the norm's input; of a whole model, of the first tensor that goes in.
+        sites: how many norms of this class and shape the network has; of a whole model, how many were replaced, and
+            of the native one, how many there are.
+        nbytes: that the norm cannot but move, see :func:`bytes_moved`; None for a whole model.
+    """
+
+    variant: str
+    way: Way
+    scope: Scope
+    passes: Passes
+    dtype: str
+    timer: str
+    shape: tuple[int, ...]
+    sites: int
+    nbytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Timing(Case):
+    """Times of one case, and the verdict.
+
+    Attributes:
+        samples: seconds of one pass, each; none where it did not run.
+        minimum: of them.
+        median: of them.
+        p20: quantile 0.2, or the sample below it.
+        p80: quantile 0.8, or the sample above it.
+        gb_per_s: ``nbytes`` over the median, in 10⁹ bytes; None for a whole model, and of what took no time.
+        share_of_copy: of a same-size copy's GB/s in the same run.
+        ratio: of the median to the native norm's of the same way (of ``fused``, to the eager one's; of
+            ``compile + fused``, to the compiled one's); above 1 is slower.
+        verdict: ``faster`` only where minimum, median and the whole interval from p20 to p80 lie below the native
+            norm's, and ``slower`` where all of them lie above; ``too few passes to tell`` where they do, of fewer than
+            three samples of either; ``alike`` where they do not; ``not run``; or nothing, of the native norm and the
+            copy themselves.
+        compile_seconds: of the first call of what is compiled, the first of all with the start of the compiler; less
+            where torch's cache on disk has it. In no sample.
+        note: what else is to be known: why it did not run, which sites were left as they are.
+    """
+
+    samples: tuple[float, ...] = ()
+    minimum: float | None = None
+    median: float | None = None
+    p20: float | None = None
+    p80: float | None = None
+    gb_per_s: float | None = None
+    share_of_copy: float | None = None
+    ratio: float | None = None
+    verdict: str = ""
+    compile_seconds: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class BenchReport(Tabled, Record):
+    """Speed of a network with each point-wise function in the place of its norms.
+
+    Attributes:
+        about: model, weights and data, as of :attr:`normscope.inputs.loaded_model.LoadedModel.about`.
+        device: what it ran on, in words.
+        rows: in the order in which they were asked for.
+        left_out: what was not timed and why, a sentence each.
+    """
+
+    about: dict[str, str]
+    device: str
+    rows: tuple[Timing, ...]
+    left_out: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"BenchReport {self.about.get('model', '')}: {len(self.rows)} timings on {self.device}"
+
+
+@dataclass(frozen=True)
+class Latency:
+    """One pair of cells of the published table: seconds of all passes together.
+
+    Attributes:
+        variant: ``native`` (an RMSNorm), or a curve.
+        norms: whether they run ``eager``, each by torch.compile, or ``fused``, by normscope's kernels; the rest is
+            eager.
+        passes: ``forward``, or ``forward + backward``, which the paper calls training.
+        layer: seconds that the network's norms take by themselves.
+        model: seconds that the whole network takes.
+    """
+
+    variant: str
+    norms: Norms
+    passes: Passes
+    layer: float
+    model: float
+
+
+PUBLISHED = (
+    Latency(NATIVE, "eager", PASSES[0], 2.1, 14.1),
+    Latency(NATIVE, "eager", PASSES[1], 8.3, 42.6),
+    Latency("dyt", "eager", PASSES[0], 1.0, 13.0),
+    Latency("dyt", "eager", PASSES[1], 4.8, 39.1),
+    Latency(NATIVE, "compile", PASSES[0], 0.3, 12.3),
+    Latency(NATIVE, "compile", PASSES[1], 3.9, 38.9),
+    Latency("dyt", "compile", PASSES[0], 0.3, 12.3),
+    Latency("dyt", "compile", PASSES[1], 3.9, 38.9),
+)
+
+
+@dataclass(frozen=True)
+class PublishedReport(Record):
+    """Our seconds beside the published ones.
+
+    Attributes:
+        device: what ours ran on.
+        rows: ours.
+        published: theirs.
+        source: of theirs.
+        tokens: of the one sequence.
+        n_passes: that each number of ours is of.
+        notes: what differs from the paper's, and what was not run.
+    """
+
+    device: str
+    rows: tuple[Latency, ...]
+    tokens: int
+    n_passes: int
+    notes: tuple[str, ...] = ()
+    published: tuple[Latency, ...] = PUBLISHED
+    source: str = SOURCE
