@@ -461,8 +461,8 @@ _SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 def in_javascript(curve: Curve) -> str:
     """Print f of a built-in curve in JavaScript, of a number ``u`` and the functions clipped, erf and odd.
 
-    >>> in_javascript(CURVES["isru"])
-    '(clipped(u, -1e9, 1e9) * (1 / Math.sqrt((1 + ((clipped(u, -1e9, 1e9)) ** 2)))))'
+    >>> in_javascript(CURVES["softsign"])
+    '(u / (1 + Math.abs(u)))'
     """
     named: dict[str, str] = {}
 
@@ -474,7 +474,7 @@ def in_javascript(curve: Curve) -> str:
             case ast.Name(id=name):
                 return named.get(name, name)
             case ast.Constant(value=value):
-                return f"{value:g}".replace("e+0", "e")
+                return repr(value)
             case ast.UnaryOp(operand=operand):
                 return f"(-{printed(operand)})" if not isinstance(operand, ast.Constant) else f"-{printed(operand)}"
             case ast.BinOp(left=left, op=op, right=right):
