@@ -8,8 +8,17 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from normscope.pairs.sums.binning import MOMENTS, PAIR_GRID
-from normscope.pairs.sums.sampling import FOLDS, LARGEST_TOKENS, UNIFORM_TOKENS, PairSample, SourcesSeen, TokenSample
+from normscope.pairs.sums.binned import OPTIONAL_MOMENTS, PAIR_FIELDS
+from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, MOMENTS, PAIR_GRID
+from normscope.pairs.sums.sampling import (
+    FOLDS,
+    LARGEST_TOKENS,
+    NO_KEY,
+    PAIRS_PER_BIN,
+    UNIFORM_TOKENS,
+    SourcesSeen,
+    TokenSample,
+)
 from normscope.pairs.sums.stats import PairStats
 
 _DENSE = ("channel_sums", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
@@ -22,16 +31,19 @@ _LARGEST_SQUARE = torch.finfo(torch.float32).max ** 2
 def packed(stats: PairStats) -> dict[str, Tensor]:
     """Return the tensors of one site by their names in docs/file-formats.md; bins and cells of no pair are left out."""
     packed = {name: getattr(stats, name) for name in _DENSE}
-    cells = _rows(stats.moments)[:, 0].nonzero().squeeze(1)
-    packed |= {name: _rows(moments)[cells].T for name, moments in _moments_of(stats)} | {"moments.cells": cells.int()}
+    rows = _rows(stats.moments)
+    cells = rows[:, 0].nonzero().squeeze(1)
+    packed |= {"moments": rows[cells].T, "moments.cells": cells.int()}
+    packed |= {name: _rows(stats.bins[name])[cells].T for name in OPTIONAL_MOMENTS if name in stats.bins}
     if stats.channel_moments is not None:
         cells = stats.channel_moments[0].flatten().nonzero().squeeze(1)
         packed["channel_moments"] = stats.channel_moments.flatten(1)[:, cells]
         packed["channel_moments.cells"] = cells.int()
-    cells = stats.density.flatten().nonzero().squeeze(1)
-    packed |= {"density": stats.density.flatten()[cells], "density.cells": cells.int()}
-    places = stats.pairs.filled.flatten().nonzero().squeeze(1)
-    packed |= {f"pairs.{f.name}": getattr(stats.pairs, f.name).flatten()[places] for f in fields(PairSample)}
+    density, pairs = stats.density.flatten(), stats.pairs
+    cells = density.nonzero().squeeze(1)
+    packed |= {"density": density[cells], "density.cells": cells.int()}
+    places = pairs.filled.flatten().nonzero().squeeze(1)
+    packed |= {f"pairs.{name}": values.flatten()[places] for name, values in vars(pairs).items()}
     packed["pairs.places"] = places.int()
     for name in ("tokens", "largest"):
         packed |= {f"{name}.{f.name}": getattr(getattr(stats, name), f.name) for f in fields(TokenSample)}
@@ -60,36 +72,31 @@ def unpacked(
     for name in _DENSE:
         getattr(stats, name).copy_(_like(getattr(stats, name), tensors[name], name))
     cells, shape = _cells(tensors)
-    for name, moments in _moments_of(stats):
-        _rows(moments)[cells] = _rows(_like(torch.empty(shape, dtype=torch.float64), tensors[name], name))
-        setattr(stats, name, moments)
+    binned: dict[str, Tensor] = {}
+    for name in ("moments", *OPTIONAL_MOMENTS):
+        if name in stats.bins:
+            rows = torch.zeros(FOLDS * PAIR_GRID.size, len(MOMENTS), dtype=torch.float64)
+            rows[cells] = _rows(_like(torch.empty(shape, dtype=torch.float64), tensors[name], name))
+            binned[name] = rows.view(FOLDS, -1, len(MOMENTS)).mT
     if stats.channel_moments is not None:
         cells = _within(tensors["channel_moments.cells"].long(), stats.channel_moments[0].numel())
         kept = torch.empty(len(MOMENTS), len(cells), dtype=torch.float64)
         stats.channel_moments.flatten(1)[:, cells] = _like(kept, tensors["channel_moments"], "channel_moments")
-    cells = _within(tensors["density.cells"].long(), stats.density.numel())
-    density = stats.density.flatten()
-    density[cells] = _like(density.new_empty(len(cells)), tensors["density"], "density")
-    stats.density = density.view(stats.density.shape)
-    places = _within(tensors["pairs.places"].long(), stats.pairs.key.numel())
-    for field in fields(PairSample):
-        whole = getattr(stats.pairs, field.name)
-        name = f"pairs.{field.name}"
-        flat = whole.flatten()
-        flat[places] = _like(flat.new_empty(len(places)), tensors[name], name)
-        setattr(stats.pairs, field.name, flat.view(whole.shape))
+    density = torch.zeros(DENSITY_X_GRID.size, DENSITY_Y_GRID.size, dtype=torch.int64)
+    cells = _within(tensors["density.cells"].long(), density.numel())
+    density.view(-1)[cells] = _like(density.new_empty(len(cells)), tensors["density"], "density")
+    places = _within(tensors["pairs.places"].long(), PAIRS_PER_BIN * PAIR_GRID.size)
+    for name, dtype in PAIR_FIELDS.items():
+        values = torch.full((PAIRS_PER_BIN, PAIR_GRID.size), NO_KEY if name == "key" else 0, dtype=dtype)
+        values.view(-1)[places] = _like(values.new_empty(len(places)), tensors[f"pairs.{name}"], f"pairs.{name}")
+        binned[name] = values
+    stats.bins = stats.bins.replaced({"density": density, **binned})
     for name, capacity in (("tokens", UNIFORM_TOKENS), ("largest", LARGEST_TOKENS)):
         width = stats.tokens.x.shape[1]
         setattr(stats, name, _token_sample(width, capacity, name, tensors))
     stats.sources = sources
     _check(stats, tensors)
     return stats
-
-
-def _moments_of(stats: PairStats) -> list[tuple[str, Tensor]]:
-    """The moments by fold and bin that this site keeps, by name."""
-    every = [(name, getattr(stats, name)) for name in ("moments", "gamma_moments", "diagonal_moments")]
-    return [(name, moments) for name, moments in every if moments is not None]
 
 
 def _rows(moments: Tensor) -> Tensor:
