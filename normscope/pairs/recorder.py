@@ -166,7 +166,10 @@ class Recorder:
         if self.summing.sample is not None:
             sample = f"a sample of {count(self.summing.sample, 'token')} of each"
             about = {**about, "data": f"{about['data']} · {sample}", "sample": sample}
-        seen = self.seen.cpu()
+        seen = self.seen
+        for moved in seen.stats.values():  # one site after another, so that no second copy of all is made
+            for name in moved:
+                moved[name] = moved[name].to("cpu")
         called = {name for stats in seen.stats.values() for name in stats}
         missed = [site for site in self.sites if site.name not in called]
         skipped = skipped + [
@@ -180,8 +183,8 @@ class Recorder:
             whole = Capture({**about, **named}, own, skipped, stats, n_samples, self.summing.seed, versions())
             return replace(whole, inputs=inputs)
 
-        whole = sums_of(self.sites, list(seen.stats.values()))
-        named = {part: of(stats, seen.n_samples[part], part) for part, stats in seen.stats.items() if part}
+        whole = sums_of(self.sites, [seen.stats[part] for part in seen.parts])
+        named = {part: of(seen.stats[part], seen.n_samples[part], part) for part in seen.parts if part}
         return replace(of(whole, seen.n_samples.total()), parts=named)
 
     def _first_inputs(self) -> list[KeptInput]:

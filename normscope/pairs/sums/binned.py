@@ -82,22 +82,8 @@ class Table:
         self.rows[-1:] = torch.tensor([first + len(new)]).short()
 
 
-class _Named:
-    """Tensors by name."""
-
-    def __contains__(self, name: str) -> bool:
-        raise NotImplementedError
-
-    def __getitem__(self, name: str) -> Tensor:
-        raise NotImplementedError
-
-    def get(self, name: str) -> Tensor | None:
-        """Return a tensor; None if it is not stored."""
-        return self[name] if name in self else None
-
-
 @dataclass(frozen=True)
-class DenseBins(_Named):
+class DenseBins:
     """All bins, as plain tensors: in a GPU's memory, where kernels address them directly."""
 
     tensors: dict[str, Tensor]
@@ -112,6 +98,10 @@ class DenseBins(_Named):
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
 
+    def get(self, name: str) -> Tensor | None:
+        """Return a tensor; None if it is not stored."""
+        return self.tensors.get(name)
+
     def add(self, name: str, moments: Tensor) -> None:
         """Add to the moments ``name``, in place."""
         self.tensors[name].add_(moments)
@@ -122,7 +112,7 @@ class DenseBins(_Named):
 
 
 @dataclass(frozen=True)
-class CompactBins(_Named):
+class CompactBins:
     """The bins that contain pairs: in the CPU's memory.
 
     Indexing by name returns a new dense tensor; :meth:`add` and :meth:`replaced` change what is stored.
@@ -155,6 +145,12 @@ class CompactBins(_Named):
 
     def __contains__(self, name: str) -> bool:
         return name == "density" or name in self.cells.values or name in self.pairs.values
+
+    def get(self, name: str) -> Tensor | None:
+        """Return a tensor; None if it is not stored."""
+        if name not in self:
+            return None
+        return self[name]
 
     def __getitem__(self, name: str) -> Tensor:
         if name == "density":
