@@ -150,7 +150,7 @@ def verify(model: str, weights: str, padded: bool) -> dict[str, Any]:
     import normscope
     from normscope.errors import NormscopeError
     from normscope.pairs import recorder
-    from normscope.pairs.norms.verification import excess
+    from normscope.pairs.norms.recognition import excess
 
     times: list[float] = []
 

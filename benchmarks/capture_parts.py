@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 from common import Measurement, finish, in_own_process, in_turn, options
+from normscope.pairs.sums.binning.cpu_arrays import CONSTANTS, Tile
 from numba import njit
 
 from normscope import Sample
-from normscope.pairs.norms.formulas import FORMS, layer_norm
+from normscope.pairs.norms.formulas import FORMS, Lines, layer_norm
 from normscope.pairs.sums.binning import cpu, cpu_draw, cpu_loop
-from normscope.pairs.sums.binning.cpu_arrays import CONSTANTS, Tile
 from normscope.pairs.sums.stats import PairStats
-from normscope.pairs.sums.tokens import Lines, Run, Tokens
+from normscope.pairs.sums.tokens import Run, Tokens
 
 SHAPES = {"vit_b16": (8, 197, 768), "wav2vec2_large": (1, 148, 1024), "dit_xl": (1, 256, 1152)}
 WHOLE = "PairStats.update"

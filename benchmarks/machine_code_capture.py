@@ -14,11 +14,11 @@ from common import Measurement, finish, names, options
 from disassembly import Code, Instruction, code_of_launch
 from machine_code import MULTIPROCESSORS, assemblers
 
-from normscope.pairs.norms.formulas import FORMS, layer_norm
+from normscope.pairs.norms.formulas import FORMS, Lines, layer_norm
 from normscope.pairs.sums.binning import cuda, cuda_launches
 from normscope.pairs.sums.binning.cuda_launches import KernelCall
 from normscope.pairs.sums.stats import PairStats
-from normscope.pairs.sums.tokens import Lines, Run, Tokens
+from normscope.pairs.sums.tokens import Run, Tokens
 from normscope.swaps.kernels.launch import LANES, Launch
 
 TOKENS, CHANNELS, SAMPLES = 64 * 197, 768, 64  # of a hook of ViT-B/16

@@ -86,10 +86,8 @@ HELD_BY = {
     },
     "pairs/norms/test_kinds_grouped.py": {"pairs/sums/tokens"},
     "pairs/sums/binning/test_cpu.py": {"pairs/sums/binning/reference"},
-    "pairs/sums/binning/test_cuda_loop.py": {"pairs/sums/binning/cuda_draw", "pairs/sums/binning/cuda_pairs"},
-    "pairs/test_merging.py": {"pairs/captures"},
-    "pairs/test_storage.py": {"pairs/sums/packing"},
-    "pairs/sums/test_stats.py": {"pairs/sums/blocks"},
+    "pairs/test_storage_merging.py": {"pairs/captures"},
+    "pairs/sums/test_stats.py": {"pairs/sums/binned"},
     "swaps/bench/test_bench.py": {
         f"swaps/bench/{room}" for room in ("reports", "single_norm", "variants", "whole_network")
     },

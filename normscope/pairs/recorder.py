@@ -18,9 +18,9 @@ from normscope.inputs.previews import preview_of
 from normscope.pairs.captures import Capture, sums_of, versions
 from normscope.pairs.kept_inputs import InputKeeper, KeptInput, Previews, first_inputs
 from normscope.pairs.norms.kinds import NormKind
+from normscope.pairs.norms.recognition import check
 from normscope.pairs.norms.sites import NormSite, SkippedNorm
 from normscope.pairs.norms.trace import NormReport, input_of, with_input
-from normscope.pairs.norms.verification import check
 from normscope.pairs.sums.sampling import Assignment, SourcesSeen
 from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import batch_axis, serves_all, token_axes

@@ -10,8 +10,7 @@ from typing import Any
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import FREE
 from normscope.pairs.captures import Capture
-from normscope.pairs.sums.magnitudes import of_tokens
-from normscope.pairs.sums.stats import PairStats
+from normscope.pairs.sums.stats import PairStats, of_tokens
 from normscope.runtime.records import Record, Records, Tabled, as_json
 
 

@@ -29,7 +29,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None 
 
 
 @dataclass(frozen=True)
-class Table:
+class BinTable:
     """A row of values for each bin in use, in the order of their first use.
 
     Attributes:
@@ -42,12 +42,12 @@ class Table:
     values: Mapping[str, Tensor]
 
     @classmethod
-    def empty(cls, bins: int, length: int, dtypes: Mapping[str, torch.dtype]) -> Table:
+    def empty(cls, bins: int, length: int, dtypes: Mapping[str, torch.dtype]) -> BinTable:
         values = {name: zeros((bins + 1, length), dtype) for name, dtype in dtypes.items()}
         return cls(zeros((bins + 1,), torch.int16), values)
 
     @classmethod
-    def of(cls, dense: Mapping[str, Tensor]) -> Table:
+    def of(cls, dense: Mapping[str, Tensor]) -> BinTable:
         """Compress tensors ``(bins, values of a bin)``, in which unused bins are zero."""
         bins, length = next(iter(dense.values())).shape
         table = cls.empty(bins, length, {name: values.dtype for name, values in dense.items()})
@@ -123,18 +123,18 @@ class CompactBins:
         pairs: the drawn pairs of each bin. Of ``key``, the bits that differ from those of a free place.
     """
 
-    cells: Table
-    tiles: Table
-    pairs: Table
+    cells: BinTable
+    tiles: BinTable
+    pairs: BinTable
 
     @classmethod
     def empty(cls, optional: Iterable[str] = ()) -> CompactBins:
         """Return no pairs at all."""
         moments = dict.fromkeys(("moments", *optional), torch.float64)
         return cls(
-            Table.empty(FOLDS * PAIR_GRID.size, len(MOMENTS), moments),
-            Table.empty(math.prod(_TILES), TILE**2, {"low": torch.int16, "high": torch.int64}),
-            Table.empty(PAIR_GRID.size, PAIRS_PER_BIN, PAIR_FIELDS),
+            BinTable.empty(FOLDS * PAIR_GRID.size, len(MOMENTS), moments),
+            BinTable.empty(math.prod(_TILES), TILE**2, {"low": torch.int16, "high": torch.int64}),
+            BinTable.empty(PAIR_GRID.size, PAIRS_PER_BIN, PAIR_FIELDS),
         )
 
     @property
@@ -172,13 +172,13 @@ class CompactBins:
         bins = self
         if any(name in self.cells.values for name in tensors):
             every = {name: tensors[name] if name in tensors else self[name] for name in self.cells.values}
-            cells = Table.of({name: moments.mT.reshape(-1, len(MOMENTS)) for name, moments in every.items()})
+            cells = BinTable.of({name: moments.mT.reshape(-1, len(MOMENTS)) for name, moments in every.items()})
             bins = replace(bins, cells=cells)
         if "density" in tensors:
-            bins = replace(bins, tiles=Table.of(_split(_tiled(tensors["density"]))))
+            bins = replace(bins, tiles=BinTable.of(_split(_tiled(tensors["density"]))))
         if "key" in tensors:
             pairs = {name: tensors[name].T for name in PAIR_FIELDS}
-            bins = replace(bins, pairs=Table.of({**pairs, "key": pairs["key"] ^ NO_KEY}))
+            bins = replace(bins, pairs=BinTable.of({**pairs, "key": pairs["key"] ^ NO_KEY}))
         return bins
 
 

@@ -11,11 +11,14 @@ from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from normscope.errors import DataError
 from normscope.inputs.batch import Sample
+from normscope.pairs.norms.formulas import Lines
 from normscope.pairs.sums.binned import OPTIONAL_MOMENTS, PAIR_FIELDS, Bins, CompactBins, DenseBins, empty_bins
 from normscope.pairs.sums.binning import (
     CHANNEL_GRID,
@@ -33,7 +36,92 @@ from normscope.pairs.sums.sampling import (
     TokenSample,
     sample_key,
 )
-from normscope.pairs.sums.tokens import Lines, Run, Tokens
+from normscope.pairs.sums.tokens import Run, Tokens
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Magnitudes:
+    """Non-negative numbers in bins, those of a bin spread evenly between its ``low`` and ``high``.
+
+    Attributes:
+        n: how many each bin holds, ``(bins,)``, positive, in ascending order of the bins.
+        low: where those of a bin begin, likewise.
+        high: where they end, likewise; ``low`` where all are the same.
+    """
+
+    n: Array
+    low: Array
+    high: Array
+
+    @property
+    def count(self) -> float:
+        """How many there are in all."""
+        return float(self.n.sum())
+
+    def quantile(self, share: float) -> float:
+        """Return the number that ``share`` of all do not pass; the whole bin's width is what it may be off by.
+
+        >>> Magnitudes(np.array([1.0, 3.0]), np.array([0.0, 1.0]), np.array([1.0, 2.0])).quantile(0.5)
+        1.3333333333333333
+        """
+        below = np.concatenate([[0], np.cumsum(self.n)])
+        bin_ = min(int(np.searchsorted(below[1:], share * below[-1])), len(self.n) - 1)
+        within = (share * below[-1] - below[bin_]) / self.n[bin_]
+        return float(self.low[bin_] + within * (self.high[bin_] - self.low[bin_]))
+
+    def below(self, value: float) -> float:
+        """Return how many do not pass ``value``."""
+        width = self.high - self.low
+        within = np.divide(value - self.low, width, out=np.where(value >= self.low, 1.0, 0.0), where=width > 0)
+        return float(self.n @ np.clip(within, 0, 1))
+
+    def mean(self, function: Callable[[Array], Array]) -> float:
+        """Return the mean of a function of them, which must be nearly straight within a bin."""
+        return float(self.n @ function((self.low + self.high) / 2) / self.n.sum())
+
+
+def of_pairs(moments: Tensor) -> Magnitudes:
+    """Distribution of |x| over all pairs; within a bin, by its own mean and spread.
+
+    A bin that holds one pair, as those of the tails do, holds it at its own x.
+
+    Args:
+        moments: n, Σx, Σy, Σx², Σxy, Σy² per bin, float64 ``(6, bins)``, on a grid that is symmetric about zero.
+    """
+    n, x, xx = (_folded(row) for row in (moments[0].numpy(), moments[1].abs().numpy(), moments[3].numpy()))
+    filled = n > 0
+    n, x, xx = n[filled], x[filled], xx[filled]
+    mean = x / n
+    half = np.sqrt(3 * np.maximum(xx / n - mean**2, 0))  # an even spread's, from its standard deviation
+    half *= half > 1e-7 * mean  # below that it is rounding
+    return Magnitudes(n, np.maximum(mean - half, 0), mean + half)
+
+
+def of_tokens(counts: Tensor) -> Magnitudes:
+    """Distribution over tokens of the magnitude that they are counted by, μ/σ or σ.
+
+    Bins are an eighth of an octave wide, at most 12 %.
+
+    Args:
+        counts: number of tokens per bin of the grid of tokens, int64 ``(bins,)``.
+    """
+    edges = TOKEN_GRID.edges().numpy()[TOKEN_GRID.centre + 1 :]
+    low, high = np.concatenate([[0.0], edges[:-1]]), edges
+    high = np.where(np.isfinite(high), high, low)
+    n = _folded(counts.double().numpy())
+    filled = n > 0
+    return Magnitudes(n[filled], low[filled], high[filled])
+
+
+def _folded(row: Array) -> Array:
+    """Add the bins of negative numbers to those of the positive ones of the same magnitude."""
+    centre = len(row) // 2
+    folded = row[centre:].copy()
+    folded[1:] += row[:centre][::-1]
+    return folded
+
 
 _NOBODY = (Sample("tokens of no sample", 0, -1),)
 _SUMS = ("moments", "density", "channel_sums", "token_offsets", "token_scales", "nonfinite_tokens")

@@ -94,7 +94,7 @@ class Rows(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The arrays that a thread fills: those of a :class:`CompactBins`, as :class:`Table` stores them, and the counts.
+    """The arrays that a thread fills: those of a :class:`CompactBins`, and the counts.
 
     Attributes:
         cells: row of each fold and bin, uint16.
@@ -219,7 +219,7 @@ def _new_row(rows: Any, block: Any) -> Any:
 
 @_exact
 def _row_of(rows: Any, block: Any) -> Any:
-    """Return the row of a bin of a :class:`Table`, the next free one if it has none."""
+    """Return the row of a bin of a :class:`BinTable`, the next free one if it has none."""
     row = rows[_u8(block)]
     return _u8(_new_row(rows, _u8(block)) if row == 0 else row)
 

@@ -11,10 +11,8 @@ import triton
 from torch import Tensor
 
 from normscope.pairs.sums.binning import PAIR_GRID, reference
-from normscope.pairs.sums.binning.cuda_draw import draw
 from normscope.pairs.sums.binning.cuda_launches import KernelCall, launched
-from normscope.pairs.sums.binning.cuda_loop import GATHERED, describe
-from normscope.pairs.sums.binning.cuda_pairs import COUNTED, add_pairs, flush
+from normscope.pairs.sums.binning.cuda_pairs import COUNTED, GATHERED, add_pairs, describe, draw, flush
 from normscope.pairs.sums.sampling import FOLDS, GROUPED_WIDTH, NO_KEY, ONE_ELEMENT_IN
 from normscope.pairs.sums.tokens import Run, Tokens
 

@@ -11,10 +11,15 @@ triton = pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from normscope.pairs.norms.formulas import FORMS, layer_norm, rms_norm  # noqa: E402
+from normscope.pairs.norms.formulas import (  # noqa: E402
+    FORMS,
+    Lines,
+    layer_norm,
+    rms_norm,
+)
 from normscope.pairs.sums.binning import cuda, cuda_launches  # noqa: E402
 from normscope.pairs.sums.stats import PairStats  # noqa: E402
-from normscope.pairs.sums.tokens import Lines, Run, Tokens  # noqa: E402
+from normscope.pairs.sums.tokens import Run, Tokens  # noqa: E402
 
 KERNELS = (cuda.describe, cuda.add_pairs, cuda.flush, cuda.draw)
 if not all(isinstance(kernel, triton.JITFunction) for kernel in KERNELS):
