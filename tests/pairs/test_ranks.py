@@ -150,7 +150,8 @@ def hand_made_recorder(rank):
     recorder = Recorder(model, Summing(), report, report.sites)
     seen = capture(model, [batch([rank * 2, rank * 2 + 1])]).stats
     late = SkippedNorm(f"late {rank}", "LayerNorm", "löte")
-    parts = [{"a": {"1": seen["1"]}}, {"b": seen, "a": {"0": seen["0"]}}, {}]
+    again = capture(model, [batch([rank * 2, rank * 2 + 1])]).stats
+    parts = [{"a": {"1": seen["1"]}}, {"b": seen, "a": {"0": again["0"]}}, {}]
     n_samples = [Counter(a=1), Counter(a=2, b=2), Counter()]
     recorder.seen = Seen(parts[rank], n_samples[rank], {late.name: late} if rank else {})
     return recorder
