@@ -354,7 +354,7 @@ class PairStats:
     def _with(self, sums: Mapping[str, Tensor], pairs: PairSample) -> PairStats:
         """Return the same with other :attr:`sums` and drawn pairs."""
         binned = {name: total for name, total in sums.items() if name in _BINNED}
-        others = {name: total for name, total in sums.items() if name not in _BINNED}
+        others: dict[str, Any] = {name: total for name, total in sums.items() if name not in _BINNED}
         return replace(self, bins=self.bins.replaced({**binned, **vars(pairs)}), **others)
 
     @property

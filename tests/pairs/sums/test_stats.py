@@ -268,7 +268,7 @@ def test_empty_bins_take_no_memory():
             stats.update(rows, LAYER_NORM, [Sample("data", 8 * first + i, 8 * first + i) for i in range(8)])
         return stats
 
-    for tokens, most in ((200, 1.0e6), (10_000, 1.8e6)):
+    for tokens, most in ((200, 0.6e6), (10_000, 1.0e6)):
         kept = [seen(tokens)]
         before = resident_bytes()
         kept += [seen(tokens) for _ in range(30)]
