@@ -14,10 +14,10 @@ from common import Measurement, finish, names, options
 from disassembly import Code, Instruction, code_of_launch
 from machine_code import MULTIPROCESSORS, assemblers
 
-from normscope.pairs.norms.formulas import FORMS, layer_norm
+from normscope.pairs.norms.formulas import FORMS, Lines, layer_norm
 from normscope.pairs.sums.binning import cuda
 from normscope.pairs.sums.stats import PairStats
-from normscope.pairs.sums.tokens import Lines, Run, Tokens
+from normscope.pairs.sums.tokens import Run, Tokens
 from normscope.runtime.launches import KernelCall, Scratch, complete
 from normscope.swaps.kernels.launch import LANES
 

@@ -39,10 +39,10 @@ from .page.report import Page as Page
 from .page.report import report as report
 from .pairs.capture import capture as capture
 from .pairs.captures import Capture as Capture
-from .pairs.merging import merge_captures as merge_captures
 from .pairs.norms.recognition import register_norm as register_norm
 from .pairs.norms.trace import find_norms as find_norms
 from .pairs.storage import load_capture as load_capture
+from .pairs.storage import merge_captures as merge_captures
 from .pairs.storage import save_capture as save_capture
 from .pairs.sums.stats import PairStats as PairStats
 from .swaps.bench.bench import bench as bench

@@ -13,9 +13,9 @@ from torch import Tensor
 from normscope.errors import DataError
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.previews import Preview
+from normscope.pairs.norms.formulas import Lines
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.binning import FloatGrid
-from normscope.pairs.sums.tokens import Lines
 from normscope.runtime.records import checked, is_bool, is_count, is_int, is_shape, is_text
 
 Previews = Callable[[Batch, int], Preview | None]

@@ -6,15 +6,14 @@ Nothing is pickled: texts travel as bytes in tensors. Every rank has the result.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 import torch
 import torch.distributed as dist
@@ -23,12 +22,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from normscope.errors import DataError, RankLostError
 from normscope.inputs.splits import LeftOut
-from normscope.pairs import kept_inputs
-from normscope.pairs.kept_inputs import KeptInput
-from normscope.pairs.norms.sites import SkippedNorm
 from normscope.pairs.recorder import Recorder, Seen
-from normscope.pairs.sums.sampling import LARGEST_TOKENS, UNIFORM_TOKENS, PairSample, SourcesSeen, TokenSample
-from normscope.pairs.sums.stats import PairStats
+from normscope.pairs.storage import packed_seen, unpacked_seen
 from normscope.runtime.processes import Place
 
 # Ranks wait for the slowest, whose share of recordings may be the longest; a lost one is torchrun's to notice.
@@ -77,54 +72,13 @@ class Ranks:
         of_rank = torch.frombuffer(bytearray(flags), dtype=torch.uint8) if flags else torch.zeros(0, dtype=torch.uint8)
         return self.gathered(of_rank if self.rank == 0 else of_rank[:0])[0].cpu().numpy().tobytes()
 
-    def total(self, tensor: Tensor) -> Tensor:
-        """Return the sum of every rank's tensor, in its memory layout."""
-        return self._reduced(tensor, dist.ReduceOp.SUM)
-
-    def least(self, tensor: Tensor) -> Tensor:
-        """Return, element by element, the smallest of every rank's tensor."""
-        return self._reduced(tensor, dist.ReduceOp.MIN)
-
-    def merged(self, stats: PairStats) -> PairStats:
-        """Return the sums over the pairs of all ranks: what :meth:`PairStats.merge` of them gives, by all-reduce."""
-        if self.size == 1:
-            return stats
-        seen = [SourcesSeen(**one) for one in self.told(asdict(stats.sources))]
-        regrouped = stats.regrouped(functools.reduce(SourcesSeen.merged, seen))
-        low, high = regrouped.channel_extremes.unbind(0)
-        totals: dict[str, Any] = {name: self.total(value) for name, value in regrouped.sums.items()}
-        return replace(
-            regrouped,
-            **totals,
-            channel_extremes=torch.stack([self.least(low), -self.least(-high)]),
-            tokens=self._tokens(regrouped.tokens, UNIFORM_TOKENS),
-            largest=self._tokens(regrouped.largest, LARGEST_TOKENS),
-            pairs=self._pairs(regrouped.pairs),
-        )
-
-    def _reduced(self, tensor: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
-        if self.size == 1:
-            return tensor
-        # In memory the moments of a bin lie together, which is contiguous with its last two axes exchanged.
-        turned = tensor.ndim > 1 and not tensor.is_contiguous()
-        sent = (tensor.mT if turned else tensor).to(self.device).contiguous().clone()
-        _together(dist.all_reduce, sent, how)
-        received = sent.to(tensor.device)
-        return received.mT if turned else received
-
-    def _tokens(self, sample: TokenSample, capacity: int) -> TokenSample:
-        kept = sample.kept()
-        columns = [self.gathered(getattr(kept, field.name)) for field in fields(TokenSample)]
-        everyone = [TokenSample(*of_rank) for of_rank in zip(*columns, strict=True)]
-        return functools.reduce(lambda one, other: one.with_more(other, capacity), everyone)
-
-    def _pairs(self, sample: PairSample) -> PairSample:
-        """Return, place by place, the pair of least key; of equal keys that of the lowest rank."""
-        key = self.least(sample.key)
-        claim = torch.where(sample.filled & (sample.key == key), self.rank, self.size)
-        mine = (self.least(claim) == self.rank) & (claim == self.rank)
-        values = {name: getattr(sample, name) for name in ("x", "y", "channel")}
-        return PairSample(key, **{name: self.total(value.where(mine, 0)) for name, value in values.items()})
+    def each(self, data: bytes) -> Iterator[bytes]:
+        """Yield every rank's bytes, in the order of ranks, those of one rank at a time."""
+        for rank, size in enumerate(self.told(len(data))):
+            mine = np.frombuffer(data, np.uint8) if rank == self.rank else np.zeros(size, np.uint8)
+            sent = torch.from_numpy(mine.copy()).to(self.device)
+            _together(dist.broadcast, sent, src=rank)
+            yield sent.cpu().numpy().tobytes()
 
 
 ALONE = Ranks()
@@ -179,39 +133,13 @@ def merge_seen(recorder: Recorder, ranks: Ranks) -> None:
     """
     if ranks.size == 1:
         return
-    seen = recorder.seen
-    named = {part: list(stats) for part, stats in seen.stats.items()}
-    late = [norm.as_dict() for norm in seen.late.values()]
-    of_ranks = ranks.told({"named": named, "samples": seen.n_samples, "late": late, "first": seen.first})
-    sites = {site.name: site for site in recorder.sites}
-    wanted = _union([one["named"] for one in of_ranks])
-    stats: dict[str, dict[str, PairStats]] = {}
-    for part, names in wanted.items():
-        mine = seen.stats.get(part, {})
-        stats[part] = {
-            name: ranks.merged(mine.get(name) or recorder.empty(sites[name], torch.device(ranks.device)))
-            for name in names
-        }
-    others = [_seen(one["samples"], one["late"], one["first"]) for one in of_ranks]
-    inputs = [one for of_rank in _told_inputs(recorder, ranks) for one in of_rank]
-    recorder.seen = replace(functools.reduce(Seen.merge, others), stats=stats, inputs=inputs)
-
-
-def _told_inputs(recorder: Recorder, ranks: Ranks) -> list[list[KeptInput]]:
-    """Return the inputs that each rank keeps; on every rank, as tensors in one file a rank."""
-    entries = ranks.told(kept_inputs.described(recorder.seen.inputs, recorder.sites))
-    tensors = kept_inputs.tensors_of(recorder.seen.inputs, recorder.sites)
-    files = ranks.gathered(torch.frombuffer(bytearray(safetensors.torch.save(tensors)), dtype=torch.uint8))
-    return [
-        kept_inputs.rebuilt(of_rank, recorder.sites, safetensors.torch.load(file.cpu().numpy().tobytes()))
-        for of_rank, file in zip(entries, files, strict=True)
-    ]
-
-
-def _seen(samples: Mapping[str, int], late: Iterable[Mapping[str, Any]], first: Mapping[str, int]) -> Seen:
-    """What a rank has seen, from its message: without the sums."""
-    norms = [SkippedNorm(**norm) for norm in late]
-    return Seen({}, Counter(samples), {norm.name: norm for norm in norms}, dict(first))
+    header, tensors = packed_seen(recorder)
+    headers = ranks.told(header)
+    files = ranks.each(safetensors.torch.save(tensors))
+    seen = Seen()
+    for of_rank, file in zip(headers, files, strict=True):
+        seen = seen.merge(unpacked_seen(of_rank, safetensors.torch.load(file), recorder))
+    recorder.seen = seen
 
 
 def merge_left_out(left_out: LeftOut, ranks: Ranks) -> LeftOut:
@@ -231,15 +159,6 @@ def _together(collective: Callable[..., Any], *arguments: Any, **options: Any) -
             "Another rank ended before its part was done. What each rank kept at its last checkpoint is there: the "
             "same command with --resume goes on."
         ) from error
-
-
-def _union(named: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
-    """Return all parts and sites that any rank has, in one order."""
-    union: dict[str, dict[str, None]] = {}
-    for one in named:
-        for part, names in one.items():
-            union.setdefault(part, {}).update(dict.fromkeys(names))
-    return {part: list(names) for part, names in union.items()}
 
 
 def check_alike(ranks: Ranks, settings: Mapping[str, Any]) -> None:

@@ -18,9 +18,9 @@ from normscope.inputs.previews import preview_of
 from normscope.pairs.captures import Capture, sums_of, versions
 from normscope.pairs.kept_inputs import InputKeeper, KeptInput, Previews, first_inputs
 from normscope.pairs.norms.kinds import NormKind
+from normscope.pairs.norms.recognition import check
 from normscope.pairs.norms.sites import NormSite, SkippedNorm
 from normscope.pairs.norms.trace import NormReport, input_of, with_input
-from normscope.pairs.norms.verification import check
 from normscope.pairs.sums.sampling import Assignment, SourcesSeen
 from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import batch_axis, serves_all, token_axes
@@ -166,7 +166,10 @@ class Recorder:
         if self.summing.sample is not None:
             sample = f"a sample of {count(self.summing.sample, 'token')} of each"
             about = {**about, "data": f"{about['data']} · {sample}", "sample": sample}
-        seen = self.seen.cpu()
+        seen = self.seen
+        for moved in seen.stats.values():  # one site after another, so that no second copy of all is made
+            for name in moved:
+                moved[name] = moved[name].to("cpu")
         called = {name for stats in seen.stats.values() for name in stats}
         missed = [site for site in self.sites if site.name not in called]
         skipped = skipped + [
@@ -180,8 +183,8 @@ class Recorder:
             whole = Capture({**about, **named}, own, skipped, stats, n_samples, self.summing.seed, versions())
             return replace(whole, inputs=inputs)
 
-        whole = sums_of(self.sites, list(seen.stats.values()))
-        named = {part: of(stats, seen.n_samples[part], part) for part, stats in seen.stats.items() if part}
+        whole = sums_of(self.sites, [seen.stats[part] for part in seen.parts])
+        named = {part: of(seen.stats[part], seen.n_samples[part], part) for part in seen.parts if part}
         return replace(of(whole, seen.n_samples.total()), parts=named)
 
     def _first_inputs(self) -> list[KeptInput]:

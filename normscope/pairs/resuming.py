@@ -10,23 +10,18 @@ import contextlib
 import logging
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from normscope.errors import DataError, RankLostError, StoppedError, UsageError, count
 from normscope.inputs.splits import Done, LeftOut
-from normscope.pairs import kept_inputs
-from normscope.pairs.captures import Capture
-from normscope.pairs.norms.sites import SkippedNorm
 from normscope.pairs.ranks import Ranks
 from normscope.pairs.recorder import Recorder, Seen
-from normscope.pairs.storage import DAMAGES, described, grids, other_grid, sites_and_stats, tensors_of
+from normscope.pairs.storage import DAMAGES, grids, other_grid, packed_seen, unpacked_seen
 from normscope.runtime.files import check_writable
 from normscope.runtime.sealed_files import read_checked, write_checked
 
@@ -35,7 +30,6 @@ logger = logging.getLogger(__name__)
 FORMAT = "normscope-checkpoint"
 FORMAT_VERSIONS = (1, 2, 3, 4)  # that are read; the last one is written
 _PARTIAL = re.compile(r"\.\d+\.safetensors\.\w{8}\.safetensors|\.tmp\w{6}")  # of files.whole_file, and of safetensors
-_NO_ABOUT = {"model": "", "weights": "", "data": ""}
 
 
 @dataclass
@@ -186,27 +180,17 @@ class Checkpoints:
         self._last = time.monotonic()
 
     def _write(self, work: Work, ranks: Ranks) -> None:
-        seen = work.recorder.seen.cpu()
+        seen, tensors = packed_seen(work.recorder)
         header: dict[str, Any] = {
             "format": FORMAT,
             "version": FORMAT_VERSIONS[-1],
             "settings": dict(self._settings),
             "grids": grids(),
-            "samples": dict(seen.n_samples),
-            "first": seen.first,
-            "late": [norm.as_dict() for norm in seen.late.values()],
+            **seen,
             "unreadable": [[number, line] for number, line in work.left_out.unreadable.items()],
             "cut": work.left_out.cut,
-            "parts": [],
         }
-        tensors = {"done": torch.frombuffer(bytearray(work.done.flags or b"\0"), dtype=torch.uint8)}
-        for number, (part, stats) in enumerate(seen.stats.items()):
-            sites = [site for site in work.recorder.sites if site.name in stats]
-            capture = Capture(_NO_ABOUT, sites, [], stats, 0, work.recorder.summing.seed, {})
-            header["parts"].append({"name": part, "sites": described(capture)["sites"]})
-            tensors |= tensors_of(capture, f"{number}/")
-        header["inputs"] = kept_inputs.described(seen.inputs, work.recorder.sites)
-        tensors |= kept_inputs.tensors_of(seen.inputs, work.recorder.sites)
+        tensors |= {"done": torch.frombuffer(bytearray(work.done.flags or b"\0"), dtype=torch.uint8)}
         write_checked(self._path(ranks), header, tensors)
 
     def _read(self, path: Path, recorder: Recorder) -> _Stored:
@@ -218,7 +202,9 @@ class Checkpoints:
             self._check_settings(path, {**before, **header["settings"]})
             if (grid := other_grid(header["grids"])) is not None:
                 raise ValueError(f"it was summed on another grid: {grid}")
-            return _stored(path, header, tensors, recorder)
+            left_out = LeftOut({int(number): str(line) for number, line in header["unreadable"]}, int(header["cut"]))
+            done = Done(tensors["done"].numpy().tobytes())
+            return _Stored(path, done, unpacked_seen(header, tensors, recorder), left_out)
         except DAMAGES as error:
             raise DataError(
                 f"The checkpoint {path} is damaged: {type(error).__name__}: {error}. Remove it to capture its inputs "
@@ -242,18 +228,6 @@ class _Stored:
     done: Done
     seen: Seen
     left_out: LeftOut
-
-
-def _stored(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor], recorder: Recorder) -> _Stored:
-    stats = {}
-    for number, entry in enumerate(header["parts"]):
-        _, stats[entry["name"]] = sites_and_stats(entry["sites"], recorder.summing.seed, tensors, f"{number}/")
-    late = [SkippedNorm(**norm) for norm in header["late"]]
-    first = {str(part): int(number) for part, number in header["first"].items()}
-    inputs = kept_inputs.rebuilt(header.get("inputs", []), recorder.sites, tensors)
-    seen = Seen(stats, Counter(header["samples"]), {norm.name: norm for norm in late}, first, inputs)
-    left_out = LeftOut({int(number): str(line) for number, line in header["unreadable"]}, int(header["cut"]))
-    return _Stored(path, Done(tensors["done"].numpy().tobytes()), seen, left_out)
 
 
 def _disjoint(stored: list[_Stored]) -> list[_Stored]:

@@ -6,10 +6,11 @@ import json
 import math
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -18,16 +19,179 @@ from torch import Tensor
 
 from normscope.errors import DataError, UsageError
 from normscope.pairs import kept_inputs
-from normscope.pairs.captures import Capture, sums_of
+from normscope.pairs.captures import Capture, shared_input, sums_of
 from normscope.pairs.norms.formulas import FORMS, form_name
 from normscope.pairs.norms.sites import NormSite, SkippedNorm
-from normscope.pairs.sums.binning import CHANNEL_GRID, DENSITY_X_GRID, DENSITY_Y_GRID, PAIR_GRID, TOKEN_GRID, FloatGrid
-from normscope.pairs.sums.packing import packed, unpacked
-from normscope.pairs.sums.sampling import Assignment, SourcesSeen
+from normscope.pairs.recorder import Recorder, Seen
+from normscope.pairs.sums.binned import OPTIONAL_MOMENTS, PAIR_FIELDS
+from normscope.pairs.sums.binning import (
+    CHANNEL_GRID,
+    DENSITY_X_GRID,
+    DENSITY_Y_GRID,
+    MOMENTS,
+    PAIR_GRID,
+    TOKEN_GRID,
+    FloatGrid,
+)
+from normscope.pairs.sums.sampling import (
+    FOLDS,
+    LARGEST_TOKENS,
+    NO_KEY,
+    PAIRS_PER_BIN,
+    UNIFORM_TOKENS,
+    Assignment,
+    SourcesSeen,
+    TokenSample,
+)
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.files import file_stem, umask, write_tensors
 from normscope.runtime.records import checked, is_bool, is_count, is_int, is_shape, is_text
 from normscope.runtime.sealed_files import HEADER, digest, read_checked, write_checked
+
+_DENSE = ("channel_sums", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
+_COUNTS = ("density", "token_offsets", "token_scales", "nonfinite_tokens")
+_FINITE = ("channel_sums", "channel_extremes", "diagonal_moments", "pairs.", "tokens.", "largest.")
+_MOST = 2**53  # pairs that float64 counts one by one
+_LARGEST_SQUARE = torch.finfo(torch.float32).max ** 2
+
+
+def packed(stats: PairStats) -> dict[str, Tensor]:
+    """Return the tensors of one site by their names in docs/file-formats.md; bins and cells of no pair are left out."""
+    packed = {name: getattr(stats, name) for name in _DENSE}
+    rows = _rows(stats.moments)
+    cells = rows[:, 0].nonzero().squeeze(1)
+    packed |= {"moments": rows[cells].T, "moments.cells": cells.int()}
+    packed |= {name: _rows(stats.bins[name])[cells].T for name in OPTIONAL_MOMENTS if name in stats.bins}
+    if stats.channel_moments is not None:
+        cells = stats.channel_moments[0].flatten().nonzero().squeeze(1)
+        packed["channel_moments"] = stats.channel_moments.flatten(1)[:, cells]
+        packed["channel_moments.cells"] = cells.int()
+    density, pairs = stats.density.flatten(), stats.pairs
+    cells = density.nonzero().squeeze(1)
+    packed |= {"density": density[cells], "density.cells": cells.int()}
+    places = pairs.filled.flatten().nonzero().squeeze(1)
+    packed |= {f"pairs.{name}": values.flatten()[places] for name, values in vars(pairs).items()}
+    packed["pairs.places"] = places.int()
+    for name in ("tokens", "largest"):
+        packed |= {f"{name}.{f.name}": getattr(getattr(stats, name), f.name) for f in fields(TokenSample)}
+    return packed
+
+
+def unpacked(
+    channels: int, sources: SourcesSeen, seed: int, tensors: Mapping[str, Tensor], *, grouped: bool
+) -> PairStats:
+    """Rebuild the sums that :func:`packed` took apart.
+
+    Raises:
+        ValueError: if a tensor is none that finite pairs leave; KeyError if one is missing.
+    """
+    sums = tensors["channel_sums"].shape
+    if sums != (2, channels):  # before anything of a size that only the header names is made
+        raise ValueError(f"channel_sums is {tuple(sums)}, not (2, {channels})")
+    stats = PairStats.empty(
+        channels,
+        seed,
+        grouped=grouped,
+        by_gamma="gamma_moments" in tensors,
+        per_channel="channel_moments" in tensors,
+        diagonal="diagonal_moments" in tensors,
+    )
+    for name in _DENSE:
+        getattr(stats, name).copy_(_like(getattr(stats, name), tensors[name], name))
+    cells, shape = _cells(tensors)
+    binned: dict[str, Tensor] = {}
+    for name in ("moments", *OPTIONAL_MOMENTS):
+        if name in stats.bins:
+            rows = torch.zeros(FOLDS * PAIR_GRID.size, len(MOMENTS), dtype=torch.float64)
+            rows[cells] = _rows(_like(torch.empty(shape, dtype=torch.float64), tensors[name], name))
+            binned[name] = rows.view(FOLDS, -1, len(MOMENTS)).mT
+    if stats.channel_moments is not None:
+        cells = _within(tensors["channel_moments.cells"].long(), stats.channel_moments[0].numel())
+        kept = torch.empty(len(MOMENTS), len(cells), dtype=torch.float64)
+        stats.channel_moments.flatten(1)[:, cells] = _like(kept, tensors["channel_moments"], "channel_moments")
+    density = torch.zeros(DENSITY_X_GRID.size, DENSITY_Y_GRID.size, dtype=torch.int64)
+    cells = _within(tensors["density.cells"].long(), density.numel())
+    density.view(-1)[cells] = _like(density.new_empty(len(cells)), tensors["density"], "density")
+    places = _within(tensors["pairs.places"].long(), PAIRS_PER_BIN * PAIR_GRID.size)
+    for name, dtype in PAIR_FIELDS.items():
+        values = torch.full((PAIRS_PER_BIN, PAIR_GRID.size), NO_KEY if name == "key" else 0, dtype=dtype)
+        values.view(-1)[places] = _like(values.new_empty(len(places)), tensors[f"pairs.{name}"], f"pairs.{name}")
+        binned[name] = values
+    stats.bins = stats.bins.replaced({"density": density, **binned})
+    for name, capacity in (("tokens", UNIFORM_TOKENS), ("largest", LARGEST_TOKENS)):
+        width = stats.tokens.x.shape[1]
+        setattr(stats, name, _token_sample(width, capacity, name, tensors))
+    stats.sources = sources
+    _check(stats, tensors)
+    return stats
+
+
+def _rows(moments: Tensor) -> Tensor:
+    """Lay moments out with a row for each fold and bin: ``(folds · bins, 6)``, without a copy of those in memory."""
+    return moments.mT.reshape(-1, len(MOMENTS))
+
+
+def _cells(tensors: Mapping[str, Tensor]) -> tuple[Tensor, tuple[int, ...]]:
+    """Return which folds and bins a file holds moments of, fold · bins + bin each, and the shape of the moments."""
+    if "moments.bins" in tensors:  # of captures of format version 4: every fold of a bin
+        bins = _within(tensors["moments.bins"].long(), PAIR_GRID.size)
+        folds = torch.arange(FOLDS)[:, None] * PAIR_GRID.size
+        return (folds + bins).flatten(), (FOLDS, len(MOMENTS), len(bins))
+    cells = _within(tensors["moments.cells"].long(), FOLDS * PAIR_GRID.size)
+    return cells, (len(MOMENTS), len(cells))
+
+
+def _check(stats: PairStats, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for numbers that finite pairs never give, on which a fit or a figure would fail."""
+    moments = _rows(tensors["moments"])
+    n = moments[:, :1]
+    if not bool((n.ge(0) & n.eq(n.floor())).all()) or not float(n.sum()) <= _MOST:
+        raise ValueError("its counts of pairs are no counts")
+    if not bool((moments.abs() <= n * _LARGEST_SQUARE).all()):
+        raise ValueError("its sums are not finite, or larger than those of so many pairs")
+    for name in _COUNTS:
+        if bool((tensors[name] < 0).any()):
+            raise ValueError(f"{name} holds negative counts")
+    channel = tensors["pairs.channel"]
+    if not bool((channel.ge(0) & channel.lt(stats.channels)).all()):
+        raise ValueError("its pairs name channels that do not exist")
+    if any(bool((sample.position < 0).any()) for sample in (stats.tokens, stats.largest)):
+        raise ValueError("its tokens name places that do not exist")
+    low, high = stats.channel_extremes
+    untouched = low.isposinf() & high.isneginf() & (stats.channel_sums == 0).all(0)  # until the first token comes
+    finite = {name: tensor for name, tensor in tensors.items() if name.startswith(_FINITE)}
+    if stats.grouped or not n.any():  # a group's tokens come without the others'
+        finite["channel_extremes"] = stats.channel_extremes[:, ~untouched]
+    for name, values in finite.items():
+        if not bool(torch.isfinite(values).all()):
+            raise ValueError(f"{name} is not finite")
+
+
+def _token_sample(width: int, capacity: int, name: str, tensors: Mapping[str, Tensor]) -> TokenSample:
+    count = len(tensors[f"{name}.key"])
+    if count > capacity:
+        raise ValueError(f"{name} holds {count} tokens, more than {capacity}")
+    empty = TokenSample.empty(width, torch.device("cpu"))
+    parts = {}
+    for field in fields(TokenSample):
+        expected = getattr(empty, field.name).new_empty(count, *getattr(empty, field.name).shape[1:])
+        parts[field.name] = _like(expected, tensors[f"{name}.{field.name}"], f"{name}.{field.name}")
+    return TokenSample(**parts)
+
+
+def _like(expected: Tensor, tensor: Tensor, name: str) -> Tensor:
+    if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
+        raise ValueError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {expected.dtype} {tuple(expected.shape)}"
+        )
+    return tensor
+
+
+def _within(indices: Tensor, size: int) -> Tensor:
+    if indices.ndim != 1 or bool(((indices < 0) | (indices >= size)).any()):
+        raise ValueError("it names bins that do not exist")
+    return indices
+
 
 _GRIDS = {
     "pairs": PAIR_GRID,
@@ -153,6 +317,36 @@ def _sources(entry: Mapping[str, Any]) -> SourcesSeen:
 
 def _tuples(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+def packed_seen(recorder: Recorder) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return what a recorder has seen so far as JSON and tensors: a checkpoint's, or a rank's message."""
+    seen = recorder.seen.cpu()
+    header: dict[str, Any] = {
+        "samples": dict(seen.n_samples),
+        "first": seen.first,
+        "late": [norm.as_dict() for norm in seen.late.values()],
+        "parts": [],
+        "inputs": kept_inputs.described(seen.inputs, recorder.sites),
+    }
+    tensors = kept_inputs.tensors_of(seen.inputs, recorder.sites)
+    for number, (part, stats) in enumerate(seen.stats.items()):
+        sites = [site for site in recorder.sites if site.name in stats]
+        capture = Capture({}, sites, [], stats, 0, recorder.summing.seed, {})
+        header["parts"].append({"name": part, "sites": described(capture)["sites"]})
+        tensors |= tensors_of(capture, f"{number}/")
+    return header, tensors
+
+
+def unpacked_seen(header: Mapping[str, Any], tensors: Mapping[str, Tensor], recorder: Recorder) -> Seen:
+    """Rebuild what :func:`packed_seen` took apart; raises as :func:`sites_and_stats` does."""
+    stats = {}
+    for number, entry in enumerate(header["parts"]):
+        _, stats[entry["name"]] = sites_and_stats(entry["sites"], recorder.summing.seed, tensors, f"{number}/")
+    late = [SkippedNorm(**norm) for norm in header["late"]]
+    first = {str(part): int(number) for part, number in header["first"].items()}
+    inputs = kept_inputs.rebuilt(header.get("inputs", []), recorder.sites, tensors)
+    return Seen(stats, Counter(header["samples"]), {norm.name: norm for norm in late}, first, inputs)
 
 
 FORMAT = "normscope-capture"
@@ -345,3 +539,42 @@ class RawPairs:
         (self._partial / name).chmod(0o666 & ~umask())
         for part in parts.values():
             part.unlink()
+
+
+Source: TypeAlias = Capture | str | Path
+
+
+def merge_captures(captures: Sequence[Source]) -> Capture:
+    """Return the capture of all inputs of several runs; in any order the same, up to float64's rounding of sums.
+
+    Files are read one after the other: no more than two of them are in memory at once, however many there are.
+
+    Args:
+        captures: two or more, or the files that hold them.
+
+    Raises:
+        DataError: if a file is no capture, if they are not of the same model, weights, sites, seed and kind of sums,
+            or if an input is in two of them.
+        UsageError: if there are fewer than two.
+    """
+    if len(captures) < 2:
+        raise UsageError(f"Merging takes two captures or more; there {'is one' if captures else 'is none'}.")
+    names = [_name(source, number) for number, source in enumerate(captures)]
+    merged = _loaded(captures[0])
+    for number in range(1, len(captures)):
+        other = _loaded(captures[number])
+        try:
+            merged = merged.merge(other)
+        except DataError as error:
+            first = next((i for i in range(number) if shared_input(_loaded(captures[i]), other)), 0)
+            reason = str(error).removeprefix("Cannot merge ").removeprefix("two captures: ")
+            raise DataError(f"Cannot merge {names[first]} and {names[number]}: {reason}") from None
+    return merged
+
+
+def _loaded(source: Source) -> Capture:
+    return source if isinstance(source, Capture) else load_capture(source)
+
+
+def _name(source: Source, number: int) -> str:
+    return f"capture {number + 1}" if isinstance(source, Capture) else str(source)

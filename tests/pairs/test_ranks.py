@@ -34,8 +34,7 @@ from normscope.pairs.norms.sites import SkippedNorm
 from normscope.pairs.norms.trace import find_norms
 from normscope.pairs.ranks import ALONE, Ranks, agree_on_batches, check_alike, joined, merge_left_out, merge_seen
 from normscope.pairs.recorder import Recorder, Seen, Summing
-from normscope.pairs.storage import all_tensors
-from normscope.pairs.sums.packing import packed
+from normscope.pairs.storage import all_tensors, packed
 from normscope.pairs.sums.sampling import LARGEST_TOKENS, UNIFORM_TOKENS
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.processes import Place
@@ -151,7 +150,8 @@ def hand_made_recorder(rank):
     recorder = Recorder(model, Summing(), report, report.sites)
     seen = capture(model, [batch([rank * 2, rank * 2 + 1])]).stats
     late = SkippedNorm(f"late {rank}", "LayerNorm", "löte")
-    parts = [{"a": {"1": seen["1"]}}, {"b": seen, "a": {"0": seen["0"]}}, {}]
+    again = capture(model, [batch([rank * 2, rank * 2 + 1])]).stats
+    parts = [{"a": {"1": seen["1"]}}, {"b": seen, "a": {"0": again["0"]}}, {}]
     n_samples = [Counter(a=1), Counter(a=2, b=2), Counter()]
     recorder.seen = Seen(parts[rank], n_samples[rank], {late.name: late} if rank else {})
     return recorder
@@ -168,6 +168,15 @@ def save(stats, path):
     save_file({name: tensor.contiguous() for name, tensor in packed(stats).items()}, path)
 
 
+def merged_over(ranks, model, stats):
+    report = find_norms(model, batch([0]).first_sample())
+    recorder = Recorder(model, Summing(), report, report.sites)
+    (name,) = (site.name for site in report.sites)
+    recorder.seen = Seen({"": {name: stats}})
+    merge_seen(recorder, ranks)
+    return recorder.seen.stats[""][name]
+
+
 def tell(folder, rank):
     """Do everything that ranks do with one another, and write what this one knows in the end."""
     said = {}
@@ -181,9 +190,7 @@ def tell(folder, rank):
         said["told"] = ranks.told(MESSAGES[rank])
         said["first"] = list(ranks.from_first(bytes([rank, 7])))
         said["first of nothing"] = list(ranks.from_first(b"" if rank == 0 else b"\1"))
-        turned = torch.full((2, 3), float(rank + 1)).mT
-        said["total"] = [ranks.total(turned).tolist(), ranks.total(turned).stride()]
-        said["least"] = ranks.least(torch.tensor([rank, -rank, torch.inf])).tolist()
+        said["each"] = [list(one) for one in ranks.each(bytes([rank] * rank))]
         left_out = merge_left_out(LeftOut({rank: f"{rank}.png: \udcff"} if rank else {}, rank), ranks)
         said["left out"] = [left_out.lines, left_out.cut]
         said["alike"] = []
@@ -195,7 +202,7 @@ def tell(folder, rank):
         said["sources"] = {}
         for name, case in [*CASES.items(), ("nobody's", NOBODYS)]:
             make, batches, options = case
-            merged = ranks.merged(stats_of(make(), batches[rank], options))
+            merged = merged_over(ranks, make(), stats_of(make(), batches[rank], options))
             save(merged, folder / f"{name} {rank}.safetensors")
             said["sources"][name] = dataclasses.asdict(merged.sources)
         recorder = hand_made_recorder(rank)
@@ -316,8 +323,7 @@ def test_what_is_told_arrives(said):
     assert said["of nothing"] == [[0, 4]] * SIZE
     assert said["told"] == MESSAGES
     assert (said["first"], said["first of nothing"]) == ([0, 7], [])
-    assert said["total"] == [[[6.0, 6.0]] * 3, list(torch.zeros(2, 3).mT.stride())]  # in its memory layout
-    assert said["least"] == [0, -2, float("inf")]
+    assert said["each"] == [[], [1], [2, 2]]
     assert said["left out"] == [["1.png: \udcff", "2.png: \udcff"], 3]
 
 
@@ -368,13 +374,11 @@ def test_no_collective_of_objects_is_called():
     """They unpickle what another process sends; of the modules that this process runs, none does."""
     calls = [node for node in ast.walk(ast.parse(inspect.getsource(ranks_module))) if isinstance(node, ast.Attribute)]
     collectives = {node.attr for node in calls if isinstance(node.value, ast.Name) and node.value.id == "dist"}
-    assert {"all_gather", "all_reduce"} <= collectives
+    assert {"all_gather", "broadcast"} <= collectives
     assert not [name for name in collectives if "object" in name]
 
 
 def test_alone_nothing_is_told_to_anybody():
-    stats = stats_of(layer_norm(), [batch([1])], {})
-    assert ALONE.merged(stats) is stats
     assert ALONE.told("x") == ["x"] and ALONE.from_first(b"\0\1") == b"\0\1"
     with joined(Place(), torch.device("cpu")) as ranks:
         assert ranks == ALONE and not dist.is_initialized()

@@ -16,11 +16,15 @@ from torch._subclasses import FakeTensorMode
 triton = pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
 from normscope.errors import UsageError  # noqa: E402
-from normscope.pairs.norms.formulas import FORMS, layer_norm  # noqa: E402
+from normscope.pairs.norms.formulas import (  # noqa: E402
+    FORMS,
+    Lines,
+    layer_norm,
+)
 from normscope.pairs.sums import stats as loops  # noqa: E402
 from normscope.pairs.sums.binning import cuda, reference  # noqa: E402
 from normscope.pairs.sums.stats import PairStats  # noqa: E402
-from normscope.pairs.sums.tokens import Lines, Run, Tokens  # noqa: E402
+from normscope.pairs.sums.tokens import Run, Tokens  # noqa: E402
 from normscope.runtime import launches  # noqa: E402
 from normscope.runtime.launches import VARIABLE, why_no_launcher  # noqa: E402
 from normscope.swaps.kernels import choice  # noqa: E402

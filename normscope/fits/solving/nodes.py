@@ -17,8 +17,7 @@ from normscope.errors import DataError, UsageError, unknown
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite, kind_of_site
 from normscope.pairs.sums.binning import CHANNEL_GRID, PAIR_GRID, FloatGrid
-from normscope.pairs.sums.magnitudes import of_tokens
-from normscope.pairs.sums.stats import PairStats
+from normscope.pairs.sums.stats import PairStats, of_tokens
 
 PER = ("site", "channel")
 POOLS = ("placement", "kind", "all")

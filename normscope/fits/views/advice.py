@@ -13,8 +13,7 @@ from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import FREE
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite, kind_of_site
-from normscope.pairs.sums.magnitudes import of_tokens
-from normscope.pairs.sums.stats import PairStats
+from normscope.pairs.sums.stats import PairStats, of_tokens
 from normscope.runtime.records import Record, Records, Tabled, as_json
 
 Feeds = Literal["attention", "other"]

@@ -15,8 +15,7 @@ from normscope.fits.fit import fit
 from normscope.fits.solving.nodes import CONSTANT_OUTPUT
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
-from normscope.pairs.sums.magnitudes import Array, Magnitudes, of_pairs, of_tokens
-from normscope.pairs.sums.stats import PairStats
+from normscope.pairs.sums.stats import Array, Magnitudes, PairStats, of_pairs, of_tokens
 from normscope.runtime.records import Record, Records, Tabled
 
 MASSIVE_SIZE, MASSIVE_RATIO = 100, 1000  # arXiv 2402.17762, section 2

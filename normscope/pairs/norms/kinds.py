@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normscope.pairs.norms.formulas import FORMS, Form, Normalize, gain_and_shift, layer_norm, scale_and_shift
-from normscope.pairs.sums.tokens import Lines, by_channel, group_rows, token_rows
+from normscope.pairs.norms.formulas import FORMS, Form, Lines, Normalize, gain_and_shift, layer_norm, scale_and_shift
+from normscope.pairs.sums.tokens import by_channel, group_rows, token_rows
 
 Axes = Callable[[nn.Module, int], tuple[int, ...]]
 Groups = Callable[[nn.Module], int]

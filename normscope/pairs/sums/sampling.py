@@ -14,7 +14,6 @@ from torch import Tensor
 from normscope.inputs.batch import Sample
 from normscope.inputs.splits import permutation
 from normscope.pairs.sums.binning import PAIR_GRID
-from normscope.pairs.sums.blocks import Compacted, zeros
 
 FOLDS = 8
 Assignment = Literal["permuted", "modulo", "mixed"]
@@ -214,26 +213,15 @@ class PairSample:
         channel: int32 of the same shape.
     """
 
-    key: Compacted = Compacted(PAIRS_PER_BIN, empty=NO_KEY)
-    x: Compacted = Compacted(PAIRS_PER_BIN)
-    y: Compacted = Compacted(PAIRS_PER_BIN)
-    channel: Compacted = Compacted(PAIRS_PER_BIN)
-
-    @classmethod
-    def empty(cls, device: torch.device) -> PairSample:
-        shape = (PAIRS_PER_BIN, PAIR_GRID.size)
-        return cls(
-            zeros(shape, torch.int64, device).fill_(NO_KEY),
-            zeros(shape, torch.float32, device),
-            zeros(shape, torch.float32, device),
-            zeros(shape, torch.int32, device),
-        )
+    key: Tensor
+    x: Tensor
+    y: Tensor
+    channel: Tensor
 
     @property
     def filled(self) -> Tensor:
         """Which places hold a pair: bool ``(PAIRS_PER_BIN, bins)``."""
-        filled: Tensor = self.key != NO_KEY
-        return filled
+        return self.key != NO_KEY
 
     def add(self, keys: Tensor, bins: Tensor, x: Tensor, y: Tensor, channel: Tensor) -> None:
         """Let one in :data:`ONE_ELEMENT_IN` pairs of some tokens compete for the places of their bins.

@@ -6,28 +6,27 @@ import copy
 import functools
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from normscope.errors import DataError
 from normscope.inputs.batch import Sample
+from normscope.pairs.norms.formulas import Lines
+from normscope.pairs.sums.binned import OPTIONAL_MOMENTS, PAIR_FIELDS, Bins, CompactBins, DenseBins, empty_bins
 from normscope.pairs.sums.binning import (
     CHANNEL_GRID,
-    DENSITY_X_GRID,
-    DENSITY_Y_GRID,
     MOMENTS,
-    PAIR_GRID,
     TOKEN_GRID,
     reference,
 )
-from normscope.pairs.sums.blocks import Blocks, Compacted, Counts, zeros
 from normscope.pairs.sums.sampling import (
-    FOLDS,
     GROUPED_WIDTH,
     LARGEST_TOKENS,
     UNIFORM_TOKENS,
@@ -36,47 +35,126 @@ from normscope.pairs.sums.sampling import (
     TokenSample,
     sample_key,
 )
-from normscope.pairs.sums.tokens import Lines, Run, Tokens
+from normscope.pairs.sums.tokens import Run, Tokens
 from normscope.runtime.launches import TRITON, VARIABLE, cannot_be_met, why_no_launcher
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Magnitudes:
+    """Non-negative numbers in bins, those of a bin spread evenly between its ``low`` and ``high``.
+
+    Attributes:
+        n: how many each bin holds, ``(bins,)``, positive, in ascending order of the bins.
+        low: where those of a bin begin, likewise.
+        high: where they end, likewise; ``low`` where all are the same.
+    """
+
+    n: Array
+    low: Array
+    high: Array
+
+    @property
+    def count(self) -> float:
+        """How many there are in all."""
+        return float(self.n.sum())
+
+    def quantile(self, share: float) -> float:
+        """Return the number that ``share`` of all do not pass; the whole bin's width is what it may be off by.
+
+        >>> Magnitudes(np.array([1.0, 3.0]), np.array([0.0, 1.0]), np.array([1.0, 2.0])).quantile(0.5)
+        1.3333333333333333
+        """
+        below = np.concatenate([[0], np.cumsum(self.n)])
+        bin_ = min(int(np.searchsorted(below[1:], share * below[-1])), len(self.n) - 1)
+        within = (share * below[-1] - below[bin_]) / self.n[bin_]
+        return float(self.low[bin_] + within * (self.high[bin_] - self.low[bin_]))
+
+    def below(self, value: float) -> float:
+        """Return how many do not pass ``value``."""
+        width = self.high - self.low
+        within = np.divide(value - self.low, width, out=np.where(value >= self.low, 1.0, 0.0), where=width > 0)
+        return float(self.n @ np.clip(within, 0, 1))
+
+    def mean(self, function: Callable[[Array], Array]) -> float:
+        """Return the mean of a function of them, which must be nearly straight within a bin."""
+        return float(self.n @ function((self.low + self.high) / 2) / self.n.sum())
+
+
+def of_pairs(moments: Tensor) -> Magnitudes:
+    """Distribution of |x| over all pairs; within a bin, by its own mean and spread.
+
+    A bin that holds one pair, as those of the tails do, holds it at its own x.
+
+    Args:
+        moments: n, Σx, Σy, Σx², Σxy, Σy² per bin, float64 ``(6, bins)``, on a grid that is symmetric about zero.
+    """
+    n, x, xx = (_folded(row) for row in (moments[0].numpy(), moments[1].abs().numpy(), moments[3].numpy()))
+    filled = n > 0
+    n, x, xx = n[filled], x[filled], xx[filled]
+    mean = x / n
+    half = np.sqrt(3 * np.maximum(xx / n - mean**2, 0))  # an even spread's, from its standard deviation
+    half *= half > 1e-7 * mean  # below that it is rounding
+    return Magnitudes(n, np.maximum(mean - half, 0), mean + half)
+
+
+def of_tokens(counts: Tensor) -> Magnitudes:
+    """Distribution over tokens of the magnitude that they are counted by, μ/σ or σ.
+
+    Bins are an eighth of an octave wide, at most 12 %.
+
+    Args:
+        counts: number of tokens per bin of the grid of tokens, int64 ``(bins,)``.
+    """
+    edges = TOKEN_GRID.edges().numpy()[TOKEN_GRID.centre + 1 :]
+    low, high = np.concatenate([[0.0], edges[:-1]]), edges
+    high = np.where(np.isfinite(high), high, low)
+    n = _folded(counts.double().numpy())
+    filled = n > 0
+    return Magnitudes(n[filled], low[filled], high[filled])
+
+
+def _folded(row: Array) -> Array:
+    """Add the bins of negative numbers to those of the positive ones of the same magnitude."""
+    centre = len(row) // 2
+    folded = row[centre:].copy()
+    folded[1:] += row[:centre][::-1]
+    return folded
+
 
 _NOBODY = (Sample("tokens of no sample", 0, -1),)
 _SUMS = ("moments", "density", "channel_sums", "token_offsets", "token_scales", "nonfinite_tokens")
-_BY_FOLD = ("moments", "gamma_moments", "diagonal_moments")
 _OPTIONAL = ("gamma_moments", "channel_moments", "diagonal_moments")
+_BINNED = ("moments", "density", *OPTIONAL_MOMENTS)
 _COMPILED_BY = {"cpu": "numba", "cuda": "triton"}
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class PairStats:
-    """Sums over all pairs (x, y) of one norm site: exact, mergeable, of constant size.
+    """Sums over all pairs (x, y) of one norm site: exact, mergeable, of bounded size.
+
+    Binned sums and drawn pairs are properties. In the CPU's memory ``bins`` stores them without empty bins, and each
+    access makes a new tensor.
 
     Attributes:
-        moments: n, Σx, Σy, Σx², Σxy, Σy² per fold and bin of x: float64 ``(folds, 6, bins)``. In memory the six of a
-            bin lie together.
-        density: number of pairs per cell of the two density grids: int64 ``(x bins, y bins)``.
+        bins: storage of the binned sums and the drawn pairs.
         channel_sums: Σx and Σx² per channel: float64 ``(2, d)``.
         channel_extremes: smallest and largest x per channel: float32 ``(2, d)``.
         token_offsets: number of tokens per bin of mean/σ: int64 ``(token bins,)``.
         token_scales: number of tokens per bin of σ = 1/rstd: int64 ``(token bins,)``.
-        nonfinite_tokens: number of tokens that hold a NaN or an infinity; they are in no sum.
+        nonfinite_tokens: number of tokens that contain a NaN or an infinity; they are in no sum.
         tokens: a uniform sample of whole tokens.
-        largest: the tokens that hold the largest |x|.
-        pairs: single pairs, drawn evenly over the bins.
+        largest: the tokens that contain the largest |x|.
         sources: whether the folds are sources or the samples of a single one.
         seed: of the drawing samples.
         grouped: whether a token is a group of channels over all positions. Its size may then differ, and the samples
-            of whole tokens hold :data:`GROUPED_WIDTH` of its elements.
-        gamma_moments: where asked for, the moments with every pair weighted by γ², the square of its channel's weight:
-            the error that reaches the next layer is weighted so. Shape and dtype of ``moments``.
-        channel_moments: where asked for, the moments per channel, on a coarser grid and without folds: float64
+            of whole tokens contain :data:`GROUPED_WIDTH` of its elements.
+        channel_moments: where requested, the moments per channel, on a coarser grid and without folds: float64
             ``(6, d, channel bins)``.
-        diagonal_moments: where asked for, the moments of the pairs (x_i, g_i), where g_i = ∂y_i/∂x_i is the diagonal
-            of the token's Jacobian, in the place of (x_i, y_i): n, Σx, Σg, Σx², Σxg, Σg². Shape and dtype of
-            ``moments``. Of sites alone where it is known in closed form (:attr:`NormSite.has_diagonal`).
     """
 
-    moments: Compacted = Compacted(len(MOMENTS))
-    density: Compacted = Compacted()
+    bins: Bins
     channel_sums: Tensor
     channel_extremes: Tensor
     token_offsets: Tensor
@@ -84,13 +162,10 @@ class PairStats:
     nonfinite_tokens: Tensor
     tokens: TokenSample
     largest: TokenSample
-    pairs: PairSample
     sources: SourcesSeen
     seed: int
     grouped: bool = False
-    gamma_moments: Compacted = Compacted(len(MOMENTS), optional=True)
     channel_moments: Tensor | None = None
-    diagonal_moments: Compacted = Compacted(len(MOMENTS), optional=True)
 
     @classmethod
     def empty(
@@ -109,13 +184,10 @@ class PairStats:
         infinity = torch.full((channels,), torch.inf, device=on)
         width = GROUPED_WIDTH if grouped else channels
 
-        def moments() -> Tensor:
-            return zeros((FOLDS, PAIR_GRID.size, len(MOMENTS)), torch.float64, on).mT
-
+        kept = zip(OPTIONAL_MOMENTS, (by_gamma, diagonal), strict=True)
         by_channel = (len(MOMENTS), channels, CHANNEL_GRID.size) if per_channel else None
         return cls(
-            moments=moments(),
-            density=zeros((DENSITY_X_GRID.size, DENSITY_Y_GRID.size), torch.int64, on),
+            bins=empty_bins(on, [name for name, asked in kept if asked]),
             channel_sums=torch.zeros(2, channels, dtype=torch.float64, device=on),
             channel_extremes=torch.stack([infinity, -infinity]),
             token_offsets=torch.zeros(TOKEN_GRID.size, dtype=torch.int64, device=on),
@@ -123,17 +195,46 @@ class PairStats:
             nonfinite_tokens=torch.zeros((), dtype=torch.int64, device=on),
             tokens=TokenSample.empty(width, on, UNIFORM_TOKENS),
             largest=TokenSample.empty(width, on, LARGEST_TOKENS),
-            pairs=PairSample.empty(on),
             sources=SourcesSeen(),
             seed=seed,
             grouped=grouped,
-            gamma_moments=moments() if by_gamma else None,
             channel_moments=torch.zeros(by_channel, dtype=torch.float64, device=on) if by_channel else None,
-            diagonal_moments=moments() if diagonal else None,
         )
 
     def __repr__(self) -> str:
         return f"PairStats: {self.n_pairs:,} pairs of {self.n_tokens:,} tokens, {self.channels:,} channels"
+
+    @property
+    def moments(self) -> Tensor:
+        """n, Σx, Σy, Σx², Σxy, Σy² per fold and bin of x: float64 ``(folds, 6, bins)``."""
+        return self.bins["moments"]
+
+    @property
+    def gamma_moments(self) -> Tensor | None:
+        """Where requested, the moments with every pair weighted by γ², the square of its channel's weight.
+
+        The error that reaches the next layer is weighted so. Shape and dtype of ``moments``.
+        """
+        return self.bins.get("gamma_moments")
+
+    @property
+    def diagonal_moments(self) -> Tensor | None:
+        """Where requested, the moments of the pairs (x_i, g_i) in the place of (x_i, y_i).
+
+        g_i = ∂y_i/∂x_i is the diagonal of the token's Jacobian: n, Σx, Σg, Σx², Σxg, Σg². Shape and dtype of
+        ``moments``. Only of sites where it has a closed form (:attr:`NormSite.has_diagonal`).
+        """
+        return self.bins.get("diagonal_moments")
+
+    @property
+    def density(self) -> Tensor:
+        """Number of pairs per cell of the two density grids: int64 ``(x bins, y bins)``."""
+        return self.bins["density"]
+
+    @property
+    def pairs(self) -> PairSample:
+        """Single pairs, drawn evenly over the bins."""
+        return PairSample(*(self.bins[name] for name in PAIR_FIELDS))
 
     @property
     def channels(self) -> int:
@@ -159,9 +260,9 @@ class PairStats:
     @property
     def nbytes(self) -> int:
         """Memory that the sums and samples take at most: a constant of the channels, whatever has been added."""
-        kept = [*vars(self).values(), *vars(self.pairs).values()]
         token_bytes = (UNIFORM_TOKENS + LARGEST_TOKENS) * (4 * 8 + 4 * 2 * self.tokens.x.shape[1] + 4)
-        return token_bytes + sum(one.nbytes for one in kept if isinstance(one, (Tensor, Blocks, Counts)))
+        tensors = [tensor for tensor in vars(self).values() if isinstance(tensor, Tensor)]
+        return token_bytes + self.bins.nbytes + sum(tensor.nbytes for tensor in tensors)
 
     @property
     def fold_by(self) -> Literal["source", "sample"] | None:
@@ -242,14 +343,19 @@ class PairStats:
         sources = self.sources.merged(other.sources)
         mine, theirs = self.regrouped(sources), other.regrouped(sources)
         low, high = torch.stack([self.channel_extremes, other.channel_extremes]).unbind(1)
+        totals = {name: total + getattr(theirs, name) for name, total in mine.sums.items()}
         return replace(
-            mine,
-            **{name: total + getattr(theirs, name) for name, total in mine.sums.items()},
+            mine._with(totals, self.pairs.merged(other.pairs)),
             channel_extremes=torch.stack([low.amin(0), high.amax(0)]),
             tokens=self.tokens.with_more(other.tokens, UNIFORM_TOKENS),
             largest=self.largest.with_more(other.largest, LARGEST_TOKENS),
-            pairs=self.pairs.merged(other.pairs),
         )
+
+    def _with(self, sums: Mapping[str, Tensor], pairs: PairSample) -> PairStats:
+        """Return the same with other :attr:`sums` and drawn pairs."""
+        binned = {name: total for name, total in sums.items() if name in _BINNED}
+        others: dict[str, Any] = {name: total for name, total in sums.items() if name not in _BINNED}
+        return replace(self, bins=self.bins.replaced({**binned, **vars(pairs)}), **others)
 
     @property
     def sums(self) -> dict[str, Tensor]:
@@ -273,21 +379,26 @@ class PairStats:
         def moved(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return value.to(device)
-            if isinstance(value, PairSample):
-                return PairSample(*(moved(getattr(value, f.name)) for f in fields(value)))
             if isinstance(value, TokenSample):
                 return TokenSample(*(moved(getattr(value, f.name)) for f in fields(value))).kept()
             return value
 
-        return PairStats(**{f.name: moved(getattr(self, f.name)) for f in fields(self)})
+        names = [name for name in (*_BINNED, *PAIR_FIELDS) if name in self.bins]
+        tensors = {name: self.bins[name].to(device) for name in names}
+        to_cpu = torch.device(device).type == "cpu"
+        bins = CompactBins.empty(set(names) & set(OPTIONAL_MOMENTS)).replaced(tensors) if to_cpu else DenseBins(tensors)
+        return PairStats(bins=bins, **{f.name: moved(getattr(self, f.name)) for f in fields(self) if f.name != "bins"})
 
     def _regroup(self, sources: SourcesSeen) -> None:
         fold = self._joined_fold(sources)
-        for name in _BY_FOLD if fold is not None else ():
-            if (moments := getattr(self, name)) is not None:
-                joined = torch.zeros_like(moments)
-                joined[fold] = moments.sum(0)
-                setattr(self, name, joined)
+        if fold is not None:
+            joined = {}
+            for name in ("moments", *OPTIONAL_MOMENTS):
+                if name in self.bins:
+                    moments = self.bins[name]
+                    joined[name] = torch.zeros_like(moments)
+                    joined[name][fold] = moments.sum(0)
+            self.bins = self.bins.replaced(joined)
         self.sources = sources
 
     def _joined_fold(self, sources: SourcesSeen) -> int | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from normscope.pairs.norms.formulas import Form
+from normscope.pairs.norms.formulas import Lines
 from normscope.pairs.sums.sampling import NO_KEY, token_keys
 
 
@@ -97,40 +97,6 @@ def serves_all(
     return len(of_one_sample) == len(shape) and all(
         one == now or (one, now) == (positions_of_one, positions) for one, now in sizes
     )
-
-
-@dataclass(frozen=True)
-class Lines:
-    """The straight line of each token, y = (x − shift) · rstd: how it follows from x, or the numbers themselves.
-
-    Attributes:
-        form: how it follows from the token's elements; None where the numbers are given.
-        eps: of that form.
-        shift: float64 ``(tokens,)``.
-        rstd: float64 ``(tokens,)``.
-    """
-
-    form: Form | None = None
-    eps: float = 0.0
-    shift: Tensor | None = None
-    rstd: Tensor | None = None
-
-    def of(self, x: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return shift and rstd of the tokens ``rows``, whose elements are ``x``, float64: two ``(tokens, 1)``."""
-        if self.form is not None:
-            return self.form.line(x, self.eps)
-        assert self.shift is not None and self.rstd is not None  # noqa: S101 - one of the two ways is given
-        return self.shift[rows, None], self.rstd[rows, None]
-
-    def y(self, rows: Tensor) -> Tensor:
-        """Return y of every token as it is summed: float64 ``(tokens, d)``, from x as float32 holds it.
-
-        Args:
-            rows: the elements of all tokens, ``(tokens, d)``, of any floating dtype.
-        """
-        x = rows.float().double()
-        shift, rstd = self.of(x, slice(None))
-        return (x - shift) * rstd
 
 
 @dataclass(frozen=True)

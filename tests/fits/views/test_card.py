@@ -17,7 +17,7 @@ import normscope
 from normscope.pairs.capture import captured
 from normscope.pairs.recorder import Summing
 from normscope.pairs.sums.binning import PAIR_GRID, TOKEN_GRID
-from normscope.pairs.sums.magnitudes import Magnitudes, of_pairs, of_tokens
+from normscope.pairs.sums.stats import Magnitudes, of_pairs, of_tokens
 
 D, EPS = 96, 1e-5
 ABOUT_THE_MEAN = ("ln", "quiet")

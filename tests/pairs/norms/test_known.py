@@ -19,9 +19,8 @@ from normscope.inputs.entries import as_batches
 from normscope.pairs.norms import recognition
 from normscope.pairs.norms.kinds import NormKind
 from normscope.pairs.norms.known import NORMS
-from normscope.pairs.norms.recognition import kind_of
+from normscope.pairs.norms.recognition import excess, kind_of
 from normscope.pairs.norms.trace import find_norms
-from normscope.pairs.norms.verification import excess
 
 WIDTH = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

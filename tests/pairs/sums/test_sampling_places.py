@@ -6,11 +6,10 @@ from torch import nn
 
 import normscope
 from normscope.inputs.batch import Batch, Sample
-from normscope.pairs.norms.formulas import FORMS, layer_norm
+from normscope.pairs.norms.formulas import FORMS, Lines, layer_norm
 from normscope.pairs.sums import stats as loops
 from normscope.pairs.sums.binning import cpu, reference
 from normscope.pairs.sums.stats import PairStats
-from normscope.pairs.sums.tokens import Lines
 
 WIDTH, CHANNEL = 16, 11
 

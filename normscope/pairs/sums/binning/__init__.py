@@ -7,7 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["CHANNEL_GRID", "DENSITY_X_GRID", "DENSITY_Y_GRID", "MOMENTS", "PAIR_GRID", "TOKEN_GRID", "FloatGrid"]
+__all__ = [
+    "CHANNEL_GRID",
+    "DENSITY_X_GRID",
+    "DENSITY_Y_GRID",
+    "MOMENTS",
+    "PAIR_GRID",
+    "TILE",
+    "TOKEN_GRID",
+    "FloatGrid",
+]
 
 
 _MANTISSA_BITS = 23
@@ -67,3 +76,4 @@ TOKEN_GRID = FloatGrid(mantissa_bits=3, low=-27, high=18)
 CHANNEL_GRID = FloatGrid(mantissa_bits=2, low=-27, high=18)
 
 MOMENTS = ("n", "x", "y", "xx", "xy", "yy")
+TILE = 8  # the density is stored in tiles of so many bins of x and of y: most are empty

@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from normscope.pairs.sums.binned import CompactBins
 from normscope.pairs.sums.binning import reference
 from normscope.pairs.sums.binning.compiled_loops import threads
-from normscope.pairs.sums.binning.cpu_arrays import CONSTANTS, BlockRows, Rows, SampleArrays, Sums
-from normscope.pairs.sums.binning.cpu_draw import draw, join, join_density, join_pairs
-from normscope.pairs.sums.binning.cpu_loop import add_weighted, fill
+from normscope.pairs.sums.binning.cpu_loop import CONSTANTS, Rows, SampleArrays, Sums, add_weighted, draw, fill, join
 from normscope.pairs.sums.sampling import ONE_ELEMENT_IN, TokenSample, element_keys
 from normscope.pairs.sums.tokens import Run, Tokens
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 
 _PAIRS_A_THREAD = 2**17  # at least: below it, a further thread costs more than it saves
-_SHARED = -1  # in place of a fold's number: the sums of a fold that the thread before has begun
 
 
 def add(stats: PairStats, tokens: Tokens) -> None:
@@ -41,24 +39,25 @@ def add(stats: PairStats, tokens: Tokens) -> None:
     sums = views.sums
     others = [_sums_apart(sums) for _ in shares]
     waiting = [
-        threads().submit(fill, CONSTANTS, rows, share.runs, other) for share, other in zip(shares, others, strict=True)
+        threads().submit(fill, CONSTANTS, rows, share, other) for share, other in zip(shares, others, strict=True)
     ]
-    fill(CONSTANTS, rows, first.runs, sums)
-    for share, other, done in zip(shares, others, waiting, strict=True):
+    fill(CONSTANTS, rows, first, sums)
+    for other, done in zip(others, waiting, strict=True):
         done.result()
-        _join(sums, other, share.shared_fold)
-    _add_weighted(stats, tokens, rows)
+        _join(sums, other)
+    _add_weighted(stats, tokens, rows, sums)
     reference.add_optional(stats, tokens, by_gamma=False)
     draw(rows, stats.grouped, *views.samples)
 
 
-def _add_weighted(stats: PairStats, tokens: Tokens, rows: Rows) -> None:
+def _add_weighted(stats: PairStats, tokens: Tokens, rows: Rows, sums: Sums) -> None:
     """Fill the sums weighted by γ², if they are kept: by one thread, so as not to depend on how many there are."""
-    if _kept(stats, "gamma_moments") is None:
+    if "gamma_moments" not in stats.bins:
         return
     gamma = torch.ones(tokens.channels) if tokens.gamma is None else tokens.gamma
+    weighted = _compact(stats).cells.values["gamma_moments"]
     runs = np.array([(run.start, run.stop, run.fold) for run in tokens.runs], np.int64)
-    add_weighted(CONSTANTS, rows, runs, gamma.double().square().numpy(), _table_of(stats, "gamma_moments"))
+    add_weighted(CONSTANTS, rows, runs, gamma.double().square().numpy(), sums.cells, weighted.numpy())
 
 
 def _rows(tokens: Tokens) -> Rows:
@@ -83,17 +82,9 @@ def _rows(tokens: Tokens) -> Rows:
     )
 
 
-@dataclass(frozen=True)
-class _ThreadShare:
-    """What one thread does: runs as :func:`fill` takes them, and the fold among them that the one before has begun."""
-
-    runs: Array
-    shared_fold: int | None
-
-
 @functools.lru_cache(maxsize=16)  # the norms of a forward mostly share their runs
-def _shared_out(runs: tuple[Run, ...], threads: int) -> list[_ThreadShare]:
-    """Share tokens out evenly, fold after fold, so that each thread has at most one that another has begun."""
+def _shared_out(runs: tuple[Run, ...], threads: int) -> list[Array]:
+    """Share tokens out evenly, fold after fold, so that each thread has few folds; runs as :func:`fill` takes them."""
     total = sum(run.stop - run.start for run in runs)
     shares: list[list[tuple[int, ...]]] = [[] for _ in range(threads)]
     done = 0
@@ -104,14 +95,7 @@ def _shared_out(runs: tuple[Run, ...], threads: int) -> list[_ThreadShare]:
             stop = min(run.stop, start - done - (-(number + 1) * total // threads))
             shares[number].append((start, stop, run.fold, run.key, run.position + start - run.start, run.sample))
             done, start = done + stop - start, stop
-    last_folds = [None, *(share[-1][2] for share in shares[:-1] if share)]
-    return [
-        _ThreadShare(
-            np.array([(a, b, _SHARED if fold == before else fold, *rest) for a, b, fold, *rest in share], np.int64),
-            before if share[0][2] == before else None,
-        )
-        for share, before in zip(shares, last_folds, strict=True)
-    ]
+    return [np.array(share, np.int64) for share in shares]
 
 
 @dataclass(frozen=True)
@@ -128,7 +112,7 @@ _views: WeakKeyDictionary[PairStats, _Views] = WeakKeyDictionary()
 
 def _views_of(stats: PairStats) -> _Views:
     """The views of the last call, as making them anew costs a hundredth of the loop."""
-    kept = (_kept(stats, "moments"), _kept(stats, "density"), _kept(stats.pairs, "x"), stats.tokens, stats.largest)
+    kept = (stats.bins, stats.tokens, stats.largest)
     views = _views.get(stats)
     if views is None or any(one is not other for one, other in zip(kept, views.of, strict=True)):
         samples = (_sample_of(stats.tokens), _sample_of(stats.largest))
@@ -137,33 +121,27 @@ def _views_of(stats: PairStats) -> _Views:
 
 
 def _sums_of(stats: PairStats) -> Sums:
-    moments, density = _table_of(stats, "moments"), _kept(stats, "density")
+    bins = _compact(stats)
+    cells, tiles, pairs = (table.rows.numpy().view(np.uint16) for table in (bins.cells, bins.tiles, bins.pairs))
     return Sums(
-        moments=moments,
-        shared=_group(moments, 0),
-        density=density.low.view(-1).numpy().view(np.uint16),
-        density_high=density.high.view(-1).numpy(),
+        cells=cells,
+        moments=bins.cells.values["moments"].numpy(),
+        tiles=tiles,
+        density=bins.tiles.values["low"].view(-1).numpy().view(np.uint16),
+        density_high=bins.tiles.values["high"].view(-1).numpy(),
+        pairs=pairs,
+        **{f"pair_{name}": values.numpy() for name, values in bins.pairs.values.items()},
         channel_sums=stats.channel_sums.numpy(),
         channel_extremes=stats.channel_extremes.numpy(),
         token_offsets=stats.token_offsets.numpy(),
         token_scales=stats.token_scales.numpy(),
         nonfinite_tokens=stats.nonfinite_tokens.view(1).numpy(),
-        **{f"pair_{name}": _group(_table_of(stats.pairs, name), 0) for name in ("key", "x", "y", "channel")},
     )
 
 
-def _kept(owner: object, name: str) -> Any:
-    """Return what a :class:`Compacted` field keeps in memory."""
-    return owner.__dict__[name]
-
-
-def _table_of(owner: object, name: str) -> BlockRows:
-    blocks = _kept(owner, name)
-    return BlockRows(blocks.rows.numpy(), blocks.values.numpy())
-
-
-def _group(table: BlockRows, number: int) -> BlockRows:
-    return BlockRows(table.rows[number], table.values[number])
+def _compact(stats: PairStats) -> CompactBins:
+    assert isinstance(stats.bins, CompactBins)  # noqa: S101 - they are so in the CPU's memory
+    return stats.bins
 
 
 def _sample_of(tokens: TokenSample) -> SampleArrays:
@@ -176,33 +154,23 @@ _spare: list[Sums] = []
 
 def _sums_apart(sums: Sums) -> Sums:
     """Empty sums for another thread."""
-    apart = _spare.pop() if _spare else Sums(*(_empty_like(kept) for kept in sums))
+    apart = _spare.pop() if _spare else Sums(*map(np.zeros_like, sums))
     infinity = np.full(sums.channel_sums.shape[1], np.inf, np.float32)
     return apart._replace(
-        moments=sums.moments,
         channel_sums=np.zeros_like(sums.channel_sums),
         channel_extremes=np.stack([infinity, -infinity]),
     )
 
 
-def _empty_like(kept: Any) -> Any:
-    return BlockRows(*map(np.zeros_like, kept)) if isinstance(kept, BlockRows) else np.zeros_like(kept)
-
-
-def _join(sums: Sums, other: Sums, shared_fold: int | None) -> None:
+def _join(sums: Sums, other: Sums) -> None:
     """Add another thread's sums, and leave them empty."""
-    if shared_fold is not None:
-        join(_group(sums.moments, shared_fold), other.shared)
-    join_density(sums, other)
+    join(sums, other)
     for name in ("token_offsets", "token_scales", "nonfinite_tokens"):
         getattr(sums, name)[:] += getattr(other, name)
         getattr(other, name)[:] = 0
     sums.channel_sums[:] += other.channel_sums
     np.minimum(sums.channel_extremes[0], other.channel_extremes[0], out=sums.channel_extremes[0])
     np.maximum(sums.channel_extremes[1], other.channel_extremes[1], out=sums.channel_extremes[1])
-    join_pairs(sums, other)
-    for name in ("key", "x", "y", "channel"):
-        getattr(other, f"pair_{name}").rows[:] = 0
     _spare.append(other)
 
 

@@ -6,7 +6,7 @@ in this file: numba keeps what it compiled until the file of the function that i
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -14,9 +14,9 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, PAIR_GRID, TILE, TOKEN_GRID, FloatGrid
 from normscope.pairs.sums.binning.compiled_loops import compiled
-from normscope.pairs.sums.binning.cpu_arrays import BlockRows, Tile
-from normscope.pairs.sums.sampling import GOLDEN, MIX, NO_KEY
+from normscope.pairs.sums.sampling import GOLDEN, MIX, NO_KEY, ONE_ELEMENT_IN, PAIRS_PER_BIN
 
 Array = NDArray[Any]
 
@@ -27,6 +27,8 @@ _TOKENS = 32
 _ELEMENTS = 1024
 _BYTES_OF_A_BIN = 48
 _UNCOUNTED = -1.0
+_TILE_BITS = _i4(TILE.bit_length() - 1)
+_Y_TILES = _i4(-(-DENSITY_Y_GRID.size // TILE))
 
 _u8, _u2 = np.uint64, np.uint16
 _GOLDEN, _MIX_1, _MIX_2 = (_u8(number % 2**64) for number in (GOLDEN, *MIX))
@@ -38,6 +40,129 @@ _exact = compiled(within=True)
 # Sums may be added up in any order, as vector instructions do; a NaN or an infinity stays what it is.
 _any_order = compiled(fastmath={"reassoc", "contract"}, within=True)
 _finite = compiled(fastmath={"nnan", "nsz", "reassoc"}, within=True)
+
+
+class LoopConstants(NamedTuple):
+    """The grids and the drawing samples; passed, since numba keeps what it compiled when other files change.
+
+    Of each grid: the shift to its bins, what is taken from them, and the number of the central one, as int32.
+    """
+
+    pair: tuple[Any, Any, Any]
+    density_x: tuple[Any, Any, Any]
+    density_y: tuple[Any, Any, Any]
+    token: tuple[Any, Any, Any]
+    one_element_in: int
+    pairs_per_bin: int
+
+
+class Rows(NamedTuple):
+    """Tokens as :func:`fill` takes them, and room for what it says of each.
+
+    Attributes:
+        rows: float32 ``(tokens, d)``.
+        valid: which of them are data, bool ``(tokens,)``.
+        form: centred, about_mean, correction and clamped of :class:`Form`.
+        eps: of that form.
+        given: whether shift and rstd are there already, in place of a form.
+        groups: number of groups of channels; 1 where a token holds all channels.
+        positions: number of neighbouring elements of a token that are of one channel.
+        element_keys: number of each place in a token, uint64 ``(step, ≥ d / step)``: those of the places that compete
+            for single pairs together, one in ``step``, are a row.
+        keys: takes the key of each token that counts, int64 ``(tokens,)``.
+        shift: takes its shift, float64 ``(tokens,)``.
+        rstd: takes its slope, float64 ``(tokens,)``.
+        reach: takes its max |x|, float32 ``(tokens,)``; −1 for a token that does not count.
+        position: takes its number within its sample, int64 ``(tokens,)``.
+        sample: takes that sample's number, int64 ``(tokens,)``.
+    """
+
+    rows: Any
+    valid: Any
+    form: tuple[bool, bool, int, bool]
+    eps: float
+    given: bool
+    groups: int
+    positions: int
+    element_keys: Any
+    keys: Any
+    shift: Any
+    rstd: Any
+    reach: Any
+    position: Any
+    sample: Any
+
+
+class Sums(NamedTuple):
+    """The arrays that a thread fills: those of a :class:`CompactBins`, and the counts.
+
+    Attributes:
+        cells: row of each fold and bin, uint16.
+        moments: float64 ``(rows, 6)``.
+        tiles: row of each tile of the density, uint16.
+        density: lower 16 bits of the counts, uint16 ``(rows · 64,)``.
+        density_high: the counts over 65,536, int64 of the same shape.
+        pairs: row of each bin in the drawn pairs, uint16.
+        pair_key: int64 ``(rows, places)``.
+        pair_x: float32, likewise.
+        pair_y: float32, likewise.
+        pair_channel: int32, likewise.
+    """
+
+    cells: Any
+    moments: Any
+    tiles: Any
+    density: Any
+    density_high: Any
+    pairs: Any
+    pair_key: Any
+    pair_x: Any
+    pair_y: Any
+    pair_channel: Any
+    channel_sums: Any
+    channel_extremes: Any
+    token_offsets: Any
+    token_scales: Any
+    nonfinite_tokens: Any
+
+
+class SampleArrays(NamedTuple):
+    """A :class:`TokenSample` with all its places: those that are free have the largest rank and key."""
+
+    rank: Any
+    key: Any
+    x: Any
+    y: Any
+    rstd: Any
+    position: Any
+    sample: Any
+
+
+class Tile(NamedTuple):
+    """What is computed of a part of some tokens.
+
+    Attributes:
+        y: of one of them, float32 ``(elements,)``.
+        bins: of x, int32 ``(tokens, elements)``.
+        cells: of (x, y), tile by tile, int32 ``(tokens, elements)``.
+    """
+
+    y: Any
+    bins: Any
+    cells: Any
+
+
+def _of(grid: FloatGrid) -> tuple[Any, Any, Any]:
+    return (
+        np.int32(23 - grid.mantissa_bits),
+        np.int32(((grid.low + 127) << grid.mantissa_bits) - 1),
+        np.int32(grid.centre),
+    )
+
+
+CONSTANTS = LoopConstants(
+    _of(PAIR_GRID), _of(DENSITY_X_GRID), _of(DENSITY_Y_GRID), _of(TOKEN_GRID), ONE_ELEMENT_IN, PAIRS_PER_BIN
+)
 
 
 @intrinsic
@@ -93,8 +218,8 @@ def _new_row(rows: Any, block: Any) -> Any:
 
 
 @_exact
-def row_of(rows: Any, block: Any) -> Any:
-    """Return the row of a block of a :class:`Blocks`, after giving it the next free one if it has none."""
+def _row_of(rows: Any, block: Any) -> Any:
+    """Return the row of a bin of a :class:`BinTable`, the next free one if it has none."""
     row = rows[_u8(block)]
     return _u8(_new_row(rows, _u8(block)) if row == 0 else row)
 
@@ -153,27 +278,29 @@ def _index(row: Any, shift: float, rstd: float, constants: Any, y: Any, bins: An
         y[j] = (row[j] - narrow_shift) * narrow_rstd
     joined = _i4(constants.density_x[0] - constants.pair[0])  # two to this power of the pairs' bins are one here
     round_up = _i4((1 << joined) - 1)
-    y_bins = _i4(_i4(2) * constants.density_y[2] + _i4(1))
+    within = _i4(TILE - 1)
     for j in range(row.size):
         steps = _steps(bits[j], *constants.pair)
         bins[j] = _to_either_side(steps, bits[j], constants.pair[2])
         steps = _i4(_i4(steps + round_up) >> _i4(joined & _i4(31)))
-        cell = _i4(_to_either_side(steps, bits[j], constants.density_x[2]) * y_bins)
-        cells[j] = _i4(cell + _bin(y_bits[j], *constants.density_y))
+        x_bin, y_bin = _to_either_side(steps, bits[j], constants.density_x[2]), _bin(y_bits[j], *constants.density_y)
+        tile = _i4(_i4(_i4(x_bin >> _TILE_BITS) * _Y_TILES) + _i4(y_bin >> _TILE_BITS))
+        cell = _i4(_i4(tile << _TILE_BITS) + _i4(x_bin & within))
+        cells[j] = _i4(_i4(cell << _TILE_BITS) + _i4(y_bin & within))
 
 
 @_exact
-def _add_pairs(row: Any, shift: float, rstd: float, bins: Any, cells: Any, moments: Any, sums: Any) -> None:
-    address, rows, fours = _u8(moments.values.ctypes.data), moments.rows, row.size - row.size % 4
-    low, high = sums.density, sums.density_high
+def _add_pairs(row: Any, shift: float, rstd: float, bins: Any, cells: Any, first_cell: Any, sums: Any) -> None:
+    address, rows, fours = _u8(sums.moments.ctypes.data), sums.cells[first_cell:], row.size - row.size % 4
+    tiles, low, high = sums.tiles, sums.density, sums.density_high
     for first in range(0, fours, 4):
         for j in range(first, first + 4):
-            _add_moments(row[j], shift, rstd, address + row_of(rows, bins[j]) * _u8(_BYTES_OF_A_BIN))
+            _add_moments(row[j], shift, rstd, address + _row_of(rows, bins[j]) * _u8(_BYTES_OF_A_BIN))
         for j in range(first, first + 4):
-            count(low, high, _u8(cells[j]), _u2(1))
+            _count(tiles, low, high, cells[j], _u2(1))
     for j in range(fours, row.size):
-        _add_moments(row[j], shift, rstd, address + row_of(rows, bins[j]) * _u8(_BYTES_OF_A_BIN))
-        count(low, high, _u8(cells[j]), _u2(1))
+        _add_moments(row[j], shift, rstd, address + _row_of(rows, bins[j]) * _u8(_BYTES_OF_A_BIN))
+        _count(tiles, low, high, cells[j], _u2(1))
 
 
 @_exact
@@ -183,11 +310,14 @@ def _add_moments(element: Any, shift: float, rstd: float, row_of_bin: Any) -> No
 
 
 @_exact
-def count(low: Any, high: Any, cell: Any, number: Any) -> None:
+def _count(tiles: Any, low: Any, high: Any, cell: Any, number: Any) -> None:
     """Add to the count of a cell; what its lower bits cannot hold goes to the others."""
-    low[cell] += number
-    if low[cell] < number:
-        high[cell] += 1
+    bits = _u8(2) * _u8(_TILE_BITS)
+    tile = _u8(cell) >> bits
+    place = (_row_of(tiles, tile) << bits) + (_u8(cell) & _u8(TILE * TILE - 1))
+    low[place] += number
+    if low[place] < number:
+        high[place] += 1
 
 
 @_exact
@@ -195,27 +325,26 @@ def _draw_pairs(tokens: Any, t: int, first: int, stop: int, bins: Any, constants
     """Let some pairs of a part of a token compete for the places of their bins, as :meth:`PairSample.add` says."""
     key, step, last_place = _u8(tokens.keys[t]), constants.one_element_in, _u8(constants.pairs_per_bin - 1)
     start = np.int64((key >> _u8(8)) % _u8(step))
-    element_keys, key_rows, keys = tokens.element_keys[start, first // step :], sums.pair_key.rows, sums.pair_key.values
+    element_keys, key_rows, keys = tokens.element_keys[start, first // step :], sums.pairs, sums.pair_key
     for i in range((stop - first - start + step - 1) // step):
         j = start + i * step
         drawn = ((key ^ element_keys[i]) * _MIX_1) & _NO_KEY
         place, kept = drawn & last_place, np.int64(drawn ^ _NO_KEY)
         if kept > keys[_u8(key_rows[_u8(bins[j])]), place]:
             x, channels = tokens.rows[t, first + j], tokens.rows.shape[1] // tokens.positions
-            put(sums.pair_key, bins[j], place, kept)
-            put(sums.pair_x, bins[j], place, x)
-            put(sums.pair_y, bins[j], place, (np.float64(x) - tokens.shift[t]) * tokens.rstd[t])
-            put(sums.pair_channel, bins[j], place, t % tokens.groups * channels + (first + j) // tokens.positions)
+            y = (np.float64(x) - tokens.shift[t]) * tokens.rstd[t]
+            channel = t % tokens.groups * channels + (first + j) // tokens.positions
+            _put(sums, _row_of(sums.pairs, bins[j]), place, kept, x, y, channel)
 
 
 @_exact
-def put(table: Any, block: Any, place: Any, value: Any) -> None:
-    """Set an element of a block."""
-    table.values[row_of(table.rows, block), place] = value
+def _put(sums: Any, row: Any, place: Any, key: Any, x: Any, y: Any, channel: Any) -> None:
+    sums.pair_key[row, place], sums.pair_channel[row, place] = key, channel
+    sums.pair_x[row, place], sums.pair_y[row, place] = x, y
 
 
 @_exact
-def _add_block(tokens: Any, block: Any, constants: Any, moments: Any, sums: Any, tile: Any) -> None:
+def _add_block(tokens: Any, block: Any, constants: Any, first_cell: Any, sums: Any, tile: Any) -> None:
     """Add the pairs of some finite tokens, one step after the other for a part of each."""
     rows, d = tokens.rows, tokens.rows.shape[1]
     plain = tokens.positions == 1 and tokens.groups == 1
@@ -226,7 +355,7 @@ def _add_block(tokens: Any, block: Any, constants: Any, moments: Any, sums: Any,
             _index(rows[t, first:stop], tokens.shift[t], tokens.rstd[t], constants, tile.y, tile.bins[i], tile.cells[i])
         for i in range(block.size):
             t, bins, cells = block[i], tile.bins[i], tile.cells[i]
-            _add_pairs(rows[t, first:stop], tokens.shift[t], tokens.rstd[t], bins, cells, moments, sums)
+            _add_pairs(rows[t, first:stop], tokens.shift[t], tokens.rstd[t], bins, cells, first_cell, sums)
         for i in range(block.size):
             _draw_pairs(tokens, block[i], first, stop, tile.bins[i], constants, sums)
         if plain:
@@ -305,13 +434,12 @@ def _add_scalars(tokens: Any, t: int, constants: Any, sums: Any) -> None:
 
 @_called
 def fill(constants: Any, tokens: Any, runs: Any, sums: Any) -> None:
-    """Add the tokens of some runs to one thread's sums, and say of each what its line, its key and its reach are.
+    """Add the tokens of some runs to one thread's sums, and write down the line, key and reach of each.
 
     Args:
         constants: :data:`CONSTANTS`.
         tokens: a :class:`Rows`.
-        runs: start, stop, fold, key, position and sample of each, int64 ``(runs, 6)``; the fold is negative for
-            ``shared``.
+        runs: start, stop, fold, key, position and sample of each, int64 ``(runs, 6)``.
         sums: a :class:`Sums`.
     """
     magnitude_bits = np.empty(1, np.int32)
@@ -321,7 +449,7 @@ def fill(constants: Any, tokens: Any, runs: Any, sums: Any) -> None:
     block, filled = np.empty(_TOKENS, np.int64), 0
     for run in range(runs.shape[0]):
         start, stop, fold, sample_key, position, sample = runs[run]
-        moments = sums.shared if fold < 0 else BlockRows(sums.moments.rows[fold], sums.moments.values[fold])
+        first_cell = fold * (2 * constants.pair[2] + 1)
         for t in range(start, stop):
             tokens.reach[t] = _UNCOUNTED
             if not tokens.valid[t]:
@@ -339,15 +467,15 @@ def fill(constants: Any, tokens: Any, runs: Any, sums: Any) -> None:
             block[filled] = t
             filled += 1
             if filled == _TOKENS:
-                _add_block(tokens, block, constants, moments, sums, tile)
+                _add_block(tokens, block, constants, first_cell, sums, tile)
                 filled = 0
         if filled:
-            _add_block(tokens, block[:filled], constants, moments, sums, tile)
+            _add_block(tokens, block[:filled], constants, first_cell, sums, tile)
             filled = 0
 
 
 @_called
-def add_weighted(constants: Any, tokens: Any, runs: Any, weight: Any, moments: Any) -> None:
+def add_weighted(constants: Any, tokens: Any, runs: Any, weight: Any, cells: Any, moments: Any) -> None:
     """Add the pairs of the tokens that :func:`fill` has counted, each times the weight of its channel.
 
     Args:
@@ -355,7 +483,8 @@ def add_weighted(constants: Any, tokens: Any, runs: Any, weight: Any, moments: A
         tokens: a :class:`Rows` that has been filled.
         runs: start, stop and fold of each, int64 ``(runs, 3)``.
         weight: float64 ``(channels,)``.
-        moments: of every fold, a :class:`BlockRows`.
+        cells: row of each fold and bin, as :class:`Sums` has it.
+        moments: the weighted ones, float64 ``(rows, 6)``.
     """
     d, positions = tokens.rows.shape[1], tokens.positions
     for run in range(runs.shape[0]):
@@ -371,10 +500,91 @@ def add_weighted(constants: Any, tokens: Any, runs: Any, weight: Any, moments: A
                 y = (x - shift) * rstd
                 of_one = weight[first_channel + j // positions]
                 of_x, of_y = of_one * x, of_one * y
-                sums = moments.values[fold, row_of(moments.rows[fold], _bin(bits[j], *constants.pair))]
+                bin_ = fold * (2 * constants.pair[2] + 1) + _bin(bits[j], *constants.pair)
+                sums = moments[_row_of(cells, bin_)]
                 sums[0] += of_one
                 sums[1] += of_x
                 sums[2] += of_y
                 sums[3] += of_x * x
                 sums[4] += of_x * y
                 sums[5] += of_y * y
+
+
+@_called
+def draw(tokens: Any, grouped: bool, uniform: Any, largest: Any) -> None:
+    """Let the tokens of a call compete for the places of two :class:`Sample`, those of least rank and key win.
+
+    Args:
+        tokens: a :class:`Rows` that has been filled.
+        grouped: whether tokens are groups, of which :func:`evenly` says what is drawn.
+        uniform: the sample in which all have the same rank.
+        largest: the one in which a token's rank is -max |x|.
+    """
+    _draw_tokens(tokens, False, grouped, uniform)
+    _draw_tokens(tokens, True, grouped, largest)
+
+
+@_exact
+def _draw_tokens(tokens: Any, by_reach: bool, grouped: bool, sample: Any) -> None:
+    last = _last(sample)
+    for t in range(tokens.keys.size):
+        rank = -np.float64(tokens.reach[t]) if by_reach else 0.0
+        key = tokens.keys[t]
+        if tokens.reach[t] < 0 or (rank, key) >= (sample.rank[last], sample.key[last]):
+            continue
+        sample.rank[last], sample.key[last], sample.rstd[last] = rank, key, tokens.rstd[t]
+        sample.position[last], sample.sample[last] = tokens.position[t], tokens.sample[t]
+        row, width = tokens.rows[t], sample.x.shape[1]
+        for i in range(width):
+            sample.x[last, i] = row[i * row.size // width]
+        if grouped:
+            sample.x[last, 0], sample.x[last, width - 1] = row.min(), row.max()
+        for i in range(width):
+            sample.y[last, i] = (np.float64(sample.x[last, i]) - tokens.shift[t]) * tokens.rstd[t]
+        last = _last(sample)
+
+
+@_exact
+def _last(sample: Any) -> int:
+    last = 0
+    for i in range(1, sample.key.size):
+        if (sample.rank[i], sample.key[i]) > (sample.rank[last], sample.key[last]):
+            last = i
+    return last
+
+
+@_called
+def join(sums: Any, other: Any) -> None:
+    """Add the binned sums and drawn pairs of another thread, and leave them empty."""
+    for cell in range(other.cells.size - 1):
+        if other.cells[cell] != 0:
+            row, source = _row_of(sums.cells, cell), other.cells[cell]
+            for i in range(sums.moments.shape[1]):
+                sums.moments[row, i] += other.moments[source, i]
+                other.moments[source, i] = 0
+    for tile in range(other.tiles.size - 1):
+        first = _u8(other.tiles[tile]) * _u8(TILE * TILE)
+        for place in range(TILE * TILE if first else 0):
+            cell = tile * TILE * TILE + place
+            if other.density[first + _u8(place)] != 0:
+                _count(sums.tiles, sums.density, sums.density_high, cell, other.density[first + _u8(place)])
+                other.density[first + _u8(place)] = 0
+            if other.density_high[first + _u8(place)] != 0:
+                row = _row_of(sums.tiles, tile) * _u8(TILE * TILE) + _u8(place)
+                sums.density_high[row] += other.density_high[first + _u8(place)]
+                other.density_high[first + _u8(place)] = 0
+    for bin_ in range(other.pairs.size - 1):
+        source = other.pairs[bin_]
+        for place in range(other.pair_key.shape[1] if source != 0 else 0):
+            key = other.pair_key[source, place]
+            if key > sums.pair_key[sums.pairs[bin_], place]:
+                x, y, channel = (
+                    other.pair_x[source, place],
+                    other.pair_y[source, place],
+                    other.pair_channel[source, place],
+                )
+                _put(sums, _row_of(sums.pairs, bin_), place, key, x, y, channel)
+            other.pair_key[source, place] = 0
+    other.cells[:] = 0
+    other.tiles[:] = 0
+    other.pairs[:] = 0

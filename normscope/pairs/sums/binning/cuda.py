@@ -11,10 +11,8 @@ import triton
 from torch import Tensor
 
 from normscope.pairs.sums.binning import PAIR_GRID, reference
-from normscope.pairs.sums.binning.cuda_draw import draw
-from normscope.pairs.sums.binning.cuda_loop import GATHERED, describe
-from normscope.pairs.sums.binning.cuda_pairs import COUNTED, add_pairs, flush
-from normscope.pairs.sums.sampling import FOLDS, GROUPED_WIDTH, NO_KEY, ONE_ELEMENT_IN, PairSample
+from normscope.pairs.sums.binning.cuda_pairs import COUNTED, GATHERED, add_pairs, describe, draw, flush
+from normscope.pairs.sums.sampling import FOLDS, GROUPED_WIDTH, NO_KEY, ONE_ELEMENT_IN
 from normscope.pairs.sums.tokens import Run, Tokens
 from normscope.runtime.launches import KernelCall, Scratch, alignment, launch
 
@@ -34,14 +32,15 @@ _OFFERED = 1024  # tokens that compete together for the drawing samples
 _TIMES_THE_PLACES = 4  # so many tokens, about, compete for the uniform one
 _LOOKED_AFTER = 16  # tokens whose single pairs a program writes down
 _WARPS_TO_DRAW = 8
+_BINNED = {"moments": "moments", "density": "density"}  # the kernels' arguments by what the bins store
+_BINNED |= {"key": "pair_keys", "x": "pair_x", "y": "pair_y", "channel": "pair_channel"}
+_COUNTED = ("channel_sums", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
 
 
 def add(stats: PairStats, tokens: Tokens) -> None:
     """Add the pairs of ``tokens``, in a GPU's memory, to everything that ``stats`` keeps."""
     rows = tokens.rows.detach()
     rows = (rows.float() if rows.dtype == torch.float64 else rows).contiguous()
-    if not stats.moments.mT.is_contiguous():
-        stats.moments = stats.moments.mT.contiguous().mT
     with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
         n, d = rows.shape
         kept = _kept(stats)
@@ -62,26 +61,15 @@ def add(stats: PairStats, tokens: Tokens) -> None:
             *(stats.grouped, len(stats.tokens.key), len(stats.largest.key), alignment(*memory.values())),
         )
         launch(kind, memory, lambda scratch: _launches(stats, tokens, scratch))
-        stats.moments, stats.density = kept["moments"], kept["density"]
-        stats.pairs = PairSample(*(kept[f"pair_{name}"] for name in ("keys", "x", "y", "channel")))
+        stats.bins = stats.bins.replaced({name: kept[argument] for name, argument in _BINNED.items()})
         reference.add_optional(stats, tokens)
 
 
 def _kept(stats: PairStats) -> dict[str, Tensor]:
     """Name what ``stats`` keeps as the kernels' arguments are named."""
-    kept = {
-        "moments": stats.moments,
-        "density": stats.density,
-        "channel_sums": stats.channel_sums,
-        "channel_extremes": stats.channel_extremes,
-        "token_offsets": stats.token_offsets,
-        "token_scales": stats.token_scales,
-        "nonfinite_tokens": stats.nonfinite_tokens,
-        "pair_keys": stats.pairs.key.contiguous(),
-        "pair_x": stats.pairs.x.contiguous(),
-        "pair_y": stats.pairs.y.contiguous(),
-        "pair_channel": stats.pairs.channel.contiguous(),
-    }
+    kept = {argument: stats.bins[name] for name, argument in _BINNED.items()}
+    kept |= {argument: tensor if argument == "moments" else tensor.contiguous() for argument, tensor in kept.items()}
+    kept |= {name: getattr(stats, name) for name in _COUNTED}
     for name, sample in (("token", stats.tokens), ("largest", stats.largest)):
         kept |= {f"{name}_{part}": values for part, values in vars(sample).items()}
     return kept
@@ -152,7 +140,7 @@ def _launches(stats: PairStats, tokens: Tokens, scratch: Scratch) -> Iterator[Ke
         numbers |= {"steps": steps, "per_token": d // width, "groups": groups, "channels": tokens.channels}
         constants = {"cells": _CELLS, "grouped": grouped, "at_once": at_once, "tile": tile}
         grid = (columns, triton.cdiv(in_rows, steps))  # of which the second may be 65,535 at most
-        yield KernelCall(add_pairs, grid, numbers | constants, options_to_add(_major(stats.moments.device)))
+        yield KernelCall(add_pairs, grid, numbers | constants, options_to_add(_major(stats.channel_sums.device)))
         yield KernelCall(flush, (triton.cdiv(_CELLS, _FLUSHED),), {"cells": _CELLS, "tile": _FLUSHED})
     yield KernelCall(
         draw,

@@ -12,8 +12,373 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, MOMENTS, PAIR_GRID
-from normscope.pairs.sums.binning.cuda_loop import GATHERED, KEYLESS, ONE_IN, PAIR, PAIR_BINS, bin_of, of, pair_of
+from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, MOMENTS, PAIR_GRID, TOKEN_GRID, FloatGrid
+from normscope.pairs.sums.sampling import GOLDEN, MIX, NO_KEY, ONE_ELEMENT_IN, PAIRS_PER_BIN
+
+
+def of(grid: FloatGrid) -> tl.constexpr:
+    """Shift, lowest bits and centre, as :func:`bin_of` takes them."""
+    return tl.constexpr((23 - grid.mantissa_bits, ((grid.low + 127) << grid.mantissa_bits) - 1, grid.centre))
+
+
+PAIR, _TOKEN = of(PAIR_GRID), of(TOKEN_GRID)
+PAIR_BINS = tl.constexpr(PAIR_GRID.size)
+_INFINITY_BITS = tl.constexpr(0x7F800000)
+_UNCOUNTED = tl.constexpr(-1.0)
+# Of x on the grid of bins and 2²⁴ pairs, squares of y and products with it are then normal numbers, and so are sums.
+_LEAST_SLOPE, _MOST_Y = tl.constexpr(2.0**-32), tl.constexpr(2.0**48)
+
+_GOLDEN, _MIX_1, _MIX_2 = (tl.constexpr(number % 2**64) for number in (GOLDEN, *MIX))
+GATHERED = tl.constexpr(8)  # words of a cell of the scratch
+KEYLESS = tl.constexpr(NO_KEY)
+ONE_IN = tl.constexpr(ONE_ELEMENT_IN)
+_PER_BIN = tl.constexpr(PAIRS_PER_BIN)
+
+
+@triton.jit
+def bin_of(x: tl.tensor, grid: tl.constexpr) -> tl.tensor:
+    """Return :meth:`FloatGrid.index` of float32 numbers, as int32."""
+    bits = x.to(tl.int32, bitcast=True)
+    steps = ((bits & 0x7FFFFFFF) >> grid[0]) - grid[1]
+    steps = tl.minimum(tl.maximum(steps, 0), grid[2])
+    return tl.where(bits < 0, -steps, steps) + grid[2]
+
+
+@triton.jit
+def _mixed(z: tl.tensor) -> tl.tensor:
+    """splitmix64's finalizer of uint64 numbers, without the sign bit, as int64."""
+    z = (z ^ (z >> 30)) * _MIX_1
+    z = (z ^ (z >> 27)) * _MIX_2
+    return (z ^ (z >> 31)).to(tl.int64) & KEYLESS
+
+
+@triton.jit
+def pair_of(key: tl.tensor, element: tl.tensor, x: tl.tensor) -> tl.tensor:
+    """Return the key of the pair at an element of a token, and the place in the sample that it competes for."""
+    of_element = _mixed((element + 1).to(tl.uint64) * _GOLDEN)
+    pair_key = ((key ^ of_element).to(tl.uint64) * _MIX_1).to(tl.int64) & KEYLESS
+    return pair_key, (pair_key % _PER_BIN) * PAIR_BINS + bin_of(x, PAIR)
+
+
+@triton.jit
+def _run_of(token: tl.tensor, runs: tl.tensor, n_runs: tl.tensor, half: tl.tensor) -> tl.tensor:
+    """Return the last run that begins at or before each token."""
+    low = tl.zeros_like(token)
+    step = half
+    while step > 0:
+        probe = low + step
+        start = tl.load(runs + probe, mask=probe < n_runs, other=KEYLESS)
+        low = tl.where(start <= token, probe, low)
+        step = step // 2
+    return low
+
+
+@triton.jit
+def _measure(
+    rows: tl.tensor, token: tl.tensor, is_data: tl.tensor, d: tl.tensor,
+    about_mean: tl.constexpr, at_once: tl.constexpr, tile: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return of some tokens the mean, the sum of squares, and the bits of max |x|."""
+    first = token.to(tl.int64)[:, None] * d
+    total = tl.zeros((at_once, tile), tl.float64)
+    squares = tl.zeros((at_once, tile), tl.float64)
+    magnitude = tl.zeros((at_once, tile), tl.int32)
+    start = 0
+    while start < d:
+        column = start + tl.arange(0, tile)[None, :]
+        x = tl.load(rows + first + column, mask=is_data[:, None] & (column < d), other=0).to(tl.float32)
+        # Without the sign, bits ascend as the numbers do, and a NaN lies beyond infinity.
+        magnitude = tl.maximum(magnitude, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        total += x.to(tl.float64)
+        if not about_mean:
+            squares += x.to(tl.float64) * x.to(tl.float64)
+        start += tile
+    mean = tl.sum(total, 1) / d
+    if about_mean:
+        start = 0
+        while start < d:
+            column = start + tl.arange(0, tile)[None, :]
+            inside = is_data[:, None] & (column < d)
+            x = tl.load(rows + first + column, mask=inside, other=0).to(tl.float64)
+            distance = tl.where(inside, x - mean[:, None], 0)
+            squares += distance * distance
+            start += tile
+    return mean, tl.sum(squares, 1), tl.max(magnitude, 1)
+
+
+@triton.jit
+def _slope(
+    squares: tl.tensor, d: tl.tensor, eps: tl.constexpr, correction: tl.constexpr, clamped: tl.constexpr
+) -> tl.tensor:
+    """Return rstd as :meth:`Form.line` does."""
+    epsilon = tl.full(squares.shape, eps, tl.float64)  # as a plain number it would be rounded to float32
+    if clamped:
+        return tl.sqrt(tl.zeros_like(squares) + d) / tl.maximum(tl.sqrt(squares), epsilon)
+    else:
+        return 1 / tl.sqrt(squares / (d - correction) + epsilon)
+
+
+@triton.jit
+def offered_of(scratch: tl.tensor, cells: tl.constexpr) -> tl.tensor:
+    """Return where the numbers of candidates are, int32 ``(2,)``: behind so many cells of float32 zeros."""
+    return (scratch + cells * GATHERED).to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
+def _offer(candidates: tl.tensor, number: tl.tensor, token: tl.tensor, offered: tl.tensor) -> None:
+    """Write tokens down among the candidates, of which there are ``number`` so far, in any order."""
+    place = tl.atomic_add(number + tl.zeros_like(token), 1, mask=offered, sem="relaxed")
+    tl.store(candidates + place, token, mask=offered)
+
+
+@triton.jit(do_not_specialize=["n", "n_runs", "half", "cut"])
+def describe(
+    rows: tl.tensor, valid: tl.tensor, runs: tl.tensor,
+    keys: tl.tensor, folds: tl.tensor, shift: tl.tensor, rstd: tl.tensor, reach: tl.tensor, competing: tl.tensor,
+    numbers: tl.tensor, samples: tl.tensor,
+    candidates: tl.tensor, scratch: tl.tensor, token_key: tl.tensor, largest_rank: tl.tensor,
+    token_offsets: tl.tensor, token_scales: tl.tensor, nonfinite_tokens: tl.tensor,
+    n: tl.tensor, d: tl.tensor, n_runs: tl.tensor, half: tl.tensor, cut: tl.tensor,
+    eps: tl.constexpr, centred: tl.constexpr, about_mean: tl.constexpr, correction: tl.constexpr, clamped: tl.constexpr,
+    given: tl.constexpr, all_valid: tl.constexpr, cells: tl.constexpr, uniform: tl.constexpr, largest: tl.constexpr,
+    at_once: tl.constexpr, tile: tl.constexpr,
+) -> None:  # fmt: skip
+    """Say of each token what its line, its key and its reach are; each program of ``at_once`` of them.
+
+    ``rows`` are ``(n, d)``; ``runs``, int64 ``(5, n_runs)``, the start, fold, key, position and sample of each, and
+    ``half`` is the largest power of two below their number. Given to the next kernels, ``(n,)`` each: ``keys``, int64,
+    the largest where a token does not count; ``folds``, int32, as ``~fold`` where the squares of y might leave the
+    range of float32; ``shift`` and ``rstd``, float64, unless they are
+    ``given``; ``reach``, float32, max |x|, or −1; ``competing``, int32, zero; ``numbers``, within its sample, and
+    ``samples``, int64. ``candidates``, int32 ``(2, n)``, are the tokens that may take a place of one of the ``uniform``
+    or of the ``largest`` of a sample, and two numbers behind the ``cells`` of the ``scratch`` say how many there are
+    (:func:`offered_of`): all that come before the last one kept, of the first only those whose keys are below the
+    ``cut``. The form's five numbers follow :class:`Form`.
+    """
+    token = tl.program_id(0) * at_once + tl.arange(0, at_once)
+    exists = token < n
+    is_data = exists
+    if not all_valid:
+        is_data = exists & tl.load(valid + token, mask=exists, other=0).to(tl.int1)
+    mean, squares, most = _measure(rows, token, is_data, d, about_mean, at_once, tile)
+    if given:
+        own_shift = tl.load(shift + token, mask=is_data, other=0)
+        slope = tl.load(rstd + token, mask=is_data, other=0)
+    else:
+        own_shift = mean if centred else tl.zeros_like(mean)
+        slope = _slope(squares, d, eps, correction, clamped)
+        tl.store(shift + token, own_shift, mask=exists)
+        tl.store(rstd + token, slope, mask=exists)
+    counted = is_data & (most < _INFINITY_BITS) & (tl.abs(own_shift * slope) < float("inf"))
+    lost = tl.sum((is_data & (counted == 0)).to(tl.int64))
+    tl.atomic_add(nonfinite_tokens, lost, mask=lost > 0, sem="relaxed")
+    one = tl.full((at_once,), 1, tl.int64)
+    tl.atomic_add(token_offsets + bin_of((mean * slope).to(tl.float32), _TOKEN), one, mask=counted, sem="relaxed")
+    tl.atomic_add(token_scales + bin_of((1 / slope).to(tl.float32), _TOKEN), one, mask=counted, sem="relaxed")
+    run = _run_of(token, runs, n_runs, half)
+    position = tl.load(runs + 3 * n_runs + run) + token - tl.load(runs + run)
+    key = _mixed(tl.load(runs + 2 * n_runs + run).to(tl.uint64) + position.to(tl.uint64) * _GOLDEN)
+    tl.store(keys + token, tl.where(counted, key, KEYLESS), mask=exists)
+    fold = tl.load(runs + n_runs + run).to(tl.int32)
+    own_reach = most.to(tl.float32, bitcast=True)
+    most_y = (own_reach.to(tl.float64) + tl.abs(own_shift)) * slope
+    narrow = (slope >= _LEAST_SLOPE) & (most_y <= _MOST_Y)
+    tl.store(folds + token, tl.where(narrow, fold, ~fold), mask=exists)
+    tl.store(reach + token, tl.where(counted, own_reach, _UNCOUNTED), mask=exists)
+    tl.store(competing + token, tl.zeros((at_once,), tl.int32), mask=exists)
+    tl.store(numbers + token, position, mask=exists)
+    tl.store(samples + token, tl.load(runs + 4 * n_runs + run), mask=exists)
+    offered = offered_of(scratch, cells)
+    last_key = tl.max(tl.load(token_key + tl.arange(0, uniform)), 0)
+    _offer(candidates, offered, token, counted & (key < tl.minimum(last_key, cut)))
+    last_rank = tl.max(tl.load(largest_rank + tl.arange(0, largest)), 0)
+    _offer(candidates + n, offered + 1, token, counted & (-own_reach.to(tl.float64) <= last_rank))
+
+
+@triton.jit
+def _last(ranks: tl.tensor, keys: tl.tensor, slots: tl.tensor) -> tl.tensor:
+    """Return rank and key of what is thrown out first, of greatest rank and then key, and where it is."""
+    rank = tl.max(ranks, 0)
+    key = tl.max(tl.where(ranks == rank, keys, -1), 0)
+    return rank, key, tl.max(tl.where((ranks == rank) & (keys == key), slots, 0), 0)
+
+
+@triton.jit
+def _before(rank: tl.tensor, key: tl.tensor, other_rank: tl.tensor, other_key: tl.tensor) -> tl.tensor:
+    return (rank < other_rank) | ((rank == other_rank) & (key < other_key))
+
+
+@triton.jit
+def _y(x: tl.tensor, shift: tl.tensor, slope: tl.tensor) -> tl.tensor:
+    return ((x.to(tl.float64) - shift) * slope).to(tl.float32)
+
+
+@triton.jit
+def _write_token(
+    row: tl.tensor,
+    d: tl.tensor,
+    shift: tl.tensor,
+    slope: tl.tensor,
+    own_x: tl.tensor,
+    own_y: tl.tensor,
+    slot: tl.tensor,
+    tile: tl.constexpr,
+) -> None:
+    start = 0
+    while start < d:
+        column = start + tl.arange(0, tile)
+        x = tl.load(row + column, mask=column < d, other=0).to(tl.float32)
+        tl.store(own_x + slot * d + column, x, mask=column < d)
+        tl.store(own_y + slot * d + column, _y(x, shift, slope), mask=column < d)
+        start += tile
+
+
+@triton.jit
+def _write_grouped_token(
+    row: tl.tensor,
+    d: tl.tensor,
+    shift: tl.tensor,
+    slope: tl.tensor,
+    own_x: tl.tensor,
+    own_y: tl.tensor,
+    slot: tl.tensor,
+    width: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Write down what :func:`normscope.pairs.sums.sampling.evenly` takes of a token."""
+    low = tl.full((tile,), float("inf"), tl.float32)
+    high = tl.full((tile,), float("-inf"), tl.float32)
+    start = 0
+    while start < d:
+        column = start + tl.arange(0, tile)
+        x = tl.load(row + column, mask=column < d, other=0).to(tl.float32)
+        low = tl.minimum(low, tl.where(column < d, x, float("inf")))
+        high = tl.maximum(high, tl.where(column < d, x, float("-inf")))
+        start += tile
+    number = tl.arange(0, width)
+    x = tl.load(row + number.to(tl.int64) * d // width).to(tl.float32)
+    x = tl.where(number == 0, tl.min(low, 0), tl.where(number == width - 1, tl.max(high, 0), x))
+    tl.store(own_x + slot * width + number, x)
+    tl.store(own_y + slot * width + number, _y(x, shift, slope))
+
+
+@triton.jit
+def _draw_tokens(
+    rows: tl.tensor, keys: tl.tensor, shift: tl.tensor, rstd: tl.tensor, reach: tl.tensor,
+    numbers: tl.tensor, samples: tl.tensor,
+    own_rank: tl.tensor, own_key: tl.tensor, own_x: tl.tensor, own_y: tl.tensor, own_rstd: tl.tensor,
+    own_position: tl.tensor, own_sample: tl.tensor,
+    candidates: tl.tensor, number: tl.tensor, n: tl.tensor, d: tl.tensor, cut: tl.tensor,
+    places: tl.constexpr, by_reach: tl.constexpr, grouped_width: tl.constexpr, tile: tl.constexpr,
+) -> None:  # fmt: skip
+    """Let the candidates compete for the places of one sample: the best there is takes that of the last, while it may.
+
+    They are ``number``, of those only whose keys are below the ``cut``; where these are fewer than there are places,
+    all ``n`` tokens compete.
+    """
+    slots = tl.arange(0, places)
+    ranks, kept_keys = tl.load(own_rank + slots), tl.load(own_key + slots)
+    chosen = tl.full((places,), -1, tl.int32)
+    last_rank, last_key, slot = _last(ranks, kept_keys, slots)
+    of_all = (number < places) & (last_key > cut)
+    number = tl.where(of_all, n, number)
+    start = 0
+    while start < number:
+        place = start + tl.arange(0, tile)
+        token = tl.where(of_all, place, tl.load(candidates + place, mask=(place < number) & (of_all == 0), other=n))
+        key = tl.load(keys + token, mask=token < n, other=KEYLESS)
+        rank = tl.zeros((tile,), tl.float64)
+        if by_reach:
+            rank -= tl.load(reach + token, mask=token < n, other=0)
+        offered = (key != KEYLESS) & _before(rank, key, last_rank, last_key)
+        while tl.max(offered.to(tl.int32), 0) > 0:
+            best_rank = tl.min(tl.where(offered, rank, float("inf")), 0)
+            best_key = tl.min(tl.where(offered & (rank == best_rank), key, KEYLESS), 0)
+            best = tl.min(tl.where(offered & (rank == best_rank) & (key == best_key), token, n), 0)
+            chosen = tl.where(slots == slot, best, chosen)
+            ranks = tl.where(slots == slot, best_rank, ranks)
+            kept_keys = tl.where(slots == slot, best_key, kept_keys)
+            last_rank, last_key, slot = _last(ranks, kept_keys, slots)
+            offered &= (token != best) & _before(rank, key, last_rank, last_key)
+        start += tile
+    tl.store(own_rank + slots, ranks)
+    tl.store(own_key + slots, kept_keys)
+    slot = tl.max(tl.where(chosen >= 0, slots, -1), 0)
+    while slot >= 0:
+        best = tl.max(tl.where(slots == slot, chosen, -1), 0)
+        row, own_shift, slope = rows + best.to(tl.int64) * d, tl.load(shift + best), tl.load(rstd + best)
+        if grouped_width:
+            _write_grouped_token(row, d, own_shift, slope, own_x, own_y, slot, grouped_width, tile)
+        else:
+            _write_token(row, d, own_shift, slope, own_x, own_y, slot, tile)
+        tl.store(own_rstd + slot, slope.to(tl.float32))
+        tl.store(own_position + slot, tl.load(numbers + best))
+        tl.store(own_sample + slot, tl.load(samples + best))
+        slot = tl.max(tl.where((chosen >= 0) & (slots < slot), slots, -1), 0)
+
+
+@triton.jit
+def _draw_pairs(
+    row: tl.tensor, key: tl.tensor, shift: tl.tensor, slope: tl.tensor,
+    first_channel: tl.tensor, positions: tl.tensor, d: tl.tensor,
+    pair_keys: tl.tensor, pair_x: tl.tensor, pair_y: tl.tensor, pair_channel: tl.tensor, tile: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write down those pairs of a token that have got their places."""
+    element = ((key >> 8) & ONE_IN - 1) + tl.arange(0, tile) * ONE_IN
+    while tl.min(element, 0) < d:
+        x = tl.load(row + element, mask=element < d, other=0).to(tl.float32)
+        pair_key, place = pair_of(key, element, x)
+        won = (element < d) & (pair_key == tl.load(pair_keys + place))
+        tl.store(pair_x + place, x, mask=won)
+        tl.store(pair_y + place, _y(x, shift, slope), mask=won)
+        tl.store(pair_channel + place, (first_channel + element // positions).to(tl.int32), mask=won)
+        element += ONE_IN * tile
+
+
+@triton.jit(do_not_specialize=["n", "cut", "groups", "per_token"])
+def draw(
+    rows: tl.tensor, keys: tl.tensor, shift: tl.tensor, rstd: tl.tensor, reach: tl.tensor, competing: tl.tensor,
+    numbers: tl.tensor, samples: tl.tensor, candidates: tl.tensor, scratch: tl.tensor,
+    token_rank: tl.tensor, token_key: tl.tensor, token_x: tl.tensor, token_y: tl.tensor, token_rstd: tl.tensor,
+    token_position: tl.tensor, token_sample: tl.tensor,
+    largest_rank: tl.tensor, largest_key: tl.tensor, largest_x: tl.tensor, largest_y: tl.tensor,
+    largest_rstd: tl.tensor, largest_position: tl.tensor, largest_sample: tl.tensor,
+    pair_keys: tl.tensor, pair_x: tl.tensor, pair_y: tl.tensor, pair_channel: tl.tensor,
+    n: tl.tensor, d: tl.tensor, cut: tl.tensor, groups: tl.tensor, per_token: tl.tensor, positions: tl.tensor,
+    cells: tl.constexpr, uniform: tl.constexpr, largest: tl.constexpr, grouped_width: tl.constexpr,
+    at_once: tl.constexpr, tile: tl.constexpr, pairs_tile: tl.constexpr,
+) -> None:  # fmt: skip
+    """Fill the samples: the first program the uniform one, the second the largest, all others the single pairs.
+
+    ``rows`` are ``(n, d)``, and what is said of tokens comes from the kernels before. The samples are as
+    :class:`TokenSample` and :class:`PairSample` keep them, with ``uniform`` and ``largest`` places; of a token that is
+    a group they keep ``grouped_width`` elements, which is zero otherwise. Its channels are ``per_token``, each of
+    ``positions`` neighbouring elements. Each of the other programs looks after ``at_once`` tokens.
+    """
+    program = tl.program_id(0)
+    if program == 0:
+        _draw_tokens(
+            rows, keys, shift, rstd, reach, numbers, samples,
+            token_rank, token_key, token_x, token_y, token_rstd, token_position, token_sample,
+            candidates, tl.load(offered_of(scratch, cells)), n, d, cut, uniform, False, grouped_width, tile,
+        )  # fmt: skip
+    elif program == 1:
+        _draw_tokens(
+            rows, keys, shift, rstd, reach, numbers, samples,
+            largest_rank, largest_key, largest_x, largest_y, largest_rstd, largest_position, largest_sample,
+            candidates + n, tl.load(offered_of(scratch, cells) + 1), n, d, KEYLESS, largest, True, grouped_width, tile,
+        )  # fmt: skip
+    else:
+        token = (program - 2) * at_once + tl.arange(0, at_once)
+        waiting = tl.where(tl.load(competing + token, mask=token < n, other=0) > 0, token, n)
+        while tl.min(waiting, 0) < n:
+            drawn = tl.min(waiting, 0)
+            _draw_pairs(
+                rows + drawn.to(tl.int64) * d, tl.load(keys + drawn), tl.load(shift + drawn), tl.load(rstd + drawn),
+                drawn % groups * per_token, positions, d, pair_keys, pair_x, pair_y, pair_channel, pairs_tile,
+            )  # fmt: skip
+            waiting = tl.where(waiting == drawn, n, waiting)
+
 
 COUNTED = 2**24  # float32 counts no further
 

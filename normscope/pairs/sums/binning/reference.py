@@ -50,10 +50,10 @@ def add(stats: PairStats, tokens: Tokens) -> None:
     """Add the pairs of ``tokens`` to everything that ``stats`` keeps."""
     keys, places = tokens.keys(), tokens.places()
     for rows, pairs in _in_steps(stats, tokens):
-        stats.moments += _moments(pairs)
+        stats.bins.add("moments", _moments(pairs))
         _add_optional(stats, tokens, pairs)
         stats.nonfinite_tokens += (pairs.valid & ~pairs.counted).sum()
-        stats.density += _density(pairs)
+        stats.bins = stats.bins.replaced({"density": stats.density + _density(pairs)})
         _add_channels(stats, pairs)
         _count(stats.token_offsets, pairs.x.mean(1, keepdim=True) * pairs.rstd, pairs.counted)
         _count(stats.token_scales, 1 / pairs.rstd, pairs.counted)
@@ -65,8 +65,8 @@ def add_optional(stats: PairStats, tokens: Tokens, *, by_gamma: bool = True) -> 
 
     ``by_gamma``: to those that γ² weights, too; a loop that fills them itself leaves them out.
     """
-    by_gamma = by_gamma and stats.gamma_moments is not None
-    if by_gamma or stats.channel_moments is not None or stats.diagonal_moments is not None:
+    by_gamma = by_gamma and "gamma_moments" in stats.bins
+    if by_gamma or stats.channel_moments is not None or "diagonal_moments" in stats.bins:
         for _, pairs in _in_steps(stats, tokens):
             _add_optional(stats, tokens, pairs, by_gamma)
 
@@ -125,18 +125,18 @@ def _moments(pairs: _Pairs, weight: Tensor | None = None) -> Tensor:
 
 
 def _add_optional(stats: PairStats, tokens: Tokens, pairs: _Pairs, by_gamma: bool = True) -> None:
-    if by_gamma and stats.gamma_moments is not None:
+    if by_gamma and "gamma_moments" in stats.bins:
         gamma = torch.ones(tokens.channels) if tokens.gamma is None else tokens.gamma
         weight = gamma.to(pairs.x.device).double().square()
-        stats.gamma_moments += _moments(pairs, weight[pairs.channel])
+        stats.bins.add("gamma_moments", _moments(pairs, weight[pairs.channel]))
     if stats.channel_moments is not None:
         _, channels, bins = stats.channel_moments.shape
         cells = (pairs.channel * bins + CHANNEL_GRID.index(pairs.x.float())).where(pairs.counted, channels * bins)
         stats.channel_moments += binned_moments(pairs.x, pairs.y, cells, channels * bins).view(-1, channels, bins)
-    if stats.diagonal_moments is not None:
+    if "diagonal_moments" in stats.bins:
         form = tokens.lines.form
         assert form is not None  # noqa: S101 - the sums are kept of sites with a form alone
-        stats.diagonal_moments += _moments(replace(pairs, y=form.diagonal(pairs.x, tokens.lines.eps)))
+        stats.bins.add("diagonal_moments", _moments(replace(pairs, y=form.diagonal(pairs.x, tokens.lines.eps))))
 
 
 def _add_channels(stats: PairStats, pairs: _Pairs) -> None:
@@ -157,7 +157,9 @@ def _draw(stats: PairStats, pairs: _Pairs, keys: Tensor, places: tuple[Tensor, T
     """Let single pairs and whole tokens compete for their places in the drawing samples."""
     counted = pairs.counted[:, 0]
     x, y, keys = pairs.x.float(), pairs.y.float(), keys.where(counted, NO_KEY)
-    stats.pairs.add(keys, pairs.bins, x, y, pairs.channel)
+    drawn = stats.pairs
+    drawn.add(keys, pairs.bins, x, y, pairs.channel)
+    stats.bins = stats.bins.replaced(vars(drawn))
     # Least of all rank those of the largest reach; a token that does not count ranks behind all that do.
     rank = -pairs.x.abs().amax(1).where(counted, -1)
     by_key = keys.argsort()

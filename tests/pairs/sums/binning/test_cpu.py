@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from normscope.pairs.norms.formulas import FORMS, layer_norm, rms_norm, root_mean_square, std_norm
+from normscope.pairs.norms.formulas import FORMS, Lines, layer_norm, rms_norm, root_mean_square, std_norm
 from normscope.pairs.sums.binning import cpu, reference
 from normscope.pairs.sums.stats import PairStats
-from normscope.pairs.sums.tokens import Lines, Run, Tokens
+from normscope.pairs.sums.tokens import Run, Tokens
 
 COUNTS = ("density", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
 

@@ -155,10 +155,9 @@ def test_what_a_backend_carries_comes_back(ranks, dtype, at):
     on = ranks.device if at == "device" else torch.device("cpu")
     for shape in ((5,), (3, 4), (0,), (0, 7)):
         own = torch.arange(torch.Size(shape).numel(), device=on).reshape(shape).to(dtype)
-        for made in (*ranks.gathered(own), ranks.total(own), ranks.least(own)):
+        for made in ranks.gathered(own):
             assert made.device == own.device and made.dtype == dtype and torch.equal(made, own)
-    turned = torch.arange(24.0, device=on).view(2, 4, 3).mT
-    assert torch.equal(ranks.total(turned), turned) and ranks.total(turned).mT.is_contiguous()
+    assert list(ranks.each(b"\0\1")) == [b"\0\1"] and list(ranks.each(b"")) == [b""]
     assert ranks.told({"ä": [1, None]}) == [{"ä": [1, None]}] and ranks.from_first(b"") == b""
     assert ranks.from_first(b"\0\1") == b"\0\1"
 
@@ -173,7 +172,6 @@ def test_what_a_rank_has_seen_is_merged_by_the_backend(ranks):
     before = {name: stats.to("cpu") for name, stats in recorder.seen.stats[""].items()}
     merge_seen(recorder, ranks)
     for name, stats in recorder.seen.stats[""].items():
-        assert stats.moments.device == ranks.device
         after = stats.to("cpu")
         for total, own in after.sums.items():
             assert torch.equal(own, before[name].sums[total]), total

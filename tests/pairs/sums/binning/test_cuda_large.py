@@ -13,10 +13,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
-from normscope.pairs.norms.formulas import FORMS, layer_norm, rms_norm
+from normscope.pairs.norms.formulas import FORMS, Lines, layer_norm, rms_norm
 from normscope.pairs.sums.binning import PAIR_GRID, cuda, reference
 from normscope.pairs.sums.stats import PairStats
-from normscope.pairs.sums.tokens import Lines, Run, Tokens
+from normscope.pairs.sums.tokens import Run, Tokens
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = not INTERPRETED and torch.cuda.is_available() and torch.version.hip is None

@@ -19,13 +19,13 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from normscope.inputs.batch import Batch, Sample  # noqa: E402
 from normscope.pairs.norms import formulas  # noqa: E402
-from normscope.pairs.norms.formulas import FORMS, layer_norm  # noqa: E402
+from normscope.pairs.norms.formulas import FORMS, Lines, layer_norm  # noqa: E402
 from normscope.pairs.norms.trace import find_norms  # noqa: E402
 from normscope.pairs.recorder import Recorder, Summing  # noqa: E402
 from normscope.pairs.sums import stats as loops  # noqa: E402
-from normscope.pairs.sums.binning import PAIR_GRID, cuda, cuda_draw, cuda_loop, cuda_pairs  # noqa: E402
+from normscope.pairs.sums.binning import PAIR_GRID, cuda, cuda_pairs  # noqa: E402
 from normscope.pairs.sums.stats import PairStats  # noqa: E402
-from normscope.pairs.sums.tokens import Lines, Run, Tokens  # noqa: E402
+from normscope.pairs.sums.tokens import Run, Tokens  # noqa: E402
 from normscope.runtime import launches as launches_module  # noqa: E402
 
 LAYER_NORM = Lines(FORMS[layer_norm], 1e-6)
@@ -195,17 +195,17 @@ PLACES["cells"] = 8 * PAIR_GRID.size + cuda._ADDED
 CELLS = 8 * PAIR_GRID.size + cuda._ADDED
 ADDED = {"cells": 8 * PAIR_GRID.size, "at_once": 1, "tile": cuda._ADDED}
 KERNELS = {
-    "describe": (cuda_loop.describe, {**FORM, "cells": CELLS, "all_valid": False, "at_once": 8, "tile": 128}, 4),
+    "describe": (cuda_pairs.describe, {**FORM, "cells": CELLS, "all_valid": False, "at_once": 8, "tile": 128}, 4),
     "describe few": (
-        cuda_loop.describe,
+        cuda_pairs.describe,
         {**FORM, "cells": CELLS, "all_valid": False, "at_once": 1, "tile": cuda._DESCRIBED},
         4,
     ),
     "add_pairs": (cuda_pairs.add_pairs, {**ADDED, "grouped": False}, 1),
     "add_pairs of groups": (cuda_pairs.add_pairs, {**ADDED, "grouped": True}, 1),
     "flush": (cuda_pairs.flush, {"tile": cuda._FLUSHED}, 4),
-    "draw": (cuda_draw.draw, {**PLACES, "grouped_width": 0}, WARPS),
-    "draw of groups": (cuda_draw.draw, {**PLACES, "grouped_width": 256}, WARPS),
+    "draw": (cuda_pairs.draw, {**PLACES, "grouped_width": 0}, WARPS),
+    "draw of groups": (cuda_pairs.draw, {**PLACES, "grouped_width": 256}, WARPS),
 }
 
 
@@ -215,7 +215,7 @@ KERNELS = {
 def test_the_kernels_compile_without_spilled_registers(tmp_path, monkeypatch, name, capability):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel, constants, warps = KERNELS[name]
-    options = {"num_warps": warps} | ({"maxnreg": cuda._REGISTERS} if kernel is cuda_loop.describe else {})
+    options = {"num_warps": warps} | ({"maxnreg": cuda._REGISTERS} if kernel is cuda_pairs.describe else {})
     options |= cuda.options_to_add(capability // 10) if kernel is cuda_pairs.add_pairs else {}
     types = {name: POINTERS.get(name, "i32") for name in kernel.arg_names} | {"rows": "*bf16"}
     source = ASTSource(
@@ -283,7 +283,7 @@ def test_the_kernels_compile_for_what_a_capture_launches_them_with(
     config = triton.runtime.driver
     monkeypatch.setattr(config, "_active" if hasattr(config, "_active") else "active", Driver())  # 3.4 has no _active
     made: list = []
-    for module, name in zip((cuda_loop, cuda_pairs, cuda_pairs, cuda_draw), KERNELS_OF_A_CALL, strict=True):
+    for module, name in zip([cuda_pairs] * 4, KERNELS_OF_A_CALL, strict=True):
         monkeypatch.setattr(cuda, name, Compiled(getattr(module, name), made))
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
     monkeypatch.setattr(launches_module, "_watched", lambda: True)

@@ -11,7 +11,7 @@ from torch import nn
 
 import normscope
 from normscope.errors import DataError, UsageError
-from normscope.pairs import merging
+from normscope.pairs import storage
 from normscope.pairs.storage import all_tensors, header_of
 
 SUMS = 1e-12  # float64 sums of at most 1e7 terms each, added in another order
@@ -57,7 +57,7 @@ def test_any_order_is_the_capture_of_all_at_once(digits, thirds, order):
 def test_files_are_taken_one_after_the_other(thirds, tmp_path, monkeypatch):
     files = [normscope.save_capture(third, tmp_path / f"{i}.safetensors") for i, third in enumerate(thirds)]
     alive, most = weakref.WeakSet(), []
-    load = merging.load_capture
+    load = storage.load_capture
 
     def watched(path):
         gc.collect()
@@ -66,7 +66,7 @@ def test_files_are_taken_one_after_the_other(thirds, tmp_path, monkeypatch):
         most.append(len(alive))
         return seen
 
-    monkeypatch.setattr(merging, "load_capture", watched)
+    monkeypatch.setattr(storage, "load_capture", watched)
     merged = normscope.merge_captures(files)
     assert_same_counts_and_sums(merged, normscope.merge_captures(thirds))
     assert max(most) <= 2 and len(most) == 3

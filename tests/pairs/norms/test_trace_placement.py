@@ -8,8 +8,7 @@ from transformers import Qwen3Config, Qwen3Model
 
 import normscope
 from normscope.inputs.entries import as_batches
-from normscope.pairs.norms.placement import _QUERY_OR_KEY
-from normscope.pairs.norms.trace import find_norms
+from normscope.pairs.norms.trace import _QUERY_OR_KEY, find_norms
 
 NAMES = [
     *("blocks.0.attn.q_norm", "blocks.0.attn.k_norm"),  # timm

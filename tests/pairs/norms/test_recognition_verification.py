@@ -14,8 +14,7 @@ from normscope.errors import ModelError
 from normscope.inputs.batch import Batch, Sample
 from normscope.pairs.capture import capture, captured
 from normscope.pairs.norms import recognition
-from normscope.pairs.norms.recognition import kind_of, layer_norm, register_norm, rms_norm
-from normscope.pairs.norms.verification import check, excess
+from normscope.pairs.norms.recognition import check, excess, kind_of, layer_norm, register_norm, rms_norm
 from normscope.pairs.recorder import Summing
 
 

@@ -1,0 +1,208 @@
+"""Sums and drawn pairs per bin, without memory for bins that contain no pair."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, MOMENTS, PAIR_GRID, TILE
+from normscope.pairs.sums.sampling import FOLDS, NO_KEY, PAIRS_PER_BIN
+
+OPTIONAL_MOMENTS = ("gamma_moments", "diagonal_moments")
+PAIR_FIELDS = {"key": torch.int64, "x": torch.float32, "y": torch.float32, "channel": torch.int32}
+_TILES = (-(-DENSITY_X_GRID.size // TILE), -(-DENSITY_Y_GRID.size // TILE))
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Return zeros; in the CPU's memory, a page takes memory once it is written."""
+    if device is not None and device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, access=mmap.ACCESS_COPY)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # a huge page would take 2 MB for the first element
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+
+
+@dataclass(frozen=True)
+class BinTable:
+    """A row of values for each bin in use, in the order of their first use.
+
+    Attributes:
+        rows: row of each bin, 0 for a bin without one; the last entry counts the rows in use. Bits of uint16
+            ``(bins + 1,)``, as int16.
+        values: by name, ``(1 + bins, values of a bin)``; row 0 is unused.
+    """
+
+    rows: Tensor
+    values: Mapping[str, Tensor]
+
+    @classmethod
+    def empty(cls, bins: int, length: int, dtypes: Mapping[str, torch.dtype]) -> BinTable:
+        values = {name: zeros((bins + 1, length), dtype) for name, dtype in dtypes.items()}
+        return cls(zeros((bins + 1,), torch.int16), values)
+
+    @classmethod
+    def of(cls, dense: Mapping[str, Tensor]) -> BinTable:
+        """Compress tensors ``(bins, values of a bin)``, in which unused bins are zero."""
+        bins, length = next(iter(dense.values())).shape
+        table = cls.empty(bins, length, {name: values.dtype for name, values in dense.items()})
+        table._insert(torch.stack([values.any(1) for values in dense.values()]).any(0))
+        for name, values in dense.items():
+            used, rows = table._used()
+            table.values[name][rows] = values[used]
+        return table
+
+    def dense(self, name: str) -> Tensor:
+        """Return the values of all bins: ``(bins, values of a bin)``."""
+        values = self.values[name]
+        dense = zeros((len(values) - 1, values.shape[1]), values.dtype)
+        used, rows = self._used()
+        dense[used] = values[rows]
+        return dense
+
+    def add(self, name: str, dense: Tensor) -> None:
+        """Add the values of all bins to those of ``name``."""
+        self._insert(dense.any(1))
+        used, rows = self._used()
+        self.values[name][rows] += dense[used]
+
+    def _used(self) -> tuple[Tensor, Tensor]:
+        used = self.rows[:-1].nonzero().squeeze(1)
+        return used, self.rows[used].long() & 0xFFFF
+
+    def _insert(self, filled: Tensor) -> None:
+        new = (filled & (self.rows[:-1] == 0)).nonzero().squeeze(1)
+        first = int(self.rows[-1]) & 0xFFFF
+        self.rows[new] = torch.arange(first + 1, first + 1 + len(new)).short()
+        self.rows[-1:] = torch.tensor([first + len(new)]).short()
+
+
+@dataclass(frozen=True)
+class DenseBins:
+    """All bins, as plain tensors: in a GPU's memory, where kernels address them directly."""
+
+    tensors: dict[str, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def get(self, name: str) -> Tensor | None:
+        """Return a tensor; None if it is not stored."""
+        return self.tensors.get(name)
+
+    def add(self, name: str, moments: Tensor) -> None:
+        """Add to the moments ``name``, in place."""
+        self.tensors[name].add_(moments)
+
+    def replaced(self, tensors: Mapping[str, Tensor]) -> DenseBins:
+        """Return the same with some tensors replaced."""
+        return DenseBins({**self.tensors, **tensors})
+
+
+@dataclass(frozen=True)
+class CompactBins:
+    """The bins that contain pairs: in the CPU's memory.
+
+    Indexing by name returns a new dense tensor; :meth:`add` and :meth:`replaced` change what is stored.
+
+    Attributes:
+        cells: the moments of each fold and bin, by name.
+        tiles: the density in tiles of 8 × 8 cells: counts ``low + 65,536 · high``, where ``low`` has 16 bits.
+        pairs: the drawn pairs of each bin. Of ``key``, the bits that differ from those of a free place.
+    """
+
+    cells: BinTable
+    tiles: BinTable
+    pairs: BinTable
+
+    @classmethod
+    def empty(cls, optional: Iterable[str] = ()) -> CompactBins:
+        """Return no pairs at all."""
+        moments = dict.fromkeys(("moments", *optional), torch.float64)
+        return cls(
+            BinTable.empty(FOLDS * PAIR_GRID.size, len(MOMENTS), moments),
+            BinTable.empty(math.prod(_TILES), TILE**2, {"low": torch.int16, "high": torch.int64}),
+            BinTable.empty(PAIR_GRID.size, PAIRS_PER_BIN, PAIR_FIELDS),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that is taken once every bin is in use."""
+        tables = (self.cells, self.tiles, self.pairs)
+        return sum(tensor.nbytes for table in tables for tensor in (table.rows, *table.values.values()))
+
+    def __contains__(self, name: str) -> bool:
+        return name == "density" or name in self.cells.values or name in self.pairs.values
+
+    def get(self, name: str) -> Tensor | None:
+        """Return a tensor; None if it is not stored."""
+        if name not in self:
+            return None
+        return self[name]
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name == "density":
+            low, high = self.tiles.dense("low"), self.tiles.dense("high")
+            counts = (low.long() & 0xFFFF).add_(high, alpha=1 << 16).view(*_TILES, TILE, TILE)
+            whole = counts.transpose(1, 2).reshape(_TILES[0] * TILE, -1)
+            return whole[: DENSITY_X_GRID.size, : DENSITY_Y_GRID.size]
+        if name in self.pairs.values:
+            values = self.pairs.dense(name).T
+            return values ^ NO_KEY if name == "key" else values
+        return self.cells.dense(name).view(FOLDS, -1, len(MOMENTS)).mT
+
+    def add(self, name: str, moments: Tensor) -> None:
+        """Add to the moments ``name``, in place."""
+        self.cells.add(name, moments.mT.reshape(-1, len(MOMENTS)))
+
+    def replaced(self, tensors: Mapping[str, Tensor]) -> CompactBins:
+        """Return the same with some tensors replaced; the others are shared."""
+        bins = self
+        if any(name in self.cells.values for name in tensors):
+            every = {name: tensors[name] if name in tensors else self[name] for name in self.cells.values}
+            cells = BinTable.of({name: moments.mT.reshape(-1, len(MOMENTS)) for name, moments in every.items()})
+            bins = replace(bins, cells=cells)
+        if "density" in tensors:
+            bins = replace(bins, tiles=BinTable.of(_split(_tiled(tensors["density"]))))
+        if "key" in tensors:
+            pairs = {name: tensors[name].T for name in PAIR_FIELDS}
+            bins = replace(bins, pairs=BinTable.of({**pairs, "key": pairs["key"] ^ NO_KEY}))
+        return bins
+
+
+Bins = DenseBins | CompactBins
+
+
+def empty_bins(device: torch.device, optional: Iterable[str]) -> Bins:
+    """Return no pairs at all, stored as suits the device."""
+    if device.type == "cpu":
+        return CompactBins.empty(optional)
+    tensors = {
+        name: zeros((FOLDS, PAIR_GRID.size, len(MOMENTS)), torch.float64, device).mT for name in ("moments", *optional)
+    }
+    tensors["density"] = zeros((DENSITY_X_GRID.size, DENSITY_Y_GRID.size), torch.int64, device)
+    tensors |= {name: zeros((PAIRS_PER_BIN, PAIR_GRID.size), dtype, device) for name, dtype in PAIR_FIELDS.items()}
+    tensors["key"].fill_(NO_KEY)
+    return DenseBins(tensors)
+
+
+def _tiled(density: Tensor) -> Tensor:
+    sizes = [tiles * TILE - size for tiles, size in zip(_TILES, density.shape, strict=True)]
+    whole = torch.nn.functional.pad(density, (0, sizes[1], 0, sizes[0]))
+    return whole.view(_TILES[0], TILE, _TILES[1], TILE).transpose(1, 2).reshape(-1, TILE**2)
+
+
+def _split(counts: Tensor) -> dict[str, Tensor]:
+    return {"low": counts.short(), "high": counts >> 16}
