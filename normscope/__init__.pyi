@@ -49,8 +49,8 @@ from .swaps.bench.bench import bench as bench
 from .swaps.calibrate.calibrate import CalibrationReport as CalibrationReport
 from .swaps.calibrate.calibrate import calibrate as calibrate
 from .swaps.drift.drift import drift as drift
+from .swaps.drift.keep import keep as keep
 from .swaps.heal.heal import heal as heal
-from .swaps.keep import keep as keep
 from .swaps.pointwise import Derf as Derf
 from .swaps.pointwise import DyISRU as DyISRU
 from .swaps.pointwise import DyT as DyT

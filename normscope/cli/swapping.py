@@ -331,7 +331,7 @@ def choose(
     after: Callable[[Sequence[str]], float] | None = None,
 ) -> normscope.KeepReport:
     """Choose the norms to keep, on the inputs to learn from; arguments are those of :func:`normscope.keep`."""
-    from normscope.swaps.keep import MOST_SAMPLES
+    from normscope.swaps.drift.keep import MOST_SAMPLES
 
     if number is not None and number >= len(modules):
         raise UsageError(f"--keep {number} leaves nothing to swap: there are {count(len(modules), 'norm')}.")

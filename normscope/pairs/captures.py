@@ -24,7 +24,7 @@ _MIXED = " · folds of two assignments, so no intervals and no ceiling"
 
 @dataclass(repr=False)
 class Capture(Tabled):
-    """What the norms of one network did to one set of inputs.
+    """Sums over the pairs of a network's norms on one set of inputs.
 
     Attributes:
         about: ``model``, ``weights`` (the resolved checkpoint and revision) and ``data``, in words; ``dtype`` of the

@@ -93,7 +93,7 @@ class KeptInput:
 
     @property
     def key(self) -> _Key:
-        """What tells it from all others, in their order: part, data set, number of the sample."""
+        """Identity and order of the input: part, data set, number of the sample."""
         return self.part, self.sample.data, self.sample.index
 
     @property
@@ -145,7 +145,7 @@ class InputKeeper:
 
     @property
     def running(self) -> bool:
-        """Whether any sample of the batch that runs is kept."""
+        """True if any sample of the running batch is kept."""
         return bool(self._running)
 
     def add(self, site: NormSite, rows: Tensor, lines: Lines, layout: Sequence[int], valid: Tensor | None) -> None:

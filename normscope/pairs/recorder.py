@@ -32,7 +32,7 @@ ForwardPreHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 @dataclass
 class Seen:
-    """What has been summed up so far.
+    """The sums so far.
 
     Attributes:
         stats: the sums of each site, by part of the data and name of the site; the part is empty where it has no name.
@@ -77,7 +77,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Summing:
-    """What is kept of the pairs, see :func:`normscope.pairs.capture.capture`.
+    """Options of summing, see :func:`normscope.pairs.capture.capture`.
 
     Attributes:
         observe: called with (site, x rows, y rows), each ``(tokens, d)``, for every call of every site.
@@ -188,7 +188,7 @@ class Recorder:
         return replace(of(whole, seen.n_samples.total()), parts=named)
 
     def _first_inputs(self) -> list[KeptInput]:
-        """Those to keep of what all ranks and runs have kept."""
+        """Select the inputs to keep among those of all ranks and runs."""
         return first_inputs(self.seen.inputs, self.summing.keep_inputs)
 
     def empty(self, site: NormSite, device: torch.device) -> PairStats:

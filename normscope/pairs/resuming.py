@@ -34,7 +34,7 @@ _PARTIAL = re.compile(r"\.\d+\.safetensors\.\w{8}\.safetensors|\.tmp\w{6}")  # o
 
 @dataclass
 class Work:
-    """How far one rank is.
+    """Progress of one rank.
 
     Attributes:
         recorder: with the sums.
@@ -103,7 +103,7 @@ class Checkpoints:
 
     @property
     def exist(self) -> bool:
-        """Whether there is anything to go on from."""
+        """True if there is a checkpoint to resume from."""
         return bool(self._files())
 
     def after_chunk(self, work: Work, ranks: Ranks) -> None:
@@ -222,7 +222,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class _Stored:
-    """What one file holds."""
+    """Contents of one file."""
 
     path: Path
     done: Done

@@ -371,7 +371,7 @@ def save_capture(capture: Capture, path: str | Path) -> Path:
 
 
 def _adds_up(capture: Capture) -> bool:
-    """Whether the parts add up to the whole to the bit; those of merged captures do but for rounding."""
+    """True if the parts add up to the whole to the bit; parts of merged captures differ by rounding."""
     summed = replace(capture, stats=sums_of(capture.sites, [part.stats for part in capture.parts.values()]))
     if summed.stats.keys() != capture.stats.keys():
         return False

@@ -84,7 +84,7 @@ Calls = Callable[[Scratch], Iterable[KernelCall]]
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What the driver receives at a launch, apart from stream and addresses."""
+    """Arguments of a launch apart from stream and addresses."""
 
     launcher: Callable[..., object]
     grid: tuple[int, ...]

@@ -69,7 +69,7 @@ def module_by_module(model: nn.Module) -> Iterator[None]:
 
 
 def _of_others(model: nn.Module) -> bool:
-    """Whether a network has modules that may call torch.compile when they run; to forbid it takes a second's import."""
+    """True if modules of a network may call torch.compile when they run; forbidding it imports for a second."""
     return not all(type(module).__module__.startswith(_COMPILE_NOTHING) for module in model.modules())
 
 
@@ -183,7 +183,7 @@ class KeptBuffers:
 
     @property
     def changed(self) -> bool:
-        """Whether any buffer is another, or holds other values."""
+        """True if any buffer was replaced or changed."""
         held = all(_same_objects(module._buffers, buffers) for module, buffers, _ in self._held)
         return not (held and all(_same_values(buffer, value) for buffer, value in self._values))
 
@@ -306,7 +306,7 @@ ForwardHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
 
 
 def is_spread(module: nn.Module) -> bool:
-    """Whether accelerate moves the weights of a module, or what it is called with.
+    """True if accelerate moves the weights or the arguments of a module.
 
     >>> is_spread(nn.LayerNorm(4))
     False

@@ -48,10 +48,10 @@ class Place:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other."""
+        """True if there is no other process."""
         return self.ranks == 1
 
     @property
     def speaks(self) -> bool:
-        """Whether this is the one that prints and writes."""
+        """True for the process that prints and writes."""
         return self.rank == 0

@@ -11,7 +11,7 @@ Progress = Callable[[str, int, int | None], object]
 
 
 def is_one_step(stage: str) -> bool:
-    """Whether a stage is one long step, of which nothing tells how far it is."""
+    """True if a stage is one long step without progress of its own."""
     return stage.endswith("…")
 
 

@@ -29,7 +29,7 @@ class Record:
 
 
 class Tabled:
-    """What :func:`normscope.table` makes tables of: in a notebook by itself, in a terminal by ``table()``."""
+    """Record that :func:`normscope.table` shows: in a notebook by itself, in a terminal by ``table()``."""
 
     table: Callable[[], Any]  # a method that normscope/__init__.py attaches, as tables import records
 
@@ -94,7 +94,7 @@ def _values(records: Iterable[Any], name: str) -> list[Any]:
 
 
 def _those(records: Iterable[R], name: str, value: str) -> list[R]:
-    """Those records whose attribute ``name`` is ``value``; UsageError where there is none."""
+    """Select the records whose attribute ``name`` is ``value``; UsageError if there is none."""
     chosen = [record for record in records if getattr(record, name, None) == value]
     if not chosen:
         raise UsageError(unknown(name, value, [str(known) for known in _values(records, name)]))

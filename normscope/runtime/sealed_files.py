@@ -122,7 +122,7 @@ def _inflated(small: Tensor, dtype: str, shape: list[int]) -> Tensor:
 
 
 def _why_not(path: Path) -> str:
-    """What is wrong with a file that safetensors refuses: mostly it is truncated.
+    """Describe the damage of a file that safetensors refuses: usually it is truncated.
 
     It begins with the length of its header, 8 bytes, little-endian; the header says where each tensor's bytes end.
     """

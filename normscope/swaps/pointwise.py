@@ -95,7 +95,7 @@ class PointwiseFunction(nn.Module):
 
     @property
     def per_channel(self) -> bool:
-        """Whether each channel has an α of its own."""
+        """True if each channel has its own α."""
         return self.alpha.numel() > 1
 
     def forward(self, input: Tensor | None = None, **named: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class PointwiseFunction(nn.Module):
 
     @property
     def activated(self) -> bool:
-        """Whether the output is activated, as timm's NormAct classes do."""
+        """True if an activation follows, as in timm's NormAct classes."""
         return self._activate is not None
 
     def also_activate(self, norm: nn.Module, activation: Callable[[nn.Module, Tensor], Tensor]) -> None:

@@ -247,7 +247,7 @@ def _calibrated(
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was found on a copy of a network: modules by path, other parameters by name, and what was done."""
+    """Result of work on a copy of a network: modules by path, other parameters by name, and a report."""
 
     modules: Mapping[str, nn.Module]
     refitted: Mapping[str, Tensor]

@@ -24,7 +24,7 @@ RMS_NORM = "rmsnorm"
 
 @dataclass(frozen=True)
 class Start:
-    """What takes the place of one norm.
+    """Replacement of one norm.
 
     Attributes:
         norm: the site.

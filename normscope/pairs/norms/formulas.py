@@ -1,4 +1,4 @@
-"""What norms compute: y from a token's elements, and the output from y by weight and bias.
+"""Formulas of norms: y from a token's elements, and the output from y by weight and bias.
 
 Rows are tokens: ``(tokens, d)`` in float32. A normalization returns y and rstd, the slope of each token's line.
 """
@@ -55,7 +55,7 @@ Normalize = Callable[[Tensor, float], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Form:
-    """How a token's straight line y = (x − shift) · rstd follows from its elements.
+    """Computation of a token's line y = (x − shift) · rstd from its elements.
 
     Attributes:
         centred: whether shift is their mean; otherwise it is zero.

@@ -1,4 +1,4 @@
-"""How a class of modules normalizes: over which elements, to what y, and what it makes of y."""
+"""Kinds of norms: the elements that share one statistic, y, and the affine step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "norm_eps")
 
 @dataclass(frozen=True)
 class NormKind:
-    """How one class of modules normalizes.
+    """The way one class of modules normalizes.
 
     Attributes:
         name: what tables and figures call it.

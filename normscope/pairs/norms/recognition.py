@@ -1,4 +1,4 @@
-"""Which modules normalize: a table of classes, what a user adds to it, and a trial of unknown ones."""
+"""Recognition of norms: a table of classes, additions by the user, and a trial of unknown modules."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _computed_in(kind: NormKind, dtype: torch.dtype) -> torch.dtype:
 
 
 def _times(kind: NormKind, module: nn.Module, rows: Tensor, true: Tensor) -> Tensor:
-    """How far a module's output is from ours, as a multiple of what rounding explains.
+    """Return the difference of a module's output from ours, as a multiple of rounding error.
 
     Args:
         kind: how the module is thought to normalize.
@@ -324,7 +324,7 @@ _Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class _Shown:
-    """What a module makes of an input."""
+    """Return a module's output for an input."""
 
     input: Tensor
     output: Tensor

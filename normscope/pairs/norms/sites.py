@@ -64,7 +64,7 @@ class NormSite:
 
     @property
     def has_diagonal(self) -> bool:
-        """Whether the diagonal of its Jacobian follows from each token: what sums of the diagonal are kept of."""
+        """True if the diagonal of its Jacobian has a closed form per token, as its sums require."""
         return self.form is not None and not self.grouped and self.d > 1
 
     @property
@@ -97,7 +97,7 @@ def kind_of_site(name: str) -> str:
 
 
 def is_number(layers: str) -> bool:
-    """Whether layers are asked for by a lone number, so that which they are is left to :func:`select`.
+    """True if layers are requested by a lone number, so that :func:`select` chooses them.
 
     >>> is_number("4"), is_number("4,")
     (True, False)

@@ -190,7 +190,7 @@ class FunctionWatch(TorchFunctionMode):
         return result
 
     def is_weight(self, value: Tensor) -> bool:
-        """Whether a tensor is a parameter or made of such alone, and nothing was written into it since."""
+        """True if a tensor is a parameter or computed from parameters alone, and was not written to since."""
         if isinstance(value, nn.Parameter):
             return True
         return value in self._of_weights and bool(self._of_weights[value] == version_of(value))
@@ -212,7 +212,7 @@ NOT_CALLED = "not called"
 
 @dataclass
 class NormReport:
-    """What one forward pass showed.
+    """Results of one traced forward pass.
 
     Attributes:
         sites: the norm sites in the order of their first calls.
@@ -263,7 +263,7 @@ class _Input:
 
     @property
     def changed(self) -> bool:
-        """Whether the norm changed it: by torch's own count, and by its values, since ``x.data`` is not counted."""
+        """True if the norm changed it, by torch's version counter and by value: ``x.data`` is not counted."""
         if version_of(self._given) != self._version:
             return True
         x = self._given
@@ -352,7 +352,7 @@ def _is_scripted_norm(module: nn.Module) -> bool:
 
 
 def _is_exported(module: nn.Module) -> bool:
-    """Whether a module is a graph of torch's own operators; that of torch.fx.symbolic_trace calls modules."""
+    """True if a module is a graph of torch's operators; one of torch.fx.symbolic_trace calls modules."""
     if not isinstance(module, torch.fx.GraphModule) or any(is_norm(part) for part in module.modules()):
         return False
     targets = [node.target for node in module.graph.nodes]

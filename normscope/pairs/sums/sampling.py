@@ -220,7 +220,7 @@ class PairSample:
 
     @property
     def filled(self) -> Tensor:
-        """Which places hold a pair: bool ``(PAIRS_PER_BIN, bins)``."""
+        """Mask of the places in use: bool ``(PAIRS_PER_BIN, bins)``."""
         return self.key != NO_KEY
 
     def add(self, keys: Tensor, bins: Tensor, x: Tensor, y: Tensor, channel: Tensor) -> None:

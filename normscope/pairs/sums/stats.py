@@ -57,7 +57,7 @@ class Magnitudes:
 
     @property
     def count(self) -> float:
-        """How many there are in all."""
+        """Total number."""
         return float(self.n.sum())
 
     def quantile(self, share: float) -> float:
@@ -266,7 +266,7 @@ class PairStats:
 
     @property
     def fold_by(self) -> Literal["source", "sample"] | None:
-        """What the folds are; None where there are fewer than two, so that nothing can be held out."""
+        """Unit of the folds; None if there are fewer than two, so that nothing can be held out."""
         occupied = int((self.moments[:, 0].sum(1) > 0).sum())
         if occupied < 2:
             return None

@@ -82,7 +82,7 @@ def batch_axis(of_one_sample: torch.Size, shape: torch.Size, n_samples: int, pos
 def serves_all(
     of_one_sample: torch.Size, shape: torch.Size, positions_of_one: int | None, positions: int | None
 ) -> bool:
-    """Whether an input in which no axis grew with the number of samples is the same for all samples.
+    """True if an input is shared by all samples, given that no axis grew with their number.
 
     Its axes are then as long as they are for one sample, except for positions. Where the samples have fewer positions
     than the sample known had, it cannot be told: two short samples may have the tokens of one long one.

@@ -1,4 +1,4 @@
-"""How fast a network is with point-wise functions in the place of its norms; DyT's published table, repeated."""
+"""Speed of a network with point-wise functions in place of its norms; DyT's published table, repeated."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _BLOCK_SECONDS = 0.02  # of a sample of something short: a hundred times what a 
 
 @dataclass(frozen=True)
 class TimeQuantiles:
-    """How long something took, in seconds.
+    """Measured durations, in seconds.
 
     Attributes:
         minimum: of the samples: with the least of what else the machine did.
@@ -301,7 +301,7 @@ def _beside(row: Timing, native: Timing | None, copies: dict[tuple[str, str], fl
 
 
 def verdict(samples: Sequence[float], native: Sequence[float]) -> str:
-    """Whether one is faster or slower than the other: only if minimum, median and spread agree.
+    """Compare two durations: faster or slower only if minimum, median and spread agree.
 
     >>> verdict([1.0, 1.1, 1.2], [2.0, 2.1, 2.2]), verdict([1.9, 3.1, 3.2], [2.0, 2.1, 2.2])
     ('faster', 'alike')
@@ -317,7 +317,7 @@ def verdict(samples: Sequence[float], native: Sequence[float]) -> str:
 
 
 def _below(one: TimeQuantiles, other: TimeQuantiles) -> bool:
-    """Whether one took less time, at its best and nearly always; the medians lie between p20 and p80."""
+    """True if the first took less time, at its minimum and nearly always; medians lie between p20 and p80."""
     return one.minimum < other.minimum and one.p80 < other.p20
 
 

@@ -92,7 +92,7 @@ def fused(name: str, module: nn.Module, shape: Sequence[int], passes: Passes) ->
 
 
 def has_kernel(module: nn.Module, shape: Sequence[int], passes: Passes, way: Way = "fused") -> bool:
-    """Whether normscope's own kernels compute a module on its device and in its dtype, of an input of this shape.
+    """True if normscope's kernels compute a module on its device, in its dtype, for an input of this shape.
 
     The CPU's loop does forward alone, and not under torch.compile.
 
@@ -174,7 +174,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Buffers:
-    """What one call takes: the norm's input, and the gradient of its output; of the input's shape both."""
+    """Arguments of one call: the norm's input and the gradient of its output, of one shape."""
 
     x: Tensor
     dy: Tensor
@@ -220,7 +220,7 @@ class NormBench:
         return (("eager", "fused") if self._of("fused", PASSES[0]) else ("eager",)), ("compile",)
 
     def any(self, ways: Sequence[Way], passes: Passes, only: Only) -> bool:
-        """Whether any case of these is to be timed."""
+        """True if any of these cases is to be timed."""
         names = {way: [COPY, *self._of(way, passes), *self.missing] for way in ways}
         return any(only(self._case(name, way, passes, "")) for way in ways for name in names[way])
 
@@ -273,7 +273,7 @@ class NormBench:
         return {called: kernel for found in kernels for called, kernel in found.items()}
 
     def _prepared(self, module: nn.Module, way: Way, passes: Passes) -> tuple[Call, float | None]:
-        """What is timed, after a first call, and the seconds of that call where it compiled."""
+        """Return the timed call, after a first run, and the seconds of that run if it compiled."""
         called = torch.compile(module, fullgraph=True, dynamic=False) if way == "compile" else module
         run = _step(called, require_gradients(module), passes)
         [first] = once(lambda: run(self.buffers[0]))
@@ -399,7 +399,7 @@ class ModelBench:
 
     @property
     def fused(self) -> list[Variant]:
-        """What kernels compute forward, in an eager network."""
+        """Return the modules that kernels compute, forward, in an eager network."""
         return self.by_kernels("fused", PASSES[0])
 
     @property
@@ -411,7 +411,7 @@ class ModelBench:
         return ("eager", "fused"), ("compile",), *([(both,)] if self.by_kernels(both, PASSES[0]) else [])
 
     def any(self, ways: Sequence[Way], passes: Passes, only: Only) -> bool:
-        """Whether any case of these is to be timed."""
+        """True if any of these cases is to be timed."""
         return any(only(self._case(one, way, passes)) for way in ways for one in self._of(way, passes))
 
     def measured(
@@ -449,7 +449,7 @@ class ModelBench:
         return self.by_kernels(way, passes) if way in FUSED else self.candidates
 
     def by_kernels(self, way: Way, passes: Passes) -> list[Variant]:
-        """What kernels compute in a way and pass, at one norm at least."""
+        """Return the modules that kernels compute in a way and pass, at one norm at least."""
         return [
             one
             for one in self.candidates

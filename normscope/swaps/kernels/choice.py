@@ -40,7 +40,7 @@ _KEY = os.environ.encodekey(VARIABLE) if hasattr(os.environ, "encodekey") else V
 
 
 def by_kernels(curve: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether Triton's kernels compute a curve.
+    """True if Triton's kernels compute a curve.
 
     They do on CUDA, for tanh, isru and erf in float32, bfloat16 and float16, where Triton is installed and
     can build what launches its kernels: where it cannot, plain torch computes, after a warning. What torch.compile and
@@ -76,7 +76,7 @@ def by_kernels(curve: str, device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def asked_for_plain_torch() -> bool:
-    """Whether ``NORMSCOPE_KERNELS`` says anything but ``triton``; quickly where it says nothing."""
+    """True if ``NORMSCOPE_KERNELS`` is anything but ``triton``; fast where it is unset."""
     return _KEY in _TABLE and os.environ[VARIABLE] not in ("", TRITON)
 
 
@@ -197,7 +197,7 @@ def _with_triton() -> bool:
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter runs kernels, on the CPU."""
+    """True if Triton's interpreter runs kernels, on the CPU."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)

@@ -84,7 +84,7 @@ class Strides:
 
 @dataclass(frozen=True)
 class Layout:
-    """What several tensors of one shape have in common.
+    """Memory layout shared by several tensors of one shape.
 
     Attributes:
         outers: how many of what the others' stride does not span; 1 where it spans all.
@@ -107,7 +107,7 @@ class _Axis:
     strides: tuple[int, ...]
 
     def spans(self, inner: _Axis) -> bool:
-        """Whether this axis and the one within it are one axis in memory, in every tensor."""
+        """True if this axis and the next inner one form one axis in memory, in every tensor."""
         return all(stride == within * inner.size for stride, within in zip(self.strides, inner.strides, strict=True))
 
 

@@ -24,7 +24,7 @@ ALL_REGISTERS = 255  # of a thread: said in so many words, ptxas does not spill 
 
 @dataclass(frozen=True, eq=False)  # plans depend on which it is, and ask at every call
 class Tiling:
-    """How a kernel is spread over a GPU: chosen by counting instructions, not by timing.
+    """Distribution of a kernel over a GPU, chosen by counted instructions, not by timing.
 
     Attributes:
         warps: of a program.
@@ -44,7 +44,7 @@ class Tiling:
 
     @property
     def options(self) -> dict[str, int | None]:
-        """What Triton compiles a kernel with."""
+        """Compile-time constants of a kernel."""
         return {"num_warps": self.warps, "maxnreg": self.registers}
 
 
@@ -196,7 +196,7 @@ def tile(width: int, height: int, elements: int, most: int) -> tuple[int, int]:
 
 
 def _aligned(layout: Layout, width: int, vector: int) -> bool:
-    """Whether all rows begin where a thread can load ``vector`` elements at once."""
+    """True if all rows begin where a thread can load ``vector`` elements at once."""
     for strides in layout.strides:
         if not any(vars(strides).values()):  # one number, expanded
             continue

@@ -27,7 +27,7 @@ _MOST_AXES = 8
 
 @dataclass(frozen=True)
 class SwappedSite:
-    """What stands in the place of one norm.
+    """Replacement of one norm, as stored.
 
     Attributes:
         name: module path.
@@ -74,7 +74,7 @@ class KeptNorm:
 
 @dataclass(frozen=True)
 class SwapRecord:
-    """What was put where, in which network, and what it was learned from.
+    """Record of a swap: its replacements, its network and the data it was fitted to.
 
     Attributes:
         model: the name that :func:`normscope.load` takes.

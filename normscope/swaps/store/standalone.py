@@ -378,7 +378,7 @@ AutoModel.register(PointwiseConfig, PointwiseModel)
 
 @dataclass(frozen=True)
 class Origin:
-    """How to come by a network as it was before its norms were swapped.
+    """Instructions to load a network as it was before its norms were swapped.
 
     Attributes:
         remark: for the head of the file, in a sentence.
@@ -433,7 +433,7 @@ def in_docstring(text: str) -> str:
 
 
 def _is_public(model: type, library: str) -> bool:
-    """Whether a library has a class under its name at its top, so that the name can be imported from there."""
+    """True if a library exports a class at its top level under its own name."""
     name = model.__name__
     return name.isidentifier() and name in dir(sys.modules[library]) and not name.startswith("_")
 
@@ -556,7 +556,7 @@ def _of_demo_vit(model: Any) -> Origin:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those entries that JSON holds."""
+    """Entries that JSON can represent."""
 
     def holds(value: Any) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""How loops on the CPU are compiled by numba and kept on disk, and the threads that they run in.
+"""Compilation of CPU loops by numba, their cache on disk, and the threads that run them.
 
 Threads are Python's own, in which compiled code runs without the interpreter's lock, and not a second pool of OpenMP
 beside torch's.

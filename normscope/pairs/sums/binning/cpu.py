@@ -100,7 +100,7 @@ def _shared_out(runs: tuple[Run, ...], threads: int) -> list[Array]:
 
 @dataclass(frozen=True)
 class _Views:
-    """What a PairStats keeps, as arrays; and the tensors themselves, since it may come to keep others."""
+    """Arrays of a PairStats, and their tensors, because it may later refer to others."""
 
     of: tuple[object, ...]
     sums: Sums

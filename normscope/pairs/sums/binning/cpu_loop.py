@@ -139,7 +139,7 @@ class SampleArrays(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What is computed of a part of some tokens.
+    """Sums over a part of some tokens.
 
     Attributes:
         y: of one of them, float32 ``(elements,)``.
@@ -192,7 +192,7 @@ def _add_pair(typing_context: Any, row: Any, x: Any, y: Any) -> Any:
 
 @_exact
 def _steps(bits: Any, shift: Any, lowest: Any, centre: Any) -> Any:
-    """How many bins from the central one a float32 number of these bits lies."""
+    """Return the distance in bins from the central one of a float32 number with these bits."""
     # That the shift is below 32 lets the compiler stay within 32 bits.
     steps = _i4(_i4(_i4(bits & _i4(0x7FFFFFFF)) >> _i4(shift & _i4(31))) - lowest)
     return _i4(min(_i4(max(steps, _i4(0))), centre))

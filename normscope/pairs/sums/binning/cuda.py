@@ -90,7 +90,7 @@ def _said(n: int, given: bool) -> dict[str, tuple[torch.dtype, int]]:
 
 
 def options_to_add(major: int) -> dict[str, int]:
-    """How :func:`add_pairs` is compiled for a compute capability of this leading number: below 9, one warp spills."""
+    """Options that :func:`add_pairs` is compiled with, by major compute capability: below 9, one warp spills."""
     return {"num_warps": 1, "maxnreg": 255} if major >= 9 else {"num_warps": 2}
 
 

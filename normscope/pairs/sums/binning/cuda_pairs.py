@@ -1,4 +1,4 @@
-"""What adds up the pairs, as Triton compiles it: one kernel gathers them in float32, and one adds that to float64.
+"""Triton kernels that sum pairs: one gathers in float32, and one adds the result to float64.
 
 Programs add to the same sums by atomic additions, whose order is the GPU's own. A pair's sums are gathered about the
 centre of its bin, eight words of float32 in one sector of memory. Counts are exact there, as no more than

@@ -1,4 +1,4 @@
-"""What is summed over the pairs of a norm, in plain torch: the truth for the faster loops, and what runs elsewhere.
+"""Sums over the pairs of a norm in plain torch: the reference for the faster loops, and the fallback.
 
 No step waits for a GPU: tokens that must not count go to a bin of their own that is thrown away, so that no size
 depends on the data.

@@ -12,7 +12,7 @@ from torch import nn
 import normscope
 from normscope import PointwiseFunction, drift, keep, load_swapped, plot_keep, replacements, save_swapped
 from normscope.errors import UsageError
-from normscope.swaps.keep import MOST_SAMPLES
+from normscope.swaps.drift.keep import MOST_SAMPLES
 from normscope.swaps.store.record import read_record
 
 
