@@ -196,7 +196,7 @@ def passes(
     """Return the number of passes of single samples in :func:`drift`, trajectories aside: the end of a progress bar.
 
     >>> passes(100, 25), passes(100, 25, 16), passes(100, 25, one_at_a_time=False, cumulative=False)
-    (5100, 1016, 200)
+    (5300, 1016, 200)
     """
     rounds = [sites] * one_at_a_time + [sites - 1] * (cumulative and sites > 1)
     return 2 * samples + (samples if most is None else min(most, samples)) * sum(1 + swaps for swaps in rounds)

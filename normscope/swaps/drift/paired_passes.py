@@ -127,12 +127,10 @@ class PairedPasses:
             check_alike(self.ranks, {**self.asked, "first sample": list(astuple(first.samples[0]))})
             if rounds[0]:
                 self._learn_layouts(first)
-            size = 0  # of this rank's first batch; others are as large, but for the last
             for number, chunk in enumerate(chunks):
                 for place, batch in enumerate(chunk.batches):
                     came = self._came(number, place)
-                    size = size or len(batch.samples)
-                    some = self._some(batch, (came[0] + place) * size)
+                    some = self._some(batch, first.samples[0].index)
                     for part, swaps in zip((batch, some), rounds, strict=True):
                         for done, at, of_part, moved in self._in_pieces(part, swaps) if part and swaps else ():
                             tallies.add(done, at, of_part, moved, came)
@@ -153,21 +151,19 @@ class PairedPasses:
         """Number a chunk of this rank's share among those of all ranks."""
         return chunk * self._share.ranks + self._share.rank, batch
 
-    def _some(self, batch: Batch, before: int) -> Batch | None:
-        """Return the samples of a batch for swaps of some of the sites: evenly spaced over all inputs.
+    def _some(self, batch: Batch, first: int) -> Batch | None:
+        """Return the samples of a batch for swaps of some of the sites, evenly spaced; the whole batch if indivisible.
 
-        Args:
-            batch: whole where it cannot be divided.
-            before: number of samples in earlier batches, which are about as large as the first.
+        Samples are chosen by their own numbers, counted from ``first``, so that any number of ranks chooses the same.
         """
         if self._most is None:
             return batch
         step = max(1, math.ceil((getattr(self.batches, "n_samples", None) or 0) / self._most))
-        numbers = [at for at in range(len(batch.samples)) if (before + at) % step == 0]
-        numbers = [at for at in numbers if (before + at) // step < self._most]
-        if not numbers:
+        numbers = [sample.index - first for sample in batch.samples]
+        chosen = [at for at, number in enumerate(numbers) if number % step == 0 and number // step < self._most]
+        if not chosen:
             return None
-        return batch if len(numbers) == len(batch.samples) or not batch.divisible else batch.take(numbers)
+        return batch if len(chosen) == len(numbers) or not batch.divisible else batch.take(chosen)
 
     def _in_pieces(self, batch: Batch, wanted: Sequence[Configuration]) -> Iterator[_Entry]:
         """Compare a batch; in halves, and halves of them, where memory ends.
@@ -252,7 +248,7 @@ class PairedPasses:
         at_sites: dict[str, list[Tensor]] = {path: [] for path in paths}
         with contextlib.ExitStack() as hooks, torch.random.fork_rng(self._devices):
             for path, kept in at_sites.items():
-                handle = module_at(self.model, path).register_forward_hook(_keeping(kept))
+                handle = (module := module_at(self.model, path)).register_forward_hook(_keeping(module, kept))
                 hooks.callback(handle.remove)
             output = self.outputs.read(run(self.model, batch), batch)
         return _PassesSeen(output.clone(), at_sites)  # it may be a buffer, which the next pass begins without
@@ -326,9 +322,9 @@ class _Advance:
             raise
 
 
-def _keeping(kept: list[Tensor]) -> Callable[..., None]:
+def _keeping(watched: nn.Module, kept: list[Tensor]) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor):
+        if module is watched and isinstance(output, Tensor):  # a norm shares its hooks with what replaces it
             kept.append(output.detach().clone())  # the network may go on to change it in place
 
     return hook

@@ -78,7 +78,7 @@ def test_a_linear_layer_and_a_norm_by_hand():
 def test_identical_copies_move_nothing():
     model = Stack()
     copies = {f"norms.{n}": copy.deepcopy(model.norms[n]) for n in range(3)}
-    report = drift(model, inputs(), copies, outputs=CLASSES)
+    report = drift(model, inputs(), copies, outputs=CLASSES, most=None)
     for row in report.rows:
         assert row.relative_l2.max == 0 and row.cosine.min == 1 and row.inputs == 20
         assert row.at != OUTPUT or (row.kl.max == 0 and row.top1 == row.top5 == row.top5_overlap == 1)
@@ -87,7 +87,7 @@ def test_identical_copies_move_nothing():
 
 def test_each_site_alone_is_as_if_it_were_the_only_one():
     model, modules = Stack(), dyts(Stack())
-    report = drift(model, inputs(), modules, outputs=CLASSES, func="dyt", init="paper")
+    report = drift(model, inputs(), modules, outputs=CLASSES, func="dyt", init="paper", most=None)
     assert [row.site for row in report.by_site] == list(modules) == list(report.sites)
     for row in report.by_site:
         single = drift(model, inputs(), {row.site: modules[row.site]}, outputs=CLASSES, cumulative=False).all
@@ -99,7 +99,7 @@ def test_each_site_alone_is_as_if_it_were_the_only_one():
 
 def test_sites_are_added_in_the_order_of_what_each_does_alone():
     model, modules = Stack(), dyts(Stack())
-    report = drift(model, inputs(), modules)
+    report = drift(model, inputs(), modules, most=None)
     order = sorted(report.by_site, key=lambda row: row.relative_l2.p50)
     assert [row.site for row in report.cumulative] == [row.site for row in order] == report.least_harmful(3)
     assert [row.sites_swapped for row in report.cumulative] == [1, 2, 3]
@@ -431,7 +431,7 @@ def measured():
     seen = normscope.capture(model, LEARN, by_gamma=True)
     modules = normscope.replacements(model, "dyt", seen)
     reports = {
-        init: normscope.drift(model, JUDGE, modules, init=init, learn=learn)
+        init: normscope.drift(model, JUDGE, modules, init=init, learn=learn, most=None)
         for init, learn in (("fit", None), ("calibrated", LEARN))
     }
     return model, seen, modules, reports
