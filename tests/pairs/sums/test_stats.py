@@ -264,9 +264,10 @@ def resident_bytes() -> int:
 def bytes_a_site(tokens: int) -> float:
     """Return the resident memory that a site of some tokens of width 64 takes."""
 
+    x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(tokens))
+
     def seen() -> PairStats:
         stats = PairStats.empty(64)
-        x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(tokens))
         for first, rows in enumerate(x.chunk(5)):
             stats.update(rows, LAYER_NORM, [Sample("data", 8 * first + i, 8 * first + i) for i in range(8)])
         return stats
