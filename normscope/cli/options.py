@@ -217,8 +217,8 @@ def declared(command: Callable[..., None]) -> Callable[..., None]:
     """Give the parameters of a command, which have plain types, the options of the table; Typer reads them there.
 
     >>> def models(quiet: bool = False) -> None: ...
-    >>> inspect.signature(declared(models)).parameters["quiet"].annotation.__metadata__[0].param_decls
-    ('--quiet', '-q')
+    >>> inspect.signature(declared(models)).parameters["quiet"].annotation.__metadata__[0].help[:26]
+    'No progress and no remarks'
     """
     signature = inspect.signature(command, eval_str=True)
     parameters = [

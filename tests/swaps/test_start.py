@@ -15,19 +15,23 @@ from normscope.swaps.start import fitted, norms_of, only, starts
 WIDTH = 12
 
 
-@pytest.fixture(scope="module")
-def seen():
-    """Two norms: of tokens whose mean is far from zero, and of ones about zero, with sums per channel and by γ²."""
+def captured(**options):
+    """Two norms: of tokens whose mean is far from zero, and of tokens about zero, with sums per channel."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)).eval()
     nn.init.uniform_(model[0].weight, 0.1, 5)
     x = torch.randn(400, WIDTH) * torch.linspace(0.2, 4, WIDTH) + 2
-    return normscope.capture(model, [x], per_channel=True, by_gamma=True)
+    return normscope.capture(model, [x], per_channel=True, **options)
 
 
 @pytest.fixture(scope="module")
-def plain(seen):
-    return replace(seen, stats={name: replace(stats, gamma_moments=None) for name, stats in seen.stats.items()})
+def seen():
+    return captured(by_gamma=True)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return captured()
 
 
 def numbers(start):

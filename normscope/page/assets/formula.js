@@ -9,7 +9,7 @@ const CALLED = {
   abs: [Math.abs, 1], sign: [Math.sign, 1], sqrt: [Math.sqrt, 1], exp: [Math.exp, 1], expm1: [Math.expm1, 1],
   log: [Math.log, 1], log1p: [Math.log1p, 1], sin: [Math.sin, 1], cos: [Math.cos, 1], tan: [Math.tan, 1],
   sinh: [Math.sinh, 1], cosh: [Math.cosh, 1], tanh: [Math.tanh, 1], asinh: [Math.asinh, 1], atan: [Math.atan, 1],
-  arctan: [Math.atan, 1], erf: [erf, 1], sigmoid: [sigmoid, 1],
+  arctan: [Math.atan, 1], erf: [erf, 1], sigmoid: [(u) => FUNCTIONS.sigmoid(u), 1],
   cbrt: [(x) => Math.sign(x) * Math.abs(x) ** (1 / 3), 1],
   min: [Math.min, 2], max: [Math.max, 2], minimum: [Math.min, 2], maximum: [Math.max, 2], clip: [clipped, 3],
 };
