@@ -67,7 +67,7 @@ def assert_refusal(outcome, reason):
         "Name a file with --weights FILE, take --weights random, or use an embedded model, which needs no "
         "network: normscope plot demo_vit."
     )
-    assert outcome.seconds < 10
+    assert outcome.seconds < 30  # the imports alone take 10 s of one core
 
 
 def test_weights_of_the_hub_are_the_weights_that_run(hub, python, tiny_vit, options):
@@ -87,8 +87,8 @@ def test_weights_of_the_hub_are_the_weights_that_run(hub, python, tiny_vit, opti
     hub.stop()
     second = python(LOAD, HF_ENDPOINT=hub.url)
     assert second.result == first.result
-    assert "is taken from the cache: the hub at 127.0.0.1" in second.stderr
-    assert second.seconds < 10
+    assert "is taken from the cache: asking the hub at 127.0.0.1" in second.stderr
+    assert second.seconds < first.seconds + 10  # the hub is asked once, and not waited for
 
 
 OF_HUB = "someone/fine-tuned.vit"
@@ -143,7 +143,7 @@ def test_silent_hub_with_a_filled_cache(hub, silent_server, python):
     outcome = python(LOAD, HF_ENDPOINT=silent_server)
     assert outcome.result["about"]["weights"] == f"{REPO}@{COMMIT[:12]}"
     assert "did not answer within 3 s" in outcome.stderr
-    assert outcome.seconds < 10 + 10, "three seconds for the answer; the rest is importing torch on a busy machine"
+    assert outcome.seconds < 30  # three for the answer; the imports take 10 s of one core
 
 
 def test_newer_commit_of_the_hub_is_taken(hub, python):

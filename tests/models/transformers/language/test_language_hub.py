@@ -78,7 +78,7 @@ def test_hub_and_then_its_cache(hub, served, load_each, tokenizer, texts, lines)
     hub.stop()
     (second,), outcome = load_each(tiny, HF_ENDPOINT=hub.url)
     assert second == first
-    assert outcome.stderr.count("is taken from the cache: the hub at 127.0.0.1") == 1
+    assert outcome.stderr.count("is taken from the cache: asking the hub at 127.0.0.1") == 1
 
 
 def test_repositories_that_cannot_be_loaded(hub, served, load_each):
