@@ -268,6 +268,10 @@ class Part:
             return batch.first_sample()
         raise DataError(f"No sample can be read of {self.description}.")
 
+    def known_samples(self) -> Iterator[Sample]:
+        """Yield the samples of this part, in order."""
+        return (sample for sample in samples_of(self.inputs) if _key(sample, self.by) in self._keys)
+
     def preview(self, batch: Batch, place: int) -> Preview | None:
         """Return what can be looked at of a sample of one of these batches, as the inputs say."""
         shown: Preview | None = getattr(self.inputs, "preview", preview_of)(batch, place)
@@ -317,9 +321,8 @@ def learned_and_held_out(inputs: Iterable[Any]) -> tuple[Part, Part]:
 
     Its place among the four differs from block to block, so that in periodic data no kind of sources is held out alone.
 
-    Of a single source the samples are divided instead, and the descriptions say so. To see what there is, inputs that
-    know their samples, as those of ``known_samples()`` do, are asked, and others are gone through once. Of a sample
-    that turns out to be unreadable nothing comes.
+    Of a single source the samples are divided instead, and the descriptions say so. Unreadable samples are in neither
+    part.
 
     Args:
         inputs: batches as :func:`normscope.capture` takes them, that can be iterated more than once: a list, or the
@@ -337,8 +340,7 @@ def learned_and_held_out(inputs: Iterable[Any]) -> tuple[Part, Part]:
         raise DataError(
             "The inputs can be iterated only once, and a part of them has to be held out; pass a list of batches."
         )
-    known = getattr(inputs, "known_samples", None)
-    samples = list(known()) if known else [sample for batch in as_batches(inputs) for sample in batch.samples]
+    samples = samples_of(inputs)
     by = "source" if len({_key(sample, "source") for sample in samples}) > 1 else "sample"
     keys = list(dict.fromkeys(_key(sample, by) for sample in samples))
     if len(keys) < 2:
@@ -351,6 +353,12 @@ def learned_and_held_out(inputs: Iterable[Any]) -> tuple[Part, Part]:
         _part(inputs, samples, by, frozenset(keys) - held, "to learn from"),
         _part(inputs, samples, by, held, "held out"),
     )
+
+
+def samples_of(inputs: Iterable[Any]) -> list[Sample]:
+    """Return the samples of some inputs in order, from their ``known_samples()`` or by iterating once."""
+    known = getattr(inputs, "known_samples", None)
+    return list(known()) if known else [sample for batch in as_batches(inputs) for sample in batch.samples]
 
 
 @functools.lru_cache(maxsize=4096)

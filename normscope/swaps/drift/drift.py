@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from normscope.errors import DataError, UsageError, unknown
 from normscope.inputs.entries import taken_once
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
 from normscope.inputs.pool import kept_in_memory
-from normscope.inputs.splits import divided
+from normscope.inputs.splits import divided, samples_of
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.ranks import ALONE, Ranks
 from normscope.runtime.network import uncompiled
@@ -81,7 +81,8 @@ def drift(
         one_at_a_time: whether each site is also swapped alone.
         cumulative: whether sites are also swapped one after the other.
         most: largest number of samples for each site alone and for the cumulative order, evenly spaced over the
-            inputs; None for all. With all sites swapped, all samples are compared.
+            inputs; None for all. Batches that can be iterated only once are taken whole, as they are with all sites
+            swapped.
         quality: a function of yours that says how well the network does what it is for: from the module, in eval mode
             and without gradients, to a number. It is called with no site swapped and with all, by the first rank. None
             for a loaded model's own task, on the same batches: accuracy by labels, perplexity, …; see
@@ -152,6 +153,7 @@ def drift(
     alone = [Configuration("one", path, (path,)) for path in sites] if one_at_a_time else []
     samples = getattr(batches, "n_samples", None)
     rows_wanted = {"one_at_a_time": one_at_a_time, "cumulative": cumulative}
+    chosen = _evenly_spaced(batches, most) if one_at_a_time else None
     network, stage = uncompiled(model), stage_of(about, func, init)
     comparison: PairedPasses | CalibratedPasses
     if init == CALIBRATED:
@@ -161,13 +163,13 @@ def drift(
             progress=progress,
             stage=stage,
             of=all_of_them,
-            most=most,
+            chosen=chosen,
         )
     else:
         asked = {**about, "func": func, "init": init, "sites": sites, "number of samples": samples}
         of = None if samples is None else passes(samples, len(sites), most, **rows_wanted)
         counter = StageProgress(progress, stage, of, ranks.size)
-        comparison = PairedPasses(network, batches, replacements, outputs, ranks, counter.add, asked, most=most)
+        comparison = PairedPasses(network, batches, replacements, outputs, ranks, counter.add, asked, chosen=chosen)
     rows = comparison.compared([everything, *alone], ends).rows(func, init, sites)
     report = DriftReport(func, init, sites, rows, about)
     if cumulative:
@@ -200,6 +202,19 @@ def passes(
     """
     rounds = [sites] * one_at_a_time + [sites - 1] * (cumulative and sites > 1)
     return 2 * samples + (samples if most is None else min(most, samples)) * sum(1 + swaps for swaps in rounds)
+
+
+def _evenly_spaced(batches: Iterable[Any], most: int | None) -> frozenset[tuple[str, int]] | None:
+    """Return data set and index of at most ``most`` samples; None for all.
+
+    All ranks choose the same, however the batches are divided among them.
+    """
+    if most is None or taken_once(batches):
+        return None
+    samples = samples_of(batches)
+    number = min(most, len(samples))
+    chosen = (samples[i * len(samples) // number] for i in range(number))
+    return frozenset((sample.data, sample.index) for sample in chosen)
 
 
 def _cumulative(comparison: PairedPasses | CalibratedPasses, report: DriftReport) -> list[Drift]:
@@ -243,7 +258,7 @@ class CalibratedPasses:
         progress: Progress,
         stage: str,
         of: int,
-        most: int | None,
+        chosen: Container[tuple[str, int]] | None,
     ) -> None:
         """Keep what to swap and to measure, and as much of the inputs to learn from as memory has room for.
 
@@ -253,7 +268,7 @@ class CalibratedPasses:
         self._network, self._batches, self._modules, self._outputs = network, batches, modules, outputs
         self._data = str(getattr(learn, "description", None) or "")
         self._learn, self._left_out = kept_in_memory(unpacked(network, learn)[1])
-        self._refit, self._progress, self._most = refit, progress, most
+        self._refit, self._progress, self._chosen = refit, progress, chosen
         self._counter = StageProgress(progress, stage, of)
 
     def compared(self, wanted: Sequence[Configuration], ends: Ends | None = None) -> Tallies:
@@ -270,7 +285,7 @@ class CalibratedPasses:
             if passes is None:
                 found, both = self._calibrated(done), (self._network, self._batches)
                 passes = PairedPasses(
-                    *both, found.modules, self._outputs, ALONE, _unheard, {}, found.refitted, self._most
+                    *both, found.modules, self._outputs, ALONE, _unheard, {}, found.refitted, self._chosen
                 )
                 self._everything = passes if everything else self._everything
             tallies.take(number, passes.compared([done], ends if done.swapped == "all" else None))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -84,7 +83,7 @@ class PairedPasses:
         advance: Callable[[int], object],
         asked: Mapping[str, Any],
         refitted: Mapping[str, Tensor] | None = None,
-        most: int | None = None,
+        chosen: Container[tuple[str, int]] | None = None,
     ) -> None:
         """Prepare the passes of :func:`normscope.swaps.drift.drift.drift`.
 
@@ -97,7 +96,7 @@ class PairedPasses:
             advance: called with the number of samples of each pass.
             asked: values that must agree on all ranks.
             refitted: values of other parameters while sites are swapped, by name.
-            most: largest number of samples for swaps of some of the sites; None for all.
+            chosen: data set and index of each sample for swaps of some of the sites; None for all samples.
         """
         self.model, self.batches, self.modules = model, batches, modules
         self.outputs, self.ranks, self.asked = outputs, ranks, asked
@@ -107,7 +106,7 @@ class PairedPasses:
         self._called: set[str] = set()
         self._halving = Halving("compared")
         self._advance = _Advance(advance)
-        self._holders, self._refitted, self._most = Holders(model), refitted, most
+        self._holders, self._refitted, self._chosen = Holders(model), refitted, chosen
 
     def compared(self, wanted: Sequence[Configuration], ends: Ends | None = None) -> Tallies:
         """Run this rank's batches as they are and with each of the swaps, and compare.
@@ -130,7 +129,7 @@ class PairedPasses:
             for number, chunk in enumerate(chunks):
                 for place, batch in enumerate(chunk.batches):
                     came = self._came(number, place)
-                    some = self._some(batch, first.samples[0].index)
+                    some = self._some(batch)
                     for part, swaps in zip((batch, some), rounds, strict=True):
                         for done, at, of_part, moved in self._in_pieces(part, swaps) if part and swaps else ():
                             tallies.add(done, at, of_part, moved, came)
@@ -151,19 +150,14 @@ class PairedPasses:
         """Number a chunk of this rank's share among those of all ranks."""
         return chunk * self._share.ranks + self._share.rank, batch
 
-    def _some(self, batch: Batch, first: int) -> Batch | None:
-        """Return the samples of a batch for swaps of some of the sites, evenly spaced; the whole batch if indivisible.
-
-        Samples are chosen by their own numbers, counted from ``first``, so that any number of ranks chooses the same.
-        """
-        if self._most is None:
+    def _some(self, batch: Batch) -> Batch | None:
+        """Return the chosen samples of a batch; the whole batch if it cannot be divided."""
+        if self._chosen is None:
             return batch
-        step = max(1, math.ceil((getattr(self.batches, "n_samples", None) or 0) / self._most))
-        numbers = [sample.index - first for sample in batch.samples]
-        chosen = [at for at, number in enumerate(numbers) if number % step == 0 and number // step < self._most]
-        if not chosen:
+        rows = [row for row, sample in enumerate(batch.samples) if (sample.data, sample.index) in self._chosen]
+        if not rows:
             return None
-        return batch if len(chosen) == len(numbers) or not batch.divisible else batch.take(chosen)
+        return batch if len(rows) == len(batch.samples) or not batch.divisible else batch.take(rows)
 
     def _in_pieces(self, batch: Batch, wanted: Sequence[Configuration]) -> Iterator[_Entry]:
         """Compare a batch; in halves, and halves of them, where memory ends.

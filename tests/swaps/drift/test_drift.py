@@ -13,6 +13,7 @@ import normscope
 from normscope.errors import DataError, ModelError, UsageError
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Outputs
+from normscope.inputs.splits import learned_and_held_out
 from normscope.pairs.norms.trace import find_norms
 from normscope.pairs.ranks import ALONE
 from normscope.swaps.calibrate.calibrate import calibrate
@@ -315,19 +316,26 @@ def test_many_ends_are_walked_again_each_time(monkeypatch):
     assert len(walks) == 2
 
 
-@pytest.mark.parametrize(("samples", "chosen"), [(4, range(16)), (16, range(0, 64, 4)), (23, range(0, 46, 3))])
-def test_some_sites_are_swapped_on_few_samples_evenly_spaced(samples, chosen):
-    class Counted(list):
-        n_samples = 64 if samples == 16 else 46 if samples == 23 else None
-
-    model, modules, data = Stack(), dyts(Stack()), inputs({4: 6, 16: 4, 23: 2}[samples], samples)
-    report = drift(model, Counted(data), modules, outputs=CLASSES)
+@pytest.mark.parametrize(("n_batches", "size", "chosen"), [(8, 4, range(0, 32, 2)), (4, 16, range(0, 64, 4))])
+def test_some_sites_are_swapped_on_few_samples_evenly_spaced(n_batches, size, chosen):
+    model, modules, data = Stack(), dyts(Stack()), inputs(n_batches, size)
+    report = drift(model, data, modules, outputs=CLASSES)
     few = [torch.cat(data)[list(chosen)]]
     expected = drift(model, few, modules, outputs=CLASSES, most=None)
     assert report.all.inputs == sum(map(len, data))
     for row, by_hand in zip(report.by_site + report.cumulative, expected.by_site + expected.cumulative, strict=True):
         assert row.site == by_hand.site and row.inputs == by_hand.inputs == len(chosen)
         assert row.relative_l2.p50 == pytest.approx(by_hand.relative_l2.p50, rel=1e-5)  # float32, in other batches
+
+
+@pytest.mark.parametrize(("name", "limit"), [("demo_vit", 40), ("demo_dit", 4)])
+def test_samples_whose_numbers_have_gaps_are_chosen_like_others(name, limit):
+    """One of four digits is held out; a sample of a trajectory has its timestep in its number."""
+    loaded = normscope.load(name, limit=limit, device="cpu")
+    _, held_out = learned_and_held_out(loaded.inputs)
+    modules = normscope.replacements(loaded, "dyt", normscope.capture(loaded.module, held_out), sites="0,1")
+    report = drift(loaded, held_out, modules, cumulative=False)
+    assert [row.inputs for row in report.by_site] == [report.all.inputs] * 2 == [held_out.n_samples] * 2
 
 
 def test_progress_counts_what_passes_says():
