@@ -132,7 +132,7 @@ def python(tmp_path):
         clean |= {"HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "127.0.0.1", "OMP_NUM_THREADS": "1"}
         start = time.monotonic()
         done = subprocess.run(
-            [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True, timeout=120
         )
         seconds = time.monotonic() - start
         last_line = done.stdout.strip().rpartition("\n")[2]

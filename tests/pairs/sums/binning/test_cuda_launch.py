@@ -305,7 +305,6 @@ CASES = {
     "groups of a batch": ((16, 4096), torch.bfloat16, None, 4, False),
     "more pairs than float32 counts": ((2**16 + 1, 2**8), torch.bfloat16, "rms_norm", None, False),
 }
-KERNELS = tuple(getattr(cuda, name) for name in KERNELS_OF_A_CALL)
 
 
 @pytest.fixture
@@ -320,7 +319,9 @@ def driver(monkeypatch):
     make = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *given, **more: kept.append(make(*given, **more)) or kept[-1])
     kept = []
-    with importlib.import_module("recorded_launches").recorded(kernels=KERNELS) as own:
+    with importlib.import_module("recorded_launches").recorded(
+        kernels=[getattr(cuda, name) for name in KERNELS_OF_A_CALL]
+    ) as own:
         yield own
     kept.clear()
 
