@@ -12,7 +12,7 @@ from torch import nn
 from normscope.errors import MemoryEndedError
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import LoadedModel
-from normscope.inputs.splits import DivisibleInputs
+from normscope.inputs.splits import Inputs
 from normscope.runtime.network import left_as_found, memory_ended, run
 from normscope.runtime.processes import Place
 
@@ -61,7 +61,7 @@ def fit_batches(network: LoadedModel) -> Fitting:
     return fitting
 
 
-def largest(module: nn.Module, inputs: DivisibleInputs) -> Fitting:
+def largest(module: nn.Module, inputs: Inputs) -> Fitting:
     """Find the largest batch size that fits: 1, 2, 4, … copies of the first sample, until memory ends; then back.
 
     Memory ends where an allocation fails, and on a GPU where twice the memory of a pass would exceed four fifths of
