@@ -339,8 +339,10 @@ def learned_and_held_out(inputs: Iterable[Any]) -> tuple[Part, Part]:
         raise DataError(
             "The inputs can be iterated only once, and a part of them has to be held out; pass a list of batches."
         )
-    known = getattr(inputs, "known_samples", None)
-    samples = list(known()) if known else [sample for batch in as_batches(inputs) for sample in batch.samples]
+    known_samples = getattr(inputs, "known_samples", None)
+    samples = (
+        list(known_samples()) if known_samples else [sample for batch in as_batches(inputs) for sample in batch.samples]
+    )
     by = "source" if len({_key(sample, "source") for sample in samples}) > 1 else "sample"
     keys = list(dict.fromkeys(_key(sample, by) for sample in samples))
     if len(keys) < 2:

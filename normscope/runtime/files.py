@@ -143,10 +143,10 @@ def _target_folder(path: Path, files: Collection[str], also: Collection[str]) ->
     """Follow symbolic links to the folder that is to be replaced, and refuse one that holds anything else."""
     target = Path(os.path.realpath(path))
     try:
-        known = {entry.name for entry in target.iterdir() if entry.name in {*files, *also} and not entry.is_dir()}
+        ours = {entry.name for entry in target.iterdir() if entry.name in {*files, *also} and not entry.is_dir()}
         # Some of the files without the others are somebody else's: a model.safetensors that was downloaded.
-        whole = known.issuperset(files)
-        others = sorted(entry.name for entry in target.iterdir() if entry.name not in known or not whole)
+        whole = ours.issuperset(files)
+        others = sorted(entry.name for entry in target.iterdir() if entry.name not in ours or not whole)
     except FileNotFoundError:
         return target
     except NotADirectoryError:

@@ -203,17 +203,17 @@ def _planned(call: KernelCall, tensors: Mapping[str, Tensor | None], scratch: Sc
         compiled._run = launcher
     values = list(call.arguments.items())
     number = next((at for at, (_, value) in enumerate(values) if not _is_tensor(value)), len(values))
-    own, behind = dict(values[:number]), tuple(value for _, value in values[number:])
+    pointers, behind = dict(values[:number]), tuple(value for _, value in values[number:])
     function, metadata = getattr(compiled, "function", None), getattr(compiled, "packed_metadata", None)
     grid, active = (*call.grid, 1, 1)[:3], _triton()[2].active
     stream = active.get_current_stream(active.get_current_device())
-    expected = (*grid, stream, function, metadata, ..., ..., ..., *own.values(), *behind)
+    expected = (*grid, stream, function, metadata, ..., ..., ..., *pointers.values(), *behind)
     if len(passed) != 1 or len(passed[0]) != len(expected) or not all(map(_equal, passed[0], expected)):
         return None
     given = {**tensors, **scratch.tensors}
-    if any(_address(given.get(name)) != _address(tensor) for name, tensor in own.items()):
+    if any(_address(given.get(name)) != _address(tensor) for name, tensor in pointers.items()):
         return None  # a copy was launched on
-    return _Step(launcher, grid, (function, metadata, *_NO_HOOKS), tuple(own), behind, compiled)
+    return _Step(launcher, grid, (function, metadata, *_NO_HOOKS), tuple(pointers), behind, compiled)
 
 
 def _is_tensor(value: object) -> bool:
