@@ -184,6 +184,11 @@ def inputs_of(model: str, limit: int | None, texts: int = TEXTS) -> tuple[normsc
         network = normscope.load(model, batch_size=BATCH_SIZE, limit=limit, device="cpu")
         learned, held_out = divided(network.inputs, network.calibration)
         return network, list(learned), list(held_out)
+    return reading(model, texts, limit)
+
+
+def reading(model: str, texts: int, limit: int | None = None) -> tuple[normscope.LoadedModel, list[Any], list[Any]]:
+    """Load a network of texts, and docstrings to learn from and to judge by."""
     parts = []
     with tempfile.TemporaryDirectory() as folder:
         for modules, number in ((LEARNED, texts), (JUDGED, HELD_OUT)):

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from common import Measurement, finish, in_turn, options, peers_left, ratios
 from numpy.typing import NDArray
-from tails import HeavyTailed
-from torch import Tensor
+from torch import Tensor, nn
 
 import normscope
 from normscope.fits.curves.known import CURVES as FITTED
@@ -100,6 +99,35 @@ def main() -> None:
         measurements += compared(network, tokens, found)
     about = ABOUT.format(pairs=len(first.x), sites=args.sites, drawn=len(drawn), channels=CHANNELS, in_a_row=IN_A_ROW)
     finish("fit", about, measurements, args, threads=[1], libraries=PEERS)
+
+
+def heavy_tailed(tokens: int, channels: int, seed: int = 0) -> Tensor:
+    """Make tokens of lognormal σ, and two channels 30 and 20 times larger: float32 ``(tokens, channels)``."""
+    channel = torch.exp(0.5 * torch.randn(channels, generator=torch.Generator().manual_seed(0)))
+    channel[5] *= 30
+    channel[77] *= -20
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.exp(0.7 * torch.randn(tokens, 1, generator=generator))
+    return scale * channel * torch.randn(tokens, channels, generator=generator)
+
+
+class HeavyTailed(nn.Module):
+    """LayerNorms one after the other, each of heavy-tailed tokens of its own, and a tenth larger than the last."""
+
+    def __init__(self, sites: int, channels: int) -> None:
+        """Make so many, without weights."""
+        super().__init__()
+        self.channels = channels
+        self.norms = nn.ModuleList([nn.LayerNorm(channels, elementwise_affine=False) for _ in range(sites)])
+
+    def rows(self, site: int, tokens: int) -> Tensor:
+        """Make what a site normalizes: float32 ``(tokens, channels)``."""
+        return 1.1**site * heavy_tailed(tokens, self.channels, seed=site)
+
+    def forward(self, tokens: Tensor) -> None:
+        """Run every norm on as many tokens as there are samples, and keep none of them."""
+        for site, norm in enumerate(self.norms):
+            norm(self.rows(site, len(tokens)))
 
 
 def raw_pairs(network: HeavyTailed, site: int, tokens: int) -> Raw:

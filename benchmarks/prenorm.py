@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from unittest.mock import patch
 
 import pitch_network
 import torch
-from calibration import BATCH_SIZE, HELD_OUT, JUDGED, LEARNED, docstrings
+from calibration import BATCH_SIZE, HELD_OUT, reading
 from common import Measurement, finish, in_own_process, names, options
 from torch import Tensor
 
@@ -59,7 +58,10 @@ def main() -> None:
 
 def measured(model: str, folder: Path, texts: int, minutes: float) -> list[Measurement]:
     torch.set_num_threads(1)
-    network, learned, held_out = inputs_of(model, folder, texts)
+    if model == pitch_network.NAME:
+        network, learned, held_out = pitch_network.inputs_of(None)
+    else:
+        network, learned, held_out = reading(f"transformers:{folder / model}", texts)
     seen = normscope.capture(network.module, learned, by_gamma=True)
     modules = normscope.replacements(network, CURVE, seen)
     found = [*judged(model, "original", network, network.module, held_out)]
@@ -94,21 +96,6 @@ def measured(model: str, folder: Path, texts: int, minutes: float) -> list[Measu
         found.append(Measurement(model, way, "CPU", "s", [seconds]))
         print(model, way, {one.quantity: one.samples[:1] for one in found if one.way == way}, flush=True)
     return found
-
-
-def inputs_of(model: str, folder: Path, texts: int) -> tuple[normscope.LoadedModel, list[Any], list[Any]]:
-    """Load a network, and its inputs to learn from and to judge by."""
-    if model == pitch_network.NAME:
-        return pitch_network.inputs_of(None)
-    parts = []
-    with tempfile.TemporaryDirectory() as work:
-        for modules, number in ((LEARNED, texts), (JUDGED, HELD_OUT)):
-            path = Path(work) / f"{number}.txt"
-            path.write_text("\n".join(sorted(docstrings(modules.split())[:number], key=len)), encoding="utf-8")
-            place = f"transformers:{folder / model}"
-            network = normscope.load(place, data=path, batch_size=BATCH_SIZE, device="cpu")
-            parts.append(list(network.inputs))
-    return network, *parts
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ The same seed makes the same bytes again on the same machine and versions: ``pyt
 import argparse
 import copy
 import json
-import math
 from pathlib import Path
 
 import diffusers
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from diffusers import DDIMScheduler, DiTTransformer2DModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from train_demo_vit import EMBEDDED, PIXELS_TO_INPUT, load_pixels_and_labels, split, update_average
+from train_demo_vit import EMBEDDED, PIXELS_TO_INPUT, load_pixels_and_labels, optimize, split
 
 import normscope
 
@@ -89,26 +88,19 @@ def train_dit(pixels: Tensor, labels: Tensor, seed: int) -> nn.Module:
     # In train mode diffusers would drop the label in every block by itself, and never in all at once.
     model = DiTTransformer2DModel(**CONFIG).eval()
     let_the_pixels_outweigh_the_positions(model)
-    average = copy.deepcopy(model).requires_grad_(False)
     scheduler = DDIMScheduler(**SCHEDULER)
-    optimizer = torch.optim.AdamW(model.parameters(), RECIPE["peak_lr"], weight_decay=RECIPE["weight_decay"])
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine)
-    for step in range(RECIPE["steps"]):
+
+    def loss() -> Tensor:
         batch = torch.randint(len(pixels), (RECIPE["batch_size"],), generator=generator)
         clean = to_latent(pixels[batch])
         timesteps = torch.randint(SCHEDULER["num_train_timesteps"], (len(batch),), generator=generator)
         noisy = scheduler.add_noise(clean, torch.randn(clean.shape, generator=generator), timesteps)
         unlabelled = torch.rand(len(batch), generator=generator) < RECIPE["unlabelled"]
         shown_labels = labels[batch].masked_fill(unlabelled, NO_CLASS)
-        loss = F.mse_loss(model(noisy, timestep=timesteps, class_labels=shown_labels).sample, clean)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), RECIPE["clip"])
-        optimizer.step()
-        schedule.step()
-        update_average(average, model, min(RECIPE["ema_decay"], (1 + step) / (10 + step)))
-        if step % 100 == 0:
-            print(f"step {step:5d}  loss {loss.item():.4f}", flush=True)
+        return F.mse_loss(model(noisy, timestep=timesteps, class_labels=shown_labels).sample, clean)
+
+    average = copy.deepcopy(model).requires_grad_(False)
+    optimize(model, loss, RECIPE, 100, average)
     return average.eval()
 
 
@@ -117,13 +109,6 @@ def let_the_pixels_outweigh_the_positions(model: nn.Module) -> None:
     """Double the patch embedding, and cancel the mean of the sin-cos table, which would shift every token alike."""
     model.pos_embed.proj.weight.mul_(2)
     model.pos_embed.proj.bias.copy_(-model.pos_embed.pos_embed.mean(dim=(0, 1)))  # (1,16,64) -> (64,)
-
-
-def warmup_then_cosine(step: int) -> float:
-    warmup, steps = RECIPE["warmup_steps"], RECIPE["steps"]
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
 
 @torch.no_grad()

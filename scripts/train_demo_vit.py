@@ -8,6 +8,7 @@ import argparse
 import copy
 import json
 import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import timm
@@ -127,34 +128,45 @@ def train_vit(pixels: Tensor, labels: Tensor, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = VisionTransformer(**CONFIG)
-    average = copy.deepcopy(model).requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), RECIPE["peak_lr"], weight_decay=RECIPE["weight_decay"])
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine)
-    for step in range(RECIPE["steps"]):
+
+    def loss() -> Tensor:
         batch = torch.randint(len(pixels), (RECIPE["batch_size"],), generator=generator)
-        logits = model(to_input(augment(pixels[batch], generator)))
-        loss = F.cross_entropy(logits, labels[batch])
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), RECIPE["clip"])
-        optimizer.step()
-        schedule.step()
-        update_average(average, model, min(RECIPE["ema_decay"], (1 + step) / (10 + step)))
-        if step % 250 == 0:
-            print(f"step {step:5d}  loss {loss.item():.4f}", flush=True)
+        return F.cross_entropy(model(to_input(augment(pixels[batch], generator))), labels[batch])
+
+    average = copy.deepcopy(model).requires_grad_(False)
+    optimize(model, loss, RECIPE, 250, average)
     return average.eval()
 
 
-def warmup_then_cosine(step: int) -> float:
-    warmup, steps = RECIPE["warmup_steps"], RECIPE["steps"]
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+def optimize(
+    model: nn.Module,
+    loss_of_a_batch: Callable[[], Tensor],
+    recipe: Mapping[str, float],
+    report_every: int,
+    average: nn.Module | None = None,
+) -> None:
+    """Train by AdamW with a warmup, a cosine schedule and clipped gradients; update an average of the weights."""
 
+    def warmup_then_cosine(step: int) -> float:
+        warmup, steps = recipe["warmup_steps"], recipe["steps"]
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
-@torch.no_grad()
-def update_average(average: nn.Module, model: nn.Module, decay: float) -> None:
-    torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - decay)
+    optimizer = torch.optim.AdamW(model.parameters(), recipe["peak_lr"], weight_decay=recipe["weight_decay"])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine)
+    for step in range(recipe["steps"]):
+        loss = loss_of_a_batch()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), recipe["clip"])
+        optimizer.step()
+        schedule.step()
+        if average is not None:
+            decay = min(recipe["ema_decay"], (1 + step) / (10 + step))
+            torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - decay)
+        if step % report_every == 0:
+            print(f"step {step:5d}  loss {loss.item():.4f}", flush=True)
 
 
 def rounded_to_fp16(model: nn.Module) -> nn.Module:

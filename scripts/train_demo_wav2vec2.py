@@ -8,10 +8,8 @@ nothing.
 import argparse
 import io
 import json
-import math
 import random
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +28,7 @@ from make_speech import (
 )
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from train_demo_vit import optimize, rounded_to_fp16
 
 LABELS = ["-", "|", "'", *"ABCDEFGHIJKLMNOPQRSTUVWXYZ"]  # torchaudio's letters; the first is CTC's blank
 CONFIG = {
@@ -152,17 +151,8 @@ def train_wav2vec2(clips: Sequence[Clip], seed: int) -> nn.Module:
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = torchaudio.models.wav2vec2_model(**CONFIG)
-    optimizer = torch.optim.AdamW(model.parameters(), RECIPE["peak_lr"], weight_decay=RECIPE["weight_decay"])
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine)
-    for step, batch in enumerate(islice(batches_of_like_length(clips, generator), RECIPE["steps"])):
-        loss = ctc_loss(model, batch)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), RECIPE["clip"])
-        optimizer.step()
-        schedule.step()
-        if step % 100 == 0:
-            print(f"step {step:5d}  loss {loss.item():.4f}", flush=True)
+    batches = batches_of_like_length(clips, generator)
+    optimize(model, lambda: ctc_loss(model, next(batches)), RECIPE, 100)
     return model.eval()
 
 
@@ -183,17 +173,6 @@ def ctc_loss(model: nn.Module, clips: Sequence[Clip]) -> Tensor:
     letters = torch.tensor([LABELS.index(letter) for clip in clips for letter in clip.word])
     n_letters = torch.tensor([len(clip.word) for clip in clips])
     return F.ctc_loss(logits.log_softmax(-1).transpose(0, 1), letters, n_frames, n_letters)  # (b,t,c) -> (t,b,c)
-
-
-def warmup_then_cosine(step: int) -> float:
-    warmup, steps = RECIPE["warmup_steps"], RECIPE["steps"]
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
-
-
-def rounded_to_fp16(model: nn.Module) -> nn.Module:
-    return model.half().float()
 
 
 def accuracy(model: nn.Module, clips: Sequence[Clip]) -> float:

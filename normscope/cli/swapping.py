@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from normscope.fits.curves.known import Curve
     from normscope.inputs.batch import Batch
     from normscope.inputs.loaded_model import LoadedModel
-    from normscope.inputs.splits import DivisibleInputs, Part
+    from normscope.inputs.splits import Inputs, Part
     from normscope.pairs.captures import Capture
     from normscope.pairs.norms.sites import NormSite, SkippedNorm
     from normscope.pairs.ranks import Ranks
@@ -228,17 +228,17 @@ class Learner:
         return cls(network, norms, report.skipped, int(least[1]) if least else None, seed, ranks, sample)
 
     @property
-    def learned(self) -> DivisibleInputs | Part:
+    def learned(self) -> Inputs | Part:
         """Inputs to fit to, which nothing is judged by."""
         return self._divided[0]
 
     @property
-    def held_out(self) -> DivisibleInputs | Part:
+    def held_out(self) -> Inputs | Part:
         """Inputs to judge by, which nothing was fitted to."""
         return self._divided[1]
 
     @cached_property
-    def _divided(self) -> tuple[DivisibleInputs | Part, DivisibleInputs | Part]:
+    def _divided(self) -> tuple[Inputs | Part, Inputs | Part]:
         return divided(self.network.inputs, self.network.calibration)
 
     @property

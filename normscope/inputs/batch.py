@@ -1,8 +1,4 @@
-"""Batches of inputs of a network, with the origin of each sample.
-
-The wing that makes batches (models) and the wing that consumes them (pairs) do not know each other; this is the
-one word that they share.
-"""
+"""Batches of a network's inputs, with the origin of each sample: what models make and pairs consume."""
 
 from __future__ import annotations
 
@@ -16,6 +12,7 @@ from normscope.errors import count
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +27,7 @@ BY_HAND = (
 
 @dataclass(frozen=True)
 class Sample:
-    """Identity of one sample: intervals are only honest when samples of one source stay together.
+    """Identity of one sample. Intervals are honest only if samples of one source stay together.
 
     Attributes:
         source: what is statistically independent of other sources: a photograph, a speaker, a text. The crops of
@@ -67,12 +64,12 @@ class Batch:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     samples: tuple[Sample, ...] = ()
-    valid: torch.Tensor | None = None
+    valid: Tensor | None = None
     part: str = ""
     forward: Callable[..., Any] | None = None
-    valid_within: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
+    valid_within: Mapping[str, Tensor | None] = field(default_factory=dict)
 
-    def valid_at(self, path: str) -> torch.Tensor | None:
+    def valid_at(self, path: str) -> Tensor | None:
         """Return which positions are data where the network counts as the module of this path does; None for all.
 
         >>> import torch
@@ -98,25 +95,11 @@ class Batch:
         return self._of(list(numbers))
 
     def _of(self, which: slice | list[int]) -> Batch:
-        import torch
-
-        def part(value: Any) -> Any:
-            if isinstance(value, Mapping):
-                return {key: part(entry) for key, entry in value.items()}
-            if self.forward is not None and isinstance(value, (tuple, list)):  # one entry of a user's own loader
-                return type(value)(*map(part, value)) if hasattr(value, "_fields") else type(value)(map(part, value))
-            whole = isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == len(self.samples)
-            return value[which] if whole else value
+        def part(tensor: Tensor) -> Tensor:
+            return tensor[which] if tensor.ndim > 0 and len(tensor) == len(self.samples) else tensor
 
         samples = self.samples[which] if isinstance(which, slice) else tuple(self.samples[i] for i in which)
-        return replace(
-            self,
-            args=tuple(part(value) for value in self.args),
-            kwargs=part(self.kwargs),
-            samples=samples,
-            valid=part(self.valid),
-            valid_within=part(self.valid_within),
-        )
+        return replace(self._each(part, of_lists=self.forward is not None), samples=samples)
 
     def copied(self) -> Batch:
         """Return the batch with copies of its arguments, so that it stays as it is whatever a network does to them.
@@ -161,7 +144,7 @@ class Batch:
         Those of a dtype in ``kept`` stay in theirs, and all do where ``dtype`` is None.
         """
 
-        def move(tensor: torch.Tensor) -> torch.Tensor:
+        def move(tensor: Tensor) -> Tensor:
             pinned = device.type == "cuda" and tensor.is_pinned()
             converts = dtype is not None and tensor.is_floating_point() and tensor.dtype not in kept
             return tensor.to(device, dtype if converts else tensor.dtype, non_blocking=pinned)
@@ -172,44 +155,44 @@ class Batch:
         """Copy every tensor into memory from which a GPU can fetch it while the CPU goes on."""
         return self._each(lambda tensor: tensor.pin_memory())
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    def _each(self, change: Callable[[Tensor], Tensor], *, of_lists: bool = False) -> Batch:
         import torch
 
         def changed(value: Any) -> Any:
             if isinstance(value, Mapping):
                 return {key: changed(entry) for key, entry in value.items()}
+            if of_lists and isinstance(value, (tuple, list)):  # one entry of a user's own loader
+                make = getattr(type(value), "_make", type(value))  # of a namedtuple
+                return make(map(changed, value))
             return change(value) if isinstance(value, torch.Tensor) else value
 
+        args, kwargs = tuple(map(changed, self.args)), changed(self.kwargs)
         return replace(
-            self,
-            args=tuple(changed(value) for value in self.args),
-            kwargs=changed(self.kwargs),
-            valid=changed(self.valid),
-            valid_within=changed(self.valid_within),
+            self, args=args, kwargs=kwargs, valid=changed(self.valid), valid_within=changed(self.valid_within)
         )
 
 
 def leaves(values: Iterable[Any], *, of_lists: bool = False) -> Iterator[Any]:
-    """Yield what arguments hold: the entries of mappings, of lists of plain numbers, and of all lists if asked for."""
+    """Yield the values within arguments: the entries of mappings, of lists of numbers, and on request of all lists."""
     for value in values:
         if isinstance(value, Mapping):
             yield from leaves(value.values(), of_lists=of_lists)
         elif isinstance(value, (list, tuple)) and of_lists:
             yield from leaves(value, of_lists=True)
-        elif isinstance(value, (list, tuple)) and all(isinstance(one, (int, float, type(None))) for one in value):
+        elif isinstance(value, (list, tuple)) and all(isinstance(entry, (int, float, type(None))) for entry in value):
             yield from value
         else:
             yield value
 
 
-def tensors_of(value: Any) -> list[torch.Tensor]:
+def tensors_of(value: Any) -> list[Tensor]:
     """List the tensors of a batch, or of a value: of tuples, lists and mappings, those within."""
     if isinstance(value, Batch):
         value = [value.args, value.kwargs, value.valid, value.valid_within]
     return [tensor for _, tensor in tensors_at(value)]
 
 
-def tensors_at(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+def tensors_at(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
     """Yield the tensors within tuples, lists and mappings, with the indices and keys that lead to them."""
     import torch
 
@@ -228,21 +211,20 @@ def joined(batches: Sequence[Batch]) -> list[Batch]:
     >>> [len(batch.samples) for batch in joined([one, one])]
     [2]
     """
+    first = batches[0]
+    if any(batch.kwargs.keys() != first.kwargs.keys() for batch in batches):
+        return list(batches)
+    if any(batch.valid_within.keys() != first.valid_within.keys() for batch in batches):
+        return list(batches)
     try:
         args = tuple(_joined(values, batches) for values in zip(*(batch.args for batch in batches), strict=True))
-        if len({frozenset(batch.kwargs) for batch in batches}) > 1:
-            return list(batches)
-        kwargs = {name: _joined([batch.kwargs[name] for batch in batches], batches) for name in batches[0].kwargs}
+        kwargs = {name: _joined([batch.kwargs[name] for batch in batches], batches) for name in first.kwargs}
         valid = _joined([batch.valid for batch in batches], batches)
-        if len({frozenset(batch.valid_within) for batch in batches}) > 1:
-            return list(batches)
-        within = {
-            path: _joined([batch.valid_within[path] for batch in batches], batches) for path in batches[0].valid_within
-        }
+        within = {at: _joined([batch.valid_within[at] for batch in batches], batches) for at in first.valid_within}
     except ValueError:
         return list(batches)
     samples = tuple(sample for batch in batches for sample in batch.samples)
-    return [replace(batches[0], args=args, kwargs=kwargs, samples=samples, valid=valid, part="", valid_within=within)]
+    return [replace(first, args=args, kwargs=kwargs, samples=samples, valid=valid, part="", valid_within=within)]
 
 
 def _joined(values: Sequence[Any], batches: Sequence[Batch]) -> Any:

@@ -1,4 +1,4 @@
-"""as_batches(): what a user's own loader gives, as batches of the arguments that a network takes."""
+"""as_batches(): batches of a network's arguments from the entries of a user's own loader."""
 
 from __future__ import annotations
 
@@ -113,14 +113,18 @@ class ForwardSignature:
         except (AttributeError, TypeError, ValueError):  # no network, or a forward that is not written in Python
             return cls()
         kinds = {parameter.kind for parameter in parameters}
-        places = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-        names = (one.name for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD))
+        places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        names = (p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
         return cls(
             type(model).__name__,
-            None if inspect.Parameter.VAR_POSITIONAL in kinds else [one.name for one in places],
-            sum(one.default is one.empty for one in places),
+            None if inspect.Parameter.VAR_POSITIONAL in kinds else [p.name for p in places],
+            sum(p.default is p.empty for p in places),
             None if inspect.Parameter.VAR_KEYWORD in kinds else frozenset(names),
         )
+
+    @property
+    def _required(self) -> set[str]:
+        return {*(self.positional or ())[: self.required]}
 
     def read(self, entry: Any, number: int) -> Iterable[Batch]:
         """Return the batches that an entry holds, their samples without names."""
@@ -135,7 +139,7 @@ class ForwardSignature:
         match entry:
             case torch.Tensor():
                 args = (entry,)
-            case tuple() if self._names_fields(entry):
+            case tuple() if self._required and self._required <= {*getattr(entry, "_fields", ())}:
                 kwargs = self._by_name(entry._asdict())  # type: ignore[attr-defined]
             case tuple() | list():
                 args = self._in_places(tuple(entry))
@@ -159,14 +163,8 @@ class ForwardSignature:
                 break
             taken += 1
         if taken < len(entries):
-            left = ", ".join(f"entry {i} ({_told(entries[i])})" for i in range(taken, len(entries)))
-            self._leave_out(left)
+            self._leave_out(", ".join(f"entry {i} ({_kind(entries[i])})" for i in range(taken, len(entries))))
         return entries[:taken]
-
-    def _names_fields(self, entry: Any) -> bool:
-        """True if a namedtuple has a field for each parameter without a default."""
-        required = None if self.positional is None else self.positional[: self.required]
-        return bool(hasattr(entry, "_fields") and required and {*required} <= {*entry._fields})
 
     def _by_name(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the entries of a dict without labels that forward has no name for."""
@@ -231,12 +229,9 @@ def _looks_like_labels(value: Any) -> bool:
     return isinstance(value, (int, str, list, tuple, Mapping))
 
 
-def _told(value: Any) -> str:
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-    return f"a {type(value).__name__}"
+def _kind(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" if shape is None else f"{str(value.dtype).removeprefix('torch.')} {tuple(shape)}"
 
 
 def _n_samples(entry: Any) -> int:
@@ -268,8 +263,6 @@ def _counting(args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int) -> 
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.ndim]
     if not tensors:
         raise DataError(f"Batch {number} holds no tensor whose axis 0 counts samples. {BY_HAND}")
-    if any(tensor.is_meta for tensor in tensors):
-        raise DataError(f"Batch {number} holds a tensor on the meta device, which has no values to run a model on.")
     counting = [tensor for tensor in tensors if len(tensor) != 1] or tensors  # an axis of one serves every sample
     if len({len(tensor) for tensor in counting}) > 1:
         sizes = " and ".join(str(size) for size in dict.fromkeys(len(tensor) for tensor in counting))

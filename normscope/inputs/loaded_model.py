@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from normscope.errors import ModelError, UsageError
-from normscope.inputs import splits
+from normscope.inputs.splits import Inputs as Inputs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -134,14 +134,6 @@ class Provenance:
     def random(cls, seed: int, on: str = "") -> Provenance:
         """Provenance of weights initialized under ``seed``, on the CPU or on ``on``."""
         return cls("random", f"random weights, seed {seed}{f' of a {on}' if on else ''}")
-
-
-class Inputs(splits.DivisibleInputs, Protocol):
-    """Batches to run a network on, on its device and in its dtype."""
-
-    @property
-    def unreadable(self) -> list[str]:
-        """``path: reason`` of each input that the latest iteration left out, in order; among ``n_samples``."""
 
 
 @dataclass(frozen=True)

@@ -53,12 +53,12 @@ def evenly(batches: Sequence[Batch], most: int) -> list[Batch]:
     taken, first = list[Batch](), 0
     stride = math.ceil(sum(len(batch.samples) for batch in batches) / most)
     for number, batch in enumerate(batches):
-        wanted = range(-first % stride, len(batch.samples), stride)
+        rows = range(-first % stride, len(batch.samples), stride)
         first += len(batch.samples)
         if not batch.divisible:
             taken += [batch] if number % stride == 0 else []
-        elif wanted:
-            taken.append(batch if stride == 1 else batch.take(list(wanted)))
+        elif rows:
+            taken.append(batch if stride == 1 else batch.take(list(rows)))
     return taken
 
 

@@ -107,22 +107,22 @@ def preview_of(
     for name, value in [*named, *batch.kwargs.items()]:
         if not isinstance(value, torch.Tensor) or value.ndim < 2 or len(value) != len(batch.samples):
             continue
-        found = _of_ids(name, value[place], words) or _of_numbers(name, value[place].detach(), normalized_by)
-        for part, content in found.items():
+        contents = _of_ids(name, value[place], words) or _of_numbers(name, value[place].detach(), normalized_by)
+        for part, content in contents.items():
             parts.setdefault(part, content)
     return Preview(**parts) if parts else None  # type: ignore[arg-type]
 
 
-def _of_ids(name: str, one: Tensor, words: Words | None) -> dict[str, object]:
-    """The words of a preview, where a tensor of one sample holds token ids."""
-    if one.ndim != 1 or name not in _IDS or one.is_complex() or one.is_floating_point():
+def _of_ids(name: str, tensor: Tensor, words: Words | None) -> dict[str, object]:
+    """Return the words of a preview, where a tensor of one sample holds token ids."""
+    if tensor.ndim != 1 or name not in _IDS or tensor.is_complex() or tensor.is_floating_point():
         return {}
-    ids = one.tolist()
+    ids = tensor.tolist()
     return {"words": tuple(f"#{number}" for number in ids) if words is None else tuple(words(ids))}
 
 
 def _of_numbers(name: str, given: Tensor, normalized_by: Normalized | None) -> dict[str, object]:
-    """The parts of a preview that a floating-point tensor of one sample makes."""
+    """Return the parts of a preview that a floating-point tensor of one sample makes."""
     shape = given.shape
     picture = len(shape) == 3 and min(shape[1:]) > 1
     spectrogram = len(shape) == 2 and name in _SPECTROGRAMS and min(shape) > _MOST_CHANNELS
@@ -130,37 +130,37 @@ def _of_numbers(name: str, given: Tensor, normalized_by: Normalized | None) -> d
     # By its shape first: what shows nothing is not fetched from a GPU for every sample.
     if not given.is_floating_point() or not (picture or spectrogram or waveform):
         return {}
-    one = given.float().cpu()
-    if not one.isfinite().all():
+    tensor = given.float().cpu()
+    if not tensor.isfinite().all():
         return {}
     if picture:
-        pixels, note = _pixels(one, normalized_by)
-        return {"pixels": pixels, "size": tuple(one.shape[1:]), "note": note}
+        pixels, note = _pixels(tensor, normalized_by)
+        return {"pixels": pixels, "size": tuple(tensor.shape[1:]), "note": note}
     if spectrogram:
         # Whisper's are (mel bins, time), those of the others (time, mel bins): time is the longer one.
-        drawn = (one if one.shape[0] < one.shape[1] else one.T).flip(0)
+        drawn = (tensor if tensor.shape[0] < tensor.shape[1] else tensor.T).flip(0)
         pixels, note = _pixels(drawn[None], None)
         return {"pixels": pixels, "size": tuple(drawn.shape), "along_width": True, "note": note}
-    mono = one.reshape(-1, shape[-1]).mean(0)
+    mono = tensor.reshape(-1, shape[-1]).mean(0)
     return {"envelope": _envelope(mono), "length": len(mono)}
 
 
-def _pixels(one: Tensor, normalized_by: Normalized | None) -> tuple[Tensor, str]:
+def _pixels(tensor: Tensor, normalized_by: Normalized | None) -> tuple[Tensor, str]:
     """Return ``(channels, height, width)`` as a thumbnail, uint8 ``(height, width, 1 or 3)``, and how it was made."""
     import torch
 
-    channels = len(one)
+    channels = len(tensor)
     note = ""
     if normalized_by is not None and len(normalized_by[0]) == channels and channels in (1, 3):
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in normalized_by)
-        shown = one * std + mean
+        shown = tensor * std + mean
     else:
-        shown = one[: 3 if channels >= 3 else 1]
+        shown = tensor[: 3 if channels >= 3 else 1]
         low, high = shown.amin((1, 2), keepdim=True), shown.amax((1, 2), keepdim=True)
         shown = (shown - low) / (high - low).clamp_min(torch.finfo().tiny)
         each = f"the first {len(shown)} of {channels} channels, each" if channels not in (1, 3) else "each channel"
         note = f"{'' if channels == 1 else each + ' '}stretched from its smallest value to its largest"
-    height, width = one.shape[1:]
+    height, width = tensor.shape[1:]
     shrink = min(1.0, LONGEST_SIDE / max(height, width))
     small = torch.nn.functional.adaptive_avg_pool2d(
         shown.clamp(0, 1), (max(round(height * shrink), 1), max(round(width * shrink), 1))

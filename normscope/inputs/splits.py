@@ -142,7 +142,7 @@ def shared(batches: Iterable[Any], share: Share) -> tuple[Batch, Iterator[Chunk]
     """Return the first sample of all inputs, whoever takes it, and the chunks of one process's share.
 
     Args:
-        batches: inputs with ``chunks(share)`` and ``first_sample()``, see :class:`DivisibleInputs`; or any iterable
+        batches: inputs with ``chunks(share)`` and ``first_sample()``, see :class:`Inputs`; or any iterable
             that :func:`normscope.inputs.entries.as_batches` takes, of which each entry counts as one input.
         share: of this process.
 
@@ -167,8 +167,8 @@ _ONE_IN = 4  # consecutive sources is held out
 _Key = tuple[str, str | int]
 
 
-class DivisibleInputs(Protocol):
-    """Batches that say what they are; iterating again gives the same batches again.
+class Inputs(Protocol):
+    """Batches to run a network on, on its device and in its dtype; iterating again yields the same batches.
 
     Attributes:
         batch_size: how many inputs are read together, at most. Setting it changes what comes next.
@@ -180,7 +180,11 @@ class DivisibleInputs(Protocol):
 
     @property
     def description(self) -> str:
-        """One line that says what was read."""
+        """One line about the data."""
+
+    @property
+    def unreadable(self) -> list[str]:
+        """``path: reason`` of each input that the latest iteration left out, in order; among ``n_samples``."""
 
     @property
     def n_samples(self) -> int | None:
@@ -301,9 +305,7 @@ class Part:
                 yield [samples[i] for i in rows], latents[rows]
 
 
-def divided(
-    inputs: DivisibleInputs, calibration: DivisibleInputs | None = None
-) -> tuple[DivisibleInputs | Part, DivisibleInputs | Part]:
+def divided(inputs: Inputs, calibration: Inputs | None = None) -> tuple[Inputs | Part, Inputs | Part]:
     """Return what to learn from, and what to judge by: calibration and inputs, or two parts of the inputs.
 
     Args:

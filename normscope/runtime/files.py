@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, under names that hold nothing dangerous."""
+"""Files and folders that appear whole or not at all, under harmless names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,14 +57,7 @@ def check_writable(path: Path) -> None:
     Raises:
         UsageError: if the file cannot be written there, for whatever reason the system gives.
     """
-    try:
-        target = _target(path)
-        # A folder that is missing is not made: another process that just found it could lose it again.
-        folder = next(folder for folder in target.parents if folder.exists())
-        with tempfile.NamedTemporaryFile(prefix=f".{target.name}.", suffix=target.suffix, dir=folder):
-            pass
-    except OSError as error:
-        raise _cannot_write(path, error) from error
+    _check(path, lambda: _target(path))
 
 
 @contextlib.contextmanager
@@ -107,8 +100,13 @@ def check_folder_writable(path: Path, files: Collection[str], also: Collection[s
     Raises:
         UsageError: if it cannot be written there, or if something else would have to go.
     """
+    _check(path, lambda: _target_folder(path, files, also))
+
+
+def _check(path: Path, target_of: Callable[[], Path]) -> None:
     try:
-        target = _target_folder(path, files, also)
+        target = target_of()
+        # A folder that is missing is not made: another process that just found it could lose it again.
         above = next(folder for folder in target.parents if folder.exists())
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=above):
             pass
@@ -145,10 +143,10 @@ def _target_folder(path: Path, files: Collection[str], also: Collection[str]) ->
     """Follow symbolic links to the folder that is to be replaced, and refuse one that holds anything else."""
     target = Path(os.path.realpath(path))
     try:
-        known = {entry.name for entry in target.iterdir() if entry.name in {*files, *also} and not entry.is_dir()}
+        ours = {entry.name for entry in target.iterdir() if entry.name in {*files, *also} and not entry.is_dir()}
         # Some of the files without the others are somebody else's: a model.safetensors that was downloaded.
-        whole = known.issuperset(files)
-        others = sorted(entry.name for entry in target.iterdir() if entry.name not in known or not whole)
+        whole = ours.issuperset(files)
+        others = sorted(entry.name for entry in target.iterdir() if entry.name not in ours or not whole)
     except FileNotFoundError:
         return target
     except NotADirectoryError:
@@ -232,7 +230,7 @@ def file_stem(name: str) -> str:
 
 
 def umask() -> int:
-    """The umask of this process, which can only be read by setting it."""
+    """Return the umask of this process, which can only be read by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -203,17 +203,17 @@ def _planned(call: KernelCall, tensors: Mapping[str, Tensor | None], scratch: Sc
         compiled._run = launcher
     values = list(call.arguments.items())
     number = next((at for at, (_, value) in enumerate(values) if not _is_tensor(value)), len(values))
-    own, behind = dict(values[:number]), tuple(value for _, value in values[number:])
+    pointers, behind = dict(values[:number]), tuple(value for _, value in values[number:])
     function, metadata = getattr(compiled, "function", None), getattr(compiled, "packed_metadata", None)
     grid, active = (*call.grid, 1, 1)[:3], _triton()[2].active
     stream = active.get_current_stream(active.get_current_device())
-    expected = (*grid, stream, function, metadata, ..., ..., ..., *own.values(), *behind)
+    expected = (*grid, stream, function, metadata, ..., ..., ..., *pointers.values(), *behind)
     if len(passed) != 1 or len(passed[0]) != len(expected) or not all(map(_equal, passed[0], expected)):
         return None
     given = {**tensors, **scratch.tensors}
-    if any(_address(given.get(name)) != _address(tensor) for name, tensor in own.items()):
+    if any(_address(given.get(name)) != _address(tensor) for name, tensor in pointers.items()):
         return None  # a copy was launched on
-    return _Step(launcher, grid, (function, metadata, *_NO_HOOKS), tuple(own), behind, compiled)
+    return _Step(launcher, grid, (function, metadata, *_NO_HOOKS), tuple(pointers), behind, compiled)
 
 
 def _is_tensor(value: object) -> bool:
@@ -252,8 +252,8 @@ def _watched() -> bool:
 def why_no_launcher() -> str:
     """Return why Triton cannot launch a kernel on this machine's GPU; empty where it can.
 
-    Triton builds a small C module for each kernel, which requires a compiler and Python's headers. That is tried once
-    a process, and a failure is warned of once, unless ``NORMSCOPE_KERNELS`` is set.
+    Triton builds a small C module for each kernel, which requires a compiler and Python's headers. A reason is warned
+    of once a process, unless ``NORMSCOPE_KERNELS`` is set.
     """
     reason = _tried()
     if reason and not os.environ.get(VARIABLE):
@@ -270,31 +270,22 @@ def cannot_be_met(reason: str) -> UsageError:
     return UsageError(f"{VARIABLE}={TRITON} cannot be met: {reason}. Unset it, or say {VARIABLE}={EAGER}.")
 
 
-_MODULE = "normscope_launcher"
-_SOURCE = f"""// built with {{built_with}}
-#include <Python.h>
-static struct PyModuleDef definition = {{{{PyModuleDef_HEAD_INIT, "{_MODULE}", NULL, -1, NULL}}}};
-PyMODINIT_FUNC PyInit_{_MODULE}(void) {{{{ return PyModule_Create(&definition); }}}}
-"""
-
-
 @functools.cache
 def _tried() -> str:
-    from triton.runtime.build import compile_module_from_src
-
-    # Triton caches what it built by its source, which therefore names the compiler and the headers of this machine.
-    compiler = shutil.which(os.environ.get("CC") or "gcc") or shutil.which("clang")
     header = Path(sysconfig.get_config_var("INCLUDEPY")) / "Python.h"
-    try:
-        _ = _triton()[2].active  # builds what Triton calls the driver by, or finds it in the cache
-        compile_module_from_src(_SOURCE.format(built_with=f"{compiler}, {header.exists() and header}"), _MODULE)
-    except subprocess.CalledProcessError as error:
-        cause = f"{Path(error.cmd[0]).name} ended with status {error.returncode}"
-        cause += "" if header.exists() else f", and there is no {header}"
-    except (AssertionError, ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
-        cause = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".") or type(error).__name__
+    named = os.environ.get("CC")
+    if not (shutil.which(named) if named else shutil.which("gcc") or shutil.which("clang")):
+        cause = f"there is no C compiler{f' {named}' if named else ''}"
+    elif not header.exists():
+        cause = f"there is no {header}"
     else:
-        return ""
+        try:
+            _ = _triton()[2].active  # builds what Triton calls the driver by, or finds it in the cache
+            return ""
+        except subprocess.CalledProcessError as error:
+            cause = f"{Path(error.cmd[0]).name} ended with status {error.returncode}"
+        except (AssertionError, ImportError, OSError, RuntimeError) as error:
+            cause = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".") or type(error).__name__
     return (
         f"Triton cannot build what launches its kernels ({cause}), which requires a C compiler and Python's headers "
         "(on Debian and Ubuntu: gcc and python3-dev)"

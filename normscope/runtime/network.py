@@ -165,11 +165,11 @@ class KeptBuffers:
     its own to keep (meta, lazy, sparse and quantized tensors, and subclasses of Tensor) keeps those that it has.
 
     >>> norm = nn.BatchNorm1d(2)
-    >>> found = KeptBuffers(norm)
+    >>> kept = KeptBuffers(norm)
     >>> norm.running_mean += 1
-    >>> found.changed
+    >>> kept.changed
     True
-    >>> found.put_back()
+    >>> kept.put_back()
     >>> norm.running_mean
     tensor([0., 0.])
     """
@@ -214,8 +214,8 @@ def _same_objects(some: Mapping[str, object], others: Mapping[str, object]) -> b
     return len(some) == len(others) and all(value is others.get(name) for name, value in some.items())
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
 def _same_values(buffer: Tensor, value: Tensor) -> bool:

@@ -22,9 +22,9 @@ def silent(stage: str, done: int, of: int | None) -> None:
 class StageProgress:
     """Counts what is done of one stage, and reports it.
 
-    >>> told = StageProgress(print, "samples", 10)
+    >>> stage = StageProgress(print, "samples", 10)
     samples 0 10
-    >>> told.add(4)
+    >>> stage.add(4)
     samples 4 10
     """
 

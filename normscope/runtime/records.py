@@ -97,7 +97,7 @@ def _those(records: Iterable[R], name: str, value: str) -> list[R]:
     """Select the records whose attribute ``name`` is ``value``; UsageError if there is none."""
     chosen = [record for record in records if getattr(record, name, None) == value]
     if not chosen:
-        raise UsageError(unknown(name, value, [str(known) for known in _values(records, name)]))
+        raise UsageError(unknown(name, value, [str(choice) for choice in _values(records, name)]))
     return chosen
 
 

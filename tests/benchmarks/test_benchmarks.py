@@ -1,7 +1,11 @@
-"""Every benchmark can be imported and parses its options; their numbers are no business of a test."""
+"""Every benchmark can be imported and parses its options, and those of a GPU are rehearsed on the CPU."""
 
 import importlib
+import json
+import os
+import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -21,13 +25,24 @@ def test_the_benchmark_parses_its_options(name, monkeypatch, capsys):
         assert "usage:" in capsys.readouterr().out
 
 
-def test_only_peers_that_are_installed_are_measured(monkeypatch, capsys):
+@pytest.mark.slow
+def test_the_benchmarks_of_a_gpu_are_rehearsed_and_leave_one_file_to_send_back(tmp_path):
+    pytest.importorskip("triton", reason="Triton is made for Linux alone")
+    path = os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, FOLDER / "gpu.py", "--rehearse", "--results", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with tarfile.open(tmp_path / "gpu-rehearsal.tar.gz") as archive:
+        records = {name: json.load(archive.extractfile(name)) for name in archive.getnames()}
+    assert records.pop("environment.json")["wrong"] == []
+    assert {name.partition("-")[0] for name in records} == {"gpu_checks", "gpu_kernels", "gpu_captures", "gpu_networks"}
+    assert all(record["failed"] == [] and record["measurements"] for record in records.values())
+
+
+@pytest.mark.faults
+def test_no_fault_gives_a_wrong_capture(monkeypatch, tmp_path):
+    """Kills, lost ranks, signals, full disks and damaged files: the whole matrix of docs/reliability.md."""
     monkeypatch.syspath_prepend(FOLDER)
-    common = importlib.import_module("common")
-    parser, peers = common.options("", repeats=1, peers=("numpy", "no_such")), ("numpy", "no_such")
-    with pytest.raises(SystemExit, match="no_such is not installed"):
-        common.peers_left(parser, parser.parse_args([]), peers)
-    assert common.peers_left(parser, parser.parse_args(["--without", "no_such"]), peers) == ["numpy"]
-    with pytest.raises(SystemExit, match="2"):
-        common.peers_left(parser, parser.parse_args(["--without", "nunpy"]), peers)
-    assert "there is no peer 'nunpy' to leave out; the peers are numpy, no_such" in capsys.readouterr().err
+    outcomes = list(importlib.import_module("faults").every_fault(tmp_path, images=4000, kills=20, mutations=10_000))
+    assert {outcome.fault: outcome.wrong for outcome in outcomes if outcome.wrong} == {}
+    assert all(outcome.tries for outcome in outcomes)

@@ -202,7 +202,6 @@ def test_forward_knows_padding():
 
 def test_a_batch_says_itself_how_the_network_is_run():
     """So that whatever takes batches takes those too: a swap's drift, for example."""
-    batch = Batch((Record(x),), samples=samples(1), forward=lambda model, batch: model(batch.values))
     network = nn.Sequential(OneNorm(), nn.Linear(WIDTH, 2))
     batch = Batch((Record(x[:1]),), samples=samples(1), forward=lambda model, batch: model(batch.values))
     seen = normscope.capture(network, [batch], by_gamma=True)

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import sysconfig
@@ -30,13 +29,12 @@ from normscope.runtime.launches import VARIABLE, why_no_launcher  # noqa: E402
 from normscope.swaps.kernels import choice  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
-NO_COMPILER = "Failed to find C compiler"
+NO_COMPILER = "there is no C compiler"
 
 
 @pytest.fixture(autouse=True)
-def untried(monkeypatch, tmp_path):
-    """Let it be tried anew, in an empty cache, with a GPU of which no more is asked than that it is there."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+def untried(monkeypatch):
+    """Let it be tried anew, with a GPU of which no more is asked than that it is there."""
     config = triton.runtime.driver
     monkeypatch.setattr(config, "_active" if hasattr(config, "_active") else "active", object())  # 3.4 has no _active
     monkeypatch.setattr(choice, "_capability", lambda device: (8, 0))
@@ -47,10 +45,8 @@ def untried(monkeypatch, tmp_path):
 
 
 def forget():
-    """Triton 3.8 remembers which compiler it has found, as a process does that has one all the time."""
-    found = getattr(triton.runtime.build, "_find_compiler", None)
-    for remembered in filter(None, (launches._tried, launches._warn, found)):
-        remembered.cache_clear()
+    launches._tried.cache_clear()
+    launches._warn.cache_clear()
 
 
 @pytest.fixture
@@ -67,11 +63,6 @@ def said():
         yield caught
 
 
-def tried_anew() -> str:
-    forget()
-    return why_no_launcher()
-
-
 needs_a_compiler = pytest.mark.skipif(
     not (shutil.which("gcc") or shutil.which("clang"))
     or not (Path(sysconfig.get_config_var("INCLUDEPY")) / "Python.h").exists(),
@@ -85,17 +76,6 @@ def test_a_compiler_and_headers_are_all_that_it_takes(said):
     assert choice.by_kernels("tanh", CUDA, torch.float32)
     assert loops._loop_of("cuda") is cuda.add
     assert not said
-
-
-@needs_a_compiler
-def test_what_another_compiler_has_left_in_the_cache_says_nothing(monkeypatch, said):
-    assert why_no_launcher() == ""
-    with monkeypatch.context() as patch:
-        patch.setattr(triton.runtime.build, "_build", None)  # not built again where nothing has changed
-        assert tried_anew() == ""
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CC", raising=False)
-    assert NO_COMPILER in tried_anew()
 
 
 def test_without_a_compiler_point_wise_functions_are_plain_torchs_after_one_warning(no_compiler, said):
@@ -163,25 +143,15 @@ def test_who_has_asked_for_kernels_gets_an_error_and_no_plain_torch(no_compiler,
     assert not said
 
 
-def test_a_compiler_that_is_not_there_is_named(monkeypatch, said):
-    monkeypatch.setenv("CC", "/nowhere/cc")
-    assert "No such file or directory: '/nowhere/cc'" in why_no_launcher()
-    assert not choice.by_kernels("tanh", CUDA, torch.float32)
-
-
-def test_headers_that_are_not_there_are_named(monkeypatch, tmp_path, said):
-    compiler = tmp_path / "gcc"
-    compiler.write_text("#!/bin/sh\nexit 1\n")
-    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("CC", str(compiler))
+def test_a_compiler_or_header_that_is_not_there_is_named(monkeypatch, said):
+    with monkeypatch.context() as patch:
+        patch.setenv("CC", "/nowhere/cc")
+        assert "(there is no C compiler /nowhere/cc)" in why_no_launcher()
+        assert not choice.by_kernels("tanh", CUDA, torch.float32)
+    forget()
+    monkeypatch.setenv("CC", sys.executable)  # any program
     monkeypatch.setattr(sysconfig, "get_config_var", lambda name: "/nowhere/include")
-    assert "(gcc ended with status 1, and there is no /nowhere/include/Python.h)" in why_no_launcher()
-
-
-def test_a_cache_that_cannot_be_written_is_named(monkeypatch, tmp_path, said):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    assert "Not a directory" in why_no_launcher()
+    assert "(there is no /nowhere/include/Python.h)" in why_no_launcher()
 
 
 DRIVER = """
@@ -192,18 +162,13 @@ print(why_no_launcher())
 """
 
 
+@needs_a_compiler
 @pytest.mark.slow
 def test_what_triton_asks_the_gpu_by_is_tried_as_well(tmp_path):
     """It is built before any launcher, and against libcuda."""
-    ours = {name: value for name, value in os.environ.items() if name not in ("CC", VARIABLE)}
-    for folder, cause in ((str(tmp_path), NO_COMPILER), ("", "")):
-        there = {
-            **ours,
-            "PATH": "",
-            "TRITON_LIBCUDA_PATH": folder,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        }
-        done = subprocess.run([sys.executable, "-c", DRIVER], env=there, capture_output=True, text=True, check=True)
-        assert done.stdout.startswith("Triton cannot build what launches its kernels (")
-        assert cause in done.stdout
-        assert done.stderr.count("UserWarning") == 1
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment |= {"TRITON_LIBCUDA_PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run([sys.executable, "-c", DRIVER], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("Triton cannot build what launches its kernels (")
+    assert NO_COMPILER not in done.stdout and done.stderr.count("UserWarning") == 1

@@ -34,7 +34,7 @@ def test_no_mutated_capture_is_another_capture(mutations, number):
 def test_the_counter_sees_what_it_is_there_for(mutations, monkeypatch):
     """Without the digest some mutated files are other captures, and with a reader that trips some are errors."""
     monkeypatch.setattr("normscope.runtime.sealed_files.digest", lambda text, tensors: "0")
-    counts = mutations.mutated_captures(150, seed=7)
+    counts = mutations.mutated_captures(500, seed=7)
     assert counts["another capture"] > 0
     assert not counts.keys() <= mutations.FINE
 

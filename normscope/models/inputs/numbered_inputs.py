@@ -127,7 +127,7 @@ def _signals_as_they_were() -> Iterator[None]:
 
 
 class NumberedInputs(ABC):
-    """Inputs of which any can be had at any time by its number; see :class:`normscope.inputs.splits.DivisibleInputs`.
+    """Inputs of which any can be had at any time by its number; see :class:`normscope.inputs.splits.Inputs`.
 
     Attributes:
         order: the numbers of those that are taken, in the order in which they are.
