@@ -117,15 +117,8 @@ class Advice(Tabled):
 
     def as_dict(self) -> dict[str, Any]:
         """A row of JSON or YAML."""
-        return {
-            "model": self.model,
-            "kind": self.kind,
-            "curve": self.curve,
-            "alpha": as_json(self.alpha),
-            "shift": as_json(self.shift),
-            "amplitude": as_json(self.amplitude),
-            "C": self.C,
-            "sites": self.sites,
+        names = ("model", "kind", "curve", "alpha", "shift", "amplitude", "C", "sites")
+        return {name: as_json(getattr(self, name)) for name in names} | {
             "left_out": {"straight": self.straight, "not_converged": self.not_converged, "nothing": self.nothing},
             "feeds": self.feeds or "unknown",
             "published_alpha": self.published.alpha if self.published else None,

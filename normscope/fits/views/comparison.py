@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from normscope.errors import UsageError
-from normscope.fits.curve_fit import CurveFit, Interval
+from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.expressions import split_names
 from normscope.fits.curves.known import BEST, FREE, Curve
 from normscope.fits.fit import check_fit, fit
-from normscope.fits.solving.jackknife import interval, student, without_folds
-from normscope.fits.solving.nodes import FitTarget, levels_of, nodes_of
+from normscope.fits.solving.jackknife import Interval, interval, student
+from normscope.fits.solving.nodes import FitBatch, FitTarget, batches, levels_of, nodes_of
+from normscope.fits.solving.solve import FitForm, Solutions, refined
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.stats import PairStats
@@ -103,7 +106,7 @@ class Ratio:
         return None if self.interval is None else self.interval[0] <= 1 <= self.interval[1]
 
 
-Refits = dict[str, torch.Tensor]  # one fit without each of its folds, of :func:`without_folds`
+Refits = dict[str, Tensor]  # alpha and slope without each fold, and pairs of that fold, float64 ``(folds,)``
 
 
 def ratio(
@@ -310,12 +313,38 @@ class _SeenCapture:
     """One capture, by site, and by site and curve."""
 
     def __init__(self, capture: Capture, fits: Sequence[CurveFit]) -> None:
-        levels = levels_of(capture)
         self.stats = capture.stats
         self.fits = {(one.site, one.curve): one for one in fits}
-        self.levels = {level.site: level for level in levels}
+        self.levels = {level.site: level for level in levels_of(capture)}
         self.widths = {site.name: site.d for site in capture.sites}
-        self.refits = without_folds(levels, fits)
+        self.refits: dict[tuple[str, str], Refits] = {}
+        default = [own for own in fits if own.curve != FREE and own.form == FitForm().words(own.function)]
+        for _, problems in batches([level for level in self.levels.values() if level.fold_by]):
+            for curve in dict.fromkeys(own.curve for own in default):
+                of_sites = [self.fits[level.site, curve] for level in problems.levels]
+                self.refits |= {(own.site, curve): refits for own, refits in _without_folds(problems, of_sites)}
+
+
+def _without_folds(problems: FitBatch, fits: Sequence[CurveFit]) -> Iterator[tuple[CurveFit, Refits]]:
+    """Fit one curve to each problem without each of its folds, beginning at the fits to all pairs."""
+    curve, form = fits[0].function, FitForm()
+    odd = form.odd(curve)
+
+    def column(of: Callable[[CurveFit], float]) -> Tensor:
+        return torch.tensor([of(own) for own in fits]).repeat_interleave(problems.folds)
+
+    near = Solutions(
+        *(column(operator.attrgetter(name)).double() for name in ("amplitude", "alpha", "shift")),
+        only_power=column(lambda own: own.straight or own.power_law),
+        converged=column(lambda own: own.converged),
+    )
+    objective = form.objective(problems.without_folds(odd=odd), curve, problems.levels)
+    others = refined(objective, near, problems.rough_without_folds(odd=odd))
+    slope = others.amplitude * others.alpha * curve.derivative(others.shift)
+    pairs = torch.where(problems.occupied, problems.n_pairs, 0.0)
+    columns = [others.alpha.view_as(pairs), slope.view_as(pairs), pairs]
+    for own, *values in zip(fits, *columns, strict=True):
+        yield own, dict(zip(("alpha", "slope", "pairs"), values, strict=True))
 
 
 def _against(

@@ -12,11 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from normscope.errors import DataError
-from normscope.fits.curve_fit import CurveFit, Interval
+from normscope.fits.curve_fit import CurveFit
 from normscope.fits.solving.ceiling import ceilings, conditional_mean
-from normscope.fits.solving.jackknife import interval_of_r2
-from normscope.fits.solving.nodes import FitBatch, Nodes, batches, joined, levels_of, site_level
+from normscope.fits.solving.jackknife import Interval, interval_of_r2
+from normscope.fits.solving.nodes import FitBatch, Nodes, batches, joined, levels_of, site_level, sums_of
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.formulas import FORMS, Form, form_name
 from normscope.pairs.norms.sites import NormSite
@@ -355,13 +354,7 @@ def _view(capture: Capture, site: NormSite, fits: Sequence[CurveFit]) -> Gradien
 
 
 def _diagonal_moments(site: NormSite, stats: PairStats) -> Tensor:
-    if stats.diagonal_moments is None:
-        raise DataError(
-            f"The capture holds no sums of the diagonal of the Jacobian of {site.name}; capture again with "
-            "diagonal=True (normscope capture --diagonal)."
-        )
-    moments: Tensor = stats.diagonal_moments
-    return moments
+    return sums_of(stats.diagonal_moments, "of the diagonal of the Jacobian of", site, "diagonal")
 
 
 def _of_curve(fit: CurveFit, problems: FitBatch) -> tuple[float, Interval | None]:
