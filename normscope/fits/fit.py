@@ -81,20 +81,20 @@ def fit(
     """
     capture = load_capture(capture) if isinstance(capture, (str, Path)) else capture
     form = FitForm(amplitude, theory, alpha, shift)
-    wanted = _wanted(curves, form)
+    requested = _requested(curves, form)
     levels = levels_of(capture, per=per, pool=pool, weights_by=weights_by)
     for level in levels:
         if form.needs_bound and not math.isfinite(level.bound):
             level.nothing = level.nothing or "no bound on y"
     abouts = [_about(level, capture, weights_by) for level in levels]
     fits = {
-        number: [_nothing(level, one, form, abouts[number]) for one in wanted]
+        number: [_nothing(level, each, form, abouts[number]) for each in requested]
         for number, level in enumerate(levels)
         if level.nothing is not None
     }
     for numbers, problems in batches(levels):
-        fits |= zip(numbers, _fits(problems, wanted, form, [abouts[number] for number in numbers]), strict=True)
-    return Records(one for number in sorted(fits) for one in fits[number])
+        fits |= zip(numbers, _fits(problems, requested, form, [abouts[number] for number in numbers]), strict=True)
+    return Records(each for number in sorted(fits) for each in fits[number])
 
 
 def check_fit(
@@ -106,17 +106,17 @@ def check_fit(
     **form: Any,
 ) -> None:
     """Refuse arguments that :func:`fit` would refuse for any capture; UsageError."""
-    _wanted(curves, FitForm(**form))
+    _requested(curves, FitForm(**form))
     check_levels(per, pool, weights_by)
 
 
-def _wanted(curves: str | Curve | Sequence[str | Curve], form: FitForm) -> list[str | Curve]:
+def _requested(curves: str | Curve | Sequence[str | Curve], form: FitForm) -> list[str | Curve]:
     """Curves in a form, and then ``free`` and ``best``; UsageError where a curve that was named has no such form."""
     parts = split_names(curves) if isinstance(curves, str) else curves if isinstance(curves, Iterable) else [curves]
     words = {part.strip().lower() for part in parts if isinstance(part, str)}
-    known = [part for part in parts if not isinstance(part, str) or part.strip().lower() not in (FREE, BEST)]
-    every = curves_named(known)
-    for curve in curves_named([part for part in known if isinstance(part, Curve) or part.strip().lower() != "all"]):
+    named = [part for part in parts if not isinstance(part, str) or part.strip().lower() not in (FREE, BEST)]
+    every = curves_named(named)
+    for curve in curves_named([part for part in named if isinstance(part, Curve) or part.strip().lower() != "all"]):
         if refusal := form.refusal(curve):
             raise UsageError(refusal)
     return [*_in_form(every, form).values(), *(word for word in (FREE, BEST) if word in words)]
@@ -139,25 +139,25 @@ def _about(level: FitTarget, capture: Capture, weights_by: str) -> Attributes:
     }
 
 
-def _nothing(level: FitTarget, wanted: str | Curve, form: FitForm, about: Attributes) -> CurveFit:
+def _nothing(level: FitTarget, requested: str | Curve, form: FitForm, about: Attributes) -> CurveFit:
     """Record of a level with nothing to fit."""
-    curve = wanted if isinstance(wanted, Curve) else replace(CURVES["linear"], name=wanted)
+    curve = requested if isinstance(requested, Curve) else replace(CURVES["linear"], name=requested)
     return CurveFit(
         **about,
         curve=curve.name,
         function=curve,
         form=form.words(curve),
-        parameters=len(form.parameters(curve)) if isinstance(wanted, Curve) else None,
+        parameters=len(form.parameters(curve)) if isinstance(requested, Curve) else None,
         nothing=level.nothing,
     )
 
 
 def _fits(
-    problems: FitBatch, wanted: Sequence[str | Curve], form: FitForm, abouts: Sequence[Attributes]
+    problems: FitBatch, requested: Sequence[str | Curve], form: FitForm, abouts: Sequence[Attributes]
 ) -> list[list[CurveFit]]:
     """Fit the requested curves to a batch; return the records of each level."""
-    curves = {curve.name: curve for curve in wanted if isinstance(curve, Curve)}
-    if BEST in wanted:
+    curves = {curve.name: curve for curve in requested if isinstance(curve, Curve)}
+    if BEST in requested:
         curves = _in_form(curves_named("all"), form) | curves
     rows, held_out = {}, {}
     for name, curve in curves.items():
@@ -174,14 +174,14 @@ def _fits(
         for name, of_curve in rows.items():
             intervals = of_curve[number].pop("intervals") | of_top
             fits[name] = CurveFit(**about, **of_curve[number], intervals=intervals)
-        if BEST in wanted:
+        if BEST in requested:
             parameters = len(form.parameters(CURVES["tanh"]))
-            best = next(one for one in fits.values() if one.rank == 1 and one.parameters == parameters)
+            best = next(each for each in fits.values() if each.rank == 1 and each.parameters == parameters)
             fits[best.curve] = fits[BEST] = replace(best, best=True)
-        if FREE in wanted:
+        if FREE in requested:
             fits[FREE] = _free(problems.levels[number], top, about | {"intervals": of_top})
-        chosen = [fits[one.name if isinstance(one, Curve) else one] for one in wanted]
-        of_levels.append(list({one.curve: one for one in chosen}.values()))
+        chosen = [fits[each.name if isinstance(each, Curve) else each] for each in requested]
+        of_levels.append(list({each.curve: each for each in chosen}.values()))
     return of_levels
 
 

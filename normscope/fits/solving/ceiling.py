@@ -158,8 +158,8 @@ def _chosen(
         without: likewise of all pairs but one fold's, ``(folds,)``.
         pairs: number of pairs of each fold, likewise.
     """
-    known = np.isfinite(errors).all(1)  # a derivative may be infinite where x is zero
-    errors, handicaps = errors[known], handicaps[known]
+    finite = np.isfinite(errors).all(1)  # a derivative may be infinite where x is zero
+    errors, handicaps = errors[finite], handicaps[finite]
     folds = np.arange(errors.shape[1])
     others = errors.sum(1, keepdims=True) - errors
     best = _first_of_least(others * handicaps[:, None])

@@ -81,10 +81,10 @@ def inside_noise(errors: Tensor, best: Tensor, pairs: Tensor) -> Tensor:
 
 
 def fitted(problems: FitBatch, curve: Curve, form: FitForm) -> tuple[list[Attributes], Tensor]:
-    """Fit one curve to a batch of problems, in a form that it has, and again without each of their folds.
+    """Fit one curve to a batch of problems, and again without each of their folds.
 
     Returns:
-        Of each problem, attributes of its CurveFit; and the squared error of each fold by what all others gave,
+        Attributes of each problem's CurveFit; and the squared error of each fold under the fit to all others,
         ``(problems, folds)``, zero where there is none.
     """
     nodes, odd = problems.nodes(), form.odd(curve)

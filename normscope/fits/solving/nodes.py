@@ -87,9 +87,9 @@ def levels_of(
 
 def check_levels(per: str, pool: str | None, weights_by: str) -> None:
     """Refuse arguments that :func:`levels_of` would refuse, before there is a capture; UsageError."""
-    for what, value, known in (("level", per, PER), ("pool", pool, POOLS), ("weighting", weights_by, WEIGHTS)):
-        if value is not None and value not in known:
-            raise UsageError(unknown(what, value, known))
+    for what, value, choices in (("level", per, PER), ("pool", pool, POOLS), ("weighting", weights_by, WEIGHTS)):
+        if value is not None and value not in choices:
+            raise UsageError(unknown(what, value, choices))
     if per == "channel" and (pool or weights_by == "gamma"):
         raise UsageError(
             "Channels are fitted site by site, and γ² is one number in each; leave pool and weights by gamma out."
@@ -330,13 +330,13 @@ def nodes_of(moments: Tensor, *, odd: bool = False) -> Nodes:
     n, x, y, xx, xy, yy = _filled(moments).unbind(1)
     n = n.clamp_min(0)
     filled = n > 0
-    one = torch.where(filled, n, 1.0)
-    mean_x, mean_y = x / one, y / one
-    deviation_x = (xx / one - mean_x.square()).clamp_min(0).sqrt()
+    number = torch.where(filled, n, 1.0)
+    mean_x, mean_y = x / number, y / number
+    deviation_x = (xx / number - mean_x.square()).clamp_min(0).sqrt()
     deviation_x = torch.where(filled & (deviation_x > _ROUNDING * mean_x.abs()), deviation_x, 0.0)
-    variance_y = torch.where(filled, (yy / one - mean_y.square()).clamp_min(0), 0.0)
+    variance_y = torch.where(filled, (yy / number - mean_y.square()).clamp_min(0), 0.0)
     limit = variance_y.sqrt()
-    deviation_y = (xy / one - mean_x * mean_y) / torch.where(deviation_x > 0, deviation_x, torch.inf)
+    deviation_y = (xy / number - mean_x * mean_y) / torch.where(deviation_x > 0, deviation_x, torch.inf)
     deviation_y = deviation_y.clamp(-limit, limit)
     scatter = n * (variance_y - deviation_y.square())
     return Nodes(
@@ -361,11 +361,11 @@ def _filled(moments: Tensor) -> Tensor:
 def _total(moments: Tensor) -> Tensor:
     """Σ (y − ȳ)² of each problem, bin by bin, so that large means cancel nothing."""
     n, _, y, _, _, yy = moments.unbind(1)
-    one = torch.where(n > 0, n, 1.0)
+    number = torch.where(n > 0, n, 1.0)
     pairs = n.sum(-1, keepdim=True)
     mean = y.sum(-1, keepdim=True) / torch.where(pairs > 0, pairs, 1.0)
-    within = (yy - y.square() / one).clamp_min(0)
-    return torch.where(n > 0, within + n * (y / one - mean).square(), 0.0).sum(-1)
+    within = (yy - y.square() / number).clamp_min(0)
+    return torch.where(n > 0, within + n * (y / number - mean).square(), 0.0).sum(-1)
 
 
 TAIL = 0.99  # of the pairs lie nearer to the origin than those in the tails

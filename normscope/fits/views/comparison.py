@@ -132,7 +132,7 @@ def ratio(
         whole, without = torch.tensor([value], dtype=torch.float64).log(), (second[name] / first[name]).log()
         low, high = (float(end.exp()) for end in interval(whole, without[None], first["pairs"][None]))
         return Ratio(value, (low, high) if math.isfinite(low + high) else None, paired=True)
-    errors = [_log_error(one.intervals.get(name), number) for one, number in zip((base, other), folds, strict=True)]
+    errors = [_log_error(each.intervals.get(name), number) for each, number in zip((base, other), folds, strict=True)]
     width = float(student(torch.tensor(min(folds)))) * math.hypot(*errors)
     return Ratio(value, (value * math.exp(-width), value * math.exp(width)) if math.isfinite(width) else None)
 
@@ -226,8 +226,8 @@ class Comparison:
         """Every site that has no counterpart: its capture, its module path, and the capture that lacks one."""
         return [
             {"capture": capture, "site": site, "lacking_in": lacking}
-            for number, one in enumerate(self.matches, 2)
-            for capture, lacking, sites in ((1, number, one.unmatched[0]), (number, 1, one.unmatched[1]))
+            for number, each in enumerate(self.matches, 2)
+            for capture, lacking, sites in ((1, number, each.unmatched[0]), (number, 1, each.unmatched[1]))
             for site in sites
         ]
 
@@ -292,7 +292,7 @@ def compared(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]]) ->
     """
     first = captures[0]
     matches = [match(first.sites, other.sites) for other in captures[1:]]
-    if not any(one.counterparts for one in matches):
+    if not any(each.counterparts for each in matches):
         raise UsageError(
             f"No norm site of {first.about['model']} has a counterpart: no two share their name or their placement."
         )
@@ -300,9 +300,9 @@ def compared(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]]) ->
     rows = []
     for site, curve in base.fits:
         others = [
-            _against(base, other, number, one.by, (site, one.counterparts[site], curve))
-            for number, (other, one) in enumerate(zip(beside, matches, strict=True), 2)
-            if site in one.counterparts
+            _against(base, other, number, each.by, (site, each.counterparts[site], curve))
+            for number, (other, each) in enumerate(zip(beside, matches, strict=True), 2)
+            if site in each.counterparts
         ]
         first_row = Compared(1, site, base.widths[site], None, base.fits[site, curve])
         rows += [first_row, *others] if others else []
@@ -314,15 +314,15 @@ class _SeenCapture:
 
     def __init__(self, capture: Capture, fits: Sequence[CurveFit]) -> None:
         self.stats = capture.stats
-        self.fits = {(one.site, one.curve): one for one in fits}
+        self.fits = {(each.site, each.curve): each for each in fits}
         self.levels = {level.site: level for level in levels_of(capture)}
         self.widths = {site.name: site.d for site in capture.sites}
         self.refits: dict[tuple[str, str], Refits] = {}
-        default = [own for own in fits if own.curve != FREE and own.form == FitForm().words(own.function)]
+        default = [each for each in fits if each.curve != FREE and each.form == FitForm().words(each.function)]
         for _, problems in batches([level for level in self.levels.values() if level.fold_by]):
-            for curve in dict.fromkeys(own.curve for own in default):
+            for curve in dict.fromkeys(each.curve for each in default):
                 of_sites = [self.fits[level.site, curve] for level in problems.levels]
-                self.refits |= {(own.site, curve): refits for own, refits in _without_folds(problems, of_sites)}
+                self.refits |= {(each.site, curve): refits for each, refits in _without_folds(problems, of_sites)}
 
 
 def _without_folds(problems: FitBatch, fits: Sequence[CurveFit]) -> Iterator[tuple[CurveFit, Refits]]:
@@ -331,20 +331,20 @@ def _without_folds(problems: FitBatch, fits: Sequence[CurveFit]) -> Iterator[tup
     odd = form.odd(curve)
 
     def column(of: Callable[[CurveFit], float]) -> Tensor:
-        return torch.tensor([of(own) for own in fits]).repeat_interleave(problems.folds)
+        return torch.tensor([of(each) for each in fits]).repeat_interleave(problems.folds)
 
     near = Solutions(
         *(column(operator.attrgetter(name)).double() for name in ("amplitude", "alpha", "shift")),
-        only_power=column(lambda own: own.straight or own.power_law),
-        converged=column(lambda own: own.converged),
+        only_power=column(lambda each: each.straight or each.power_law),
+        converged=column(lambda each: each.converged),
     )
     objective = form.objective(problems.without_folds(odd=odd), curve, problems.levels)
     others = refined(objective, near, problems.rough_without_folds(odd=odd))
     slope = others.amplitude * others.alpha * curve.derivative(others.shift)
     pairs = torch.where(problems.occupied, problems.n_pairs, 0.0)
     columns = [others.alpha.view_as(pairs), slope.view_as(pairs), pairs]
-    for own, *values in zip(fits, *columns, strict=True):
-        yield own, dict(zip(("alpha", "slope", "pairs"), values, strict=True))
+    for each, *values in zip(fits, *columns, strict=True):
+        yield each, dict(zip(("alpha", "slope", "pairs"), values, strict=True))
 
 
 def _against(
@@ -353,8 +353,8 @@ def _against(
     site, name, curve = place
     base, beside = first.fits[site, curve], other.fits[name, curve]
     here, there = first.levels[site], other.levels[name]
-    known = (site, curve) in first.refits and (name, curve) in other.refits
-    same = known and _same_inputs(first.stats[site], other.stats[name])
+    refitted = (site, curve) in first.refits and (name, curve) in other.refits
+    same = refitted and _same_inputs(first.stats[site], other.stats[name])
     refits = (first.refits[site, curve], other.refits[name, curve]) if same else None
     how = (base, beside, (_folds(here), _folds(there)), refits)
     return Compared(

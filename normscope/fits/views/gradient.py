@@ -274,7 +274,7 @@ def gradient(capture: Capture, fits: Sequence[CurveFit] = ()) -> Records[Gradien
     >>> view.n_tokens, round(view.share, 2), list(view.r2)  # never less than 1 − 2/d
     (64, 0.78, ['tanh', 'isru'])
     """
-    return Records(_view(capture, site, [one for one in fits if one.site == site.name]) for site in capture.sites)
+    return Records(_view(capture, site, [each for each in fits if each.site == site.name]) for site in capture.sites)
 
 
 def drawn_jacobians(site: NormSite, stats: PairStats) -> DrawnJacobians | str:
@@ -333,7 +333,7 @@ def _view(capture: Capture, site: NormSite, fits: Sequence[CurveFit]) -> Gradien
     both = (drawn.uniform, drawn.largest)
     # Bins as they were summed, none joined: a derivative may jump, and there is no search that would take long.
     problems = FitBatch([level], 2**PAIR_GRID.mantissa_bits)
-    of_curves = {one.curve: _of_curve(one, problems) for one in fits}
+    of_curves = {each.curve: _of_curve(each, problems) for each in fits}
     r2_of_x, of_x = _of_x(problems, capture)
     intervals = {**{curve: bounds for curve, (_, bounds) in of_curves.items()}, "of_x": of_x}
     return GradientView(
@@ -343,9 +343,9 @@ def _view(capture: Capture, site: NormSite, fits: Sequence[CurveFit]) -> Gradien
         n_largest=len(drawn.largest_x),
         folds=level.fold_by,
         share=float(drawn.uniform.share.mean()),
-        least_share=float(torch.cat([one.share for one in both]).amin()),
+        least_share=float(torch.cat([each.share for each in both]).amin()),
         tail_share=float(drawn.uniform.row_share[in_tail].mean()),
-        least_row_share=float(torch.cat([one.row_share for one in both]).amin()),
+        least_row_share=float(torch.cat([each.row_share for each in both]).amin()),
         r2_of_x=r2_of_x,
         r2={curve: r2 for curve, (r2, _) in of_curves.items()},
         intervals={name: bounds for name, bounds in intervals.items() if bounds is not None},
