@@ -333,11 +333,9 @@ def _without_folds(problems: FitBatch, fits: Sequence[CurveFit]) -> Iterator[tup
     def column(of: Callable[[CurveFit], float]) -> Tensor:
         return torch.tensor([of(each) for each in fits]).repeat_interleave(problems.folds)
 
-    near = Solutions(
-        *(column(operator.attrgetter(name)).double() for name in ("amplitude", "alpha", "shift")),
-        only_power=column(lambda each: each.straight or each.power_law),
-        converged=column(lambda each: each.converged),
-    )
+    amplitude, alpha, shift = (column(operator.attrgetter(name)).double() for name in ("amplitude", "alpha", "shift"))
+    only_power = column(lambda each: each.straight or each.power_law)
+    near = Solutions(amplitude, alpha, shift, only_power, column(lambda each: each.converged))
     objective = form.objective(problems.without_folds(odd=odd), curve, problems.levels)
     others = refined(objective, near, problems.rough_without_folds(odd=odd))
     slope = others.amplitude * others.alpha * curve.derivative(others.shift)
